@@ -1,0 +1,1 @@
+"""Kernels that touch this GPU only: routing."""

@@ -1,0 +1,1 @@
+"""Helpers inlined into kernels: waits, transport, rows. All that intra-node and inter-node kernels share."""

@@ -1,0 +1,1 @@
+"""Kernels whose peers are reached by put and signal: dispatch and combine between nodes."""

@@ -1,0 +1,1 @@
+"""Tests of triton_ep; the folders mirror the source."""

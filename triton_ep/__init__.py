@@ -1,0 +1,79 @@
+"""Expert parallelism in Triton over symmetric memory: tokens to their experts and back.
+
+The public names below are loaded at first use (PEP 562): `import triton_ep` itself needs neither torch nor
+Triton, which is what lets tools inspect or build the package on a machine that has neither.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from triton_ep import _checkout
+
+_checkout.extend_path(__path__)
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from triton_ep.barrier import BarrierAllContext
+    from triton_ep.config import EPConfig
+    from triton_ep.context import DispatchCombineContext
+    from triton_ep.distributed import finalize_distributed, initialize_distributed
+    from triton_ep.errors import (
+        AotMiss,
+        CapacityError,
+        ConfigError,
+        EPError,
+        FinalizedError,
+        HeapError,
+        InputError,
+        LaunchError,
+        PeerFailed,
+        StaleHandleError,
+        WaitTimeout,
+    )
+    from triton_ep.layer import EPAll2AllLayer
+    from triton_ep.layout_desc import EPAllToAllLayoutDesc
+
+__all__ = [
+    "AotMiss",
+    "BarrierAllContext",
+    "CapacityError",
+    "ConfigError",
+    "DispatchCombineContext",
+    "EPAll2AllLayer",
+    "EPAllToAllLayoutDesc",
+    "EPConfig",
+    "EPError",
+    "FinalizedError",
+    "HeapError",
+    "InputError",
+    "LaunchError",
+    "PeerFailed",
+    "StaleHandleError",
+    "WaitTimeout",
+    "finalize_distributed",
+    "initialize_distributed",
+]
+
+_HOME = {
+    "BarrierAllContext": "barrier",
+    "DispatchCombineContext": "context",
+    "EPAll2AllLayer": "layer",
+    "EPAllToAllLayoutDesc": "layout_desc",
+    "EPConfig": "config",
+    "finalize_distributed": "distributed",
+    "initialize_distributed": "distributed",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
+    globals()[name] = value  # later look-ups do not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

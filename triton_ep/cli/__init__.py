@@ -1,0 +1,1 @@
+"""The command line: `triton-ep doctor` and `triton-ep demo`."""
