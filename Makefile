@@ -1,0 +1,66 @@
+# Everything runs in .venv, which the first target that needs it creates; no environment variable is asked for.
+#   - On a machine whose python3 has torch, Triton and a CUDA GPU, .venv sees those and nothing is downloaded.
+#   - Elsewhere torch and Triton are installed into .venv. TORCH names what: a plain `torch` may pull gigabytes
+#     of CUDA libraries onto a machine that has no use for them.
+TORCH ?= torch==2.13.0 triton==3.7.1
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CPU := not gpu and not multi_gpu
+# Ranks are processes: more than one compute thread each only makes them fight for the cores.
+RUN := OMP_NUM_THREADS=1 $(BIN)/python
+SOURCES := triton_ep kernels aot tests examples
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test checks lint types docs test-gpu clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
+
+demo: $(READY)  ## a small MoE layer on 4 ranks as 2 nodes x 2, compared with a dense computation
+	$(RUN) -m triton_ep.cli demo
+
+test: checks  ## lint, types, then every test that needs no GPU: as is, and the layer again in chaos mode
+	$(RUN) -m pytest tests/layer -q -m "$(CPU)" --chaos-seeds 1,2,3
+	$(RUN) -m pytest tests -m "$(CPU)"
+
+checks: $(READY)
+	@if [ "$$(cat $(READY))" = own ]; then $(MAKE) --no-print-directory lint types; \
+	else echo "lint and types are left out: ruff and mypy are not installed beside this machine's torch"; fi
+
+lint: $(READY)  ## ruff: rules and format
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+# mypy sees triton_ep.kernels only where the package map has been applied, hence the installed tree.
+types: $(READY)  ## mypy on the installed tree
+	@rm -rf build/lib build/types
+	@$(BIN)/python -m pip install -q --no-index --no-deps --no-build-isolation --target build/types .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p triton_ep
+
+docs: $(READY)  ## run the code blocks of the pages and follow their links
+	$(RUN) -m pytest tests/unit/test_docs.py
+
+test-gpu: $(READY)  ## the tests that need GPUs (those for more GPUs than there are, are skipped by name)
+	$(RUN) -m pytest tests -m "gpu or multi_gpu"
+
+clean:  ## remove .venv and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml
+	@if $(PYTHON) -c 'import sys, torch, triton; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	  set -e; echo "using the torch of $$(command -v $(PYTHON)); nothing is downloaded"; \
+	  $(PYTHON) -m venv --clear --system-site-packages $(VENV); \
+	  $(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/host-python.pth"; \
+	  $(BIN)/python -m pip install -q --no-index --no-deps --no-build-isolation -e .; \
+	  echo host > $(READY); \
+	else \
+	  set -e; echo "creating $(VENV) with $(TORCH)"; \
+	  $(PYTHON) -m venv $(VENV); \
+	  $(BIN)/python -m pip install -q $(TORCH); \
+	  $(BIN)/python -m pip install -q -e '.[test]'; \
+	  echo own > $(READY); \
+	fi
