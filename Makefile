@@ -17,7 +17,7 @@ SOURCES := triton_ep kernels aot tests examples
 .PHONY: help demo test checks lint types docs test-gpu clean
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY)  ## a small MoE layer on 4 ranks as 2 nodes x 2, compared with a dense computation
 	$(RUN) -m triton_ep.cli demo

@@ -1,0 +1,105 @@
+"""House rules that a machine can check."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = sorted(path for folder in ("triton_ep", "kernels", "aot") for path in (ROOT / folder).rglob("*.py"))
+KERNEL_FILES = [path for path in PRODUCT if "kernels" in path.relative_to(ROOT).parts]
+MAX_LINES = 400
+MAX_RUNTIME_ARGUMENTS = 16
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=_name)
+def test_file_is_short(path: Path) -> None:
+    """A file has one job; past this length it has two."""
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def _public_without_docstring(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """Public functions, classes and methods of a module that do not say what they are for.
+
+    One line is enough. Nested functions, overloads, overrides and setters are not public.
+    """
+    for node in body:
+        if not isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ) or node.name.startswith("_"):
+            continue
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+        if any(d.endswith((".setter", "overload", "override")) for d in decorators):
+            continue
+        if ast.get_docstring(node) is None:
+            yield f"{prefix}{node.name} (line {node.lineno})"
+        if isinstance(node, ast.ClassDef):
+            yield from _public_without_docstring(node.body, f"{prefix}{node.name}.")
+
+
+@pytest.mark.parametrize("path", [p for p in PRODUCT if p not in KERNEL_FILES], ids=_name)
+def test_public_things_have_docstrings(path: Path) -> None:
+    """Every module, public class and public function says what it is for."""
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "the module has no docstring"
+    assert list(_public_without_docstring(tree.body)) == []
+
+
+def test_the_docstring_check_sees_a_breach() -> None:
+    """Functions, classes and methods without a docstring are all found."""
+    source = "class A:\n    def f(self): ...\n    def _g(self): ...\ndef h(): ...\n"
+    assert [text.split()[0] for text in _public_without_docstring(ast.parse(source).body)] == [
+        "A",
+        "A.f",
+        "h",
+    ]
+
+
+def _kernels(path: Path) -> Iterator[ast.FunctionDef]:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+            yield node
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=_name)
+def test_kernel_file_states_its_protocol(path: Path) -> None:
+    """A file that holds a kernel opens with its protocol, under the fixed headings."""
+    kernels = list(_kernels(path))
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert docstring
+    if kernels:
+        headings = ("Protocol", "Layout", "Memory order", "Progress", "Replay")
+        assert [h for h in headings if not re.search(rf"^{h}\b", docstring, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=_name)
+def test_kernel_has_few_arguments(path: Path) -> None:
+    """A kernel that needs more run-time arguments does two jobs."""
+    for kernel in _kernels(path):
+        runtime = [
+            a.arg
+            for a in kernel.args.args
+            if "constexpr" not in ast.unparse(a.annotation or ast.Constant(""))
+        ]
+        assert len(runtime) <= MAX_RUNTIME_ARGUMENTS, f"{kernel.name} has {len(runtime)}: {runtime}"
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=_name)
+def test_no_unfinished_business(path: Path) -> None:
+    """No swallowed exception, no stub, no reminder without an issue number."""
+    text = path.read_text()
+    assert not re.search(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))", text)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"bare except in line {node.lineno}"
+            silent = all(isinstance(s, ast.Pass) for s in node.body)
+            broad = ast.unparse(node.type) in ("Exception", "BaseException")
+            assert not (silent and broad), f"swallowed exception in line {node.lineno}"
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            assert "NotImplementedError" not in ast.unparse(node.exc), f"stub in line {node.lineno}"
