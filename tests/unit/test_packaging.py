@@ -1,0 +1,116 @@
+"""The package map: wheel, editable install and bare checkout all give `triton_ep.kernels`, and nothing else.
+
+No test here needs a network: the wheel is built with the setuptools that is installed.
+"""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+WHERE = (
+    "import triton_ep, triton_ep.kernels as k, triton_ep.aot as a; print(k.__file__, a.__file__, sep='\\n')"
+)
+
+
+def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """Output of a command that must succeed; `environment` is all it gets."""
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the build reads: building in place would leave files, and find stale ones."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for folder in ("triton_ep", "kernels", "aot"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that would be published."""
+    out = tmp_path_factory.mktemp("wheel")
+    _run(*PIP, "wheel", "--no-index", "--no-build-isolation", "--no-deps", "-w", out, checkout, cwd=out)
+    (path,) = out.glob("*.whl")
+    return path
+
+
+def _sources() -> set[str]:
+    """Every module of the source tree, by its path in the wheel."""
+    installed = {"triton_ep": "triton_ep", "kernels": "triton_ep/kernels", "aot": "triton_ep/aot"}
+    return {
+        f"{target}/{path.relative_to(ROOT / folder)}"
+        for folder, target in installed.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+
+
+def test_package_list_is_complete() -> None:
+    """Each folder with an __init__.py is named in pyproject.toml, whose list is explicit."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    there = {name.removesuffix("/__init__.py").replace("/", ".") for name in _sources() if "__init__" in name}
+    assert sorted(listed) == sorted(there)
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    """Every path of the wheel starts with triton_ep/ or is metadata, and no module is left out."""
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [n for n in names if not n.startswith("triton_ep/") and ".dist-info/" not in n] == []
+    assert {n for n in names if n.endswith(".py")} == _sources()
+    assert "triton_ep/py.typed" in names
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+
+
+def test_installed_wheel_imports_its_own_kernels(wheel: Path, tmp_path: Path) -> None:
+    """What pip unpacks is what is imported, and no `kernels` or `aot` appears at the top."""
+    target = tmp_path / "site"
+    _run(*PIP, "install", "--no-index", "--no-deps", "--target", target, wheel, cwd=tmp_path)
+    code = f"{WHERE}; import importlib.util as u; print(u.find_spec('kernels'), u.find_spec('aot'))"
+    lines = _run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(target)).split("\n")
+    assert lines[:3] == [
+        str(target / "triton_ep/kernels/__init__.py"),
+        str(target / "triton_ep/aot/__init__.py"),
+        "None None",
+    ]
+    assert (target / "bin/triton-ep").is_file()
+
+
+def test_editable_install_imports_the_checkout(checkout: Path, tmp_path: Path) -> None:
+    """`pip install -e .` maps the two folders below triton_ep."""
+    home = tmp_path / "venv"
+    venv.create(home, system_site_packages=True, symlinks=True)
+    python = home / "bin/python"
+    purelib = _run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+    ).strip()
+    # This interpreter may be a virtual environment itself: lend the new one its setuptools.
+    Path(purelib, "host.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    options = ["--no-index", "--no-build-isolation", "--no-deps"]
+    _run(*PIP, "--python", python, "install", *options, "-e", checkout, cwd=tmp_path)
+    assert _run(python, "-c", WHERE, cwd=tmp_path).split() == [
+        str(checkout / "kernels/__init__.py"),
+        str(checkout / "aot/__init__.py"),
+    ]
+
+
+def test_bare_checkout_imports_its_own_kernels(checkout: Path, tmp_path: Path) -> None:
+    """Nothing installed: the checkout's root on sys.path is enough."""
+    assert _run(sys.executable, "-c", WHERE, cwd=tmp_path, PYTHONPATH=str(checkout)).split() == [
+        str(checkout / "kernels/__init__.py"),
+        str(checkout / "aot/__init__.py"),
+    ]
