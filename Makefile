@@ -52,10 +52,9 @@ clean:  ## remove .venv and everything built
 $(READY): pyproject.toml
 	@if $(PYTHON) -c 'import sys, torch, triton; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	  set -e; echo "using the torch of $$(command -v $(PYTHON)); nothing is downloaded"; \
-	  $(PYTHON) -m venv --clear --system-site-packages $(VENV); \
-	  $(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
-	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/host-python.pth"; \
-	  $(BIN)/python -m pip install -q --no-index --no-deps --no-build-isolation -e .; \
+	  $(PYTHON) -m venv --clear --without-pip --system-site-packages $(VENV); \
+	  { pwd; $(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])'; } \
+	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout-and-torch.pth"; \
 	  echo host > $(READY); \
 	else \
 	  set -e; echo "creating $(VENV) with $(TORCH)"; \
