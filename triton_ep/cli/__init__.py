@@ -1,1 +1,36 @@
-"""The command line: `triton-ep doctor` and `triton-ep demo`."""
+"""The command line: `triton-ep doctor` says what this machine can run, `triton-ep demo` runs something."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from triton_ep.errors import EPError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command.
+
+    Args:
+        argv: arguments after the program's name; None = those of this process.
+
+    Returns:
+        Exit code: 0 = all is well, 1 = the sub-command found or met a failure. Wrong usage ends the process
+        with 2, as argparse does.
+    """
+    from triton_ep.cli import demo, doctor
+
+    parser = argparse.ArgumentParser(prog="triton-ep", description="Expert parallelism in Triton.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module, name, help_text in (
+        (doctor, "doctor", "what this machine has, what will be used, what to install"),
+        (demo, "demo", "a small MoE layer over several ranks, compared with a dense computation"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except EPError as error:
+        print(f"triton-ep {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,72 @@
+"""A small MoE layer (router, dispatch, expert FFNs, combine) on 4 ranks, compared with a dense one."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from triton_ep.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `triton-ep demo`."""
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of rank 0 (default %(default)s)")
+    parser.add_argument("--hidden", type=int, default=128, help="elements per token (default %(default)s)")
+    parser.add_argument(
+        "--experts", type=int, default=16, help="experts over all ranks (default %(default)s)"
+    )
+    parser.add_argument("--topk", type=int, default=4, help="experts per token (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default %(default)s)")
+    parser.add_argument("--picture", default="demo_routing.png", help="PNG to write (default %(default)s)")
+
+
+def choose_ranks(num_gpus: int) -> tuple[int, int]:
+    """Ranks, and ranks per node: 2 nodes x 2 on the CPU or with 4 GPUs, less with fewer GPUs."""
+    if num_gpus in (2, 3):
+        return 2, 1
+    return (1, 1) if num_gpus == 1 else (4, 2)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo. Returns 0 when every rank's result is the dense one up to bfloat16 rounding, else 1."""
+    from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
+    from triton_ep.cli.demo_moe import Settings, compare, load, run_and_save
+    from triton_ep.cli.demo_report import count_traffic, draw_routing, table
+    from triton_ep.distributed import run_ranks
+
+    if arguments.tokens < 1:
+        raise ConfigError(f"--tokens is {arguments.tokens}; the demo needs at least 1.")
+    num_gpus = 0
+    if not runtime.INTERPRETING:
+        import torch
+
+        num_gpus = torch.cuda.device_count()
+    num_ranks, ranks_per_node = choose_ranks(num_gpus)
+    settings = Settings(
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        tokens=arguments.tokens,
+        hidden=arguments.hidden,
+        ffn=2 * arguments.hidden,
+        experts=arguments.experts,
+        topk=arguments.topk,
+        seed=arguments.seed,
+    )
+    where = f"{num_ranks} GPUs" if num_gpus else f"{num_ranks} CPU ranks, kernels interpreted"
+    print(
+        f"MoE layer on {num_ranks // ranks_per_node} nodes x {ranks_per_node} ranks ({where}):\n"
+        f"{settings.tokens} tokens per rank or a few less, hidden {settings.hidden}, "
+        f"top-{settings.topk} of {settings.experts} experts\n",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(run_and_save, num_ranks, settings, folder)
+        results = [load(folder, rank) for rank in range(num_ranks)]
+    comparisons = [compare(settings, rank, result) for rank, result in enumerate(results)]
+    routing = [result.topk_idx for result in results]
+    traffic = count_traffic(routing, settings.experts, ranks_per_node)
+    row_bytes = settings.hidden * results[0].combined.element_size()
+    print(table(results, comparisons, traffic, ranks_per_node, row_bytes))
+    not_drawn = draw_routing(arguments.picture, routing, settings.experts)
+    picture = Path(arguments.picture).resolve()
+    print(f"no routing picture: {not_drawn}" if not_drawn else f"routing picture: {picture}")
+    return 0 if all(comparison.passed for comparison in comparisons) else 1

@@ -1,0 +1,134 @@
+"""The small MoE layer of `triton-ep demo`: one rank of it over EPAll2AllLayer, and all of it densely."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from triton_ep import EPAll2AllLayer, finalize_distributed, initialize_distributed
+from triton_ep.cli.demo_report import Comparison, RankResult
+
+# The expert output, the partial sum of a node and the result are rounded to bfloat16 (half a unit of 2**-8
+# each); the fourth half unit is for the fp32 arithmetic in between, which is far more exact.
+BF16_LIMIT = 4 * 2.0**-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Sizes of the demo. Rank r has `tokens - r` tokens: ranks need not have equally many."""
+
+    num_ranks: int
+    ranks_per_node: int
+    tokens: int
+    hidden: int
+    ffn: int
+    experts: int
+    topk: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Weights of the layer: router [H, E] float32, up [E, H, F] and down [E, F, H] bfloat16."""
+
+    router: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+def make_moe(s: Settings) -> Moe:
+    """The same weights on every rank that asks, on the CPU."""
+    generator = torch.Generator().manual_seed(s.seed)
+    router = torch.randn(s.hidden, s.experts, generator=generator) / s.hidden**0.5
+    up = torch.randn(s.experts, s.hidden, s.ffn, generator=generator) / s.hidden**0.5
+    down = torch.randn(s.experts, s.ffn, s.hidden, generator=generator) / s.ffn**0.5
+    return Moe(router, up.bfloat16(), down.bfloat16())
+
+
+def tokens_of(s: Settings, rank: int) -> torch.Tensor:
+    """[T, H] bfloat16 tokens of a rank, on the CPU."""
+    generator = torch.Generator().manual_seed(s.seed + 1 + rank)
+    return torch.randn(max(s.tokens - rank, 0), s.hidden, generator=generator).bfloat16()
+
+
+def route(x: torch.Tensor, moe: Moe, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Top-k experts [T, K] int32 and their normalised weights [T, K] float32.
+
+    A fixed bias makes some experts popular, so that the picture and the table have something to show.
+    """
+    bias = torch.linspace(2.0, 0.0, moe.router.shape[1], device=x.device)
+    weights, idx = torch.softmax(x.float() @ moe.router + bias, dim=-1).topk(topk, dim=-1)
+    return idx.int(), weights / weights.sum(-1, keepdim=True)
+
+
+def expert_ffn(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """One expert: [R, H] to [R, H] float32."""
+    return torch.nn.functional.silu(x.float() @ up.float()) @ down.float()
+
+
+def run_rank(s: Settings) -> RankResult:
+    """The layer as one rank sees it. The group and the heap must have been started."""
+    rank = dist.get_rank()
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+    moe = make_moe(s)
+    x = tokens_of(s, rank)
+    topk_idx, weights = route(x, moe, s.topk)  # on the CPU, so that the comparison sees the same choice
+    mine = range(rank * s.experts // s.num_ranks, (rank + 1) * s.experts // s.num_ranks)
+    up, down = moe.up[mine.start : mine.stop].to(device), moe.down[mine.start : mine.stop].to(device)
+    layer = EPAll2AllLayer(
+        dist.group.WORLD,
+        max_tokens=s.tokens,
+        hidden=s.hidden,
+        topk=s.topk,
+        rank=rank,
+        num_tot_experts=s.experts,
+        local_world_size=s.ranks_per_node,
+        world_size=s.num_ranks,
+    )
+    with layer:
+        recv_x, recv_weights, layout_desc = layer.dispatch(
+            x.to(device), topk_idx.to(device), weights.to(device)
+        )
+        expert_out = torch.zeros_like(recv_x)
+        starts = layout_desc.expert_offsets.tolist()
+        for local, (start, stop) in enumerate(pairwise(starts)):
+            expert_out[start:stop] = expert_ffn(recv_x[start:stop], up[local], down[local]).to(recv_x.dtype)
+        combined = layer.combine(expert_out, layout_desc, weights=recv_weights)
+        received = int(layout_desc.num_recv_tokens_per_expert.sum())
+    return RankResult(topk_idx=topk_idx, received=received, combined=combined.cpu())
+
+
+def compare(s: Settings, rank: int, result: RankResult) -> Comparison:
+    """Distance of a rank's result from the same layer computed densely, in one process, in float32."""
+    moe = make_moe(s)
+    x = tokens_of(s, rank)
+    topk_idx, weights = route(x, moe, s.topk)
+    dense = torch.zeros(x.shape, dtype=torch.float32)
+    scale = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in range(s.experts):
+        weight = torch.where(topk_idx == expert, weights, 0.0).sum(-1, keepdim=True)
+        y = weight * expert_ffn(x, moe.up[expert], moe.down[expert])
+        dense += y
+        scale += y.abs()
+    error = (result.combined.float() - dense).abs()
+    if error.numel() == 0:
+        return Comparison(0.0, 0.0, BF16_LIMIT)
+    return Comparison(error.max().item(), (error / scale.clamp_min(1e-30)).max().item(), BF16_LIMIT)
+
+
+def run_and_save(s: Settings, folder: str) -> None:
+    """What each process of the demo does: start, run the layer, write the result to `folder`, stop."""
+    rank, _ = initialize_distributed(local_world_size=s.ranks_per_node)
+    torch.save(vars(run_rank(s)), Path(folder) / f"{rank}.pt")
+    finalize_distributed()
+
+
+def load(folder: str, rank: int) -> RankResult:
+    """What `run_and_save` of a rank wrote."""
+    return RankResult(**torch.load(Path(folder) / f"{rank}.pt"))

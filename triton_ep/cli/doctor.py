@@ -1,0 +1,131 @@
+"""Say what this machine has, what will be used, and what to install. Exit code 0 = triton_ep can run here."""
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+import triton_ep
+from triton_ep.cli.machine import TESTED_TRITON, Machine, Plan, Problem, inspect_machine, judge, version_tuple
+from triton_ep.errors import EPError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `triton-ep doctor`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a page")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Inspect, judge, print. Returns 0 when triton_ep can run here, 1 otherwise."""
+    machine = inspect_machine()
+    plan = judge(machine)
+    heap_bytes, self_test = None, "not run: something is missing"
+    if not plan.problems:
+        heap_bytes, self_test = _try_runtime(plan)
+    print(
+        json.dumps(as_json(machine, plan, heap_bytes, self_test), indent=2)
+        if arguments.json
+        else page(machine, plan, heap_bytes, self_test)
+    )
+    return 1 if plan.problems else 0
+
+
+def _try_runtime(plan: Plan) -> tuple[int | None, str]:
+    """Load the run-time, which tests the interpreter where it is used; a failure is added to the problems.
+
+    Returns:
+        Bytes of the symmetric heap in force, and the outcome of the interpreter's self-test in words.
+    """
+    try:
+        from triton_ep import runtime
+        from triton_ep.environment import read_environment
+
+        heap_bytes = read_environment().heap_bytes
+        if not runtime.INTERPRETING:
+            return heap_bytes, "not needed: kernels are compiled"
+        from triton_ep import interpreter
+
+        interpreter.self_test()
+    except EPError as error:
+        plan.problems.append(
+            Problem(f"the interpreter's self-test failed: {error}", "report it with this page")
+        )
+        return None, "failed"
+    return heap_bytes, "passed"
+
+
+def as_json(machine: Machine, plan: Plan, heap_bytes: int | None, self_test: str) -> dict[str, Any]:
+    """Everything `doctor` knows as plain JSON values."""
+    facts = dataclasses.asdict(machine)
+    facts["python"] = ".".join(map(str, machine.python))
+    return {
+        "ok": not plan.problems,
+        "triton_ep": triton_ep.__version__,
+        "machine": facts,
+        "heap_bytes": heap_bytes,
+        "interpreter_self_test": self_test,
+        "plan": dataclasses.asdict(plan),
+    }
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:
+    return [title, *(f"  {name:<16} {value}" for name, value in rows), ""]
+
+
+def page(machine: Machine, plan: Plan, heap_bytes: int | None, self_test: str) -> str:
+    """The page for people."""
+    missing = "not installed"
+    triton_note = ""
+    if machine.triton:
+        tested = version_tuple(machine.triton)[:2] in TESTED_TRITON
+        triton_note = " (tested)" if tested else " (not tested)"
+    built = f" (CUDA {machine.cuda})" if machine.cuda else " (CPU build)"
+    lines = [f"triton_ep {triton_ep.__version__}", ""]
+    lines += _section(
+        "Software",
+        [
+            ("Python", ".".join(map(str, machine.python))),
+            ("system", f"{machine.system}, {machine.cores} cores"),
+            ("torch", machine.torch + built if machine.torch else missing),
+            ("triton", machine.triton + triton_note if machine.triton else missing),
+            ("numpy", machine.numpy or missing),
+            ("NVSHMEM", machine.nvshmem or missing),
+            ("device bitcode", ", ".join(machine.nvshmem_bitcode) or "none"),
+            ("nvshmem4py", machine.nvshmem4py or missing),
+        ],
+    )
+    gpus = [(f"GPU {i}", f"{g.name}, sm_{g.sm}, {_gib(g.memory_bytes)}") for i, g in enumerate(machine.gpus)]
+    if len(machine.gpus) > 1:
+        gpus.append(("peer access", "row = from, column = to"))
+        gpus += [
+            (f"  {i}", " ".join("x" if ok else "-" for ok in row))
+            for i, row in enumerate(machine.peer_access)
+        ]
+    lines += _section("GPUs", gpus or [("none", "ranks run on the CPU")])
+    lines += _section(
+        "Launchers",
+        [
+            ("started by", machine.launcher),
+            ("torchrun", machine.torchrun or "not found"),
+            ("mpirun", machine.mpirun or "not found"),
+        ],
+    )
+    lines += _section(
+        "What will be used",
+        [
+            ("backend", plan.backend),
+            ("transport", plan.transport),
+            ("kernels by", plan.execution),
+            ("symmetric heap", "unknown" if heap_bytes is None else f"{_gib(heap_bytes)} per rank"),
+            ("self-test", self_test),
+        ],
+    )
+    lines += [f"Note: {hint}" for hint in plan.hints]
+    for problem in plan.problems:
+        lines += [f"Problem: {problem.what}", f"  do: {problem.remedy}"]
+    lines.append("triton_ep cannot run here yet." if plan.problems else "triton_ep can run here.")
+    return "\n".join(lines)
