@@ -33,11 +33,15 @@ LAYERS = {
     "triton_ep.ops": 4,
     "triton_ep.layer": 5,
     "triton_ep._rank_pool": 7,
+    "triton_ep._rank_process": 7,
+    "triton_ep._rank_process": 7,
     "triton_ep.testing": 7,
     "triton_ep.cli": 7,
 }
-# Kernels are data to the few that launch or describe them. `interpreter` hands the wait hook to spin.py.
+# Kernels are named by those who launch them. Constants of `kernels.device` (which wait is which, which
+# buffer is where) are shared with the host side that allocates and reports; front doors see neither.
 IMPORTERS_OF_KERNELS = ("triton_ep.ops", "triton_ep.runtime", "triton_ep.interpreter", "triton_ep.kernels")
+FRONT_DOOR = 7
 IMPORTERS_OF_NVSHMEM = {"triton_ep.heap.nvshmem", "triton_ep.heap.bitcode"}
 READERS_OF_ENVIRONMENT = {"triton_ep.environment"}
 # These two may set TRITON_INTERPRET, which Triton itself reads when it is imported.
@@ -100,7 +104,10 @@ def _violations(module: str, path: Path) -> Iterator[str]:
         if not target.startswith("triton_ep."):
             continue
         if target.startswith("triton_ep.kernels") and not module.startswith(IMPORTERS_OF_KERNELS):
-            yield f"{where}: kernels are launched by ops"
+            if own == FRONT_DOOR or not target.startswith("triton_ep.kernels.device"):
+                yield f"{where}: kernels are launched by ops"
+        if target.startswith("triton_ep.heap") and own == FRONT_DOOR:
+            yield f"{where}: a front door takes what the layer or distributed offers"
         if module.startswith("triton_ep.reference") and not target.startswith("triton_ep.reference"):
             yield f"{where}: an oracle must not share the bug"
         layer = _layer(target)
@@ -128,6 +135,8 @@ def test_imports_point_downwards() -> None:
         ("triton_ep.heap.base", "def f():\n    import triton_ep.ops.dispatch"),
         ("triton_ep.kernels.intranode.dispatch", "import torch"),
         ("triton_ep.ops.dispatch", "import nvshmem.core"),
+        ("triton_ep.cli.doctor", "from triton_ep.heap.host import HostHeap"),
+        ("triton_ep.testing", "from triton_ep.kernels.device.waits import WAIT_SPLITS"),
         ("triton_ep.layer", "from triton_ep.kernels.intranode.dispatch import dispatch_kernel"),
         ("triton_ep.reference.dispatch", "from triton_ep.topology import Topology"),
         ("triton_ep.heap.base", "from ..layout import TABLE"),
