@@ -1,0 +1,73 @@
+"""Barrier of all ranks, or of the ranks of one node; and the post-only half of it that ends a combine.
+
+Protocol      1 advance the epoch of this scope
+              2 post my flag = epoch to every rank of the scope (device/post.py)
+              3 if WAIT: wait until the flag of every rank of the scope is at least the epoch
+Layout        flags [W] int64, one per source rank: one array for the barrier of all, one for the
+              barrier of a node, and done_flag for combine; scratch [W, 4] int32, the
+              payload that a put-with-signal has to carry.
+Memory order  Everything this stream did before is visible to a rank that has passed: the kernel starts
+              after it, and step 2 is a system-scope release.
+Progress      One program; it posts before it waits.
+Replay        The epoch lives on the device and only grows, so a captured graph may replay.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.buffers import BARRIER_SCRATCH, buffer_ptr
+from ..device.post import post_to_all
+from ..device.waits import WAIT_BARRIER, WAIT_NODE_BARRIER, wait_flags
+
+
+@triton.jit(do_not_specialize=["rank", "num_ranks", "ranks_per_node", "timeout_us"])
+def barrier_kernel(
+    epochs_ptr,  # [4] int64
+    status_ptr,  # [4] int32
+    addrs_ptr,
+    net_addrs_ptr,
+    pes_ptr,  # [W] int32
+    rank,
+    num_ranks,
+    ranks_per_node,
+    timeout_us,
+    EPOCH: tl.constexpr,  # row of the epoch array
+    FLAG_BUFFER: tl.constexpr,
+    SAME_NODE_ONLY: tl.constexpr,
+    WAIT: tl.constexpr,  # False: post only; the kernel that needs it waits (intranode/combine.py)
+    NETWORK: tl.constexpr,
+    WP: tl.constexpr,
+    LWP: tl.constexpr,
+):
+    epoch = tl.load(epochs_ptr + EPOCH) + 1
+    tl.debug_barrier()
+    tl.store(epochs_ptr + EPOCH, epoch)
+    post_to_all(
+        addrs_ptr,
+        net_addrs_ptr,
+        pes_ptr,
+        tl.cast(rank, tl.int64) * 16,
+        tl.full([], 16, tl.int64),
+        epoch,
+        rank,
+        num_ranks,
+        ranks_per_node,
+        BARRIER_SCRATCH,
+        FLAG_BUFFER,
+        False,
+        SAME_NODE_ONLY,
+        NETWORK,
+        LWP,
+        16,
+    )
+    if WAIT:
+        if SAME_NODE_ONLY:
+            peers = rank - rank % ranks_per_node + tl.arange(0, LWP)
+            mask = tl.arange(0, LWP) < ranks_per_node
+            flag_ptrs = buffer_ptr(addrs_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
+            first = rank - rank % ranks_per_node
+            wait_flags(flag_ptrs, mask, epoch, timeout_us, status_ptr, WAIT_NODE_BARRIER, first)
+        else:
+            peers = tl.arange(0, WP)
+            flag_ptrs = buffer_ptr(addrs_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
+            wait_flags(flag_ptrs, peers < num_ranks, epoch, timeout_us, status_ptr, WAIT_BARRIER)

@@ -1,0 +1,136 @@
+"""Inter-node combine: one partial sum per (token, node) crosses the network.
+
+Protocol      1 wait until the ranks of this node have staged their rows (intranode/combine.py, step 3)
+              2 for the tokens that my counterpart of another node sent here: sum in float32, in k order,
+              the rows that the ranks of this node hold, CHUNK tokens at a time, into partial_send
+              3 put the chunk into partial_recv of that counterpart, with its flag = epoch; it adds the
+              partial sums to its own (intranode/combine.py, step 4)
+Layout        partial_send, partial_recv [N, max_tokens, stride] of the partial dtype, by the other node,
+              then by the token's slot; partial_flag [N, MAX_CHUNKS] int64.
+Memory order  3: put-with-signal orders data before flag; acquired in step 4 of intranode/combine.py.
+Progress      Waits for the stage kernels of this node only, which precede every wait for partial sums.
+Replay        partial_recv is free again when its owner has posted done_flag (intranode/combine.py, step 5).
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.buffers import (
+    EPOCH_COMBINE,
+    PARTIAL_FLAG,
+    PARTIAL_RECV,
+    PARTIAL_SEND,
+    address_of,
+    buffer_ptr,
+)
+from ..device.rows import other_node, pull_sum, wait_staged
+from ..device.transport import put_signal
+
+
+@triton.jit(
+    do_not_specialize=[
+        "max_tokens",
+        "row_capacity",
+        "experts_per_rank",
+        "rank",
+        "num_ranks",
+        "ranks_per_node",
+        "num_stage_programs",
+        "timeout_us",
+    ]
+)
+def combine_partial_kernel(
+    like_x_ptr,  # any pointer to the token dtype
+    tokens_from_node_ptr,  # [N] int32
+    topk_table_ptr,  # [N, max_tokens, K] int32
+    row_table_ptr,  # [N, max_tokens, K] int32: output row (staged) or arrival row (reduced), -1 = none
+    epochs_ptr,  # [4] int64
+    status_ptr,  # [4] int32
+    addrs_ptr,
+    net_addrs_ptr,
+    pes_ptr,  # [W] int32
+    max_tokens,
+    hidden,
+    partial_stride,  # elements per row of the partial buffers
+    row_capacity,
+    experts_per_rank,
+    rank,
+    num_ranks,
+    ranks_per_node,
+    num_stage_programs,
+    timeout_us,
+    PARTIAL_DTYPE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    LWP: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NETWORK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    ready = wait_staged(
+        addrs_ptr,
+        epochs_ptr,
+        status_ptr,
+        rank,
+        num_ranks,
+        ranks_per_node,
+        num_stage_programs,
+        timeout_us,
+        LWP,
+        MAX_PROGRAMS,
+    )
+    if ready:
+        epoch = tl.load(epochs_ptr + EPOCH_COMBINE) + 1
+        my_node = rank // ranks_per_node
+        offs = tl.arange(0, BLOCK_H)
+        send_ptr = buffer_ptr(addrs_ptr, PARTIAL_SEND, num_ranks, rank, PARTIAL_DTYPE)
+        row_bytes = tl.cast(partial_stride, tl.int64) * (PARTIAL_DTYPE.primitive_bitwidth // 8)
+        num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(max_tokens, CHUNK)
+        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+            node, chunk = other_node(item, rank, num_ranks, ranks_per_node)
+            tokens = tl.load(tokens_from_node_ptr + node)
+            first = chunk * CHUNK
+            if first < tokens:
+                for start in range(0, CHUNK, ROWS):
+                    slot = first + start + tl.arange(0, ROWS)
+                    alive = slot < tokens
+                    row = (node * max_tokens + slot).to(tl.int64)
+                    for h in range(0, hidden, BLOCK_H):
+                        acc = pull_sum(
+                            tl.zeros([ROWS, BLOCK_H], tl.float32),
+                            alive,
+                            h,
+                            topk_table_ptr + row * TOPK,
+                            row_table_ptr + row * TOPK,
+                            addrs_ptr,
+                            hidden,
+                            row_capacity,
+                            experts_per_rank,
+                            rank,
+                            num_ranks,
+                            ranks_per_node,
+                            like_x_ptr.dtype.element_ty,
+                            HAS_WEIGHTS,
+                            TOPK,
+                            BLOCK_H,
+                        )
+                        mask = alive[:, None] & (h + offs < hidden)[None, :]
+                        dest = send_ptr + row[:, None] * partial_stride + h + offs[None, :]
+                        tl.store(dest, acc.to(PARTIAL_DTYPE), mask=mask)
+                peer = node * ranks_per_node + rank % ranks_per_node
+                dest_row = tl.cast(my_node * max_tokens + first, tl.int64)
+                source_row = (node * max_tokens + first).to(tl.int64)
+                flag = address_of(net_addrs_ptr, PARTIAL_FLAG, num_ranks, peer)
+                put_signal(
+                    address_of(net_addrs_ptr, PARTIAL_RECV, num_ranks, peer) + dest_row * row_bytes,
+                    address_of(addrs_ptr, PARTIAL_SEND, num_ranks, rank) + source_row * row_bytes,
+                    tl.minimum(tokens - first, CHUNK).to(tl.int64) * row_bytes,
+                    flag + (my_node * MAX_CHUNKS + chunk).to(tl.int64) * 8,
+                    epoch,
+                    tl.load(pes_ptr + peer),
+                    NETWORK,
+                    BLOCK_H,
+                )

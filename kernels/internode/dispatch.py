@@ -1,0 +1,215 @@
+"""Inter-node dispatch: a token crosses the network once per destination node, to the rank there that has
+the same local rank; that rank pushes it on to the ranks of its node.
+
+Protocol      1 send: pack the rows for one node, CHUNK tokens at a time, into net_send: payload, expert
+              ids, output rows, arrival rows, weights
+              2 send: put the chunk into net_recv of the forwarder, with its flag = epoch
+              3 forward: wait for the flag of a chunk, push its rows to the ranks of this node exactly as
+              the owner of the token would (device/rows.py), keep its tables for combine
+              4 forward: set arrive_flag[1, my local rank, program] = epoch on every rank of the node
+Layout        net_send, net_recv [N, max_tokens, row_bytes], by the other node, then by the source's slot;
+              a message row is payload (padded to 16 bytes), then 4 x KP int32; net_flag [N, MAX_CHUNKS] int64.
+Memory order  2: put-with-signal orders data before flag. 3 acquires. 4 is one release per program.
+Progress      Send waits for nobody. Forward waits for other ranks' sends, which precede their waits.
+Replay        net_send is free when the put returns; net_recv is free again when this rank posts its next
+              splits row, after its forward kernel (internode/splits.py).
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.buffers import EPOCH_DISPATCH, NET_FLAG, NET_RECV, NET_SEND, address_of, buffer_ptr
+from ..device.rows import other_node, push_meta, push_payload, release_arrivals
+from ..device.transport import put_signal
+from ..device.waits import WAIT_NETWORK_ROWS, wait_flags
+
+
+@triton.jit
+def _row_ptrs(base, rows, row_bytes, offset, DTYPE: tl.constexpr):
+    """Pointers into message rows [block]: `offset` bytes into row `rows` of the buffer at address `base`."""
+    return tl.multiple_of((base + rows * row_bytes + offset).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "meta_offset", "rank", "num_ranks", "ranks_per_node"])
+def internode_send_kernel(
+    x_ptr,  # [T, row_words] words
+    topk_ptr,  # [T, K] int32
+    dst_row_ptr,  # [T, K] int32
+    stage_row_ptr,  # [T, K] int32
+    weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
+    node_token_ptr,  # [N, max_tokens] int32, my tokens for each node
+    tokens_per_node_ptr,  # [N] int32
+    epochs_ptr,  # [4] int64
+    status_ptr,  # [4] int32
+    addrs_ptr,
+    net_addrs_ptr,
+    pes_ptr,  # [W] int32
+    num_tokens,
+    max_tokens,
+    row_words,
+    row_bytes,  # of a message
+    meta_offset,  # bytes from the start of a message row to its tables
+    rank,
+    num_ranks,
+    ranks_per_node,
+    HAS_WEIGHTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NETWORK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    if tl.load(status_ptr) != 0:
+        return
+    epoch = tl.load(epochs_ptr + EPOCH_DISPATCH)
+    my_node = rank // ranks_per_node
+    send_base = address_of(addrs_ptr, NET_SEND, num_ranks, rank)
+    offs = tl.arange(0, BLOCK_H)
+    ks = tl.arange(0, KP)[None, :]
+    num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(num_tokens, CHUNK)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        node, chunk = other_node(item, rank, num_ranks, ranks_per_node)
+        tokens = tl.load(tokens_per_node_ptr + node)
+        first = chunk * CHUNK
+        if first < tokens:
+            for start in range(0, CHUNK, ROWS):
+                slot = first + start + tl.arange(0, ROWS)
+                alive = slot < tokens
+                token = tl.load(node_token_ptr + node * max_tokens + slot, mask=alive, other=0)
+                row = (node * max_tokens + slot).to(tl.int64)
+                out_ptrs = _row_ptrs(send_base, row, row_bytes, 0, x_ptr.dtype.element_ty)
+                for h in range(0, row_words, BLOCK_H):
+                    mask = alive[:, None] & (h + offs < row_words)[None, :]
+                    source = x_ptr + token.to(tl.int64)[:, None] * row_words + h + offs[None, :]
+                    tl.store(out_ptrs[:, None] + h + offs[None, :], tl.load(source, mask=mask, other=0), mask=mask)
+                at = token[:, None] * TOPK + ks
+                mask = alive[:, None] & (ks < TOPK)
+                meta_ptrs = _row_ptrs(send_base, row, row_bytes, meta_offset, tl.int32)[:, None] + ks
+                tl.store(meta_ptrs, tl.load(topk_ptr + at, mask=mask, other=-1), mask=mask)
+                tl.store(meta_ptrs + KP, tl.load(dst_row_ptr + at, mask=mask, other=-1), mask=mask)
+                tl.store(meta_ptrs + 2 * KP, tl.load(stage_row_ptr + at, mask=mask, other=-1), mask=mask)
+                if HAS_WEIGHTS:
+                    weight_ptrs = _row_ptrs(send_base, row, row_bytes, meta_offset, tl.float32)[:, None] + ks
+                    tl.store(weight_ptrs + 3 * KP, tl.load(weights_ptr + at, mask=mask, other=0.0), mask=mask)
+            peer = node * ranks_per_node + rank % ranks_per_node
+            dest_row = tl.cast(my_node * max_tokens + first, tl.int64)
+            source_row = (node * max_tokens + first).to(tl.int64)
+            flag = address_of(net_addrs_ptr, NET_FLAG, num_ranks, peer)
+            put_signal(
+                address_of(net_addrs_ptr, NET_RECV, num_ranks, peer) + dest_row * row_bytes,
+                send_base + source_row * row_bytes,
+                tl.minimum(tokens - first, CHUNK).to(tl.int64) * row_bytes,
+                flag + (my_node * MAX_CHUNKS + chunk).to(tl.int64) * 8,
+                epoch,
+                tl.load(pes_ptr + peer),
+                NETWORK,
+                BLOCK_H,
+            )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "max_tokens",
+        "meta_offset",
+        "stage_capacity",
+        "experts_per_rank",
+        "rank",
+        "num_ranks",
+        "ranks_per_node",
+        "timeout_us",
+    ]
+)
+def internode_forward_kernel(
+    word_ptr,  # any pointer to words of the payload: gives their type
+    tokens_from_node_ptr,  # [N] int32, tokens that my counterpart of each node sends here
+    topk_table_ptr,  # out [N, max_tokens, K] int32
+    dst_row_table_ptr,  # out [N, max_tokens, K] int32
+    stage_row_table_ptr,  # out [N, max_tokens, K] int32
+    epochs_ptr,  # [4] int64
+    status_ptr,  # [4] int32
+    addrs_ptr,
+    max_tokens,
+    row_words,
+    row_bytes,
+    meta_offset,
+    stage_capacity,
+    experts_per_rank,
+    rank,
+    num_ranks,
+    ranks_per_node,
+    timeout_us,
+    HAS_WEIGHTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    LWP: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    epoch = tl.load(epochs_ptr + EPOCH_DISPATCH)
+    recv_base = address_of(addrs_ptr, NET_RECV, num_ranks, rank)
+    flags_ptr = buffer_ptr(addrs_ptr, NET_FLAG, num_ranks, rank, tl.int64)
+    ks = tl.arange(0, KP)[None, :]
+    num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(max_tokens, CHUNK)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        node, chunk = other_node(item, rank, num_ranks, ranks_per_node)
+        tokens = tl.load(tokens_from_node_ptr + node)
+        first = chunk * CHUNK
+        if first < tokens:
+            flag = node * MAX_CHUNKS + chunk
+            one = tl.arange(0, 1)
+            if wait_flags(
+                flags_ptr + flag + one, one == 0, epoch, timeout_us, status_ptr, WAIT_NETWORK_ROWS, flag
+            ):
+                for start in range(0, CHUNK, ROWS):
+                    slot = first + start + tl.arange(0, ROWS)
+                    alive = slot < tokens
+                    row = (node * max_tokens + slot).to(tl.int64)
+                    meta_ptrs = _row_ptrs(recv_base, row, row_bytes, meta_offset, tl.int32)
+                    weight_ptrs = _row_ptrs(recv_base, row, row_bytes, meta_offset, tl.float32)
+                    push_payload(
+                        _row_ptrs(recv_base, row, row_bytes, 0, word_ptr.dtype.element_ty),
+                        alive,
+                        meta_ptrs,
+                        meta_ptrs + 2 * KP,
+                        addrs_ptr,
+                        row_words,
+                        stage_capacity,
+                        experts_per_rank,
+                        rank,
+                        num_ranks,
+                        ranks_per_node,
+                        word_ptr.dtype.element_ty,
+                        TOPK,
+                        BLOCK_H,
+                    )
+                    push_meta(
+                        alive,
+                        meta_ptrs,
+                        meta_ptrs + KP,
+                        meta_ptrs + 2 * KP,
+                        weight_ptrs + 3 * KP,
+                        addrs_ptr,
+                        experts_per_rank,
+                        rank,
+                        num_ranks,
+                        ranks_per_node,
+                        HAS_WEIGHTS,
+                        TOPK,
+                        KP,
+                    )
+                    mask = alive[:, None] & (ks < TOPK)
+                    table = row[:, None] * TOPK + ks
+                    words_ptrs = meta_ptrs[:, None] + ks
+                    tl.store(topk_table_ptr + table, tl.load(words_ptrs, mask=mask, other=-1), mask=mask)
+                    rows = tl.load(words_ptrs + KP, mask=mask, other=-1)
+                    tl.store(dst_row_table_ptr + table, rows, mask=mask)
+                    rows = tl.load(words_ptrs + 2 * KP, mask=mask, other=-1)
+                    tl.store(stage_row_table_ptr + table, rows, mask=mask)
+    # After an expired wait the rows are not complete: without the flag the receivers report it as well.
+    if tl.load(status_ptr) == 0:
+        release_arrivals(addrs_ptr, epochs_ptr, rank, num_ranks, ranks_per_node, 1, LWP, MAX_PROGRAMS)

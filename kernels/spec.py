@@ -1,0 +1,251 @@
+"""KernelSpec: what a launch needs to know of a kernel. The JIT, the compile gate and the docs all read it.
+
+A spec lists the run-time arguments with their types, the warps, and *variants*: representative choices of
+types and constexprs that the compile gate builds for every architecture without a GPU.
+
+Type letters: `*i32` and so on are pointers; `{TOKEN}`, `{WORD}`, `{IDX}` stand for the dtype of tokens, of
+payload words and of expert ids, and are filled in by a variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import triton.language as tl
+
+from .compute import routing
+from .device.buffers import (
+    BARRIER_FLAG,
+    DONE_FLAG,
+    EPOCH_BARRIER_ALL,
+    EPOCH_BARRIER_NODE,
+    EPOCH_COMBINE,
+    NODE_BARRIER_FLAG,
+)
+from .device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
+from .internode import barrier, splits
+from .internode import combine as internode_combine
+from .internode import dispatch as internode_dispatch
+from .intranode import combine, dispatch
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One choice of dtypes and constexprs of a kernel."""
+
+    constexprs: Mapping[str, Any]
+    types: Mapping[str, str] = field(default_factory=dict)
+    aligned: tuple[str, ...] = ()
+    """Integer arguments known to be multiples of 16."""
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel, its run-time arguments in order, and the variants that the compile gate builds.
+
+    Attributes:
+        kernel: the `triton.jit` function.
+        args: "name:type" of every run-time argument, in order, separated by spaces.
+        num_warps: warps of a program on a GPU.
+        variants: what the compile gate builds.
+    """
+
+    kernel: Any
+    args: str
+    variants: tuple[Variant, ...]
+    num_warps: int = 4
+
+    @cached_property
+    def name(self) -> str:
+        """Name of the kernel function."""
+        return str(self.kernel.__name__)
+
+    @cached_property
+    def arguments(self) -> dict[str, str]:
+        """Type of every run-time argument, in order."""
+        return dict(item.split(":") for item in self.args.split())
+
+    @property
+    def may_use_network(self) -> bool:
+        """True if a variant of it calls NVSHMEM."""
+        return any(uses_nvshmem(v.constexprs) for v in self.variants)
+
+
+def uses_nvshmem(constexprs: Mapping[str, Any]) -> bool:
+    """True if a kernel with these constexprs calls NVSHMEM functions."""
+    return constexprs.get("NETWORK") == NVSHMEM.value
+
+
+_STATE = "epochs_ptr:*i64 status_ptr:*i32 addrs_ptr:*i64"
+_NET = "net_addrs_ptr:*i64 pes_ptr:*i32"
+_WHERE = "rank:i32 num_ranks:i32 ranks_per_node:i32"
+_ROW = {"ROWS": 1, "BLOCK_H": 2048}
+_K8 = {"TOPK": 8, "KP": 8}
+_FLAGS = {"LWP": 8, "MAX_PROGRAMS": 128}
+_CHUNKS = {"MAX_CHUNKS": 256, "CHUNK": 16}
+_WORD = {"WORD": "i64"}
+_TOKEN = {"TOKEN": "bf16"}
+_NETWORKS = (P2P.value, NVSHMEM.value)
+
+
+def _payload(*constexprs: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
+    merged: dict[str, Any] = dict(extra)
+    for part in constexprs:
+        merged.update(part)
+    return merged
+
+
+SPECS: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        routing.routing_count_kernel,
+        "topk_idx_ptr:*{IDX} kept_idx_ptr:*i32 entry_slot_ptr:*i32 rank_slot_ptr:*i32 node_slot_ptr:*i32 "
+        "chunk_counts_ptr:*i32 chunk_bad_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 experts_per_rank:i32 "
+        "ranks_per_node:i32",
+        tuple(Variant({**_K8, "BLOCK_T": 16, "BLOCK_C": 256}, {"IDX": t}) for t in ("i32", "i64")),
+    ),
+    KernelSpec(
+        routing.routing_scan_kernel,
+        "chunk_counts_ptr:*i32 chunk_bad_ptr:*i32 row_ptr:*i32 num_chunks:i32 num_columns:i32 row_length:i32 "
+        "num_tokens:i32 host_error:i32",
+        (Variant({"BLOCK_N": 256, "BLOCK_C": 16}),),
+    ),
+    KernelSpec(
+        routing.routing_offsets_kernel,
+        "epochs_ptr:*i64 addrs_ptr:*i64 send_base_ptr:*i32 sort_base_ptr:*i32 stage_base_ptr:*i32 "
+        "expert_offsets_ptr:*i32 num_recv_ptr:*i32 overflow_ptr:*i32 tokens_from_node_ptr:*i32 report_ptr:*i32 "
+        "rank:i32 num_ranks:i32 num_experts:i32 experts_per_rank:i32 ranks_per_node:i32 row_length:i32 "
+        "alignment:i32 recv_capacity:i32",
+        (Variant({"WP": 8, "EP": 32, "BLOCK_E": 256}),),
+    ),
+    KernelSpec(
+        routing.routing_slots_kernel,
+        "kept_idx_ptr:*i32 scatter_idx_ptr:*i32 chunk_counts_ptr:*i32 send_base_ptr:*i32 sort_base_ptr:*i32 "
+        "stage_base_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 node_slot_ptr:*i32 node_token_ptr:*i32 "
+        "num_tokens:i32 max_tokens:i32 num_experts:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 "
+        "recv_capacity:i32 stage_capacity:i32",
+        tuple(Variant({**_K8, "BLOCK_T": 16, "HAS_SCATTER": s}) for s in (False, True)),
+    ),
+    KernelSpec(
+        splits.splits_exchange_kernel,
+        f"row_ptr:*i32 {_STATE} {_NET} {_WHERE} row_length:i32 timeout_us:i32",
+        tuple(Variant({"NETWORK": n, "WP": 8, "LWP": 8, "BLOCK": 512}) for n in _NETWORKS),
+        num_warps=8,
+    ),
+    KernelSpec(
+        barrier.barrier_kernel,
+        f"{_STATE} {_NET} {_WHERE} timeout_us:i32",
+        tuple(
+            Variant(
+                {
+                    "EPOCH": epoch.value,
+                    "FLAG_BUFFER": flag.value,
+                    "SAME_NODE_ONLY": flag is NODE_BARRIER_FLAG,
+                    "WAIT": flag is not DONE_FLAG,
+                    "NETWORK": n,
+                    "WP": 8,
+                    "LWP": 8,
+                }
+            )
+            for n in _NETWORKS
+            for epoch, flag in (
+                (EPOCH_BARRIER_ALL, BARRIER_FLAG),
+                (EPOCH_BARRIER_NODE, NODE_BARRIER_FLAG),
+                (EPOCH_COMBINE, DONE_FLAG),
+            )
+        ),
+        num_warps=1,
+    ),
+    KernelSpec(
+        dispatch.dispatch_push_kernel,
+        "x_ptr:*{WORD} topk_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
+        f"{_STATE} num_tokens:i32 row_words:i32 stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
+        tuple(Variant(_payload(_K8, _FLAGS, _ROW, HAS_WEIGHTS=w), _WORD, ("row_words",)) for w in (False, True)),
+        num_warps=8,
+    ),
+    KernelSpec(
+        dispatch.dispatch_expand_kernel,
+        "recv_x_ptr:*{WORD} recv_weights_ptr:*fp32 copy_rows_ptr:*i32 expert_offsets_ptr:*i32 num_recv_ptr:*i32 "
+        f"report_ptr:*i32 {_STATE} row_words:i32 {_WHERE} experts_per_rank:i32 stage_capacity:i32 "
+        "num_push_programs:i32 num_forward_programs:i32 timeout_us:i32",
+        tuple(
+            Variant(
+                _payload(_K8, _FLAGS, _ROW, HAS_WEIGHTS=w, HAS_PADDING=w, KEEP_COPY_ROWS=w), _WORD, ("row_words",)
+            )
+            for w in (False, True)
+        ),
+        num_warps=8,
+    ),
+    KernelSpec(
+        internode_dispatch.internode_send_kernel,
+        "x_ptr:*{WORD} topk_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 node_token_ptr:*i32 "
+        f"tokens_per_node_ptr:*i32 {_STATE} {_NET} num_tokens:i32 max_tokens:i32 row_words:i32 row_bytes:i32 "
+        f"meta_offset:i32 {_WHERE}",
+        tuple(
+            Variant(_payload(_K8, _CHUNKS, _ROW, HAS_WEIGHTS=True, NETWORK=n), _WORD, ("row_words", "row_bytes"))
+            for n in _NETWORKS
+        ),
+        num_warps=8,
+    ),
+    KernelSpec(
+        internode_dispatch.internode_forward_kernel,
+        "word_ptr:*{WORD} tokens_from_node_ptr:*i32 topk_table_ptr:*i32 dst_row_table_ptr:*i32 "
+        f"stage_row_table_ptr:*i32 {_STATE} max_tokens:i32 row_words:i32 row_bytes:i32 meta_offset:i32 "
+        f"stage_capacity:i32 experts_per_rank:i32 {_WHERE} timeout_us:i32",
+        (Variant(_payload(_K8, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=True), _WORD, ("row_words", "row_bytes")),),
+        num_warps=8,
+    ),
+    KernelSpec(
+        combine.combine_stage_kernel,
+        f"y_ptr:*{{WORD}} weights_ptr:*fp32 num_rows_ptr:*i32 {_STATE} row_words:i32 row_capacity:i32 {_WHERE} "
+        "timeout_us:i32",
+        tuple(Variant(_payload(_FLAGS, _ROW, HAS_WEIGHTS=w, WP=8), _WORD, ("row_words",)) for w in (False, True)),
+        num_warps=8,
+    ),
+    KernelSpec(
+        combine.combine_reduce_kernel,
+        f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 report_ptr:*i32 {_STATE} hidden:i32 "
+        f"row_capacity:i32 {_WHERE} timeout_us:i32",
+        tuple(
+            Variant(_payload({"TOPK": 8}, _FLAGS, _ROW, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",)) for w in (False, True)
+        ),
+        num_warps=8,
+    ),
+    KernelSpec(
+        internode_combine.combine_partial_kernel,
+        "like_x_ptr:*{TOKEN} tokens_from_node_ptr:*i32 topk_table_ptr:*i32 row_table_ptr:*i32 "
+        f"{_STATE} {_NET} max_tokens:i32 hidden:i32 partial_stride:i32 row_capacity:i32 experts_per_rank:i32 "
+        f"{_WHERE} num_stage_programs:i32 timeout_us:i32",
+        tuple(
+            Variant(
+                _payload({"TOPK": 8}, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=True, PARTIAL_DTYPE=dtype, NETWORK=n),
+                _TOKEN,
+                ("hidden", "partial_stride"),
+            )
+            for n, dtype in zip(_NETWORKS, (tl.float32, tl.bfloat16), strict=True)
+        ),
+        num_warps=8,
+    ),
+    KernelSpec(
+        combine.combine_pull_kernel,
+        f"out_ptr:*{{TOKEN}} topk_ptr:*i32 row_ptr:*i32 node_slot_ptr:*i32 tokens_per_node_ptr:*i32 {_STATE} "
+        "num_tokens:i32 max_tokens:i32 hidden:i32 partial_stride:i32 row_capacity:i32 experts_per_rank:i32 "
+        f"{_WHERE} num_stage_programs:i32 timeout_us:i32",
+        tuple(
+            Variant(
+                _payload({"TOPK": 8}, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=w, NNP=nodes, PARTIAL_DTYPE=tl.float32),
+                _TOKEN,
+                ("hidden", "partial_stride"),
+            )
+            for nodes, w in ((1, False), (2, True))
+        ),
+        num_warps=8,
+    ),
+)
+"""Every kernel of the package."""
+
+SPEC = {spec.name: spec for spec in SPECS}
+
+__all__ = ["NVSHMEM_SYMBOLS", "SPEC", "SPECS", "KernelSpec", "Variant", "uses_nvshmem"]

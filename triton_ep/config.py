@@ -1,0 +1,125 @@
+"""Configuration of one expert-parallel layer, validated once.
+
+`read_environment` is re-exported: environment variables are read in triton_ep/environment.py only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from triton_ep.environment import Environment, read_environment
+from triton_ep.errors import ConfigError
+from triton_ep.topology import Topology
+
+__all__ = ["EPConfig", "Environment", "read_environment"]
+
+_TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size", "alignment", "num_sm")
+
+
+@dataclass(frozen=True)
+class EPConfig:
+    """Sizes and choices that all ranks of a layer share, and the rank of this process.
+
+    Attributes:
+        max_tokens: most tokens this rank passes to one dispatch.
+        hidden: elements per row.
+        topk: experts per token.
+        num_experts: experts over all ranks; a multiple of `world_size`.
+        rank: rank in the layer's group.
+        world_size: ranks of the layer's group.
+        local_world_size: ranks per node; divides `world_size`.
+        token_dtype: bfloat16, float16 or float32.
+        weight_dtype: float32.
+        offset_dtype: dtype of counts and offsets, int32.
+        alignment: every expert's segment of received rows starts at a multiple of this many rows.
+        recv_capacity: None = exact (outputs sized to what arrives, the host waits for the count);
+            n = static (n output rows, no host synchronisation, overflow flagged on the device).
+        num_sm: programs of the communication kernels.
+        enable_local_combine: sum rows of a token on the expert's rank before they cross a link.
+        timeout_s: bound of every wait, in seconds.
+
+    Raises:
+        ConfigError: naming the field, its value and what would fit.
+    """
+
+    max_tokens: int
+    hidden: int
+    topk: int
+    num_experts: int
+    rank: int
+    world_size: int
+    local_world_size: int
+    token_dtype: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype = torch.float32
+    offset_dtype: torch.dtype = torch.int32
+    alignment: int = 1
+    recv_capacity: int | None = None
+    num_sm: int = 20
+    enable_local_combine: bool = False
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"EPConfig.{name} must be an integer of at least 1, got {value!r}.")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"EPConfig.rank is {self.rank}, but the group has ranks 0 to {self.world_size - 1}.")
+        if self.world_size % self.local_world_size:
+            raise ConfigError(
+                f"EPConfig.local_world_size {self.local_world_size} does not divide world_size {self.world_size}: "
+                "every node must have the same number of ranks."
+            )
+        if self.num_experts % self.world_size:
+            raise ConfigError(
+                f"EPConfig.num_experts {self.num_experts} is not a multiple of world_size {self.world_size}. "
+                f"Pad the experts to {-(-self.num_experts // self.world_size) * self.world_size}."
+            )
+        if self.topk > self.num_experts:
+            raise ConfigError(f"EPConfig.topk {self.topk} exceeds num_experts {self.num_experts}.")
+        if self.topk > 32:
+            raise ConfigError(f"EPConfig.topk {self.topk} exceeds 32, the most that the kernels unroll.")
+        if self.num_sm > 1024:
+            raise ConfigError(f"EPConfig.num_sm {self.num_sm} exceeds 1024.")
+        if self.token_dtype not in _TOKEN_DTYPES:
+            raise ConfigError(f"EPConfig.token_dtype {self.token_dtype} is none of {_TOKEN_DTYPES}.")
+        if self.weight_dtype != torch.float32:
+            raise ConfigError(f"EPConfig.weight_dtype {self.weight_dtype} is not torch.float32.")
+        if self.offset_dtype != torch.int32:
+            raise ConfigError(f"EPConfig.offset_dtype {self.offset_dtype} is not torch.int32.")
+        if self.recv_capacity is not None and self.recv_capacity < 1:
+            raise ConfigError(f"capacity must be None (exact) or at least 1 row, got {self.recv_capacity}.")
+        if not 0 < self.timeout_s <= 2000:
+            raise ConfigError(f"EPConfig.timeout_s must be above 0 and at most 2000 seconds, got {self.timeout_s}.")
+
+    @property
+    def num_experts_per_rank(self) -> int:
+        """Experts that each rank owns."""
+        return self.num_experts // self.world_size
+
+    @property
+    def is_intra_node(self) -> bool:
+        """True if all ranks are on one node."""
+        return self.world_size == self.local_world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.topology.num_nodes
+
+    @property
+    def topology(self) -> Topology:
+        """Position of this rank."""
+        return Topology(self.rank, self.world_size, self.local_world_size)
+
+    @property
+    def partial_dtype(self) -> torch.dtype:
+        """Dtype in which partial sums cross the network.
+
+        float32 by default, so that the whole combine rounds once. With `enable_local_combine` the token
+        dtype, half the bytes: the partial sums of ranks and of nodes are then rounded as well.
+        """
+        return self.token_dtype if self.enable_local_combine else torch.float32

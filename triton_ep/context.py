@@ -1,0 +1,294 @@
+"""DispatchCombineContext: the symmetric memory and device state of one layer.
+
+A context belongs to one process group; contexts of different groups live side by side. It allocates the
+buffers of triton_ep/layout.py, keeps their addresses at every rank, grows the two that may grow, and turns
+a status record that a kernel left behind into an exception.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_ep import layout
+from triton_ep.config import EPConfig
+from triton_ep.distributed import current_heap
+from triton_ep.errors import ConfigError, FinalizedError, WaitTimeout
+from triton_ep.heap.base import SymmetricHeap, SymmTensor
+from triton_ep.kernels.device import buffers as device_buffers
+from triton_ep.kernels.device import waits
+from triton_ep.kernels.device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
+
+_INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
+NO_LIMIT = 2**31 - 1
+"""Row limit of kernels in exact mode, where buffers are grown before anything is written."""
+
+
+class DispatchCombineContext:
+    """Symmetric buffers, addresses, epochs and status of one layer on this rank.
+
+    Made by `create`, collective over the group; ended by `finalize`, collective as well. Nothing is freed by
+    a destructor, because freeing symmetric memory out of step hangs the other ranks.
+    """
+
+    def __init__(self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap) -> None:
+        self.config = config
+        self.group = group
+        self.heap = heap
+        self.device = heap.device
+        self.sizes = sizes
+        self.layer_id = secrets.randbits(62)
+        self.epoch = 0
+        self.failure: str | None = None
+        self._closed = False
+        self._blocks: dict[str, SymmTensor] = {}
+        self._offsets: dict[str, tuple[str, int]] = {}
+        num_ranks, num_buffers = config.world_size, len(layout.BUFFERS)
+        self.addrs = torch.zeros(num_buffers, num_ranks, dtype=torch.int64, device=self.device)
+        self.net_addrs = torch.zeros_like(self.addrs)
+        self.pes = heap.pes(group)
+        self.epochs = torch.zeros(4, dtype=torch.int64, device=self.device)
+        self.status = torch.zeros(4, dtype=torch.int32, device=self.device)
+        self.timeout_us = int(config.timeout_s * 1e6)
+        self.network = P2P.value if config.is_intra_node or heap.network == "p2p" else NVSHMEM.value
+        self._pinned: torch.Tensor | None = None
+        self._extern_libs: dict[str, str] | None = None
+        for grows in ("", "arrival", "output"):
+            self._allocate(grows)
+
+    @classmethod
+    def create(
+        cls, ep_config: EPConfig, capacity: float = 2, *, group: Any = None, heap: SymmetricHeap | None = None
+    ) -> DispatchCombineContext:
+        """Allocate a context; collective over `group` (default: the whole world).
+
+        capacity: room for received rows at the start, in multiples of the average max_tokens * topk; an
+            exact context grows beyond it, a static one has `ep_config.recv_capacity` rows and ignores this.
+
+        Raises:
+            ConfigError: the group does not fit the configuration.
+            HeapError: not enough symmetric memory, on every rank of the group.
+        """
+        group = group if group is not None else dist.group.WORLD
+        heap = heap if heap is not None else current_heap()
+        ranks = dist.get_world_size(group)
+        if (ranks, dist.get_rank(group)) != (ep_config.world_size, ep_config.rank):
+            raise ConfigError(
+                f"EPConfig says rank {ep_config.rank} of {ep_config.world_size}, but this process is rank "
+                f"{dist.get_rank(group)} of {ranks} in the group. Take both from the group."
+            )
+        if not capacity > 0:
+            raise ConfigError(f"capacity must be positive, got {capacity}.")
+        return cls(ep_config, layout.initial_sizes(ep_config, capacity), group, heap)
+
+    # --- memory -----------------------------------------------------------------------------------------
+
+    def _allocate(self, grows: str) -> None:
+        """Allocate the buffers of one growth class as one block and enter their addresses in the tables."""
+        members = [buffer for buffer in layout.BUFFERS if buffer.grows == grows]
+        nbytes = sum(buffer.nbytes(self.sizes) for buffer in members)
+        block = self.heap.alloc((nbytes,), torch.uint8, self.group)
+        self._blocks[grows] = block
+        offset = 0
+        for buffer in members:
+            self._offsets[buffer.name] = (grows, offset)
+            self.addrs[_INDEX[buffer.name]] = torch.where(block.addrs != 0, block.addrs + offset, 0)
+            self.net_addrs[_INDEX[buffer.name]] = block.net_addrs + offset
+            offset += buffer.nbytes(self.sizes)
+
+    def local(self, name: str) -> torch.Tensor:
+        """This rank's copy of a buffer, as a tensor of the shape and dtype in triton_ep/layout.py."""
+        self.check_open()
+        buffer = layout.BUFFERS[_INDEX[name]]
+        grows, offset = self._offsets[name]
+        shape, dtype = buffer.shape(self.sizes), buffer.dtype(self.config)
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return self._blocks[grows].local[offset : offset + count].view(dtype).view(shape)
+
+    def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make room for `dispatch_recv_tokens` output rows on every rank; collective.
+
+        Returns (dispatch_output_buf [rows, H] of the token dtype, weight_recv_buf [rows] float32), with
+        rows >= dispatch_recv_tokens. Must be called between two calls of the layer, with the same number
+        on all ranks, when no rank reads these buffers.
+        """
+        self.check_open()
+        self.grow(self.sizes.arrival_rows, dispatch_recv_tokens)
+        return self.local("dispatch_output_buf"), self.local("weight_recv_buf")
+
+    def grow(self, arrival_rows: int, output_rows: int) -> None:
+        """Make room for that many rows on every rank; collective, the same numbers on all ranks.
+
+        Safe right after a splits exchange: every rank has then finished its previous call.
+        """
+        worst = self.config.world_size * self.config.max_tokens
+        for grows, needed, held in (
+            ("arrival", arrival_rows, self.sizes.arrival_rows),
+            ("output", output_rows, self.sizes.output_rows),
+        ):
+            if needed <= held:
+                continue
+            # A quarter more, so that a slow increase does not grow the buffers at every call.
+            rows = needed + needed // 4
+            if grows == "arrival":
+                rows = min(rows, worst)
+                sizes = layout.Sizes(self.config, rows, self.sizes.output_rows)
+            else:
+                sizes = layout.Sizes(self.config, self.sizes.arrival_rows, rows)
+            self.heap.free(self._blocks.pop(grows))
+            self.sizes = sizes
+            self._allocate(grows)
+
+    def extern_libs(self) -> dict[str, str] | None:
+        """Device bitcode for kernels that call NVSHMEM; None if this context has none of them."""
+        if self.network == P2P.value:
+            return None
+        if self._extern_libs is None:
+            from triton_ep.heap.bitcode import pruned_bitcode
+
+            self._extern_libs = {"libnvshmem_device": str(pruned_bitcode(NVSHMEM_SYMBOLS))}
+        return self._extern_libs
+
+    def finalize(self) -> None:
+        """Free the symmetric memory; collective over the group, idempotent.
+
+        After a failure (an expired wait, a dead peer) the ranks no longer meet, so nothing is awaited.
+        """
+        if self._closed:
+            return
+        if self.failure is None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.heap.barrier(self.group)
+        self._closed = True
+        for block in self._blocks.values():
+            self.heap.free(block)
+        self._blocks.clear()
+
+    # --- state ------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise if the context was finalized, or failed before.
+
+        Raises:
+            FinalizedError: after `finalize`.
+            WaitTimeout: after an expired wait; the ranks are out of step.
+        """
+        if self._closed:
+            raise FinalizedError("This layer was finalized. Make a new EPAll2AllLayer on all ranks of its group.")
+        if self.failure is not None:
+            raise WaitTimeout(
+                f"This layer failed before and its ranks are out of step: {self.failure} Finalize it and make a new one."
+            )
+
+    def check_status(self) -> None:
+        """Wait for the stream of this device and raise what a kernel reported.
+
+        Raises:
+            WaitTimeout: naming the operation, the missing ranks, expected and seen epochs.
+        """
+        self.raise_for_status(self.status.tolist())
+
+    def poll_status(self) -> None:
+        """Raise what a kernel reported up to now, without waiting for the stream.
+
+        On a GPU this sees a record only after the copy that an earlier call asked for; `check_status` waits.
+        """
+        if self.device.type != "cuda":
+            self.check_status()
+        elif not torch.cuda.is_current_stream_capturing():
+            if self._pinned is None:
+                self._pinned = torch.zeros(4, dtype=torch.int32, pin_memory=True)
+            self.raise_for_status(self._pinned.tolist())
+            self._pinned.copy_(self.status, non_blocking=True)
+
+    def read_back(self, report: torch.Tensor) -> list[list[int]]:
+        """Rows of the report [W, 8] on the host, once the device has written it.
+
+        Raises:
+            WaitTimeout: the splits exchange did not finish.
+        """
+        if self.device.type != "cuda":
+            self.check_status()
+            return report.tolist()
+        both = torch.cat([self.status, report.flatten()])
+        pinned = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+        pinned.copy_(both, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        # The device bounds its own wait; twice that covers earlier work on the stream.
+        deadline = time.monotonic() + 2 * self.config.timeout_s + 60
+        while not done.query():
+            if time.monotonic() > deadline:
+                self.failure = "the GPU did not finish the splits exchange."
+                raise WaitTimeout(
+                    f"dispatch waited {2 * self.config.timeout_s + 60:.0f} s on the host for the GPU of rank "
+                    f"{self.config.rank}. Look for an earlier kernel on this stream that does not end."
+                )
+        values = pinned.tolist()
+        self.raise_for_status(values[:4])
+        return [values[4 + 8 * rank : 12 + 8 * rank] for rank in range(self.config.world_size)]
+
+    def raise_for_status(self, record: list[int]) -> None:
+        """Turn a status record (kernels/device/waits.py) into an exception; nothing if it is clean."""
+        if record[0] == 0:
+            return
+        operation, index, expected, seen = record
+        what, flags = _OPERATIONS[operation]
+        missing = sorted({self._sender(operation, index)} | self._late_senders(operation, flags, expected))
+        self.failure = f"{what} expired."
+        raise WaitTimeout(
+            f"rank {self.config.rank} of {self.config.world_size} waited {self.config.timeout_s:g} s for {what}: "
+            f"missing rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}; {flags}[{index}] should "
+            f"be {expected}, is {seen}. Look at the missing ranks first (dead, late, or in another call); raise "
+            "timeout_s if they are only slow."
+        )
+
+    def _sender(self, operation: int, index: int) -> int:
+        """Rank that sets flag `index` of an operation."""
+        topology, per = self.config.topology, self.sizes
+        if operation in (waits.WAIT_ARRIVALS.value, waits.WAIT_COMBINE_STAGED.value):
+            return topology.first_rank + index // per.max_programs % topology.local_world_size
+        if operation in (waits.WAIT_NETWORK_ROWS.value, waits.WAIT_NETWORK_PARTIALS.value):
+            return topology.counterpart(index // per.max_chunks)
+        return index
+
+    def _late_senders(self, operation: int, flags: str, expected: int) -> set[int]:
+        """All ranks whose first flag is behind; the record itself names one only."""
+        values = self.local(flags)
+        if operation in (waits.WAIT_ARRIVALS.value, waits.WAIT_COMBINE_STAGED.value):
+            first = values.view(-1, *values.shape[-2:])[0, :, 0]
+            return {self.config.topology.first_rank + i for i, v in enumerate(first.tolist()) if v < expected}
+        if operation in (waits.WAIT_NETWORK_ROWS.value, waits.WAIT_NETWORK_PARTIALS.value):
+            return set()
+        late = {rank for rank, value in enumerate(values.tolist()) if value < expected}
+        if operation == waits.WAIT_NODE_BARRIER.value:
+            first = self.config.topology.first_rank
+            return late & set(range(first, first + self.config.local_world_size))
+        return late
+
+
+_OPERATIONS = {
+    waits.WAIT_SPLITS.value: ("the splits of all ranks (dispatch)", "splits_flag"),
+    waits.WAIT_ARRIVALS.value: ("the rows of its node (dispatch)", "arrive_flag"),
+    waits.WAIT_NETWORK_ROWS.value: ("the rows of another node (dispatch)", "token_flag"),
+    waits.WAIT_COMBINE_FREE.value: ("all ranks to end the previous combine (combine)", "done_flag"),
+    waits.WAIT_COMBINE_STAGED.value: ("the expert outputs of its node (combine)", "staged_flag"),
+    waits.WAIT_NETWORK_PARTIALS.value: ("the partial sums of another node (combine)", "partial_flag"),
+    waits.WAIT_BARRIER.value: ("a barrier", "barrier_flag"),
+    waits.WAIT_NODE_BARRIER.value: ("a barrier of its node", "node_barrier_flag"),
+}
+
+
+def device_index(name: str) -> int:
+    """Position of a buffer in the address tables; the same number as in kernels/device/buffers.py."""
+    return _INDEX[name]
+
+
+def device_epoch(name: str) -> int:
+    """Row of the epoch array: "DISPATCH", "COMBINE", "BARRIER_ALL" or "BARRIER_NODE"."""
+    return int(getattr(device_buffers, f"EPOCH_{name}").value)

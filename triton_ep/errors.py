@@ -1,0 +1,49 @@
+"""Errors of triton_ep: every one names what happened, both numbers, and the remedy.
+
+All derive from `EPError`, so that one `except` catches what this package raises on purpose.
+Mistakes in arguments are also `ValueError`, expired waits are also `TimeoutError`.
+"""
+
+
+class EPError(Exception):
+    """Base class of all errors raised on purpose by triton_ep."""
+
+
+class ConfigError(EPError, ValueError):
+    """A configuration that cannot work: sizes, topology, dtypes."""
+
+
+class InputError(EPError, ValueError):
+    """An argument of a call that does not fit the configuration; raised before any remote write."""
+
+
+class CapacityError(EPError, RuntimeError):
+    """More rows than the context holds, where it may not grow."""
+
+
+class HeapError(EPError, RuntimeError):
+    """Symmetric memory could not be started, allocated or mapped."""
+
+
+class StaleHandleError(EPError, RuntimeError):
+    """A layout descriptor that this layer cannot combine: made by another layer, or outlived its own."""
+
+
+class FinalizedError(EPError, RuntimeError):
+    """A layer, context or heap used after its `finalize` or `close`."""
+
+
+class LaunchError(EPError, RuntimeError):
+    """A kernel could not be launched in the present mode (interpreter, JIT or AOT)."""
+
+
+class AotMiss(EPError, RuntimeError):
+    """The ahead-of-time library lacks the asked kernel variant."""
+
+
+class WaitTimeout(EPError, TimeoutError):
+    """A bounded wait expired: names the operation, the missing ranks, expected and seen counters."""
+
+
+class PeerFailed(EPError, RuntimeError):
+    """A peer rank died, aborted, or rejected its own input."""

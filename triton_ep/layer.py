@@ -1,0 +1,382 @@
+"""EPAll2AllLayer: dispatch tokens to their experts, combine the results.
+
+Reading order: `dispatch` and `combine` are the two calls; everything they launch is in triton_ep/ops, in the
+order of the protocol (docs/concepts/protocol.md).
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from triton_ep.barrier import BarrierAllContext
+from triton_ep.config import EPConfig
+from triton_ep.context import DispatchCombineContext
+from triton_ep.errors import AotMiss, ConfigError, InputError, PeerFailed, StaleHandleError
+from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.ops import barrier as barrier_ops
+from triton_ep.ops import combine as combine_ops
+from triton_ep.ops import dispatch as dispatch_ops
+from triton_ep.ops import routing as routing_ops
+from triton_ep.ops import splits as splits_ops
+
+
+class EPAll2AllLayer:
+    """Expert-parallel all-to-all: every token's row goes to the ranks that own its experts, and back summed.
+
+    Made and finalized collectively by all ranks of `ep_group`; also a context manager. `dispatch` and
+    `combine` are collective too and run asynchronously on the current stream. Several layers, over the same
+    or different groups, live side by side; calls of one layer must not overlap on several streams.
+
+    Args:
+        ep_group: process group of the layer, any sub-group of the world; None = the world.
+        max_tokens: most tokens per rank and dispatch.
+        hidden: elements per row.
+        topk: experts per token.
+        rank, world_size: this process in `ep_group`, and its size.
+        num_tot_experts: experts over all ranks.
+        local_world_size: ranks per node; smaller than the ranks of a host, it makes virtual nodes.
+        dtype: dtype of rows: bfloat16, float16 or float32.
+        weight_dtype: float32.
+        num_sm: programs of the communication kernels.
+        enable_local_combine: combine sums the rows of a token on the expert's rank first, so one row per
+            (token, rank) crosses a link, rounded to `dtype`; False: one rounding in all.
+        use_aot: take kernels from the ahead-of-time library.
+        payload: None: rows travel as they are.
+        alignment: every expert's segment of received rows starts at a multiple of this many rows.
+        capacity: None (exact): outputs are sized to what arrives and the host waits for the count.
+            n (static): n output rows, no host synchronisation; overflow is flagged in the descriptor.
+        timeout_s: bound of every wait, in seconds.
+
+    Raises:
+        ConfigError: sizes that cannot work, or that differ from the group's.
+        HeapError: not enough symmetric memory.
+        AotMiss: `use_aot=True`; this version has no ahead-of-time library.
+
+    Source: names and arguments follow the EP all-to-all layer of Triton-distributed; meanings are settled in
+    docs/reference/layer.md.
+    """
+
+    def __init__(
+        self,
+        ep_group: Any,
+        max_tokens: int,
+        hidden: int,
+        topk: int,
+        rank: int,
+        num_tot_experts: int,
+        local_world_size: int,
+        world_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        weight_dtype: torch.dtype = torch.float32,
+        num_sm: int = 20,
+        enable_local_combine: bool = False,
+        use_aot: bool = False,
+        *,
+        payload: str | None = None,
+        alignment: int = 1,
+        capacity: int | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        if use_aot:
+            raise AotMiss("use_aot=True, but this version builds no ahead-of-time kernels. Pass use_aot=False (JIT).")
+        if payload is not None:
+            raise ConfigError(f"payload={payload!r} is not known; rows travel in `dtype` with payload=None.")
+        self.config = EPConfig(
+            max_tokens=max_tokens,
+            hidden=hidden,
+            topk=topk,
+            num_experts=num_tot_experts,
+            rank=rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            token_dtype=dtype,
+            weight_dtype=weight_dtype,
+            alignment=alignment,
+            recv_capacity=capacity,
+            num_sm=num_sm,
+            enable_local_combine=enable_local_combine,
+            timeout_s=timeout_s,
+        )
+        self.context = DispatchCombineContext.create(self.config, group=ep_group)
+        self.barrier = BarrierAllContext(self.context)
+
+    # --- the two calls ----------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        input: torch.Tensor,
+        exp_indices: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        full_scatter_indices: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
+        """Send every token's row to the ranks that own its experts. Collective.
+
+        Args:
+            input: [T, H] of the layer's dtype, contiguous; T may be 0 and differ between ranks.
+            exp_indices: [T, K] int32 or int64, contiguous; -1 or num_tot_experts = dropped.
+            weight: [T, K] float32, contiguous; on all ranks or on none.
+            full_scatter_indices: [T, K] int32 or int64: position of each kept entry in a stable sort of this
+                rank's entries by expert (dropped last); replaces the computed order.
+
+        Returns:
+            recv_x [R, H], recv_weights [R] float32 or None, and the descriptor. Rows are expert-major, inside
+            an expert by source rank, inside a source rank by (token, k). All three are owned by the caller.
+
+        Raises:
+            InputError: an argument does not fit, on the rank that got it; an id out of range, or weights on
+                some ranks only, on every rank. In static mode ids out of range are dropped instead, and
+                reported by `check`.
+            PeerFailed: another rank rejected its arguments, or (CPU) died.
+            WaitTimeout: a rank did not come within `timeout_s`.
+        """
+        ctx = self.context
+        ctx.check_open()
+        ctx.poll_status()
+        try:
+            self._check_dispatch(input, exp_indices, weight, full_scatter_indices)
+        except InputError:
+            self._reject()
+            raise
+        return self._dispatch(input, exp_indices, weight, full_scatter_indices, 0)
+
+    def combine(
+        self,
+        input: torch.Tensor,
+        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Bring expert outputs back and sum them per token. Collective.
+
+        Args:
+            input: [R, H] of the layer's dtype, contiguous: one output per row of `recv_x`.
+            ep_a2a_layout_desc: descriptor of the dispatch, any of this layer that is still held.
+            weights: [R] float32, contiguous; multiplies each row in float32 before the sum; on all ranks or
+                on none. None: a plain sum.
+
+        Returns:
+            [T, H] of the layer's dtype: the sum over k in float32, rounded once (with
+            `enable_local_combine`, partial sums of ranks and nodes are rounded to the dtype as well).
+            A token whose copies were all dropped gets zeros.
+
+        Raises:
+            InputError: an argument does not fit.
+            StaleHandleError: the descriptor is not of this layer.
+            WaitTimeout: a rank did not come within `timeout_s` (on a GPU: from a later call or `check`).
+        """
+        ctx = self.context
+        ctx.check_open()
+        ctx.poll_status()
+        desc = ep_a2a_layout_desc
+        self._check_combine(input, desc, weights)
+        has_weights = weights is not None
+        combine_ops.stage(ctx, input, weights, desc)
+        if not self.config.is_intra_node:
+            combine_ops.send_partials(ctx, has_weights, desc)
+        out = combine_ops.pull(ctx, has_weights, desc)
+        barrier_ops.post_combine_done(ctx)
+        ctx.poll_status()
+        return out
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    def finalize(self) -> None:
+        """Free the symmetric memory of the layer. Collective, idempotent."""
+        self.context.finalize()
+
+    def check(self) -> None:
+        """Wait for the stream and raise what the device reported since the last call; nothing if all is well.
+
+        Raises:
+            WaitTimeout: an expired wait.
+        """
+        self.context.check_open()
+        self.context.check_status()
+
+    def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
+        """Barrier on `stream` over all ranks, or over those of this node (`BarrierAllContext.barrier_all`)."""
+        self.barrier.barrier_all(stream, intra_node_only)
+
+    def __enter__(self) -> EPAll2AllLayer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self.context.failure is None:
+            # The other ranks may never come to a barrier: free without one.
+            self.context.failure = f"{type(error).__name__} left the layer's block."
+        self.finalize()
+
+    # --- steps of dispatch ------------------------------------------------------------------------------
+
+    def _dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        weights: torch.Tensor | None,
+        scatter: torch.Tensor | None,
+        host_word: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
+        ctx, cfg = self.context, self.config
+        has_weights = weights is not None
+        routing = self.preprocess(topk_idx, scatter, host_word | (HOST_WEIGHTS if has_weights else 0))
+        placement = routing_ops.offsets(ctx)
+        ctx.epoch += 1
+        node_token = routing_ops.place(ctx, routing, placement, scatter)
+        num_rows, num_arrivals = self.init_output_buffer(placement)
+        tokens_per_node = routing.row[cfg.num_experts + cfg.world_size :][: cfg.num_nodes]
+        tables = None
+        if not cfg.is_intra_node:
+            dispatch_ops.send(ctx, x, weights, routing, node_token, tokens_per_node)
+        dispatch_ops.push(ctx, x, weights, routing)
+        if not cfg.is_intra_node:
+            tables = dispatch_ops.forward(ctx, has_weights, placement)
+        recv_x, recv_weights, copy_rows = dispatch_ops.expand(ctx, num_rows, num_arrivals, has_weights, placement)
+        ctx.poll_status()
+        desc = EPAllToAllLayoutDesc(
+            num_dispatch_token_cur_rank=x.shape[0],
+            num_recv_rows=num_rows,
+            num_input_tokens_per_rank=placement.report[:, 2],
+            topk_indices_tensor=routing.topk_idx,
+            token_dst_scatter_idx=routing.dst_row,
+            expert_offsets=placement.expert_offsets,
+            num_recv_tokens_per_expert=placement.num_recv,
+            overflow=placement.overflow,
+            stage_row=routing.stage_row,
+            node_slot=routing.node_slot,
+            tokens_per_node=tokens_per_node,
+            tokens_from_node=placement.tokens_from_node,
+            report=placement.report,
+            layer_id=ctx.layer_id,
+            epoch=ctx.epoch,
+            forward_topk=tables.topk_idx if tables else None,
+            forward_dst_row=tables.dst_row if tables else None,
+            forward_stage_row=tables.stage_row if tables else None,
+            skipped_token_topk_mapping_indices=copy_rows,
+        )
+        return recv_x, recv_weights, desc
+
+    def preprocess(self, topk_idx: torch.Tensor, scatter: torch.Tensor | None, host_word: int) -> routing_ops.Routing:
+        """Count, give slots, and exchange the splits of all ranks."""
+        ctx = self.context
+        routing = routing_ops.route(ctx, topk_idx, host_word)
+        if scatter is not None:
+            good = routing_ops.check_scatter(routing, scatter, self.config.num_experts)
+            # A bad table counts as no tokens at all: nobody may write by it.
+            routing.row[:-4] *= good.int()
+            routing.row[-1] += torch.where(good, 0, HOST_SCATTER).int()
+            routing.topk_idx.copy_(torch.where(good, routing.topk_idx, -1))
+            for table in (routing.dst_row, routing.stage_row, routing.node_slot):
+                table.copy_(torch.where(good, table, -1))
+        splits_ops.exchange(ctx, routing.row)
+        return routing
+
+    def init_output_buffer(self, placement: routing_ops.Placement) -> tuple[int, int]:
+        """Rows of this rank's output and arrival rows to expect; in exact mode read from the device.
+
+        In exact mode this is where errors of any rank surface on all, before any row is sent, and where
+        buffers grow, by the same numbers on all ranks.
+        """
+        ctx, cfg = self.context, self.config
+        if cfg.recv_capacity is not None:
+            return cfg.recv_capacity, ctx.sizes.arrival_rows
+        report = ctx.read_back(placement.report)
+        self._raise_for_ranks(report)
+        arrivals = max(row[1] for row in report)
+        rows = arrivals if cfg.enable_local_combine else max(row[0] for row in report)
+        ctx.grow(arrivals, rows)
+        return report[cfg.rank][0], report[cfg.rank][1]
+
+    def _reject(self) -> None:
+        """Tell the other ranks that this one's arguments were refused, and keep its epochs in step."""
+        cfg = self.config
+        x = torch.empty(0, cfg.hidden, dtype=cfg.token_dtype, device=self.context.device)
+        idx = torch.empty(0, cfg.topk, dtype=torch.int32, device=self.context.device)
+        try:
+            self._dispatch(x, idx, None, None, HOST_REJECTED)
+        except PeerFailed:
+            # This rank's own rejection, seen in the exchange: the caller raises what caused it.
+            return
+
+    def _raise_for_ranks(self, report: list[list[int]]) -> None:
+        cfg = self.config
+        for rank, (_, _, _, bad, bad_id, word, *_) in enumerate(report):
+            if word & HOST_REJECTED:
+                raise PeerFailed(f"rank {rank} rejected its arguments to dispatch; see the InputError it raised.")
+            if word & HOST_SCATTER:
+                raise InputError(
+                    f"full_scatter_indices of rank {rank} is not a sort of its entries by expert: a kept entry lies "
+                    "outside its expert's range, or two share a position. Pass None to have it computed."
+                )
+            if bad:
+                token, k = divmod(bad - 1, cfg.topk)
+                raise InputError(
+                    f"exp_indices[{token}, {k}] of rank {rank} is {bad_id}: expert ids are 0 to "
+                    f"{cfg.num_experts - 1}; -1 or {cfg.num_experts} drops an entry."
+                )
+        with_weights = [bool(row[5] & HOST_WEIGHTS) for row in report]
+        if len(set(with_weights)) > 1:
+            lacking = [rank for rank, has in enumerate(with_weights) if not has]
+            raise InputError(f"dispatch got weights on some ranks only; without: {lacking}. Pass them on all or none.")
+
+    # --- checks -----------------------------------------------------------------------------------------
+
+    def _check_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        weights: torch.Tensor | None,
+        scatter: torch.Tensor | None,
+    ) -> None:
+        cfg = self.config
+        self._check_tensor("input", x, (None, cfg.hidden), (cfg.token_dtype,))
+        num_tokens = x.shape[0]
+        if num_tokens > cfg.max_tokens:
+            raise InputError(
+                f"dispatch got {num_tokens} tokens on rank {cfg.rank}, the layer was made for max_tokens="
+                f"{cfg.max_tokens}. Raise max_tokens on all ranks, or split the batch."
+            )
+        shape, ids = (num_tokens, cfg.topk), (torch.int32, torch.int64)
+        self._check_tensor("exp_indices", topk_idx, shape, ids)
+        if weights is not None:
+            self._check_tensor("weight", weights, shape, (cfg.weight_dtype,))
+        if scatter is not None:
+            self._check_tensor("full_scatter_indices", scatter, shape, ids)
+
+    def _check_combine(self, y: torch.Tensor, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None) -> None:
+        cfg = self.config
+        if not isinstance(desc, EPAllToAllLayoutDesc):
+            raise InputError(f"combine needs the descriptor that dispatch returned, got {type(desc).__name__}.")
+        if desc.layer_id != self.context.layer_id:
+            raise StaleHandleError(
+                "combine got a descriptor of another layer, or of one that was finalized. Pass the one that this "
+                "layer's dispatch returned."
+            )
+        self._check_tensor("input", y, (desc.num_recv_rows, cfg.hidden), (cfg.token_dtype,))
+        if weights is not None:
+            self._check_tensor("weights", weights, (desc.num_recv_rows,), (torch.float32,))
+
+    def _check_tensor(
+        self, name: str, tensor: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
+    ) -> None:
+        """Raise InputError unless `tensor` has that shape (None = any), one of the dtypes, and the layer's device."""
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"{name} must be a tensor, got {type(tensor).__name__}.")
+        wanted = "[" + ", ".join("any" if extent is None else str(extent) for extent in shape) + "]"
+        fits = tensor.dim() == len(shape) and all(
+            extent is None or extent == actual for extent, actual in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits:
+            raise InputError(f"{name} must have shape {wanted}, got {list(tensor.shape)}.")
+        if tensor.dtype not in dtypes:
+            raise InputError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}.")
+        if tensor.device != self.context.device:
+            raise InputError(f"{name} must be on {self.context.device}, got {tensor.device}.")
+        if not tensor.is_contiguous():
+            raise InputError(f"{name} must be contiguous, got strides {tensor.stride()}; call .contiguous().")
+
+

@@ -1,0 +1,274 @@
+"""The table of symmetric buffers: what each holds, who writes it, who reads it, and how it is reset.
+
+The context allocates by this table, device code finds a buffer by its position in it
+(kernels/device/buffers.py; a test compares the two), and docs/concepts/layout.md is checked against it.
+
+Letters: W ranks, LW ranks per node, N nodes, M max_tokens, H hidden, KP top-k rounded up to a power of two,
+S splits row length, P programs, Q chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from triton_ep.config import EPConfig
+
+HOST_REJECTED = 1
+"""Bit of the host word in a splits row: the host refused this rank's arguments."""
+HOST_WEIGHTS = 2
+"""Bit: this rank sends weights."""
+HOST_SCATTER = 4
+"""Bit: this rank's scatter indices are no sort of its entries."""
+CHUNK = 16
+"""Tokens per network message."""
+STAGE_PROGRAMS = 128
+"""Most programs of the kernels that copy or sum local rows before a combine."""
+ALIGN_BYTES = 256
+"""Start of every symmetric buffer."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Derived sizes of a layer's buffers; `arrival_rows` and `output_rows` may grow."""
+
+    config: EPConfig
+    arrival_rows: int
+    output_rows: int
+
+    @property
+    def kp(self) -> int:
+        """Top-k rounded up to a power of two."""
+        return next_power_of_2(self.config.topk)
+
+    @property
+    def num_columns(self) -> int:
+        """Counts in a splits row: experts, ranks, nodes."""
+        return self.config.num_experts + self.config.world_size + self.config.num_nodes
+
+    @property
+    def row_length(self) -> int:
+        """int32 words of a splits row: counts padded to 4, then 4 words of tail."""
+        return -(-self.num_columns // 4) * 4 + 4
+
+    @property
+    def max_programs(self) -> int:
+        """Flags per sender: a power of two."""
+        return next_power_of_2(max(self.config.num_sm, STAGE_PROGRAMS))
+
+    @property
+    def max_chunks(self) -> int:
+        """Flags per node of network messages: a power of two."""
+        return next_power_of_2(-(-self.config.max_tokens // CHUNK))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.config.hidden * self.config.token_dtype.itemsize
+
+    @property
+    def message_meta_offset(self) -> int:
+        """Byte offset of the tables in a network message row."""
+        return -(-self.payload_bytes // 16) * 16
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of a network message row: payload, then expert ids, output rows, arrival rows, weights."""
+        return self.message_meta_offset + 4 * self.kp * 4
+
+    @property
+    def partial_stride(self) -> int:
+        """Elements per row of the partial sums, a multiple of 8."""
+        return -(-self.config.hidden // 8) * 8
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One row of the table."""
+
+    name: str
+    shape: Callable[[Sizes], tuple[int, ...]]
+    dtype: Callable[[EPConfig], torch.dtype]
+    writer: str
+    reader: str
+    reset: str
+    grows: str = ""
+    """"" = allocated once; "arrival" or "output" = reallocated with that number of rows."""
+
+    def nbytes(self, sizes: Sizes) -> int:
+        """Bytes this buffer takes, padding included."""
+        count = 1
+        for extent in self.shape(sizes):
+            count *= extent
+        return -(-count * self.dtype(sizes.config).itemsize // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least `n` and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _fixed(dtype: torch.dtype) -> Callable[[EPConfig], torch.dtype]:
+    return lambda _: dtype
+
+
+def _world(s: Sizes) -> tuple[int, ...]:
+    return (s.config.world_size,)
+
+
+def _node_rows(s: Sizes) -> int:
+    """Rows of a per-node network buffer; none with one node."""
+    return 0 if s.config.is_intra_node else s.config.num_nodes * s.config.max_tokens
+
+
+def _token(c: EPConfig) -> torch.dtype:
+    return c.token_dtype
+
+
+_EPOCH = "never: values only grow"
+_SPLITS = "none: free once this rank posts its next splits row"
+_DONE = "none: free once every rank has posted done_flag"
+
+BUFFERS: tuple[Buffer, ...] = (
+    Buffer(
+        "splits",
+        lambda s: (2, s.config.world_size, s.row_length),
+        _fixed(torch.int32),
+        "splits exchange of every rank, row = source",
+        "routing offsets",
+        "none: two halves by parity of the epoch",
+    ),
+    Buffer("splits_flag", _world, _fixed(torch.int64), "splits exchange of every rank", "splits exchange", _EPOCH),
+    Buffer(
+        "stage_x",
+        lambda s: (s.arrival_rows, s.config.hidden),
+        _token,
+        "dispatch push and forward of the ranks of this node",
+        "dispatch expand",
+        _SPLITS,
+        grows="arrival",
+    ),
+    Buffer(
+        "stage_meta",
+        lambda s: (s.config.world_size * s.config.max_tokens, 2 * s.kp),
+        _fixed(torch.int32),
+        "dispatch push and forward of the ranks of this node",
+        "dispatch expand",
+        _SPLITS,
+    ),
+    Buffer(
+        "arrive_flag",
+        lambda s: (2, s.config.local_world_size, s.max_programs),
+        _fixed(torch.int64),
+        "dispatch push and forward of the ranks of this node",
+        "dispatch expand",
+        _EPOCH,
+    ),
+    Buffer(
+        "dispatch_output_buf",
+        lambda s: (s.output_rows, s.config.hidden),
+        _token,
+        "combine stage or reduce of this rank",
+        "combine pull and partial of the ranks of this node",
+        _DONE,
+        grows="output",
+    ),
+    Buffer(
+        "weight_recv_buf",
+        lambda s: (s.output_rows,),
+        lambda c: c.weight_dtype,
+        "combine stage of this rank",
+        "combine pull and partial of the ranks of this node",
+        _DONE,
+        grows="output",
+    ),
+    Buffer(
+        "staged_flag",
+        lambda s: (s.config.local_world_size, s.max_programs),
+        _fixed(torch.int64),
+        "combine stage or reduce of the ranks of this node",
+        "combine pull and partial",
+        _EPOCH,
+    ),
+    Buffer("done_flag", _world, _fixed(torch.int64), "end of combine of every rank", "combine stage or reduce", _EPOCH),
+    Buffer("barrier_flag", _world, _fixed(torch.int64), "barrier of every rank", "barrier", _EPOCH),
+    Buffer("node_barrier_flag", _world, _fixed(torch.int64), "barrier of the ranks of this node", "barrier", _EPOCH),
+    Buffer(
+        "barrier_scratch",
+        lambda s: (s.config.world_size, 4),
+        _fixed(torch.int32),
+        "barrier of every rank (payload without meaning)",
+        "barrier (source of its puts)",
+        "none: no meaning",
+    ),
+    Buffer(
+        "token_send_buf_rdma",
+        lambda s: (_node_rows(s), s.message_bytes),
+        _fixed(torch.uint8),
+        "inter-node send of this rank",
+        "inter-node send of this rank (source of its puts)",
+        "none: free when the put returns",
+    ),
+    Buffer(
+        "token_recv_buf_rdma",
+        lambda s: (_node_rows(s), s.message_bytes),
+        _fixed(torch.uint8),
+        "inter-node send of the counterpart on each node",
+        "inter-node forward",
+        _SPLITS,
+    ),
+    Buffer(
+        "token_flag",
+        lambda s: (s.config.num_nodes, s.max_chunks),
+        _fixed(torch.int64),
+        "inter-node send of the counterpart on each node",
+        "inter-node forward",
+        _EPOCH,
+    ),
+    Buffer(
+        "partial_send_buf",
+        lambda s: (_node_rows(s), s.partial_stride),
+        lambda c: c.partial_dtype,
+        "combine partial of this rank",
+        "combine partial of this rank (source of its puts)",
+        "none: free when the put returns",
+    ),
+    Buffer(
+        "partial_recv_buf",
+        lambda s: (_node_rows(s), s.partial_stride),
+        lambda c: c.partial_dtype,
+        "combine partial of the counterpart on each node",
+        "combine pull",
+        _DONE,
+    ),
+    Buffer(
+        "partial_flag",
+        lambda s: (s.config.num_nodes, s.max_chunks),
+        _fixed(torch.int64),
+        "combine partial of the counterpart on each node",
+        "combine pull",
+        _EPOCH,
+    ),
+)
+
+
+def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
+    """Rows at the start: all of a static context; of an exact one, room for `capacity` times the average load.
+
+    A token arrives once per rank, so a rank never gets more than W * M arrival rows.
+    """
+    worst = config.world_size * config.max_tokens
+    padding = config.num_experts_per_rank * (config.alignment - 1)
+    if config.recv_capacity is not None:
+        output = config.recv_capacity
+    else:
+        output = max(int(config.max_tokens * config.topk * capacity), 1) + padding
+    arrivals = min(worst, output)
+    return Sizes(config, arrival_rows=arrivals, output_rows=output if not config.enable_local_combine else arrivals)
+
+
+def estimate_bytes(sizes: Sizes) -> int:
+    """Symmetric memory that a context of these sizes takes on each rank, in bytes."""
+    return sum(buffer.nbytes(sizes) for buffer in BUFFERS)

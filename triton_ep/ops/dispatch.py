@@ -1,0 +1,196 @@
+"""Moving rows to their experts (kernels/intranode/dispatch.py, kernels/internode/dispatch.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from triton_ep.context import DispatchCombineContext
+from triton_ep.ops.routing import Placement, Routing
+from triton_ep.ops.tuning import as_words, common_constexprs, exchange_programs, local_programs, tile
+from triton_ep.runtime import launch
+
+
+@dataclass(frozen=True)
+class ForwardTables:
+    """[N, M, K] int32 tables of the tokens that this rank forwards for other nodes, kept for combine."""
+
+    topk_idx: torch.Tensor
+    dst_row: torch.Tensor
+    stage_row: torch.Tensor
+
+
+def push(ctx: DispatchCombineContext, x: torch.Tensor, weights: torch.Tensor | None, routing: Routing) -> None:
+    """Push each row of x [T, H] once to every rank of this node that needs it, and release."""
+    cfg, sizes = ctx.config, ctx.sizes
+    words = as_words(x, sizes.payload_bytes)
+    row_words = sizes.payload_bytes // words.element_size()
+    launch(
+        "dispatch_push_kernel",
+        exchange_programs(cfg.num_sm),
+        (
+            words,
+            routing.topk_idx,
+            routing.dst_row,
+            routing.stage_row,
+            # A pointer of the right type; not read without weights.
+            weights if weights is not None else routing.dst_row.view(torch.float32),
+            ctx.epochs,
+            ctx.status,
+            ctx.addrs,
+            x.shape[0],
+            row_words,
+            sizes.arrival_rows,
+            cfg.num_experts_per_rank,
+            cfg.rank,
+            cfg.world_size,
+            cfg.local_world_size,
+        ),
+        {
+            "HAS_WEIGHTS": weights is not None,
+            **common_constexprs(sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS"),
+            **tile(row_words),
+        },
+    )
+
+
+def send(
+    ctx: DispatchCombineContext,
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    routing: Routing,
+    node_token: torch.Tensor,
+    tokens_per_node: torch.Tensor,
+) -> None:
+    """Send each row of x [T, H] once to every other node that needs it."""
+    cfg, sizes = ctx.config, ctx.sizes
+    words = as_words(x, sizes.payload_bytes)
+    row_words = sizes.payload_bytes // words.element_size()
+    launch(
+        "internode_send_kernel",
+        exchange_programs(cfg.num_sm),
+        (
+            words,
+            routing.topk_idx,
+            routing.dst_row,
+            routing.stage_row,
+            weights if weights is not None else routing.dst_row.view(torch.float32),
+            node_token,
+            tokens_per_node,
+            ctx.epochs,
+            ctx.status,
+            ctx.addrs,
+            ctx.net_addrs,
+            ctx.pes,
+            x.shape[0],
+            cfg.max_tokens,
+            row_words,
+            sizes.message_bytes,
+            sizes.message_meta_offset,
+            cfg.rank,
+            cfg.world_size,
+            cfg.local_world_size,
+        ),
+        {
+            "HAS_WEIGHTS": weights is not None,
+            "NETWORK": ctx.network,
+            **common_constexprs(sizes, "TOPK", "KP", "MAX_CHUNKS", "CHUNK"),
+            **tile(row_words),
+        },
+        ctx.extern_libs(),
+    )
+
+
+def forward(ctx: DispatchCombineContext, has_weights: bool, placement: Placement) -> ForwardTables:
+    """Push the rows that other nodes sent here on to the ranks of this node, and release."""
+    cfg, sizes = ctx.config, ctx.sizes
+    shape = (3, cfg.num_nodes, cfg.max_tokens, cfg.topk)
+    tables = ForwardTables(*torch.empty(shape, dtype=torch.int32, device=ctx.device))
+    words = as_words(ctx.local("stage_x"), sizes.payload_bytes)
+    row_words = sizes.payload_bytes // words.element_size()
+    launch(
+        "internode_forward_kernel",
+        exchange_programs(cfg.num_sm),
+        (
+            words,
+            placement.tokens_from_node,
+            tables.topk_idx,
+            tables.dst_row,
+            tables.stage_row,
+            ctx.epochs,
+            ctx.status,
+            ctx.addrs,
+            cfg.max_tokens,
+            row_words,
+            sizes.message_bytes,
+            sizes.message_meta_offset,
+            sizes.arrival_rows,
+            cfg.num_experts_per_rank,
+            cfg.rank,
+            cfg.world_size,
+            cfg.local_world_size,
+            ctx.timeout_us,
+        ),
+        {
+            "HAS_WEIGHTS": has_weights,
+            **common_constexprs(sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS", "MAX_CHUNKS", "CHUNK"),
+            **tile(row_words),
+        },
+    )
+    return tables
+
+
+def expand(
+    ctx: DispatchCombineContext,
+    num_rows: int,
+    num_arrivals: int,
+    has_weights: bool,
+    placement: Placement,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Wait for the rows and lay them out expert by expert.
+
+    Returns recv_x [R, H], weights [R] float32 or None, and, with local combine, the output rows of each
+    arrival row [C, K] int32. Rows behind the last expert's (static mode) keep zero weight, data undefined.
+    """
+    cfg, sizes = ctx.config, ctx.sizes
+    recv_x = torch.empty(num_rows, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
+    weights = torch.zeros(num_rows, dtype=torch.float32, device=ctx.device) if has_weights else None
+    copy_rows = None
+    if cfg.enable_local_combine:
+        copy_rows = torch.empty(num_arrivals, cfg.topk, dtype=torch.int32, device=ctx.device)
+    words = as_words(recv_x, sizes.payload_bytes)
+    row_words = sizes.payload_bytes // words.element_size()
+    senders = exchange_programs(cfg.num_sm)
+    launch(
+        "dispatch_expand_kernel",
+        local_programs(ctx.device),
+        (
+            words,
+            weights if weights is not None else placement.report.view(torch.float32),
+            copy_rows if copy_rows is not None else placement.report,
+            placement.expert_offsets,
+            placement.num_recv,
+            placement.report,
+            ctx.epochs,
+            ctx.status,
+            ctx.addrs,
+            row_words,
+            cfg.rank,
+            cfg.world_size,
+            cfg.local_world_size,
+            cfg.num_experts_per_rank,
+            sizes.arrival_rows,
+            senders,
+            0 if cfg.is_intra_node else senders,
+            ctx.timeout_us,
+        ),
+        {
+            "HAS_WEIGHTS": has_weights,
+            "HAS_PADDING": cfg.alignment > 1,
+            "KEEP_COPY_ROWS": copy_rows is not None,
+            **common_constexprs(sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS"),
+            **tile(row_words),
+        },
+    )
+    return recv_x, weights, copy_rows

@@ -1,0 +1,64 @@
+"""Tile shapes and grids: one place for the GPU's and for the interpreter's.
+
+The interpreter pays per operation, so it gets large tiles and few programs; two programs rather than one,
+so that the order of programs is exercised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from triton_ep import layout
+from triton_ep.runtime import INTERPRETING
+
+ROUTING_TOKENS = 16
+"""Tokens per routing chunk: chunk tables are [tokens * KP] squared."""
+
+
+def tile(row_elements: int) -> dict[str, int]:
+    """ROWS and BLOCK_H of kernels that move rows of `row_elements` elements."""
+    block = min(layout.next_power_of_2(row_elements), 2048)
+    if INTERPRETING:
+        return {"ROWS": layout.CHUNK, "BLOCK_H": block}
+    return {"ROWS": 1, "BLOCK_H": max(block, 128)}
+
+
+def exchange_programs(num_sm: int) -> int:
+    """Programs of a kernel that talks to other ranks."""
+    return min(num_sm, 2) if INTERPRETING else num_sm
+
+
+def local_programs(device: torch.device) -> int:
+    """Programs of a kernel that only moves rows within this rank's memory."""
+    if INTERPRETING:
+        return 2
+    return min(torch.cuda.get_device_properties(device).multi_processor_count, layout.STAGE_PROGRAMS)
+
+
+def as_words(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
+    """The same memory as the widest integers that fit rows of `row_bytes` and the start address.
+
+    Copies need no dtype: one compiled kernel serves all, and the interpreter moves 8 bytes per element.
+    """
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if row_bytes % dtype.itemsize == 0 and rows.data_ptr() % dtype.itemsize == 0:
+            return rows.view(torch.uint8).view(-1).view(dtype)
+    return rows.view(torch.uint8).view(-1)
+
+
+def common_constexprs(sizes: layout.Sizes, *names: str) -> dict[str, Any]:
+    """The constexprs that follow from the sizes of a layer, by name."""
+    config = sizes.config
+    values = {
+        "TOPK": config.topk,
+        "KP": sizes.kp,
+        "WP": layout.next_power_of_2(config.world_size),
+        "LWP": layout.next_power_of_2(config.local_world_size),
+        "NNP": layout.next_power_of_2(config.num_nodes),
+        "MAX_PROGRAMS": sizes.max_programs,
+        "MAX_CHUNKS": sizes.max_chunks,
+        "CHUNK": layout.CHUNK,
+    }
+    return {name: values[name] for name in names}
