@@ -34,7 +34,6 @@ LAYERS = {
     "triton_ep.layer": 5,
     "triton_ep._rank_pool": 7,
     "triton_ep._rank_process": 7,
-    "triton_ep._rank_process": 7,
     "triton_ep.testing": 7,
     "triton_ep.cli": 7,
 }
@@ -103,9 +102,9 @@ def _violations(module: str, path: Path) -> Iterator[str]:
             yield f"{where}: not a name of the installed package"
         if not target.startswith("triton_ep."):
             continue
-        if target.startswith("triton_ep.kernels") and not module.startswith(IMPORTERS_OF_KERNELS):
-            if own == FRONT_DOOR or not target.startswith("triton_ep.kernels.device"):
-                yield f"{where}: kernels are launched by ops"
+        shared = target.startswith("triton_ep.kernels.device") and own != FRONT_DOOR
+        if target.startswith("triton_ep.kernels") and not (shared or module.startswith(IMPORTERS_OF_KERNELS)):
+            yield f"{where}: kernels are launched by ops"
         if target.startswith("triton_ep.heap") and own == FRONT_DOOR:
             yield f"{where}: a front door takes what the layer or distributed offers"
         if module.startswith("triton_ep.reference") and not target.startswith("triton_ep.reference"):
