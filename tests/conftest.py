@@ -1,0 +1,114 @@
+"""Ranks for tests: options, fixtures, and the order in which tests run.
+
+A test that needs ranks takes the fixture `run_ranks` and names its topology in the parameters `nodes` and
+`ranks_per_node`. What runs in the ranks is a function at the top level of the test's module; its name starts
+with an underscore, its first arguments are (rank, nodes, ranks_per_node), and it asserts by itself.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+try:
+    import triton_ep.runtime  # noqa: F401  before triton: decides whether kernels are interpreted or compiled
+except ModuleNotFoundError:
+    pass
+from triton_ep.testing import RankPool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of this suite."""
+    group = parser.getgroup("triton_ep")
+    group.addoption(
+        "--backend", choices=("host", "nvshmem"), default="host", help="what the ranks of run_ranks run on"
+    )
+    group.addoption(
+        "--chaos-seeds",
+        default="",
+        help='e.g. "1,2": repeat tests with ranks in the interpreter\'s chaos mode',
+    )
+
+
+def _world_size(item: pytest.Item) -> int:
+    """Ranks of a test, read from its parameters; 1 where they do not say."""
+    callspec = getattr(item, "callspec", None)
+    params = callspec.params if callspec is not None else {}
+    return int(params.get("nodes", 1)) * int(params.get("ranks_per_node", 1))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by what they need, and put those of one world size together, so that ranks are reused."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    on_gpus = config.getoption("--backend") == "nvshmem"
+    for item in items:
+        if on_gpus and "run_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu" if _world_size(item) == 1 else "multi_gpu")
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        if needed == 0:
+            item.add_marker("cpu")
+        if needed > num_gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} or more GPUs, there are {num_gpus}"))
+    items.sort(key=_world_size)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeat the tests that use ranks under every seed of --chaos-seeds, after a run without."""
+    text = metafunc.config.getoption("--chaos-seeds")
+    if text and "chaos_seed" in metafunc.fixturenames:
+        seeds = [None, *(int(seed) for seed in text.split(","))]
+        ids = ["plain" if seed is None else f"chaos{seed}" for seed in seeds]
+        metafunc.parametrize("chaos_seed", seeds, ids=ids, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def backend(request: pytest.FixtureRequest) -> str:
+    """What ranks run on: "host" (CPU, interpreter) or "nvshmem" (GPUs)."""
+    return request.config.getoption("--backend")
+
+
+@pytest.fixture
+def chaos_seed(request: pytest.FixtureRequest, backend: str) -> int | None:
+    """Seed of chaos mode; None: the interpreter's usual order. `run_ranks` applies it by itself."""
+    seed = getattr(request, "param", None)
+    if seed is not None and backend != "host":
+        pytest.skip("compiled kernels have no chaos mode")
+    return seed
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[tuple[int, str], RankPool]]:
+    """The pools that run now, by (world size, backend): at most one."""
+    pools: dict[tuple[int, str], RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def run_ranks(
+    _pools: dict[tuple[int, str], RankPool], backend: str, chaos_seed: int | None
+) -> Callable[..., list[Any]]:
+    """Call it as run_ranks(function, nodes, ranks_per_node, *args, timeout_s=60, **kwargs).
+
+    Runs function(rank, nodes, ranks_per_node, *args, **kwargs) in nodes * ranks_per_node ranks and returns what
+    they return. `timeout_s` and `return_exceptions` are those of `RankPool.run`.
+    """
+    import torch
+
+    def run(
+        function: Callable[..., Any], nodes: int, ranks_per_node: int, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        key = (nodes * ranks_per_node, backend)
+        if backend == "nvshmem" and key[0] > torch.cuda.device_count():
+            pytest.skip(f"needs {key[0]} GPUs, there are {torch.cuda.device_count()}")
+        if key not in _pools:
+            while _pools:
+                _pools.popitem()[1].close()
+            _pools[key] = RankPool(*key)
+        return _pools[key].run(function, nodes, ranks_per_node, *args, chaos_seed=chaos_seed, **kwargs)
+
+    return run
