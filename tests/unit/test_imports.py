@@ -26,11 +26,11 @@ LAYERS = {
     "triton_ep.heap": 2,
     "triton_ep.runtime": 2,
     "triton_ep.layout": 3,
-    "triton_ep.barrier": 3,
     "triton_ep.layout_desc": 3,
     "triton_ep.context": 3,
     "triton_ep.distributed": 3,
     "triton_ep.ops": 4,
+    "triton_ep.barrier": 5,  # launches, through ops
     "triton_ep.layer": 5,
     "triton_ep._rank_pool": 7,
     "triton_ep._rank_process": 7,

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo. Returns 0 when every rank's result is the dense one up to bfloat16 rounding, else 1."""
     from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
     from triton_ep.cli.demo_moe import Settings, compare, load, run_and_save
-    from triton_ep.cli.demo_report import count_traffic, draw_routing, table
+    from triton_ep.cli.demo_report import draw_routing, failures, table
     from triton_ep.distributed import run_ranks
 
     if arguments.tokens < 1:
@@ -62,11 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
         run_ranks(run_and_save, num_ranks, settings, folder)
         results = [load(folder, rank) for rank in range(num_ranks)]
     comparisons = [compare(settings, rank, result) for rank, result in enumerate(results)]
-    routing = [result.topk_idx for result in results]
-    traffic = count_traffic(routing, settings.experts, ranks_per_node)
-    row_bytes = settings.hidden * results[0].combined.element_size()
-    print(table(results, comparisons, traffic, ranks_per_node, row_bytes))
-    not_drawn = draw_routing(arguments.picture, routing, settings.experts)
-    picture = Path(arguments.picture).resolve()
-    print(f"no routing picture: {not_drawn}" if not_drawn else f"routing picture: {picture}")
-    return 0 if all(comparison.passed for comparison in comparisons) else 1
+    print(table(results, comparisons, settings.experts, ranks_per_node))
+    not_drawn = draw_routing(arguments.picture, [result.topk_idx for result in results], settings.experts)
+    print(f"\nrouting picture: {not_drawn or Path(arguments.picture).resolve()}")
+    wrong = failures(results, comparisons, settings.experts, ranks_per_node)
+    print(
+        "\n".join(f"FAIL {text}" for text in wrong)
+        or "PASS: equal to the dense layer up to bfloat16 rounding"
+    )
+    return 1 if wrong else 0

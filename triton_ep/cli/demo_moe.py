@@ -1,5 +1,6 @@
 """The small MoE layer of `triton-ep demo`: one rank of it over EPAll2AllLayer, and all of it densely."""
 
+import pickle
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -7,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from triton_ep import EPAll2AllLayer, finalize_distributed, initialize_distributed
-from triton_ep.cli.demo_report import Comparison, RankResult
+from triton_ep import EPAll2AllLayer, EPAllToAllLayoutDesc, finalize_distributed, initialize_distributed
+from triton_ep.cli.demo_report import Comparison, RankResult, Traffic, owners
 
 # The expert output, the partial sum of a node and the result are rounded to bfloat16 (half a unit of 2**-8
 # each); the fourth half unit is for the fp32 arithmetic in between, which is far more exact.
@@ -101,7 +102,32 @@ def run_rank(s: Settings) -> RankResult:
             expert_out[start:stop] = expert_ffn(recv_x[start:stop], up[local], down[local]).to(recv_x.dtype)
         combined = layer.combine(expert_out, layout_desc, weights=recv_weights)
         received = int(layout_desc.num_recv_tokens_per_expert.sum())
-    return RankResult(topk_idx=topk_idx, received=received, combined=combined.cpu())
+        traffic = measure_traffic(s, rank, layout_desc)
+    return RankResult(topk_idx=topk_idx, received=received, combined=combined.cpu(), traffic=traffic)
+
+
+def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traffic:
+    """Rows that a dispatch sent for and through this rank, from the tables its kernels left behind."""
+    node = rank // s.ranks_per_node
+    peers = [r for r in range(node * s.ranks_per_node, (node + 1) * s.ranks_per_node) if r != rank]
+
+    def rows_to_peers(topk_idx: torch.Tensor, stage_row: torch.Tensor) -> int:
+        owner = owners(topk_idx.cpu(), s.experts, s.num_ranks)
+        return int((torch.isin(owner, torch.tensor(peers)) & (stage_row.cpu() >= 0)).sum())
+
+    forwarded = 0
+    if desc.forward_topk is not None and desc.forward_stage_row is not None:
+        for other, count in enumerate(desc.tokens_from_node.tolist()):
+            if other != node:
+                forwarded += rows_to_peers(
+                    desc.forward_topk[other, :count], desc.forward_stage_row[other, :count]
+                )
+    return Traffic(
+        local=rows_to_peers(desc.topk_indices_tensor, desc.stage_row),
+        network=sum(count for other, count in enumerate(desc.tokens_per_node.tolist()) if other != node),
+        forwarded=forwarded,
+        arrived=int(desc.report[rank, 1]),
+    )
 
 
 def compare(s: Settings, rank: int, result: RankResult) -> Comparison:
@@ -125,10 +151,11 @@ def compare(s: Settings, rank: int, result: RankResult) -> Comparison:
 def run_and_save(s: Settings, folder: str) -> None:
     """What each process of the demo does: start, run the layer, write the result to `folder`, stop."""
     rank, _ = initialize_distributed(local_world_size=s.ranks_per_node)
-    torch.save(vars(run_rank(s)), Path(folder) / f"{rank}.pt")
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(run_rank(s)))
     finalize_distributed()
 
 
 def load(folder: str, rank: int) -> RankResult:
     """What `run_and_save` of a rank wrote."""
-    return RankResult(**torch.load(Path(folder) / f"{rank}.pt"))
+    result: RankResult = pickle.loads(Path(folder, f"{rank}.pickle").read_bytes())
+    return result

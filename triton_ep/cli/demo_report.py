@@ -7,29 +7,43 @@ from dataclasses import dataclass
 import torch
 
 
+def owners(topk_idx: torch.Tensor, num_experts: int, world_size: int) -> torch.Tensor:
+    """Rank that owns each entry's expert, of the shape of `topk_idx`; -1 where the entry is dropped."""
+    ids = topk_idx.long()
+    return torch.where((ids >= 0) & (ids < num_experts), ids // (num_experts // world_size), -1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Rows that dispatch moves for, and through, one rank.
 
     Attributes:
-        copies: (token, k) entries of this rank whose expert lives on another rank; each would cross a link
-            if nothing were de-duplicated.
-        sent: rows that leave this rank for its own tokens: one per other rank of its node and per other
-            node.
-        forwarded: rows of other nodes' tokens that this rank hands on inside its node.
-        nvlink: rows this rank stores to ranks of its node, forwarded ones included.
-        network: rows this rank sends to other nodes.
+        local: rows of its own tokens that it stores to the other ranks of its node.
+        network: rows of its own tokens that it sends to other nodes.
+        forwarded: rows of other nodes' tokens that it hands on to the other ranks of its node.
+        arrived: rows that came to it, those of its own tokens among them.
     """
 
-    copies: int
-    sent: int
-    forwarded: int
-    nvlink: int
+    local: int
     network: int
+    forwarded: int
+    arrived: int
+
+    @property
+    def sent(self) -> int:
+        """Rows that leave the rank for its own tokens."""
+        return self.local + self.network
+
+    @property
+    def nvlink(self) -> int:
+        """Rows the rank stores to other ranks of its node."""
+        return self.local + self.forwarded
 
 
-def count_traffic(topk_idx: Sequence[torch.Tensor], num_experts: int, ranks_per_node: int) -> list[Traffic]:
-    """Count the rows of one dispatch from the routing alone.
+def expected_traffic(
+    topk_idx: Sequence[torch.Tensor], num_experts: int, ranks_per_node: int
+) -> list[Traffic]:
+    """The rows of one dispatch as they follow from the routing; `RankResult.traffic` has what the layer did.
 
     Args:
         topk_idx: per rank [T, K] expert ids; -1 or num_experts = dropped.
@@ -41,27 +55,23 @@ def count_traffic(topk_idx: Sequence[torch.Tensor], num_experts: int, ranks_per_
         sender's local rank there, and NVLink once per destination rank.
     """
     world_size = len(topk_idx)
-    experts_per_rank = num_experts // world_size
-    copies, network = [0] * world_size, [0] * world_size
-    local, forwarded = [0] * world_size, [0] * world_size
+    local, network, forwarded, arrived = ([0] * world_size for _ in range(4))
     for source, idx in enumerate(topk_idx):
-        ids = idx.long()
-        owner = torch.where((ids >= 0) & (ids < num_experts), ids // experts_per_rank, -1)
-        copies[source] = int(((owner >= 0) & (owner != source)).sum())
-        for node in range(world_size // ranks_per_node):
-            first = node * ranks_per_node
-            reached = torch.stack(
-                [(owner == r).any(1) for r in range(first, first + ranks_per_node)]
-            )  # [LW, T]
-            if source // ranks_per_node == node:
-                local[source] = int(reached.sum() - reached[source - first].sum())
+        owner = owners(idx, num_experts, world_size)
+        reached = torch.stack([(owner == rank).any(1) for rank in range(world_size)])  # [W, T]
+        for rank in range(world_size):
+            arrived[rank] += int(reached[rank].sum())
+        for first in range(0, world_size, ranks_per_node):
+            in_node = reached[first : first + ranks_per_node]
+            if first <= source < first + ranks_per_node:
+                local[source] = int(in_node.sum() - reached[source].sum())
             else:
-                gateway = source % ranks_per_node
-                network[source] += int(reached.any(0).sum())
-                forwarded[first + gateway] += int(reached.sum() - reached[gateway].sum())
+                gateway = first + source % ranks_per_node
+                network[source] += int(in_node.any(0).sum())
+                forwarded[gateway] += int(in_node.sum() - reached[gateway].sum())
     return [
-        Traffic(copies=c, sent=n + w, forwarded=f, nvlink=n + f, network=w)
-        for c, n, f, w in zip(copies, local, forwarded, network, strict=True)
+        Traffic(local=local[r], network=network[r], forwarded=forwarded[r], arrived=arrived[r])
+        for r in range(world_size)
     ]
 
 
@@ -73,11 +83,13 @@ class RankResult:
         topk_idx: [T, K] int32, where its tokens went.
         received: rows its experts got, by `layout_desc.num_recv_tokens_per_expert`.
         combined: [T, H] bfloat16, the layer's result.
+        traffic: what the tables in the layer's descriptor say was sent.
     """
 
     topk_idx: torch.Tensor
     received: int
     combined: torch.Tensor
+    traffic: Traffic
 
 
 @dataclass(frozen=True)
@@ -100,46 +112,55 @@ class Comparison:
         return self.max_rel <= self.limit
 
 
+_HEADER = ("rank", "node", "tokens", "copies", "sent", "saved", "received", "NVLink KiB", "network KiB")
+_LEGEND = """
+copies    (token, expert) pairs whose expert lives on another rank
+sent      rows that left for them: one per other rank of the own node, one per other node
+saved     rows that de-duplication spared this rank
+received  rows that arrived at this rank's experts, the own ones among them
+NVLink    bytes stored to ranks of the own node, rows handed on from the network included; dispatch only
+rel err   against the sum over k of |weight * expert output|"""
+
+
 def table(
-    results: Sequence[RankResult],
-    comparisons: Sequence[Comparison],
-    traffic: Sequence[Traffic],
-    ranks_per_node: int,
-    row_bytes: int,
+    results: Sequence[RankResult], comparisons: Sequence[Comparison], num_experts: int, ranks_per_node: int
 ) -> str:
-    """The table for people: one line per rank, totals, verdict."""
-    header = ("rank", "node", "tokens", "copies", "sent", "saved", "received", "NVLink KiB", "network KiB")
-    lines = []
-    for rank, (result, count) in enumerate(zip(results, traffic, strict=True)):
-        numbers: list[float] = [len(result.topk_idx), count.copies, count.sent, count.copies - count.sent]
-        numbers += [result.received, count.nvlink * row_bytes / 1024, count.network * row_bytes / 1024]
-        lines.append([rank, rank // ranks_per_node, *numbers])
-    totals = ["all", "", *(sum(line[i] for line in lines) for i in range(2, len(header)))]
-    errors = [(f"{c.max_abs:.2e}", f"{c.max_rel:.2e}") for c in comparisons]
-    errors.append(
-        (f"{max(c.max_abs for c in comparisons):.2e}", f"{max(c.max_rel for c in comparisons):.2e}")
-    )
-    cells = [[*header, "max abs err", "max rel err"]]
-    for line, error in zip([*lines, totals], errors, strict=True):
-        cells.append([f"{v:.1f}" if isinstance(v, float) else str(v) for v in line] + list(error))
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    """The table for people: one line per rank, totals, what the columns mean."""
+    numbers: list[list[float]] = []
+    for rank, result in enumerate(results):
+        traffic, kib_per_row = result.traffic, result.combined[:1].nbytes / 1024
+        owner = owners(result.topk_idx, num_experts, len(results))
+        copies = int(((owner >= 0) & (owner != rank)).sum())
+        line = [len(result.topk_idx), copies, traffic.sent, copies - traffic.sent, result.received]
+        numbers.append([*line, traffic.nvlink * kib_per_row, traffic.network * kib_per_row])
+    numbers.append([sum(column) for column in zip(*numbers, strict=True)])
+    places = [(str(rank), str(rank // ranks_per_node)) for rank in range(len(results))] + [("all", "")]
+    errors = [(c.max_abs, c.max_rel) for c in comparisons]
+    errors.append((max(c.max_abs for c in comparisons), max(c.max_rel for c in comparisons)))
+
+    rows = [[*_HEADER, "max abs err", "max rel err"]]
+    for place, line, error in zip(places, numbers, errors, strict=True):
+        cells = [f"{value:.1f}" if isinstance(value, float) else str(value) for value in line]
+        rows.append([*place, *cells, *(f"{value:.2e}" for value in error)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     rule = "-" * len(text[0])
-    text = [text[0], rule, *text[1:-1], rule, text[-1]]
-    verdict = "PASS" if all(c.passed for c in comparisons) else "FAIL"
-    notes = [
-        "",
-        "copies    (token, expert) pairs whose expert lives on another rank",
-        "sent      rows that leave for them: one per rank of the own node, one per other node",
-        "saved     rows that de-duplicated away",
-        "received  rows that arrived at this rank's experts, the own ones among them",
-        "NVLink    bytes to ranks of the own node, rows handed on from the network included; dispatch only",
-        "rel err   against the sum over k of |weight * expert output|",
-        "",
-        f"{verdict}: the largest relative error is {errors[-1][1]}, bfloat16 rounding explains "
-        f"{comparisons[0].limit:.2e}",
-    ]
-    return "\n".join(text + notes)
+    return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], _LEGEND])
+
+
+def failures(
+    results: Sequence[RankResult], comparisons: Sequence[Comparison], num_experts: int, ranks_per_node: int
+) -> list[str]:
+    """What is wrong with the results, in words; empty = they are right."""
+    wrong = []
+    expected = expected_traffic([result.topk_idx for result in results], num_experts, ranks_per_node)
+    for rank, (result, comparison) in enumerate(zip(results, comparisons, strict=True)):
+        if not comparison.passed:
+            error, limit = comparison.max_rel, comparison.limit
+            wrong.append(f"rank {rank}: relative error {error:.2e}, rounding explains {limit:.2e}")
+        if result.traffic != expected[rank]:
+            wrong.append(f"rank {rank}: {result.traffic}, but the routing asks for {expected[rank]}")
+    return wrong
 
 
 def draw_routing(path: str, topk_idx: Sequence[torch.Tensor], num_experts: int) -> str | None:
@@ -149,7 +170,7 @@ def draw_routing(path: str, topk_idx: Sequence[torch.Tensor], num_experts: int) 
         None when the picture was written to `path`, otherwise why not.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed (pip install matplotlib)"
+        return "none, matplotlib is not installed (pip install matplotlib)"
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
