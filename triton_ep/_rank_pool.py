@@ -219,8 +219,8 @@ def _pickle_case(function: Callable[..., Any], args: Any, kwargs: Any, chaos_see
         payload = pickle.dumps((function, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InputError(
-            f"{function!r} and its arguments cannot be sent to the ranks: {error}. The function must be defined "
-            "at the top level of a module, and its arguments must be picklable."
+            f"{function!r} and its arguments cannot be sent to the ranks: {error}. The function must be "
+            "defined at the top level of a module, and its arguments must be picklable."
         ) from error
     return pickle.dumps((sys.path, payload, chaos_seed))
 

@@ -4,7 +4,7 @@
         results = pool.run(my_case, 2, 2)  # my_case(rank, 2, 2) in each of 4 processes
 
 `make_workload` gives tokens whose every four columns name their rank, token and column, so a row or a piece
-of a row in the wrong place cannot compare equal; `apply_expert` is an expert that cannot be taken for another.
+of a row in the wrong place cannot compare equal; no expert of `apply_expert` can be taken for another.
 """
 
 from dataclasses import dataclass
@@ -120,7 +120,7 @@ def make_workload(
         idx = (popularity - torch.log(-torch.log(noise.clamp(1e-300, 1 - 1e-16)))).topk(topk, dim=1).indices
         if routing == "duplicates":
             token = torch.arange(num_tokens)
-            idx[token, 1 + token % (topk - 1)] = idx[:, 0]
+            idx[token, 1 + token % (topk - 1)] = idx[:, 0].clone()
     dropped = torch.rand(num_tokens, topk, generator=generator) < drop
     mark = torch.where(torch.rand(num_tokens, topk, generator=generator) < 0.5, -1, num_experts)
     idx = torch.where(dropped, mark, idx)
