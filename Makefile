@@ -22,9 +22,8 @@ help:  ## list the targets
 demo: $(READY)  ## a small MoE layer on 4 ranks as 2 nodes x 2, compared with a dense computation
 	$(RUN) -m triton_ep.cli demo
 
-test: checks  ## lint, types, then every test that needs no GPU: as is, and the layer again in chaos mode
-	$(RUN) -m pytest tests/layer -q -m "$(CPU)" --chaos-seeds 1,2,3
-	$(RUN) -m pytest tests -m "$(CPU)"
+test: checks  ## lint, types, then every test that needs no GPU; those with ranks again in chaos mode
+	$(RUN) -m pytest tests -m "$(CPU)" --chaos-seeds 1,2,3
 
 checks: $(READY)
 	@if [ "$$(cat $(READY))" = own ]; then $(MAKE) --no-print-directory lint types; \
@@ -44,7 +43,7 @@ docs: $(READY)  ## run the code blocks of the pages and follow their links
 	$(RUN) -m pytest tests/unit/test_docs.py
 
 test-gpu: $(READY)  ## the tests that need GPUs (those for more GPUs than there are, are skipped by name)
-	$(RUN) -m pytest tests -m "gpu or multi_gpu"
+	$(RUN) -m pytest tests --backend nvshmem -m "gpu or multi_gpu"
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
