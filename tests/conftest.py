@@ -94,8 +94,8 @@ def run_ranks(
 ) -> Callable[..., list[Any]]:
     """Call it as run_ranks(function, nodes, ranks_per_node, *args, timeout_s=60, **kwargs).
 
-    Runs function(rank, nodes, ranks_per_node, *args, **kwargs) in nodes * ranks_per_node ranks and returns what
-    they return. `timeout_s` and `return_exceptions` are those of `RankPool.run`.
+    Runs function(rank, nodes, ranks_per_node, *args, **kwargs) in nodes * ranks_per_node ranks and returns
+    what they return. `timeout_s` and `return_exceptions` are those of `RankPool.run`.
     """
     import torch
 

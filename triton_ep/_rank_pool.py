@@ -172,7 +172,7 @@ class RankPool:
                 for rank in pending.values():
                     text = f"rank {rank.rank} still ran {GRACE_S:g} s after a peer had failed; its stack:\n"
                     answers[rank.rank] = _Failure(
-                        RankError(text + stacks[rank.rank]), "", len(answers), echo=True
+                        RankError(text + stacks[rank.rank]), len(answers), echo=True
                     )
                 break
             for channel in ready:
@@ -199,7 +199,6 @@ class _Failure:
     """How one rank failed."""
 
     error: BaseException
-    text: str  # remote traceback
     index: int  # in order of arrival
     echo: bool  # a consequence of another rank's failure
 
@@ -230,13 +229,13 @@ def _answer(rank: RankProcess, index: int) -> Any:
     try:
         kind, value, text = rank.channel.recv()
     except (EOFError, ConnectionResetError):
-        return _Failure(
-            RankError(f"rank {rank.rank} (pid {rank.pid}) {rank.how_it_ended()}"), "", index, echo=False
-        )
+        error: BaseException = RankError(f"rank {rank.rank} (pid {rank.pid}) {rank.how_it_ended()}")
+        return _Failure(error, index, echo=False)
     if kind == "ok":
         return pickle.loads(value)
     error = pickle.loads(value)
-    return _Failure(error, text, index, echo=isinstance(error, PeerFailed))
+    error.add_note(f"raised by rank {rank.rank}, pid {rank.pid}:\n{text}")
+    return _Failure(error, index, echo=isinstance(error, PeerFailed))
 
 
 def _stacks(ranks: list[RankProcess]) -> dict[int, str]:
@@ -248,15 +247,13 @@ def _stacks(ranks: list[RankProcess]) -> dict[int, str]:
 
 
 def _raise_first(answers: list[Any], what: str) -> None:
-    """Raise the failure that came first, the echoes of others last, with notes on where it came from."""
+    """Raise the failure that came first, echoes of others last, with notes on what the others saw."""
     failures = [(rank, a) for rank, a in enumerate(answers) if isinstance(a, _Failure)]
     if not failures:
         return
     rank, first = min(failures, key=lambda item: (item[1].echo, item[1].index))
-    first.error.add_note(f"raised by rank {rank} of {len(answers)} in {what}")
-    if first.text:
-        first.error.add_note(f"remote traceback of rank {rank}:\n{first.text}")
+    first.error.add_note(f"in {what}, rank {rank} of {len(answers)}")
     for other, failure in failures:
         if other != rank:
-            first.error.add_note(f"rank {other}: {type(failure.error).__name__}: {failure.error}")
+            first.error.add_note(f"then rank {other}: {type(failure.error).__name__}: {failure.error}")
     raise first.error

@@ -1,14 +1,358 @@
 """What a pool of ranks promises: results by rank, errors with their origin, no hang, nothing left behind."""
 
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 
+from triton_ep.errors import ConfigError, InputError, PeerFailed
+from triton_ep.testing import RankError, RankHang, RankPool
 
-def _sum_of_ranks(rank, nodes, ranks_per_node):
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Two host ranks, whatever backend the suite runs on: these promises are about processes."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+# --- what runs in the ranks ---------------------------------------------------------------------------------
+
+
+def _sum_of_ranks(rank: int, nodes: int, ranks_per_node: int) -> tuple[int, ...]:
     total = torch.tensor([rank])
     torch.distributed.all_reduce(total)
     return rank, nodes, ranks_per_node, int(total)
 
 
-def test_every_rank_runs_and_answers(run_ranks):
-    """Results come back by rank, the ranks form one job."""
-    assert run_ranks(_sum_of_ranks, 2, 2) == [(rank, 2, 2, 6) for rank in range(4)]
+def _pid(rank: int) -> int:
+    return os.getpid()
+
+
+def _settings(rank: int) -> tuple[Any, ...]:
+    names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TRITON_INTERPRET")
+    return torch.get_num_threads(), *(os.environ[name] for name in names)
+
+
+def _fill(rank: int, x: torch.Tensor, *, value: float) -> torch.Tensor:
+    return torch.full_like(x, value + rank)
+
+
+def _reject_on_rank_1(rank: int) -> str:
+    if rank == 1:
+        raise InputError("token 3 goes to expert 99")
+    return "fine"
+
+
+class _Unpicklable(Exception):
+    def __init__(self, code: int, *, lock: object) -> None:
+        super().__init__(f"code {code}")
+        self.lock = lock
+
+
+def _raise_unpicklable(rank: int) -> None:
+    raise _Unpicklable(7, lock=sys._getframe())
+
+
+def _fail_while_peer_is_in_a_collective(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("rank one")
+    torch.distributed.all_reduce(torch.ones(1))
+
+
+def _echo_first(rank: int) -> None:
+    if rank == 0:
+        raise PeerFailed("rank 1 has failed")
+    time.sleep(0.3)
+    raise ZeroDivisionError("the cause")
+
+
+def _sleep_for_ever(rank: int) -> None:
+    if rank == 1:
+        time.sleep(1000)
+
+
+def _stop_itself(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _read_address_8(rank: int) -> None:
+    if rank == 1:
+        ctypes.string_at(8)
+
+
+def _end(rank: int, how: str) -> None:
+    if rank == 0 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0 and how == "exit":
+        os._exit(3)
+
+
+def _fail_by_pytest(rank: int) -> None:
+    with pytest.raises(ValueError, match="never"):
+        rank += 1
+
+
+def _record_chaos(rank: int) -> None:
+    import triton_ep.interpreter as interpreter
+
+    interpreter.seen_seeds = []
+    interpreter.original_set_chaos, interpreter.set_chaos = (
+        interpreter.set_chaos,
+        interpreter.seen_seeds.append,
+    )
+
+
+def _chaos_seen(rank: int) -> list[int | None]:
+    import triton_ep.interpreter as interpreter
+
+    interpreter.set_chaos = interpreter.original_set_chaos
+    return interpreter.seen_seeds
+
+
+# --- results ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (2, 2)])
+def test_every_rank_runs_and_answers(
+    run_ranks: Callable[..., list[Any]], nodes: int, ranks_per_node: int
+) -> None:
+    """The fixture of all other tests: results come back by rank, the ranks form one job."""
+    world_size = nodes * ranks_per_node
+    total = world_size * (world_size - 1) // 2
+    expected = [(rank, nodes, ranks_per_node, total) for rank in range(world_size)]
+    assert run_ranks(_sum_of_ranks, nodes, ranks_per_node) == expected
+
+
+def test_large_arguments_and_results_pass(pool: RankPool) -> None:
+    """Tensors beyond any pipe's buffer go both ways, keyword arguments as well."""
+    results = pool.run(_fill, torch.zeros(1 << 20), value=1.0)
+    assert [result.unique().tolist() for result in results] == [[1.0], [2.0]]
+
+
+def test_ranks_do_not_fight_for_cores(pool: RankPool) -> None:
+    """One thread each, loopback only, kernels interpreted."""
+    assert pool.run(_settings) == [(1, "1", "lo", "1")] * 2
+
+
+def test_running_pool_is_reused_and_fast(pool: RankPool) -> None:
+    """A case costs milliseconds and the processes stay."""
+    first = pool.run(_pid)
+    best = min(_timed(lambda: pool.run(_pid)) for _ in range(10))
+    assert pool.run(_pid) == first
+    assert best < 0.1
+
+
+def test_restart_takes_a_fraction_of_a_second(pool: RankPool) -> None:
+    """New ranks are forked from a process that has imported everything."""
+    before = pool.run(_pid)
+    pool.kill()
+    assert _timed(pool.start) < 2  # 0.1 s alone, the bound is for loaded machines
+    assert not set(before) & set(pool.run(_pid))
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start
+
+
+# --- failures -----------------------------------------------------------------------------------------------
+
+
+def test_exception_keeps_its_type_and_tells_its_origin(pool: RankPool) -> None:
+    """The caller catches what the rank raised, with the rank and the line that raised it."""
+    with pytest.raises(InputError, match="expert 99") as caught:
+        pool.run(_reject_on_rank_1)
+    notes = "\n".join(caught.value.__notes__)
+    assert "rank 1 of 2" in notes
+    assert "in _reject_on_rank_1" in notes
+    assert len(pool.run(_pid)) == 2
+
+
+def test_exceptions_can_be_returned(pool: RankPool) -> None:
+    """Each rank's own outcome, for tests of who sees what."""
+    fine, error = pool.run(_reject_on_rank_1, return_exceptions=True)
+    assert fine == "fine"
+    assert isinstance(error, InputError)
+    assert "in _reject_on_rank_1" in error.__notes__[0]
+
+
+def test_exception_that_does_not_pickle_is_described(pool: RankPool) -> None:
+    """Its type and text survive in a RankError."""
+    with pytest.raises(RankError, match="_Unpicklable: code 7"):
+        pool.run(_raise_unpicklable)
+
+
+def test_cause_is_raised_rather_than_its_echo(pool: RankPool) -> None:
+    """A peer may report the failure of a rank before that rank reports it itself."""
+    with pytest.raises(ZeroDivisionError, match="the cause"):
+        pool.run(_echo_first)
+
+
+def test_failure_frees_peers_in_a_collective(pool: RankPool) -> None:
+    """A peer that nobody can wake is ended after the grace time, and the pool works again."""
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="rank one"):
+        pool.run(_fail_while_peer_is_in_a_collective, timeout_s=60)
+    assert time.monotonic() - start < 20
+    assert len(pool.run(_pid)) == 2
+
+
+def test_outcome_of_pytest_in_a_rank_is_described(pool: RankPool) -> None:
+    """`pytest.raises` works inside ranks; its outcomes are neither Exceptions nor picklable."""
+    with pytest.raises(RankError, match="Failed: DID NOT RAISE"):
+        pool.run(_fail_by_pytest)
+
+
+def test_hang_shows_the_stack_of_every_rank(pool: RankPool) -> None:
+    """The message says who is late and where; the late are gone afterwards."""
+    before = pool.run(_pid)
+    with pytest.raises(RankHang, match=r"ranks \[1\] of 2 did not finish within 0.5 s") as caught:
+        pool.run(_sleep_for_ever, timeout_s=0.5)
+    assert "in _sleep_for_ever" in str(caught.value)
+    assert "rank 0, pid" in str(caught.value)
+    assert not any(_runs(pid) for pid in before)
+    assert len(pool.run(_pid)) == 2
+
+
+def test_stopped_rank_is_a_hang_too(pool: RankPool) -> None:
+    """A process that cannot even write its stack is named and ended."""
+    with pytest.raises(RankHang, match="no Python stack"):
+        pool.run(_stop_itself, timeout_s=0.5)
+
+
+def test_segmentation_fault_is_named_with_its_stack(pool: RankPool) -> None:
+    """Signal, rank and Python frame of a wild read, as a kernel makes it."""
+    with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) was ended by SIGSEGV") as caught:
+        pool.run(_read_address_8)
+    assert "in _read_address_8" in str(caught.value)
+    assert len(pool.run(_pid)) == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("kill", "ended by SIGKILL"), ("exit", "ended with exit code 3")]
+)
+def test_vanished_rank_is_named(pool: RankPool, how: str, message: str) -> None:
+    """Other ways to go without an answer."""
+    with pytest.raises(RankError, match=f"rank 0 .* {message}"):
+        pool.run(_end, how)
+
+
+def test_rank_that_died_between_cases_is_reported(pool: RankPool) -> None:
+    """The next case tells, and the one after it runs."""
+    os.kill(pool.run(_pid)[1], signal.SIGKILL)
+    with pytest.raises(RankError, match=r"rank 1 .* SIGKILL"):
+        pool.run(_pid)
+    assert len(pool.run(_pid)) == 2
+
+
+def test_interrupt_in_the_caller_ends_the_case(pool: RankPool) -> None:
+    """Ctrl-C, or a test timeout, leaves no rank in the middle of a case."""
+    before = pool.run(_pid)
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGUSR2, interrupt)
+    killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -USR2 {os.getpid()}"])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(_sleep_for_ever)
+    finally:
+        killer.wait()
+        signal.signal(signal.SIGUSR2, previous)
+    assert not any(_runs(pid) for pid in before)
+
+
+# --- wrong use ----------------------------------------------------------------------------------------------
+
+
+def test_function_that_ranks_cannot_import_is_refused(pool: RankPool) -> None:
+    """Said before anything is sent: local functions, lambdas, functions of a script."""
+    with pytest.raises(InputError, match="top level of a module"):
+        pool.run(lambda rank: rank)
+    done = subprocess.run(
+        [sys.executable, "-c", "from triton_ep.testing import RankPool as P\ndef f(r): ...\nP(1).run(f)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "is defined in a script" in done.stderr
+
+
+def test_impossible_pools_are_refused() -> None:
+    """Unknown backend, no rank, more GPU ranks than GPUs, chaos with compiled kernels."""
+    with pytest.raises(ConfigError, match="backend is 'mpi'"):
+        RankPool(2, "mpi")
+    with pytest.raises(ConfigError, match="at least 1"):
+        RankPool(0)
+    with pytest.raises(ConfigError, match="needs as many GPUs"):
+        RankPool(torch.cuda.device_count() + 1, "nvshmem")
+
+
+def test_chaos_seed_holds_for_one_case(pool: RankPool) -> None:
+    """Each rank gets a seed of its own, and none when the case is over."""
+    pool.run(_record_chaos)
+    pool.run(_pid, chaos_seed=5)
+    pool.run(_pid)
+    assert pool.run(_chaos_seen) == [[10, None], [11, None]]
+
+
+# --- nothing is left behind ---------------------------------------------------------------------------------
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [int(c) for f in Path(f"/proc/{pid}/task").glob("*/children") for c in f.read_text().split()]
+    return children + [grandchild for child in children for grandchild in _descendants(child)]
+
+
+@pytest.mark.parametrize("how", ["killed", "returns"])
+def test_ranks_end_with_their_owner(how: str) -> None:
+    """kill -9 of the process that owns a pool, ranks busy, and its plain end: nothing survives."""
+    code = (
+        "import os, signal, sys, threading\n"
+        "from tests.unit.test_rank_pool import _pid, _sleep_for_ever\n"
+        "from triton_ep.testing import RankPool\n"
+        "pool = RankPool(2)\n"
+        "print(*pool.run(_pid), flush=True)\n"
+        "if sys.argv[1] == 'killed':\n"
+        "    pool.run(_sleep_for_ever)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, how], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        ranks = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(ranks) == 2
+        family = _descendants(owner.pid) if how == "killed" else ranks
+        assert set(ranks) <= set(family)
+        if how == "killed":
+            assert len(family) == 3  # the fork server
+            assert all(_runs(pid) for pid in family)
+            owner.kill()
+        assert owner.wait(20) == (-signal.SIGKILL if how == "killed" else 0)
+    deadline = time.monotonic() + 5
+    while any(_runs(pid) for pid in family) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in family if _runs(pid)] == []
