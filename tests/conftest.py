@@ -45,9 +45,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     num_gpus = torch.cuda.device_count()
     on_gpus = config.getoption("--backend") == "nvshmem"
     for item in items:
-        if on_gpus and "run_ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker("gpu" if _world_size(item) == 1 else "multi_gpu")
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        if on_gpus and "run_ranks" in getattr(item, "fixturenames", ()):
+            needed = _world_size(item)
+            item.add_marker("gpu" if needed == 1 else "multi_gpu")
         if needed == 0:
             item.add_marker("cpu")
         if needed > num_gpus:

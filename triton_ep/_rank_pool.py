@@ -55,6 +55,7 @@ class RankPool:
         self.world_size = world_size
         self.backend = backend
         self.chaos_seed = chaos_seed
+        self._fresh = backend == "nvshmem"  # a process that has touched CUDA cannot be forked
         self._ranks: list[RankProcess] = []
         self._store: torch.distributed.TCPStore | None = None
 
@@ -124,7 +125,7 @@ class RankPool:
                     "world_size": self.world_size,
                     "port": self._store.port,
                 }
-                self._ranks.append(RankProcess(job))
+                self._ranks.append(RankProcess(job, fresh=self._fresh))
             _raise_first(self._gather(START_TIMEOUT_S[self.backend], "the start of the ranks"), "start")
         except BaseException:
             self.kill()

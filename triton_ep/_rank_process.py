@@ -173,7 +173,7 @@ def _serve(control_fd: int, owner_fd: int, preload: Sequence[str]) -> NoReturn:
             try:
                 importlib.import_module(name)
             except ModuleNotFoundError as e:
-                if not e.name.startswith("triton_ep."):
+                if not str(e.name).startswith("triton_ep."):
                     raise
         import torch
 
@@ -187,7 +187,7 @@ def _serve(control_fd: int, owner_fd: int, preload: Sequence[str]) -> NoReturn:
     signal.set_wakeup_fd(wake_w)
     children: set[int] = set()
     while True:
-        ready, _, _ = select.select([control, owner_fd, wake_r], [], [])
+        ready, _, _ = select.select([control_fd, owner_fd, wake_r], [], [])
         if wake_r in ready:
             os.read(wake_r, 4096)
             for pid in list(children):
@@ -195,10 +195,11 @@ def _serve(control_fd: int, owner_fd: int, preload: Sequence[str]) -> NoReturn:
                 if done:
                     children.remove(pid)
                     control.send(pickle.dumps(("exit", (pid, os.waitstatus_to_exitcode(status)))))
-        message, fds = b"", []
-        if control in ready:
+        message = b""
+        fds: list[int] = []
+        if control_fd in ready:
             message, fds, _, _ = socket.recv_fds(control, 1 << 16, 2)
-        if owner_fd in ready or (control in ready and not message):
+        if owner_fd in ready or (control_fd in ready and not message):
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
@@ -308,7 +309,7 @@ def _get_fork_server() -> _ForkServer:
 class RankProcess:
     """The caller's handle on one rank process."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, job: dict[str, Any], *, fresh: bool) -> None:
         self.rank = job["rank"]
         self.code: int | None = None
         ours, theirs = socket.socketpair()
@@ -316,14 +317,14 @@ class RankProcess:
         self.stack_fd = os.memfd_create(f"rank{self.rank}-stack")
         self.server: _ForkServer | None = None
         with theirs:
-            if job["backend"] == "host":
+            if not fresh:
                 self.server = _get_fork_server()
                 self.pid, self.pidfd = self.server.fork(job, theirs.fileno(), self.stack_fd)
             else:
                 owner_fd = os.pidfd_open(os.getpid())
                 fds = (theirs.fileno(), self.stack_fd, owner_fd)
                 call = f"_rank_main({fds[0]}, {fds[1]}, {fds[2]}, {job!r})"
-                self.process = _start(_python(call, interpret=False), fds)
+                self.process = _start(_python(call, interpret=job["backend"] == "host"), fds)
                 os.close(owner_fd)
                 self.pid = self.process.pid
                 self.pidfd = os.pidfd_open(self.pid)

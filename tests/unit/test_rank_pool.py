@@ -276,6 +276,35 @@ def test_interrupt_in_the_caller_ends_the_case(pool: RankPool) -> None:
     assert not any(_runs(pid) for pid in before)
 
 
+# --- options of the suite -----------------------------------------------------------------------------------
+
+
+def _pytest(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_chaos_seeds_repeat_the_tests_with_ranks_only() -> None:
+    """Those that take `run_ranks` run plain and under each seed, sorted by world size; others run once."""
+    lines = _pytest("--collect-only", "--chaos-seeds", "1,2", "tests/unit/test_rank_pool.py").splitlines()
+    repeated = [line.partition("answers")[2] for line in lines if "every_rank_runs_and_answers" in line]
+    modes = ("plain", "chaos1", "chaos2")
+    assert sorted(repeated) == sorted(f"[{mode}-{topology}]" for topology in ("1-1", "2-2") for mode in modes)
+    assert sum("test_large_arguments" in line for line in lines) == 1
+    assert lines.index(next(line for line in lines if "2-2" in line)) > lines.index(
+        next(line for line in lines if "test_large_arguments" in line)
+    )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 4, reason="there are enough GPUs for the case")
+def test_gpu_ranks_that_the_machine_lacks_are_skipped_by_number() -> None:
+    """`--backend nvshmem` says how many GPUs a case needs and how many there are."""
+    out = _pytest("--backend", "nvshmem", "tests/unit/test_rank_pool.py", "-k", "every_rank and 2-2")
+    assert f"needs 4 or more GPUs, there are {torch.cuda.device_count()}" in out
+
+
 # --- wrong use ----------------------------------------------------------------------------------------------
 
 
@@ -309,6 +338,17 @@ def test_chaos_seed_holds_for_one_case(pool: RankPool) -> None:
     pool.run(_pid, chaos_seed=5)
     pool.run(_pid)
     assert pool.run(_chaos_seen) == [[10, None], [11, None]]
+
+
+def test_ranks_that_are_not_forked_keep_the_same_promises() -> None:
+    """GPU ranks are fresh processes; the same way with the host backend."""
+    with RankPool(2) as pool:
+        pool._fresh = True
+        before = pool.run(_pid)
+        assert pool.run(_settings) == [(1, "1", "lo", "1")] * 2
+        with pytest.raises(RankError, match=r"rank 0 .* ended by SIGKILL"):
+            pool.run(_end, "kill")
+    assert not any(_runs(pid) for pid in before)
 
 
 # --- nothing is left behind ---------------------------------------------------------------------------------
