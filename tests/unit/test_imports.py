@@ -221,6 +221,14 @@ def test_public_names_are_there() -> None:
     assert sorted(typed) == sorted(__import__("triton_ep").__all__)
 
 
+@pytest.mark.parametrize(
+    "module", ["barrier", "cli.demo_moe", "context", "distributed", "layer", "ops", "testing"]
+)
+def test_any_module_may_be_imported_first(module: str) -> None:
+    """Whichever comes first, kernels are set to be interpreted or compiled before Triton is imported."""
+    assert _run(f"import triton_ep.{module}; print('ok')").splitlines()[-1] == "ok"
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     """The lazy loader does not turn a typing error into something else."""
     import triton_ep
