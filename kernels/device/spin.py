@@ -1,0 +1,72 @@
+"""Clock and pause of a waiting kernel: lets other ranks run when interpreted, nothing when compiled.
+
+A function that the compiler meets by name, in a dead branch even, must be a Triton function, and Triton's
+interpreter can read no clock. Hence two definitions of one name, chosen when this module is imported; kernels
+call them without asking which:
+
+    start = now_ns()
+    polls = 0
+    seen = tl.load(flag_ptr, volatile=True)
+    while (seen < expected) & (now_ns() - start < timeout_ns):
+        pause(polls)
+        polls += 1
+        seen = tl.load(flag_ptr, volatile=True)
+
+Import the two names (`from .spin import now_ns, pause`), not the module. `pause` never ends a wait: the
+bound is the caller's, and it is the same on both sides.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from operator import index
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+_YIELDS = 8  # one interpreted turn takes 60 to 100 us, so most waits end here
+_SHORTEST_SLEEP_S = 50e-6
+_LONGEST_SLEEP_S = 1e-3
+
+_on_pause: Callable[[], None] | None = None
+
+
+def call_on_pause(function: Callable[[], None] | None) -> None:
+    """Call `function` at every pause of an interpreted wait of this process; None: no more.
+
+    What it raises ends the kernel. Used by triton_ep.interpreter; compiled kernels never call it.
+    """
+    global _on_pause
+    _on_pause = function
+
+
+if INTERPRET.value:
+    from triton.runtime.interpreter import interpreter_builder
+
+    def pause(polls):
+        """Give the core away: `polls` (turns so far) decides between a yield and a sleep of 50 us to 1 ms."""
+        if _on_pause is not None:
+            _on_pause()
+        turn = index(polls) - _YIELDS
+        if turn < 0:
+            os.sched_yield()
+        else:
+            time.sleep(min(_SHORTEST_SLEEP_S * 2 ** min(turn // 4, 16), _LONGEST_SLEEP_S))
+
+    def now_ns():
+        """Nanoseconds of a clock that only goes forward, as an int64 scalar."""
+        return tl.core.tensor(interpreter_builder.get_int64(time.monotonic_ns()), tl.int64)
+
+else:
+
+    @triton.jit
+    def pause(polls):
+        """Nothing: a GPU polls at full rate."""
+        pass
+
+    @triton.jit
+    def now_ns():
+        """Nanoseconds of the GPU's global timer, as an int64 scalar."""
+        return tl.extra.cuda.globaltimer()
