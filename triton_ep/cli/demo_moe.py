@@ -11,9 +11,11 @@ import torch.distributed as dist
 from triton_ep import EPAll2AllLayer, EPAllToAllLayoutDesc, finalize_distributed, initialize_distributed
 from triton_ep.cli.demo_report import Comparison, RankResult, Traffic, owners
 
-# The expert output, the partial sum of a node and the result are rounded to bfloat16 (half a unit of 2**-8
-# each); the fourth half unit is for the fp32 arithmetic in between, which is far more exact.
-BF16_LIMIT = 4 * 2.0**-9
+# One rounding to bfloat16 (8 significant bits) errs by up to 2**-8 of the value. Two are made, of the expert
+# outputs and of the result; partial sums between nodes are float32. The rest is for float32 arithmetic.
+BF16_LIMIT = 2.1 * 2.0**-8
+# Elements smaller than this are measured against it: float32 sums of other order differ by about 1e-6.
+SMALL = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,7 @@ def compare(s: Settings, rank: int, result: RankResult) -> Comparison:
     error = (result.combined.float() - dense).abs()
     if error.numel() == 0:
         return Comparison(0.0, 0.0, BF16_LIMIT)
-    return Comparison(error.max().item(), (error / scale.clamp_min(1e-30)).max().item(), BF16_LIMIT)
+    return Comparison(error.max().item(), (error / scale.clamp_min(SMALL)).max().item(), BF16_LIMIT)
 
 
 def run_and_save(s: Settings, folder: str) -> None:
