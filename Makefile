@@ -14,13 +14,16 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 SOURCES := triton_ep kernels aot tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test checks lint types docs test-gpu clean
+.PHONY: help demo doctor test checks lint types docs test-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY)  ## a small MoE layer on 4 ranks as 2 nodes x 2, compared with a dense computation
 	$(RUN) -m triton_ep.cli demo
+
+doctor: $(READY)  ## what this machine has, what will be used, what to install
+	$(RUN) -m triton_ep.cli doctor
 
 test: checks  ## lint, types, then every test that needs no GPU; those with ranks again in chaos mode
 	$(RUN) -m pytest tests -m "$(CPU)" --chaos-seeds 1,2,3
@@ -49,6 +52,8 @@ clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..."; exit 1; }
 	@if $(PYTHON) -c 'import sys, torch, triton; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	  set -e; echo "using the torch of $$(command -v $(PYTHON)); nothing is downloaded"; \
 	  $(PYTHON) -m venv --clear --without-pip --system-site-packages $(VENV); \

@@ -131,8 +131,8 @@ def table(
         traffic, kib_per_row = result.traffic, result.combined[:1].nbytes / 1024
         owner = owners(result.topk_idx, num_experts, len(results))
         copies = int(((owner >= 0) & (owner != rank)).sum())
-        line = [len(result.topk_idx), copies, traffic.sent, copies - traffic.sent, result.received]
-        numbers.append([*line, traffic.nvlink * kib_per_row, traffic.network * kib_per_row])
+        counts = [len(result.topk_idx), copies, traffic.sent, copies - traffic.sent, result.received]
+        numbers.append([*counts, traffic.nvlink * kib_per_row, traffic.network * kib_per_row])
     numbers.append([sum(column) for column in zip(*numbers, strict=True)])
     places = [(str(rank), str(rank // ranks_per_node)) for rank in range(len(results))] + [("all", "")]
     errors = [(c.max_abs, c.max_rel) for c in comparisons]
