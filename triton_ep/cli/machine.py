@@ -125,9 +125,12 @@ def _nvshmem_bitcode() -> tuple[str, ...]:
 
 
 def _find_torchrun() -> str | None:
-    """torchrun of this Python, else of the PATH."""
+    """torchrun of this Python, else of the PATH, else the module that it is."""
     beside = Path(sys.executable).parent / "torchrun"
-    return str(beside) if beside.is_file() else shutil.which("torchrun")
+    found = str(beside) if beside.is_file() else shutil.which("torchrun")
+    if found is None and _version("torch") is not None:
+        return f"{sys.executable} -m torch.distributed.run"
+    return found
 
 
 def inspect_machine() -> Machine:
