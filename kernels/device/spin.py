@@ -64,7 +64,6 @@ else:
     @triton.jit
     def pause(polls):
         """Nothing: a GPU polls at full rate."""
-        pass
 
     @triton.jit
     def now_ns():

@@ -1,0 +1,150 @@
+"""Chaos mode: the interpreter as unkind as a GPU may be, so that ordering bugs show on a CPU.
+
+Programs of a grid run in random order. Masked-off lanes of loads without `other`, and of atomics, hold
+garbage. Plain stores to heap ranges stay invisible to peers until they are properly released (held.py).
+
+What it cannot find: a missing acquire on the reader's side, races inside one block other than a missing
+barrier before a release, warp divergence.
+"""
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+from triton.runtime import interpreter
+
+from .held import HeapRanges, HeldStores
+
+_ir = interpreter._ir
+_SCOPE = _ir.MEM_SYNC_SCOPE
+_RELEASES = (_ir.MEM_SEMANTIC.RELEASE, _ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
+_GARBAGE = 0x7F  # NaN in e4m3 and fp16, 3.4e38 in bf16 and fp32, a huge index, an unmapped address
+_LINGER_S = 0.002  # longer than the longest sleep of a waiting peer
+
+_StockBuilder: Any = interpreter.InterpreterBuilder
+_StockExecutor: Any = interpreter.GridExecutor
+
+
+def start(seed: int, ranges: HeapRanges) -> None:
+    """Make launches of this process chaotic, from `seed`; anew if they are already."""
+    builder = interpreter.interpreter_builder
+    builder.__class__ = ChaosBuilder
+    builder.begin(seed, ranges)
+    interpreter.GridExecutor = ChaosExecutor
+
+
+def stop() -> None:
+    """Back to the usual order; nothing is held back between launches, so nothing is lost."""
+    interpreter.interpreter_builder.__class__ = _StockBuilder
+    interpreter.GridExecutor = _StockExecutor
+
+
+def _write(addrs: Any, values: Any) -> None:
+    interpreter._interpreter.store(addrs, values, np.ones(addrs.shape, dtype=bool))
+
+
+def _active(ptrs: Any, mask: Any) -> tuple[Any, Any]:
+    """Addresses [n] of the active lanes, and which lanes these are (mask is a handle, an array or None)."""
+    lanes = np.ones(ptrs.data.shape, dtype=bool) if mask is None else np.asarray(mask.data, dtype=bool)
+    lanes = np.broadcast_to(lanes, ptrs.data.shape)
+    return ptrs.data[lanes], lanes
+
+
+def _garbage(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Array whose bytes are all _GARBAGE; True for bool."""
+    if dtype == np.bool_:
+        return np.ones(shape, dtype=bool)
+    return np.full((*shape, dtype.itemsize), _GARBAGE, dtype=np.uint8).view(dtype).reshape(shape)
+
+
+class ChaosBuilder(_StockBuilder):
+    """The interpreter's builder with a weak memory and a grid in random order."""
+
+    def begin(self, seed: int, ranges: HeapRanges) -> None:
+        """Start a chaotic run; the state is that of this process, made of `seed` alone."""
+        self._rng = np.random.default_rng(seed)
+        self._ranges = ranges
+        self._held = HeldStores(_write, self._rng, linger=lambda: time.sleep(_LINGER_S))
+
+    def set_grid_dim(self, nx: int, ny: int, nz: int) -> None:
+        """A launch begins: shuffle its programs."""
+        super().set_grid_dim(nx, ny, nz)
+        programs = list(itertools.product(range(nx), range(ny), range(nz)))
+        self._programs = [programs[i] for i in self._rng.permutation(len(programs))]
+
+    def set_grid_idx(self, x: int, y: int, z: int) -> None:
+        """A program begins: another one than the executor thinks."""
+        self._held.next_program()
+        _, ny, nz = self.grid_dim
+        super().set_grid_idx(*self._programs[(x * ny + y) * nz + z])
+
+    def end_launch(self) -> None:
+        """The launch is over, or failed."""
+        self._held.end_of_kernel()
+
+    def create_barrier(self) -> None:
+        """Block barrier."""
+        self._held.barrier()
+        super().create_barrier()
+
+    def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *rest: Any, **options: Any) -> Any:
+        """Load; reads this process's own held stores, and garbage where nothing is asked for."""
+        dtype_tt = ptrs.get_element_ty()
+        dtype = interpreter._get_np_dtype(dtype_tt)
+        addrs, lanes = _active(ptrs, mask)
+        self._held.settle(addrs, dtype.itemsize)
+        if other is None and not lanes.all():
+            other = interpreter.TensorHandle(_garbage(ptrs.data.shape, dtype), dtype_tt)
+        return super().create_masked_load(ptrs, mask, other, *rest, **options)
+
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        """Store; held back where it goes to a heap."""
+        addrs, lanes = _active(ptrs, mask)
+        values = np.broadcast_to(value.data, ptrs.data.shape)[lanes]
+        in_heap = self._ranges.contains(addrs)
+        if in_heap.any():
+            self._held.hold(addrs[in_heap], values[in_heap])
+        if not in_heap.all():
+            _write(addrs[~in_heap], values[~in_heap])
+
+    def create_atomic_rmw(self, rmwOp: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        """Atomic; the only thing that releases. Inactive lanes return garbage."""
+        addrs, lanes = _active(ptr, mask)
+        self._before_atomic(addrs, val.data.itemsize, sem, scope)
+        result = super().create_atomic_rmw(rmwOp, ptr, val, mask, sem, scope)
+        if not lanes.all():
+            data = np.where(lanes, result.data, _garbage(result.data.shape, result.data.dtype))
+            result = interpreter.TensorHandle(data, result.dtype)
+        return result
+
+    def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+        """Atomic compare and swap; counts as a release even when it fails."""
+        self._before_atomic(_active(ptr, None)[0], val.data.itemsize, sem, scope)
+        return super().create_atomic_cas(ptr, cmp, val, sem, scope)
+
+    def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        """Triton 3.9: visible at once, and a release where `sem` says so."""
+        addrs, lanes = _active(ptr, mask)
+        self._before_atomic(addrs, val.data.itemsize, sem, scope)
+        _write(addrs, np.broadcast_to(val.data, ptr.data.shape)[lanes])
+
+    def _before_atomic(self, addrs: Any, itemsize: int, sem: Any, scope: Any) -> None:
+        self._held.settle(addrs, itemsize)
+        if addrs.size == 0 or sem not in _RELEASES:
+            return
+        if scope == _SCOPE.SYSTEM:
+            self._held.release_system()
+        elif scope == _SCOPE.GPU:
+            self._held.release_gpu()
+
+
+class ChaosExecutor(_StockExecutor):
+    """One launch, after which nothing is held back."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all programs of the grid."""
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            interpreter.interpreter_builder.end_launch()

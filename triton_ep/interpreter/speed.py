@@ -1,0 +1,96 @@
+"""Speed-ups of Triton's interpreter that leave every result as it is.
+
+As shipped, each launch and each call of a device function searches triton.language for what to patch, each
+integer addition is repeated in int64 for a check whose outcome is thrown away, and each look at a dtype
+builds a table. Here the search is done once and replayed, the check is off, and the table is kept.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def apply() -> None:
+    """Change the interpreter's module. Once per process."""
+    interpreter._get_np_dtype = _cached_np_dtype(interpreter._get_np_dtype)
+    options = interpreter.interpreter_builder.options
+    if not options.debug:  # without debug the check ends in a device_assert that returns at once
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    interpreter._patch_lang = _LanguagePatch(interpreter._patch_lang)
+
+
+def _cached_np_dtype(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The interpreter's map from Triton's dtypes to numpy's, remembered by name."""
+    known: dict[str, Any] = {}
+
+    def get_np_dtype(tt_dtype: Any) -> Any:
+        if isinstance(tt_dtype, tl.block_type):
+            tt_dtype = tt_dtype.element_ty
+        if isinstance(tt_dtype, tl.pointer_type):
+            return stock(tt_dtype)
+        name = tt_dtype.name
+        if name not in known:
+            known[name] = stock(tt_dtype)
+        return known[name]
+
+    return get_np_dtype
+
+
+class _LanguagePatch:
+    """Stands in for the interpreter's `_patch_lang`: the same changes, found once, made once per launch.
+
+    A device function called inside a launch finds the language patched already.
+    """
+
+    def __init__(self, stock: Callable[[Any], Any]) -> None:
+        self._stock = stock
+        self._changes: list[tuple[Any, str, Any, Any]] | None = None
+        self._applied = False
+
+    def __call__(self, fn: Any) -> Any:
+        """Patch the language for `fn`; the result's `restore()` undoes what this call did."""
+        if self._applied:
+            return _NOTHING
+        if self._changes is None:
+            self._changes = self._find_changes()
+        for owner, name, _, new in self._changes:
+            setattr(owner, name, new)
+        self._applied = True
+        return self
+
+    def restore(self) -> None:
+        """Leave the language as it was before the launch."""
+        for owner, name, old, _ in self._changes or ():
+            if old is interpreter._MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+        self._applied = False
+
+    def _find_changes(self) -> list[tuple[Any, str, Any, Any]]:
+        """(owner, name, before, after) of all that the stock patch changes, for a function that sees all."""
+        probe = FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
+        scope = self._stock(probe)
+        first: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
+        for owner, name, old in scope._changes:
+            first.setdefault((id(owner), name), (owner, name, old, getattr(owner, name)))
+        scope.restore()
+        # 3.6 converts the whole array, which numpy 2.4 refuses: `range(n)` and slices need one number.
+        key = (id(tl.tensor), "__index__")
+        owner, name, old, _ = first[key]
+        first[key] = (owner, name, old, lambda self: int(self.handle.data.item()))
+        return list(first.values())
+
+
+class _Nothing:
+    """The patch of a call that had nothing to do."""
+
+    def restore(self) -> None:
+        """Nothing was changed, nothing is undone."""
+
+
+_NOTHING = _Nothing()

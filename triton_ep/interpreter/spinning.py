@@ -1,0 +1,28 @@
+"""What an interpreted wait does besides waiting: it calls a hook now and then, so that a wait can be ended.
+
+`kernels/device/spin.py` gives the core away at every turn of a waiting loop; this module is what it calls.
+Knows nothing of Triton, so a hook may be set before Triton is imported.
+"""
+
+import time
+from collections.abc import Callable
+
+HOOK_INTERVAL_S = 0.02
+
+_hook: Callable[[], None] | None = None
+_next_call_s = 0.0
+
+
+def set_wait_hook(function: Callable[[], None] | None) -> None:
+    """Set or clear the hook of this process."""
+    global _hook
+    _hook = function
+
+
+def while_waiting() -> None:
+    """Call the hook if the last call is HOOK_INTERVAL_S or longer ago; what it raises ends the kernel."""
+    global _next_call_s
+    now = time.monotonic()
+    if _hook is not None and now >= _next_call_s:
+        _next_call_s = now + HOOK_INTERVAL_S
+        _hook()
