@@ -74,8 +74,9 @@ class HeldStores:
 
     Args:
         write: writes values [n] to addresses [n] uint64.
-        rng: decides the order; `linger` is called once between two stores that a kernel's end lets go, so
-            that peers have time to see one without the other.
+        rng: decides the order.
+        linger: called once, before one of the stores that the end of a kernel lets go, so that peers have
+            time to act on a flag they should not have got yet.
     """
 
     def __init__(self, write: Writer, rng: np.random.Generator, linger: Callable[[], None]) -> None:
@@ -144,7 +145,7 @@ class HeldStores:
 
     def _let_go(self, stores: list[_Store], pause: bool) -> None:
         """Write stores in random order, the elements of each in random order too."""
-        cut = self._rng.integers(1, len(stores)) if len(stores) > 1 else -1
+        cut = self._rng.integers(len(stores)) if stores else 0
         for done, which in enumerate(self._rng.permutation(len(stores))):
             if pause and done == cut:
                 self._linger()

@@ -1,0 +1,147 @@
+"""Waiting kernels: they end on their bound, give the core away, and can be ended by a hook."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from triton_ep import interpreter
+from triton_ep.errors import PeerFailed
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("kernels are compiled in this process", allow_module_level=True)
+
+from triton_ep.kernels.device import spin
+
+from . import interpreter_kernels as kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+MS = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def _no_hook_left() -> Iterator[None]:
+    interpreter.install()
+    yield
+    interpreter.set_wait_hook(None)
+
+
+def _wait(flag: torch.Tensor, timeout_ns: int) -> list[int]:
+    """Value seen, turns, and nanoseconds of a wait for flag >= 1."""
+    out = torch.zeros(3, dtype=torch.int64)
+    kernels.wait_kernel[(1,)](flag, out, 1, timeout_ns)
+    return out.tolist()
+
+
+def test_a_wait_ends_on_its_bound() -> None:
+    """Nothing comes: the kernel returns after the time its caller allowed, not before, not much later."""
+    flag = torch.zeros(1, dtype=torch.int64)
+    seen, polls, waited_ns = _wait(flag, 100 * MS)
+    assert seen == 0
+    assert polls > 8
+    assert 100 * MS <= waited_ns < 1100 * MS  # a loaded machine may take a while to come back
+
+
+def test_a_wait_that_has_its_flag_does_not_pause() -> None:
+    """No turn is spent on a flag that is there."""
+    assert _wait(torch.ones(1, dtype=torch.int64), 100 * MS)[:2] == [1, 0]
+
+
+def test_a_wait_ends_when_the_flag_comes() -> None:
+    """A flag set from outside the kernel is seen long before the bound."""
+    flag = torch.zeros(1, dtype=torch.int64)
+    interpreter.set_wait_hook(lambda: flag.fill_(5))
+    seen, polls, waited_ns = _wait(flag, 20_000 * MS)
+    assert seen == 5
+    assert polls >= 1
+    assert waited_ns < 10_000 * MS
+
+
+def test_a_waiting_kernel_gives_its_core_away() -> None:
+    """Of half a second of waiting, most is not spent computing."""
+    start, cpu_start = time.monotonic(), time.process_time()
+    _wait(torch.zeros(1, dtype=torch.int64), 500 * MS)
+    assert time.process_time() - cpu_start < 0.6 * (time.monotonic() - start)
+
+
+def test_pauses_grow_to_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First yields, then sleeps of 50 us that double up to 1 ms."""
+    sleeps: list[float] = []
+    monkeypatch.setattr(spin.time, "sleep", sleeps.append)
+    for polls in range(200):
+        spin.pause(polls)
+    assert 0 < 200 - len(sleeps) <= 16
+    assert sleeps[0] == 50e-6
+    assert sleeps == sorted(sleeps)
+    assert sleeps[-1] == 1e-3
+
+
+def test_the_hook_is_called_about_every_20_ms() -> None:
+    """Often enough to notice a dead peer, seldom enough to cost nothing."""
+    calls: list[float] = []
+    interpreter.set_wait_hook(lambda: calls.append(time.monotonic()))
+    _wait(torch.zeros(1, dtype=torch.int64), 400 * MS)
+    gaps = [later - earlier for earlier, later in zip(calls, calls[1:], strict=False)]
+    assert min(gaps) >= 0.0199
+    assert 5 <= len(calls) <= 21
+    interpreter.set_wait_hook(None)
+    before = len(calls)
+    _wait(torch.zeros(1, dtype=torch.int64), 50 * MS)
+    assert len(calls) == before
+
+
+def test_what_the_hook_raises_reaches_the_caller() -> None:
+    """The wait ends at once, and the exception itself is in the chain of causes."""
+    failure = PeerFailed("rank 3 died")
+
+    def fail() -> None:
+        raise failure
+
+    interpreter.set_wait_hook(fail)
+    start = time.monotonic()
+    with pytest.raises(triton.runtime.errors.InterpreterError) as caught:
+        _wait(torch.zeros(1, dtype=torch.int64), 20_000 * MS)
+    assert time.monotonic() - start < 10
+    causes: list[BaseException | None] = [caught.value]
+    while causes[-1] is not None:
+        causes.append(causes[-1].__cause__)
+    assert failure in causes
+    # The next launch is not disturbed by the broken one.
+    interpreter.set_wait_hook(None)
+    assert _wait(torch.ones(1, dtype=torch.int64), 10 * MS)[0] == 1
+
+
+def test_the_clock_is_int64_and_goes_forward() -> None:
+    """Differences of now_ns() may be compared with any int64, also in the first seconds of a machine."""
+    first, second = spin.now_ns(), spin.now_ns()
+    assert first.dtype == triton.language.int64
+    assert int(second.handle.data.item()) > int(first.handle.data.item())
+    assert spin.INTERPRET.value is True
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_the_same_source_compiles(arch: int) -> None:
+    """sm_90 and sm_100: the clock is the global timer, the pause is nothing."""
+    script = (
+        "import triton\n"
+        "from triton.backends.compiler import GPUTarget\n"
+        "from triton.compiler import ASTSource\n"
+        "from tests.unit.interpreter_kernels import wait_kernel\n"
+        "types = {'flag_ptr': '*i64', 'out_ptr': '*i64', 'expected': 'i64', 'timeout_ns': 'i64'}\n"
+        f"done = triton.compile(ASTSource(wait_kernel, types), target=GPUTarget('cuda', {arch}, 32))\n"
+        "assert len(done.asm['cubin']) > 0\n"
+        "print(done.asm['ptx'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT, env={"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join([str(ROOT), *sys.path])},
+        capture_output=True, text=True, check=True, timeout=100,
+    )  # fmt: skip
+    assert done.stdout.count("globaltimer") >= 2
+    assert "ld.volatile.global" in done.stdout
+    assert "nanosleep" not in done.stdout
