@@ -112,7 +112,7 @@ def wait_kernel(flag_ptr, out_ptr, expected, timeout_ns):
 
 @triton.jit
 def masked_kernel(x_ptr, counter_ptr, out_ptr, atomic_out_ptr, num, BLOCK: tl.constexpr):
-    """Stores all lanes of a load and of an atomic that are masked behind `num`, and of a load with `other`."""
+    """Stores all lanes of a load, of a load with `other`, and of an atomic, that are masked behind `num`."""
     offs = tl.arange(0, BLOCK)
     mask = offs < num
     tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=mask))

@@ -1,8 +1,9 @@
-"""Numbers of interpreted kernels: what a GPU computes, bit for bit where the operation has one right answer."""
+"""Numbers of interpreted kernels: what a GPU computes, bit for bit where there is one right answer."""
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def _float32_patterns() -> torch.Tensor:
     return torch.cat([bits[: 1 << 17], ties]).to(torch.int32).view(torch.float32)
 
 
-def _cast(x: torch.Tensor, dtype: torch.dtype, kernel: object = None) -> torch.Tensor:
+def _cast(x: torch.Tensor, dtype: torch.dtype, kernel: Any = None) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=dtype)
     (kernel or kernels.cast_kernel)[(x.numel() // BLOCK,)](x, out, BLOCK=BLOCK)
     return out
@@ -57,7 +58,9 @@ def _assert_same_bits(out: torch.Tensor, expected: torch.Tensor, is_nan: torch.T
     got, want = out.view(bits).to(torch.int32), expected.view(bits).to(torch.int32)
     want[is_nan] = NAN[out.dtype]
     wrong = (got != want).nonzero().flatten()
-    assert wrong.numel() == 0, f"{wrong.numel()} differ, first at {wrong[0]}: {got[wrong[0]]:#x}, {want[wrong[0]]:#x}"
+    assert wrong.numel() == 0, (
+        f"{wrong.numel()} differ, first at {wrong[0]}: {got[wrong[0]]:#x}, {want[wrong[0]]:#x}"
+    )
 
 
 @pytest.mark.parametrize("dtype", list(BITS), ids=str)
@@ -85,7 +88,9 @@ def test_casts_of_bf16_from_and_to_other_types(dtype: torch.dtype) -> None:
     if dtype == torch.float16:  # no exact way back: check all fp16 numbers instead
         out = expected = x.view(torch.float16)
     back = _cast(out, torch.bfloat16)
-    _assert_same_bits(back, expected.to(torch.bfloat16), expected.isnan() if dtype.is_floating_point else x != x)
+    _assert_same_bits(
+        back, expected.to(torch.bfloat16), expected.isnan() if dtype.is_floating_point else x != x
+    )
 
 
 def test_wide_numbers_are_rounded_once() -> None:
@@ -126,7 +131,9 @@ def test_bf16_arithmetic_rounds_like_torch() -> None:
             ordered = ~(a.isnan() | b.isnan())
             got, want = got[ordered], want[ordered]
         # Zeros may differ in sign: a - b for minus, and maximum of zeros.
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got, want, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_bf16_reductions_accumulate_in_float32() -> None:
@@ -197,7 +204,18 @@ def test_a_scale_of_255_is_nan() -> None:
     a_scale[3] = 255
     out = torch.empty((32, 32))
     kernels.dot_scaled_kernel[(1,)](
-        ones, a_scale, ones, b_scale, out, M=32, N=32, K=32, A_PACK=1, B_PACK=1, A_FORMAT="e4m3", B_FORMAT="e4m3"
+        ones,
+        a_scale,
+        ones,
+        b_scale,
+        out,
+        M=32,
+        N=32,
+        K=32,
+        A_PACK=1,
+        B_PACK=1,
+        A_FORMAT="e4m3",
+        B_FORMAT="e4m3",
     )
     assert out[3].isnan().all()
     assert (out[[i for i in range(32) if i != 3]] == 33).all()
@@ -218,12 +236,18 @@ def test_self_test_passes_and_names_what_is_broken() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
     )
     assert done.returncode != 0
-    for name in ("float32 to bf16", "float32 to float8 e4m3", "NaN of float8 e4m3", "bf16 arithmetic", "tl.dot of bf16"):
+    for name in (
+        "float32 to bf16",
+        "float32 to float8 e4m3",
+        "NaN of float8 e4m3",
+        "bf16 arithmetic",
+        "tl.dot of bf16",
+    ):
         assert f"{name}: " in done.stderr
 
 
 def test_only_interpreted_processes_are_changed() -> None:
-    """Importing the package imports no triton; installing without TRITON_INTERPRET is an error with a remedy."""
+    """Importing the package imports no triton; installing without TRITON_INTERPRET names the remedy."""
     script = (
         "import sys; from triton_ep import interpreter\n"
         "assert 'triton' not in sys.modules\n"

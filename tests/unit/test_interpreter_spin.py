@@ -1,5 +1,6 @@
 """Waiting kernels: they end on their bound, give the core away, and can be ended by a hook."""
 
+import itertools
 import subprocess
 import sys
 import time
@@ -55,7 +56,11 @@ def test_a_wait_that_has_its_flag_does_not_pause() -> None:
 def test_a_wait_ends_when_the_flag_comes() -> None:
     """A flag set from outside the kernel is seen long before the bound."""
     flag = torch.zeros(1, dtype=torch.int64)
-    interpreter.set_wait_hook(lambda: flag.fill_(5))
+
+    def arrive() -> None:
+        flag.fill_(5)
+
+    interpreter.set_wait_hook(arrive)
     seen, polls, waited_ns = _wait(flag, 20_000 * MS)
     assert seen == 5
     assert polls >= 1
@@ -86,7 +91,7 @@ def test_the_hook_is_called_about_every_20_ms() -> None:
     calls: list[float] = []
     interpreter.set_wait_hook(lambda: calls.append(time.monotonic()))
     _wait(torch.zeros(1, dtype=torch.int64), 400 * MS)
-    gaps = [later - earlier for earlier, later in zip(calls, calls[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(calls)]
     assert min(gaps) >= 0.0199
     assert 5 <= len(calls) <= 21
     interpreter.set_wait_hook(None)

@@ -178,7 +178,7 @@ def _fix_dots() -> None:
 
 
 def _silence_overflow() -> None:
-    """An overflow or a NaN is a value to a GPU, not an event: no numpy warning. Division by zero still warns."""
+    """An overflow or a NaN is a value to a GPU: no numpy warning. Division by zero still warns."""
     stock_call = interpreter.GridExecutor.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

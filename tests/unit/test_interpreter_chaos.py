@@ -1,0 +1,296 @@
+"""Chaos mode finds what a CPU forgives, and lets correct kernels pass."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from triton_ep import interpreter
+from triton_ep.interpreter.held import HeapRanges, HeldStores
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("kernels are compiled in this process", allow_module_level=True)
+
+from triton_ep.interpreter import spinning
+from triton_ep.kernels.device import spin
+
+from . import interpreter_kernels as kernels
+from . import ping_pong, wrong_kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = range(10)
+BLOCK = 64
+
+
+@pytest.fixture(autouse=True)
+def _plain_afterwards() -> Iterator[None]:
+    interpreter.install()
+    yield
+    interpreter.set_chaos(None)
+
+
+@pytest.fixture
+def heap() -> Iterator[torch.Tensor]:
+    """[4 * BLOCK] int32 zeros, registered as symmetric memory."""
+    memory = torch.zeros(4 * BLOCK, dtype=torch.int32)
+    interpreter.register_heap(memory.data_ptr(), memory.nbytes)
+    yield memory
+    interpreter.unregister_heap(memory.data_ptr())
+
+
+def _ping_pong(cases: list[tuple[str, int | None]], rounds: int) -> list[list[int]]:
+    """Run cases in two fresh processes; what each rank counted, per case."""
+    fd = os.memfd_create("ping_pong")
+    os.ftruncate(fd, len(cases) * ping_pong.PAGE)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", ping_pong.__name__, str(rank), str(fd), str(rounds), json.dumps(cases)],
+            cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, pass_fds=[fd],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+        os.close(fd)
+    for process, (_, errors) in zip(ranks, outputs, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(output) for output, _ in outputs]
+
+
+def test_two_processes_under_ten_seeds() -> None:
+    """A correct kernel passes with every seed; every wrong one is caught with every seed.
+
+    Without chaos mode all but the flag before the data pass on x86: that is why there is a chaos mode.
+    """
+    wrong = [way for way in wrong_kernels.WAYS if way != "correct"]
+    forgiven = [way for way in wrong if way not in ("flag_first", "plain_flag")]
+    cases: list[tuple[str, int | None]] = [(way, None) for way in ("correct", *forgiven)]
+    cases += [(way, seed) for seed in SEEDS for way in wrong_kernels.WAYS]
+    results = _ping_pong(cases, rounds=3)
+    for case, bad in zip(cases, zip(*results, strict=True), strict=True):
+        way, seed = case
+        if way == "correct" or seed is None:
+            assert bad == (0, 0), f"{case}: {bad}"
+        else:
+            assert bad != (0, 0), f"chaos mode with seed {seed} does not catch {way}"
+        if way != "plain_flag":
+            assert min(bad) >= 0, f"{case}: a flag did not come"
+
+
+@pytest.fixture
+def visible_at_pause(heap: torch.Tensor) -> Iterator[list[list[int]]]:
+    """What a peer would see of the heap at every pause of a kernel, read past the interpreter."""
+    seen: list[list[int]] = []
+    spin.call_on_pause(lambda: seen.append(heap.tolist()))
+    yield seen
+    spin.call_on_pause(spinning.while_waiting)
+
+
+# barrier, sem, scope, last arriver -> is the store visible to peers while the kernel still runs?
+VISIBILITY = [
+    (True, "release", "sys", False, True),
+    (True, "acq_rel", "sys", False, True),
+    (True, "relaxed", "sys", False, False),
+    (True, "acquire", "sys", False, False),
+    (True, "release", "gpu", False, False),
+    (True, "release", "cta", False, False),
+    (False, "release", "sys", False, False),
+    (True, "acq_rel", "gpu", True, True),
+    (True, "release", "cta", True, False),
+    (True, "relaxed", "gpu", True, False),
+]
+
+
+@pytest.mark.parametrize(("barrier", "sem", "scope", "last_arriver", "visible"), VISIBILITY)
+def test_what_makes_a_store_visible(
+    heap: torch.Tensor,
+    visible_at_pause: list[list[int]],
+    barrier: bool,
+    sem: str,
+    scope: str,
+    last_arriver: bool,
+    visible: bool,
+) -> None:
+    """A system-scope release after a barrier; or a GPU-scope one, then a system-scope one by anybody."""
+    flags = torch.zeros(2, dtype=torch.int32)
+    for seed in (None, *range(3)):
+        heap.zero_()
+        flags.zero_()
+        visible_at_pause.clear()
+        interpreter.set_chaos(seed)
+        programs = 4 if last_arriver else 1
+        wrong_kernels.visibility_kernel[(programs,)](
+            heap, flags, MAKE_BARRIER=barrier, SEM=sem, SCOPE=scope, LAST_ARRIVER=last_arriver, BLOCK=BLOCK
+        )
+        stored = list(range(1, programs * BLOCK + 1))
+        other = [0] * (heap.numel() - len(stored))
+        # The last arriver's own stores are ordered by its own system-scope release, whatever came before.
+        mine = BLOCK if last_arriver and not visible else 0
+        expected_now = len(stored) if visible or seed is None else mine
+        assert sum(word != 0 for word in visible_at_pause[-1]) == expected_now
+        assert heap.tolist() == stored + other  # when the kernel has ended
+
+
+def test_a_release_covers_its_own_program_only(heap: torch.Tensor, visible_at_pause: list[list[int]]) -> None:
+    """Program 0 releases, the other three do not: their parts stay hidden, in whatever order they ran."""
+    flag = torch.zeros(1, dtype=torch.int32)
+    for seed in SEEDS:
+        heap.zero_()
+        interpreter.set_chaos(seed)
+        wrong_kernels.one_program_releases_kernel[(4,)](heap, flag, BLOCK=BLOCK)
+        assert visible_at_pause[-1] == list(range(1, BLOCK + 1)) + [0] * (3 * BLOCK)
+        assert heap.tolist() == list(range(1, 4 * BLOCK + 1))
+
+
+def test_memory_outside_heaps_is_written_at_once(
+    visible_at_pause: list[list[int]], heap: torch.Tensor
+) -> None:
+    """Only registered ranges are held back; an unregistered one no longer is."""
+    interpreter.set_chaos(0)
+    interpreter.unregister_heap(heap.data_ptr())
+    flags = torch.zeros(2, dtype=torch.int32)
+    wrong_kernels.visibility_kernel[(1,)](
+        heap, flags, MAKE_BARRIER=False, SEM="relaxed", SCOPE="sys", LAST_ARRIVER=False, BLOCK=BLOCK
+    )
+    interpreter.register_heap(heap.data_ptr(), heap.nbytes)
+    assert visible_at_pause[-1][:BLOCK] == list(range(1, BLOCK + 1))
+
+
+def test_a_process_sees_its_own_stores(heap: torch.Tensor) -> None:
+    """Loads and atomics find held stores, and stores to the same place keep their order."""
+    offs = np.arange(BLOCK)
+    first = np.where(offs % 2 == 0, offs + 100, offs)
+    second = offs + 200
+    for seed in SEEDS:
+        heap.zero_()
+        out = torch.zeros(2 * BLOCK + 1, dtype=torch.int32)
+        interpreter.set_chaos(seed)
+        kernels.own_stores_kernel[(1,)](heap, out, BLOCK=BLOCK)
+        assert out[-1].item() == second[3]
+        after = second + (offs == 3)
+        assert out[:-1].tolist() == [*first, *after]
+        assert heap[:BLOCK].tolist() == after.tolist()
+
+
+def test_masked_lanes_hold_garbage() -> None:
+    """Where a kernel asked for nothing it must not find a convenient zero; `other` is honoured."""
+    for dtype, garbage in ((torch.int32, 0x7F7F7F7F), (torch.int64, 0x7F7F7F7F7F7F7F7F), (torch.uint8, 0x7F)):
+        x = torch.arange(16).to(dtype)
+        out = torch.zeros(32, dtype=dtype)
+        atomic_out, counter = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+        interpreter.set_chaos(1)
+        kernels.masked_kernel[(1,)](x, counter, out, atomic_out, 5, BLOCK=16)
+        assert out.tolist() == [*range(5)] + [garbage] * 11 + [*range(5)] + [7] * 11
+        assert atomic_out.tolist() == [0] * 5 + [0x7F7F7F7F] * 11
+        assert counter.tolist() == [1] * 5 + [0] * 11
+        interpreter.set_chaos(None)
+        kernels.masked_kernel[(1,)](x, counter, out, atomic_out, 5, BLOCK=16)
+        assert out.tolist() == [*range(5)] + [0] * 11 + [*range(5)] + [7] * 11
+
+
+def _order(grid: tuple[int, int, int]) -> list[int]:
+    ticket, out = torch.zeros(1, dtype=torch.int32), torch.full(grid, -1, dtype=torch.int32)
+    kernels.order_kernel[grid](ticket, out)
+    return out.flatten().tolist()
+
+
+def test_programs_run_once_each_in_an_order_of_the_seed() -> None:
+    """Same seed, same order; another seed or the next launch, another order; off, the usual order."""
+    grid = (4, 3, 2)
+    usual = list(range(24))
+    assert _order(grid) == usual
+    interpreter.set_chaos(1)
+    first, again = _order(grid), _order(grid)
+    interpreter.set_chaos(1)
+    assert _order(grid) == first
+    interpreter.set_chaos(2)
+    assert len({tuple(order) for order in (usual, first, again, _order(grid))}) == 4
+    assert sorted(first) == usual
+    interpreter.set_chaos(None)
+    assert _order(grid) == usual
+
+
+def test_a_kernel_that_fails_leaves_nothing_back(heap: torch.Tensor) -> None:
+    """The stores of a broken launch are made, not kept for the next one."""
+
+    def fail() -> None:
+        raise RuntimeError("hook")
+
+    interpreter.set_chaos(0)
+    spin.call_on_pause(fail)
+    try:
+        with pytest.raises(triton.runtime.errors.InterpreterError, match="hook"):
+            wrong_kernels.one_program_releases_kernel[(1,)](
+                heap, torch.zeros(1, dtype=torch.int32), BLOCK=BLOCK
+            )
+    finally:
+        spin.call_on_pause(spinning.while_waiting)
+    assert heap[:BLOCK].tolist() == list(range(1, BLOCK + 1))
+
+
+def _held(memory: np.ndarray, base: int) -> HeldStores:
+    """Held stores that write to `memory` [n] uint8, which stands at address `base`."""
+
+    def write(addrs: np.ndarray, values: np.ndarray) -> None:
+        raw = values.view(np.uint8).reshape(addrs.size, -1)
+        for addr, data in zip(addrs.astype(np.int64) - base, raw, strict=True):
+            memory[addr : addr + data.size] = data
+
+    return HeldStores(write, np.random.default_rng(0), linger=lambda: None)
+
+
+def test_any_mixture_of_widths_keeps_program_order() -> None:
+    """200 random runs of stores, loads, barriers and releases against a memory without delay."""
+    base = 1 << 40
+    for seed in range(200):
+        draw = random.Random(seed)
+        memory, model = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+        held = _held(memory, base)
+        for _ in range(draw.randrange(1, 30)):
+            size = draw.choice([1, 2, 4, 8])
+            index = np.array(draw.sample(range(64 // size), draw.randrange(1, 64 // size)), dtype=np.uint64)
+            addrs = np.uint64(base) + index * np.uint64(size)
+            action: Callable[[], None] | None = draw.choice(
+                [None, None, None, held.barrier, held.release_gpu, held.release_system, held.next_program]
+            )
+            if action is not None:
+                action()
+                continue
+            at = (addrs[:, None].astype(np.int64) - base + np.arange(size)).astype(np.int64)
+            if draw.random() < 0.6:
+                data = np.array([[draw.randrange(256) for _ in range(size)] for _ in index], dtype=np.uint8)
+                held.hold(addrs, data.view(f"u{size}").ravel())
+                model[at] = data
+            else:
+                held.settle(addrs, size)
+                assert np.array_equal(memory[at], model[at])
+        held.end_of_kernel()
+        assert len(held) == 0
+        assert np.array_equal(memory, model)
+
+
+def test_heap_ranges() -> None:
+    """Ends are exclusive, ranges may touch, and a removed one is gone."""
+    ranges = HeapRanges()
+    addrs = np.array([99, 100, 199, 200, 299, 300, 1000], dtype=np.uint64)
+    assert not ranges.contains(addrs).any()
+    ranges.add(200, 100)
+    ranges.add(100, 100)
+    assert ranges.contains(addrs).tolist() == [False, True, True, True, True, False, False]
+    assert ranges.contains(addrs[1:3]).all()
+    ranges.remove(100)
+    assert ranges.contains(addrs).tolist() == [False, False, False, True, True, False, False]
+    with pytest.raises(KeyError):
+        ranges.remove(100)
