@@ -240,7 +240,7 @@ def test_a_kernel_that_fails_leaves_nothing_back(heap: torch.Tensor) -> None:
     assert heap[:BLOCK].tolist() == list(range(1, BLOCK + 1))
 
 
-def _held(memory: np.ndarray, base: int) -> HeldStores:
+def _held(memory: np.ndarray, base: int, linger: Callable[[], None] = lambda: None) -> HeldStores:
     """Held stores that write to `memory` [n] uint8, which stands at address `base`."""
 
     def write(addrs: np.ndarray, values: np.ndarray) -> None:
@@ -248,7 +248,7 @@ def _held(memory: np.ndarray, base: int) -> HeldStores:
         for addr, data in zip(addrs.astype(np.int64) - base, raw, strict=True):
             memory[addr : addr + data.size] = data
 
-    return HeldStores(write, np.random.default_rng(0), linger=lambda: None)
+    return HeldStores(write, np.random.default_rng(0), linger)
 
 
 def test_any_mixture_of_widths_keeps_program_order() -> None:
@@ -279,6 +279,40 @@ def test_any_mixture_of_widths_keeps_program_order() -> None:
         held.end_of_kernel()
         assert len(held) == 0
         assert np.array_equal(memory, model)
+
+
+def test_only_what_overlaps_is_settled() -> None:
+    """A load shows the elements it reads, not their neighbours."""
+    memory = np.zeros(64, np.uint8)
+    held = _held(memory, 1 << 40)
+    addrs = np.uint64(1 << 40) + np.arange(16, dtype=np.uint64) * np.uint64(4)
+    held.hold(addrs, np.arange(1, 17, dtype=np.uint32))
+    held.settle(addrs[4:5] - np.uint64(2), 4)  # two bytes of element 3, two of element 4
+    assert memory.view(np.uint32).tolist() == [0, 0, 0, 4, 5] + [0] * 11
+    held.end_of_kernel()
+    assert memory.view(np.uint32).tolist() == [*range(1, 17)]
+
+
+def test_the_end_of_a_kernel_gives_peers_time_to_go_wrong() -> None:
+    """Once per kernel that leaves stores behind, before the last of them; a release does not wait."""
+    memory = np.zeros(8, np.uint8)
+    missing: list[int] = []
+    held = _held(memory, 1 << 40, lambda: missing.append(8 - np.count_nonzero(memory)))
+    addrs = np.uint64(1 << 40) + np.arange(8, dtype=np.uint64)
+    held.end_of_kernel()
+    assert missing == []
+    for _ in range(20):
+        memory[:] = 0
+        for addr in addrs:
+            held.hold(addr[None], np.ones(1, dtype=np.uint8))
+        held.end_of_kernel()
+    assert len(missing) == 20
+    assert min(missing) >= 1
+    assert len(set(missing)) > 1
+    held.hold(addrs[:1], np.full(1, 2, dtype=np.uint8))
+    held.release_system()
+    assert memory[0] == 2
+    assert len(missing) == 20
 
 
 def test_heap_ranges() -> None:

@@ -38,7 +38,7 @@ def _format_of(dtype: Any) -> NarrowFloat | None:
 
 
 def _is_bf16(handle: Any) -> bool:
-    # Comparisons leave bf16 as the dtype of a handle with bool data, hence the look at the data.
+    # The look at the storage first: it is cheap, and every operation of every kernel comes by here.
     return isinstance(handle, Handle) and handle.data.dtype.char == "H" and handle.dtype.scalar == tl.bfloat16
 
 
@@ -69,7 +69,7 @@ def _convert(source: Any, dst_type: Any, truncate: bool) -> Any:
     """Handle of another dtype; one of the two is a narrow float."""
     data, target = source.data, _format_of(dst_type)
     from_format = _format_of(source.dtype)
-    if from_format is not None and data.dtype != np.bool_:
+    if from_format is not None:
         data = from_format.decode(data)
     if target is not None:
         return Handle(target.encode(data, truncate), dst_type.scalar)

@@ -25,9 +25,9 @@ class NarrowFloat:
     Attributes:
         name: Triton's name of the dtype.
         bits, mantissa, bias: the layout; one sign bit.
-        largest: bit pattern that an overflow becomes.
+        largest: bit pattern of the largest finite number.
         nan: canonical NaN.
-        saturates: infinity becomes `largest` too.
+        saturates: overflow and infinity become `largest`.
     """
 
     name: str
@@ -73,10 +73,8 @@ class NarrowFloat:
         magnitude = wide & np.uint32(0x7FFFFFFF)
         is_nan = magnitude > _F32_INF
         result = self._round(magnitude, truncate)
-        overflow = result > self.largest
-        if not self.saturates:
-            overflow &= truncate & (magnitude < _F32_INF)
-        result = np.where(overflow, np.uint32(self.largest), result)
+        if self.saturates:
+            result = np.minimum(result, np.uint32(self.largest))
         result = np.where(is_nan, np.uint32(self.nan), result | sign)
         return result.astype(self.storage).reshape(np.shape(values))
 
