@@ -42,13 +42,9 @@ def main() -> None:
         for source in range(world_size)
         for token in (experts_of(source) == expert).any(1).nonzero()
     ]
-    assert [tuple(row) for row in recv_x[:, :2].int().tolist()] == expected, (
-        "a row is missing or out of place"
-    )
+    assert [tuple(row) for row in recv_x[:, :2].int().tolist()] == expected, "a row is missing or out of place"
 
-    expert = torch.repeat_interleave(
-        torch.tensor(mine, device=device), layout_desc.num_recv_tokens_per_expert
-    )
+    expert = torch.repeat_interleave(torch.tensor(mine, device=device), layout_desc.num_recv_tokens_per_expert)
     combined = layer.combine(recv_x * expert[:, None].to(recv_x.dtype), layout_desc)
     assert torch.equal(combined, x * topk_idx.sum(1, keepdim=True)), "a combined row is wrong"
 

@@ -171,9 +171,7 @@ SPECS: tuple[KernelSpec, ...] = (
         f"report_ptr:*i32 {_STATE} row_words:i32 {_WHERE} experts_per_rank:i32 stage_capacity:i32 "
         "num_push_programs:i32 num_forward_programs:i32 timeout_us:i32",
         tuple(
-            Variant(
-                _payload(_K8, _FLAGS, _ROW, HAS_WEIGHTS=w, HAS_PADDING=w, KEEP_COPY_ROWS=w), _WORD, ("row_words",)
-            )
+            Variant(_payload(_K8, _FLAGS, _ROW, HAS_WEIGHTS=w, HAS_PADDING=w, KEEP_COPY_ROWS=w), _WORD, ("row_words",))
             for w in (False, True)
         ),
         num_warps=8,
@@ -209,7 +207,8 @@ SPECS: tuple[KernelSpec, ...] = (
         f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 report_ptr:*i32 {_STATE} hidden:i32 "
         f"row_capacity:i32 {_WHERE} timeout_us:i32",
         tuple(
-            Variant(_payload({"TOPK": 8}, _FLAGS, _ROW, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",)) for w in (False, True)
+            Variant(_payload({"TOPK": 8}, _FLAGS, _ROW, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",))
+            for w in (False, True)
         ),
         num_warps=8,
     ),

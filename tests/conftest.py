@@ -10,19 +10,14 @@ from typing import Any
 
 import pytest
 
-try:
-    import triton_ep.runtime  # noqa: F401  before triton: decides whether kernels are interpreted or compiled
-except ModuleNotFoundError:
-    pass
+import triton_ep.runtime  # noqa: F401  before triton: decides whether kernels are interpreted or compiled
 from triton_ep.testing import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of this suite."""
     group = parser.getgroup("triton_ep")
-    group.addoption(
-        "--backend", choices=("host", "nvshmem"), default="host", help="what the ranks of run_ranks run on"
-    )
+    group.addoption("--backend", choices=("host", "nvshmem"), default="host", help="what the ranks of run_ranks run on")
     group.addoption(
         "--chaos-seeds",
         default="",
@@ -100,9 +95,7 @@ def run_ranks(
     """
     import torch
 
-    def run(
-        function: Callable[..., Any], nodes: int, ranks_per_node: int, *args: Any, **kwargs: Any
-    ) -> list[Any]:
+    def run(function: Callable[..., Any], nodes: int, ranks_per_node: int, *args: Any, **kwargs: Any) -> list[Any]:
         key = (nodes * ranks_per_node, backend)
         if backend == "nvshmem" and key[0] > torch.cuda.device_count():
             pytest.skip(f"needs {key[0]} GPUs, there are {torch.cuda.device_count()}")

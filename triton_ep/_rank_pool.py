@@ -90,9 +90,7 @@ class RankPool:
         if chaos_seed is None:
             chaos_seed = self.chaos_seed
         if chaos_seed is not None and self.backend != "host":
-            raise ConfigError(
-                "chaos_seed changes how kernels are interpreted; compiled kernels have no chaos mode"
-            )
+            raise ConfigError("chaos_seed changes how kernels are interpreted; compiled kernels have no chaos mode")
         case = _pickle_case(function, args, kwargs, chaos_seed)
         try:
             self.start()
@@ -172,9 +170,7 @@ class RankPool:
                 stacks = _stacks(list(pending.values()))
                 for rank in pending.values():
                     text = f"rank {rank.rank} still ran {GRACE_S:g} s after a peer had failed; its stack:\n"
-                    answers[rank.rank] = _Failure(
-                        RankError(text + stacks[rank.rank]), len(answers), echo=True
-                    )
+                    answers[rank.rank] = _Failure(RankError(text + stacks[rank.rank]), len(answers), echo=True)
                 break
             for channel in ready:
                 rank = pending.pop(channel)  # type: ignore[call-overload]
@@ -186,9 +182,7 @@ class RankPool:
 
     def _describe_hang(self, pending: list[RankProcess], timeout_s: float, what: str) -> str:
         waiting = [rank.rank for rank in pending]
-        lines = [
-            f"{what}: ranks {waiting} of {self.world_size} did not finish within {timeout_s:g} s (timeout_s)."
-        ]
+        lines = [f"{what}: ranks {waiting} of {self.world_size} did not finish within {timeout_s:g} s (timeout_s)."]
         stacks = _stacks(pending)
         for rank in self._ranks:
             lines.append(f"--- rank {rank.rank}, pid {rank.pid}: {stacks.get(rank.rank, 'finished')}")

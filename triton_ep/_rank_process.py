@@ -13,7 +13,6 @@ Every process holds a pidfd of the caller and ends when the caller does, however
 import atexit
 import faulthandler
 import importlib
-import importlib.util
 import os
 import pickle
 import select
@@ -22,7 +21,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,6 +28,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NoReturn
 
+from triton_ep.distributed import die_with
 from triton_ep.errors import EPError
 
 START_TIMEOUT_S = {"host": 60.0, "nvshmem": 240.0}
@@ -48,18 +47,6 @@ class RankHang(RankError, TimeoutError):
 # --- the rank's side ----------------------------------------------------------------------------------------
 
 
-def _die_with(owner_fd: int) -> None:
-    """End this process as soon as the one that `owner_fd` (a pidfd) names has ended."""
-
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(owner_fd, select.POLLIN)
-        poll.poll()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="die-with-owner", daemon=True).start()
-
-
 def _join(backend: str, rank: int, world_size: int, port: int) -> None:
     """Make this process rank `rank` of the job whose store listens on `port` of this host."""
     import torch
@@ -67,9 +54,6 @@ def _join(backend: str, rank: int, world_size: int, port: int) -> None:
     torch.set_num_threads(1)
     limit_s = START_TIMEOUT_S[backend]
     store = torch.distributed.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=limit_s))
-    if not importlib.util.find_spec("triton_ep.distributed"):
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        return
     from triton_ep.distributed import initialize_distributed
 
     if backend == "nvshmem":
@@ -96,9 +80,9 @@ def _portable(error: BaseException, text: str) -> BaseException:
 
 def _abort_peers(error: BaseException) -> str:
     """Let peers that wait for this rank raise PeerFailed; returns what to add to the report."""
-    try:
-        from triton_ep.distributed import current_heap
+    from triton_ep.distributed import current_heap
 
+    try:
         current_heap().abort(f"{type(error).__name__}: {error}")
     except Exception:
         return f"\nThe peers could not be told:\n{traceback.format_exc()}"
@@ -135,7 +119,7 @@ def _rank_main(case_fd: int, stack_fd: int, owner_fd: int, job: dict[str, Any]) 
     try:
         faulthandler.enable(file=stack_fd, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
-        _die_with(owner_fd)
+        die_with(owner_fd)
         channel = Connection(case_fd)
         try:
             _join(**job)
@@ -146,8 +130,6 @@ def _rank_main(case_fd: int, stack_fd: int, owner_fd: int, job: dict[str, Any]) 
             channel.send(("ok", pickle.dumps(None), ""))
             while (case := channel.recv_bytes()) != b"close":
                 channel.send(_run_case(case, job["rank"], job["world_size"]))
-            if not importlib.util.find_spec("triton_ep.distributed"):
-                os._exit(0)
             from triton_ep.distributed import finalize_distributed
 
             finalize_distributed()
@@ -170,11 +152,7 @@ def _serve(control_fd: int, owner_fd: int, preload: Sequence[str]) -> NoReturn:
     control = socket.socket(fileno=control_fd)
     try:
         for name in preload:
-            try:
-                importlib.import_module(name)
-            except ModuleNotFoundError as e:
-                if not str(e.name).startswith("triton_ep."):
-                    raise
+            importlib.import_module(name)
         import torch
 
         torch.set_num_threads(1)  # a forked child has no use for threads of its parent's pools
@@ -232,9 +210,7 @@ def _python(call: str, *, interpret: bool) -> list[str]:
     if env is None:
         raise EPError("rank processes are started through the program `env`, which is not on PATH: add it")
     settings = ("OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo", f"TRITON_INTERPRET={int(interpret)}")
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from triton_ep import _rank_process; _rank_process.{call}"
-    )
+    code = f"import sys; sys.path[:] = {sys.path!r}; from triton_ep import _rank_process; _rank_process.{call}"
     return [env, *settings, sys.executable, "-c", code]
 
 

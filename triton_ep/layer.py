@@ -378,5 +378,3 @@ class EPAll2AllLayer:
             raise InputError(f"{name} must be on {self.context.device}, got {tensor.device}.")
         if not tensor.is_contiguous():
             raise InputError(f"{name} must be contiguous, got strides {tensor.stride()}; call .contiguous().")
-
-

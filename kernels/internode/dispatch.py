@@ -162,9 +162,7 @@ def internode_forward_kernel(
         if first < tokens:
             flag = node * MAX_CHUNKS + chunk
             one = tl.arange(0, 1)
-            if wait_flags(
-                flags_ptr + flag + one, one == 0, epoch, timeout_us, status_ptr, WAIT_NETWORK_ROWS, flag
-            ):
+            if wait_flags(flags_ptr + flag + one, one == 0, epoch, timeout_us, status_ptr, WAIT_NETWORK_ROWS, flag):
                 for start in range(0, CHUNK, ROWS):
                     slot = first + start + tl.arange(0, ROWS)
                     alive = slot < tokens

@@ -35,9 +35,7 @@ def _blocks(page: Path) -> Iterator[tuple[str, int, str]]:
     assert start is None, f"{_name(page)}:{start}: the block is not closed"
 
 
-PYTHON = [
-    (page, line, info, text) for page in PAGES for info, line, text in _blocks(page) if "python" in info
-]
+PYTHON = [(page, line, info, text) for page in PAGES for info, line, text in _blocks(page) if "python" in info]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +83,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_link_check_sees_a_breach(tmp_path: Path) -> None:
     """A missing file and a missing heading are found; a good link and another site are not."""
     page = tmp_path / "page.md"
-    page.write_text(
-        "# A heading\n[a](page.md#a-heading) [b](none.md) [c](#nowhere) [d](https://example.org/x)\n"
-    )
+    page.write_text("# A heading\n[a](page.md#a-heading) [b](none.md) [c](#nowhere) [d](https://example.org/x)\n")
     assert list(_broken_links(page)) == ["none.md", "#nowhere"]
 
 
@@ -161,12 +157,8 @@ def test_errors_page_lists_every_error() -> None:
     """docs/reference/errors.md has every error with its second base class."""
     from triton_ep import errors
 
-    kinds = [
-        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EPError)
-    ]
-    documented = re.findall(
-        r"^\| `(\w+)` \| `(\w+)` \|", (ROOT / "docs/reference/errors.md").read_text(), re.MULTILINE
-    )
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EPError)]
+    documented = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", (ROOT / "docs/reference/errors.md").read_text(), re.MULTILINE)
     real = [(kind.__name__, kind.__bases__[1].__name__) for kind in kinds if kind is not errors.EPError]
     assert sorted(documented) == sorted(real)
 

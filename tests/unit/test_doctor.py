@@ -78,9 +78,7 @@ def test_gpu_machine_compiles_over_nvshmem() -> None:
         (EIGHT_GPUS, {"cuda": "11.8"}, "install a torch built for CUDA 12 and 13"),
     ],
 )
-def test_each_lack_is_one_problem_with_its_remedy(
-    base: Machine, change: dict[str, Any], command: str
-) -> None:
+def test_each_lack_is_one_problem_with_its_remedy(base: Machine, change: dict[str, Any], command: str) -> None:
     """Whatever one thing is missing or too old, the page says exactly what to do about it."""
     plan = judge(dataclasses.replace(base, **change))
     assert [problem.remedy for problem in plan.problems] == [command]

@@ -28,6 +28,7 @@ LAYERS = {
     "triton_ep.layout": 3,
     "triton_ep.layout_desc": 3,
     "triton_ep.context": 3,
+    "triton_ep.rendezvous": 2,
     "triton_ep.distributed": 3,
     "triton_ep.ops": 4,
     "triton_ep.barrier": 5,  # launches, through ops
@@ -122,9 +123,7 @@ def test_every_module_has_a_layer() -> None:
 
 def test_imports_point_downwards() -> None:
     """No module imports a higher layer, kernels import no framework, only the heap imports nvshmem."""
-    assert [
-        text for name, path in MODULES.items() if name != "triton_ep" for text in _violations(name, path)
-    ] == []
+    assert [text for name, path in MODULES.items() if name != "triton_ep" for text in _violations(name, path)] == []
 
 
 @pytest.mark.parametrize(
@@ -164,9 +163,7 @@ def _is_interpret_switch(path: Path, line: int) -> bool:
     """Whether the statement on this line names TRITON_INTERPRET and no other variable."""
     text = path.read_text().splitlines()[line - 1]
     strings = [
-        n.value
-        for n in ast.walk(ast.parse(path.read_text()))
-        if isinstance(n, ast.Constant) and n.lineno == line
+        n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant) and n.lineno == line
     ]
     return "TRITON_INTERPRET" in text and all(s in ("TRITON_INTERPRET", "0", "1", "", None) for s in strings)
 
@@ -221,9 +218,7 @@ def test_public_names_are_there() -> None:
     assert sorted(typed) == sorted(__import__("triton_ep").__all__)
 
 
-@pytest.mark.parametrize(
-    "module", ["barrier", "cli.demo_moe", "context", "distributed", "layer", "ops", "testing"]
-)
+@pytest.mark.parametrize("module", ["barrier", "cli.demo_moe", "context", "distributed", "layer", "ops", "testing"])
 def test_any_module_may_be_imported_first(module: str) -> None:
     """Whichever comes first, kernels are set to be interpreted or compiled before Triton is imported."""
     assert _run(f"import triton_ep.{module}; print('ok')").splitlines()[-1] == "ok"

@@ -154,9 +154,7 @@ def test_a_release_covers_its_own_program_only(heap: torch.Tensor, visible_at_pa
         assert heap.tolist() == list(range(1, 4 * BLOCK + 1))
 
 
-def test_memory_outside_heaps_is_written_at_once(
-    visible_at_pause: list[list[int]], heap: torch.Tensor
-) -> None:
+def test_memory_outside_heaps_is_written_at_once(visible_at_pause: list[list[int]], heap: torch.Tensor) -> None:
     """Only registered ranges are held back; an unregistered one no longer is."""
     interpreter.set_chaos(0)
     interpreter.unregister_heap(heap.data_ptr())
@@ -232,9 +230,7 @@ def test_a_kernel_that_fails_leaves_nothing_back(heap: torch.Tensor) -> None:
     spin.call_on_pause(fail)
     try:
         with pytest.raises(triton.runtime.errors.InterpreterError, match="hook"):
-            wrong_kernels.one_program_releases_kernel[(1,)](
-                heap, torch.zeros(1, dtype=torch.int32), BLOCK=BLOCK
-            )
+            wrong_kernels.one_program_releases_kernel[(1,)](heap, torch.zeros(1, dtype=torch.int32), BLOCK=BLOCK)
     finally:
         spin.call_on_pause(spinning.while_waiting)
     assert heap[:BLOCK].tolist() == list(range(1, BLOCK + 1))

@@ -58,9 +58,7 @@ def _assert_same_bits(out: torch.Tensor, expected: torch.Tensor, is_nan: torch.T
     got, want = out.view(bits).to(torch.int32), expected.view(bits).to(torch.int32)
     want[is_nan] = NAN[out.dtype]
     wrong = (got != want).nonzero().flatten()
-    assert wrong.numel() == 0, (
-        f"{wrong.numel()} differ, first at {wrong[0]}: {got[wrong[0]]:#x}, {want[wrong[0]]:#x}"
-    )
+    assert wrong.numel() == 0, f"{wrong.numel()} differ, first at {wrong[0]}: {got[wrong[0]]:#x}, {want[wrong[0]]:#x}"
 
 
 @pytest.mark.parametrize("dtype", list(BITS), ids=str)
@@ -88,9 +86,7 @@ def test_casts_of_bf16_from_and_to_other_types(dtype: torch.dtype) -> None:
     if dtype == torch.float16:  # no exact way back: check all fp16 numbers instead
         out = expected = x.view(torch.float16)
     back = _cast(out, torch.bfloat16)
-    _assert_same_bits(
-        back, expected.to(torch.bfloat16), expected.isnan() if dtype.is_floating_point else x != x
-    )
+    _assert_same_bits(back, expected.to(torch.bfloat16), expected.isnan() if dtype.is_floating_point else x != x)
 
 
 def test_wide_numbers_are_rounded_once() -> None:
@@ -131,9 +127,7 @@ def test_bf16_arithmetic_rounds_like_torch() -> None:
             ordered = ~(a.isnan() | b.isnan())
             got, want = got[ordered], want[ordered]
         # Zeros may differ in sign: a - b for minus, and maximum of zeros.
-        torch.testing.assert_close(
-            got, want, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_bf16_reductions_accumulate_in_float32() -> None:

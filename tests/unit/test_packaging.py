@@ -16,9 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-WHERE = (
-    "import triton_ep, triton_ep.kernels as k, triton_ep.aot as a; print(k.__file__, a.__file__, sep='\\n')"
-)
+WHERE = "import triton_ep, triton_ep.kernels as k, triton_ep.aot as a; print(k.__file__, a.__file__, sep='\\n')"
 
 
 def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -95,9 +93,7 @@ def test_editable_install_imports_the_checkout(checkout: Path, tmp_path: Path) -
     home = tmp_path / "venv"
     venv.create(home, system_site_packages=True, symlinks=True)
     python = home / "bin/python"
-    purelib = _run(
-        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
-    ).strip()
+    purelib = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
     # This interpreter may be a virtual environment itself: lend the new one its setuptools.
     Path(purelib, "host.pth").write_text(sysconfig.get_path("purelib") + "\n")
     options = ["--no-index", "--no-build-isolation", "--no-deps"]

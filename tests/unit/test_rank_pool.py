@@ -125,9 +125,7 @@ def _chaos_seen(rank: int) -> list[int | None]:
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (2, 2)])
-def test_every_rank_runs_and_answers(
-    run_ranks: Callable[..., list[Any]], nodes: int, ranks_per_node: int
-) -> None:
+def test_every_rank_runs_and_answers(run_ranks: Callable[..., list[Any]], nodes: int, ranks_per_node: int) -> None:
     """The fixture of all other tests: results come back by rank, the ranks form one job."""
     world_size = nodes * ranks_per_node
     total = world_size * (world_size - 1) // 2
@@ -241,9 +239,7 @@ def test_segmentation_fault_is_named_with_its_stack(pool: RankPool) -> None:
     assert len(pool.run(_pid)) == 2
 
 
-@pytest.mark.parametrize(
-    ("how", "message"), [("kill", "ended by SIGKILL"), ("exit", "ended with exit code 3")]
-)
+@pytest.mark.parametrize(("how", "message"), [("kill", "ended by SIGKILL"), ("exit", "ended with exit code 3")])
 def test_vanished_rank_is_named(pool: RankPool, how: str, message: str) -> None:
     """Other ways to go without an answer."""
     with pytest.raises(RankError, match=f"rank 0 .* {message}"):
@@ -379,9 +375,7 @@ def test_ranks_end_with_their_owner(how: str) -> None:
         "if sys.argv[1] == 'killed':\n"
         "    pool.run(_sleep_for_ever)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, how], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as owner:
+    with subprocess.Popen([sys.executable, "-c", code, how], cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         ranks = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(ranks) == 2

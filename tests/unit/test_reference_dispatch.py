@@ -8,9 +8,7 @@ from triton_ep.reference.routing import routing
 from triton_ep.testing import Workload, make_workload
 
 
-def _loop(
-    works: list[Workload], rank: int, num_experts: int, alignment: int
-) -> tuple[list, list, list, list]:
+def _loop(works: list[Workload], rank: int, num_experts: int, alignment: int) -> tuple[list, list, list, list]:
     """(source or None per row, offsets, real rows per expert, weights) of what `rank` receives."""
     experts_per_rank = num_experts // len(works)
     rows: list[tuple[int, int, int] | None] = []
@@ -39,9 +37,7 @@ def _loop(
     [([7], 4, 2), ([5, 0, 11, 3], 8, 3), ([0, 0], 2, 2), ([40, 1, 2, 17, 0, 3, 9, 8], 8, 4)],
     ids=["W1", "W4", "nothing", "W8"],
 )
-def test_equals_a_plain_loop(
-    kind: str, alignment: int, tokens: list[int], num_experts: int, topk: int
-) -> None:
+def test_equals_a_plain_loop(kind: str, alignment: int, tokens: list[int], num_experts: int, topk: int) -> None:
     """Data, weights, offsets, counts, sources and destinations on every rank, token counts unequal."""
     world_size = len(tokens)
     sizes = {"hidden": 12, "topk": topk, "num_experts": num_experts, "routing": kind, "seed": 3}

@@ -30,9 +30,7 @@ def _public_without_docstring(body: list[ast.stmt], prefix: str = "") -> Iterato
     One line is enough. Nested functions, overloads, overrides and setters are not public.
     """
     for node in body:
-        if not isinstance(
-            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        ) or node.name.startswith("_"):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
         decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
         if any(d.endswith((".setter", "overload", "override")) for d in decorators):
@@ -82,11 +80,7 @@ def test_kernel_file_states_its_protocol(path: Path) -> None:
 def test_kernel_has_few_arguments(path: Path) -> None:
     """A kernel that needs more run-time arguments does two jobs."""
     for kernel in _kernels(path):
-        runtime = [
-            a.arg
-            for a in kernel.args.args
-            if "constexpr" not in ast.unparse(a.annotation or ast.Constant(""))
-        ]
+        runtime = [a.arg for a in kernel.args.args if "constexpr" not in ast.unparse(a.annotation or ast.Constant(""))]
         assert len(runtime) <= MAX_RUNTIME_ARGUMENTS, f"{kernel.name} has {len(runtime)}: {runtime}"
 
 

@@ -97,9 +97,7 @@ def test_routings_do_what_they_are_called() -> None:
 
     share = {}
     for kind in ("skewed", "uniform"):
-        idx = torch.cat(
-            [make_workload(r, 2, 1000, routing=kind, drop=0.0, **SIZES).topk_idx[:, 0] for r in range(2)]
-        )
+        idx = torch.cat([make_workload(r, 2, 1000, routing=kind, drop=0.0, **SIZES).topk_idx[:, 0] for r in range(2)])
         share[kind] = torch.bincount(idx, minlength=16).max() / 2000
     assert share["uniform"] < 0.1
     # topk sorts by the noisy popularity, so column 0 is one draw from the law: 1 / (1 + 1/2 + ... + 1/16).

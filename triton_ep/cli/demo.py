@@ -11,9 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `triton-ep demo`."""
     parser.add_argument("--tokens", type=int, default=64, help="tokens of rank 0 (default %(default)s)")
     parser.add_argument("--hidden", type=int, default=128, help="elements per token (default %(default)s)")
-    parser.add_argument(
-        "--experts", type=int, default=16, help="experts over all ranks (default %(default)s)"
-    )
+    parser.add_argument("--experts", type=int, default=16, help="experts over all ranks (default %(default)s)")
     parser.add_argument("--topk", type=int, default=4, help="experts per token (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default %(default)s)")
     parser.add_argument("--picture", default="demo_routing.png", help="PNG to write (default %(default)s)")
@@ -66,8 +64,5 @@ def run(arguments: argparse.Namespace) -> int:
     not_drawn = draw_routing(arguments.picture, [result.topk_idx for result in results], settings.experts)
     print(f"\nrouting picture: {not_drawn or Path(arguments.picture).resolve()}")
     wrong = failures(results, comparisons, settings.experts, ranks_per_node)
-    print(
-        "\n".join(f"FAIL {text}" for text in wrong)
-        or "PASS: equal to the dense layer up to bfloat16 rounding"
-    )
+    print("\n".join(f"FAIL {text}" for text in wrong) or "PASS: equal to the dense layer up to bfloat16 rounding")
     return 1 if wrong else 0

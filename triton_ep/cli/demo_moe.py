@@ -74,11 +74,7 @@ def expert_ffn(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.T
 def run_rank(s: Settings) -> RankResult:
     """The layer as one rank sees it. The group and the heap must have been started."""
     rank = dist.get_rank()
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     moe = make_moe(s)
     x = tokens_of(s, rank)
     topk_idx, weights = route(x, moe, s.topk)  # on the CPU, so that the comparison sees the same choice
@@ -95,9 +91,7 @@ def run_rank(s: Settings) -> RankResult:
         world_size=s.num_ranks,
     )
     with layer:
-        recv_x, recv_weights, layout_desc = layer.dispatch(
-            x.to(device), topk_idx.to(device), weights.to(device)
-        )
+        recv_x, recv_weights, layout_desc = layer.dispatch(x.to(device), topk_idx.to(device), weights.to(device))
         expert_out = torch.zeros_like(recv_x)
         starts = layout_desc.expert_offsets.tolist()
         for local, (start, stop) in enumerate(pairwise(starts)):
@@ -121,9 +115,7 @@ def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traff
     if desc.forward_topk is not None and desc.forward_stage_row is not None:
         for other, count in enumerate(desc.tokens_from_node.tolist()):
             if other != node:
-                forwarded += rows_to_peers(
-                    desc.forward_topk[other, :count], desc.forward_stage_row[other, :count]
-                )
+                forwarded += rows_to_peers(desc.forward_topk[other, :count], desc.forward_stage_row[other, :count])
     return Traffic(
         local=rows_to_peers(desc.topk_indices_tensor, desc.stage_row),
         network=sum(count for other, count in enumerate(desc.tokens_per_node.tolist()) if other != node),

@@ -40,9 +40,7 @@ class Traffic:
         return self.local + self.forwarded
 
 
-def expected_traffic(
-    topk_idx: Sequence[torch.Tensor], num_experts: int, ranks_per_node: int
-) -> list[Traffic]:
+def expected_traffic(topk_idx: Sequence[torch.Tensor], num_experts: int, ranks_per_node: int) -> list[Traffic]:
     """The rows of one dispatch as they follow from the routing; `RankResult.traffic` has what the layer did.
 
     Args:

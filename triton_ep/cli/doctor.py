@@ -47,9 +47,7 @@ def _try_runtime(plan: Plan) -> tuple[int | None, str]:
 
         interpreter.self_test()
     except EPError as error:
-        plan.problems.append(
-            Problem(f"the interpreter's self-test failed: {error}", "report it with this page")
-        )
+        plan.problems.append(Problem(f"the interpreter's self-test failed: {error}", "report it with this page"))
         return None, "failed"
     return heap_bytes, "passed"
 
@@ -101,10 +99,7 @@ def page(machine: Machine, plan: Plan, heap_bytes: int | None, self_test: str) -
     gpus = [(f"GPU {i}", f"{g.name}, sm_{g.sm}, {_gib(g.memory_bytes)}") for i, g in enumerate(machine.gpus)]
     if len(machine.gpus) > 1:
         gpus.append(("peer access", "row = from, column = to"))
-        gpus += [
-            (f"  {i}", " ".join("x" if ok else "-" for ok in row))
-            for i, row in enumerate(machine.peer_access)
-        ]
+        gpus += [(f"  {i}", " ".join("x" if ok else "-" for ok in row)) for i, row in enumerate(machine.peer_access)]
     lines += _section("GPUs", gpus or [("none", "ranks run on the CPU")])
     lines += _section(
         "Launchers",

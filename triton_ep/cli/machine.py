@@ -115,10 +115,7 @@ def _version(*distributions: str) -> str | None:
 
 def _nvshmem_bitcode() -> tuple[str, ...]:
     """Device bitcode files of the installed NVSHMEM package; its folder is found without importing it."""
-    if (
-        importlib.util.find_spec("nvidia") is None
-        or (spec := importlib.util.find_spec("nvidia.nvshmem")) is None
-    ):
+    if importlib.util.find_spec("nvidia") is None or (spec := importlib.util.find_spec("nvidia.nvshmem")) is None:
         return ()
     folders = [Path(place) / "lib" for place in spec.submodule_search_locations or ()]
     return tuple(str(path) for folder in folders for path in sorted(folder.glob("libnvshmem_device*.bc")))
@@ -147,12 +144,9 @@ def inspect_machine() -> Machine:
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
             found = [torch.cuda.get_device_properties(i) for i in range(count)]
-            gpus = tuple(
-                Gpu(name=p.name, sm=10 * p.major + p.minor, memory_bytes=p.total_memory) for p in found
-            )
+            gpus = tuple(Gpu(name=p.name, sm=10 * p.major + p.minor, memory_bytes=p.total_memory) for p in found)
             peers = tuple(
-                tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count))
-                for i in range(count)
+                tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
             )
     environment = read_environment()
     return Machine(
@@ -191,9 +185,7 @@ def _package_problems(machine: Machine) -> list[Problem]:
     """Missing or unsupported versions of Python, torch, Triton and numpy."""
     problems = []
     if machine.python < MIN_PYTHON:
-        problems.append(
-            Problem(f"Python is {_dotted(machine.python)}", f"use Python {_dotted(MIN_PYTHON)} or later")
-        )
+        problems.append(Problem(f"Python is {_dotted(machine.python)}", f"use Python {_dotted(MIN_PYTHON)} or later"))
     torch_and_triton = _install(f"torch>={_dotted(MIN_TORCH)}", f"triton>={_dotted(MIN_TRITON)}")
     for name, version, least in (("torch", machine.torch, MIN_TORCH), ("triton", machine.triton, MIN_TRITON)):
         if version is None:
@@ -252,21 +244,15 @@ def judge(machine: Machine) -> Plan:
         if machine.gpus:
             hints.append("TRITON_INTERPRET=1 is set, so the GPUs are left alone. Unset it to use them.")
         elif machine.driver and machine.cuda is None and machine.torch:
-            hints.append(
-                "There is an NVIDIA driver, but torch was built for CPUs; a CUDA build would use the GPUs."
-            )
+            hints.append("There is an NVIDIA driver, but torch was built for CPUs; a CUDA build would use the GPUs.")
     else:
         sms = sorted({gpu.sm for gpu in machine.gpus})
         backend, transport = "nvshmem", "NVLink peer stores inside a node, NVSHMEM puts between nodes"
         execution = f"JIT for {', '.join(f'sm_{sm}' for sm in sms)}" if sms else "JIT"
         if not machine.gpus:
-            problems.append(
-                Problem("TRITON_INTERPRET=0 is set and there is no GPU", "unset TRITON_INTERPRET")
-            )
+            problems.append(Problem("TRITON_INTERPRET=0 is set and there is no GPU", "unset TRITON_INTERPRET"))
         else:
             problems += _nvshmem_problems(machine)
         if not all(all(row) for row in machine.peer_access):
-            hints.append(
-                "Some GPUs cannot address each other's memory; ranks on such a pair cannot share a node."
-            )
+            hints.append("Some GPUs cannot address each other's memory; ranks on such a pair cannot share a node.")
     return Plan(backend, transport, execution, problems, hints)

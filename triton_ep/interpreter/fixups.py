@@ -131,8 +131,7 @@ def _fix_reductions() -> None:
             if not isinstance(results, list | tuple):
                 results = (results,)
             return tuple(
-                _narrow_tensor(each) if was_narrow else each
-                for each, was_narrow in zip(results, narrow, strict=False)
+                _narrow_tensor(each) if was_narrow else each for each, was_narrow in zip(results, narrow, strict=False)
             )
 
         return apply_impl
@@ -152,9 +151,7 @@ def _narrow_tensor(tensor: Any) -> Any:
 def _retyped(tensor: Any, handle: Any) -> Any:
     """`tensor` with other data: the same shape, the dtype of `handle`."""
     dtype = handle.dtype
-    return tl.core.tensor(
-        handle, tl.block_type(dtype, tensor.type.shape) if tensor.type.is_block() else dtype
-    )
+    return tl.core.tensor(handle, tl.block_type(dtype, tensor.type.shape) if tensor.type.is_block() else dtype)
 
 
 def _fix_dots() -> None:

@@ -105,9 +105,7 @@ def dispatch(
     )
 
 
-def _slots(
-    kept: torch.Tensor, expert: torch.Tensor, counts: torch.Tensor, given: torch.Tensor | None
-) -> torch.Tensor:
+def _slots(kept: torch.Tensor, expert: torch.Tensor, counts: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
     """[T, K] index of each kept copy among its source's copies for the same expert."""
     if given is not None:
         return given.long() - (torch.cumsum(counts, 0) - counts)[expert]

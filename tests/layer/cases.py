@@ -1,0 +1,225 @@
+"""The cases of the layer's promise, and the check that every one of them goes through.
+
+A case is a workload and a configuration; `check_case` makes the layer, runs dispatch, an expert per row and
+combine, and compares every row, weight, count and offset with the plain-torch reference. Topologies are not
+part of a case: every case runs on several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from triton_ep import EPAll2AllLayer
+from triton_ep.distributed import current_heap
+from triton_ep.reference import dispatch as dispatch_reference
+from triton_ep.testing import Workload, apply_experts, make_workload
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration and workload. `tokens` is per rank, repeated round the ranks; `experts` per rank."""
+
+    name: str
+    tokens: tuple[int, ...] = (7, 12, 5, 9)
+    hidden: int = 64
+    topk: int = 2
+    experts: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    idx_dtype: torch.dtype = torch.int32
+    routing: str = "uniform"
+    drop: float = 0.15
+    alignment: int = 1
+    weights: bool = True
+    scatter: bool = False
+    local_combine: bool = False
+    combine_weights: bool = False
+    static: bool = False
+    calls: int = 2
+    num_sm: int = 20
+
+
+CASES = (
+    Case("plain"),
+    Case("no_weights", weights=False),
+    Case("topk1", topk=1),
+    Case("topk3_fp32", topk=3, experts=4, dtype=torch.float32),
+    Case("topk4_int64", topk=4, experts=4, idx_dtype=torch.int64),
+    Case("topk5_fp16", topk=5, experts=8, dtype=torch.float16),
+    Case("topk6_one_expert_per_rank", topk=1, experts=1, drop=0.0),
+    Case("topk8_64_experts", topk=8, experts=64, tokens=(20, 3, 11, 33)),
+    Case("topk8_aligned16", topk=8, experts=8, alignment=16),
+    Case("aligned128", alignment=128, experts=3),
+    Case("hidden_off_tile", hidden=100, topk=3, experts=5),
+    Case("hidden_odd", hidden=37, topk=2, experts=3),
+    Case("hidden_wide", hidden=520, tokens=(17, 40, 1, 18)),
+    Case("zero_tokens_on_a_rank", tokens=(6, 0, 9, 3)),
+    Case("zero_tokens_everywhere", tokens=(0,)),
+    Case("all_to_one_expert", routing="one_expert", drop=0.0, topk=1),
+    Case("all_to_one_rank", routing="one_expert", drop=0.0, topk=4, experts=8),
+    Case("all_dropped", routing="all_dropped"),
+    Case("skewed", routing="skewed", topk=4, experts=8, tokens=(30, 2, 17, 24)),
+    Case("same_expert_twice", routing="duplicates", topk=4, experts=8),
+    Case("scatter_given", scatter=True, topk=4, experts=4),
+    Case("scatter_given_int64", scatter=True, topk=2, experts=4, idx_dtype=torch.int64),
+    Case("local_combine", local_combine=True, topk=4, experts=4),
+    Case("local_combine_weighted", local_combine=True, topk=8, experts=8, combine_weights=True),
+    Case("local_combine_duplicates", local_combine=True, routing="duplicates", topk=4, experts=4),
+    Case("weighted_combine", combine_weights=True, topk=4, experts=4),
+    Case("static", static=True, topk=4, experts=4),
+    Case("static_aligned_local", static=True, topk=4, experts=4, alignment=16, local_combine=True),
+    Case("one_program", num_sm=1, topk=4, experts=4),
+    Case("many_tokens", tokens=(70, 33, 65, 50), topk=2, experts=4, hidden=32, calls=1),
+)
+
+
+def workloads(case: Case, world_size: int, call: int) -> list[Workload]:
+    """Inputs of all ranks of one call; other calls of a case have other data and token counts."""
+    return [
+        make_workload(
+            rank,
+            world_size,
+            case.tokens[(rank + call) % len(case.tokens)],
+            hidden=case.hidden,
+            topk=case.topk,
+            num_experts=case.experts * world_size,
+            dtype=case.dtype,
+            seed=call * 131 + len(case.name),
+            routing=case.routing,
+            drop=case.drop,
+            idx_dtype=case.idx_dtype,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def make_layer(case: Case, rank: int, nodes: int, ranks_per_node: int, group=None, **kwargs) -> EPAll2AllLayer:
+    """Layer of a case; `kwargs` replace constructor arguments."""
+    world_size = nodes * ranks_per_node
+    total = sum(case.tokens[r % len(case.tokens)] for r in range(world_size)) + max(case.tokens)
+    arguments = {
+        "max_tokens": max(*case.tokens, 1),
+        "dtype": case.dtype,
+        "num_sm": case.num_sm,
+        "enable_local_combine": case.local_combine,
+        "alignment": case.alignment,
+        "capacity": total * case.topk + case.experts * case.alignment if case.static else None,
+        "timeout_s": 60.0,
+        **kwargs,
+    }
+    return EPAll2AllLayer(
+        group if group is not None else dist.group.WORLD,
+        hidden=case.hidden,
+        topk=case.topk,
+        rank=rank,
+        num_tot_experts=case.experts * world_size,
+        local_world_size=ranks_per_node,
+        world_size=world_size,
+        **arguments,
+    )
+
+
+def full_scatter_indices(idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[T, K] position of each entry in a stable sort of this rank's entries by expert, dropped last."""
+    key = torch.where((idx < 0) | (idx >= num_experts), num_experts, idx.long()).flatten()
+    position = torch.empty_like(key)
+    position[torch.argsort(key, stable=True)] = torch.arange(key.numel())
+    return position.view(idx.shape).to(idx.dtype)
+
+
+@dataclass
+class Call:
+    """One dispatch as the reference sees it, and what the layer returned for it."""
+
+    case: Case
+    works: list[Workload]
+    expected: list[dispatch_reference.DispatchResult]
+    recv_x: torch.Tensor
+    recv_weights: torch.Tensor | None
+    desc: object
+
+
+def dispatch_and_check(layer: EPAll2AllLayer, case: Case, call: int) -> Call:
+    """Dispatch and compare bit for bit with the reference, in order."""
+    cfg, device = layer.config, current_heap().device
+    works = workloads(case, cfg.world_size, call)
+    mine = works[cfg.rank]
+    weights = [w.topk_weights for w in works] if case.weights else None
+    idxs = [w.topk_idx for w in works]
+    expected = [
+        dispatch_reference.dispatch([w.x for w in works], idxs, weights, r, cfg.num_experts, cfg.alignment)
+        for r in range(cfg.world_size)
+    ]
+    recv_x, recv_weights, desc = layer.dispatch(
+        mine.x.to(device),
+        mine.topk_idx.to(device),
+        mine.topk_weights.to(device) if case.weights else None,
+        full_scatter_indices(mine.topk_idx, cfg.num_experts).to(device) if case.scatter else None,
+    )
+    want = expected[cfg.rank]
+    rows = int(want.expert_offsets[-1])
+    exact = {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(desc.expert_offsets.cpu(), want.expert_offsets, **exact)
+    torch.testing.assert_close(desc.num_recv_tokens_per_expert.cpu(), want.num_recv_tokens_per_expert, **exact)
+    torch.testing.assert_close(desc.token_dst_scatter_idx.cpu(), want.dst_row[cfg.rank].to(torch.int32), **exact)
+    tokens = torch.tensor([w.x.shape[0] for w in works], dtype=torch.int32)
+    torch.testing.assert_close(desc.num_input_tokens_per_rank.cpu(), tokens, **exact)
+    assert int(desc.overflow) == 0
+    assert recv_x.shape[0] == (cfg.recv_capacity if case.static else rows)
+    torch.testing.assert_close(recv_x[:rows].cpu(), want.recv_x, **exact)
+    if case.weights:
+        assert recv_weights is not None
+        torch.testing.assert_close(recv_weights[:rows].cpu(), want.recv_weights, **exact)
+    else:
+        assert recv_weights is None
+    return Call(case, works, expected, recv_x, recv_weights, desc)
+
+
+def combine_and_check(layer: EPAll2AllLayer, done: Call) -> torch.Tensor:
+    """Apply the experts to what arrived, combine, and compare with the exact sum."""
+    cfg, case = layer.config, done.case
+    offsets = done.desc.expert_offsets
+    y = apply_experts(done.recv_x, offsets, cfg.rank * cfg.num_experts_per_rank)
+    weights = done.recv_weights if case.combine_weights else None
+    out = layer.combine(y, done.desc, weights)
+    ys = [
+        apply_experts(want.recv_x, want.expert_offsets, r * cfg.num_experts_per_rank)
+        for r, want in enumerate(done.expected)
+    ]
+    check_combined(out.cpu(), ys, done, cfg)
+    return out
+
+
+def check_combined(out: torch.Tensor, ys: list[torch.Tensor], done: Call, cfg) -> None:
+    """|out - exact sum| is at most one rounding to the dtype (with local combine: one per partial sum too)."""
+    case, mine = done.case, done.expected[cfg.rank]
+    owner, row = mine.dst_rank[cfg.rank], mine.dst_row[cfg.rank]
+    total = torch.zeros(row.shape[0], case.hidden, dtype=torch.float64)
+    size = torch.zeros_like(total)
+    for r, y in enumerate(ys):
+        token, k = torch.nonzero((owner == r) & (row >= 0), as_tuple=True)
+        term = y[row[token, k]].double()
+        if case.combine_weights:
+            term = term * done.expected[r].recv_weights[row[token, k]].double().unsqueeze(1)
+        total.index_add_(0, token, term)
+        size.index_add_(0, token, term.abs())
+    half_ulp = torch.finfo(case.dtype).eps / 2
+    # float32 accumulation of at most topk terms, then one rounding.
+    bound = total.abs() * half_ulp * (1 + 1e-6) + size * case.topk * 2.0**-24 + 1e-30
+    if case.local_combine:
+        bound = bound + size * half_ulp * 2
+    error = (out.double() - total).abs()
+    worst = (error - bound).max().item() if error.numel() else 0.0
+    assert worst <= 0, f"combine of {case.name} is off by {error.max().item()} (bound exceeded by {worst})"
+
+
+def check_case(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    """Several calls of one layer; run in every rank."""
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        for call in range(case.calls):
+            combine_and_check(layer, dispatch_and_check(layer, case, call))
+
+
+__all__ = ["CASES", "Case", "check_case", "combine_and_check", "dispatch_and_check", "make_layer"]

@@ -1,0 +1,259 @@
+"""Mistakes: a clear error, on every rank where it can be known, no hang, and the layer still works after it."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer
+from triton_ep import EPAll2AllLayer
+from triton_ep.distributed import current_heap
+from triton_ep.errors import (
+    AotMiss,
+    ConfigError,
+    EPError,
+    FinalizedError,
+    InputError,
+    PeerFailed,
+    StaleHandleError,
+    WaitTimeout,
+)
+
+CASE = Case("errors", tokens=(6,), hidden=32, topk=2, experts=2)
+TOPOLOGIES = [(1, 4), (2, 2)]
+
+
+def _inputs(rank, tokens=6):
+    device = current_heap().device
+    x = torch.full((tokens, CASE.hidden), float(rank + 1), dtype=CASE.dtype, device=device)
+    idx = torch.arange(tokens * 2, device=device).view(tokens, 2).to(torch.int32) % 8
+    return x, idx, torch.rand(tokens, 2, device=device)
+
+
+def _caught(call, *kinds):
+    """The error a call raises; fails if it raises none of these kinds."""
+    try:
+        call()
+    except kinds as error:
+        assert isinstance(error, EPError)
+        return type(error).__name__, str(error)
+    raise AssertionError(f"none of {[kind.__name__ for kind in kinds]} was raised")
+
+
+BAD_INPUTS = {
+    "too_many_tokens": (lambda x, i, w: (x.repeat(2, 1), i.repeat(2, 1), w.repeat(2, 1)), "max_tokens"),
+    "dtype": (lambda x, i, w: (x.float(), i, w), "torch.bfloat16"),
+    "hidden": (lambda x, i, w: (x[:, :31].contiguous(), i, w), "[any, 32]"),
+    "not_contiguous": (lambda x, i, w: (x.t().contiguous().t(), i, w), "contiguous"),
+    "index_dtype": (lambda x, i, w: (x, i.float(), w), "torch.int32"),
+    "index_shape": (lambda x, i, w: (x, i[:5], w), "[6, 2]"),
+    "weight_dtype": (lambda x, i, w: (x, i, w.double()), "torch.float32"),
+    "weight_shape": (lambda x, i, w: (x, i, w[:, :1].contiguous()), "[6, 2]"),
+    "not_a_tensor": (lambda x, i, w: (x.tolist(), i, w), "tensor"),
+    "device": (lambda x, i, w: (x.to("meta"), i, w), "meta"),
+}
+
+
+def _bad_input(rank, nodes, ranks_per_node, name):
+    spoil, _ = BAD_INPUTS[name]
+    with make_layer(CASE, rank, nodes, ranks_per_node) as layer:
+        args = _inputs(rank)
+        if rank == 1:
+            args = spoil(*args)
+        caught = _caught(lambda: layer.dispatch(*args), InputError, PeerFailed)
+        combine_and_check(layer, dispatch_and_check(layer, CASE, 1))
+    return caught
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_a_rejected_input_raises_on_every_rank(run_ranks, nodes, ranks_per_node, name):
+    """InputError where the mistake is, PeerFailed naming that rank elsewhere; the next call works."""
+    caught = run_ranks(_bad_input, nodes, ranks_per_node, name)
+    assert caught[1][0] == "InputError" and BAD_INPUTS[name][1] in caught[1][1]
+    for rank in (0, 2, 3):
+        assert caught[rank][0] == "PeerFailed" and "rank 1" in caught[rank][1]
+
+
+def _bad_id(rank, nodes, ranks_per_node, value):
+    with make_layer(CASE, rank, nodes, ranks_per_node) as layer:
+        x, idx, weights = _inputs(rank)
+        if rank == 2:
+            idx[3, 1] = value
+        caught = _caught(lambda: layer.dispatch(x, idx, weights), InputError)
+        combine_and_check(layer, dispatch_and_check(layer, CASE, 1))
+    return caught
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("value", [-2, 9, 2**31 - 1, -(2**31)])
+def test_an_illegal_expert_id_names_the_token_on_every_rank(run_ranks, nodes, ranks_per_node, value):
+    """Ids are checked on the device, before any row is sent."""
+    for _, text in run_ranks(_bad_id, nodes, ranks_per_node, value):
+        assert "exp_indices[3, 1] of rank 2" in text and "0 to 7" in text
+
+
+def _bad_scatter(rank, nodes, ranks_per_node, same):
+    with make_layer(CASE, rank, nodes, ranks_per_node) as layer:
+        x, idx, weights = _inputs(rank)
+        scatter = torch.argsort(torch.argsort(idx.flatten(), stable=True), stable=True).view(idx.shape).int()
+        if rank == 0:
+            scatter[0, 0] = scatter[4, 0] if same else 77
+        caught = _caught(lambda: layer.dispatch(x, idx, weights, scatter), InputError)
+        combine_and_check(layer, dispatch_and_check(layer, CASE, 1))
+    return caught
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("same", [False, True])
+def test_wrong_scatter_indices_raise_on_every_rank(run_ranks, nodes, ranks_per_node, same):
+    """A position out of range, or used twice, is found before anything is sent."""
+    for _, text in run_ranks(_bad_scatter, nodes, ranks_per_node, same):
+        assert "full_scatter_indices of rank 0" in text
+
+
+def _weights_on_some(rank, nodes, ranks_per_node):
+    with make_layer(CASE, rank, nodes, ranks_per_node) as layer:
+        x, idx, weights = _inputs(rank)
+        caught = _caught(lambda: layer.dispatch(x, idx, weights if rank != 3 else None), InputError)
+        combine_and_check(layer, dispatch_and_check(layer, CASE, 1))
+    return caught
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+def test_weights_on_some_ranks_only_raise_everywhere(run_ranks, nodes, ranks_per_node):
+    """All or none."""
+    assert all("without: [3]" in text for _, text in run_ranks(_weights_on_some, nodes, ranks_per_node))
+
+
+def _combine_mistakes(rank, nodes, ranks_per_node):
+    with (
+        make_layer(CASE, rank, nodes, ranks_per_node) as layer,
+        make_layer(CASE, rank, nodes, ranks_per_node) as other,
+    ):
+        done = dispatch_and_check(layer, CASE, 0)
+        theirs = dispatch_and_check(other, CASE, 0)
+        y = done.recv_x
+        texts = [
+            _caught(lambda: layer.combine(y[1:], done.desc), InputError),
+            _caught(lambda: layer.combine(y.float(), done.desc), InputError),
+            _caught(lambda: layer.combine(y.t().contiguous().t(), done.desc), InputError),
+            _caught(lambda: layer.combine(y, "desc"), InputError),
+            _caught(lambda: layer.combine(y, done.desc, torch.ones(3)), InputError),
+            _caught(lambda: layer.combine(theirs.recv_x, theirs.desc), StaleHandleError),
+        ]
+        combine_and_check(layer, done)
+        combine_and_check(other, theirs)
+    texts.append(_caught(lambda: layer.combine(y, done.desc), FinalizedError))
+    texts.append(_caught(lambda: layer.dispatch(*_inputs(rank)), FinalizedError))
+    layer.finalize()
+    with make_layer(CASE, rank, nodes, ranks_per_node) as again:
+        texts.append(_caught(lambda: again.combine(y, done.desc), StaleHandleError))
+    return len(texts)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+def test_combine_refuses_what_does_not_fit(run_ranks, nodes, ranks_per_node):
+    """Shapes, dtypes, foreign and stale descriptors, finalized layers; finalize is idempotent."""
+    assert run_ranks(_combine_mistakes, nodes, ranks_per_node) == [9] * 4
+
+
+BAD_CONFIGS = {
+    "experts": ({"num_tot_experts": 7}, ConfigError, "8"),
+    "max_tokens": ({"max_tokens": 0}, ConfigError, "max_tokens"),
+    "negative_hidden": ({"hidden": -4}, ConfigError, "hidden"),
+    "topk": ({"topk": 9}, ConfigError, "num_experts 8"),
+    "local_world_size": ({"local_world_size": 3}, ConfigError, "3"),
+    "rank": ({"rank": 1}, ConfigError, "rank"),
+    "world_size": ({"world_size": 8, "local_world_size": 8}, ConfigError, "8"),
+    "dtype": ({"dtype": torch.int8}, ConfigError, "int8"),
+    "weight_dtype": ({"weight_dtype": torch.float64}, ConfigError, "float64"),
+    "alignment": ({"alignment": 0}, ConfigError, "alignment"),
+    "capacity": ({"capacity": -5}, ConfigError, "-5"),
+    "timeout": ({"timeout_s": 0}, ConfigError, "timeout_s"),
+    "payload": ({"payload": "fp3"}, ConfigError, "fp3"),
+    "aot": ({"use_aot": True}, AotMiss, "use_aot=False"),
+}
+
+
+def _bad_config(rank, nodes, ranks_per_node, name):
+    changes, kind, words = BAD_CONFIGS[name]
+    arguments = {
+        "max_tokens": 4,
+        "hidden": 16,
+        "topk": 2,
+        "rank": rank,
+        "num_tot_experts": 8,
+        "local_world_size": ranks_per_node,
+        "world_size": nodes * ranks_per_node,
+    }
+    if name == "rank":
+        changes = {"rank": (rank + 1) % 4}
+    _, text = _caught(lambda: EPAll2AllLayer(dist.group.WORLD, **{**arguments, **changes}), kind)
+    assert words in text, text
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_a_configuration_that_cannot_work_is_refused(run_ranks, nodes, ranks_per_node, name):
+    """Before anything is allocated."""
+    run_ranks(_bad_config, nodes, ranks_per_node, name)
+
+
+def _late(rank, nodes, ranks_per_node, where):
+    layer = make_layer(CASE, rank, nodes, ranks_per_node, timeout_s=2.0)
+    device = current_heap().device
+    done = dispatch_and_check(layer, CASE, 0)
+    combine_and_check(layer, done)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(6)
+        result = None
+    elif where == "dispatch":
+        result = _caught(lambda: layer.dispatch(*_inputs(rank)), WaitTimeout)
+    else:
+
+        def combine():
+            layer.combine(done.recv_x, done.desc)
+            layer.check()
+
+        result = _caught(combine, WaitTimeout)
+    took = time.monotonic() - start
+    if result is not None:
+        again = _caught(lambda: layer.dispatch(*_inputs(rank)), WaitTimeout)
+        assert "out of step" in again[1]
+    dist.barrier()
+    layer.context.failure = layer.context.failure or "the other ranks gave up"
+    layer.finalize()
+    return result, took
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("where", ["dispatch", "combine"])
+def test_a_late_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_node, where):
+    """Every waiting rank raises WaitTimeout; in combine, those that wait for the late rank's rows."""
+    results = run_ranks(_late, nodes, ranks_per_node, where)
+    for rank, (caught, took) in enumerate(results):
+        if rank == 1:
+            continue
+        assert caught[0] == "WaitTimeout" and "missing rank" in caught[1]
+        if where == "dispatch" or rank // ranks_per_node == 1 // ranks_per_node:
+            assert "missing rank 1;" in caught[1], caught[1]
+        assert took < 2.0 * 2 + 3
+
+
+def _killed(rank, nodes, ranks_per_node):
+    layer = make_layer(CASE, rank, nodes, ranks_per_node, timeout_s=20.0)
+    combine_and_check(layer, dispatch_and_check(layer, CASE, 0))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    caught = _caught(lambda: layer.dispatch(*_inputs(rank)), PeerFailed, WaitTimeout)
+    return caught, time.monotonic() - start

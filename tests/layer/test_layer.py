@@ -1,0 +1,21 @@
+"""The layer's promise on every topology: rows, weights, counts and sums equal the plain-torch reference."""
+
+import pytest
+
+from tests.layer.cases import CASES, check_case
+
+TOPOLOGIES = ((1, 1), (1, 2), (1, 4), (2, 2), (4, 1))
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES, ids=lambda n: str(n))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_dispatch_and_combine_equal_the_reference(run_ranks, nodes, ranks_per_node, case):
+    """Every kept copy arrives in its row bit for bit; combine is within one rounding of the exact sum."""
+    run_ranks(check_case, nodes, ranks_per_node, case)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 8), (2, 4), (4, 2)])
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("plain", "skewed", "local_combine")])
+def test_eight_ranks(run_ranks, nodes, ranks_per_node, case):
+    """The same with eight ranks on one, two and four nodes."""
+    run_ranks(check_case, nodes, ranks_per_node, case, timeout_s=120)

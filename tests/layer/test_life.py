@@ -1,0 +1,165 @@
+"""What holds over many calls: live descriptors, growth, other groups, random sizes, chaos."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer, workloads
+from triton_ep.distributed import current_heap
+
+SMALL = Case("small", hidden=32, topk=2, experts=2)
+TOPOLOGIES = [(1, 2), (1, 4), (2, 2), (4, 1)]
+
+
+def _three_live(rank, nodes, ranks_per_node, order):
+    with make_layer(SMALL, rank, nodes, ranks_per_node) as layer:
+        live = [dispatch_and_check(layer, SMALL, call) for call in range(3)]
+        for index in order:
+            combine_and_check(layer, live[index])
+        # A descriptor may be combined again, as recomputation does.
+        combine_and_check(layer, live[order[0]])
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_three_live_descriptors_combine_in_any_order(run_ranks, nodes, ranks_per_node, order):
+    """Rows and routing of one dispatch survive two later ones."""
+    run_ranks(_three_live, nodes, ranks_per_node, order)
+
+
+def _two_groups(rank, nodes, ranks_per_node):
+    world = nodes * ranks_per_node
+    halves = [list(range(0, world, 2)), list(range(1, world, 2))]
+    groups = [dist.new_group(half) for half in halves]
+    mine = rank % 2
+    sub = Case("sub", hidden=48, topk=2, experts=3)
+    sub_rank = halves[mine].index(rank)
+    with (
+        make_layer(sub, sub_rank, 1, world // 2, group=groups[mine]) as inner,
+        make_layer(SMALL, rank, nodes, ranks_per_node) as outer,
+    ):
+        for call in range(3):
+            a = dispatch_and_check(inner, sub, call + mine)
+            b = dispatch_and_check(outer, SMALL, call)
+            combine_and_check(inner, a)
+            combine_and_check(outer, b)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4), (2, 2)])
+def test_layers_over_sub_groups_live_side_by_side(run_ranks, nodes, ranks_per_node):
+    """Two disjoint sub-groups (interleaved ranks) and the world, used in turn."""
+    run_ranks(_two_groups, nodes, ranks_per_node)
+
+
+def _growth(rank, nodes, ranks_per_node, local_combine):
+    world = nodes * ranks_per_node
+    few = Case("few", tokens=(2,), topk=2, experts=2, drop=0.0, local_combine=local_combine)
+    all_here = replace(few, name="all", tokens=(24,), routing="one_expert")
+    with make_layer(few, rank, nodes, ranks_per_node, max_tokens=24) as layer:
+        # Room for the average only; everything to one rank needs `world` times as much.
+        ctx = layer.context
+        ctx.heap.barrier(ctx.group)
+        before = ctx.sizes
+        for call, case in enumerate((few, all_here, few, all_here)):
+            combine_and_check(layer, dispatch_and_check(layer, case, call))
+        if world > 2:
+            assert ctx.sizes.output_rows > before.output_rows or local_combine
+        rows, weights = ctx.reallocate_dispatch_output_buf(ctx.sizes.output_rows + 100)
+        assert rows.shape[0] >= before.output_rows + 100 and weights.shape == rows.shape[:1]
+        combine_and_check(layer, dispatch_and_check(layer, few, 7))
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("local_combine", [False, True])
+def test_buffers_grow(run_ranks, nodes, ranks_per_node, local_combine):
+    """An exact layer takes what comes; after growth everything still holds."""
+    run_ranks(_growth, nodes, ranks_per_node, local_combine)
+
+
+def _many_calls(rank, nodes, ranks_per_node, calls, seed, case):
+    draw = random.Random(seed)
+    with make_layer(case, rank, nodes, ranks_per_node, max_tokens=24) as layer:
+        live = []
+        for call in range(calls):
+            tokens = tuple(draw.choice((0, 1, 2, 5, 16, 17, 24)) for _ in range(4))
+            routing = draw.choice(("uniform", "skewed", "one_expert", "all_dropped"))
+            now = replace(case, tokens=tokens, routing=routing, weights=draw.random() < 0.5)
+            live.append(dispatch_and_check(layer, now, call))
+            if len(live) > 1 and draw.random() < 0.7:
+                combine_and_check(layer, live.pop(draw.randrange(len(live))))
+        for call in live[:4]:
+            combine_and_check(layer, call)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4), (2, 2)])
+@pytest.mark.parametrize("local_combine", [False, True])
+def test_two_hundred_calls_of_random_sizes(run_ranks, nodes, ranks_per_node, local_combine):
+    """State left behind by any call would show in a later one."""
+    case = Case("random", hidden=16, topk=2, experts=2, local_combine=local_combine)
+    run_ranks(_many_calls, nodes, ranks_per_node, 100, 5, case, timeout_s=200)
+    run_ranks(_many_calls, nodes, ranks_per_node, 100, 6, replace(case, topk=3, hidden=24), timeout_s=200)
+
+
+def _static_overflow(rank, nodes, ranks_per_node, local_combine):
+    """Rows beyond the capacity are counted and dropped; the others are right, and so is the next call."""
+    case = Case("over", tokens=(8,), topk=2, experts=2, drop=0.0, routing="one_expert", local_combine=local_combine)
+    world, room = nodes * ranks_per_node, 12
+    with make_layer(case, rank, nodes, ranks_per_node, capacity=room) as layer:
+        works = workloads(case, world, 0)
+        mine, device = works[rank], current_heap().device
+        recv_x, recv_weights, desc = layer.dispatch(
+            mine.x.to(device), mine.topk_idx.to(device), mine.topk_weights.to(device)
+        )
+        hot = int(mine.topk_idx[0, 0]) // case.experts
+        arriving = 8 * world * (2 if int(mine.topk_idx[0, 1]) // case.experts == hot else 1)
+        if rank == hot:
+            assert int(desc.overflow) == arriving - room
+            assert int(desc.expert_offsets[-1]) == room
+        assert recv_x.shape == (room, case.hidden) and recv_weights.shape == (room,)
+        out = layer.combine(torch.ones_like(recv_x), desc)
+        # Every kept copy adds 1, a dropped one nothing.
+        kept = (desc.token_dst_scatter_idx >= 0).sum(1, keepdim=True).expand_as(out)
+        torch.testing.assert_close(out.float(), kept.float(), rtol=0, atol=0)
+        assert (int(kept.max()) <= 2 and int(kept.min()) == 0) or arriving <= room
+        quiet = replace(case, tokens=(1,), routing="uniform", static=True)
+        small = dispatch_and_check(layer, quiet, 1)
+        assert int(small.desc.overflow) == 0
+        combine_and_check(layer, small)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4), (2, 2)])
+@pytest.mark.parametrize("local_combine", [False, True])
+def test_static_overflow_is_flagged_and_harmless(run_ranks, nodes, ranks_per_node, local_combine):
+    """Overflow never corrupts a row that fits."""
+    run_ranks(_static_overflow, nodes, ranks_per_node, local_combine)
+
+
+def _same_bits(rank, nodes, ranks_per_node):
+    outputs = []
+    with make_layer(SMALL, rank, nodes, ranks_per_node) as layer:
+        for _ in range(3):
+            done = dispatch_and_check(layer, SMALL, 0)
+            outputs.append(combine_and_check(layer, done).cpu())
+    assert all(torch.equal(out, outputs[0]) for out in outputs)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4), (2, 2)])
+def test_same_input_gives_same_bits(run_ranks, nodes, ranks_per_node):
+    """No order of arrival decides a row or a sum."""
+    run_ranks(_same_bits, nodes, ranks_per_node)
+
+
+def _barriers(rank, nodes, ranks_per_node):
+    with make_layer(SMALL, rank, nodes, ranks_per_node) as layer:
+        for step in range(5):
+            layer.ep_barrier_all(None, intra_node_only=step % 2 == 1)
+            layer.check()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+def test_barriers_of_both_scopes(run_ranks, nodes, ranks_per_node):
+    """Barriers of all ranks and of one node count separately."""
+    run_ranks(_barriers, nodes, ranks_per_node)

@@ -1,0 +1,303 @@
+"""Starting a job: who this process is, its process group, and the symmetric heap.
+
+initialize_distributed    in every rank, however it was started: torchrun, mpirun, srun, run_ranks, a store,
+                          or a process group that is already there
+run_ranks                 starts the ranks of a program that was started bare
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_ep.environment import read_environment
+from triton_ep.errors import ConfigError, EPError
+from triton_ep.heap import host, nvshmem
+from triton_ep.heap.base import SymmetricHeap
+from triton_ep.rendezvous import Place, find_place, joining
+from triton_ep.runtime import INTERPRETING
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What initialize_distributed made; the one per process."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    heap: SymmetricHeap
+    owns_group: bool
+
+
+_job: _Job | None = None
+_spawned: tuple[int, int, int] | None = None  # (rank, world_size, port) in a process that run_ranks started
+
+
+def initialize_distributed(
+    backend: str = "auto",
+    local_world_size: int | None = None,
+    timeout_s: float = 60,
+    *,
+    heap_bytes: int | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> tuple[int, int]:
+    """Join the job: choose the GPU, make the process group, start the symmetric heap. Collective.
+
+    A process group that exists already is used, and outlives `finalize_distributed`. Otherwise rank and size come
+    from the arguments, from torchrun, mpirun, srun, or `run_ranks`; a process started by none is a job of one.
+
+    Args:
+        backend: "nvshmem" (GPUs), "host" (CPU ranks of one host), or "auto": whichever fits how kernels run here.
+        local_world_size: ranks per node; None = ranks per host. Smaller than that, it makes virtual nodes.
+        timeout_s: bound on every rank's joining, and on later host-side collectives, in seconds.
+        heap_bytes: symmetric memory per rank; None = TRITON_EP_HEAP_SIZE, NVSHMEM_SYMMETRIC_SIZE, or a default.
+        store, rank, world_size: a torch store that all ranks share, and this process in the job; all or none.
+
+    Returns:
+        (rank, world_size).
+
+    Raises:
+        ConfigError: arguments or environment that cannot work.
+        HeapError: the heap could not be started.
+        PeerFailed: not all ranks came within `timeout_s`.
+    """
+    global _job
+    if _job is not None:
+        raise ConfigError(
+            "initialize_distributed was called twice. Call finalize_distributed() in between to start anew."
+        )
+    chosen = _choose_backend(backend)
+    environment = read_environment()
+    heap_bytes = heap_bytes if heap_bytes is not None else environment.heap_bytes
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        place = find_place(environment, _spawned, store, rank, world_size, timeout_s)
+        _choose_gpu(chosen, place.local_rank)
+        _make_group(chosen, place, timeout_s)
+    elif (store, rank, world_size) != (None, None, None):
+        raise ConfigError("a process group exists already, so store, rank and world_size must not be given.")
+    try:
+        ranks_per_node = _ranks_per_node(local_world_size)
+        heap = _make_heap(chosen, heap_bytes)
+    except BaseException:
+        if owns_group:
+            dist.destroy_process_group()
+        raise
+    _job = _Job(dist.get_rank(), dist.get_world_size(), ranks_per_node, heap, owns_group)
+    return _job.rank, _job.world_size
+
+
+def finalize_distributed() -> None:
+    """Close the heap, and the process group if `initialize_distributed` made it. Collective, idempotent."""
+    global _job
+    if _job is None:
+        return
+    _job.heap.close()
+    if _job.owns_group:
+        dist.destroy_process_group()
+    _job = None
+
+
+def current_heap() -> SymmetricHeap:
+    """The symmetric heap of this process.
+
+    Raises:
+        EPError: `initialize_distributed` has not been called.
+    """
+    return _current_job().heap
+
+
+def local_world_size() -> int:
+    """Ranks per node: what `initialize_distributed` was told, or ranks per host.
+
+    Raises:
+        EPError: `initialize_distributed` has not been called.
+    """
+    return _current_job().local_world_size
+
+
+def launched_by() -> str:
+    """What started this process: "torchrun", "mpirun", "srun", "run_ranks" or "none"."""
+    return "run_ranks" if _spawned is not None else read_environment().launcher
+
+
+def _current_job() -> _Job:
+    if _job is None:
+        raise EPError("there is no symmetric heap yet. Call triton_ep.initialize_distributed() first.")
+    return _job
+
+
+# --- joining --------------------------------------------------------------------------------------------------
+
+
+def _choose_backend(asked: str) -> str:
+    fitting = "host" if INTERPRETING else "nvshmem"
+    if asked not in ("auto", "host", "nvshmem"):
+        raise ConfigError(f'backend={asked!r} is none of "auto", "host", "nvshmem".')
+    if asked not in ("auto", fitting):
+        how = "interpreted, on CPU tensors" if INTERPRETING else "compiled, for GPU tensors"
+        raise ConfigError(
+            f"backend={asked!r} does not fit: kernels of this process are {how}, which takes backend={fitting!r}. "
+            "TRITON_INTERPRET in the environment (1 or 0) decides which."
+        )
+    return fitting
+
+
+def _choose_gpu(backend: str, local_rank: int | None) -> None:
+    """Take the GPU with the number of this rank on its host; keep the current one where nobody says."""
+    if backend != "nvshmem" or local_rank is None:
+        return
+    count = torch.cuda.device_count()
+    if local_rank >= count > 1 or count == 0:
+        raise ConfigError(
+            f"this is rank {local_rank} of its host, which shows {count} GPUs. Start at most one rank per GPU."
+        )
+    torch.cuda.set_device(local_rank if count > 1 else 0)
+
+
+def _make_group(backend: str, place: Place, timeout_s: float) -> None:
+    limit = timedelta(seconds=timeout_s)
+    with joining(place.rank, place.world_size, timeout_s):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if backend == "nvshmem" else "gloo",
+            store=place.store(),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=limit,
+        )
+
+
+def _ranks_per_node(told: int | None) -> int:
+    """Ranks per node: as told, or ranks per host. Collective.
+
+    Raises:
+        ConfigError: it does not divide the world, or hosts have different numbers of ranks or interleaved ones.
+    """
+    world_size = dist.get_world_size()
+    hosts: list[Any] = [None] * world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    per_host = hosts.count(hosts[0])
+    if told is None:
+        if any(hosts[rank] != hosts[rank - rank % per_host] for rank in range(world_size)) or world_size % per_host:
+            raise ConfigError(
+                f"hosts have different numbers of ranks, or ranks of one host are not numbered in a row: {hosts}. "
+                "Start the same number on each host, or pass local_world_size."
+            )
+        return per_host
+    if told < 1 or world_size % told:
+        raise ConfigError(f"local_world_size={told} does not divide the {world_size} ranks of the job.")
+    return told
+
+
+def _make_heap(backend: str, heap_bytes: int | None) -> SymmetricHeap:
+    module, kind = (host, host.HostHeap) if backend == "host" else (nvshmem, nvshmem.NvshmemHeap)
+    return kind(heap_bytes if heap_bytes is not None else module.DEFAULT_BYTES)
+
+
+# --- starting ranks -------------------------------------------------------------------------------------------
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> None:
+    """Run function(*args) in `num_ranks` processes of this host, in which `initialize_distributed` works.
+
+    For programs that were started bare. The function must be importable by the child: at the top level of a
+    module, or of the script, which then needs its `if __name__ == "__main__":`. With GPUs rank r gets GPU r.
+
+    Raises:
+        EPError: a rank raised or died; the message has its traceback. The other ranks are ended.
+        ConfigError: more ranks than GPUs.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks is {num_ranks}; at least 1 is needed.")
+    if not INTERPRETING and num_ranks > torch.cuda.device_count():
+        raise ConfigError(f"{num_ranks} ranks need {num_ranks} GPUs, there are {torch.cuda.device_count()}.")
+    # A process that has touched CUDA cannot be forked.
+    context = multiprocessing.get_context("forkserver" if INTERPRETING else "spawn")
+    if INTERPRETING:
+        context.set_forkserver_preload(["torch", "triton_ep.layer"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    try:
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank,
+                args=(theirs, os.getpid(), (rank, num_ranks, store.port), function, args),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            ranks.append((process, ours))
+        _await_ranks(ranks)
+    finally:
+        for process, ours in ranks:
+            process.kill()
+            process.join()
+            ours.close()
+
+
+def _await_ranks(ranks: list[tuple[Any, Connection]]) -> None:
+    left = {ours: rank for rank, (_, ours) in enumerate(ranks)}
+    while left:
+        for ours in wait(list(left)):
+            assert isinstance(ours, Connection)
+            rank = left.pop(ours)
+            try:
+                failure = ours.recv()
+            except EOFError:
+                process = ranks[rank][0]
+                process.join()
+                failure = f"the process ended with exit code {process.exitcode}"
+            if failure is not None:
+                raise EPError(f"rank {rank} of {len(ranks)} failed:\n{failure}")
+
+
+def _run_rank(
+    channel: Connection,
+    parent: int,
+    place: tuple[int, int, int],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Life of a rank: run, report None or a traceback."""
+    global _spawned
+    die_with(os.pidfd_open(parent))
+    _spawned = place
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place[1]))
+    try:
+        function(*args)
+    except BaseException:
+        channel.send(traceback.format_exc())
+        if _job is not None:
+            _job.heap.abort(traceback.format_exc(limit=0).strip())
+        sys.stdout.flush()
+        os._exit(1)
+    channel.send(None)
+
+
+def die_with(owner_fd: int) -> None:
+    """End this process as soon as the one that `owner_fd` (a pidfd) names has ended."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(owner_fd, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="die-with-owner", daemon=True).start()

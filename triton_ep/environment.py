@@ -1,0 +1,153 @@
+"""The environment variables that triton_ep looks at, read here and nowhere else.
+
+Nobody has to set one. The launchers set theirs:
+
+    torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    mpirun      OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}, PMIX_NAMESPACE; or PMI_RANK, PMI_SIZE,
+                MPI_LOCALRANKID, MPI_LOCALNRANKS (MPICH, Intel MPI)
+    srun        SLURM_STEP_ID, SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
+
+and these override a choice:
+
+    TRITON_INTERPRET                  1 interprets kernels on CPU ranks, 0 compiles them
+    TRITON_EP_HEAP_SIZE               bytes of the symmetric heap per rank; suffixes K, M, G (powers of 1024)
+    NVSHMEM_SYMMETRIC_SIZE            the same, by NVSHMEM's own name; asked second
+    MASTER_ADDR, MASTER_PORT          where rank 0 listens, for jobs over several hosts without torchrun
+    NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME, NVSHMEM_REMOTE_TRANSPORT
+                                      NVSHMEM's own; a job on one host that leaves them alone gets lo and none
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from triton_ep.errors import ConfigError
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What the environment says about this process; None = it says nothing.
+
+    Attributes:
+        triton_interpret: TRITON_INTERPRET as a truth value.
+        launcher: "torchrun", "mpirun", "srun" or "none".
+        rank, world_size, local_rank, local_size: this process in its job, and on its host.
+        job: a name that all processes of this job share and no other running job has.
+        master_addr, master_port: where rank 0 listens.
+        heap_bytes: symmetric heap per rank.
+        nvshmem: NVSHMEM's own variables that are set.
+    """
+
+    triton_interpret: bool | None = None
+    launcher: str = "none"
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+    job: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    heap_bytes: int | None = None
+    nvshmem: tuple[str, ...] = ()
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read the environment of this process, or `variables` in its place.
+
+    Raises:
+        ConfigError: a variable does not hold what it must.
+    """
+    env = os.environ if variables is None else variables
+    heap = next((name for name in ("TRITON_EP_HEAP_SIZE", "NVSHMEM_SYMMETRIC_SIZE") if env.get(name)), None)
+    port = _integer(env, "MASTER_PORT")
+    return Environment(
+        triton_interpret=_truth(env, "TRITON_INTERPRET"),
+        master_addr=env.get("MASTER_ADDR") or None,
+        master_port=port,
+        heap_bytes=parse_bytes(heap, env[heap]) if heap else None,
+        nvshmem=tuple(sorted(name for name in env if name.startswith("NVSHMEM_"))),
+        **_read_launcher(env),
+    )
+
+
+def set_defaults(defaults: Mapping[str, str]) -> None:
+    """Set variables for a library that reads them in this process, where the user has not.
+
+    For NVSHMEM, which has no other interface for its settings.
+    """
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Bytes of "2G", "512M", "1073741824"; `name` is what the error calls it.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    if not found or float(found[1]) <= 0:
+        raise ConfigError(f"{name}={text!r} is no size in bytes. Write a number, or one with K, M, G or T: 2G.")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def _read_launcher(env: Mapping[str, str]) -> dict[str, object]:
+    """Fields of Environment that a launcher decides. The innermost launcher wins: mpirun inside sbatch."""
+    if "LOCAL_RANK" in env and "RANK" in env:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return _launcher(env, "torchrun", names, "TORCHELASTIC_RUN_ID")
+    if "OMPI_COMM_WORLD_RANK" in env:
+        names = tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        job = "PMIX_NAMESPACE" if "PMIX_NAMESPACE" in env else "OMPI_MCA_ess_base_jobid"
+        return _launcher(env, "mpirun", names, job)
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+        fields = _launcher(env, "srun", names, "SLURM_JOB_ID")
+        per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        fields["local_size"] = int(per_node[0]) if per_node else None
+        fields["job"] = f"{fields['job']}.{env['SLURM_STEP_ID']}"
+        return fields
+    if "PMI_RANK" in env:
+        return _launcher(env, "mpirun", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "PMI_ID")
+    return {}
+
+
+def _launcher(env: Mapping[str, str], launcher: str, names: tuple[str, ...], job: str) -> dict[str, object]:
+    rank, world_size, local_rank, local_size = (_integer(env, name) for name in names)
+    if rank is None or world_size is None:
+        raise ConfigError(f"{launcher} set {names[0]} but not {names[1]}: start the program by {launcher} itself.")
+    return {
+        "launcher": launcher,
+        "rank": rank,
+        "world_size": world_size,
+        "local_rank": local_rank,
+        "local_size": local_size,
+        # The parent is the launcher's daemon: another job has another one.
+        "job": env.get(job) or f"parent{os.getppid()}",
+    }
+
+
+def _integer(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} in the environment is no integer.") from None
+
+
+def _truth(env: Mapping[str, str], name: str) -> bool | None:
+    text = env.get(name, "").strip().lower()
+    if text in ("1", "true", "on", "y", "yes"):
+        return True
+    if text in ("0", "false", "off", "n", "no"):
+        return False
+    if text:
+        raise ConfigError(f"{name}={text!r} in the environment is neither 1 nor 0.")
+    return None

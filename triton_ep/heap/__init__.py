@@ -1,0 +1,1 @@
+"""The symmetric heap: base.py has the protocol, host.py and nvshmem.py the two backends."""

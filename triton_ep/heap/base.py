@@ -1,0 +1,209 @@
+"""The symmetric heap: memory that every rank of a group can address in all of them.
+
+One protocol, two backends: host.py (shared memory of CPU ranks) and nvshmem.py (GPUs). A rank allocates from
+its own arena and the members of the group then tell each other where, so offsets may differ between ranks and
+two disjoint groups may allocate at the same time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_ep.errors import FinalizedError, HeapError, PeerFailed
+from triton_ep.heap.allocator import Arena
+
+
+@dataclass(frozen=True)
+class SymmTensor:
+    """One symmetric allocation, as a member of its group sees it.
+
+    Valid until `SymmetricHeap.free`, or until the heap is closed.
+
+    Attributes:
+        local: this rank's copy, on the heap's device, 256-byte aligned.
+        addrs: [n] int64 on that device, n = members of the group: address through which THIS rank loads and
+            stores the copy of member m; 0 = not reachable by peer access.
+        net_addrs: [n] int64 on that device: address that names member m's copy to a put function.
+        nbytes: size of each copy.
+        offset: where the copy lies in this rank's arena, in bytes.
+    """
+
+    local: torch.Tensor
+    addrs: torch.Tensor
+    net_addrs: torch.Tensor
+    nbytes: int
+    offset: int
+
+
+class SymmetricHeap(ABC):
+    """Symmetric memory of one process. Made by `initialize_distributed`, ended by `close`.
+
+    Nothing is freed by a destructor: symmetric memory freed out of step hangs the other ranks.
+
+    Attributes:
+        backend: "host" or "nvshmem".
+        network: "p2p" if puts are stores through `addrs`, "nvshmem" if they call NVSHMEM.
+        device: where the memory is.
+        rank, world_size: this process in the world.
+        remedy: what to do when an allocation finds no room; {gib} stands for the heap size it needs.
+    """
+
+    backend: str
+    network: str
+    device: torch.device
+    rank: int
+    world_size: int
+    remedy: str
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._closed = False
+
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype, group: Any = None) -> SymmTensor:
+        """Allocate a zero-filled tensor of that shape on every member; collective over `group` alone.
+
+        group: process group, any sub-group of the world; None = the world.
+
+        Raises:
+            HeapError: there is no room on one member, on all members: bytes asked, bytes free, what to do.
+            FinalizedError: after `close`.
+        """
+        self._check_open()
+        count = 1
+        for extent in shape:
+            if extent < 0:
+                raise HeapError(f"a symmetric tensor cannot have the shape {list(shape)}.")
+            count *= int(extent)
+        nbytes = max(count * dtype.itemsize, 1)
+        told, offset = self._take(nbytes, group)
+        if offset is None or any(there is None for _, there, *_ in told):
+            self._give_back(offset, nbytes)
+            if not self._grow(nbytes, group):
+                raise self._no_room(told, nbytes)
+            told, offset = self._take(nbytes, group)
+            if offset is None or any(there is None for _, there, *_ in told):
+                self._give_back(offset, nbytes)
+                raise self._no_room(told, nbytes)
+        members = [rank for rank, *_ in told]
+        offsets = [there for _, there, *_ in told]
+        local = self._zeroed(offset, nbytes)
+        self.barrier(group)
+        return SymmTensor(
+            local=local[: count * dtype.itemsize].view(dtype).view(*shape),
+            addrs=self._table(self._addresses(members, offsets)),
+            net_addrs=self._table(self._net_addresses(members, offsets)),
+            nbytes=nbytes,
+            offset=offset,
+        )
+
+    def free(self, tensor: SymmTensor) -> None:
+        """Give this rank's copy back. Local: the caller knows that no member uses it any more."""
+        self._check_open()
+        self._arena.give(tensor.offset, tensor.nbytes)
+        self._discard(tensor.offset, tensor.nbytes)
+
+    def available(self) -> int:
+        """Bytes of the largest allocation that would find room on this rank now."""
+        return self._arena.largest_free()
+
+    def pes(self, group: Any = None) -> torch.Tensor:
+        """[n] int32 on the device: world rank of every member of `group`; collective over it."""
+        return torch.tensor(self._gather(self.rank, group), dtype=torch.int32, device=self.device)
+
+    def barrier(self, group: Any = None) -> None:
+        """Wait on the host until all members of `group` have come here; work on streams is not awaited.
+
+        Raises:
+            PeerFailed: a member is gone, or late.
+        """
+        self._check_open()
+        self._gather(None, group)  # not dist.barrier: with NCCL that would be a kernel
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give all memory back; collective over the world, idempotent."""
+
+    @abstractmethod
+    def failed_peer(self) -> int | None:
+        """World rank of a peer that died or aborted, if this backend can tell."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Make peers that wait for this rank fail with `reason`, where the backend can."""
+
+    # --- steps of alloc -----------------------------------------------------------------------------------
+
+    def _take(self, nbytes: int, group: Any) -> tuple[list[Any], int | None]:
+        """Take a piece here, and hear from all members: (world rank, offset or None, bytes asked, bytes free)."""
+        offset = self._arena.take(nbytes)
+        told = self._gather((self.rank, offset, nbytes, self.available()), group)
+        sizes = sorted({asked for _, _, asked, _ in told})
+        if len(sizes) > 1:
+            self._give_back(offset, nbytes)
+            raise HeapError(
+                f"the ranks of a group asked for different sizes of one symmetric tensor: {sizes} bytes. "
+                "Give all ranks the same configuration."
+            )
+        return told, offset
+
+    def _give_back(self, offset: int | None, nbytes: int) -> None:
+        if offset is not None:
+            self._arena.give(offset, nbytes)
+
+    def _no_room(self, told: list[Any], nbytes: int) -> HeapError:
+        rank, free = next((rank, free) for rank, there, _, free in told if there is None)
+        needed = -(-(self._arena.size - free + nbytes) // 2**30)
+        return HeapError(
+            f"no room for {nbytes} bytes of symmetric memory on rank {rank}: {free} of {self._arena.size} bytes are "
+            f"free in one piece. {self.remedy.format(gib=needed)}"
+        )
+
+    def _gather(self, value: Any, group: Any) -> list[Any]:
+        """What every member of `group` gave.
+
+        Raises:
+            PeerFailed: a member is gone, or did not come within the process group's own time limit.
+        """
+        told: list[Any] = [None] * dist.get_world_size(group)
+        try:
+            dist.all_gather_object(told, value, group=group)
+        except RuntimeError as error:
+            peer = self.failed_peer()
+            who = "a rank of the group" if peer is None else f"rank {peer}"
+            raise PeerFailed(
+                f"rank {self.rank} met the other ranks in the symmetric heap, but {who} is gone or late: {error}"
+            ) from error
+        return told
+
+    def _grow(self, nbytes: int, group: Any) -> bool:
+        """Make room for `nbytes` more on every member, collectively; False if this heap cannot."""
+        return False
+
+    def _table(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise FinalizedError("the symmetric heap was closed. Call initialize_distributed again.")
+
+    @abstractmethod
+    def _zeroed(self, offset: int, nbytes: int) -> torch.Tensor:
+        """[nbytes] uint8: that piece of this rank's arena, all zeros, as peers will see it too."""
+
+    @abstractmethod
+    def _addresses(self, members: Sequence[int], offsets: Sequence[int]) -> list[int]:
+        """Address in this process of each member's copy; 0 = no peer access."""
+
+    @abstractmethod
+    def _net_addresses(self, members: Sequence[int], offsets: Sequence[int]) -> list[int]:
+        """Address that names each member's copy to a put function."""
+
+    @abstractmethod
+    def _discard(self, offset: int, nbytes: int) -> None:
+        """The piece is unused from now on: give its memory to the system, where that is possible."""

@@ -1,0 +1,168 @@
+"""Symmetric heap of CPU ranks on one host: a memfd per rank, mapped by every peer.
+
+A memfd has no name: nothing is left in /dev/shm after a kill -9, and its size is not limited by that file
+system. Peers open it through /proc/<pid>/fd/<n>, which takes the same user and pid namespace. Pages exist
+once they are touched, and are given back when an allocation is freed.
+
+In front of the arena lies the control page: whether this rank has aborted, and why. A kernel that waits looks
+there, and at the processes themselves, so that it fails instead of waiting for a rank that is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from triton_ep import interpreter
+from triton_ep.errors import HeapError, PeerFailed
+from triton_ep.heap.allocator import Arena
+from triton_ep.heap.base import SymmetricHeap
+
+DEFAULT_BYTES = 8 * 2**30
+"""Address space of a rank's arena; memory is taken as it is used."""
+_CONTROL_BYTES = mmap.PAGESIZE
+_WORD = struct.Struct("=q")  # length of the reason + 1 once aborted, else 0; the reason follows
+_LONGEST_REASON = 2000
+_GRACE_S = 1.0
+
+
+class HostHeap(SymmetricHeap):
+    """Symmetric memory of ranks that are processes of one host; collective over the world.
+
+    heap_bytes: address space of the arena per rank.
+
+    Raises:
+        HeapError: ranks are on several hosts, or may not open each other's memory.
+    """
+
+    backend = "host"
+    network = "p2p"
+    remedy = "Set TRITON_EP_HEAP_SIZE={gib}G, or pass heap_bytes to initialize_distributed."
+
+    def __init__(self, heap_bytes: int = DEFAULT_BYTES) -> None:
+        super().__init__(Arena(heap_bytes, mmap.PAGESIZE))
+        self.device = torch.device("cpu")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._fd = os.memfd_create("triton_ep-heap")
+        os.ftruncate(self._fd, _CONTROL_BYTES + self._arena.size)
+        told = self._gather((socket.gethostname(), os.getpid(), self._fd, self._arena.size), None)
+        hosts = sorted({host for host, *_ in told})
+        if len(hosts) > 1:
+            raise HeapError(
+                f"the host backend needs all ranks on one host, these are on {len(hosts)}: {', '.join(hosts)}. "
+                "Ranks of several hosts need GPUs and backend='nvshmem'."
+            )
+        self._maps: list[mmap.mmap] = []
+        self._pidfds: list[int] = []
+        self._gone_since: dict[int, float] = {}
+        failure = None
+        try:
+            for _, pid, fd, size in told:
+                self._maps.append(_map_peer(pid, fd, _CONTROL_BYTES + size))
+                self._pidfds.append(os.pidfd_open(pid))
+        except OSError as error:
+            failure = f"rank {self.rank} cannot map the memory of rank {len(self._maps)}: {error}"
+        failures = [text for text in self._gather(failure, None) if text]
+        if failures:
+            raise HeapError(f"{failures[0]}. The ranks must run as one user, in one container.")
+        self._memory = torch.frombuffer(self._maps[self.rank], dtype=torch.uint8)[_CONTROL_BYTES:]
+        self._bases = [_address(mapped) + _CONTROL_BYTES for mapped in self._maps]
+        for base, (*_, size) in zip(self._bases, told, strict=True):
+            interpreter.register_heap(base, size)
+        interpreter.set_wait_hook(self.check_peers)
+
+    def close(self) -> None:
+        """Give all memory back; collective over the world unless a peer has failed; idempotent."""
+        if self._closed:
+            return
+        if self.failed_peer() is None:
+            self.barrier()
+        self._closed = True
+        interpreter.set_wait_hook(None)
+        for base in self._bases:
+            interpreter.unregister_heap(base)
+        # Tensors over the memory may live on; their pages go, the mapping goes with the last of them.
+        self._maps[self.rank].madvise(mmap.MADV_REMOVE)
+        del self._memory
+        self._maps.clear()
+        for fd in (self._fd, *self._pidfds):
+            os.close(fd)
+
+    def failed_peer(self) -> int | None:
+        """World rank of a peer that has aborted or whose process has ended; None if all are well."""
+        for rank in range(self.world_size):
+            if rank != self.rank and (self._reason(rank) is not None or self._ended(rank)):
+                return rank
+        return None
+
+    def abort(self, reason: str) -> None:
+        """Make every peer that waits in a kernel raise PeerFailed with `reason`; cannot be taken back."""
+        self._check_open()
+        text = reason.encode()[:_LONGEST_REASON]
+        own = self._maps[self.rank]
+        own[_WORD.size : _WORD.size + len(text)] = text
+        own[: _WORD.size] = _WORD.pack(len(text) + 1)  # last: whoever sees it finds the text
+
+    def check_peers(self) -> None:
+        """What a waiting kernel calls every few milliseconds.
+
+        Raises:
+            PeerFailed: a peer aborted, or its process ended a second ago and the wait is still not over (one
+                that ended after it had sent what this rank waits for does no harm).
+        """
+        for rank in range(self.world_size):
+            if rank == self.rank:
+                continue
+            if (reason := self._reason(rank)) is not None:
+                raise PeerFailed(f"rank {rank} failed while rank {self.rank} waited: {reason}")
+            if self._ended(rank):
+                since = self._gone_since.setdefault(rank, time.monotonic())
+                if time.monotonic() - since > _GRACE_S:
+                    raise PeerFailed(f"the process of rank {rank} ended while rank {self.rank} waited for it.")
+
+    def _reason(self, rank: int) -> str | None:
+        page = self._maps[rank]
+        (word,) = _WORD.unpack(page[: _WORD.size])
+        if word == 0:
+            return None
+        return page[_WORD.size : _WORD.size + word - 1].decode(errors="replace")
+
+    def _ended(self, rank: int) -> bool:
+        poll = select.poll()
+        poll.register(self._pidfds[rank], select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _zeroed(self, offset: int, nbytes: int) -> torch.Tensor:
+        return self._memory[offset : offset + nbytes]  # fresh pages, or pages that _discard took away
+
+    def _addresses(self, members: Sequence[int], offsets: Sequence[int]) -> list[int]:
+        return [self._bases[rank] + offset for rank, offset in zip(members, offsets, strict=True)]
+
+    def _net_addresses(self, members: Sequence[int], offsets: Sequence[int]) -> list[int]:
+        return self._addresses(members, offsets)
+
+    def _discard(self, offset: int, nbytes: int) -> None:
+        pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._maps[self.rank].madvise(mmap.MADV_REMOVE, _CONTROL_BYTES + offset, pages)
+
+
+def _map_peer(pid: int, fd: int, nbytes: int) -> mmap.mmap:
+    """Map `nbytes` of the file that process `pid` has open as `fd`."""
+    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(opened, nbytes)
+    finally:
+        os.close(opened)
+
+
+def _address(mapped: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
