@@ -1,0 +1,109 @@
+"""What a compiled kernel gives away: widths of its accesses, what it calls, what it spills. Text in, facts out."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+Place = tuple[str, int, int]
+"""File, line and column of the source."""
+
+FULL_WIDTH = 16
+"""Bytes of the widest access that every supported GPU has; what a row must be moved with."""
+
+_BITS = {"i1": 8, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64}
+_ACCESS = re.compile(r"\b(ld|st)\.(?:\w+\.)*?global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bufs](\d+)\b")
+
+
+def _places(ttgir: str) -> dict[str, Place]:
+    """Where each `#loc` alias of the IR points, innermost function first."""
+    direct: dict[str, Place] = {}
+    alias: dict[str, str] = {}
+    for name, body in re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttgir, re.MULTILINE):
+        if match := re.fullmatch(r'"(.*)":(\d+):(\d+)', body):
+            direct[name] = (match[1], int(match[2]), int(match[3]))
+        elif match := re.match(r'(?:"[^"]*"\(|callsite\()(#loc\d*)', body):
+            alias[name] = match[1]
+    resolved = {}
+    for name in [*direct, *alias]:
+        target = name
+        while target in alias:
+            target = alias[target]
+        if target in direct:
+            resolved[name] = direct[target]
+    return resolved
+
+
+def tiles(ttgir: str, num_threads: int) -> Iterator[tuple[str, Place, str]]:
+    """Loads and stores ("ld", "st") of which every thread has at least 16 bytes: their place and tensor type.
+
+    Volatile ones are left out: they poll flags, each of which must be read by one access of its own width.
+    """
+    places = _places(ttgir)
+    for op, operands, shape, element, loc in re.findall(
+        r"\btt\.(load|store) (.*) : tensor<((?:\d+x)+)!tt\.ptr<(\w+)>.* loc\((#loc\d*)\)$", ttgir, re.MULTILINE
+    ):
+        if "isVolatile = true" in operands:
+            continue
+        count = 1
+        for size in shape.rstrip("x").split("x"):
+            count *= int(size)
+        bits = 8 if element.startswith("f8") else _BITS[element]
+        if count * bits // 8 >= FULL_WIDTH * num_threads:
+            place = places.get(loc, ("unknown", 0, 0))
+            yield "ld" if op == "load" else "st", place, f"{shape}{element}"
+
+
+def accesses(ptx: str) -> dict[tuple[str, Place], set[int]]:
+    """Widths in bytes of the global loads and stores of each source place."""
+    files = {int(n): name for n, name in re.findall(r'^\s*\.file\s+(\d+)\s+"(.*)"', ptx, re.MULTILINE)}
+    found: dict[tuple[str, Place], set[int]] = defaultdict(set)
+    place: Place | None = None
+    places_to_take = None  # inside inline assembly: how many more to believe; None outside
+    for line in ptx.splitlines():
+        code, _, comment = line.partition("//")
+        if comment.strip() == "begin inline asm":
+            places_to_take = 1
+        elif comment.strip() == "end inline asm":
+            places_to_take = None
+        if match := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)", code):
+            # Triton 3.9 counts the lines of the assembly text on from the place of the statement.
+            if places_to_take != 0:
+                place = (files[int(match[1])], int(match[2]), int(match[3]))
+            places_to_take = None if places_to_take is None else 0
+        elif re.match(r"\s*(\.visible\s+|\.weak\s+)*\.(func|entry)\b", code):
+            place = None  # functions of the bitcode carry no places
+        elif place is not None and (match := _ACCESS.search(code)):
+            found[match[1], place].add(int(match[2] or 1) * int(match[3]) // 8)
+    return found
+
+
+def narrow_accesses(ttgir: str, ptx: str, num_threads: int) -> tuple[list[str], int]:
+    """Accesses of tiles that are narrower than 16 bytes, as text; and the number of stores that are not.
+
+    A tile is what `tiles` finds. One of which the PTX shows no instruction counts as narrow, so that a change
+    in Triton's output cannot blind this check.
+    """
+    seen = accesses(ptx)
+    narrow: dict[str, None] = {}
+    wide_stores = 0
+    for kind, place, tensor in tiles(ttgir, num_threads):
+        widths = seen.get((kind, place), set())
+        if not widths or min(widths) < FULL_WIDTH:
+            what = "store" if kind == "st" else "load"
+            shown = f"{sorted(widths)} bytes wide" if widths else "not found in the PTX"
+            narrow[f"{what} of {tensor} at {'/'.join(place[0].split('/')[-3:])}:{place[1]}: {shown}"] = None
+        elif kind == "st":
+            wide_stores += 1
+    return list(narrow), wide_stores
+
+
+def local_bytes(resource_usage: str) -> int:
+    """Stack and local memory per thread, spills included, from `cuobjdump -res-usage`.
+
+    Raises:
+        ValueError: the text names no function.
+    """
+    found = re.findall(r"\bSTACK:(\d+)\b.*\bLOCAL:(\d+)\b", resource_usage)
+    if not found:
+        raise ValueError(f"cuobjdump -res-usage names no function: {resource_usage!r}")
+    return max(int(stack) + int(local) for stack, local in found)

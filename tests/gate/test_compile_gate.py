@@ -1,0 +1,265 @@
+"""Every kernel compiles for every supported GPU, on a machine without one, into what it promises.
+
+The kernels of a test process are interpreted, so a program of its own compiles them (compile_specs.py): all
+variants of kernels/spec.py, into an empty cache. The tests below look at what it reports.
+"""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gate.ptx import accesses, narrow_accesses
+from triton_ep.errors import HeapError
+from triton_ep.heap.bitcode import find_bitcode
+from triton_ep.kernels.spec import SPECS
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHS = (90, 100)
+KERNELS = [spec.name for spec in SPECS]
+
+NARROW = {
+    "routing_scan_kernel": "sums tables of counts of its own GPU, column by column",
+    "splits_exchange_kernel": "posts one row of counts per call, whose length need not be a multiple of 16 bytes",
+}
+"""Kernels that move no token rows and may use accesses narrower than 16 bytes."""
+
+SPILL_LIMIT = 64
+"""Bytes per thread. ptxas trades a few registers for occupancy; a spilled tile is more than this."""
+SPILLS = {
+    "routing_count_kernel": (512, "holds a comparison of all pairs of 128 entries"),
+}
+
+
+def compile_specs(*arguments: str, cache: Path, root: Path = ROOT) -> list[dict[str, Any]]:
+    """Facts about the variants that the arguments name, compiled from the tree at `root`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gate.compile_specs", *arguments],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def has_bitcode() -> bool:
+    """Whether the variants that call NVSHMEM can be compiled here."""
+    try:
+        find_bitcode()
+    except HeapError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, has_bitcode: bool) -> list[dict[str, Any]]:
+    """Facts about all variants for all architectures, compiled into an empty cache."""
+    arguments = [f"--arch={arch}" for arch in ARCHS]
+    if not has_bitcode:
+        arguments.append("--no-bitcode")
+    return compile_specs(*arguments, cache=tmp_path_factory.mktemp("triton"))
+
+
+def _of(results: list[dict[str, Any]], kernel: str) -> list[dict[str, Any]]:
+    """Facts about a kernel's variants that compiled."""
+    return [facts for facts in results if facts["kernel"] == kernel and not facts["error"]]
+
+
+def _name(facts: dict[str, Any]) -> str:
+    return f"{facts['kernel']} sm_{facts['arch']} [{facts['variant']}]"
+
+
+def _report(failures: Iterable[str]) -> None:
+    text = "\n".join(failures)
+    if text:
+        pytest.fail(text, pytrace=False)
+
+
+def kernels_in(folder: Path) -> list[str]:
+    """Names of the functions decorated with `triton.jit` that end in `_kernel`, sorted."""
+    found = []
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                decorators = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+                if any(ast.unparse(d) in ("triton.jit", "jit") for d in decorators):
+                    found.append(node.name)
+    return sorted(found)
+
+
+def test_every_kernel_has_a_spec() -> None:
+    """A kernel that no spec names would be launched without ever having been compiled here."""
+    assert kernels_in(ROOT / "kernels") == sorted(KERNELS)
+
+
+def test_a_kernel_without_a_spec_is_seen(tmp_path: Path) -> None:
+    """Decorated with or without options, in a file at any depth; helpers and host functions are not kernels."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.py").write_text(
+        "@triton.jit\ndef b_kernel(): ...\n@triton.jit(debug=True)\ndef a_kernel(): ...\n"
+        "@triton.jit\ndef helper(): ...\ndef run_kernel(): ...\n"
+    )
+    assert kernels_in(tmp_path) == ["a_kernel", "b_kernel"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compiles(results: list[dict[str, Any]], has_bitcode: bool, kernel: str) -> None:
+    """Every variant of the spec, for every architecture."""
+    tried = [facts for facts in results if facts["kernel"] == kernel]
+    _report(f"{_name(facts)} does not compile:\n{facts['error']}" for facts in tried if facts["error"])
+    if has_bitcode:
+        (spec,) = (spec for spec in SPECS if spec.name == kernel)
+        assert len(tried) == len(spec.variants) * len(ARCHS)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_move_sixteen_bytes_at_a_time(results: list[dict[str, Any]], kernel: str) -> None:
+    """Wherever a thread has 16 bytes of a tile or more to load or store, it does so 16 bytes at a time.
+
+    This is read from the PTX, at the place of each statement that moves a tile.
+    """
+    if kernel not in NARROW:
+        _report(f"{_name(facts)}: {text}" for facts in _of(results, kernel) for text in facts["narrow"])
+    _report(
+        f"{_name(facts)} takes rows of tokens but has no 16-byte store of a tile"
+        for facts in _of(results, kernel)
+        if facts["moves_rows"] and not facts["wide_stores"]
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiles_stay_in_registers(results: list[dict[str, Any]], kernel: str) -> None:
+    """No tile is spilled to local memory."""
+    limit = SPILLS.get(kernel, (SPILL_LIMIT, ""))[0]
+    _report(
+        f"{_name(facts)} keeps {facts['local_bytes']} bytes per thread in local memory, {limit} are allowed"
+        for facts in _of(results, kernel)
+        if facts["local_bytes"] > limit
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_nvshmem_where_puts_are_stores(results: list[dict[str, Any]], kernel: str) -> None:
+    """A kernel compiled for stores has nothing of NVSHMEM in it, and so needs no module initialisation."""
+    _report(
+        f"{_name(facts)} names nvshmem in {facts['nvshmem_lines']} lines of its PTX"
+        for facts in _of(results, kernel)
+        if not facts["calls_nvshmem"] and facts["nvshmem_lines"]
+    )
+
+
+@pytest.mark.parametrize("kernel", [spec.name for spec in SPECS if spec.may_use_network])
+def test_nvshmem_finds_its_state(results: list[dict[str, Any]], has_bitcode: bool, kernel: str) -> None:
+    """A kernel that calls NVSHMEM carries the two constants through which NVSHMEM initialises a module."""
+    if not has_bitcode:
+        pytest.skip("no NVSHMEM bitcode: pip install nvidia-nvshmem-cu13==3.4.5")
+    facts_of_calls = [facts for facts in _of(results, kernel) if facts["nvshmem_lines"]]
+    assert {facts["arch"] for facts in facts_of_calls} == set(ARCHS), f"{kernel} calls no NVSHMEM function"
+    _report(
+        f"{_name(facts)} has of NVSHMEM's visible constants only {facts['visible']}"
+        for facts in facts_of_calls
+        if facts["visible"] != ["nvshmemi_device_state_d", "nvshmemi_device_lib_version_d"]
+    )
+
+
+def test_exceptions_name_kernels() -> None:
+    """An exception for a kernel that is gone would hide the next one of that name."""
+    assert {*NARROW, *SPILLS} <= set(KERNELS)
+
+
+class _DropHints(ast.NodeTransformer):
+    """Replaces `tl.multiple_of(pointer, 16)` by `pointer`."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if ast.unparse(node.func) != "tl.multiple_of":
+            return node
+        self.dropped += 1
+        return node.args[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "kernel", "what"),
+    [
+        ("device/buffers.py", "dispatch_push_kernel", "store"),
+        ("device/buffers.py", "combine_pull_kernel", "load"),
+        ("device/transport.py", "internode_send_kernel", "store"),
+        ("internode/dispatch.py", "internode_send_kernel", "store"),
+    ],
+)
+def test_a_missing_alignment_hint_is_seen(tmp_path: Path, file: str, kernel: str, what: str) -> None:
+    """The kernels as they are, but for the hints of one file, fail the width check."""
+    for folder in ("triton_ep", "kernels", "aot", "tests/gate"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tests" / "__init__.py").touch()
+    path = tmp_path / "kernels" / file
+    mutation = _DropHints()
+    path.write_text(ast.unparse(mutation.visit(ast.parse(path.read_text()))))
+    assert mutation.dropped > 0
+    results = compile_specs(
+        "--arch=90", "--no-bitcode", "--jobs=1", f"--kernel={kernel}", cache=tmp_path / "cache", root=tmp_path
+    )
+    assert [facts["error"] for facts in results if facts["error"]] == []
+    assert all(any(text.startswith(what) for text in facts["narrow"]) for facts in results), results
+
+
+_TTGIR = """
+#loc1 = loc("/k/a.py":7:4)
+#loc2 = loc("tile"(#loc1))
+#loc3 = loc("/k/a.py":9:1)
+#loc4 = loc(callsite(#loc2 at #loc3))
+  tt.store %p, %v, %m : tensor<1x1024x!tt.ptr<i64>, #blocked> loc(#loc4)
+"""
+_PTX = """
+.visible .entry k(
+	.file	1 "/k/a.py"
+	.loc	1 7 4
+	// begin inline asm
+	.loc	1 7 4
+	mov.u64 %rd1, 0x0;
+	.loc	1 8 4
+	@%p1 st.global.WIDTH [ %rd1 + 0 ], { %rd2, %rd3 };
+	// end inline asm
+"""
+
+
+@pytest.mark.parametrize(
+    ("ptx", "narrow", "wide_stores"),
+    [
+        (_PTX.replace("WIDTH", "v2.b64"), [], 1),
+        (_PTX.replace("WIDTH", "L1::no_allocate.v4.b32"), [], 1),
+        (_PTX.replace("WIDTH", "b64"), ["store of 1x1024xi64 at /k/a.py:7: [8] bytes wide"], 0),
+        (
+            _PTX.replace("st.global", "st.shared"),
+            ["store of 1x1024xi64 at /k/a.py:7: not found in the PTX"],
+            0,
+        ),
+    ],
+)
+def test_widths_are_read_from_the_ptx(ptx: str, narrow: list[str], wide_stores: int) -> None:
+    """A statement is followed through calls to its instructions; one that cannot be found is no pass."""
+    assert narrow_accesses(_TTGIR, ptx, 256) == (narrow, wide_stores)
+    # With more threads each has less than 16 bytes: nothing is asked.
+    assert narrow_accesses(_TTGIR, ptx, 1024) == ([], 0)
+
+
+def test_functions_of_the_bitcode_have_no_place() -> None:
+    """What follows a function without places is not counted for the statement before it."""
+    ptx = _PTX.replace("WIDTH", "v2.b64") + ".func f(\n\tst.volatile.global.b32 [%rd1], %r1;\n"
+    assert accesses(ptx) == {("st", ("/k/a.py", 7, 4)): {16}}

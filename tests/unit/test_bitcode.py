@@ -1,0 +1,213 @@
+"""NVSHMEM's device bitcode, found and cut down: what survives, what is cached, what is said when it is missing.
+
+Most tests use a stand-in of a few lines, which LLVM reads like the real file; those marked so need the real one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from triton_ep.errors import HeapError
+from triton_ep.heap import bitcode
+from triton_ep.heap.bitcode import find_bitcode, pruned_bitcode
+from triton_ep.kernels.device.transport import NVSHMEM_SYMBOLS
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
+
+LIBRARY = """
+target triple = "nvptx64-nvidia-cuda"
+@nvshmemi_device_state_d = addrspace(4) externally_initialized global [4 x i32] zeroinitializer
+@llvm.compiler.used = appending global [1 x ptr] [
+  ptr addrspacecast (ptr addrspace(4) @nvshmemi_device_state_d to ptr)], section "llvm.metadata"
+define i32 @put(i64 %a) alwaysinline { %r = call i32 @helper() ret i32 %r }
+define i32 @put_other() { ret i32 2 }
+define linkonce_odr i32 @helper() noinline { ret i32 1 }
+"""
+
+
+def _install(site: Path, *names: str, text: str = LIBRARY) -> Path:
+    """Make files of these names where a site-packages folder has NVSHMEM's; returns their folder."""
+    folder = site / "nvidia" / "nvshmem" / "lib"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A site-packages folder with the stand-in, behind an empty one at the front of sys.path."""
+    folder = tmp_path / "site"
+    _install(folder, "libnvshmem_device.bc")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "empty"), str(folder), *sys.path])
+    return folder
+
+
+@pytest.fixture
+def real() -> Path:
+    """The installed bitcode."""
+    try:
+        return find_bitcode()
+    except HeapError as error:
+        pytest.skip(str(error))
+
+
+def test_the_first_entry_of_the_path_that_has_it_wins(site: Path, tmp_path: Path) -> None:
+    """As for every import, so that bitcode and host library are of one installation."""
+    second = _install(tmp_path / "second", "libnvshmem_device.bc")
+    assert find_bitcode() == site / "nvidia/nvshmem/lib/libnvshmem_device.bc"
+    sys.path.insert(0, str(tmp_path / "second"))  # the list is the fixture's
+    assert find_bitcode() == second / "libnvshmem_device.bc"
+
+
+@pytest.mark.parametrize(("archs", "chosen"), [((75, 80, 90, 100), 90), ((75, 80, 100), 80), ((80, 89, 90), 90)])
+def test_one_file_per_architecture(
+    archs: tuple[int, ...], chosen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later releases: the newest code that every supported GPU runs."""
+    folder = _install(tmp_path, *(f"libnvshmem_device_sm_{arch}.bc" for arch in archs))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert find_bitcode() == folder / f"libnvshmem_device_sm_{chosen}.bc"
+    assert "define i32 @put(" in pruned_bitcode(["put"], tmp_path).read_text()
+
+
+def test_missing_bitcode_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing installed, or only files for GPUs that are newer than ours."""
+    _install(tmp_path, "libnvshmem_device_sm_100.bc", "libnvshmem_host.so.3")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(HeapError, match="pip install nvidia-nvshmem-cu13"):
+        pruned_bitcode(["put"], tmp_path)
+
+
+def test_only_what_is_called_is_kept(site: Path, tmp_path: Path) -> None:
+    """The function, external again; what it calls; the state; nothing else, and nothing of the stub."""
+    text = pruned_bitcode(["put"], tmp_path).read_text()
+    assert "define i32 @put(i64" in text
+    assert "define internal i32 @helper()" in text or "define linkonce_odr i32 @helper()" in text
+    assert "@nvshmemi_device_state_d = " in text
+    assert "put_other" not in text
+    assert "keep" not in text
+    assert 'target datalayout = "e-' in text and 'target triple = "nvptx64-nvidia-cuda"' in text
+
+
+def test_a_missing_function_is_named(site: Path, tmp_path: Path) -> None:
+    """A prefix of another function's name is not that function; nothing is cached."""
+    with pytest.raises(HeapError, match="no function put_othe"):
+        pruned_bitcode(["put", "put_othe"], tmp_path)
+    assert list(tmp_path.rglob("*.ll")) == []
+    with pytest.raises(HeapError, match="at least one"):
+        pruned_bitcode([], tmp_path)
+
+
+def test_unreadable_bitcode_is_named(site: Path, tmp_path: Path) -> None:
+    """A damaged file, or one of a newer LLVM."""
+    folder = _install(site, "libnvshmem_device.bc", text="this is no bitcode")
+    with pytest.raises(HeapError, match=f"cannot read .*{folder}"):
+        pruned_bitcode(["put"], tmp_path)
+
+
+def test_second_call_reads_the_cache(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the symbols does not matter; other symbols, or other bitcode, make another file."""
+    path = pruned_bitcode(["put", "put_other"], tmp_path)
+    with monkeypatch.context() as patch:
+        patch.delattr(bitcode, "_prune")
+        assert pruned_bitcode(["put_other", "put"], tmp_path) == path
+    assert pruned_bitcode(["put"], tmp_path) != path
+    _install(site, "libnvshmem_device.bc", text=LIBRARY + "; another release\n")
+    assert pruned_bitcode(["put", "put_other"], tmp_path) != path
+
+
+def test_the_cache_is_tritons_by_default(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRITON_CACHE_DIR moves it, as Triton reads it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    assert pruned_bitcode(["put"]).is_relative_to(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_an_interrupted_write_is_not_used(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Neither the file nor a rest of it stays; the next call writes it."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bitcode.os, step, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pruned_bitcode(["put"], tmp_path / "cache")
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+    assert "@put(" in pruned_bitcode(["put"], tmp_path / "cache").read_text()
+
+
+def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
+    """Ranks that start together on an empty cache all get the same file, complete when they read it."""
+    _install(tmp_path / "site", "libnvshmem_device.bc")
+    code = (
+        "import sys; from pathlib import Path\n"
+        f"sys.path[:0] = [{str(tmp_path / 'site')!r}]\n"
+        "import triton\n"
+        "from triton_ep.heap.bitcode import pruned_bitcode\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        f"path = pruned_bitcode(['put'], Path({str(tmp_path / 'cache')!r}))\n"
+        "print(path, len(path.read_text()))\n"
+    )
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    try:
+        for writer in writers:  # they start to write together, whatever their imports took
+            assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+        lines = {writer.communicate(timeout=60)[0] for writer in writers}
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+    (path,) = (path for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert lines == {f"{path} {len(path.read_text())}\n"}
+
+
+def test_the_real_bitcode_becomes_small(real: Path, tmp_path: Path) -> None:
+    """Some ten kilobytes of 30 megabytes; NVSHMEM's constants stay, and stay in use."""
+    text = pruned_bitcode(NVSHMEM_SYMBOLS, tmp_path).read_text()
+    assert len(text) < 200_000 < real.stat().st_size / 20
+    (used,) = (line for line in text.splitlines() if line.startswith("@llvm.compiler.used"))
+    for symbol in STATE:
+        assert f"\n@{symbol} = " in text
+        assert f"@{symbol} " in used
+
+
+def test_kernels_come_out_as_with_the_whole_bitcode(real: Path, tmp_path: Path) -> None:
+    """Linked with the whole file or with the pruned one, a kernel is as large and carries the same constants."""
+    pruned = pruned_bitcode(NVSHMEM_SYMBOLS, tmp_path / "pruned")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    outcomes = []
+    for number, path in enumerate((real, pruned)):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.gate.compile_specs", "--arch=90", "--jobs=1"]
+            + ["--kernel=internode_send_kernel", f"--bitcode={path}"],
+            cwd=ROOT,
+            env=environment | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / str(number))},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        outcomes.append([facts for facts in json.loads(done.stdout) if facts["calls_nvshmem"]])
+    whole, small = outcomes
+    assert len(small) == 1 and small[0]["error"] == ""
+    assert small[0]["visible"] == list(STATE)
+    assert small == whole

@@ -1,0 +1,152 @@
+"""NVSHMEM's device functions for Triton kernels: the installed bitcode, cut down to what is called.
+
+Triton links bitcode into every kernel that calls it and parses all of it each time: 30 MB, seconds per
+kernel. `pruned_bitcode` does that once, into a module that only names the wanted functions, and keeps the
+result as a few tens of kilobytes of textual LLVM IR. Kernels linked with it come out the same, because
+nothing is optimised here.
+
+The two constants by which NVSHMEM finds its state in a loaded module (`nvshmemi_device_state_d`,
+`nvshmemi_device_lib_version_d`; nvshmemx_cumodule_init) are kept: the bitcode lists them in
+`llvm.compiler.used`, which linking always takes along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from triton_ep.errors import HeapError
+
+_FOLDER = Path("nvidia", "nvshmem", "lib")
+_WHOLE = "libnvshmem_device.bc"
+_OLDEST_ARCH = 90
+"""Oldest architecture that the kernels are compiled for."""
+_TRIPLE = "nvptx64-nvidia-cuda"
+_KEEP = "triton_ep_keep_"
+_FORMAT = 1
+"""Part of the cache key; to be raised with every change of what is written."""
+
+
+def find_bitcode() -> Path:
+    """Device bitcode of the NVSHMEM that is installed for this Python; neither a GPU nor nvshmem4py is needed.
+
+    Later releases hold one file per architecture instead of one for all. Code for an older architecture runs
+    on a newer one, so the newest file up to sm_90 serves every target.
+
+    Raises:
+        HeapError: there is none on `sys.path`.
+    """
+    for entry in sys.path:
+        folder = Path(entry or ".", _FOLDER)
+        whole = folder / _WHOLE
+        if whole.is_file():
+            return whole
+        by_arch = {}
+        for path in folder.glob("libnvshmem_device_sm_*.bc"):
+            if match := re.fullmatch(r"libnvshmem_device_sm_(\d+)\.bc", path.name):
+                by_arch[int(match[1])] = path
+        if fitting := [arch for arch in by_arch if arch <= _OLDEST_ARCH]:
+            return by_arch[max(fitting)]
+    raise HeapError(
+        f"Kernels that cross nodes need NVSHMEM's device bitcode, and no entry of sys.path has {_FOLDER / _WHOLE}. "
+        "Install it: pip install nvidia-nvshmem-cu13 (with a torch for CUDA 12: nvidia-nvshmem-cu12)."
+    )
+
+
+def pruned_bitcode(symbols: Sequence[str], cache_dir: Path | None = None) -> Path:
+    """LLVM IR (.ll) with these device functions of NVSHMEM and what they call; for Triton's `extern_libs`.
+
+    symbols: names of functions, e.g. `NVSHMEM_SYMBOLS` of kernels/device/transport.py.
+    cache_dir: where the file is kept; Triton's own cache by default (TRITON_CACHE_DIR).
+
+    The file is named after the bitcode's contents, Triton's version and the symbols, and appears under its
+    name only when complete. Ranks that start together on an empty cache each write one; the last stays.
+
+    Raises:
+        HeapError: no bitcode is installed, it cannot be read, or it lacks one of the symbols.
+    """
+    import triton
+
+    source = find_bitcode()
+    wanted = sorted(set(symbols))
+    if not wanted:
+        raise HeapError("pruned_bitcode needs the name of at least one NVSHMEM function.")
+    with source.open("rb") as file:
+        contents = hashlib.file_digest(file, "sha256").hexdigest()
+    key = hashlib.sha256("\n".join([str(_FORMAT), contents, triton.__version__, *wanted]).encode()).hexdigest()
+    folder = Path(cache_dir if cache_dir is not None else triton.knobs.cache.dir) / "triton_ep"
+    target = folder / f"nvshmem-{key[:32]}.ll"
+    if not target.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_atomically(target, _prune(source, wanted))
+    return target
+
+
+def _write_atomically(target: Path, text: str) -> None:
+    """Write a file that other processes see complete or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".part", delete=False) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _stub(symbols: Sequence[str]) -> str:
+    """MLIR of a module that holds the address of every symbol, and so makes the linker fetch it.
+
+    The types of the functions do not matter: the definition replaces the declaration.
+    """
+    lines = [f'module attributes {{llvm.target_triple = "{_TRIPLE}"}} {{']
+    for number, symbol in enumerate(symbols):
+        lines += [
+            f"  llvm.func @{symbol}()",
+            f"  llvm.mlir.global external @{_KEEP}{number}() : !llvm.ptr {{",
+            f"    %address = llvm.mlir.addressof @{symbol} : !llvm.ptr",
+            "    llvm.return %address : !llvm.ptr",
+            "  }",
+        ]
+    return "\n".join([*lines, "}"])
+
+
+def _prune(source: Path, symbols: Sequence[str]) -> str:
+    """Link the bitcode into the stub, with Triton's own LLVM, and return the module as text."""
+    from triton._C.libtriton import ir, llvm
+
+    with tempfile.TemporaryDirectory() as folder:
+        stub = Path(folder, "stub.mlir")
+        stub.write_text(_stub(symbols))
+        mlir_context = ir.context()
+        ir.load_dialects(mlir_context)
+        mlir_module = ir.parse_mlir_module(str(stub), mlir_context)
+    llvm.init_targets()
+    context = llvm.context()
+    module = llvm.to_module(mlir_module, context)
+    # Linking gives the library the layout of the module; it is the same for every NVPTX processor.
+    llvm.attach_datalayout(module, _TRIPLE, f"sm_{_OLDEST_ARCH}", "")
+    try:
+        llvm.link_extern_libs(module, [str(source)])
+    except (RuntimeError, ValueError) as error:
+        raise HeapError(
+            f"Triton cannot read NVSHMEM's device bitcode {source}: {error} Install it again, or a release that this "
+            "Triton's LLVM reads: pip install --force-reinstall nvidia-nvshmem-cu13"
+        ) from error
+    text = str(module)
+    text = re.sub(rf"^@{_KEEP}\d+ = .*\n", "", text, flags=re.MULTILINE)
+    for symbol in symbols:
+        # Triton makes linked functions internal, but the next link finds only external ones.
+        text, count = re.subn(rf"^define internal (.*@{symbol}\()", r"define \1", text, flags=re.MULTILINE)
+        if count != 1:
+            raise HeapError(
+                f"NVSHMEM's device bitcode {source} has no function {symbol}. The tested release is 3.4.5: "
+                "pip install nvidia-nvshmem-cu13==3.4.5"
+            )
+    return text
