@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import layout
+from triton_ep import runtime  # noqa: F401  before triton: decides whether kernels are interpreted
 from triton_ep.config import EPConfig
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, WaitTimeout
@@ -113,10 +114,11 @@ class DispatchCombineContext:
         """Make room for `dispatch_recv_tokens` output rows on every rank; collective.
 
         Returns (dispatch_output_buf [rows, H] of the token dtype, weight_recv_buf [rows] float32), with
-        rows >= dispatch_recv_tokens. Must be called between two calls of the layer, with the same number
-        on all ranks, when no rank reads these buffers.
+        rows >= dispatch_recv_tokens. Must be called between two calls of the layer, with the same number on all
+        ranks; waits until all of them have ended the call before.
         """
         self.check_open()
+        self._meet()
         self.grow(self.sizes.arrival_rows, dispatch_recv_tokens)
         return self.local("dispatch_output_buf"), self.local("weight_recv_buf")
 
@@ -143,6 +145,12 @@ class DispatchCombineContext:
             self.sizes = sizes
             self._allocate(grows)
 
+    def _meet(self) -> None:
+        """Wait until no rank of the group has work under way that reaches into the buffers of another."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.heap.barrier(self.group)
+
     def extern_libs(self) -> dict[str, str] | None:
         """Device bitcode for kernels that call NVSHMEM; None if this context has none of them."""
         if self.network == P2P.value:
@@ -161,9 +169,7 @@ class DispatchCombineContext:
         if self._closed:
             return
         if self.failure is None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self.heap.barrier(self.group)
+            self._meet()
         self._closed = True
         for block in self._blocks.values():
             self.heap.free(block)
@@ -182,7 +188,7 @@ class DispatchCombineContext:
             raise FinalizedError("This layer was finalized. Make a new EPAll2AllLayer on all ranks of its group.")
         if self.failure is not None:
             raise WaitTimeout(
-                f"This layer failed before and its ranks are out of step: {self.failure} Finalize it and make a new one."
+                f"This layer failed before and its ranks are out of step: {self.failure} Finalize it and make another."
             )
 
     def check_status(self) -> None:
