@@ -54,7 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeat the tests that use ranks under every seed of --chaos-seeds, after a run without."""
     text = metafunc.config.getoption("--chaos-seeds")
-    if text and "chaos_seed" in metafunc.fixturenames:
+    plain = any(mark.name == "plain" for mark in metafunc.definition.iter_markers())
+    if text and "chaos_seed" in metafunc.fixturenames and not plain:
         seeds = [None, *(int(seed) for seed in text.split(","))]
         ids = ["plain" if seed is None else f"chaos{seed}" for seed in seeds]
         metafunc.parametrize("chaos_seed", seeds, ids=ids, indirect=True)
