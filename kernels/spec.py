@@ -105,6 +105,7 @@ SPECS: tuple[KernelSpec, ...] = (
         "chunk_counts_ptr:*i32 chunk_bad_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 experts_per_rank:i32 "
         "ranks_per_node:i32",
         tuple(Variant({**_K8, "BLOCK_T": 16, "BLOCK_C": 256}, {"IDX": t}) for t in ("i32", "i64")),
+        num_warps=16,  # its comparison tables do not fit the registers of fewer
     ),
     KernelSpec(
         routing.routing_scan_kernel,
