@@ -79,8 +79,7 @@ def uses_nvshmem(constexprs: Mapping[str, Any]) -> bool:
     return constexprs.get("NETWORK") == NVSHMEM.value
 
 
-_STATE = "epochs_ptr:*i64 status_ptr:*i32 addrs_ptr:*i64"
-_NET = "net_addrs_ptr:*i64 pes_ptr:*i32"
+_STATE = "state_ptr:*i64 tables_ptr:*i64"
 _WHERE = "rank:i32 num_ranks:i32 ranks_per_node:i32"
 _ROW = {"ROWS": 1, "BLOCK_H": 2048}
 _K8 = {"TOPK": 8, "KP": 8}
@@ -115,29 +114,29 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         routing.routing_offsets_kernel,
-        "epochs_ptr:*i64 addrs_ptr:*i64 send_base_ptr:*i32 sort_base_ptr:*i32 stage_base_ptr:*i32 "
+        "state_ptr:*i64 tables_ptr:*i64 bases_ptr:*i32 "
         "expert_offsets_ptr:*i32 num_recv_ptr:*i32 overflow_ptr:*i32 tokens_from_node_ptr:*i32 report_ptr:*i32 "
-        "rank:i32 num_ranks:i32 num_experts:i32 experts_per_rank:i32 ranks_per_node:i32 row_length:i32 "
+        "rank:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 row_length:i32 "
         "alignment:i32 recv_capacity:i32",
         (Variant({"WP": 8, "EP": 32, "BLOCK_E": 256}),),
     ),
     KernelSpec(
         routing.routing_slots_kernel,
-        "kept_idx_ptr:*i32 scatter_idx_ptr:*i32 chunk_counts_ptr:*i32 send_base_ptr:*i32 sort_base_ptr:*i32 "
-        "stage_base_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 node_slot_ptr:*i32 node_token_ptr:*i32 "
-        "num_tokens:i32 max_tokens:i32 num_experts:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 "
+        "kept_idx_ptr:*i32 scatter_idx_ptr:*i32 chunk_counts_ptr:*i32 bases_ptr:*i32 "
+        "dst_row_ptr:*i32 stage_row_ptr:*i32 node_slot_ptr:*i32 node_token_ptr:*i32 "
+        "num_tokens:i32 max_tokens:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 "
         "recv_capacity:i32 stage_capacity:i32",
         tuple(Variant({**_K8, "BLOCK_T": 16, "HAS_SCATTER": s}) for s in (False, True)),
     ),
     KernelSpec(
         splits.splits_exchange_kernel,
-        f"row_ptr:*i32 {_STATE} {_NET} {_WHERE} row_length:i32 timeout_us:i32",
+        f"row_ptr:*i32 {_STATE} {_WHERE} row_length:i32",
         tuple(Variant({"NETWORK": n, "WP": 8, "LWP": 8, "BLOCK": 512}) for n in _NETWORKS),
         num_warps=8,
     ),
     KernelSpec(
         barrier.barrier_kernel,
-        f"{_STATE} {_NET} {_WHERE} timeout_us:i32",
+        f"{_STATE} {_WHERE}",
         tuple(
             Variant(
                 {
@@ -170,7 +169,7 @@ SPECS: tuple[KernelSpec, ...] = (
         dispatch.dispatch_expand_kernel,
         "recv_x_ptr:*{WORD} recv_weights_ptr:*fp32 copy_rows_ptr:*i32 expert_offsets_ptr:*i32 num_recv_ptr:*i32 "
         f"report_ptr:*i32 {_STATE} row_words:i32 {_WHERE} experts_per_rank:i32 stage_capacity:i32 "
-        "num_push_programs:i32 num_forward_programs:i32 timeout_us:i32",
+        "num_push_programs:i32 num_forward_programs:i32",
         tuple(
             Variant(_payload(_K8, _FLAGS, _ROW, HAS_WEIGHTS=w, HAS_PADDING=w, KEEP_COPY_ROWS=w), _WORD, ("row_words",))
             for w in (False, True)
@@ -180,33 +179,31 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         internode_dispatch.internode_send_kernel,
         "x_ptr:*{WORD} topk_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 node_token_ptr:*i32 "
-        f"tokens_per_node_ptr:*i32 {_STATE} {_NET} num_tokens:i32 max_tokens:i32 row_words:i32 row_bytes:i32 "
-        f"meta_offset:i32 {_WHERE}",
+        f"tokens_per_node_ptr:*i32 {_STATE} num_tokens:i32 max_tokens:i32 row_words:i32 "
+        f"{_WHERE}",
         tuple(
-            Variant(_payload(_K8, _CHUNKS, _ROW, HAS_WEIGHTS=True, NETWORK=n), _WORD, ("row_words", "row_bytes"))
-            for n in _NETWORKS
+            Variant(_payload(_K8, _CHUNKS, _ROW, HAS_WEIGHTS=True, NETWORK=n), _WORD, ("row_words",)) for n in _NETWORKS
         ),
         num_warps=8,
     ),
     KernelSpec(
         internode_dispatch.internode_forward_kernel,
         "word_ptr:*{WORD} tokens_from_node_ptr:*i32 topk_table_ptr:*i32 dst_row_table_ptr:*i32 "
-        f"stage_row_table_ptr:*i32 {_STATE} max_tokens:i32 row_words:i32 row_bytes:i32 meta_offset:i32 "
-        f"stage_capacity:i32 experts_per_rank:i32 {_WHERE} timeout_us:i32",
-        (Variant(_payload(_K8, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=True), _WORD, ("row_words", "row_bytes")),),
+        f"stage_row_table_ptr:*i32 {_STATE} max_tokens:i32 row_words:i32 "
+        f"stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
+        (Variant(_payload(_K8, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=True), _WORD, ("row_words",)),),
         num_warps=8,
     ),
     KernelSpec(
         combine.combine_stage_kernel,
-        f"y_ptr:*{{WORD}} weights_ptr:*fp32 num_rows_ptr:*i32 {_STATE} row_words:i32 row_capacity:i32 {_WHERE} "
-        "timeout_us:i32",
+        f"y_ptr:*{{WORD}} weights_ptr:*fp32 num_rows_ptr:*i32 {_STATE} row_words:i32 row_capacity:i32 {_WHERE}",
         tuple(Variant(_payload(_FLAGS, _ROW, HAS_WEIGHTS=w, WP=8), _WORD, ("row_words",)) for w in (False, True)),
         num_warps=8,
     ),
     KernelSpec(
         combine.combine_reduce_kernel,
         f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 report_ptr:*i32 {_STATE} hidden:i32 "
-        f"row_capacity:i32 {_WHERE} timeout_us:i32",
+        f"row_capacity:i32 {_WHERE}",
         tuple(
             Variant(_payload({"TOPK": 8}, _FLAGS, _ROW, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",))
             for w in (False, True)
@@ -216,13 +213,13 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         internode_combine.combine_partial_kernel,
         "like_x_ptr:*{TOKEN} tokens_from_node_ptr:*i32 topk_table_ptr:*i32 row_table_ptr:*i32 "
-        f"{_STATE} {_NET} max_tokens:i32 hidden:i32 partial_stride:i32 row_capacity:i32 experts_per_rank:i32 "
-        f"{_WHERE} num_stage_programs:i32 timeout_us:i32",
+        f"{_STATE} max_tokens:i32 hidden:i32 row_capacity:i32 experts_per_rank:i32 "
+        f"{_WHERE} num_stage_programs:i32",
         tuple(
             Variant(
                 _payload({"TOPK": 8}, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=True, PARTIAL_DTYPE=dtype, NETWORK=n),
                 _TOKEN,
-                ("hidden", "partial_stride"),
+                ("hidden",),
             )
             for n, dtype in zip(_NETWORKS, (tl.float32, tl.bfloat16), strict=True)
         ),
@@ -231,13 +228,13 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         combine.combine_pull_kernel,
         f"out_ptr:*{{TOKEN}} topk_ptr:*i32 row_ptr:*i32 node_slot_ptr:*i32 tokens_per_node_ptr:*i32 {_STATE} "
-        "num_tokens:i32 max_tokens:i32 hidden:i32 partial_stride:i32 row_capacity:i32 experts_per_rank:i32 "
-        f"{_WHERE} num_stage_programs:i32 timeout_us:i32",
+        "num_tokens:i32 max_tokens:i32 hidden:i32 row_capacity:i32 experts_per_rank:i32 "
+        f"{_WHERE} num_stage_programs:i32",
         tuple(
             Variant(
                 _payload({"TOPK": 8}, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=w, NNP=nodes, PARTIAL_DTYPE=tl.float32),
                 _TOKEN,
-                ("hidden", "partial_stride"),
+                ("hidden",),
             )
             for nodes, w in ((1, False), (2, True))
         ),

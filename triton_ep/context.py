@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import layout
-from triton_ep import runtime  # noqa: F401  before triton: decides whether kernels are interpreted
 from triton_ep.config import EPConfig
-from triton_ep.distributed import current_heap
+from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
 from triton_ep.errors import ConfigError, FinalizedError, WaitTimeout
 from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.kernels.device import buffers as device_buffers
@@ -49,12 +48,13 @@ class DispatchCombineContext:
         self._blocks: dict[str, SymmTensor] = {}
         self._offsets: dict[str, tuple[str, int]] = {}
         num_ranks, num_buffers = config.world_size, len(layout.BUFFERS)
-        self.addrs = torch.zeros(num_buffers, num_ranks, dtype=torch.int64, device=self.device)
-        self.net_addrs = torch.zeros_like(self.addrs)
-        self.pes = heap.pes(group)
-        self.epochs = torch.zeros(4, dtype=torch.int64, device=self.device)
-        self.status = torch.zeros(4, dtype=torch.int32, device=self.device)
-        self.timeout_us = int(config.timeout_s * 1e6)
+        # What kernels see: kernels/device/buffers.py says what is where.
+        self.tables = torch.zeros(2 * num_buffers + 1, num_ranks, dtype=torch.int64, device=self.device)
+        self._addrs, self._net_addrs = self.tables[:num_buffers], self.tables[num_buffers:-1]
+        self.tables[-1] = heap.pes(group)
+        self.state = torch.zeros(device_buffers.STATE_WORDS.value, dtype=torch.int64, device=self.device)
+        self.state[device_buffers.TIMEOUT_US.value] = int(config.timeout_s * 1e6)
+        self.status = self.state[device_buffers.STATUS.value :]
         self.network = P2P.value if config.is_intra_node or heap.network == "p2p" else NVSHMEM.value
         self._pinned: torch.Tensor | None = None
         self._extern_libs: dict[str, str] | None = None
@@ -97,8 +97,8 @@ class DispatchCombineContext:
         offset = 0
         for buffer in members:
             self._offsets[buffer.name] = (grows, offset)
-            self.addrs[_INDEX[buffer.name]] = torch.where(block.addrs != 0, block.addrs + offset, 0)
-            self.net_addrs[_INDEX[buffer.name]] = block.net_addrs + offset
+            self._addrs[_INDEX[buffer.name]] = torch.where(block.addrs != 0, block.addrs + offset, 0)
+            self._net_addrs[_INDEX[buffer.name]] = block.net_addrs + offset
             offset += buffer.nbytes(self.sizes)
 
     def local(self, name: str) -> torch.Tensor:
@@ -208,7 +208,7 @@ class DispatchCombineContext:
             self.check_status()
         elif not torch.cuda.is_current_stream_capturing():
             if self._pinned is None:
-                self._pinned = torch.zeros(4, dtype=torch.int32, pin_memory=True)
+                self._pinned = torch.zeros(4, dtype=torch.int64, pin_memory=True)
             self.raise_for_status(self._pinned.tolist())
             self._pinned.copy_(self.status, non_blocking=True)
 
@@ -221,7 +221,7 @@ class DispatchCombineContext:
         if self.device.type != "cuda":
             self.check_status()
             return report.tolist()
-        both = torch.cat([self.status, report.flatten()])
+        both = torch.cat([self.status, report.flatten().long()])
         pinned = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
         pinned.copy_(both, non_blocking=True)
         done = torch.cuda.Event()
@@ -267,8 +267,8 @@ class DispatchCombineContext:
         """All ranks whose first flag is behind; the record itself names one only."""
         values = self.local(flags)
         if operation in (waits.WAIT_ARRIVALS.value, waits.WAIT_COMBINE_STAGED.value):
-            first = values.view(-1, *values.shape[-2:])[0, :, 0]
-            return {self.config.topology.first_rank + i for i, v in enumerate(first.tolist()) if v < expected}
+            of_first_program = values.view(-1, *values.shape[-2:])[0, :, 0].tolist()
+            return {self.config.topology.first_rank + i for i, v in enumerate(of_first_program) if v < expected}
         if operation in (waits.WAIT_NETWORK_ROWS.value, waits.WAIT_NETWORK_PARTIALS.value):
             return set()
         late = {rank for rank, value in enumerate(values.tolist()) if value < expected}
@@ -296,5 +296,5 @@ def device_index(name: str) -> int:
 
 
 def device_epoch(name: str) -> int:
-    """Row of the epoch array: "DISPATCH", "COMBINE", "BARRIER_ALL" or "BARRIER_NODE"."""
+    """Word of the state array: "DISPATCH", "COMBINE", "BARRIER_ALL" or "BARRIER_NODE"."""
     return int(getattr(device_buffers, f"EPOCH_{name}").value)

@@ -10,9 +10,13 @@ Layout        A *column* is an expert, then a rank, then a node: C = E + W + N c
               first k that goes there; this is where de-duplication is decided.
               Splits row, int32 [S], S a multiple of 4: C counts; at the end tokens, 1 + index of the first
               illegal id (0 = none), that id, host error code.
-Order         Slots follow (token, k): no atomics, so the same input gives the same rows.
+              Bases, int32 [2 * E + W]: of each expert the first row of my entries in its owner's output; of
+              each expert its first position in a sort of my entries; of each rank the first arrival row of
+              my tokens there.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
+Replay        Nothing is kept between calls. Slots follow (token, k), no atomic decides one: the same input
+              gives the same rows.
 """
 
 import triton
@@ -156,7 +160,6 @@ def routing_scan_kernel(
     do_not_specialize=[
         "rank",
         "num_ranks",
-        "num_experts",
         "experts_per_rank",
         "ranks_per_node",
         "row_length",
@@ -165,11 +168,9 @@ def routing_scan_kernel(
     ]
 )
 def routing_offsets_kernel(
-    epochs_ptr,  # [4] int64
-    addrs_ptr,
-    send_base_ptr,  # out [E] int32, first row of my entries of that expert in its owner's output
-    sort_base_ptr,  # out [E] int32, first position of that expert in a sort of my entries
-    stage_base_ptr,  # out [W] int32, first arrival row of my tokens at that rank
+    state_ptr,
+    tables_ptr,
+    bases_ptr,  # out [2 * E + W] int32, see Layout
     expert_offsets_ptr,  # out [e + 1] int32
     num_recv_ptr,  # out [e] int32
     overflow_ptr,  # out [1] int32, rows beyond recv_capacity on this rank
@@ -177,7 +178,6 @@ def routing_offsets_kernel(
     report_ptr,  # out [W, 8] int32: output rows, arrival rows, tokens, bad index + 1, bad id, host error
     rank,
     num_ranks,
-    num_experts,
     experts_per_rank,
     ranks_per_node,
     row_length,
@@ -188,8 +188,11 @@ def routing_offsets_kernel(
     BLOCK_E: tl.constexpr,
 ):
     owner = tl.program_id(0)
-    parity = tl.load(epochs_ptr + EPOCH_DISPATCH) & 1
-    splits_ptr = buffer_ptr(addrs_ptr, SPLITS, num_ranks, rank, tl.int32) + parity * num_ranks * row_length
+    num_experts = num_ranks * experts_per_rank
+    sort_base_ptr = bases_ptr + num_experts
+    stage_base_ptr = sort_base_ptr + num_experts
+    parity = tl.load(state_ptr + EPOCH_DISPATCH) & 1
+    splits_ptr = buffer_ptr(tables_ptr, SPLITS, num_ranks, rank, tl.int32) + parity * num_ranks * row_length
     source = tl.arange(0, WP)
     local = tl.arange(0, EP)
     mask = (source < num_ranks)[:, None] & (local < experts_per_rank)[None, :]
@@ -201,7 +204,7 @@ def routing_offsets_kernel(
     padded = (total + alignment - 1) // alignment * alignment
     start = tl.cumsum(padded, axis=0) - padded
     rows = tl.sum(padded)
-    tl.store(send_base_ptr + first_expert + local, start + before_me, mask=local < experts_per_rank)
+    tl.store(bases_ptr + first_expert + local, start + before_me, mask=local < experts_per_rank)
 
     mine = tl.sum(tl.where((source == rank)[:, None], counts, 0), axis=0)
     earlier = tl.zeros([BLOCK_E], tl.int32)
@@ -241,7 +244,6 @@ def routing_offsets_kernel(
     do_not_specialize=[
         "num_tokens",
         "max_tokens",
-        "num_experts",
         "num_ranks",
         "experts_per_rank",
         "ranks_per_node",
@@ -253,16 +255,13 @@ def routing_slots_kernel(
     kept_idx_ptr,  # [T, K] int32
     scatter_idx_ptr,  # [T, K] int32, the caller's full_scatter_indices; read if HAS_SCATTER
     chunk_counts_ptr,  # [chunks, C] int32, exclusive prefix
-    send_base_ptr,  # [E] int32
-    sort_base_ptr,  # [E] int32
-    stage_base_ptr,  # [W] int32
+    bases_ptr,  # [2 * E + W] int32, see Layout
     dst_row_ptr,  # in: slot in the chunk, out: row in the owner's output, -1 = dropped; [T, K] int32
     stage_row_ptr,  # in: slot in the chunk, out: arrival row, -1 = not the first k; [T, K] int32
     node_slot_ptr,  # in: slot in the chunk, out: slot among my tokens for that node; [T, K] int32
     node_token_ptr,  # out [N, max_tokens] int32, inverse of node_slot
     num_tokens,
     max_tokens,
-    num_experts,
     num_ranks,
     experts_per_rank,
     ranks_per_node,
@@ -273,6 +272,9 @@ def routing_slots_kernel(
     KP: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
+    num_experts = num_ranks * experts_per_rank
+    sort_base_ptr = bases_ptr + num_experts
+    stage_base_ptr = sort_base_ptr + num_experts
     entry, token, offs, mask = _load_entries(num_tokens, TOPK, KP, BLOCK_T)
     expert = tl.load(kept_idx_ptr + offs, mask=mask, other=-1)
     valid = expert >= 0
@@ -287,7 +289,7 @@ def routing_slots_kernel(
     else:
         slot = tl.load(dst_row_ptr + offs, mask=valid, other=0)
         slot += tl.load(prefix_ptr + expert, mask=valid, other=0)
-    dst_row = slot + tl.load(send_base_ptr + expert, mask=valid, other=0)
+    dst_row = slot + tl.load(bases_ptr + expert, mask=valid, other=0)
 
     slot = tl.load(stage_row_ptr + offs, mask=mask, other=-1)
     first = slot >= 0

@@ -1,9 +1,12 @@
 """Symmetric buffers as device code sees them: one table of addresses, one index per buffer.
 
-`addrs` is int64 [NUM_BUFFERS, W]: the address through which this rank loads and stores the copy of each
-rank (0 = not mapped: another node); `net_addrs` is the same for put functions. The indices below are the
-rows of both tables; what each buffer holds, who writes and who reads it, is the table in
-triton_ep/layout.py, whose order a test compares with this one.
+The table `tables` is int64 [2 * NUM_BUFFERS + 1, W]: first the address through which this rank loads and
+stores the copy of each rank (0 = not mapped: another node), one row per buffer; then the same for put
+functions; last NVSHMEM's number of each rank. The indices below are rows of the first two parts; what each
+buffer holds, who writes and who reads it, is the table in triton_ep/layout.py, whose order a test compares
+with this one.
+
+The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record.
 """
 
 import triton
@@ -27,33 +30,49 @@ NET_FLAG = tl.constexpr(14)
 PARTIAL_SEND = tl.constexpr(15)
 PARTIAL_RECV = tl.constexpr(16)
 PARTIAL_FLAG = tl.constexpr(17)
+NUM_BUFFERS = tl.constexpr(18)
 
-# Rows of the epoch array, int64, on the device.
+# Words of `state`. The status record (device/waits.py) has four.
 EPOCH_DISPATCH = tl.constexpr(0)
 EPOCH_COMBINE = tl.constexpr(1)
 EPOCH_BARRIER_ALL = tl.constexpr(2)
 EPOCH_BARRIER_NODE = tl.constexpr(3)
+TIMEOUT_US = tl.constexpr(4)
+STATUS = tl.constexpr(5)
+STATE_WORDS = tl.constexpr(9)
 
 
 @triton.jit
-def address_of(addrs_ptr, BUFFER: tl.constexpr, num_ranks, peer):
-    """int64 address of one rank's copy of a buffer."""
-    return tl.load(addrs_ptr + BUFFER * num_ranks + peer)
+def address_of(tables_ptr, BUFFER: tl.constexpr, num_ranks, peer):
+    """int64 address of one rank's copy of a buffer, for loads and stores."""
+    return tl.load(tables_ptr + BUFFER * num_ranks + peer)
 
 
 @triton.jit
-def buffer_ptr(addrs_ptr, BUFFER: tl.constexpr, num_ranks, peer, DTYPE: tl.constexpr):
+def net_address_of(tables_ptr, BUFFER: tl.constexpr, num_ranks, peer):
+    """int64 address that names one rank's copy of a buffer to a put function."""
+    return tl.load(tables_ptr + (NUM_BUFFERS + BUFFER) * num_ranks + peer)
+
+
+@triton.jit
+def pe_of(tables_ptr, num_ranks, peer):
+    """int32 number that NVSHMEM gives a rank."""
+    return tl.load(tables_ptr + 2 * NUM_BUFFERS * num_ranks + peer).to(tl.int32)
+
+
+@triton.jit
+def buffer_ptr(tables_ptr, BUFFER: tl.constexpr, num_ranks, peer, DTYPE: tl.constexpr):
     """Pointer to one rank's copy of a buffer."""
-    addr = address_of(addrs_ptr, BUFFER, num_ranks, peer)
+    addr = address_of(tables_ptr, BUFFER, num_ranks, peer)
     return tl.multiple_of(addr.to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
-def buffer_ptrs(addrs_ptr, BUFFER: tl.constexpr, num_ranks, peers, mask, DTYPE: tl.constexpr):
+def buffer_ptrs(tables_ptr, BUFFER: tl.constexpr, num_ranks, peers, mask, DTYPE: tl.constexpr):
     """Pointers to the copies of several ranks [block of ranks].
 
     An address read from a table carries no alignment: without this hint the accesses through it compile to
     2 bytes each instead of 16. Every symmetric buffer starts at a multiple of 256 bytes.
     """
-    addr = tl.load(addrs_ptr + BUFFER * num_ranks + peers, mask=mask, other=0)
+    addr = tl.load(tables_ptr + BUFFER * num_ranks + peers, mask=mask, other=0)
     return tl.multiple_of(addr.to(tl.pointer_type(DTYPE)), 16)

@@ -8,16 +8,14 @@ a ring, whatever the order in which they run.
 import triton
 import triton.language as tl
 
-from .buffers import address_of, buffer_ptr, buffer_ptrs
+from .buffers import address_of, buffer_ptr, buffer_ptrs, net_address_of, pe_of
 from .transport import put_signal
 from .waits import release_flags
 
 
 @triton.jit
 def post_to_all(
-    addrs_ptr,
-    net_addrs_ptr,
-    pes_ptr,  # [W] int32, NVSHMEM's number of each rank
+    tables_ptr,
     row_offset,  # int64, offset of my row in the buffer ROW_BUFFER, in bytes
     row_bytes,  # int64, multiple of 16
     epoch,  # int64, value of my flag: entry `rank` of the buffer FLAG_BUFFER [W] int64
@@ -35,26 +33,26 @@ def post_to_all(
     """Send my row (read from my own copy of the buffer) and then my flag to all ranks, own rank included."""
     first_rank = rank - rank % ranks_per_node
     if not SAME_NODE_ONLY:
-        source = address_of(addrs_ptr, ROW_BUFFER, num_ranks, rank) + row_offset
+        source = address_of(tables_ptr, ROW_BUFFER, num_ranks, rank) + row_offset
         flag_offset = tl.cast(rank, tl.int64) * 8
         # Start behind this node, so that the nodes do not all send to the same one first.
         for step in range(ranks_per_node, num_ranks):
             peer = (first_rank + step) % num_ranks
-            dest = address_of(net_addrs_ptr, ROW_BUFFER, num_ranks, peer) + row_offset
-            flag = address_of(net_addrs_ptr, FLAG_BUFFER, num_ranks, peer) + flag_offset
-            put_signal(dest, source, row_bytes, flag, epoch, tl.load(pes_ptr + peer), NETWORK, BLOCK)
+            dest = net_address_of(tables_ptr, ROW_BUFFER, num_ranks, peer) + row_offset
+            flag = net_address_of(tables_ptr, FLAG_BUFFER, num_ranks, peer) + flag_offset
+            put_signal(dest, source, row_bytes, flag, epoch, pe_of(tables_ptr, num_ranks, peer), NETWORK, BLOCK)
 
     peers = first_rank + tl.arange(0, LWP)
     local = tl.arange(0, LWP) < ranks_per_node
     if COPY_ROW:
         others = local & (peers != rank)
-        own_ptr = buffer_ptr(addrs_ptr, ROW_BUFFER, num_ranks, rank, tl.int32) + row_offset // 4
-        dest = buffer_ptrs(addrs_ptr, ROW_BUFFER, num_ranks, peers, others, tl.int32) + row_offset // 4
+        own_ptr = buffer_ptr(tables_ptr, ROW_BUFFER, num_ranks, rank, tl.int32) + row_offset // 4
+        dest = buffer_ptrs(tables_ptr, ROW_BUFFER, num_ranks, peers, others, tl.int32) + row_offset // 4
         for start in range(0, (row_bytes // 4).to(tl.int32), BLOCK):
             offs = start + tl.arange(0, BLOCK)
             mask = offs < row_bytes // 4
             words = tl.load(own_ptr + offs, mask=mask, other=0)
             words = tl.broadcast_to(words[None, :], [LWP, BLOCK])
             tl.store(dest[:, None] + offs[None, :], words, mask=others[:, None] & mask[None, :])
-    flag_ptrs = buffer_ptrs(addrs_ptr, FLAG_BUFFER, num_ranks, peers, local, tl.int64) + rank
+    flag_ptrs = buffer_ptrs(tables_ptr, FLAG_BUFFER, num_ranks, peers, local, tl.int64) + rank
     release_flags(flag_ptrs, local, tl.zeros([LWP], tl.int64) + epoch)

@@ -45,7 +45,7 @@ def push_payload(
     alive,  # [ROWS]
     topk_ptrs,  # [ROWS] pointers to K int32 expert ids
     stage_ptrs,  # [ROWS] pointers to K int32 arrival rows, -1 = not the first k of that rank
-    addrs_ptr,
+    tables_ptr,
     row_words,
     stage_capacity,
     experts_per_rank,
@@ -65,7 +65,7 @@ def push_payload(
             peer = owner_of(tl.load(topk_ptrs + k, mask=alive, other=-1), experts_per_rank)
             slot = tl.load(stage_ptrs + k, mask=alive, other=-1)
             here = (slot >= 0) & (slot < stage_capacity) & on_my_node(peer, rank, ranks_per_node)
-            dest = buffer_ptrs(addrs_ptr, STAGE_X, num_ranks, peer, here, WORD)
+            dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, WORD)
             # int64: slot * row_words passes 2**31 words in large buffers.
             dest += slot.to(tl.int64) * row_words
             tl.store(dest[:, None] + h + offs[None, :], tile, mask=here[:, None] & in_row)
@@ -78,7 +78,7 @@ def push_meta(
     dst_ptrs,  # [ROWS] pointers to K int32 output rows, -1 = dropped
     stage_ptrs,  # [ROWS] pointers to K int32
     weight_ptrs,  # [ROWS] pointers to K float32, read if HAS_WEIGHTS
-    addrs_ptr,
+    tables_ptr,
     experts_per_rank,
     rank,
     num_ranks,
@@ -101,10 +101,10 @@ def push_meta(
         here = (slot >= 0) & on_my_node(peer, rank, ranks_per_node)
         offset = slot.to(tl.int64)[:, None] * (2 * KP) + ks
         mine = (experts >= 0) & (owners == peer[:, None])
-        dest = buffer_ptrs(addrs_ptr, STAGE_META, num_ranks, peer, here, tl.int32)
+        dest = buffer_ptrs(tables_ptr, STAGE_META, num_ranks, peer, here, tl.int32)
         tl.store(dest[:, None] + offset, tl.where(mine, rows, -1), mask=here[:, None])
         if HAS_WEIGHTS:
-            dest = buffer_ptrs(addrs_ptr, STAGE_META, num_ranks, peer, here, tl.float32)
+            dest = buffer_ptrs(tables_ptr, STAGE_META, num_ranks, peer, here, tl.float32)
             tl.store(dest[:, None] + offset + KP, tl.where(mine, weights, 0.0), mask=here[:, None])
 
 
@@ -115,7 +115,7 @@ def pull_sum(
     h,  # first column of the tile
     topk_ptrs,  # [ROWS] pointers to K int32
     row_ptrs,  # [ROWS] pointers to K int32: row in the owner's combine buffer, -1 = none
-    addrs_ptr,
+    tables_ptr,
     hidden,
     row_capacity,
     experts_per_rank,
@@ -134,12 +134,12 @@ def pull_sum(
         peer = owner_of(tl.load(topk_ptrs + k, mask=alive, other=-1), experts_per_rank)
         row = tl.load(row_ptrs + k, mask=alive, other=-1)
         here = (row >= 0) & (row < row_capacity) & on_my_node(peer, rank, ranks_per_node)
-        source = buffer_ptrs(addrs_ptr, COMBINE_X, num_ranks, peer, here, DTYPE)
+        source = buffer_ptrs(tables_ptr, COMBINE_X, num_ranks, peer, here, DTYPE)
         source += row.to(tl.int64) * hidden
         tile = tl.load(source[:, None] + h + offs[None, :], mask=here[:, None] & in_row, other=0.0)
         tile = tile.to(tl.float32)
         if HAS_WEIGHTS:
-            weight_ptrs = buffer_ptrs(addrs_ptr, COMBINE_WEIGHT, num_ranks, peer, here, tl.float32)
+            weight_ptrs = buffer_ptrs(tables_ptr, COMBINE_WEIGHT, num_ranks, peer, here, tl.float32)
             tile *= tl.load(weight_ptrs + row, mask=here, other=0.0)[:, None]
         acc += tile
     return acc
@@ -147,8 +147,8 @@ def pull_sum(
 
 @triton.jit
 def release_arrivals(
-    addrs_ptr,
-    epochs_ptr,
+    tables_ptr,
+    state_ptr,
     rank,
     num_ranks,
     ranks_per_node,
@@ -157,11 +157,11 @@ def release_arrivals(
     MAX_PROGRAMS: tl.constexpr,
 ):
     """Set arrive_flag[KIND, my local rank, this program] = dispatch epoch on every rank of the node."""
-    epoch = tl.load(epochs_ptr + EPOCH_DISPATCH)
+    epoch = tl.load(state_ptr + EPOCH_DISPATCH)
     local = tl.arange(0, LWP)
     peers = rank - rank % ranks_per_node + local
     mask = local < ranks_per_node
-    flag_ptrs = buffer_ptrs(addrs_ptr, ARRIVE_FLAG, num_ranks, peers, mask, tl.int64)
+    flag_ptrs = buffer_ptrs(tables_ptr, ARRIVE_FLAG, num_ranks, peers, mask, tl.int64)
     flag_ptrs += (KIND * ranks_per_node + rank % ranks_per_node) * MAX_PROGRAMS + tl.program_id(0)
     release_flags(flag_ptrs, mask, tl.zeros([LWP], tl.int64) + epoch)
 
@@ -176,20 +176,18 @@ def other_node(item, rank, num_ranks, ranks_per_node):
 
 @triton.jit
 def wait_staged(
-    addrs_ptr,
-    epochs_ptr,
-    status_ptr,
+    tables_ptr,
+    state_ptr,
     rank,
     num_ranks,
     ranks_per_node,
     num_stage_programs,
-    timeout_us,
     LWP: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
     """Wait until every rank of this node has staged its rows of this combine."""
     flag = tl.arange(0, LWP * MAX_PROGRAMS)
     used = (flag // MAX_PROGRAMS < ranks_per_node) & (flag % MAX_PROGRAMS < num_stage_programs)
-    flag_ptrs = buffer_ptr(addrs_ptr, STAGED_FLAG, num_ranks, rank, tl.int64) + flag
-    epoch = tl.load(epochs_ptr + EPOCH_COMBINE) + 1
-    return wait_flags(flag_ptrs, used, epoch, timeout_us, status_ptr, WAIT_COMBINE_STAGED)
+    flag_ptrs = buffer_ptr(tables_ptr, STAGED_FLAG, num_ranks, rank, tl.int64) + flag
+    epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
+    return wait_flags(flag_ptrs, used, epoch, state_ptr, WAIT_COMBINE_STAGED)

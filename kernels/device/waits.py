@@ -5,13 +5,15 @@ its writer has reached, so nothing is ever cleared and a captured graph may repl
 on expiry one program writes a status record and all later waits of this rank return at once; the host
 raises from the record (triton_ep/context.py).
 
-Status record, int32: [0] operation (0 = fine), [1] index of the first missing flag, [2] expected epoch,
-[3] epoch seen. The operation codes are `WAIT_*` below; the host names them (triton_ep/context.py).
+Status record, the words of the state array from STATUS on: [0] operation (0 = fine), [1] index of the first
+missing flag, [2] expected epoch, [3] epoch seen. The operation codes are `WAIT_*` below; the host names them
+(triton_ep/context.py).
 """
 
 import triton
 import triton.language as tl
 
+from .buffers import STATUS, TIMEOUT_US
 from .spin import now_ns, pause
 
 WAIT_SPLITS = tl.constexpr(1)
@@ -25,17 +27,17 @@ WAIT_NODE_BARRIER = tl.constexpr(8)
 
 
 @triton.jit
-def wait_flags(flag_ptrs, mask, expected, timeout_us, status_ptr, OPERATION: tl.constexpr, first_index=0):
+def wait_flags(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, first_index=0):
     """Wait until every masked flag is at least `expected` [scalar int64]; False when that did not happen in time.
 
     flag_ptrs: block of pointers to this rank's own flags, the first of which is flag `first_index` of its
     buffer, for the status record. Pairs with `release_flags` on the writer's side.
     """
-    limit = tl.cast(timeout_us, tl.int64) * 1000
+    limit = tl.load(state_ptr + TIMEOUT_US) * 1000
     start = now_ns()
     polls = 0
     # After a first failure the rank's data are void: waiting again would only add time-outs up.
-    healthy = tl.load(status_ptr, volatile=True) == 0
+    healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
     seen = tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
     late = tl.sum((seen < expected).to(tl.int32))
     while (late > 0) & healthy & (now_ns() - start < limit):
@@ -43,9 +45,9 @@ def wait_flags(flag_ptrs, mask, expected, timeout_us, status_ptr, OPERATION: tl.
         polls += 1
         seen = tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
         late = tl.sum((seen < expected).to(tl.int32))
-        healthy = tl.load(status_ptr, volatile=True) == 0
+        healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
     if (late > 0) & healthy:
-        _report_expiry(seen, expected, first_index, status_ptr, OPERATION)
+        _report_expiry(seen, expected, first_index, state_ptr, OPERATION)
     # The volatile loads order nothing. This acquire reads each flag once more and pairs with the release
     # of its writer; the barrier hands the order on to the other threads of the block.
     tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys")
@@ -54,15 +56,15 @@ def wait_flags(flag_ptrs, mask, expected, timeout_us, status_ptr, OPERATION: tl.
 
 
 @triton.jit
-def _report_expiry(seen, expected, first_index, status_ptr, OPERATION: tl.constexpr):
+def _report_expiry(seen, expected, first_index, state_ptr, OPERATION: tl.constexpr):
     """Write the status record, unless another program of this rank was first."""
     index = tl.arange(0, seen.numel)
     first = tl.min(tl.where(seen < expected, index, seen.numel))
     value = tl.max(tl.where(index == first, seen, 0))
-    if tl.atomic_cas(status_ptr, 0, OPERATION) == 0:
-        tl.store(status_ptr + 1, first_index + first)
-        tl.store(status_ptr + 2, expected.to(tl.int32))
-        tl.store(status_ptr + 3, value.to(tl.int32))
+    if tl.atomic_cas(state_ptr + STATUS, tl.cast(0, tl.int64), tl.cast(OPERATION, tl.int64)) == 0:
+        tl.store(state_ptr + STATUS + 1, tl.cast(first_index + first, tl.int64))
+        tl.store(state_ptr + STATUS + 2, expected)
+        tl.store(state_ptr + STATUS + 3, value)
 
 
 @triton.jit

@@ -20,17 +20,13 @@ from ..device.post import post_to_all
 from ..device.waits import WAIT_BARRIER, WAIT_NODE_BARRIER, wait_flags
 
 
-@triton.jit(do_not_specialize=["rank", "num_ranks", "ranks_per_node", "timeout_us"])
+@triton.jit(do_not_specialize=["rank", "num_ranks", "ranks_per_node"])
 def barrier_kernel(
-    epochs_ptr,  # [4] int64
-    status_ptr,  # [4] int32
-    addrs_ptr,
-    net_addrs_ptr,
-    pes_ptr,  # [W] int32
+    state_ptr,
+    tables_ptr,
     rank,
     num_ranks,
     ranks_per_node,
-    timeout_us,
     EPOCH: tl.constexpr,  # row of the epoch array
     FLAG_BUFFER: tl.constexpr,
     SAME_NODE_ONLY: tl.constexpr,
@@ -39,13 +35,11 @@ def barrier_kernel(
     WP: tl.constexpr,
     LWP: tl.constexpr,
 ):
-    epoch = tl.load(epochs_ptr + EPOCH) + 1
+    epoch = tl.load(state_ptr + EPOCH) + 1
     tl.debug_barrier()
-    tl.store(epochs_ptr + EPOCH, epoch)
+    tl.store(state_ptr + EPOCH, epoch)
     post_to_all(
-        addrs_ptr,
-        net_addrs_ptr,
-        pes_ptr,
+        tables_ptr,
         tl.cast(rank, tl.int64) * 16,
         tl.full([], 16, tl.int64),
         epoch,
@@ -64,10 +58,10 @@ def barrier_kernel(
         if SAME_NODE_ONLY:
             peers = rank - rank % ranks_per_node + tl.arange(0, LWP)
             mask = tl.arange(0, LWP) < ranks_per_node
-            flag_ptrs = buffer_ptr(addrs_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
+            flag_ptrs = buffer_ptr(tables_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
             first = rank - rank % ranks_per_node
-            wait_flags(flag_ptrs, mask, epoch, timeout_us, status_ptr, WAIT_NODE_BARRIER, first)
+            wait_flags(flag_ptrs, mask, epoch, state_ptr, WAIT_NODE_BARRIER, first)
         else:
             peers = tl.arange(0, WP)
-            flag_ptrs = buffer_ptr(addrs_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
-            wait_flags(flag_ptrs, peers < num_ranks, epoch, timeout_us, status_ptr, WAIT_BARRIER)
+            flag_ptrs = buffer_ptr(tables_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
+            wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_BARRIER)

@@ -22,6 +22,8 @@ from ..device.buffers import (
     PARTIAL_SEND,
     address_of,
     buffer_ptr,
+    net_address_of,
+    pe_of,
 )
 from ..device.rows import other_node, pull_sum, wait_staged
 from ..device.transport import put_signal
@@ -36,7 +38,6 @@ from ..device.transport import put_signal
         "num_ranks",
         "ranks_per_node",
         "num_stage_programs",
-        "timeout_us",
     ]
 )
 def combine_partial_kernel(
@@ -44,21 +45,16 @@ def combine_partial_kernel(
     tokens_from_node_ptr,  # [N] int32
     topk_table_ptr,  # [N, max_tokens, K] int32
     row_table_ptr,  # [N, max_tokens, K] int32: output row (staged) or arrival row (reduced), -1 = none
-    epochs_ptr,  # [4] int64
-    status_ptr,  # [4] int32
-    addrs_ptr,
-    net_addrs_ptr,
-    pes_ptr,  # [W] int32
+    state_ptr,
+    tables_ptr,
     max_tokens,
     hidden,
-    partial_stride,  # elements per row of the partial buffers
     row_capacity,
     experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
     num_stage_programs,
-    timeout_us,
     PARTIAL_DTYPE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -71,22 +67,21 @@ def combine_partial_kernel(
     BLOCK_H: tl.constexpr,
 ):
     ready = wait_staged(
-        addrs_ptr,
-        epochs_ptr,
-        status_ptr,
+        tables_ptr,
+        state_ptr,
         rank,
         num_ranks,
         ranks_per_node,
         num_stage_programs,
-        timeout_us,
         LWP,
         MAX_PROGRAMS,
     )
     if ready:
-        epoch = tl.load(epochs_ptr + EPOCH_COMBINE) + 1
+        epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
         my_node = rank // ranks_per_node
+        partial_stride = (hidden + 7) // 8 * 8
         offs = tl.arange(0, BLOCK_H)
-        send_ptr = buffer_ptr(addrs_ptr, PARTIAL_SEND, num_ranks, rank, PARTIAL_DTYPE)
+        send_ptr = buffer_ptr(tables_ptr, PARTIAL_SEND, num_ranks, rank, PARTIAL_DTYPE)
         row_bytes = tl.cast(partial_stride, tl.int64) * (PARTIAL_DTYPE.primitive_bitwidth // 8)
         num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(max_tokens, CHUNK)
         for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -105,7 +100,7 @@ def combine_partial_kernel(
                             h,
                             topk_table_ptr + row * TOPK,
                             row_table_ptr + row * TOPK,
-                            addrs_ptr,
+                            tables_ptr,
                             hidden,
                             row_capacity,
                             experts_per_rank,
@@ -123,14 +118,14 @@ def combine_partial_kernel(
                 peer = node * ranks_per_node + rank % ranks_per_node
                 dest_row = tl.cast(my_node * max_tokens + first, tl.int64)
                 source_row = (node * max_tokens + first).to(tl.int64)
-                flag = address_of(net_addrs_ptr, PARTIAL_FLAG, num_ranks, peer)
+                flag = net_address_of(tables_ptr, PARTIAL_FLAG, num_ranks, peer)
                 put_signal(
-                    address_of(net_addrs_ptr, PARTIAL_RECV, num_ranks, peer) + dest_row * row_bytes,
-                    address_of(addrs_ptr, PARTIAL_SEND, num_ranks, rank) + source_row * row_bytes,
+                    net_address_of(tables_ptr, PARTIAL_RECV, num_ranks, peer) + dest_row * row_bytes,
+                    address_of(tables_ptr, PARTIAL_SEND, num_ranks, rank) + source_row * row_bytes,
                     tl.minimum(tokens - first, CHUNK).to(tl.int64) * row_bytes,
                     flag + (my_node * MAX_CHUNKS + chunk).to(tl.int64) * 8,
                     epoch,
-                    tl.load(pes_ptr + peer),
+                    pe_of(tables_ptr, num_ranks, peer),
                     NETWORK,
                     BLOCK_H,
                 )

@@ -18,10 +18,27 @@ Replay        net_send is free when the put returns; net_recv is free again when
 import triton
 import triton.language as tl
 
-from ..device.buffers import EPOCH_DISPATCH, NET_FLAG, NET_RECV, NET_SEND, address_of, buffer_ptr
+from ..device.buffers import (
+    EPOCH_DISPATCH,
+    NET_FLAG,
+    NET_RECV,
+    NET_SEND,
+    STATUS,
+    address_of,
+    buffer_ptr,
+    net_address_of,
+    pe_of,
+)
 from ..device.rows import other_node, push_meta, push_payload, release_arrivals
 from ..device.transport import put_signal
 from ..device.waits import WAIT_NETWORK_ROWS, wait_flags
+
+
+@triton.jit
+def _message_sizes(row_words, DTYPE: tl.constexpr, KP: tl.constexpr):
+    """Bytes of a message row up to its tables, and in all; layout.py has the same."""
+    meta_offset = (tl.cast(row_words, tl.int64) * (DTYPE.primitive_bitwidth // 8) + 15) // 16 * 16
+    return meta_offset, meta_offset + 4 * KP * 4
 
 
 @triton.jit
@@ -30,7 +47,7 @@ def _row_ptrs(base, rows, row_bytes, offset, DTYPE: tl.constexpr):
     return tl.multiple_of((base + rows * row_bytes + offset).to(tl.pointer_type(DTYPE)), 16)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "meta_offset", "rank", "num_ranks", "ranks_per_node"])
+@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "rank", "num_ranks", "ranks_per_node"])
 def internode_send_kernel(
     x_ptr,  # [T, row_words] words
     topk_ptr,  # [T, K] int32
@@ -39,16 +56,11 @@ def internode_send_kernel(
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
     node_token_ptr,  # [N, max_tokens] int32, my tokens for each node
     tokens_per_node_ptr,  # [N] int32
-    epochs_ptr,  # [4] int64
-    status_ptr,  # [4] int32
-    addrs_ptr,
-    net_addrs_ptr,
-    pes_ptr,  # [W] int32
+    state_ptr,
+    tables_ptr,
     num_tokens,
     max_tokens,
     row_words,
-    row_bytes,  # of a message
-    meta_offset,  # bytes from the start of a message row to its tables
     rank,
     num_ranks,
     ranks_per_node,
@@ -61,11 +73,12 @@ def internode_send_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    if tl.load(status_ptr) != 0:
+    if tl.load(state_ptr + STATUS) != 0:
         return
-    epoch = tl.load(epochs_ptr + EPOCH_DISPATCH)
+    epoch = tl.load(state_ptr + EPOCH_DISPATCH)
     my_node = rank // ranks_per_node
-    send_base = address_of(addrs_ptr, NET_SEND, num_ranks, rank)
+    send_base = address_of(tables_ptr, NET_SEND, num_ranks, rank)
+    meta_offset, row_bytes = _message_sizes(row_words, x_ptr.dtype.element_ty, KP)
     offs = tl.arange(0, BLOCK_H)
     ks = tl.arange(0, KP)[None, :]
     num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(num_tokens, CHUNK)
@@ -96,14 +109,14 @@ def internode_send_kernel(
             peer = node * ranks_per_node + rank % ranks_per_node
             dest_row = tl.cast(my_node * max_tokens + first, tl.int64)
             source_row = (node * max_tokens + first).to(tl.int64)
-            flag = address_of(net_addrs_ptr, NET_FLAG, num_ranks, peer)
+            flag = net_address_of(tables_ptr, NET_FLAG, num_ranks, peer)
             put_signal(
-                address_of(net_addrs_ptr, NET_RECV, num_ranks, peer) + dest_row * row_bytes,
+                net_address_of(tables_ptr, NET_RECV, num_ranks, peer) + dest_row * row_bytes,
                 send_base + source_row * row_bytes,
                 tl.minimum(tokens - first, CHUNK).to(tl.int64) * row_bytes,
                 flag + (my_node * MAX_CHUNKS + chunk).to(tl.int64) * 8,
                 epoch,
-                tl.load(pes_ptr + peer),
+                pe_of(tables_ptr, num_ranks, peer),
                 NETWORK,
                 BLOCK_H,
             )
@@ -112,13 +125,11 @@ def internode_send_kernel(
 @triton.jit(
     do_not_specialize=[
         "max_tokens",
-        "meta_offset",
         "stage_capacity",
         "experts_per_rank",
         "rank",
         "num_ranks",
         "ranks_per_node",
-        "timeout_us",
     ]
 )
 def internode_forward_kernel(
@@ -127,19 +138,15 @@ def internode_forward_kernel(
     topk_table_ptr,  # out [N, max_tokens, K] int32
     dst_row_table_ptr,  # out [N, max_tokens, K] int32
     stage_row_table_ptr,  # out [N, max_tokens, K] int32
-    epochs_ptr,  # [4] int64
-    status_ptr,  # [4] int32
-    addrs_ptr,
+    state_ptr,
+    tables_ptr,
     max_tokens,
     row_words,
-    row_bytes,
-    meta_offset,
     stage_capacity,
     experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
-    timeout_us,
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
@@ -150,9 +157,10 @@ def internode_forward_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    epoch = tl.load(epochs_ptr + EPOCH_DISPATCH)
-    recv_base = address_of(addrs_ptr, NET_RECV, num_ranks, rank)
-    flags_ptr = buffer_ptr(addrs_ptr, NET_FLAG, num_ranks, rank, tl.int64)
+    epoch = tl.load(state_ptr + EPOCH_DISPATCH)
+    recv_base = address_of(tables_ptr, NET_RECV, num_ranks, rank)
+    flags_ptr = buffer_ptr(tables_ptr, NET_FLAG, num_ranks, rank, tl.int64)
+    meta_offset, row_bytes = _message_sizes(row_words, word_ptr.dtype.element_ty, KP)
     ks = tl.arange(0, KP)[None, :]
     num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(max_tokens, CHUNK)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -162,7 +170,7 @@ def internode_forward_kernel(
         if first < tokens:
             flag = node * MAX_CHUNKS + chunk
             one = tl.arange(0, 1)
-            if wait_flags(flags_ptr + flag + one, one == 0, epoch, timeout_us, status_ptr, WAIT_NETWORK_ROWS, flag):
+            if wait_flags(flags_ptr + flag + one, one == 0, epoch, state_ptr, WAIT_NETWORK_ROWS, flag):
                 for start in range(0, CHUNK, ROWS):
                     slot = first + start + tl.arange(0, ROWS)
                     alive = slot < tokens
@@ -174,7 +182,7 @@ def internode_forward_kernel(
                         alive,
                         meta_ptrs,
                         meta_ptrs + 2 * KP,
-                        addrs_ptr,
+                        tables_ptr,
                         row_words,
                         stage_capacity,
                         experts_per_rank,
@@ -191,7 +199,7 @@ def internode_forward_kernel(
                         meta_ptrs + KP,
                         meta_ptrs + 2 * KP,
                         weight_ptrs + 3 * KP,
-                        addrs_ptr,
+                        tables_ptr,
                         experts_per_rank,
                         rank,
                         num_ranks,
@@ -209,5 +217,5 @@ def internode_forward_kernel(
                     rows = tl.load(words_ptrs + 2 * KP, mask=mask, other=-1)
                     tl.store(stage_row_table_ptr + table, rows, mask=mask)
     # After an expired wait the rows are not complete: without the flag the receivers report it as well.
-    if tl.load(status_ptr) == 0:
-        release_arrivals(addrs_ptr, epochs_ptr, rank, num_ranks, ranks_per_node, 1, LWP, MAX_PROGRAMS)
+    if tl.load(state_ptr + STATUS) == 0:
+        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, 1, LWP, MAX_PROGRAMS)

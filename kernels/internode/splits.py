@@ -20,38 +20,32 @@ from ..device.post import post_to_all
 from ..device.waits import WAIT_SPLITS, wait_flags
 
 
-@triton.jit(do_not_specialize=["rank", "num_ranks", "ranks_per_node", "row_length", "timeout_us"])
+@triton.jit(do_not_specialize=["rank", "num_ranks", "ranks_per_node", "row_length"])
 def splits_exchange_kernel(
     row_ptr,  # [S] int32, my splits row
-    epochs_ptr,  # [4] int64
-    status_ptr,  # [4] int32
-    addrs_ptr,
-    net_addrs_ptr,
-    pes_ptr,  # [W] int32
+    state_ptr,
+    tables_ptr,
     rank,
     num_ranks,
     ranks_per_node,
     row_length,
-    timeout_us,
     NETWORK: tl.constexpr,
     WP: tl.constexpr,
     LWP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    epoch = tl.load(epochs_ptr + EPOCH_DISPATCH) + 1
+    epoch = tl.load(state_ptr + EPOCH_DISPATCH) + 1
     my_row = ((epoch & 1) * num_ranks + rank) * row_length
-    splits_ptr = buffer_ptr(addrs_ptr, SPLITS, num_ranks, rank, tl.int32)
+    splits_ptr = buffer_ptr(tables_ptr, SPLITS, num_ranks, rank, tl.int32)
     for start in range(0, row_length, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         words = tl.load(row_ptr + offs, mask=offs < row_length, other=0)
         tl.store(splits_ptr + my_row + offs, words, mask=offs < row_length)
     # The row just stored is the source of the posts, which other threads read; and all threads have read the epoch.
     tl.debug_barrier()
-    tl.store(epochs_ptr + EPOCH_DISPATCH, epoch)
+    tl.store(state_ptr + EPOCH_DISPATCH, epoch)
     post_to_all(
-        addrs_ptr,
-        net_addrs_ptr,
-        pes_ptr,
+        tables_ptr,
         my_row * 4,
         tl.cast(row_length, tl.int64) * 4,
         epoch,
@@ -67,5 +61,5 @@ def splits_exchange_kernel(
         BLOCK,
     )
     sources = tl.arange(0, WP)
-    flag_ptrs = buffer_ptr(addrs_ptr, SPLITS_FLAG, num_ranks, rank, tl.int64) + sources
-    wait_flags(flag_ptrs, sources < num_ranks, epoch, timeout_us, status_ptr, WAIT_SPLITS)
+    flag_ptrs = buffer_ptr(tables_ptr, SPLITS_FLAG, num_ranks, rank, tl.int64) + sources
+    wait_flags(flag_ptrs, sources < num_ranks, epoch, state_ptr, WAIT_SPLITS)

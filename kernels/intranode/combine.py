@@ -40,41 +40,39 @@ from ..device.waits import (
 
 
 @triton.jit
-def _wait_free(addrs_ptr, epochs_ptr, status_ptr, rank, num_ranks, timeout_us, WP: tl.constexpr):
+def _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP: tl.constexpr):
     """Wait until no rank reads combine_x any more."""
-    epoch = tl.load(epochs_ptr + EPOCH_COMBINE)
+    epoch = tl.load(state_ptr + EPOCH_COMBINE)
     peers = tl.arange(0, WP)
-    flag_ptrs = buffer_ptr(addrs_ptr, DONE_FLAG, num_ranks, rank, tl.int64) + peers
-    return wait_flags(flag_ptrs, peers < num_ranks, epoch, timeout_us, status_ptr, WAIT_COMBINE_FREE)
+    flag_ptrs = buffer_ptr(tables_ptr, DONE_FLAG, num_ranks, rank, tl.int64) + peers
+    return wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_COMBINE_FREE)
 
 
 @triton.jit
 def _release_staged(
-    addrs_ptr, epochs_ptr, rank, num_ranks, ranks_per_node, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr
+    tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr
 ):
-    epoch = tl.load(epochs_ptr + EPOCH_COMBINE) + 1
+    epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
     local = tl.arange(0, LWP)
     mask = local < ranks_per_node
     peers = rank - rank % ranks_per_node + local
-    flag_ptrs = buffer_ptrs(addrs_ptr, STAGED_FLAG, num_ranks, peers, mask, tl.int64)
+    flag_ptrs = buffer_ptrs(tables_ptr, STAGED_FLAG, num_ranks, peers, mask, tl.int64)
     flag_ptrs += rank % ranks_per_node * MAX_PROGRAMS + tl.program_id(0)
     release_flags(flag_ptrs, mask, tl.zeros([LWP], tl.int64) + epoch)
 
 
-@triton.jit(do_not_specialize=["row_capacity", "rank", "num_ranks", "ranks_per_node", "timeout_us"])
+@triton.jit(do_not_specialize=["row_capacity", "rank", "num_ranks", "ranks_per_node"])
 def combine_stage_kernel(
     y_ptr,  # [R, row_words] words
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
     num_rows_ptr,  # [1] int32, rows in use
-    epochs_ptr,  # [4] int64
-    status_ptr,  # [4] int32
-    addrs_ptr,
+    state_ptr,
+    tables_ptr,
     row_words,
     row_capacity,
     rank,
     num_ranks,
     ranks_per_node,
-    timeout_us,
     HAS_WEIGHTS: tl.constexpr,
     WP: tl.constexpr,
     LWP: tl.constexpr,
@@ -82,9 +80,9 @@ def combine_stage_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    if _wait_free(addrs_ptr, epochs_ptr, status_ptr, rank, num_ranks, timeout_us, WP):
-        combine_ptr = buffer_ptr(addrs_ptr, COMBINE_X, num_ranks, rank, y_ptr.dtype.element_ty)
-        combine_weight_ptr = buffer_ptr(addrs_ptr, COMBINE_WEIGHT, num_ranks, rank, tl.float32)
+    if _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP):
+        combine_ptr = buffer_ptr(tables_ptr, COMBINE_X, num_ranks, rank, y_ptr.dtype.element_ty)
+        combine_weight_ptr = buffer_ptr(tables_ptr, COMBINE_WEIGHT, num_ranks, rank, tl.float32)
         num_rows = tl.minimum(tl.load(num_rows_ptr), row_capacity)
         offs = tl.arange(0, BLOCK_H)
         for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
@@ -96,24 +94,22 @@ def combine_stage_kernel(
             if HAS_WEIGHTS:
                 weights = tl.load(weights_ptr + row, mask=row < num_rows, other=0.0)
                 tl.store(combine_weight_ptr + row, weights, mask=row < num_rows)
-        _release_staged(addrs_ptr, epochs_ptr, rank, num_ranks, ranks_per_node, LWP, MAX_PROGRAMS)
+        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, LWP, MAX_PROGRAMS)
 
 
-@triton.jit(do_not_specialize=["row_capacity", "rank", "num_ranks", "ranks_per_node", "timeout_us"])
+@triton.jit(do_not_specialize=["row_capacity", "rank", "num_ranks", "ranks_per_node"])
 def combine_reduce_kernel(
     y_ptr,  # [R, H]
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
     copy_rows_ptr,  # [C, K] int32, output rows of each arrival row, -1 = none
     report_ptr,  # [W, 8] int32 of the dispatch; [rank, 1] = arrival rows
-    epochs_ptr,  # [4] int64
-    status_ptr,  # [4] int32
-    addrs_ptr,
+    state_ptr,
+    tables_ptr,
     hidden,
     row_capacity,
     rank,
     num_ranks,
     ranks_per_node,
-    timeout_us,
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     WP: tl.constexpr,
@@ -122,8 +118,8 @@ def combine_reduce_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    if _wait_free(addrs_ptr, epochs_ptr, status_ptr, rank, num_ranks, timeout_us, WP):
-        combine_ptr = buffer_ptr(addrs_ptr, COMBINE_X, num_ranks, rank, y_ptr.dtype.element_ty)
+    if _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP):
+        combine_ptr = buffer_ptr(tables_ptr, COMBINE_X, num_ranks, rank, y_ptr.dtype.element_ty)
         num_rows = tl.minimum(tl.load(report_ptr + rank * 8 + 1), row_capacity)
         offs = tl.arange(0, BLOCK_H)
         for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
@@ -141,19 +137,17 @@ def combine_reduce_kernel(
                     acc += part
                 dest = combine_ptr + row.to(tl.int64)[:, None] * hidden + h + offs[None, :]
                 tl.store(dest, acc.to(y_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
-        _release_staged(addrs_ptr, epochs_ptr, rank, num_ranks, ranks_per_node, LWP, MAX_PROGRAMS)
+        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, LWP, MAX_PROGRAMS)
 
 
 @triton.jit
 def _wait_partials(
     tokens_per_node_ptr,
-    addrs_ptr,
-    epochs_ptr,
-    status_ptr,
+    tables_ptr,
+    state_ptr,
     rank,
     num_ranks,
     ranks_per_node,
-    timeout_us,
     NNP: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -164,9 +158,9 @@ def _wait_partials(
     remote = (node < num_ranks // ranks_per_node) & (node != rank // ranks_per_node)
     tokens = tl.load(tokens_per_node_ptr + node, mask=remote, other=0)
     used = remote & (flag % MAX_CHUNKS * CHUNK < tokens)
-    flag_ptrs = buffer_ptr(addrs_ptr, PARTIAL_FLAG, num_ranks, rank, tl.int64) + flag
-    epoch = tl.load(epochs_ptr + EPOCH_COMBINE) + 1
-    return wait_flags(flag_ptrs, used, epoch, timeout_us, status_ptr, WAIT_NETWORK_PARTIALS)
+    flag_ptrs = buffer_ptr(tables_ptr, PARTIAL_FLAG, num_ranks, rank, tl.int64) + flag
+    epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
+    return wait_flags(flag_ptrs, used, epoch, state_ptr, WAIT_NETWORK_PARTIALS)
 
 
 @triton.jit(
@@ -179,7 +173,6 @@ def _wait_partials(
         "num_ranks",
         "ranks_per_node",
         "num_stage_programs",
-        "timeout_us",
     ]
 )
 def combine_pull_kernel(
@@ -188,20 +181,17 @@ def combine_pull_kernel(
     row_ptr,  # [T, K] int32: output row (staged) or arrival row (reduced) at the owner, -1 = none
     node_slot_ptr,  # [T, K] int32, slot among my tokens for that node; read with several nodes
     tokens_per_node_ptr,  # [N] int32, my tokens for each node; read with several nodes
-    epochs_ptr,  # [4] int64
-    status_ptr,  # [4] int32
-    addrs_ptr,
+    state_ptr,
+    tables_ptr,
     num_tokens,
     max_tokens,
     hidden,
-    partial_stride,  # elements per row of the partial sums
     row_capacity,
     experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
     num_stage_programs,
-    timeout_us,
     PARTIAL_DTYPE: tl.constexpr,  # dtype of the other nodes' partial sums
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -214,34 +204,31 @@ def combine_pull_kernel(
     BLOCK_H: tl.constexpr,
 ):
     ready = wait_staged(
-        addrs_ptr,
-        epochs_ptr,
-        status_ptr,
+        tables_ptr,
+        state_ptr,
         rank,
         num_ranks,
         ranks_per_node,
         num_stage_programs,
-        timeout_us,
         LWP,
         MAX_PROGRAMS,
     )
     if NNP > 1:
         ready &= _wait_partials(
             tokens_per_node_ptr,
-            addrs_ptr,
-            epochs_ptr,
-            status_ptr,
+            tables_ptr,
+            state_ptr,
             rank,
             num_ranks,
             ranks_per_node,
-            timeout_us,
             NNP,
             MAX_CHUNKS,
             CHUNK,
         )
     if ready:
         offs = tl.arange(0, BLOCK_H)
-        partial_ptr = buffer_ptr(addrs_ptr, PARTIAL_RECV, num_ranks, rank, PARTIAL_DTYPE)
+        partial_stride = (hidden + 7) // 8 * 8
+        partial_ptr = buffer_ptr(tables_ptr, PARTIAL_RECV, num_ranks, rank, PARTIAL_DTYPE)
         for tile in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
             token = tile * ROWS + tl.arange(0, ROWS)
             alive = token < num_tokens
@@ -253,7 +240,7 @@ def combine_pull_kernel(
                     h,
                     topk_ptrs,
                     row_ptr + token * TOPK,
-                    addrs_ptr,
+                    tables_ptr,
                     hidden,
                     row_capacity,
                     experts_per_rank,

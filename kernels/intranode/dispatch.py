@@ -19,7 +19,7 @@ Replay        stage_x is free again when this rank posts its next splits row (in
 import triton
 import triton.language as tl
 
-from ..device.buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, STAGE_X, buffer_ptr
+from ..device.buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, STAGE_X, STATUS, buffer_ptr
 from ..device.rows import push_meta, push_payload, release_arrivals
 from ..device.waits import WAIT_ARRIVALS, wait_flags
 
@@ -33,9 +33,8 @@ def dispatch_push_kernel(
     dst_row_ptr,  # [T, K] int32
     stage_row_ptr,  # [T, K] int32
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
-    epochs_ptr,  # [4] int64
-    status_ptr,  # [4] int32
-    addrs_ptr,
+    state_ptr,
+    tables_ptr,
     num_tokens,
     row_words,
     stage_capacity,
@@ -51,7 +50,7 @@ def dispatch_push_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    if tl.load(status_ptr) != 0:
+    if tl.load(state_ptr + STATUS) != 0:
         return
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
         token = tile * ROWS + tl.arange(0, ROWS)
@@ -63,7 +62,7 @@ def dispatch_push_kernel(
             alive,
             topk_ptrs,
             stage_ptrs,
-            addrs_ptr,
+            tables_ptr,
             row_words,
             stage_capacity,
             experts_per_rank,
@@ -80,7 +79,7 @@ def dispatch_push_kernel(
             dst_row_ptr + token * TOPK,
             stage_ptrs,
             weights_ptr + token * TOPK,
-            addrs_ptr,
+            tables_ptr,
             experts_per_rank,
             rank,
             num_ranks,
@@ -89,20 +88,18 @@ def dispatch_push_kernel(
             TOPK,
             KP,
         )
-    release_arrivals(addrs_ptr, epochs_ptr, rank, num_ranks, ranks_per_node, 0, LWP, MAX_PROGRAMS)
+    release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, 0, LWP, MAX_PROGRAMS)
 
 
 @triton.jit
 def _wait_arrivals(
-    addrs_ptr,
-    epochs_ptr,
-    status_ptr,
+    tables_ptr,
+    state_ptr,
     rank,
     num_ranks,
     ranks_per_node,
     num_push_programs,
     num_forward_programs,
-    timeout_us,
     LWP: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
@@ -110,9 +107,9 @@ def _wait_arrivals(
     sender = flag // MAX_PROGRAMS
     programs = tl.where(sender < ranks_per_node, num_push_programs, num_forward_programs)
     used = (sender < 2 * ranks_per_node) & (flag % MAX_PROGRAMS < programs)
-    flag_ptrs = buffer_ptr(addrs_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64) + flag
-    epoch = tl.load(epochs_ptr + EPOCH_DISPATCH)
-    return wait_flags(flag_ptrs, used, epoch, timeout_us, status_ptr, WAIT_ARRIVALS)
+    flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64) + flag
+    epoch = tl.load(state_ptr + EPOCH_DISPATCH)
+    return wait_flags(flag_ptrs, used, epoch, state_ptr, WAIT_ARRIVALS)
 
 
 @triton.jit
@@ -152,7 +149,6 @@ def _zero_padding(
         "stage_capacity",
         "num_push_programs",
         "num_forward_programs",
-        "timeout_us",
     ]
 )
 def dispatch_expand_kernel(
@@ -162,9 +158,8 @@ def dispatch_expand_kernel(
     expert_offsets_ptr,  # [e + 1] int32
     num_recv_ptr,  # [e] int32
     report_ptr,  # [W, 8] int32; [rank, 1] = arrival rows
-    epochs_ptr,  # [4] int64
-    status_ptr,  # [4] int32
-    addrs_ptr,
+    state_ptr,
+    tables_ptr,
     row_words,
     rank,
     num_ranks,
@@ -173,7 +168,6 @@ def dispatch_expand_kernel(
     stage_capacity,
     num_push_programs,
     num_forward_programs,  # 0 with one node
-    timeout_us,
     HAS_WEIGHTS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     KEEP_COPY_ROWS: tl.constexpr,
@@ -185,22 +179,20 @@ def dispatch_expand_kernel(
     BLOCK_H: tl.constexpr,
 ):
     arrived = _wait_arrivals(
-        addrs_ptr,
-        epochs_ptr,
-        status_ptr,
+        tables_ptr,
+        state_ptr,
         rank,
         num_ranks,
         ranks_per_node,
         num_push_programs,
         num_forward_programs,
-        timeout_us,
         LWP,
         MAX_PROGRAMS,
     )
     if arrived:
-        stage_x_ptr = buffer_ptr(addrs_ptr, STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
-        stage_rows_ptr = buffer_ptr(addrs_ptr, STAGE_META, num_ranks, rank, tl.int32)
-        stage_weights_ptr = buffer_ptr(addrs_ptr, STAGE_META, num_ranks, rank, tl.float32) + KP
+        stage_x_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
+        stage_rows_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.int32)
+        stage_weights_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.float32) + KP
         ks = tl.arange(0, KP)[None, :]
         offs = tl.arange(0, BLOCK_H)
         num_arrivals = tl.load(report_ptr + rank * 8 + 1)

@@ -26,15 +26,11 @@ def _launch(ctx: DispatchCombineContext, epoch: str, flag: str, *, same_node_onl
         "barrier_kernel",
         1,
         (
-            ctx.epochs,
-            ctx.status,
-            ctx.addrs,
-            ctx.net_addrs,
-            ctx.pes,
+            ctx.state,
+            ctx.tables,
             cfg.rank,
             cfg.world_size,
             cfg.local_world_size,
-            ctx.timeout_us,
         ),
         {
             "EPOCH": device_epoch(epoch),

@@ -24,22 +24,23 @@ def stage(
     sizes = ctx.sizes
     programs = local_programs(ctx.device)
     weights_arg = weights if weights is not None else desc.report.view(torch.float32)
-    state = (ctx.epochs, ctx.status, ctx.addrs)
+    state = (ctx.state, ctx.tables)
     constexprs = {
         "HAS_WEIGHTS": weights is not None,
         **common_constexprs(sizes, "WP", "LWP", "MAX_PROGRAMS"),
     }
     copy_rows = desc.skipped_token_topk_mapping_indices
+    args: tuple[Any, ...]
     if copy_rows is not None:
         constexprs.update(common_constexprs(sizes, "TOPK"), **tile(ctx.config.hidden))
         args = (y, weights_arg, copy_rows, desc.report, *state, ctx.config.hidden, sizes.output_rows)
-        launch("combine_reduce_kernel", programs, (*args, *_where(ctx), ctx.timeout_us), constexprs)
+        launch("combine_reduce_kernel", programs, (*args, *_where(ctx)), constexprs)
         return
     words = as_words(y, sizes.payload_bytes)
     row_words = sizes.payload_bytes // words.element_size()
     constexprs.update(tile(row_words))
     args = (words, weights_arg, desc.expert_offsets[-1:], *state, row_words, sizes.output_rows)
-    launch("combine_stage_kernel", programs, (*args, *_where(ctx), ctx.timeout_us), constexprs)
+    launch("combine_stage_kernel", programs, (*args, *_where(ctx)), constexprs)
 
 
 def _pull_constexprs(ctx: DispatchCombineContext, has_weights: bool) -> dict[str, Any]:
@@ -68,19 +69,14 @@ def send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToA
             desc.tokens_from_node,
             desc.forward_topk,
             desc.forward_stage_row if local else desc.forward_dst_row,
-            ctx.epochs,
-            ctx.status,
-            ctx.addrs,
-            ctx.net_addrs,
-            ctx.pes,
+            ctx.state,
+            ctx.tables,
             cfg.max_tokens,
             cfg.hidden,
-            sizes.partial_stride,
             sizes.output_rows,
             cfg.num_experts_per_rank,
             *_where(ctx),
             local_programs(ctx.device),
-            ctx.timeout_us,
         ),
         {"NETWORK": ctx.network, **_pull_constexprs(ctx, has_weights and not local)},
         ctx.extern_libs(),
@@ -102,18 +98,15 @@ def pull(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToAllLayoutD
             desc.stage_row if local else desc.token_dst_scatter_idx,
             desc.node_slot,
             desc.tokens_per_node,
-            ctx.epochs,
-            ctx.status,
-            ctx.addrs,
+            ctx.state,
+            ctx.tables,
             num_tokens,
             cfg.max_tokens,
             cfg.hidden,
-            sizes.partial_stride,
             sizes.output_rows,
             cfg.num_experts_per_rank,
             *_where(ctx),
             local_programs(ctx.device),
-            ctx.timeout_us,
         ),
         {**common_constexprs(sizes, "NNP"), **_pull_constexprs(ctx, has_weights and not local)},
     )

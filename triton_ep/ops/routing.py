@@ -33,16 +33,15 @@ class Routing:
 
 @dataclass(frozen=True)
 class Placement:
-    """What the splits of all ranks say about this rank's tokens and outputs; fields as in EPAllToAllLayoutDesc."""
+    """What the splits of all ranks say about this rank's tokens and outputs; fields as in EPAllToAllLayoutDesc;
+    `bases` as in the kernels."""
 
     expert_offsets: torch.Tensor
     num_recv: torch.Tensor
     overflow: torch.Tensor
     tokens_from_node: torch.Tensor
     report: torch.Tensor
-    send_base: torch.Tensor
-    sort_base: torch.Tensor
-    stage_base: torch.Tensor
+    bases: torch.Tensor
 
 
 def route(ctx: DispatchCombineContext, topk_idx: torch.Tensor, host_word: int) -> Routing:
@@ -73,7 +72,8 @@ def route(ctx: DispatchCombineContext, topk_idx: torch.Tensor, host_word: int) -
         (chunk_counts, chunk_bad, row, chunks, sizes.num_columns, sizes.row_length, num_tokens, host_word),
         {"BLOCK_N": min(max(next_power_of_2(chunks), 16), 256), "BLOCK_C": columns},
     )
-    return Routing(*tables, chunk_counts, row)
+    kept_idx, dst_row, stage_row, node_slot = tables.unbind()
+    return Routing(kept_idx, dst_row, stage_row, node_slot, chunk_counts, row)
 
 
 def check_scatter(routing: Routing, scatter: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -106,19 +106,15 @@ def offsets(ctx: DispatchCombineContext) -> Placement:
         overflow=empty(1),
         tokens_from_node=empty(cfg.num_nodes),
         report=empty(cfg.world_size, 8),
-        send_base=empty(cfg.num_experts),
-        sort_base=empty(cfg.num_experts),
-        stage_base=empty(cfg.world_size),
+        bases=empty(2 * cfg.num_experts + cfg.world_size),
     )
     launch(
         "routing_offsets_kernel",
         cfg.world_size,
         (
-            ctx.epochs,
-            ctx.addrs,
-            out.send_base,
-            out.sort_base,
-            out.stage_base,
+            ctx.state,
+            ctx.tables,
+            out.bases,
             out.expert_offsets,
             out.num_recv,
             out.overflow,
@@ -126,7 +122,6 @@ def offsets(ctx: DispatchCombineContext) -> Placement:
             out.report,
             cfg.rank,
             cfg.world_size,
-            cfg.num_experts,
             experts,
             cfg.local_world_size,
             sizes.row_length,
@@ -157,16 +152,13 @@ def place(
             routing.topk_idx,
             routing.topk_idx if scatter is None else scatter,
             routing.chunk_counts,
-            placement.send_base,
-            placement.sort_base,
-            placement.stage_base,
+            placement.bases,
             routing.dst_row,
             routing.stage_row,
             routing.node_slot,
             node_token,
             num_tokens,
             cfg.max_tokens,
-            cfg.num_experts,
             cfg.world_size,
             cfg.num_experts_per_rank,
             cfg.local_world_size,

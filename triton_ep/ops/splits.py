@@ -18,16 +18,12 @@ def exchange(ctx: DispatchCombineContext, row: torch.Tensor) -> None:
         1,
         (
             row,
-            ctx.epochs,
-            ctx.status,
-            ctx.addrs,
-            ctx.net_addrs,
-            ctx.pes,
+            ctx.state,
+            ctx.tables,
             cfg.rank,
             cfg.world_size,
             cfg.local_world_size,
             sizes.row_length,
-            ctx.timeout_us,
         ),
         {
             "NETWORK": ctx.network,
