@@ -66,6 +66,7 @@ class RankPool:
         timeout_s: float | None = None,
         chaos_seed: int | None = None,
         return_exceptions: bool = False,
+        grace_s: float = GRACE_S,
         **kwargs: Any,
     ) -> list[Any]:
         """Call `function(rank, *args, **kwargs)` in every rank and return what they return, by rank.
@@ -80,6 +81,7 @@ class RankPool:
             timeout_s: limit for the whole case; 60 for host ranks, 240 for nvshmem ranks.
             chaos_seed: the interpreter's chaos mode, each rank with its own seed made of this one; host only.
             return_exceptions: return the exception of each rank that raised instead of raising one.
+            grace_s: how long the other ranks may still run once one has failed.
 
         Raises:
             RankHang: not all ranks finished in time; the message has the stack of every rank.
@@ -96,7 +98,7 @@ class RankPool:
             self.start()
             for rank in self._ranks:
                 rank.send(case)
-            answers = self._gather(timeout_s or CASE_TIMEOUT_S[self.backend], _name(function))
+            answers = self._gather(timeout_s or CASE_TIMEOUT_S[self.backend], _name(function), grace_s)
         except BaseException:
             self.kill()
             raise
@@ -156,7 +158,7 @@ class RankPool:
     ) -> None:
         self.close()
 
-    def _gather(self, timeout_s: float, what: str) -> list[Any]:
+    def _gather(self, timeout_s: float, what: str, grace_s: float = GRACE_S) -> list[Any]:
         """One answer per rank: what it returned, or a `_Failure`."""
         answers: dict[int, Any] = {}
         pending = {rank.channel: rank for rank in self._ranks}
@@ -169,7 +171,7 @@ class RankPool:
             if not ready:
                 stacks = _stacks(list(pending.values()))
                 for rank in pending.values():
-                    text = f"rank {rank.rank} still ran {GRACE_S:g} s after a peer had failed; its stack:\n"
+                    text = f"rank {rank.rank} still ran {grace_s:g} s after a peer had failed; its stack:\n"
                     answers[rank.rank] = _Failure(RankError(text + stacks[rank.rank]), len(answers), echo=True)
                 break
             for channel in ready:
@@ -177,7 +179,7 @@ class RankPool:
                 answers[rank.rank] = answer = _answer(rank, len(answers))
                 if isinstance(answer, _Failure) and not failed:
                     failed = True
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + grace_s)
         return [answers[rank] for rank in range(self.world_size)]
 
     def _describe_hang(self, pending: list[RankProcess], timeout_s: float, what: str) -> str:

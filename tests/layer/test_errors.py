@@ -279,7 +279,7 @@ def _killed(rank, nodes, ranks_per_node, where):
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
 def test_a_killed_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_node, where):
     """Nobody waits for ever for a process that is gone."""
-    results = run_ranks(_killed, nodes, ranks_per_node, where, return_exceptions=True)
+    results = run_ranks(_killed, nodes, ranks_per_node, where, return_exceptions=True, grace_s=30)
     assert isinstance(results[1], RankError)
     for rank, result in enumerate(results):
         if rank != 1:
