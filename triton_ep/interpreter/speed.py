@@ -1,8 +1,9 @@
 """Speed-ups of Triton's interpreter that leave every result as it is.
 
 As shipped, each launch and each call of a device function searches triton.language for what to patch, each
-integer addition is repeated in int64 for a check whose outcome is thrown away, and each look at a dtype
-builds a table. Here the search is done once and replayed, the check is off, and the table is kept.
+integer addition is repeated in int64 for a check whose outcome is thrown away, each look at a dtype builds a
+table, and each value makes its shape anew, as objects of objects. Here the search is done once and replayed,
+the check is off, and tables and shapes are kept.
 """
 
 import dataclasses
@@ -21,6 +22,37 @@ def apply() -> None:
     if not options.debug:  # without debug the check ends in a device_assert that returns at once
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._patch_lang = _LanguagePatch(interpreter._patch_lang)
+    _keep_shapes()
+
+
+def _keep_shapes() -> None:
+    """Let values of one shape share the objects that describe it; nothing changes them."""
+    stock_type, stock_value = tl.block_type.__init__, tl.tensor.__init__
+    types: dict[tuple[Any, ...], tuple[Any, Any, str]] = {}
+    values: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        lengths = tuple([extent.value if isinstance(extent, tl.constexpr) else extent for extent in shape])
+        known = types.get((lengths, element_ty.name))
+        if known is None:
+            stock_type(self, element_ty, shape)
+            types[lengths, element_ty.name] = self.shape, self.numel, self.name
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = known
+
+    def init_value(self: Any, handle: Any, type: Any) -> None:
+        lengths = tuple(type.shape.values) if type.is_block() else ()
+        known = values.get(lengths)
+        if known is None:
+            stock_value(self, handle, type)
+            values[lengths] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known
+
+    tl.block_type.__init__ = init_type
+    tl.tensor.__init__ = init_value
 
 
 def _cached_np_dtype(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
