@@ -17,7 +17,7 @@ import torch.distributed as dist
 from triton_ep import layout
 from triton_ep.config import EPConfig
 from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
-from triton_ep.errors import ConfigError, FinalizedError, WaitTimeout
+from triton_ep.errors import ConfigError, FinalizedError, PeerFailed, WaitTimeout
 from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.kernels.device import buffers as device_buffers
 from triton_ep.kernels.device import waits
@@ -196,6 +196,7 @@ class DispatchCombineContext:
 
         Raises:
             WaitTimeout: naming the operation, the missing ranks, expected and seen epochs.
+            PeerFailed: the wait expired, and the process of a rank has ended.
         """
         self.raise_for_status(self.status.tolist())
 
@@ -247,11 +248,16 @@ class DispatchCombineContext:
         what, flags = _OPERATIONS[operation]
         missing = sorted({self._sender(operation, index)} | self._late_senders(operation, flags, expected))
         self.failure = f"{what} expired."
+        if (gone := self.heap.failed_peer()) is not None:
+            raise PeerFailed(
+                f"rank {self.config.rank} of {self.config.world_size} waited {self.config.timeout_s:g} s for {what} in "
+                f"vain, and the process of rank {gone} of the world has ended. Start the job again."
+            )
         raise WaitTimeout(
             f"rank {self.config.rank} of {self.config.world_size} waited {self.config.timeout_s:g} s for {what}: "
             f"missing rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}; {flags}[{index}] should "
-            f"be {expected}, is {seen}. Look at the missing ranks first (dead, late, or in another call); raise "
-            "timeout_s if they are only slow."
+            f"be {expected}, is {seen}. Look at the missing ranks first (dead, late, in another call, or waiting "
+            "themselves: their own error says for whom); raise timeout_s if they are only slow."
         )
 
     def _sender(self, operation: int, index: int) -> int:

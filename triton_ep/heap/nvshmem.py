@@ -6,6 +6,8 @@ large chunks and hands out pieces of them by itself: a sub-group can then alloca
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,7 +55,7 @@ class NvshmemHeap(SymmetricHeap):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._check_placement()
         settings = dict(_DEFAULTS)
-        if len({host for host, _ in self._placement}) == 1:
+        if self._one_host:
             settings |= _ONE_HOST_DEFAULTS
         if "NVSHMEM_SYMMETRIC_SIZE" in read_environment().nvshmem:
             heap_bytes = max(heap_bytes - _OWN_BYTES, _CHUNK_STEP)
@@ -89,6 +91,8 @@ class NvshmemHeap(SymmetricHeap):
             except PeerFailed:
                 self._failed = True
         self._closed = True
+        for fd in self._pidfds.values():
+            os.close(fd)
         if self._failed:
             return
         for _, addresses, _ in reversed(self._chunks):
@@ -97,7 +101,12 @@ class NvshmemHeap(SymmetricHeap):
         self._nvshmem.finalize()
 
     def failed_peer(self) -> int | None:
-        """None: over NVSHMEM a rank learns of a dead peer by an expired wait."""
+        """World rank of a peer of this host whose process has ended. Of other hosts an expired wait tells."""
+        for rank, fd in self._pidfds.items():
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            if poll.poll(0):
+                return rank
         return None
 
     def abort(self, reason: str) -> None:
@@ -106,13 +115,18 @@ class NvshmemHeap(SymmetricHeap):
 
     def _check_placement(self) -> None:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        self._placement: list[tuple[str, str]] = self._gather((socket.gethostname(), uuid), None)
-        for rank, place in enumerate(self._placement):
-            if place in self._placement[:rank]:
+        told = self._gather((socket.gethostname(), uuid, os.getpid()), None)
+        places = [(host, gpu) for host, gpu, _ in told]
+        for rank, (host, gpu) in enumerate(places):
+            first = places.index((host, gpu))
+            if first != rank:
                 raise HeapError(
-                    f"ranks {self._placement.index(place)} and {rank} use the same GPU {place[1]} of {place[0]}. "
-                    "NVSHMEM needs one GPU per rank: call torch.cuda.set_device(local_rank) first, or start fewer ranks."
+                    f"ranks {first} and {rank} use the same GPU {gpu} of {host}. NVSHMEM needs one GPU per rank: "
+                    "call torch.cuda.set_device(local_rank) first, or start fewer ranks."
                 )
+        self._one_host = len({host for host, _ in places}) == 1
+        here = [rank for rank, (host, _) in enumerate(places) if host == places[self.rank][0] and rank != self.rank]
+        self._pidfds = {rank: os.pidfd_open(told[rank][2]) for rank in here}
 
     def _start(self) -> tuple[Any, Any]:
         """Start NVSHMEM with a unique id of rank 0; returns its Python modules."""
