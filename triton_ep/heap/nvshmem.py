@@ -84,6 +84,7 @@ class NvshmemHeap(SymmetricHeap):
         from triton import knobs
 
         knobs.runtime.kernel_load_end_hook.remove(self._initialize_module)
+        self._failed = self._failed or self.failed_peer() is not None
         if not self._failed:
             torch.cuda.synchronize(self.device)
             try:

@@ -1,0 +1,83 @@
+"""The table of symmetric buffers: the host's and the device's view of it are one."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from triton_ep import EPConfig
+from triton_ep.kernels.device import buffers
+from triton_ep.kernels.internode.dispatch import _message_sizes
+from triton_ep.layout import ALIGN_BYTES, BUFFERS, Sizes, estimate_bytes, initial_sizes
+from triton_ep.ops.tuning import as_words
+
+# What kernels call a buffer, where the public name says another role.
+DEVICE_NAMES = {
+    "dispatch_output_buf": "COMBINE_X",
+    "weight_recv_buf": "COMBINE_WEIGHT",
+    "token_send_buf_rdma": "NET_SEND",
+    "token_recv_buf_rdma": "NET_RECV",
+    "token_flag": "NET_FLAG",
+    "partial_send_buf": "PARTIAL_SEND",
+    "partial_recv_buf": "PARTIAL_RECV",
+}
+
+
+def _config(**changes) -> EPConfig:
+    sizes = {"max_tokens": 100, "hidden": 72, "topk": 3, "num_experts": 16, "rank": 1, "world_size": 4}
+    return EPConfig(**{**sizes, "local_world_size": 2, **changes})
+
+
+def test_buffers_have_the_same_numbers_on_host_and_device() -> None:
+    """A buffer's position in the table is the row of the address tables that kernels read."""
+    for index, buffer in enumerate(BUFFERS):
+        name = DEVICE_NAMES.get(buffer.name, buffer.name.upper())
+        assert getattr(buffers, name).value == index, buffer.name
+    assert buffers.NUM_BUFFERS.value == len(BUFFERS)
+
+
+def test_words_of_the_state_array_do_not_overlap() -> None:
+    """Epochs, time limit and the four words of the status record have a place each."""
+    words = [buffers.EPOCH_DISPATCH, buffers.EPOCH_COMBINE, buffers.EPOCH_BARRIER_ALL, buffers.EPOCH_BARRIER_NODE]
+    single = [word.value for word in (*words, buffers.TIMEOUT_US)]
+    status = range(buffers.STATUS.value, buffers.STATUS.value + 4)
+    assert sorted([*single, *status]) == list(range(buffers.STATE_WORDS.value))
+
+
+@triton.jit
+def _message_sizes_probe(out_ptr, word_ptr, row_words, KP: tl.constexpr):
+    offset, total = _message_sizes(row_words, word_ptr.dtype.element_ty, KP)
+    tl.store(out_ptr, offset)
+    tl.store(out_ptr + 1, total)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden", [1, 37, 72, 7168])
+def test_message_rows_are_as_kernels_compute_them(dtype: torch.dtype, hidden: int) -> None:
+    """internode/dispatch.py derives the sizes of a message row from the payload; the layout allocates as many."""
+    sizes = Sizes(_config(hidden=hidden, token_dtype=dtype), 1, 1)
+    words = as_words(torch.empty(1, hidden, dtype=dtype), sizes.payload_bytes)
+    out = torch.zeros(2, dtype=torch.int64)
+    _message_sizes_probe[(1,)](out, words, words.numel(), KP=sizes.kp)
+    assert out.tolist() == [sizes.message_meta_offset, sizes.message_bytes]
+
+
+@pytest.mark.parametrize("capacity", [None, 40])
+@pytest.mark.parametrize("local_world_size", [1, 2, 4])
+def test_estimate_is_the_sum_of_aligned_buffers(capacity: int | None, local_world_size: int) -> None:
+    """What a layer will take is known before anything is allocated."""
+    sizes = initial_sizes(_config(local_world_size=local_world_size, recv_capacity=capacity))
+    total = 0
+    for buffer in BUFFERS:
+        nbytes = torch.Size(buffer.shape(sizes)).numel() * buffer.dtype(sizes.config).itemsize
+        assert buffer.nbytes(sizes) % ALIGN_BYTES == 0
+        assert 0 <= buffer.nbytes(sizes) - nbytes < ALIGN_BYTES
+        total += buffer.nbytes(sizes)
+    assert estimate_bytes(sizes) == total
+
+
+def test_one_node_needs_no_network_buffers() -> None:
+    """Buffers for puts take memory only where there are several nodes."""
+    sizes = initial_sizes(_config(local_world_size=4))
+    network = [buffer for buffer in BUFFERS if buffer.name.endswith("_rdma") or buffer.name.startswith("partial_")]
+    assert [buffer.nbytes(sizes) for buffer in network if not buffer.name.endswith("flag")] == [0] * 4
