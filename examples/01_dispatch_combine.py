@@ -3,7 +3,7 @@
 Rank r fills row t with (r, t, 1, 1, ...). Whoever owns an expert can so check that it got the right rows in
 the right order; the experts multiply by their number, and the combined rows must be x times the sum of those.
 
-    python examples/01_dispatch_combine.py                         starts its own 4 ranks, as 2 nodes x 2
+    python examples/01_dispatch_combine.py                         starts its own ranks, as 2 nodes
     torchrun --nproc-per-node 4 examples/01_dispatch_combine.py
     mpirun -np 4 python examples/01_dispatch_combine.py
 """
@@ -24,14 +24,15 @@ def experts_of(rank: int) -> torch.Tensor:
 
 
 def main() -> None:
-    rank, world_size = initialize_distributed(local_world_size=2)
+    rank, world_size = initialize_distributed()
+    local_world_size = max(world_size // 2, 1)  # 2 virtual nodes, whatever the host
     device = current_heap().device
     x = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
     x[:, 0], x[:, 1] = rank, torch.arange(TOKENS)
     topk_idx = experts_of(rank).to(device)
 
     layer = EPAll2AllLayer(
-        dist.group.WORLD, TOKENS, HIDDEN, TOPK, rank, EXPERTS, local_world_size=2, world_size=world_size
+        dist.group.WORLD, TOKENS, HIDDEN, TOPK, rank, EXPERTS, local_world_size=local_world_size, world_size=world_size
     )
     recv_x, _, layout_desc = layer.dispatch(x, topk_idx)
 
@@ -48,16 +49,14 @@ def main() -> None:
     combined = layer.combine(recv_x * expert[:, None].to(recv_x.dtype), layout_desc)
     assert torch.equal(combined, x * topk_idx.sum(1, keepdim=True)), "a combined row is wrong"
 
-    print(
-        f"rank {rank} of {world_size}: {len(recv_x)} rows for experts {list(mine)}, {TOKENS} tokens back",
-        flush=True,
-    )
+    told = f"rank {rank} of {world_size}: {len(recv_x)} rows for experts {list(mine)}, {TOKENS} tokens back"
+    print(f"{told}\n", end="", flush=True)  # one write per line, so that lines of ranks do not mix
     layer.finalize()
     finalize_distributed()
 
 
 if __name__ == "__main__":
     if launched_by() == "none":
-        run_ranks(main, 4)
+        run_ranks(main)
     else:
         main()

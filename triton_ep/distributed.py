@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -24,11 +25,14 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.environment import read_environment
-from triton_ep.errors import ConfigError, EPError
+from triton_ep.errors import ConfigError, EPError, PeerFailed
 from triton_ep.heap import host, nvshmem
 from triton_ep.heap.base import SymmetricHeap
 from triton_ep.rendezvous import Place, find_place, joining
 from triton_ep.runtime import INTERPRETING
+
+_LEAVE_S = 10.0  # for a rank of run_ranks that is done: to write out what it printed, and end
+_GRACE_S = 0.5  # after the first failure, for the reports of the others, one of which may be the cause
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ def initialize_distributed(
     Args:
         backend: "nvshmem" (GPUs), "host" (CPU ranks of one host), or "auto": whichever fits how kernels run here.
         local_world_size: ranks per node; None = ranks per host. Smaller than that, it makes virtual nodes.
-        timeout_s: bound on every rank's joining, and on later host-side collectives, in seconds.
-        heap_bytes: symmetric memory per rank; None = TRITON_EP_HEAP_SIZE, NVSHMEM_SYMMETRIC_SIZE, or a default.
+        timeout_s: bound on each step of joining, and on later host-side collectives, in seconds.
+        heap_bytes: symmetric memory per rank; None = what `default_heap_bytes` says.
         store, rank, world_size: a torch store that all ranks share, and this process in the job; all or none.
 
     Returns:
@@ -83,10 +87,15 @@ def initialize_distributed(
         )
     chosen = _choose_backend(backend)
     environment = read_environment()
-    heap_bytes = heap_bytes if heap_bytes is not None else environment.heap_bytes
+    if heap_bytes is None:
+        heap_bytes = default_heap_bytes(chosen)
+    if heap_bytes < 1:
+        raise ConfigError(f"heap_bytes is {heap_bytes}; a symmetric heap has at least 1 byte.")
     owns_group = not dist.is_initialized()
     if owns_group:
         place = find_place(environment, _spawned, store, rank, world_size, timeout_s)
+        if local_world_size is not None:
+            _check_divides(local_world_size, place.world_size)
         _choose_gpu(chosen, place.local_rank)
         _make_group(chosen, place, timeout_s)
     elif (store, rank, world_size) != (None, None, None):
@@ -100,6 +109,18 @@ def initialize_distributed(
         raise
     _job = _Job(dist.get_rank(), dist.get_world_size(), ranks_per_node, heap, owns_group)
     return _job.rank, _job.world_size
+
+
+def default_heap_bytes(backend: str = "auto") -> int:
+    """Bytes of symmetric heap per rank that `initialize_distributed` takes when it is not told.
+
+    TRITON_EP_HEAP_SIZE, else NVSHMEM_SYMMETRIC_SIZE, else the default of the backend.
+
+    Raises:
+        ConfigError: a variable holds no size, or the backend does not fit how kernels run here.
+    """
+    module = host if _choose_backend(backend) == "host" else nvshmem
+    return read_environment().heap_bytes or module.DEFAULT_BYTES
 
 
 def finalize_distributed() -> None:
@@ -171,14 +192,16 @@ def _choose_gpu(backend: str, local_rank: int | None) -> None:
 
 
 def _make_group(backend: str, place: Place, timeout_s: float) -> None:
-    limit = timedelta(seconds=timeout_s)
     with joining(place.rank, place.world_size, timeout_s):
+        store = place.store()
+        # A store may outlive a job, and a second one must not read what the first one left there.
+        start = store.add(f"triton_ep/starts/{place.rank}", 1)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nvshmem" else "gloo",
-            store=place.store(),
+            store=dist.PrefixStore(f"triton_ep/{start}", store),
             rank=place.rank,
             world_size=place.world_size,
-            timeout=limit,
+            timeout=timedelta(seconds=timeout_s),
         )
 
 
@@ -186,7 +209,8 @@ def _ranks_per_node(told: int | None) -> int:
     """Ranks per node: as told, or ranks per host. Collective.
 
     Raises:
-        ConfigError: it does not divide the world, or hosts have different numbers of ranks or interleaved ones.
+        ConfigError: it does not divide the world, a node would span hosts, or hosts have different numbers of
+            ranks or interleaved ones.
     """
     world_size = dist.get_world_size()
     hosts: list[Any] = [None] * world_size
@@ -199,35 +223,49 @@ def _ranks_per_node(told: int | None) -> int:
                 "Start the same number on each host, or pass local_world_size."
             )
         return per_host
-    if told < 1 or world_size % told:
-        raise ConfigError(f"local_world_size={told} does not divide the {world_size} ranks of the job.")
+    _check_divides(told, world_size)
+    for rank in range(world_size):
+        if hosts[rank] != hosts[rank - rank % told]:
+            raise ConfigError(
+                f"with local_world_size={told} ranks {rank - rank % told} and {rank} are on one node, but they run on "
+                f"{hosts[rank - rank % told]} and {hosts[rank]}. Pass at most the number of ranks per host."
+            )
     return told
 
 
-def _make_heap(backend: str, heap_bytes: int | None) -> SymmetricHeap:
-    module, kind = (host, host.HostHeap) if backend == "host" else (nvshmem, nvshmem.NvshmemHeap)
-    return kind(heap_bytes if heap_bytes is not None else module.DEFAULT_BYTES)
+def _check_divides(told: int, world_size: int) -> None:
+    if told < 1 or world_size % told:
+        raise ConfigError(f"local_world_size={told} does not divide the {world_size} ranks of the job.")
+
+
+def _make_heap(backend: str, heap_bytes: int) -> SymmetricHeap:
+    return host.HostHeap(heap_bytes) if backend == "host" else nvshmem.NvshmemHeap(heap_bytes)
 
 
 # --- starting ranks -------------------------------------------------------------------------------------------
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> None:
+def run_ranks(function: Callable[..., Any], num_ranks: int | None = None, *args: Any) -> None:
     """Run function(*args) in `num_ranks` processes of this host, in which `initialize_distributed` works.
 
     For programs that were started bare. The function must be importable by the child: at the top level of a
     module, or of the script, which then needs its `if __name__ == "__main__":`. With GPUs rank r gets GPU r.
 
+    num_ranks: None = 4, or 2 or 1 where there are fewer GPUs than that.
+
     Raises:
         EPError: a rank raised or died; the message has its traceback. The other ranks are ended.
         ConfigError: more ranks than GPUs.
     """
+    num_gpus = 0 if INTERPRETING else torch.cuda.device_count()
+    if num_ranks is None:
+        num_ranks = 4 if INTERPRETING else max(n for n in (1, 2, 4) if n <= max(num_gpus, 1))
     if num_ranks < 1:
         raise ConfigError(f"num_ranks is {num_ranks}; at least 1 is needed.")
-    if not INTERPRETING and num_ranks > torch.cuda.device_count():
-        raise ConfigError(f"{num_ranks} ranks need {num_ranks} GPUs, there are {torch.cuda.device_count()}.")
+    if not INTERPRETING and num_ranks > num_gpus:
+        raise ConfigError(f"{num_ranks} ranks need {num_ranks} GPUs, there are {num_gpus}.")
     # A process that has touched CUDA cannot be forked.
-    context = multiprocessing.get_context("forkserver" if INTERPRETING else "spawn")
+    context: Any = multiprocessing.get_context("forkserver" if INTERPRETING else "spawn")
     if INTERPRETING:
         context.set_forkserver_preload(["torch", "triton_ep.layer"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -245,6 +283,10 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> None:
             theirs.close()
             ranks.append((process, ours))
         _await_ranks(ranks)
+        for rank, (process, _) in enumerate(ranks):
+            process.join(_LEAVE_S)
+            if process.exitcode != 0:
+                raise EPError(f"rank {rank} of {num_ranks} was done, but then {_how_it_ended(process)}.")
     finally:
         for process, ours in ranks:
             process.kill()
@@ -253,19 +295,35 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> None:
 
 
 def _await_ranks(ranks: list[tuple[Any, Connection]]) -> None:
+    """Return when every rank has ended well.
+
+    Raises:
+        EPError: one has not; of several that failed, one that died comes first, one that saw a peer fail last.
+    """
     left = {ours: rank for rank, (_, ours) in enumerate(ranks)}
-    while left:
-        for ours in wait(list(left)):
+    failures: list[tuple[int, int, str]] = []  # (0 = died, 1 = raised, 2 = raised PeerFailed; rank; what happened)
+    while left and (ready := wait(list(left), _GRACE_S if failures else None)):
+        for ours in ready:
             assert isinstance(ours, Connection)
             rank = left.pop(ours)
             try:
-                failure = ours.recv()
-            except EOFError:
-                process = ranks[rank][0]
-                process.join()
-                failure = f"the process ended with exit code {process.exitcode}"
-            if failure is not None:
-                raise EPError(f"rank {rank} of {len(ranks)} failed:\n{failure}")
+                kind, text = ours.recv()
+            except (EOFError, ConnectionResetError):
+                kind, text = 0, _how_it_ended(ranks[rank][0])
+            if text:
+                failures.append((kind, rank, text))
+    if failures:
+        _, rank, text = min(failures, key=lambda failure: failure[0])
+        raise EPError(f"rank {rank} of {len(ranks)} failed:\n{text}")
+
+
+def _how_it_ended(process: Any) -> str:
+    process.join(_LEAVE_S)
+    code = process.exitcode
+    if code is None:
+        return f"its process did not end within {_LEAVE_S:g} s"
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"its process {how}"
 
 
 def _run_rank(
@@ -275,20 +333,20 @@ def _run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Life of a rank: run, report None or a traceback."""
+    """Life of a rank: run, report a traceback or none."""
     global _spawned
     die_with(os.pidfd_open(parent))
     _spawned = place
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place[1]))
     try:
         function(*args)
-    except BaseException:
-        channel.send(traceback.format_exc())
+    except BaseException as error:
+        channel.send((2 if isinstance(error, PeerFailed) else 1, traceback.format_exc()))
         if _job is not None:
             _job.heap.abort(traceback.format_exc(limit=0).strip())
         sys.stdout.flush()
         os._exit(1)
-    channel.send(None)
+    channel.send((1, ""))
 
 
 def die_with(owner_fd: int) -> None:

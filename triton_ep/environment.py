@@ -2,7 +2,8 @@
 
 Nobody has to set one. The launchers set theirs:
 
-    torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+                TORCHELASTIC_USE_AGENT_STORE; or whoever else sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     mpirun      OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}, PMIX_NAMESPACE; or PMI_RANK, PMI_SIZE,
                 MPI_LOCALRANKID, MPI_LOCALNRANKS (MPICH, Intel MPI)
     srun        SLURM_STEP_ID, SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
@@ -23,9 +24,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from triton_ep.errors import ConfigError
 
+_SLURM_OWN_STEPS = 0xFFFFFFF0  # from here on: what Slurm runs beside srun's steps, the shell of an salloc say
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -38,7 +41,8 @@ class Environment:
         launcher: "torchrun", "mpirun", "srun" or "none".
         rank, world_size, local_rank, local_size: this process in its job, and on its host.
         job: a name that all processes of this job share and no other running job has.
-        master_addr, master_port: where rank 0 listens.
+        master_addr, master_port: where the ranks meet.
+        agent_listens: a process of the launcher listens there; otherwise rank 0 has to.
         heap_bytes: symmetric heap per rank.
         nvshmem: NVSHMEM's own variables that are set.
     """
@@ -52,6 +56,7 @@ class Environment:
     job: str | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    agent_listens: bool = False
     heap_bytes: int | None = None
     nvshmem: tuple[str, ...] = ()
 
@@ -65,10 +70,13 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     env = os.environ if variables is None else variables
     heap = next((name for name in ("TRITON_EP_HEAP_SIZE", "NVSHMEM_SYMMETRIC_SIZE") if env.get(name)), None)
     port = _integer(env, "MASTER_PORT")
+    if port is not None and not 0 < port < 2**16:
+        raise ConfigError(f"MASTER_PORT={port} in the environment is no port: 1 to {2**16 - 1}.")
     return Environment(
         triton_interpret=_truth(env, "TRITON_INTERPRET"),
         master_addr=env.get("MASTER_ADDR") or None,
         master_port=port,
+        agent_listens=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         heap_bytes=parse_bytes(heap, env[heap]) if heap else None,
         nvshmem=tuple(sorted(name for name in env if name.startswith("NVSHMEM_"))),
         **_read_launcher(env),
@@ -91,33 +99,37 @@ def parse_bytes(name: str, text: str) -> int:
         ConfigError: not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
-    if not found or float(found[1]) <= 0:
+    size = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
+    if size < 1:
         raise ConfigError(f"{name}={text!r} is no size in bytes. Write a number, or one with K, M, G or T: 2G.")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return size
 
 
-def _read_launcher(env: Mapping[str, str]) -> dict[str, object]:
+def _read_launcher(env: Mapping[str, str]) -> dict[str, Any]:
     """Fields of Environment that a launcher decides. The innermost launcher wins: mpirun inside sbatch."""
-    if "LOCAL_RANK" in env and "RANK" in env:
+    if "RANK" in env and ("LOCAL_RANK" in env or {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(env)):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return _launcher(env, "torchrun", names, "TORCHELASTIC_RUN_ID")
     if "OMPI_COMM_WORLD_RANK" in env:
-        names = tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        ompi = tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
         job = "PMIX_NAMESPACE" if "PMIX_NAMESPACE" in env else "OMPI_MCA_ess_base_jobid"
-        return _launcher(env, "mpirun", names, job)
-    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
+        return _launcher(env, "mpirun", ompi, job)
+    # Where srun started the daemons of another mpirun, PMI_* are of the rank and SLURM_* of its daemon.
+    in_daemon = "PMI_RANK" in env and env.get("PMI_SIZE") != env.get("SLURM_STEP_NUM_TASKS")
+    step = _integer(env, "SLURM_STEP_ID")  # the script of sbatch has none
+    if "SLURM_PROCID" in env and step is not None and step < _SLURM_OWN_STEPS and not in_daemon:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
         fields = _launcher(env, "srun", names, "SLURM_JOB_ID")
         per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
         fields["local_size"] = int(per_node[0]) if per_node else None
-        fields["job"] = f"{fields['job']}.{env['SLURM_STEP_ID']}"
+        fields["job"] = f"{fields['job']}.{step}"
         return fields
     if "PMI_RANK" in env:
-        return _launcher(env, "mpirun", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "PMI_ID")
+        return _launcher(env, "mpirun", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "")
     return {}
 
 
-def _launcher(env: Mapping[str, str], launcher: str, names: tuple[str, ...], job: str) -> dict[str, object]:
+def _launcher(env: Mapping[str, str], launcher: str, names: tuple[str, ...], job: str) -> dict[str, Any]:
     rank, world_size, local_rank, local_size = (_integer(env, name) for name in names)
     if rank is None or world_size is None:
         raise ConfigError(f"{launcher} set {names[0]} but not {names[1]}: start the program by {launcher} itself.")

@@ -38,16 +38,16 @@ def _try_runtime(plan: Plan) -> tuple[int | None, str]:
     """
     try:
         from triton_ep import runtime
-        from triton_ep.environment import read_environment
+        from triton_ep.distributed import default_heap_bytes
 
-        heap_bytes = read_environment().heap_bytes
+        heap_bytes = default_heap_bytes(plan.backend)
         if not runtime.INTERPRETING:
             return heap_bytes, "not needed: kernels are compiled"
         from triton_ep import interpreter
 
         interpreter.self_test()
     except EPError as error:
-        plan.problems.append(Problem(f"the interpreter's self-test failed: {error}", "report it with this page"))
+        plan.problems.append(Problem(f"the run-time does not start: {error}", "report it with this page"))
         return None, "failed"
     return heap_bytes, "passed"
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from triton_ep.errors import FinalizedError, HeapError, PeerFailed
+from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed
 from triton_ep.heap.allocator import Arena
 
 
@@ -39,6 +39,16 @@ class SymmTensor:
     net_addrs: torch.Tensor
     nbytes: int
     offset: int
+
+
+class _Piece(NamedTuple):
+    """What a member says of its part in an allocation; bytes. `offset` is None where there was no room."""
+
+    rank: int
+    offset: int | None
+    asked: int
+    free: int
+    size: int
 
 
 class SymmetricHeap(ABC):
@@ -71,7 +81,10 @@ class SymmetricHeap(ABC):
         group: process group, any sub-group of the world; None = the world.
 
         Raises:
-            HeapError: there is no room on one member, on all members: bytes asked, bytes free, what to do.
+            HeapError: on all members, if one has no room: bytes asked, bytes free, what to do; or if they asked for
+                different sizes.
+            ConfigError: this rank is not a member of `group`.
+            PeerFailed: a member is gone, or late.
             FinalizedError: after `close`.
         """
         self._check_open()
@@ -81,21 +94,18 @@ class SymmetricHeap(ABC):
                 raise HeapError(f"a symmetric tensor cannot have the shape {list(shape)}.")
             count *= int(extent)
         nbytes = max(count * dtype.itemsize, 1)
-        told, offset = self._take(nbytes, group)
-        if offset is None or any(there is None for _, there, *_ in told):
-            self._give_back(offset, nbytes)
-            if not self._grow(nbytes, group):
-                raise self._no_room(told, nbytes)
-            told, offset = self._take(nbytes, group)
-            if offset is None or any(there is None for _, there, *_ in told):
-                self._give_back(offset, nbytes)
-                raise self._no_room(told, nbytes)
-        members = [rank for rank, *_ in told]
-        offsets = [there for _, there, *_ in told]
+        pieces = self._take(nbytes, group)
+        if _lacking(pieces) and self._grow(nbytes, group):
+            pieces = self._take(nbytes, group)
+        if lacking := _lacking(pieces):
+            raise self._no_room(lacking[0], nbytes)
+        members = [piece.rank for piece in pieces]
+        offsets = [piece.offset for piece in pieces if piece.offset is not None]
+        offset = offsets[members.index(self.rank)]
         local = self._zeroed(offset, nbytes)
-        self.barrier(group)
+        self.barrier(group)  # a member that returns may store to the others, which must have their zeros by then
         return SymmTensor(
-            local=local[: count * dtype.itemsize].view(dtype).view(*shape),
+            local=local[: count * dtype.itemsize].view(dtype).view(list(shape)),
             addrs=self._table(self._addresses(members, offsets)),
             net_addrs=self._table(self._net_addresses(members, offsets)),
             nbytes=nbytes,
@@ -139,38 +149,42 @@ class SymmetricHeap(ABC):
 
     # --- steps of alloc -----------------------------------------------------------------------------------
 
-    def _take(self, nbytes: int, group: Any) -> tuple[list[Any], int | None]:
-        """Take a piece here, and hear from all members: (world rank, offset or None, bytes asked, bytes free)."""
+    def _take(self, nbytes: int, group: Any) -> list[_Piece]:
+        """Take a piece here and hear from all members; this rank's goes back if another has none."""
         offset = self._arena.take(nbytes)
-        told = self._gather((self.rank, offset, nbytes, self.available()), group)
-        sizes = sorted({asked for _, _, asked, _ in told})
+        sizes, lacking = None, True
+        try:
+            own = _Piece(self.rank, offset, nbytes, self.available(), self._arena.size)
+            pieces = self._gather(own, group)
+            sizes, lacking = sorted({piece.asked for piece in pieces}), bool(_lacking(pieces))
+        finally:
+            if offset is not None and (lacking or sizes != [nbytes]):
+                self._arena.give(offset, nbytes)
         if len(sizes) > 1:
-            self._give_back(offset, nbytes)
             raise HeapError(
                 f"the ranks of a group asked for different sizes of one symmetric tensor: {sizes} bytes. "
                 "Give all ranks the same configuration."
             )
-        return told, offset
+        return pieces
 
-    def _give_back(self, offset: int | None, nbytes: int) -> None:
-        if offset is not None:
-            self._arena.give(offset, nbytes)
-
-    def _no_room(self, told: list[Any], nbytes: int) -> HeapError:
-        rank, free = next((rank, free) for rank, there, _, free in told if there is None)
-        needed = -(-(self._arena.size - free + nbytes) // 2**30)
+    def _no_room(self, piece: _Piece, nbytes: int) -> HeapError:
+        needed = -(-(piece.size - piece.free + nbytes) // 2**30)
         return HeapError(
-            f"no room for {nbytes} bytes of symmetric memory on rank {rank}: {free} of {self._arena.size} bytes are "
-            f"free in one piece. {self.remedy.format(gib=needed)}"
+            f"no room for {nbytes} bytes of symmetric memory on rank {piece.rank}: {piece.free} of {piece.size} bytes "
+            f"are free in one piece. {self.remedy.format(gib=needed)}"
         )
 
     def _gather(self, value: Any, group: Any) -> list[Any]:
         """What every member of `group` gave.
 
         Raises:
+            ConfigError: this rank is not a member.
             PeerFailed: a member is gone, or did not come within the process group's own time limit.
         """
-        told: list[Any] = [None] * dist.get_world_size(group)
+        size = dist.get_world_size(group)
+        if size < 1:  # torch would return at once, without the others
+            raise ConfigError(f"rank {self.rank} takes part in a group it is not a member of.")
+        told: list[Any] = [None] * size
         try:
             dist.all_gather_object(told, value, group=group)
         except RuntimeError as error:
@@ -207,3 +221,7 @@ class SymmetricHeap(ABC):
     @abstractmethod
     def _discard(self, offset: int, nbytes: int) -> None:
         """The piece is unused from now on: give its memory to the system, where that is possible."""
+
+
+def _lacking(pieces: Sequence[_Piece]) -> list[_Piece]:
+    return [piece for piece in pieces if piece.offset is None]

@@ -11,6 +11,7 @@ there, and at the processes themselves, so that it fails instead of waiting for 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import select
@@ -52,7 +53,24 @@ class HostHeap(SymmetricHeap):
         super().__init__(Arena(heap_bytes, mmap.PAGESIZE))
         self.device = torch.device("cpu")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._maps: list[mmap.mmap] = []
+        self._pidfds: list[int] = []
+        self._gone_since: dict[int, float] = {}
+        self._aborted = False
         self._fd = os.memfd_create("triton_ep-heap")
+        try:
+            self._map_all()
+        except BaseException:
+            self._let_go()
+            raise
+        self._memory = torch.frombuffer(self._maps[self.rank], dtype=torch.uint8)[_CONTROL_BYTES:]
+        self._bases = [_address(mapped) + _CONTROL_BYTES for mapped in self._maps]
+        for base, mapped in zip(self._bases, self._maps, strict=True):
+            interpreter.register_heap(base, len(mapped) - _CONTROL_BYTES)
+        interpreter.set_wait_hook(self.check_peers)
+
+    def _map_all(self) -> None:
+        """Make this rank's memory and map that of all ranks; collective over the world."""
         os.ftruncate(self._fd, _CONTROL_BYTES + self._arena.size)
         told = self._gather((socket.gethostname(), os.getpid(), self._fd, self._arena.size), None)
         hosts = sorted({host for host, *_ in told})
@@ -61,45 +79,55 @@ class HostHeap(SymmetricHeap):
                 f"the host backend needs all ranks on one host, these are on {len(hosts)}: {', '.join(hosts)}. "
                 "Ranks of several hosts need GPUs and backend='nvshmem'."
             )
-        self._maps: list[mmap.mmap] = []
-        self._pidfds: list[int] = []
-        self._gone_since: dict[int, float] = {}
         failure = None
         try:
             for _, pid, fd, size in told:
                 self._maps.append(_map_peer(pid, fd, _CONTROL_BYTES + size))
                 self._pidfds.append(os.pidfd_open(pid))
         except OSError as error:
-            failure = f"rank {self.rank} cannot map the memory of rank {len(self._maps)}: {error}"
+            failure = f"rank {self.rank} cannot map the memory of rank {len(self._maps)}: {error}. " + (
+                f"Choose less address space than {size} bytes with TRITON_EP_HEAP_SIZE."
+                if error.errno == errno.ENOMEM
+                else "The ranks must run as one user, in one container."
+            )
         failures = [text for text in self._gather(failure, None) if text]
         if failures:
-            raise HeapError(f"{failures[0]}. The ranks must run as one user, in one container.")
-        self._memory = torch.frombuffer(self._maps[self.rank], dtype=torch.uint8)[_CONTROL_BYTES:]
-        self._bases = [_address(mapped) + _CONTROL_BYTES for mapped in self._maps]
-        for base, (*_, size) in zip(self._bases, told, strict=True):
-            interpreter.register_heap(base, size)
-        interpreter.set_wait_hook(self.check_peers)
+            raise HeapError(failures[0])
 
     def close(self) -> None:
-        """Give all memory back; collective over the world unless a peer has failed; idempotent."""
+        """Give all memory back; collective over the world unless a rank has failed; idempotent.
+
+        Raises:
+            PeerFailed: a peer did not come to close, or ended meanwhile; this rank's memory is back all the same.
+        """
         if self._closed:
             return
-        if self.failed_peer() is None:
-            self.barrier()
+        try:
+            if not self._aborted and self.failed_peer() is None:
+                self.barrier()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         self._closed = True
         interpreter.set_wait_hook(None)
         for base in self._bases:
             interpreter.unregister_heap(base)
-        # Tensors over the memory may live on; their pages go, the mapping goes with the last of them.
-        self._maps[self.rank].madvise(mmap.MADV_REMOVE)
+        # Tensors over the memory may live on; their pages go, the mapping goes with the last of them. The control
+        # page stays for peers that have yet to read why this rank failed.
+        self._maps[self.rank].madvise(mmap.MADV_REMOVE, _CONTROL_BYTES)
         del self._memory
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._maps.clear()
         for fd in (self._fd, *self._pidfds):
             os.close(fd)
+        self._pidfds.clear()
 
     def failed_peer(self) -> int | None:
-        """World rank of a peer that has aborted or whose process has ended; None if all are well."""
-        for rank in range(self.world_size):
+        """World rank of a peer that has aborted or whose process has ended; None if all are well, or after close."""
+        for rank in range(len(self._pidfds)):
             if rank != self.rank and (self._reason(rank) is not None or self._ended(rank)):
                 return rank
         return None
@@ -111,6 +139,7 @@ class HostHeap(SymmetricHeap):
         own = self._maps[self.rank]
         own[_WORD.size : _WORD.size + len(text)] = text
         own[: _WORD.size] = _WORD.pack(len(text) + 1)  # last: whoever sees it finds the text
+        self._aborted = True
 
     def check_peers(self) -> None:
         """What a waiting kernel calls every few milliseconds.
