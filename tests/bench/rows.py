@@ -1,0 +1,111 @@
+"""Rows of docs/benchmarks/results: their columns, the environment that every row carries, and the file."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from triton_ep.cli.machine import inspect_machine
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = (
+    "op,provider,mode,payload,nodes,ranks,tokens,hidden,topk,experts,routing,median_us,p20_us,p80_us,skew_pct,"
+    "bytes_out,gbps,gpu,driver,torch,triton,nvshmem,commit,date,skip_reason"
+)
+COLUMNS = HEADER.split(",")
+_SHOWN = ("op", "provider", "mode", "nodes", "ranks", "tokens", "hidden", "topk", "experts")
+_SHOWN += ("median_us", "p20_us", "p80_us", "skew_pct", "gbps", "skip_reason")
+
+Row = dict[str, str]
+
+
+def commit_of_checkout() -> str | None:
+    """Short commit of this checkout, with "+dirty" if tracked files differ from it; None without git."""
+    if shutil.which("git") is None:
+        return None
+    answers = [
+        subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+        for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    ]
+    if any(answer.returncode for answer in answers):
+        return None
+    return answers[0].stdout.strip() + ("+dirty" if answers[1].stdout.strip() else "")
+
+
+def driver_version() -> str:
+    """Version of the NVIDIA driver, or of the CUDA that it offers where the driver does not tell its own."""
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode == 0 and answer.stdout.strip():
+            return answer.stdout.split()[0]
+    told = Path("/proc/driver/nvidia/version")
+    if told.exists() and (found := re.search(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s", told.read_text())):
+        return found[1]
+    return f"cuda-{torch._C._cuda_getDriverVersion()}"
+
+
+def environment(commit: str, gpus: bool) -> Row:
+    """The environment columns of a row; a machine without GPUs says cpu."""
+    machine = inspect_machine()
+    return {
+        "gpu": machine.gpus[0].name.removeprefix("NVIDIA ") if gpus and machine.gpus else "cpu",
+        "driver": driver_version() if gpus and machine.gpus else "none",
+        "torch": torch.__version__,
+        "triton": machine.triton or "none",
+        "nvshmem": (machine.nvshmem or "none") if gpus else "none",
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def make_row(values: Mapping[str, object]) -> Row:
+    """A row of all columns; one that is not given stays empty.
+
+    Raises:
+        KeyError: a value of no column.
+    """
+    if unknown := set(values) - set(COLUMNS):
+        raise KeyError(f"a benchmark row has no columns {sorted(unknown)}")
+    return {name: str(values.get(name, "")) for name in COLUMNS}
+
+
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Append to the file, which is made, with its folder and header, if it is not there.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.stat().st_size:
+        with path.open(newline="") as file:
+            header = next(csv.reader(file))
+        if header != COLUMNS:
+            raise ValueError(
+                f"{path} has the columns {header}, rows of this version have {COLUMNS}. Name another file."
+            )
+        new = False
+    else:
+        new = True
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text in columns; those that are empty everywhere are left out."""
+    names = [name for name in _SHOWN if any(row[name] for row in rows)]
+    lines = [names, *([row[name] for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
