@@ -180,3 +180,35 @@ def test_check_names_the_row_that_is_wrong() -> None:
     wrong = everyone[source].clone()
     wrong.view(torch.int16)[2, 15] ^= 1
     assert "row 2 should be row 9" in str(first_difference(wrong, everyone, source))
+
+
+class _OneRank:
+    """Dispatch and combine among one rank, with a fault on request."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        token = torch.argsort(idx.flatten(), stable=True) // idx.shape[1]
+        if self.fault == "swapped rows":
+            token = token[[1, 0, *range(2, token.numel())]]
+        return x[token], token
+
+    def combine(self, y: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(6, y.shape[1]).index_add_(0, token, y.float())
+        if self.fault == "lost copy":
+            out[token[-1]] -= y[-1].float()
+        return (out * float("nan") if self.fault == "not a number" else out).to(y.dtype)
+
+
+@pytest.mark.parametrize("fault", ["", "swapped rows", "lost copy", "not a number"])
+def test_nothing_wrong_is_timed(fault: str) -> None:
+    """The check before the timing passes what is right, and names the op that is not."""
+    settings = bench.parse([*TINY, "--ranks", "1"], 1)
+    job = bench.Job(settings, 0, 1, 1, torch.device("cpu"), {})
+    x, idx = coded_rows(0, 6, 32, 0, job.device), job.idxs[0]
+    if not fault:
+        bench.check(job, _OneRank(fault), x, idx)
+        return
+    with pytest.raises(bench.WrongResult, match="dispatch" if fault == "swapped rows" else "combine"):
+        bench.check(job, _OneRank(fault), x, idx)
