@@ -88,7 +88,7 @@ def _model_size(rank, nodes, ranks_per_node, tokens, hidden, experts, local_comb
 def test_model_size_is_exact(run_ranks, backend, nodes, ranks_per_node, local_combine):
     """4096 tokens of 7168 to the top 8 of 256: rows and weights bit for bit, sums within their rounding."""
     sizes = (4096, 7168, 256) if backend == "nvshmem" else (20, 40, 64)
-    run_ranks(_model_size, nodes, ranks_per_node, *sizes, local_combine, timeout_s=300)
+    run_ranks(_model_size, nodes, ranks_per_node, *sizes, local_combine, timeout_s=240)
 
 
 # --- more than 2**31 elements --------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _past_int32(rank, nodes, ranks_per_node, hidden, elements):
 def test_more_than_two_to_the_31_elements(run_ranks, backend, nodes, ranks_per_node):
     """Offsets of rows do not wrap: a receive buffer of 1.05 * 2**31 elements, every row checked, and its combine."""
     hidden, elements = (7168, 2**31) if backend == "nvshmem" else (40, 2**12)
-    symmetric = run_ranks(_past_int32, nodes, ranks_per_node, hidden, elements, timeout_s=300)
+    symmetric = run_ranks(_past_int32, nodes, ranks_per_node, hidden, elements, timeout_s=240)
     # All of it was one buffer of every rank's, at least as large as what arrived.
     assert min(symmetric) > elements * torch.bfloat16.itemsize
 
@@ -160,7 +160,7 @@ def test_two_thousand_random_calls(run_ranks, backend, nodes, ranks_per_node, lo
     """Random token counts, routings and weights, up to five live descriptors combined in random order."""
     calls = 1000 if backend == "nvshmem" else 3  # with and without local combine
     case = Case("many", hidden=64, topk=4, experts=4, local_combine=local_combine)
-    run_ranks(_random_calls, nodes, ranks_per_node, calls, case, timeout_s=300)
+    run_ranks(_random_calls, nodes, ranks_per_node, calls, case, timeout_s=240)
 
 
 # --- static mode without the host ----------------------------------------------------------------------------
@@ -278,11 +278,11 @@ STATIC_SIZES = {"nvshmem": (128, 7168, 64), "host": (12, 40, 16)}
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 def test_static_mode_never_waits_for_the_device(run_ranks, backend, nodes, ranks_per_node):
     """With a capacity, torch sees no synchronising call between input and combined output."""
-    run_ranks(_no_synchronisation, nodes, ranks_per_node, *STATIC_SIZES[backend], timeout_s=300)
+    run_ranks(_no_synchronisation, nodes, ranks_per_node, *STATIC_SIZES[backend], timeout_s=240)
 
 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 def test_graph_replays_with_other_inputs(run_ranks, backend, nodes, ranks_per_node):
     """A captured dispatch + combine gives right results for new inputs at each replay."""
-    run_ranks(_replays, nodes, ranks_per_node, *STATIC_SIZES[backend], timeout_s=300)
+    run_ranks(_replays, nodes, ranks_per_node, *STATIC_SIZES[backend], timeout_s=240)
