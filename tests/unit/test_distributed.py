@@ -1,0 +1,314 @@
+"""Starting and ending a job: who meets whom, what is refused, and whose failure the caller gets to see."""
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_ep.distributed import (
+    current_heap,
+    default_heap_bytes,
+    finalize_distributed,
+    initialize_distributed,
+    launched_by,
+    local_world_size,
+    run_ranks,
+)
+from triton_ep.errors import ConfigError, EPError, FinalizedError, PeerFailed
+from triton_ep.runtime import INTERPRETING
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS = ("OMPI_", "PMI", "SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC_", "NVSHMEM_")
+NOWHERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}  # the discard service, which nobody runs
+pytestmark = pytest.mark.skipif(not INTERPRETING, reason="starts CPU ranks")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+
+
+def _sum_of_ranks() -> int:
+    total = torch.tensor([dist.get_rank()])
+    dist.all_reduce(total)
+    return int(total)
+
+
+# --- ranks of run_ranks: state is one per process, so each case runs in processes of its own ----------------
+
+
+def _start_twice_and_again(folder: str) -> None:
+    seen = []
+    for local in (None, 1, 2):
+        rank, world_size = initialize_distributed(local_world_size=local, timeout_s=20, heap_bytes=1 << 20)
+        with pytest.raises(ConfigError, match=r"called twice. Call finalize_distributed\(\)"):
+            initialize_distributed()
+        heap = current_heap()
+        assert (heap.backend, heap.world_size, heap.available()) == ("host", 2, 1 << 20)
+        words = heap.alloc([1], torch.int64)
+        words.local.fill_(rank)
+        seen.append([rank, world_size, local_world_size(), _sum_of_ranks(), launched_by()])
+        finalize_distributed()
+        finalize_distributed()
+        with pytest.raises(EPError, match=r"no symmetric heap yet. Call triton_ep.initialize_distributed\(\)"):
+            current_heap()
+        with pytest.raises(FinalizedError):
+            heap.free(words)
+        assert not dist.is_initialized()
+    Path(folder, f"{rank}").write_text(json.dumps(seen))
+
+
+def test_a_job_ends_and_starts_again_in_the_same_processes(tmp_path: Path) -> None:
+    """Three times over one store; ranks per node are those of the host, or as told; ending twice is once."""
+    run_ranks(_start_twice_and_again, 2, str(tmp_path))
+    for rank in range(2):
+        expected = [[rank, 2, local, 1, "run_ranks"] for local in (2, 1, 2)]
+        assert json.loads((tmp_path / f"{rank}").read_text()) == expected
+
+
+def _join_existing_group(folder: str, port: int) -> None:
+    rank = int(launched_rank())
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=dist.PrefixStore("mine", store), rank=rank, world_size=2)
+    with pytest.raises(ConfigError, match="a process group exists already"):
+        initialize_distributed(store=store, rank=rank, world_size=2)
+    assert initialize_distributed() == (rank, 2)
+    assert current_heap().pes().tolist() == [0, 1]
+    finalize_distributed()
+    assert _sum_of_ranks() == 1
+    dist.destroy_process_group()
+    Path(folder, f"{rank}").touch()
+
+
+def launched_rank() -> int:
+    """Rank that run_ranks gave this process."""
+    from triton_ep import distributed
+
+    assert distributed._spawned is not None
+    return distributed._spawned[0]
+
+
+def test_an_existing_process_group_is_used_and_outlives_us(tmp_path: Path) -> None:
+    """The caller's group carries the job, and works after finalize_distributed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(_join_existing_group, 2, str(tmp_path), store.port)
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+def _refuse() -> None:
+    for wrong in (0, 2, -1):
+        with pytest.raises(ConfigError, match=f"local_world_size={wrong} does not divide the 3 ranks"):
+            initialize_distributed(local_world_size=wrong)
+    with pytest.raises(ConfigError, match=r"backend='nvshmem' does not fit.*TRITON_INTERPRET"):
+        initialize_distributed("nvshmem")
+    with pytest.raises(ConfigError, match=r"backend='mpi' is none of"):
+        initialize_distributed("mpi")
+    with pytest.raises(ConfigError, match="heap_bytes is 0"):
+        initialize_distributed(heap_bytes=0)
+    with pytest.raises(ConfigError, match="give all three or none"):
+        initialize_distributed(rank=0, world_size=1)
+    with pytest.raises(ConfigError, match="rank 5 of 3"):
+        initialize_distributed(store=dist.HashStore(), rank=5, world_size=3)
+    assert not dist.is_initialized()
+    assert initialize_distributed(timeout_s=20)[1] == 3  # nothing of the attempts is left behind
+    finalize_distributed()
+
+
+def test_what_cannot_work_is_refused_before_anybody_waits() -> None:
+    """ConfigError, each with what is wrong; the same processes then start well."""
+    run_ranks(_refuse, 3)
+
+
+def _raise_on_rank_1() -> None:
+    initialize_distributed()
+    if launched_rank() == 1:
+        raise ZeroDivisionError("token 7 of rank one")
+    dist.all_reduce(torch.ones(1))  # its peers wait for it, and see it fail
+
+
+def _kill_rank_1() -> None:
+    initialize_distributed()
+    if launched_rank() == 1:
+        os.kill(os.getpid(), 9)
+    current_heap().barrier()
+
+
+def _sleep_unless_rank_0() -> None:
+    if launched_rank() == 0:
+        raise KeyError("early")
+    time.sleep(100)
+
+
+def _print_without_flush() -> None:
+    sys.stdout.write(f"said by {launched_rank()}\n")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_raise_on_rank_1, r"(?s)rank 1 of 3 failed:\nTraceback.*in _raise_on_rank_1.*token 7 of rank one"),
+        (_kill_rank_1, r"rank 1 of 3 failed:\nits process was ended by SIGKILL"),
+        (_sleep_unless_rank_0, r"(?s)rank 0 of 3 failed:\nTraceback.*KeyError: 'early'"),
+    ],
+)
+def test_the_failure_of_a_rank_reaches_the_caller(function: Callable[[], None], message: str) -> None:
+    """The cause, not its echo in a peer, with traceback or signal; the other ranks end at once."""
+    started = time.monotonic()
+    with pytest.raises(EPError, match=message):
+        run_ranks(function, 3)
+    assert time.monotonic() - started < 20
+
+
+def test_output_of_ranks_is_complete(tmp_path: Path) -> None:
+    """What ranks print at the very end comes out, though nobody flushes."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "from tests.unit.test_distributed import _print_without_flush\n"
+        "from triton_ep.distributed import run_ranks\n"
+        "if __name__ == '__main__':\n"
+        "    run_ranks(_print_without_flush, 3)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    assert sorted(done.stdout.splitlines()) == ["said by 0", "said by 1", "said by 2"]
+
+
+def test_no_rank_is_refused() -> None:
+    """At least one."""
+    with pytest.raises(ConfigError, match="num_ranks is 0"):
+        run_ranks(_refuse, 0)
+
+
+def test_default_heap_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our variable, NVSHMEM's, or 8 GiB of address space."""
+    monkeypatch.delenv("TRITON_EP_HEAP_SIZE", raising=False)
+    assert default_heap_bytes() == default_heap_bytes("host") == 8 << 30
+    monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "3G")
+    assert default_heap_bytes() == 3 << 30
+    monkeypatch.setenv("TRITON_EP_HEAP_SIZE", "1G")
+    assert default_heap_bytes() == 1 << 30
+    with pytest.raises(ConfigError, match="does not fit"):
+        default_heap_bytes("nvshmem")
+
+
+# --- ranks of a launcher: fresh processes with its variables ------------------------------------------------
+
+PROGRAM = """
+import json, os, sys
+import torch, torch.distributed as dist
+from triton_ep import distributed
+from triton_ep.errors import EPError
+try:
+    for _ in range(2):
+        place = distributed.initialize_distributed(timeout_s=float(sys.argv[1]))
+        pids = [None] * place[1]
+        dist.all_gather_object(pids, os.getpid())
+        distributed.finalize_distributed()
+    print(json.dumps([*place, sorted(pids), distributed.launched_by()]))
+except EPError as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
+
+
+def _process(variables: dict[str, str], temporary: Path, timeout_s: float = 30) -> subprocess.Popen[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    environment = {**clean, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-c", PROGRAM, str(timeout_s)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def _open_mpi(job: str, rank: int, world_size: int, local_size: int | None = None) -> dict[str, str]:
+    return {
+        "PMIX_NAMESPACE": job,
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(world_size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size or world_size),
+    }
+
+
+def _answers(*processes: subprocess.Popen[str]) -> list[Any]:
+    texts = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), texts
+    return [json.loads(text.splitlines()[-1]) for text in texts]
+
+
+def _note(temporary: Path, job: str) -> Path:
+    name = hashlib.sha256(job.encode()).hexdigest()[:16]
+    return temporary / f"triton_ep-{os.getuid()}-{name}"
+
+
+def test_jobs_on_one_host_meet_separately(tmp_path: Path) -> None:
+    """Two mpirun jobs and a bare program at the same time; notes that killed jobs left mislead nobody."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    _note(tmp_path, "job-a").write_text(f"{dead.pid} 12345 1")
+    _note(tmp_path, "job-b").write_text(f"{os.getpid()} 1 1")  # the number of a process that runs, but another one
+    ranks = [(job, rank) for rank in (1, 0) for job in ("job-a", "job-b")]
+    processes = [_process(_open_mpi(job, rank, 2), tmp_path) for job, rank in ranks]
+    alone = _process({}, tmp_path)
+    answers = _answers(*processes, alone)
+    assert answers[-1] == [0, 1, [alone.pid], "none"]
+    for (job, rank), answer in zip(ranks, answers[:-1], strict=True):
+        pids = sorted(p.pid for p, (other, _) in zip(processes, ranks, strict=True) if other == job)
+        assert answer == [rank, 2, pids, "mpirun"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_meet_where_the_variables_say(tmp_path: Path) -> None:
+    """MASTER_ADDR and MASTER_PORT: rank 0 listens, twice in a row, and nothing is written to files."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    by_hand = [{"RANK": str(rank), "WORLD_SIZE": "2", **where} for rank in range(2)]
+    processes = [_process(variables, tmp_path) for variables in by_hand]
+    pids = sorted(process.pid for process in processes)
+    assert _answers(*processes) == [[rank, 2, pids, "torchrun"] for rank in range(2)]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "error", "message"),
+    [
+        (_open_mpi("a", 0, 3), PeerFailed, r"^rank 0 waited 1 s for the other ranks: 1 of 3 have come\."),
+        (_open_mpi("b", 1, 2), PeerFailed, r"^rank 1 of 2 waited 1 s for rank 0 to start\."),
+        (_open_mpi("c", 0, 4, local_size=2), ConfigError, "4 ranks, 2 of them on this host.* MASTER_ADDR"),
+        ({**_open_mpi("d", 1, 2), **NOWHERE}, PeerFailed, "cannot reach rank 0 at 127.0.0.1:9 within 1 s"),
+        (_open_mpi("e", 2, 2), ConfigError, "mpirun says this is rank 2 of 2"),
+    ],
+    ids=["others missing", "rank 0 missing", "several hosts", "nobody listens", "rank too large"],
+)
+def test_a_job_that_is_not_complete_is_told_in_time(
+    variables: dict[str, str], error: type[EPError], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within timeout_s, with both numbers; nothing is left behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    started = time.monotonic()
+    with pytest.raises(error, match=message):
+        initialize_distributed(timeout_s=1)
+    assert time.monotonic() - started < 5
+    assert not dist.is_initialized()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_does_not_come_to_a_store() -> None:
+    """The same with an explicit store."""
+    with pytest.raises(PeerFailed, match="rank 0 of 2 joined, but not all others did within 1 s"):
+        initialize_distributed(store=dist.HashStore(), rank=0, world_size=2, timeout_s=1)
+    assert not dist.is_initialized()

@@ -1,0 +1,305 @@
+"""Symmetric memory of CPU ranks: who sees which bytes through which address, and what is left when ranks go."""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_ep.distributed import current_heap, finalize_distributed
+from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed
+from triton_ep.heap.base import SymmTensor
+from triton_ep.heap.host import HostHeap
+
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., list[Any]]
+pytestmark = pytest.mark.plain  # no kernel runs here
+
+
+@pytest.fixture(autouse=True)
+def _on_the_host(backend: str) -> None:
+    if backend != "host":
+        pytest.skip("about the heap of CPU ranks")
+
+
+def _heap() -> HostHeap:
+    heap = current_heap()
+    assert isinstance(heap, HostHeap)
+    return heap
+
+
+def _words_at(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int64 * count).from_address(address))
+
+
+def _pattern(rank: int, count: int) -> list[int]:
+    return [rank << 32 | word for word in range(count)]
+
+
+def _check_seen_by_all(tensor: SymmTensor, members: list[int], group: Any) -> None:
+    """Every member fills its copy, and reads all copies through its own addresses."""
+    heap, count = _heap(), tensor.local.numel()
+    assert tensor.local.count_nonzero() == 0
+    assert tensor.local.data_ptr() == tensor.addrs[members.index(heap.rank)]
+    assert torch.equal(tensor.net_addrs, tensor.addrs)
+    assert all(address % 256 == 0 for address in tensor.addrs.tolist())
+    heap.barrier(group)  # all have looked for zeros
+    tensor.local.copy_(torch.tensor(_pattern(heap.rank, count)).view_as(tensor.local))
+    heap.barrier(group)
+    for member, address in zip(members, tensor.addrs.tolist(), strict=True):
+        assert _words_at(address, count) == _pattern(member, count)
+    heap.barrier(group)
+    # And stores arrive: each member writes one word into the copy of the next.
+    place = members.index(heap.rank)
+    ctypes.c_int64.from_address(int(tensor.addrs[(place + 1) % len(members)])).value = -heap.rank - 1
+    heap.barrier(group)
+    assert tensor.local.flatten()[0] == -members[place - 1] - 1
+
+
+# --- addresses ----------------------------------------------------------------------------------------------
+
+
+def _share(rank: int, nodes: int, ranks_per_node: int) -> None:
+    heap, free = _heap(), _heap().available()
+    first = heap.alloc([3, 5], torch.int64)
+    second = heap.alloc([1], torch.int64)
+    _check_seen_by_all(first, list(range(heap.world_size)), None)
+    _check_seen_by_all(second, list(range(heap.world_size)), None)
+    scalar, empty = heap.alloc([], torch.float64), heap.alloc([0, 7], torch.int16)
+    assert (scalar.local.shape, empty.local.shape) == ((), (0, 7))
+    heap.barrier()
+    for tensor in (second, empty, first, scalar):
+        heap.free(tensor)
+    assert heap.available() == free
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 4)])
+def test_every_rank_sees_every_copy(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
+    """What a rank writes is what peers read at its address, and the other way round; shapes of any rank and size."""
+    run_ranks(_share, nodes, ranks_per_node)
+
+
+def _share_in_groups(rank: int, nodes: int, ranks_per_node: int) -> list[int]:
+    heap = _heap()
+    halves = [[0, 1], [3, 2]]
+    groups = [dist.new_group(members) for members in halves]
+    mine = rank // 2
+    # Not in step: one half makes one small tensor, the other three large ones, and nobody waits for the others.
+    own = [heap.alloc([10 + 10_000 * mine], torch.int64, groups[mine]) for _ in range(1 + 2 * mine)]
+    members = dist.get_process_group_ranks(groups[mine])
+    assert heap.pes(groups[mine]).tolist() == members
+    for tensor in own:
+        _check_seen_by_all(tensor, members, groups[mine])
+    shared = heap.alloc([6], torch.int64)
+    _check_seen_by_all(shared, [0, 1, 2, 3], None)
+    assert heap.pes().tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match=f"rank {rank} takes part in a group it is not a member of"):
+        heap.alloc([1], torch.int64, groups[1 - mine])
+    heap.barrier()
+    for tensor in (*own, shared):
+        heap.free(tensor)
+    for group in groups:
+        dist.destroy_process_group(group)
+    return shared.offset
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 4)])
+def test_disjoint_groups_allocate_at_the_same_time(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
+    """Offsets differ between ranks then, and addresses still lead to the right copies."""
+    offsets = run_ranks(_share_in_groups, nodes, ranks_per_node)
+    assert offsets[0] == offsets[1] < offsets[2] == offsets[3]
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def _reuse(rank: int, nodes: int, ranks_per_node: int) -> None:
+    heap, megabyte = _heap(), 1 << 20
+    before = os.fstat(heap._fd).st_blocks * 512
+    for _ in range(2):
+        tensor = heap.alloc([megabyte], torch.int64)
+        assert tensor.local.count_nonzero() == 0
+        assert os.fstat(heap._fd).st_blocks * 512 - before <= 8 * megabyte
+        tensor.local.fill_(-1)
+        assert os.fstat(heap._fd).st_blocks * 512 - before >= 8 * megabyte
+        assert _words_at(int(tensor.addrs[1 - rank]) + 8 * (megabyte - 1), 1)[0] in (0, -1)
+        heap.barrier()
+        heap.free(tensor)
+        assert os.fstat(heap._fd).st_blocks * 512 == before
+        with pytest.raises(HeapError, match="freed twice"):
+            heap.free(tensor)
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
+def test_freed_memory_goes_back_and_comes_again_as_zeros(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
+    """To the system when it is freed, though peers still map it; an error if it is freed twice."""
+    run_ranks(_reuse, nodes, ranks_per_node)
+
+
+def _exhaust(rank: int, nodes: int, ranks_per_node: int) -> list[str]:
+    heap, free = _heap(), _heap().available()
+    alone = dist.new_group([1])
+    half = heap.alloc([free // 2], torch.uint8, alone) if rank == 1 else None
+    messages = []
+    for nbytes in (free // 4 * 3, free + 1):  # no room on rank 1; no room anywhere
+        with pytest.raises(HeapError) as caught:
+            heap.alloc([nbytes], torch.uint8)
+        messages.append(str(caught.value))
+    with pytest.raises(HeapError) as caught:
+        heap.alloc([64 + rank], torch.uint8)
+    messages.append(str(caught.value))
+    with pytest.raises(HeapError, match=r"shape \[4, -1\]"):
+        heap.alloc([4, -1], torch.uint8)
+    small = heap.alloc([5], torch.int64)
+    _check_seen_by_all(small, [0, 1], None)
+    heap.free(small)
+    if half is not None:
+        heap.free(half)
+    fits = heap.alloc([free // 4 * 3], torch.uint8)  # what failed was given back
+    heap.free(fits)
+    dist.destroy_process_group(alone)
+    return [*messages, str(free)]
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
+def test_no_room_on_one_rank_is_an_error_on_all(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
+    """The message names the rank, both numbers and the remedy; so do different sizes; the heap works afterwards."""
+    (partly, nowhere, uneven, free), other = run_ranks(_exhaust, nodes, ranks_per_node)
+    assert other == [partly, nowhere, uneven, free]
+    asked = int(free) // 4 * 3
+    assert f"no room for {asked} bytes of symmetric memory on rank 1" in partly
+    gib = -(-(int(free) // 2 + asked) // 2**30)
+    assert f"TRITON_EP_HEAP_SIZE={gib}G" in partly
+    assert f"no room for {int(free) + 1} bytes of symmetric memory on rank 0" in nowhere
+    assert "different sizes of one symmetric tensor: [64, 65] bytes" in uneven
+
+
+# --- failure and end ----------------------------------------------------------------------------------------
+
+
+def _fail(rank: int, nodes: int, ranks_per_node: int) -> None:
+    heap = _heap()
+    assert heap.failed_peer() is None
+    heap.check_peers()
+    heap.barrier()
+    if rank == 1:
+        heap.abort("token 7 goes to expert 99: " + "é" * 2000)
+        time.sleep(0.5)  # the others must learn of it while this process lives
+        raise ValueError("the cause")
+    deadline = time.monotonic() + 5
+    while heap.failed_peer() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert heap.failed_peer() == 1
+    with pytest.raises(PeerFailed, match=r"rank 1 failed while rank 0 waited: token 7 goes to expert 99"):
+        heap.check_peers()
+    finalize_distributed()  # does not wait for a rank that has failed
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
+def test_a_rank_that_aborts_is_heard(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
+    """Waiting peers raise PeerFailed with its reason, and can close."""
+    result, error = run_ranks(_fail, nodes, ranks_per_node, return_exceptions=True)
+    assert result is None
+    assert isinstance(error, ValueError)
+
+
+def _wait_as_a_kernel(heap: HostHeap) -> None:
+    for _ in range(200):
+        heap.check_peers()
+        time.sleep(0.02)
+
+
+def _die(rank: int, nodes: int, ranks_per_node: int) -> float:
+    heap = _heap()
+    heap.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(PeerFailed, match="rank 0 met the other ranks in the symmetric heap, but rank 1 is gone"):
+        heap.alloc([1], torch.int64)
+    assert heap.failed_peer() == 1
+    heap.check_peers()  # a grace: it may have sent what this rank waits for
+    with pytest.raises(PeerFailed, match="the process of rank 1 ended while rank 0 waited"):
+        _wait_as_a_kernel(heap)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
+def test_a_rank_that_dies_is_named(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
+    """By collectives on the host at once, by waiting kernels after a second."""
+    waited, _ = run_ranks(_die, nodes, ranks_per_node, return_exceptions=True)
+    assert 0.9 < waited < 5
+
+
+def _close(rank: int, nodes: int, ranks_per_node: int) -> None:
+    heap = _heap()
+    tensor = heap.alloc([1000], torch.int64)
+    tensor.local.fill_(5)
+    heap.barrier()
+    finalize_distributed()
+    heap.close()  # idempotent
+    assert tensor.local.count_nonzero() == 0  # its memory is gone, its address is not
+    for use in (
+        lambda: heap.alloc([1], torch.int8),
+        lambda: heap.free(tensor),
+        lambda: heap.barrier(),
+        lambda: heap.abort("x"),
+    ):
+        with pytest.raises(FinalizedError, match="symmetric heap was closed"):
+            use()
+    assert heap.failed_peer() is None
+    raise KeyError("so that the pool starts fresh ranks")
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
+def test_a_closed_heap_refuses(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
+    """FinalizedError from every use; closing again does nothing."""
+    with pytest.raises(KeyError, match="fresh ranks"):
+        run_ranks(_close, nodes, ranks_per_node)
+
+
+def test_nothing_is_left_of_a_killed_job(tmp_path: Path) -> None:
+    """kill -9 of the program: its ranks end, and their memory had no name by which it could have stayed."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import os, time\n"
+        "import torch\n"
+        "from triton_ep.distributed import current_heap, initialize_distributed, run_ranks\n"
+        "def main():\n"
+        "    initialize_distributed()\n"
+        "    current_heap().alloc([1 << 20], torch.int8).local.fill_(1)\n"
+        "    print(f'{os.getpid()}\\n', end='', flush=True)\n"
+        "    time.sleep(60)\n"
+        "if __name__ == '__main__':\n"
+        "    run_ranks(main, 2)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pids = [int(owner.stdout.readline()) for _ in range(2)]
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+        owner.kill()
+    for text in maps:
+        files = re.findall(r" rw-s .* (/\S+.*)$", text, re.MULTILINE)
+        assert [name for name in files if "heap" in name] == ["/memfd:triton_ep-heap (deleted)"] * 2
+        assert [name for name in files if not name.startswith("/memfd:")] == []
+    deadline = time.monotonic() + 5
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(_runs(pid) for pid in pids)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
