@@ -14,8 +14,7 @@ and these override a choice:
     TRITON_EP_HEAP_SIZE               bytes of the symmetric heap per rank; suffixes K, M, G (powers of 1024)
     NVSHMEM_SYMMETRIC_SIZE            the same, by NVSHMEM's own name; asked second
     MASTER_ADDR, MASTER_PORT          where rank 0 listens, for jobs over several hosts without torchrun
-    NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME, NVSHMEM_REMOTE_TRANSPORT
-                                      NVSHMEM's own; a job on one host that leaves them alone gets lo and none
+    NVSHMEM_*                         NVSHMEM's own; heap/nvshmem.py sets defaults for a few of those left alone
 """
 
 from __future__ import annotations
