@@ -35,7 +35,9 @@ def pass_on_kernel(words_addrs_ptr, flag_addrs_ptr, rank, num_ranks, timeout_ns,
     while (tl.load(own_flag_ptr, volatile=True) == 0) & (now_ns() - start < timeout_ns):
         pause(polls)
         polls += 1
-    tl.atomic_add(own_flag_ptr, tl.full([], 0, tl.int64), sem="acquire", scope="sys")  # pairs with the release
+    # Pairs with the release. A block of one: LLVM drops a scalar atomic that adds 0 and whose result is not used.
+    tl.atomic_add(own_flag_ptr + tl.arange(0, 1), tl.zeros([1], tl.int64), sem="acquire", scope="sys")
+    tl.debug_barrier()  # from here on all threads may read the words
 
 
 def main() -> None:
