@@ -17,13 +17,14 @@ import torch.distributed as dist
 from triton_ep import layout
 from triton_ep.config import EPConfig
 from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
-from triton_ep.errors import ConfigError, FinalizedError, PeerFailed, WaitTimeout
+from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed, WaitTimeout
 from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.kernels.device import buffers as device_buffers
 from triton_ep.kernels.device import waits
 from triton_ep.kernels.device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
 
 _INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
+_SLACK_BYTES = 4096  # what a heap may add to one allocation to align it
 NO_LIMIT = 2**31 - 1
 """Row limit of kernels in exact mode, where buffers are grown before anything is written."""
 
@@ -58,7 +59,9 @@ class DispatchCombineContext:
         self.network = P2P.value if config.is_intra_node or heap.network == "p2p" else NVSHMEM.value
         self._pinned: torch.Tensor | None = None
         self._extern_libs: dict[str, str] | None = None
-        for grows in ("", "arrival", "output"):
+        classes = ("", "arrival", "output")
+        heap.require(layout.estimate_bytes(sizes) + len(classes) * _SLACK_BYTES, group)
+        for grows in classes:
             self._allocate(grows)
 
     @classmethod
@@ -126,6 +129,9 @@ class DispatchCombineContext:
         """Make room for that many rows on every rank; collective, the same numbers on all ranks.
 
         Safe right after a splits exchange: every rank has then finished its previous call.
+
+        Raises:
+            HeapError: on all ranks, if one has no room; the buffers then stay as large as they were.
         """
         worst = self.config.world_size * self.config.max_tokens
         for grows, needed, held in (
@@ -141,9 +147,15 @@ class DispatchCombineContext:
                 sizes = layout.Sizes(self.config, rows, self.sizes.output_rows)
             else:
                 sizes = layout.Sizes(self.config, self.sizes.arrival_rows, rows)
+            before = self.sizes
             self.heap.free(self._blocks.pop(grows))
             self.sizes = sizes
-            self._allocate(grows)
+            try:
+                self._allocate(grows)
+            except HeapError:
+                self.sizes = before
+                self._allocate(grows)  # smaller calls still work
+                raise
 
     def _meet(self) -> None:
         """Wait until no rank of the group has work under way that reaches into the buffers of another."""

@@ -3,12 +3,13 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer
+from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer, workloads
 from triton_ep import EPAll2AllLayer
 from triton_ep.distributed import current_heap
 from triton_ep.errors import (
@@ -16,6 +17,7 @@ from triton_ep.errors import (
     ConfigError,
     EPError,
     FinalizedError,
+    HeapError,
     InputError,
     PeerFailed,
     StaleHandleError,
@@ -203,6 +205,31 @@ def _bad_config(rank, nodes, ranks_per_node, name):
 def test_a_configuration_that_cannot_work_is_refused(run_ranks, nodes, ranks_per_node, name):
     """Before anything is allocated."""
     run_ranks(_bad_config, nodes, ranks_per_node, name)
+
+
+def _no_room(rank, nodes, ranks_per_node):
+    heap = current_heap()
+    text = _caught(lambda: make_layer(CASE, rank, nodes, ranks_per_node, max_tokens=2**28), HeapError)[1]
+    with make_layer(CASE, rank, nodes, ranks_per_node, max_tokens=64) as layer:
+        rest = heap.alloc((heap.available() - 4096,), torch.uint8)  # nothing is left to grow into
+        crowd = replace(CASE, tokens=(64,), routing="one_expert", drop=0.0)
+        works = workloads(crowd, nodes * ranks_per_node, 0)
+        grown = _caught(lambda: layer.dispatch(works[rank].x, works[rank].topk_idx), HeapError)[1]
+        combine_and_check(layer, dispatch_and_check(layer, CASE, 1))
+        heap.free(rest)
+        combine_and_check(layer, dispatch_and_check(layer, crowd, 2))
+    return text, grown
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+def test_lack_of_symmetric_memory_is_told_before_anything_is_allocated(run_ranks, backend, nodes, ranks_per_node):
+    """HeapError on every rank with the bytes of the whole layer and the setting; a layer that cannot grow lives on."""
+    if backend != "host":
+        pytest.skip("a GPU heap takes what the GPU has: filling it would disturb what runs beside")
+    for text, grown in run_ranks(_no_room, nodes, ranks_per_node):
+        assert "no room for" in text and "TRITON_EP_HEAP_SIZE=" in text
+        assert "no room for" in grown
 
 
 def _late(rank, nodes, ranks_per_node, where):

@@ -1,5 +1,7 @@
 """The layer's promise on every topology: rows, weights, counts and sums equal the plain-torch reference."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.layer.cases import CASES, check_case
@@ -9,8 +11,10 @@ TOPOLOGIES = ((1, 1), (1, 2), (1, 4), (2, 2), (4, 1))
 
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES, ids=lambda n: str(n))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_dispatch_and_combine_equal_the_reference(run_ranks, nodes, ranks_per_node, case):
+def test_dispatch_and_combine_equal_the_reference(run_ranks, chaos_seed, nodes, ranks_per_node, case):
     """Every kept copy arrives in its row bit for bit; combine is within one rounding of the exact sum."""
+    if chaos_seed is not None:
+        case = replace(case, calls=1)  # calls in a row meet chaos in test_life.py
     run_ranks(check_case, nodes, ranks_per_node, case)
 
 

@@ -94,11 +94,7 @@ class SymmetricHeap(ABC):
                 raise HeapError(f"a symmetric tensor cannot have the shape {list(shape)}.")
             count *= int(extent)
         nbytes = max(count * dtype.itemsize, 1)
-        pieces = self._take(nbytes, group)
-        if _lacking(pieces) and self._grow(nbytes, group):
-            pieces = self._take(nbytes, group)
-        if lacking := _lacking(pieces):
-            raise self._no_room(lacking[0], nbytes)
+        pieces = self._reserve(nbytes, group)
         members = [piece.rank for piece in pieces]
         offsets = [piece.offset for piece in pieces if piece.offset is not None]
         offset = offsets[members.index(self.rank)]
@@ -111,6 +107,19 @@ class SymmetricHeap(ABC):
             nbytes=nbytes,
             offset=offset,
         )
+
+    def require(self, nbytes: int, group: Any = None) -> None:
+        """Make sure that every member has room for `nbytes` more, in one piece; collective over `group`.
+
+        Says what a user of several allocations needs in all before the first of them is made.
+
+        Raises:
+            HeapError: on all members, if one has no room: bytes asked, bytes free, what to do.
+        """
+        self._check_open()
+        own = next(piece for piece in self._reserve(nbytes, group) if piece.rank == self.rank)
+        assert own.offset is not None  # _reserve raises where a member has none
+        self._arena.give(own.offset, nbytes)
 
     def free(self, tensor: SymmTensor) -> None:
         """Give this rank's copy back. Local: the caller knows that no member uses it any more."""
@@ -148,6 +157,15 @@ class SymmetricHeap(ABC):
         """Make peers that wait for this rank fail with `reason`, where the backend can."""
 
     # --- steps of alloc -----------------------------------------------------------------------------------
+
+    def _reserve(self, nbytes: int, group: Any) -> list[_Piece]:
+        """Take a piece on every member, growing the heap if need be; HeapError on all if one has no room."""
+        pieces = self._take(nbytes, group)
+        if _lacking(pieces) and self._grow(nbytes, group):
+            pieces = self._take(nbytes, group)
+        if lacking := _lacking(pieces):
+            raise self._no_room(lacking[0], nbytes)
+        return pieces
 
     def _take(self, nbytes: int, group: Any) -> list[_Piece]:
         """Take a piece here and hear from all members; this rank's goes back if another has none."""
