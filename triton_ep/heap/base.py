@@ -7,6 +7,7 @@ two disjoint groups may allocate at the same time.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed
 from triton_ep.heap.allocator import Arena
+
+_DYING_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -206,12 +209,19 @@ class SymmetricHeap(ABC):
         try:
             dist.all_gather_object(told, value, group=group)
         except RuntimeError as error:
-            peer = self.failed_peer()
+            peer = self._await_failed_peer()
             who = "a rank of the group" if peer is None else f"rank {peer}"
             raise PeerFailed(
                 f"rank {self.rank} met the other ranks in the symmetric heap, but {who} is gone or late: {error}"
             ) from error
         return told
+
+    def _await_failed_peer(self) -> int | None:
+        """`failed_peer`, with a moment's patience: the sockets of a dying process close before it has ended."""
+        deadline = time.monotonic() + _DYING_S
+        while (peer := self.failed_peer()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return peer
 
     def _grow(self, nbytes: int, group: Any) -> bool:
         """Make room for `nbytes` more on every member, collectively; False if this heap cannot."""
