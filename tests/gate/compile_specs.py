@@ -11,6 +11,7 @@ A program of its own, because the kernels of a test process are interpreted:
 import argparse
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,8 @@ class Facts:
     calls_nvshmem: bool = False
     narrow: list[str] = dataclasses.field(default_factory=list)
     wide_stores: int = 0
+    orders: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    """"acquire" and "release": how many system-scope atomics the kernel has, and how many the PTX still has."""
     local_bytes: int = 0
     cubin_bytes: int = 0
     nvshmem_lines: int = 0
@@ -91,6 +94,11 @@ def compile_variant(name: str, index: int, arch: int, bitcode: str | None) -> di
         compiled = triton.compile(source_of(spec, variant), target=GPUTarget("cuda", arch, 32), options=options)
         ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
         facts.narrow, facts.wide_stores = narrow_accesses(compiled.asm["ttgir"], ptx, 32 * spec.num_warps)
+        instructions = [set(name.split(".")) for name in re.findall(r"\b(?:atom|red|ld|st)\.[\w.:]+", ptx)]
+        facts.orders = {
+            order: [compiled.asm["ttgir"].count(f", {order}, sys,"), sum({order, "sys"} <= i for i in instructions)]
+            for order in ("acquire", "release")
+        }
         facts.cubin_bytes = len(cubin)
         code = [line.split("//")[0].lower() for line in ptx.splitlines() if not line.strip().startswith(".file")]
         facts.nvshmem_lines = sum("nvshmem" in line for line in code)

@@ -138,6 +138,17 @@ def test_rows_move_sixteen_bytes_at_a_time(results: list[dict[str, Any]], kernel
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_flags_keep_their_memory_order(results: list[dict[str, Any]], kernel: str) -> None:
+    """Every acquire and release survives compilation; LLVM drops a scalar acquire whose result nobody uses."""
+    _report(
+        f"{_name(facts)} has {written} system-scope {order} atomics, its PTX only {kept}"
+        for facts in _of(results, kernel)
+        for order, (written, kept) in facts["orders"].items()
+        if kept < written
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_tiles_stay_in_registers(results: list[dict[str, Any]], kernel: str) -> None:
     """No tile is spilled to local memory."""
     _report(
