@@ -16,7 +16,7 @@ from typing import Any
 
 import triton.language as tl
 
-from .compute import routing
+from .compute import mxfp8, routing
 from .device.buffers import (
     BARRIER_FLAG,
     DONE_FLAG,
@@ -25,6 +25,7 @@ from .device.buffers import (
     EPOCH_COMBINE,
     NODE_BARRIER_FLAG,
 )
+from .device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
 from .device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
 from .internode import barrier, splits
 from .internode import combine as internode_combine
@@ -95,6 +96,20 @@ def _payload(*constexprs: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     for part in constexprs:
         merged.update(part)
     return merged
+
+
+_MX = (("bf16", MODE_RCEIL, False), ("fp32", MODE_FLOOR, True), ("fp16", MODE_EVEN, False), ("bf16", MODE_CEIL, True))
+_MX_COLUMNS = {"GP": 64, "BLOCK_H": 128, "STEPS": 4}
+
+
+def _mx(mode: Any, e5m2: bool) -> dict[str, Any]:
+    """What a quantising kernel is compiled for."""
+    return {"MODE": mode.value, "E5M2": e5m2}
+
+
+def _mx_types(token: str, e5m2: bool) -> dict[str, str]:
+    """Types of high-precision values and of MXFP8 elements."""
+    return {"TOKEN": token, "ELEMENT": "fp8e5" if e5m2 else "fp8e4nv"}
 
 
 SPECS: tuple[KernelSpec, ...] = (
@@ -239,6 +254,41 @@ SPECS: tuple[KernelSpec, ...] = (
             for nodes, w in ((1, False), (2, True))
         ),
         num_warps=8,
+    ),
+    KernelSpec(
+        mxfp8.quantize_rows_kernel,
+        "x_ptr:*{TOKEN} elements_ptr:*{ELEMENT} scale_ptr:*u8 num_blocks:i32",
+        tuple(Variant({**_mx(mode, e), "BLOCKS": 128}, _mx_types(t, e)) for t, mode, e in _MX),
+    ),
+    KernelSpec(
+        mxfp8.dequantize_rows_kernel,
+        "elements_ptr:*{ELEMENT} scale_ptr:*u8 out_ptr:*{TOKEN} num_blocks:i32",
+        tuple(Variant({"BLOCKS": 128}, _mx_types(t, e)) for t, e in (("bf16", False), ("fp32", True))),
+    ),
+    KernelSpec(
+        mxfp8.quantize_columns_kernel,
+        "x_ptr:*{TOKEN} offsets_ptr:*i32 elements_ptr:*{ELEMENT} scale_ptr:*u8 num_rows:i32 hidden:i32 "
+        "num_groups:i32 num_scale_rows:i32",
+        tuple(
+            Variant({**_mx(mode, e), **_MX_COLUMNS, "HAS_OFFSETS": not e}, _mx_types(t, e), ("hidden",))
+            for t, mode, e in _MX[:2]
+        ),
+    ),
+    KernelSpec(
+        mxfp8.quantize_both_kernel,
+        "x_ptr:*{TOKEN} offsets_ptr:*i32 row_elements_ptr:*{ELEMENT} row_scale_ptr:*u8 "
+        "column_elements_ptr:*{ELEMENT} column_scale_ptr:*u8 num_rows:i32 hidden:i32 num_groups:i32 "
+        "num_scale_rows:i32",
+        tuple(
+            Variant({**_mx(mode, e), **_MX_COLUMNS, "HAS_OFFSETS": not e}, _mx_types(t, e), ("hidden",))
+            for t, mode, e in _MX[:2]
+        ),
+    ),
+    KernelSpec(
+        mxfp8.dequantize_columns_kernel,
+        "elements_ptr:*{ELEMENT} scale_ptr:*u8 offsets_ptr:*i32 out_ptr:*{TOKEN} num_rows:i32 hidden:i32 "
+        "num_groups:i32",
+        (Variant({**_MX_COLUMNS, "HAS_OFFSETS": True}, _mx_types("bf16", False), ("hidden",)),),
     ),
 )
 """Every kernel of the package."""

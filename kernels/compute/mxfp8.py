@@ -1,0 +1,194 @@
+"""MXFP8 quantisation of one GPU's rows: along rows, along tokens inside groups, both in one read, and back.
+
+Protocol      Each program reads its tile once, quantises it in registers, writes elements and scale bytes.
+Layout        x, elements [R, H], row-major. Rowwise scale [R, H / 32]: one byte per 32 columns. A row is a
+              whole number of blocks, so the rowwise kernels see one list of R * H / 32 blocks.
+              Columnwise scale [S, H]: one byte per column and block of 32 rows. Blocks start anew at each
+              group of rows (an expert's tokens); the last block of a group may be short. Scale row of row r
+              of group g: first_block[g] + (r - offsets[g]) // 32, where first_block counts the blocks of the
+              groups before, first_block[g + 1] = first_block[g] + ceil(rows of g / 32). It is r // 32
+              where all groups are multiples of 32. S = (R + 31 * groups) // 32 suffices for any groups;
+              scale rows that no block has are zero. Rows behind the last group have zero elements.
+Memory order  Plain loads and stores.
+Progress      No program waits.
+Replay        Nothing is kept between calls; every byte of the outputs is written once.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.mxfp8 import BLOCK, dequantize_tile, quantize_tile
+
+_END = tl.constexpr(2**31 - 1)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def quantize_rows_kernel(
+    x_ptr,  # [num_blocks, 32] bf16, fp16 or fp32
+    elements_ptr,  # out [num_blocks, 32] float8
+    scale_ptr,  # out [num_blocks] uint8
+    num_blocks,
+    MODE: tl.constexpr,
+    E5M2: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    alive = block < num_blocks
+    # int64: 2**31 elements are 300k rows of H = 7168.
+    offs = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + offs, mask=alive[:, None], other=0.0).to(tl.float32)
+    elements, scale = quantize_tile(x, MODE, E5M2)
+    tl.store(elements_ptr + offs, elements, mask=alive[:, None])
+    tl.store(scale_ptr + block, scale, mask=alive)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def dequantize_rows_kernel(
+    elements_ptr,  # [num_blocks, 32] float8
+    scale_ptr,  # [num_blocks] uint8
+    out_ptr,  # out [num_blocks, 32] bf16, fp16 or fp32
+    num_blocks,
+    BLOCKS: tl.constexpr,
+):
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    alive = block < num_blocks
+    offs = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    scale = tl.load(scale_ptr + block, mask=alive, other=0)
+    elements = tl.load(elements_ptr + offs, mask=alive[:, None], other=0.0)
+    values = dequantize_tile(elements, scale)
+    tl.store(out_ptr + offs, values.to(out_ptr.dtype.element_ty), mask=alive[:, None])
+
+
+@triton.jit
+def rows_of_block(offsets_ptr, block, num_rows, num_groups, HAS_OFFSETS: tl.constexpr, GP: tl.constexpr):
+    """First and end row of a scale row's block, and whether a group owns it; no rows: first = end.
+
+    Rows behind the last group count as one more group, whose blocks follow. GP: a power of two above the
+    number of groups.
+    """
+    if HAS_OFFSETS:
+        group = tl.arange(0, GP)
+        start = tl.load(offsets_ptr + group, mask=group <= num_groups, other=_END)
+        stop = tl.load(offsets_ptr + group + 1, mask=group < num_groups, other=_END)
+        start = tl.minimum(start, num_rows)
+        stop = tl.minimum(stop, num_rows)
+        blocks = (tl.maximum(stop - start, 0) + 31) // 32
+        end_block = tl.cumsum(blocks, axis=0)
+        first_block = end_block - blocks
+        mine = (block >= first_block) & (block < end_block)
+        first = tl.sum(tl.where(mine, start + (block - first_block) * 32, 0))
+        end = tl.minimum(tl.sum(tl.where(mine, stop, 0)), first + 32)
+        owned = tl.sum((mine & (group < num_groups)).to(tl.int32)) > 0
+    else:
+        first = tl.minimum(block * 32, num_rows)
+        end = tl.minimum(first + 32, num_rows)
+        owned = first < end
+    return first, end, owned
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "num_scale_rows"])
+def quantize_columns_kernel(
+    x_ptr,  # [R, H] bf16, fp16 or fp32
+    offsets_ptr,  # [groups + 1] int32, first row of each group, then their end; read if HAS_OFFSETS
+    elements_ptr,  # out [R, H] float8
+    scale_ptr,  # out [S, H] uint8
+    num_rows,
+    hidden,
+    num_groups,
+    num_scale_rows,
+    MODE: tl.constexpr,
+    E5M2: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    GP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    strips = tl.cdiv(hidden, BLOCK_H * STEPS)
+    block = tl.program_id(0) // strips
+    first, end, owned = rows_of_block(offsets_ptr, block, num_rows, num_groups, HAS_OFFSETS, GP)
+    row = first + tl.arange(0, BLOCK)
+    columns = tl.program_id(0) % strips * (BLOCK_H * STEPS) + tl.arange(0, BLOCK_H)
+    for _ in range(STEPS):
+        mask = (row < end)[:, None] & (columns < hidden)[None, :]
+        offs = row.to(tl.int64)[:, None] * hidden + columns[None, :]
+        x = tl.load(x_ptr + offs, mask=mask & owned, other=0.0).to(tl.float32)
+        elements, scale = quantize_tile(x, MODE, E5M2, AXIS=0)
+        tl.store(elements_ptr + offs, elements, mask=mask)
+        scale_ptrs = scale_ptr + block.to(tl.int64) * hidden + columns
+        tl.store(scale_ptrs, scale, mask=(columns < hidden) & (block < num_scale_rows))
+        columns += BLOCK_H
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "num_scale_rows"])
+def quantize_both_kernel(
+    x_ptr,  # [R, H] bf16, fp16 or fp32
+    offsets_ptr,  # [groups + 1] int32, as in quantize_columns_kernel
+    row_elements_ptr,  # out [R, H] float8
+    row_scale_ptr,  # out [R, H / 32] uint8
+    column_elements_ptr,  # out [R, H] float8
+    column_scale_ptr,  # out [S, H] uint8
+    num_rows,
+    hidden,
+    num_groups,
+    num_scale_rows,
+    MODE: tl.constexpr,
+    E5M2: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    GP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    strips = tl.cdiv(hidden, BLOCK_H * STEPS)
+    block = tl.program_id(0) // strips
+    first, end, owned = rows_of_block(offsets_ptr, block, num_rows, num_groups, HAS_OFFSETS, GP)
+    row = first + tl.arange(0, BLOCK)
+    # [32 rows, blocks of a row, 32 columns]: one tile that is quantised along its first and its last dimension.
+    of_row = tl.program_id(0) % strips * (BLOCK_H // BLOCK * STEPS) + tl.arange(0, BLOCK_H // BLOCK)
+    for _ in range(STEPS):
+        in_row = of_row < hidden // BLOCK
+        columns = of_row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        mask = (row < end)[:, None, None] & in_row[None, :, None]
+        offs = row.to(tl.int64)[:, None, None] * hidden + columns[None, :, :]
+        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+
+        elements, scale = quantize_tile(x, MODE, E5M2)
+        tl.store(row_elements_ptr + offs, elements, mask=mask)
+        scale_ptrs = row_scale_ptr + row.to(tl.int64)[:, None] * (hidden // BLOCK) + of_row[None, :]
+        tl.store(scale_ptrs, scale, mask=(row < end)[:, None] & in_row[None, :])
+
+        elements, scale = quantize_tile(tl.where(owned, x, 0.0), MODE, E5M2, AXIS=0)
+        tl.store(column_elements_ptr + offs, elements, mask=mask)
+        scale_ptrs = column_scale_ptr + block.to(tl.int64) * hidden + columns
+        tl.store(scale_ptrs, scale, mask=in_row[:, None] & (block < num_scale_rows))
+        of_row += BLOCK_H // BLOCK
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_groups"])
+def dequantize_columns_kernel(
+    elements_ptr,  # [R, H] float8
+    scale_ptr,  # [S, H] uint8
+    offsets_ptr,  # [groups + 1] int32, as in quantize_columns_kernel
+    out_ptr,  # out [R, H] bf16, fp16 or fp32
+    num_rows,
+    hidden,
+    num_groups,
+    HAS_OFFSETS: tl.constexpr,
+    GP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    strips = tl.cdiv(hidden, BLOCK_H * STEPS)
+    block = tl.program_id(0) // strips
+    first, end, owned = rows_of_block(offsets_ptr, block, num_rows, num_groups, HAS_OFFSETS, GP)
+    row = first + tl.arange(0, BLOCK)
+    columns = tl.program_id(0) % strips * (BLOCK_H * STEPS) + tl.arange(0, BLOCK_H)
+    for _ in range(STEPS):
+        in_row = columns < hidden
+        mask = (row < end)[:, None] & in_row[None, :]
+        offs = row.to(tl.int64)[:, None] * hidden + columns[None, :]
+        scale = tl.load(scale_ptr + block.to(tl.int64) * hidden + columns, mask=in_row & owned, other=0)
+        values = dequantize_tile(tl.load(elements_ptr + offs, mask=mask, other=0.0), scale, AXIS=0)
+        # Selected, not multiplied: behind the last group the elements may be anything.
+        values = tl.where(owned, values, 0.0)
+        tl.store(out_ptr + offs, values.to(out_ptr.dtype.element_ty), mask=mask)
+        columns += BLOCK_H

@@ -1,0 +1,106 @@
+"""MXFP8 arithmetic on tiles: one power-of-two scale (e8m0, a byte) per 32 values, elements e4m3 or e5m2.
+
+The scale byte s stands for 2**(s - 127); 255 is NaN. Elements are x * 2**(127 - s), rounded to nearest even.
+A block that holds a NaN or an infinity has scale 255 and elements 0x7F. All of it is exact float32 and integer
+arithmetic that keeps subnormals, so it gives the same bits on every machine (Triton emits no .ftz).
+
+How a block's largest magnitude `amax` gives its scale, m being the largest element (448 or 57344) and p its
+exponent (8 or 15); every scale is at least byte 0:
+
+    RCEIL  2**ceil(log2(amax / m)), the quotient rounded to float32: nothing saturates
+    FLOOR  2**(floor(log2(amax)) - p): the largest values saturate
+    CEIL   2**(ceil(log2(amax)) - p)
+    EVEN   as FLOOR, of amax rounded to the mantissa of the elements
+
+Source: OCP Microscaling Formats (MX) v1.0, section 6.3, for FLOOR; the other modes as torchao names them.
+"""
+
+import triton
+import triton.language as tl
+
+MODE_RCEIL = tl.constexpr(0)
+MODE_FLOOR = tl.constexpr(1)
+MODE_CEIL = tl.constexpr(2)
+MODE_EVEN = tl.constexpr(3)
+
+BLOCK = tl.constexpr(32)
+"""Values that share a scale."""
+
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_MANTISSA = tl.constexpr(0x007FFFFF)
+_INF = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FC00000)
+_HALF_OF_SMALLEST_NORMAL = tl.constexpr(0x00400000)  # 2**-127
+_INVERSE_448 = tl.constexpr(1 / 448)
+_INVERSE_57344 = tl.constexpr(1 / 57344)
+
+
+@triton.jit
+def block_amax(x, AXIS: tl.constexpr):
+    """Largest magnitude of float32 values along an axis; NaN if one of them is."""
+    # On bit patterns: among integers a NaN is above infinity, where a float maximum would drop it.
+    magnitude = x.to(tl.int32, bitcast=True) & _MAGNITUDE
+    return tl.max(magnitude, axis=AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def block_scale(amax, MODE: tl.constexpr, E5M2: tl.constexpr):
+    """Scale bytes, int32 0..255, of blocks whose largest magnitudes are `amax` (float32, not negative)."""
+    MAX_POW2: tl.constexpr = 15 if E5M2 else 8
+    bits = amax.to(tl.int32, bitcast=True)
+    is_finite = bits < _INF
+    if MODE == MODE_RCEIL:
+        # One rounding, as the rule says; the product of a subnormal amax rounds to byte 0 or 1 by itself.
+        bits = (amax * (_INVERSE_57344 if E5M2 else _INVERSE_448)).to(tl.int32, bitcast=True)
+        exponent = bits >> 23
+        mantissa = bits & _MANTISSA
+        # Byte 0 is 2**-127, which float32 writes as a subnormal number.
+        above = mantissa > tl.where(exponent > 0, 0, _HALF_OF_SMALLEST_NORMAL)
+        scale = exponent + above.to(tl.int32)
+    else:
+        if MODE == MODE_EVEN:
+            # Half a unit of the element's mantissa; the carry, if there is one, is all that counts.
+            bits = tl.minimum(bits, _INF) + (1 << (20 if E5M2 else 19))
+            is_finite = bits < _INF
+        exponent = bits >> 23
+        if MODE == MODE_CEIL:
+            exponent += ((bits & _MANTISSA) > 0).to(tl.int32)
+        scale = tl.maximum(exponent - MAX_POW2, 0)
+    return tl.where(is_finite, scale, 255)
+
+
+@triton.jit
+def scale_value(scale):
+    """Float32 value 2**(scale - 127) of scale bytes given as int32; 255 gives NaN."""
+    bits = tl.where(scale == 0, _HALF_OF_SMALLEST_NORMAL, scale << 23)
+    return tl.where(scale == 255, _NAN, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled_elements(x, scale, MODE: tl.constexpr, E5M2: tl.constexpr):
+    """Float8 elements of float32 `x`; `scale` int32 scale bytes, broadcast to the shape of `x`."""
+    # 1 / 2**(s - 127) is the value of byte 254 - s, exactly.
+    value = x * scale_value(tl.where(scale == 255, 255, 254 - scale))
+    if MODE == MODE_FLOOR or MODE == MODE_EVEN:
+        # The only modes whose scale can be too small. Comparisons with NaN are false, so a NaN stays.
+        LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+        value = tl.where(value > LARGEST, LARGEST, value)
+        value = tl.where(value < -LARGEST, -LARGEST, value)
+    return value.to(tl.float8e5 if E5M2 else tl.float8e4nv)
+
+
+@triton.jit
+def quantize_tile(x, MODE: tl.constexpr, E5M2: tl.constexpr, AXIS: tl.constexpr = -1):
+    """Quantise a tile of float32 whose dimension AXIS is one block of 32.
+
+    Returns the elements, float8 with the shape of `x`, and the scale bytes, uint8 without that dimension.
+    """
+    scale = block_scale(block_amax(x, AXIS), MODE, E5M2)
+    elements = scaled_elements(x, tl.expand_dims(scale, AXIS), MODE, E5M2)
+    return elements, scale.to(tl.uint8)
+
+
+@triton.jit
+def dequantize_tile(elements, scale, AXIS: tl.constexpr = -1):
+    """Float32 values of float8 `elements` and their uint8 scale bytes, which lack dimension AXIS."""
+    return elements.to(tl.float32) * scale_value(tl.expand_dims(scale.to(tl.int32), AXIS))
