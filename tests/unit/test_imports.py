@@ -30,6 +30,7 @@ LAYERS = {
     "triton_ep.context": 3,
     "triton_ep.rendezvous": 2,
     "triton_ep.distributed": 3,
+    "triton_ep.mx": 4,
     "triton_ep.ops": 4,
     "triton_ep.barrier": 5,  # launches, through ops
     "triton_ep.layer": 5,

@@ -62,3 +62,17 @@ def common_constexprs(sizes: layout.Sizes, *names: str) -> dict[str, Any]:
         "CHUNK": layout.CHUNK,
     }
     return {name: values[name] for name in names}
+
+
+def mx_blocks(num_blocks: int) -> int:
+    """Blocks of 32 that a program quantises along rows."""
+    if INTERPRETING:
+        return min(layout.next_power_of_2(-(-num_blocks // 2)), 2048)
+    return 128
+
+
+def mx_columns(hidden: int) -> dict[str, int]:
+    """BLOCK_H and STEPS of kernels that go by blocks of 32 rows."""
+    if INTERPRETING:
+        return {"BLOCK_H": min(max(layout.next_power_of_2(hidden), 32), 512), "STEPS": 2}
+    return {"BLOCK_H": 128, "STEPS": 4}

@@ -1,0 +1,204 @@
+"""MXFP8 quantisation and back (kernels/compute/mxfp8.py)."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.kernels.device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
+from triton_ep.layout import next_power_of_2
+from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, elem_format
+from triton_ep.ops.tuning import mx_blocks, mx_columns
+from triton_ep.runtime import launch
+
+_MODES = {
+    ScalingMode.RCEIL: MODE_RCEIL,
+    ScalingMode.FLOOR: MODE_FLOOR,
+    ScalingMode.CEIL: MODE_CEIL,
+    ScalingMode.EVEN: MODE_EVEN,
+}
+
+
+def _constexprs(elem_dtype: torch.dtype, scaling_mode: ScalingMode | str | Enum) -> dict[str, Any]:
+    mode = _MODES[ScalingMode.parse(scaling_mode)].value
+    return {"MODE": mode, "E5M2": elem_format(elem_dtype).dtype == torch.float8_e5m2}
+
+
+def _check(x: torch.Tensor, whole_rows: bool) -> torch.Tensor:
+    """`x` made contiguous; InputError if it is not [R, H] of a dtype that can be quantised."""
+    check_high_precision(x.dtype, "dtype of x")
+    if x.dim() != 2 or (whole_rows and x.shape[1] % BLOCK):
+        raise InputError(f"x is {list(x.shape)}; it must be [R, H] with H a multiple of {BLOCK}.")
+    return x.contiguous()
+
+
+def max_scale_rows(num_rows: int, num_groups: int) -> int:
+    """Scale rows that suffice for `num_rows` rows in `num_groups` groups of any sizes."""
+    return (num_rows + (BLOCK - 1) * num_groups) // BLOCK
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    elem_dtype: torch.dtype = torch.float8_e4m3fn,
+    scaling_mode: ScalingMode | str | Enum = "rceil",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise blocks of 32 columns of [R, H] bf16, fp16 or fp32; H a multiple of 32.
+
+    Returns elements [R, H] of `elem_dtype` and scale bytes [R, H / 32] uint8.
+
+    Raises:
+        InputError: shape, dtype, or an unknown mode.
+    """
+    constexprs = _constexprs(elem_dtype, scaling_mode)
+    x = _check(x, whole_rows=True)
+    elements = torch.empty_like(x, dtype=elem_dtype)
+    scale = x.new_empty((x.shape[0], x.shape[1] // BLOCK), dtype=torch.uint8)
+    blocks = mx_blocks(scale.numel())
+    launch(
+        "quantize_rows_kernel",
+        -(-scale.numel() // blocks),
+        (x, elements, scale, scale.numel()),
+        {**constexprs, "BLOCKS": blocks},
+    )
+    return elements, scale
+
+
+def dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Values [R, H] of elements [R, H] and scale bytes [R, H / 32] uint8, rounded once to `dtype`.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit each other.
+    """
+    elem_format(qdata.dtype)
+    check_high_precision(dtype, "dtype")
+    if qdata.dim() != 2 or qdata.shape[1] % BLOCK or scale.shape != (qdata.shape[0], qdata.shape[1] // BLOCK):
+        raise InputError(
+            f"qdata is {list(qdata.shape)}, scale {list(scale.shape)}; they must be [R, H] and [R, H / {BLOCK}]."
+        )
+    qdata, scale = qdata.contiguous(), scale.view(torch.uint8).contiguous()
+    out = torch.empty_like(qdata, dtype=dtype)
+    blocks = mx_blocks(scale.numel())
+    launch(
+        "dequantize_rows_kernel",
+        -(-scale.numel() // blocks),
+        (qdata, scale, out, scale.numel()),
+        {"BLOCKS": blocks},
+    )
+    return out
+
+
+def _groups(offsets: torch.Tensor | None, rows: torch.Tensor) -> tuple[int, torch.Tensor, dict[str, Any]]:
+    """Number of groups, the offsets or a stand-in that is not read, and the constexprs about groups."""
+    if offsets is None:
+        return 1, rows, {"HAS_OFFSETS": False, "GP": 1}
+    if offsets.dim() != 1 or offsets.numel() < 1 or offsets.dtype != torch.int32 or offsets.device != rows.device:
+        raise InputError(
+            f"offsets is {list(offsets.shape)} {offsets.dtype} on {offsets.device}; it must be [groups + 1] int32 "
+            f"on {rows.device}: the first row of each group, then the end of the last."
+        )
+    groups = offsets.numel() - 1
+    return groups, offsets.contiguous(), {"HAS_OFFSETS": True, "GP": next_power_of_2(groups + 1)}
+
+
+def _column_grid(rows: torch.Tensor, groups: int, has_offsets: bool) -> tuple[int, dict[str, int]]:
+    """Programs and tile of a kernel that goes by blocks of rows; those behind the last group are one more."""
+    tile = mx_columns(rows.shape[1])
+    strips = -(-rows.shape[1] // (tile["BLOCK_H"] * tile["STEPS"]))
+    return max_scale_rows(rows.shape[0], groups + has_offsets) * strips, tile
+
+
+def quantize_columns(
+    x: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    elem_dtype: torch.dtype = torch.float8_e4m3fn,
+    scaling_mode: ScalingMode | str | Enum = "rceil",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise blocks of 32 rows of each column, anew in each group of rows.
+
+    Arguments:
+        x: [R, H] bf16, fp16 or fp32.
+        offsets: [groups + 1] int32 on the device of `x`, first row of each group (0 for the first), then the end
+            of the last; None: all rows are one group. The last block of a group may be short.
+
+    Returns elements [R, H] of `elem_dtype`, zero behind the last group, and scale bytes [S, H] uint8 with
+    S = `max_scale_rows(R, groups)`. Group g's blocks stand in consecutive scale rows, behind those of the groups
+    before; that is row // 32 where all groups are multiples of 32. Scale rows without a block are zero.
+
+    Raises:
+        InputError: shape, dtype, or an unknown mode.
+    """
+    constexprs = _constexprs(elem_dtype, scaling_mode)
+    x = _check(x, whole_rows=False)
+    groups, starts, about_groups = _groups(offsets, x)
+    elements = torch.empty_like(x, dtype=elem_dtype)
+    scale = x.new_empty((max_scale_rows(x.shape[0], groups), x.shape[1]), dtype=torch.uint8)
+    grid, tile = _column_grid(x, groups, offsets is not None)
+    launch(
+        "quantize_columns_kernel",
+        grid,
+        (x, starts, elements, scale, x.shape[0], x.shape[1], groups, scale.shape[0]),
+        {**constexprs, **about_groups, **tile},
+    )
+    return elements, scale
+
+
+def quantize_both(
+    x: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    elem_dtype: torch.dtype = torch.float8_e4m3fn,
+    scaling_mode: ScalingMode | str | Enum = "rceil",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantize_rows` and `quantize_columns` of [R, H], H a multiple of 32, reading `x` once.
+
+    Returns what the two return, in that order: elements and scale of rows, elements and scale of columns.
+    """
+    constexprs = _constexprs(elem_dtype, scaling_mode)
+    x = _check(x, whole_rows=True)
+    groups, starts, about_groups = _groups(offsets, x)
+    num_rows, hidden = x.shape
+    row_elements, column_elements = (torch.empty_like(x, dtype=elem_dtype) for _ in range(2))
+    row_scale = x.new_empty((num_rows, hidden // BLOCK), dtype=torch.uint8)
+    column_scale = x.new_empty((max_scale_rows(num_rows, groups), hidden), dtype=torch.uint8)
+    grid, tile = _column_grid(x, groups, offsets is not None)
+    sizes = (num_rows, hidden, groups, column_scale.shape[0])
+    launch(
+        "quantize_both_kernel",
+        grid,
+        (x, starts, row_elements, row_scale, column_elements, column_scale, *sizes),
+        {**constexprs, **about_groups, **tile},
+    )
+    return row_elements, row_scale, column_elements, column_scale
+
+
+def dequantize_columns(
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Values [R, H] of what `quantize_columns` made with the same `offsets`; zero behind the last group.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit each other.
+    """
+    elem_format(qdata.dtype)
+    check_high_precision(dtype, "dtype")
+    groups, starts, about_groups = _groups(offsets, qdata)
+    if qdata.dim() != 2 or scale.shape != (max_scale_rows(qdata.shape[0], groups), qdata.shape[1]):
+        raise InputError(
+            f"qdata is {list(qdata.shape)}, scale {list(scale.shape)}; for {groups} groups they must be [R, H] and "
+            f"[(R + {BLOCK - 1} * {groups}) // {BLOCK}, H]."
+        )
+    qdata, scale = qdata.contiguous(), scale.view(torch.uint8).contiguous()
+    out = torch.empty_like(qdata, dtype=dtype)
+    grid, tile = _column_grid(qdata, groups, offsets is not None)
+    launch(
+        "dequantize_columns_kernel",
+        grid,
+        (qdata, scale, starts, out, qdata.shape[0], qdata.shape[1], groups),
+        {**about_groups, **tile},
+    )
+    return out
