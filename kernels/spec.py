@@ -10,13 +10,12 @@ payload words and of expert ids, and are filled in by a variant.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import triton.language as tl
 
 from .compute import mxfp8, routing
+from .compute.gemm_specs import GEMM_SPECS
 from .device.buffers import (
     BARRIER_FLAG,
     DONE_FLAG,
@@ -31,54 +30,7 @@ from .internode import barrier, splits
 from .internode import combine as internode_combine
 from .internode import dispatch as internode_dispatch
 from .intranode import combine, dispatch
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One choice of dtypes and constexprs of a kernel."""
-
-    constexprs: Mapping[str, Any]
-    types: Mapping[str, str] = field(default_factory=dict)
-    aligned: tuple[str, ...] = ()
-    """Integer arguments known to be multiples of 16."""
-
-
-@dataclass(frozen=True)
-class KernelSpec:
-    """A kernel, its run-time arguments in order, and the variants that the compile gate builds.
-
-    Attributes:
-        kernel: the `triton.jit` function.
-        args: "name:type" of every run-time argument, in order, separated by spaces.
-        num_warps: warps of a program on a GPU.
-        variants: what the compile gate builds.
-    """
-
-    kernel: Any
-    args: str
-    variants: tuple[Variant, ...]
-    num_warps: int = 4
-
-    @cached_property
-    def name(self) -> str:
-        """Name of the kernel function."""
-        return str(self.kernel.__name__)
-
-    @cached_property
-    def arguments(self) -> dict[str, str]:
-        """Type of every run-time argument, in order."""
-        return dict(item.split(":") for item in self.args.split())
-
-    @property
-    def may_use_network(self) -> bool:
-        """True if a variant of it calls NVSHMEM."""
-        return any(uses_nvshmem(v.constexprs) for v in self.variants)
-
-
-def uses_nvshmem(constexprs: Mapping[str, Any]) -> bool:
-    """True if a kernel with these constexprs calls NVSHMEM functions."""
-    return constexprs.get("NETWORK") == NVSHMEM.value
-
+from .kernel_spec import KernelSpec, Variant, uses_nvshmem
 
 _STATE = "state_ptr:*i64 tables_ptr:*i64"
 _WHERE = "rank:i32 num_ranks:i32 ranks_per_node:i32"
@@ -290,6 +242,7 @@ SPECS: tuple[KernelSpec, ...] = (
         "num_groups:i32",
         (Variant({**_MX_COLUMNS, "HAS_OFFSETS": True}, _mx_types("bf16", False), ("hidden",)),),
     ),
+    *GEMM_SPECS,
 )
 """Every kernel of the package."""
 

@@ -45,6 +45,9 @@ class Facts:
     orders: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     """"acquire" and "release": how many system-scope atomics the kernel has, and how many the PTX still has."""
     local_bytes: int = 0
+    shared_bytes: int = 0
+    matrix: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Matrix and bulk-copy instructions of the PTX by kind, those that occur."""
     cubin_bytes: int = 0
     nvshmem_lines: int = 0
     """Lines of the PTX in which the word occurs, paths and comments apart."""
@@ -100,6 +103,9 @@ def compile_variant(name: str, index: int, arch: int, bitcode: str | None) -> di
             for order in ("acquire", "release")
         }
         facts.cubin_bytes = len(cubin)
+        facts.shared_bytes = compiled.metadata.shared
+        found = re.findall(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|cp\.async\.bulk\.tensor)\b", ptx)
+        facts.matrix = {kind: found.count(kind) for kind in sorted(set(found))}
         code = [line.split("//")[0].lower() for line in ptx.splitlines() if not line.strip().startswith(".file")]
         facts.nvshmem_lines = sum("nvshmem" in line for line in code)
         facts.visible = [

@@ -34,6 +34,15 @@ NARROW = {
 SPILL_LIMIT = 64
 """Bytes per thread. ptxas trades a few registers for occupancy; a spilled tile is more than this."""
 
+SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory that a program may have, on both architectures."""
+
+PRODUCTS = {
+    90: "wgmma.mma_async",
+    100: "tcgen05.mma",
+}
+"""The instruction that gives an architecture its rate of matrix products."""
+
 
 def compile_specs(*arguments: str, cache: Path, root: Path = ROOT) -> list[dict[str, Any]]:
     """Facts about the variants that the arguments name, compiled from the tree at `root`."""
@@ -155,6 +164,30 @@ def test_tiles_stay_in_registers(results: list[dict[str, Any]], kernel: str) -> 
         f"{_name(facts)} keeps {facts['local_bytes']} bytes per thread in local memory, {SPILL_LIMIT} are allowed"
         for facts in _of(results, kernel)
         if facts["local_bytes"] > SPILL_LIMIT
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiles_fit_shared_memory(results: list[dict[str, Any]], kernel: str) -> None:
+    """What is in flight fits; the compiler does not look, the launch would fail."""
+    _report(
+        f"{_name(facts)} wants {facts['shared_bytes']} bytes of shared memory, there are {SHARED_LIMIT}"
+        for facts in _of(results, kernel)
+        if facts["shared_bytes"] > SHARED_LIMIT
+    )
+
+
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name.startswith("grouped_")])
+def test_products_run_at_full_rate(results: list[dict[str, Any]], kernel: str) -> None:
+    """Every matrix product is the architecture's own instruction, and descriptors are read by the copy engine."""
+    of_kernel = _of(results, kernel)
+    assert {facts["arch"] for facts in of_kernel} == set(ARCHS)
+    _report(
+        f"{_name(facts)} has only {facts['matrix']}"
+        for facts in of_kernel
+        if not facts["matrix"].get(PRODUCTS[facts["arch"]])
+        or "mma.sync" in facts["matrix"]
+        or ("TMA=True" in facts["variant"]) != ("cp.async.bulk.tensor" in facts["matrix"])
     )
 
 

@@ -1,0 +1,134 @@
+"""Grouped GEMM on MXFP8 operands with fp8 tensor cores, for few rows per expert, where bytes of weights rule.
+
+Protocol      equalize_scales: the four 32-blocks of every 128 values of K get the largest of their scales, and
+              the values move into it; an e4m3 value keeps all its bits unless it becomes subnormal.
+              grouped_fp8, HARDWARE = False: both operands have equal scales along 128 of K, so a step of 128 is
+              one fp8 product, scaled once in float32. HARDWARE = True: the operands as they are, one scale per
+              32 values, into tensor cores that know them (sm_100; elsewhere the compiler emulates).
+              Weights are the rows of the tile and tokens its columns: 16 tokens fill a tile 16 wide. Tiles and
+              groups as in grouped_gemm.py.
+Layout        a [R, K] e4m3, b [E, N, K] e4m3, both contiguous. Scales are bytes 0..255 = 2^(s - 127), 255 = NaN.
+              HARDWARE: [R, K/32] and [E, N, K/32]; equalised: [K/128, R] and [E, K/128, N], so that a step reads
+              consecutive bytes. K/128 is rounded up.
+Memory order  Plain loads and stores; the kernels follow each other on one stream.
+Progress      No program waits.
+Replay        Nothing is kept between calls.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.groups import group_rows, in_bands, pick
+from ..device.mxfp8 import scale_value
+
+_E4M3 = tl.constexpr("e4m3")
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_per_matrix"])
+def equalize_scales_kernel(
+    qdata_ptr,  # [R, K] e4m3
+    scale_ptr,  # [R, K/32] uint8
+    out_ptr,  # [R, K] e4m3
+    out_scale_ptr,  # [R / rows_per_matrix, K/128, rows_per_matrix] uint8
+    num_rows,
+    k,
+    rows_per_matrix,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_rows = row < num_rows
+    offs_block = tl.arange(0, 4)
+    offs_k = offs_block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    steps = tl.cdiv(k, 128)
+    matrix = (row // rows_per_matrix).to(tl.int64)
+    out_scale_row = out_scale_ptr + matrix * steps * rows_per_matrix + row % rows_per_matrix
+    for step in range(steps):
+        block = step * 4 + offs_block
+        in_blocks = in_rows[:, None] & (block * 32 < k)[None, :]
+        scale = tl.load(scale_ptr + row.to(tl.int64)[:, None] * (k // 32) + block[None, :], mask=in_blocks, other=0)
+        scale = scale.to(tl.int32)
+        largest = tl.max(scale, axis=1)
+        where_k = (step * 128 + offs_k)[None, :, :]
+        at = row.to(tl.int64)[:, None, None] * k + where_k
+        values = tl.load(qdata_ptr + at, mask=in_rows[:, None, None] & (where_k < k), other=0.0).to(tl.float32)
+        # A value more than 2^126 smaller than its neighbours is zero beside them in any case.
+        exponent = tl.maximum(127 + scale - largest[:, None], 0)
+        moved = values * (exponent << 23).to(tl.float32, bitcast=True)[:, :, None]
+        tl.store(out_ptr + at, moved.to(out_ptr.dtype.element_ty), mask=in_rows[:, None, None] & (where_k < k))
+        tl.store(out_scale_row + step * rows_per_matrix, largest.to(tl.uint8), mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+def grouped_fp8_kernel(
+    a,  # [R, K] e4m3: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K]
+    b,  # [E, N, K] e4m3: pointer, or with TMA a descriptor of [E*N, K], boxes [BLOCK_N, BLOCK_K]
+    a_scale_ptr,
+    b_scale_ptr,
+    out_ptr,  # [R, N]
+    ends_ptr,  # [E] int32
+    num_rows,
+    n,
+    k,
+    num_experts,
+    TMA: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    EP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # 128
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    starts, rows = group_rows(ends_ptr, num_rows, num_experts, EP)
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    tiles = tl.cdiv(rows, BLOCK_M) * tiles_n
+    after = tl.cumsum(tiles, 0)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_s = tl.arange(0, BLOCK_K // 32)
+    blocks = k // 32
+    steps = tl.cdiv(k, BLOCK_K)
+    for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
+        group = tl.sum((after <= tile).to(tl.int32))
+        group_size = pick(rows, group)
+        inside = tile - pick(after - tiles, group)
+        tile_m, tile_n = in_bands(inside, tl.cdiv(group_size, BLOCK_M), tiles_n, BAND)
+        end = pick(starts, group) + group_size
+        row = end - group_size + tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        expert = tl.minimum(group, num_experts - 1)
+        out_rows = row + offs_m
+        cols = col + offs_n
+        in_m = out_rows < end
+        in_n = cols < n
+        weights = expert.to(tl.int64) * n + cols
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for step in tl.range(0, tl.where(group < num_experts, steps, 0), num_stages=STAGES):
+            k0 = step * BLOCK_K
+            if TMA:
+                a_tile = a.load([row, k0])
+                b_tile = b.load([expert * n + col, k0])
+            else:
+                in_k = (k0 + offs_k < k)[None, :]
+                a_ptrs = a + out_rows.to(tl.int64)[:, None] * k + (k0 + offs_k)[None, :]
+                a_tile = tl.load(a_ptrs, mask=in_m[:, None] & in_k, other=0.0)
+                b_tile = tl.load(
+                    b + weights[:, None] * k + (k0 + offs_k)[None, :], mask=in_n[:, None] & in_k, other=0.0
+                )
+            if HARDWARE:
+                at_s = (step * (BLOCK_K // 32) + offs_s)[None, :]
+                a_scales = a_scale_ptr + out_rows.to(tl.int64)[:, None] * blocks + at_s
+                b_scales = b_scale_ptr + weights[:, None] * blocks + at_s
+                a_scale = tl.load(a_scales, mask=in_m[:, None] & (at_s < blocks), other=127)
+                b_scale = tl.load(b_scales, mask=in_n[:, None] & (at_s < blocks), other=127)
+                acc = tl.dot_scaled(b_tile, b_scale, _E4M3, a_tile.T, a_scale, _E4M3, acc)
+            else:
+                a_scale = tl.load(a_scale_ptr + step.to(tl.int64) * num_rows + out_rows, mask=in_m, other=0)
+                at_s = (expert.to(tl.int64) * steps + step) * n + cols
+                b_scale = tl.load(b_scale_ptr + at_s, mask=in_n, other=0)
+                # One factor after the other: the product of two scales may leave float32 where the result does not.
+                part = tl.dot(b_tile, a_tile.T) * scale_value(b_scale.to(tl.int32))[:, None]
+                acc += part * scale_value(a_scale.to(tl.int32))[None, :]
+        out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * n + cols[None, :]
+        tl.store(out_ptrs, acc.T.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])

@@ -1,0 +1,56 @@
+"""Operands and error bounds of the grouped GEMM tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from triton_ep.runtime import INTERPRETING
+
+DEVICE = "cpu" if INTERPRETING else "cuda"
+
+CPU_GROUPS = ((1,), (0, 7, 0), (37, 1, 64), (3, 100))
+"""Rows of each group: one row, empty ones at both ends, unaligned starts, more than one tile."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a product; `spare` rows follow the last group."""
+
+    sizes: tuple[int, ...]
+    n: int
+    k: int
+    k_major: bool = True
+    spare: int = 0
+    seed: int = 0
+
+
+def ends_of(sizes: tuple[int, ...]) -> torch.Tensor:
+    """[E] int32, the row after the last of each group."""
+    return torch.tensor(sizes).cumsum(0).to(torch.int32).to(DEVICE)
+
+
+def operands(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a [R, K] bf16, b_t [E, K, N] bf16 in the layout of the case, ends [E]."""
+    generator = torch.Generator(DEVICE).manual_seed(case.seed)
+    rows = sum(case.sizes) + case.spare
+    a = torch.randn(rows, case.k, generator=generator, device=DEVICE).bfloat16()
+    shape = (len(case.sizes), *((case.n, case.k) if case.k_major else (case.k, case.n)))
+    w = torch.randn(shape, generator=generator, device=DEVICE).bfloat16()
+    return a, w.transpose(1, 2) if case.k_major else w, ends_of(case.sizes)
+
+
+def check(out: torch.Tensor, exact: torch.Tensor, unit: torch.Tensor, terms: int, steps: float = 0.0) -> None:
+    """`out` is `exact` after accumulation in float32 and one rounding to the output's type.
+
+    unit: sum of the magnitudes of the `terms` products behind each value. Tensor cores add 16 products at a
+    time to the accumulator and drop what lies below its last bit, so each such step may lose 2^-23 of the unit,
+    twice counted for products of a step aligned to the largest; 64 more cover a CPU's order of additions.
+    steps: further error allowed, in units.
+    """
+    assert out.shape == exact.shape
+    rounding = exact.abs() * torch.finfo(out.dtype).eps / 2 + torch.finfo(out.dtype).smallest_normal
+    bound = rounding + unit * ((terms / 8 + 64) * 2.0**-23 + steps)
+    error = (out.double() - exact).abs()
+    assert bool((error <= bound).all()), f"off by up to {(error / bound).nan_to_num(nan=1e9).max().item():.3g} bounds"

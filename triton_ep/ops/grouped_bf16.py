@@ -1,0 +1,237 @@
+"""Launchers of the grouped GEMM in bf16 (kernels/compute/grouped_gemm.py): rows in groups, one matrix per group.
+
+`ops.grouped_gemm` is the front door; it takes MX operands too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.layout import next_power_of_2
+from triton_ep.runtime import INTERPRETING, launch
+
+BAND = 8
+"""Rows of tiles that are computed together."""
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile of a grouped GEMM: rows, columns, step along the sum, and how many steps are in flight."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+
+
+LARGE = Tile(128, 256, 64, 4)
+SMALL = Tile(64, 128, 64, 6)
+PLAIN = Tile(128, 128, 64, 4)
+"""Without TMA: addresses take the registers that a larger tile would need."""
+INTERPRETED = Tile(32, 64, 64, 1)
+WGRAD = Tile(128, 256, 64, 4)
+WGRAD_INTERPRETED = Tile(64, 64, 32, 1)
+
+
+def tile_for(num_rows: int, num_experts: int, tma: bool) -> Tile:
+    """Tile by the mean rows of a group; the host knows no more than its upper bound `num_rows / num_experts`.
+
+    Up to 64 rows the weights are read once per group whatever the tile; narrower tiles then fill the GPU
+    more evenly and keep more bytes in flight.
+    """
+    if INTERPRETING:
+        return INTERPRETED
+    if not tma:
+        return PLAIN
+    return SMALL if num_rows <= 64 * num_experts else LARGE
+
+
+def group_ends(offs: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[E] int32, the row after the last of each group, from [E] ends or [E + 1] starts with the total last.
+
+    Raises:
+        InputError: another shape or dtype.
+    """
+    if offs.dtype not in (torch.int32, torch.int64) or offs.ndim != 1:
+        raise InputError(f"offs must be 1-D int32 or int64, it is {offs.dtype} {list(offs.shape)}.")
+    if offs.shape[0] not in (num_experts, num_experts + 1):
+        raise InputError(
+            f"offs has {offs.shape[0]} entries; {num_experts} experts need {num_experts} ends or "
+            f"{num_experts + 1} starts with the number of rows last."
+        )
+    return offs[offs.shape[0] - num_experts :].to(torch.int32).contiguous()
+
+
+def _row_major(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def _k_major(b_t: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The weights with one dimension consecutive, and whether it is K; a copy is made only if none is."""
+    if b_t.stride(1) == 1 and b_t.stride(2) >= b_t.shape[1]:
+        return b_t, True
+    if b_t.stride(2) == 1 and b_t.stride(1) >= b_t.shape[2]:
+        return b_t, False
+    return b_t.contiguous(), False
+
+
+def boxes(matrix: torch.Tensor, rows: int, width: int, stride: int, box: list[int]) -> Any:
+    """TMA descriptor of a row-major matrix [rows, width] that starts where `matrix` does."""
+    # Not at the top: Triton must not be imported before triton_ep.runtime.
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(matrix, [rows, width], [stride, 1], box)
+
+
+def fits_tma(*operands: tuple[torch.Tensor, int]) -> bool:
+    """TMA wants 16-byte aligned starts and rows. operands: tensor and stride of its rows in elements."""
+    return all(t.data_ptr() % 16 == 0 and stride * t.element_size() % 16 == 0 for t, stride in operands)
+
+
+def programs(device: torch.device) -> int:
+    """Programs of a persistent kernel: one per multiprocessor; two in the interpreter."""
+    return 2 if INTERPRETING else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check(name: str, x: torch.Tensor, ndim: int, like: torch.Tensor) -> None:
+    if x.ndim != ndim or x.dtype != torch.bfloat16:
+        raise InputError(f"{name} must be {ndim}-D bfloat16, it is {x.dtype} {list(x.shape)}.")
+    if x.device != like.device:
+        raise InputError(f"{name} is on {x.device}, the rows are on {like.device}: move one of them.")
+
+
+def bf16_gemm(
+    a: torch.Tensor,
+    b_t: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tile: Tile | None = None,
+    tma: bool | None = None,
+) -> torch.Tensor:
+    """[R, N] `out_dtype`: rows of group e times b_t[e]; zeros in the rows after the last group.
+
+    a: [R, K] bf16. b_t: [E, K, N] bf16, fastest with consecutive K or N. offs: on the device, see `group_ends`.
+    tile, tma: None = by size, and wherever sizes and addresses allow.
+
+    Raises:
+        InputError: shapes, dtypes or devices that do not fit each other.
+    """
+    _check("a", a, 2, a)
+    _check("b_t", b_t, 3, a)
+    num_rows, k = a.shape
+    num_experts, _, n = b_t.shape
+    if b_t.shape[1] != k:
+        raise InputError(f"a has K = {k}, b_t has K = {b_t.shape[1]}.")
+    if out_dtype not in OUT_DTYPES:
+        raise InputError(f"out_dtype is {out_dtype}, choose from {OUT_DTYPES}.")
+    ends = group_ends(offs, num_experts)
+    if ends.device != a.device:
+        raise InputError(f"offs is on {ends.device}, the rows are on {a.device}: move one of them.")
+    out = a.new_empty(num_rows, n, dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    if k == 0 or num_experts == 0:
+        return out.zero_()
+    a = _row_major(a)
+    b_t, k_major = _k_major(b_t)
+    wide = b_t.stride(2 if k_major else 1)
+    rows_of_b = n if k_major else k
+    dense = b_t.stride(0) == rows_of_b * wide or num_experts == 1
+    # A box that crosses K would bring the next expert's rows; all tiles step by as much.
+    able = dense and k % LARGE.k == 0 and fits_tma((a, a.stride(0)), (b_t, wide))
+    tma = able and not INTERPRETING if tma is None else tma
+    if tma and not able:
+        raise InputError(f"these operands do not fit TMA: K = {k}, strides {a.stride()} and {b_t.stride()}.")
+    tile = tile or tile_for(num_rows, num_experts, tma)
+    operands: tuple[Any, Any] = (a, b_t)
+    if tma:
+        box = [tile.n, tile.k] if k_major else [tile.k, tile.n]
+        operands = (
+            boxes(a, num_rows, k, a.stride(0), [tile.m, tile.k]),
+            boxes(b_t, num_experts * rows_of_b, k if k_major else n, wide, box),
+        )
+    constexprs = {
+        "TMA": tma,
+        "K_MAJOR": k_major,
+        "EP": next_power_of_2(num_experts + 1),
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "BAND": BAND,
+        "STAGES": tile.stages,
+    }
+    sizes = (num_rows, n, k, num_experts)
+    strides = (a.stride(0), b_t.stride(0), wide, out.stride(0))
+    launch("grouped_gemm_kernel", programs(a.device), (*operands, out, ends, *sizes, *strides), constexprs)
+    return out
+
+
+def grouped_gemm_dgrad(
+    dy: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, *, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """[R, K]: gradient of the rows. dy [R, N] bf16, b_t [E, K, N] bf16 as in the forward product."""
+    return bf16_gemm(dy, b_t.transpose(-2, -1), offs, out_dtype=out_dtype)
+
+
+def grouped_gemm_wgrad(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offs: torch.Tensor,
+    num_experts: int,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tile: Tile | None = None,
+    tma: bool | None = None,
+) -> torch.Tensor:
+    """[E, I, J] `out_dtype`: x_e^T @ y_e over the rows of each group; zeros for an empty one.
+
+    x: [R, I] bf16, y: [R, J] bf16. With x = dY and y = A it is the gradient of W [E, N, K]; the other way
+    round, that of its transpose. tile, tma: as in `bf16_gemm`.
+
+    Raises:
+        InputError: shapes, dtypes or devices that do not fit each other.
+    """
+    _check("x", x, 2, x)
+    _check("y", y, 2, x)
+    if y.shape[0] != x.shape[0]:
+        raise InputError(f"x has {x.shape[0]} rows, y has {y.shape[0]}.")
+    if out_dtype not in OUT_DTYPES:
+        raise InputError(f"out_dtype is {out_dtype}, choose from {OUT_DTYPES}.")
+    ends = group_ends(offs, num_experts)
+    if ends.device != x.device:
+        raise InputError(f"offs is on {ends.device}, the rows are on {x.device}: move one of them.")
+    (num_rows, num_i), num_j = x.shape, y.shape[1]
+    out = x.new_empty(num_experts, num_i, num_j, dtype=out_dtype)
+    if out.numel() == 0 or num_rows == 0:
+        return out.zero_()
+    x, y = _row_major(x), _row_major(y)
+    tile = tile or (WGRAD_INTERPRETED if INTERPRETING else WGRAD)
+    able = fits_tma((x, x.stride(0)), (y, y.stride(0)))
+    tma = able and not INTERPRETING if tma is None else tma
+    if tma and not able:
+        raise InputError(f"these operands do not fit TMA: strides {x.stride()} and {y.stride()}.")
+    descriptors: tuple[Any, Any] = (x, y)
+    if tma:
+        descriptors = (
+            boxes(x, num_rows, num_i, x.stride(0), [tile.k, tile.m]),
+            boxes(y, num_rows, num_j, y.stride(0), [tile.k, tile.n]),
+        )
+    constexprs = {
+        "TMA": tma,
+        "EP": next_power_of_2(num_experts + 1),
+        "BLOCK_I": tile.m,
+        "BLOCK_J": tile.n,
+        "BLOCK_R": tile.k,
+        "BAND": BAND,
+        "STAGES": tile.stages,
+    }
+    sizes = (num_rows, num_i, num_j, num_experts, x.stride(0), y.stride(0))
+    grid = num_experts * -(-num_i // tile.m) * -(-num_j // tile.n)
+    launch("grouped_wgrad_kernel", grid, (x, y, *descriptors, out, ends, *sizes), constexprs)
+    return out
