@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from triton_ep.layer import EPAll2AllLayer
     from triton_ep.layout_desc import EPAllToAllLayoutDesc
+    from triton_ep.mx.tensor import MXTensor
 
 __all__ = [
     "AotMiss",
@@ -47,6 +48,7 @@ __all__ = [
     "HeapError",
     "InputError",
     "LaunchError",
+    "MXTensor",
     "PeerFailed",
     "StaleHandleError",
     "WaitTimeout",
@@ -60,6 +62,7 @@ _HOME = {
     "EPAll2AllLayer": "layer",
     "EPAllToAllLayoutDesc": "layout_desc",
     "EPConfig": "config",
+    "MXTensor": "mx.tensor",
     "finalize_distributed": "distributed",
     "initialize_distributed": "distributed",
 }

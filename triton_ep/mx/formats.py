@@ -6,7 +6,7 @@ Source: OCP Microscaling Formats (MX) v1.0, table 1; the modes are explained in 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 import torch
 
@@ -16,7 +16,7 @@ BLOCK = 32
 """Values that share a scale in every format of the MX specification."""
 
 
-class ScalingMode(str, Enum):
+class ScalingMode(StrEnum):
     """How a block's largest magnitude becomes its scale; a string of the same name serves as well."""
 
     RCEIL = "rceil"

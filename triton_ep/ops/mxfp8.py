@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from triton_ep import runtime  # before the kernels: decides whether they are interpreted
 from triton_ep.errors import InputError
 from triton_ep.kernels.device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
 from triton_ep.layout import next_power_of_2
 from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, elem_format
 from triton_ep.ops.tuning import mx_blocks, mx_columns
-from triton_ep.runtime import launch
 
 _MODES = {
     ScalingMode.RCEIL: MODE_RCEIL,
@@ -57,7 +57,7 @@ def quantize_rows(
     elements = torch.empty_like(x, dtype=elem_dtype)
     scale = x.new_empty((x.shape[0], x.shape[1] // BLOCK), dtype=torch.uint8)
     blocks = mx_blocks(scale.numel())
-    launch(
+    runtime.launch(
         "quantize_rows_kernel",
         -(-scale.numel() // blocks),
         (x, elements, scale, scale.numel()),
@@ -81,7 +81,7 @@ def dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     qdata, scale = qdata.contiguous(), scale.view(torch.uint8).contiguous()
     out = torch.empty_like(qdata, dtype=dtype)
     blocks = mx_blocks(scale.numel())
-    launch(
+    runtime.launch(
         "dequantize_rows_kernel",
         -(-scale.numel() // blocks),
         (qdata, scale, out, scale.numel()),
@@ -136,7 +136,7 @@ def quantize_columns(
     elements = torch.empty_like(x, dtype=elem_dtype)
     scale = x.new_empty((max_scale_rows(x.shape[0], groups), x.shape[1]), dtype=torch.uint8)
     grid, tile = _column_grid(x, groups, offsets is not None)
-    launch(
+    runtime.launch(
         "quantize_columns_kernel",
         grid,
         (x, starts, elements, scale, x.shape[0], x.shape[1], groups, scale.shape[0]),
@@ -164,7 +164,7 @@ def quantize_both(
     column_scale = x.new_empty((max_scale_rows(num_rows, groups), hidden), dtype=torch.uint8)
     grid, tile = _column_grid(x, groups, offsets is not None)
     sizes = (num_rows, hidden, groups, column_scale.shape[0])
-    launch(
+    runtime.launch(
         "quantize_both_kernel",
         grid,
         (x, starts, row_elements, row_scale, column_elements, column_scale, *sizes),
@@ -195,7 +195,7 @@ def dequantize_columns(
     qdata, scale = qdata.contiguous(), scale.view(torch.uint8).contiguous()
     out = torch.empty_like(qdata, dtype=dtype)
     grid, tile = _column_grid(qdata, groups, offsets is not None)
-    launch(
+    runtime.launch(
         "dequantize_columns_kernel",
         grid,
         (qdata, scale, starts, out, qdata.shape[0], qdata.shape[1], groups),

@@ -4,6 +4,8 @@ Scales follow from frexp, elements are rounded on their own grid by hand, so tha
 a version of torch casts to float8, or on bit patterns of float32. float64 holds every value in between exactly.
 """
 
+import itertools
+
 import torch
 
 # elem_dtype -> largest value, its exponent, mantissa bits, exponent of the smallest normal number.
@@ -110,7 +112,7 @@ def quantize_columns(
     elements = torch.zeros_like(x, dtype=torch.uint8)
     scale = torch.zeros((x.shape[0] + (block_size - 1) * groups) // block_size, x.shape[1], dtype=torch.uint8)
     scale_row = 0
-    for first, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, end in itertools.pairwise(bounds):
         for row in range(first, end, block_size):
             part = x[row : min(row + block_size, end)]
             # A short block is one that zeros fill up.

@@ -1,0 +1,233 @@
+"""What torch's operations do to an MXTensor. One not named here is refused.
+
+`run` is what `MXTensor.__torch_dispatch__` calls: below autograd, with operations in their ATen form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from triton_ep.errors import InputError
+from triton_ep.mx.tensor import MXTensor
+
+aten = torch.ops.aten
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {}
+
+_BY_VALUE = {
+    overload
+    for packet, names in (
+        ("mm bmm addmm baddbmm mv dot linear", "default"),
+        ("sum mean", "default dim_IntList dim"),
+        ("amax amin abs neg isnan isinf equal linalg_vector_norm", "default"),
+        ("add sub mul div eq ne lt gt le ge", "Tensor Scalar"),
+        ("add_ sub_ mul_ div_", "Tensor"),
+    )
+    for each in packet.split()
+    for name in names.split()
+    if (overload := getattr(getattr(aten, each), name, None)) is not None
+}
+"""Computed on the dequantised values; the result is no MXTensor."""
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Result of an operation with at least one MXTensor among its arguments.
+
+    Raises:
+        InputError: it has no meaning here, or would need blocks to be requantised.
+    """
+    in_place_on_mx = func._schema.is_mutable and isinstance(args[0], MXTensor)
+    if func in _BY_VALUE and not in_place_on_mx:
+        plain_args, plain_kwargs = tree_map_only(MXTensor, MXTensor._plain, (args, kwargs))
+        return func(*plain_args, **plain_kwargs)
+    if func in _HANDLERS:
+        return _HANDLERS[func](func, *args, **kwargs)
+    raise InputError(f"{func} is not defined for an MXTensor; call .dequantize() first.")
+
+
+def _handles(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        _HANDLERS.update(dict.fromkeys(overloads, handler))
+        return handler
+
+    return register
+
+
+def _axis(mx: MXTensor, dim: int) -> int:
+    """A dimension counted from the end."""
+    return dim if dim < 0 else dim - mx.dim()
+
+
+def _cuts_blocks(func: Any, mx: MXTensor) -> InputError:
+    return InputError(
+        f"{func} would cut or reorder the blocks of {mx.block_size} along dimension {mx.block_dim} of an MXTensor of "
+        f"shape {list(mx.shape)}; call .dequantize() first."
+    )
+
+
+@_handles(aten.detach.default, aten.alias.default, aten.clone.default)
+def _same(func: Any, mx: MXTensor, **kwargs: Any) -> MXTensor:
+    return mx._apply(lambda part: func(part, **kwargs))
+
+
+@_handles(aten._to_copy.default)
+def _to_copy(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> MXTensor:
+    parts = (func(part.view(torch.uint8), **kwargs) for part in (mx.qdata, mx.scale))
+    return mx._with(*parts, orig_dtype=dtype)
+
+
+@_handles(aten.copy_.default)
+def _copy(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(target, MXTensor):
+        assert isinstance(source, MXTensor), "one of the two is"
+        return func(target, source._plain(), non_blocking)
+    alike = isinstance(source, MXTensor) and all(
+        getattr(target, name) == getattr(source, name) for name in ("elem_dtype", "block_size", "block_dim", "shape")
+    )
+    if not alike:
+        raise InputError(f"copy_ into {target!r} takes an MXTensor of the same shape and format, not {source!r}.")
+    for name in ("qdata", "scale"):
+        getattr(target, name).view(torch.uint8).copy_(getattr(source, name).view(torch.uint8), non_blocking)
+    return target
+
+
+@_handles(aten.record_stream.default)
+def _record_stream(func: Any, mx: MXTensor, stream: Any) -> None:
+    mx.qdata.record_stream(stream)
+    mx.scale.record_stream(stream)
+
+
+@_handles(
+    *(getattr(aten, f"{name}_like").default for name in ("empty", "zeros", "ones", "full", "rand", "randn")),
+    *(getattr(aten, f"new_{name}").default for name in ("empty", "zeros", "ones", "full", "empty_strided")),
+)
+def _like(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A plain tensor: what is written there later need not fit any scale."""
+    shape_only = torch.empty_strided(mx.shape, mx.stride(), dtype=mx.orig_dtype, device="meta")
+    if kwargs.get("device") is None:
+        kwargs["device"] = mx.device
+    return func(shape_only, *args, **kwargs)
+
+
+@_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
+    shape = list(torch.empty(mx.shape, device="meta").view(size).shape)
+    if mx.block_dim != -1 or not shape or shape[-1] != mx.shape[-1]:
+        if shape == list(mx.shape):
+            return mx._apply(aten.alias.default)
+        raise _cuts_blocks(func, mx)
+    per_row = mx.scale.shape[-1]
+    # Scales of a slice may not be viewable where the elements are: they are few, a copy is right as well.
+    return mx._with(mx.qdata.view(shape), mx.scale.view(torch.uint8).reshape([*shape[:-1], per_row]))
+
+
+@_handles(aten.t.default)
+def _t(func: Any, mx: MXTensor) -> MXTensor:
+    return _permute(func, mx, list(reversed(range(mx.dim()))))
+
+
+@_handles(aten.transpose.int)
+def _transpose(func: Any, mx: MXTensor, dim0: int, dim1: int) -> MXTensor:
+    order = list(range(-mx.dim(), 0))
+    dim0, dim1 = _axis(mx, dim0), _axis(mx, dim1)
+    order[dim0], order[dim1] = dim1, dim0
+    return _permute(func, mx, order)
+
+
+@_handles(aten.permute.default)
+def _permute(func: Any, mx: MXTensor, order: Sequence[int]) -> MXTensor:
+    from_end = [_axis(mx, dim) for dim in order]
+    return mx._apply(lambda part: part.permute(from_end), from_end.index(mx.block_dim) - mx.dim())
+
+
+@_handles(aten.unsqueeze.default)
+def _unsqueeze(func: Any, mx: MXTensor, dim: int) -> MXTensor:
+    behind = dim if dim < 0 else dim - mx.dim() - 1
+    return mx._apply(lambda part: part.unsqueeze(dim), mx.block_dim - (behind > mx.block_dim - 1))
+
+
+@_handles(aten.squeeze.dim)
+def _squeeze(func: Any, mx: MXTensor, dim: int) -> MXTensor:
+    axis = _axis(mx, dim)
+    if mx.shape[axis] != 1 or axis == mx.block_dim:
+        return mx._apply(aten.alias.default)
+    return mx._apply(lambda part: part.squeeze(axis), mx.block_dim + (axis > mx.block_dim))
+
+
+@_handles(aten.slice.Tensor)
+def _slice(
+    func: Any, mx: MXTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> MXTensor:
+    axis = _axis(mx, dim)
+    if axis != mx.block_dim:
+        return mx._apply(lambda part: func(part, axis, start, end, step))
+    first, last, _ = slice(start, end).indices(mx.shape[axis])
+    last = max(first, last)
+    if step != 1 or first % mx.block_size or last % mx.block_size:
+        raise _cuts_blocks(func, mx)
+    first_scale, last_scale = first // mx.block_size, last // mx.block_size
+    return mx._with(
+        func(mx.qdata.view(torch.uint8), axis, first, last),
+        func(mx.scale.view(torch.uint8), axis, first_scale, last_scale),
+    )
+
+
+@_handles(aten.select.int)
+def _select(func: Any, mx: MXTensor, dim: int, index: int) -> MXTensor:
+    axis = _axis(mx, dim)
+    if axis == mx.block_dim:
+        raise _cuts_blocks(func, mx)
+    return mx._apply(lambda part: part.select(axis, index), mx.block_dim + (axis > mx.block_dim))
+
+
+@_handles(aten.unbind.int)
+def _unbind(func: Any, mx: MXTensor, dim: int = 0) -> list[MXTensor]:
+    return [_select(func, mx, dim, index) for index in range(mx.shape[dim])]
+
+
+@_handles(aten.index.Tensor)
+def _index(func: Any, mx: MXTensor, indices: Sequence[torch.Tensor | None]) -> MXTensor:
+    # A boolean mask takes as many dimensions as it has.
+    taken = sum(
+        1 if index is None or index.dtype not in (torch.bool, torch.uint8) else index.dim() for index in indices
+    )
+    if taken - mx.dim() > mx.block_dim:
+        raise _cuts_blocks(func, mx)
+    return mx._apply(lambda part: func(part, indices))
+
+
+@_handles(aten.index_select.default)
+def _index_select(func: Any, mx: MXTensor, dim: int, index: torch.Tensor) -> MXTensor:
+    axis = _axis(mx, dim)
+    if axis == mx.block_dim:
+        raise _cuts_blocks(func, mx)
+    return mx._apply(lambda part: part.index_select(axis, index))
+
+
+@_handles(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Any, mx: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> list[MXTensor]:
+    length = mx.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - first) for first in range(0, length, sizes)] or [0]
+    ends = accumulate(sizes)
+    return [_slice(aten.slice.Tensor, mx, dim, end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+@_handles(aten.cat.default)
+def _cat(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> MXTensor:
+    first = next(each for each in tensors if isinstance(each, MXTensor))
+    names = ("elem_dtype", "block_size", "block_dim", "orig_dtype")
+    parts = [each for each in tensors if isinstance(each, MXTensor)]
+    if len(parts) < len(tensors) or any(getattr(each, n) != getattr(first, n) for each in parts for n in names):
+        given = "; ".join(repr(each) if isinstance(each, MXTensor) else str(type(each)) for each in tensors)
+        raise InputError(f"cat takes MXTensors of one format, not {given}. Call .dequantize() on all.")
+    axis = _axis(first, dim)
+    return first._with(
+        func([each.qdata.view(torch.uint8) for each in parts], axis),
+        func([each.scale.view(torch.uint8) for each in parts], axis),
+    )

@@ -1,0 +1,262 @@
+"""MXTensor: MX elements and their scales, standing for a high-precision tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.mx import arithmetic
+from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, elem_format
+from triton_ep.ops import mxfp8
+
+SCALE_DTYPE = torch.float8_e8m0fnu
+
+
+class MXTensor(torch.Tensor):
+    """Elements with one power-of-two scale per block, which acts as a tensor of the dtype it was made from.
+
+    Shape, dtype and device are those of the high-precision tensor it stands for, so autograd takes it as a
+    gradient. Views and copies that keep blocks whole move elements and scales together; products and sums compute
+    on the dequantised values; anything else raises InputError, because a silent detour through high precision
+    would cost what the format saves.
+
+    Arguments:
+        qdata: elements, of `elem_dtype`, any shape.
+        scale: torch.float8_e8m0fnu, shaped as `qdata` but `block_size` times shorter along `block_dim`.
+        elem_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        block_size: values per scale.
+        orig_dtype: bf16, fp16 or fp32, what it stands for.
+        block_dim: dimension along which blocks lie, counted from the end; the last one unless transposed.
+
+    Attributes: the arguments, under the same names.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit each other.
+
+    Source: OCP Microscaling Formats (MX) v1.0.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    elem_dtype: torch.dtype
+    block_size: int
+    orig_dtype: torch.dtype
+    block_dim: int
+
+    # A result is an MXTensor only where an implementation says so.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls: type[MXTensor],
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        elem_dtype: torch.dtype,
+        block_size: int,
+        orig_dtype: torch.dtype,
+        *,
+        block_dim: int = -1,
+    ) -> MXTensor:
+        """Wrap elements and scales; nothing is copied."""
+        _check(qdata, scale, elem_dtype, block_size, orig_dtype, block_dim)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, qdata.shape, strides=qdata.stride(), dtype=orig_dtype, device=qdata.device
+        )
+
+    def __init__(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        elem_dtype: torch.dtype,
+        block_size: int,
+        orig_dtype: torch.dtype,
+        *,
+        block_dim: int = -1,
+    ) -> None:
+        self.qdata = qdata
+        self.scale = scale
+        self.elem_dtype = elem_dtype
+        self.block_size = block_size
+        self.orig_dtype = orig_dtype
+        self.block_dim = block_dim
+
+    @staticmethod
+    def to_mx(
+        x: torch.Tensor,
+        elem_dtype: torch.dtype = torch.float8_e4m3fn,
+        block_size: int = BLOCK,
+        scaling_mode: ScalingMode | str | Enum = ScalingMode.RCEIL,
+    ) -> MXTensor:
+        """Quantise blocks of the last dimension; gradients pass through as if nothing had been rounded.
+
+        Arguments:
+            x: [..., H] bf16, fp16 or fp32; H a multiple of `block_size`.
+            scaling_mode: "rceil", "floor", "ceil", "even", or an enum of these names.
+
+        Raises:
+            InputError: shape or dtype that cannot be quantised, or an unknown mode.
+        """
+        if isinstance(x, MXTensor):
+            raise InputError("x is an MXTensor already; to_mx(x.dequantize(), ...) changes its format.")
+        elem_format(elem_dtype)
+        check_high_precision(x.dtype, "dtype of x")
+        if block_size < 1 or x.dim() == 0 or x.shape[-1] % block_size:
+            raise InputError(
+                f"x is {list(x.shape)}: its last dimension must be a multiple of block_size, {block_size}."
+            )
+        result: MXTensor = _Quantize.apply(x, elem_dtype, block_size, ScalingMode.parse(scaling_mode))
+        return result
+
+    @staticmethod
+    def from_qdata_and_scales(
+        qdata: torch.Tensor, scales: torch.Tensor, orig_dtype: torch.dtype, *, block_size: int = BLOCK
+    ) -> MXTensor:
+        """Wrap elements [..., H] of a float8 dtype and scales [..., H / block_size], e8m0 or their bytes as uint8."""
+        if scales.dtype == torch.uint8:
+            scales = scales.view(SCALE_DTYPE)
+        return MXTensor(qdata, scales, qdata.dtype, block_size, orig_dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values in `dtype`, by default `orig_dtype`, rounded once; gradients pass through unchanged.
+
+        bf16 and fp32 hold every value exactly, unless it is beyond their range.
+        """
+        dtype = self.orig_dtype if dtype is None else dtype
+        check_high_precision(dtype, "dtype")
+        result: torch.Tensor = _Dequantize.apply(self, dtype)
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"MXTensor(shape={list(self.shape)}, {self.elem_dtype} in blocks of {self.block_size} along dimension "
+            f"{self.block_dim}, for {self.orig_dtype}, device={str(self.device)!r}, "
+            f"requires_grad={self.requires_grad})"
+        )
+
+    def _plain(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`dequantize` below autograd."""
+        dtype = self.orig_dtype if dtype is None else dtype
+        elements = self.qdata.movedim(self.block_dim, -1)
+        scale = self.scale.view(torch.uint8).movedim(self.block_dim, -1)
+        if _has_kernel(elements, self.block_size):
+            flat = elements.reshape(-1, elements.shape[-1]), scale.reshape(-1, scale.shape[-1])
+            values = mxfp8.dequantize_rows(*flat, dtype).view(elements.shape)
+        else:
+            values = arithmetic.dequantize(elements, scale, dtype)
+        return values.movedim(-1, self.block_dim)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], block_dim: int | None = None) -> MXTensor:
+        """An MXTensor of what `fn` makes of the bytes of the elements, and of those of the scales."""
+        return self._with(fn(self.qdata.view(torch.uint8)), fn(self.scale.view(torch.uint8)), block_dim)
+
+    def _with(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        block_dim: int | None = None,
+        orig_dtype: torch.dtype | None = None,
+    ) -> MXTensor:
+        """Other bytes, in the same format."""
+        return MXTensor(
+            qdata.view(self.elem_dtype),
+            scale.view(SCALE_DTYPE),
+            self.elem_dtype,
+            self.block_size,
+            self.orig_dtype if orig_dtype is None else orig_dtype,
+            block_dim=self.block_dim if block_dim is None else block_dim,
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from triton_ep.mx.aten import run  # it needs this class
+
+        return run(func, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        names = ("elem_dtype", "block_size", "orig_dtype", "block_dim")
+        return ["qdata", "scale"], {name: getattr(self, name) for name in names}
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
+    ) -> MXTensor:
+        return MXTensor(inner["qdata"], inner["scale"], **context)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As plain bytes: not every version of torch pickles every float8.
+        _, context = self.__tensor_flatten__()
+        return _rebuild, (self.qdata.view(torch.uint8), self.scale.view(torch.uint8), context, self.requires_grad)
+
+
+def _rebuild(qdata: torch.Tensor, scale: torch.Tensor, context: dict[str, Any], requires_grad: bool) -> MXTensor:
+    """What `pickle` and `torch.load` call."""
+    mx = MXTensor(qdata.view(context["elem_dtype"]), scale.view(SCALE_DTYPE), **context)
+    return mx.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True)
+
+
+def _check(
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    elem_dtype: torch.dtype,
+    block_size: int,
+    orig_dtype: torch.dtype,
+    block_dim: int,
+) -> None:
+    fmt = elem_format(elem_dtype)
+    check_high_precision(orig_dtype, "orig_dtype")
+    if qdata.dtype != fmt.dtype or scale.dtype != SCALE_DTYPE:
+        raise InputError(f"qdata is {qdata.dtype}, scale {scale.dtype}; they must be {fmt.dtype} and {SCALE_DTYPE}.")
+    if not -qdata.dim() <= block_dim < 0:
+        raise InputError(f"block_dim is {block_dim}; counted from the end of {qdata.dim()} dimensions, it is negative.")
+    expected = list(qdata.shape)
+    expected[block_dim] //= block_size
+    if list(scale.shape) != expected or qdata.shape[block_dim] % block_size:
+        raise InputError(
+            f"qdata is {list(qdata.shape)}, scale {list(scale.shape)}; in blocks of {block_size} along dimension "
+            f"{block_dim}, scale must be {expected}."
+        )
+
+
+def _has_kernel(x: torch.Tensor, block_size: int) -> bool:
+    """Whether a compiled kernel may take this tensor; a compiler's stand-ins and other subclasses see torch only."""
+    is_real = type(x) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    return x.is_cuda and is_real and block_size == BLOCK
+
+
+class _Quantize(torch.autograd.Function):
+    """Straight-through: the gradient of the values is that of `x`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, elem_dtype: torch.dtype, block_size: int, mode: ScalingMode) -> MXTensor:
+        if _has_kernel(x, block_size):
+            flat, scale = mxfp8.quantize_rows(x.reshape(-1, x.shape[-1]), elem_dtype, mode)
+            qdata, scale = flat.view(x.shape), scale.view(*x.shape[:-1], -1 if x.numel() else 0)
+        else:
+            qdata, scale = arithmetic.quantize(x, elem_format(elem_dtype), mode, block_size)
+        return MXTensor(qdata, scale.view(SCALE_DTYPE), elem_dtype, block_size, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0], None, None, None
+
+
+class _Dequantize(torch.autograd.Function):
+    """The values; their gradient is that of the tensor they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, mx: MXTensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.orig_dtype = mx.orig_dtype
+        return mx._plain(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0].to(ctx.orig_dtype), None
