@@ -71,6 +71,7 @@ GEMM_SPECS: tuple[KernelSpec, ...] = (
         "num_experts:i32",
         (
             _fp8(16, 128, 6, tma=True, hardware=False),
+            _fp8(32, 128, 6, tma=True, hardware=False),
             _fp8(64, 128, 6, tma=True, hardware=False),
             _fp8(16, 128, 4, tma=False, hardware=False),
             _fp8(128, 128, 3, tma=True, hardware=True),

@@ -124,9 +124,8 @@ def grouped_fp8_kernel(
                 b_scale = tl.load(b_scales, mask=in_n[:, None] & (at_s < blocks), other=127)
                 acc = tl.dot_scaled(b_tile, b_scale, _E4M3, a_tile.T, a_scale, _E4M3, acc)
             else:
-                a_scale = tl.load(a_scale_ptr + step.to(tl.int64) * num_rows + out_rows, mask=in_m, other=0)
-                at_s = (expert.to(tl.int64) * steps + step) * n + cols
-                b_scale = tl.load(b_scale_ptr + at_s, mask=in_n, other=0)
+                a_scale = tl.load(a_scale_ptr + step * num_rows + out_rows, mask=in_m, other=0)
+                b_scale = tl.load(b_scale_ptr + expert.to(tl.int64) * steps * n + step * n + cols, mask=in_n, other=0)
                 # One factor after the other: the product of two scales may leave float32 where the result does not.
                 part = tl.dot(b_tile, a_tile.T) * scale_value(b_scale.to(tl.int32))[:, None]
                 acc += part * scale_value(a_scale.to(tl.int32))[None, :]

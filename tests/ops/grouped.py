@@ -41,16 +41,24 @@ def operands(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return a, w.transpose(1, 2) if case.k_major else w, ends_of(case.sizes)
 
 
-def check(out: torch.Tensor, exact: torch.Tensor, unit: torch.Tensor, terms: int, steps: float = 0.0) -> None:
+def check(
+    out: torch.Tensor,
+    exact: torch.Tensor,
+    unit: torch.Tensor,
+    terms: int,
+    steps: float = 0.0,
+    moved: torch.Tensor | float = 0.0,
+) -> None:
     """`out` is `exact` after accumulation in float32 and one rounding to the output's type.
 
     unit: sum of the magnitudes of the `terms` products behind each value. Tensor cores add 16 products at a
     time to the accumulator and drop what lies below its last bit, so each such step may lose 2^-23 of the unit,
     twice counted for products of a step aligned to the largest; 64 more cover a CPU's order of additions.
-    steps: further error allowed, in units.
+    steps: further error of the accumulation, in units. moved: how far the operands may have moved the result.
     """
     assert out.shape == exact.shape
-    rounding = exact.abs() * torch.finfo(out.dtype).eps / 2 + torch.finfo(out.dtype).smallest_normal
-    bound = rounding + unit * ((terms / 8 + 64) * 2.0**-23 + steps)
+    eps = torch.finfo(out.dtype).eps
+    before = unit * ((terms / 8 + 64) * 2.0**-23 + steps) + moved
+    bound = exact.abs() * eps / 2 + before * (1 + eps) + torch.finfo(out.dtype).smallest_normal
     error = (out.double() - exact).abs()
     assert bool((error <= bound).all()), f"off by up to {(error / bound).nan_to_num(nan=1e9).max().item():.3g} bounds"

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.grouped import CPU_GROUPS, DEVICE, Case, check, ends_of, operands
 from triton_ep.errors import InputError
-from triton_ep.ops.grouped_bf16 import bf16_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from triton_ep.ops.grouped_bf16 import bf16_gemm, bf16_wgrad
 from triton_ep.reference import grouped_gemm as oracle
 
 
@@ -78,19 +78,10 @@ def test_nothing_to_do() -> None:
     assert bf16_gemm(a, b_t, ends).shape == (0, 8)
     a, b_t, ends = operands(Case((0, 0), n=8, k=32, spare=3))
     assert not bf16_gemm(a, b_t, ends).any()
-    assert not grouped_gemm_wgrad(bf16_gemm(a, b_t, ends), a, ends, 2).any()
+    assert not bf16_wgrad(bf16_gemm(a, b_t, ends), a, ends, 2).any()
     a, b_t, ends = operands(Case((2, 1), n=8, k=32))
     assert not bf16_gemm(a[:, :0], b_t[:, :0], ends).any()
     assert bf16_gemm(a, b_t[:, :, :0], ends).shape == (3, 0)
-
-
-@pytest.mark.parametrize("k_major", [True, False])
-def test_gradient_of_rows(k_major: bool) -> None:
-    """dY @ W, for both layouts of the weights."""
-    dy, w, ends = operands(Case((33, 0, 1, 6), n=96, k=40, k_major=k_major))
-    b_t = w.transpose(1, 2)
-    exact = oracle.dgrad(dy, b_t, ends)
-    check(grouped_gemm_dgrad(dy, b_t, ends), exact, oracle.magnitude(dy, w, ends), terms=40)
 
 
 @pytest.mark.parametrize("tma", [False, True])
@@ -100,14 +91,14 @@ def test_gradient_of_weights(sizes: tuple[int, ...], tma: bool) -> None:
     a, _, ends = operands(Case(sizes, n=8, k=72, spare=3))
     dy, _, _ = operands(Case(sizes, n=8, k=104, spare=3, seed=1))
     a[ends[-1] :] = float("nan")
-    out = grouped_gemm_wgrad(dy, a, ends, len(sizes), tma=tma)
+    out = bf16_wgrad(dy, a, ends, len(sizes), tma=tma)
     exact, unit = oracle.wgrad(dy, a, ends), oracle.wgrad(dy.abs(), a.abs(), ends)
     check(out, exact, unit, terms=max(sizes))
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     rows = slice(int(ends[largest]) - sizes[largest], int(ends[largest]))
     alone = torch.full_like(a, float("nan"))
     alone[rows] = a[rows]
-    assert torch.equal(grouped_gemm_wgrad(dy, alone, ends, len(sizes), tma=tma)[largest], out[largest])
+    assert torch.equal(bf16_wgrad(dy, alone, ends, len(sizes), tma=tma)[largest], out[largest])
 
 
 def test_same_bits_every_time() -> None:
@@ -134,9 +125,9 @@ def test_errors() -> None:
     with pytest.raises(InputError, match="do not fit TMA: K = 40"):
         bf16_gemm(a, b_t, ends, tma=True)
     with pytest.raises(InputError, match="rows"):
-        grouped_gemm_wgrad(a[:2], a, ends, 2)
+        bf16_wgrad(a[:2], a, ends, 2)
     with pytest.raises(InputError, match="out_dtype"):
-        grouped_gemm_wgrad(a, a, ends, 2, out_dtype=torch.float64)
+        bf16_wgrad(a, a, ends, 2, out_dtype=torch.float64)
 
 
 def test_oracle_of_one_group_is_a_matmul() -> None:

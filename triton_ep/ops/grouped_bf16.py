@@ -172,14 +172,7 @@ def bf16_gemm(
     return out
 
 
-def grouped_gemm_dgrad(
-    dy: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, *, out_dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """[R, K]: gradient of the rows. dy [R, N] bf16, b_t [E, K, N] bf16 as in the forward product."""
-    return bf16_gemm(dy, b_t.transpose(-2, -1), offs, out_dtype=out_dtype)
-
-
-def grouped_gemm_wgrad(
+def bf16_wgrad(
     x: torch.Tensor,
     y: torch.Tensor,
     offs: torch.Tensor,

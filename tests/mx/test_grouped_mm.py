@@ -1,0 +1,141 @@
+"""The differentiable MXFP8 grouped product: what is quantised along which dimension, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.grouped import DEVICE, Case, check, operands
+from triton_ep.errors import InputError
+from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm as grouped_mm
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.reference import grouped_gemm as oracle
+from triton_ep.reference import mxfp8
+
+SIZES = (33, 0, 1, 62)
+"""A short last block, an empty group, a group of one row, unaligned starts."""
+
+
+def _along(x: torch.Tensor, dim: int, mode: str = "rceil") -> torch.Tensor:
+    """Values after quantisation in blocks of 32 along a dimension, the last block filled up with zeros."""
+    moved = x.cpu().movedim(dim, -1)
+    padded = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % 32)).contiguous()
+    values = mxfp8.dequantize(*mxfp8.quantize(padded, scaling_mode=mode), torch.float32)
+    return values[..., : moved.shape[-1]].movedim(-1, dim).to(DEVICE)
+
+
+def _along_rows(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for _, rows in oracle.groups(ends):
+        if rows.stop > rows.start:
+            out[rows] = _along(x[rows], 0)
+    return out
+
+
+def _mx(x: torch.Tensor) -> MXTensor:
+    qdata, scale = mxfp8.quantize(x.cpu())
+    return MXTensor.from_qdata_and_scales(qdata.to(DEVICE), scale.to(DEVICE), torch.bfloat16)
+
+
+class _GradientAsMX(torch.autograd.Function):
+    """Identity whose gradient arrives quantised, as the combine of the pipeline sends it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return _mx(grads[0].contiguous())
+
+
+@pytest.mark.parametrize("k_major", [True, False])
+@pytest.mark.parametrize("hp", [False, True])
+@pytest.mark.parametrize("dy_is_mx", [False, True])
+@pytest.mark.parametrize("a_is_mx", [False, True])
+def test_every_product(a_is_mx: bool, dy_is_mx: bool, hp: bool, k_major: bool) -> None:
+    """Result and both gradients equal the float64 products of the operands quantised as documented."""
+    a, b_t, ends = operands(Case(SIZES, n=96, k=64, k_major=k_major, spare=3))
+    dy, _, _ = operands(Case(SIZES, n=8, k=96, spare=3, seed=1))
+    left = (_mx(a) if a_is_mx else a.clone()).requires_grad_()
+    weights = b_t.detach().requires_grad_()
+    out = grouped_mm(left, weights, ends, wgrad_with_hp=hp)
+    (_GradientAsMX.apply(out) if dy_is_mx else out).backward(dy)
+
+    a_k, w_k = _along(a, -1), _along(b_t, -2)
+    check(out.detach(), oracle.grouped_gemm(a_k, w_k, ends), oracle.magnitude(a_k, w_k, ends), terms=64)
+
+    dy_n, w_n = _along(dy, -1), _along(b_t, -1)
+    assert type(left.grad) is torch.Tensor and left.grad.dtype == torch.bfloat16
+    check(left.grad, oracle.dgrad(dy_n, w_n, ends), oracle.magnitude(dy_n, w_n.transpose(1, 2), ends), terms=96)
+    assert not left.grad[ends[-1] :].any()
+
+    seen_dy = dy_n if dy_is_mx else dy.float()
+    if a_is_mx:
+        x, y = seen_dy if hp else dy_n, a_k
+    elif hp:
+        x, y = seen_dy, a.float()
+    else:
+        x, y = _along_rows(seen_dy, ends), _along_rows(a, ends)
+    assert weights.grad is not None and weights.grad.stride() == weights.stride()
+    exact, unit = oracle.wgrad(x, y, ends), oracle.wgrad(x.abs(), y.abs(), ends)
+    check(weights.grad.transpose(1, 2), exact, unit, terms=62)
+    assert not weights.grad[1].any()
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor", "ceil", "even"])
+def test_scaling_modes(mode: str) -> None:
+    """The mode reaches both operands."""
+    a, b_t, ends = operands(Case((9, 4), n=32, k=64))
+    a_k, w_k = _along(a, -1, mode), _along(b_t, -2, mode)
+    out = grouped_mm(a, b_t, ends, scale_calculation_mode=mode)
+    check(out, oracle.grouped_gemm(a_k, w_k, ends), oracle.magnitude(a_k, w_k, ends), terms=64)
+
+
+def test_bias() -> None:
+    """One for all rows, or one per group; differentiable; none for rows after the last group."""
+    a, b_t, ends = operands(Case((2, 0, 3), n=32, k=32, spare=1))
+    plain = grouped_mm(a, b_t, ends)
+    bias = torch.randn(32, device=DEVICE).bfloat16().requires_grad_()
+    out = grouped_mm(a, b_t, ends, bias)
+    assert torch.equal(out.detach(), plain + bias.detach())
+    out.sum().backward()
+    assert torch.equal(bias.grad, torch.full_like(bias, 6))
+    per_group = torch.randn(3, 32, device=DEVICE).bfloat16()
+    expected = torch.cat([plain[:2] + per_group[0], plain[2:5] + per_group[2], plain[5:]])
+    assert torch.equal(grouped_mm(a, b_t, ends, per_group), expected)
+
+
+def test_only_what_is_asked_for() -> None:
+    """No gradient where none is wanted; starts instead of ends; float32 out; a gradient without strides of its own."""
+    a, b_t, ends = operands(Case((5, 4), n=32, k=32))
+    starts = torch.nn.functional.pad(ends, (1, 0))
+    out = grouped_mm(a.requires_grad_(), b_t, starts, out_dtype=torch.float32, pad_token_groups_for_grouped_mm=True)
+    assert out.dtype == torch.float32
+    out.sum().backward()
+    ones = torch.ones(9, 32, device=DEVICE)
+    w_n = _along(b_t, -1)
+    assert a.grad is not None and b_t.grad is None
+    check(a.grad, oracle.dgrad(ones, w_n, ends), oracle.magnitude(ones, w_n.transpose(1, 2), ends), terms=32)
+    weights = b_t.detach().requires_grad_()
+    grouped_mm(a.detach(), weights, ends).sum().backward()
+    assert weights.grad is not None
+
+
+def test_errors() -> None:
+    """What cannot be quantised is refused, with the sizes."""
+    a, b_t, ends = operands(Case((5, 4), n=32, k=64))
+    with pytest.raises(InputError, match="multiples of 32"):
+        grouped_mm(a, b_t[:, :, :31], ends)
+    with pytest.raises(InputError, match="block_size is 16"):
+        grouped_mm(a, b_t, ends, block_size=16)
+    with pytest.raises(InputError, match="bfloat16"):
+        grouped_mm(a.float(), b_t, ends)
+    with pytest.raises(InputError, match="A must be"):
+        grouped_mm(a[:, :32], b_t, ends)
+    with pytest.raises(InputError, match="along K"):
+        grouped_mm(_mx(a.T.contiguous()[:, :0].new_zeros(64, 32)).transpose(0, 1), b_t, ends[:2])
+    with pytest.raises(InputError):
+        grouped_mm(a, b_t, ends, scale_calculation_mode="nearest")

@@ -1,0 +1,161 @@
+"""Grouped matrix product of training with MXFP8 operands, and its gradients.
+
+What is quantised along which dimension, always in blocks of 32 along the sum of the product at hand:
+
+    y  = A  W^T   A along K, W along K
+    dA = dY W     dY along N, W along N
+    dW = dY^T A   both along the rows of each group, blocks starting anew at each group
+
+The products themselves run on the dequantised values (`ops.grouped_gemm`, path "bf16"): float32 accumulation, one
+rounding. Rows that arrive quantised are used as they are: dW then takes A's values, and dY's as quantised for dA.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.mx.formats import BLOCK, ScalingMode
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops.grouped_bf16 import group_ends
+from triton_ep.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from triton_ep.ops.mxfp8 import dequantize_columns, quantize_columns
+
+
+def _along_last(x: torch.Tensor, mode: ScalingMode) -> torch.Tensor:
+    """bf16 values after quantisation along the last dimension; an MXTensor's are what they are."""
+    mx = x if isinstance(x, MXTensor) else MXTensor.to_mx(x, scaling_mode=mode)
+    return mx.dequantize(torch.bfloat16)
+
+
+def _along_rows(x: torch.Tensor, offsets: torch.Tensor | None, mode: ScalingMode) -> torch.Tensor:
+    """bf16 values [R, H] after quantisation along the rows of each group."""
+    qdata, scale = quantize_columns(x, offsets, scaling_mode=mode)
+    return dequantize_columns(qdata, scale, offsets)
+
+
+def _weights_along(b_t: torch.Tensor, dim: int, mode: ScalingMode) -> torch.Tensor:
+    """b_t [E, K, N] after quantisation along `dim`, -2 or -1, in its own layout."""
+    k_major = _is_k_major(b_t)
+    stored = (b_t.transpose(-2, -1) if k_major else b_t).contiguous()
+    if (dim == -2) == k_major:
+        values = _along_last(stored, mode)
+    else:
+        # A column's blocks end with its expert, because its length is a multiple of 32.
+        values = _along_rows(stored.flatten(0, 1), None, mode).view(stored.shape)
+    return values.transpose(-2, -1) if k_major else values
+
+
+def _is_k_major(b_t: torch.Tensor) -> bool:
+    return b_t.stride(-2) == 1 and b_t.stride(-1) != 1
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: torch.Tensor,
+        b_t: torch.Tensor,
+        ends: torch.Tensor,
+        out_dtype: torch.dtype,
+        wgrad_with_hp: bool,
+        mode: ScalingMode,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(a, b_t, ends)
+        ctx.wgrad_with_hp, ctx.mode = wgrad_with_hp, mode
+        return grouped_gemm(_along_last(a, mode), _weights_along(b_t, -2, mode), ends, out_dtype=out_dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (dy,) = grads
+        a, b_t, ends = ctx.saved_tensors
+        needs_da, needs_db = ctx.needs_input_grad[:2]
+        da = db_t = None
+        a_is_mx = isinstance(a, MXTensor)
+        full_dy = dy.dequantize(torch.bfloat16) if isinstance(dy, MXTensor) else dy.to(torch.bfloat16)
+        rounded_dy = full_dy
+        if not isinstance(dy, MXTensor) and (needs_da or (a_is_mx and not ctx.wgrad_with_hp)):
+            rounded_dy = _along_last(dy, ctx.mode)
+        if needs_da:
+            da = grouped_gemm_dgrad(rounded_dy, _weights_along(b_t, -1, ctx.mode), ends, out_dtype=a.dtype)
+        if needs_db:
+            if a_is_mx:
+                left, right = full_dy if ctx.wgrad_with_hp else rounded_dy, a.dequantize(torch.bfloat16)
+            elif ctx.wgrad_with_hp:
+                left, right = full_dy, a
+            else:
+                offsets = torch.nn.functional.pad(ends, (1, 0))
+                left, right = (_along_rows(x, offsets, ctx.mode) for x in (full_dy, a))
+            # In the layout of the weights, so that an optimizer's update copies nothing.
+            if _is_k_major(b_t):
+                db_t = grouped_gemm_wgrad(left, right, ends, b_t.shape[0]).transpose(-2, -1)
+            else:
+                db_t = grouped_gemm_wgrad(right, left, ends, b_t.shape[0])
+        return da, db_t, None, None, None, None
+
+
+def _check(a: torch.Tensor, b_t: torch.Tensor, block_size: int) -> None:
+    if a.dim() != 2 or b_t.dim() != 3 or a.shape[1] != b_t.shape[1]:
+        raise InputError(f"A must be [R, K] and B_t [E, K, N]; they are {list(a.shape)} and {list(b_t.shape)}.")
+    if isinstance(b_t, MXTensor) or a.dtype != torch.bfloat16 or b_t.dtype != torch.bfloat16:
+        raise InputError(f"A must be bfloat16 or an MXTensor that stands for it, B_t bfloat16: {a.dtype}, {b_t!r:.80}.")
+    if block_size != BLOCK:
+        raise InputError(f"block_size is {block_size}; MXFP8 has blocks of {BLOCK}.")
+    if b_t.shape[1] % BLOCK or b_t.shape[2] % BLOCK:
+        raise InputError(f"K and N must be multiples of {BLOCK}; they are {b_t.shape[1]} and {b_t.shape[2]}.")
+    if isinstance(a, MXTensor) and (a.block_dim != -1 or a.block_size != BLOCK):
+        raise InputError(f"A must be quantised in blocks of {BLOCK} along K; it is {a!r}.")
+
+
+def _add_bias(out: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """bias [N], or [E, N] by group; rows after the last group get none of the latter."""
+    if bias.dim() == 1:
+        return out + bias
+    rows = torch.arange(out.shape[0], device=out.device, dtype=ends.dtype)
+    padded = torch.nn.functional.pad(bias, (0, 0, 0, 1))
+    return out + padded[torch.searchsorted(ends, rows, right=True)]
+
+
+def _to_mxfp8_then_scaled_grouped_mm(
+    A: torch.Tensor,
+    B_t: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    wgrad_with_hp: bool = False,
+    scale_calculation_mode: ScalingMode | str | Enum = "rceil",
+    block_size: int = BLOCK,
+    pad_token_groups_for_grouped_mm: bool = False,
+    kernel_preference: Any = None,
+) -> torch.Tensor:
+    """[R, N]: rows of group e times B_t[e], of MXFP8 values; differentiable, gradients computed from such too.
+
+    Arguments:
+        A: [R, K] bf16, or MXTensor quantised along K. Its gradient is bf16.
+        B_t: [E, K, N] bf16, w.transpose(-2, -1) or contiguous. Its gradient has its layout.
+        offs: [E] int32 on the device, the row after the last one of each group, or [E + 1] with the starts.
+        bias: [N], or [E, N] one per group; added to the rounded product.
+        out_dtype: of the result: bf16, fp16 or fp32.
+        wgrad_with_hp: the weights' gradient from dY (and A, if it is bf16) without quantisation along the rows.
+        scale_calculation_mode: how scales follow from blocks: "rceil", "floor", "ceil", "even".
+        block_size: 32.
+        pad_token_groups_for_grouped_mm: accepted and not needed: groups have any size, here and in the gradients.
+        kernel_preference: accepted for callers of torchao; the device alone decides.
+
+    The incoming gradient may be an MXTensor; its values are used as they are.
+    Rows after the last group: zeros, also in the gradient of A; they count for nothing in that of B_t.
+
+    Raises:
+        InputError: K or N no multiple of 32, another dtype or shape.
+
+    Source: torchao.prototype.moe_training, `_to_mxfp8_then_scaled_grouped_mm`.
+    """
+    _check(A, B_t, block_size)
+    ends = group_ends(offs, B_t.shape[0])
+    mode = ScalingMode.parse(scale_calculation_mode)
+    out: torch.Tensor = _GroupedMM.apply(A, B_t, ends, out_dtype, wgrad_with_hp, mode)
+    return out if bias is None else _add_bias(out, bias, ends)

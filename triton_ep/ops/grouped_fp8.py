@@ -1,0 +1,166 @@
+"""Launchers of the grouped GEMM on MXFP8 operands (kernels/compute/grouped_fp8.py), for few rows per expert.
+
+`ops.grouped_gemm` is the front door; it takes MXTensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.layout import next_power_of_2
+from triton_ep.ops.grouped_bf16 import BAND, OUT_DTYPES, boxes, fits_tma, group_ends, programs
+from triton_ep.ops.mxfp8 import dequantize_rows
+from triton_ep.runtime import INTERPRETING, launch
+
+_STEP = 128
+_WEIGHT_ROWS = 128
+_EQUALIZE_ROWS = 32
+
+
+@dataclass(frozen=True)
+class EqualScales:
+    """MXFP8 values of which every 128 along K share one scale: fp8 tensor cores can use them as they are.
+
+    Attributes:
+        qdata: [R, K] (rows) or [E, N, K] (weights), float8_e4m3fn, contiguous.
+        scale: [K/128, R] or [E, K/128, N] uint8, 2^(s - 127), 255 = NaN; K/128 is rounded up.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        """Values in bf16, with the shape of `qdata`."""
+        k = self.qdata.shape[-1]
+        per_block = self.scale.transpose(-2, -1).repeat_interleave(_STEP // 32, -1)[..., : k // 32]
+        return dequantize_rows(self.qdata.flatten(0, -2), per_block.reshape(-1, k // 32)).view(self.qdata.shape)
+
+
+def _check(name: str, qdata: torch.Tensor, scale: torch.Tensor, ndim: int) -> None:
+    shape = [*qdata.shape[:-1], qdata.shape[-1] // 32]
+    if qdata.ndim != ndim or qdata.dtype != torch.float8_e4m3fn or qdata.shape[-1] % 32 or list(scale.shape) != shape:
+        raise InputError(
+            f"{name} must be {ndim}-D float8_e4m3fn with one scale per 32 values of the last dimension; it is "
+            f"{qdata.dtype} {list(qdata.shape)} with scales {list(scale.shape)}."
+        )
+
+
+def equalize_scales(qdata: torch.Tensor, scale: torch.Tensor) -> EqualScales:
+    """Give every 128 values along K the largest of their four scales.
+
+    qdata: [R, K] or [E, N, K] float8_e4m3fn; scale: the same with K/32, uint8 or float8_e8m0fnu.
+
+    A value keeps its bits unless it becomes subnormal under the larger scale s: then it is rounded to a multiple
+    of 2^(s - 127 - 9), an error of at most 2^(s - 127 - 10). With scales from RCEIL the largest of the 128 values
+    is above 224 * 2^(s - 127), so the error is below 2^-17 of it.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit each other.
+    """
+    _check("qdata", qdata, scale, qdata.ndim if qdata.ndim in (2, 3) else 2)
+    qdata, scale = qdata.contiguous(), scale.view(torch.uint8).contiguous()
+    *lead, rows, k = qdata.shape
+    num_rows = qdata.numel() // k if k else 0
+    out = torch.empty_like(qdata)
+    out_scale = scale.new_empty(*lead, -(-k // _STEP), rows)
+    grid = -(-num_rows // _EQUALIZE_ROWS)
+    arguments = (qdata, scale, out, out_scale, num_rows, k, rows)
+    launch("equalize_scales_kernel", grid, arguments, {"ROWS": _EQUALIZE_ROWS})
+    return EqualScales(out, out_scale)
+
+
+def _tokens_per_tile(num_rows: int, num_experts: int, hardware: bool) -> int:
+    if hardware:
+        return 32 if INTERPRETING else 128
+    mean = -(-num_rows // max(num_experts, 1))
+    return min(max(next_power_of_2(mean), 16), 64)
+
+
+def _launch(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    hardware: bool,
+    tma: bool | None,
+) -> torch.Tensor:
+    (num_rows, k), (num_experts, n, k_of_w) = a.shape, w.shape
+    if k != k_of_w:
+        raise InputError(f"the rows have K = {k}, the weights K = {k_of_w}.")
+    if out_dtype not in OUT_DTYPES:
+        raise InputError(f"out_dtype is {out_dtype}, choose from {OUT_DTYPES}.")
+    ends = group_ends(offs, num_experts)
+    if not a.device == w.device == ends.device:
+        raise InputError(f"rows, weights and offs are on {a.device}, {w.device} and {ends.device}.")
+    out = a.new_empty(num_rows, n, dtype=out_dtype)
+    if out.numel() == 0 or k == 0 or num_experts == 0:
+        return out.zero_()
+    tokens = _tokens_per_tile(num_rows, num_experts, hardware)
+    tma = fits_tma((a, k), (w, k)) and not INTERPRETING if tma is None else tma
+    operands: tuple[Any, Any] = (a, w)
+    if tma:
+        operands = (
+            boxes(a, num_rows, k, k, [tokens, _STEP]),
+            boxes(w, num_experts * n, k, k, [_WEIGHT_ROWS, _STEP]),
+        )
+    constexprs = {
+        "TMA": tma,
+        "HARDWARE": hardware,
+        "EP": next_power_of_2(num_experts + 1),
+        "BLOCK_M": tokens,
+        "BLOCK_N": _WEIGHT_ROWS,
+        "BLOCK_K": _STEP,
+        "BAND": BAND,
+        "STAGES": 3 if hardware else 6 if tma else 4,
+    }
+    sizes = (num_rows, n, k, num_experts)
+    launch("grouped_fp8_kernel", programs(a.device), (*operands, a_scale, w_scale, out, ends, *sizes), constexprs)
+    return out
+
+
+def fp8_gemm(
+    a: EqualScales,
+    w: EqualScales,
+    offs: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tma: bool | None = None,
+) -> torch.Tensor:
+    """[R, N]: rows of group e of `a` [R, K] times w[e]^T, w [E, N, K]; zeros in the rows after the last group.
+
+    One fp8 product per 128 of K, scaled and added in float32. Hopper's tensor cores keep about 14 bits of the
+    sums inside such a product; other devices and the interpreter all of float32.
+
+    Raises:
+        InputError: shapes, dtypes or devices that do not fit each other.
+    """
+    if a.qdata.ndim != 2 or w.qdata.ndim != 3:
+        raise InputError(f"rows must be [R, K] and weights [E, N, K]: {list(a.qdata.shape)}, {list(w.qdata.shape)}.")
+    return _launch(a.qdata, a.scale, w.qdata, w.scale, offs, out_dtype, hardware=False, tma=tma)
+
+
+def scaled_gemm(
+    a: tuple[torch.Tensor, torch.Tensor],
+    w: tuple[torch.Tensor, torch.Tensor],
+    offs: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tma: bool | None = None,
+) -> torch.Tensor:
+    """As `fp8_gemm`, of elements and scales as they are, [.., K] and [.., K/32]: for tensor cores that scale.
+
+    Exact up to float32 accumulation. Those are in sm_100; elsewhere the compiler emulates them, which is slow.
+
+    Raises:
+        InputError: shapes, dtypes or devices that do not fit each other.
+    """
+    _check("a", *a, 2)
+    _check("w", *w, 3)
+    (a_q, a_s), (w_q, w_s) = ((q.contiguous(), s.view(torch.uint8).contiguous()) for q, s in (a, w))
+    return _launch(a_q, a_s, w_q, w_s, offs, out_dtype, hardware=True, tma=tma)

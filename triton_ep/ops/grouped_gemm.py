@@ -1,0 +1,151 @@
+"""Grouped GEMM of bf16 and MXFP8 operands: which kernel computes what.
+
+Rows in groups, one weight matrix per group. R rows, E experts, N outputs, K terms. Three paths give a product:
+
+"bf16"  MX operands become bf16 in a pass, then the bf16 kernel runs. Exact up to float32 accumulation and one
+        rounding of the result: e4m3 times a power of two fits bf16 wherever that reaches, which is everywhere for
+        scale bytes 3 to 246. Below, values under 2^-133 are rounded; above, values from 2^128 on become infinite.
+"fp8"   Scales are made equal along 128 of K (`equal_scales`, with its error), then fp8 tensor cores multiply. Half
+        the bytes of weights: for few rows per expert, with weights prepared once.
+"mx"    Tensor cores that know MX scales (sm_100). Exact up to float32 accumulation and one rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops.grouped_bf16 import bf16_gemm, bf16_wgrad
+from triton_ep.ops.grouped_fp8 import EqualScales, equalize_scales, fp8_gemm, scaled_gemm
+from triton_ep.runtime import INTERPRETING
+
+PATHS = ("auto", "bf16", "fp8", "mx")
+FEW_ROWS = 128
+"""Mean rows per expert up to which weights with equal scales are multiplied in fp8; bf16 is faster from 256 on
+(one H200, 32 experts, N = 4096, K = 7168)."""
+
+
+def equal_scales(x: MXTensor) -> EqualScales:
+    """Rows [R, K], or weights [E, K, N], quantised along K as e4m3, with one scale per 128 of K.
+
+    For weights that stay the same over many calls: pass the result to `grouped_gemm` in their place.
+
+    Raises:
+        InputError: quantised along another dimension, or as another type.
+    """
+    return equalize_scales(*_parts(x, "x"))
+
+
+def _parts(x: torch.Tensor | EqualScales, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scales with K last: [R, K], or [E, N, K] for weights given as [E, K, N]."""
+    if not isinstance(x, MXTensor):
+        raise InputError(f"{name} is not an MXTensor; quantise it along K, or choose path='bf16'.")
+    along_k = -1 if x.dim() == 2 else -2
+    if x.block_dim != along_k or x.block_size != 32 or x.elem_dtype != torch.float8_e4m3fn:
+        raise InputError(f"{name} must be float8_e4m3fn in blocks of 32 along K, dimension {along_k}; it is {x!r}.")
+    if x.dim() == 2:
+        return x.qdata, x.scale
+    return x.qdata.transpose(-2, -1), x.scale.view(torch.uint8).transpose(-2, -1)
+
+
+def _values(x: torch.Tensor | EqualScales) -> torch.Tensor:
+    """bf16 values; weights as [E, K, N]."""
+    if isinstance(x, EqualScales):
+        values = x.dequantize()
+        return values.transpose(-2, -1) if values.dim() == 3 else values
+    return x.dequantize(torch.bfloat16) if isinstance(x, MXTensor) else x
+
+
+def _scaled(x: torch.Tensor | EqualScales, name: str) -> EqualScales:
+    return x if isinstance(x, EqualScales) else equalize_scales(*_parts(x, name))
+
+
+def _choose(a: torch.Tensor | EqualScales, b_t: torch.Tensor | EqualScales) -> str:
+    if isinstance(b_t, EqualScales) and isinstance(a, MXTensor | EqualScales):
+        rows = a.shape[0] if isinstance(a, MXTensor) else a.qdata.shape[0]
+        if rows <= FEW_ROWS * b_t.qdata.shape[0]:
+            return "fp8"
+    return "bf16"
+
+
+@torch.no_grad()
+def grouped_gemm(
+    a: torch.Tensor | EqualScales,
+    b_t: torch.Tensor | EqualScales,
+    offs: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    path: str = "auto",
+) -> torch.Tensor:
+    """[R, N] `out_dtype`: rows of group e times b_t[e]; zeros in the rows after the last group. No gradient.
+
+    Arguments:
+        a: [R, K] bf16, or MXTensor, or what `equal_scales` made of one.
+        b_t: [E, K, N], the same choice; typically `w.transpose(-2, -1)` with w [E, N, K], without a copy.
+        offs: [E] int32 on the device, the row after the last one of each group; or [E + 1] with the starts,
+            0 first. Groups may have any size. The host does not read it.
+        out_dtype: bf16, fp16 or fp32.
+        path: see the module. "auto" is "fp8" for MX rows, weights with equal scales and R <= 128 E, else "bf16":
+            nothing is approximated unless the weights already are. The host knows only R / E, an upper bound of
+            the mean rows of a group.
+
+    Raises:
+        InputError: operands that do not fit each other, the path or the device.
+    """
+    if path not in PATHS:
+        raise InputError(f"path is {path!r}, choose from {PATHS}.")
+    chosen = _choose(a, b_t) if path == "auto" else path
+    if chosen == "bf16":
+        return bf16_gemm(_values(a), _values(b_t), offs, out_dtype=out_dtype)
+    if chosen == "fp8":
+        return fp8_gemm(_scaled(a, "a"), _scaled(b_t, "b_t"), offs, out_dtype=out_dtype)
+    left, right = _parts(a, "a"), _parts(b_t, "b_t")
+    if not INTERPRETING and torch.cuda.get_device_capability(left[0].device) < (10, 0):
+        raise InputError("path='mx' needs tensor cores that know MX scales (sm_100); choose 'bf16' or 'fp8'.")
+    return scaled_gemm(left, right, offs, out_dtype=out_dtype)
+
+
+@torch.no_grad()
+def grouped_gemm_dgrad(
+    dy: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, *, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """[R, K]: gradient of the rows, dy[group e] times b_t[e]^T; zeros in the rows after the last group.
+
+    dy: [R, N] bf16 or MXTensor. b_t: [E, K, N] bf16, or MXTensor quantised along N. Path "bf16".
+
+    Raises:
+        InputError: operands that do not fit each other.
+    """
+    return bf16_gemm(_values(dy), _values(b_t).transpose(-2, -1), offs, out_dtype=out_dtype)
+
+
+@torch.no_grad()
+def grouped_gemm_wgrad(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offs: torch.Tensor,
+    num_experts: int,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """[E, I, J]: x^T times y over the rows of each group; zeros for an empty one.
+
+    x: [R, I], y: [R, J], bf16 or MXTensor. x = dY, y = A gives the gradient of W [E, N, K]; the other way
+    round, that of W^T. Path "bf16".
+
+    Raises:
+        InputError: operands that do not fit each other.
+    """
+    return bf16_wgrad(_values(x), _values(y), offs, num_experts, out_dtype=out_dtype)
+
+
+__all__ = [
+    "FEW_ROWS",
+    "PATHS",
+    "EqualScales",
+    "equal_scales",
+    "grouped_gemm",
+    "grouped_gemm_dgrad",
+    "grouped_gemm_wgrad",
+]
