@@ -14,6 +14,11 @@ _NAN_BYTE = 255
 _NAN_ELEMENT = 0x7F
 
 
+def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
+    """Float64 powers of int64 exponents, exactly: `ldexp` passes through float32 and the library's `pow`."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
 def _floor_log2(value: torch.Tensor) -> torch.Tensor:
     """Exponents of positive finite float64; what it says of other values is not used."""
     return torch.frexp(value).exponent.long() - 1
@@ -39,7 +44,7 @@ def _block_scale(amax: torch.Tensor, elem_dtype: torch.dtype, scaling_mode: str)
     elif scaling_mode == "even":
         # From half a unit below the next power of two on, amax rounds up to it.
         exponent = _floor_log2(amax)
-        mantissa = torch.ldexp(amax, -exponent)
+        mantissa = torch.frexp(amax).mantissa * 2
         exponent = exponent + (mantissa >= 2.0 - 2.0 ** -(mbits + 1))
         finite = finite & (exponent < 128)
         exponent, zero = exponent - max_pow2, amax == 0
@@ -52,7 +57,7 @@ def _block_scale(amax: torch.Tensor, elem_dtype: torch.dtype, scaling_mode: str)
 def _round_to_format(value: torch.Tensor, elem_dtype: torch.dtype) -> torch.Tensor:
     """Nearest element of the format, ties to even, saturating; float64 in and out."""
     largest, _, mbits, smallest = _FORMATS[elem_dtype]
-    step = torch.ldexp(torch.ones_like(value), _floor_log2(value.abs()).clamp(min=smallest) - mbits)
+    step = _power_of_2(_floor_log2(value.abs()).clamp(min=smallest) - mbits)
     return (torch.round(value / step) * step).clamp(-largest, largest)
 
 
@@ -73,7 +78,7 @@ def quantize(
     amax = blocks.abs().amax(-1)  # a NaN wins
     scale = _block_scale(amax, elem_dtype, scaling_mode)
     # 2**(127 - s); the value of a NaN block is replaced below.
-    factor = torch.ldexp(torch.ones_like(amax), 127 - scale).unsqueeze(-1)
+    factor = _power_of_2(127 - scale).unsqueeze(-1)
     is_nan = (scale == _NAN_BYTE).unsqueeze(-1)
     values = torch.where(is_nan, 0.0, blocks) * factor
     elements = _round_to_format(values, elem_dtype).float().to(elem_dtype).view(torch.uint8)
@@ -85,8 +90,7 @@ def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     """Values of elements [..., H] and scale bytes [..., H / block] uint8, rounded once to `dtype`."""
     block_size = qdata.shape[-1] // scale.shape[-1]
     blocks = qdata.float().double().unflatten(-1, (-1, block_size))
-    factor = torch.ldexp(torch.ones(scale.shape, dtype=torch.float64), scale.long() - 127)
-    factor = torch.where(scale == _NAN_BYTE, torch.nan, factor)
+    factor = torch.where(scale == _NAN_BYTE, torch.nan, _power_of_2(scale.long() - 127))
     # Exact in float64; fp16 is reached through float32, in which at most an overflow happens before it.
     return (blocks * factor.unsqueeze(-1)).flatten(-2).float().to(dtype)
 
