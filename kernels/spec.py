@@ -25,6 +25,7 @@ from .device.buffers import (
     NODE_BARRIER_FLAG,
 )
 from .device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
+from .device.rows import MX, QUANTISE, WORDS
 from .device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
 from .internode import barrier, splits
 from .internode import combine as internode_combine
@@ -34,12 +35,18 @@ from .kernel_spec import KernelSpec, Variant, uses_nvshmem
 
 _STATE = "state_ptr:*i64 tables_ptr:*i64"
 _WHERE = "rank:i32 num_ranks:i32 ranks_per_node:i32"
-_ROW = {"ROWS": 1, "BLOCK_H": 2048}
+_ROW = {"ROWS": 2, "BLOCK_H": 2048}
+_SUM = {"ROWS": 2, "BLOCK_H": 8192}
 _K8 = {"TOPK": 8, "KP": 8}
 _FLAGS = {"LWP": 8, "MAX_PROGRAMS": 128}
 _CHUNKS = {"MAX_CHUNKS": 256, "CHUNK": 16}
 _WORD = {"WORD": "i64"}
 _TOKEN = {"TOKEN": "bf16"}
+_PAYLOADS = (
+    ({"PAYLOAD": WORDS.value, **_ROW}, _WORD),
+    ({"PAYLOAD": QUANTISE.value, "ROWS": 1, "BLOCK_H": 8192}, {"WORD": "bf16"}),
+    ({"PAYLOAD": MX.value, **_ROW}, _WORD),
+)
 _NETWORKS = (P2P.value, NVSHMEM.value)
 
 
@@ -127,31 +134,42 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         dispatch.dispatch_push_kernel,
-        "x_ptr:*{WORD} topk_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
+        "x_ptr:*{WORD} scale_ptr:*u8 topk_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
         f"{_STATE} num_tokens:i32 row_words:i32 stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
-        tuple(Variant(_payload(_K8, _FLAGS, _ROW, HAS_WEIGHTS=w), _WORD, ("row_words",)) for w in (False, True)),
-        num_warps=8,
+        tuple(
+            Variant(_payload(_K8, _FLAGS, payload, HAS_WEIGHTS=w), words, ("row_words",))
+            for payload, words in _PAYLOADS
+            for w in (False, True)
+        ),
+        num_warps=16,
     ),
     KernelSpec(
         dispatch.dispatch_expand_kernel,
-        "recv_x_ptr:*{WORD} recv_weights_ptr:*fp32 copy_rows_ptr:*i32 expert_offsets_ptr:*i32 num_recv_ptr:*i32 "
-        f"report_ptr:*i32 {_STATE} row_words:i32 {_WHERE} experts_per_rank:i32 stage_capacity:i32 "
-        "num_push_programs:i32 num_forward_programs:i32",
+        "recv_x_ptr:*{WORD} recv_scale_ptr:*u8 recv_weights_ptr:*fp32 copy_rows_ptr:*i32 "
+        f"expert_offsets_ptr:*i32 num_recv_ptr:*i32 report_ptr:*i32 {_STATE} row_words:i32 "
+        f"{_WHERE} experts_per_rank:i32 stage_capacity:i32 num_senders:i32",
         tuple(
-            Variant(_payload(_K8, _FLAGS, _ROW, HAS_WEIGHTS=w, HAS_PADDING=w, KEEP_COPY_ROWS=w), _WORD, ("row_words",))
+            Variant(
+                _payload(_K8, _FLAGS, _ROW, HAS_SCALES=s, HAS_WEIGHTS=w, HAS_PADDING=w, KEEP_COPY_ROWS=w),
+                _WORD,
+                ("row_words",),
+            )
+            for s in (False, True)
             for w in (False, True)
         ),
-        num_warps=8,
+        num_warps=16,
     ),
     KernelSpec(
         internode_dispatch.internode_send_kernel,
-        "x_ptr:*{WORD} topk_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 node_token_ptr:*i32 "
-        f"tokens_per_node_ptr:*i32 {_STATE} num_tokens:i32 max_tokens:i32 row_words:i32 "
+        "x_ptr:*{WORD} scale_ptr:*u8 topk_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
+        f"node_token_ptr:*i32 tokens_per_node_ptr:*i32 {_STATE} num_tokens:i32 max_tokens:i32 row_words:i32 "
         f"{_WHERE}",
         tuple(
-            Variant(_payload(_K8, _CHUNKS, _ROW, HAS_WEIGHTS=True, NETWORK=n), _WORD, ("row_words",)) for n in _NETWORKS
+            Variant(_payload(_K8, _CHUNKS, payload, HAS_WEIGHTS=True, NETWORK=n), words, ("row_words",))
+            for payload, words in _PAYLOADS
+            for n in _NETWORKS
         ),
-        num_warps=8,
+        num_warps=16,
     ),
     KernelSpec(
         internode_dispatch.internode_forward_kernel,
@@ -159,23 +177,23 @@ SPECS: tuple[KernelSpec, ...] = (
         f"stage_row_table_ptr:*i32 {_STATE} max_tokens:i32 row_words:i32 "
         f"stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
         (Variant(_payload(_K8, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=True), _WORD, ("row_words",)),),
-        num_warps=8,
+        num_warps=16,
     ),
     KernelSpec(
         combine.combine_stage_kernel,
         f"y_ptr:*{{WORD}} weights_ptr:*fp32 num_rows_ptr:*i32 {_STATE} row_words:i32 row_capacity:i32 {_WHERE}",
         tuple(Variant(_payload(_FLAGS, _ROW, HAS_WEIGHTS=w, WP=8), _WORD, ("row_words",)) for w in (False, True)),
-        num_warps=8,
+        num_warps=16,
     ),
     KernelSpec(
         combine.combine_reduce_kernel,
         f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 report_ptr:*i32 {_STATE} hidden:i32 "
         f"row_capacity:i32 {_WHERE}",
         tuple(
-            Variant(_payload({"TOPK": 8}, _FLAGS, _ROW, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",))
+            Variant(_payload({"TOPK": 8}, _FLAGS, _SUM, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",))
             for w in (False, True)
         ),
-        num_warps=8,
+        num_warps=16,
     ),
     KernelSpec(
         internode_combine.combine_partial_kernel,
@@ -184,13 +202,15 @@ SPECS: tuple[KernelSpec, ...] = (
         f"{_WHERE} num_stage_programs:i32",
         tuple(
             Variant(
-                _payload({"TOPK": 8}, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=True, PARTIAL_DTYPE=dtype, NETWORK=n),
+                _payload(
+                    {"TOPK": 8}, _FLAGS, _CHUNKS, {**_SUM, "ROWS": 1}, HAS_WEIGHTS=True, PARTIAL_DTYPE=dtype, NETWORK=n
+                ),
                 _TOKEN,
                 ("hidden",),
             )
             for n, dtype in zip(_NETWORKS, (tl.float32, tl.bfloat16), strict=True)
         ),
-        num_warps=8,
+        num_warps=32,
     ),
     KernelSpec(
         combine.combine_pull_kernel,
@@ -199,13 +219,13 @@ SPECS: tuple[KernelSpec, ...] = (
         f"{_WHERE} num_stage_programs:i32",
         tuple(
             Variant(
-                _payload({"TOPK": 8}, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=w, NNP=nodes, PARTIAL_DTYPE=tl.float32),
+                _payload({"TOPK": 8}, _FLAGS, _CHUNKS, tile, HAS_WEIGHTS=w, NNP=nodes, PARTIAL_DTYPE=tl.float32),
                 _TOKEN,
                 ("hidden",),
             )
-            for nodes, w in ((1, False), (2, True))
+            for nodes, w, tile in ((1, False, _SUM), (2, True, {**_SUM, "ROWS": 1}))
         ),
-        num_warps=8,
+        num_warps=32,
     ),
     KernelSpec(
         mxfp8.quantize_rows_kernel,

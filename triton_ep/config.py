@@ -40,6 +40,7 @@ class EPConfig:
         num_sm: programs of the communication kernels.
         enable_local_combine: sum rows of a token on the expert's rank before they cross a link.
         timeout_s: bound of every wait, in seconds.
+        payload: how rows travel in dispatch: None = as they are, "mxfp8" = e4m3 with one e8m0 scale per 32 values.
 
     Raises:
         ConfigError: naming the field, its value and what would fit.
@@ -60,6 +61,7 @@ class EPConfig:
     num_sm: int = 20
     enable_local_combine: bool = False
     timeout_s: float = 30.0
+    payload: str | None = None
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -92,6 +94,10 @@ class EPConfig:
             raise ConfigError(f"EPConfig.offset_dtype {self.offset_dtype} is not torch.int32.")
         if self.recv_capacity is not None and self.recv_capacity < 1:
             raise ConfigError(f"capacity must be None (exact) or at least 1 row, got {self.recv_capacity}.")
+        if self.payload not in (None, "mxfp8"):
+            raise ConfigError(f'EPConfig.payload is {self.payload!r}; rows travel as they are (None) or as "mxfp8".')
+        if self.payload and self.hidden % 32:
+            raise ConfigError(f"EPConfig.hidden {self.hidden} is not a multiple of 32, the block of an MXFP8 scale.")
         if not 0 < self.timeout_s <= 2000:
             raise ConfigError(f"EPConfig.timeout_s must be above 0 and at most 2000 seconds, got {self.timeout_s}.")
 

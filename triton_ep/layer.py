@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from triton_ep import checks
 from triton_ep.barrier import BarrierAllContext
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
-from triton_ep.errors import AotMiss, ConfigError, InputError, PeerFailed, StaleHandleError
+from triton_ep.errors import AotMiss, InputError, PeerFailed
 from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import barrier as barrier_ops
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import dispatch as dispatch_ops
@@ -45,7 +47,8 @@ class EPAll2AllLayer:
         enable_local_combine: combine sums the rows of a token on the expert's rank first, so one row per
             (token, rank) crosses a link, rounded to `dtype`; False: one rounding in all.
         use_aot: take kernels from the ahead-of-time library.
-        payload: None: rows travel as they are.
+        payload: None: rows travel as they are. "mxfp8": they are quantised on the way out, e4m3 with one e8m0
+            scale per 32 values (RCEIL), and arrive as an `MXTensor`; combine stays in `dtype`.
         alignment: every expert's segment of received rows starts at a multiple of this many rows.
         capacity: None (exact): outputs are sized to what arrives and the host waits for the count.
             n (static): n output rows, no host synchronisation; overflow is flagged in the descriptor.
@@ -83,8 +86,6 @@ class EPAll2AllLayer:
     ) -> None:
         if use_aot:
             raise AotMiss("use_aot=True, but this version builds no ahead-of-time kernels. Pass use_aot=False (JIT).")
-        if payload is not None:
-            raise ConfigError(f"payload={payload!r} is not known; rows travel in `dtype` with payload=None.")
         self.config = EPConfig(
             max_tokens=max_tokens,
             hidden=hidden,
@@ -100,6 +101,7 @@ class EPAll2AllLayer:
             num_sm=num_sm,
             enable_local_combine=enable_local_combine,
             timeout_s=timeout_s,
+            payload=payload,
         )
         self.context = DispatchCombineContext.create(self.config, group=ep_group)
         self.barrier = BarrierAllContext(self.context)
@@ -108,22 +110,24 @@ class EPAll2AllLayer:
 
     def dispatch(
         self,
-        input: torch.Tensor,
+        input: torch.Tensor | MXTensor,
         exp_indices: torch.Tensor,
         weight: torch.Tensor | None = None,
         full_scatter_indices: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
+    ) -> tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
         """Send every token's row to the ranks that own its experts. Collective.
 
         Args:
-            input: [T, H] of the layer's dtype, contiguous; T may be 0 and differ between ranks.
+            input: [T, H] of the layer's dtype, contiguous; T may be 0 and differ between ranks. With
+                payload="mxfp8" also an MXTensor (e4m3, blocks of 32), which travels as it is.
             exp_indices: [T, K] int32 or int64, contiguous; -1 or num_tot_experts = dropped.
             weight: [T, K] float32, contiguous; on all ranks or on none.
             full_scatter_indices: [T, K] int32 or int64: position of each kept entry in a stable sort of this
                 rank's entries by expert (dropped last); replaces the computed order.
 
         Returns:
-            recv_x [R, H], recv_weights [R] float32 or None, and the descriptor. Rows are expert-major, inside
+            recv_x [R, H] (with payload="mxfp8" an MXTensor), recv_weights [R] float32 or None, and the
+            descriptor. Rows are expert-major, inside
             an expert by source rank, inside a source rank by (token, k). All three are owned by the caller.
 
         Raises:
@@ -137,11 +141,19 @@ class EPAll2AllLayer:
         ctx.check_open()
         ctx.poll_status()
         try:
-            self._check_dispatch(input, exp_indices, weight, full_scatter_indices)
+            checks.check_dispatch(self.config, ctx.device, input, exp_indices, weight, full_scatter_indices)
         except InputError:
             self._reject()
             raise
-        return self._dispatch(input, exp_indices, weight, full_scatter_indices, 0)
+        rows = dispatch_ops.Rows(input)
+        if isinstance(input, MXTensor):
+            rows = dispatch_ops.Rows(input.qdata, input.scale.view(torch.uint8))
+        recv, recv_weights, desc = self._dispatch(rows, exp_indices, weight, full_scatter_indices, 0)
+        if recv.scale is None:
+            return recv.data, recv_weights, desc
+        scale = recv.scale.view(torch.float8_e8m0fnu)
+        recv_x = MXTensor(recv.data, scale, torch.float8_e4m3fn, 32, self.config.token_dtype)
+        return recv_x, recv_weights, desc
 
     def combine(
         self,
@@ -171,7 +183,7 @@ class EPAll2AllLayer:
         ctx.check_open()
         ctx.poll_status()
         desc = ep_a2a_layout_desc
-        self._check_combine(input, desc, weights)
+        checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
         has_weights = weights is not None
         combine_ops.stage(ctx, input, weights, desc)
         if not self.config.is_intra_node:
@@ -215,12 +227,12 @@ class EPAll2AllLayer:
 
     def _dispatch(
         self,
-        x: torch.Tensor,
+        x: dispatch_ops.Rows,
         topk_idx: torch.Tensor,
         weights: torch.Tensor | None,
         scatter: torch.Tensor | None,
         host_word: int,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
+    ) -> tuple[dispatch_ops.Rows, torch.Tensor | None, EPAllToAllLayoutDesc]:
         ctx, cfg = self.context, self.config
         has_weights = weights is not None
         routing = self.preprocess(topk_idx, scatter, host_word | (HOST_WEIGHTS if has_weights else 0))
@@ -238,7 +250,7 @@ class EPAll2AllLayer:
         recv_x, recv_weights, copy_rows = dispatch_ops.expand(ctx, num_rows, num_arrivals, has_weights, placement)
         ctx.poll_status()
         desc = EPAllToAllLayoutDesc(
-            num_dispatch_token_cur_rank=x.shape[0],
+            num_dispatch_token_cur_rank=x.data.shape[0],
             num_recv_rows=num_rows,
             num_input_tokens_per_rank=placement.report[:, 2],
             topk_indices_tensor=routing.topk_idx,
@@ -285,7 +297,7 @@ class EPAll2AllLayer:
         if cfg.recv_capacity is not None:
             return cfg.recv_capacity, ctx.sizes.arrival_rows
         report = ctx.read_back(placement.report)
-        self._raise_for_ranks(report)
+        checks.raise_for_ranks(cfg, report)
         arrivals = max(row[1] for row in report)
         rows = arrivals if cfg.enable_local_combine else max(row[0] for row in report)
         ctx.grow(arrivals, rows)
@@ -297,84 +309,7 @@ class EPAll2AllLayer:
         x = torch.empty(0, cfg.hidden, dtype=cfg.token_dtype, device=self.context.device)
         idx = torch.empty(0, cfg.topk, dtype=torch.int32, device=self.context.device)
         try:
-            self._dispatch(x, idx, None, None, HOST_REJECTED)
+            self._dispatch(dispatch_ops.Rows(x), idx, None, None, HOST_REJECTED)
         except PeerFailed:
             # This rank's own rejection, seen in the exchange: the caller raises what caused it.
             return
-
-    def _raise_for_ranks(self, report: list[list[int]]) -> None:
-        cfg = self.config
-        for rank, (_, _, _, bad, bad_id, word, *_) in enumerate(report):
-            if word & HOST_REJECTED:
-                raise PeerFailed(f"rank {rank} rejected its arguments to dispatch; see the InputError it raised.")
-            if word & HOST_SCATTER:
-                raise InputError(
-                    f"full_scatter_indices of rank {rank} is not a sort of its entries by expert: a kept entry lies "
-                    "outside its expert's range, or two share a position. Pass None to have it computed."
-                )
-            if bad:
-                token, k = divmod(bad - 1, cfg.topk)
-                raise InputError(
-                    f"exp_indices[{token}, {k}] of rank {rank} is {bad_id}: expert ids are 0 to "
-                    f"{cfg.num_experts - 1}; -1 or {cfg.num_experts} drops an entry."
-                )
-        with_weights = [bool(row[5] & HOST_WEIGHTS) for row in report]
-        if len(set(with_weights)) > 1:
-            lacking = [rank for rank, has in enumerate(with_weights) if not has]
-            raise InputError(f"dispatch got weights on some ranks only; without: {lacking}. Pass them on all or none.")
-
-    # --- checks -----------------------------------------------------------------------------------------
-
-    def _check_dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        weights: torch.Tensor | None,
-        scatter: torch.Tensor | None,
-    ) -> None:
-        cfg = self.config
-        self._check_tensor("input", x, (None, cfg.hidden), (cfg.token_dtype,))
-        num_tokens = x.shape[0]
-        if num_tokens > cfg.max_tokens:
-            raise InputError(
-                f"dispatch got {num_tokens} tokens on rank {cfg.rank}, the layer was made for max_tokens="
-                f"{cfg.max_tokens}. Raise max_tokens on all ranks, or split the batch."
-            )
-        shape, ids = (num_tokens, cfg.topk), (torch.int32, torch.int64)
-        self._check_tensor("exp_indices", topk_idx, shape, ids)
-        if weights is not None:
-            self._check_tensor("weight", weights, shape, (cfg.weight_dtype,))
-        if scatter is not None:
-            self._check_tensor("full_scatter_indices", scatter, shape, ids)
-
-    def _check_combine(self, y: torch.Tensor, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None) -> None:
-        cfg = self.config
-        if not isinstance(desc, EPAllToAllLayoutDesc):
-            raise InputError(f"combine needs the descriptor that dispatch returned, got {type(desc).__name__}.")
-        if desc.layer_id != self.context.layer_id:
-            raise StaleHandleError(
-                "combine got a descriptor of another layer, or of one that was finalized. Pass the one that this "
-                "layer's dispatch returned."
-            )
-        self._check_tensor("input", y, (desc.num_recv_rows, cfg.hidden), (cfg.token_dtype,))
-        if weights is not None:
-            self._check_tensor("weights", weights, (desc.num_recv_rows,), (torch.float32,))
-
-    def _check_tensor(
-        self, name: str, tensor: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
-    ) -> None:
-        """Raise InputError unless `tensor` has that shape (None = any), one of the dtypes, and the layer's device."""
-        if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{name} must be a tensor, got {type(tensor).__name__}.")
-        wanted = "[" + ", ".join("any" if extent is None else str(extent) for extent in shape) + "]"
-        fits = tensor.dim() == len(shape) and all(
-            extent is None or extent == actual for extent, actual in zip(shape, tensor.shape, strict=True)
-        )
-        if not fits:
-            raise InputError(f"{name} must have shape {wanted}, got {list(tensor.shape)}.")
-        if tensor.dtype not in dtypes:
-            raise InputError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}.")
-        if tensor.device != self.context.device:
-            raise InputError(f"{name} must be on {self.context.device}, got {tensor.device}.")
-        if not tensor.is_contiguous():
-            raise InputError(f"{name} must be contiguous, got strides {tensor.stride()}; call .contiguous().")

@@ -65,13 +65,20 @@ class Sizes:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes of one row of the token dtype."""
         return self.config.hidden * self.config.token_dtype.itemsize
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of one row in dispatch: as it is, or e4m3 data and then scales, padded to 16 bytes."""
+        if self.config.payload is None:
+            return self.payload_bytes
+        return -(-(self.config.hidden + self.config.hidden // 32) // 16) * 16
 
     @property
     def message_meta_offset(self) -> int:
         """Byte offset of the tables in a network message row."""
-        return -(-self.payload_bytes // 16) * 16
+        return -(-self.wire_bytes // 16) * 16
 
     @property
     def message_bytes(self) -> int:
@@ -143,8 +150,8 @@ BUFFERS: tuple[Buffer, ...] = (
     Buffer("splits_flag", _world, _fixed(torch.int64), "splits exchange of every rank", "splits exchange", _EPOCH),
     Buffer(
         "stage_x",
-        lambda s: (s.arrival_rows, s.config.hidden),
-        _token,
+        lambda s: (s.arrival_rows, s.wire_bytes),
+        _fixed(torch.uint8),
         "dispatch push and forward of the ranks of this node",
         "dispatch expand",
         _SPLITS,

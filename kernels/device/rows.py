@@ -4,6 +4,9 @@ Shared by the intra-node and the inter-node kernels. A *tile* is [ROWS, BLOCK_H]
 because one program then has several independent accesses in flight, and because the interpreter pays per
 operation, not per element.
 
+What travels is a *payload* of opaque words, or a row quantised to MXFP8: `hidden` e4m3 bytes, then one e8m0
+scale byte per 32 of them, padded to 16 bytes. A row is quantised on its way out (QUANTISE) or by the caller (MX).
+
 Arrival buffers of a rank: `stage_x` [capacity, row] holds one row per (token, rank); `stage_meta`
 [W * max_tokens, 2 * KP] int32 holds, for each of them, the output rows of its copies (-1 = none), then
 their weights as float32 bits. KP is top-k rounded up to a power of two.
@@ -24,6 +27,7 @@ from .buffers import (
     buffer_ptr,
     buffer_ptrs,
 )
+from .mxfp8 import MODE_RCEIL, quantize_tile
 from .waits import WAIT_COMBINE_STAGED, release_flags, wait_flags
 
 
@@ -39,9 +43,65 @@ def on_my_node(peer, rank, ranks_per_node):
     return peer // ranks_per_node == rank // ranks_per_node
 
 
+WORDS = tl.constexpr(0)
+QUANTISE = tl.constexpr(1)
+MX = tl.constexpr(2)
+_BLOCK = tl.constexpr(32)
+
+
+@triton.jit
+def wire_sizes(row_words, WORD: tl.constexpr, PAYLOAD: tl.constexpr):
+    """Of a row on the wire: words from one to the next, bytes of its data, bytes of both; int64.
+
+    row_words: words of the data; with QUANTISE its elements, each of which becomes one byte.
+    """
+    WORD_BYTES: tl.constexpr = 1 if PAYLOAD == QUANTISE else WORD.primitive_bitwidth // 8
+    data_bytes = tl.cast(row_words, tl.int64) * WORD_BYTES
+    if PAYLOAD == WORDS:
+        return tl.cast(row_words, tl.int64), data_bytes, data_bytes
+    else:
+        sixteens = (data_bytes + data_bytes // _BLOCK + 15) // 16
+        return sixteens * (16 // WORD_BYTES), data_bytes, sixteens * 16
+
+
+@triton.jit
+def load_payload(
+    row_ptrs,  # [ROWS] pointers to rows of words, or of elements to quantise
+    scale_ptrs,  # [ROWS] pointers to rows of uint8 scales; read with MX
+    alive,  # [ROWS]
+    h,  # first word of the tile
+    row_words,
+    PAYLOAD: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Tile [ROWS, BLOCK_H] of wire data and its scales [ROWS, BLOCK_H * word bytes / 32]; with WORDS the data twice."""
+    offs = h + tl.arange(0, BLOCK_H)
+    data = tl.load(row_ptrs[:, None] + offs[None, :], mask=alive[:, None] & (offs < row_words)[None, :], other=0)
+    if PAYLOAD == WORDS:
+        return data, data
+    elif PAYLOAD == QUANTISE:
+        blocks = tl.reshape(data.to(tl.float32), [data.shape[0], BLOCK_H // _BLOCK, _BLOCK])
+        codes, scales = quantize_tile(blocks, MODE_RCEIL, False)
+        return tl.reshape(codes, [data.shape[0], BLOCK_H]).to(tl.uint8, bitcast=True), scales
+    else:
+        WORD_BYTES: tl.constexpr = data.dtype.primitive_bitwidth // 8
+        at = h * WORD_BYTES // _BLOCK + tl.arange(0, BLOCK_H * WORD_BYTES // _BLOCK)
+        mask = alive[:, None] & (at < row_words * WORD_BYTES // _BLOCK)[None, :]
+        return data, tl.load(scale_ptrs[:, None] + at[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def store_scales(scale_ptrs, mask, scales, h, row_words, WORD_BYTES: tl.constexpr):
+    """Store scales [ROWS, n] of the tile that starts at word `h` to rows of scales at `scale_ptrs` [ROWS]."""
+    at = h * WORD_BYTES // _BLOCK + tl.arange(0, scales.shape[1])
+    mask = mask[:, None] & (at < row_words * WORD_BYTES // _BLOCK)[None, :]
+    tl.store(scale_ptrs[:, None] + at[None, :], scales, mask=mask)
+
+
 @triton.jit
 def push_payload(
-    row_ptrs,  # [ROWS] pointers to rows of words
+    row_ptrs,  # [ROWS] pointers to rows of words, or of elements to quantise
+    scale_ptrs,  # [ROWS] pointers to rows of uint8 scales; read with MX
     alive,  # [ROWS]
     topk_ptrs,  # [ROWS] pointers to K int32 expert ids
     stage_ptrs,  # [ROWS] pointers to K int32 arrival rows, -1 = not the first k of that rank
@@ -52,23 +112,29 @@ def push_payload(
     rank,
     num_ranks,
     ranks_per_node,
-    WORD: tl.constexpr,
+    WORD: tl.constexpr,  # dtype of what `row_ptrs` point to
+    PAYLOAD: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Store each row to every rank of this node that its token goes to: read once, written once per rank."""
     offs = tl.arange(0, BLOCK_H)
+    stride, data_bytes, row_bytes = wire_sizes(row_words, WORD, PAYLOAD)
     for h in range(0, row_words, BLOCK_H):
         in_row = (h + offs < row_words)[None, :]
-        tile = tl.load(row_ptrs[:, None] + h + offs[None, :], mask=alive[:, None] & in_row, other=0)
+        data, scales = load_payload(row_ptrs, scale_ptrs, alive, h, row_words, PAYLOAD, BLOCK_H)
         for k in tl.static_range(TOPK):
             peer = owner_of(tl.load(topk_ptrs + k, mask=alive, other=-1), experts_per_rank)
             slot = tl.load(stage_ptrs + k, mask=alive, other=-1)
             here = (slot >= 0) & (slot < stage_capacity) & on_my_node(peer, rank, ranks_per_node)
-            dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, WORD)
-            # int64: slot * row_words passes 2**31 words in large buffers.
-            dest += slot.to(tl.int64) * row_words
-            tl.store(dest[:, None] + h + offs[None, :], tile, mask=here[:, None] & in_row)
+            dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, data.dtype)
+            # int64: slot * stride passes 2**31 words in large buffers.
+            dest += slot.to(tl.int64) * stride
+            tl.store(dest[:, None] + h + offs[None, :], data, mask=here[:, None] & in_row)
+            if PAYLOAD != WORDS:
+                dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, tl.uint8)
+                dest += slot.to(tl.int64) * row_bytes + data_bytes
+                store_scales(dest, here, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
 
 
 @triton.jit

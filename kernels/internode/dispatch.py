@@ -29,15 +29,24 @@ from ..device.buffers import (
     net_address_of,
     pe_of,
 )
-from ..device.rows import other_node, push_meta, push_payload, release_arrivals
+from ..device.rows import (
+    WORDS,
+    load_payload,
+    other_node,
+    push_meta,
+    push_payload,
+    release_arrivals,
+    store_scales,
+    wire_sizes,
+)
 from ..device.transport import put_signal
 from ..device.waits import WAIT_NETWORK_ROWS, wait_flags
 
 
 @triton.jit
-def _message_sizes(row_words, DTYPE: tl.constexpr, KP: tl.constexpr):
+def _message_sizes(wire_bytes, KP: tl.constexpr):
     """Bytes of a message row up to its tables, and in all; layout.py has the same."""
-    meta_offset = (tl.cast(row_words, tl.int64) * (DTYPE.primitive_bitwidth // 8) + 15) // 16 * 16
+    meta_offset = (wire_bytes + 15) // 16 * 16
     return meta_offset, meta_offset + 4 * KP * 4
 
 
@@ -49,7 +58,8 @@ def _row_ptrs(base, rows, row_bytes, offset, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tokens", "rank", "num_ranks", "ranks_per_node"])
 def internode_send_kernel(
-    x_ptr,  # [T, row_words] words
+    x_ptr,  # [T, row_words] words, or elements to quantise
+    scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
     topk_ptr,  # [T, K] int32
     dst_row_ptr,  # [T, K] int32
     stage_row_ptr,  # [T, K] int32
@@ -64,6 +74,7 @@ def internode_send_kernel(
     rank,
     num_ranks,
     ranks_per_node,
+    PAYLOAD: tl.constexpr,  # device/rows.py
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
@@ -78,7 +89,8 @@ def internode_send_kernel(
     epoch = tl.load(state_ptr + EPOCH_DISPATCH)
     my_node = rank // ranks_per_node
     send_base = address_of(tables_ptr, NET_SEND, num_ranks, rank)
-    meta_offset, row_bytes = _message_sizes(row_words, x_ptr.dtype.element_ty, KP)
+    _, data_bytes, wire_bytes = wire_sizes(row_words, x_ptr.dtype.element_ty, PAYLOAD)
+    meta_offset, row_bytes = _message_sizes(wire_bytes, KP)
     offs = tl.arange(0, BLOCK_H)
     ks = tl.arange(0, KP)[None, :]
     num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(num_tokens, CHUNK)
@@ -92,11 +104,16 @@ def internode_send_kernel(
                 alive = slot < tokens
                 token = tl.load(node_token_ptr + node * max_tokens + slot, mask=alive, other=0)
                 row = (node * max_tokens + slot).to(tl.int64)
-                out_ptrs = _row_ptrs(send_base, row, row_bytes, 0, x_ptr.dtype.element_ty)
+                x_ptrs = x_ptr + token.to(tl.int64) * row_words
+                scale_ptrs = scale_ptr + token.to(tl.int64) * (data_bytes // 32)
                 for h in range(0, row_words, BLOCK_H):
+                    data, scales = load_payload(x_ptrs, scale_ptrs, alive, h, row_words, PAYLOAD, BLOCK_H)
+                    out_ptrs = _row_ptrs(send_base, row, row_bytes, 0, data.dtype)
                     mask = alive[:, None] & (h + offs < row_words)[None, :]
-                    source = x_ptr + token.to(tl.int64)[:, None] * row_words + h + offs[None, :]
-                    tl.store(out_ptrs[:, None] + h + offs[None, :], tl.load(source, mask=mask, other=0), mask=mask)
+                    tl.store(out_ptrs[:, None] + h + offs[None, :], data, mask=mask)
+                    if PAYLOAD != WORDS:
+                        out_ptrs = _row_ptrs(send_base, row, row_bytes, data_bytes, tl.uint8)
+                        store_scales(out_ptrs, alive, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
                 at = token[:, None] * TOPK + ks
                 mask = alive[:, None] & (ks < TOPK)
                 meta_ptrs = _row_ptrs(send_base, row, row_bytes, meta_offset, tl.int32)[:, None] + ks
@@ -160,7 +177,8 @@ def internode_forward_kernel(
     epoch = tl.load(state_ptr + EPOCH_DISPATCH)
     recv_base = address_of(tables_ptr, NET_RECV, num_ranks, rank)
     flags_ptr = buffer_ptr(tables_ptr, NET_FLAG, num_ranks, rank, tl.int64)
-    meta_offset, row_bytes = _message_sizes(row_words, word_ptr.dtype.element_ty, KP)
+    _, _, wire_bytes = wire_sizes(row_words, word_ptr.dtype.element_ty, WORDS)
+    meta_offset, row_bytes = _message_sizes(wire_bytes, KP)
     ks = tl.arange(0, KP)[None, :]
     num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(max_tokens, CHUNK)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -179,6 +197,7 @@ def internode_forward_kernel(
                     weight_ptrs = _row_ptrs(recv_base, row, row_bytes, meta_offset, tl.float32)
                     push_payload(
                         _row_ptrs(recv_base, row, row_bytes, 0, word_ptr.dtype.element_ty),
+                        meta_ptrs,  # a row on the wire is words, scales and all
                         alive,
                         meta_ptrs,
                         meta_ptrs + 2 * KP,
@@ -190,6 +209,7 @@ def internode_forward_kernel(
                         num_ranks,
                         ranks_per_node,
                         word_ptr.dtype.element_ty,
+                        WORDS,
                         TOPK,
                         BLOCK_H,
                     )

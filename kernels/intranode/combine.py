@@ -254,7 +254,7 @@ def combine_pull_kernel(
                 )
                 in_row = (h + offs < hidden)[None, :]
                 if NNP > 1:
-                    for k in tl.static_range(TOPK):
+                    for k in range(TOPK):  # unrolled, it would not fit the registers
                         peer = owner_of(tl.load(topk_ptrs + k, mask=alive, other=-1), experts_per_rank)
                         node = peer // ranks_per_node
                         slot = tl.load(node_slot_ptr + token * TOPK + k, mask=alive, other=-1)

@@ -7,8 +7,10 @@ Protocol      1 push: store x[token] into stage_x and the rows of its copies int
               3 expand: wait for the flags of all programs of all local ranks (and, with several nodes,
               of the forwarding kernel of each: internode/dispatch.py)
               4 expand: copy each arrival row to the output rows of its copies, zero the padding rows
-Layout        stage_x [capacity, row], by source rank, then by token; stage_meta [W * max_tokens, 2 * KP];
-              recv_x [R, row], expert-major, segments aligned; arrive_flag [2, LW, MAX_PROGRAMS] int64.
+Layout        stage_x [capacity, row on the wire (device/rows.py)], by source rank, then by token; stage_meta
+              [W * max_tokens, 2 * KP];
+              recv_x [R, row], recv_scale [R, row / 32], expert-major, segments aligned; arrive_flag
+              [2, LW, MAX_PROGRAMS] int64.
 Memory order  2 is one system-scope release per program, after a block barrier, and covers all its stores of
               step 1; 3 acquires. A release per row costs 3 times the bandwidth (8 x H200: 78 against
               284 GB/s at 16 programs).
@@ -20,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ..device.buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, STAGE_X, STATUS, buffer_ptr
-from ..device.rows import push_meta, push_payload, release_arrivals
+from ..device.rows import MX, WORDS, load_payload, push_meta, push_payload, release_arrivals, store_scales, wire_sizes
 from ..device.waits import WAIT_ARRIVALS, wait_flags
 
 
@@ -28,7 +30,8 @@ from ..device.waits import WAIT_ARRIVALS, wait_flags
     do_not_specialize=["num_tokens", "stage_capacity", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"]
 )
 def dispatch_push_kernel(
-    x_ptr,  # [T, row_words] words
+    x_ptr,  # [T, row_words] words, or elements to quantise
+    scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
     topk_ptr,  # [T, K] int32, -1 = dropped
     dst_row_ptr,  # [T, K] int32
     stage_row_ptr,  # [T, K] int32
@@ -42,6 +45,7 @@ def dispatch_push_kernel(
     rank,
     num_ranks,
     ranks_per_node,
+    PAYLOAD: tl.constexpr,  # device/rows.py
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
@@ -52,6 +56,7 @@ def dispatch_push_kernel(
 ):
     if tl.load(state_ptr + STATUS) != 0:
         return
+    _, data_bytes, _ = wire_sizes(row_words, x_ptr.dtype.element_ty, PAYLOAD)
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
         token = tile * ROWS + tl.arange(0, ROWS)
         alive = token < num_tokens
@@ -59,6 +64,7 @@ def dispatch_push_kernel(
         stage_ptrs = stage_row_ptr + token * TOPK
         push_payload(
             x_ptr + token.to(tl.int64) * row_words,
+            scale_ptr + token.to(tl.int64) * (data_bytes // 32),
             alive,
             topk_ptrs,
             stage_ptrs,
@@ -70,6 +76,7 @@ def dispatch_push_kernel(
             num_ranks,
             ranks_per_node,
             x_ptr.dtype.element_ty,
+            PAYLOAD,
             TOPK,
             BLOCK_H,
         )
@@ -98,15 +105,14 @@ def _wait_arrivals(
     rank,
     num_ranks,
     ranks_per_node,
-    num_push_programs,
-    num_forward_programs,
+    num_senders,
     LWP: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
     flag = tl.arange(0, 2 * LWP * MAX_PROGRAMS)
     sender = flag // MAX_PROGRAMS
-    programs = tl.where(sender < ranks_per_node, num_push_programs, num_forward_programs)
-    used = (sender < 2 * ranks_per_node) & (flag % MAX_PROGRAMS < programs)
+    kinds = tl.where(num_ranks > ranks_per_node, 2, 1)  # with several nodes their rows are forwarded as well
+    used = (sender < kinds * ranks_per_node) & (flag % MAX_PROGRAMS < num_senders)
     flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64) + flag
     epoch = tl.load(state_ptr + EPOCH_DISPATCH)
     return wait_flags(flag_ptrs, used, epoch, state_ptr, WAIT_ARRIVALS)
@@ -115,16 +121,20 @@ def _wait_arrivals(
 @triton.jit
 def _zero_padding(
     recv_x_ptr,
+    recv_scale_ptr,
     recv_weights_ptr,
     expert_offsets_ptr,
     num_recv_ptr,
     row_words,
     experts_per_rank,
+    HAS_SCALES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Zero data and weights of the rows between an expert's last row and the next expert's first."""
+    """Zero data, scales and weights of the rows between an expert's last row and the next expert's first."""
+    WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    no_scales = tl.zeros([ROWS, BLOCK_H * WORD_BYTES // 32 if HAS_SCALES else 1], tl.uint8)
     offs = tl.arange(0, BLOCK_H)
     zeros = tl.zeros([ROWS, BLOCK_H], recv_x_ptr.dtype.element_ty)
     for expert in range(tl.program_id(0), experts_per_rank, tl.num_programs(0)):
@@ -136,6 +146,9 @@ def _zero_padding(
                 mask = (row < end)[:, None] & (h + offs < row_words)[None, :]
                 dest = recv_x_ptr + row.to(tl.int64)[:, None] * row_words + h + offs[None, :]
                 tl.store(dest, zeros, mask=mask)
+                if HAS_SCALES:
+                    dest = recv_scale_ptr + row.to(tl.int64) * (row_words * WORD_BYTES // 32)
+                    store_scales(dest, row < end, no_scales, h, row_words, WORD_BYTES)
             if HAS_WEIGHTS:
                 tl.store(recv_weights_ptr + row, tl.zeros([ROWS], tl.float32), mask=row < end)
 
@@ -147,12 +160,12 @@ def _zero_padding(
         "ranks_per_node",
         "experts_per_rank",
         "stage_capacity",
-        "num_push_programs",
-        "num_forward_programs",
+        "num_senders",
     ]
 )
 def dispatch_expand_kernel(
     recv_x_ptr,  # out [R, row_words] words
+    recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES
     recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
     copy_rows_ptr,  # out [C, K] int32, output rows of each arrival row; written if KEEP_COPY_ROWS
     expert_offsets_ptr,  # [e + 1] int32
@@ -166,8 +179,8 @@ def dispatch_expand_kernel(
     ranks_per_node,
     experts_per_rank,
     stage_capacity,
-    num_push_programs,
-    num_forward_programs,  # 0 with one node
+    num_senders,  # programs of the push, and of the forward, kernel
+    HAS_SCALES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     KEEP_COPY_ROWS: tl.constexpr,
@@ -184,8 +197,7 @@ def dispatch_expand_kernel(
         rank,
         num_ranks,
         ranks_per_node,
-        num_push_programs,
-        num_forward_programs,
+        num_senders,
         LWP,
         MAX_PROGRAMS,
     )
@@ -195,6 +207,10 @@ def dispatch_expand_kernel(
         stage_weights_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.float32) + KP
         ks = tl.arange(0, KP)[None, :]
         offs = tl.arange(0, BLOCK_H)
+        WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
+        PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
+        stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
+        stage_bytes_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, tl.uint8)
         num_arrivals = tl.load(report_ptr + rank * 8 + 1)
         for tile in range(tl.program_id(0), tl.cdiv(num_arrivals, ROWS), tl.num_programs(0)):
             row = tile * ROWS + tl.arange(0, ROWS)
@@ -204,12 +220,22 @@ def dispatch_expand_kernel(
             here = alive & (row < stage_capacity)
             for h in range(0, row_words, BLOCK_H):
                 in_row = (h + offs < row_words)[None, :]
-                source = stage_x_ptr + row.to(tl.int64)[:, None] * row_words + h + offs[None, :]
-                words = tl.load(source, mask=here[:, None] & in_row, other=0)
+                words, scales = load_payload(
+                    stage_x_ptr + row.to(tl.int64) * stride,
+                    stage_bytes_ptr + row.to(tl.int64) * row_bytes + data_bytes,
+                    here,
+                    h,
+                    row_words,
+                    PAYLOAD,
+                    BLOCK_H,
+                )
                 for k in tl.static_range(TOPK):
                     dst = tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1)
                     dest = recv_x_ptr + dst.to(tl.int64)[:, None] * row_words + h + offs[None, :]
                     tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
+                    if HAS_SCALES:
+                        dest = recv_scale_ptr + dst.to(tl.int64) * (data_bytes // 32)
+                        store_scales(dest, dst >= 0, scales, h, row_words, WORD_BYTES)
             if HAS_WEIGHTS or KEEP_COPY_ROWS:
                 mask = alive[:, None] & (ks < TOPK)
                 dst = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
@@ -223,11 +249,13 @@ def dispatch_expand_kernel(
         if HAS_PADDING:
             _zero_padding(
                 recv_x_ptr,
+                recv_scale_ptr,
                 recv_weights_ptr,
                 expert_offsets_ptr,
                 num_recv_ptr,
                 row_words,
                 experts_per_rank,
+                HAS_SCALES,
                 HAS_WEIGHTS,
                 ROWS,
                 BLOCK_H,

@@ -31,10 +31,11 @@ from tests.bench import traffic
 from tests.bench.providers import CollectiveProvider, LayerProvider
 from tests.bench.timing import Timer, Timing, over_ranks
 from tests.layer.origins import arrivals, coded_rows, first_difference, uniform_idx
-from triton_ep import EPAll2AllLayer, finalize_distributed, initialize_distributed
+from triton_ep import EPAll2AllLayer, MXTensor, finalize_distributed, initialize_distributed
 from triton_ep import distributed as ep_distributed
 from triton_ep.environment import read_environment, set_defaults
 from triton_ep.errors import HeapError, PeerFailed, WaitTimeout
+from triton_ep.reference import mxfp8
 from triton_ep.runtime import INTERPRETING
 
 PROVIDERS = ("triton_ep", "nccl")
@@ -58,6 +59,7 @@ class Settings:
     topk: int
     experts: int
     capacity: str
+    payload: str
     num_sm: tuple[int, ...]
     local_combine: bool
     iters: int
@@ -89,6 +91,11 @@ class Case:
     num_sm: int
 
     @property
+    def payload(self) -> str:
+        """What rows are made of on the wire; the collectives know bf16 only."""
+        return self.settings.payload if self.provider == "triton_ep" else "bf16"
+
+    @property
     def mode(self) -> str:
         """The column: how kernels run, exact or static capacity, programs, local combine."""
         if self.provider != "triton_ep":
@@ -101,7 +108,7 @@ class Case:
         s = self.settings
         # On the CPU the collectives are gloo's.
         provider = "gloo" if self.provider == "nccl" and INTERPRETING else self.provider
-        columns = {"op": op, "provider": provider, "mode": self.mode, "payload": "bf16"}
+        columns = {"op": op, "provider": provider, "mode": self.mode, "payload": self.payload}
         columns |= {"nodes": ranks // ranks_per_node, "ranks": ranks, "tokens": s.tokens, "hidden": s.hidden}
         columns |= {"topk": s.topk, "experts": s.experts, "routing": f"uniform:{s.seed}"}
         return bench_rows.make_row({**columns, **values})
@@ -144,8 +151,9 @@ class Job:
         if case.provider != "triton_ep":
             there, back = traffic.plain_bytes(self.routing, row_bytes)
         else:
+            wire = s.hidden + s.hidden // 32 if case.payload == "mxfp8" else row_bytes
             partial = row_bytes if s.local_combine else s.hidden * torch.float32.itemsize
-            there = traffic.dispatch_bytes(self.routing, row_bytes)
+            there = traffic.dispatch_bytes(self.routing, wire)
             back = traffic.combine_bytes(self.routing, row_bytes, partial, local_combine=s.local_combine)
         return {"dispatch": max(there), "combine": max(back)}
 
@@ -158,6 +166,11 @@ class Measured:
     stages: dict[str, list[bench_stages.Stage]]
 
 
+def rows_for_combine(recv_x: torch.Tensor) -> torch.Tensor:
+    """Received rows in the dtype in which combine takes them."""
+    return recv_x.dequantize() if isinstance(recv_x, MXTensor) else recv_x
+
+
 def check(job: Job, provider: Any, x: torch.Tensor, idx: torch.Tensor) -> None:
     """Every row is where it belongs, bit for bit, and a token's copies come back summed.
 
@@ -168,10 +181,16 @@ def check(job: Job, provider: Any, x: torch.Tensor, idx: torch.Tensor) -> None:
     recv_x, state = provider.dispatch(x, idx)
     want = arrivals(job.idxs, job.rank, s.experts // job.num_ranks, job.device)
     everyone = torch.cat([coded_rows(r, s.tokens, s.hidden, s.seed, job.device) for r in range(job.num_ranks)])
-    difference = first_difference(recv_x, everyone, want.entry // s.topk)
-    if difference is not None:
-        raise WrongResult(f"dispatch on rank {job.rank}: {difference}")
-    out = provider.combine(recv_x, state)
+    parts = [(recv_x, everyone)]
+    if isinstance(recv_x, MXTensor):
+        data, scale = mxfp8.quantize(everyone)
+        parts = [(recv_x.qdata.view(torch.uint8), data.view(torch.uint8)), (recv_x.scale.view(torch.uint8), scale)]
+        x = mxfp8.dequantize(*mxfp8.quantize(x), x.dtype)
+    for received, sent in parts:
+        difference = first_difference(received, sent, want.entry // s.topk)
+        if difference is not None:
+            raise WrongResult(f"dispatch on rank {job.rank}: {difference}")
+    out = provider.combine(rows_for_combine(recv_x), state)
     # All copies are equal, so a sum in float32 is the exact multiple.
     exact = (x.float() * (idx >= 0).sum(1, keepdim=True)).double()
     bound = exact.abs() * torch.finfo(x.dtype).eps / 2 * (3 if s.local_combine else 1)
@@ -188,7 +207,8 @@ def measure_provider(job: Job, case: Case, provider: Any) -> Measured:
     check(job, provider, x, idx)
     timings, stages = {}, {}
     recv_x, state = provider.dispatch(x, idx)
-    calls = {"dispatch": lambda: provider.dispatch(x, idx), "combine": lambda: provider.combine(recv_x, state)}
+    y = rows_for_combine(recv_x)
+    calls = {"dispatch": lambda: provider.dispatch(x, idx), "combine": lambda: provider.combine(y, state)}
     for op in OPS:
         timings[op] = over_ranks(job.timer.times(calls[op], provider.meet))
         job.say(f"    {op}: {timings[op].median_us:.1f} us")
@@ -217,6 +237,7 @@ def measure(job: Job, case: Case) -> Measured:
         num_sm=case.num_sm,
         enable_local_combine=s.local_combine,
         capacity=job.capacity(),
+        payload="mxfp8" if case.payload == "mxfp8" else None,
         timeout_s=120.0,  # ranks may compile for different times
     ) as layer:
         measured = measure_provider(job, case, LayerProvider(layer))
@@ -358,6 +379,7 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Settings:
     parser.add_argument("--topk", default=8, help="default %(default)s", **number)
     parser.add_argument("--experts", default=256, help="over all ranks (default %(default)s)", **number)
     parser.add_argument("--capacity", choices=("exact", "static"), default="exact", help="default %(default)s")
+    parser.add_argument("--payload", choices=("bf16", "mxfp8"), default="bf16", help="of the layer (default bf16)")
     parser.add_argument("--num-sm", default=(20,), type=_list(int), metavar="N,N,..", help="a row each (default 20)")
     parser.add_argument("--enable-local-combine", action="store_true", help="sum a token's rows on the expert's rank")
     parser.add_argument("--iters", default=50, help="timed calls (default %(default)s)", **number)

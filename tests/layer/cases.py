@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from triton_ep import EPAll2AllLayer
+from triton_ep import EPAll2AllLayer, MXTensor
 from triton_ep.distributed import current_heap
 from triton_ep.reference import dispatch as dispatch_reference
+from triton_ep.reference import mxfp8 as mxfp8_reference
 from triton_ep.testing import Workload, apply_experts, make_workload
 
 
@@ -39,6 +40,8 @@ class Case:
     static: bool = False
     calls: int = 2
     num_sm: int = 20
+    payload: str | None = None
+    quantised_input: bool = False
 
 
 CASES = (
@@ -71,6 +74,11 @@ CASES = (
     Case("static", static=True, topk=4, experts=4),
     Case("static_aligned_local", static=True, topk=4, experts=4, alignment=16, local_combine=True),
     Case("one_program", num_sm=1, topk=4, experts=4),
+    Case("mxfp8", payload="mxfp8", topk=4, experts=4),
+    Case("mxfp8_odd_blocks", payload="mxfp8", hidden=96, alignment=16, topk=3, experts=3),
+    Case("mxfp8_wide_local", payload="mxfp8", hidden=544, local_combine=True, topk=4, experts=4, weights=False),
+    Case("mxfp8_quantised_input", payload="mxfp8", quantised_input=True, topk=4, experts=4, static=True),
+    Case("mxfp8_quantised_fp32", payload="mxfp8", quantised_input=True, hidden=160, dtype=torch.float32),
     Case("many_tokens", tokens=(70, 33, 65, 50), topk=2, experts=4, hidden=32, calls=1),
 )
 
@@ -105,6 +113,7 @@ def make_layer(case: Case, rank: int, nodes: int, ranks_per_node: int, group=Non
         "num_sm": case.num_sm,
         "enable_local_combine": case.local_combine,
         "alignment": case.alignment,
+        "payload": case.payload,
         "capacity": total * case.topk + case.experts * case.alignment if case.static else None,
         "timeout_s": 60.0,
         **kwargs,
@@ -136,6 +145,7 @@ class Call:
     case: Case
     works: list[Workload]
     expected: list[dispatch_reference.DispatchResult]
+    expected_rows: list[torch.Tensor]  # of every rank, in the token dtype
     recv_x: torch.Tensor
     recv_weights: torch.Tensor | None
     desc: object
@@ -148,12 +158,23 @@ def dispatch_and_check(layer: EPAll2AllLayer, case: Case, call: int) -> Call:
     mine = works[cfg.rank]
     weights = [w.topk_weights for w in works] if case.weights else None
     idxs = [w.topk_idx for w in works]
-    expected = [
-        dispatch_reference.dispatch([w.x for w in works], idxs, weights, r, cfg.num_experts, cfg.alignment)
-        for r in range(cfg.world_size)
-    ]
+    xs, scales = [w.x for w in works], None
+    if case.payload == "mxfp8":
+        xs, scales = map(list, zip(*(mxfp8_reference.quantize(w.x) for w in works), strict=True))
+
+    def expect(rows: list[torch.Tensor]) -> list[dispatch_reference.DispatchResult]:
+        return [
+            dispatch_reference.dispatch(rows, idxs, weights, r, cfg.num_experts, cfg.alignment)
+            for r in range(cfg.world_size)
+        ]
+
+    expected = expect(xs)
+    expected_rows = [want.recv_x for want in expected]
+    x = mine.x.to(device)
+    if case.quantised_input:
+        x = MXTensor.to_mx(x)
     recv_x, recv_weights, desc = layer.dispatch(
-        mine.x.to(device),
+        x,
         mine.topk_idx.to(device),
         mine.topk_weights.to(device) if case.weights else None,
         full_scatter_indices(mine.topk_idx, cfg.num_experts).to(device) if case.scatter else None,
@@ -168,13 +189,24 @@ def dispatch_and_check(layer: EPAll2AllLayer, case: Case, call: int) -> Call:
     torch.testing.assert_close(desc.num_input_tokens_per_rank.cpu(), tokens, **exact)
     assert int(desc.overflow) == 0
     assert recv_x.shape[0] == (cfg.recv_capacity if case.static else rows)
-    torch.testing.assert_close(recv_x[:rows].cpu(), want.recv_x, **exact)
+    if scales is None:
+        torch.testing.assert_close(recv_x[:rows].cpu(), want.recv_x, **exact)
+    else:
+        assert isinstance(recv_x, MXTensor) and recv_x.dtype == case.dtype
+        expected_scales = [result.recv_x for result in expect(scales)]
+        expected_rows = [
+            mxfp8_reference.dequantize(data, scale, case.dtype)
+            for data, scale in zip(expected_rows, expected_scales, strict=True)
+        ]
+        assert torch.equal(recv_x.qdata[:rows].view(torch.uint8).cpu(), want.recv_x.view(torch.uint8))
+        assert torch.equal(recv_x.scale[:rows].view(torch.uint8).cpu(), expected_scales[cfg.rank])
+        recv_x = recv_x.dequantize()
     if case.weights:
         assert recv_weights is not None
         torch.testing.assert_close(recv_weights[:rows].cpu(), want.recv_weights, **exact)
     else:
         assert recv_weights is None
-    return Call(case, works, expected, recv_x, recv_weights, desc)
+    return Call(case, works, expected, expected_rows, recv_x, recv_weights, desc)
 
 
 def combine_and_check(layer: EPAll2AllLayer, done: Call) -> torch.Tensor:
@@ -185,8 +217,8 @@ def combine_and_check(layer: EPAll2AllLayer, done: Call) -> torch.Tensor:
     weights = done.recv_weights if case.combine_weights else None
     out = layer.combine(y, done.desc, weights)
     ys = [
-        apply_experts(want.recv_x, want.expert_offsets, r * cfg.num_experts_per_rank)
-        for r, want in enumerate(done.expected)
+        apply_experts(rows, want.expert_offsets, r * cfg.num_experts_per_rank)
+        for r, (rows, want) in enumerate(zip(done.expected_rows, done.expected, strict=True))
     ]
     check_combined(out.cpu(), ys, done, cfg)
     return out

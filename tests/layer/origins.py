@@ -81,8 +81,8 @@ def first_difference(actual: torch.Tensor, rows: torch.Tensor, source: torch.Ten
     for begin in range(0, source.numel(), 8 * _CHUNK):
         want = rows[source[begin : begin + 8 * _CHUNK]]
         have = actual[begin : begin + want.shape[0]]
-        if not torch.equal(have.view(torch.int16), want.view(torch.int16)):
-            wrong = (have.view(torch.int16) != want.view(torch.int16)).any(1)
+        if not torch.equal(have.view(torch.uint8), want.view(torch.uint8)):
+            wrong = (have.view(torch.uint8) != want.view(torch.uint8)).any(1)
             row = int(torch.nonzero(wrong)[0])
             return (
                 f"row {begin + row} should be row {int(source[begin + row])} of all ranks' input "

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer, workloads
-from triton_ep import EPAll2AllLayer
+from triton_ep import EPAll2AllLayer, MXTensor
 from triton_ep.distributed import current_heap
 from triton_ep.errors import (
     AotMiss,
@@ -118,6 +118,29 @@ def test_wrong_scatter_indices_raise_on_every_rank(run_ranks, nodes, ranks_per_n
         assert "full_scatter_indices of rank 0" in text
 
 
+def _bad_mx(rank, nodes, ranks_per_node):
+    x, idx, _ = _inputs(rank)
+    with (
+        make_layer(CASE, rank, nodes, ranks_per_node) as plain,
+        make_layer(CASE, rank, nodes, ranks_per_node, payload="mxfp8") as layer,
+    ):
+        texts = [_caught(lambda: plain.dispatch(MXTensor.to_mx(x), idx), InputError)[1]]
+        e5m2 = MXTensor.to_mx(x, elem_dtype=torch.float8_e5m2)
+        texts.append(_caught(lambda: layer.dispatch(e5m2, idx), InputError)[1])
+        recv_x, _, desc = layer.dispatch(MXTensor.to_mx(x), idx)
+        texts.append(_caught(lambda: layer.combine(recv_x, desc), InputError)[1])
+        layer.combine(recv_x.dequantize(), desc)
+    return texts
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+def test_quantised_input_must_fit_the_layer(run_ranks, nodes, ranks_per_node):
+    """An MXTensor for a layer without MXFP8, of other elements, or given to combine, is refused on every rank."""
+    for plain, elements, combined in run_ranks(_bad_mx, nodes, ranks_per_node):
+        assert 'payload="mxfp8"' in plain and "e4m3" in elements and "dequantize" in combined
+
+
 def _weights_on_some(rank, nodes, ranks_per_node):
     with make_layer(CASE, rank, nodes, ranks_per_node) as layer:
         x, idx, weights = _inputs(rank)
@@ -178,6 +201,7 @@ BAD_CONFIGS = {
     "capacity": ({"capacity": -5}, ConfigError, "-5"),
     "timeout": ({"timeout_s": 0}, ConfigError, "timeout_s"),
     "payload": ({"payload": "fp3"}, ConfigError, "fp3"),
+    "mxfp8_hidden": ({"payload": "mxfp8", "hidden": 48}, ConfigError, "multiple of 32"),
     "aot": ({"use_aot": True}, AotMiss, "use_aot=False"),
 }
 

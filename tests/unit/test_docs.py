@@ -206,6 +206,7 @@ def test_buffer_table_is_that_of_the_source() -> None:
             "A": 77,
             "R": 91,
             "B": sizes.message_bytes,
+            "V": sizes.wire_bytes,
             "C": sizes.max_chunks,
             "KP": sizes.kp,
             "P": sizes.max_programs,

@@ -33,6 +33,7 @@ LAYERS = {
     "triton_ep.mx": 4,
     "triton_ep.ops": 4,
     "triton_ep.barrier": 5,  # launches, through ops
+    "triton_ep.checks": 5,
     "triton_ep.layer": 5,
     "triton_ep._rank_pool": 7,
     "triton_ep._rank_process": 7,

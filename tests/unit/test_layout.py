@@ -7,6 +7,7 @@ import triton.language as tl
 
 from triton_ep import EPConfig
 from triton_ep.kernels.device import buffers
+from triton_ep.kernels.device.rows import MX, QUANTISE, WORDS, wire_sizes
 from triton_ep.kernels.internode.dispatch import _message_sizes
 from triton_ep.layout import ALIGN_BYTES, BUFFERS, Sizes, estimate_bytes, initial_sizes
 from triton_ep.ops.tuning import as_words
@@ -45,21 +46,30 @@ def test_words_of_the_state_array_do_not_overlap() -> None:
 
 
 @triton.jit
-def _message_sizes_probe(out_ptr, word_ptr, row_words, KP: tl.constexpr):
-    offset, total = _message_sizes(row_words, word_ptr.dtype.element_ty, KP)
-    tl.store(out_ptr, offset)
-    tl.store(out_ptr + 1, total)
+def _message_sizes_probe(out_ptr, word_ptr, row_words, KP: tl.constexpr, PAYLOAD: tl.constexpr):
+    _, _, wire_bytes = wire_sizes(row_words, word_ptr.dtype.element_ty, PAYLOAD)
+    offset, total = _message_sizes(wire_bytes, KP)
+    tl.store(out_ptr, wire_bytes)
+    tl.store(out_ptr + 1, offset)
+    tl.store(out_ptr + 2, total)
 
 
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("hidden", [1, 37, 72, 7168])
-def test_message_rows_are_as_kernels_compute_them(dtype: torch.dtype, hidden: int) -> None:
-    """internode/dispatch.py derives the sizes of a message row from the payload; the layout allocates as many."""
-    sizes = Sizes(_config(hidden=hidden, token_dtype=dtype), 1, 1)
-    words = as_words(torch.empty(1, hidden, dtype=dtype), sizes.payload_bytes)
-    out = torch.zeros(2, dtype=torch.int64)
-    _message_sizes_probe[(1,)](out, words, words.numel(), KP=sizes.kp)
-    assert out.tolist() == [sizes.message_meta_offset, sizes.message_bytes]
+@pytest.mark.parametrize("hidden", [1, 37, 32, 96, 7168])
+def test_rows_on_the_wire_are_as_kernels_compute_them(payload: str | None, dtype: torch.dtype, hidden: int) -> None:
+    """Kernels derive the sizes of a row from its words; the layout allocates as many, whatever form it arrives in."""
+    if payload and hidden % 32:
+        pytest.skip("no row of MXFP8 has this length")
+    sizes = Sizes(_config(hidden=hidden, token_dtype=dtype, payload=payload), 1, 1)
+    row = torch.empty(1, hidden, dtype=dtype)
+    forms = {WORDS: as_words(row, sizes.payload_bytes)}
+    if payload:
+        forms = {QUANTISE: row, MX: as_words(row.view(torch.uint8)[:, :hidden], hidden)}
+    for form, words in forms.items():
+        out = torch.zeros(3, dtype=torch.int64)
+        _message_sizes_probe[(1,)](out, words, words.numel(), KP=sizes.kp, PAYLOAD=form.value)
+        assert out.tolist() == [sizes.wire_bytes, sizes.message_meta_offset, sizes.message_bytes]
 
 
 @pytest.mark.parametrize("capacity", [None, 40])

@@ -9,7 +9,7 @@ import torch
 from triton_ep.context import DispatchCombineContext
 from triton_ep.layout import CHUNK
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.ops.tuning import as_words, common_constexprs, exchange_programs, local_programs, tile
+from triton_ep.ops.tuning import as_words, common_constexprs, exchange_programs, local_programs, summing_tile, tile
 from triton_ep.runtime import launch
 
 
@@ -32,7 +32,7 @@ def stage(
     copy_rows = desc.skipped_token_topk_mapping_indices
     args: tuple[Any, ...]
     if copy_rows is not None:
-        constexprs.update(common_constexprs(sizes, "TOPK"), **tile(ctx.config.hidden))
+        constexprs.update(common_constexprs(sizes, "TOPK"), **summing_tile(ctx.config.hidden))
         args = (y, weights_arg, copy_rows, desc.report, *state, ctx.config.hidden, sizes.output_rows)
         launch("combine_reduce_kernel", programs, (*args, *_where(ctx)), constexprs)
         return
@@ -52,7 +52,7 @@ def _pull_constexprs(ctx: DispatchCombineContext, has_weights: bool) -> dict[str
         "HAS_WEIGHTS": has_weights,
         **common_constexprs(ctx.sizes, "TOPK", "LWP", "MAX_PROGRAMS", "MAX_CHUNKS"),
         "CHUNK": CHUNK,
-        **tile(ctx.config.hidden),
+        **summing_tile(ctx.config.hidden, ctx.config.num_nodes),
     }
 
 

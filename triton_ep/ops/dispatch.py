@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from triton_ep.context import DispatchCombineContext
+from triton_ep.kernels.device.rows import MX, QUANTISE, WORDS
 from triton_ep.ops.routing import Placement, Routing
-from triton_ep.ops.tuning import as_words, common_constexprs, exchange_programs, local_programs, tile
+from triton_ep.ops.tuning import (
+    as_words,
+    common_constexprs,
+    exchange_programs,
+    local_programs,
+    quantising_tile,
+    tile,
+)
 from triton_ep.runtime import launch
 
 
@@ -21,16 +30,44 @@ class ForwardTables:
     stage_row: torch.Tensor
 
 
-def push(ctx: DispatchCombineContext, x: torch.Tensor, weights: torch.Tensor | None, routing: Routing) -> None:
+@dataclass(frozen=True)
+class Rows:
+    """Rows to send, [T, H]: as they are, to be quantised on the way, or quantised already.
+
+    Attributes:
+        data: of the token dtype, or e4m3.
+        scale: [T, H / 32] uint8, with e4m3 data only.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, dict[str, Any]]:
+    """What kernels that send take of `rows`: pointer to data, to scales, words per row, constexprs."""
+    hidden, payload = ctx.config.hidden, ctx.config.payload
+    if payload is not None and rows.scale is None:
+        # Any pointer of the right type: not read.
+        unused = rows.data.view(torch.uint8)
+        return rows.data, unused, hidden, {"PAYLOAD": QUANTISE.value, **quantising_tile(hidden)}
+    row_bytes = hidden * rows.data.element_size()
+    words = as_words(rows.data, row_bytes)
+    row_words = row_bytes // words.element_size()
+    if rows.scale is None:
+        return words, words.view(torch.uint8), row_words, {"PAYLOAD": WORDS.value, **tile(row_words)}
+    return words, rows.scale, row_words, {"PAYLOAD": MX.value, **tile(row_words)}
+
+
+def push(ctx: DispatchCombineContext, x: Rows, weights: torch.Tensor | None, routing: Routing) -> None:
     """Push each row of x [T, H] once to every rank of this node that needs it, and release."""
     cfg, sizes = ctx.config, ctx.sizes
-    words = as_words(x, sizes.payload_bytes)
-    row_words = sizes.payload_bytes // words.element_size()
+    data, scale, row_words, payload = _source(ctx, x)
     launch(
         "dispatch_push_kernel",
         exchange_programs(cfg.num_sm),
         (
-            words,
+            data,
+            scale,
             routing.topk_idx,
             routing.dst_row,
             routing.stage_row,
@@ -38,7 +75,7 @@ def push(ctx: DispatchCombineContext, x: torch.Tensor, weights: torch.Tensor | N
             weights if weights is not None else routing.dst_row.view(torch.float32),
             ctx.state,
             ctx.tables,
-            x.shape[0],
+            x.data.shape[0],
             row_words,
             sizes.arrival_rows,
             cfg.num_experts_per_rank,
@@ -49,14 +86,14 @@ def push(ctx: DispatchCombineContext, x: torch.Tensor, weights: torch.Tensor | N
         {
             "HAS_WEIGHTS": weights is not None,
             **common_constexprs(sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS"),
-            **tile(row_words),
+            **payload,
         },
     )
 
 
 def send(
     ctx: DispatchCombineContext,
-    x: torch.Tensor,
+    x: Rows,
     weights: torch.Tensor | None,
     routing: Routing,
     node_token: torch.Tensor,
@@ -64,13 +101,13 @@ def send(
 ) -> None:
     """Send each row of x [T, H] once to every other node that needs it."""
     cfg, sizes = ctx.config, ctx.sizes
-    words = as_words(x, sizes.payload_bytes)
-    row_words = sizes.payload_bytes // words.element_size()
+    data, scale, row_words, payload = _source(ctx, x)
     launch(
         "internode_send_kernel",
         exchange_programs(cfg.num_sm),
         (
-            words,
+            data,
+            scale,
             routing.topk_idx,
             routing.dst_row,
             routing.stage_row,
@@ -79,7 +116,7 @@ def send(
             tokens_per_node,
             ctx.state,
             ctx.tables,
-            x.shape[0],
+            x.data.shape[0],
             cfg.max_tokens,
             row_words,
             cfg.rank,
@@ -90,7 +127,7 @@ def send(
             "HAS_WEIGHTS": weights is not None,
             "NETWORK": ctx.network,
             **common_constexprs(sizes, "TOPK", "KP", "MAX_CHUNKS", "CHUNK"),
-            **tile(row_words),
+            **payload,
         },
         ctx.extern_libs(),
     )
@@ -101,8 +138,8 @@ def forward(ctx: DispatchCombineContext, has_weights: bool, placement: Placement
     cfg, sizes = ctx.config, ctx.sizes
     shape = (3, cfg.num_nodes, cfg.max_tokens, cfg.topk)
     tables = ForwardTables(*torch.empty(shape, dtype=torch.int32, device=ctx.device))
-    words = as_words(ctx.local("stage_x"), sizes.payload_bytes)
-    row_words = sizes.payload_bytes // words.element_size()
+    words = as_words(ctx.local("stage_x"), sizes.wire_bytes)
+    row_words = sizes.wire_bytes // words.element_size()
     launch(
         "internode_forward_kernel",
         exchange_programs(cfg.num_sm),
@@ -137,26 +174,33 @@ def expand(
     num_arrivals: int,
     has_weights: bool,
     placement: Placement,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None]:
     """Wait for the rows and lay them out expert by expert.
 
     Returns recv_x [R, H], weights [R] float32 or None, and, with local combine, the output rows of each
     arrival row [C, K] int32. Rows behind the last expert's (static mode) keep zero weight, data undefined.
     """
     cfg, sizes = ctx.config, ctx.sizes
-    recv_x = torch.empty(num_rows, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
+    has_scales = cfg.payload is not None
+    dtype = torch.float8_e4m3fn if has_scales else cfg.token_dtype
+    recv_x = torch.empty(num_rows, cfg.hidden, dtype=dtype, device=ctx.device)
+    recv_scale = None
+    if has_scales:
+        recv_scale = torch.empty(num_rows, cfg.hidden // 32, dtype=torch.uint8, device=ctx.device)
     weights = torch.zeros(num_rows, dtype=torch.float32, device=ctx.device) if has_weights else None
     copy_rows = None
     if cfg.enable_local_combine:
         copy_rows = torch.empty(num_arrivals, cfg.topk, dtype=torch.int32, device=ctx.device)
-    words = as_words(recv_x, sizes.payload_bytes)
-    row_words = sizes.payload_bytes // words.element_size()
+    row_bytes = cfg.hidden * dtype.itemsize
+    words = as_words(recv_x, row_bytes)
+    row_words = row_bytes // words.element_size()
     senders = exchange_programs(cfg.num_sm)
     launch(
         "dispatch_expand_kernel",
         local_programs(ctx.device),
         (
             words,
+            recv_scale if recv_scale is not None else words.view(torch.uint8),
             weights if weights is not None else placement.report.view(torch.float32),
             copy_rows if copy_rows is not None else placement.report,
             placement.expert_offsets,
@@ -171,9 +215,9 @@ def expand(
             cfg.num_experts_per_rank,
             sizes.arrival_rows,
             senders,
-            0 if cfg.is_intra_node else senders,
         ),
         {
+            "HAS_SCALES": has_scales,
             "HAS_WEIGHTS": has_weights,
             "HAS_PADDING": cfg.alignment > 1,
             "KEEP_COPY_ROWS": copy_rows is not None,
@@ -181,4 +225,4 @@ def expand(
             **tile(row_words),
         },
     )
-    return recv_x, weights, copy_rows
+    return Rows(recv_x, recv_scale), weights, copy_rows

@@ -18,11 +18,26 @@ ROUTING_TOKENS = 16
 
 
 def tile(row_elements: int) -> dict[str, int]:
-    """ROWS and BLOCK_H of kernels that move rows of `row_elements` elements."""
-    block = min(layout.next_power_of_2(row_elements), 2048)
+    """ROWS and BLOCK_H of kernels that copy rows of `row_elements` words: 32 KB of 8-byte words at a time."""
+    return _tile(row_elements, 2048, 4096)
+
+
+def summing_tile(row_elements: int, num_nodes: int = 1) -> dict[str, int]:
+    """ROWS and BLOCK_H of kernels that sum rows of `row_elements` elements over a link.
+
+    Two whole rows of 7168 with 32 warps keep enough loads in flight for 20 programs to use the link: one row in
+    pieces of 2048 with 8 warps took 3 times as long (4 x H200). With several nodes one row: the partial sums of
+    the others take registers, too.
+    """
+    return _tile(row_elements, 8192, 16384 if num_nodes == 1 else 8192)
+
+
+def _tile(row_elements: int, most: int, elements: int) -> dict[str, int]:
+    block = min(layout.next_power_of_2(row_elements), 2048 if INTERPRETING else most)
     if INTERPRETING:
         return {"ROWS": layout.CHUNK, "BLOCK_H": block}
-    return {"ROWS": 1, "BLOCK_H": max(block, 128)}
+    block = max(block, 128)
+    return {"ROWS": min(elements // block, layout.CHUNK), "BLOCK_H": block}
 
 
 def exchange_programs(num_sm: int) -> int:
@@ -35,6 +50,14 @@ def local_programs(device: torch.device) -> int:
     if INTERPRETING:
         return 2
     return min(torch.cuda.get_device_properties(device).multi_processor_count, layout.STAGE_PROGRAMS)
+
+
+def quantising_tile(hidden: int) -> dict[str, int]:
+    """ROWS and BLOCK_H of kernels that quantise rows of `hidden` elements, 32 at a time."""
+    block = max(layout.next_power_of_2(hidden), 32)
+    if INTERPRETING:
+        return {"ROWS": layout.CHUNK, "BLOCK_H": min(block, 2048)}
+    return {"ROWS": 1, "BLOCK_H": min(max(block, 128), 8192)}
 
 
 def as_words(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:

@@ -1,0 +1,122 @@
+"""Arguments of the layer's calls: what fits, and how every rank learns of a mistake that one of them sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from triton_ep.config import EPConfig
+from triton_ep.errors import InputError, PeerFailed, StaleHandleError
+from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.mx.tensor import MXTensor
+
+
+def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
+    """Raise what the splits exchange told about the arguments of any rank; the same on all ranks.
+
+    report: [W][8], as in EPAllToAllLayoutDesc.
+
+    Raises:
+        PeerFailed: a rank rejected its arguments.
+        InputError: an id out of range, bad scatter indices, weights on some ranks only.
+    """
+    for rank, (_, _, _, bad, bad_id, word, *_) in enumerate(report):
+        if word & HOST_REJECTED:
+            raise PeerFailed(f"rank {rank} rejected its arguments to dispatch; see the InputError it raised.")
+        if word & HOST_SCATTER:
+            raise InputError(
+                f"full_scatter_indices of rank {rank} is not a sort of its entries by expert: a kept entry lies "
+                "outside its expert's range, or two share a position. Pass None to have it computed."
+            )
+        if bad:
+            token, k = divmod(bad - 1, cfg.topk)
+            raise InputError(
+                f"exp_indices[{token}, {k}] of rank {rank} is {bad_id}: expert ids are 0 to "
+                f"{cfg.num_experts - 1}; -1 or {cfg.num_experts} drops an entry."
+            )
+    with_weights = [bool(row[5] & HOST_WEIGHTS) for row in report]
+    if len(set(with_weights)) > 1:
+        lacking = [rank for rank, has in enumerate(with_weights) if not has]
+        raise InputError(f"dispatch got weights on some ranks only; without: {lacking}. Pass them on all or none.")
+
+
+def check_dispatch(
+    cfg: EPConfig,
+    device: torch.device,
+    x: Any,
+    topk_idx: Any,
+    weights: Any,
+    scatter: Any,
+) -> None:
+    """Raise InputError unless the arguments of `EPAll2AllLayer.dispatch` fit the layer."""
+    if isinstance(x, MXTensor):
+        _check_mx(cfg, device, x)
+    else:
+        _check_tensor(device, "input", x, (None, cfg.hidden), (cfg.token_dtype,))
+    num_tokens = x.shape[0]
+    if num_tokens > cfg.max_tokens:
+        raise InputError(
+            f"dispatch got {num_tokens} tokens on rank {cfg.rank}, the layer was made for max_tokens="
+            f"{cfg.max_tokens}. Raise max_tokens on all ranks, or split the batch."
+        )
+    shape, ids = (num_tokens, cfg.topk), (torch.int32, torch.int64)
+    _check_tensor(device, "exp_indices", topk_idx, shape, ids)
+    if weights is not None:
+        _check_tensor(device, "weight", weights, shape, (cfg.weight_dtype,))
+    if scatter is not None:
+        _check_tensor(device, "full_scatter_indices", scatter, shape, ids)
+
+
+def check_combine(cfg: EPConfig, device: torch.device, layer_id: int, y: Any, desc: Any, weights: Any) -> None:
+    """Raise unless the arguments of `EPAll2AllLayer.combine` fit the layer.
+
+    Raises:
+        InputError: a tensor does not fit.
+        StaleHandleError: the descriptor is not of this layer.
+    """
+    if not isinstance(desc, EPAllToAllLayoutDesc):
+        raise InputError(f"combine needs the descriptor that dispatch returned, got {type(desc).__name__}.")
+    if desc.layer_id != layer_id:
+        raise StaleHandleError(
+            "combine got a descriptor of another layer, or of one that was finalized. Pass the one that this "
+            "layer's dispatch returned."
+        )
+    _check_tensor(device, "input", y, (desc.num_recv_rows, cfg.hidden), (cfg.token_dtype,))
+    if weights is not None:
+        _check_tensor(device, "weights", weights, (desc.num_recv_rows,), (torch.float32,))
+
+
+def _check_mx(cfg: EPConfig, device: torch.device, x: MXTensor) -> None:
+    """Raise InputError unless quantised rows fit a layer with payload="mxfp8"."""
+    if cfg.payload is None:
+        raise InputError('input is an MXTensor, but the layer sends rows as they are; make it with payload="mxfp8".')
+    if x.elem_dtype != torch.float8_e4m3fn or x.block_size != 32:
+        raise InputError(
+            f"input must have e4m3 elements in blocks of 32, got {x.elem_dtype} in blocks of {x.block_size}."
+        )
+    _check_tensor(device, "input.qdata", x.qdata, (None, cfg.hidden), (torch.float8_e4m3fn,))
+    _check_tensor(device, "input.scale", x.scale, (x.shape[0], cfg.hidden // 32), (torch.float8_e8m0fnu,))
+
+
+def _check_tensor(
+    device: torch.device, name: str, tensor: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Raise InputError unless `tensor` has that shape (None = any), one of the dtypes, and the layer's device."""
+    if isinstance(tensor, MXTensor):
+        raise InputError(f"{name} must be a plain tensor, got an MXTensor; call .dequantize().")
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(tensor).__name__}.")
+    wanted = "[" + ", ".join("any" if extent is None else str(extent) for extent in shape) + "]"
+    fits = tensor.dim() == len(shape) and all(
+        extent is None or extent == actual for extent, actual in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        raise InputError(f"{name} must have shape {wanted}, got {list(tensor.shape)}.")
+    if tensor.dtype not in dtypes:
+        raise InputError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}.")
+    if tensor.device != device:
+        raise InputError(f"{name} must be on {device}, got {tensor.device}.")
+    if not tensor.is_contiguous():
+        raise InputError(f"{name} must be contiguous, got strides {tensor.stride()}; call .contiguous().")
