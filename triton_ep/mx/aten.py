@@ -77,8 +77,8 @@ def _same(func: Any, mx: MXTensor, **kwargs: Any) -> MXTensor:
 
 @_handles(aten._to_copy.default)
 def _to_copy(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> MXTensor:
-    parts = (func(part.view(torch.uint8), **kwargs) for part in (mx.qdata, mx.scale))
-    return mx._with(*parts, orig_dtype=dtype)
+    qdata, scale = (func(part.view(torch.uint8), **kwargs) for part in (mx.qdata, mx.scale))
+    return mx._with(qdata, scale, orig_dtype=dtype)
 
 
 @_handles(aten.copy_.default)

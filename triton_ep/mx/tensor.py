@@ -48,7 +48,7 @@ class MXTensor(torch.Tensor):
     block_dim: int
 
     # A result is an MXTensor only where an implementation says so.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -130,7 +130,7 @@ class MXTensor(torch.Tensor):
         result: torch.Tensor = _Dequantize.apply(self, dtype)
         return result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"MXTensor(shape={list(self.shape)}, {self.elem_dtype} in blocks of {self.block_size} along dimension "
             f"{self.block_dim}, for {self.orig_dtype}, device={str(self.device)!r}, "
@@ -171,7 +171,7 @@ class MXTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         from triton_ep.mx.aten import run  # it needs this class
@@ -197,7 +197,8 @@ class MXTensor(torch.Tensor):
 def _rebuild(qdata: torch.Tensor, scale: torch.Tensor, context: dict[str, Any], requires_grad: bool) -> MXTensor:
     """What `pickle` and `torch.load` call."""
     mx = MXTensor(qdata.view(context["elem_dtype"]), scale.view(SCALE_DTYPE), **context)
-    return mx.requires_grad_(requires_grad)
+    mx.requires_grad_(requires_grad)
+    return mx
 
 
 torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True)
