@@ -35,6 +35,8 @@ LAYERS = {
     "triton_ep.barrier": 5,  # launches, through ops
     "triton_ep.checks": 5,
     "triton_ep.layer": 5,
+    "triton_ep.autograd": 6,
+    "triton_ep.pipeline": 6,
     "triton_ep._rank_pool": 7,
     "triton_ep._rank_process": 7,
     "triton_ep.testing": 7,

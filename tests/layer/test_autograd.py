@@ -1,0 +1,301 @@
+"""Gradients over the layer: those of a dense computation in double precision, slot by slot for the weights."""
+
+import gc
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.layer.cases import Case, make_layer, workloads
+from triton_ep import autograd
+from triton_ep.distributed import current_heap
+from triton_ep.errors import FinalizedError, StaleHandleError
+
+TOPOLOGIES = ((1, 2), (1, 4), (2, 2))
+
+CASES = (
+    Case("weights_in_combine", combine_weights=True),
+    Case("weights_before_combine", topk=4, experts=4, tokens=(9, 4, 7, 6)),
+    Case("no_weights", weights=False),
+    Case("aligned", alignment=16, topk=3, experts=4, combine_weights=True),
+    Case("zero_tokens_on_a_rank", tokens=(6, 0, 9, 3), combine_weights=True),
+    Case("zero_tokens_everywhere", tokens=(0,), combine_weights=True),
+    Case("skewed", routing="skewed", topk=4, experts=4, tokens=(12, 2, 7, 9), combine_weights=True),
+    Case("all_dropped", routing="all_dropped", combine_weights=True),
+    Case("same_expert_twice", routing="duplicates", topk=4, experts=4, combine_weights=True),
+    Case("local_combine", local_combine=True, topk=4, experts=4, combine_weights=True),
+    Case("local_combine_before", local_combine=True, topk=4, experts=2),
+    Case("static", static=True, topk=4, experts=4, combine_weights=True),
+    Case("static_local", static=True, alignment=16, topk=3, experts=4, local_combine=True, combine_weights=True),
+    Case("short_rows", hidden=3, topk=5, experts=8, combine_weights=True),
+)
+FP32 = tuple(replace(case, dtype=torch.float32) for case in CASES)
+
+
+def _expert_weights(case: Case, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shape = (num_experts, case.hidden, case.hidden)
+    return tuple(torch.randn(shape, generator=generator) / case.hidden for _ in range(2))
+
+
+def _experts(x: torch.Tensor, offsets: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows through two matrices; rows behind the last one are zero."""
+    starts = offsets.tolist()
+    parts = [torch.tanh(x[a:b] @ up[e]) @ down[e] for e, (a, b) in enumerate(pairwise(starts))]
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - starts[-1], x.shape[1])])
+
+
+def _output_gradient(case: Case, rank: int, tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(90 + rank)
+    return torch.randn(tokens, case.hidden, generator=generator)
+
+
+def _dense(case: Case, works, up: torch.Tensor, down: torch.Tensor):
+    """Every rank's output and gradients of x and weights, and those of all experts, in float64 without a layer."""
+    xs = [w.x.double().requires_grad_() for w in works]
+    weights = [w.topk_weights.double().requires_grad_() for w in works]
+    up, down = up.double().requires_grad_(), down.double().requires_grad_()
+    outs = []
+    for x, weight, work in zip(xs, weights, works, strict=True):
+        out = torch.zeros_like(x)
+        for e in range(up.shape[0]):
+            share = torch.where(work.topk_idx == e, weight if case.weights else 1.0, 0.0).sum(1, keepdim=True)
+            out = out + share * (torch.tanh(x @ up[e]) @ down[e])
+        outs.append(out)
+    loss = sum((o * _output_gradient(case, r, o.shape[0]).double()).sum() for r, o in enumerate(outs))
+    loss.backward()
+    return outs, [x.grad for x in xs], [w.grad for w in weights], up.grad, down.grad
+
+
+def _check_gradients(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        cfg, device = layer.config, current_heap().device
+        works = workloads(case, cfg.world_size, 0)
+        all_up, all_down = _expert_weights(case, cfg.num_experts)
+        outs, grad_xs, grad_ws, grad_up, grad_down = _dense(case, works, all_up, all_down)
+        mine = slice(rank * cfg.num_experts_per_rank, (rank + 1) * cfg.num_experts_per_rank)
+        up, down = (w[mine].to(device).requires_grad_() for w in (all_up, all_down))
+        x = works[rank].x.to(device).requires_grad_()
+        weights = works[rank].topk_weights.to(device).requires_grad_() if case.weights else None
+
+        # Uninitialised memory is NaN from here on: what is not written must not be read.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            recv_x, recv_weights, desc = autograd.dispatch(layer, x, works[rank].topk_idx.to(device), weights)
+            y = _experts(recv_x, desc.expert_offsets, up, down)
+            in_combine = recv_weights if case.combine_weights else None
+            if case.weights and in_combine is None:
+                y = y * recv_weights.unsqueeze(1)
+            y.retain_grad()
+            out = autograd.combine(layer, y, desc, in_combine)
+            out.backward(_output_gradient(case, rank, x.shape[0]).to(device))
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+        close = {"rtol": 2e-4, "atol": 2e-4, "check_dtype": False}
+        torch.testing.assert_close(out.cpu(), outs[rank], **close)
+        torch.testing.assert_close(x.grad.cpu(), grad_xs[rank], **close)
+        torch.testing.assert_close(up.grad.cpu(), grad_up[mine], **close)
+        torch.testing.assert_close(down.grad.cpu(), grad_down[mine], **close)
+        dropped = (works[rank].topk_idx < 0) | (works[rank].topk_idx >= cfg.num_experts)
+        assert not x.grad.cpu()[dropped.all(1)].any()
+        assert not y.grad[int(desc.expert_offsets[-1]) :].any()
+        if case.weights:
+            torch.testing.assert_close(weights.grad.cpu(), grad_ws[rank], **close)
+            assert not weights.grad.cpu()[dropped].any()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("case", FP32, ids=lambda case: case.name)
+def test_gradients_are_those_of_the_dense_computation(run_ranks, chaos_seed, nodes, ranks_per_node, case):
+    """Of tokens, routing weights and experts; dropped entries get zero."""
+    run_ranks(_check_gradients, nodes, ranks_per_node, case)
+
+
+def _check_exact_slots(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    """Small integers and powers of two: no sum below rounds, so every bit is determined."""
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        cfg, device = layer.config, current_heap().device
+        work = workloads(case, cfg.world_size, 0)[rank]
+        tokens = work.x.shape[0]
+        generator = torch.Generator().manual_seed(rank)
+        x, grad = (torch.randint(-2, 3, (tokens, case.hidden), generator=generator).to(case.dtype) for _ in range(2))
+        weights = work.topk_weights.to(device).requires_grad_()
+        leaf = x.to(device).requires_grad_()
+        recv_x, recv_weights, desc = autograd.dispatch(layer, leaf, work.topk_idx.to(device), weights)
+        starts = desc.expert_offsets.tolist()
+        scales = torch.ones(recv_x.shape[0], 1, device=device)
+        for local, (a, b) in enumerate(pairwise(starts)):
+            scales[a:b] = 2.0 ** ((rank * cfg.num_experts_per_rank + local) % 7 - 3)
+        out = autograd.combine(layer, recv_x * scales.to(case.dtype), desc, recv_weights)
+        out.backward(grad.to(device))
+        kept = (work.topk_idx >= 0) & (work.topk_idx < cfg.num_experts)
+        expected = (x.double() * grad.double()).sum(1, keepdim=True) * 2.0 ** (work.topk_idx.double() % 7 - 3)
+        expected = torch.where(kept, expected, 0.0).float()
+        assert torch.equal(weights.grad.cpu(), expected)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("local_combine", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_weights_are_exact_per_slot(run_ranks, chaos_seed, nodes, ranks_per_node, local_combine, dtype):
+    """Not their mean over a token's slots, not rounded to the dtype of rows."""
+    case = Case("slots", topk=4, experts=4, hidden=32, dtype=dtype, local_combine=local_combine)
+    run_ranks(_check_exact_slots, nodes, ranks_per_node, case)
+
+
+def _check_microbatches(rank: int, nodes: int, ranks_per_node: int, static: bool) -> None:
+    case = Case("batches", topk=4, experts=4, dtype=torch.float32, static=static, combine_weights=True)
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        cfg = layer.config
+        device = current_heap().device
+        all_up, all_down = _expert_weights(case, cfg.num_experts)
+        mine = slice(rank * cfg.num_experts_per_rank, (rank + 1) * cfg.num_experts_per_rank)
+        up, down = all_up[mine].to(device), all_down[mine].to(device)
+        pending = {}
+
+        def forward(batch: int) -> None:
+            works = workloads(case, cfg.world_size, batch)
+            x, weights = (t.clone().to(device).requires_grad_() for t in (works[rank].x, works[rank].topk_weights))
+            recv_x, recv_weights, desc = autograd.dispatch(layer, x, works[rank].topk_idx.to(device), weights)
+            out = autograd.combine(layer, _experts(recv_x, desc.expert_offsets, up, down), desc, recv_weights)
+            pending[batch] = works, x, weights, out
+
+        def backward(batch: int) -> None:
+            works, x, weights, out = pending.pop(batch)
+            out.backward(_output_gradient(case, rank, x.shape[0]).to(device))
+            outs, grad_xs, grad_ws, _, _ = _dense(case, works, all_up, all_down)
+            close = {"rtol": 2e-4, "atol": 2e-4, "check_dtype": False}
+            torch.testing.assert_close(out.cpu(), outs[rank], **close)
+            torch.testing.assert_close(x.grad.cpu(), grad_xs[rank], **close)
+            torch.testing.assert_close(weights.grad.cpu(), grad_ws[rank], **close)
+
+        for step, batch in (
+            (forward, 0),
+            (forward, 1),
+            (backward, 0),
+            (forward, 2),
+            (backward, 1),
+            (backward, 2),
+        ):
+            step(batch)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("static", [False, True])
+def test_microbatches_in_flight_do_not_disturb_each_other(run_ranks, chaos_seed, nodes, ranks_per_node, static):
+    """The pipeline schedule F0 F1 B0 F2 B1 B2."""
+    run_ranks(_check_microbatches, nodes, ranks_per_node, static)
+
+
+# --- torch.library and torch.compile --------------------------------------------------------------------
+
+
+def _check_ops(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    # No drops and exactly as many rows as there are: static mode leaves nothing unwritten, which opcheck compares.
+    capacity = {"capacity": case.tokens[0] * case.topk} if case.static else {}
+    with make_layer(case, rank, nodes, ranks_per_node, **capacity) as layer:
+        key = autograd.enter(layer)
+        work, device = workloads(case, 1, 0)[0], current_heap().device
+        x, weights = (t.clone().to(device).requires_grad_() for t in (work.x, work.topk_weights))
+        topk_idx = work.topk_idx.to(device)
+        ops = torch.ops.triton_ep
+        args = (x, None, topk_idx, weights, True, key)
+        torch.library.opcheck(ops.dispatch.default, args)
+        torch.library.opcheck(ops.dispatch.default, (x, None, topk_idx, None, False, key))
+        slots = ops.dispatch(*args)[3]
+        recv_x, recv_weights, desc = autograd.dispatch(layer, x.detach(), topk_idx, weights.detach())
+        tensors = autograd._tensors(desc)
+        for each in (recv_weights, None):
+            leaf = None if each is None else each.clone().requires_grad_()
+            torch.library.opcheck(ops.combine.default, (recv_x.clone().requires_grad_(), leaf, tensors, key))
+        torch.library.opcheck(ops.dispatch_backward.default, (recv_x, recv_weights, slots, tensors, True, key))
+        grad = torch.ones_like(x)
+        torch.library.opcheck(ops.combine_backward.default, (grad, tensors[0], recv_x.shape[0], key))
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("local_combine", [False, True])
+def test_opcheck_finds_nothing(run_ranks, static, local_combine):
+    """Schemas, fakes and gradients of the ops are what torch.compile takes them for."""
+    case = Case("ops", tokens=(6,), hidden=32, drop=0.0, static=static, local_combine=local_combine)
+    run_ranks(_check_ops, 1, 1, replace(case, dtype=torch.float32), timeout_s=120)
+
+
+def _check_compiled(rank: int, nodes: int, ranks_per_node: int, static: bool, backend: str) -> None:
+    case = Case("compiled", topk=2, experts=2, hidden=32, dtype=torch.float32, static=static)
+    torch._dynamo.reset()
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        cfg, device = layer.config, current_heap().device
+        autograd.enter(layer)
+        all_up, _ = _expert_weights(case, cfg.num_experts)
+        up = all_up[rank * cfg.num_experts_per_rank :][: cfg.num_experts_per_rank].clone().to(device).requires_grad_()
+        router = torch.randn(case.hidden, cfg.num_experts, generator=torch.Generator().manual_seed(3))
+        router = router.to(device).requires_grad_()
+
+        def moe(x: torch.Tensor) -> torch.Tensor:
+            weights, topk_idx = (x @ router).softmax(-1).topk(case.topk)
+            recv_x, recv_weights, desc = autograd.dispatch(layer, x, topk_idx, weights.contiguous())
+            row = torch.arange(recv_x.shape[0], dtype=torch.int32, device=device)
+            expert = torch.searchsorted(desc.expert_offsets[1:], row, right=True)
+            recv_x = torch.where((row < desc.expert_offsets[-1]).unsqueeze(1), recv_x, 0.0)
+            y = sum(torch.where((expert == e).unsqueeze(1), recv_x @ up[e], 0.0) for e in range(up.shape[0]))
+            return autograd.combine(layer, y, desc, recv_weights)
+
+        compiled = torch.compile(moe, fullgraph=True, backend=backend)
+        for tokens in (7, 4, 12):
+            generator = torch.Generator().manual_seed(tokens + rank)
+            results = []
+            x = torch.randn(tokens - rank, case.hidden, generator=generator).to(device)
+            for function in (moe, compiled):
+                leaf = x.clone().requires_grad_()
+                out = function(leaf)
+                results.append((out, *torch.autograd.grad(out.square().sum(), (leaf, router, up))))
+            for eager, traced in zip(*results, strict=True):
+                torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_layer_compiles_into_one_graph(run_ranks, ranks_per_node, static):
+    """fullgraph=True, forward and backward; a second number of tokens is the same graph or another one."""
+    run_ranks(_check_compiled, 1, ranks_per_node, static, "aot_eager", timeout_s=120)
+
+
+# --- the table of layers --------------------------------------------------------------------------------
+
+
+def _check_leaving(rank: int, nodes: int, ranks_per_node: int) -> None:
+    case = Case("leaving", dtype=torch.float32)
+    work, device = workloads(case, 1, 0)[0], current_heap().device
+    x, topk_idx = work.x.to(device), work.topk_idx.to(device)
+
+    def forward(layer) -> torch.Tensor:
+        recv_x, _, desc = autograd.dispatch(layer, x.clone().requires_grad_(), topk_idx)
+        return autograd.combine(layer, recv_x, desc)
+
+    with make_layer(case, rank, nodes, ranks_per_node) as layer, make_layer(case, rank, nodes, ranks_per_node) as other:
+        _, _, desc = autograd.dispatch(other, x, topk_idx)
+        with pytest.raises(StaleHandleError, match="another layer"):
+            autograd.combine(layer, x, desc)
+        out = forward(layer)
+        autograd.leave(layer)
+        autograd.leave(layer)
+        with pytest.raises(StaleHandleError, match=r"autograd\.enter"):
+            out.sum().backward()
+        out = forward(layer)
+    with pytest.raises(FinalizedError):
+        out.sum().backward()
+    key = autograd.enter(layer)
+    del layer
+    gc.collect()
+    assert key not in autograd._LAYERS
+
+
+@pytest.mark.plain
+def test_layers_are_held_weakly_and_may_leave(run_ranks):
+    """A graph whose layer left, was finalized or is of another layer says so."""
+    run_ranks(_check_leaving, 1, 1)

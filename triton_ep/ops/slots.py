@@ -1,0 +1,86 @@
+"""One float32 per received row, back to its own (token, k): what the gradient of routing weights needs.
+
+Combine sums over k, so it can carry a value per slot if every slot has a column of its own: each row puts its
+value into column k and zeros into the others. It then is a combine of short float32 rows, with the same kernels,
+buffers and epochs as any other; no term but one is not zero, so the sum is exact.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+
+from triton_ep.context import DispatchCombineContext
+from triton_ep.errors import ConfigError
+from triton_ep.layout import Sizes
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.ops import barrier as barrier_ops
+from triton_ep.ops import combine as combine_ops
+
+
+def row_slots(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+    """[R] int32: k of the copy in each row of the latest dispatch, -1 in rows without one.
+
+    `desc` must be of that dispatch: the tables it is read from are overwritten by the next one.
+    """
+    cfg = ctx.config
+    rows = ctx.local("stage_meta")[:, : cfg.topk]  # output rows of each arrival row's copies
+    arrivals = desc.report[cfg.rank, 1].clamp(max=ctx.sizes.arrival_rows)
+    arrived = (torch.arange(rows.shape[0], device=ctx.device) < arrivals).unsqueeze(1)
+    none = desc.num_recv_rows
+    target = torch.where(arrived & (rows >= 0) & (rows < none), rows, none).long()
+    slots = torch.full((none + 1,), -1, dtype=torch.int32, device=ctx.device)
+    ks = torch.arange(cfg.topk, dtype=torch.int32, device=ctx.device).expand(rows.shape)
+    return slots.scatter_(0, target.flatten(), ks.flatten())[:none]
+
+
+def to_slots(
+    ctx: DispatchCombineContext, values: torch.Tensor, slots: torch.Tensor, desc: EPAllToAllLayoutDesc
+) -> torch.Tensor:
+    """Send the value of each row to the slot it came from. Collective.
+
+    Arguments:
+        values: [R] float32.
+        slots: [R] int32, from `row_slots`.
+
+    Returns [T, K] float32; a dropped entry gets zero.
+
+    Raises:
+        ConfigError: rows of the layer are shorter than one float32.
+    """
+    topk = ctx.config.topk
+    narrow = _narrow(ctx, topk)
+    width = narrow.config.hidden
+    parts = []
+    for first in range(0, topk, width):
+        column = slots.long() - first
+        mine = (column >= 0) & (column < width)
+        rows = torch.zeros(values.shape[0], width, dtype=torch.float32, device=values.device)
+        rows.scatter_(1, column.clamp(0, width - 1).unsqueeze(1), torch.where(mine, values, 0.0).unsqueeze(1))
+        combine_ops.stage(narrow, rows, None, desc)
+        if not ctx.config.is_intra_node:
+            combine_ops.send_partials(narrow, False, desc)
+        parts.append(combine_ops.pull(narrow, False, desc))
+        barrier_ops.post_combine_done(ctx)
+    return torch.cat(parts, 1)[:, :topk]
+
+
+def _narrow(ctx: DispatchCombineContext, columns: int) -> DispatchCombineContext:
+    """The same context, with float32 rows of up to `columns` elements that fit into the rows of the buffers."""
+    cfg, sizes = ctx.config, ctx.sizes
+    width = min(columns, cfg.hidden * cfg.token_dtype.itemsize // 4)
+    if not cfg.is_intra_node:
+        partial_bytes = sizes.partial_stride * cfg.partial_dtype.itemsize
+        while width and -(-width // 8) * 8 * 4 > partial_bytes:
+            width -= 1
+    if width == 0:
+        raise ConfigError(
+            f"rows of {cfg.hidden} {cfg.token_dtype} are too short to carry gradients of routing weights. "
+            "Use a larger hidden size, or float32 rows."
+        )
+    narrow = copy.copy(ctx)
+    narrow.config = replace(cfg, hidden=width, token_dtype=torch.float32)
+    narrow.sizes = Sizes(narrow.config, sizes.arrival_rows, sizes.output_rows)
+    return narrow
