@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from math import prod
 from typing import Any
 
 import torch
@@ -143,8 +144,7 @@ class MXTensor(torch.Tensor):
         elements = self.qdata.movedim(self.block_dim, -1)
         scale = self.scale.view(torch.uint8).movedim(self.block_dim, -1)
         if _has_kernel(elements, self.block_size):
-            flat = elements.reshape(-1, elements.shape[-1]), scale.reshape(-1, scale.shape[-1])
-            values = mxfp8.dequantize_rows(*flat, dtype).view(elements.shape)
+            values = mxfp8.dequantize_rows(_as_rows(elements), _as_rows(scale), dtype).view(elements.shape)
         else:
             values = arithmetic.dequantize(elements, scale, dtype)
         return values.movedim(-1, self.block_dim)
@@ -233,14 +233,18 @@ def _has_kernel(x: torch.Tensor, block_size: int) -> bool:
     return x.is_cuda and is_real and block_size == BLOCK
 
 
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])  # -1 would be any number where nothing is in the other dimension
+
+
 class _Quantize(torch.autograd.Function):
     """Straight-through: the gradient of the values is that of `x`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, elem_dtype: torch.dtype, block_size: int, mode: ScalingMode) -> MXTensor:
         if _has_kernel(x, block_size):
-            flat, scale = mxfp8.quantize_rows(x.reshape(-1, x.shape[-1]), elem_dtype, mode)
-            qdata, scale = flat.view(x.shape), scale.view(*x.shape[:-1], -1 if x.numel() else 0)
+            flat, scale = mxfp8.quantize_rows(_as_rows(x), elem_dtype, mode)
+            qdata, scale = flat.view(x.shape), scale.view(*x.shape[:-1], x.shape[-1] // block_size)
         else:
             qdata, scale = arithmetic.quantize(x, elem_format(elem_dtype), mode, block_size)
         return MXTensor(qdata, scale.view(SCALE_DTYPE), elem_dtype, block_size, x.dtype)
