@@ -18,6 +18,8 @@ class Variant:
     types: Mapping[str, str] = field(default_factory=dict)
     aligned: tuple[str, ...] = ()
     """Integer arguments known to be multiples of 16."""
+    num_warps: int | None = None
+    """Warps of a program, where it is not the number of the spec."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class KernelSpec:
     Attributes:
         kernel: the `triton.jit` function.
         args: "name:type" of every run-time argument, in order, separated by spaces.
-        num_warps: warps of a program on a GPU.
+        num_warps: warps of a program on a GPU, unless a variant has its own.
         variants: what the compile gate builds.
     """
 

@@ -53,11 +53,13 @@ def launch(
     args: Sequence[Any],
     constexprs: Mapping[str, Any],
     extern_libs: Mapping[str, str] | None = None,
+    num_warps: int | None = None,
 ) -> None:
     """Launch `grid` programs of a kernel on the current stream; a grid of 0 launches nothing.
 
     args: tensors and ints in the order of the kernel's spec.
     extern_libs: name and path of device bitcode, for variants that call NVSHMEM.
+    num_warps: warps of a program on a GPU, where it is not the number of the spec.
 
     Raises:
         EPError: what a hook raised inside an interpreted kernel (`PeerFailed`).
@@ -71,7 +73,7 @@ def launch(
     if INTERPRETING:
         _interpret(kernel_spec, grid, args, constexprs)
         return
-    options: dict[str, Any] = {"num_warps": kernel_spec.num_warps}
+    options: dict[str, Any] = {"num_warps": num_warps or kernel_spec.num_warps}
     if extern_libs:
         options["extern_libs"] = dict(extern_libs)
     kernel_spec.kernel[(grid,)](*args, **constexprs, **options)

@@ -21,12 +21,12 @@ def _bf16(tile: dict[str, int], tma: bool, k_major: bool) -> Variant:
     return Variant({"TMA": tma, "K_MAJOR": k_major, **_COMMON, **tile}, types, _SIZES)
 
 
-def _fp8(m: int, n: int, stages: int, tma: bool, hardware: bool) -> Variant:
-    types = {"A": "*fp8e4nv", "B": "*fp8e4nv", "OUT": "bf16"}
+def _fp8(m: int, n: int, stages: int, warps: int, tma: bool, hardware: bool = False) -> Variant:
+    types = {"A": "*fp8e4nv", "B": "*fp8e4nv", "OUT": "bf16", "SCALE": "u8" if hardware else "fp32"}
     if tma:
         types |= {"A": f"tensordesc<fp8e4nv[{m},128]>", "B": f"tensordesc<fp8e4nv[{n},128]>"}
     blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": 128, "STAGES": stages}
-    return Variant({"TMA": tma, "HARDWARE": hardware, **_COMMON, **blocks}, types, ("n", "k"))
+    return Variant({"TMA": tma, "HARDWARE": hardware, **_COMMON, **blocks}, types, ("n", "k"), warps)
 
 
 def _wgrad(tma: bool) -> Variant:
@@ -62,21 +62,21 @@ GEMM_SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         grouped_fp8.equalize_scales_kernel,
-        "qdata_ptr:*fp8e4nv scale_ptr:*u8 out_ptr:*fp8e4nv out_scale_ptr:*u8 num_rows:i32 k:i32 rows_per_matrix:i32",
+        "qdata_ptr:*fp8e4nv scale_ptr:*u8 out_ptr:*fp8e4nv out_scale_ptr:*fp32 num_rows:i32 k:i32 rows_per_matrix:i32",
         (Variant({"ROWS": 32}, aligned=("k",)),),
     ),
     KernelSpec(
         grouped_fp8.grouped_fp8_kernel,
-        "a:{A} b:{B} a_scale_ptr:*u8 b_scale_ptr:*u8 out_ptr:*{OUT} ends_ptr:*i32 num_rows:i32 n:i32 k:i32 "
+        "a:{A} b:{B} a_scale_ptr:*{SCALE} b_scale_ptr:*{SCALE} out_ptr:*{OUT} ends_ptr:*i32 num_rows:i32 n:i32 k:i32 "
         "num_experts:i32",
         (
-            _fp8(16, 128, 6, tma=True, hardware=False),
-            _fp8(32, 128, 6, tma=True, hardware=False),
-            _fp8(64, 128, 6, tma=True, hardware=False),
-            _fp8(16, 128, 4, tma=False, hardware=False),
-            _fp8(128, 128, 3, tma=True, hardware=True),
+            _fp8(16, 128, 6, 4, tma=True),
+            _fp8(32, 128, 6, 4, tma=True),
+            _fp8(64, 256, 4, 8, tma=True),
+            _fp8(16, 128, 6, 4, tma=False),
+            _fp8(64, 256, 4, 8, tma=False),
+            _fp8(128, 128, 3, 8, tma=True, hardware=True),
         ),
-        num_warps=8,
     ),
 )
 """What the grouped GEMMs compile to."""

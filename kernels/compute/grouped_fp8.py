@@ -7,9 +7,10 @@ Protocol      equalize_scales: the four 32-blocks of every 128 values of K get t
               32 values, into tensor cores that know them (sm_100; elsewhere the compiler emulates).
               Weights are the rows of the tile and tokens its columns: 16 tokens fill a tile 16 wide. Tiles and
               groups as in grouped_gemm.py.
-Layout        a [R, K] e4m3, b [E, N, K] e4m3, both contiguous. Scales are bytes 0..255 = 2^(s - 127), 255 = NaN.
-              HARDWARE: [R, K/32] and [E, N, K/32]; equalised: [K/128, R] and [E, K/128, N], so that a step reads
-              consecutive bytes. K/128 is rounded up.
+Layout        a [R, K] e4m3, b [E, N, K] e4m3, both contiguous. MX scales are bytes 0..255 = 2^(s - 127), 255 = NaN:
+              [R, K/32] and [E, N, K/32]. Equal scales are float32, [K/128, R] and [E, K/128, N], K/128 rounded up:
+              a step reads them side by side, and 4 bytes are the least that a copy into shared memory moves, so
+              that they are loaded ahead like the operands.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -29,33 +30,33 @@ def equalize_scales_kernel(
     qdata_ptr,  # [R, K] e4m3
     scale_ptr,  # [R, K/32] uint8
     out_ptr,  # [R, K] e4m3
-    out_scale_ptr,  # [R / rows_per_matrix, K/128, rows_per_matrix] uint8
+    out_scale_ptr,  # [R / rows_per_matrix, K/128, rows_per_matrix] float32
     num_rows,
     k,
     rows_per_matrix,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    steps = tl.cdiv(k, 128)
+    step = tl.program_id(0) % steps
+    row = tl.program_id(0) // steps * ROWS + tl.arange(0, ROWS)
     in_rows = row < num_rows
     offs_block = tl.arange(0, 4)
     offs_k = offs_block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    steps = tl.cdiv(k, 128)
     matrix = (row // rows_per_matrix).to(tl.int64)
     out_scale_row = out_scale_ptr + matrix * steps * rows_per_matrix + row % rows_per_matrix
-    for step in range(steps):
-        block = step * 4 + offs_block
-        in_blocks = in_rows[:, None] & (block * 32 < k)[None, :]
-        scale = tl.load(scale_ptr + row.to(tl.int64)[:, None] * (k // 32) + block[None, :], mask=in_blocks, other=0)
-        scale = scale.to(tl.int32)
-        largest = tl.max(scale, axis=1)
-        where_k = (step * 128 + offs_k)[None, :, :]
-        at = row.to(tl.int64)[:, None, None] * k + where_k
-        values = tl.load(qdata_ptr + at, mask=in_rows[:, None, None] & (where_k < k), other=0.0).to(tl.float32)
-        # A value more than 2^126 smaller than its neighbours is zero beside them in any case.
-        exponent = tl.maximum(127 + scale - largest[:, None], 0)
-        moved = values * (exponent << 23).to(tl.float32, bitcast=True)[:, :, None]
-        tl.store(out_ptr + at, moved.to(out_ptr.dtype.element_ty), mask=in_rows[:, None, None] & (where_k < k))
-        tl.store(out_scale_row + step * rows_per_matrix, largest.to(tl.uint8), mask=in_rows)
+    block = step * 4 + offs_block
+    in_blocks = in_rows[:, None] & (block * 32 < k)[None, :]
+    scale = tl.load(scale_ptr + row.to(tl.int64)[:, None] * (k // 32) + block[None, :], mask=in_blocks, other=0)
+    scale = scale.to(tl.int32)
+    largest = tl.max(scale, axis=1)
+    where_k = (step * 128 + offs_k)[None, :, :]
+    at = row.to(tl.int64)[:, None, None] * k + where_k
+    values = tl.load(qdata_ptr + at, mask=in_rows[:, None, None] & (where_k < k), other=0.0).to(tl.float32)
+    # A value more than 2^126 smaller than its neighbours is zero beside them in any case.
+    exponent = tl.maximum(127 + scale - largest[:, None], 0)
+    moved = values * (exponent << 23).to(tl.float32, bitcast=True)[:, :, None]
+    tl.store(out_ptr + at, moved.to(out_ptr.dtype.element_ty), mask=in_rows[:, None, None] & (where_k < k))
+    tl.store(out_scale_row + step * rows_per_matrix, scale_value(largest), mask=in_rows)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts"])
@@ -124,10 +125,10 @@ def grouped_fp8_kernel(
                 b_scale = tl.load(b_scales, mask=in_n[:, None] & (at_s < blocks), other=127)
                 acc = tl.dot_scaled(b_tile, b_scale, _E4M3, a_tile.T, a_scale, _E4M3, acc)
             else:
-                a_scale = tl.load(a_scale_ptr + step * num_rows + out_rows, mask=in_m, other=0)
-                b_scale = tl.load(b_scale_ptr + expert.to(tl.int64) * steps * n + step * n + cols, mask=in_n, other=0)
+                a_scale = tl.load(a_scale_ptr + step * num_rows + out_rows, mask=in_m, other=0.0)
+                b_scale = tl.load(b_scale_ptr + expert.to(tl.int64) * steps * n + step * n + cols, mask=in_n, other=0.0)
                 # One factor after the other: the product of two scales may leave float32 where the result does not.
-                part = tl.dot(b_tile, a_tile.T) * scale_value(b_scale.to(tl.int32))[:, None]
-                acc += part * scale_value(a_scale.to(tl.int32))[None, :]
+                part = tl.dot(b_tile, a_tile.T) * b_scale[:, None]
+                acc += part * a_scale[None, :]
         out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * n + cols[None, :]
         tl.store(out_ptrs, acc.T.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])

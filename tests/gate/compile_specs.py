@@ -90,13 +90,14 @@ def compile_variant(name: str, index: int, arch: int, bitcode: str | None) -> di
     facts = Facts(name, describe(variant), arch)
     facts.moves_rows = "{WORD}" in spec.args or "{TOKEN}" in spec.args
     facts.calls_nvshmem = uses_nvshmem(variant.constexprs)
-    options: dict[str, Any] = {"num_warps": spec.num_warps}
+    num_warps = variant.num_warps or spec.num_warps
+    options: dict[str, Any] = {"num_warps": num_warps}
     if facts.calls_nvshmem:
         options["extern_libs"] = {"libnvshmem_device": bitcode}
     try:
         compiled = triton.compile(source_of(spec, variant), target=GPUTarget("cuda", arch, 32), options=options)
         ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
-        facts.narrow, facts.wide_stores = narrow_accesses(compiled.asm["ttgir"], ptx, 32 * spec.num_warps)
+        facts.narrow, facts.wide_stores = narrow_accesses(compiled.asm["ttgir"], ptx, 32 * num_warps)
         instructions = [set(name.split(".")) for name in re.findall(r"\b(?:atom|red|ld|st)\.[\w.:]+", ptx)]
         facts.orders = {
             order: [compiled.asm["ttgir"].count(f", {order}, sys,"), sum({order, "sys"} <= i for i in instructions)]

@@ -31,7 +31,7 @@ def _values(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def _equal_values(equal: EqualScales) -> torch.Tensor:
     """Float64 values, from the fields alone."""
     k = equal.qdata.shape[-1]
-    scale = equal.scale.transpose(-2, -1).double().sub(127).exp2().repeat_interleave(128, -1)[..., :k]
+    scale = equal.scale.transpose(-2, -1).double().repeat_interleave(128, -1)[..., :k]
     return equal.qdata.double() * scale
 
 
@@ -45,7 +45,7 @@ def test_equal_scales(shape: tuple[int, ...], spread: int) -> None:
     assert equal.scale.shape == (*shape[:-2], steps, shape[-2])
     padded = torch.nn.functional.pad(scale, (0, steps * 4 - scale.shape[-1]))
     largest = padded.unflatten(-1, (steps, 4)).amax(-1)
-    assert torch.equal(equal.scale.transpose(-2, -1), largest)
+    assert torch.equal(equal.scale.transpose(-2, -1).double(), (largest.double() - 127).exp2())
     smallest = (largest.double() - 127 - 10).exp2().repeat_interleave(128, -1)[..., : shape[-1]]
     old, new = _values(qdata, scale), _equal_values(equal)
     assert bool(((new - old).abs() <= smallest).all())
@@ -60,10 +60,15 @@ def test_equal_scales_stay_as_they_are() -> None:
     for byte in (0, 1, 127, 254):
         equal = equalize_scales(qdata, torch.full((4, 8), byte, dtype=torch.uint8, device=DEVICE))
         assert torch.equal(equal.qdata.view(torch.uint8), qdata.view(torch.uint8))
-        assert equal.scale.unique().tolist() == [byte]
+        assert equal.scale.unique().tolist() == [2.0 ** (byte - 127)]
     scale = torch.full((4, 8), 120, dtype=torch.uint8, device=DEVICE)
     scale[1, 6] = 255
-    assert equalize_scales(qdata, scale).scale.tolist() == [[120] * 4, [120, 255, 120, 120]]
+    equal = equalize_scales(qdata, scale)
+    wanted = torch.full((2, 4), 2.0**-7, device=DEVICE)
+    wanted[1, 1] = torch.nan
+    torch.testing.assert_close(equal.scale, wanted, rtol=0, atol=0, equal_nan=True)
+    values = equal.dequantize()
+    assert values[1, 128:].isnan().all() and not values[:, :128].isnan().any()
 
 
 @pytest.mark.parametrize("tma", [False, True])
