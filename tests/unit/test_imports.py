@@ -36,6 +36,8 @@ LAYERS = {
     "triton_ep.checks": 5,
     "triton_ep.layer": 5,
     "triton_ep.autograd": 6,
+    "triton_ep._pipeline_exchange": 6,
+    "triton_ep._pipeline_permute": 6,
     "triton_ep.pipeline": 6,
     "triton_ep._rank_pool": 7,
     "triton_ep._rank_process": 7,
