@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from triton_ep.errors import InputError
 from triton_ep.mx import arithmetic
@@ -228,9 +229,8 @@ def _check(
 
 
 def _has_kernel(x: torch.Tensor, block_size: int) -> bool:
-    """Whether a compiled kernel may take this tensor; a compiler's stand-ins and other subclasses see torch only."""
-    is_real = type(x) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
-    return x.is_cuda and is_real and block_size == BLOCK
+    """Whether a compiled kernel takes this tensor; the CPU and other subclasses see torch operations only."""
+    return x.is_cuda and block_size == BLOCK and not is_traceable_wrapper_subclass(x)
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:

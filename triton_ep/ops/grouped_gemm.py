@@ -12,10 +12,13 @@ Rows in groups, one weight matrix per group. R rows, E experts, N outputs, K ter
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from triton_ep.errors import InputError
 from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops import library
 from triton_ep.ops.grouped_bf16 import bf16_gemm, bf16_wgrad
 from triton_ep.ops.grouped_fp8 import EqualScales, equalize_scales, fp8_gemm, scaled_gemm
 from triton_ep.runtime import INTERPRETING
@@ -26,6 +29,74 @@ FEW_ROWS = 128
 (one H200, 32 experts, N = 4096, K = 7168)."""
 
 
+# --- the paths as ops -----------------------------------------------------------------------------------
+
+
+@library.op(
+    "(Tensor a, Tensor b_t, Tensor offs, ScalarType out_dtype) -> Tensor",
+    lambda a, b_t, _, dtype: a.new_empty((a.shape[0], b_t.shape[2]), dtype=dtype),
+)
+def _grouped_bf16(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    return bf16_gemm(a, b_t, offs, out_dtype=out_dtype)
+
+
+@library.op(
+    "(Tensor x, Tensor y, Tensor offs, SymInt num_experts, ScalarType out_dtype) -> Tensor",
+    lambda x, y, _, num_experts, dtype: x.new_empty((num_experts, x.shape[1], y.shape[1]), dtype=dtype),
+)
+def _grouped_wgrad_bf16(
+    x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, num_experts: int, out_dtype: torch.dtype
+) -> torch.Tensor:
+    return bf16_wgrad(x, y, offs, num_experts, out_dtype=out_dtype)
+
+
+def _equalized_like(qdata: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    *lead, rows, k = qdata.shape
+    return qdata.new_empty(qdata.shape), qdata.new_empty((*lead, -(-k // 128), rows), dtype=torch.float32)
+
+
+@library.op("(Tensor qdata, Tensor scale) -> (Tensor, Tensor)", _equalized_like)
+def _equalize_scales(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    equal = equalize_scales(qdata, scale)
+    return equal.qdata, equal.scale
+
+
+def _product_like(a: torch.Tensor, _: torch.Tensor, w: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return a.new_empty((a.shape[0], w.shape[1]), dtype=rest[-1])
+
+
+_SCALED = "(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor offs, ScalarType out_dtype) -> Tensor"
+
+
+@library.op(_SCALED, _product_like)
+def _grouped_fp8(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return fp8_gemm(EqualScales(a, a_scale), EqualScales(w, w_scale), offs, out_dtype=out_dtype)
+
+
+@library.op(_SCALED, _product_like)
+def _grouped_mx(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    if not INTERPRETING and torch.cuda.get_device_capability(a.device) < (10, 0):
+        raise InputError("path='mx' needs tensor cores that know MX scales (sm_100); choose 'bf16' or 'fp8'.")
+    return scaled_gemm((a, a_scale), (w, w_scale), offs, out_dtype=out_dtype)
+
+
+# --- the front door ---------------------------------------------------------------------------------------
+
+
 def equal_scales(x: MXTensor) -> EqualScales:
     """Rows [R, K], or weights [E, K, N], quantised along K as e4m3, with one scale per 128 of K.
 
@@ -34,7 +105,7 @@ def equal_scales(x: MXTensor) -> EqualScales:
     Raises:
         InputError: quantised along another dimension, or as another type.
     """
-    return equalize_scales(*_parts(x, "x"))
+    return EqualScales(*_equalize_scales(*_parts(x, "x")))
 
 
 def _parts(x: torch.Tensor | EqualScales, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +129,7 @@ def _values(x: torch.Tensor | EqualScales) -> torch.Tensor:
 
 
 def _scaled(x: torch.Tensor | EqualScales, name: str) -> EqualScales:
-    return x if isinstance(x, EqualScales) else equalize_scales(*_parts(x, name))
+    return x if isinstance(x, EqualScales) else EqualScales(*_equalize_scales(*_parts(x, name)))
 
 
 def _choose(a: torch.Tensor | EqualScales, b_t: torch.Tensor | EqualScales) -> str:
@@ -96,14 +167,15 @@ def grouped_gemm(
     if path not in PATHS:
         raise InputError(f"path is {path!r}, choose from {PATHS}.")
     chosen = _choose(a, b_t) if path == "auto" else path
+    out: torch.Tensor
     if chosen == "bf16":
-        return bf16_gemm(_values(a), _values(b_t), offs, out_dtype=out_dtype)
-    if chosen == "fp8":
-        return fp8_gemm(_scaled(a, "a"), _scaled(b_t, "b_t"), offs, out_dtype=out_dtype)
-    left, right = _parts(a, "a"), _parts(b_t, "b_t")
-    if not INTERPRETING and torch.cuda.get_device_capability(left[0].device) < (10, 0):
-        raise InputError("path='mx' needs tensor cores that know MX scales (sm_100); choose 'bf16' or 'fp8'.")
-    return scaled_gemm(left, right, offs, out_dtype=out_dtype)
+        out = _grouped_bf16(_values(a), _values(b_t), offs, out_dtype)
+    elif chosen == "fp8":
+        left, right = _scaled(a, "a"), _scaled(b_t, "b_t")
+        out = _grouped_fp8(left.qdata, left.scale, right.qdata, right.scale, offs, out_dtype)
+    else:
+        out = _grouped_mx(*_parts(a, "a"), *_parts(b_t, "b_t"), offs, out_dtype)
+    return out
 
 
 @torch.no_grad()
@@ -117,7 +189,8 @@ def grouped_gemm_dgrad(
     Raises:
         InputError: operands that do not fit each other.
     """
-    return bf16_gemm(_values(dy), _values(b_t).transpose(-2, -1), offs, out_dtype=out_dtype)
+    out: torch.Tensor = _grouped_bf16(_values(dy), _values(b_t).transpose(-2, -1), offs, out_dtype)
+    return out
 
 
 @torch.no_grad()
@@ -137,7 +210,8 @@ def grouped_gemm_wgrad(
     Raises:
         InputError: operands that do not fit each other.
     """
-    return bf16_wgrad(_values(x), _values(y), offs, num_experts, out_dtype=out_dtype)
+    out: torch.Tensor = _grouped_wgrad_bf16(_values(x), _values(y), offs, num_experts, out_dtype)
+    return out
 
 
 __all__ = [

@@ -12,6 +12,7 @@ from triton_ep.errors import InputError
 from triton_ep.kernels.device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
 from triton_ep.layout import next_power_of_2
 from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, elem_format
+from triton_ep.ops import library
 from triton_ep.ops.tuning import mx_blocks, mx_columns
 
 _MODES = {
@@ -22,9 +23,13 @@ _MODES = {
 }
 
 
-def _constexprs(elem_dtype: torch.dtype, scaling_mode: ScalingMode | str | Enum) -> dict[str, Any]:
-    mode = _MODES[ScalingMode.parse(scaling_mode)].value
-    return {"MODE": mode, "E5M2": elem_format(elem_dtype).dtype == torch.float8_e5m2}
+def _constexprs(elem_dtype: torch.dtype, mode: str) -> dict[str, Any]:
+    return {"MODE": _MODES[ScalingMode(mode)].value, "E5M2": elem_dtype == torch.float8_e5m2}
+
+
+def _format(elem_dtype: torch.dtype, scaling_mode: ScalingMode | str | Enum) -> tuple[torch.dtype, str]:
+    """What the ops take, checked; InputError for an unknown mode or dtype."""
+    return elem_format(elem_dtype).dtype, ScalingMode.parse(scaling_mode).value
 
 
 def _check(x: torch.Tensor, whole_rows: bool) -> torch.Tensor:
@@ -40,6 +45,25 @@ def max_scale_rows(num_rows: int, num_groups: int) -> int:
     return (num_rows + (BLOCK - 1) * num_groups) // BLOCK
 
 
+def _rows_like(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = x.new_empty((x.shape[0], x.shape[1] // BLOCK), dtype=torch.uint8)
+    return x.new_empty(x.shape, dtype=elem_dtype), scale
+
+
+@library.op("(Tensor x, ScalarType elem_dtype, str mode) -> (Tensor, Tensor)", lambda x, dtype, _: _rows_like(x, dtype))
+def _quantize_rows(x: torch.Tensor, elem_dtype: torch.dtype, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    x = _check(x, whole_rows=True)
+    elements, scale = _rows_like(x, elem_dtype)
+    blocks = mx_blocks(scale.numel())
+    runtime.launch(
+        "quantize_rows_kernel",
+        -(-scale.numel() // blocks),
+        (x, elements, scale, scale.numel()),
+        {**_constexprs(elem_dtype, mode), "BLOCKS": blocks},
+    )
+    return elements, scale
+
+
 def quantize_rows(
     x: torch.Tensor,
     elem_dtype: torch.dtype = torch.float8_e4m3fn,
@@ -52,33 +76,22 @@ def quantize_rows(
     Raises:
         InputError: shape, dtype, or an unknown mode.
     """
-    constexprs = _constexprs(elem_dtype, scaling_mode)
-    x = _check(x, whole_rows=True)
-    elements = torch.empty_like(x, dtype=elem_dtype)
-    scale = x.new_empty((x.shape[0], x.shape[1] // BLOCK), dtype=torch.uint8)
-    blocks = mx_blocks(scale.numel())
-    runtime.launch(
-        "quantize_rows_kernel",
-        -(-scale.numel() // blocks),
-        (x, elements, scale, scale.numel()),
-        {**constexprs, "BLOCKS": blocks},
-    )
+    elements, scale = _quantize_rows(x, *_format(elem_dtype, scaling_mode))
     return elements, scale
 
 
-def dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Values [R, H] of elements [R, H] and scale bytes [R, H / 32] uint8, rounded once to `dtype`.
-
-    Raises:
-        InputError: shapes or dtypes that do not fit each other.
-    """
+@library.op(
+    "(Tensor qdata, Tensor scale, ScalarType dtype) -> Tensor",
+    lambda qdata, _, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
+)
+def _dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     elem_format(qdata.dtype)
     check_high_precision(dtype, "dtype")
     if qdata.dim() != 2 or qdata.shape[1] % BLOCK or scale.shape != (qdata.shape[0], qdata.shape[1] // BLOCK):
         raise InputError(
             f"qdata is {list(qdata.shape)}, scale {list(scale.shape)}; they must be [R, H] and [R, H / {BLOCK}]."
         )
-    qdata, scale = qdata.contiguous(), scale.view(torch.uint8).contiguous()
+    qdata, scale = qdata.contiguous(), scale.contiguous()
     out = torch.empty_like(qdata, dtype=dtype)
     blocks = mx_blocks(scale.numel())
     runtime.launch(
@@ -88,6 +101,16 @@ def dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
         {"BLOCKS": blocks},
     )
     return out
+
+
+def dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Values [R, H] of elements [R, H] and scale bytes [R, H / 32] uint8, rounded once to `dtype`.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit each other.
+    """
+    values: torch.Tensor = _dequantize_rows(qdata, scale.view(torch.uint8), dtype)
+    return values
 
 
 def _groups(offsets: torch.Tensor | None, rows: torch.Tensor) -> tuple[int, torch.Tensor, dict[str, Any]]:
@@ -110,6 +133,34 @@ def _column_grid(rows: torch.Tensor, groups: int, has_offsets: bool) -> tuple[in
     return max_scale_rows(rows.shape[0], groups + has_offsets) * strips, tile
 
 
+def _columns_like(
+    x: torch.Tensor, offsets: torch.Tensor | None, elem_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = 1 if offsets is None else offsets.shape[0] - 1
+    scale = x.new_empty((max_scale_rows(x.shape[0], groups), x.shape[1]), dtype=torch.uint8)
+    return x.new_empty(x.shape, dtype=elem_dtype), scale
+
+
+@library.op(
+    "(Tensor x, Tensor? offsets, ScalarType elem_dtype, str mode) -> (Tensor, Tensor)",
+    lambda x, offsets, dtype, _: _columns_like(x, offsets, dtype),
+)
+def _quantize_columns(
+    x: torch.Tensor, offsets: torch.Tensor | None, elem_dtype: torch.dtype, mode: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = _check(x, whole_rows=False)
+    groups, starts, about_groups = _groups(offsets, x)
+    elements, scale = _columns_like(x, offsets, elem_dtype)
+    grid, tile = _column_grid(x, groups, offsets is not None)
+    runtime.launch(
+        "quantize_columns_kernel",
+        grid,
+        (x, starts, elements, scale, x.shape[0], x.shape[1], groups, scale.shape[0]),
+        {**_constexprs(elem_dtype, mode), **about_groups, **tile},
+    )
+    return elements, scale
+
+
 def quantize_columns(
     x: torch.Tensor,
     offsets: torch.Tensor | None = None,
@@ -130,19 +181,30 @@ def quantize_columns(
     Raises:
         InputError: shape, dtype, or an unknown mode.
     """
-    constexprs = _constexprs(elem_dtype, scaling_mode)
-    x = _check(x, whole_rows=False)
-    groups, starts, about_groups = _groups(offsets, x)
-    elements = torch.empty_like(x, dtype=elem_dtype)
-    scale = x.new_empty((max_scale_rows(x.shape[0], groups), x.shape[1]), dtype=torch.uint8)
-    grid, tile = _column_grid(x, groups, offsets is not None)
-    runtime.launch(
-        "quantize_columns_kernel",
-        grid,
-        (x, starts, elements, scale, x.shape[0], x.shape[1], groups, scale.shape[0]),
-        {**constexprs, **about_groups, **tile},
-    )
+    elements, scale = _quantize_columns(x, offsets, *_format(elem_dtype, scaling_mode))
     return elements, scale
+
+
+@library.op(
+    "(Tensor x, Tensor? offsets, ScalarType elem_dtype, str mode) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda x, offsets, dtype, _: (*_rows_like(x, dtype), *_columns_like(x, offsets, dtype)),
+)
+def _quantize_both(
+    x: torch.Tensor, offsets: torch.Tensor | None, elem_dtype: torch.dtype, mode: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = _check(x, whole_rows=True)
+    groups, starts, about_groups = _groups(offsets, x)
+    row_elements, row_scale = _rows_like(x, elem_dtype)
+    column_elements, column_scale = _columns_like(x, offsets, elem_dtype)
+    grid, tile = _column_grid(x, groups, offsets is not None)
+    sizes = (*x.shape, groups, column_scale.shape[0])
+    runtime.launch(
+        "quantize_both_kernel",
+        grid,
+        (x, starts, row_elements, row_scale, column_elements, column_scale, *sizes),
+        {**_constexprs(elem_dtype, mode), **about_groups, **tile},
+    )
+    return row_elements, row_scale, column_elements, column_scale
 
 
 def quantize_both(
@@ -155,22 +217,35 @@ def quantize_both(
 
     Returns what the two return, in that order: elements and scale of rows, elements and scale of columns.
     """
-    constexprs = _constexprs(elem_dtype, scaling_mode)
-    x = _check(x, whole_rows=True)
-    groups, starts, about_groups = _groups(offsets, x)
-    num_rows, hidden = x.shape
-    row_elements, column_elements = (torch.empty_like(x, dtype=elem_dtype) for _ in range(2))
-    row_scale = x.new_empty((num_rows, hidden // BLOCK), dtype=torch.uint8)
-    column_scale = x.new_empty((max_scale_rows(num_rows, groups), hidden), dtype=torch.uint8)
-    grid, tile = _column_grid(x, groups, offsets is not None)
-    sizes = (num_rows, hidden, groups, column_scale.shape[0])
+    rows, row_scale, columns, column_scale = _quantize_both(x, offsets, *_format(elem_dtype, scaling_mode))
+    return rows, row_scale, columns, column_scale
+
+
+@library.op(
+    "(Tensor qdata, Tensor scale, Tensor? offsets, ScalarType dtype) -> Tensor",
+    lambda qdata, _, __, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
+)
+def _dequantize_columns(
+    qdata: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    elem_format(qdata.dtype)
+    check_high_precision(dtype, "dtype")
+    groups, starts, about_groups = _groups(offsets, qdata)
+    if qdata.dim() != 2 or scale.shape != (max_scale_rows(qdata.shape[0], groups), qdata.shape[1]):
+        raise InputError(
+            f"qdata is {list(qdata.shape)}, scale {list(scale.shape)}; for {groups} groups they must be [R, H] and "
+            f"[(R + {BLOCK - 1} * {groups}) // {BLOCK}, H]."
+        )
+    qdata, scale = qdata.contiguous(), scale.contiguous()
+    out = torch.empty_like(qdata, dtype=dtype)
+    grid, tile = _column_grid(qdata, groups, offsets is not None)
     runtime.launch(
-        "quantize_both_kernel",
+        "dequantize_columns_kernel",
         grid,
-        (x, starts, row_elements, row_scale, column_elements, column_scale, *sizes),
-        {**constexprs, **about_groups, **tile},
+        (qdata, scale, starts, out, qdata.shape[0], qdata.shape[1], groups),
+        {**about_groups, **tile},
     )
-    return row_elements, row_scale, column_elements, column_scale
+    return out
 
 
 def dequantize_columns(
@@ -184,21 +259,5 @@ def dequantize_columns(
     Raises:
         InputError: shapes or dtypes that do not fit each other.
     """
-    elem_format(qdata.dtype)
-    check_high_precision(dtype, "dtype")
-    groups, starts, about_groups = _groups(offsets, qdata)
-    if qdata.dim() != 2 or scale.shape != (max_scale_rows(qdata.shape[0], groups), qdata.shape[1]):
-        raise InputError(
-            f"qdata is {list(qdata.shape)}, scale {list(scale.shape)}; for {groups} groups they must be [R, H] and "
-            f"[(R + {BLOCK - 1} * {groups}) // {BLOCK}, H]."
-        )
-    qdata, scale = qdata.contiguous(), scale.view(torch.uint8).contiguous()
-    out = torch.empty_like(qdata, dtype=dtype)
-    grid, tile = _column_grid(qdata, groups, offsets is not None)
-    runtime.launch(
-        "dequantize_columns_kernel",
-        grid,
-        (qdata, scale, starts, out, qdata.shape[0], qdata.shape[1], groups),
-        {**about_groups, **tile},
-    )
-    return out
+    values: torch.Tensor = _dequantize_columns(qdata, scale.view(torch.uint8), offsets, dtype)
+    return values

@@ -1,0 +1,77 @@
+"""Launchers that torch.compile sees as ops: fakes that tell the truth, no output that is a view, no hidden writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.grouped import Case, operands
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops import grouped_gemm as gemm
+from triton_ep.ops import mxfp8
+from triton_ep.runtime import INTERPRETING
+
+OPS = torch.ops.triton_ep
+
+
+def _check(op: Any, args: tuple[Any, ...]) -> None:
+    """torch.library.opcheck; its look for changed inputs has no comparison of float8."""
+    tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if all(each.itemsize > 1 or each.dtype == torch.uint8 for each in args if isinstance(each, torch.Tensor)):
+        tests.append("test_schema")
+    torch.library.opcheck(op, args, test_utils=tests)
+
+
+def _quantised() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    a, _, ends = operands(Case((3, 0, 34), n=32, k=64, spare=2))
+    return a, torch.nn.functional.pad(ends, (1, 0)), ends
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_quantisation(strided: bool) -> None:
+    """All five, with and without groups."""
+    x, offsets, _ = _quantised()
+    x = torch.stack([x, x], -1)[..., 0] if strided else x
+    e4m3 = torch.float8_e4m3fn
+    _check(OPS.quantize_rows.default, (x, e4m3, "rceil"))
+    rows = mxfp8.quantize_rows(x)
+    _check(OPS.dequantize_rows.default, (*rows, torch.float32))
+    for groups in (offsets, None):
+        _check(OPS.quantize_columns.default, (x, groups, torch.float8_e5m2, "floor"))
+        _check(OPS.quantize_both.default, (x, groups, e4m3, "even"))
+        columns = mxfp8.quantize_columns(x, groups)
+        _check(OPS.dequantize_columns.default, (*columns, groups, torch.bfloat16))
+
+
+def test_products() -> None:
+    """Every path of the grouped GEMM and its gradients; empty groups, rows behind the last one, both layouts."""
+    a, b_t, ends = operands(Case((3, 0, 34), n=96, k=64, spare=2))
+    for weights in (b_t, b_t.contiguous()):
+        _check(OPS.grouped_bf16.default, (a, weights, ends, torch.float32))
+    _check(OPS.grouped_wgrad_bf16.default, (a, a[:, :32], ends, 3, torch.bfloat16))
+    rows, weights = MXTensor.to_mx(a), MXTensor.to_mx(b_t.transpose(1, 2).contiguous())
+    left, right = ((mx.qdata, mx.scale.view(torch.uint8)) for mx in (rows, weights))
+    _check(OPS.equalize_scales.default, right)
+    equal = [tensor for parts in (left, right) for tensor in OPS.equalize_scales(*parts)]
+    _check(OPS.grouped_fp8.default, (*equal, ends, torch.bfloat16))
+    if INTERPRETING or torch.cuda.get_device_capability() >= (10, 0):
+        _check(OPS.grouped_mx.default, (*left, *right, ends, torch.bfloat16))
+
+
+@pytest.mark.parametrize("path", ["bf16", "fp8"])
+def test_the_front_door_compiles(path: str) -> None:
+    """`grouped_gemm` of MXTensors in one graph, any number of rows: the same bits."""
+    backend = "aot_eager" if INTERPRETING else "inductor"
+
+    def product(a: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        rows, weights = MXTensor.to_mx(a), MXTensor.to_mx(w)
+        return gemm.grouped_gemm(rows, weights.transpose(1, 2), ends, path=path)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(product, fullgraph=True, backend=backend)
+    for spare in (2, 7):
+        a, b_t, ends = operands(Case((3, 0, 34), n=96, k=64, spare=spare))
+        w = b_t.transpose(1, 2)
+        assert torch.equal(compiled(a, w, ends), product(a, w, ends))
