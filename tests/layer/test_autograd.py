@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.layer.cases import Case, make_layer, workloads
-from triton_ep import autograd
+from triton_ep import _autograd_ops, autograd
 from triton_ep.distributed import current_heap
 from triton_ep.errors import FinalizedError, StaleHandleError
 
@@ -206,7 +206,7 @@ def _check_ops(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
         torch.library.opcheck(ops.dispatch.default, (x, None, topk_idx, None, False, key))
         slots = ops.dispatch(*args)[3]
         recv_x, recv_weights, desc = autograd.dispatch(layer, x.detach(), topk_idx, weights.detach())
-        tensors = autograd._tensors(desc)
+        tensors = _autograd_ops.tensors_of(desc)
         for each in (recv_weights, None):
             leaf = None if each is None else each.clone().requires_grad_()
             torch.library.opcheck(ops.combine.default, (recv_x.clone().requires_grad_(), leaf, tensors, key))
@@ -292,7 +292,7 @@ def _check_leaving(rank: int, nodes: int, ranks_per_node: int) -> None:
     key = autograd.enter(layer)
     del layer
     gc.collect()
-    assert key not in autograd._LAYERS
+    assert key not in _autograd_ops.LAYERS
 
 
 @pytest.mark.plain

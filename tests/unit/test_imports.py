@@ -35,6 +35,7 @@ LAYERS = {
     "triton_ep.barrier": 5,  # launches, through ops
     "triton_ep.checks": 5,
     "triton_ep.layer": 5,
+    "triton_ep._autograd_ops": 6,
     "triton_ep.autograd": 6,
     "triton_ep._pipeline_exchange": 6,
     "triton_ep._pipeline_permute": 6,

@@ -64,7 +64,7 @@ def to_slots(
             combine_ops.send_partials(narrow, False, desc)
         parts.append(combine_ops.pull(narrow, False, desc))
         barrier_ops.post_combine_done(ctx)
-    return torch.cat(parts, 1)[:, :topk]
+    return torch.cat(parts, 1)[:, :topk].contiguous()
 
 
 def _narrow(ctx: DispatchCombineContext, columns: int) -> DispatchCombineContext:
@@ -81,6 +81,6 @@ def _narrow(ctx: DispatchCombineContext, columns: int) -> DispatchCombineContext
             "Use a larger hidden size, or float32 rows."
         )
     narrow = copy.copy(ctx)
-    narrow.config = replace(cfg, hidden=width, token_dtype=torch.float32)
+    narrow.config = replace(cfg, hidden=width, token_dtype=torch.float32, payload=None)
     narrow.sizes = Sizes(narrow.config, sizes.arrival_rows, sizes.output_rows)
     return narrow
