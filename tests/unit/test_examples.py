@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SYMMETRIC_HEAP = ROOT / "examples/00_symmetric_heap.py"
 DISPATCH_COMBINE = ROOT / "examples/01_dispatch_combine.py"
+MXFP8 = ROOT / "examples/02_mxfp8.py"
+MOE_LAYER = ROOT / "examples/03_moe_layer.py"
+TRAIN_STEP = ROOT / "examples/04_train_step.py"
 BARE = [sys.executable]
 RANKS = 4 if INTERPRETING else max(n for n in (1, 2, 4) if n <= torch.cuda.device_count())
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
 
 
-def _run(command: list[str | Path]) -> str:
+def _run(command: Sequence[str | Path]) -> str:
     """Output of a command that must succeed, run from the checkout, which need not be installed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
@@ -50,10 +54,46 @@ def test_example_prints_one_line_per_rank(path: Path, line: str, launcher: str) 
     assert sorted(map(int, ranks)) == list(range(RANKS))
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [SYMMETRIC_HEAP, DISPATCH_COMBINE], ids=lambda path: path.stem)
 def test_example_runs_as_one_rank(path: Path) -> None:
     """As on a machine with one GPU; a launcher that starts a single rank is one, too."""
     assert _run([*_mpirun(1), path]).startswith("rank 0 of 1: ")
+
+
+def test_mxfp8_example_shows_bytes_and_error() -> None:
+    """Every rank has its bytes and its error, and rank 0 the ratio that follows from the format."""
+    output = _run([*BARE, MXFP8])
+    pattern = rf"^rank (\d) of {RANKS}: sent (\d+) rows in (\d+) bytes, not (\d+); received \d+ with ([\d.]+) dB"
+    lines = re.findall(pattern, output, re.MULTILINE)
+    assert sorted(int(rank) for rank, *_ in lines) == list(range(RANKS))
+    for _, rows, mx_bytes, bf16_bytes, decibel in lines:
+        assert (int(mx_bytes), int(bf16_bytes)) == (int(rows) * 132, int(rows) * 256)
+        assert float(decibel) > 30
+    assert "132 in MXFP8: 0.516\n" in output
+
+
+def test_moe_layer_example_compares_every_gradient() -> None:
+    """The table has a line per rank with a number per gradient; the example itself asserts that they suffice."""
+    lines = _run([*BARE, MOE_LAYER]).splitlines()
+    assert lines[1].split() == ["rank", "y", "dx", "dw1", "dw3", "dw2", "drouter"]
+    least = [float(cell) for cell in lines[-1].split()[1:]]
+    for rank, line in enumerate(lines[2:-1]):
+        cells = line.split()
+        assert int(cells[0]) == rank
+        assert all(float(seen) >= bound for seen, bound in zip(cells[1:], least, strict=True))
+    assert len(lines) == RANKS + 3
+
+
+def test_training_example_keeps_to_the_dense_losses(tmp_path: Path) -> None:
+    """Both losses fall together, and are drawn. (Few steps and ranks: the ranks of CPUs take a second per step.)"""
+    ranks, picture = min(RANKS, 2), tmp_path / "losses.png"
+    output = _run([*_mpirun(ranks), TRAIN_STEP, "--steps", "4", "--out", picture])
+    assert output.startswith(f"rank 0 of {ranks}: loss of 4 steps\n")
+    steps = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
+    assert [int(step) for step, *_ in steps] == [1, 4]
+    for first, last in zip(*(map(float, values) for _, *values in steps), strict=True):
+        assert last < first
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
