@@ -65,8 +65,10 @@ def combine(
 # --- arguments ------------------------------------------------------------------------------------------
 
 
-def _resolve(group: Group) -> tuple[str, int]:
-    """Name and size of a group; None is the world."""
+def _resolve(group: Group) -> tuple[str, int | None]:
+    """Name and size of a group; None is the world. A compiler sees no more than a name."""
+    if isinstance(group, str) and torch.compiler.is_compiling():
+        return group, None
     if not dist.is_initialized():
         raise InputError("there is no process group. Call triton_ep.initialize_distributed() first.")
     found = dist.group.WORLD if group is None else group
@@ -100,11 +102,11 @@ def _check(
     return name, outputs, inputs
 
 
-def _as_list(what: str, label: str, splits: Any, world_size: int) -> list[int]:
+def _as_list(what: str, label: str, splits: Any, world_size: int | None) -> list[int]:
     if isinstance(splits, torch.Tensor):
         raise InputError(f"{label} of {what} is a tensor; the host must know it: pass {label}.tolist().")
     result = list(splits)
-    if len(result) != world_size:
+    if world_size is not None and len(result) != world_size:
         raise InputError(f"{label} of {what} has {len(result)} entries, the group has {world_size} ranks.")
     if any(entry < 0 for entry in result):
         raise InputError(f"{label} of {what} is {result}; numbers of rows are not negative.")
