@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 
 from triton_ep import EPAll2AllLayer, autograd, finalize_distributed, initialize_distributed
 from triton_ep.distributed import current_heap, launched_by, local_world_size, run_ranks
-from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm as grouped_mm
+from triton_ep.pipeline import to_mxfp8_then_scaled_grouped_mm as grouped_mm
 
 TOKENS, HIDDEN, FFN, TOPK, EXPERTS = 32, 128, 96, 2, 8
 # Rounding a tensor to e4m3 leaves 31.5 dB of it. Six of them make up the noise of y (x and w1 in one factor, x and w3

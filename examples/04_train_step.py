@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_atte
 
 from triton_ep import EPAll2AllLayer, autograd, finalize_distributed, initialize_distributed
 from triton_ep.distributed import current_heap, launched_by, local_world_size, run_ranks
-from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm as grouped_mm
+from triton_ep.pipeline import to_mxfp8_then_scaled_grouped_mm as grouped_mm
 
 VOCABULARY, HEADS = 64, 4
 

@@ -11,21 +11,29 @@ from triton_ep.cli import main
 from triton_ep.cli.demo import choose_ranks
 from triton_ep.cli.demo_report import (
     Comparison,
+    PayloadResult,
     RankResult,
     Traffic,
     draw_routing,
     expected_traffic,
     failures,
+    payload_table,
 )
 
 
 def test_demo_equals_the_dense_layer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """4 ranks as 2 nodes x 2: the table has a line per rank, the verdict is PASS, the picture is a PNG."""
     picture = tmp_path / "routing.png"
-    assert main(["demo", "--tokens", "20", "--hidden", "48", "--picture", str(picture)]) == 0
+    assert main(["demo", "--tokens", "20", "--hidden", "64", "--picture", str(picture)]) == 0
     output = capfd.readouterr().out
     assert "PASS" in output
     assert "received" in output
+    rows = {
+        line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip().startswith(("bf16", "mx"))
+    }
+    assert rows["bf16"][0] == "128" and rows["bf16"][3:5] == ["0.0%", "exact"]
+    assert rows["mxfp8"][0] == "66" and rows["mxfp8"][3] == "48.4%"
+    assert float(rows["mxfp8"][4]) > 30 and float(rows["mxfp8"][5]) > 28
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -33,6 +41,8 @@ def test_demo_names_a_wrong_option(capsys: pytest.CaptureFixture[str]) -> None:
     """A mistake is one line on stderr and exit code 1, not a traceback."""
     assert main(["demo", "--tokens", "0"]) == 1
     assert "--tokens is 0" in capsys.readouterr().err
+    assert main(["demo", "--hidden", "48"]) == 1
+    assert "--hidden is 48" in capsys.readouterr().err
 
 
 # 2 nodes x 2 ranks, one expert per rank. Token 0 of rank 0 goes everywhere, token 1 only to rank 3, of which
@@ -58,34 +68,52 @@ def test_traffic_of_a_routing_counted_by_hand() -> None:
     assert [t.nvlink for t in TRAFFIC] == [1, 0, 3, 0]
 
 
+def _payload(traffic: Traffic, row_bytes: int, noise: float) -> PayloadResult:
+    return PayloadResult(
+        row_bytes=row_bytes, traffic=traffic, signal=25.0, noise=noise, combined=torch.zeros(traffic.arrived, 8)
+    )
+
+
 def _results() -> list[RankResult]:
     return [
-        RankResult(topk_idx=idx, received=1, combined=torch.zeros(len(idx), 8), traffic=traffic)
+        RankResult(topk_idx=idx, received=1, bf16=_payload(traffic, 1024, 0.0), mxfp8=_payload(traffic, 528, 0.025))
         for idx, traffic in zip(ROUTING, TRAFFIC, strict=True)
     ]
 
 
+GOOD = [Comparison(0.0, 0.0, 0.01, signal=1.0, noise=0.01)] * 4
+
+
 @pytest.mark.parametrize("max_rel", [0.02, float("nan")])
 def test_a_wrong_result_fails(max_rel: float) -> None:
-    """An error past rounding, and a NaN, are failures that name the rank."""
-    good = [Comparison(0.0, 0.0, 0.01)] * 4
-    assert failures(_results(), good, 4, 2) == []
-    wrong = failures(_results(), [*good[:3], Comparison(1.0, max_rel, 0.01)], 4, 2)
-    assert [text[:6] for text in wrong] == ["rank 3"]
+    """An error past rounding, and a NaN, are failures that name the rank and the payload."""
+    bad = [*GOOD[:3], Comparison(1.0, max_rel, 0.01)]
+    assert failures(_results(), GOOD, GOOD, 4, 2) == []
+    assert [text.split(":")[0] for text in failures(_results(), bad, GOOD, 4, 2)] == ["rank 3, bf16"]
+    assert [text.split(":")[0] for text in failures(_results(), GOOD, bad, 4, 2)] == ["rank 3, mxfp8"]
 
 
-def test_a_row_sent_twice_fails() -> None:
+@pytest.mark.parametrize("payload", ["bf16", "mxfp8"])
+def test_a_row_sent_twice_fails(payload: str) -> None:
     """The layer's own tables must show the de-duplicated number of rows."""
     results = _results()
-    results[0] = dataclasses.replace(results[0], traffic=dataclasses.replace(TRAFFIC[0], network=3))
-    wrong = failures(results, [Comparison(0.0, 0.0, 0.01)] * 4, 4, 2)
-    assert [text[:6] for text in wrong] == ["rank 0"]
+    once = getattr(results[0], payload)
+    twice = dataclasses.replace(once, traffic=dataclasses.replace(TRAFFIC[0], network=3))
+    results[0] = dataclasses.replace(results[0], **{payload: twice})
+    assert [text.split(":")[0] for text in failures(results, GOOD, GOOD, 4, 2)] == [f"rank 0, {payload}"]
+
+
+def test_payloads_beside_each_other_counted_by_hand() -> None:
+    """4 rows over NVLink and 2 over the network; 528 of 1024 bytes; noise of a thousandth and of a hundredth."""
+    bf16, mxfp8 = (line.split() for line in payload_table(_results(), GOOD, GOOD).splitlines()[2:4])
+    assert bf16 == ["bf16", "1024", "4.0", "2.0", "0.0%", "exact", "20.0"]
+    assert mxfp8 == ["mxfp8", "528", "2.1", "1.0", "48.4%", "30.0", "20.0"]
 
 
 def test_picture_has_a_sensible_size(tmp_path: Path) -> None:
     """The PNG is wider than high for many experts, and not empty."""
     path = tmp_path / "routing.png"
-    assert draw_routing(str(path), ROUTING, 4) is None
+    assert draw_routing(str(path), _results(), 4) is None
     width, height = struct.unpack(">II", path.read_bytes()[16:24])
     assert width > 300
     assert height > 300

@@ -1,4 +1,4 @@
-"""A small MoE layer (router, dispatch, expert FFNs, combine) on 4 ranks, compared with a dense one."""
+"""A small MoE layer (router, dispatch, expert FFNs, combine) on 4 ranks, in bf16 and MXFP8, against a dense one."""
 
 import argparse
 import tempfile
@@ -10,7 +10,9 @@ from triton_ep.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `triton-ep demo`."""
     parser.add_argument("--tokens", type=int, default=64, help="tokens of rank 0 (default %(default)s)")
-    parser.add_argument("--hidden", type=int, default=128, help="elements per token (default %(default)s)")
+    parser.add_argument(
+        "--hidden", type=int, default=128, help="elements per token, a multiple of 32 (default %(default)s)"
+    )
     parser.add_argument("--experts", type=int, default=16, help="experts over all ranks (default %(default)s)")
     parser.add_argument("--topk", type=int, default=4, help="experts per token (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default %(default)s)")
@@ -28,11 +30,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo. Returns 0 when every rank's result is the dense one up to bfloat16 rounding, else 1."""
     from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
     from triton_ep.cli.demo_moe import Settings, compare, load, run_and_save
-    from triton_ep.cli.demo_report import draw_routing, failures, table
+    from triton_ep.cli.demo_report import draw_routing, failures, payload_table, table
     from triton_ep.distributed import run_ranks
 
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens is {arguments.tokens}; the demo needs at least 1.")
+    if arguments.hidden < 32 or arguments.hidden % 32:
+        raise ConfigError(f"--hidden is {arguments.hidden}; MXFP8 needs a multiple of 32, the block of a scale.")
     num_gpus = 0
     if not runtime.INTERPRETING:
         import torch
@@ -59,10 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(run_and_save, num_ranks, settings, folder)
         results = [load(folder, rank) for rank in range(num_ranks)]
-    comparisons = [compare(settings, rank, result) for rank, result in enumerate(results)]
-    print(table(results, comparisons, settings.experts, ranks_per_node))
-    not_drawn = draw_routing(arguments.picture, [result.topk_idx for result in results], settings.experts)
+    bf16 = [compare(settings, rank, result.bf16) for rank, result in enumerate(results)]
+    mxfp8 = [compare(settings, rank, result.mxfp8, "mxfp8") for rank, result in enumerate(results)]
+    print(table(results, bf16, settings.experts, ranks_per_node))
+    print(f"\nThe same in MXFP8, over all ranks:\n\n{payload_table(results, bf16, mxfp8)}")
+    not_drawn = draw_routing(arguments.picture, results, settings.experts)
     print(f"\nrouting picture: {not_drawn or Path(arguments.picture).resolve()}")
-    wrong = failures(results, comparisons, settings.experts, ranks_per_node)
+    wrong = failures(results, bf16, mxfp8, settings.experts, ranks_per_node)
     print("\n".join(f"FAIL {text}" for text in wrong) or "PASS: equal to the dense layer up to bfloat16 rounding")
     return 1 if wrong else 0

@@ -8,8 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from triton_ep import EPAll2AllLayer, EPAllToAllLayoutDesc, finalize_distributed, initialize_distributed
-from triton_ep.cli.demo_report import Comparison, RankResult, Traffic, owners
+from triton_ep import (
+    EPAll2AllLayer,
+    EPAllToAllLayoutDesc,
+    MXTensor,
+    finalize_distributed,
+    initialize_distributed,
+)
+from triton_ep.cli.demo_report import Comparison, PayloadResult, RankResult, Traffic, owners
 
 # One rounding to bfloat16 (8 significant bits) errs by up to 2**-8 of the value. Two are made, of the expert
 # outputs and of the result; partial sums between nodes are float32. The rest is for float32 arithmetic.
@@ -72,7 +78,7 @@ def expert_ffn(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.T
 
 
 def run_rank(s: Settings) -> RankResult:
-    """The layer as one rank sees it. The group and the heap must have been started."""
+    """The layer as one rank sees it, with either payload. The group and the heap must have been started."""
     rank = dist.get_rank()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     moe = make_moe(s)
@@ -80,26 +86,47 @@ def run_rank(s: Settings) -> RankResult:
     topk_idx, weights = route(x, moe, s.topk)  # on the CPU, so that the comparison sees the same choice
     mine = range(rank * s.experts // s.num_ranks, (rank + 1) * s.experts // s.num_ranks)
     up, down = moe.up[mine.start : mine.stop].to(device), moe.down[mine.start : mine.stop].to(device)
-    layer = EPAll2AllLayer(
-        dist.group.WORLD,
-        max_tokens=s.tokens,
-        hidden=s.hidden,
-        topk=s.topk,
-        rank=rank,
-        num_tot_experts=s.experts,
-        local_world_size=s.ranks_per_node,
-        world_size=s.num_ranks,
-    )
-    with layer:
-        recv_x, recv_weights, layout_desc = layer.dispatch(x.to(device), topk_idx.to(device), weights.to(device))
-        expert_out = torch.zeros_like(recv_x)
-        starts = layout_desc.expert_offsets.tolist()
-        for local, (start, stop) in enumerate(pairwise(starts)):
-            expert_out[start:stop] = expert_ffn(recv_x[start:stop], up[local], down[local]).to(recv_x.dtype)
-        combined = layer.combine(expert_out, layout_desc, weights=recv_weights)
-        received = int(layout_desc.num_recv_tokens_per_expert.sum())
-        traffic = measure_traffic(s, rank, layout_desc)
-    return RankResult(topk_idx=topk_idx, received=received, combined=combined.cpu(), traffic=traffic)
+    received = 0
+    arrived: list[torch.Tensor] = []  # rows, the bf16 ones first
+    results = []
+    for payload in (None, "mxfp8"):
+        layer = EPAll2AllLayer(
+            dist.group.WORLD,
+            max_tokens=s.tokens,
+            hidden=s.hidden,
+            topk=s.topk,
+            rank=rank,
+            num_tot_experts=s.experts,
+            local_world_size=s.ranks_per_node,
+            world_size=s.num_ranks,
+            payload=payload,
+        )
+        with layer:
+            recv_x, recv_weights, layout_desc = layer.dispatch(x.to(device), topk_idx.to(device), weights.to(device))
+            rows = recv_x.dequantize() if isinstance(recv_x, MXTensor) else recv_x
+            expert_out = torch.zeros_like(rows)
+            starts = layout_desc.expert_offsets.tolist()
+            for local, (start, stop) in enumerate(pairwise(starts)):
+                expert_out[start:stop] = expert_ffn(rows[start:stop], up[local], down[local]).to(rows.dtype)
+            combined = layer.combine(expert_out, layout_desc, weights=recv_weights)
+            received = int(layout_desc.num_recv_tokens_per_expert.sum())
+            arrived.append(rows.double())
+            results.append(
+                PayloadResult(
+                    row_bytes=row_bytes(recv_x),
+                    traffic=measure_traffic(s, rank, layout_desc),
+                    signal=arrived[0].square().sum().item(),
+                    noise=(arrived[-1] - arrived[0]).square().sum().item(),
+                    combined=combined.cpu(),
+                )
+            )
+    return RankResult(topk_idx=topk_idx, received=received, bf16=results[0], mxfp8=results[1])
+
+
+def row_bytes(rows: torch.Tensor) -> int:
+    """Bytes of one row as it travels."""
+    parts = (rows.qdata, rows.scale) if isinstance(rows, MXTensor) else (rows,)
+    return sum(part.shape[1] * part.element_size() for part in parts)
 
 
 def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traffic:
@@ -124,22 +151,29 @@ def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traff
     )
 
 
-def compare(s: Settings, rank: int, result: RankResult) -> Comparison:
-    """Distance of a rank's result from the same layer computed densely, in one process, in float32."""
+def compare(s: Settings, rank: int, result: PayloadResult, payload: str | None = None) -> Comparison:
+    """Distance of a rank's result from the same layer computed densely, in one process, in float32.
+
+    With payload="mxfp8" every copy of a token is the same quantised row: the result must be the dense one of the
+    tokens so quantised, up to the same rounding. What quantisation costs shows against the tokens as they are.
+    """
     moe = make_moe(s)
     x = tokens_of(s, rank)
     topk_idx, weights = route(x, moe, s.topk)
-    dense = torch.zeros(x.shape, dtype=torch.float32)
-    scale = torch.zeros(x.shape, dtype=torch.float32)
+    travelled = x if payload is None else MXTensor.to_mx(x).dequantize()
+    plain, dense, scale = (torch.zeros(x.shape, dtype=torch.float32) for _ in range(3))
     for expert in range(s.experts):
         weight = torch.where(topk_idx == expert, weights, 0.0).sum(-1, keepdim=True)
-        y = weight * expert_ffn(x, moe.up[expert], moe.down[expert])
+        y = weight * expert_ffn(travelled, moe.up[expert], moe.down[expert])
         dense += y
         scale += y.abs()
-    error = (result.combined.float() - dense).abs()
+        plain += weight * expert_ffn(x, moe.up[expert], moe.down[expert])
+    combined = result.combined.float()
+    signal, noise = plain.square().sum().item(), (combined - plain).square().sum().item()
+    error = (combined - dense).abs()
     if error.numel() == 0:
-        return Comparison(0.0, 0.0, BF16_LIMIT)
-    return Comparison(error.max().item(), (error / scale.clamp_min(SMALL)).max().item(), BF16_LIMIT)
+        return Comparison(0.0, 0.0, BF16_LIMIT, signal, noise)
+    return Comparison(error.max().item(), (error / scale.clamp_min(SMALL)).max().item(), BF16_LIMIT, signal, noise)
 
 
 def run_and_save(s: Settings, folder: str) -> None:

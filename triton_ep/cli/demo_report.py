@@ -1,6 +1,7 @@
 """What `triton-ep demo` shows: rows on each kind of link, the table, the routing picture."""
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,20 +75,37 @@ def expected_traffic(topk_idx: Sequence[torch.Tensor], num_experts: int, ranks_p
 
 
 @dataclass(frozen=True, kw_only=True)
+class PayloadResult:
+    """What one rank measured and made with one payload; tensors are on the CPU.
+
+    Attributes:
+        row_bytes: bytes of a row as it travels.
+        traffic: what the tables in the layer's descriptor say was sent.
+        signal, noise: sums of squares of the rows that arrived in bf16, and of what this payload's differ by.
+        combined: [T, H] bfloat16, the layer's result.
+    """
+
+    row_bytes: int
+    traffic: Traffic
+    signal: float
+    noise: float
+    combined: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankResult:
     """What one rank measured and made; tensors are on the CPU.
 
     Attributes:
         topk_idx: [T, K] int32, where its tokens went.
         received: rows its experts got, by `layout_desc.num_recv_tokens_per_expert`.
-        combined: [T, H] bfloat16, the layer's result.
-        traffic: what the tables in the layer's descriptor say was sent.
+        bf16, mxfp8: by payload.
     """
 
     topk_idx: torch.Tensor
     received: int
-    combined: torch.Tensor
-    traffic: Traffic
+    bf16: PayloadResult
+    mxfp8: PayloadResult
 
 
 @dataclass(frozen=True)
@@ -98,11 +116,14 @@ class Comparison:
         max_abs: largest absolute difference.
         max_rel: largest difference relative to the sum over k of |weight * expert output| of that element.
         limit: largest `max_rel` that rounding to bfloat16 explains.
+        signal, noise: sums of squares of the dense result of unquantised tokens, and of the difference from it.
     """
 
     max_abs: float
     max_rel: float
     limit: float
+    signal: float = 0.0
+    noise: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -126,7 +147,7 @@ def table(
     """The table for people: one line per rank, totals, what the columns mean."""
     numbers: list[list[float]] = []
     for rank, result in enumerate(results):
-        traffic, kib_per_row = result.traffic, result.combined[:1].nbytes / 1024
+        traffic, kib_per_row = result.bf16.traffic, result.bf16.row_bytes / 1024
         owner = owners(result.topk_idx, num_experts, len(results))
         copies = int(((owner >= 0) & (owner != rank)).sum())
         counts = [len(result.topk_idx), copies, traffic.sent, copies - traffic.sent, result.received]
@@ -140,29 +161,72 @@ def table(
     for place, line, error in zip(places, numbers, errors, strict=True):
         cells = [f"{value:.1f}" if isinstance(value, float) else str(value) for value in line]
         rows.append([*place, *cells, *(f"{value:.2e}" for value in error)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    text = _aligned(rows)
     rule = "-" * len(text[0])
     return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], _LEGEND])
 
 
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+_PAYLOAD_HEADER = ("payload", "bytes per row", "NVLink KiB", "network KiB", "saved", "rows dB", "result dB")
+_PAYLOAD_LEGEND = """
+saved     of the bytes that bf16 takes
+rows      signal-to-noise ratio of rows that arrived, against those in bf16
+result    signal-to-noise ratio of combined rows, against the dense layer of unquantised tokens"""
+
+
+def payload_table(
+    results: Sequence[RankResult], bf16_comparisons: Sequence[Comparison], mxfp8_comparisons: Sequence[Comparison]
+) -> str:
+    """bf16 and MXFP8 beside each other, over all ranks: bytes of the dispatch, and error."""
+    bf16, mxfp8 = [result.bf16 for result in results], [result.mxfp8 for result in results]
+    rows: list[Sequence[str]] = [_PAYLOAD_HEADER]
+    for name, payload, comparisons in (("bf16", bf16, bf16_comparisons), ("mxfp8", mxfp8, mxfp8_comparisons)):
+        nvlink = sum(p.traffic.nvlink * p.row_bytes for p in payload)
+        network = sum(p.traffic.network * p.row_bytes for p in payload)
+        saved = 1 - payload[0].row_bytes / bf16[0].row_bytes
+        ratios = (decibels(payload), decibels(comparisons))
+        cells = [f"{nvlink / 1024:.1f}", f"{network / 1024:.1f}", f"{saved:.1%}"]
+        cells += ["exact" if math.isinf(ratio) else f"{ratio:.1f}" for ratio in ratios]
+        rows.append([name, str(payload[0].row_bytes), *cells])
+    text = _aligned(rows)
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:], _PAYLOAD_LEGEND])
+
+
+def decibels(parts: Sequence[PayloadResult] | Sequence[Comparison]) -> float:
+    """Signal-to-noise ratio of all parts together; infinite without noise."""
+    noise = sum(part.noise for part in parts)
+    return 10 * math.log10(sum(part.signal for part in parts) / noise) if noise else math.inf
+
+
 def failures(
-    results: Sequence[RankResult], comparisons: Sequence[Comparison], num_experts: int, ranks_per_node: int
+    results: Sequence[RankResult],
+    bf16_comparisons: Sequence[Comparison],
+    mxfp8_comparisons: Sequence[Comparison],
+    num_experts: int,
+    ranks_per_node: int,
 ) -> list[str]:
     """What is wrong with the results, in words; empty = they are right."""
     wrong = []
     expected = expected_traffic([result.topk_idx for result in results], num_experts, ranks_per_node)
-    for rank, (result, comparison) in enumerate(zip(results, comparisons, strict=True)):
-        if not comparison.passed:
-            error, limit = comparison.max_rel, comparison.limit
-            wrong.append(f"rank {rank}: relative error {error:.2e}, rounding explains {limit:.2e}")
-        if result.traffic != expected[rank]:
-            wrong.append(f"rank {rank}: {result.traffic}, but the routing asks for {expected[rank]}")
+    for rank, result in enumerate(results):
+        for name, payload, comparison in (
+            ("bf16", result.bf16, bf16_comparisons[rank]),
+            ("mxfp8", result.mxfp8, mxfp8_comparisons[rank]),
+        ):
+            if not comparison.passed:
+                error, limit = comparison.max_rel, comparison.limit
+                wrong.append(f"rank {rank}, {name}: relative error {error:.2e}, rounding explains {limit:.2e}")
+            if payload.traffic != expected[rank]:
+                wrong.append(f"rank {rank}, {name}: {payload.traffic}, but the routing asks for {expected[rank]}")
     return wrong
 
 
-def draw_routing(path: str, topk_idx: Sequence[torch.Tensor], num_experts: int) -> str | None:
-    """Draw how many tokens each rank sends to each expert.
+def draw_routing(path: str, results: Sequence[RankResult], num_experts: int) -> str | None:
+    """Draw how many tokens each rank sends to each expert, and the bytes that its own tokens take, by payload.
 
     Returns:
         None when the picture was written to `path`, otherwise why not.
@@ -172,25 +236,36 @@ def draw_routing(path: str, topk_idx: Sequence[torch.Tensor], num_experts: int) 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    counts = torch.zeros(len(topk_idx), num_experts, dtype=torch.int64)
-    for source, idx in enumerate(topk_idx):
+    counts = torch.zeros(len(results), num_experts, dtype=torch.int64)
+    for source, idx in enumerate(result.topk_idx for result in results):
         kept = idx[(idx >= 0) & (idx < num_experts)].long()
         counts[source] = torch.bincount(kept, minlength=num_experts)
-    figure = Figure(figsize=(1.5 + 0.45 * num_experts, 1.5 + 0.5 * len(topk_idx)), layout="constrained")
+    width = max(0.45 * num_experts, 4.5)
+    figure = Figure(figsize=(5.5 + width, 1.5 + 0.5 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes, bars = figure.subplots(1, 2, width_ratios=(width, 2.5))
     image = axes.imshow(counts.numpy(), cmap="Blues", vmin=0, aspect="auto")
     darkest = int(counts.max())
     for source, row in enumerate(counts.tolist()):
         for expert, count in enumerate(row):
             colour = "white" if 2 * count > darkest else "black"
             axes.text(expert, source, str(count), ha="center", va="center", color=colour)
-    for boundary in range(1, len(topk_idx)):
-        axes.axvline(boundary * num_experts // len(topk_idx) - 0.5, color="k", linewidth=0.8)
+    for boundary in range(1, len(results)):
+        axes.axvline(boundary * num_experts // len(results) - 0.5, color="k", linewidth=0.8)
     axes.set(xlabel="expert (lines separate the ranks that own them)", ylabel="source rank")
     axes.set_xticks(range(num_experts))
-    axes.set_yticks(range(len(topk_idx)))
+    axes.set_yticks(range(len(results)))
     axes.set_title("Tokens from each rank to each expert")
-    figure.colorbar(image, label="tokens")
+    figure.colorbar(image, ax=axes, label="tokens")
+    for offset, name, payloads in (
+        (-0.2, "bf16", [result.bf16 for result in results]),
+        (0.2, "mxfp8", [result.mxfp8 for result in results]),
+    ):
+        kib = [payload.traffic.sent * payload.row_bytes / 1024 for payload in payloads]
+        bars.barh([rank + offset for rank in range(len(results))], kib, height=0.4, label=name)
+    bars.set(xlabel="KiB sent", title="Bytes by payload")
+    bars.set_yticks(range(len(results)))
+    bars.invert_yaxis()  # ranks beside those of the other panel
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)
     return None
