@@ -1,0 +1,283 @@
+"""The layer in one graph: opcheck, torch.compile(fullgraph=True), and CUDA graphs of forward and backward.
+
+On GPUs the compiler is inductor and a captured graph is replayed. On the CPU the same code runs through aot_eager,
+and a replay is the call itself, so that it is known to work before it meets a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.layer.cases import Case, make_layer, workloads
+from triton_ep import MXTensor, _autograd_ops, autograd
+from triton_ep.distributed import current_heap
+from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm as grouped_mm
+from triton_ep.runtime import INTERPRETING
+
+BACKEND = "aot_eager" if INTERPRETING else "inductor"
+
+
+# --- torch.library --------------------------------------------------------------------------------------
+
+
+def _check_ops(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    # No drops and exactly as many rows as there are: static mode leaves nothing unwritten, which opcheck compares.
+    capacity = {"capacity": case.tokens[0] * case.topk} if case.static else {}
+    with make_layer(case, rank, nodes, ranks_per_node, **capacity) as layer:
+        key = autograd.enter(layer)
+        work, device = workloads(case, 1, 0)[0], current_heap().device
+        x, weights = (t.clone().to(device).requires_grad_() for t in (work.x, work.topk_weights))
+        topk_idx = work.topk_idx.to(device)
+        ops = torch.ops.triton_ep
+        args = (x, None, topk_idx, weights, True, key)
+        if case.payload is None:
+            torch.library.opcheck(ops.dispatch.default, args)
+            torch.library.opcheck(ops.dispatch.default, (x, None, topk_idx, None, False, key))
+        else:
+            # The op itself has a gradient only where rows are plain; autograd.DispatchMX has the other.
+            given = (x.detach(), None, topk_idx, weights.detach(), True, key)
+            torch.library.opcheck(ops.dispatch.default, given)
+        slots = ops.dispatch(*(t.detach() if isinstance(t, torch.Tensor) else t for t in args))[3]
+        recv_x, recv_weights, desc = autograd.dispatch(layer, x.detach(), topk_idx, weights.detach())
+        plain = recv_x.dequantize() if isinstance(recv_x, MXTensor) else recv_x
+        tensors = _autograd_ops.tensors_of(desc)
+        for each in (recv_weights, None) if case.payload is None else (recv_weights,):
+            leaf = None if each is None else each.clone().requires_grad_()
+            torch.library.opcheck(ops.combine.default, (plain.clone().requires_grad_(), leaf, tensors, key))
+        torch.library.opcheck(ops.dispatch_backward.default, (plain, recv_weights, slots, tensors, True, key))
+        grad = torch.ones_like(x).detach()
+        torch.library.opcheck(ops.combine_backward.default, (grad, tensors[0], plain.shape[0], key))
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    "static, local_combine, payload",
+    [(False, True, None), (True, False, None), (False, False, "mxfp8")],
+)
+def test_opcheck_finds_nothing(run_ranks, static, local_combine, payload):
+    """Schemas, fakes and gradients of the ops are what torch.compile takes them for."""
+    case = Case("ops", tokens=(6,), hidden=32, drop=0.0, static=static, local_combine=local_combine, payload=payload)
+    run_ranks(_check_ops, 1, 1, replace(case, dtype=torch.bfloat16 if payload else torch.float32), timeout_s=120)
+
+
+# --- torch.compile --------------------------------------------------------------------------------------
+
+
+def _own_experts(case: Case, rank: int, num_experts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """w1 and w2 [e, H, H] of this rank's experts, bf16, and leaves."""
+    generator = torch.Generator().manual_seed(17)
+    shape = (2, num_experts, case.hidden, case.hidden)
+    every = (torch.randn(shape, generator=generator) * case.hidden**-0.5).to(case.dtype)
+    mine = every[:, rank * case.experts :][:, : case.experts]
+    w1, w2 = (w.clone().to(device).requires_grad_() for w in mine)
+    return w1, w2
+
+
+def _noise_db(value: torch.Tensor, exact: torch.Tensor) -> float:
+    exact = exact.detach().double()
+    return float(10 * torch.log10(exact.square().sum() / (value.detach().double() - exact).square().sum()))
+
+
+def _check_compiled(rank: int, nodes: int, ranks_per_node: int, case: Case, layers: int) -> None:
+    torch._dynamo.reset()
+    held = [make_layer(case, rank, nodes, ranks_per_node) for _ in range(layers)]
+    cfg, device = held[0].config, current_heap().device
+    for layer in held:
+        autograd.enter(layer)
+    w1, w2 = _own_experts(case, rank, cfg.num_experts, device)
+    generator = torch.Generator().manual_seed(3)
+    router = torch.randn(case.hidden, cfg.num_experts, generator=generator).to(device, case.dtype).requires_grad_()
+
+    def loop(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        row = torch.arange(rows.shape[0], dtype=torch.int32, device=device)
+        expert = torch.searchsorted(offsets[1:], row, right=True)
+        rows = torch.where((row < offsets[-1]).unsqueeze(1), rows, 0.0)
+        return sum(torch.where((expert == e).unsqueeze(1), rows @ w1[e] @ w2[e], 0.0) for e in range(case.experts))
+
+    def products(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        up = grouped_mm(rows, w1.transpose(1, 2), offsets)
+        return grouped_mm(torch.nn.functional.silu(up), w2.transpose(1, 2), offsets)
+
+    experts = loop if case.payload is None else products
+
+    def moe(x: torch.Tensor) -> torch.Tensor:
+        for layer in held:
+            # One choice whatever the compiler fuses: a flip of experts would be no rounding.
+            weights, topk_idx = (x.detach() @ router).float().softmax(-1).topk(case.topk)
+            recv_x, recv_weights, desc = autograd.dispatch(layer, x, topk_idx, weights.contiguous())
+            x = x + autograd.combine(layer, experts(recv_x, desc.expert_offsets), desc, recv_weights)
+        return x
+
+    compiled = torch.compile(moe, fullgraph=True, backend=BACKEND)
+    with torch._inductor.config.patch(compile_threads=1):  # ranks start no processes of their own
+        for tokens in (7, 4) if BACKEND == "aot_eager" else (7, 4, 12):
+            generator = torch.Generator().manual_seed(tokens + rank)
+            results = []
+            x = torch.randn(tokens - rank, case.hidden, generator=generator).to(device, case.dtype)
+            for function in (moe, compiled):
+                leaf = x.clone().requires_grad_()
+                out = function(leaf)
+                grads = torch.autograd.grad(out.float().square().sum(), (leaf, router, w1, w2))
+                results.append((out, *grads))
+            for eager, traced in zip(*results, strict=True):
+                if BACKEND == "aot_eager":
+                    torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-5)
+                else:
+                    # Fused operations round less often; a value then may be quantised to its neighbour.
+                    assert _noise_db(traced, eager) > (80 if case.payload is None else 20)
+    for layer in held:
+        layer.finalize()
+
+
+COMPILED = Case("compiled", tokens=(12, 11), topk=2, experts=2, hidden=32, dtype=torch.float32, drop=0.0)
+COMPILED_MX = replace(COMPILED, dtype=torch.bfloat16, payload="mxfp8")
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, case, layers, on_cpu",
+    [
+        (1, 1, replace(COMPILED, static=True), 2, True),
+        (1, 1, replace(COMPILED_MX, static=True), 1, False),
+        (1, 1, COMPILED, 1, True),
+        (1, 2, COMPILED, 1, False),
+        (1, 2, COMPILED_MX, 1, True),
+        (2, 1, replace(COMPILED, local_combine=True), 2, False),
+        (2, 1, replace(COMPILED_MX, static=True, local_combine=True), 1, False),
+    ],
+)
+def test_a_layer_compiles_into_one_graph(run_ranks, backend, nodes, ranks_per_node, case, layers, on_cpu):
+    """fullgraph=True, forward and backward; a second number of tokens is the same graph or another one."""
+    if backend == "host" and not on_cpu:
+        pytest.skip("needs --backend nvshmem; on the CPU three cases stand for all, as tracing takes seconds")
+    run_ranks(_check_compiled, nodes, ranks_per_node, case, layers, timeout_s=240)
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------------
+
+
+class _Step:
+    """A static MoE layer's forward and backward pass over inputs at fixed addresses."""
+
+    def __init__(self, rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+        self.rank, self.case, self.device = rank, case, current_heap().device
+        self.layer = make_layer(case, rank, nodes, ranks_per_node)
+        tokens, num_experts = case.tokens[0], self.layer.config.num_experts
+        self.w1, self.w2 = _own_experts(case, rank, num_experts, self.device)
+        self.x = torch.empty(tokens, case.hidden, dtype=case.dtype, device=self.device).requires_grad_()
+        self.grad = torch.empty(tokens, case.hidden, dtype=case.dtype, device=self.device)
+        self.topk_idx = torch.empty(tokens, case.topk, dtype=torch.int32, device=self.device)
+        self.weights = torch.empty(tokens, case.topk, device=self.device).requires_grad_()
+
+    def load(self, seed: int) -> None:
+        """Other inputs at the same addresses."""
+        work = workloads(self.case, self.layer.config.world_size, seed)[self.rank]
+        generator = torch.Generator().manual_seed(1000 * seed + self.rank)
+        with torch.no_grad():
+            self.x.copy_(torch.randn(self.x.shape, generator=generator))
+            self.grad.copy_(torch.randn(self.grad.shape, generator=generator))
+            self.topk_idx.copy_(work.topk_idx)
+            self.weights.copy_(work.topk_weights)
+
+    def __call__(self) -> None:
+        recv_x, recv_weights, desc = autograd.dispatch(self.layer, self.x, self.topk_idx, self.weights)
+        up = grouped_mm(recv_x, self.w1.transpose(1, 2), desc.expert_offsets)
+        y = grouped_mm(torch.nn.functional.silu(up), self.w2.transpose(1, 2), desc.expert_offsets)
+        out = autograd.combine(self.layer, y, desc, recv_weights if self.case.combine_weights else None)
+        leaves = (self.x, self.w1, self.w2, *((self.weights,) if self.case.combine_weights else ()))
+        grads = torch.autograd.grad(out, leaves, self.grad)
+        # Without its graph, whose nodes would tie a later capture to the stream of this step.
+        self.results = (out.detach(), *grads)
+
+    def copies(self) -> list[torch.Tensor]:
+        """The results, safe from the next replay."""
+        return [each.clone() for each in self.results]
+
+
+def _capture(step: _Step) -> Callable[[], None]:
+    """A replay of the step in a CUDA graph; on the CPU the step itself."""
+    if step.device.type == "cpu":
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()  # compiles what is missing, which must not happen under capture
+    gc.collect()  # graphs of earlier steps, if a cycle holds any
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads (the watchdog of a process group) may call CUDA meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
+def _check_replays(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    step = _Step(rank, nodes, ranks_per_node, case)
+    with step.layer:
+        eager, seeds = [], 2 if step.device.type == "cpu" else 4
+        for seed in range(seeds):
+            step.load(seed)
+            step()
+            eager.append(step.copies())
+        assert not any(torch.equal(a, b) for a, b in zip(eager[0], eager[1], strict=True))
+        step.load(0)
+        replay = _capture(step)
+        captured = step.results
+        for seed in reversed(range(seeds)):
+            step.load(seed)
+            replay()
+            for each, want in zip(step.copies(), eager[seed], strict=True):
+                assert torch.equal(each, want)
+        # A step without the graph fits in behind the replays, and the other way round.
+        step()
+        assert all(map(torch.equal, step.copies(), eager[0]))
+        step.load(1)
+        step.results = captured
+        replay()
+        assert all(map(torch.equal, step.copies(), eager[1]))
+        step.layer.check()
+
+
+def _check_no_synchronisation(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    step = _Step(rank, nodes, ranks_per_node, case)
+    with step.layer:
+        for seed in range(3):
+            step.load(seed)
+            if seed == 0 or step.device.type == "cpu":
+                step()  # the first one compiles
+                continue
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        step.layer.check()
+
+
+STATIC = Case("replayed", tokens=(12,), topk=2, experts=2, hidden=32, static=True, alignment=4)
+STATIC_CASES = {
+    "bf16": replace(STATIC, combine_weights=True),
+    "mxfp8": replace(STATIC, payload="mxfp8"),
+    "mxfp8_weighted": replace(STATIC, payload="mxfp8", combine_weights=True, local_combine=True),
+}
+ON_GPUS = {"tokens": (128,), "topk": 8, "experts": 8, "hidden": 1024}
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (1, 8)])
+@pytest.mark.parametrize("name", STATIC_CASES)
+@pytest.mark.parametrize("check", [_check_replays, _check_no_synchronisation], ids=["replays", "no_synchronisation"])
+def test_a_static_step_needs_no_host(run_ranks, backend, nodes, ranks_per_node, name, check):
+    """Forward and backward, captured once and replayed with other inputs: bit for bit what the eager step gives."""
+    on_cpu = (ranks_per_node, name) in ((2, "mxfp8"), (1, "mxfp8_weighted")) and nodes * ranks_per_node == 2
+    if backend == "host" and not (on_cpu and check is _check_replays):
+        pytest.skip("needs --backend nvshmem: CUDA graphs; on the CPU two cases run the step itself")
+    case = STATIC_CASES[name]
+    run_ranks(check, nodes, ranks_per_node, replace(case, **ON_GPUS) if backend == "nvshmem" else case, timeout_s=240)
