@@ -135,9 +135,9 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         dispatch.dispatch_push_kernel,
         "x_ptr:*{WORD} scale_ptr:*u8 topk_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
-        f"{_STATE} num_tokens:i32 row_words:i32 stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
+        f"chunk_counts_ptr:*i32 {_STATE} num_tokens:i32 row_words:i32 stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
         tuple(
-            Variant(_payload(_K8, _FLAGS, payload, HAS_WEIGHTS=w), words, ("row_words",))
+            Variant(_payload(_K8, _FLAGS, payload, HAS_WEIGHTS=w, BLOCK_T=16, STEP_CHUNKS=16), words, ("row_words",))
             for payload, words in _PAYLOADS
             for w in (False, True)
         ),
@@ -157,7 +157,7 @@ SPECS: tuple[KernelSpec, ...] = (
             for s in (False, True)
             for w in (False, True)
         ),
-        num_warps=16,
+        num_warps=8,
     ),
     KernelSpec(
         internode_dispatch.internode_send_kernel,

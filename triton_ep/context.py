@@ -58,6 +58,7 @@ class DispatchCombineContext:
         self.status = self.state[device_buffers.STATUS.value :]
         self.network = P2P.value if config.is_intra_node or heap.network == "p2p" else NVSHMEM.value
         self._pinned: torch.Tensor | None = None
+        self._side: torch.cuda.Stream | None = None
         self._extern_libs: dict[str, str] | None = None
         classes = ("", "arrival", "output")
         heap.require(layout.estimate_bytes(sizes) + len(classes) * _SLACK_BYTES, group)
@@ -203,6 +204,17 @@ class DispatchCombineContext:
                 f"This layer failed before and its ranks are out of step: {self.failure} Finalize it and make another."
             )
 
+    def fork(self) -> torch.cuda.Stream:
+        """A second stream that starts from where the current one is now; `join` must follow."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        return self._side
+
+    def join(self, side: torch.cuda.Stream) -> None:
+        """Make the current stream wait for what `fork` gave."""
+        torch.cuda.current_stream(self.device).wait_stream(side)
+
     def check_status(self) -> None:
         """Wait for the stream of this device and raise what a kernel reported.
 
@@ -259,6 +271,8 @@ class DispatchCombineContext:
         operation, index, expected, seen = record
         what, flags = _OPERATIONS[operation]
         missing = sorted({self._sender(operation, index)} | self._late_senders(operation, flags, expected))
+        if operation == waits.WAIT_ARRIVALS.value:
+            expected, seen = expected >> 32, seen >> 32  # below: rows (kernels/device/rows.py)
         self.failure = f"{what} expired."
         if (gone := self.heap.failed_peer()) is not None:
             raise PeerFailed(

@@ -242,12 +242,14 @@ class EPAll2AllLayer:
         num_rows, num_arrivals = self.init_output_buffer(placement)
         tokens_per_node = routing.row[cfg.num_experts + cfg.world_size :][: cfg.num_nodes]
         tables = None
+        received = dispatch_ops.make_received(ctx, num_rows, num_arrivals, has_weights)
+        side = dispatch_ops.fork(ctx)
         if not cfg.is_intra_node:
             dispatch_ops.send(ctx, x, weights, routing, node_token, tokens_per_node)
         dispatch_ops.push(ctx, x, weights, routing)
         if not cfg.is_intra_node:
             tables = dispatch_ops.forward(ctx, has_weights, placement)
-        recv_x, recv_weights, copy_rows = dispatch_ops.expand(ctx, num_rows, num_arrivals, has_weights, placement)
+        dispatch_ops.expand(ctx, received, placement, side)
         ctx.poll_status()
         desc = EPAllToAllLayoutDesc(
             num_dispatch_token_cur_rank=x.data.shape[0],
@@ -268,9 +270,9 @@ class EPAll2AllLayer:
             forward_topk=tables.topk_idx if tables else None,
             forward_dst_row=tables.dst_row if tables else None,
             forward_stage_row=tables.stage_row if tables else None,
-            skipped_token_topk_mapping_indices=copy_rows,
+            skipped_token_topk_mapping_indices=received.copy_rows,
         )
-        return recv_x, recv_weights, desc
+        return received.x, received.weights, desc
 
     def preprocess(self, topk_idx: torch.Tensor, scatter: torch.Tensor | None, host_word: int) -> routing_ops.Routing:
         """Count, give slots, and exchange the splits of all ranks."""

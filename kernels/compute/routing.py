@@ -175,7 +175,8 @@ def routing_offsets_kernel(
     num_recv_ptr,  # out [e] int32
     overflow_ptr,  # out [1] int32, rows beyond recv_capacity on this rank
     tokens_from_node_ptr,  # out [N] int32, tokens that my counterpart of each node sends to this node
-    report_ptr,  # out [W, 8] int32: output rows, arrival rows, tokens, bad index + 1, bad id, host error
+    report_ptr,  # out [W, 8] int32: output rows, arrival rows, tokens, bad index + 1, bad id, host error; then of the
+    # rows that arrive here from that rank the first one and their number
     rank,
     num_ranks,
     experts_per_rank,
@@ -219,6 +220,9 @@ def routing_offsets_kernel(
     tl.store(stage_base_ptr + owner, tl.sum(tl.where(source < rank, tokens, 0)))
 
     tail_ptr = splits_ptr + (owner + 1) * row_length - 4
+    if owner == rank:
+        tl.store(report_ptr + source * 8 + 6, tl.cumsum(tokens, axis=0) - tokens, mask=source < num_ranks)
+        tl.store(report_ptr + source * 8 + 7, tokens, mask=source < num_ranks)
     report_ptr += owner * 8
     tl.store(report_ptr, rows)
     tl.store(report_ptr + 1, tl.sum(tokens))

@@ -10,6 +10,11 @@ scale byte per 32 of them, padded to 16 bytes. A row is quantised on its way out
 Arrival buffers of a rank: `stage_x` [capacity, row] holds one row per (token, rank); `stage_meta`
 [W * max_tokens, 2 * KP] int32 holds, for each of them, the output rows of its copies (-1 = none), then
 their weights as float32 bits. KP is top-k rounded up to a power of two.
+
+A rank pushes its tokens in up to ARRIVE_STEPS steps, and each of its programs raises its arrival flag on every rank
+of the node after each, so that a receiver can work on the first rows while the last are on their way. The high 32
+bits of the flag count steps since the layer was made, ARRIVE_STEPS per call; the low 32 bits say how many of the
+sender's rows for that receiver its steps cover so far, in arrival order.
 """
 
 import triton
@@ -42,6 +47,9 @@ def on_my_node(peer, rank, ranks_per_node):
     """True for the ranks that share the node of `rank`."""
     return peer // ranks_per_node == rank // ranks_per_node
 
+
+ARRIVE_STEPS = tl.constexpr(8)
+ALL_ROWS = tl.constexpr(2**31 - 1)
 
 WORDS = tl.constexpr(0)
 QUANTISE = tl.constexpr(1)
@@ -218,18 +226,26 @@ def release_arrivals(
     rank,
     num_ranks,
     ranks_per_node,
+    step,  # 1 to ARRIVE_STEPS, the last one
+    rows,  # [LWP] rows for each rank of the node that all programs have pushed by then; ALL_ROWS with the last step
     KIND: tl.constexpr,  # 0 = push of this rank's own tokens, 1 = forward of another node's
     LWP: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
-    """Set arrive_flag[KIND, my local rank, this program] = dispatch epoch on every rank of the node."""
-    epoch = tl.load(state_ptr + EPOCH_DISPATCH)
+    """Raise arrive_flag[KIND, my local rank, this program] on every rank of the node."""
     local = tl.arange(0, LWP)
     peers = rank - rank % ranks_per_node + local
     mask = local < ranks_per_node
     flag_ptrs = buffer_ptrs(tables_ptr, ARRIVE_FLAG, num_ranks, peers, mask, tl.int64)
     flag_ptrs += (KIND * ranks_per_node + rank % ranks_per_node) * MAX_PROGRAMS + tl.program_id(0)
-    release_flags(flag_ptrs, mask, tl.zeros([LWP], tl.int64) + epoch)
+    done = arrival_steps(state_ptr) + step
+    release_flags(flag_ptrs, mask, (done << 32) | rows.to(tl.int64))
+
+
+@triton.jit
+def arrival_steps(state_ptr):
+    """Steps of all calls before this one, int64."""
+    return (tl.load(state_ptr + EPOCH_DISPATCH) - 1) * ARRIVE_STEPS
 
 
 @triton.jit

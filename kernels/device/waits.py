@@ -1,9 +1,9 @@
 """Flags between ranks: the only places where device code waits, and where it releases.
 
 A flag is an int64 in symmetric memory that only grows: its value is the epoch (number of the call) that
-its writer has reached, so nothing is ever cleared and a captured graph may replay. Every wait is bounded:
-on expiry one program writes a status record and all later waits of this rank return at once; the host
-raises from the record (triton_ep/context.py).
+its writer has reached (arrival flags: see device/rows.py), so nothing is ever cleared and a captured graph
+may replay. Every wait is bounded: on expiry one program writes a status record and all later waits of this
+rank return at once; the host raises from the record (triton_ep/context.py).
 
 Status record, the words of the state array from STATUS on: [0] operation (0 = fine), [1] index of the first
 missing flag, [2] expected epoch, [3] epoch seen. The operation codes are `WAIT_*` below; the host names them
@@ -33,6 +33,13 @@ def wait_flags(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, fi
     flag_ptrs: block of pointers to this rank's own flags, the first of which is flag `first_index` of its
     buffer, for the status record. Pairs with `release_flags` on the writer's side.
     """
+    arrived, _ = wait_values(flag_ptrs, mask, expected, state_ptr, OPERATION, first_index)
+    return arrived
+
+
+@triton.jit
+def wait_values(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, first_index=0):
+    """`wait_flags`, and what the flags were when they were acquired; `expected` where masked off."""
     limit = tl.load(state_ptr + TIMEOUT_US) * 1000
     start = now_ns()
     polls = 0
@@ -50,9 +57,9 @@ def wait_flags(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, fi
         _report_expiry(seen, expected, first_index, state_ptr, OPERATION)
     # The volatile loads order nothing. This acquire reads each flag once more and pairs with the release
     # of its writer; the barrier hands the order on to the other threads of the block.
-    tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys")
+    values = tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys")
     tl.debug_barrier()
-    return (late == 0) & healthy
+    return (late == 0) & healthy, tl.where(mask, values, expected)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ Protocol      1 send: pack the rows for one node, CHUNK tokens at a time, into n
               2 send: put the chunk into net_recv of the forwarder, with its flag = epoch
               3 forward: wait for the flag of a chunk, push its rows to the ranks of this node exactly as
               the owner of the token would (device/rows.py), keep its tables for combine
-              4 forward: set arrive_flag[1, my local rank, program] = epoch on every rank of the node
+              4 forward: raise arrive_flag[1, my local rank, program] to the last step on every rank of the node
 Layout        net_send, net_recv [N, max_tokens, row_bytes], by the other node, then by the source's slot;
               a message row is payload (padded to 16 bytes), then 4 x KP int32; net_flag [N, MAX_CHUNKS] int64.
 Memory order  2: put-with-signal orders data before flag. 3 acquires. 4 is one release per program.
@@ -30,6 +30,8 @@ from ..device.buffers import (
     pe_of,
 )
 from ..device.rows import (
+    ALL_ROWS,
+    ARRIVE_STEPS,
     WORDS,
     load_payload,
     other_node,
@@ -238,4 +240,7 @@ def internode_forward_kernel(
                     tl.store(stage_row_table_ptr + table, rows, mask=mask)
     # After an expired wait the rows are not complete: without the flag the receivers report it as well.
     if tl.load(state_ptr + STATUS) == 0:
-        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, 1, LWP, MAX_PROGRAMS)
+        every = tl.full([LWP], ALL_ROWS, tl.int32)
+        release_arrivals(
+            tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, ARRIVE_STEPS, every, 1, LWP, MAX_PROGRAMS
+        )

@@ -1,29 +1,44 @@
 """Intra-node dispatch: push every token once to each rank of this node that owns one of its experts, and
 expand what arrived into expert-major rows.
 
-Protocol      1 push: store x[token] into stage_x and the rows of its copies into stage_meta of each
-              destination rank, at the arrival row that the routing kernels assigned
-              2 push: set arrive_flag[kind, my local rank, program] = epoch on every rank of the node
-              3 expand: wait for the flags of all programs of all local ranks (and, with several nodes,
-              of the forwarding kernel of each: internode/dispatch.py)
-              4 expand: copy each arrival row to the output rows of its copies, zero the padding rows
+Protocol      1 push, in steps of consecutive tokens: store x[token] into stage_x and the rows of its copies into
+              stage_meta of each destination rank, at the arrival row that the routing kernels assigned
+              2 push, after each step: raise arrive_flag[kind, my local rank, program] on every rank of the node
+              3 expand: wait until all programs of all local ranks are a step further; with several nodes, when
+              there is no further step, for the forwarding kernel of each rank (internode/dispatch.py)
+              4 expand: copy the arrival rows of the step to the output rows of their copies, then on to 3; at
+              last zero the padding rows
 Layout        stage_x [capacity, row on the wire (device/rows.py)], by source rank, then by token; stage_meta
               [W * max_tokens, 2 * KP];
               recv_x [R, row], recv_scale [R, row / 32], expert-major, segments aligned; arrive_flag
               [2, LW, MAX_PROGRAMS] int64.
-Memory order  2 is one system-scope release per program, after a block barrier, and covers all its stores of
-              step 1; 3 acquires. A release per row costs 3 times the bandwidth (8 x H200: 78 against
+Memory order  2 is one system-scope release per program and step, after a block barrier, and covers all its stores
+              so far; 3 acquires. A release per row costs 3 times the bandwidth (8 x H200: 78 against
               284 GB/s at 16 programs).
-Progress      Push waits for nobody. Expand waits for other ranks' pushes only; its grid is independent of theirs.
+Progress      Push waits for nobody. Expand waits for other ranks' pushes and forwards only; its grid is independent
+              of theirs. It may run beside this rank's own push and forward, if those are launched first.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py).
 """
 
 import triton
 import triton.language as tl
 
-from ..device.buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, STAGE_X, STATUS, buffer_ptr
-from ..device.rows import MX, WORDS, load_payload, push_meta, push_payload, release_arrivals, store_scales, wire_sizes
-from ..device.waits import WAIT_ARRIVALS, wait_flags
+from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, buffer_ptr
+from ..device.groups import pick
+from ..device.rows import (
+    ALL_ROWS,
+    ARRIVE_STEPS,
+    MX,
+    WORDS,
+    arrival_steps,
+    load_payload,
+    push_meta,
+    push_payload,
+    release_arrivals,
+    store_scales,
+    wire_sizes,
+)
+from ..device.waits import WAIT_ARRIVALS, wait_values
 
 
 @triton.jit(
@@ -36,6 +51,7 @@ def dispatch_push_kernel(
     dst_row_ptr,  # [T, K] int32
     stage_row_ptr,  # [T, K] int32
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
+    chunk_counts_ptr,  # [T / BLOCK_T, C] int32, exclusive prefix (compute/routing.py)
     state_ptr,
     tables_ptr,
     num_tokens,
@@ -51,71 +67,142 @@ def dispatch_push_kernel(
     KP: tl.constexpr,
     LWP: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    STEP_CHUNKS: tl.constexpr,  # least length of a step, in chunks of BLOCK_T tokens
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     if tl.load(state_ptr + STATUS) != 0:
         return
     _, data_bytes, _ = wire_sizes(row_words, x_ptr.dtype.element_ty, PAYLOAD)
-    for tile in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
-        token = tile * ROWS + tl.arange(0, ROWS)
-        alive = token < num_tokens
-        topk_ptrs = topk_ptr + token * TOPK
-        stage_ptrs = stage_row_ptr + token * TOPK
-        push_payload(
-            x_ptr + token.to(tl.int64) * row_words,
-            scale_ptr + token.to(tl.int64) * (data_bytes // 32),
-            alive,
-            topk_ptrs,
-            stage_ptrs,
-            tables_ptr,
-            row_words,
-            stage_capacity,
-            experts_per_rank,
-            rank,
-            num_ranks,
-            ranks_per_node,
-            x_ptr.dtype.element_ty,
-            PAYLOAD,
-            TOPK,
-            BLOCK_H,
-        )
-        push_meta(
-            alive,
-            topk_ptrs,
-            dst_row_ptr + token * TOPK,
-            stage_ptrs,
-            weights_ptr + token * TOPK,
-            tables_ptr,
-            experts_per_rank,
-            rank,
-            num_ranks,
-            ranks_per_node,
-            HAS_WEIGHTS,
-            TOPK,
-            KP,
-        )
-    release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, 0, LWP, MAX_PROGRAMS)
+    num_columns = num_ranks * experts_per_rank + num_ranks + num_ranks // ranks_per_node
+    local = tl.arange(0, LWP)
+    rank_columns = num_ranks * experts_per_rank + rank - rank % ranks_per_node + local
+    step_chunks = tl.maximum(tl.cdiv(num_tokens, BLOCK_T * ARRIVE_STEPS), STEP_CHUNKS)
+    step_tokens = step_chunks * BLOCK_T
+    num_steps = tl.maximum(tl.cdiv(num_tokens, step_tokens), 1)
+    for step in range(num_steps):
+        end = tl.minimum((step + 1) * step_tokens, num_tokens)
+        first_tile = step * step_tokens // ROWS
+        for tile in range(first_tile + tl.program_id(0), tl.cdiv(end, ROWS), tl.num_programs(0)):
+            token = tile * ROWS + tl.arange(0, ROWS)
+            alive = token < end
+            topk_ptrs = topk_ptr + token * TOPK
+            stage_ptrs = stage_row_ptr + token * TOPK
+            push_payload(
+                x_ptr + token.to(tl.int64) * row_words,
+                scale_ptr + token.to(tl.int64) * (data_bytes // 32),
+                alive,
+                topk_ptrs,
+                stage_ptrs,
+                tables_ptr,
+                row_words,
+                stage_capacity,
+                experts_per_rank,
+                rank,
+                num_ranks,
+                ranks_per_node,
+                x_ptr.dtype.element_ty,
+                PAYLOAD,
+                TOPK,
+                BLOCK_H,
+            )
+            push_meta(
+                alive,
+                topk_ptrs,
+                dst_row_ptr + token * TOPK,
+                stage_ptrs,
+                weights_ptr + token * TOPK,
+                tables_ptr,
+                experts_per_rank,
+                rank,
+                num_ranks,
+                ranks_per_node,
+                HAS_WEIGHTS,
+                TOPK,
+                KP,
+            )
+        # The last step may come before the ARRIVE_STEPS-th: the flag then jumps.
+        is_last = tl.cast(step, tl.int32) == num_steps - 1
+        counts_ptr = chunk_counts_ptr + tl.cast(step + 1, tl.int64) * step_chunks * num_columns
+        counts = tl.load(counts_ptr + rank_columns, mask=(local < ranks_per_node) & (is_last == 0), other=ALL_ROWS)
+        reached = tl.where(is_last, ARRIVE_STEPS, step + 1)
+        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, counts, 0, LWP, MAX_PROGRAMS)
 
 
 @triton.jit
-def _wait_arrivals(
+def _expand_rows(
+    recv_x_ptr,
+    recv_scale_ptr,
+    recv_weights_ptr,
+    copy_rows_ptr,
     tables_ptr,
-    state_ptr,
+    start,  # first arrival row of a source
+    first,  # tiles of the source's rows from here
+    end,  # to before here
+    num_rows,  # of the source
+    row_words,
     rank,
     num_ranks,
-    ranks_per_node,
-    num_senders,
-    LWP: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr,
+    stage_capacity,
+    HAS_SCALES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    KEEP_COPY_ROWS: tl.constexpr,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    flag = tl.arange(0, 2 * LWP * MAX_PROGRAMS)
-    sender = flag // MAX_PROGRAMS
-    kinds = tl.where(num_ranks > ranks_per_node, 2, 1)  # with several nodes their rows are forwarded as well
-    used = (sender < kinds * ranks_per_node) & (flag % MAX_PROGRAMS < num_senders)
-    flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64) + flag
-    epoch = tl.load(state_ptr + EPOCH_DISPATCH)
-    return wait_flags(flag_ptrs, used, epoch, state_ptr, WAIT_ARRIVALS)
+    """Copy this program's share of some arrival rows to the output rows of their copies.
+
+    Shares are by position, not by progress: programs may see a source at different steps.
+    """
+    stage_x_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
+    stage_rows_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.int32)
+    stage_weights_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.float32) + KP
+    ks = tl.arange(0, KP)[None, :]
+    offs = tl.arange(0, BLOCK_H)
+    WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
+    stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
+    stage_bytes_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, tl.uint8)
+    num_programs = tl.num_programs(0)
+    turn = (first + start // ROWS) % num_programs  # the program whose share is the first tile
+    mine = first + (tl.program_id(0) + num_programs - turn) % num_programs
+    for tile in range(mine, end, num_programs):
+        row = start + tile * ROWS + tl.arange(0, ROWS)
+        alive = row < start + num_rows
+        meta = row.to(tl.int64) * (2 * KP)
+        # An arrival row beyond the buffer never came (static overflow): its copies become zero rows.
+        here = alive & (row < stage_capacity)
+        for h in range(0, row_words, BLOCK_H):
+            in_row = (h + offs < row_words)[None, :]
+            words, scales = load_payload(
+                stage_x_ptr + row.to(tl.int64) * stride,
+                stage_bytes_ptr + row.to(tl.int64) * row_bytes + data_bytes,
+                here,
+                h,
+                row_words,
+                PAYLOAD,
+                BLOCK_H,
+            )
+            for k in tl.static_range(TOPK):
+                dst = tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1)
+                dest = recv_x_ptr + dst.to(tl.int64)[:, None] * row_words + h + offs[None, :]
+                tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
+                if HAS_SCALES:
+                    dest = recv_scale_ptr + dst.to(tl.int64) * (data_bytes // 32)
+                    store_scales(dest, dst >= 0, scales, h, row_words, WORD_BYTES)
+        if HAS_WEIGHTS or KEEP_COPY_ROWS:
+            mask = alive[:, None] & (ks < TOPK)
+            dst = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
+            if HAS_WEIGHTS:
+                weights = tl.load(stage_weights_ptr + meta[:, None] + ks, mask=mask, other=0.0)
+                weights = tl.where(here[:, None], weights, 0.0)
+                tl.store(recv_weights_ptr + dst, weights, mask=mask & (dst >= 0))
+            if KEEP_COPY_ROWS:
+                copy = row.to(tl.int64)[:, None] * TOPK + ks
+                tl.store(copy_rows_ptr + copy, dst, mask=mask & here[:, None])
 
 
 @triton.jit
@@ -170,7 +257,7 @@ def dispatch_expand_kernel(
     copy_rows_ptr,  # out [C, K] int32, output rows of each arrival row; written if KEEP_COPY_ROWS
     expert_offsets_ptr,  # [e + 1] int32
     num_recv_ptr,  # [e] int32
-    report_ptr,  # [W, 8] int32; [rank, 1] = arrival rows
+    report_ptr,  # [W, 8] int32; [rank, 1] = arrival rows; [source, 6:] = its first row, and number of rows
     state_ptr,
     tables_ptr,
     row_words,
@@ -191,62 +278,66 @@ def dispatch_expand_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    arrived = _wait_arrivals(
-        tables_ptr,
-        state_ptr,
-        rank,
-        num_ranks,
-        ranks_per_node,
-        num_senders,
-        LWP,
-        MAX_PROGRAMS,
-    )
-    if arrived:
-        stage_x_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
-        stage_rows_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.int32)
-        stage_weights_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.float32) + KP
-        ks = tl.arange(0, KP)[None, :]
-        offs = tl.arange(0, BLOCK_H)
-        WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
-        PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
-        stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
-        stage_bytes_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, tl.uint8)
-        num_arrivals = tl.load(report_ptr + rank * 8 + 1)
-        for tile in range(tl.program_id(0), tl.cdiv(num_arrivals, ROWS), tl.num_programs(0)):
-            row = tile * ROWS + tl.arange(0, ROWS)
-            alive = row < num_arrivals
-            meta = row.to(tl.int64) * (2 * KP)
-            # An arrival row beyond the buffer never came (static overflow): its copies become zero rows.
-            here = alive & (row < stage_capacity)
-            for h in range(0, row_words, BLOCK_H):
-                in_row = (h + offs < row_words)[None, :]
-                words, scales = load_payload(
-                    stage_x_ptr + row.to(tl.int64) * stride,
-                    stage_bytes_ptr + row.to(tl.int64) * row_bytes + data_bytes,
-                    here,
-                    h,
+    # Sources of a round: the ranks of this node; at last, in two parts, all ranks of other nodes.
+    SOURCES: tl.constexpr = LWP if LWP > 1 else 2
+    source = tl.arange(0, SOURCES)
+    is_local = source < ranks_per_node
+    report_ptrs = report_ptr + (rank - rank % ranks_per_node + source) * 8
+    starts = tl.load(report_ptrs + 6, mask=is_local, other=0)
+    counts = tl.load(report_ptrs + 7, mask=is_local, other=0)
+    behind = pick(starts, ranks_per_node - 1) + pick(counts, ranks_per_node - 1)
+    num_arrivals = tl.load(report_ptr + rank * 8 + 1)
+
+    flag = tl.arange(0, SOURCES * MAX_PROGRAMS)
+    used = (flag // MAX_PROGRAMS < ranks_per_node) & (flag % MAX_PROGRAMS < num_senders)
+    flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64) + flag
+    before = arrival_steps(state_ptr)
+    last_round = tl.where(num_ranks > ranks_per_node, ARRIVE_STEPS + 1, ARRIVE_STEPS)
+    steps = tl.zeros([], tl.int64)
+    done = tl.zeros([SOURCES], tl.int32)
+    arrived = tl.load(state_ptr + STATUS) == 0
+    while (steps < last_round) & arrived:
+        of_forward = tl.where(steps == ARRIVE_STEPS, ranks_per_node * MAX_PROGRAMS, 0)
+        expected = (before + tl.minimum(steps + 1, ARRIVE_STEPS)) << 32
+        arrived, seen = wait_values(flag_ptrs + of_forward, used, expected, state_ptr, WAIT_ARRIVALS, of_forward)
+        if arrived:
+            # Of each source what all its programs have; flags not in use are as far as the last one will be.
+            seen = tl.where(used, seen, (before + ARRIVE_STEPS) << 32 | ALL_ROWS)
+            of_source = tl.min(tl.reshape(seen, [SOURCES, MAX_PROGRAMS]), axis=1)
+            if steps == ARRIVE_STEPS:
+                # The rows before those of this node's ranks, and the rows behind them.
+                counts = tl.where(source == 0, pick(starts, 0), num_arrivals - behind)
+                starts = tl.where(source == 0, 0, behind)
+                done = tl.zeros([SOURCES], tl.int32)
+            ready = (of_source & ALL_ROWS).to(tl.int32)
+            ready = tl.where(ready < counts, ready // ROWS, tl.cdiv(counts, ROWS))
+            for index in range(tl.where(steps == ARRIVE_STEPS, 2, ranks_per_node)):
+                _expand_rows(
+                    recv_x_ptr,
+                    recv_scale_ptr,
+                    recv_weights_ptr,
+                    copy_rows_ptr,
+                    tables_ptr,
+                    pick(starts, index),
+                    pick(done, index),
+                    pick(ready, index),
+                    pick(counts, index),
                     row_words,
-                    PAYLOAD,
+                    rank,
+                    num_ranks,
+                    stage_capacity,
+                    HAS_SCALES,
+                    HAS_WEIGHTS,
+                    KEEP_COPY_ROWS,
+                    TOPK,
+                    KP,
+                    ROWS,
                     BLOCK_H,
                 )
-                for k in tl.static_range(TOPK):
-                    dst = tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1)
-                    dest = recv_x_ptr + dst.to(tl.int64)[:, None] * row_words + h + offs[None, :]
-                    tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
-                    if HAS_SCALES:
-                        dest = recv_scale_ptr + dst.to(tl.int64) * (data_bytes // 32)
-                        store_scales(dest, dst >= 0, scales, h, row_words, WORD_BYTES)
-            if HAS_WEIGHTS or KEEP_COPY_ROWS:
-                mask = alive[:, None] & (ks < TOPK)
-                dst = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
-                if HAS_WEIGHTS:
-                    weights = tl.load(stage_weights_ptr + meta[:, None] + ks, mask=mask, other=0.0)
-                    weights = tl.where(here[:, None], weights, 0.0)
-                    tl.store(recv_weights_ptr + dst, weights, mask=mask & (dst >= 0))
-                if KEEP_COPY_ROWS:
-                    copy = row.to(tl.int64)[:, None] * TOPK + ks
-                    tl.store(copy_rows_ptr + copy, dst, mask=mask & here[:, None])
-        if HAS_PADDING:
+            done = ready
+            steps = tl.where(steps == ARRIVE_STEPS, last_round, (tl.min(of_source) >> 32) - before)
+    if HAS_PADDING:
+        if arrived:
             _zero_padding(
                 recv_x_ptr,
                 recv_scale_ptr,

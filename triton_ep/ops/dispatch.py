@@ -11,12 +11,15 @@ from triton_ep.context import DispatchCombineContext
 from triton_ep.kernels.device.rows import MX, QUANTISE, WORDS
 from triton_ep.ops.routing import Placement, Routing
 from triton_ep.ops.tuning import (
+    ROUTING_TOKENS,
+    STEP_CHUNKS,
     as_words,
     common_constexprs,
     exchange_programs,
     local_programs,
     quantising_tile,
     tile,
+    waiting_programs,
 )
 from triton_ep.runtime import launch
 
@@ -59,7 +62,7 @@ def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torc
 
 
 def push(ctx: DispatchCombineContext, x: Rows, weights: torch.Tensor | None, routing: Routing) -> None:
-    """Push each row of x [T, H] once to every rank of this node that needs it, and release."""
+    """Push each row of x [T, H] once to every rank of this node that needs it, and release, step by step."""
     cfg, sizes = ctx.config, ctx.sizes
     data, scale, row_words, payload = _source(ctx, x)
     launch(
@@ -73,6 +76,7 @@ def push(ctx: DispatchCombineContext, x: Rows, weights: torch.Tensor | None, rou
             routing.stage_row,
             # A pointer of the right type; not read without weights.
             weights if weights is not None else routing.dst_row.view(torch.float32),
+            routing.chunk_counts,
             ctx.state,
             ctx.tables,
             x.data.shape[0],
@@ -85,6 +89,8 @@ def push(ctx: DispatchCombineContext, x: Rows, weights: torch.Tensor | None, rou
         ),
         {
             "HAS_WEIGHTS": weights is not None,
+            "BLOCK_T": ROUTING_TOKENS,
+            "STEP_CHUNKS": STEP_CHUNKS,
             **common_constexprs(sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS"),
             **payload,
         },
@@ -168,19 +174,24 @@ def forward(ctx: DispatchCombineContext, has_weights: bool, placement: Placement
     return tables
 
 
-def expand(
-    ctx: DispatchCombineContext,
-    num_rows: int,
-    num_arrivals: int,
-    has_weights: bool,
-    placement: Placement,
-) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None]:
-    """Wait for the rows and lay them out expert by expert.
+@dataclass(frozen=True)
+class Received:
+    """What `expand` writes.
 
-    Returns recv_x [R, H], weights [R] float32 or None, and, with local combine, the output rows of each
-    arrival row [C, K] int32. Rows behind the last expert's (static mode) keep zero weight, data undefined.
+    Attributes:
+        x: recv_x [R, H]. Rows behind the last expert's (static mode) are undefined.
+        weights: [R] float32, or None; zero behind the last expert's rows.
+        copy_rows: with local combine [C, K] int32, the output rows of each arrival row.
     """
-    cfg, sizes = ctx.config, ctx.sizes
+
+    x: Rows
+    weights: torch.Tensor | None
+    copy_rows: torch.Tensor | None
+
+
+def make_received(ctx: DispatchCombineContext, num_rows: int, num_arrivals: int, has_weights: bool) -> Received:
+    """Memory for `num_rows` output rows from `num_arrivals` arrival rows."""
+    cfg = ctx.config
     has_scales = cfg.payload is not None
     dtype = torch.float8_e4m3fn if has_scales else cfg.token_dtype
     recv_x = torch.empty(num_rows, cfg.hidden, dtype=dtype, device=ctx.device)
@@ -191,13 +202,40 @@ def expand(
     copy_rows = None
     if cfg.enable_local_combine:
         copy_rows = torch.empty(num_arrivals, cfg.topk, dtype=torch.int32, device=ctx.device)
-    row_bytes = cfg.hidden * dtype.itemsize
+    return Received(Rows(recv_x, recv_scale), weights, copy_rows)
+
+
+def fork(ctx: DispatchCombineContext) -> torch.cuda.Stream | None:
+    """Stream for `expand` to run on beside what is launched next; None where there is no room for both."""
+    return ctx.fork() if waiting_programs(ctx.device, ctx.config.num_sm) else None
+
+
+def expand(
+    ctx: DispatchCombineContext, received: Received, placement: Placement, side: torch.cuda.Stream | None
+) -> None:
+    """Wait for the rows, as they come, and lay them out expert by expert.
+
+    side: from `fork` before the push, so that first rows are laid out while the last are on their way.
+    """
+    if side is None:
+        _expand(ctx, received, placement, local_programs(ctx.device))
+        return
+    with torch.cuda.stream(side):
+        _expand(ctx, received, placement, waiting_programs(ctx.device, ctx.config.num_sm))
+    ctx.join(side)
+
+
+def _expand(ctx: DispatchCombineContext, received: Received, placement: Placement, programs: int) -> None:
+    cfg, sizes = ctx.config, ctx.sizes
+    recv_x, recv_scale = received.x.data, received.x.scale
+    weights, copy_rows = received.weights, received.copy_rows
+    row_bytes = cfg.hidden * recv_x.element_size()
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
     senders = exchange_programs(cfg.num_sm)
     launch(
         "dispatch_expand_kernel",
-        local_programs(ctx.device),
+        programs,
         (
             words,
             recv_scale if recv_scale is not None else words.view(torch.uint8),
@@ -217,12 +255,11 @@ def expand(
             senders,
         ),
         {
-            "HAS_SCALES": has_scales,
-            "HAS_WEIGHTS": has_weights,
+            "HAS_SCALES": recv_scale is not None,
+            "HAS_WEIGHTS": weights is not None,
             "HAS_PADDING": cfg.alignment > 1,
             "KEEP_COPY_ROWS": copy_rows is not None,
             **common_constexprs(sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS"),
             **tile(row_words),
         },
     )
-    return Rows(recv_x, recv_scale), weights, copy_rows

@@ -16,6 +16,12 @@ from triton_ep.runtime import INTERPRETING
 ROUTING_TOKENS = 16
 """Tokens per routing chunk: chunk tables are [tokens * KP] squared."""
 
+_LEAST_WAITING = 16
+"""Fewer programs would take longer beside an exchange than all of them after it."""
+
+STEP_CHUNKS = 1 if INTERPRETING else 16
+"""Routing chunks in a step of the push, at least: a release costs microseconds, so few tokens have one step."""
+
 
 def tile(row_elements: int) -> dict[str, int]:
     """ROWS and BLOCK_H of kernels that copy rows of `row_elements` words: 32 KB of 8-byte words at a time."""
@@ -49,7 +55,22 @@ def local_programs(device: torch.device) -> int:
     """Programs of a kernel that only moves rows within this rank's memory."""
     if INTERPRETING:
         return 2
-    return min(torch.cuda.get_device_properties(device).multi_processor_count, layout.STAGE_PROGRAMS)
+    return min(_multiprocessors(device), layout.STAGE_PROGRAMS)
+
+
+def waiting_programs(device: torch.device, num_sm: int) -> int:
+    """Programs of such a kernel that may run beside one of `num_sm` programs, and waits for it; 0: it may not.
+
+    It must leave room on the GPU for what it waits for, even if it is there first.
+    """
+    if INTERPRETING:
+        return 0
+    programs = _multiprocessors(device) - num_sm
+    return min(programs, layout.STAGE_PROGRAMS) if programs >= _LEAST_WAITING else 0
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def quantising_tile(hidden: int) -> dict[str, int]:
