@@ -12,7 +12,6 @@ from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 
 from triton_ep.errors import StaleHandleError
 from triton_ep.layer import EPAll2AllLayer
@@ -35,7 +34,6 @@ SMALL = (
 )
 FORWARD = ("forward_topk", "forward_dst_row", "forward_stage_row")
 COPIES = "skipped_token_topk_mapping_indices"
-_REPORT_WORDS = 6  # of 8; the others have no meaning
 
 
 def layer_of(key: int) -> EPAll2AllLayer:
@@ -127,7 +125,7 @@ def _dispatch(
         nothing.clone() if copies is None else copies,
         *(getattr(desc, name) for name in SMALL[:-2]),
         desc.tokens_per_node.clone(),  # a piece of a longer tensor
-        F.pad(desc.report[:, :_REPORT_WORDS], (0, 8 - _REPORT_WORDS)),
+        desc.report,
     )
 
 

@@ -86,8 +86,8 @@ def combine(
 
     Arguments:
         y: [R, H] of the layer's dtype, one output per row of `recv_x`.
-        layout_desc: from `dispatch`. (A descriptor of a dispatch that was given `full_scatter_indices` has
-            another order of rows than the one that the backward pass gets: not for this function.)
+        layout_desc: from `dispatch`, or from a `layer.dispatch` without `full_scatter_indices`: the backward pass
+            dispatches in the computed order.
         weights: [R] float32, on all ranks or on none; None: a plain sum.
 
     Returns:
@@ -98,6 +98,7 @@ def combine(
 
     Raises:
         InputError, StaleHandleError: as `EPAll2AllLayer.combine`.
+        InputError: a descriptor with an order of rows of its own.
     """
     if not isinstance(layout_desc, EPAllToAllLayoutDesc):
         raise InputError(f"combine needs the descriptor that dispatch returned, got {type(layout_desc).__name__}.")
@@ -105,6 +106,11 @@ def combine(
         raise StaleHandleError(
             "combine got a descriptor of another layer, or of one that was finalized. Pass the one that dispatch of "
             "this layer returned."
+        )
+    if layout_desc.full_scatter:
+        raise InputError(
+            "autograd.combine got a descriptor of a dispatch with full_scatter_indices, but its backward pass would "
+            "get rows in the computed order. Dispatch without them, or use layer.combine, which has no gradient."
         )
     result: torch.Tensor = torch.ops.triton_ep.combine(y, weights, ops.tensors_of(layout_desc), _key(layer))
     return result

@@ -271,6 +271,7 @@ class EPAll2AllLayer:
             forward_dst_row=tables.dst_row if tables else None,
             forward_stage_row=tables.stage_row if tables else None,
             skipped_token_topk_mapping_indices=received.copy_rows,
+            full_scatter=scatter is not None,
         )
         return received.x, received.weights, desc
 

@@ -36,9 +36,11 @@ class EPAllToAllLayoutDesc:
         tokens_from_node: [N] int32, tokens that this rank forwards for its counterpart of each node.
         forward_topk, forward_dst_row, forward_stage_row: [N, M, K] int32, tables of the forwarded tokens;
             None with one node.
-        report: [W, 8] int32, rows, arrival rows and tokens of every rank.
+        report: [W, 8] int32: rows, arrival rows and tokens of every rank, ...; in columns 6 and 7 the first arrival
+            row here, and the number of arrival rows, of each source rank.
         layer_id: identifies the layer that made it.
         epoch: number of the dispatch on its layer, from 1.
+        full_scatter: `full_scatter_indices` gave the order of rows.
     """
 
     num_dispatch_token_cur_rank: int
@@ -62,6 +64,7 @@ class EPAllToAllLayoutDesc:
     send_reqs_recv_tensor: torch.Tensor | None = None
     skipped_token_mapping_indices: torch.Tensor | None = None
     skipped_token_topk_mapping_indices: torch.Tensor | None = None
+    full_scatter: bool = False
 
 
 _NAMES = tuple(field.name for field in fields(EPAllToAllLayoutDesc))

@@ -187,7 +187,7 @@ def dispatch_and_check(layer: EPAll2AllLayer, case: Case, call: int) -> Call:
     torch.testing.assert_close(desc.token_dst_scatter_idx.cpu(), want.dst_row[cfg.rank].to(torch.int32), **exact)
     tokens = torch.tensor([w.x.shape[0] for w in works], dtype=torch.int32)
     torch.testing.assert_close(desc.num_input_tokens_per_rank.cpu(), tokens, **exact)
-    assert int(desc.overflow) == 0
+    assert int(desc.overflow) == 0 and desc.full_scatter == case.scatter
     assert recv_x.shape[0] == (cfg.recv_capacity if case.static else rows)
     if scales is None:
         torch.testing.assert_close(recv_x[:rows].cpu(), want.recv_x, **exact)

@@ -10,7 +10,7 @@ import torch
 from tests.layer.cases import Case, make_layer, workloads
 from triton_ep import MXTensor, _autograd_ops, autograd
 from triton_ep.distributed import current_heap
-from triton_ep.errors import FinalizedError, StaleHandleError
+from triton_ep.errors import FinalizedError, InputError, StaleHandleError
 
 TOPOLOGIES = ((1, 2), (1, 4), (2, 2))
 
@@ -299,6 +299,9 @@ def _check_leaving(rank: int, nodes: int, ranks_per_node: int) -> None:
         _, _, desc = autograd.dispatch(other, x, topk_idx)
         with pytest.raises(StaleHandleError, match="another layer"):
             autograd.combine(layer, x, desc)
+        scattered = replace(autograd.dispatch(layer, x, topk_idx)[2], full_scatter=True)
+        with pytest.raises(InputError, match="full_scatter_indices"):
+            autograd.combine(layer, x, scattered)
         out = forward(layer)
         autograd.leave(layer)
         autograd.leave(layer)
