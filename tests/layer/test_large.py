@@ -24,9 +24,10 @@ from tests.layer.origins import (
     row_experts,
     uniform_idx,
 )
-from triton_ep import EPAll2AllLayer
+from triton_ep import EPAll2AllLayer, MXTensor
 from triton_ep.distributed import current_heap
 from triton_ep.layout import Sizes, estimate_bytes
+from triton_ep.reference import mxfp8
 from triton_ep.testing import apply_expert
 
 TOPOLOGIES = [(1, 2), (2, 1), (1, 4), (2, 2), (1, 8), (2, 4)]
@@ -57,11 +58,10 @@ def _layer(rank: int, nodes: int, ranks_per_node: int, tokens: int, hidden: int,
 # --- model size ------------------------------------------------------------------------------------------------
 
 
-def _model_size(rank, nodes, ranks_per_node, tokens, hidden, experts, local_combine):
+def _model_size(rank, nodes, ranks_per_node, tokens, hidden, experts, local_combine, payload):
     world, device = nodes * ranks_per_node, current_heap().device
-    with _layer(
-        rank, nodes, ranks_per_node, tokens, hidden, experts, num_sm=32, enable_local_combine=local_combine
-    ) as layer:
+    options = {"num_sm": 32, "enable_local_combine": local_combine, "payload": payload}
+    with _layer(rank, nodes, ranks_per_node, tokens, hidden, experts, **options) as layer:
         for call in range(2):
             # Another number of tokens on every rank and call.
             counts = [tokens - (3 * r + 5 * call) % 16 for r in range(world)]
@@ -72,6 +72,8 @@ def _model_size(rank, nodes, ranks_per_node, tokens, hidden, experts, local_comb
             want = arrivals(idxs, rank, experts // world, device)
             assert torch.equal(desc.expert_offsets, want.expert_offsets)
             assert recv_x.shape[0] == want.entry.numel()
+            if payload is not None:
+                recv_x, rows = _check_quantised(recv_x, rows, want.entry // TOPK)
             difference = first_difference(recv_x, torch.cat(rows), want.entry // TOPK)
             assert difference is None, difference
             assert torch.equal(recv_weights, torch.cat([w.flatten() for w in weights]).to(device)[want.entry])
@@ -82,13 +84,26 @@ def _model_size(rank, nodes, ranks_per_node, tokens, hidden, experts, local_comb
         layer.check()
 
 
+def _check_quantised(
+    recv_x: MXTensor, rows: list[torch.Tensor], tokens: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Compare elements and scales with those of the oracle; returns received and sent rows as values in bf16."""
+    parts = [mxfp8.quantize(each) for each in rows]
+    data, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    for got, sent in ((recv_x.qdata, data), (recv_x.scale, scales)):
+        difference = first_difference(got.view(torch.uint8), sent.view(torch.uint8), tokens)
+        assert difference is None, difference
+    return recv_x.dequantize(), [mxfp8.dequantize(*each, torch.bfloat16) for each in parts]
+
+
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
 @pytest.mark.parametrize("local_combine", [False, True])
-def test_model_size_is_exact(run_ranks, backend, nodes, ranks_per_node, local_combine):
+def test_model_size_is_exact(run_ranks, backend, nodes, ranks_per_node, local_combine, payload):
     """4096 tokens of 7168 to the top 8 of 256: rows and weights bit for bit, sums within their rounding."""
-    sizes = (4096, 7168, 256) if backend == "nvshmem" else (20, 40, 64)
-    run_ranks(_model_size, nodes, ranks_per_node, *sizes, local_combine, timeout_s=240)
+    sizes = (4096, 7168, 256) if backend == "nvshmem" else (20, 64, 64)
+    run_ranks(_model_size, nodes, ranks_per_node, *sizes, local_combine, payload, timeout_s=240)
 
 
 # --- more than 2**31 elements --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from tests.bench import bench_dispatch_combine as bench
-from tests.bench import rows, stages, timing, traffic
+from tests.bench import link_bytes, rows, stages, timing, traffic
 from tests.layer.origins import coded_rows, first_difference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,3 +212,11 @@ def test_nothing_wrong_is_timed(fault: str) -> None:
         return
     with pytest.raises(bench.WrongResult, match="dispatch" if fault == "swapped rows" else "combine"):
         bench.check(job, _OneRank(fault), x, idx)
+
+
+def test_counters_of_nvlink_are_summed() -> None:
+    """Over links; another answer of nvidia-smi is an error, not zero."""
+    text = "GPU 0: NVIDIA H200\n\t Link 0: Data Tx: 12 KiB\n\t Link 0: Data Rx: 7 KiB\n\t Link 1: Data Tx: 30 KiB\n"
+    assert link_bytes.sent_kib(text) == 42
+    with pytest.raises(RuntimeError, match="does not show"):
+        link_bytes.sent_kib("Unable to retrieve the counters")
