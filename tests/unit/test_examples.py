@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -94,6 +95,15 @@ def test_training_example_keeps_to_the_dense_losses(tmp_path: Path) -> None:
     for first, last in zip(*(map(float, values) for _, *values in steps), strict=True):
         assert last < first
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_page_quotes_the_examples() -> None:
+    """What docs/how-to/train-a-moe-layer.md calls a quotation is one, line by line."""
+    page = (ROOT / "docs/how-to/train-a-moe-layer.md").read_text()
+    quotations = re.findall(r"^```python no-run \(quoted from (\S+)\)\n(.+?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert [path for path, _ in quotations] == ["examples/03_moe_layer.py", "examples/04_train_step.py"]
+    for path, text in quotations:
+        assert indent(text, " " * 8) in (ROOT / path).read_text()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
