@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Functions in here take the world group of the moment of this import as a default argument: imported later, by
-# torch.compile's machinery say, they would keep the group and its threads alive to the end of the process, which aborts.
-import torch.distributed.nn  # noqa: F401
+# Its functions take the world group of the moment of this import as a default argument: imported later, by
+# torch.compile's machinery say, they would keep the group and its threads to the end of the process, which aborts.
+import torch.distributed.nn
 
 from triton_ep.environment import read_environment
 from triton_ep.errors import ConfigError, EPError, PeerFailed
