@@ -74,9 +74,9 @@ def _mx_types(token: str, e5m2: bool) -> dict[str, str]:
 SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         routing.routing_count_kernel,
-        "topk_idx_ptr:*{IDX} kept_idx_ptr:*i32 entry_slot_ptr:*i32 rank_slot_ptr:*i32 node_slot_ptr:*i32 "
-        "chunk_counts_ptr:*i32 chunk_bad_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 experts_per_rank:i32 "
-        "ranks_per_node:i32",
+        "topk_idx_ptr:*{IDX} kept_idx_ptr:*i32 owner_ptr:*i32 entry_slot_ptr:*i32 rank_slot_ptr:*i32 "
+        "node_slot_ptr:*i32 chunk_counts_ptr:*i32 chunk_bad_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 "
+        "experts_per_rank:i32 ranks_per_node:i32",
         tuple(Variant({**_K8, "BLOCK_T": 16, "BLOCK_C": 256}, {"IDX": t}) for t in ("i32", "i64")),
         num_warps=16,  # its comparison tables do not fit the registers of fewer
     ),
@@ -134,7 +134,7 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         dispatch.dispatch_push_kernel,
-        "x_ptr:*{WORD} scale_ptr:*u8 topk_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
+        "x_ptr:*{WORD} scale_ptr:*u8 owner_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
         f"chunk_counts_ptr:*i32 {_STATE} num_tokens:i32 row_words:i32 stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
         tuple(
             Variant(_payload(_K8, _FLAGS, payload, HAS_WEIGHTS=w, BLOCK_T=16, STEP_CHUNKS=16), words, ("row_words",))
@@ -161,7 +161,7 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         internode_dispatch.internode_send_kernel,
-        "x_ptr:*{WORD} scale_ptr:*u8 topk_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
+        "x_ptr:*{WORD} scale_ptr:*u8 owner_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
         f"node_token_ptr:*i32 tokens_per_node_ptr:*i32 {_STATE} num_tokens:i32 max_tokens:i32 row_words:i32 "
         f"{_WHERE}",
         tuple(
@@ -173,9 +173,9 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         internode_dispatch.internode_forward_kernel,
-        "word_ptr:*{WORD} tokens_from_node_ptr:*i32 topk_table_ptr:*i32 dst_row_table_ptr:*i32 "
+        "word_ptr:*{WORD} tokens_from_node_ptr:*i32 owner_table_ptr:*i32 dst_row_table_ptr:*i32 "
         f"stage_row_table_ptr:*i32 {_STATE} max_tokens:i32 row_words:i32 "
-        f"stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
+        f"stage_capacity:i32 {_WHERE}",
         (Variant(_payload(_K8, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=True), _WORD, ("row_words",)),),
         num_warps=16,
     ),
@@ -197,8 +197,8 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         internode_combine.combine_partial_kernel,
-        "like_x_ptr:*{TOKEN} tokens_from_node_ptr:*i32 topk_table_ptr:*i32 row_table_ptr:*i32 "
-        f"{_STATE} max_tokens:i32 hidden:i32 row_capacity:i32 experts_per_rank:i32 "
+        "like_x_ptr:*{TOKEN} tokens_from_node_ptr:*i32 owner_table_ptr:*i32 row_table_ptr:*i32 "
+        f"{_STATE} max_tokens:i32 hidden:i32 row_capacity:i32 "
         f"{_WHERE} num_stage_programs:i32",
         tuple(
             Variant(
@@ -214,8 +214,8 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         combine.combine_pull_kernel,
-        f"out_ptr:*{{TOKEN}} topk_ptr:*i32 row_ptr:*i32 node_slot_ptr:*i32 tokens_per_node_ptr:*i32 {_STATE} "
-        "num_tokens:i32 max_tokens:i32 hidden:i32 row_capacity:i32 experts_per_rank:i32 "
+        f"out_ptr:*{{TOKEN}} owner_ptr:*i32 row_ptr:*i32 node_slot_ptr:*i32 tokens_per_node_ptr:*i32 {_STATE} "
+        "num_tokens:i32 max_tokens:i32 hidden:i32 row_capacity:i32 "
         f"{_WHERE} num_stage_programs:i32",
         tuple(
             Variant(

@@ -23,7 +23,7 @@ from triton_ep.ops import slots as slot_ops
 LAYERS: WeakValueDictionary[int, EPAll2AllLayer] = WeakValueDictionary()
 """Layers by their key, held weakly: what `triton_ep.autograd.enter` and `leave` change."""
 
-PLACED = ("topk_indices_tensor", "token_dst_scatter_idx", "stage_row", "node_slot")
+PLACED = ("topk_indices_tensor", "owner_ranks", "token_dst_scatter_idx", "stage_row", "node_slot")
 SMALL = (
     "expert_offsets",
     "num_recv_tokens_per_expert",
@@ -32,7 +32,7 @@ SMALL = (
     "tokens_per_node",
     "report",
 )
-FORWARD = ("forward_topk", "forward_dst_row", "forward_stage_row")
+FORWARD = ("forward_owner", "forward_dst_row", "forward_stage_row")
 COPIES = "skipped_token_topk_mapping_indices"
 
 
@@ -121,7 +121,7 @@ def _dispatch(
         slot_ops.row_slots(owner.context, desc) if want_slots else nothing,
         # Views of one storage: outputs of an op must not share any.
         torch.stack([getattr(desc, name) for name in PLACED]),
-        nothing.clone() if desc.forward_topk is None else torch.stack([getattr(desc, name) for name in FORWARD]),
+        nothing.clone() if desc.forward_owner is None else torch.stack([getattr(desc, name) for name in FORWARD]),
         nothing.clone() if copies is None else copies,
         *(getattr(desc, name) for name in SMALL[:-2]),
         desc.tokens_per_node.clone(),  # a piece of a longer tensor
@@ -146,7 +146,7 @@ def _(x: Any, scale: Any, topk_idx: Any, weights: Any, want_slots: bool, layer: 
         *_fake_rows(x, owner, rows),
         x.new_empty((rows if weights is not None else 0,), dtype=torch.float32),
         integers(rows if want_slots else 0),
-        integers(4, *topk_idx.shape),
+        integers(len(PLACED), *topk_idx.shape),
         integers(0) if cfg.is_intra_node else integers(3, cfg.num_nodes, cfg.max_tokens, cfg.topk),
         integers(arrivals, cfg.topk) if cfg.enable_local_combine else integers(0),
         integers(cfg.num_experts_per_rank + 1),

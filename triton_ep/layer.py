@@ -256,6 +256,7 @@ class EPAll2AllLayer:
             num_recv_rows=num_rows,
             num_input_tokens_per_rank=placement.report[:, 2],
             topk_indices_tensor=routing.topk_idx,
+            owner_ranks=routing.owner,
             token_dst_scatter_idx=routing.dst_row,
             expert_offsets=placement.expert_offsets,
             num_recv_tokens_per_expert=placement.num_recv,
@@ -267,7 +268,7 @@ class EPAll2AllLayer:
             report=placement.report,
             layer_id=ctx.layer_id,
             epoch=ctx.epoch,
-            forward_topk=tables.topk_idx if tables else None,
+            forward_owner=tables.owner if tables else None,
             forward_dst_row=tables.dst_row if tables else None,
             forward_stage_row=tables.stage_row if tables else None,
             skipped_token_topk_mapping_indices=received.copy_rows,
@@ -285,7 +286,7 @@ class EPAll2AllLayer:
             routing.row[:-4] *= good.int()
             routing.row[-1] += torch.where(good, 0, HOST_SCATTER).int()
             routing.topk_idx.copy_(torch.where(good, routing.topk_idx, -1))
-            for table in (routing.dst_row, routing.stage_row, routing.node_slot):
+            for table in (routing.owner, routing.dst_row, routing.stage_row, routing.node_slot):
                 table.copy_(torch.where(good, table, -1))
         splits_ops.exchange(ctx, routing.row)
         return routing

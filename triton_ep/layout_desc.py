@@ -22,6 +22,7 @@ class EPAllToAllLayoutDesc:
         num_recv_rows: rows of `recv_x`: what arrived with padding (exact), or the capacity (static).
         num_input_tokens_per_rank: [W] int32, tokens that each rank dispatched.
         topk_indices_tensor: [T, K] int32, expert ids, -1 = dropped.
+        owner_ranks: [T, K] int32, ranks that own them, -1 = dropped.
         token_dst_scatter_idx: [T, K] int32, row of each copy in its owner's `recv_x`, -1 = dropped.
         expert_offsets: [e + 1] int32, first row of each local expert; the last entry = rows in use.
         num_recv_tokens_per_expert: [e] int32, rows of each local expert without padding.
@@ -34,7 +35,7 @@ class EPAllToAllLayoutDesc:
         node_slot: [T, K] int32, the token's slot among those for that node, at the first k that goes there.
         tokens_per_node: [N] int32, tokens of this rank for each node.
         tokens_from_node: [N] int32, tokens that this rank forwards for its counterpart of each node.
-        forward_topk, forward_dst_row, forward_stage_row: [N, M, K] int32, tables of the forwarded tokens;
+        forward_owner, forward_dst_row, forward_stage_row: [N, M, K] int32, tables of the forwarded tokens;
             None with one node.
         report: [W, 8] int32: rows, arrival rows and tokens of every rank, ...; in columns 6 and 7 the first arrival
             row here, and the number of arrival rows, of each source rank.
@@ -47,6 +48,7 @@ class EPAllToAllLayoutDesc:
     num_recv_rows: int
     num_input_tokens_per_rank: torch.Tensor
     topk_indices_tensor: torch.Tensor
+    owner_ranks: torch.Tensor
     token_dst_scatter_idx: torch.Tensor
     expert_offsets: torch.Tensor
     num_recv_tokens_per_expert: torch.Tensor
@@ -58,7 +60,7 @@ class EPAllToAllLayoutDesc:
     report: torch.Tensor
     layer_id: int
     epoch: int
-    forward_topk: torch.Tensor | None = None
+    forward_owner: torch.Tensor | None = None
     forward_dst_row: torch.Tensor | None = None
     forward_stage_row: torch.Tensor | None = None
     send_reqs_recv_tensor: torch.Tensor | None = None

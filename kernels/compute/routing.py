@@ -23,9 +23,14 @@ import triton
 import triton.language as tl
 
 from ..device.buffers import EPOCH_DISPATCH, SPLITS, buffer_ptr
-from ..device.rows import owner_of
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _owner_of(expert, experts_per_rank):
+    """Rank that owns a global expert id. Dropped entries (-1) give rank 0 here: mask them."""
+    return tl.maximum(expert, 0) // experts_per_rank
 
 
 @triton.jit
@@ -59,6 +64,7 @@ def _rank_among(group, chosen, entry):
 def routing_count_kernel(
     topk_idx_ptr,  # [T, K] int32 or int64; -1 or E = dropped
     kept_idx_ptr,  # out [T, K] int32, -1 = dropped
+    owner_ptr,  # out [T, K] int32, rank that owns the expert, -1 = dropped
     entry_slot_ptr,  # out [T, K] int32, index among the chunk's entries of that expert
     rank_slot_ptr,  # out [T, K] int32, index among the chunk's tokens for that rank; -1 = not the first k
     node_slot_ptr,  # out [T, K] int32, the same per node
@@ -101,7 +107,8 @@ def routing_count_kernel(
     # All entries of one expert store the same count.
     tl.store(counts_ptr + expert, count, mask=valid)
 
-    rank = owner_of(expert, experts_per_rank)
+    rank = _owner_of(expert, experts_per_rank)
+    tl.store(owner_ptr + offs, tl.where(valid, rank, -1), mask=mask)
     first, _ = _first_in_token(rank, valid, token, entry)
     slot, count = _rank_among(rank, first, entry)
     tl.store(rank_slot_ptr + offs, tl.where(first, slot, -1), mask=mask)
@@ -282,7 +289,7 @@ def routing_slots_kernel(
     entry, token, offs, mask = _load_entries(num_tokens, TOPK, KP, BLOCK_T)
     expert = tl.load(kept_idx_ptr + offs, mask=mask, other=-1)
     valid = expert >= 0
-    rank = owner_of(expert, experts_per_rank)
+    rank = _owner_of(expert, experts_per_rank)
     node = rank // ranks_per_node
     num_columns = num_experts + num_ranks + num_ranks // ranks_per_node
     prefix_ptr = chunk_counts_ptr + tl.program_id(0) * num_columns

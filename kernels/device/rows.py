@@ -1,4 +1,4 @@
-"""Rows of tokens: who owns an expert, pushing a row to the ranks of this node, pulling rows from them.
+"""Rows of tokens: pushing a row to the ranks of this node that own its experts, pulling rows from them.
 
 Shared by the intra-node and the inter-node kernels. A *tile* is [ROWS, BLOCK_H]: several rows at once,
 because one program then has several independent accesses in flight, and because the interpreter pays per
@@ -37,15 +37,10 @@ from .waits import WAIT_COMBINE_STAGED, release_flags, wait_flags
 
 
 @triton.jit
-def owner_of(expert, experts_per_rank):
-    """Rank that owns a global expert id. Dropped entries (-1) give rank 0 here: mask them."""
-    return tl.maximum(expert, 0) // experts_per_rank
-
-
-@triton.jit
 def on_my_node(peer, rank, ranks_per_node):
     """True for the ranks that share the node of `rank`."""
-    return peer // ranks_per_node == rank // ranks_per_node
+    first = rank - rank % ranks_per_node
+    return (peer >= first) & (peer < first + ranks_per_node)
 
 
 ARRIVE_STEPS = tl.constexpr(8)
@@ -111,12 +106,11 @@ def push_payload(
     row_ptrs,  # [ROWS] pointers to rows of words, or of elements to quantise
     scale_ptrs,  # [ROWS] pointers to rows of uint8 scales; read with MX
     alive,  # [ROWS]
-    topk_ptrs,  # [ROWS] pointers to K int32 expert ids
+    owner_ptrs,  # [ROWS] pointers to K int32 ranks, -1 = dropped
     stage_ptrs,  # [ROWS] pointers to K int32 arrival rows, -1 = not the first k of that rank
     tables_ptr,
     row_words,
     stage_capacity,
-    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
@@ -132,28 +126,30 @@ def push_payload(
         in_row = (h + offs < row_words)[None, :]
         data, scales = load_payload(row_ptrs, scale_ptrs, alive, h, row_words, PAYLOAD, BLOCK_H)
         for k in tl.static_range(TOPK):
-            peer = owner_of(tl.load(topk_ptrs + k, mask=alive, other=-1), experts_per_rank)
+            peer = tl.load(owner_ptrs + k, mask=alive, other=-1)
             slot = tl.load(stage_ptrs + k, mask=alive, other=-1)
             here = (slot >= 0) & (slot < stage_capacity) & on_my_node(peer, rank, ranks_per_node)
-            dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, data.dtype)
-            # int64: slot * stride passes 2**31 words in large buffers.
-            dest += slot.to(tl.int64) * stride
-            tl.store(dest[:, None] + h + offs[None, :], data, mask=here[:, None] & in_row)
-            if PAYLOAD != WORDS:
-                dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, tl.uint8)
-                dest += slot.to(tl.int64) * row_bytes + data_bytes
-                store_scales(dest, here, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
+            # Half of the k carry no row: all warps would compute addresses for nothing. (Quantised data would be
+            # brought into the layout of the store in each branch anew.)
+            if (PAYLOAD == QUANTISE) or (tl.sum(here.to(tl.int32)) > 0):
+                dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, data.dtype)
+                # int64: slot * stride passes 2**31 words in large buffers.
+                dest += slot.to(tl.int64) * stride
+                tl.store(dest[:, None] + h + offs[None, :], data, mask=here[:, None] & in_row)
+                if PAYLOAD != WORDS:
+                    dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, tl.uint8)
+                    dest += slot.to(tl.int64) * row_bytes + data_bytes
+                    store_scales(dest, here, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
 
 
 @triton.jit
 def push_meta(
     alive,  # [ROWS]
-    topk_ptrs,  # [ROWS] pointers to K int32
+    owner_ptrs,  # [ROWS] pointers to K int32
     dst_ptrs,  # [ROWS] pointers to K int32 output rows, -1 = dropped
     stage_ptrs,  # [ROWS] pointers to K int32
     weight_ptrs,  # [ROWS] pointers to K float32, read if HAS_WEIGHTS
     tables_ptr,
-    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
@@ -164,22 +160,22 @@ def push_meta(
     """Tell every rank of this node that a token goes to which output rows it fills, and with what weights."""
     ks = tl.arange(0, KP)[None, :]
     mask = alive[:, None] & (ks < TOPK)
-    experts = tl.load(topk_ptrs[:, None] + ks, mask=mask, other=-1)
+    owners = tl.load(owner_ptrs[:, None] + ks, mask=mask, other=-1)
     rows = tl.load(dst_ptrs[:, None] + ks, mask=mask, other=-1)
-    owners = owner_of(experts, experts_per_rank)
     if HAS_WEIGHTS:
         weights = tl.load(weight_ptrs[:, None] + ks, mask=mask, other=0.0)
     for k in tl.static_range(TOPK):
-        peer = owner_of(tl.load(topk_ptrs + k, mask=alive, other=-1), experts_per_rank)
+        peer = tl.load(owner_ptrs + k, mask=alive, other=-1)
         slot = tl.load(stage_ptrs + k, mask=alive, other=-1)
         here = (slot >= 0) & on_my_node(peer, rank, ranks_per_node)
-        offset = slot.to(tl.int64)[:, None] * (2 * KP) + ks
-        mine = (experts >= 0) & (owners == peer[:, None])
-        dest = buffer_ptrs(tables_ptr, STAGE_META, num_ranks, peer, here, tl.int32)
-        tl.store(dest[:, None] + offset, tl.where(mine, rows, -1), mask=here[:, None])
-        if HAS_WEIGHTS:
-            dest = buffer_ptrs(tables_ptr, STAGE_META, num_ranks, peer, here, tl.float32)
-            tl.store(dest[:, None] + offset + KP, tl.where(mine, weights, 0.0), mask=here[:, None])
+        if tl.sum(here.to(tl.int32)) > 0:
+            offset = slot.to(tl.int64)[:, None] * (2 * KP) + ks
+            mine = owners == peer[:, None]
+            dest = buffer_ptrs(tables_ptr, STAGE_META, num_ranks, peer, here, tl.int32)
+            tl.store(dest[:, None] + offset, tl.where(mine, rows, -1), mask=here[:, None])
+            if HAS_WEIGHTS:
+                dest = buffer_ptrs(tables_ptr, STAGE_META, num_ranks, peer, here, tl.float32)
+                tl.store(dest[:, None] + offset + KP, tl.where(mine, weights, 0.0), mask=here[:, None])
 
 
 @triton.jit
@@ -187,12 +183,11 @@ def pull_sum(
     acc,  # [ROWS, BLOCK_H] float32
     alive,  # [ROWS]
     h,  # first column of the tile
-    topk_ptrs,  # [ROWS] pointers to K int32
+    owner_ptrs,  # [ROWS] pointers to K int32
     row_ptrs,  # [ROWS] pointers to K int32: row in the owner's combine buffer, -1 = none
     tables_ptr,
     hidden,
     row_capacity,
-    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
@@ -205,7 +200,7 @@ def pull_sum(
     offs = tl.arange(0, BLOCK_H)
     in_row = (h + offs < hidden)[None, :]
     for k in tl.static_range(TOPK):
-        peer = owner_of(tl.load(topk_ptrs + k, mask=alive, other=-1), experts_per_rank)
+        peer = tl.load(owner_ptrs + k, mask=alive, other=-1)
         row = tl.load(row_ptrs + k, mask=alive, other=-1)
         here = (row >= 0) & (row < row_capacity) & on_my_node(peer, rank, ranks_per_node)
         source = buffer_ptrs(tables_ptr, COMBINE_X, num_ranks, peer, here, DTYPE)

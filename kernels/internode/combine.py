@@ -33,7 +33,6 @@ from ..device.transport import put_signal
     do_not_specialize=[
         "max_tokens",
         "row_capacity",
-        "experts_per_rank",
         "rank",
         "num_ranks",
         "ranks_per_node",
@@ -43,14 +42,13 @@ from ..device.transport import put_signal
 def combine_partial_kernel(
     like_x_ptr,  # any pointer to the token dtype
     tokens_from_node_ptr,  # [N] int32
-    topk_table_ptr,  # [N, max_tokens, K] int32
+    owner_table_ptr,  # [N, max_tokens, K] int32 ranks, -1 = dropped
     row_table_ptr,  # [N, max_tokens, K] int32: output row (staged) or arrival row (reduced), -1 = none
     state_ptr,
     tables_ptr,
     max_tokens,
     hidden,
     row_capacity,
-    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
@@ -98,12 +96,11 @@ def combine_partial_kernel(
                             tl.zeros([ROWS, BLOCK_H], tl.float32),
                             alive,
                             h,
-                            topk_table_ptr + row * TOPK,
+                            owner_table_ptr + row * TOPK,
                             row_table_ptr + row * TOPK,
                             tables_ptr,
                             hidden,
                             row_capacity,
-                            experts_per_rank,
                             rank,
                             num_ranks,
                             ranks_per_node,

@@ -62,7 +62,7 @@ def _row_ptrs(base, rows, row_bytes, offset, DTYPE: tl.constexpr):
 def internode_send_kernel(
     x_ptr,  # [T, row_words] words, or elements to quantise
     scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
-    topk_ptr,  # [T, K] int32
+    owner_ptr,  # [T, K] int32 ranks, -1 = dropped
     dst_row_ptr,  # [T, K] int32
     stage_row_ptr,  # [T, K] int32
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
@@ -119,7 +119,7 @@ def internode_send_kernel(
                 at = token[:, None] * TOPK + ks
                 mask = alive[:, None] & (ks < TOPK)
                 meta_ptrs = _row_ptrs(send_base, row, row_bytes, meta_offset, tl.int32)[:, None] + ks
-                tl.store(meta_ptrs, tl.load(topk_ptr + at, mask=mask, other=-1), mask=mask)
+                tl.store(meta_ptrs, tl.load(owner_ptr + at, mask=mask, other=-1), mask=mask)
                 tl.store(meta_ptrs + KP, tl.load(dst_row_ptr + at, mask=mask, other=-1), mask=mask)
                 tl.store(meta_ptrs + 2 * KP, tl.load(stage_row_ptr + at, mask=mask, other=-1), mask=mask)
                 if HAS_WEIGHTS:
@@ -145,7 +145,6 @@ def internode_send_kernel(
     do_not_specialize=[
         "max_tokens",
         "stage_capacity",
-        "experts_per_rank",
         "rank",
         "num_ranks",
         "ranks_per_node",
@@ -154,7 +153,7 @@ def internode_send_kernel(
 def internode_forward_kernel(
     word_ptr,  # any pointer to words of the payload: gives their type
     tokens_from_node_ptr,  # [N] int32, tokens that my counterpart of each node sends here
-    topk_table_ptr,  # out [N, max_tokens, K] int32
+    owner_table_ptr,  # out [N, max_tokens, K] int32
     dst_row_table_ptr,  # out [N, max_tokens, K] int32
     stage_row_table_ptr,  # out [N, max_tokens, K] int32
     state_ptr,
@@ -162,7 +161,6 @@ def internode_forward_kernel(
     max_tokens,
     row_words,
     stage_capacity,
-    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
@@ -206,7 +204,6 @@ def internode_forward_kernel(
                         tables_ptr,
                         row_words,
                         stage_capacity,
-                        experts_per_rank,
                         rank,
                         num_ranks,
                         ranks_per_node,
@@ -222,7 +219,6 @@ def internode_forward_kernel(
                         meta_ptrs + 2 * KP,
                         weight_ptrs + 3 * KP,
                         tables_ptr,
-                        experts_per_rank,
                         rank,
                         num_ranks,
                         ranks_per_node,
@@ -233,7 +229,7 @@ def internode_forward_kernel(
                     mask = alive[:, None] & (ks < TOPK)
                     table = row[:, None] * TOPK + ks
                     words_ptrs = meta_ptrs[:, None] + ks
-                    tl.store(topk_table_ptr + table, tl.load(words_ptrs, mask=mask, other=-1), mask=mask)
+                    tl.store(owner_table_ptr + table, tl.load(words_ptrs, mask=mask, other=-1), mask=mask)
                     rows = tl.load(words_ptrs + KP, mask=mask, other=-1)
                     tl.store(dst_row_table_ptr + table, rows, mask=mask)
                     rows = tl.load(words_ptrs + 2 * KP, mask=mask, other=-1)

@@ -30,7 +30,7 @@ from ..device.buffers import (
     buffer_ptr,
     buffer_ptrs,
 )
-from ..device.rows import owner_of, pull_sum, wait_staged
+from ..device.rows import pull_sum, wait_staged
 from ..device.waits import (
     WAIT_COMBINE_FREE,
     WAIT_NETWORK_PARTIALS,
@@ -168,7 +168,6 @@ def _wait_partials(
         "num_tokens",
         "max_tokens",
         "row_capacity",
-        "experts_per_rank",
         "rank",
         "num_ranks",
         "ranks_per_node",
@@ -177,7 +176,7 @@ def _wait_partials(
 )
 def combine_pull_kernel(
     out_ptr,  # out [T, H]
-    topk_ptr,  # [T, K] int32
+    owner_ptr,  # [T, K] int32 ranks, -1 = dropped
     row_ptr,  # [T, K] int32: output row (staged) or arrival row (reduced) at the owner, -1 = none
     node_slot_ptr,  # [T, K] int32, slot among my tokens for that node; read with several nodes
     tokens_per_node_ptr,  # [N] int32, my tokens for each node; read with several nodes
@@ -187,7 +186,6 @@ def combine_pull_kernel(
     max_tokens,
     hidden,
     row_capacity,
-    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
@@ -232,18 +230,17 @@ def combine_pull_kernel(
         for tile in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
             token = tile * ROWS + tl.arange(0, ROWS)
             alive = token < num_tokens
-            topk_ptrs = topk_ptr + token * TOPK
+            owner_ptrs = owner_ptr + token * TOPK
             for h in range(0, hidden, BLOCK_H):
                 acc = pull_sum(
                     tl.zeros([ROWS, BLOCK_H], tl.float32),
                     alive,
                     h,
-                    topk_ptrs,
+                    owner_ptrs,
                     row_ptr + token * TOPK,
                     tables_ptr,
                     hidden,
                     row_capacity,
-                    experts_per_rank,
                     rank,
                     num_ranks,
                     ranks_per_node,
@@ -255,8 +252,7 @@ def combine_pull_kernel(
                 in_row = (h + offs < hidden)[None, :]
                 if NNP > 1:
                     for k in range(TOPK):  # unrolled, it would not fit the registers
-                        peer = owner_of(tl.load(topk_ptrs + k, mask=alive, other=-1), experts_per_rank)
-                        node = peer // ranks_per_node
+                        node = tl.load(owner_ptrs + k, mask=alive, other=0) // ranks_per_node
                         slot = tl.load(node_slot_ptr + token * TOPK + k, mask=alive, other=-1)
                         remote = (slot >= 0) & (node != rank // ranks_per_node)
                         source = (node * max_tokens + slot).to(tl.int64) * partial_stride

@@ -47,7 +47,7 @@ from ..device.waits import WAIT_ARRIVALS, wait_values
 def dispatch_push_kernel(
     x_ptr,  # [T, row_words] words, or elements to quantise
     scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
-    topk_ptr,  # [T, K] int32, -1 = dropped
+    owner_ptr,  # [T, K] int32 ranks, -1 = dropped
     dst_row_ptr,  # [T, K] int32
     stage_row_ptr,  # [T, K] int32
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
@@ -87,18 +87,17 @@ def dispatch_push_kernel(
         for tile in range(first_tile + tl.program_id(0), tl.cdiv(end, ROWS), tl.num_programs(0)):
             token = tile * ROWS + tl.arange(0, ROWS)
             alive = token < end
-            topk_ptrs = topk_ptr + token * TOPK
+            owner_ptrs = owner_ptr + token * TOPK
             stage_ptrs = stage_row_ptr + token * TOPK
             push_payload(
                 x_ptr + token.to(tl.int64) * row_words,
                 scale_ptr + token.to(tl.int64) * (data_bytes // 32),
                 alive,
-                topk_ptrs,
+                owner_ptrs,
                 stage_ptrs,
                 tables_ptr,
                 row_words,
                 stage_capacity,
-                experts_per_rank,
                 rank,
                 num_ranks,
                 ranks_per_node,
@@ -109,12 +108,11 @@ def dispatch_push_kernel(
             )
             push_meta(
                 alive,
-                topk_ptrs,
+                owner_ptrs,
                 dst_row_ptr + token * TOPK,
                 stage_ptrs,
                 weights_ptr + token * TOPK,
                 tables_ptr,
-                experts_per_rank,
                 rank,
                 num_ranks,
                 ranks_per_node,

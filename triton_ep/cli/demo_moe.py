@@ -15,7 +15,7 @@ from triton_ep import (
     finalize_distributed,
     initialize_distributed,
 )
-from triton_ep.cli.demo_report import Comparison, PayloadResult, RankResult, Traffic, owners
+from triton_ep.cli.demo_report import Comparison, PayloadResult, RankResult, Traffic
 
 # One rounding to bfloat16 (8 significant bits) errs by up to 2**-8 of the value. Two are made, of the expert
 # outputs and of the result; partial sums between nodes are float32. The rest is for float32 arithmetic.
@@ -134,17 +134,16 @@ def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traff
     node = rank // s.ranks_per_node
     peers = [r for r in range(node * s.ranks_per_node, (node + 1) * s.ranks_per_node) if r != rank]
 
-    def rows_to_peers(topk_idx: torch.Tensor, stage_row: torch.Tensor) -> int:
-        owner = owners(topk_idx.cpu(), s.experts, s.num_ranks)
-        return int((torch.isin(owner, torch.tensor(peers)) & (stage_row.cpu() >= 0)).sum())
+    def rows_to_peers(owner: torch.Tensor, stage_row: torch.Tensor) -> int:
+        return int((torch.isin(owner.cpu(), torch.tensor(peers)) & (stage_row.cpu() >= 0)).sum())
 
     forwarded = 0
-    if desc.forward_topk is not None and desc.forward_stage_row is not None:
+    if desc.forward_owner is not None and desc.forward_stage_row is not None:
         for other, count in enumerate(desc.tokens_from_node.tolist()):
             if other != node:
-                forwarded += rows_to_peers(desc.forward_topk[other, :count], desc.forward_stage_row[other, :count])
+                forwarded += rows_to_peers(desc.forward_owner[other, :count], desc.forward_stage_row[other, :count])
     return Traffic(
-        local=rows_to_peers(desc.topk_indices_tensor, desc.stage_row),
+        local=rows_to_peers(desc.owner_ranks, desc.stage_row),
         network=sum(count for other, count in enumerate(desc.tokens_per_node.tolist()) if other != node),
         forwarded=forwarded,
         arrived=int(desc.report[rank, 1]),

@@ -60,21 +60,20 @@ def send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToA
     """Sum this node's rows of the tokens of other nodes and send the sums back."""
     cfg, sizes = ctx.config, ctx.sizes
     local = desc.skipped_token_topk_mapping_indices is not None
-    assert desc.forward_topk is not None, "a descriptor of several nodes has forward tables"
+    assert desc.forward_owner is not None, "a descriptor of several nodes has forward tables"
     launch(
         "combine_partial_kernel",
         exchange_programs(cfg.num_sm),
         (
             ctx.local("dispatch_output_buf"),
             desc.tokens_from_node,
-            desc.forward_topk,
+            desc.forward_owner,
             desc.forward_stage_row if local else desc.forward_dst_row,
             ctx.state,
             ctx.tables,
             cfg.max_tokens,
             cfg.hidden,
             sizes.output_rows,
-            cfg.num_experts_per_rank,
             *_where(ctx),
             local_programs(ctx.device),
         ),
@@ -94,7 +93,7 @@ def pull(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToAllLayoutD
         exchange_programs(cfg.num_sm),
         (
             out,
-            desc.topk_indices_tensor,
+            desc.owner_ranks,
             desc.stage_row if local else desc.token_dst_scatter_idx,
             desc.node_slot,
             desc.tokens_per_node,
@@ -104,7 +103,6 @@ def pull(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToAllLayoutD
             cfg.max_tokens,
             cfg.hidden,
             sizes.output_rows,
-            cfg.num_experts_per_rank,
             *_where(ctx),
             local_programs(ctx.device),
         ),

@@ -28,7 +28,7 @@ from triton_ep.runtime import launch
 class ForwardTables:
     """[N, M, K] int32 tables of the tokens that this rank forwards for other nodes, kept for combine."""
 
-    topk_idx: torch.Tensor
+    owner: torch.Tensor
     dst_row: torch.Tensor
     stage_row: torch.Tensor
 
@@ -71,7 +71,7 @@ def push(ctx: DispatchCombineContext, x: Rows, weights: torch.Tensor | None, rou
         (
             data,
             scale,
-            routing.topk_idx,
+            routing.owner,
             routing.dst_row,
             routing.stage_row,
             # A pointer of the right type; not read without weights.
@@ -114,7 +114,7 @@ def send(
         (
             data,
             scale,
-            routing.topk_idx,
+            routing.owner,
             routing.dst_row,
             routing.stage_row,
             weights if weights is not None else routing.dst_row.view(torch.float32),
@@ -152,7 +152,7 @@ def forward(ctx: DispatchCombineContext, has_weights: bool, placement: Placement
         (
             words,
             placement.tokens_from_node,
-            tables.topk_idx,
+            tables.owner,
             tables.dst_row,
             tables.stage_row,
             ctx.state,
@@ -160,7 +160,6 @@ def forward(ctx: DispatchCombineContext, has_weights: bool, placement: Placement
             cfg.max_tokens,
             row_words,
             sizes.arrival_rows,
-            cfg.num_experts_per_rank,
             cfg.rank,
             cfg.world_size,
             cfg.local_world_size,

@@ -18,12 +18,14 @@ class Routing:
 
     Attributes:
         topk_idx: [T, K] int32, -1 = dropped.
+        owner: [T, K] int32, rank that owns the expert, -1 = dropped.
         dst_row, stage_row, node_slot: [T, K] int32, slots within the chunk; final after `place`.
         chunk_counts: [chunks, C] int32, exclusive prefix over chunks.
         row: [S] int32, this rank's splits row.
     """
 
     topk_idx: torch.Tensor
+    owner: torch.Tensor
     dst_row: torch.Tensor
     stage_row: torch.Tensor
     node_slot: torch.Tensor
@@ -49,7 +51,7 @@ def route(ctx: DispatchCombineContext, topk_idx: torch.Tensor, host_word: int) -
     cfg, sizes = ctx.config, ctx.sizes
     num_tokens = topk_idx.shape[0]
     chunks = -(-num_tokens // ROUTING_TOKENS)
-    tables = torch.empty(4, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
+    tables = torch.empty(5, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
     chunk_counts = torch.empty(chunks, sizes.num_columns, dtype=torch.int32, device=ctx.device)
     chunk_bad = torch.empty(chunks, 2, dtype=torch.int32, device=ctx.device)
     row = torch.zeros(sizes.row_length, dtype=torch.int32, device=ctx.device)
@@ -72,8 +74,7 @@ def route(ctx: DispatchCombineContext, topk_idx: torch.Tensor, host_word: int) -
         (chunk_counts, chunk_bad, row, chunks, sizes.num_columns, sizes.row_length, num_tokens, host_word),
         {"BLOCK_N": min(max(next_power_of_2(chunks), 16), 256), "BLOCK_C": columns},
     )
-    kept_idx, dst_row, stage_row, node_slot = tables.unbind()
-    return Routing(kept_idx, dst_row, stage_row, node_slot, chunk_counts, row)
+    return Routing(*tables.unbind(), chunk_counts, row)
 
 
 def check_scatter(routing: Routing, scatter: torch.Tensor, num_experts: int) -> torch.Tensor:
