@@ -137,7 +137,12 @@ SPECS: tuple[KernelSpec, ...] = (
         "x_ptr:*{WORD} scale_ptr:*u8 owner_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
         f"chunk_counts_ptr:*i32 {_STATE} num_tokens:i32 row_words:i32 stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
         tuple(
-            Variant(_payload(_K8, _FLAGS, payload, HAS_WEIGHTS=w, BLOCK_T=16, STEP_CHUNKS=16), words, ("row_words",))
+            Variant(
+                _payload(_K8, _FLAGS, payload, HAS_WEIGHTS=w, BLOCK_T=16, STEP_CHUNKS=16),
+                words,
+                ("row_words",),
+                num_warps=8 if payload["PAYLOAD"] == QUANTISE.value else None,
+            )
             for payload, words in _PAYLOADS
             for w in (False, True)
         ),

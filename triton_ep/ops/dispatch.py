@@ -11,6 +11,7 @@ from triton_ep.context import DispatchCombineContext
 from triton_ep.kernels.device.rows import MX, QUANTISE, WORDS
 from triton_ep.ops.routing import Placement, Routing
 from triton_ep.ops.tuning import (
+    QUANTISING_WARPS,
     ROUTING_TOKENS,
     STEP_CHUNKS,
     as_words,
@@ -94,6 +95,7 @@ def push(ctx: DispatchCombineContext, x: Rows, weights: torch.Tensor | None, rou
             **common_constexprs(sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS"),
             **payload,
         },
+        num_warps=QUANTISING_WARPS if payload["PAYLOAD"] == QUANTISE.value else None,
     )
 
 

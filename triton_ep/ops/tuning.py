@@ -73,6 +73,10 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+QUANTISING_WARPS = 8
+"""Of a push that quantises: 4096 rows of 7168 took 548 us with 20 programs, 619 with 16 warps (one H200, no link)."""
+
+
 def quantising_tile(hidden: int) -> dict[str, int]:
     """ROWS and BLOCK_H of kernels that quantise rows of `hidden` elements, 32 at a time."""
     block = max(layout.next_power_of_2(hidden), 32)
