@@ -74,7 +74,8 @@ def route(ctx: DispatchCombineContext, topk_idx: torch.Tensor, host_word: int) -
         (chunk_counts, chunk_bad, row, chunks, sizes.num_columns, sizes.row_length, num_tokens, host_word),
         {"BLOCK_N": min(max(next_power_of_2(chunks), 16), 256), "BLOCK_C": columns},
     )
-    return Routing(*tables.unbind(), chunk_counts, row)
+    kept_idx, owner, dst_row, stage_row, node_slot = tables.unbind()
+    return Routing(kept_idx, owner, dst_row, stage_row, node_slot, chunk_counts, row)
 
 
 def check_scatter(routing: Routing, scatter: torch.Tensor, num_experts: int) -> torch.Tensor:
