@@ -117,7 +117,9 @@ def _add_bias(out: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> torc
         return out + bias
     rows = torch.arange(out.shape[0], device=out.device, dtype=ends.dtype)
     padded = torch.nn.functional.pad(bias, (0, 0, 0, 1))
-    return out + padded[torch.searchsorted(ends, rows, right=True)]
+    # No searchsorted: compiled by inductor of torch < 2.13 it takes a slice, as ends may be, for the whole tensor
+    # (https://github.com/pytorch/pytorch/issues/182343).
+    return out + padded[(rows.unsqueeze(1) >= ends).sum(1)]
 
 
 def _to_mxfp8_then_scaled_grouped_mm(
