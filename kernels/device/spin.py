@@ -1,4 +1,4 @@
-"""Clock and pause of a waiting kernel: lets other ranks run when interpreted, nothing when compiled.
+"""Clock and pause of a waiting kernel: lets other ranks run when interpreted, other warps when compiled.
 
 A function that the compiler meets by name, in a dead branch even, must be a Triton function, and Triton's
 interpreter can read no clock. Hence two definitions of one name, chosen when this module is imported; kernels
@@ -29,6 +29,7 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _YIELDS = 8  # one interpreted turn takes 60 to 100 us, so most waits end here
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
+_POLLS_AWAKE = tl.constexpr(8)  # about 10 us: what a rank waits for the counts of others
 
 _on_pause: Callable[[], None] | None = None
 
@@ -63,7 +64,15 @@ else:
 
     @triton.jit
     def pause(polls):
-        """Nothing: a GPU polls at full rate."""
+        """Nothing for the first polls; then the block sleeps for about half a microsecond.
+
+        Blocks of other kernels may share the multiprocessor, the very ones that are waited for: polling at full
+        rate would take their turns.
+        """
+        if polls >= _POLLS_AWAKE:
+            tl.inline_asm_elementwise(
+                "nanosleep.u32 500; mov.u32 $0, $1;", "=r,r", [polls], dtype=tl.int32, is_pure=False, pack=1
+            )
 
     @triton.jit
     def now_ns():
