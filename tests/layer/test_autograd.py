@@ -106,6 +106,7 @@ def _check_gradients(rank: int, nodes: int, ranks_per_node: int, case: Case) -> 
             assert not weights.grad.cpu()[dropped].any()
 
 
+@pytest.mark.plain  # the same kernels as in test_layer.py
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("case", FP32, ids=lambda case: case.name)
 def test_gradients_are_those_of_the_dense_computation(run_ranks, chaos_seed, nodes, ranks_per_node, case):

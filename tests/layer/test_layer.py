@@ -18,6 +18,7 @@ def test_dispatch_and_combine_equal_the_reference(run_ranks, chaos_seed, nodes, 
     run_ranks(check_case, nodes, ranks_per_node, case)
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 8), (2, 4), (4, 2)])
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in ("plain", "skewed", "local_combine")])
 def test_eight_ranks(run_ranks, nodes, ranks_per_node, case):
