@@ -121,10 +121,10 @@ def dispatch_push_kernel(
                 KP,
             )
         # The last step may come before the ARRIVE_STEPS-th: the flag then jumps.
-        is_last = tl.cast(step, tl.int32) == num_steps - 1
+        more = tl.cast(step + 1, tl.int32) < num_steps
         counts_ptr = chunk_counts_ptr + tl.cast(step + 1, tl.int64) * step_chunks * num_columns
-        counts = tl.load(counts_ptr + rank_columns, mask=(local < ranks_per_node) & (is_last == 0), other=ALL_ROWS)
-        reached = tl.where(is_last, ARRIVE_STEPS, step + 1)
+        counts = tl.load(counts_ptr + rank_columns, mask=(local < ranks_per_node) & more, other=ALL_ROWS)
+        reached = tl.where(more, step + 1, ARRIVE_STEPS)
         release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, counts, 0, LWP, MAX_PROGRAMS)
 
 

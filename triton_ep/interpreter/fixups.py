@@ -1,8 +1,9 @@
 """Numeric fix-ups of Triton's interpreter: narrow floats behave as on a GPU.
 
 As shipped (3.6 to 3.9) the interpreter truncates float32 to bf16, loses mantissa carries and saturation on
-the way to float8, reads the NaN of e4m3 as 480, and does bf16 arithmetic on the raw 16-bit integers. Here
-every operation on bf16 computes in float32 and rounds once, and every conversion goes through `narrow.py`.
+the way to float8, reads the NaN of e4m3 as 480, does bf16 arithmetic on the raw 16-bit integers, and makes a
+scalar condition a number where it meets a block. Here every operation on bf16 computes in float32 and rounds
+once, and every conversion goes through `narrow.py`.
 Installed once per process, by `triton_ep.interpreter.install`, on the interpreter's own classes.
 """
 
@@ -30,6 +31,7 @@ def apply() -> None:
     _fix_arithmetic()
     _fix_reductions()
     _fix_dots()
+    _fix_conditions()
     _silence_overflow()
 
 
@@ -172,6 +174,17 @@ def _fix_dots() -> None:
             return stock_scaled(self, *(tl.constexpr(x) if isinstance(x, str) else x for x in operands))
 
         TritonSemantic.dot_scaled = dot_scaled
+
+
+def _fix_conditions() -> None:
+    """A scalar condition stays one when it meets a block: 3.9 takes no mask of another type."""
+    stock_splat = Builder.create_splat
+
+    def create_splat(self: Any, to: Any, scalar: Any) -> Any:
+        # A comparison's handle has the type of what was compared.
+        return stock_splat(self, to, Handle(scalar.data, tl.int1) if scalar.data.dtype == bool else scalar)
+
+    Builder.create_splat = create_splat
 
 
 def _silence_overflow() -> None:

@@ -90,6 +90,12 @@ def _range_of_tensor(values: Any, out: Any, three: Any) -> None:
         tl.store(out + i, tl.load(out + i) + 1)
 
 
+def _scalar_condition(values: Any, out: Any, three: Any) -> None:
+    i = tl.arange(0, 32)
+    tl.store(out + i, tl.zeros([32], tl.int32))
+    tl.store(out + i, tl.full([32], 1, tl.int32), mask=(i < 32) & (tl.sum(i) > three))
+
+
 # (fix-up, program, input -> expected). An empty input is zero.
 _CHECKS: list[tuple[str, Callable[..., None], dict[float, int]]] = [
     ("float32 to bf16", _to_bf16, _TO_BF16),
@@ -101,6 +107,7 @@ _CHECKS: list[tuple[str, Callable[..., None], dict[float, int]]] = [
     ("tl.dot of bf16", _bf16_dot, {0.0: 9 * 32 * 32}),
     ("tl.dot_scaled", _dot_scaled, {0.0: 6 * 6 * 32 * 32}),
     ("range() of a tensor", _range_of_tensor, {0.0: 3}),
+    ("scalar condition in a mask", _scalar_condition, {0.0: 1}),
 ]
 
 
