@@ -30,7 +30,7 @@ from .device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
 from .internode import barrier, splits
 from .internode import combine as internode_combine
 from .internode import dispatch as internode_dispatch
-from .intranode import combine, dispatch
+from .intranode import combine, dispatch, low_latency_combine, low_latency_dispatch
 from .kernel_spec import KernelSpec, Variant, uses_nvshmem
 
 _STATE = "state_ptr:*i64 tables_ptr:*i64"
@@ -38,6 +38,7 @@ _WHERE = "rank:i32 num_ranks:i32 ranks_per_node:i32"
 _ROW = {"ROWS": 2, "BLOCK_H": 2048}
 _SUM = {"ROWS": 2, "BLOCK_H": 8192}
 _K8 = {"TOPK": 8, "KP": 8}
+_LOW_LATENCY = {**_K8, "WP": 8}
 _FLAGS = {"LWP": 8, "MAX_PROGRAMS": 128}
 _CHUNKS = {"MAX_CHUNKS": 256, "CHUNK": 16}
 _WORD = {"WORD": "i64"}
@@ -231,6 +232,53 @@ SPECS: tuple[KernelSpec, ...] = (
             for nodes, w, tile in ((1, False, _SUM), (2, True, {**_SUM, "ROWS": 1}))
         ),
         num_warps=32,
+    ),
+    KernelSpec(
+        low_latency_dispatch.low_latency_push_kernel,
+        "x_ptr:*{WORD} scale_ptr:*u8 topk_idx_ptr:*{IDX} weights_ptr:*fp32 kept_idx_ptr:*i32 "
+        f"{_STATE} num_tokens:i32 max_tokens:i32 row_words:i32 num_experts:i32 rank:i32 num_ranks:i32 host_word:i32",
+        tuple(
+            Variant(_payload(_LOW_LATENCY, payload, HAS_WEIGHTS=w, BLOCK_N=1024), {**words, "IDX": idx}, ("row_words",))
+            for payload, words in (
+                ({"PAYLOAD": WORDS.value, "TILES": 1, "BLOCK_H": 2048}, _WORD),
+                ({"PAYLOAD": QUANTISE.value, "TILES": 1, "BLOCK_H": 8192}, {"WORD": "bf16"}),
+                ({"PAYLOAD": MX.value, "TILES": 1, "BLOCK_H": 1024}, _WORD),
+            )
+            for w, idx in ((True, "i32"), (False, "i64"))
+        ),
+        num_warps=8,
+    ),
+    KernelSpec(
+        low_latency_dispatch.low_latency_expand_kernel,
+        "recv_x_ptr:*{WORD} recv_scale_ptr:*u8 recv_weights_ptr:*fp32 copy_rows_ptr:*i32 small_ptr:*i32 "
+        f"{_STATE} row_words:i32 max_tokens:i32 experts_per_rank:i32 capacity:i32 alignment:i32 rank:i32 num_ranks:i32",
+        tuple(
+            Variant(
+                _payload(_LOW_LATENCY, HAS_SCALES=s, HAS_WEIGHTS=w, HAS_PADDING=p, EP=32, ROWS=2, TILES=1, BLOCK_H=h),
+                _WORD,
+                ("row_words",),
+            )
+            for s, h in ((False, 2048), (True, 1024))
+            for w, p in ((True, False), (False, True))
+        ),
+        num_warps=8,
+    ),
+    KernelSpec(
+        low_latency_combine.low_latency_reduce_kernel,
+        f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 {_STATE} max_tokens:i32 hidden:i32 rank:i32 "
+        "num_ranks:i32",
+        tuple(
+            Variant(_payload(_LOW_LATENCY, HAS_WEIGHTS=w, ROWS=1, TILES=1, BLOCK_H=8192), _TOKEN, ("hidden",))
+            for w in (False, True)
+        ),
+        num_warps=8,
+    ),
+    KernelSpec(
+        low_latency_combine.low_latency_sum_kernel,
+        f"out_ptr:*{{TOKEN}} kept_idx_ptr:*i32 {_STATE} num_tokens:i32 max_tokens:i32 hidden:i32 "
+        "experts_per_rank:i32 rank:i32 num_ranks:i32",
+        (Variant(_payload(_LOW_LATENCY, PARTS=2, ROWS=1, BLOCK_H=4096), _TOKEN, ("hidden",)),),
+        num_warps=8,
     ),
     KernelSpec(
         mxfp8.quantize_rows_kernel,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from triton_ep import _autograd_ops as ops
-from triton_ep.errors import InputError, StaleHandleError
+from triton_ep.errors import ConfigError, InputError, StaleHandleError
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
@@ -25,7 +25,11 @@ def enter(layer: EPAll2AllLayer) -> int:
     """Make a layer known to the ops and return its key; idempotent, and the layer may still be collected.
 
     `dispatch` and `combine` do it by themselves, except while torch.compile traces them: call this before.
+
+    Raises:
+        ConfigError: a layer with low_latency=True, which has no gradient.
     """
+    _check_layer(layer)
     if layer.config.payload is not None:
         ops.let_compile()
     ops.LAYERS[layer.context.layer_id] = layer
@@ -116,5 +120,14 @@ def combine(
     return result
 
 
+def _check_layer(layer: EPAll2AllLayer) -> None:
+    if layer.config.low_latency:
+        raise ConfigError(
+            "triton_ep.autograd got a layer with low_latency=True, whose calls have no gradient. Use layer.dispatch "
+            "and layer.combine for decoding, and a layer with low_latency=False for training."
+        )
+
+
 def _key(layer: EPAll2AllLayer) -> int:
+    _check_layer(layer)
     return layer.context.layer_id if torch.compiler.is_compiling() else enter(layer)

@@ -65,6 +65,11 @@ def check_dispatch(
     _check_tensor(device, "exp_indices", topk_idx, shape, ids)
     if weights is not None:
         _check_tensor(device, "weight", weights, shape, (cfg.weight_dtype,))
+    if scatter is not None and cfg.low_latency:
+        raise InputError(
+            "full_scatter_indices were given to a layer with low_latency=True, which computes the order while rows are "
+            "under way. Pass None, or make the layer with low_latency=False."
+        )
     if scatter is not None:
         _check_tensor(device, "full_scatter_indices", scatter, shape, ids)
 

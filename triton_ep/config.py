@@ -18,6 +18,9 @@ __all__ = ["EPConfig", "Environment", "read_environment"]
 _TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size", "alignment", "num_sm")
 
+_LOW_LATENCY_TOKENS = 512  # every program goes through the ids of all tokens of its rank
+_LOW_LATENCY_EXPERTS = 2048
+
 
 @dataclass(frozen=True)
 class EPConfig:
@@ -41,6 +44,7 @@ class EPConfig:
         enable_local_combine: sum rows of a token on the expert's rank before they cross a link.
         timeout_s: bound of every wait, in seconds.
         payload: how rows travel in dispatch: None = as they are, "mxfp8" = e4m3 with one e8m0 scale per 32 values.
+        low_latency: fewer launches for few tokens; static, one node, at most 512 tokens and 2048 experts.
 
     Raises:
         ConfigError: naming the field, its value and what would fit.
@@ -62,6 +66,7 @@ class EPConfig:
     enable_local_combine: bool = False
     timeout_s: float = 30.0
     payload: str | None = None
+    low_latency: bool = False
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -98,8 +103,28 @@ class EPConfig:
             raise ConfigError(f'EPConfig.payload is {self.payload!r}; rows travel as they are (None) or as "mxfp8".')
         if self.payload and self.hidden % 32:
             raise ConfigError(f"EPConfig.hidden {self.hidden} is not a multiple of 32, the block of an MXFP8 scale.")
+        if self.low_latency:
+            self._check_low_latency()
         if not 0 < self.timeout_s <= 2000:
             raise ConfigError(f"EPConfig.timeout_s must be above 0 and at most 2000 seconds, got {self.timeout_s}.")
+
+    def _check_low_latency(self) -> None:
+        if self.recv_capacity is None:
+            raise ConfigError(
+                "low_latency=True needs a static capacity, got capacity=None: nobody waits for the number of rows. "
+                f"At most {self.world_size * self.max_tokens * self.topk} rows and their padding arrive on a rank."
+            )
+        if not self.is_intra_node:
+            raise ConfigError(
+                f"low_latency=True works inside one node, but local_world_size is {self.local_world_size} and "
+                f"world_size {self.world_size}. Make a layer per node, or pass low_latency=False."
+            )
+        for name, most in (("max_tokens", _LOW_LATENCY_TOKENS), ("num_experts", _LOW_LATENCY_EXPERTS)):
+            if getattr(self, name) > most:
+                raise ConfigError(
+                    f"low_latency=True takes {name} up to {most}, got {getattr(self, name)}. Pass low_latency=False: "
+                    "with so many, the other kernels are faster."
+                )
 
     @property
     def num_experts_per_rank(self) -> int:

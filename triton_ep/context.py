@@ -271,8 +271,8 @@ class DispatchCombineContext:
         operation, index, expected, seen = record
         what, flags = _OPERATIONS[operation]
         missing = sorted({self._sender(operation, index)} | self._late_senders(operation, flags, expected))
-        if operation == waits.WAIT_ARRIVALS.value:
-            expected, seen = expected >> 32, seen >> 32  # below: rows (kernels/device/rows.py)
+        if operation in (waits.WAIT_ARRIVALS.value, waits.WAIT_LL_ROWS.value):
+            expected, seen = expected >> 32, seen >> 32  # below: rows, or tokens (the kernels say)
         self.failure = f"{what} expired."
         if (gone := self.heap.failed_peer()) is not None:
             raise PeerFailed(
@@ -293,7 +293,7 @@ class DispatchCombineContext:
             return topology.first_rank + index // per.max_programs % topology.local_world_size
         if operation in (waits.WAIT_NETWORK_ROWS.value, waits.WAIT_NETWORK_PARTIALS.value):
             return topology.counterpart(index // per.max_chunks)
-        return index
+        return index % topology.world_size
 
     def _late_senders(self, operation: int, flags: str, expected: int) -> set[int]:
         """All ranks whose first flag is behind; the record itself names one only."""
@@ -303,6 +303,8 @@ class DispatchCombineContext:
             return {self.config.topology.first_rank + i for i, v in enumerate(of_first_program) if v < expected}
         if operation in (waits.WAIT_NETWORK_ROWS.value, waits.WAIT_NETWORK_PARTIALS.value):
             return set()
+        if operation == waits.WAIT_LL_ROWS.value:
+            values = values[(expected >> 32) & 1]
         late = {rank for rank, value in enumerate(values.tolist()) if value < expected}
         if operation == waits.WAIT_NODE_BARRIER.value:
             first = self.config.topology.first_rank
@@ -319,6 +321,8 @@ _OPERATIONS = {
     waits.WAIT_NETWORK_PARTIALS.value: ("the partial sums of another node (combine)", "partial_flag"),
     waits.WAIT_BARRIER.value: ("a barrier", "barrier_flag"),
     waits.WAIT_NODE_BARRIER.value: ("a barrier of its node", "node_barrier_flag"),
+    waits.WAIT_LL_ROWS.value: ("the rows of all ranks (low-latency dispatch)", "ll_flag"),
+    waits.WAIT_LL_PARTIALS.value: ("the sums of all ranks (low-latency combine)", "ll_combine_flag"),
 }
 
 

@@ -22,6 +22,7 @@ from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import barrier as barrier_ops
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import dispatch as dispatch_ops
+from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
 from triton_ep.ops import splits as splits_ops
 
@@ -52,6 +53,8 @@ class EPAll2AllLayer:
         alignment: every expert's segment of received rows starts at a multiple of this many rows.
         capacity: None (exact): outputs are sized to what arrives and the host waits for the count.
             n (static): n output rows, no host synchronisation; overflow is flagged in the descriptor.
+        low_latency: two launches per call, for a few tokens (decode): static, one node, at most 512 `max_tokens`;
+            combine sums as with `enable_local_combine`.
         timeout_s: bound of every wait, in seconds.
 
     Raises:
@@ -82,6 +85,7 @@ class EPAll2AllLayer:
         payload: str | None = None,
         alignment: int = 1,
         capacity: int | None = None,
+        low_latency: bool = False,
         timeout_s: float = 30.0,
     ) -> None:
         if use_aot:
@@ -102,6 +106,7 @@ class EPAll2AllLayer:
             enable_local_combine=enable_local_combine,
             timeout_s=timeout_s,
             payload=payload,
+            low_latency=low_latency,
         )
         self.context = DispatchCombineContext.create(self.config, group=ep_group)
         self.barrier = BarrierAllContext(self.context)
@@ -184,6 +189,8 @@ class EPAll2AllLayer:
         ctx.poll_status()
         desc = ep_a2a_layout_desc
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
+        if self.config.low_latency:
+            return low_latency_ops.combine(ctx, input, weights, desc)
         has_weights = weights is not None
         combine_ops.stage(ctx, input, weights, desc)
         if not self.config.is_intra_node:
@@ -234,6 +241,8 @@ class EPAll2AllLayer:
         host_word: int,
     ) -> tuple[dispatch_ops.Rows, torch.Tensor | None, EPAllToAllLayoutDesc]:
         ctx, cfg = self.context, self.config
+        if cfg.low_latency:
+            return low_latency_ops.dispatch(ctx, x, topk_idx, weights, host_word)
         has_weights = weights is not None
         routing = self.preprocess(topk_idx, scatter, host_word | (HOST_WEIGHTS if has_weights else 0))
         placement = routing_ops.offsets(ctx)

@@ -130,12 +130,18 @@ def _node_rows(s: Sizes) -> int:
     return 0 if s.config.is_intra_node else s.config.num_nodes * s.config.max_tokens
 
 
+def _low_latency_rows(s: Sizes) -> int:
+    """Rows of a low-latency buffer: one per token of any rank; none in other layers."""
+    return s.config.world_size * s.config.max_tokens if s.config.low_latency else 0
+
+
 def _token(c: EPConfig) -> torch.dtype:
     return c.token_dtype
 
 
 _EPOCH = "never: values only grow"
 _SPLITS = "none: free once this rank posts its next splits row"
+_HALVES = "none: two halves by parity of the epoch"
 _DONE = "none: free once every rank has posted done_flag"
 
 BUFFERS: tuple[Buffer, ...] = (
@@ -145,7 +151,7 @@ BUFFERS: tuple[Buffer, ...] = (
         _fixed(torch.int32),
         "splits exchange of every rank, row = source",
         "routing offsets",
-        "none: two halves by parity of the epoch",
+        _HALVES,
     ),
     Buffer("splits_flag", _world, _fixed(torch.int64), "splits exchange of every rank", "splits exchange", _EPOCH),
     Buffer(
@@ -258,6 +264,54 @@ BUFFERS: tuple[Buffer, ...] = (
         "combine pull",
         _EPOCH,
     ),
+    Buffer(
+        "ll_stage_x",
+        lambda s: (2, _low_latency_rows(s), s.wire_bytes),
+        _fixed(torch.uint8),
+        "low-latency push of every rank, part = source",
+        "low-latency expand",
+        _HALVES,
+    ),
+    Buffer(
+        "ll_meta",
+        lambda s: (2, _low_latency_rows(s), 2 * s.kp),
+        _fixed(torch.int32),
+        "low-latency push of every rank, part = source",
+        "low-latency expand",
+        _HALVES,
+    ),
+    Buffer(
+        "ll_counts",
+        lambda s: (2, s.config.world_size, s.config.num_experts_per_rank),
+        _fixed(torch.int64),
+        "low-latency push of every rank, row = source",
+        "low-latency expand",
+        "never: values carry their epoch",
+    ),
+    Buffer(
+        "ll_flag",
+        lambda s: (2, s.config.world_size),
+        _fixed(torch.int64),
+        "low-latency push of every rank",
+        "low-latency expand",
+        _EPOCH,
+    ),
+    Buffer(
+        "ll_combine",
+        lambda s: (2, _low_latency_rows(s), s.config.hidden),
+        _token,
+        "low-latency reduce of every rank, part = the experts' rank",
+        "low-latency sum",
+        _HALVES,
+    ),
+    Buffer(
+        "ll_combine_flag",
+        _world,
+        _fixed(torch.int64),
+        "low-latency reduce of every rank",
+        "low-latency sum",
+        _EPOCH,
+    ),
 )
 
 
@@ -266,6 +320,8 @@ def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
 
     A token arrives once per rank, so a rank never gets more than W * M arrival rows.
     """
+    if config.low_latency:
+        return Sizes(config, arrival_rows=1, output_rows=1)  # it has buffers of its own
     worst = config.world_size * config.max_tokens
     padding = config.num_experts_per_rank * (config.alignment - 1)
     if config.recv_capacity is not None:

@@ -6,7 +6,8 @@ functions; last NVSHMEM's number of each rank. The indices below are rows of the
 buffer holds, who writes and who reads it, is the table in triton_ep/layout.py, whose order a test compares
 with this one.
 
-The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record.
+The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record,
+and of the low-latency kernels a counter of programs that came to their end.
 """
 
 import triton
@@ -30,7 +31,13 @@ NET_FLAG = tl.constexpr(14)
 PARTIAL_SEND = tl.constexpr(15)
 PARTIAL_RECV = tl.constexpr(16)
 PARTIAL_FLAG = tl.constexpr(17)
-NUM_BUFFERS = tl.constexpr(18)
+LL_STAGE_X = tl.constexpr(18)
+LL_META = tl.constexpr(19)
+LL_COUNTS = tl.constexpr(20)
+LL_FLAG = tl.constexpr(21)
+LL_COMBINE = tl.constexpr(22)
+LL_COMBINE_FLAG = tl.constexpr(23)
+NUM_BUFFERS = tl.constexpr(24)
 
 # Words of `state`. The status record (device/waits.py) has four.
 EPOCH_DISPATCH = tl.constexpr(0)
@@ -39,7 +46,11 @@ EPOCH_BARRIER_ALL = tl.constexpr(2)
 EPOCH_BARRIER_NODE = tl.constexpr(3)
 TIMEOUT_US = tl.constexpr(4)
 STATUS = tl.constexpr(5)
-STATE_WORDS = tl.constexpr(9)
+EPOCH_LL_DISPATCH = tl.constexpr(9)
+EPOCH_LL_COMBINE = tl.constexpr(10)
+LL_ARRIVALS = tl.constexpr(11)
+LL_ARRIVALS_BEFORE = tl.constexpr(12)
+STATE_WORDS = tl.constexpr(13)
 
 
 @triton.jit

@@ -78,8 +78,21 @@ def load_payload(
     BLOCK_H: tl.constexpr,
 ):
     """Tile [ROWS, BLOCK_H] of wire data and its scales [ROWS, BLOCK_H * word bytes / 32]; with WORDS the data twice."""
+    data = load_row_tile(row_ptrs, alive, h, row_words, BLOCK_H)
+    return wire_tile(data, scale_ptrs, alive, h, row_words, PAYLOAD)
+
+
+@triton.jit
+def load_row_tile(row_ptrs, alive, h, row_words, BLOCK_H: tl.constexpr):
+    """Words `h` and on of some rows, [ROWS, BLOCK_H]; zero outside of them."""
     offs = h + tl.arange(0, BLOCK_H)
-    data = tl.load(row_ptrs[:, None] + offs[None, :], mask=alive[:, None] & (offs < row_words)[None, :], other=0)
+    return tl.load(row_ptrs[:, None] + offs[None, :], mask=alive[:, None] & (offs < row_words)[None, :], other=0)
+
+
+@triton.jit
+def wire_tile(data, scale_ptrs, alive, h, row_words, PAYLOAD: tl.constexpr):
+    """What `load_payload` returns, from the words that `load_row_tile` loaded."""
+    BLOCK_H: tl.constexpr = data.shape[1]
     if PAYLOAD == WORDS:
         return data, data
     elif PAYLOAD == QUANTISE:

@@ -24,6 +24,8 @@ WAIT_COMBINE_STAGED = tl.constexpr(5)
 WAIT_NETWORK_PARTIALS = tl.constexpr(6)
 WAIT_BARRIER = tl.constexpr(7)
 WAIT_NODE_BARRIER = tl.constexpr(8)
+WAIT_LL_ROWS = tl.constexpr(9)
+WAIT_LL_PARTIALS = tl.constexpr(10)
 
 
 @triton.jit

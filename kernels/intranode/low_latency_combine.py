@@ -1,0 +1,128 @@
+"""Low-latency combine of few tokens inside a node: two launches.
+
+Protocol      1 reduce: for each arrival row of the dispatch, the sum of its copies in float32, in k order, rounded once
+              and stored at the token's rank
+              2 reduce: every program arrives at a counter; the last one sets ll_combine_flag of every rank
+              3 sum: wait for the flags of all ranks; add the sums of each token in float32, in the order of the ranks
+              that it went to, and round
+Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token; ll_combine_flag [W] int64.
+Memory order  As in low_latency_dispatch.py: the counter collects the stores of the grid under the last arriver's
+              release; 3 acquires.
+Progress      1 and 2 wait for nobody. 3 waits for the reduces of all ranks, its own launched before.
+Replay        As in low_latency_dispatch.py, with the combine's own epoch: a rank that reduces for epoch n has ended
+              its sum of n - 1, for which every rank had set its flag, each after its own sum of n - 2, the last
+              reader of the half that is written now. A rank without tokens waits as well. What reduce reads is the
+              caller's and the descriptor's, so descriptors may be combined in any order.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.buffers import (
+    EPOCH_LL_COMBINE,
+    LL_ARRIVALS_BEFORE,
+    LL_COMBINE,
+    LL_COMBINE_FLAG,
+    STATUS,
+    buffer_ptr,
+    buffer_ptrs,
+)
+from ..device.waits import WAIT_LL_PARTIALS, wait_flags
+from .low_latency_dispatch import release_last
+
+
+@triton.jit(do_not_specialize=["max_tokens", "rank", "num_ranks"])
+def low_latency_reduce_kernel(
+    y_ptr,  # [R, H]
+    weights_ptr,  # [R] float32, read if HAS_WEIGHTS
+    copy_rows_ptr,  # [W * M, K] int32, of the expand kernel
+    state_ptr,
+    tables_ptr,
+    max_tokens,
+    hidden,
+    rank,
+    num_ranks,
+    HAS_WEIGHTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    WP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,  # of BLOCK_H columns in a row
+    BLOCK_H: tl.constexpr,
+):
+    if tl.load(state_ptr + STATUS) != 0:
+        return
+    before = tl.load(state_ptr + LL_ARRIVALS_BEFORE)
+    epoch = tl.load(state_ptr + EPOCH_LL_COMBINE) + 1
+    part = (epoch & 1).to(tl.int32) * num_ranks + rank
+    num_arrivals = num_ranks * max_tokens
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    ks = tl.arange(0, KP)[None, :]
+    for tile in range(tl.program_id(0), tl.cdiv(num_arrivals, ROWS), tl.num_programs(0)):
+        item = tile * ROWS + tl.arange(0, ROWS)
+        # Neighbours go to different ranks, and ranks begin with different ones.
+        source = (rank + item) % num_ranks
+        token = item // num_ranks
+        copy_ptrs = copy_rows_ptr + (source * max_tokens + token) * TOPK
+        alive = item < num_arrivals
+        copies = tl.load(copy_ptrs[:, None] + ks, mask=alive[:, None] & (ks < TOPK), other=-1)
+        came = tl.max((copies != -1).to(tl.int32), axis=1) > 0
+        dest = buffer_ptrs(tables_ptr, LL_COMBINE, num_ranks, source, came, y_ptr.dtype.element_ty)
+        dest += (part * max_tokens + token).to(tl.int64) * hidden
+        for t in tl.static_range(TILES):
+            h = t * BLOCK_H
+            in_row = h + offs < hidden
+            acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
+            for k in tl.static_range(TOPK):
+                copy = tl.load(copy_ptrs + k, mask=alive, other=-1)
+                rows = y_ptr + copy.to(tl.int64)[:, None] * hidden + h + offs
+                value = tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
+                if HAS_WEIGHTS:
+                    value *= tl.load(weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
+                acc += value
+            tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=came[:, None] & in_row)
+    release_last(
+        tables_ptr, state_ptr, before, epoch, rank, epoch, num_ranks, LL_COMBINE_FLAG, EPOCH_LL_COMBINE, WP
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks"])
+def low_latency_sum_kernel(
+    out_ptr,  # out [T, H]
+    kept_idx_ptr,  # [T, K] int32, of the push kernel
+    state_ptr,
+    tables_ptr,
+    num_tokens,
+    max_tokens,
+    hidden,
+    experts_per_rank,
+    rank,
+    num_ranks,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    WP: tl.constexpr,
+    PARTS: tl.constexpr,  # programs per tile of tokens, each with BLOCK_H columns
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    # Without tokens there is one program: it must wait all the same (Replay).
+    token = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)
+    alive = token < num_tokens
+    ks = tl.arange(0, KP)[None, :]
+    ids = tl.load(kept_idx_ptr + token[:, None] * TOPK + ks, mask=alive[:, None] & (ks < TOPK), other=-1)
+    owner = tl.where(ids >= 0, ids // experts_per_rank, -1)
+    offs = (tl.program_id(0) % PARTS * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+    in_row = offs < hidden
+    epoch = tl.load(state_ptr + EPOCH_LL_COMBINE)  # the reduce has advanced it
+    peers = tl.arange(0, WP)
+    flag_ptrs = buffer_ptr(tables_ptr, LL_COMBINE_FLAG, num_ranks, rank, tl.int64) + peers
+    if wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_LL_PARTIALS):
+        first = (epoch & 1).to(tl.int32) * num_ranks
+        sums_ptr = buffer_ptr(tables_ptr, LL_COMBINE, num_ranks, rank, out_ptr.dtype.element_ty)
+        acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
+        for peer in tl.static_range(WP):
+            here = tl.max((owner == peer).to(tl.int32), axis=1) > 0
+            rows = sums_ptr + ((first + peer) * max_tokens + token).to(tl.int64)[:, None] * hidden
+            acc += tl.load(rows + offs, mask=here[:, None] & in_row, other=0.0).to(tl.float32)
+        dest = out_ptr + token.to(tl.int64)[:, None] * hidden + offs
+        tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)

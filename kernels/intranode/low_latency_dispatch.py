@@ -1,0 +1,368 @@
+"""Low-latency dispatch of few tokens inside a node: two launches, and nothing is counted before rows fly.
+
+Protocol      1 push, one program per token: to every rank go the token's keys, -1 where the expert is elsewhere, and
+              its weights; the row goes once to each rank that owns one of its experts, to an arrival row that is
+              this token's alone. A key is (local expert << 16 | slot); the slot, the number of earlier entries of
+              this rank for that expert, is counted by each program for its own token. The program that has the
+              expert's last entry tells its owner the total
+              2 push: every program arrives at a counter; the last one sets ll_flag of every rank
+              3 expand: wait for the flags of all ranks. From the totals of all sources follows where each source's
+              rows of each expert begin; that plus the slot is the output row. Copy rows, note where they went
+              (for combine), zero the padding
+Layout        ll_stage_x [2, W * M, row on the wire (device/rows.py)], arrival row = source rank * M + token;
+              ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, e] int64:
+              (epoch << 16 | total), so that an old word counts as none and nothing need be cleared;
+              ll_flag [2, W] int64: (epoch << 32 | host word << 16 | tokens). Their first dimension is the parity of
+              the epoch. W ranks, M max_tokens, e experts per rank, KP top-k rounded up to a power of two.
+Memory order  All stores of a program come before a block barrier and its acquire-release add to the counter, at GPU
+              scope. So the last arriver has seen them all, and its system-scope release of the flags covers them:
+              causality is transitive. 3 acquires.
+Progress      1 and 2 wait for nobody. 3 waits for the pushes of all ranks, its own launched before.
+Replay        The epoch lives on the device; the last arriver advances it, when all programs have read it. The counter
+              only grows as well: where one launch ends, the next begins.
+              Two halves suffice. A rank that pushes epoch n has ended its expand of n - 1, for which every rank had
+              set its flag n - 1, and each did so after its own expand of n - 2, the last reader of the half that is
+              written now. This goes for ll_flag, too: its low bits are those of one epoch.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.buffers import (
+    EPOCH_LL_DISPATCH,
+    LL_ARRIVALS,
+    LL_ARRIVALS_BEFORE,
+    LL_COUNTS,
+    LL_FLAG,
+    LL_META,
+    LL_STAGE_X,
+    STATUS,
+    buffer_ptr,
+    buffer_ptrs,
+)
+from ..device.rows import MX, WORDS, load_payload, load_row_tile, store_scales, wire_sizes, wire_tile
+from ..device.waits import WAIT_LL_ROWS, release_flags, wait_values
+
+_SLOT_BITS = tl.constexpr(16)
+_SLOT_MASK = tl.constexpr(0xFFFF)
+_ONE_ABOVE = tl.constexpr(1 << 16)
+_HOST_WEIGHTS = tl.constexpr(2)  # triton_ep/layout.py
+_REST = tl.constexpr(64)
+
+
+@triton.jit
+def release_last(
+    tables_ptr,
+    state_ptr,
+    before,  # value of the counter before this launch
+    epoch,
+    flag_index,
+    value,
+    num_ranks,
+    FLAG: tl.constexpr,
+    EPOCH: tl.constexpr,
+    WP: tl.constexpr,
+):
+    """Arrive; the last program of the grid sets flag `flag_index` of every rank and advances the epoch."""
+    # The add is one thread's: the barrier puts the stores of all warps under it.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(state_ptr + LL_ARRIVALS, 1, sem="acq_rel", scope="gpu") + 1
+    if arrived - before == tl.num_programs(0):
+        peers = tl.arange(0, WP)
+        flag_ptrs = buffer_ptrs(tables_ptr, FLAG, num_ranks, peers, peers < num_ranks, tl.int64) + flag_index
+        release_flags(flag_ptrs, peers < num_ranks, tl.zeros([WP], tl.int64) + value)
+        tl.store(state_ptr + LL_ARRIVALS_BEFORE, arrived)
+        tl.store(state_ptr + EPOCH, epoch)
+
+
+@triton.jit
+def _kept(ids, num_experts):
+    """Expert ids as int32, -1 for those that name no expert."""
+    return tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
+
+
+@triton.jit
+def _slots(topk_idx_ptr, mine, first, num_entries, num_experts, BLOCK_N: tl.constexpr):
+    """For each of my experts [KP], whose first entry is number `first`: entries before mine, and in all."""
+    position = first + tl.arange(0, mine.shape[0])
+    packed = tl.zeros([mine.shape[0]], tl.int32)
+    for start in range(0, num_entries, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        other = _kept(tl.load(topk_idx_ptr + n, mask=n < num_entries, other=-1), num_experts)
+        earlier = (n[None, :] < position[:, None]).to(tl.int32)
+        packed += tl.sum(tl.where(other[None, :] == mine[:, None], earlier + _ONE_ABOVE, 0), axis=1)
+    return packed & _SLOT_MASK, packed >> _SLOT_BITS
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "num_experts", "rank", "num_ranks", "host_word"])
+def low_latency_push_kernel(
+    x_ptr,  # [T, row_words] words, or elements to quantise
+    scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
+    topk_idx_ptr,  # [T, K] expert ids
+    weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
+    kept_idx_ptr,  # out [T, K] int32, -1 = dropped
+    state_ptr,
+    tables_ptr,
+    num_tokens,
+    max_tokens,
+    row_words,
+    num_experts,
+    rank,
+    num_ranks,
+    host_word,
+    PAYLOAD: tl.constexpr,  # device/rows.py
+    HAS_WEIGHTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    WP: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # entries compared at a time
+    TILES: tl.constexpr,  # of BLOCK_H words in a row
+    BLOCK_H: tl.constexpr,
+):
+    if tl.load(state_ptr + STATUS) != 0:
+        return
+    before = tl.load(state_ptr + LL_ARRIVALS_BEFORE)
+    epoch = tl.load(state_ptr + EPOCH_LL_DISPATCH) + 1
+    parity = (epoch & 1).to(tl.int32)
+    token = tl.program_id(0)  # without tokens there is one program, which only releases
+    alive = token < num_tokens
+    ks = tl.arange(0, KP)
+    entry = alive & (ks < TOPK)
+    mine = _kept(tl.load(topk_idx_ptr + token * TOPK + ks, mask=entry, other=-1), num_experts)
+    row = tl.arange(0, 1) + token
+    stride, data_bytes, row_bytes = wire_sizes(row_words, x_ptr.dtype.element_ty, PAYLOAD)
+    row_ptrs = x_ptr + row.to(tl.int64) * row_words
+    scale_ptrs = scale_ptr + row.to(tl.int64) * (data_bytes // 32)
+    # On its way while the slots are counted.
+    tile = load_row_tile(row_ptrs, row < num_tokens, 0, row_words, BLOCK_H)
+
+    slot, total = _slots(topk_idx_ptr, mine, token * TOPK, num_tokens * TOPK, num_experts, BLOCK_N)
+    experts_per_rank = num_experts // num_ranks
+    owner = tl.where(mine >= 0, mine // experts_per_rank, -1)
+    local = mine - owner * experts_per_rank
+    source = parity * num_ranks + rank
+    arrival = source * max_tokens + token
+    peers = tl.arange(0, WP)
+    in_group = alive & (peers < num_ranks)
+    meta = (arrival * (2 * KP) + ks)[None, :]
+    dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, in_group, tl.int32)[:, None] + meta
+    keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
+    tl.store(dest, keys, mask=in_group[:, None])
+    if HAS_WEIGHTS:
+        weights = tl.load(weights_ptr + token * TOPK + ks, mask=entry, other=0.0)
+        dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, in_group, tl.float32)[:, None] + meta + KP
+        tl.store(dest, tl.broadcast_to(weights[None, :], [WP, KP]), mask=in_group[:, None])
+    is_last = (mine >= 0) & (slot + 1 == total)
+    counts_ptrs = buffer_ptrs(tables_ptr, LL_COUNTS, num_ranks, owner, is_last, tl.int64)
+    tl.store(counts_ptrs + source * experts_per_rank + local, (epoch << _SLOT_BITS) + total, mask=is_last)
+    tl.store(kept_idx_ptr + token * TOPK + ks, mine, mask=entry)
+
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    for t in tl.static_range(TILES):
+        h = t * BLOCK_H
+        if t > 0:
+            tile = load_row_tile(row_ptrs, row < num_tokens, h, row_words, BLOCK_H)
+        data, scales = wire_tile(tile, scale_ptrs, row < num_tokens, h, row_words, PAYLOAD)
+        for step in tl.static_range(WP):
+            # Ranks and tokens begin with different destinations, so that no link is everybody's first.
+            peer = (rank + token + step) % num_ranks
+            here = (tl.max((owner == peer).to(tl.int32)) > 0) & (step < num_ranks)
+            dest = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, peer, data.dtype) + arrival.to(tl.int64) * stride
+            tl.store(dest + h + offs, data, mask=here & (h + offs < row_words))
+            if PAYLOAD != WORDS:
+                dest = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, peer, tl.uint8) + data_bytes
+                dest += row.to(tl.int64) * 0 + arrival.to(tl.int64) * row_bytes
+                store_scales(dest, (row >= 0) & here, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
+
+    value = (epoch << 32) + ((host_word << 16) + num_tokens)
+    release_last(tables_ptr, state_ptr, before, epoch, source, value, num_ranks, LL_FLAG, EPOCH_LL_DISPATCH, WP)
+
+
+@triton.jit
+def _store_copies(
+    recv_x_ptr,
+    recv_scale_ptr,
+    words,  # [ROWS, BLOCK_H]
+    scales,
+    h,
+    copy_ptrs,  # [ROWS] pointers to K output rows of each arrival row, negative = none
+    in_use,  # [ROWS]
+    row_words,
+    HAS_SCALES: tl.constexpr,
+    TOPK: tl.constexpr,
+):
+    """Store a tile of arrival rows to the output rows of their copies."""
+    WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    offs = (h + tl.arange(0, words.shape[1]))[None, :]
+    for k in tl.static_range(TOPK):
+        copy = tl.load(copy_ptrs + k, mask=in_use, other=-1)
+        dest = recv_x_ptr + copy.to(tl.int64)[:, None] * row_words + offs
+        tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < row_words))
+        if HAS_SCALES:
+            dest = recv_scale_ptr + copy.to(tl.int64) * (row_words * WORD_BYTES // 32)
+            store_scales(dest, copy >= 0, scales, h, row_words, WORD_BYTES)
+
+
+@triton.jit
+def _zero_rest(
+    recv_x_ptr,
+    recv_scale_ptr,
+    recv_weights_ptr,
+    total,  # [EP] rows of each local expert
+    padded,  # [EP] the same, rounded up
+    row_words,
+    capacity,
+    HAS_SCALES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Zero the padding rows, and the weights of all rows that are no copy."""
+    # Rows that are no copy, numbered from 0, the expert's before which they begin to count, and how many there are.
+    padding = padded - total
+    before = (tl.cumsum(padding, axis=0) - padding)[None, :]
+    num_padding = tl.sum(padding)
+    step = tl.num_programs(0)
+    if HAS_PADDING:
+        WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
+        no_scales = tl.zeros([ROWS, BLOCK_H * WORD_BYTES // 32 if HAS_SCALES else 1], tl.uint8)
+        zeros = tl.zeros([ROWS, BLOCK_H], recv_x_ptr.dtype.element_ty)
+        offs = tl.arange(0, BLOCK_H)[None, :]
+        for first in range(tl.program_id(0) * ROWS, num_padding, step * ROWS):
+            number = first + tl.arange(0, ROWS)
+            # Before it lie all other numbers below, and the copies of its expert and those before.
+            row = number + tl.sum(tl.where(before <= number[:, None], total[None, :], 0), axis=1)
+            inside = (number < num_padding) & (row < capacity)
+            for h in range(0, row_words, BLOCK_H):
+                dest = recv_x_ptr + row.to(tl.int64)[:, None] * row_words + h + offs
+                tl.store(dest, zeros, mask=inside[:, None] & (h + offs < row_words))
+                if HAS_SCALES:
+                    dest = recv_scale_ptr + row.to(tl.int64) * (row_words * WORD_BYTES // 32)
+                    store_scales(dest, inside, no_scales, h, row_words, WORD_BYTES)
+    if HAS_WEIGHTS:
+        num_rest = capacity - tl.sum(total)
+        for first in range(tl.program_id(0) * _REST, num_rest, step * _REST):
+            number = first + tl.arange(0, _REST)
+            row = number + tl.sum(tl.where(before <= number[:, None], total[None, :], 0), axis=1)
+            tl.store(recv_weights_ptr + row, tl.zeros([_REST], tl.float32), mask=row < capacity)
+
+
+@triton.jit(do_not_specialize=["max_tokens", "experts_per_rank", "capacity", "alignment", "rank", "num_ranks"])
+def low_latency_expand_kernel(
+    recv_x_ptr,  # out [R, row_words] words
+    recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES
+    recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
+    copy_rows_ptr,  # out [W * M, K] int32, output rows of each arrival row; -1 = none, -2 = beyond the capacity
+    small_ptr,  # out int32: report [W, 8], expert_offsets [e + 1], num_recv [e], overflow [1], each padded to 4 words
+    state_ptr,
+    tables_ptr,
+    row_words,
+    max_tokens,
+    experts_per_rank,
+    capacity,
+    alignment,
+    rank,
+    num_ranks,
+    HAS_SCALES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    WP: tl.constexpr,
+    EP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    epoch = tl.load(state_ptr + EPOCH_LL_DISPATCH)  # the push has advanced it
+    first_source = (epoch & 1).to(tl.int32) * num_ranks
+    source = tl.arange(0, WP)
+    in_group = source < num_ranks
+    flag_ptrs = buffer_ptr(tables_ptr, LL_FLAG, num_ranks, rank, tl.int64) + first_source + source
+    arrived, seen = wait_values(flag_ptrs, in_group, epoch << 32, state_ptr, WAIT_LL_ROWS, first_source)
+    if arrived:
+        words_of = tl.where(in_group, seen, 0).to(tl.int32)
+        local = tl.arange(0, EP)
+        counts_ptrs = buffer_ptr(tables_ptr, LL_COUNTS, num_ranks, rank, tl.int64)
+        counts_ptrs += (first_source + source)[:, None] * experts_per_rank + local[None, :]
+        of_group = in_group[:, None] & (local < experts_per_rank)[None, :]
+        counts = tl.load(counts_ptrs, mask=of_group, other=0)
+        counts = tl.where((counts >> _SLOT_BITS) == epoch, counts & _SLOT_MASK, 0).to(tl.int32)
+        total = tl.sum(counts, axis=0)
+        padded = (total + alignment - 1) // alignment * alignment
+        start = tl.cumsum(padded, axis=0) - padded
+        begin = start[None, :] + tl.cumsum(counts, axis=0) - counts  # of each source's rows of each expert
+        begin = tl.reshape(begin, [WP * EP])
+
+        PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
+        stage_ptr = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
+        stage_bytes_ptr = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, rank, tl.uint8)
+        meta_ptr = buffer_ptr(tables_ptr, LL_META, num_ranks, rank, tl.int32)
+        meta_weights_ptr = buffer_ptr(tables_ptr, LL_META, num_ranks, rank, tl.float32)
+        stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
+        ks = tl.arange(0, KP)[None, :]
+        num_arrivals = num_ranks * max_tokens
+        num_tiles = tl.cdiv(num_arrivals, ROWS)
+        for first in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            # Rows far from each other, so that programs share what few tokens there may be.
+            arrival = first + tl.arange(0, ROWS) * num_tiles
+            of_source = arrival // max_tokens
+            word = tl.sum(tl.where(of_source[:, None] == source[None, :], words_of[None, :], 0), axis=1)
+            here = (arrival < num_arrivals) & (arrival % max_tokens < (word & _SLOT_MASK))
+            staged = first_source * max_tokens + arrival
+            row_ptrs = stage_ptr + staged.to(tl.int64) * stride
+            scale_ptrs = stage_bytes_ptr + staged.to(tl.int64) * row_bytes + data_bytes
+            words, scales = load_payload(row_ptrs, scale_ptrs, here, 0, row_words, PAYLOAD, BLOCK_H)
+
+            meta = staged[:, None] * (2 * KP) + ks
+            key = tl.load(meta_ptr + meta, mask=here[:, None], other=-1)
+            segment = tl.where(key >= 0, of_source[:, None] * EP + (key >> _SLOT_BITS), 0)
+            copy = tl.reshape(tl.gather(begin, tl.reshape(segment, [ROWS * KP]), 0), [ROWS, KP])
+            copy += key & _SLOT_MASK
+            copy = tl.where(key >= 0, tl.where(copy < capacity, copy, -2), -1)
+            copies = (arrival < num_arrivals)[:, None] & (ks < TOPK)
+            tl.store(copy_rows_ptr + arrival[:, None] * TOPK + ks, copy, mask=copies)
+            if HAS_WEIGHTS:
+                sent = here & ((word >> 16) & _HOST_WEIGHTS > 0)
+                weights = tl.load(meta_weights_ptr + meta + KP, mask=sent[:, None], other=0.0)
+                tl.store(recv_weights_ptr + copy, weights, mask=copies & (copy >= 0))
+            # Every thread needs them, one k at a time: by way of memory, across the barrier.
+            tl.debug_barrier()
+            for t in tl.static_range(TILES):
+                if t > 0:
+                    words, scales = load_payload(row_ptrs, scale_ptrs, here, t * BLOCK_H, row_words, PAYLOAD, BLOCK_H)
+                copy_ptrs = copy_rows_ptr + arrival * TOPK
+                _store_copies(
+                    recv_x_ptr, recv_scale_ptr, words, scales, t * BLOCK_H, copy_ptrs, here, row_words, HAS_SCALES, TOPK
+                )
+        if HAS_PADDING or HAS_WEIGHTS:
+            _zero_rest(
+                recv_x_ptr,
+                recv_scale_ptr,
+                recv_weights_ptr,
+                total,
+                padded,
+                row_words,
+                capacity,
+                HAS_SCALES,
+                HAS_WEIGHTS,
+                HAS_PADDING,
+                ROWS,
+                BLOCK_H,
+            )
+        if tl.program_id(0) == 0:
+            rows = tl.sum(padded)
+            clamped = tl.minimum(start, capacity)
+            field = tl.arange(0, 8)[None, :]
+            tokens, host_word = (words_of & _SLOT_MASK)[:, None], (words_of >> 16)[:, None]
+            report = tl.where(field == 2, tokens, tl.where(field == 5, host_word, 0))
+            report = tl.where((field == 0) & (source == rank)[:, None], rows, report)
+            tl.store(small_ptr + source[:, None] * 8 + field, report, mask=in_group[:, None])
+            offsets_ptr = small_ptr + num_ranks * 8
+            num_recv_ptr = offsets_ptr + (experts_per_rank + 4) // 4 * 4
+            tl.store(offsets_ptr + local, clamped, mask=local < experts_per_rank)
+            tl.store(offsets_ptr + experts_per_rank, tl.minimum(rows, capacity))
+            real = tl.minimum(start + total, capacity) - clamped
+            tl.store(num_recv_ptr + local, real, mask=local < experts_per_rank)
+            tl.store(num_recv_ptr + (experts_per_rank + 3) // 4 * 4, tl.maximum(rows - capacity, 0))
