@@ -81,9 +81,7 @@ def low_latency_reduce_kernel(
                     value *= tl.load(weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
                 acc += value
             tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=came[:, None] & in_row)
-    release_last(
-        tables_ptr, state_ptr, before, epoch, rank, epoch, num_ranks, LL_COMBINE_FLAG, EPOCH_LL_COMBINE, WP
-    )
+    release_last(tables_ptr, state_ptr, before, epoch, rank, epoch, num_ranks, LL_COMBINE_FLAG, EPOCH_LL_COMBINE, WP)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks"])

@@ -184,13 +184,15 @@ def test_two_thousand_random_calls(run_ranks, backend, nodes, ranks_per_node, lo
 class _StaticCall:
     """Inputs at fixed addresses, one dispatch + experts + combine over them, and the check of its results."""
 
-    def __init__(self, rank: int, nodes: int, ranks_per_node: int, tokens: int, hidden: int, experts: int) -> None:
+    def __init__(
+        self, rank: int, nodes: int, ranks_per_node: int, low_latency: bool, tokens: int, hidden: int, experts: int
+    ) -> None:
         self.rank, self.world = rank, nodes * ranks_per_node
         self.tokens, self.hidden, self.experts = tokens, hidden, experts
         self.device = current_heap().device
-        self.layer = _layer(
-            rank, nodes, ranks_per_node, tokens, hidden, experts, capacity=self.world * tokens * TOPK, alignment=4
-        )
+        capacity = self.world * tokens * TOPK
+        options = {"capacity": capacity, "alignment": 4, "low_latency": low_latency}
+        self.layer = _layer(rank, nodes, ranks_per_node, tokens, hidden, experts, **options)
         self.x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=self.device)
         self.idx = torch.empty(tokens, TOPK, dtype=torch.int32, device=self.device)
         self.weights = torch.empty(tokens, TOPK, device=self.device)
@@ -229,7 +231,8 @@ class _StaticCall:
         )
         joined = torch.cat([w.flatten() for w in weights]).to(self.device)
         assert torch.equal(self.recv_weights[at], joined[want.entry])
-        excess = combine_excess(self.out, rows[self.rank], idxs[self.rank])
+        local_combine = self.layer.config.low_latency
+        excess = combine_excess(self.out, rows[self.rank], idxs[self.rank], local_combine=local_combine)
         assert excess <= 0, f"combine is off by {excess} more than rounding explains"
 
 
@@ -289,15 +292,18 @@ def _replays(rank, nodes, ranks_per_node, *sizes):
 STATIC_SIZES = {"nvshmem": (128, 7168, 64), "host": (12, 40, 16)}
 
 
+STATIC_LAYERS = [(*pair, False) for pair in TOPOLOGIES] + [(*pair, True) for pair in TOPOLOGIES if pair[0] == 1]
+
+
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
-def test_static_mode_never_waits_for_the_device(run_ranks, backend, nodes, ranks_per_node):
+@pytest.mark.parametrize("nodes, ranks_per_node, low_latency", STATIC_LAYERS)
+def test_static_mode_never_waits_for_the_device(run_ranks, backend, nodes, ranks_per_node, low_latency):
     """With a capacity, torch sees no synchronising call between input and combined output."""
-    run_ranks(_no_synchronisation, nodes, ranks_per_node, *STATIC_SIZES[backend], timeout_s=240)
+    run_ranks(_no_synchronisation, nodes, ranks_per_node, low_latency, *STATIC_SIZES[backend], timeout_s=240)
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
-def test_graph_replays_with_other_inputs(run_ranks, backend, nodes, ranks_per_node):
+@pytest.mark.parametrize("nodes, ranks_per_node, low_latency", STATIC_LAYERS)
+def test_graph_replays_with_other_inputs(run_ranks, backend, nodes, ranks_per_node, low_latency):
     """A captured dispatch + combine gives right results for new inputs at each replay."""
-    run_ranks(_replays, nodes, ranks_per_node, *STATIC_SIZES[backend], timeout_s=240)
+    run_ranks(_replays, nodes, ranks_per_node, low_latency, *STATIC_SIZES[backend], timeout_s=240)

@@ -1,12 +1,17 @@
-"""Layers with low_latency=True: what they mean is what other static layers mean."""
+"""Layers with low_latency=True: they mean what other static layers mean. CUDA graphs: test_large.py."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.layer.cases import Case, check_case, combine_and_check, dispatch_and_check, make_layer, workloads
+from triton_ep import EPConfig, MXTensor, autograd
 from triton_ep.distributed import current_heap
+from triton_ep.errors import ConfigError, InputError, StaleHandleError, WaitTimeout
+from triton_ep.reference import dispatch as dispatch_reference
 
 TOPOLOGIES = [(1, 1), (1, 2), (1, 4)]
 CASES = [
@@ -15,16 +20,189 @@ CASES = [
         Case("plain", tokens=(5, 8, 1, 3)),
         Case("aligned_fp16", tokens=(9, 4, 0, 6), dtype=torch.float16, alignment=16, topk=5, experts=8, hidden=37),
         Case("mxfp8", tokens=(6, 0, 3, 7), payload="mxfp8", topk=4, experts=4, combine_weights=True, alignment=4),
-        Case("mxfp8_quantised", tokens=(4, 5, 6), payload="mxfp8", quantised_input=True, topk=3, experts=3, hidden=96, weights=False),
-        Case("one_expert_int64", tokens=(3, 7), routing="one_expert", topk=4, experts=8, idx_dtype=torch.int64, drop=0.0),
+        Case("mx_given", tokens=(4, 5), payload="mxfp8", quantised_input=True, topk=3, experts=3, weights=False),
+        Case("one_expert_int64", tokens=(3, 7), routing="one_expert", topk=4, experts=8, idx_dtype=torch.int64, drop=0),
         Case("duplicates_fp32", tokens=(4, 2), routing="duplicates", topk=4, experts=4, dtype=torch.float32),
         Case("nothing", tokens=(0,)),
     )
 ]
+SMALL = Case("small", tokens=(6, 3), hidden=32, topk=2, experts=2, low_latency=True)
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_dispatch_and_combine_equal_the_reference(run_ranks, chaos_seed, nodes, ranks_per_node, case):
     """Every row, weight, count and offset, and sums within the roundings of partial sums."""
     run_ranks(check_case, nodes, ranks_per_node, replace(case, calls=1) if chaos_seed is not None else case)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 3), (1, 8)])
+@pytest.mark.parametrize("case", CASES[1:3], ids=lambda case: case.name)
+def test_three_and_eight_ranks(run_ranks, backend, nodes, ranks_per_node, case):
+    """Numbers of ranks that are no power of two, and a whole node."""
+    if backend == "host" and ranks_per_node == 8:
+        pytest.skip("needs --backend nvshmem")
+    run_ranks(check_case, nodes, ranks_per_node, case)
+
+
+def _many_calls(rank, nodes, ranks_per_node, calls):
+    draw = random.Random(calls)
+    with make_layer(SMALL, rank, nodes, ranks_per_node, max_tokens=9, capacity=9 * 4 * 2) as layer:
+        live = []
+        for call in range(calls):
+            tokens = tuple(draw.choice((0, 1, 2, 5, 9)) for _ in range(4))
+            routing = draw.choice(("uniform", "uniform", "skewed", "one_expert", "all_dropped"))
+            now = replace(SMALL, tokens=tokens, routing=routing, weights=draw.random() < 0.5)
+            live.append(dispatch_and_check(layer, now, call))
+            if len(live) > 1 and draw.random() < 0.7:
+                combine_and_check(layer, live.pop(draw.randrange(len(live))))
+        for call in live:
+            combine_and_check(layer, call)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
+def test_many_calls_of_random_sizes(run_ranks, backend, chaos_seed, nodes, ranks_per_node):
+    """State left behind by any call would show in a later one; descriptors combine in any order."""
+    calls = 400 if backend == "nvshmem" else 5 if chaos_seed is not None else 15
+    run_ranks(_many_calls, nodes, ranks_per_node, calls, timeout_s=120)
+
+
+def _same_as_static(rank, nodes, ranks_per_node, payload):
+    """Both layers, on ids out of range as well; returns what the low-latency one made of them."""
+    case = Case("both", tokens=(7, 4), hidden=64, topk=3, experts=4, payload=payload, local_combine=True, static=True)
+    device = current_heap().device
+    mine = workloads(case, nodes * ranks_per_node, 0)[rank]
+    idx = mine.topk_idx.clone()
+    idx[1, 1], idx[2, 0] = 10**6, -7
+    given = MXTensor.to_mx(mine.x.to(device)) if payload else mine.x.to(device)
+    seen = []
+    for low_latency in (False, True):
+        with make_layer(case, rank, nodes, ranks_per_node, low_latency=low_latency) as layer:
+            recv_x, weights, desc = layer.dispatch(given, idx.to(device), mine.topk_weights.to(device))
+            rows = recv_x.dequantize() if payload else recv_x
+            used = int(desc.expert_offsets[-1])
+            seen.append((rows[:used], weights, desc.expert_offsets, desc.topk_indices_tensor, desc.overflow))
+            layer.combine(rows, desc)
+            layer.check()
+    for plain, low in zip(*seen, strict=True):
+        assert torch.equal(plain, low)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
+def test_dispatch_has_the_bits_of_another_static_layer(run_ranks, nodes, ranks_per_node, payload):
+    """Rows, weights of all rows, offsets and kept ids; an id out of range counts as dropped."""
+    run_ranks(_same_as_static, nodes, ranks_per_node, payload)
+
+
+def _overflow(rank, nodes, ranks_per_node):
+    case = replace(SMALL, tokens=(8,), drop=0.0, routing="one_expert", weights=True)
+    world, room, device = nodes * ranks_per_node, 12, current_heap().device
+    with make_layer(case, rank, nodes, ranks_per_node, capacity=room) as layer:
+        works = workloads(case, world, 0)
+        mine = works[rank]
+        inputs = [w.x for w in works], [w.topk_idx for w in works], [w.topk_weights for w in works]
+        want = [dispatch_reference.dispatch(*inputs, r, case.experts * world) for r in range(world)]
+        arguments = mine.x, mine.topk_idx, mine.topk_weights
+        recv_x, weights, desc = layer.dispatch(*(argument.to(device) for argument in arguments))
+        arriving = want[rank].recv_x.shape[0]
+        used = min(arriving, room)
+        assert int(desc.overflow) == max(arriving - room, 0)
+        assert desc.expert_offsets.tolist() == want[rank].expert_offsets.clamp(max=room).tolist()
+        assert torch.equal(desc.num_recv_tokens_per_expert.cpu(), desc.expert_offsets.cpu().diff())
+        assert torch.equal(recv_x[:used].cpu(), want[rank].recv_x[:used])
+        assert torch.equal(weights[:used].cpu(), want[rank].recv_weights[:used]) and not weights[used:].any()
+        out = layer.combine(torch.ones_like(recv_x), desc)
+        row = want[rank].dst_row[rank]
+        copies = ((row >= 0) & (row < room)).sum(1, keepdim=True).expand(-1, case.hidden)
+        assert torch.equal(out.cpu().float(), copies.float())  # a kept copy adds 1, a dropped one nothing
+        combine_and_check(layer, dispatch_and_check(layer, replace(SMALL, tokens=(1,)), 1))
+    return int(desc.overflow)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
+def test_overflow_is_flagged_and_harmless(run_ranks, nodes, ranks_per_node):
+    """Rows beyond the capacity are counted and dropped; all others are right, and so is the next call."""
+    assert max(run_ranks(_overflow, nodes, ranks_per_node)) > 0
+
+
+def _late(rank, nodes, ranks_per_node, where):
+    layer = make_layer(SMALL, rank, nodes, ranks_per_node, timeout_s=0.8)
+    done = [dispatch_and_check(layer, SMALL, call) for call in range(3)][-1]
+    combine_and_check(layer, done)
+    if current_heap().device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+    def call():
+        if where == "dispatch":
+            mine, device = workloads(SMALL, nodes * ranks_per_node, 0)[rank], current_heap().device
+            layer.dispatch(mine.x.to(device), mine.topk_idx.to(device))
+        else:
+            layer.combine(done.recv_x, done.desc)
+        layer.check()
+
+    if rank != 1:
+        with pytest.raises(WaitTimeout, match="missing rank 1;") as caught:
+            call()
+        expected, seen = ("be 4, is 2", "ll_flag") if where == "dispatch" else ("be 2, is 1", "ll_combine_flag")
+        assert f"low-latency {where}" in str(caught.value)
+        assert expected in str(caught.value) and seen in str(caught.value), str(caught.value)
+    dist.barrier()
+    layer.context.failure = layer.context.failure or "the other ranks gave up"
+    layer.finalize()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("where", ["dispatch", "combine"])
+def test_a_late_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_node, where):
+    """The wait expires and says for whom, for which epoch, and which one it saw: its own half's."""
+    run_ranks(_late, nodes, ranks_per_node, where)
+
+
+def _refused(rank, nodes, ranks_per_node):
+    with make_layer(SMALL, rank, nodes, ranks_per_node) as layer:
+        mine, device = workloads(SMALL, nodes * ranks_per_node, 0)[rank], current_heap().device
+        x, idx = mine.x.to(device), mine.topk_idx.to(device)
+        with pytest.raises(InputError, match="full_scatter_indices"):
+            layer.dispatch(x, idx, None, torch.zeros_like(idx))
+        if rank == 0:
+            with pytest.raises(InputError, match=r"must have shape \[any, 32\]"):
+                layer.dispatch(x[:, :31].contiguous(), idx)
+        else:  # as in every static layer, the others find no rows of that rank
+            _, _, desc = layer.dispatch(x, idx)
+            assert desc.num_input_tokens_per_rank.tolist() == [0, x.shape[0]]
+        with pytest.raises(ConfigError, match="no gradient"):
+            autograd.dispatch(layer, x, idx)
+        done = dispatch_and_check(layer, SMALL, 1)
+        with pytest.raises(StaleHandleError), make_layer(SMALL, rank, nodes, ranks_per_node) as other:
+            other.combine(done.recv_x, done.desc)
+        combine_and_check(layer, done)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_what_is_refused(run_ranks, nodes, ranks_per_node):
+    """Scatter indices, gradients, bad shapes, descriptors of other layers; the next call works."""
+    run_ranks(_refused, nodes, ranks_per_node)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"recv_capacity": None}, r"capacity=None.*At most 96 rows"),
+        ({"local_world_size": 1}, "local_world_size is 1 and world_size 2"),
+        ({"max_tokens": 513}, "max_tokens up to 512, got 513"),
+        ({"num_experts": 4096}, "num_experts up to 2048, got 4096"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes, text):
+    """Both numbers are in the message."""
+    sizes = {"max_tokens": 16, "hidden": 32, "topk": 3, "num_experts": 8, "rank": 0, "world_size": 2}
+    fits = {**sizes, "local_world_size": 2, "recv_capacity": 96, "low_latency": True}
+    assert EPConfig(**fits).low_latency
+    with pytest.raises(ConfigError, match=text):
+        EPConfig(**{**fits, **changes})

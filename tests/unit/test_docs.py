@@ -195,6 +195,8 @@ def test_buffer_table_is_that_of_the_source() -> None:
             world_size=4,
             local_world_size=local_world_size,
             enable_local_combine=local_world_size == 2,
+            recv_capacity=91,
+            low_latency=local_world_size == 4,
         )
         sizes = Sizes(config, arrival_rows=77, output_rows=91)
         letters = {
@@ -209,6 +211,8 @@ def test_buffer_table_is_that_of_the_source() -> None:
             "V": sizes.wire_bytes,
             "C": sizes.max_chunks,
             "KP": sizes.kp,
+            "L": 4 * 21 if config.low_latency else 0,
+            "e": 3,
             "P": sizes.max_programs,
             "S": sizes.row_length,
             "X": 0 if config.is_intra_node else config.num_nodes * 21,

@@ -137,6 +137,8 @@ def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traff
     def rows_to_peers(owner: torch.Tensor, stage_row: torch.Tensor) -> int:
         return int((torch.isin(owner.cpu(), torch.tensor(peers)) & (stage_row.cpu() >= 0)).sum())
 
+    assert desc.owner_ranks is not None and desc.stage_row is not None, "low latency only leaves them out"
+    assert desc.tokens_per_node is not None and desc.tokens_from_node is not None
     forwarded = 0
     if desc.forward_owner is not None and desc.forward_stage_row is not None:
         for other, count in enumerate(desc.tokens_from_node.tolist()):
