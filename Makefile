@@ -17,7 +17,7 @@ PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist l
 SOURCES := triton_ep kernels aot tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks lint types docs test-gpu clean
+.PHONY: help demo doctor test chaos checks lint types docs bench test-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,19 @@ types: $(READY)  ## mypy on the installed tree
 
 docs: $(READY)  ## run the code blocks of the pages and follow their links
 	$(RUN) -m pytest tests/unit/test_docs.py
+
+BENCH := $(RUN) -m triton_ep.cli bench
+ROWS ?= build/bench.csv
+
+bench: $(READY)  ## the standard table of benchmarks, as rows of ROWS=build/bench.csv and pictures beside it
+	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 8,16,24,32,64 --payload bf16,mxfp8 --csv $(ROWS)
+	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 24 --tokens 16,128,1024 --csv $(ROWS)
+	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 24 --model qwen3-235b --csv $(ROWS)
+	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 24 --model mixtral --csv $(ROWS)
+	$(BENCH) low-latency --payload bf16,mxfp8 --csv $(ROWS)
+	$(BENCH) barrier --csv $(ROWS)
+	$(BENCH) quantise --csv $(ROWS)
+	$(BENCH) plot $(ROWS) --out $(ROWS:.csv=.svg)
 
 test-gpu: $(READY)  ## the tests that need GPUs (those for more GPUs than there are, are skipped by name)
 	$(RUN) -m pytest tests --backend nvshmem -m "gpu or multi_gpu"

@@ -30,7 +30,7 @@ from .device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
 from .internode import barrier, splits
 from .internode import combine as internode_combine
 from .internode import dispatch as internode_dispatch
-from .intranode import combine, dispatch, low_latency_combine, low_latency_dispatch
+from .intranode import combine, dispatch, floor, low_latency_combine, low_latency_dispatch
 from .kernel_spec import KernelSpec, Variant, uses_nvshmem
 
 _STATE = "state_ptr:*i64 tables_ptr:*i64"
@@ -164,6 +164,12 @@ SPECS: tuple[KernelSpec, ...] = (
             for w in (False, True)
         ),
         num_warps=8,
+    ),
+    KernelSpec(
+        floor.floor_push_kernel,
+        "source_ptr:*{WORD} addrs_ptr:*i64 num_rows:i32 row_words:i32 rank:i32 num_ranks:i32",
+        (Variant({"BLOCK": 2048}, _WORD, ("row_words",)),),
+        num_warps=32,
     ),
     KernelSpec(
         internode_dispatch.internode_send_kernel,

@@ -21,8 +21,8 @@ if __name__ in ("__main__", "__mp_main__"):
 
 import torch
 
-from tests.bench import rows as bench_rows
-from tests.bench.timing import Timer, Timing, summarize
+from triton_ep.bench import rows as bench_rows
+from triton_ep.bench.timing import Timer, Timing, summarize
 from triton_ep.errors import EPError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import grouped_gemm as ops
@@ -162,7 +162,7 @@ def attempt(case: Case, given: Operands, timer: Timer) -> Timing | str:
         call, operands = product(case, given, ends)
         check(case, call(), operands, ends)
         del operands
-        return summarize([timer.times(call, lambda: None)])
+        return summarize([timer.times(lambda _: call(), lambda: None)])
     except (EPError, torch.OutOfMemoryError) as error:
         reason: Exception = error
     except RuntimeError as error:

@@ -21,9 +21,10 @@ if __name__ in ("__main__", "__mp_main__"):
 import torch
 import torch.distributed as dist
 
-from tests.bench import traffic
-from tests.layer.origins import coded_rows, uniform_idx
 from triton_ep import EPAll2AllLayer, finalize_distributed, initialize_distributed
+from triton_ep.bench import traffic
+from triton_ep.bench.origins import coded_rows
+from triton_ep.bench.routing import uniform_idx
 from triton_ep.distributed import current_heap, launched_by, run_ranks
 
 TOPK = 8
@@ -81,7 +82,7 @@ def measure(tokens: int, hidden: int, experts: int, calls: int) -> list[dict[str
             dist.barrier()
             if rank == 0:
                 counted = (_read() - before) * 1024 / calls
-                wanted = traffic.dispatch_bytes(routing, row_bytes)[0]
+                wanted = traffic.out_of(traffic.dispatch_bytes(routing, row_bytes))[0]
                 results.append({"payload": payload or "bf16", "counted_bytes": counted, "payload_bytes": wanted})
             dist.barrier()
     return results

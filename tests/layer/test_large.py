@@ -14,17 +14,10 @@ import torch
 import torch.distributed as dist
 
 from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer
-from tests.layer.origins import (
-    apply_experts_in_place,
-    arrivals,
-    coded_rows,
-    combine_excess,
-    drawn_weights,
-    first_difference,
-    row_experts,
-    uniform_idx,
-)
+from tests.layer.origins import apply_experts_in_place, combine_excess, drawn_weights, row_experts
 from triton_ep import EPAll2AllLayer, MXTensor
+from triton_ep.bench.origins import arrivals, coded_rows, first_difference
+from triton_ep.bench.routing import uniform_idx
 from triton_ep.distributed import current_heap
 from triton_ep.layout import Sizes, estimate_bytes
 from triton_ep.reference import mxfp8

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from tests.bench import bench_dispatch_combine as bench
-from tests.bench import link_bytes, rows, stages, timing, traffic
-from tests.layer.origins import coded_rows, first_difference
+from tests.bench import link_bytes
+from triton_ep.bench import exchange, providers, record, routing, rows, run, timing, traffic
+from triton_ep.bench.job import Job, Place, WrongResult
+from triton_ep.bench.origins import coded_rows, first_difference
+from triton_ep.bench.settings import Case, Settings, Shape
+from triton_ep.cli import bench as cli
+from triton_ep.errors import ConfigError, InputError
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "tests/bench/bench_dispatch_combine.py"
+pytestmark = pytest.mark.plain
+
 HEADER = (
     "op,provider,mode,payload,nodes,ranks,tokens,hidden,topk,experts,routing,median_us,p20_us,p80_us,skew_pct,"
-    "bytes_out,gbps,gpu,driver,torch,triton,nvshmem,commit,date,skip_reason"
+    "bytes_out,gbps,gpu,driver,torch,triton,nvshmem,commit,date,skip_reason,host_us,kernel_us,floor_us,floor_ratio,iters"
 )
 TINY = ["--ranks", "2", "--tokens", "6", "--hidden", "32", "--topk", "2", "--experts", "4", "--commit", "abc1234"]
-TINY += ["--iters", "2", "--warmup", "1"]
+TINY += ["--iters", "2", "--warmup", "0"]
 
 
 def _run(*words: str, heap: str | None = None) -> str:
@@ -35,10 +42,21 @@ def _run(*words: str, heap: str | None = None) -> str:
     if heap:
         environment["TRITON_EP_HEAP_SIZE"] = heap
     done = subprocess.run(
-        [sys.executable, SCRIPT, *TINY, *words], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "triton_ep.cli", "bench", *words, *TINY],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def _settings(*words: str, last: Sequence[str] = ()) -> Settings:
+    """What `triton-ep bench` makes of these words on the CPU."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.settings_of(parser.parse_args([*words, *TINY, *last]), 2, interpreting=True)
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -48,59 +66,99 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def test_rows_of_a_run(tmp_path: Path) -> None:
-    """One row per op and provider, all columns sane; a second run appends below the same header."""
+    """A row per op and provider, all columns sane, floors first; pictures of what was measured."""
     path = tmp_path / "results" / "rows.csv"
-    out = _run("--csv", str(path), "--nodes", "2", "--stages")
+    pictures = ("--plot", str(tmp_path / "times.svg"), "--timeline", str(tmp_path / "kernels.png"))
+    out = _run("roundtrip", "--csv", str(path), "--nodes", "2", "--stages", *pictures)
     found = _read(path)
     assert [(row["op"], row["provider"]) for row in found] == [
-        ("dispatch", "triton_ep"),
-        ("combine", "triton_ep"),
-        ("dispatch", "gloo"),
-        ("combine", "gloo"),
+        ("floor", "copy_engine"),
+        ("floor", "push"),
+        *((op, provider) for provider in ("triton_ep", "gloo") for op in ("dispatch", "combine", "roundtrip")),
     ]
+    rates = [int(row["bytes_out"]) / float(row["median_us"]) for row in found[:2]]
     for row in found:
         assert 0 < float(row["p20_us"]) <= float(row["median_us"]) <= float(row["p80_us"])
-        assert 0 <= float(row["skew_pct"]) < 100
-        assert 0 < int(row["bytes_out"]) <= 6 * 2 * 32 * 4
+        assert 0 <= float(row["skew_pct"]) < 100 and int(row["bytes_out"]) > 0
         assert (row["nodes"], row["ranks"], row["gpu"], row["commit"]) == ("2", "2", "cpu", "abc1234")
         assert row["torch"] == torch.__version__ and re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"])
-        assert row["skip_reason"] == ""
+        assert row["skip_reason"] == "" and row["host_us"] == ""
+    for row in found[2:]:
+        assert int(row["bytes_out"]) <= 2 * 6 * 2 * 32 * 4 and row["iters"] == "2"
+        floor_us = float(row["floor_us"])
+        assert floor_us >= int(row["bytes_out"]) / max(rates) - 0.1
+        assert (row["kernel_us"] == "") == (row["provider"] == "gloo")
     assert "internode_send_kernel" in out and "combine_pull_kernel" in out
-    printed = json.loads(
-        _run("--csv", str(path), "--provider", "triton_ep", "--capacity", "static", "--num-sm", "1,2", "--json")
-    )
-    again = _read(path)
-    assert again[4:] == printed["rows"]
-    assert [row["mode"] for row in again[4:]] == [f"interpreted-static-sm{n}" for n in (1, 1, 2, 2)]
+    assert "<svg" in (tmp_path / "times.svg").read_text() and (tmp_path / "kernels.png").stat().st_size > 1000
+
+
+def test_sweep_and_second_run(tmp_path: Path) -> None:
+    """Lists make a case each, in both payloads and with skewed routing; rows are appended, and printed as JSON."""
+    path = tmp_path / "rows.csv"
+    rows.append_rows(path, [rows.make_row({"op": "dispatch"})])
+    sweep = ["--num-sm", "1,2", "--payload", "mxfp8,bf16", "--provider", "triton_ep,vdev,deep_ep"]
+    words = ["--capacity", "static", "--routing", "zipf:1.5", "--alignment", "16", "--json"]
+    printed = json.loads(_run("dispatch", "--csv", str(path), *sweep, *words))
+    again = [row for row in _read(path)[1:] if row["op"] == "dispatch"]
+    assert again == [row for row in printed["rows"] if row["op"] == "dispatch"]
+    modes = [f"interpreted-static-sm{n}-a16" for n in (1, 2)]
+    assert [(row["payload"], row["mode"]) for row in again[:4]] == [(p, m) for p in ("mxfp8", "bf16") for m in modes]
+    assert {row["provider"]: row["skip_reason"] for row in again[4:]} == {
+        "vdev": "torch's symmetric memory needs GPUs.",
+        "deep_ep": "deep_ep is not installed.",
+    }
+    assert {row["routing"] for row in again} == {"zipf:1.5:0"}
+
+
+def _measure(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) -> list[dict[str, str]]:
+    """Rows of a run in ranks that are there already."""
+    return run.measure_all(settings).rows
+
+
+@pytest.mark.parametrize(
+    ("words", "ops"),
+    [
+        (["combine", "--routing", "one-hot", "--payload", "mxfp8"], ["combine"] * 2),
+        (["low-latency", "--payload", "mxfp8", "--provider", "triton_ep"], ["low_latency"]),
+        (["barrier"], ["barrier"] * 2),
+        (["quantise"], ["quantise"]),
+        (["moe-layer", "--ffn", "32", "--payload", "mxfp8", "--backward"], ["moe_layer_fwd", "moe_layer_step"]),
+        (["moe-layer", "--ffn", "32"], ["moe_layer_fwd"]),
+    ],
+    ids=lambda value: value[0],
+)
+def test_every_command_runs(run_ranks: Callable[..., Any], words: list[str], ops: list[str]) -> None:
+    """Each checks and times what it is named after."""
+    settings = _settings(*words, last=["--iters", "1", "--alignment", "8"])
+    found = [row for row in run_ranks(_measure, 1, 2, settings)[0] if row["op"] != "floor"]
+    assert [row["op"] for row in found] == ops
+    assert all(float(row["median_us"]) > 0 and not row["skip_reason"] for row in found)
 
 
 def test_case_without_memory_is_a_row_with_its_reason(tmp_path: Path) -> None:
     """A layer that does not fit is skipped with HeapError's text; the other provider is still measured."""
     path = tmp_path / "rows.csv"
-    _run("--csv", str(path), heap="8K")
+    _run("roundtrip", "--csv", str(path), heap="8K")
     found = _read(path)
-    assert [bool(row["skip_reason"]) for row in found] == [True, True, False, False]
+    assert [bool(row["skip_reason"]) for row in found] == [True] * 3 + [False] * 3
     assert "HeapError" in found[0]["skip_reason"] and found[0]["median_us"] == found[0]["bytes_out"] == ""
-    assert found[0]["commit"] == "abc1234"
+    assert found[0]["commit"] == "abc1234" and found[3]["floor_us"] == ""
 
 
 def test_too_few_gpus_is_a_row_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A bare start that asks for more ranks than there are GPUs says so in each row."""
-    settings = bench.parse([*TINY, "--csv", str(tmp_path / "rows.csv"), "--num-sm", "8,16"], 4)
-    assert bench.too_few(settings, 0) is None and bench.too_few(settings, 2) is None
-    reason = bench.too_few(settings, 1)
-    assert reason == "needs 2 GPUs, there are 1"
-    bench.skip_all(settings, reason)
+    settings = _settings("roundtrip", "--csv", str(tmp_path / "rows.csv"), "--num-sm", "8,16")
+    run.skip_all(settings, "needs 2 GPUs, there are 1")
     found = _read(tmp_path / "rows.csv")
-    assert len(found) == 6 and {row["skip_reason"] for row in found} == {reason}
-    assert reason in capsys.readouterr().out
+    assert len(found) == 9 and {row["skip_reason"] for row in found} == {"needs 2 GPUs, there are 1"}
+    assert "needs 2 GPUs" in capsys.readouterr().out
 
 
 def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
     """Rows never land below a header that is not theirs."""
     path = tmp_path / "rows.csv"
     path.write_text("op,median_us\n")
-    with pytest.raises(ValueError, match="columns"):
+    with pytest.raises(InputError, match="columns"):
         rows.append_rows(path, [rows.make_row({"op": "dispatch"})])
     assert path.read_text() == "op,median_us\n"
     with pytest.raises(KeyError, match="speed"):
@@ -109,14 +167,80 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--nodes", "3"], ["--nodes", "2", "--local-world-size", "1"], ["--topk", "9"], ["--provider", "mpi"]],
-    ids=" ".join,
+    [
+        "--nodes 3",
+        "--nodes 2 --local-world-size 1",
+        "--topk 9",
+        "--provider mpi",
+        "--routing zipf:x",
+        "--routing ring",
+        "--graph",
+        "--tokens 4,x",
+        "--experts 4,5",
+    ],
 )
-def test_settings_that_cannot_work_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_cannot_work_are_refused(words: str) -> None:
     """Before any rank starts."""
-    with pytest.raises(SystemExit):
-        bench.parse([*TINY, *words], 4)
-    assert "error:" in capsys.readouterr().err
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    with pytest.raises(ConfigError):
+        cli.settings_of(parser.parse_args(["dispatch", *TINY, *words.split()]), 2, interpreting=True)
+
+
+def test_presets_and_defaults() -> None:
+    """A model sets the sizes, an option overrides one; a decoder's run is static and in a graph."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    words = ["dispatch", "--model", "qwen3-235b", "--tokens", "16,128", "--topk", "4", "--commit", "a"]
+    found = cli.settings_of(parser.parse_args(words), 8, interpreting=False)
+    assert found.shapes == (Shape(16, 4096, 4, 128, 1536), Shape(128, 4096, 4, 128, 1536))
+    assert (found.iters, found.alignment, found.capacity, found.graph) == (50, 128, "exact", False)
+    found = cli.settings_of(parser.parse_args(["low-latency", "--commit", "a"]), 8, interpreting=False)
+    assert (found.shapes[0].tokens, found.capacity, found.graph, found.inputs) == (128, "static", True, 10)
+
+
+def test_routings() -> None:
+    """Distinct experts per token, the same on every draw, other ones per input; skew and one-hot are what they say."""
+    shape = Shape(200, 1, 3, 16, 1)
+    for spec in ("uniform", "zipf:1.5", "one-hot"):
+        first, second = routing.draw(spec, shape, 4, 2, 7), routing.draw(spec, shape, 4, 2, 7)
+        assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
+        assert not torch.equal(first[0][1], first[1][1])
+        ids = first[0][1].sort(1).values
+        assert bool((ids.diff(dim=1) > 0).all()) and ids.min() >= 0 and ids.max() < 16
+
+    def largest(spec: str) -> int:
+        return int(torch.bincount(torch.cat(routing.draw(spec, shape, 4, 1, 7)[0]).flatten()).max())
+
+    assert largest("uniform") < 200 < 500 < largest("zipf:1.5") < largest("one-hot") == 800
+
+
+def test_routing_from_a_file(tmp_path: Path) -> None:
+    """[W * T, K] and [W, T, K], .pt and .npy; several routings in one file; a shape that does not fit is refused."""
+    shape = Shape(5, 1, 2, 8, 1)
+    ids = torch.randint(-1, 8, (2, 3, 5, 2), generator=torch.Generator().manual_seed(0))
+    torch.save(ids, tmp_path / "ids.pt")
+    found = routing.draw(f"file:{tmp_path / 'ids.pt'}", shape, 3, 4, 0)
+    assert [torch.equal(found[n][r].long(), ids[n % 2, r]) for n in range(4) for r in range(3)] == [True] * 12
+    import numpy
+
+    numpy.save(tmp_path / "ids.npy", ids[1].reshape(15, 2).numpy())
+    assert torch.equal(routing.read_idx(str(tmp_path / "ids.npy"), shape, 3)[0][2].long(), ids[1, 2])
+    for other in (Shape(4, 1, 2, 8, 1), Shape(5, 1, 3, 8, 1), Shape(5, 1, 2, 6, 1)):
+        with pytest.raises(InputError):
+            routing.read_idx(str(tmp_path / "ids.pt"), other, 3)
+    with pytest.raises(InputError, match="names no"):
+        routing.read_idx(str(tmp_path / "none.pt"), shape, 3)
+
+
+def test_picture_of_a_routing(tmp_path: Path) -> None:
+    """`bench plot --routing`: tokens from rank to rank."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    out = tmp_path / "routing.svg"
+    words = ["plot", "--routing", "one-hot", "--tokens", "97", "--topk", "2", "--experts", "8", "--ranks", "4"]
+    assert cli.run(parser.parse_args([*words, "--out", str(out)])) == 0
+    assert "one-hot" in out.read_text() and out.read_text().count(">97<") == 4
 
 
 def test_timing_takes_the_slowest_rank_of_each_iteration() -> None:
@@ -152,23 +276,41 @@ def test_bytes_are_those_of_the_protocol(ranks_per_node: int, local: bool) -> No
     """De-duplicated per rank inside a node and per node across; compared with a loop over tokens."""
     generator = torch.Generator().manual_seed(3)
     idxs = [torch.randint(-1, 12, (9, 5), generator=generator) for _ in range(4)]
-    routing = traffic.Routing.of(idxs, 12, ranks_per_node)
+    where = traffic.Routing.of(idxs, 12, ranks_per_node)
     there, back = _bytes_by_hand(idxs, 12, ranks_per_node, local)
-    assert traffic.dispatch_bytes(routing, 1) == there
-    assert traffic.combine_bytes(routing, 1, 100, local_combine=local) == back
+    assert traffic.out_of(traffic.dispatch_bytes(where, 1)) == there
+    assert traffic.out_of(traffic.combine_bytes(where, 1, 100, local_combine=local)) == back
     sent = [sum(int(((idx >= 0) & (idx // 3 != rank)).sum()) for idx in idxs[rank : rank + 1]) for rank in range(4)]
-    assert traffic.plain_bytes(routing, 1)[0] == sent
+    assert traffic.out_of(traffic.plain_bytes(where, 1)) == sent
 
 
 def test_kernel_times_are_read_from_the_profiler() -> None:
-    """Durations by name from a record of torch's profiler: here of the CPU, on a GPU of the device."""
+    """Spans by name from a record of torch's profiler: here of the CPU, on a GPU of the device."""
     a = torch.randn(64, 64)
-    with profile(activities=[ProfilerActivity.CPU]) as record:
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
         for _ in range(3):
             torch.mm(a, a)
-    found = {s.name: s for s in stages.group(stages.durations(record.events(), DeviceType.CPU), repeats=3)}
-    assert found["aten::mm"].per_call == 1 and found["aten::mm"].median_us > 0
-    assert "aten::mm" in stages.table(list(found.values()))
+    spans = record.spans_of(recorded.events(), DeviceType.CPU)
+    found = {s.name: s for s in record.stages_of([spans])}
+    assert found["aten::mm"].per_call == 3 and found["aten::mm"].median_us > 0
+    assert "aten::mm" in record.table(list(found.values()))
+
+
+def test_calls_are_told_apart_by_marks() -> None:
+    """A call is what starts between the second and third mark of its three; overlapping spans count once."""
+
+    def span(name: str, start: float, end: float) -> record.Span:
+        return record.Span(name, start, end)
+
+    def mark(at: float) -> record.Span:
+        return span("spin_kernel(long)", at, at)
+
+    spans = [mark(0), span("flush", 1, 2), span("meet", 2, 3), mark(4), span("a", 5, 9), span("b", 7, 8), mark(12)]
+    spans += [mark(20), span("meet", 21, 22), mark(23), span("a", 24, 26), span("b", 30, 31), mark(32)]
+    calls = record.split_calls(spans, 2)
+    assert [[s.name for s in call] for call in calls] == [["a", "b"], ["a", "b"]]
+    assert [record.busy_us(call) for call in calls] == [4, 3]
+    assert record.split_calls(spans[1:], 2) == []
 
 
 def test_check_names_the_row_that_is_wrong() -> None:
@@ -182,36 +324,41 @@ def test_check_names_the_row_that_is_wrong() -> None:
     assert "row 2 should be row 9" in str(first_difference(wrong, everyone, source))
 
 
-class _OneRank:
+class _OneRank(providers._Permuted):
     """Dispatch and combine among one rank, with a fault on request."""
+
+    experts_per_rank, alignment, device = 4, 16, torch.device("cpu")
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        token = torch.argsort(idx.flatten(), stable=True) // idx.shape[1]
+        want = self.arrivals([idx], 0)
+        rows = torch.zeros(int(want.expert_offsets[-1]), x.shape[1], dtype=x.dtype)
+        rows[want.place] = x[want.entry // idx.shape[1]]
         if self.fault == "swapped rows":
-            token = token[[1, 0, *range(2, token.numel())]]
-        return x[token], token
+            rows[:2] = rows[[1, 0]]
+        return rows, torch.stack([want.place, want.entry // idx.shape[1]])
 
-    def combine(self, y: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros(6, y.shape[1]).index_add_(0, token, y.float())
+    def combine(self, y: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(6, y.shape[1]).index_add_(0, state[1], y[state[0]].float())
         if self.fault == "lost copy":
-            out[token[-1]] -= y[-1].float()
+            out[state[1, -1]] -= y[state[0, -1]].float()
         return (out * float("nan") if self.fault == "not a number" else out).to(y.dtype)
 
 
 @pytest.mark.parametrize("fault", ["", "swapped rows", "lost copy", "not a number"])
 def test_nothing_wrong_is_timed(fault: str) -> None:
     """The check before the timing passes what is right, and names the op that is not."""
-    settings = bench.parse([*TINY, "--ranks", "1"], 1)
-    job = bench.Job(settings, 0, 1, 1, torch.device("cpu"), {})
-    x, idx = coded_rows(0, 6, 32, 0, job.device), job.idxs[0]
+    settings = _settings("roundtrip", "--alignment", "16")
+    shape = settings.shapes[0]
+    job = Job(settings, shape, Place(0, 1, 1, torch.device("cpu"), {}))
+    case, one = Case(settings, shape, "triton_ep", "bf16", 1), _OneRank(fault)
     if not fault:
-        bench.check(job, _OneRank(fault), x, idx)
+        assert set(exchange._calls(job, case, one)) >= {"dispatch", "combine", "roundtrip"}
         return
-    with pytest.raises(bench.WrongResult, match="dispatch" if fault == "swapped rows" else "combine"):
-        bench.check(job, _OneRank(fault), x, idx)
+    with pytest.raises(WrongResult, match="dispatch" if fault == "swapped rows" else "combine"):
+        exchange._calls(job, case, one)
 
 
 def test_counters_of_nvlink_are_summed() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.bench import bench_grouped_gemm as bench
-from tests.bench import rows
+from triton_ep.bench import rows
 
 SCRIPT = Path(bench.__file__)
 

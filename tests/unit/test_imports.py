@@ -42,6 +42,7 @@ LAYERS = {
     "triton_ep.pipeline": 6,
     "triton_ep._rank_pool": 7,
     "triton_ep._rank_process": 7,
+    "triton_ep.bench": 7,
     "triton_ep.testing": 7,
     "triton_ep.cli": 7,
 }

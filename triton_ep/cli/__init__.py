@@ -1,4 +1,4 @@
-"""The command line: `triton-ep doctor` says what this machine can run, `triton-ep demo` runs something."""
+"""The command line: `triton-ep doctor` says what this machine can run, `demo` runs something, `bench` measures."""
 
 import argparse
 import sys
@@ -17,13 +17,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0 = all is well, 1 = the sub-command found or met a failure. Wrong usage ends the process
         with 2, as argparse does.
     """
-    from triton_ep.cli import demo, doctor
+    from triton_ep.cli import bench, demo, doctor
 
     parser = argparse.ArgumentParser(prog="triton-ep", description="Expert parallelism in Triton.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module, name, help_text in (
         (doctor, "doctor", "what this machine has, what will be used, what to install"),
         (demo, "demo", "a small MoE layer over several ranks, compared with a dense computation"),
+        (bench, "bench", "times of dispatch, combine and their neighbours, beside other providers"),
     ):
         command = commands.add_parser(name, help=help_text, description=module.__doc__)
         module.add_arguments(command)

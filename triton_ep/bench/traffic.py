@@ -1,4 +1,4 @@
-"""Payload bytes that leave each rank, from the routing alone; copies within a rank do not count."""
+"""Payload bytes between ranks, from the routing alone; copies within a rank do not count."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class Routing:
         """Rows that the rank with most of them receives."""
         return int(self.copies.sum((0, 1)).max())
 
+    def tokens(self) -> torch.Tensor:
+        """[W, W] int64: tokens of one rank of which another one has a copy."""
+        return (self.copies > 0).sum(1)
+
     def relays(self, source: int) -> list[tuple[int, list[int]]]:
         """Per node: the rank through which tokens of `source` reach it, and the ranks of the node."""
         here = Topology(source, self.num_ranks, self.ranks_per_node)
@@ -47,43 +51,54 @@ class Routing:
         return [(here.counterpart(node), list(range(first[node], first[node] + self.ranks_per_node))) for node in nodes]
 
 
-def dispatch_bytes(routing: Routing, row_bytes: int) -> list[int]:
-    """Bytes out of each rank: a token goes once to each rank of its node, and once to each other node.
+def out_of(between: torch.Tensor) -> list[int]:
+    """Bytes that leave each rank; between: [W, W], from row to column."""
+    return [int(value) for value in between.sum(1)]
+
+
+def busiest(between: torch.Tensor) -> int:
+    """Bytes of the busiest rank in its busier direction; between: [W, W], from row to column."""
+    return int(torch.maximum(between.sum(0), between.sum(1)).max())
+
+
+def dispatch_bytes(routing: Routing, row_bytes: int) -> torch.Tensor:
+    """[W, W] bytes: a token goes once to each rank of its node, and once to each other node.
 
     The rank of the same number on that node passes it on to the others there, once each.
     """
-    rows = [0] * routing.num_ranks
+    rows = torch.zeros(routing.num_ranks, routing.num_ranks, dtype=torch.int64)
     for source in range(routing.num_ranks):
         for relay, members in routing.relays(source):
             wanted = routing.copies[source][:, members] > 0
             if relay != source:
-                rows[source] += int(wanted.any(1).sum())
-            others = [i for i, rank in enumerate(members) if rank != relay]
-            rows[relay] += int(wanted[:, others].sum())
-    return [count * row_bytes for count in rows]
+                rows[source, relay] += wanted.any(1).sum()
+            for place, rank in enumerate(members):
+                if rank != relay:
+                    rows[relay, rank] += wanted[:, place].sum()
+    return rows * row_bytes
 
 
-def combine_bytes(routing: Routing, row_bytes: int, partial_bytes: int, *, local_combine: bool) -> list[int]:
-    """Bytes out of each rank: rows that ranks of its node read here, and partial sums sent to other nodes.
+def combine_bytes(routing: Routing, row_bytes: int, partial_bytes: int, *, local_combine: bool) -> torch.Tensor:
+    """[W, W] bytes: rows that ranks of a node read from each other, and partial sums sent to other nodes.
 
     Without local combine every copy's row is read; with it, one row per (token, rank). `partial_bytes`: of the
     row in which partial sums of a token cross the network, once per token and node.
     """
-    out = [0] * routing.num_ranks
+    out = torch.zeros(routing.num_ranks, routing.num_ranks, dtype=torch.int64)
     for source in range(routing.num_ranks):
         for relay, members in routing.relays(source):
             copies = routing.copies[source]
             rows = (copies > 0).long() if local_combine else copies
             for rank in members:
                 if rank != relay:
-                    out[rank] += int(rows[:, rank].sum()) * row_bytes
+                    out[rank, relay] += rows[:, rank].sum() * row_bytes
             if relay != source:
-                out[relay] += int((copies[:, members] > 0).any(1).sum()) * partial_bytes
+                out[relay, source] += (copies[:, members] > 0).any(1).sum() * partial_bytes
     return out
 
 
-def plain_bytes(routing: Routing, row_bytes: int) -> tuple[list[int], list[int]]:
-    """Bytes out of each rank when every copy travels by itself: on the way there, and on the way back."""
+def plain_bytes(routing: Routing, row_bytes: int) -> torch.Tensor:
+    """[W, W] bytes when every copy travels by itself on the way there; the transposed, on the way back."""
     between = routing.copies.sum(1)
     between.fill_diagonal_(0)
-    return (between.sum(1) * row_bytes).tolist(), (between.sum(0) * row_bytes).tolist()
+    return between * row_bytes

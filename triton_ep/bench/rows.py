@@ -13,22 +13,23 @@ from pathlib import Path
 import torch
 
 from triton_ep.cli.machine import inspect_machine
+from triton_ep.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = (
     "op,provider,mode,payload,nodes,ranks,tokens,hidden,topk,experts,routing,median_us,p20_us,p80_us,skew_pct,"
-    "bytes_out,gbps,gpu,driver,torch,triton,nvshmem,commit,date,skip_reason"
+    "bytes_out,gbps,gpu,driver,torch,triton,nvshmem,commit,date,skip_reason,host_us,kernel_us,floor_us,floor_ratio,iters"
 )
 COLUMNS = HEADER.split(",")
-_SHOWN = ("op", "provider", "mode", "nodes", "ranks", "tokens", "hidden", "topk", "experts")
-_SHOWN += ("median_us", "p20_us", "p80_us", "skew_pct", "gbps", "skip_reason")
+_SHOWN = ("op", "provider", "mode", "payload", "nodes", "ranks", "tokens", "hidden", "topk", "experts", "median_us")
+_SHOWN_TIMES = ("kernel_us", "host_us", "floor_us", "floor_ratio", "p80_us", "skew_pct", "gbps", "skip_reason")
 
 Row = dict[str, str]
 
 
 def commit_of_checkout() -> str | None:
-    """Short commit of this checkout, with "+dirty" if tracked files differ from it; None without git."""
-    if shutil.which("git") is None:
+    """Short commit of this checkout, with "+dirty" if tracked files differ from it; None if there is none."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
         return None
     answers = [
         subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
@@ -49,7 +50,8 @@ def driver_version() -> str:
     told = Path("/proc/driver/nvidia/version")
     if told.exists() and (found := re.search(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s", told.read_text())):
         return found[1]
-    return f"cuda-{torch._C._cuda_getDriverVersion()}"
+    version: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    return f"cuda-{version}"
 
 
 def environment(commit: str, gpus: bool) -> Row:
@@ -81,14 +83,14 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Append to the file, which is made, with its folder and header, if it is not there.
 
     Raises:
-        ValueError: the file has other columns.
+        InputError: the file has other columns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size:
         with path.open(newline="") as file:
             header = next(csv.reader(file))
         if header != COLUMNS:
-            raise ValueError(
+            raise InputError(
                 f"{path} has the columns {header}, rows of this version have {COLUMNS}. Name another file."
             )
         new = False
@@ -103,9 +105,24 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text in columns; those that are empty everywhere are left out."""
-    names = [name for name in _SHOWN if any(row[name] for row in rows)]
+    names = [name for name in (*_SHOWN, *_SHOWN_TIMES) if any(row[name] for row in rows)]
     lines = [names, *([row[name] for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file.
+
+    Raises:
+        InputError: there is no such file, or it has other columns.
+    """
+    if not path.is_file():
+        raise InputError(f"there is no file {path}. `triton-ep bench dispatch --csv {path}` writes one.")
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != COLUMNS:
+            raise InputError(f"{path} has the columns {reader.fieldnames}, rows of this version have {COLUMNS}.")
+        return list(reader)

@@ -1,0 +1,187 @@
+"""Dispatch, combine, both, and the pair of a decoder: checked, then timed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from triton_ep.bench import origins, traffic
+from triton_ep.bench.job import Job, Measured, WrongResult, capture
+from triton_ep.bench.providers import (
+    CollectiveProvider,
+    DeepEPProvider,
+    LayerProvider,
+    Provider,
+    Unavailable,
+    VdevProvider,
+)
+from triton_ep.bench.settings import PAIRS_PER_GRAPH, Case
+from triton_ep.bench.timing import Call
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.reference import mxfp8
+
+
+@contextlib.contextmanager
+def make_provider(job: Job, case: Case) -> Iterator[Provider]:
+    """The provider of a case; collective.
+
+    Raises:
+        Unavailable: it cannot run here.
+    """
+    if case.provider == "triton_ep":
+        if job.settings.low_latency and job.place.ranks_per_node != job.num_ranks:
+            raise Unavailable("low_latency works inside one node.")
+        with job.layer(case) as layer:
+            yield LayerProvider(layer)
+    elif case.provider == "nccl":
+        yield CollectiveProvider(case, job.device)
+    elif case.provider == "vdev":
+        yield VdevProvider(case, job.device, job.most_rows())
+    else:
+        yield DeepEPProvider(case, job.device, job.place.ranks_per_node)
+
+
+def rows_for_combine(recv_x: torch.Tensor) -> torch.Tensor:
+    """Received rows in the dtype in which combine takes them."""
+    return recv_x.dequantize() if isinstance(recv_x, MXTensor) else recv_x
+
+
+def check_dispatch(job: Job, provider: Provider, number: int, recv_x: torch.Tensor) -> None:
+    """Every row of input `number` is where it belongs, bit for bit.
+
+    Raises:
+        WrongResult: naming the first row that differs.
+    """
+    want = provider.arrivals(job.idxs[number], job.rank)
+    everyone = torch.cat([job.rows_of(rank, number) for rank in range(job.num_ranks)])
+    parts = [(recv_x, everyone)]
+    if isinstance(recv_x, MXTensor):
+        data, scale = mxfp8.quantize(everyone)
+        parts = [(recv_x.qdata.view(torch.uint8), data.view(torch.uint8)), (recv_x.scale.view(torch.uint8), scale)]
+    if want.place.numel() and int(want.place.max()) >= recv_x.shape[0]:
+        raise WrongResult(f"dispatch on rank {job.rank}: {recv_x.shape[0]} rows, {want.place.numel()} were sent")
+    for received, sent in parts:
+        difference = origins.first_difference(received, sent, want.entry // job.shape.topk, want.place)
+        if difference is not None:
+            raise WrongResult(f"dispatch on rank {job.rank}: {difference}")
+
+
+def check_combine(job: Job, provider: Provider, number: int, out: torch.Tensor, payload: str) -> None:
+    """The rows of input `number`, sent back as they came, are summed per token.
+
+    Raises:
+        WrongResult: the largest difference, where only rounding may differ.
+    """
+    x, idx = job.inputs[number]
+    if payload == "mxfp8":
+        x = mxfp8.dequantize(*mxfp8.quantize(x), x.dtype)
+    # All rows of a token are equal, so a sum in float32 is the exact multiple.
+    exact = (x.float() * provider.copies(idx).unsqueeze(1)).double()
+    roundings = 3 if job.settings.local_combine or job.settings.low_latency else 1
+    error = (out.double() - exact).abs()
+    if not bool((error <= exact.abs() * torch.finfo(x.dtype).eps / 2 * roundings).all()):
+        raise WrongResult(f"combine on rank {job.rank}: off by {error.max().item()} where only rounding may differ")
+
+
+def _calls(job: Job, case: Case, provider: Provider) -> dict[str, Any]:
+    """A function of the input's number per op, after a check of all inputs; collective."""
+    kept = []
+    for number, (x, idx) in enumerate(job.inputs):
+        recv_x, state = provider.dispatch(x, idx)
+        check_dispatch(job, provider, number, recv_x)
+        y = rows_for_combine(recv_x)
+        check_combine(job, provider, number, provider.combine(y, state), case.payload)
+        kept.append((y, state))
+
+    def roundtrip(number: int) -> torch.Tensor:
+        # The rows of the same input, in bf16: what the experts do in between is no part of it.
+        _, state = provider.dispatch(*job.inputs[number])
+        return provider.combine(kept[number][0], state)
+
+    return {
+        "dispatch": lambda number: provider.dispatch(*job.inputs[number])[0],
+        "combine": lambda number: provider.combine(*kept[number]),
+        "roundtrip": roundtrip,
+        "low_latency": roundtrip,
+    }
+
+
+def measure_exchange(job: Job, case: Case) -> dict[str, Measured]:
+    """Make the provider of a case, check it, time its ops; collective.
+
+    Raises:
+        WrongResult: a check failed.
+        Unavailable: the provider cannot run here.
+    """
+    found = {}
+    sent = bytes_of(job, case)
+    inputs = len(job.idxs)
+    with make_provider(job, case) as provider:
+        calls = _calls(job, case, provider)
+        for op in job.settings.ops:
+            one = calls[op]
+            in_graph = job.settings.graph and case.provider == "triton_ep"
+            if in_graph:
+                call, per_call = _in_graph(job, case, provider, op, one)
+            else:
+                call, per_call = _rotate(one, inputs), 1
+            moved, limit = sent[op]
+            result = job.measure(call, provider.meet, per_call)
+            found[op] = replace(result, moved_bytes=moved, limit_bytes=limit)
+    return found
+
+
+def _rotate(one: Any, inputs: int) -> Call:
+    return lambda number: one(number % inputs)
+
+
+def _in_graph(job: Job, case: Case, provider: Provider, op: str, one: Any) -> tuple[Call, int]:
+    """A CUDA graph of one call per input (`low_latency`: 10), whose results are checked; and how many it has."""
+    numbers = list(range(len(job.idxs)))
+    if op == "low_latency":
+        numbers = [number % len(job.idxs) for number in range(PAIRS_PER_GRAPH)]
+    kept: list[torch.Tensor] = []
+
+    def run() -> None:
+        kept[:] = [one(number) for number in numbers]
+
+    graph = capture(run)
+    graph.replay()
+    for number, result in zip(numbers, kept, strict=True):
+        if op == "dispatch":
+            check_dispatch(job, provider, number, result)
+        else:
+            check_combine(job, provider, number, result, case.payload)
+    return lambda _: graph.replay(), len(numbers)
+
+
+def bytes_of(job: Job, case: Case) -> dict[str, tuple[int, int]]:
+    """By op: payload bytes out of the busiest rank, and of the busiest rank in its busier direction; mean of inputs."""
+    s, shape = job.settings, job.shape
+    row_bytes = shape.hidden * torch.bfloat16.itemsize
+    wire = shape.hidden + shape.hidden // 32 if case.payload == "mxfp8" else row_bytes
+    found: dict[str, list[tuple[int, int]]] = {"dispatch": [], "combine": [], "roundtrip": []}
+    for routing in job.routings:
+        if case.provider == "triton_ep":
+            per_rank = s.local_combine or s.low_latency
+            partial = row_bytes if per_rank else shape.hidden * torch.float32.itemsize
+            there = traffic.dispatch_bytes(routing, wire)
+            back = traffic.combine_bytes(routing, row_bytes, partial, local_combine=per_rank)
+        elif case.provider == "deep_ep":
+            there = traffic.dispatch_bytes(routing, row_bytes)
+            back = traffic.combine_bytes(routing, row_bytes, 0, local_combine=True)
+        else:
+            there, back = traffic.plain_bytes(routing, wire), traffic.plain_bytes(routing, row_bytes).T
+        both = [(max(traffic.out_of(between)), traffic.busiest(between)) for between in (there, back)]
+        found["dispatch"].append(both[0])
+        found["combine"].append(both[1])
+        found["roundtrip"].append((both[0][0] + both[1][0], both[0][1] + both[1][1]))
+    mean = {
+        op: (sum(a for a, _ in pairs) // len(pairs), sum(b for _, b in pairs) // len(pairs))
+        for op, pairs in found.items()
+    }
+    return mean | {"low_latency": mean["roundtrip"]}

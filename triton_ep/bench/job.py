@@ -1,0 +1,161 @@
+"""One rank's side of a run: inputs of a shape, the layer of a case, and how an op is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from triton_ep.bench import origins, record, rows, timing, traffic
+from triton_ep.bench import routing as routings
+from triton_ep.bench.settings import Case, Settings, Shape
+from triton_ep.errors import EPError
+from triton_ep.layer import EPAll2AllLayer
+
+_RECORDED_CALLS = 10  # at most, and no more than the timed calls
+
+
+class WrongResult(EPError):
+    """What is to be timed does not compute what it should."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one op; a time that could not be taken is None.
+
+    Attributes:
+        host_us: that the slowest host spends in a call, median.
+        kernel_us: in which at least one kernel or copy of the call ran, slowest rank, median.
+        moved_bytes: payload bytes that leave the busiest rank (`quantise`: read and written by each).
+        limit_bytes: of the busiest rank in its busier direction, from which a floor follows; 0: no floor.
+        calls: spans of the recorded calls on this rank.
+    """
+
+    timing: timing.Timing
+    host_us: float | None
+    kernel_us: float | None
+    moved_bytes: int = 0
+    limit_bytes: int = 0
+    calls: list[list[record.Span]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process in the job."""
+
+    rank: int
+    num_ranks: int
+    ranks_per_node: int
+    device: torch.device
+    environment: rows.Row
+
+
+class Job:
+    """What all cases of one shape share on this rank."""
+
+    def __init__(self, settings: Settings, shape: Shape, place: Place) -> None:
+        self.settings, self.shape, self.place = settings, shape, place
+        self.rank, self.num_ranks, self.device = place.rank, place.num_ranks, place.device
+        self.timer = timing.Timer(place.device, settings.iters, settings.warmup)
+
+    @cached_property
+    def idxs(self) -> list[list[torch.Tensor]]:
+        """Expert ids [T, K] of every rank, per input; the same wherever they are drawn."""
+        s = self.settings
+        return routings.draw(s.routing, self.shape, self.num_ranks, s.inputs, s.seed)
+
+    @cached_property
+    def routings(self) -> list[traffic.Routing]:
+        """Where the tokens of each input go."""
+        return [traffic.Routing.of(idxs, self.shape.experts, self.place.ranks_per_node) for idxs in self.idxs]
+
+    @cached_property
+    def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """x [T, H] bf16 and idx [T, K] int32 of this rank, per input, on the device."""
+        return [
+            (self.rows_of(self.rank, number), idxs[self.rank].to(self.device)) for number, idxs in enumerate(self.idxs)
+        ]
+
+    def rows_of(self, rank: int, number: int) -> torch.Tensor:
+        """[T, H] bf16: rows of a rank in an input."""
+        seed = self.settings.seed + number
+        return origins.coded_rows(rank, self.shape.tokens, self.shape.hidden, seed, self.device)
+
+    def say(self, text: str) -> None:
+        """Progress, from rank 0."""
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    def most_rows(self) -> int:
+        """Rows that a rank receives at most, over all inputs."""
+        return max(routing.most_rows() for routing in self.routings)
+
+    def capacity(self) -> int | None:
+        """Output rows in static mode: a quarter above the average, and room for these routings in any case."""
+        if self.settings.capacity == "exact":
+            return None
+        align = self.settings.alignment
+        padding = self.shape.experts // self.num_ranks * (align - 1)
+        wanted = max(self.shape.tokens * self.shape.topk * 5 // 4, self.most_rows()) + padding
+        return -(-wanted // align) * align
+
+    @contextlib.contextmanager
+    def layer(self, case: Case) -> Iterator[EPAll2AllLayer]:
+        """The layer of a case; what the device reported is raised at the end."""
+        shape, s = self.shape, self.settings
+        with EPAll2AllLayer(
+            dist.group.WORLD,
+            shape.tokens,
+            shape.hidden,
+            shape.topk,
+            self.rank,
+            shape.experts,
+            self.place.ranks_per_node,
+            self.num_ranks,
+            num_sm=max(case.num_sm, 1),
+            enable_local_combine=s.local_combine,
+            alignment=s.alignment,
+            capacity=self.capacity(),
+            payload="mxfp8" if case.payload == "mxfp8" else None,
+            low_latency=s.low_latency,
+            timeout_s=120.0,  # ranks may compile for different times
+        ) as layer:
+            yield layer
+            layer.check()
+
+    def measure(self, call: timing.Call, meet: Callable[[], None], per_call: int = 1) -> Measured:
+        """Time a call, which does `per_call` times what the row is about; collective."""
+        times = [us / per_call for us in self.timer.times(call, meet)]
+        host_us = timing.slowest(self.timer.host_time(call, meet))
+        repeats = min(_RECORDED_CALLS, self.settings.iters)
+        calls = record.record_calls(call, meet, self.timer.flush, repeats, self.device)
+        busy = [record.busy_us(spans) / per_call for spans in calls]
+        everyone: list[list[float]] = [[] for _ in range(self.num_ranks)]
+        dist.all_gather_object(everyone, busy)
+        seen = all(len(found) == repeats and any(found) for found in everyone)
+        return Measured(
+            timing=timing.over_ranks(times),
+            host_us=None if host_us is None else host_us / per_call,
+            kernel_us=timing.summarize(everyone).median_us if seen else None,
+            calls=calls,
+        )
+
+
+def capture(calls: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The calls as a CUDA graph, after they have run once outside of it; collective."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        calls()
+    torch.cuda.synchronize()
+    # Other threads of this process, NCCL's among them, may use CUDA meanwhile.
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        calls()
+    torch.cuda.synchronize()
+    return graph

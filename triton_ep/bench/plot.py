@@ -1,0 +1,228 @@
+"""Pictures: times from stored rows, where tokens go, what runs during a call. Needs matplotlib."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from triton_ep.bench import rows as bench_rows
+from triton_ep.bench.record import Span
+from triton_ep.errors import ConfigError, EPError, InputError
+
+_OPS = ("dispatch", "combine", "roundtrip", "low_latency")
+_SETTING = ("gpu", "ranks", "nodes", "hidden", "topk", "experts", "routing")
+_CONFIGURATION = ("op", "provider", "mode", "payload", "tokens", *_SETTING)
+_PANEL = (4.6, 3.2)  # inches
+_PROGRAMS = re.compile(r"-sm(\d+)")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """`triton-ep bench plot`.
+
+    Raises:
+        ConfigError: neither rows nor a routing were named, or both.
+    """
+    out = Path(arguments.out)
+    if (arguments.rows is None) == (arguments.routing is None):
+        raise ConfigError("bench plot draws the rows of a CSV file, or --routing: name one of them.")
+    if arguments.routing is not None:
+        draw_routing(arguments, out)
+        return
+    wanted = [_condition(text) for text in arguments.where]
+    rows = bench_rows.read_rows(Path(arguments.rows))
+    draw_times([row for row in rows if all(row[name] == value for name, value in wanted)], out)
+
+
+def newest(rows: Sequence[bench_rows.Row]) -> list[bench_rows.Row]:
+    """Of rows of the same configuration the last one; skipped ones are left out."""
+    kept = {tuple(row[name] for name in _CONFIGURATION): row for row in rows if row["median_us"]}
+    return list(kept.values())
+
+
+def series_of(row: bench_rows.Row) -> str:
+    """Name of the line that a row is a point of: what differs besides tokens and programs."""
+    return " ".join([row["provider"], _PROGRAMS.sub("", row["mode"]), row["payload"]])
+
+
+def programs_of(row: bench_rows.Row) -> int | None:
+    """Programs of the exchange, from the mode; None where there is nothing to choose."""
+    found = _PROGRAMS.search(row["mode"])
+    return int(found[1]) if found else None
+
+
+def draw_times(rows: Sequence[bench_rows.Row], out: Path) -> None:
+    """Median times by programs and by tokens: a row of panels per machine and shape, a line per provider and mode.
+
+    Of several rows of one configuration the last counts. The floor is that of the layer's bytes.
+
+    Raises:
+        InputError: no row has a time of dispatch, combine or both.
+        EPError: matplotlib is missing.
+    """
+    settings: dict[tuple[str, ...], list[bench_rows.Row]] = defaultdict(list)
+    for row in newest(rows):
+        if row["op"] in _OPS:
+            settings[tuple(row[name] for name in _SETTING)].append(row)
+    if not settings:
+        raise InputError("there is no measured row of dispatch, combine, roundtrip or low-latency to draw.")
+    panels = {setting: list(_panels(found)) for setting, found in settings.items()}
+    columns = max(len(found) for found in panels.values())
+    with _figure(out, columns * _PANEL[0] + 2.2, len(panels) * (_PANEL[1] + 0.3)) as figure:
+        grid = figure.subplots(len(panels), columns, squeeze=False)
+        handles: dict[str, Any] = {}
+        for line, (setting, found) in zip(grid, panels.items(), strict=True):
+            for axes in line[len(found) :]:
+                axes.remove()
+            for axes, (op, by, fixed, points) in zip(line, found, strict=False):
+                _draw_panel(axes, by, points, handles)
+                axes.set_title(f"{op.replace('_', ' ')}, {fixed}", fontsize=9)
+            names = dict(zip(_SETTING, setting, strict=True))
+            line[0].set_ylabel(
+                f"{names['ranks']} x {names['gpu']}, {names['nodes']} node(s)\nhidden {names['hidden']}, top-"
+                f"{names['topk']} of {names['experts']}\n{names['routing']}\nmedian us"
+            )
+        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7)
+
+
+def _panels(rows: Sequence[bench_rows.Row]) -> Iterator[tuple[str, str, str, list[bench_rows.Row]]]:
+    """(op, what is on the axis, what is fixed, rows) of each panel of a setting."""
+    for op in _OPS:
+        of_op = [row for row in rows if row["op"] == op]
+        tokens = sorted({int(row["tokens"]) for row in of_op})
+        if not of_op:
+            continue
+        largest = [row for row in of_op if int(row["tokens"]) == tokens[-1]]
+        if len(tokens) == 1 or len({programs_of(row) for row in largest} - {None}) > 1:
+            yield op, "programs", f"{tokens[-1]} tokens per rank", largest
+        if len(tokens) > 1:
+            yield op, "tokens", "best number of programs", of_op
+
+
+def _draw_panel(axes: Any, by: str, rows: Sequence[bench_rows.Row], handles: dict[str, Any]) -> None:
+    lines: dict[str, dict[int, float]] = defaultdict(dict)
+    floors: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        programs, time = programs_of(row), float(row["median_us"])
+        if by == "programs" and programs is None:
+            _style(axes.axhline(time, linestyle="--"), series_of(row), handles)
+            continue
+        at = programs if by == "programs" and programs is not None else int(row["tokens"])
+        points = lines[series_of(row)]
+        points[at] = min(time, points.get(at, time))
+        if row["floor_us"] and row["provider"] == "triton_ep":
+            floors[f"floor {row['payload']}"][at] = float(row["floor_us"])
+    for name, points in lines.items():
+        (line,) = axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", markersize=4)
+        _style(line, name, handles)
+    for name, points in floors.items():
+        (line,) = axes.plot(*zip(*sorted(points.items()), strict=True), linestyle=":", marker="_", color="black")
+        handles.setdefault(name, line)
+    if by == "tokens":
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens per rank" if by == "tokens" else "programs of the exchange (num_sm)")
+    axes.grid(alpha=0.3)
+
+
+def _style(line: Any, name: str, handles: dict[str, Any]) -> None:
+    """The same colour for the same name in all panels."""
+    first = handles.setdefault(name, line)
+    line.set_color(f"C{list(handles).index(name) % 10}")
+    first.set_color(line.get_color())
+
+
+def draw_routing(arguments: argparse.Namespace, out: Path) -> None:
+    """Tokens from each rank to each rank, by the routing that --routing names.
+
+    Raises:
+        InputError, ConfigError: a routing that cannot be drawn.
+        EPError: matplotlib is missing.
+    """
+    from triton_ep.bench import routing
+    from triton_ep.bench.settings import Shape
+    from triton_ep.bench.traffic import Routing
+
+    shape = Shape(arguments.tokens, 1, arguments.topk, arguments.experts, 1)
+    idxs = routing.draw(arguments.routing, shape, arguments.ranks, 1, arguments.seed)[0]
+    tokens = Routing.of(idxs, shape.experts, arguments.ranks).tokens()
+    size = 2.2 + 0.5 * arguments.ranks
+    with _figure(out, size + 1.5, size) as figure:
+        axes = figure.subplots()
+        image = axes.imshow(tokens.numpy(), cmap="Blues", vmin=0)
+        darkest = int(tokens.max())
+        for source, line in enumerate(tokens.tolist()):
+            for target, count in enumerate(line):
+                colour = "white" if 2 * count > darkest else "black"
+                axes.text(target, source, str(count), ha="center", va="center", color=colour, fontsize=7)
+        axes.set(xlabel="to rank", ylabel="from rank", title=f"Tokens, {arguments.routing}")
+        axes.set_xticks(range(arguments.ranks))
+        axes.set_yticks(range(arguments.ranks))
+        figure.colorbar(image, ax=axes, label=f"of {shape.tokens}, top-{shape.topk} of {shape.experts}")
+
+
+def draw_timelines(calls: Mapping[str, Sequence[Span]], out: Path) -> None:
+    """Kernels of one call each, as bars over time, a line per stream.
+
+    Raises:
+        InputError: nothing was recorded.
+        EPError: matplotlib is missing.
+    """
+    drawn = {name: spans for name, spans in calls.items() if spans}
+    if not drawn:
+        raise InputError("no kernels were recorded, so there is no timeline to draw.")
+    with _figure(out, 12, 1.2 + 1.9 * len(drawn)) as figure:
+        grid = figure.subplots(len(drawn), 1, squeeze=False)
+        handles: dict[str, Any] = {}
+        for (axes,), (title, spans) in zip(grid, drawn.items(), strict=True):
+            start = min(span.start_us for span in spans)
+            streams = sorted({span.stream for span in spans})
+            for span in spans:
+                name = re.sub(r"[(<].*", "", span.name)[:48]
+                colour = f"C{list(handles).index(name) % 10}" if name in handles else f"C{len(handles) % 10}"
+                bar = axes.barh(
+                    streams.index(span.stream),
+                    span.end_us - span.start_us,
+                    left=span.start_us - start,
+                    color=colour,
+                    edgecolor="black",
+                    linewidth=0.3,
+                )
+                handles.setdefault(name, bar)
+            axes.set_yticks(range(len(streams)), [f"stream {stream}" for stream in streams])
+            axes.set_xlabel("us")
+            axes.set_title(title, fontsize=9)
+        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7)
+
+
+def _condition(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or name not in bench_rows.COLUMNS:
+        raise ConfigError(f"--where {text} is not COLUMN=VALUE; columns are {', '.join(bench_rows.COLUMNS)}.")
+    return name, value
+
+
+@contextlib.contextmanager
+def _figure(out: Path, width: float, height: float) -> Iterator[Any]:
+    """A figure that is written when the block ends; the same rows give the same file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise EPError("pictures need matplotlib, which is not installed: pip install 'triton-ep[bench]'.")
+    if out.suffix not in (".png", ".svg"):
+        raise ConfigError(f"{out} is no picture that can be written: name a .png or .svg file.")
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "triton_ep"}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=120, metadata={"Date": None} if out.suffix == ".svg" else None)

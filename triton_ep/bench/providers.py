@@ -1,0 +1,272 @@
+"""What is measured: the layer, and the same work done by others.
+
+All give the same rows in the same order, except DeepEP, whose rows are not permuted; `arrivals` and `copies` of a
+provider say what must come back, so one check serves all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from triton_ep.bench import origins
+from triton_ep.bench.settings import Case
+from triton_ep.errors import EPError
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.mx.tensor import MXTensor
+
+
+class Unavailable(EPError):
+    """A provider cannot run here; the message is the reason that its rows carry."""
+
+
+class Provider(Protocol):
+    """Dispatch and combine of one case on this rank. All calls are collective."""
+
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Rows, and what combine needs. x: [T, H] bf16; idx: [T, K] int32."""
+
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        """[T, H]: the sum over the rows of each token. y: as dispatch gave them, in bf16."""
+
+    def meet(self) -> None:
+        """All ranks have come here, on the current stream."""
+
+    def arrivals(self, idxs: list[torch.Tensor], rank: int) -> origins.Arrivals:
+        """Which rows this rank must receive, and where. idxs: [T, K] of every rank."""
+
+    def copies(self, idx: torch.Tensor) -> torch.Tensor:
+        """[T]: how many rows of each token combine sums."""
+
+
+class _Permuted:
+    """One row per (token, expert), expert-major, segments aligned."""
+
+    experts_per_rank: int
+    alignment: int
+    device: torch.device
+
+    def arrivals(self, idxs: list[torch.Tensor], rank: int) -> origins.Arrivals:
+        """Rows of `rank`."""
+        return origins.arrivals(idxs, rank, self.experts_per_rank, self.device, self.alignment)
+
+    def copies(self, idx: torch.Tensor) -> torch.Tensor:
+        """Copies that were not dropped."""
+        return (idx >= 0).sum(1)
+
+
+class LayerProvider(_Permuted):
+    """EPAll2AllLayer without weights."""
+
+    def __init__(self, layer: EPAll2AllLayer) -> None:
+        self.layer = layer
+        self.experts_per_rank = layer.config.num_experts_per_rank
+        self.alignment = layer.config.alignment
+        self.device = layer.context.device
+
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """(rows, what combine needs)."""
+        recv_x, _, desc = self.layer.dispatch(x, idx)
+        return recv_x, desc
+
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        """[T, H], the sum over the copies of each token."""
+        return self.layer.combine(y, state)
+
+    def meet(self) -> None:
+        """All ranks have come here, on the current stream."""
+        self.layer.ep_barrier_all()
+
+
+def meet_by_collective(device: torch.device) -> None:
+    """All ranks have come here; on a GPU the current stream waits for it, not the host."""
+    if device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=device))
+    else:
+        dist.barrier()
+
+
+@dataclass(frozen=True)
+class _Exchanged:
+    row_of: torch.Tensor  # [T, K] row sent of each copy; behind the last one: a row of zeros, for dropped copies
+    slot: torch.Tensor  # output row of each received row
+    sent: list[int]
+    received: list[int]
+
+
+class CollectiveProvider(_Permuted):
+    """One row per (token, k) by all_to_all_single, and a permute into expert-major order: the plain way.
+
+    Counts go first, by the same collective; the host must read them, because it passes split sizes. With the
+    payload mxfp8 rows are quantised first, and elements and scales travel as one row of bytes.
+    """
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.num_ranks = dist.get_world_size()
+        self.experts_per_rank = case.shape.experts // self.num_ranks
+        self.alignment = case.settings.alignment
+        self.quantises = case.payload == "mxfp8"
+        self.device = device
+
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, _Exchanged]:
+        """(rows, what combine needs)."""
+        num_tokens, topk = idx.shape
+        expert = idx.flatten().long()
+        # Dropped entries sort first and have no counterpart.
+        counts = torch.bincount(expert + 1, minlength=self.num_ranks * self.experts_per_rank + 1)
+        order = torch.argsort(expert, stable=True)
+        sent_counts = counts[1:].view(self.num_ranks, self.experts_per_rank)
+        recv_counts = torch.empty_like(sent_counts)
+        dist.all_to_all_single(recv_counts, sent_counts.contiguous())
+        per_expert = recv_counts.sum(0)
+        aligned = (per_expert + self.alignment - 1) // self.alignment * self.alignment
+        told = torch.cat([counts[:1], aligned.sum()[None], sent_counts.sum(1), recv_counts.sum(1)]).tolist()
+        dropped, num_rows, *sizes = told
+        sent, received = sizes[: self.num_ranks], sizes[self.num_ranks :]
+        wire = x
+        if self.quantises:
+            mx = MXTensor.to_mx(x)
+            wire = torch.cat([mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)], dim=1)
+        rows = self.exchange(wire[order[dropped:] // topk], sent, received)
+        # Where each received row goes: expert-major, and behind the padding of the experts before.
+        local = torch.arange(self.experts_per_rank, device=self.device).repeat(self.num_ranks)
+        local = torch.repeat_interleave(local, recv_counts.flatten(), output_size=sum(received))
+        by_expert = torch.argsort(local, stable=True)
+        padding_before = (aligned - per_expert).cumsum(0) - (aligned - per_expert)
+        slot = torch.empty_like(by_expert)
+        slot[by_expert] = torch.arange(sum(received), device=self.device) + padding_before[local[by_expert]]
+        # A padding row takes the row of zeros behind the last one.
+        source = torch.full((num_rows,), sum(received), device=self.device)
+        source[slot] = torch.arange(sum(received), device=self.device)
+        row_of = torch.empty_like(order)
+        row_of[order] = torch.arange(order.numel(), device=self.device) - dropped
+        row_of = torch.where(row_of < 0, sum(sent), row_of).view(num_tokens, topk)
+        state = _Exchanged(row_of, slot, sent, received)
+        if not self.quantises:
+            return rows[source], state
+        data, scale = rows[:, : x.shape[1]][source], rows[:, x.shape[1] :][source]
+        return MXTensor.from_qdata_and_scales(data.view(torch.float8_e4m3fn), scale, x.dtype), state
+
+    def combine(self, y: torch.Tensor, state: _Exchanged) -> torch.Tensor:
+        """[T, H], the float32 sum over the copies of each token, rounded once."""
+        rows = self.exchange(y[state.slot], state.received, state.sent)
+        return rows[state.row_of].sum(1, dtype=torch.float32).to(y.dtype)
+
+    def meet(self) -> None:
+        """All ranks have come here, on the current stream."""
+        meet_by_collective(self.device)
+
+    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Rows of every rank, by source, and a row of zeros; bytes, because not every backend knows every dtype."""
+        total = sum(received)
+        out = torch.empty(total + 1, rows.shape[1], dtype=rows.dtype, device=self.device)
+        out[total:] = 0
+        dist.all_to_all_single(out[:total].view(torch.uint8), rows.view(torch.uint8), received, sent)
+        return out
+
+
+class VdevProvider(CollectiveProvider):
+    """As the collectives, but rows travel by torch's symmetric memory, which takes split sizes on the device.
+
+    One call must be over on all ranks before the next one packs its rows: the ranks meet between calls.
+
+    Raises:
+        Unavailable: this torch has no such op, or no NVSHMEM to run it with.
+    """
+
+    def __init__(self, case: Case, device: torch.device, most_rows: int) -> None:
+        super().__init__(case, device)
+        from torch.distributed import _symmetric_memory as symm_mem
+
+        if device.type != "cuda":
+            raise Unavailable("torch's symmetric memory needs GPUs.")
+        if not hasattr(torch.ops.symm_mem, "all_to_all_vdev"):
+            raise Unavailable("this torch has no torch.ops.symm_mem.all_to_all_vdev.")
+        if not symm_mem.is_nvshmem_available():
+            raise Unavailable("this torch finds no NVSHMEM for its symmetric memory.")
+        symm_mem.set_backend("NVSHMEM")
+        self.group = dist.distributed_c10d._get_default_group().group_name
+        shape = case.shape
+        rows = max(most_rows, shape.tokens * shape.topk)
+        self.input = symm_mem.empty(rows, shape.hidden, dtype=torch.bfloat16, device=device)
+        self.output = symm_mem.empty(rows, shape.hidden, dtype=torch.bfloat16, device=device)
+        self.in_splits = symm_mem.empty(self.num_ranks, dtype=torch.int64, device=device)
+        self.out_splits = symm_mem.empty(2, self.num_ranks, dtype=torch.int64, device=device)
+        for tensor in (self.input, self.output, self.in_splits, self.out_splits):
+            symm_mem.rendezvous(tensor, group=self.group)
+
+    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Rows of every rank, by source, and a row of zeros."""
+        total = sum(received)
+        self.input[: rows.shape[0]] = rows
+        self.in_splits.copy_(torch.tensor(sent))
+        torch.ops.symm_mem.all_to_all_vdev(self.input, self.output, self.in_splits, self.out_splits, self.group)
+        out = torch.empty(total + 1, rows.shape[1], dtype=rows.dtype, device=self.device)
+        out[total:] = 0
+        out[:total] = self.output[:total]
+        return out
+
+
+class DeepEPProvider:
+    """deep_ep.Buffer in its normal mode, bf16, one node: one row per (token, rank), by source, not permuted.
+
+    Raises:
+        Unavailable: deep_ep is not installed, or the case is beyond this comparison.
+    """
+
+    def __init__(self, case: Case, device: torch.device, ranks_per_node: int) -> None:
+        if importlib.util.find_spec("deep_ep") is None:
+            raise Unavailable("deep_ep is not installed.")
+        if ranks_per_node != dist.get_world_size():
+            raise Unavailable("deep_ep is measured inside one node only.")
+        import deep_ep
+
+        self.experts = case.shape.experts
+        self.device = device
+        deep_ep.Buffer.set_num_sms(case.num_sm)
+        self.buffer = deep_ep.Buffer(dist.group.WORLD, 2**30, 0)
+
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """(rows, what combine needs)."""
+        idx = idx.long()
+        per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(idx, self.experts)
+        rows, _, _, _, handle, _ = self.buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=idx,
+            topk_weights=torch.ones(idx.shape, dtype=torch.float32, device=self.device),
+        )
+        return rows, handle
+
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        """[T, H], the sum over the ranks of each token."""
+        out, _, _ = self.buffer.combine(y, state)
+        return out
+
+    def meet(self) -> None:
+        """All ranks have come here, on the current stream."""
+        meet_by_collective(self.device)
+
+    def _owners(self, idx: torch.Tensor) -> torch.Tensor:
+        """[T, W] bool: whether a token has an expert on a rank."""
+        num_ranks = dist.get_world_size()
+        owner = torch.where(idx >= 0, idx.long() // (self.experts // num_ranks), -1)
+        return torch.stack([(owner == rank).any(1) for rank in range(num_ranks)], dim=1)
+
+    def arrivals(self, idxs: list[torch.Tensor], rank: int) -> origins.Arrivals:
+        """One row per token that has an expert here, by source rank and token."""
+        here = torch.cat([self._owners(idx)[:, rank] for idx in idxs])
+        token = torch.nonzero(here).flatten().to(self.device)
+        place = torch.arange(token.numel(), device=self.device)
+        # `entry` counts (token, k): any copy of the token stands for its row.
+        return origins.Arrivals(token * idxs[0].shape[1], place, torch.zeros(0, dtype=torch.int32))
+
+    def copies(self, idx: torch.Tensor) -> torch.Tensor:
+        """Ranks that have an expert of the token."""
+        return self._owners(idx).sum(1)

@@ -1,0 +1,83 @@
+"""Where tokens go in a benchmark: expert ids of every rank, the same wherever they are drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from triton_ep.bench.settings import Shape
+from triton_ep.errors import InputError
+
+
+def uniform_idx(rank: int, num_tokens: int, topk: int, num_experts: int, seed: int, drop: float = 0.0) -> torch.Tensor:
+    """[num_tokens, topk] int32 on the CPU: distinct experts, all equally likely; a fraction `drop` of -1."""
+    generator = torch.Generator().manual_seed(seed * 4096 + rank)
+    idx = torch.rand(num_tokens, num_experts, generator=generator).topk(topk, dim=1).indices.int()
+    return torch.where(torch.rand(num_tokens, topk, generator=generator) < drop, -1, idx)
+
+
+def zipf_idx(rank: int, num_tokens: int, topk: int, num_experts: int, seed: int, exponent: float) -> torch.Tensor:
+    """[num_tokens, topk] int32 on the CPU: distinct experts; the i-th most popular one has weight 1 / i**exponent.
+
+    Which expert is how popular is drawn from the seed, the same on all ranks.
+    """
+    place = torch.randperm(num_experts, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed * 4096 + rank)
+    noise = torch.rand(num_tokens, num_experts, generator=generator).clamp(1e-30, 1 - 1e-7)
+    # The largest of log(p) + Gumbel noise are a draw without replacement by p.
+    score = -exponent * torch.log(place.float() + 1) - torch.log(-torch.log(noise))
+    return score.topk(topk, dim=1).indices.int()
+
+
+def one_hot_idx(num_tokens: int, topk: int, num_experts: int, first: int) -> torch.Tensor:
+    """[num_tokens, topk] int32: experts first, first + 1, .. (modulo `num_experts`) for every token."""
+    return ((first + torch.arange(topk)) % num_experts).int().repeat(num_tokens, 1)
+
+
+def read_idx(path: str, shape: Shape, num_ranks: int) -> list[list[torch.Tensor]]:
+    """Ids [W * T, K], [W, T, K] or n times that many, from a .pt or .npy file: n routings of W tensors [T, K].
+
+    Raises:
+        InputError: no such file, another kind, ids of another shape or out of range.
+    """
+    place = Path(path)
+    if place.suffix not in (".pt", ".npy") or not place.is_file():
+        raise InputError(f"--routing file:{path} names no .pt or .npy file.")
+    if place.suffix == ".npy":
+        import numpy
+
+        ids = torch.from_numpy(numpy.load(place))
+    else:
+        ids = torch.load(place, weights_only=True)
+    one = num_ranks * shape.tokens * shape.topk
+    if ids.shape[-1] != shape.topk or ids.numel() == 0 or ids.numel() % one:
+        raise InputError(
+            f"{path} holds ids of shape {list(ids.shape)}; {num_ranks} ranks with {shape.tokens} tokens and top-"
+            f"{shape.topk} need [{num_ranks * shape.tokens}, {shape.topk}]. Pass --tokens and --topk that fit it."
+        )
+    if int(ids.min()) < -1 or int(ids.max()) >= shape.experts:
+        raise InputError(f"{path} holds ids {int(ids.min())} to {int(ids.max())}; there are {shape.experts} experts.")
+    return [list(routing) for routing in ids.int().view(-1, num_ranks, shape.tokens, shape.topk)]
+
+
+def draw(spec: str, shape: Shape, num_ranks: int, inputs: int, seed: int) -> list[list[torch.Tensor]]:
+    """`inputs` routings, each the ids [T, K] of every rank; spec: "uniform", "zipf:S", "one-hot" or "file:PATH".
+
+    One-hot ids start at the first expert of another rank each time. A file may hold fewer routings: they repeat.
+    """
+    kind, _, argument = spec.partition(":")
+    if kind == "file":
+        found = read_idx(argument, shape, num_ranks)
+        return [found[number % len(found)] for number in range(inputs)]
+    sizes = (shape.tokens, shape.topk, shape.experts)
+    routings = []
+    for number in range(inputs):
+        if kind == "one-hot":
+            first = number % num_ranks * (shape.experts // num_ranks)
+            routings.append([one_hot_idx(*sizes, first)] * num_ranks)
+        elif kind == "zipf":
+            routings.append([zipf_idx(r, *sizes, seed + number, float(argument)) for r in range(num_ranks)])
+        else:
+            routings.append([uniform_idx(r, *sizes, seed + number) for r in range(num_ranks)])
+    return routings

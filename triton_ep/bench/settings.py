@@ -1,0 +1,245 @@
+"""What a benchmark run is asked for: shapes, choices to sweep, and the cases that follow from them.
+
+Imports nothing heavy: the command line reads it before it is known how kernels run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from triton_ep.errors import ConfigError
+
+COMMANDS = ("dispatch", "combine", "roundtrip", "low-latency", "barrier", "quantise", "moe-layer")
+PROVIDERS = ("triton_ep", "nccl", "vdev", "deep_ep")
+PAYLOADS = ("bf16", "mxfp8")
+MODELS = {
+    "deepseek-v3": {"hidden": 7168, "topk": 8, "experts": 256, "ffn": 2048},
+    "qwen3-235b": {"hidden": 4096, "topk": 8, "experts": 128, "ffn": 1536},
+    "mixtral": {"hidden": 4096, "topk": 2, "experts": 8, "ffn": 14336},
+}
+SMALL = {"tokens": 32, "hidden": 64, "topk": 2, "experts": 8, "ffn": 64}
+"""Shape of a run in the interpreter that names none."""
+PAIRS_PER_GRAPH = 10
+BARRIERS_PER_CALL = 10
+_INPUTS = 4
+_INPUTS_INTERPRETED = 2
+_OPS = {
+    "dispatch": ("dispatch",),
+    "combine": ("combine",),
+    "roundtrip": ("dispatch", "combine", "roundtrip"),
+    "low-latency": ("low_latency",),
+    "barrier": ("barrier",),
+    "quantise": ("quantise",),
+    "moe-layer": ("moe_layer_fwd",),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens per rank, elements per row, copies per token, experts over all ranks, width of an expert."""
+
+    tokens: int
+    hidden: int
+    topk: int
+    experts: int
+    ffn: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, hidden {self.hidden}, top-{self.topk} of {self.experts}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One run. `check` says whether it can work.
+
+    Attributes:
+        command: one of COMMANDS.
+        interpreting: kernels are interpreted, on CPU ranks.
+        ranks: of the whole job.
+        local_world_size: ranks per node as told; None: those of a host.
+        routing: "uniform", "zipf:S", "one-hot" or "file:PATH".
+        capacity: "exact" or "static".
+        alignment: rows to which the segment of an expert is aligned.
+        graph: the layer's calls are captured in a CUDA graph.
+        backward: `moe-layer` measures a training step as well.
+        csv, plot, timeline: files to write; None: none.
+    """
+
+    command: str
+    interpreting: bool
+    ranks: int
+    local_world_size: int | None
+    shapes: tuple[Shape, ...]
+    routing: str
+    payloads: tuple[str, ...]
+    num_sm: tuple[int, ...]
+    capacity: str
+    alignment: int
+    graph: bool
+    local_combine: bool
+    backward: bool
+    iters: int
+    warmup: int
+    providers: tuple[str, ...]
+    seed: int
+    commit: str
+    csv: str | None
+    json: bool
+    stages: bool
+    plot: str | None
+    timeline: str | None
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The ops that get a row, in order."""
+        return _OPS[self.command] + (("moe_layer_step",) if self.backward else ())
+
+    @property
+    def inputs(self) -> int:
+        """Inputs among which the calls rotate, each with rows and a routing of its own."""
+        if self.interpreting:
+            return _INPUTS_INTERPRETED
+        return PAIRS_PER_GRAPH if self.command == "low-latency" else _INPUTS
+
+    def cases(self) -> list[Case]:
+        """What is measured, in order."""
+        found = []
+        for shape in self.shapes:
+            for payload in self.payloads:
+                for provider in self.providers:
+                    if payload not in payloads_of(provider):
+                        continue
+                    counts = self.num_sm if self._uses_num_sm(provider) else (0,)
+                    found += [Case(self, shape, provider, payload, num_sm) for num_sm in counts]
+        return found
+
+    @property
+    def low_latency(self) -> bool:
+        """The layer takes its path for few tokens."""
+        return self.command == "low-latency"
+
+    def _uses_num_sm(self, provider: str) -> bool:
+        if provider == "deep_ep":
+            return True
+        return provider == "triton_ep" and self.command not in ("low-latency", "barrier", "quantise")
+
+    def check(self) -> None:
+        """Raise ConfigError, naming the option, if the run cannot work."""
+        kind, _, argument = self.routing.partition(":")
+        if kind not in ("uniform", "zipf", "one-hot", "file") or (kind in ("uniform", "one-hot") and argument):
+            raise ConfigError(f"--routing {self.routing} is none of uniform, zipf:S, one-hot, file:PATH.")
+        if kind == "zipf":
+            _positive_number(argument, "--routing zipf:S")
+        for name in ("ranks", "iters", "alignment"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} is {getattr(self, name)}; at least 1 is needed.")
+        per_node = self.local_world_size
+        if per_node is not None and (per_node < 1 or self.ranks % per_node):
+            raise ConfigError(f"{self.ranks} ranks cannot be shared evenly by nodes of {per_node}.")
+        for shape in self.shapes:
+            if min(shape.tokens, shape.hidden, shape.topk, shape.experts, shape.ffn) < 1:
+                raise ConfigError(f"every size of a shape must be at least 1: {shape}.")
+            if shape.experts % self.ranks:
+                raise ConfigError(f"{shape.experts} experts cannot be shared evenly by {self.ranks} ranks.")
+            if shape.topk > shape.experts:
+                raise ConfigError(f"--topk {shape.topk} exceeds the {shape.experts} experts.")
+            if "mxfp8" in self.payloads and shape.hidden % 32:
+                raise ConfigError(f"--payload mxfp8 needs a multiple of 32 as --hidden, it is {shape.hidden}.")
+        if self.low_latency and self.capacity != "static":
+            raise ConfigError("low-latency needs --capacity static.")
+        if self.graph and self.capacity != "static":
+            raise ConfigError("--graph needs --capacity static: an exact dispatch waits on the host.")
+        if self.graph and self.interpreting:
+            raise ConfigError("--graph needs GPUs: there are no CUDA graphs in the interpreter.")
+        if self.backward and self.command != "moe-layer":
+            raise ConfigError("--backward is an option of moe-layer.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One provider with one choice of options; num_sm is 0 where there is nothing to choose."""
+
+    settings: Settings
+    shape: Shape
+    provider: str
+    payload: str
+    num_sm: int
+
+    @property
+    def mode(self) -> str:
+        """The column: how kernels run, capacity, programs, and what is not the default."""
+        s = self.settings
+        if s.command in ("barrier", "quantise"):
+            return _how(s) if self.provider == "triton_ep" else "torch"
+        aligned = [f"a{s.alignment}"] if s.alignment > 1 else []
+        if self.provider == "deep_ep":
+            return f"exact-sm{self.num_sm}-unpermuted"
+        if self.provider != "triton_ep":
+            return "-".join(["torch-exact", *aligned])
+        parts = [_how(s), s.capacity, "ll" if s.low_latency else f"sm{self.num_sm}"]
+        parts += ["local"] if s.local_combine else []
+        parts += [*aligned, *([f"ffn{self.shape.ffn}"] if s.command == "moe-layer" else [])]
+        return "-".join([*parts, "graph"] if s.graph else parts)
+
+    def columns(self, op: str, ranks: int, ranks_per_node: int) -> dict[str, object]:
+        """The columns of a row that say what was measured."""
+        s, shape = self.settings, self.shape
+        # On the CPU the collectives are gloo's.
+        provider = "gloo" if self.provider == "nccl" and s.interpreting else self.provider
+        found: dict[str, object] = {"op": op, "provider": provider, "mode": self.mode}
+        found |= {"nodes": ranks // ranks_per_node, "ranks": ranks, "iters": s.iters}
+        if s.command == "barrier":
+            return found
+        found |= {"payload": self.payload, "tokens": shape.tokens, "hidden": shape.hidden}
+        if s.command == "quantise":
+            return found
+        seeded = s.routing.startswith(("uniform", "zipf"))
+        return found | {
+            "topk": shape.topk,
+            "experts": shape.experts,
+            "routing": f"{s.routing}:{s.seed}" if seeded else s.routing,
+        }
+
+
+def payloads_of(provider: str) -> tuple[str, ...]:
+    """What rows of a provider can be made of on the wire."""
+    return PAYLOADS if provider in ("triton_ep", "nccl") else PAYLOADS[:1]
+
+
+def parse_list(text: str, option: str, allowed: Sequence[str] = ()) -> tuple[str, ...]:
+    """The parts of "a,b".
+
+    Raises:
+        ConfigError: a part is not among those allowed.
+    """
+    parts = tuple(part.strip() for part in text.split(","))
+    if allowed and (unknown := [part for part in parts if part not in allowed]):
+        raise ConfigError(f"{option} {','.join(unknown)}: choose from {', '.join(allowed)}.")
+    return parts
+
+
+def parse_numbers(text: str, option: str) -> tuple[int, ...]:
+    """The integers of "1,2".
+
+    Raises:
+        ConfigError: a part is no integer.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} {text} is no integer, nor several with commas between them.") from None
+
+
+def _how(settings: Settings) -> str:
+    return "interpreted" if settings.interpreting else "jit"
+
+
+def _positive_number(text: str, option: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ConfigError(f"{option} needs a positive number, got {text!r}.")
+    return value

@@ -1,0 +1,176 @@
+"""Benchmarks: time of dispatch, combine and their neighbours, beside other providers and the floor of the links."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from triton_ep.bench import settings as bench
+from triton_ep.errors import ConfigError
+
+_HELP = {
+    "dispatch": "rows to their experts",
+    "combine": "rows back to their tokens",
+    "roundtrip": "both, one by one and together",
+    "low-latency": "both together, for few tokens, in a CUDA graph",
+    "barrier": "barrier of all ranks on the device",
+    "quantise": "rows to MXFP8",
+    "moe-layer": "dispatch, grouped GEMMs, combine",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the sub-commands and options of `triton-ep bench`."""
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    for name in bench.COMMANDS:
+        _add_options(commands.add_parser(name, help=_HELP[name], description=_HELP[name]), name)
+    plot = commands.add_parser("plot", help="pictures of stored rows", description="Pictures of stored rows.")
+    plot.add_argument("rows", nargs="?", metavar="CSV", help="file that --csv wrote")
+    plot.add_argument("--out", required=True, metavar="PATH", help=".png or .svg to write")
+    plot.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="only such rows")
+    plot.add_argument("--routing", metavar="SPEC", help="draw tokens from rank to rank of this routing, not times")
+    plot.add_argument("--tokens", type=int, default=4096, help="of that routing, per rank (default %(default)s)")
+    plot.add_argument("--topk", type=int, default=8, help="of that routing (default %(default)s)")
+    plot.add_argument("--experts", type=int, default=256, help="of that routing (default %(default)s)")
+    plot.add_argument("--ranks", type=int, default=8, help="of that routing (default %(default)s)")
+    plot.add_argument("--seed", type=int, default=0, help="of that routing (default %(default)s)")
+
+
+def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    tokens = 128 if name == "low-latency" else 4096
+    many: dict[str, Any] = {"metavar": "N,N,.."}
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    parser.add_argument("--model", choices=tuple(bench.MODELS), help="sizes of a model: hidden, top-k, experts, ffn")
+    parser.add_argument("--tokens", help=f"per rank (default {tokens}; {bench.SMALL['tokens']} on the CPU)", **many)
+    parser.add_argument("--hidden", help=f"default 7168; {bench.SMALL['hidden']} on the CPU", **many)
+    parser.add_argument("--topk", help=f"default 8; {bench.SMALL['topk']} on the CPU", **many)
+    parser.add_argument("--experts", help=f"over all ranks (default 256; {bench.SMALL['experts']} on the CPU)", **many)
+    parser.add_argument("--ffn", help="width of an expert, for moe-layer (default 2048)", **number)
+    parser.add_argument("--routing", default="uniform", help="uniform, zipf:S, one-hot, file:PATH (default uniform)")
+    parser.add_argument("--payload", default="bf16", metavar="P,P", help="bf16, mxfp8 (default bf16)")
+    parser.add_argument("--num-sm", default="20", help="programs of the exchange (default 20)", **many)
+    parser.add_argument("--capacity", choices=("exact", "static"), help="default exact; static for low-latency")
+    align = 1 if name == "low-latency" else 128
+    parser.add_argument("--alignment", default=align, help="rows of expert segments (default %(default)s)", **number)
+    parser.add_argument("--graph", action="store_true", help="calls in a CUDA graph; needs --capacity static")
+    parser.add_argument("--enable-local-combine", action="store_true", help="sum a token's rows on the expert's rank")
+    if name == "moe-layer":
+        parser.add_argument("--backward", action="store_true", help="measure a training step as well")
+    parser.add_argument("--iters", help="timed calls (default 50; 3 on the CPU)", **number)
+    parser.add_argument("--warmup", help="calls before that (default 5; 1 on the CPU)", **number)
+    providers = "triton_ep" if name in ("quantise", "moe-layer") else "triton_ep,nccl"
+    text = f"{', '.join(bench.PROVIDERS)} (default {providers})"
+    parser.add_argument("--provider", default=providers, metavar="P,P", help=text)
+    parser.add_argument("--ranks", help="of a bare start (default: one per GPU; 4 on the CPU)", **number)
+    parser.add_argument("--local-world-size", help="ranks per node: fewer than those of a host make nodes", **number)
+    parser.add_argument("--nodes", help="the same, by the number of nodes", **number)
+    parser.add_argument("--seed", default=0, help="of the routing (default %(default)s)", **number)
+    parser.add_argument("--csv", metavar="PATH", help="append the rows to this file")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument("--stages", action="store_true", help="print the time of each kernel on rank 0")
+    parser.add_argument("--plot", metavar="PATH", help="draw the rows of this run (.png, .svg)")
+    parser.add_argument("--timeline", metavar="PATH", help="draw the kernels of a call of each op (.png, .svg)")
+    parser.add_argument("--commit", help="for machines without .git (default: of this checkout)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the benchmark: as a rank that a launcher started, or with ranks of its own."""
+    if arguments.bench == "plot":
+        from triton_ep.bench import plot
+
+        plot.main(arguments)
+        return 0
+    from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
+    from triton_ep.bench.run import run as run_rank
+    from triton_ep.bench.run import skip_all
+    from triton_ep.distributed import run_ranks
+    from triton_ep.environment import read_environment
+
+    gpus = 0
+    if not runtime.INTERPRETING:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    launched = read_environment().world_size
+    settings = settings_of(arguments, launched or gpus or 4, interpreting=runtime.INTERPRETING)
+    if launched is not None:
+        run_rank(settings)
+    elif gpus and settings.ranks > gpus:
+        skip_all(settings, f"needs {settings.ranks} GPUs, there are {gpus}")
+    else:
+        run_ranks(run_rank, settings.ranks, settings)
+    return 0
+
+
+def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool) -> bench.Settings:
+    """The run that the arguments ask for; ranks: how many there are unless they say.
+
+    Raises:
+        ConfigError: they cannot work.
+    """
+    a = arguments
+    command = a.bench
+    shapes = _shapes(a, interpreting)
+    low_latency = command == "low-latency"
+    if a.nodes is not None and a.local_world_size is not None:
+        raise ConfigError("--nodes and --local-world-size say the same; pass one of them.")
+    ranks = a.ranks or ranks
+    per_node = a.local_world_size
+    if a.nodes is not None:
+        if a.nodes < 1 or ranks % a.nodes:
+            raise ConfigError(f"{ranks} ranks cannot be shared evenly by {a.nodes} nodes.")
+        per_node = ranks // a.nodes
+    settings = bench.Settings(
+        command=command,
+        interpreting=interpreting,
+        ranks=ranks,
+        local_world_size=per_node,
+        shapes=shapes,
+        routing=a.routing,
+        payloads=("mxfp8",) if command == "quantise" else bench.parse_list(a.payload, "--payload", bench.PAYLOADS),
+        num_sm=bench.parse_numbers(a.num_sm, "--num-sm"),
+        capacity=a.capacity or ("static" if low_latency else "exact"),
+        alignment=a.alignment,
+        graph=a.graph or (low_latency and not interpreting),
+        local_combine=a.enable_local_combine,
+        backward=command == "moe-layer" and a.backward,
+        iters=a.iters if a.iters is not None else (3 if interpreting else 50),
+        warmup=a.warmup if a.warmup is not None else (1 if interpreting else 5),
+        providers=bench.parse_list(a.provider, "--provider", bench.PROVIDERS),
+        seed=a.seed,
+        commit=a.commit or _commit(),
+        csv=a.csv,
+        json=a.json,
+        stages=a.stages,
+        plot=a.plot,
+        timeline=a.timeline,
+    )
+    settings.check()
+    return settings
+
+
+def _shapes(a: argparse.Namespace, interpreting: bool) -> tuple[bench.Shape, ...]:
+    """Every combination of the sizes: as given, as the model has them, or by default."""
+    tokens = 128 if a.bench == "low-latency" else 4096
+    default = bench.SMALL if interpreting else {"tokens": tokens, **bench.MODELS["deepseek-v3"]}
+    default = {**default, **(bench.MODELS[a.model] if a.model else {})}
+    lists = {}
+    for name in ("tokens", "hidden", "topk", "experts"):
+        text = getattr(a, name)
+        lists[name] = (default[name],) if text is None else bench.parse_numbers(text, f"--{name}")
+    return tuple(
+        bench.Shape(t, h, k, e, a.ffn or default["ffn"])
+        for h in lists["hidden"]
+        for k in lists["topk"]
+        for e in lists["experts"]
+        for t in lists["tokens"]
+    )
+
+
+def _commit() -> str:
+    from triton_ep.bench.rows import commit_of_checkout
+
+    commit = commit_of_checkout()
+    if commit is None:
+        raise ConfigError("this is no git checkout: pass --commit, for no row is stored without it.")
+    return commit

@@ -1,0 +1,47 @@
+"""Two plain ways to move bytes to peers, by which an exchange is judged (kernels/intranode/floor.py)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from triton_ep.errors import LaunchError
+from triton_ep.runtime import INTERPRETING, launch
+
+ROW_BYTES = 14336
+"""Row of the push: 7168 bf16 values."""
+
+
+def push(source: torch.Tensor, addrs: torch.Tensor, rank: int, num_programs: int) -> None:
+    """Store the rows of `source` to the other ranks in turn, by `num_programs` programs of 32 warps.
+
+    source: [R, 1792] int64, on the device.
+    addrs: [W] int64 on the device, W >= 2: address of each rank's [R, 1792] int64.
+    """
+    num_rows, row_words = source.shape
+    launch(
+        "floor_push_kernel",
+        num_programs,
+        (source, addrs, num_rows, row_words, rank, addrs.numel()),
+        {"BLOCK": 2048},
+    )
+
+
+def copy(destination: int, source: torch.Tensor) -> None:
+    """Copy a contiguous tensor to an address of a peer; on a GPU by the copy engine, on the current stream.
+
+    Raises:
+        LaunchError: the driver refused.
+    """
+    nbytes = source.numel() * source.itemsize
+    if INTERPRETING:
+        ctypes.memmove(destination, source.data_ptr(), nbytes)
+        return
+    from cuda.bindings import runtime
+
+    stream = torch.cuda.current_stream(source.device).cuda_stream
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+    (status,) = runtime.cudaMemcpyAsync(destination, source.data_ptr(), nbytes, kind, stream)
+    if status != runtime.cudaError_t.cudaSuccess:
+        raise LaunchError(f"a copy of {nbytes} bytes to a peer failed: {status}.")
