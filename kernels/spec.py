@@ -18,14 +18,12 @@ from .compute import mxfp8, routing
 from .compute.gemm_specs import GEMM_SPECS
 from .device.buffers import (
     BARRIER_FLAG,
-    DONE_FLAG,
     EPOCH_BARRIER_ALL,
     EPOCH_BARRIER_NODE,
-    EPOCH_COMBINE,
     NODE_BARRIER_FLAG,
 )
 from .device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
-from .device.rows import MX, QUANTISE, WORDS
+from .device.rows import MX, WORDS
 from .device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
 from .internode import barrier, splits
 from .internode import combine as internode_combine
@@ -43,11 +41,6 @@ _FLAGS = {"LWP": 8, "MAX_PROGRAMS": 128}
 _CHUNKS = {"MAX_CHUNKS": 256, "CHUNK": 16}
 _WORD = {"WORD": "i64"}
 _TOKEN = {"TOKEN": "bf16"}
-_PAYLOADS = (
-    ({"PAYLOAD": WORDS.value, **_ROW}, _WORD),
-    ({"PAYLOAD": QUANTISE.value, "ROWS": 1, "BLOCK_H": 8192}, {"WORD": "bf16"}),
-    ({"PAYLOAD": MX.value, **_ROW}, _WORD),
-)
 _NETWORKS = (P2P.value, NVSHMEM.value)
 
 
@@ -75,38 +68,44 @@ def _mx_types(token: str, e5m2: bool) -> dict[str, str]:
 SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         routing.routing_count_kernel,
-        "topk_idx_ptr:*{IDX} kept_idx_ptr:*i32 owner_ptr:*i32 entry_slot_ptr:*i32 rank_slot_ptr:*i32 "
-        "node_slot_ptr:*i32 chunk_counts_ptr:*i32 chunk_bad_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 "
+        "topk_idx_ptr:*{IDX} entries_ptr:*i32 chunks_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 "
         "experts_per_rank:i32 ranks_per_node:i32",
         tuple(Variant({**_K8, "BLOCK_T": 16, "BLOCK_C": 256}, {"IDX": t}) for t in ("i32", "i64")),
-        num_warps=16,  # its comparison tables do not fit the registers of fewer
+        num_warps=8,
     ),
     KernelSpec(
-        routing.routing_scan_kernel,
-        "chunk_counts_ptr:*i32 chunk_bad_ptr:*i32 row_ptr:*i32 num_chunks:i32 num_columns:i32 row_length:i32 "
-        "num_tokens:i32 host_error:i32",
-        (Variant({"BLOCK_N": 256, "BLOCK_C": 16}),),
-    ),
-    KernelSpec(
-        routing.routing_offsets_kernel,
-        "state_ptr:*i64 tables_ptr:*i64 bases_ptr:*i32 "
-        "expert_offsets_ptr:*i32 num_recv_ptr:*i32 overflow_ptr:*i32 tokens_from_node_ptr:*i32 report_ptr:*i32 "
-        "rank:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 row_length:i32 "
-        "alignment:i32 recv_capacity:i32",
-        (Variant({"WP": 8, "EP": 32, "BLOCK_E": 256}),),
+        splits.splits_kernel,
+        f"chunks_ptr:*i32 placement_ptr:*i32 bad_scatter_ptr:*i32 {_STATE} num_chunks:i32 num_tokens:i32 host_word:i32 "
+        "rank:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 alignment:i32 recv_capacity:i32",
+        tuple(
+            Variant(
+                {
+                    "HAS_SCATTER": s,
+                    "NETWORK": n,
+                    "WP": 8,
+                    "LWP": 8,
+                    "EP": 32,
+                    "OWNERS": 8,
+                    "BLOCK_N": 256,
+                    "BLOCK_C": 16,
+                    "BLOCK": 512,
+                }
+            )
+            for n in _NETWORKS
+            for s in (False, True)
+        ),
+        num_warps=8,
     ),
     KernelSpec(
         routing.routing_slots_kernel,
-        "kept_idx_ptr:*i32 scatter_idx_ptr:*i32 chunk_counts_ptr:*i32 bases_ptr:*i32 "
-        "dst_row_ptr:*i32 stage_row_ptr:*i32 node_slot_ptr:*i32 node_token_ptr:*i32 "
-        "num_tokens:i32 max_tokens:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 "
-        "recv_capacity:i32 stage_capacity:i32",
-        tuple(Variant({**_K8, "BLOCK_T": 16, "HAS_SCATTER": s}) for s in (False, True)),
-    ),
-    KernelSpec(
-        splits.splits_exchange_kernel,
-        f"row_ptr:*i32 {_STATE} {_WHERE} row_length:i32",
-        tuple(Variant({"NETWORK": n, "WP": 8, "LWP": 8, "BLOCK": 512}) for n in _NETWORKS),
+        f"entries_ptr:*i32 scatter_idx_ptr:*{{IDX}} weights_ptr:*fp32 chunks_ptr:*i32 placement_ptr:*i32 "
+        f"push_addrs_ptr:*i64 {_STATE} num_tokens:i32 rank:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 "
+        "row_bytes:i32 recv_capacity:i32 stage_capacity:i32",
+        tuple(
+            Variant({**_K8, "LWP": 8, "BLOCK_T": 16, "HAS_SCATTER": s, "HAS_WEIGHTS": w}, {"IDX": "i32"})
+            for s in (False, True)
+            for w in (False, True)
+        ),
         num_warps=8,
     ),
     KernelSpec(
@@ -118,7 +117,6 @@ SPECS: tuple[KernelSpec, ...] = (
                     "EPOCH": epoch.value,
                     "FLAG_BUFFER": flag.value,
                     "SAME_NODE_ONLY": flag is NODE_BARRIER_FLAG,
-                    "WAIT": flag is not DONE_FLAG,
                     "NETWORK": n,
                     "WP": 8,
                     "LWP": 8,
@@ -128,32 +126,28 @@ SPECS: tuple[KernelSpec, ...] = (
             for epoch, flag in (
                 (EPOCH_BARRIER_ALL, BARRIER_FLAG),
                 (EPOCH_BARRIER_NODE, NODE_BARRIER_FLAG),
-                (EPOCH_COMBINE, DONE_FLAG),
             )
         ),
         num_warps=1,
     ),
     KernelSpec(
         dispatch.dispatch_push_kernel,
-        "x_ptr:*{WORD} scale_ptr:*u8 owner_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
-        f"chunk_counts_ptr:*i32 {_STATE} num_tokens:i32 row_words:i32 stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
+        f"x_ptr:*{{WORD}} scale_ptr:*u8 push_addrs_ptr:*i64 placement_ptr:*i32 {_STATE} num_tokens:i32 row_words:i32 "
+        f"experts_per_rank:i32 {_WHERE}",
         tuple(
             Variant(
-                _payload(_K8, _FLAGS, payload, HAS_WEIGHTS=w, BLOCK_T=16, STEP_CHUNKS=16),
-                words,
+                {"TOPK": 8, **_FLAGS, **_ROW, "PAYLOAD": p.value, "BLOCK_T": 16, "STEP_CHUNKS": 16},
+                _WORD,
                 ("row_words",),
-                num_warps=8 if payload["PAYLOAD"] == QUANTISE.value else None,
             )
-            for payload, words in _PAYLOADS
-            for w in (False, True)
+            for p in (WORDS, MX)
         ),
         num_warps=16,
     ),
     KernelSpec(
         dispatch.dispatch_expand_kernel,
-        "recv_x_ptr:*{WORD} recv_scale_ptr:*u8 recv_weights_ptr:*fp32 copy_rows_ptr:*i32 "
-        f"expert_offsets_ptr:*i32 num_recv_ptr:*i32 report_ptr:*i32 {_STATE} row_words:i32 "
-        f"{_WHERE} experts_per_rank:i32 stage_capacity:i32 num_senders:i32",
+        f"recv_x_ptr:*{{WORD}} recv_scale_ptr:*u8 recv_weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 "
+        f"{_STATE} row_words:i32 {_WHERE} experts_per_rank:i32 stage_capacity:i32 num_senders:i32",
         tuple(
             Variant(
                 _payload(_K8, _FLAGS, _ROW, HAS_SCALES=s, HAS_WEIGHTS=w, HAS_PADDING=w, KEEP_COPY_ROWS=w),
@@ -173,34 +167,37 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         internode_dispatch.internode_send_kernel,
-        "x_ptr:*{WORD} scale_ptr:*u8 owner_ptr:*i32 dst_row_ptr:*i32 stage_row_ptr:*i32 weights_ptr:*fp32 "
-        f"node_token_ptr:*i32 tokens_per_node_ptr:*i32 {_STATE} num_tokens:i32 max_tokens:i32 row_words:i32 "
-        f"{_WHERE}",
+        "x_ptr:*{WORD} scale_ptr:*u8 entries_ptr:*i32 weights_ptr:*fp32 chunks_ptr:*i32 placement_ptr:*i32 "
+        f"{_STATE} num_tokens:i32 max_tokens:i32 row_words:i32 experts_per_rank:i32 {_WHERE}",
         tuple(
-            Variant(_payload(_K8, _CHUNKS, payload, HAS_WEIGHTS=True, NETWORK=n), words, ("row_words",))
-            for payload, words in _PAYLOADS
+            Variant(
+                _payload(_K8, _CHUNKS, _ROW, PAYLOAD=p.value, HAS_WEIGHTS=True, BLOCK_T=16, NETWORK=n),
+                _WORD,
+                ("row_words",),
+            )
+            for p in (WORDS, MX)
             for n in _NETWORKS
         ),
         num_warps=16,
     ),
     KernelSpec(
         internode_dispatch.internode_forward_kernel,
-        "word_ptr:*{WORD} tokens_from_node_ptr:*i32 owner_table_ptr:*i32 dst_row_table_ptr:*i32 "
-        f"stage_row_table_ptr:*i32 {_STATE} max_tokens:i32 row_words:i32 "
-        f"stage_capacity:i32 {_WHERE}",
+        f"word_ptr:*{{WORD}} placement_ptr:*i32 forward_ptr:*i32 {_STATE} max_tokens:i32 row_words:i32 "
+        f"stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
         (Variant(_payload(_K8, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=True), _WORD, ("row_words",)),),
         num_warps=16,
     ),
     KernelSpec(
         combine.combine_stage_kernel,
-        f"y_ptr:*{{WORD}} weights_ptr:*fp32 num_rows_ptr:*i32 {_STATE} row_words:i32 row_capacity:i32 {_WHERE}",
+        f"y_ptr:*{{WORD}} weights_ptr:*fp32 placement_ptr:*i32 {_STATE} row_words:i32 row_capacity:i32 "
+        f"experts_per_rank:i32 {_WHERE}",
         tuple(Variant(_payload(_FLAGS, _ROW, HAS_WEIGHTS=w, WP=8), _WORD, ("row_words",)) for w in (False, True)),
         num_warps=16,
     ),
     KernelSpec(
         combine.combine_reduce_kernel,
-        f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 report_ptr:*i32 {_STATE} hidden:i32 "
-        f"row_capacity:i32 {_WHERE}",
+        f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 {_STATE} hidden:i32 "
+        f"row_capacity:i32 {_WHERE} num_steps:i32",
         tuple(
             Variant(_payload({"TOPK": 8}, _FLAGS, _SUM, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",))
             for w in (False, True)
@@ -209,13 +206,16 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         internode_combine.combine_partial_kernel,
-        "like_x_ptr:*{TOKEN} tokens_from_node_ptr:*i32 owner_table_ptr:*i32 row_table_ptr:*i32 "
-        f"{_STATE} max_tokens:i32 hidden:i32 row_capacity:i32 "
-        f"{_WHERE} num_stage_programs:i32",
+        f"like_x_ptr:*{{TOKEN}} placement_ptr:*i32 forward_ptr:*i32 {_STATE} max_tokens:i32 hidden:i32 "
+        f"row_capacity:i32 experts_per_rank:i32 {_WHERE} num_stage_programs:i32",
         tuple(
             Variant(
                 _payload(
-                    {"TOPK": 8}, _FLAGS, _CHUNKS, {**_SUM, "ROWS": 1}, HAS_WEIGHTS=True, PARTIAL_DTYPE=dtype, NETWORK=n
+                    {"TOPK": 8, "REDUCED": n == P2P.value, "PARTIAL_DTYPE": dtype, "NETWORK": n},
+                    _FLAGS,
+                    _CHUNKS,
+                    {**_SUM, "ROWS": 1},
+                    HAS_WEIGHTS=True,
                 ),
                 _TOKEN,
                 ("hidden",),
@@ -226,16 +226,23 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         combine.combine_pull_kernel,
-        f"out_ptr:*{{TOKEN}} owner_ptr:*i32 row_ptr:*i32 node_slot_ptr:*i32 tokens_per_node_ptr:*i32 {_STATE} "
-        "num_tokens:i32 max_tokens:i32 hidden:i32 row_capacity:i32 "
-        f"{_WHERE} num_stage_programs:i32",
+        f"out_ptr:*{{TOKEN}} entries_ptr:*i32 placement_ptr:*i32 {_STATE} num_tokens:i32 max_tokens:i32 hidden:i32 "
+        f"row_capacity:i32 experts_per_rank:i32 {_WHERE} num_stage_programs:i32 num_steps:i32",
         tuple(
             Variant(
-                _payload({"TOPK": 8}, _FLAGS, _CHUNKS, tile, HAS_WEIGHTS=w, NNP=nodes, PARTIAL_DTYPE=tl.float32),
+                _payload(
+                    {"TOPK": 8, "NNP": nodes, "PARTIAL_DTYPE": tl.float32, "BLOCK_T": 16},
+                    _FLAGS,
+                    _CHUNKS,
+                    {**_SUM, "ROWS": 3 - nodes},
+                    HAS_WEIGHTS=not reduced,
+                    REDUCED=reduced,
+                    NETWORK=network,
+                ),
                 _TOKEN,
                 ("hidden",),
             )
-            for nodes, w, tile in ((1, False, _SUM), (2, True, {**_SUM, "ROWS": 1}))
+            for nodes, reduced, network in ((1, True, P2P.value), (1, False, P2P.value), (2, False, NVSHMEM.value))
         ),
         num_warps=32,
     ),

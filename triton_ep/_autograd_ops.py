@@ -15,6 +15,7 @@ import torch
 
 from triton_ep.errors import StaleHandleError
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.layout import placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import MXTensor
@@ -22,18 +23,6 @@ from triton_ep.ops import slots as slot_ops
 
 LAYERS: WeakValueDictionary[int, EPAll2AllLayer] = WeakValueDictionary()
 """Layers by their key, held weakly: what `triton_ep.autograd.enter` and `leave` change."""
-
-PLACED = ("topk_indices_tensor", "owner_ranks", "token_dst_scatter_idx", "stage_row", "node_slot")
-SMALL = (
-    "expert_offsets",
-    "num_recv_tokens_per_expert",
-    "overflow",
-    "tokens_from_node",
-    "tokens_per_node",
-    "report",
-)
-FORWARD = ("forward_owner", "forward_dst_row", "forward_stage_row")
-COPIES = "skipped_token_topk_mapping_indices"
 
 
 def layer_of(key: int) -> EPAll2AllLayer:
@@ -56,28 +45,38 @@ def layer_of(key: int) -> EPAll2AllLayer:
 
 def tensors_of(desc: EPAllToAllLayoutDesc) -> list[torch.Tensor]:
     """The tensors of a descriptor, in the order that `_descriptor` expects."""
-    names = (*PLACED, *SMALL, *FORWARD, COPIES)
-    return [tensor for name in names if (tensor := getattr(desc, name)) is not None]
+    found = (desc.entries, desc.placement, desc.forward, desc.skipped_token_topk_mapping_indices)
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _descriptor(layer: EPAll2AllLayer, tensors: Sequence[torch.Tensor], num_rows: int) -> EPAllToAllLayoutDesc:
-    names = [*PLACED, *SMALL]
-    names += [] if layer.config.is_intra_node else FORWARD
-    names += [COPIES] if layer.config.enable_local_combine else []
-    return make_descriptor(layer, dict(zip(names, tensors, strict=True)), num_rows, epoch=0)
+    entries, placement, *optional = tensors
+    forward = None if layer.config.is_intra_node else optional[0]
+    copies = optional[-1] if layer.config.enable_local_combine else None
+    return make_descriptor(layer, entries, placement, forward, copies, num_rows, epoch=0)
 
 
 def make_descriptor(
-    layer: EPAll2AllLayer, fields: dict[str, torch.Tensor], num_rows: int, epoch: int
+    layer: EPAll2AllLayer,
+    entries: torch.Tensor,
+    placement: torch.Tensor,
+    forward: torch.Tensor | None,
+    copies: torch.Tensor | None,
+    num_rows: int,
+    epoch: int,
 ) -> EPAllToAllLayoutDesc:
-    """A descriptor of the named tensors and what follows from them."""
+    """A descriptor of these tensors and what follows from them."""
+    cfg = layer.config
     return EPAllToAllLayoutDesc(
-        num_dispatch_token_cur_rank=fields["topk_indices_tensor"].shape[0],
+        num_dispatch_token_cur_rank=entries.shape[1],
         num_recv_rows=num_rows,
-        num_input_tokens_per_rank=fields["report"][:, 2],
+        entries=entries,
+        placement=placement,
+        shape=(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank),
         layer_id=layer.context.layer_id,
         epoch=epoch,
-        **cast(dict[str, Any], fields),
+        forward=forward,
+        skipped_token_topk_mapping_indices=copies,
     )
 
 
@@ -99,7 +98,7 @@ def _plain(rows: torch.Tensor) -> torch.Tensor:
     "triton_ep::dispatch",
     mutates_args=(),
     schema="(Tensor x, Tensor? scale, Tensor topk_idx, Tensor? weights, bool want_slots, int layer) -> (Tensor, "
-    "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _dispatch(
     x: torch.Tensor,
@@ -114,19 +113,15 @@ def _dispatch(
     given = x if scale is None else MXTensor.from_qdata_and_scales(x, scale, owner.config.token_dtype)
     recv_x, recv_weights, desc = owner.dispatch(given, topk_idx, weights)
     nothing = x.new_empty(0, dtype=torch.int32)
-    copies = getattr(desc, COPIES)
-    assert desc.tokens_per_node is not None, "low latency only leaves it out, and has no gradient"
+    copies = desc.skipped_token_topk_mapping_indices
     return (
         *_parts(recv_x),
         recv_weights if recv_weights is not None else x.new_empty(0, dtype=torch.float32),
         slot_ops.row_slots(owner.context, desc) if want_slots else nothing,
-        # Views of one storage: outputs of an op must not share any.
-        torch.stack([getattr(desc, name) for name in PLACED]),
-        nothing.clone() if desc.forward_owner is None else torch.stack([getattr(desc, name) for name in FORWARD]),
+        desc.entries,
+        desc.placement,
+        nothing.clone() if desc.forward is None else desc.forward,
         nothing.clone() if copies is None else copies,
-        *(getattr(desc, name) for name in SMALL[:-2]),
-        desc.tokens_per_node.clone(),  # a piece of a longer tensor
-        desc.report,
     )
 
 
@@ -147,15 +142,10 @@ def _(x: Any, scale: Any, topk_idx: Any, weights: Any, want_slots: bool, layer: 
         *_fake_rows(x, owner, rows),
         x.new_empty((rows if weights is not None else 0,), dtype=torch.float32),
         integers(rows if want_slots else 0),
-        integers(len(PLACED), *topk_idx.shape),
+        integers(5, *topk_idx.shape),
+        integers(owner.context.sizes.placement_length),
         integers(0) if cfg.is_intra_node else integers(3, cfg.num_nodes, cfg.max_tokens, cfg.topk),
         integers(arrivals, cfg.topk) if cfg.enable_local_combine else integers(0),
-        integers(cfg.num_experts_per_rank + 1),
-        integers(cfg.num_experts_per_rank),
-        integers(1),
-        integers(cfg.num_nodes),
-        integers(cfg.num_nodes),
-        integers(cfg.world_size, 8),
     )
 
 
@@ -197,7 +187,7 @@ def _dispatch_backward(
 def _(
     grad_rows: Any, grad_weights: Any, slots: Any, desc: Any, want_x: bool, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, topk = desc[0].shape
+    _, tokens, topk = desc[0].shape
     return (
         grad_rows.new_empty((tokens, grad_rows.shape[1]) if want_x else (0,)),
         grad_rows.new_empty((tokens, topk) if grad_weights is not None else (0,), dtype=torch.float32),
@@ -206,21 +196,16 @@ def _(
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.want_slots, ctx.layer = inputs[4], inputs[5]
-    _, _, _, slots, placed, forward, copies, *small = output
+    _, _, _, slots, entries, placement, forward, copies = output
     cfg = layer_of(ctx.layer).config
     # What is not there is empty, and must not be taken for a part of the descriptor.
     optional = ([] if cfg.is_intra_node else [forward]) + ([copies] if cfg.enable_local_combine else [])
-    ctx.save_for_backward(slots, placed, *small, *optional)
+    ctx.save_for_backward(slots, entries, placement, *optional)
 
 
 def _dispatch_grads(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor | None, x: int, weights: int) -> Any:
     """Gradients of the inputs with these positions."""
-    slots, placed, *rest = ctx.saved_tensors
-    cfg = layer_of(ctx.layer).config
-    small, optional = rest[: len(SMALL)], rest[len(SMALL) :]
-    desc = [*placed.unbind(), *small]
-    desc += [] if cfg.is_intra_node else optional[0].unbind()
-    desc += optional[-1:] if cfg.enable_local_combine else []
+    slots, *desc = ctx.saved_tensors
     want_x, want_weights = ctx.needs_input_grad[x], ctx.want_slots and ctx.needs_input_grad[weights]
     if not (want_x or want_weights):
         return None, None
@@ -293,28 +278,28 @@ def _combine(y: torch.Tensor, weights: torch.Tensor | None, desc: list[torch.Ten
 
 @_combine.register_fake
 def _(y: Any, weights: Any, desc: Any, layer: int) -> torch.Tensor:
-    return y.new_empty((desc[0].shape[0], y.shape[1]))
+    return y.new_empty((desc[0].shape[1], y.shape[1]))
 
 
 @torch.library.custom_op(
     "triton_ep::combine_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor topk_idx, SymInt num_rows, int layer) -> (Tensor, Tensor)",
+    schema="(Tensor grad, Tensor entries, SymInt num_rows, int layer) -> (Tensor, Tensor)",
 )
 def _combine_backward(
-    grad: torch.Tensor, topk_idx: torch.Tensor, num_rows: int, layer: int
+    grad: torch.Tensor, entries: torch.Tensor, num_rows: int, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's copy of its token's gradient, [R, H], and its scale bytes: a dispatch by the same routing.
 
     The same expert ids give the same rows, because no atomic decides a slot.
     """
-    rows, _, _ = layer_of(layer).dispatch(grad, topk_idx)
+    rows, _, _ = layer_of(layer).dispatch(grad, entries[0])
     assert rows.shape[0] == num_rows, "dispatch is deterministic: the same expert ids give the same rows"
     return _parts(rows)
 
 
 @_combine_backward.register_fake
-def _(grad: Any, topk_idx: Any, num_rows: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _(grad: Any, entries: Any, num_rows: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _fake_rows(grad, layer_of(layer), num_rows)
 
 
@@ -322,17 +307,18 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
     y, weights, desc, ctx.layer = inputs
     ctx.num_rows, ctx.num_desc = y.shape[0], len(desc)
     with_weights = () if weights is None else (weights, y)
-    topk_idx, expert_offsets = desc[0], desc[len(PLACED)]
-    ctx.save_for_backward(topk_idx, expert_offsets, *with_weights)
+    ctx.save_for_backward(desc[0], desc[1], *with_weights)
 
 
 def _backward_of_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    topk_idx, expert_offsets, *with_weights = ctx.saved_tensors
+    entries, placement, *with_weights = ctx.saved_tensors
     cfg = layer_of(ctx.layer).config
-    data, scale = torch.ops.triton_ep.combine_backward(_plain(grad), topk_idx, ctx.num_rows, ctx.layer)
+    data, scale = torch.ops.triton_ep.combine_backward(_plain(grad), entries, ctx.num_rows, ctx.layer)
     if cfg.recv_capacity is not None:
         # Static mode leaves rows behind the last expert as they are.
-        in_use = (torch.arange(ctx.num_rows, device=grad.device) < expert_offsets[-1]).unsqueeze(1)
+        first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["expert_offsets"]
+        end = placement[first + count - 1]
+        in_use = (torch.arange(ctx.num_rows, device=grad.device) < end).unsqueeze(1)
         data, scale = _zero_unused(data, in_use), _zero_unused(scale, in_use) if cfg.payload else scale
     rows = data if cfg.payload is None else MXTensor.from_qdata_and_scales(data, scale, cfg.token_dtype)
     if not with_weights:

@@ -68,15 +68,18 @@ def dispatch(
         recv_x, _, *outputs = torch.ops.triton_ep.dispatch(x, None, topk_idx, topk_weights, want_slots, key)
     else:
         recv_x, *outputs = ops.DispatchMX.apply(x, topk_idx, topk_weights, want_slots, key)
-    recv_weights, _, placed, forward, copies, *small = outputs
-    fields = dict(zip((*ops.PLACED, *ops.SMALL), (*placed.unbind(), *small), strict=True))
-    if not layer.config.is_intra_node:
-        fields.update(zip(ops.FORWARD, forward.unbind(), strict=True))
-    if layer.config.enable_local_combine:
-        fields[ops.COPIES] = copies
+    recv_weights, _, entries, placement, forward, copies = outputs
     # A compiled graph may run any number of dispatches: it does not know which one this is.
     epoch = 0 if torch.compiler.is_compiling() else layer.context.epoch
-    desc = ops.make_descriptor(layer, fields, recv_x.shape[0], epoch)
+    desc = ops.make_descriptor(
+        layer,
+        entries,
+        placement,
+        None if layer.config.is_intra_node else forward,
+        copies if layer.config.enable_local_combine else None,
+        recv_x.shape[0],
+        epoch,
+    )
     return recv_x, recv_weights if topk_weights is not None else None, desc
 
 

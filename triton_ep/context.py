@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.kernels.device import buffers as device_buffers
 from triton_ep.kernels.device import waits
 from triton_ep.kernels.device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
+from triton_ep.runtime import Launcher
 
 _INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
 _SLACK_BYTES = 4096  # what a heap may add to one allocation to align it
@@ -57,9 +59,15 @@ class DispatchCombineContext:
         self.state[device_buffers.TIMEOUT_US.value] = int(config.timeout_s * 1e6)
         self.status = self.state[device_buffers.STATUS.value :]
         self.network = P2P.value if config.is_intra_node or heap.network == "p2p" else NVSHMEM.value
+        # A word that the host can read at any time; the device sets it beside the status record.
+        self._alarm = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self.state[device_buffers.ALARM.value] = self._alarm.data_ptr()
+        self.no_floats = torch.zeros(4, dtype=torch.float32, device=self.device)
+        self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
         self._pinned: torch.Tensor | None = None
         self._side: torch.cuda.Stream | None = None
         self._extern_libs: dict[str, str] | None = None
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
         classes = ("", "arrival", "output")
         heap.require(layout.estimate_bytes(sizes) + len(classes) * _SLACK_BYTES, group)
         for grows in classes:
@@ -204,6 +212,15 @@ class DispatchCombineContext:
                 f"This layer failed before and its ranks are out of step: {self.failure} Finalize it and make another."
             )
 
+    def launcher(self, key: tuple[Any, ...], make: Callable[..., Launcher], *args: Any) -> Launcher:
+        """The launcher of this key; at first it is made, as `make(self, *args)`."""
+        # A copy of this context for narrower rows shares the table (ops/slots.py).
+        key = (self.config.hidden, self.config.token_dtype, *key)
+        found = self._launchers.get(key)
+        if found is None:
+            found = self._launchers[key] = make(self, *args)
+        return found
+
     def fork(self) -> torch.cuda.Stream:
         """A second stream that starts from where the current one is now; `join` must follow."""
         if self._side is None:
@@ -211,9 +228,10 @@ class DispatchCombineContext:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         return self._side
 
-    def join(self, side: torch.cuda.Stream) -> None:
-        """Make the current stream wait for what `fork` gave."""
-        torch.cuda.current_stream(self.device).wait_stream(side)
+    def join(self) -> None:
+        """Make the current stream wait for what was launched on the second stream."""
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
 
     def check_status(self) -> None:
         """Wait for the stream of this device and raise what a kernel reported.
@@ -225,17 +243,9 @@ class DispatchCombineContext:
         self.raise_for_status(self.status.tolist())
 
     def poll_status(self) -> None:
-        """Raise what a kernel reported up to now, without waiting for the stream.
-
-        On a GPU this sees a record only after the copy that an earlier call asked for; `check_status` waits.
-        """
-        if self.device.type != "cuda":
+        """Raise what a kernel has reported up to now, without waiting for the stream."""
+        if self._alarm.item() != 0 and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self.check_status()
-        elif not torch.cuda.is_current_stream_capturing():
-            if self._pinned is None:
-                self._pinned = torch.zeros(4, dtype=torch.int64, pin_memory=True)
-            self.raise_for_status(self._pinned.tolist())
-            self._pinned.copy_(self.status, non_blocking=True)
 
     def read_back(self, report: torch.Tensor) -> list[list[int]]:
         """Rows of the report [W, 8] on the host, once the device has written it.
@@ -246,9 +256,9 @@ class DispatchCombineContext:
         if self.device.type != "cuda":
             self.check_status()
             return report.tolist()
-        both = torch.cat([self.status, report.flatten().long()])
-        pinned = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
-        pinned.copy_(both, non_blocking=True)
+        if self._pinned is None:
+            self._pinned = torch.empty(report.numel(), dtype=report.dtype, pin_memory=True)
+        self._pinned.copy_(report.view(-1), non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         # The device bounds its own wait; twice that covers earlier work on the stream.
@@ -260,9 +270,8 @@ class DispatchCombineContext:
                     f"dispatch waited {2 * self.config.timeout_s + 60:.0f} s on the host for the GPU of rank "
                     f"{self.config.rank}. Look for an earlier kernel on this stream that does not end."
                 )
-        values = pinned.tolist()
-        self.raise_for_status(values[:4])
-        return [values[4 + 8 * rank : 12 + 8 * rank] for rank in range(self.config.world_size)]
+        self.poll_status()
+        return self._pinned.view(report.shape).tolist()
 
     def raise_for_status(self, record: list[int]) -> None:
         """Turn a status record (kernels/device/waits.py) into an exception; nothing if it is clean."""

@@ -19,7 +19,6 @@ from triton_ep.errors import AotMiss, InputError, PeerFailed
 from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.ops import barrier as barrier_ops
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
@@ -191,12 +190,7 @@ class EPAll2AllLayer:
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
         if self.config.low_latency:
             return low_latency_ops.combine(ctx, input, weights, desc)
-        has_weights = weights is not None
-        combine_ops.stage(ctx, input, weights, desc)
-        if not self.config.is_intra_node:
-            combine_ops.send_partials(ctx, has_weights, desc)
-        out = combine_ops.pull(ctx, has_weights, desc)
-        barrier_ops.post_combine_done(ctx)
+        out = combine_ops.combine(ctx, input, weights, desc)
         ctx.poll_status()
         return out
 
@@ -244,63 +238,49 @@ class EPAll2AllLayer:
         if cfg.low_latency:
             return low_latency_ops.dispatch(ctx, x, topk_idx, weights, host_word)
         has_weights = weights is not None
-        routing = self.preprocess(topk_idx, scatter, host_word | (HOST_WEIGHTS if has_weights else 0))
-        placement = routing_ops.offsets(ctx)
+        x = dispatch_ops.quantize(ctx, x)
+        routing, placement = self.preprocess(topk_idx, scatter, host_word | (HOST_WEIGHTS if has_weights else 0))
         ctx.epoch += 1
-        node_token = routing_ops.place(ctx, routing, placement, scatter)
         num_rows, num_arrivals = self.init_output_buffer(placement)
-        tokens_per_node = routing.row[cfg.num_experts + cfg.world_size :][: cfg.num_nodes]
-        tables = None
+        routing_ops.place(ctx, routing, placement, weights, scatter)
         received = dispatch_ops.make_received(ctx, num_rows, num_arrivals, has_weights)
         side = dispatch_ops.fork(ctx)
         if not cfg.is_intra_node:
-            dispatch_ops.send(ctx, x, weights, routing, node_token, tokens_per_node)
-        dispatch_ops.push(ctx, x, weights, routing)
-        if not cfg.is_intra_node:
-            tables = dispatch_ops.forward(ctx, has_weights, placement)
+            dispatch_ops.send(ctx, x, weights, routing, placement)
+        dispatch_ops.push(ctx, x, routing, placement)
+        forward = None if cfg.is_intra_node else dispatch_ops.forward(ctx, has_weights, placement)
         dispatch_ops.expand(ctx, received, placement, side)
         ctx.poll_status()
         desc = EPAllToAllLayoutDesc(
             num_dispatch_token_cur_rank=x.data.shape[0],
             num_recv_rows=num_rows,
-            num_input_tokens_per_rank=placement.report[:, 2],
-            topk_indices_tensor=routing.topk_idx,
-            owner_ranks=routing.owner,
-            token_dst_scatter_idx=routing.dst_row,
-            expert_offsets=placement.expert_offsets,
-            num_recv_tokens_per_expert=placement.num_recv,
-            overflow=placement.overflow,
-            stage_row=routing.stage_row,
-            node_slot=routing.node_slot,
-            tokens_per_node=tokens_per_node,
-            tokens_from_node=placement.tokens_from_node,
-            report=placement.report,
+            entries=routing.entries,
+            placement=placement,
+            shape=(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank),
             layer_id=ctx.layer_id,
             epoch=ctx.epoch,
-            forward_owner=tables.owner if tables else None,
-            forward_dst_row=tables.dst_row if tables else None,
-            forward_stage_row=tables.stage_row if tables else None,
+            forward=forward,
             skipped_token_topk_mapping_indices=received.copy_rows,
             full_scatter=scatter is not None,
         )
         return received.x, received.weights, desc
 
-    def preprocess(self, topk_idx: torch.Tensor, scatter: torch.Tensor | None, host_word: int) -> routing_ops.Routing:
-        """Count, give slots, and exchange the splits of all ranks."""
-        ctx = self.context
-        routing = routing_ops.route(ctx, topk_idx, host_word)
+    def preprocess(
+        self, topk_idx: torch.Tensor, scatter: torch.Tensor | None, host_word: int
+    ) -> tuple[routing_ops.Routing, torch.Tensor]:
+        """Count, give slots, and exchange the splits of all ranks; what they say is the second."""
+        ctx, num_experts = self.context, self.config.num_experts
+        bad_scatter = None
         if scatter is not None:
-            good = routing_ops.check_scatter(routing, scatter, self.config.num_experts)
-            # A bad table counts as no tokens at all: nobody may write by it.
-            routing.row[:-4] *= good.int()
-            routing.row[-1] += torch.where(good, 0, HOST_SCATTER).int()
-            routing.topk_idx.copy_(torch.where(good, routing.topk_idx, -1))
-            for table in (routing.owner, routing.dst_row, routing.stage_row, routing.node_slot):
-                table.copy_(torch.where(good, table, -1))
-        splits_ops.exchange(ctx, routing.row)
-        return routing
+            good = routing_ops.legal_scatter(topk_idx, scatter, num_experts)
+            # A bad table counts as no tokens at all: nobody may write by it. Illegal ids are still reported.
+            legal = (topk_idx >= 0) & (topk_idx < num_experts)
+            topk_idx = torch.where(legal & ~good, -1, topk_idx)
+            bad_scatter = torch.where(good, 0, HOST_SCATTER).int().view(1)
+        routing = routing_ops.count(ctx, topk_idx)
+        return routing, splits_ops.exchange(ctx, routing, host_word, bad_scatter)
 
-    def init_output_buffer(self, placement: routing_ops.Placement) -> tuple[int, int]:
+    def init_output_buffer(self, placement: torch.Tensor) -> tuple[int, int]:
         """Rows of this rank's output and arrival rows to expect; in exact mode read from the device.
 
         In exact mode this is where errors of any rank surface on all, before any row is sent, and where
@@ -309,7 +289,7 @@ class EPAll2AllLayer:
         ctx, cfg = self.context, self.config
         if cfg.recv_capacity is not None:
             return cfg.recv_capacity, ctx.sizes.arrival_rows
-        report = ctx.read_back(placement.report)
+        report = ctx.read_back(placement[: 8 * cfg.world_size].view(-1, 8))
         checks.raise_for_ranks(cfg, report)
         arrivals = max(row[1] for row in report)
         rows = arrivals if cfg.enable_local_combine else max(row[0] for row in report)

@@ -24,10 +24,35 @@ HOST_SCATTER = 4
 """Bit: this rank's scatter indices are no sort of its entries."""
 CHUNK = 16
 """Tokens per network message."""
+STEPS = 8
+"""Most steps of a dispatch or combine, after each of which other ranks may go on (kernels/device/tables.py)."""
 STAGE_PROGRAMS = 128
 """Most programs of the kernels that copy or sum local rows before a combine."""
 ALIGN_BYTES = 256
 """Start of every symmetric buffer."""
+
+
+def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) -> dict[str, tuple[int, int]]:
+    """Parts of a dispatch's `placement`: first int32, and number of them (kernels/device/tables.py)."""
+    num_experts, num_nodes = num_ranks * experts_per_rank, num_ranks // ranks_per_node
+    parts, at = {}, 0
+    for name, count in (
+        ("report", num_ranks * 8),
+        ("expert_offsets", experts_per_rank + 1),
+        ("num_recv", experts_per_rank),
+        ("overflow", 1),
+        ("tokens_from_node", num_nodes),
+        ("row", _fours(num_experts + num_ranks + num_nodes) + 4),
+        ("step_rows", STEPS**2 * ranks_per_node),
+        ("bases", 2 * num_experts + num_ranks),
+    ):
+        parts[name] = (at, count)
+        at += _fours(count)
+    return parts
+
+
+def _fours(count: int) -> int:
+    return -(-count // 4) * 4
 
 
 @dataclass(frozen=True)
@@ -51,7 +76,14 @@ class Sizes:
     @property
     def row_length(self) -> int:
         """int32 words of a splits row: counts padded to 4, then 4 words of tail."""
-        return -(-self.num_columns // 4) * 4 + 4
+        return _fours(self.num_columns) + 4
+
+    @property
+    def placement_length(self) -> int:
+        """int32 words of a dispatch's `placement`."""
+        c = self.config
+        first, count = placement_parts(c.world_size, c.local_world_size, c.num_experts_per_rank)["bases"]
+        return first + count
 
     @property
     def max_programs(self) -> int:
@@ -167,7 +199,7 @@ BUFFERS: tuple[Buffer, ...] = (
         "stage_meta",
         lambda s: (s.config.world_size * s.config.max_tokens, 2 * s.kp),
         _fixed(torch.int32),
-        "dispatch push and forward of the ranks of this node",
+        "routing slots and dispatch forward of the ranks of this node",
         "dispatch expand",
         _SPLITS,
     ),

@@ -7,7 +7,7 @@ buffer holds, who writes and who reads it, is the table in triton_ep/layout.py, 
 with this one.
 
 The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record,
-and of the low-latency kernels a counter of programs that came to their end.
+counts of programs that came to their end (of the low-latency kernels their own), and the address of a word in host memory that says if there is a record.
 """
 
 import triton
@@ -50,7 +50,9 @@ EPOCH_LL_COMBINE = tl.constexpr(6)
 LL_ARRIVALS = tl.constexpr(7)
 LL_ARRIVALS_BEFORE = tl.constexpr(8)
 STATUS = tl.constexpr(9)
-STATE_WORDS = tl.constexpr(13)
+PROGRAMS_DONE = tl.constexpr(13)
+ALARM = tl.constexpr(14)
+STATE_WORDS = tl.constexpr(15)
 
 
 @triton.jit

@@ -33,3 +33,11 @@ def in_bands(tile, tiles_m, tiles_n, BAND: tl.constexpr):
     height = tl.minimum(tiles_m - first, BAND)
     inside = tile % per_band
     return first + inside % height, inside // height
+
+
+@triton.jit
+def my_first(first, shift):
+    """First tile from `first` on that is this program's: programs take turns from tile -`shift` on."""
+    num_programs = tl.num_programs(0)
+    turn = (first + shift) % num_programs
+    return first + (tl.program_id(0) + num_programs - turn) % num_programs

@@ -11,10 +11,11 @@ Arrival buffers of a rank: `stage_x` [capacity, row] holds one row per (token, r
 [W * max_tokens, 2 * KP] int32 holds, for each of them, the output rows of its copies (-1 = none), then
 their weights as float32 bits. KP is top-k rounded up to a power of two.
 
-A rank pushes its tokens in up to ARRIVE_STEPS steps, and each of its programs raises its arrival flag on every rank
+A rank pushes its tokens in up to STEPS steps, and each of its programs raises its arrival flag on every rank
 of the node after each, so that a receiver can work on the first rows while the last are on their way. The high 32
-bits of the flag count steps since the layer was made, ARRIVE_STEPS per call; the low 32 bits say how many of the
-sender's rows for that receiver its steps cover so far, in arrival order.
+bits of the flag count steps since the layer was made, STEPS per call; the low 32 bits say how many of the
+sender's rows for that receiver its steps cover so far, in arrival order. Rows of a combine are staged in steps, too,
+STEPS per call, each some rows of every source.
 """
 
 import triton
@@ -33,6 +34,7 @@ from .buffers import (
     buffer_ptrs,
 )
 from .mxfp8 import MODE_RCEIL, quantize_tile
+from .tables import STEPS
 from .waits import WAIT_COMBINE_STAGED, release_flags, wait_flags
 
 
@@ -43,7 +45,6 @@ def on_my_node(peer, rank, ranks_per_node):
     return (peer >= first) & (peer < first + ranks_per_node)
 
 
-ARRIVE_STEPS = tl.constexpr(8)
 ALL_ROWS = tl.constexpr(2**31 - 1)
 
 WORDS = tl.constexpr(0)
@@ -115,9 +116,8 @@ def store_scales(scale_ptrs, mask, scales, h, row_words, WORD_BYTES: tl.constexp
 
 
 @triton.jit
-def push_payload(
-    row_ptrs,  # [ROWS] pointers to rows of words, or of elements to quantise
-    scale_ptrs,  # [ROWS] pointers to rows of uint8 scales; read with MX
+def push_words(
+    row_ptrs,  # [ROWS] pointers to rows on the wire, as words
     alive,  # [ROWS]
     owner_ptrs,  # [ROWS] pointers to K int32 ranks, -1 = dropped
     stage_ptrs,  # [ROWS] pointers to K int32 arrival rows, -1 = not the first k of that rank
@@ -128,31 +128,23 @@ def push_payload(
     num_ranks,
     ranks_per_node,
     WORD: tl.constexpr,  # dtype of what `row_ptrs` point to
-    PAYLOAD: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Store each row to every rank of this node that its token goes to: read once, written once per rank."""
     offs = tl.arange(0, BLOCK_H)
-    stride, data_bytes, row_bytes = wire_sizes(row_words, WORD, PAYLOAD)
     for h in range(0, row_words, BLOCK_H):
         in_row = (h + offs < row_words)[None, :]
-        data, scales = load_payload(row_ptrs, scale_ptrs, alive, h, row_words, PAYLOAD, BLOCK_H)
+        data = tl.load(row_ptrs[:, None] + h + offs[None, :], mask=alive[:, None] & in_row, other=0)
         for k in tl.static_range(TOPK):
             peer = tl.load(owner_ptrs + k, mask=alive, other=-1)
             slot = tl.load(stage_ptrs + k, mask=alive, other=-1)
             here = (slot >= 0) & (slot < stage_capacity) & on_my_node(peer, rank, ranks_per_node)
-            # Half of the k carry no row: all warps would compute addresses for nothing. (Quantised data would be
-            # brought into the layout of the store in each branch anew.)
-            if (PAYLOAD == QUANTISE) or (tl.sum(here.to(tl.int32)) > 0):
-                dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, data.dtype)
-                # int64: slot * stride passes 2**31 words in large buffers.
-                dest += slot.to(tl.int64) * stride
+            # Half of the k carry no row: all warps would compute addresses for nothing.
+            if tl.sum(here.to(tl.int32)) > 0:
+                # int64: slot * row_words passes 2**31 words in large buffers.
+                dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, WORD) + slot.to(tl.int64) * row_words
                 tl.store(dest[:, None] + h + offs[None, :], data, mask=here[:, None] & in_row)
-                if PAYLOAD != WORDS:
-                    dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, tl.uint8)
-                    dest += slot.to(tl.int64) * row_bytes + data_bytes
-                    store_scales(dest, here, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
 
 
 @triton.jit
@@ -234,7 +226,7 @@ def release_arrivals(
     rank,
     num_ranks,
     ranks_per_node,
-    step,  # 1 to ARRIVE_STEPS, the last one
+    step,  # 1 to STEPS, the last one
     rows,  # [LWP] rows for each rank of the node that all programs have pushed by then; ALL_ROWS with the last step
     KIND: tl.constexpr,  # 0 = push of this rank's own tokens, 1 = forward of another node's
     LWP: tl.constexpr,
@@ -253,7 +245,7 @@ def release_arrivals(
 @triton.jit
 def arrival_steps(state_ptr):
     """Steps of all calls before this one, int64."""
-    return (tl.load(state_ptr + EPOCH_DISPATCH) - 1) * ARRIVE_STEPS
+    return (tl.load(state_ptr + EPOCH_DISPATCH) - 1) * STEPS
 
 
 @triton.jit
@@ -272,12 +264,24 @@ def wait_staged(
     num_ranks,
     ranks_per_node,
     num_stage_programs,
+    steps,  # of STEPS
     LWP: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
-    """Wait until every rank of this node has staged its rows of this combine."""
+    """Wait until every rank of this node has staged its rows of this combine up to a step."""
     flag = tl.arange(0, LWP * MAX_PROGRAMS)
     used = (flag // MAX_PROGRAMS < ranks_per_node) & (flag % MAX_PROGRAMS < num_stage_programs)
     flag_ptrs = buffer_ptr(tables_ptr, STAGED_FLAG, num_ranks, rank, tl.int64) + flag
-    epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
-    return wait_flags(flag_ptrs, used, epoch, state_ptr, WAIT_COMBINE_STAGED)
+    return wait_flags(flag_ptrs, used, staged_steps(state_ptr) + steps, state_ptr, WAIT_COMBINE_STAGED)
+
+
+@triton.jit
+def staged_steps(state_ptr):
+    """Steps of all combines before this one, int64."""
+    return tl.load(state_ptr + EPOCH_COMBINE) * STEPS
+
+
+@triton.jit
+def staged_part(rows, step):
+    """How many of `rows` rows of a source are staged after some of STEPS steps; the first ones are short."""
+    return rows * (step * step) // (STEPS * STEPS)

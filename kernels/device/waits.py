@@ -6,14 +6,14 @@ may replay. Every wait is bounded: on expiry one program writes a status record 
 rank return at once; the host raises from the record (triton_ep/context.py).
 
 Status record, the words of the state array from STATUS on: [0] operation (0 = fine), [1] index of the first
-missing flag, [2] expected epoch, [3] epoch seen. The operation codes are `WAIT_*` below; the host names them
-(triton_ep/context.py).
+missing flag, [2] expected epoch, [3] epoch seen. A word in host memory then says that there is
+a record. The operation codes are `WAIT_*` below; the host names them (triton_ep/context.py).
 """
 
 import triton
 import triton.language as tl
 
-from .buffers import STATUS, TIMEOUT_US
+from .buffers import ALARM, PROGRAMS_DONE, STATUS, TIMEOUT_US
 from .spin import now_ns, pause
 
 WAIT_SPLITS = tl.constexpr(1)
@@ -74,6 +74,8 @@ def _report_expiry(seen, expected, first_index, state_ptr, OPERATION: tl.constex
         tl.store(state_ptr + STATUS + 1, tl.cast(first_index + first, tl.int64))
         tl.store(state_ptr + STATUS + 2, expected)
         tl.store(state_ptr + STATUS + 3, value)
+        alarm_ptr = tl.load(state_ptr + ALARM).to(tl.pointer_type(tl.int64))
+        tl.store(alarm_ptr, tl.cast(OPERATION, tl.int64))
 
 
 @triton.jit
@@ -85,3 +87,18 @@ def release_flags(flag_ptrs, mask, value):
     """
     tl.debug_barrier()
     tl.atomic_xchg(flag_ptrs, value, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def last_to_arrive(state_ptr):
+    """True in the program of a grid that comes here last; it then sees what the others stored before.
+
+    The last one sets the count back, for the next kernel on the stream.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(state_ptr + PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
+    last = before == tl.num_programs(0) - 1
+    if last:
+        tl.store(state_ptr + PROGRAMS_DONE, 0)
+    tl.debug_barrier()
+    return last

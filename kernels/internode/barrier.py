@@ -1,11 +1,10 @@
-"""Barrier of all ranks, or of the ranks of one node; and the post-only half of it that ends a combine.
+"""Barrier of all ranks, or of the ranks of one node.
 
 Protocol      1 advance the epoch of this scope
               2 post my flag = epoch to every rank of the scope (device/post.py)
-              3 if WAIT: wait until the flag of every rank of the scope is at least the epoch
+              3 wait until the flag of every rank of the scope is at least the epoch
 Layout        flags [W] int64, one per source rank: one array for the barrier of all, one for the
-              barrier of a node, and done_flag for combine; scratch [W, 4] int32, the
-              payload that a put-with-signal has to carry.
+              barrier of a node; scratch [W, 4] int32, the payload that a put-with-signal has to carry.
 Memory order  Everything this stream did before is visible to a rank that has passed: the kernel starts
               after it, and step 2 is a system-scope release.
 Progress      One program; it posts before it waits.
@@ -30,7 +29,6 @@ def barrier_kernel(
     EPOCH: tl.constexpr,  # row of the epoch array
     FLAG_BUFFER: tl.constexpr,
     SAME_NODE_ONLY: tl.constexpr,
-    WAIT: tl.constexpr,  # False: post only; the kernel that needs it waits (intranode/combine.py)
     NETWORK: tl.constexpr,
     WP: tl.constexpr,
     LWP: tl.constexpr,
@@ -54,14 +52,13 @@ def barrier_kernel(
         LWP,
         16,
     )
-    if WAIT:
-        if SAME_NODE_ONLY:
-            peers = rank - rank % ranks_per_node + tl.arange(0, LWP)
-            mask = tl.arange(0, LWP) < ranks_per_node
-            flag_ptrs = buffer_ptr(tables_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
-            first = rank - rank % ranks_per_node
-            wait_flags(flag_ptrs, mask, epoch, state_ptr, WAIT_NODE_BARRIER, first)
-        else:
-            peers = tl.arange(0, WP)
-            flag_ptrs = buffer_ptr(tables_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
-            wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_BARRIER)
+    if SAME_NODE_ONLY:
+        peers = rank - rank % ranks_per_node + tl.arange(0, LWP)
+        mask = tl.arange(0, LWP) < ranks_per_node
+        flag_ptrs = buffer_ptr(tables_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
+        first = rank - rank % ranks_per_node
+        wait_flags(flag_ptrs, mask, epoch, state_ptr, WAIT_NODE_BARRIER, first)
+    else:
+        peers = tl.arange(0, WP)
+        flag_ptrs = buffer_ptr(tables_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
+        wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_BARRIER)

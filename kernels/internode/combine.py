@@ -26,6 +26,7 @@ from ..device.buffers import (
     pe_of,
 )
 from ..device.rows import other_node, pull_sum, wait_staged
+from ..device.tables import STEPS, tokens_from_node_of
 from ..device.transport import put_signal
 
 
@@ -33,6 +34,7 @@ from ..device.transport import put_signal
     do_not_specialize=[
         "max_tokens",
         "row_capacity",
+        "experts_per_rank",
         "rank",
         "num_ranks",
         "ranks_per_node",
@@ -41,18 +43,19 @@ from ..device.transport import put_signal
 )
 def combine_partial_kernel(
     like_x_ptr,  # any pointer to the token dtype
-    tokens_from_node_ptr,  # [N] int32
-    owner_table_ptr,  # [N, max_tokens, K] int32 ranks, -1 = dropped
-    row_table_ptr,  # [N, max_tokens, K] int32: output row (staged) or arrival row (reduced), -1 = none
+    placement_ptr,  # device/tables.py
+    forward_ptr,  # [3, N, max_tokens, K] int32 (internode/dispatch.py)
     state_ptr,
     tables_ptr,
     max_tokens,
     hidden,
     row_capacity,
+    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
     num_stage_programs,
+    REDUCED: tl.constexpr,  # intranode/combine.py
     PARTIAL_DTYPE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -71,10 +74,14 @@ def combine_partial_kernel(
         num_ranks,
         ranks_per_node,
         num_stage_programs,
+        STEPS,
         LWP,
         MAX_PROGRAMS,
     )
     if ready:
+        tokens_from_node_ptr = tokens_from_node_of(placement_ptr, num_ranks, experts_per_rank)
+        num_entries = tl.cast(num_ranks // ranks_per_node, tl.int64) * max_tokens * TOPK
+        row_table_ptr = forward_ptr + (2 if REDUCED else 1) * num_entries
         epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
         my_node = rank // ranks_per_node
         partial_stride = (hidden + 7) // 8 * 8
@@ -96,7 +103,7 @@ def combine_partial_kernel(
                             tl.zeros([ROWS, BLOCK_H], tl.float32),
                             alive,
                             h,
-                            owner_table_ptr + row * TOPK,
+                            forward_ptr + row * TOPK,
                             row_table_ptr + row * TOPK,
                             tables_ptr,
                             hidden,

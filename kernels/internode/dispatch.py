@@ -31,15 +31,25 @@ from ..device.buffers import (
 )
 from ..device.rows import (
     ALL_ROWS,
-    ARRIVE_STEPS,
     WORDS,
     load_payload,
     other_node,
     push_meta,
-    push_payload,
+    push_words,
     release_arrivals,
     store_scales,
     wire_sizes,
+)
+from ..device.tables import (
+    DST_ROW,
+    OWNER,
+    STAGE_ROW,
+    STEPS,
+    entry_field,
+    node_token_of,
+    num_columns_of,
+    tokens_from_node_of,
+    tokens_per_node_of,
 )
 from ..device.transport import put_signal
 from ..device.waits import WAIT_NETWORK_ROWS, wait_flags
@@ -58,21 +68,20 @@ def _row_ptrs(base, rows, row_bytes, offset, DTYPE: tl.constexpr):
     return tl.multiple_of((base + rows * row_bytes + offset).to(tl.pointer_type(DTYPE)), 16)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "rank", "num_ranks", "ranks_per_node"])
+@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"])
 def internode_send_kernel(
-    x_ptr,  # [T, row_words] words, or elements to quantise
+    x_ptr,  # [T, row_words] words
     scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
-    owner_ptr,  # [T, K] int32 ranks, -1 = dropped
-    dst_row_ptr,  # [T, K] int32
-    stage_row_ptr,  # [T, K] int32
+    entries_ptr,  # [5, T, K] int32 (device/tables.py)
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
-    node_token_ptr,  # [N, max_tokens] int32, my tokens for each node
-    tokens_per_node_ptr,  # [N] int32
+    chunks_ptr,  # device/tables.py
+    placement_ptr,  # device/tables.py
     state_ptr,
     tables_ptr,
     num_tokens,
     max_tokens,
     row_words,
+    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
@@ -80,6 +89,7 @@ def internode_send_kernel(
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # tokens per chunk of `chunks`
     MAX_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     NETWORK: tl.constexpr,
@@ -93,6 +103,12 @@ def internode_send_kernel(
     send_base = address_of(tables_ptr, NET_SEND, num_ranks, rank)
     _, data_bytes, wire_bytes = wire_sizes(row_words, x_ptr.dtype.element_ty, PAYLOAD)
     meta_offset, row_bytes = _message_sizes(wire_bytes, KP)
+    owner_ptr = entry_field(entries_ptr, OWNER, num_tokens, TOPK)
+    dst_row_ptr = entry_field(entries_ptr, DST_ROW, num_tokens, TOPK)
+    stage_row_ptr = entry_field(entries_ptr, STAGE_ROW, num_tokens, TOPK)
+    num_columns = num_columns_of(num_ranks, experts_per_rank, ranks_per_node)
+    node_token_ptr = node_token_of(chunks_ptr, tl.cdiv(num_tokens, BLOCK_T), num_columns)
+    tokens_per_node_ptr = tokens_per_node_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
     offs = tl.arange(0, BLOCK_H)
     ks = tl.arange(0, KP)[None, :]
     num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(num_tokens, CHUNK)
@@ -104,7 +120,7 @@ def internode_send_kernel(
             for start in range(0, CHUNK, ROWS):
                 slot = first + start + tl.arange(0, ROWS)
                 alive = slot < tokens
-                token = tl.load(node_token_ptr + node * max_tokens + slot, mask=alive, other=0)
+                token = tl.load(node_token_ptr + node.to(tl.int64) * num_tokens + slot, mask=alive, other=0)
                 row = (node * max_tokens + slot).to(tl.int64)
                 x_ptrs = x_ptr + token.to(tl.int64) * row_words
                 scale_ptrs = scale_ptr + token.to(tl.int64) * (data_bytes // 32)
@@ -145,6 +161,7 @@ def internode_send_kernel(
     do_not_specialize=[
         "max_tokens",
         "stage_capacity",
+        "experts_per_rank",
         "rank",
         "num_ranks",
         "ranks_per_node",
@@ -152,15 +169,14 @@ def internode_send_kernel(
 )
 def internode_forward_kernel(
     word_ptr,  # any pointer to words of the payload: gives their type
-    tokens_from_node_ptr,  # [N] int32, tokens that my counterpart of each node sends here
-    owner_table_ptr,  # out [N, max_tokens, K] int32
-    dst_row_table_ptr,  # out [N, max_tokens, K] int32
-    stage_row_table_ptr,  # out [N, max_tokens, K] int32
+    placement_ptr,  # device/tables.py
+    forward_ptr,  # out [3, N, max_tokens, K] int32: owner, row and arrival row of what is forwarded
     state_ptr,
     tables_ptr,
     max_tokens,
     row_words,
     stage_capacity,
+    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
@@ -180,6 +196,8 @@ def internode_forward_kernel(
     _, _, wire_bytes = wire_sizes(row_words, word_ptr.dtype.element_ty, WORDS)
     meta_offset, row_bytes = _message_sizes(wire_bytes, KP)
     ks = tl.arange(0, KP)[None, :]
+    tokens_from_node_ptr = tokens_from_node_of(placement_ptr, num_ranks, experts_per_rank)
+    num_entries = tl.cast(num_ranks // ranks_per_node, tl.int64) * max_tokens * TOPK
     num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(max_tokens, CHUNK)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         node, chunk = other_node(item, rank, num_ranks, ranks_per_node)
@@ -195,9 +213,8 @@ def internode_forward_kernel(
                     row = (node * max_tokens + slot).to(tl.int64)
                     meta_ptrs = _row_ptrs(recv_base, row, row_bytes, meta_offset, tl.int32)
                     weight_ptrs = _row_ptrs(recv_base, row, row_bytes, meta_offset, tl.float32)
-                    push_payload(
+                    push_words(
                         _row_ptrs(recv_base, row, row_bytes, 0, word_ptr.dtype.element_ty),
-                        meta_ptrs,  # a row on the wire is words, scales and all
                         alive,
                         meta_ptrs,
                         meta_ptrs + 2 * KP,
@@ -208,7 +225,6 @@ def internode_forward_kernel(
                         num_ranks,
                         ranks_per_node,
                         word_ptr.dtype.element_ty,
-                        WORDS,
                         TOPK,
                         BLOCK_H,
                     )
@@ -229,14 +245,12 @@ def internode_forward_kernel(
                     mask = alive[:, None] & (ks < TOPK)
                     table = row[:, None] * TOPK + ks
                     words_ptrs = meta_ptrs[:, None] + ks
-                    tl.store(owner_table_ptr + table, tl.load(words_ptrs, mask=mask, other=-1), mask=mask)
+                    tl.store(forward_ptr + table, tl.load(words_ptrs, mask=mask, other=-1), mask=mask)
                     rows = tl.load(words_ptrs + KP, mask=mask, other=-1)
-                    tl.store(dst_row_table_ptr + table, rows, mask=mask)
+                    tl.store(forward_ptr + num_entries + table, rows, mask=mask)
                     rows = tl.load(words_ptrs + 2 * KP, mask=mask, other=-1)
-                    tl.store(stage_row_table_ptr + table, rows, mask=mask)
+                    tl.store(forward_ptr + 2 * num_entries + table, rows, mask=mask)
     # After an expired wait the rows are not complete: without the flag the receivers report it as well.
     if tl.load(state_ptr + STATUS) == 0:
         every = tl.full([LWP], ALL_ROWS, tl.int32)
-        release_arrivals(
-            tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, ARRIVE_STEPS, every, 1, LWP, MAX_PROGRAMS
-        )
+        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, every, 1, LWP, MAX_PROGRAMS)

@@ -2,17 +2,21 @@
 
 Protocol      1 stage or reduce: wait until every rank is done with the previous combine (done_flag)
               2 stage: copy the expert rows to combine_x; or reduce: write per arrival row the sum of the
-              token's rows on this rank, so that one row per (token, rank) crosses the link
-              3 set staged_flag[my local rank, program] = epoch on every rank of the node
+              token's rows on this rank, so that one row per (token, rank) crosses the link; in steps, each some
+              rows of every source
+              3 set staged_flag[my local rank, program] on every rank of the node, after each step
               4 pull: wait for the staged flags of all local ranks (with several nodes also for the
-              partial sums of the others: internode/combine.py), then sum the rows of each token in
-              float32 in k order, and round once
-              5 the barrier kernel posts done_flag = epoch to every rank (internode/barrier.py)
+              partial sums of the others: internode/combine.py), as far as the next tokens need them, then sum
+              the rows of each token in float32 in k order, and round once
+              5 the last program of the pull posts done_flag = epoch to every rank (device/post.py)
 Layout        combine_x [capacity, H]: by output row (stage) or by arrival row (reduce); combine_weight
-              [capacity] float32, read by the pull if HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64.
-Memory order  3 is a system-scope release per program, acquired in 4. 5 starts after all pulls of its rank.
+              [capacity] float32, read by the pull if HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since
+              the layer was made, STEPS per combine.
+Memory order  3 is a system-scope release per program and step, acquired in 4. 5 comes after all pulls of its rank:
+              the program that posts has acquired that the others are done.
 Progress      1 waits for step 5 of the previous call, which every rank posts without waiting for this call.
-              4 waits for other ranks' step 3; its grid is independent of theirs.
+              4 waits for other ranks' step 3; its grid is independent of theirs. It may run beside this rank's
+              own reduce, if that is launched first and both fit on the GPU.
 Replay        Epochs: the device counter holds the last finished combine; this one is that + 1.
 """
 
@@ -20,6 +24,7 @@ import triton
 import triton.language as tl
 
 from ..device.buffers import (
+    BARRIER_SCRATCH,
     COMBINE_WEIGHT,
     COMBINE_X,
     DONE_FLAG,
@@ -27,13 +32,30 @@ from ..device.buffers import (
     PARTIAL_FLAG,
     PARTIAL_RECV,
     STAGED_FLAG,
+    STATUS,
     buffer_ptr,
     buffer_ptrs,
 )
-from ..device.rows import pull_sum, wait_staged
+from ..device.groups import my_first
+from ..device.post import post_to_all
+from ..device.rows import pull_sum, staged_part, staged_steps, wait_staged
+from ..device.tables import (
+    DST_ROW,
+    NODE_SLOT,
+    OWNER,
+    STAGE_ROW,
+    STEPS,
+    entry_field,
+    expert_offsets_of,
+    part_begin,
+    row_of,
+    step_rows_of,
+    tokens_per_node_of,
+)
 from ..device.waits import (
     WAIT_COMBINE_FREE,
     WAIT_NETWORK_PARTIALS,
+    last_to_arrive,
     release_flags,
     wait_flags,
 )
@@ -50,26 +72,26 @@ def _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP: tl.constexpr):
 
 @triton.jit
 def _release_staged(
-    tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr
+    tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, steps, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr
 ):
-    epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
     local = tl.arange(0, LWP)
     mask = local < ranks_per_node
     peers = rank - rank % ranks_per_node + local
     flag_ptrs = buffer_ptrs(tables_ptr, STAGED_FLAG, num_ranks, peers, mask, tl.int64)
     flag_ptrs += rank % ranks_per_node * MAX_PROGRAMS + tl.program_id(0)
-    release_flags(flag_ptrs, mask, tl.zeros([LWP], tl.int64) + epoch)
+    release_flags(flag_ptrs, mask, tl.zeros([LWP], tl.int64) + staged_steps(state_ptr) + steps)
 
 
-@triton.jit(do_not_specialize=["row_capacity", "rank", "num_ranks", "ranks_per_node"])
+@triton.jit(do_not_specialize=["row_capacity", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"])
 def combine_stage_kernel(
     y_ptr,  # [R, row_words] words
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
-    num_rows_ptr,  # [1] int32, rows in use
+    placement_ptr,  # device/tables.py
     state_ptr,
     tables_ptr,
     row_words,
     row_capacity,
+    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
@@ -83,6 +105,7 @@ def combine_stage_kernel(
     if _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP):
         combine_ptr = buffer_ptr(tables_ptr, COMBINE_X, num_ranks, rank, y_ptr.dtype.element_ty)
         combine_weight_ptr = buffer_ptr(tables_ptr, COMBINE_WEIGHT, num_ranks, rank, tl.float32)
+        num_rows_ptr = expert_offsets_of(placement_ptr, num_ranks) + experts_per_rank
         num_rows = tl.minimum(tl.load(num_rows_ptr), row_capacity)
         offs = tl.arange(0, BLOCK_H)
         for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
@@ -94,15 +117,15 @@ def combine_stage_kernel(
             if HAS_WEIGHTS:
                 weights = tl.load(weights_ptr + row, mask=row < num_rows, other=0.0)
                 tl.store(combine_weight_ptr + row, weights, mask=row < num_rows)
-        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, LWP, MAX_PROGRAMS)
+        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, LWP, MAX_PROGRAMS)
 
 
-@triton.jit(do_not_specialize=["row_capacity", "rank", "num_ranks", "ranks_per_node"])
+@triton.jit(do_not_specialize=["row_capacity", "rank", "num_ranks", "ranks_per_node", "num_steps"])
 def combine_reduce_kernel(
     y_ptr,  # [R, H]
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
     copy_rows_ptr,  # [C, K] int32, output rows of each arrival row, -1 = none
-    report_ptr,  # [W, 8] int32 of the dispatch; [rank, 1] = arrival rows
+    placement_ptr,  # device/tables.py
     state_ptr,
     tables_ptr,
     hidden,
@@ -110,6 +133,7 @@ def combine_reduce_kernel(
     rank,
     num_ranks,
     ranks_per_node,
+    num_steps,  # divides STEPS
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     WP: tl.constexpr,
@@ -120,24 +144,36 @@ def combine_reduce_kernel(
 ):
     if _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP):
         combine_ptr = buffer_ptr(tables_ptr, COMBINE_X, num_ranks, rank, y_ptr.dtype.element_ty)
-        num_rows = tl.minimum(tl.load(report_ptr + rank * 8 + 1), row_capacity)
+        num_rows = tl.minimum(tl.load(placement_ptr + rank * 8 + 1), row_capacity)
         offs = tl.arange(0, BLOCK_H)
-        for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-            row = tile * ROWS + tl.arange(0, ROWS)
-            alive = row < num_rows
-            for h in range(0, hidden, BLOCK_H):
-                in_row = (h + offs < hidden)[None, :]
-                acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
-                for k in tl.static_range(TOPK):
-                    copy = tl.load(copy_rows_ptr + row.to(tl.int64) * TOPK + k, mask=alive, other=-1)
-                    source = y_ptr + copy.to(tl.int64)[:, None] * hidden + h + offs[None, :]
-                    part = tl.load(source, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
-                    if HAS_WEIGHTS:
-                        part *= tl.load(weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
-                    acc += part
-                dest = combine_ptr + row.to(tl.int64)[:, None] * hidden + h + offs[None, :]
-                tl.store(dest, acc.to(y_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
-        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, LWP, MAX_PROGRAMS)
+        tiles_before = tl.zeros([], tl.int32)
+        for turn in range(num_steps):
+            step = turn * STEPS // num_steps
+            reached = step + STEPS // num_steps
+            # Some rows of every source, so that all of them can begin to pull.
+            for source in range(num_ranks):
+                first = tl.load(placement_ptr + source * 8 + 6)
+                count = tl.load(placement_ptr + source * 8 + 7)
+                begin = first + staged_part(count, step)
+                end = tl.minimum(first + staged_part(count, reached), num_rows)
+                tiles = tl.cdiv(tl.maximum(end - begin, 0), ROWS)
+                for tile in range(my_first(0, tiles_before), tiles, tl.num_programs(0)):
+                    row = begin + tile * ROWS + tl.arange(0, ROWS)
+                    alive = row < end
+                    for h in range(0, hidden, BLOCK_H):
+                        in_row = (h + offs < hidden)[None, :]
+                        acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
+                        for k in tl.static_range(TOPK):
+                            copy = tl.load(copy_rows_ptr + row.to(tl.int64) * TOPK + k, mask=alive, other=-1)
+                            rows = y_ptr + copy.to(tl.int64)[:, None] * hidden + h + offs[None, :]
+                            part = tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
+                            if HAS_WEIGHTS:
+                                part *= tl.load(weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
+                            acc += part
+                        dest = combine_ptr + row.to(tl.int64)[:, None] * hidden + h + offs[None, :]
+                        tl.store(dest, acc.to(y_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
+                tiles_before += tiles
+            _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, LWP, MAX_PROGRAMS)
 
 
 @triton.jit
@@ -163,57 +199,96 @@ def _wait_partials(
     return wait_flags(flag_ptrs, used, epoch, state_ptr, WAIT_NETWORK_PARTIALS)
 
 
+@triton.jit
+def _steps_needed(
+    placement_ptr,
+    part,  # 64ths of my tokens
+    rank,
+    num_ranks,
+    experts_per_rank,
+    ranks_per_node,
+    LWP: tl.constexpr,
+):
+    """Steps after which every rank of this node has staged its rows of my tokens before a part."""
+    local = tl.arange(0, LWP)
+    first_rank = rank - rank % ranks_per_node
+    row_ptr = row_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node) + num_ranks * experts_per_rank
+    in_all = tl.load(row_ptr + first_rank + local, mask=local < ranks_per_node, other=0)
+    step_rows_ptr = step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
+    mask = (local < ranks_per_node) & (part < STEPS * STEPS)
+    needed = tl.load(step_rows_ptr + part * ranks_per_node + local, mask=mask, other=0)
+    needed = tl.where(part < STEPS * STEPS, needed, in_all)
+    steps = tl.arange(0, STEPS)[None, :]
+    short = staged_part(in_all[:, None], steps) < needed[:, None]
+    return tl.max(tl.sum(short.to(tl.int32), axis=1))
+
+
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
         "max_tokens",
         "row_capacity",
+        "experts_per_rank",
         "rank",
         "num_ranks",
         "ranks_per_node",
         "num_stage_programs",
+        "num_steps",
     ]
 )
 def combine_pull_kernel(
     out_ptr,  # out [T, H]
-    owner_ptr,  # [T, K] int32 ranks, -1 = dropped
-    row_ptr,  # [T, K] int32: output row (staged) or arrival row (reduced) at the owner, -1 = none
-    node_slot_ptr,  # [T, K] int32, slot among my tokens for that node; read with several nodes
-    tokens_per_node_ptr,  # [N] int32, my tokens for each node; read with several nodes
+    entries_ptr,  # [5, T, K] int32 (device/tables.py)
+    placement_ptr,  # device/tables.py
     state_ptr,
     tables_ptr,
     num_tokens,
     max_tokens,
     hidden,
     row_capacity,
+    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
     num_stage_programs,
+    num_steps,  # divides STEPS
+    REDUCED: tl.constexpr,  # rows were reduced: by arrival row, in steps; or staged: by output row
     PARTIAL_DTYPE: tl.constexpr,  # dtype of the other nodes' partial sums
     HAS_WEIGHTS: tl.constexpr,
+    NETWORK: tl.constexpr,
     TOPK: tl.constexpr,
     LWP: tl.constexpr,
     NNP: tl.constexpr,  # nodes rounded up to a power of two; 1 = one node, no partial sums
     MAX_PROGRAMS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    ready = wait_staged(
-        tables_ptr,
-        state_ptr,
-        rank,
-        num_ranks,
-        ranks_per_node,
-        num_stage_programs,
-        LWP,
-        MAX_PROGRAMS,
-    )
+    owner_ptr = entry_field(entries_ptr, OWNER, num_tokens, TOPK)
+    row_ptr = entry_field(entries_ptr, STAGE_ROW if REDUCED else DST_ROW, num_tokens, TOPK)
+    node_slot_ptr = entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK)
+    num_chunks = tl.cdiv(num_tokens, BLOCK_T)
+    offs = tl.arange(0, BLOCK_H)
+    partial_stride = (hidden + 7) // 8 * 8
+    partial_ptr = buffer_ptr(tables_ptr, PARTIAL_RECV, num_ranks, rank, PARTIAL_DTYPE)
+    ready = tl.load(state_ptr + STATUS) == 0
     if NNP > 1:
+        if ready:
+            ready = wait_staged(
+                tables_ptr,
+                state_ptr,
+                rank,
+                num_ranks,
+                ranks_per_node,
+                num_stage_programs,
+                STEPS,
+                LWP,
+                MAX_PROGRAMS,
+            )
         ready &= _wait_partials(
-            tokens_per_node_ptr,
+            tokens_per_node_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node),
             tables_ptr,
             state_ptr,
             rank,
@@ -223,41 +298,80 @@ def combine_pull_kernel(
             MAX_CHUNKS,
             CHUNK,
         )
-    if ready:
-        offs = tl.arange(0, BLOCK_H)
-        partial_stride = (hidden + 7) // 8 * 8
-        partial_ptr = buffer_ptr(tables_ptr, PARTIAL_RECV, num_ranks, rank, PARTIAL_DTYPE)
-        for tile in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
-            token = tile * ROWS + tl.arange(0, ROWS)
-            alive = token < num_tokens
-            owner_ptrs = owner_ptr + token * TOPK
-            for h in range(0, hidden, BLOCK_H):
-                acc = pull_sum(
-                    tl.zeros([ROWS, BLOCK_H], tl.float32),
-                    alive,
-                    h,
-                    owner_ptrs,
-                    row_ptr + token * TOPK,
-                    tables_ptr,
-                    hidden,
-                    row_capacity,
-                    rank,
-                    num_ranks,
-                    ranks_per_node,
-                    out_ptr.dtype.element_ty,
-                    HAS_WEIGHTS,
-                    TOPK,
-                    BLOCK_H,
+    for turn in range(num_steps):
+        step = turn * STEPS // num_steps
+        reached = step + STEPS // num_steps
+        if ready:
+            steps = STEPS + tl.zeros([], tl.int32)
+            if REDUCED:
+                steps = _steps_needed(
+                    placement_ptr, reached * reached, rank, num_ranks, experts_per_rank, ranks_per_node, LWP
                 )
-                in_row = (h + offs < hidden)[None, :]
-                if NNP > 1:
-                    for k in range(TOPK):  # unrolled, it would not fit the registers
-                        node = tl.load(owner_ptrs + k, mask=alive, other=0) // ranks_per_node
-                        slot = tl.load(node_slot_ptr + token * TOPK + k, mask=alive, other=-1)
-                        remote = (slot >= 0) & (node != rank // ranks_per_node)
-                        source = (node * max_tokens + slot).to(tl.int64) * partial_stride
-                        source_ptrs = partial_ptr + source[:, None] + h + offs[None, :]
-                        part = tl.load(source_ptrs, mask=remote[:, None] & in_row, other=0.0)
-                        acc += part.to(tl.float32)
-                dest = out_ptr + token.to(tl.int64)[:, None] * hidden + h + offs[None, :]
-                tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
+            ready = wait_staged(
+                tables_ptr,
+                state_ptr,
+                rank,
+                num_ranks,
+                ranks_per_node,
+                num_stage_programs,
+                steps,
+                LWP,
+                MAX_PROGRAMS,
+            )
+        if ready:
+            begin = part_begin(step * step, num_chunks) * BLOCK_T
+            end = tl.minimum(part_begin(reached * reached, num_chunks) * BLOCK_T, num_tokens)
+            for tile in range(my_first(begin // ROWS, 0), tl.cdiv(end, ROWS), tl.num_programs(0)):
+                token = tile * ROWS + tl.arange(0, ROWS)
+                alive = token < end
+                owner_ptrs = owner_ptr + token * TOPK
+                for h in range(0, hidden, BLOCK_H):
+                    acc = pull_sum(
+                        tl.zeros([ROWS, BLOCK_H], tl.float32),
+                        alive,
+                        h,
+                        owner_ptrs,
+                        row_ptr + token * TOPK,
+                        tables_ptr,
+                        hidden,
+                        row_capacity,
+                        rank,
+                        num_ranks,
+                        ranks_per_node,
+                        out_ptr.dtype.element_ty,
+                        HAS_WEIGHTS,
+                        TOPK,
+                        BLOCK_H,
+                    )
+                    in_row = (h + offs < hidden)[None, :]
+                    if NNP > 1:
+                        for k in range(TOPK):  # unrolled, it would not fit the registers
+                            node = tl.load(owner_ptrs + k, mask=alive, other=0) // ranks_per_node
+                            slot = tl.load(node_slot_ptr + token * TOPK + k, mask=alive, other=-1)
+                            remote = (slot >= 0) & (node != rank // ranks_per_node)
+                            source = (node * max_tokens + slot).to(tl.int64) * partial_stride
+                            source_ptrs = partial_ptr + source[:, None] + h + offs[None, :]
+                            part = tl.load(source_ptrs, mask=remote[:, None] & in_row, other=0.0)
+                            acc += part.to(tl.float32)
+                    dest = out_ptr + token.to(tl.int64)[:, None] * hidden + h + offs[None, :]
+                    tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
+    if last_to_arrive(state_ptr):
+        epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
+        tl.debug_barrier()
+        tl.store(state_ptr + EPOCH_COMBINE, epoch)
+        post_to_all(
+            tables_ptr,
+            tl.cast(rank, tl.int64) * 16,
+            tl.full([], 16, tl.int64),
+            epoch,
+            rank,
+            num_ranks,
+            ranks_per_node,
+            BARRIER_SCRATCH,
+            DONE_FLAG,
+            False,
+            False,
+            NETWORK,
+            LWP,
+            16,
+        )

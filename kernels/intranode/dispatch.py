@@ -1,8 +1,9 @@
 """Intra-node dispatch: push every token once to each rank of this node that owns one of its experts, and
 expand what arrived into expert-major rows.
 
-Protocol      1 push, in steps of consecutive tokens: store x[token] into stage_x and the rows of its copies into
-              stage_meta of each destination rank, at the arrival row that the routing kernels assigned
+Protocol      1 push, in steps of consecutive tokens, each shorter than the one before: store x[token] at its
+              addresses in stage_x of the destination ranks. What stage_meta says of its copies is there already
+              (compute/routing.py)
               2 push, after each step: raise arrive_flag[kind, my local rank, program] on every rank of the node
               3 expand: wait until all programs of all local ranks are a step further; with several nodes, when
               there is no further step, for the forwarding kernel of each rank (internode/dispatch.py)
@@ -24,107 +25,91 @@ import triton
 import triton.language as tl
 
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, buffer_ptr
-from ..device.groups import pick
+from ..device.groups import my_first, pick
 from ..device.rows import (
     ALL_ROWS,
-    ARRIVE_STEPS,
     MX,
     WORDS,
     arrival_steps,
     load_payload,
-    push_meta,
-    push_payload,
     release_arrivals,
     store_scales,
     wire_sizes,
 )
+from ..device.tables import STEPS, expert_offsets_of, num_recv_of, part_begin, step_rows_of
 from ..device.waits import WAIT_ARRIVALS, wait_values
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "stage_capacity", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"]
-)
+@triton.jit
+def _part_of_step(step, num_steps):
+    """Where a step begins, in 64ths of the tokens. Steps get shorter, so that little is left to expand at last."""
+    left = (num_steps - step) * STEPS // num_steps
+    return STEPS * STEPS - left * left
+
+
+@triton.jit(do_not_specialize=["num_tokens", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"])
 def dispatch_push_kernel(
-    x_ptr,  # [T, row_words] words, or elements to quantise
+    x_ptr,  # [T, row_words] words
     scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
-    owner_ptr,  # [T, K] int32 ranks, -1 = dropped
-    dst_row_ptr,  # [T, K] int32
-    stage_row_ptr,  # [T, K] int32
-    weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
-    chunk_counts_ptr,  # [T / BLOCK_T, C] int32, exclusive prefix (compute/routing.py)
+    push_addrs_ptr,  # [T, K] int64, addresses of arrival rows, then zeros (compute/routing.py)
+    placement_ptr,  # device/tables.py
     state_ptr,
     tables_ptr,
     num_tokens,
     row_words,
-    stage_capacity,
     experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
     PAYLOAD: tl.constexpr,  # device/rows.py
-    HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
-    KP: tl.constexpr,
     LWP: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    STEP_CHUNKS: tl.constexpr,  # least length of a step, in chunks of BLOCK_T tokens
+    STEP_CHUNKS: tl.constexpr,  # tokens / BLOCK_T for which a step is worth its release
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     if tl.load(state_ptr + STATUS) != 0:
         return
     _, data_bytes, _ = wire_sizes(row_words, x_ptr.dtype.element_ty, PAYLOAD)
-    num_columns = num_ranks * experts_per_rank + num_ranks + num_ranks // ranks_per_node
+    step_rows_ptr = step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
     local = tl.arange(0, LWP)
-    rank_columns = num_ranks * experts_per_rank + rank - rank % ranks_per_node + local
-    step_chunks = tl.maximum(tl.cdiv(num_tokens, BLOCK_T * ARRIVE_STEPS), STEP_CHUNKS)
-    step_tokens = step_chunks * BLOCK_T
-    num_steps = tl.maximum(tl.cdiv(num_tokens, step_tokens), 1)
+    num_chunks = tl.cdiv(num_tokens, BLOCK_T)
+    num_steps = tl.minimum(tl.maximum(num_chunks // STEP_CHUNKS, 1), STEPS)
+    offs = tl.arange(0, BLOCK_H)
     for step in range(num_steps):
-        end = tl.minimum((step + 1) * step_tokens, num_tokens)
-        first_tile = step * step_tokens // ROWS
-        for tile in range(first_tile + tl.program_id(0), tl.cdiv(end, ROWS), tl.num_programs(0)):
+        begin = part_begin(_part_of_step(step, num_steps), num_chunks) * BLOCK_T
+        next_part = _part_of_step(step + 1, num_steps)
+        end = tl.minimum(part_begin(next_part, num_chunks) * BLOCK_T, num_tokens)
+        for tile in range(my_first(begin // ROWS, 0), tl.cdiv(end, ROWS), tl.num_programs(0)):
             token = tile * ROWS + tl.arange(0, ROWS)
             alive = token < end
-            owner_ptrs = owner_ptr + token * TOPK
-            stage_ptrs = stage_row_ptr + token * TOPK
-            push_payload(
-                x_ptr + token.to(tl.int64) * row_words,
-                scale_ptr + token.to(tl.int64) * (data_bytes // 32),
-                alive,
-                owner_ptrs,
-                stage_ptrs,
-                tables_ptr,
-                row_words,
-                stage_capacity,
-                rank,
-                num_ranks,
-                ranks_per_node,
-                x_ptr.dtype.element_ty,
-                PAYLOAD,
-                TOPK,
-                BLOCK_H,
-            )
-            push_meta(
-                alive,
-                owner_ptrs,
-                dst_row_ptr + token * TOPK,
-                stage_ptrs,
-                weights_ptr + token * TOPK,
-                tables_ptr,
-                rank,
-                num_ranks,
-                ranks_per_node,
-                HAS_WEIGHTS,
-                TOPK,
-                KP,
-            )
-        # The last step may come before the ARRIVE_STEPS-th: the flag then jumps.
+            for h in range(0, row_words, BLOCK_H):
+                in_row = (h + offs < row_words)[None, :]
+                data, scales = load_payload(
+                    x_ptr + token.to(tl.int64) * row_words,
+                    scale_ptr + token.to(tl.int64) * (data_bytes // 32),
+                    alive,
+                    h,
+                    row_words,
+                    PAYLOAD,
+                    BLOCK_H,
+                )
+                for k in tl.static_range(TOPK):
+                    addr = tl.load(push_addrs_ptr + token.to(tl.int64) * TOPK + k, mask=alive, other=0)
+                    here = addr != 0
+                    if tl.sum(here.to(tl.int32)) > 0:
+                        dest = tl.multiple_of(addr.to(tl.pointer_type(data.dtype)), 16)
+                        tl.store(dest[:, None] + h + offs[None, :], data, mask=here[:, None] & in_row)
+                        if PAYLOAD != WORDS:
+                            dest = tl.multiple_of((addr + data_bytes).to(tl.pointer_type(tl.uint8)), 16)
+                            store_scales(dest, here, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
+        # The last step may come before the STEPS-th: the flag then jumps.
         more = tl.cast(step + 1, tl.int32) < num_steps
-        counts_ptr = chunk_counts_ptr + tl.cast(step + 1, tl.int64) * step_chunks * num_columns
-        counts = tl.load(counts_ptr + rank_columns, mask=(local < ranks_per_node) & more, other=ALL_ROWS)
-        reached = tl.where(more, step + 1, ARRIVE_STEPS)
+        mask = (local < ranks_per_node) & more
+        counts = tl.load(step_rows_ptr + next_part * ranks_per_node + local, mask=mask, other=ALL_ROWS)
+        reached = tl.where(more, step + 1, STEPS)
         release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, counts, 0, LWP, MAX_PROGRAMS)
 
 
@@ -164,10 +149,7 @@ def _expand_rows(
     PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
     stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
     stage_bytes_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, tl.uint8)
-    num_programs = tl.num_programs(0)
-    turn = (first + start // ROWS) % num_programs  # the program whose share is the first tile
-    mine = first + (tl.program_id(0) + num_programs - turn) % num_programs
-    for tile in range(mine, end, num_programs):
+    for tile in range(my_first(first, start // ROWS), end, tl.num_programs(0)):
         row = start + tile * ROWS + tl.arange(0, ROWS)
         alive = row < start + num_rows
         meta = row.to(tl.int64) * (2 * KP)
@@ -208,9 +190,9 @@ def _zero_padding(
     recv_x_ptr,
     recv_scale_ptr,
     recv_weights_ptr,
-    expert_offsets_ptr,
-    num_recv_ptr,
+    placement_ptr,
     row_words,
+    num_ranks,
     experts_per_rank,
     HAS_SCALES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -222,6 +204,8 @@ def _zero_padding(
     no_scales = tl.zeros([ROWS, BLOCK_H * WORD_BYTES // 32 if HAS_SCALES else 1], tl.uint8)
     offs = tl.arange(0, BLOCK_H)
     zeros = tl.zeros([ROWS, BLOCK_H], recv_x_ptr.dtype.element_ty)
+    expert_offsets_ptr = expert_offsets_of(placement_ptr, num_ranks)
+    num_recv_ptr = num_recv_of(placement_ptr, num_ranks, experts_per_rank)
     for expert in range(tl.program_id(0), experts_per_rank, tl.num_programs(0)):
         begin = tl.load(expert_offsets_ptr + expert) + tl.load(num_recv_ptr + expert)
         end = tl.load(expert_offsets_ptr + expert + 1)
@@ -253,9 +237,7 @@ def dispatch_expand_kernel(
     recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES
     recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
     copy_rows_ptr,  # out [C, K] int32, output rows of each arrival row; written if KEEP_COPY_ROWS
-    expert_offsets_ptr,  # [e + 1] int32
-    num_recv_ptr,  # [e] int32
-    report_ptr,  # [W, 8] int32; [rank, 1] = arrival rows; [source, 6:] = its first row, and number of rows
+    placement_ptr,  # device/tables.py
     state_ptr,
     tables_ptr,
     row_words,
@@ -280,36 +262,36 @@ def dispatch_expand_kernel(
     SOURCES: tl.constexpr = LWP if LWP > 1 else 2
     source = tl.arange(0, SOURCES)
     is_local = source < ranks_per_node
-    report_ptrs = report_ptr + (rank - rank % ranks_per_node + source) * 8
+    report_ptrs = placement_ptr + (rank - rank % ranks_per_node + source) * 8
     starts = tl.load(report_ptrs + 6, mask=is_local, other=0)
     counts = tl.load(report_ptrs + 7, mask=is_local, other=0)
     behind = pick(starts, ranks_per_node - 1) + pick(counts, ranks_per_node - 1)
-    num_arrivals = tl.load(report_ptr + rank * 8 + 1)
+    num_arrivals = tl.load(placement_ptr + rank * 8 + 1)
 
     flag = tl.arange(0, SOURCES * MAX_PROGRAMS)
     used = (flag // MAX_PROGRAMS < ranks_per_node) & (flag % MAX_PROGRAMS < num_senders)
     flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64) + flag
     before = arrival_steps(state_ptr)
-    last_round = tl.where(num_ranks > ranks_per_node, ARRIVE_STEPS + 1, ARRIVE_STEPS)
+    last_round = tl.where(num_ranks > ranks_per_node, STEPS + 1, STEPS)
     steps = tl.zeros([], tl.int64)
     done = tl.zeros([SOURCES], tl.int32)
     arrived = tl.load(state_ptr + STATUS) == 0
     while (steps < last_round) & arrived:
-        of_forward = tl.where(steps == ARRIVE_STEPS, ranks_per_node * MAX_PROGRAMS, 0)
-        expected = (before + tl.minimum(steps + 1, ARRIVE_STEPS)) << 32
+        of_forward = tl.where(steps == STEPS, ranks_per_node * MAX_PROGRAMS, 0)
+        expected = (before + tl.minimum(steps + 1, STEPS)) << 32
         arrived, seen = wait_values(flag_ptrs + of_forward, used, expected, state_ptr, WAIT_ARRIVALS, of_forward)
         if arrived:
             # Of each source what all its programs have; flags not in use are as far as the last one will be.
-            seen = tl.where(used, seen, (before + ARRIVE_STEPS) << 32 | ALL_ROWS)
+            seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
             of_source = tl.min(tl.reshape(seen, [SOURCES, MAX_PROGRAMS]), axis=1)
-            if steps == ARRIVE_STEPS:
+            if steps == STEPS:
                 # The rows before those of this node's ranks, and the rows behind them.
                 counts = tl.where(source == 0, pick(starts, 0), num_arrivals - behind)
                 starts = tl.where(source == 0, 0, behind)
                 done = tl.zeros([SOURCES], tl.int32)
             ready = (of_source & ALL_ROWS).to(tl.int32)
             ready = tl.where(ready < counts, ready // ROWS, tl.cdiv(counts, ROWS))
-            for index in range(tl.where(steps == ARRIVE_STEPS, 2, ranks_per_node)):
+            for index in range(tl.where(steps == STEPS, 2, ranks_per_node)):
                 _expand_rows(
                     recv_x_ptr,
                     recv_scale_ptr,
@@ -333,16 +315,16 @@ def dispatch_expand_kernel(
                     BLOCK_H,
                 )
             done = ready
-            steps = tl.where(steps == ARRIVE_STEPS, last_round, (tl.min(of_source) >> 32) - before)
+            steps = tl.where(steps == STEPS, last_round, (tl.min(of_source) >> 32) - before)
     if HAS_PADDING:
         if arrived:
             _zero_padding(
                 recv_x_ptr,
                 recv_scale_ptr,
                 recv_weights_ptr,
-                expert_offsets_ptr,
-                num_recv_ptr,
+                placement_ptr,
                 row_words,
+                num_ranks,
                 experts_per_rank,
                 HAS_SCALES,
                 HAS_WEIGHTS,

@@ -140,10 +140,11 @@ def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traff
     assert desc.owner_ranks is not None and desc.stage_row is not None, "low latency only leaves them out"
     assert desc.tokens_per_node is not None and desc.tokens_from_node is not None
     forwarded = 0
-    if desc.forward_owner is not None and desc.forward_stage_row is not None:
+    if desc.forward is not None:
+        forward_owner, _, forward_stage_row = desc.forward
         for other, count in enumerate(desc.tokens_from_node.tolist()):
             if other != node:
-                forwarded += rows_to_peers(desc.forward_owner[other, :count], desc.forward_stage_row[other, :count])
+                forwarded += rows_to_peers(forward_owner[other, :count], forward_stage_row[other, :count])
     return Traffic(
         local=rows_to_peers(desc.owner_ranks, desc.stage_row),
         network=sum(count for other, count in enumerate(desc.tokens_per_node.tolist()) if other != node),

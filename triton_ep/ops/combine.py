@@ -7,105 +7,161 @@ from typing import Any
 import torch
 
 from triton_ep.context import DispatchCombineContext
-from triton_ep.layout import CHUNK
+from triton_ep.layout import STEPS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.ops.tuning import as_words, common_constexprs, exchange_programs, local_programs, summing_tile, tile
-from triton_ep.runtime import launch
+from triton_ep.ops.tuning import (
+    ROUTING_TOKENS,
+    as_words,
+    common_constexprs,
+    exchange_programs,
+    local_programs,
+    overlaps,
+    summing_tile,
+    tile,
+    waiting_programs,
+)
+from triton_ep.runtime import INTERPRETING, Launcher
 
 
 def _where(ctx: DispatchCombineContext) -> tuple[int, int, int]:
     return ctx.config.rank, ctx.config.world_size, ctx.config.local_world_size
 
 
-def stage(
+def is_reduced(desc: EPAllToAllLayoutDesc) -> bool:
+    """True if rows of one token are summed on the expert's rank first."""
+    return desc.skipped_token_topk_mapping_indices is not None
+
+
+def combine(
     ctx: DispatchCombineContext, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc
+) -> torch.Tensor:
+    """Publish expert outputs y [R, H], bring them back and sum them: [T, H]. weights: [R] float32."""
+    overlapped = is_reduced(desc) and ctx.config.is_intra_node and overlaps(ctx.config, ctx.device)
+    programs = (waiting_programs if overlapped else local_programs)(ctx.device, ctx.config.num_sm)
+    # Only then is a step worth its releases; the interpreter takes two, so that steps are met there.
+    num_steps = STEPS if overlapped else 2 if INTERPRETING else 1
+    if overlapped:
+        # Rows are summed while the first sums are on their way.
+        with torch.cuda.stream(ctx.fork()):
+            _publish(ctx, y, weights, desc, programs, num_steps)
+    else:
+        _publish(ctx, y, weights, desc, programs, num_steps)
+    if not ctx.config.is_intra_node:
+        _send_partials(ctx, weights is not None, desc, programs)
+    out = _pull(ctx, weights is not None, desc, programs, num_steps)
+    if overlapped:
+        ctx.join()
+    return out
+
+
+def _publish(
+    ctx: DispatchCombineContext,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    desc: EPAllToAllLayoutDesc,
+    programs: int,
+    num_steps: int,
 ) -> None:
-    """Publish expert outputs y [R, H] to the ranks of this node; with local combine, summed per token."""
-    sizes = ctx.sizes
-    programs = local_programs(ctx.device)
-    weights_arg = weights if weights is not None else desc.report.view(torch.float32)
+    """Make expert outputs readable to the ranks of this node; with local combine, summed per token."""
+    cfg, sizes = ctx.config, ctx.sizes
+    has_weights = weights is not None
+    weights_arg = ctx.no_floats if weights is None else weights
     state = (ctx.state, ctx.tables)
-    constexprs = {
-        "HAS_WEIGHTS": weights is not None,
-        **common_constexprs(sizes, "WP", "LWP", "MAX_PROGRAMS"),
-    }
     copy_rows = desc.skipped_token_topk_mapping_indices
-    args: tuple[Any, ...]
     if copy_rows is not None:
-        constexprs.update(common_constexprs(sizes, "TOPK"), **summing_tile(ctx.config.hidden))
-        args = (y, weights_arg, copy_rows, desc.report, *state, ctx.config.hidden, sizes.output_rows)
-        launch("combine_reduce_kernel", programs, (*args, *_where(ctx)), constexprs)
+        launcher = ctx.launcher(("reduce", has_weights), _reduce, has_weights)
+        rows = (y, weights_arg, copy_rows, desc.placement)
+        launcher(programs, *rows, *state, cfg.hidden, sizes.output_rows, *_where(ctx), num_steps)
         return
     words = as_words(y, sizes.payload_bytes)
     row_words = sizes.payload_bytes // words.element_size()
-    constexprs.update(tile(row_words))
-    args = (words, weights_arg, desc.expert_offsets[-1:], *state, row_words, sizes.output_rows)
-    launch("combine_stage_kernel", programs, (*args, *_where(ctx)), constexprs)
+    launcher = ctx.launcher(("stage", has_weights, row_words), _stage, has_weights, row_words)
+    rows = (words, weights_arg, desc.placement)
+    launcher(programs, *rows, *state, row_words, sizes.output_rows, cfg.num_experts_per_rank, *_where(ctx))
 
 
-def _pull_constexprs(ctx: DispatchCombineContext, has_weights: bool) -> dict[str, Any]:
+def _reduce(ctx: DispatchCombineContext, has_weights: bool) -> Launcher:
+    common = common_constexprs(ctx.sizes, "TOPK", "WP", "LWP", "MAX_PROGRAMS")
+    return Launcher("combine_reduce_kernel", {"HAS_WEIGHTS": has_weights, **common, **summing_tile(ctx.config.hidden)})
+
+
+def _stage(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:
+    common = common_constexprs(ctx.sizes, "WP", "LWP", "MAX_PROGRAMS")
+    return Launcher("combine_stage_kernel", {"HAS_WEIGHTS": has_weights, **common, **tile(row_words)})
+
+
+def _pull_constexprs(ctx: DispatchCombineContext, has_weights: bool, reduced: bool) -> dict[str, Any]:
     import triton.language as tl
 
     dtypes = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     return {
+        "REDUCED": reduced,
         "PARTIAL_DTYPE": dtypes[ctx.config.partial_dtype],
         "HAS_WEIGHTS": has_weights,
-        **common_constexprs(ctx.sizes, "TOPK", "LWP", "MAX_PROGRAMS", "MAX_CHUNKS"),
-        "CHUNK": CHUNK,
+        "NETWORK": ctx.network,
+        **common_constexprs(ctx.sizes, "TOPK", "LWP", "MAX_PROGRAMS", "MAX_CHUNKS", "CHUNK"),
         **summing_tile(ctx.config.hidden, ctx.config.num_nodes),
     }
 
 
-def send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToAllLayoutDesc) -> None:
+def _send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToAllLayoutDesc, publishing: int) -> None:
     """Sum this node's rows of the tokens of other nodes and send the sums back."""
     cfg, sizes = ctx.config, ctx.sizes
-    local = desc.skipped_token_topk_mapping_indices is not None
-    assert desc.forward_owner is not None, "a descriptor of several nodes has forward tables"
-    launch(
-        "combine_partial_kernel",
+    reduced = is_reduced(desc)
+    assert desc.forward is not None, "a descriptor of several nodes has forward tables"
+    kind = (has_weights and not reduced, reduced)
+    ctx.launcher(("partial", *kind), _partial, *kind)(
         exchange_programs(cfg.num_sm),
-        (
-            ctx.local("dispatch_output_buf"),
-            desc.tokens_from_node,
-            desc.forward_owner,
-            desc.forward_stage_row if local else desc.forward_dst_row,
-            ctx.state,
-            ctx.tables,
-            cfg.max_tokens,
-            cfg.hidden,
-            sizes.output_rows,
-            *_where(ctx),
-            local_programs(ctx.device),
-        ),
-        {"NETWORK": ctx.network, **_pull_constexprs(ctx, has_weights and not local)},
-        ctx.extern_libs(),
+        ctx.local("dispatch_output_buf"),
+        desc.placement,
+        desc.forward,
+        ctx.state,
+        ctx.tables,
+        cfg.max_tokens,
+        cfg.hidden,
+        sizes.output_rows,
+        cfg.num_experts_per_rank,
+        *_where(ctx),
+        publishing,
     )
 
 
-def pull(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+def _partial(ctx: DispatchCombineContext, has_weights: bool, reduced: bool) -> Launcher:
+    return Launcher("combine_partial_kernel", _pull_constexprs(ctx, has_weights, reduced), ctx.extern_libs())
+
+
+def _pull(
+    ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToAllLayoutDesc, publishing: int, num_steps: int
+) -> torch.Tensor:
     """Wait for the rows of this rank's tokens and sum them: [T, H] of the token dtype."""
     cfg, sizes = ctx.config, ctx.sizes
-    local = desc.skipped_token_topk_mapping_indices is not None
+    reduced = is_reduced(desc)
     num_tokens = desc.num_dispatch_token_cur_rank
     out = torch.empty(num_tokens, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
-    launch(
-        "combine_pull_kernel",
+    kind = (has_weights and not reduced, reduced)
+    ctx.launcher(("pull", *kind), _make_pull, *kind)(
         exchange_programs(cfg.num_sm),
-        (
-            out,
-            desc.owner_ranks,
-            desc.stage_row if local else desc.token_dst_scatter_idx,
-            desc.node_slot,
-            desc.tokens_per_node,
-            ctx.state,
-            ctx.tables,
-            num_tokens,
-            cfg.max_tokens,
-            cfg.hidden,
-            sizes.output_rows,
-            *_where(ctx),
-            local_programs(ctx.device),
-        ),
-        {**common_constexprs(sizes, "NNP"), **_pull_constexprs(ctx, has_weights and not local)},
+        out,
+        desc.entries,
+        desc.placement,
+        ctx.state,
+        ctx.tables,
+        num_tokens,
+        cfg.max_tokens,
+        cfg.hidden,
+        sizes.output_rows,
+        cfg.num_experts_per_rank,
+        *_where(ctx),
+        publishing,
+        num_steps,
     )
     return out
+
+
+def _make_pull(ctx: DispatchCombineContext, has_weights: bool, reduced: bool) -> Launcher:
+    constexprs = {
+        **_pull_constexprs(ctx, has_weights, reduced),
+        **common_constexprs(ctx.sizes, "NNP"),
+        "BLOCK_T": ROUTING_TOKENS,
+    }
+    return Launcher("combine_pull_kernel", constexprs, ctx.extern_libs())

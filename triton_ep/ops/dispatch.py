@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from triton_ep.context import DispatchCombineContext
-from triton_ep.kernels.device.rows import MX, QUANTISE, WORDS
-from triton_ep.ops.routing import Placement, Routing
+from triton_ep.kernels.device.mxfp8 import MODE_RCEIL
+from triton_ep.kernels.device.rows import MX, WORDS
+from triton_ep.mx.formats import BLOCK
+from triton_ep.ops.routing import Routing
 from triton_ep.ops.tuning import (
-    QUANTISING_WARPS,
     ROUTING_TOKENS,
     STEP_CHUNKS,
     as_words,
     common_constexprs,
     exchange_programs,
     local_programs,
-    quantising_tile,
+    mx_blocks,
+    overlaps,
     tile,
     waiting_programs,
 )
-from triton_ep.runtime import launch
-
-
-@dataclass(frozen=True)
-class ForwardTables:
-    """[N, M, K] int32 tables of the tokens that this rank forwards for other nodes, kept for combine."""
-
-    owner: torch.Tensor
-    dst_row: torch.Tensor
-    stage_row: torch.Tensor
+from triton_ep.runtime import Launcher
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows to send, [T, H]: as they are, to be quantised on the way, or quantised already.
+    """Rows to send, [T, H]: as they are, or quantised.
 
     Attributes:
         data: of the token dtype, or e4m3.
@@ -47,132 +39,149 @@ class Rows:
     scale: torch.Tensor | None = None
 
 
-def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, dict[str, Any]]:
-    """What kernels that send take of `rows`: pointer to data, to scales, words per row, constexprs."""
-    hidden, payload = ctx.config.hidden, ctx.config.payload
-    if payload is not None and rows.scale is None:
-        # Any pointer of the right type: not read.
-        unused = rows.data.view(torch.uint8)
-        return rows.data, unused, hidden, {"PAYLOAD": QUANTISE.value, **quantising_tile(hidden)}
-    row_bytes = hidden * rows.data.element_size()
+def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
+    """Rows as they travel: with payload="mxfp8" e4m3 and scales by RCEIL, else `x` itself.
+
+    Runs beside what is launched on the current stream until `fork`, where there is enough of it.
+    """
+    if ctx.config.payload is None or x.scale is not None:
+        return x
+    num_tokens, hidden = x.data.shape
+    out = Rows(
+        torch.empty(num_tokens, hidden, dtype=torch.float8_e4m3fn, device=ctx.device),
+        torch.empty(num_tokens, hidden // BLOCK, dtype=torch.uint8, device=ctx.device),
+    )
+    num_blocks = num_tokens * hidden // BLOCK
+    blocks = mx_blocks(num_blocks)
+    launcher = ctx.launcher(("quantize", blocks), _quantize, blocks)
+    arguments = (-(-num_blocks // blocks), x.data, out.data, out.scale, num_blocks)
+    if overlaps(ctx.config, ctx.device):
+        with torch.cuda.stream(ctx.fork()):
+            launcher(*arguments)
+    else:
+        launcher(*arguments)
+    return out
+
+
+def _quantize(ctx: DispatchCombineContext, blocks: int) -> Launcher:
+    return Launcher("quantize_rows_kernel", {"MODE": MODE_RCEIL.value, "E5M2": False, "BLOCKS": blocks})
+
+
+def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """What kernels that send take of `rows`: data in words, scales, words per row, payload."""
+    row_bytes = ctx.config.hidden * rows.data.element_size()
     words = as_words(rows.data, row_bytes)
     row_words = row_bytes // words.element_size()
     if rows.scale is None:
-        return words, words.view(torch.uint8), row_words, {"PAYLOAD": WORDS.value, **tile(row_words)}
-    return words, rows.scale, row_words, {"PAYLOAD": MX.value, **tile(row_words)}
+        return words, ctx.no_bytes, row_words, WORDS.value
+    return words, rows.scale, row_words, MX.value
 
 
-def push(ctx: DispatchCombineContext, x: Rows, weights: torch.Tensor | None, routing: Routing) -> None:
+def push(ctx: DispatchCombineContext, x: Rows, routing: Routing, placement: torch.Tensor) -> None:
     """Push each row of x [T, H] once to every rank of this node that needs it, and release, step by step."""
-    cfg, sizes = ctx.config, ctx.sizes
-    data, scale, row_words, payload = _source(ctx, x)
-    launch(
-        "dispatch_push_kernel",
+    cfg = ctx.config
+    words, scale, row_words, payload = _source(ctx, x)
+    ctx.launcher(("push", payload, row_words), _push, payload, row_words)(
         exchange_programs(cfg.num_sm),
-        (
-            data,
-            scale,
-            routing.owner,
-            routing.dst_row,
-            routing.stage_row,
-            # A pointer of the right type; not read without weights.
-            weights if weights is not None else routing.dst_row.view(torch.float32),
-            routing.chunk_counts,
-            ctx.state,
-            ctx.tables,
-            x.data.shape[0],
-            row_words,
-            sizes.arrival_rows,
-            cfg.num_experts_per_rank,
-            cfg.rank,
-            cfg.world_size,
-            cfg.local_world_size,
-        ),
-        {
-            "HAS_WEIGHTS": weights is not None,
-            "BLOCK_T": ROUTING_TOKENS,
-            "STEP_CHUNKS": STEP_CHUNKS,
-            **common_constexprs(sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS"),
-            **payload,
-        },
-        num_warps=QUANTISING_WARPS if payload["PAYLOAD"] == QUANTISE.value else None,
+        words,
+        scale,
+        routing.push_addrs,
+        placement,
+        ctx.state,
+        ctx.tables,
+        routing.num_tokens,
+        row_words,
+        cfg.num_experts_per_rank,
+        cfg.rank,
+        cfg.world_size,
+        cfg.local_world_size,
     )
+
+
+def _push(ctx: DispatchCombineContext, payload: int, row_words: int) -> Launcher:
+    constexprs = {
+        "PAYLOAD": payload,
+        "BLOCK_T": ROUTING_TOKENS,
+        "STEP_CHUNKS": STEP_CHUNKS,
+        **common_constexprs(ctx.sizes, "TOPK", "LWP", "MAX_PROGRAMS"),
+        **tile(row_words),
+    }
+    return Launcher("dispatch_push_kernel", constexprs)
 
 
 def send(
-    ctx: DispatchCombineContext,
-    x: Rows,
-    weights: torch.Tensor | None,
-    routing: Routing,
-    node_token: torch.Tensor,
-    tokens_per_node: torch.Tensor,
+    ctx: DispatchCombineContext, x: Rows, weights: torch.Tensor | None, routing: Routing, placement: torch.Tensor
 ) -> None:
     """Send each row of x [T, H] once to every other node that needs it."""
-    cfg, sizes = ctx.config, ctx.sizes
-    data, scale, row_words, payload = _source(ctx, x)
-    launch(
-        "internode_send_kernel",
+    cfg = ctx.config
+    words, scale, row_words, payload = _source(ctx, x)
+    kind = (payload, row_words, weights is not None)
+    ctx.launcher(("send", *kind), _send, *kind)(
         exchange_programs(cfg.num_sm),
-        (
-            data,
-            scale,
-            routing.owner,
-            routing.dst_row,
-            routing.stage_row,
-            weights if weights is not None else routing.dst_row.view(torch.float32),
-            node_token,
-            tokens_per_node,
-            ctx.state,
-            ctx.tables,
-            x.data.shape[0],
-            cfg.max_tokens,
-            row_words,
-            cfg.rank,
-            cfg.world_size,
-            cfg.local_world_size,
-        ),
-        {
-            "HAS_WEIGHTS": weights is not None,
-            "NETWORK": ctx.network,
-            **common_constexprs(sizes, "TOPK", "KP", "MAX_CHUNKS", "CHUNK"),
-            **payload,
-        },
-        ctx.extern_libs(),
+        words,
+        scale,
+        routing.entries,
+        ctx.no_floats if weights is None else weights,
+        routing.chunks,
+        placement,
+        ctx.state,
+        ctx.tables,
+        routing.num_tokens,
+        cfg.max_tokens,
+        row_words,
+        cfg.num_experts_per_rank,
+        cfg.rank,
+        cfg.world_size,
+        cfg.local_world_size,
     )
 
 
-def forward(ctx: DispatchCombineContext, has_weights: bool, placement: Placement) -> ForwardTables:
-    """Push the rows that other nodes sent here on to the ranks of this node, and release."""
+def _send(ctx: DispatchCombineContext, payload: int, row_words: int, has_weights: bool) -> Launcher:
+    constexprs = {
+        "PAYLOAD": payload,
+        "HAS_WEIGHTS": has_weights,
+        "BLOCK_T": ROUTING_TOKENS,
+        "NETWORK": ctx.network,
+        **common_constexprs(ctx.sizes, "TOPK", "KP", "MAX_CHUNKS", "CHUNK"),
+        **tile(row_words),
+    }
+    return Launcher("internode_send_kernel", constexprs, ctx.extern_libs())
+
+
+def forward(ctx: DispatchCombineContext, has_weights: bool, placement: torch.Tensor) -> torch.Tensor:
+    """Push the rows that other nodes sent here on to the ranks of this node, and release.
+
+    Returns [3, N, M, K] int32: owner, row and arrival row of what was forwarded, kept for combine.
+    """
     cfg, sizes = ctx.config, ctx.sizes
-    shape = (3, cfg.num_nodes, cfg.max_tokens, cfg.topk)
-    tables = ForwardTables(*torch.empty(shape, dtype=torch.int32, device=ctx.device))
+    tables = torch.empty(3, cfg.num_nodes, cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
     words = as_words(ctx.local("stage_x"), sizes.wire_bytes)
     row_words = sizes.wire_bytes // words.element_size()
-    launch(
-        "internode_forward_kernel",
+    ctx.launcher(("forward", has_weights), _forward, has_weights, row_words)(
         exchange_programs(cfg.num_sm),
-        (
-            words,
-            placement.tokens_from_node,
-            tables.owner,
-            tables.dst_row,
-            tables.stage_row,
-            ctx.state,
-            ctx.tables,
-            cfg.max_tokens,
-            row_words,
-            sizes.arrival_rows,
-            cfg.rank,
-            cfg.world_size,
-            cfg.local_world_size,
-        ),
-        {
-            "HAS_WEIGHTS": has_weights,
-            **common_constexprs(sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS", "MAX_CHUNKS", "CHUNK"),
-            **tile(row_words),
-        },
+        words,
+        placement,
+        tables,
+        ctx.state,
+        ctx.tables,
+        cfg.max_tokens,
+        row_words,
+        sizes.arrival_rows,
+        cfg.num_experts_per_rank,
+        cfg.rank,
+        cfg.world_size,
+        cfg.local_world_size,
     )
     return tables
+
+
+def _forward(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:
+    constexprs = {
+        "HAS_WEIGHTS": has_weights,
+        **common_constexprs(ctx.sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS", "MAX_CHUNKS", "CHUNK"),
+        **tile(row_words),
+    }
+    return Launcher("internode_forward_kernel", constexprs)
 
 
 @dataclass(frozen=True)
@@ -207,60 +216,66 @@ def make_received(ctx: DispatchCombineContext, num_rows: int, num_arrivals: int,
 
 
 def fork(ctx: DispatchCombineContext) -> torch.cuda.Stream | None:
-    """Stream for `expand` to run on beside what is launched next; None where there is no room for both."""
-    return ctx.fork() if waiting_programs(ctx.device, ctx.config.num_sm) else None
+    """Stream for `expand` to run on beside what is launched next; None where it runs behind that.
+
+    The current stream waits for what `quantize` launched, too.
+    """
+    if not overlaps(ctx.config, ctx.device):
+        return None
+    if ctx.config.payload is not None:
+        ctx.join()
+    return ctx.fork()
 
 
 def expand(
-    ctx: DispatchCombineContext, received: Received, placement: Placement, side: torch.cuda.Stream | None
+    ctx: DispatchCombineContext, received: Received, placement: torch.Tensor, side: torch.cuda.Stream | None
 ) -> None:
     """Wait for the rows, as they come, and lay them out expert by expert.
 
     side: from `fork` before the push, so that first rows are laid out while the last are on their way.
     """
     if side is None:
-        _expand(ctx, received, placement, local_programs(ctx.device))
+        _expand(ctx, received, placement, local_programs(ctx.device, ctx.config.num_sm))
         return
     with torch.cuda.stream(side):
         _expand(ctx, received, placement, waiting_programs(ctx.device, ctx.config.num_sm))
-    ctx.join(side)
+    ctx.join()
 
 
-def _expand(ctx: DispatchCombineContext, received: Received, placement: Placement, programs: int) -> None:
-    cfg, sizes = ctx.config, ctx.sizes
+def _expand(ctx: DispatchCombineContext, received: Received, placement: torch.Tensor, programs: int) -> None:
+    cfg = ctx.config
     recv_x, recv_scale = received.x.data, received.x.scale
     weights, copy_rows = received.weights, received.copy_rows
     row_bytes = cfg.hidden * recv_x.element_size()
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
-    senders = exchange_programs(cfg.num_sm)
-    launch(
-        "dispatch_expand_kernel",
+    kind = (recv_scale is not None, weights is not None, row_words)
+    ctx.launcher(("expand", *kind), _make_expand, *kind)(
         programs,
-        (
-            words,
-            recv_scale if recv_scale is not None else words.view(torch.uint8),
-            weights if weights is not None else placement.report.view(torch.float32),
-            copy_rows if copy_rows is not None else placement.report,
-            placement.expert_offsets,
-            placement.num_recv,
-            placement.report,
-            ctx.state,
-            ctx.tables,
-            row_words,
-            cfg.rank,
-            cfg.world_size,
-            cfg.local_world_size,
-            cfg.num_experts_per_rank,
-            sizes.arrival_rows,
-            senders,
-        ),
-        {
-            "HAS_SCALES": recv_scale is not None,
-            "HAS_WEIGHTS": weights is not None,
-            "HAS_PADDING": cfg.alignment > 1,
-            "KEEP_COPY_ROWS": copy_rows is not None,
-            **common_constexprs(sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS"),
-            **tile(row_words),
-        },
+        words,
+        ctx.no_bytes if recv_scale is None else recv_scale,
+        ctx.no_floats if weights is None else weights,
+        placement if copy_rows is None else copy_rows,
+        placement,
+        ctx.state,
+        ctx.tables,
+        row_words,
+        cfg.rank,
+        cfg.world_size,
+        cfg.local_world_size,
+        cfg.num_experts_per_rank,
+        ctx.sizes.arrival_rows,
+        exchange_programs(cfg.num_sm),
     )
+
+
+def _make_expand(ctx: DispatchCombineContext, has_scales: bool, has_weights: bool, row_words: int) -> Launcher:
+    constexprs = {
+        "HAS_SCALES": has_scales,
+        "HAS_WEIGHTS": has_weights,
+        "HAS_PADDING": ctx.config.alignment > 1,
+        "KEEP_COPY_ROWS": ctx.config.enable_local_combine,
+        **common_constexprs(ctx.sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS"),
+        **tile(row_words),
+    }
+    return Launcher("dispatch_expand_kernel", constexprs)

@@ -12,7 +12,7 @@ from triton_ep.layout import HOST_WEIGHTS, next_power_of_2
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.dispatch import Rows
 from triton_ep.ops.tuning import as_words, common_constexprs
-from triton_ep.runtime import INTERPRETING, launch
+from triton_ep.runtime import INTERPRETING, Launcher
 
 PUSH_WARPS = 8
 EXPAND_WARPS = 8
@@ -22,6 +22,8 @@ REDUCE_WARPS = 8
 REDUCE_PROGRAMS = 528
 SUM_WARPS = 8
 SUM_PARTS = 2
+_EXPANDED_ROWS = 16 if INTERPRETING else EXPAND_ROWS
+_SUMMED_ROWS = 16 if INTERPRETING else 1
 
 
 def dispatch(
@@ -32,28 +34,23 @@ def dispatch(
     Advances the epochs of host and device. Waits for nothing on the host.
     """
     ctx.epoch += 1
-    tables = _Tables(ctx, topk_idx.shape[0])
-    _push(ctx, x, topk_idx, weights, tables, host_word | (HOST_WEIGHTS if weights is not None else 0))
-    recv, recv_weights = _expand(ctx, tables, weights is not None)
+    cfg = ctx.config
+    num_tokens = topk_idx.shape[0]
+    ids = torch.empty(1, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
+    copies = torch.empty(cfg.world_size * cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
+    placement = torch.empty(ctx.sizes.placement_length, dtype=torch.int32, device=ctx.device)
+    _push(ctx, x, topk_idx, weights, ids, host_word | (HOST_WEIGHTS if weights is not None else 0))
+    recv, recv_weights = _expand(ctx, copies, placement, weights is not None)
     ctx.poll_status()
     desc = EPAllToAllLayoutDesc(
-        num_dispatch_token_cur_rank=topk_idx.shape[0],
+        num_dispatch_token_cur_rank=num_tokens,
         num_recv_rows=recv.data.shape[0],
-        num_input_tokens_per_rank=tables.report[:, 2],
-        topk_indices_tensor=tables.kept_idx,
-        owner_ranks=None,
-        token_dst_scatter_idx=None,
-        expert_offsets=tables.expert_offsets,
-        num_recv_tokens_per_expert=tables.num_recv,
-        overflow=tables.overflow,
-        stage_row=None,
-        node_slot=None,
-        tokens_per_node=None,
-        tokens_from_node=None,
-        report=tables.report,
+        entries=ids,
+        placement=placement,
+        shape=(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank),
         layer_id=ctx.layer_id,
         epoch=ctx.epoch,
-        skipped_token_topk_mapping_indices=tables.copy_rows,
+        skipped_token_topk_mapping_indices=copies,
     )
     return recv, recv_weights, desc
 
@@ -65,83 +62,61 @@ def combine(
     cfg = ctx.config
     copy_rows = desc.skipped_token_topk_mapping_indices
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
-    rows = 16 if INTERPRETING else 1
-    tiles = -(-copy_rows.shape[0] // rows)
-    launch(
-        "low_latency_reduce_kernel",
+    tiles = -(-copy_rows.shape[0] // _SUMMED_ROWS)
+    ctx.launcher(("ll_reduce", weights is not None), _make_reduce, weights is not None)(
         min(tiles, 2) if INTERPRETING else min(tiles, REDUCE_PROGRAMS),
-        (
-            y,
-            # A pointer of the right type; not read without weights.
-            weights if weights is not None else desc.report.view(torch.float32),
-            copy_rows,
-            ctx.state,
-            ctx.tables,
-            cfg.max_tokens,
-            cfg.hidden,
-            cfg.rank,
-            cfg.world_size,
-        ),
-        {
-            "HAS_WEIGHTS": weights is not None,
-            "ROWS": rows,
-            **_columns(cfg.hidden, 8192),
-            **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
-        },
-        num_warps=REDUCE_WARPS,
+        y,
+        # A pointer of the right type; not read without weights.
+        ctx.no_floats if weights is None else weights,
+        copy_rows,
+        ctx.state,
+        ctx.tables,
+        cfg.max_tokens,
+        cfg.hidden,
+        cfg.rank,
+        cfg.world_size,
     )
     num_tokens = desc.num_dispatch_token_cur_rank
     out = torch.empty(num_tokens, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
-    block = next_power_of_2(-(-cfg.hidden // (1 if INTERPRETING else SUM_PARTS)))
-    block = min(max(block, 128), 8192)
-    parts = -(-cfg.hidden // block)
-    launch(
-        "low_latency_sum_kernel",
-        max(-(-num_tokens // rows), 1) * parts,
-        (
-            out,
-            desc.topk_indices_tensor,
-            ctx.state,
-            ctx.tables,
-            num_tokens,
-            cfg.max_tokens,
-            cfg.hidden,
-            cfg.num_experts_per_rank,
-            cfg.rank,
-            cfg.world_size,
-        ),
-        {"PARTS": parts, "ROWS": rows, "BLOCK_H": block, **common_constexprs(ctx.sizes, "TOPK", "KP", "WP")},
-        num_warps=SUM_WARPS,
+    launcher = ctx.launcher(("ll_sum",), _make_sum)
+    launcher(
+        max(-(-num_tokens // _SUMMED_ROWS), 1) * launcher.constexprs["PARTS"],
+        out,
+        desc.entries,
+        ctx.state,
+        ctx.tables,
+        num_tokens,
+        cfg.max_tokens,
+        cfg.hidden,
+        cfg.num_experts_per_rank,
+        cfg.rank,
+        cfg.world_size,
     )
     ctx.poll_status()
     return out
 
 
-class _Tables:
-    """The int32 tensors of a dispatch, views of one allocation; each starts at a multiple of 16 bytes.
+def _make_reduce(ctx: DispatchCombineContext, has_weights: bool) -> Launcher:
+    constexprs = {
+        "HAS_WEIGHTS": has_weights,
+        "ROWS": _SUMMED_ROWS,
+        **_columns(ctx.config.hidden, 8192),
+        **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
+    }
+    return Launcher("low_latency_reduce_kernel", constexprs, num_warps=REDUCE_WARPS)
 
-    Attributes:
-        small: what the expand kernel writes at once: report [W, 8], expert_offsets, num_recv, overflow.
-        copy_rows: [W * M, K].
-        kept_idx: [T, K].
-    """
 
-    def __init__(self, ctx: DispatchCombineContext, num_tokens: int) -> None:
-        cfg = ctx.config
-        experts, world, topk = cfg.num_experts_per_rank, cfg.world_size, cfg.topk
-        at_offsets = world * 8
-        at_num_recv = at_offsets + (experts + 4) // 4 * 4
-        at_overflow = at_num_recv + (experts + 3) // 4 * 4
-        at_copies = at_overflow + 4
-        at_kept = at_copies + -(-world * cfg.max_tokens * topk // 4) * 4
-        words = torch.empty(at_kept + num_tokens * topk, dtype=torch.int32, device=ctx.device)
-        self.small = words
-        self.report = words[:at_offsets].view(world, 8)
-        self.expert_offsets = words[at_offsets : at_offsets + experts + 1]
-        self.num_recv = words[at_num_recv : at_num_recv + experts]
-        self.overflow = words[at_overflow : at_overflow + 1]
-        self.copy_rows = words[at_copies : at_copies + world * cfg.max_tokens * topk].view(-1, topk)
-        self.kept_idx = words[at_kept:].view(num_tokens, topk)
+def _make_sum(ctx: DispatchCombineContext) -> Launcher:
+    hidden = ctx.config.hidden
+    block = next_power_of_2(-(-hidden // (1 if INTERPRETING else SUM_PARTS)))
+    block = min(max(block, 128), 8192)
+    constexprs = {
+        "PARTS": -(-hidden // block),
+        "ROWS": _SUMMED_ROWS,
+        "BLOCK_H": block,
+        **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
+    }
+    return Launcher("low_latency_sum_kernel", constexprs, num_warps=SUM_WARPS)
 
 
 def _push(
@@ -149,7 +124,7 @@ def _push(
     x: Rows,
     topk_idx: torch.Tensor,
     weights: torch.Tensor | None,
-    tables: _Tables,
+    ids: torch.Tensor,
     host_word: int,
 ) -> None:
     cfg = ctx.config
@@ -159,38 +134,42 @@ def _push(
         payload = WORDS if scale is None else MX
     row_words = cfg.hidden * x.data.element_size() // words.element_size()
     num_tokens = topk_idx.shape[0]
-    launch(
-        "low_latency_push_kernel",
+    kind = (payload.value, weights is not None, row_words)
+    ctx.launcher(("ll_push", *kind), _make_push, *kind)(
         max(num_tokens, 1),
-        (
-            words,
-            # Pointers of the right type; not read with other payloads, or without weights.
-            scale if scale is not None else words.view(torch.uint8),
-            topk_idx,
-            weights if weights is not None else tables.report.view(torch.float32),
-            tables.kept_idx,
-            ctx.state,
-            ctx.tables,
-            num_tokens,
-            cfg.max_tokens,
-            row_words,
-            cfg.num_experts,
-            cfg.rank,
-            cfg.world_size,
-            host_word,
-        ),
-        {
-            "PAYLOAD": payload.value,
-            "HAS_WEIGHTS": weights is not None,
-            "BLOCK_N": min(max(next_power_of_2(cfg.max_tokens * cfg.topk), 16), 1024),
-            **_columns(row_words, 8192 if payload is QUANTISE else 2048),
-            **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
-        },
-        num_warps=PUSH_WARPS,
+        words,
+        # Pointers of the right type; not read with other payloads, or without weights.
+        ctx.no_bytes if scale is None else scale,
+        topk_idx,
+        ctx.no_floats if weights is None else weights,
+        ids,
+        ctx.state,
+        ctx.tables,
+        num_tokens,
+        cfg.max_tokens,
+        row_words,
+        cfg.num_experts,
+        cfg.rank,
+        cfg.world_size,
+        host_word,
     )
 
 
-def _expand(ctx: DispatchCombineContext, tables: _Tables, has_weights: bool) -> tuple[Rows, torch.Tensor | None]:
+def _make_push(ctx: DispatchCombineContext, payload: int, has_weights: bool, row_words: int) -> Launcher:
+    cfg = ctx.config
+    constexprs = {
+        "PAYLOAD": payload,
+        "HAS_WEIGHTS": has_weights,
+        "BLOCK_N": min(max(next_power_of_2(cfg.max_tokens * cfg.topk), 16), 1024),
+        **_columns(row_words, 8192 if payload == QUANTISE.value else 2048),
+        **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
+    }
+    return Launcher("low_latency_push_kernel", constexprs, num_warps=PUSH_WARPS)
+
+
+def _expand(
+    ctx: DispatchCombineContext, copies: torch.Tensor, placement: torch.Tensor, has_weights: bool
+) -> tuple[Rows, torch.Tensor | None]:
     cfg = ctx.config
     capacity, has_scales = cfg.recv_capacity, cfg.payload is not None
     assert capacity is not None, "EPConfig refuses a low-latency layer without"
@@ -201,41 +180,42 @@ def _expand(ctx: DispatchCombineContext, tables: _Tables, has_weights: bool) -> 
         scale = torch.empty(capacity, cfg.hidden // 32, dtype=torch.uint8, device=ctx.device)
     if has_weights:
         weights = torch.empty(capacity, dtype=torch.float32, device=ctx.device)
-    words = as_words(recv_x, cfg.hidden * recv_x.element_size())
-    row_words = words.numel() // capacity
-    rows = 16 if INTERPRETING else EXPAND_ROWS
-    tiles = -(-cfg.world_size * cfg.max_tokens // rows)
-    launch(
-        "low_latency_expand_kernel",
+    row_bytes = cfg.hidden * recv_x.element_size()
+    words = as_words(recv_x, row_bytes)
+    row_words = row_bytes // words.element_size()
+    tiles = -(-cfg.world_size * cfg.max_tokens // _EXPANDED_ROWS)
+    ctx.launcher(("ll_expand", has_weights, row_words), _make_expand, has_weights, row_words)(
         min(tiles, 2) if INTERPRETING else min(tiles, EXPAND_PROGRAMS),
-        (
-            words,
-            scale if scale is not None else words.view(torch.uint8),
-            weights if weights is not None else tables.report.view(torch.float32),
-            tables.copy_rows,
-            tables.small,
-            ctx.state,
-            ctx.tables,
-            row_words,
-            cfg.max_tokens,
-            cfg.num_experts_per_rank,
-            capacity,
-            cfg.alignment,
-            cfg.rank,
-            cfg.world_size,
-        ),
-        {
-            "HAS_SCALES": has_scales,
-            "HAS_WEIGHTS": has_weights,
-            "HAS_PADDING": cfg.alignment > 1,
-            "EP": next_power_of_2(cfg.num_experts_per_rank),
-            "ROWS": rows,
-            **_columns(row_words, 2048),
-            **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
-        },
-        num_warps=EXPAND_WARPS,
+        words,
+        ctx.no_bytes if scale is None else scale,
+        ctx.no_floats if weights is None else weights,
+        copies,
+        placement,
+        ctx.state,
+        ctx.tables,
+        row_words,
+        cfg.max_tokens,
+        cfg.num_experts_per_rank,
+        capacity,
+        cfg.alignment,
+        cfg.rank,
+        cfg.world_size,
     )
     return Rows(recv_x, scale), weights
+
+
+def _make_expand(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:
+    cfg = ctx.config
+    constexprs = {
+        "HAS_SCALES": cfg.payload is not None,
+        "HAS_WEIGHTS": has_weights,
+        "HAS_PADDING": cfg.alignment > 1,
+        "EP": next_power_of_2(cfg.num_experts_per_rank),
+        "ROWS": _EXPANDED_ROWS,
+        **_columns(row_words, 2048),
+        **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
+    }
+    return Launcher("low_latency_expand_kernel", constexprs, num_warps=EXPAND_WARPS)
 
 
 def _columns(row_words: int, most: int) -> dict[str, Any]:

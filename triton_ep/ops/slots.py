@@ -16,7 +16,6 @@ from triton_ep.context import DispatchCombineContext
 from triton_ep.errors import ConfigError
 from triton_ep.layout import Sizes
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.ops import barrier as barrier_ops
 from triton_ep.ops import combine as combine_ops
 
 
@@ -59,11 +58,7 @@ def to_slots(
         mine = (column >= 0) & (column < width)
         rows = torch.zeros(values.shape[0], width, dtype=torch.float32, device=values.device)
         rows.scatter_(1, column.clamp(0, width - 1).unsqueeze(1), torch.where(mine, values, 0.0).unsqueeze(1))
-        combine_ops.stage(narrow, rows, None, desc)
-        if not ctx.config.is_intra_node:
-            combine_ops.send_partials(narrow, False, desc)
-        parts.append(combine_ops.pull(narrow, False, desc))
-        barrier_ops.post_combine_done(ctx)
+        parts.append(combine_ops.combine(narrow, rows, None, desc))
     return torch.cat(parts, 1)[:, :topk].contiguous()
 
 

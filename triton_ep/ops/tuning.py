@@ -6,11 +6,13 @@ so that the order of programs is exercised.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from triton_ep import layout
+from triton_ep.config import EPConfig
 from triton_ep.runtime import INTERPRETING
 
 ROUTING_TOKENS = 16
@@ -18,6 +20,9 @@ ROUTING_TOKENS = 16
 
 _LEAST_WAITING = 16
 """Fewer programs would take longer beside an exchange than all of them after it."""
+
+_OVERLAPPED_TOKENS = 1024
+"""With fewer tokens per rank, two streams cost more than they save."""
 
 STEP_CHUNKS = 1 if INTERPRETING else 16
 """Routing chunks in a step of the push, at least: a release costs microseconds, so few tokens have one step."""
@@ -51,8 +56,8 @@ def exchange_programs(num_sm: int) -> int:
     return min(num_sm, 2) if INTERPRETING else num_sm
 
 
-def local_programs(device: torch.device) -> int:
-    """Programs of a kernel that only moves rows within this rank's memory."""
+def local_programs(device: torch.device, num_sm: int) -> int:
+    """Programs of a kernel that only moves rows within this rank's memory, while nothing else runs."""
     if INTERPRETING:
         return 2
     return min(_multiprocessors(device), layout.STAGE_PROGRAMS)
@@ -69,20 +74,14 @@ def waiting_programs(device: torch.device, num_sm: int) -> int:
     return min(programs, layout.STAGE_PROGRAMS) if programs >= _LEAST_WAITING else 0
 
 
+def overlaps(config: EPConfig, device: torch.device) -> bool:
+    """True if local work of a layer runs beside its exchange, on a stream of its own."""
+    return waiting_programs(device, config.num_sm) > 0 and config.max_tokens >= _OVERLAPPED_TOKENS
+
+
+@functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-QUANTISING_WARPS = 8
-"""Of a push that quantises: 4096 rows of 7168 took 548 us with 20 programs, 619 with 16 warps (one H200, no link)."""
-
-
-def quantising_tile(hidden: int) -> dict[str, int]:
-    """ROWS and BLOCK_H of kernels that quantise rows of `hidden` elements, 32 at a time."""
-    block = max(layout.next_power_of_2(hidden), 32)
-    if INTERPRETING:
-        return {"ROWS": layout.CHUNK, "BLOCK_H": min(block, 2048)}
-    return {"ROWS": 1, "BLOCK_H": min(max(block, 128), 8192)}
 
 
 def as_words(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
@@ -92,8 +91,8 @@ def as_words(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
     """
     for dtype in (torch.int64, torch.int32, torch.int16):
         if row_bytes % dtype.itemsize == 0 and rows.data_ptr() % dtype.itemsize == 0:
-            return rows.view(torch.uint8).view(-1).view(dtype)
-    return rows.view(torch.uint8).view(-1)
+            return rows.view(dtype)
+    return rows.view(torch.uint8)
 
 
 def common_constexprs(sizes: layout.Sizes, *names: str) -> dict[str, Any]:
