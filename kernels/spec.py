@@ -157,7 +157,6 @@ SPECS: tuple[KernelSpec, ...] = (
             for s in (False, True)
             for w in (False, True)
         ),
-        num_warps=8,
     ),
     KernelSpec(
         floor.floor_push_kernel,

@@ -57,7 +57,7 @@ class DispatchCombineContext:
         self.tables[-1] = heap.pes(group)
         self.state = torch.zeros(device_buffers.STATE_WORDS.value, dtype=torch.int64, device=self.device)
         self.state[device_buffers.TIMEOUT_US.value] = int(config.timeout_s * 1e6)
-        self.status = self.state[device_buffers.STATUS.value :]
+        self.status = self.state[device_buffers.STATUS.value :][:4]
         self.network = P2P.value if config.is_intra_node or heap.network == "p2p" else NVSHMEM.value
         # A word that the host can read at any time; the device sets it beside the status record.
         self._alarm = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")

@@ -21,7 +21,7 @@ Replay        Nothing is kept between calls. Slots follow (token, k), no atomic 
 import triton
 import triton.language as tl
 
-from ..device.buffers import STAGE_META, STAGE_X, STATUS, address_of, buffer_ptrs
+from ..device.buffers import STAGE_META, STAGE_X, STATUS, address_of
 from ..device.rows import on_my_node
 from ..device.tables import (
     DST_ROW,
@@ -43,21 +43,22 @@ _NO_INDEX = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _load_entries(num_tokens, TOPK: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Flat entries of this program's chunk: token, offset into a [T, K] table, in-range mask."""
-    entry = tl.arange(0, BLOCK_T * KP)
-    token = tl.program_id(0) * BLOCK_T + entry // KP
-    k = entry % KP
+def _entries(num_tokens, TOPK: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Entries [BLOCK_T, KP] of this program's chunk: token, k, offset into a [T, K] table, in-range mask."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    k = tl.arange(0, KP)[None, :]
     mask = (token < num_tokens) & (k < TOPK)
-    return entry, token, token * TOPK + k, mask
+    return token, k, token * TOPK + k, mask
 
 
-# Tables [N, N] compare the entries along axis 0 with each entry along axis 1: sums over axis 0 stay in a thread.
+# Tables of comparisons put the earlier or other entries along the axis before the last one: sums over it stay
+# in a thread.
 
 
 @triton.jit
-def _rank_among(group, chosen, entry):
-    """Of each entry: how many chosen earlier entries share its group, and how many share it in all."""
+def _rank_among(group, chosen):
+    """Of each entry [N]: how many chosen earlier ones share its group, and how many share it in all."""
+    entry = tl.arange(0, group.shape[0])
     alike = chosen[:, None] & (group[:, None] == group[None, :])
     both = tl.where(entry[:, None] < entry[None, :], 65537, 65536)  # one sum for the two
     both = tl.sum(tl.where(alike, both, 0), axis=0)
@@ -65,11 +66,12 @@ def _rank_among(group, chosen, entry):
 
 
 @triton.jit
-def _first_in_token(group, valid, token, entry):
-    """True at the first entry of each (token, group)."""
-    alike = valid[:, None] & (group[:, None] == group[None, :]) & (token[:, None] == token[None, :])
-    earlier = alike & (entry[:, None] < entry[None, :])
-    return valid & (tl.sum(earlier.to(tl.int32), axis=0) == 0)
+def _first_in_token(group, valid):
+    """[T, K]: true at the first valid entry of each group in its token."""
+    k = tl.arange(0, group.shape[1])
+    earlier = (k[:, None] < k[None, :])[None, :, :]
+    alike = valid[:, :, None] & (group[:, :, None] == group[:, None, :]) & earlier
+    return valid & (tl.sum(alike.to(tl.int32), axis=1) == 0)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_ranks", "experts_per_rank", "ranks_per_node"])
@@ -89,7 +91,7 @@ def routing_count_kernel(
 ):
     chunk = tl.program_id(0)
     num_columns = num_columns_of(num_ranks, experts_per_rank, ranks_per_node)
-    entry, token, offs, mask = _load_entries(num_tokens, TOPK, KP, BLOCK_T)
+    _, _, offs, mask = _entries(num_tokens, TOPK, KP, BLOCK_T)
     raw = tl.load(topk_idx_ptr + offs, mask=mask, other=-1).to(tl.int64)
     valid = (raw >= 0) & (raw < num_experts)
     bad = mask & (raw != -1) & (raw != num_experts) & (valid == 0)
@@ -99,12 +101,6 @@ def routing_count_kernel(
     tl.store(bad_ptr, first_bad)
     tl.store(bad_ptr + 1, tl.minimum(tl.maximum(bad_id, -_NO_INDEX), _NO_INDEX).to(tl.int32))
 
-    expert = tl.where(valid, raw, -1).to(tl.int32)
-    rank = tl.maximum(expert, 0) // experts_per_rank
-    node = rank // ranks_per_node
-    tl.store(entry_field(entries_ptr, KEPT, num_tokens, TOPK) + offs, expert, mask=mask)
-    tl.store(entry_field(entries_ptr, OWNER, num_tokens, TOPK) + offs, tl.where(valid, rank, -1), mask=mask)
-
     counts_ptr = chunks_ptr + tl.cast(chunk, tl.int64) * num_columns
     columns = tl.arange(0, BLOCK_C)
     for start in range(0, num_columns, BLOCK_C):
@@ -112,74 +108,71 @@ def routing_count_kernel(
     # The zeros and the counts below go to the same words from different threads.
     tl.debug_barrier()
 
-    slot, count = _rank_among(expert, valid, entry)
-    tl.store(entry_field(entries_ptr, DST_ROW, num_tokens, TOPK) + offs, tl.where(valid, slot, -1), mask=mask)
-    # All entries of one expert store the same count.
-    tl.store(counts_ptr + expert, count, mask=valid)
+    expert = tl.where(valid, raw, -1).to(tl.int32)
+    rank = tl.maximum(expert, 0) // experts_per_rank
+    node = rank // ranks_per_node
+    tl.store(entry_field(entries_ptr, KEPT, num_tokens, TOPK) + offs, expert, mask=mask)
+    tl.store(entry_field(entries_ptr, OWNER, num_tokens, TOPK) + offs, tl.where(valid, rank, -1), mask=mask)
+    _store_slots(entry_field(entries_ptr, DST_ROW, num_tokens, TOPK), counts_ptr, offs, mask, expert, valid)
+    counts_ptr += num_experts
+    first = _first_in_token(rank, valid)
+    _store_slots(entry_field(entries_ptr, STAGE_ROW, num_tokens, TOPK), counts_ptr, offs, mask, rank, first)
+    counts_ptr += num_ranks
+    first = _first_in_token(node, valid)
+    _store_slots(entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK), counts_ptr, offs, mask, node, first)
 
-    first = _first_in_token(rank, valid, token, entry)
-    slot, count = _rank_among(rank, first, entry)
-    tl.store(entry_field(entries_ptr, STAGE_ROW, num_tokens, TOPK) + offs, tl.where(first, slot, -1), mask=mask)
-    tl.store(counts_ptr + num_experts + rank, count, mask=first)
 
-    first = _first_in_token(node, valid, token, entry)
-    slot, count = _rank_among(node, first, entry)
-    tl.store(entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK) + offs, tl.where(first, slot, -1), mask=mask)
-    tl.store(counts_ptr + num_experts + num_ranks + node, count, mask=first)
+@triton.jit
+def _store_slots(field_ptr, counts_ptr, offs, mask, group, chosen):
+    """Store the slot of each chosen entry [T, K] within its group, -1 for the others, and the groups' counts."""
+    N: tl.constexpr = group.shape[0] * group.shape[1]
+    group, chosen = tl.reshape(group, [N]), tl.reshape(chosen, [N])
+    slot, count = _rank_among(group, chosen)
+    tl.store(field_ptr + tl.reshape(offs, [N]), tl.where(chosen, slot, -1), mask=tl.reshape(mask, [N]))
+    # All entries of a group store the same count.
+    tl.store(counts_ptr + group, count, mask=chosen)
 
 
 @triton.jit
 def _push_addresses(
-    push_addrs_ptr,
-    tables_ptr,
-    token,
-    entry,
-    rank_of_entry,
-    arrival,
-    here,
-    mask,
-    num_ranks,
-    row_bytes,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
+    push_addrs_ptr, tables_ptr, token, k, owner, arrival, here, mask, num_ranks, row_bytes, TOPK: tl.constexpr
 ):
     """Addresses of a token's arrival rows where `here`, without gaps and in k order; then zeros."""
-    before, count = _rank_among(token, here, entry)
-    position = tl.where(here, before, count + entry % KP - before)
-    addrs = address_of(tables_ptr, STAGE_X, num_ranks, tl.where(here, rank_of_entry, 0))
+    before = tl.cumsum(here.to(tl.int32), axis=1) - here.to(tl.int32)
+    count = tl.sum(here.to(tl.int32), axis=1)[:, None]
+    position = tl.where(here, before, count + k - before)
+    addrs = address_of(tables_ptr, STAGE_X, num_ranks, tl.where(here, owner, 0))
     addrs += arrival.to(tl.int64) * row_bytes
     tl.store(push_addrs_ptr + token.to(tl.int64) * TOPK + position, tl.where(here, addrs, 0), mask=mask)
 
 
 @triton.jit
 def _push_meta(
-    entries_ptr,
     weights_ptr,
     tables_ptr,
     token,
-    rank_of_entry,
+    k,
+    offs,
+    owner,
+    dst_row,
     arrival,
     here,
-    num_tokens,
+    mask,
     num_ranks,
     HAS_WEIGHTS: tl.constexpr,
-    TOPK: tl.constexpr,
     KP: tl.constexpr,
 ):
     """Tell the rank of each entry, where `here`, which output rows its token fills there, and with what weights."""
-    ks = tl.arange(0, KP)[None, :]
-    offs = token[:, None] * TOPK + ks
-    mask = here[:, None] & (ks < TOPK)
-    owners = tl.load(entry_field(entries_ptr, OWNER, num_tokens, TOPK) + offs, mask=mask, other=-1)
-    rows = tl.load(entry_field(entries_ptr, DST_ROW, num_tokens, TOPK) + offs, mask=mask, other=-1)
-    mine = owners == rank_of_entry[:, None]
-    at = arrival.to(tl.int64)[:, None] * (2 * KP) + ks
-    dest = buffer_ptrs(tables_ptr, STAGE_META, num_ranks, rank_of_entry, here, tl.int32)
-    tl.store(dest[:, None] + at, tl.where(mine, rows, -1), mask=here[:, None])
+    mine = owner[:, :, None] == owner[:, None, :]
+    at = (arrival.to(tl.int64) * (2 * KP))[:, :, None] + k[:, None, :]
+    to_all = tl.broadcast_to(here[:, :, None], mine.shape)
+    addrs = tl.load(tables_ptr + STAGE_META * num_ranks + owner, mask=here, other=0)
+    dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.int32)), [16, 16])
+    tl.store(dest[:, :, None] + at, tl.where(mine, dst_row[:, None, :], -1), mask=to_all)
     if HAS_WEIGHTS:
         weights = tl.load(weights_ptr + offs, mask=mask, other=0.0)
-        dest = buffer_ptrs(tables_ptr, STAGE_META, num_ranks, rank_of_entry, here, tl.float32)
-        tl.store(dest[:, None] + at + KP, tl.where(mine, weights, 0.0), mask=here[:, None])
+        dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.float32)), [16, 16])
+        tl.store(dest[:, :, None] + at + KP, tl.where(mine, weights[:, None, :], 0.0), mask=to_all)
 
 
 @triton.jit(
@@ -227,7 +220,7 @@ def routing_slots_kernel(
     dst_row_ptr = entry_field(entries_ptr, DST_ROW, num_tokens, TOPK)
     stage_row_ptr = entry_field(entries_ptr, STAGE_ROW, num_tokens, TOPK)
     node_slot_ptr = entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK)
-    entry, token, offs, mask = _load_entries(num_tokens, TOPK, KP, BLOCK_T)
+    token, k, offs, mask = _entries(num_tokens, TOPK, KP, BLOCK_T)
     expert = tl.load(entries_ptr + offs, mask=mask, other=-1)
     valid = expert >= 0
     owner = tl.maximum(expert, 0) // experts_per_rank
@@ -253,43 +246,52 @@ def routing_slots_kernel(
     slot += tl.load(prefix_ptr + num_experts + num_ranks + node, mask=first_of_node, other=0)
 
     # A copy exists if its row fits the output and the row of its token fits the arrival buffer.
-    same = first[:, None] & (owner[:, None] == owner[None, :]) & (token[:, None] == token[None, :])
-    arrival = tl.sum(tl.where(same, stage_row[:, None], 0), axis=0)
+    same = first[:, :, None] & (owner[:, :, None] == owner[:, None, :])
+    arrival = tl.sum(tl.where(same, stage_row[:, :, None], 0), axis=1)
     alive = valid & (dst_row < recv_capacity) & (arrival < stage_capacity)
-    tl.store(dst_row_ptr + offs, tl.where(alive, dst_row, -1), mask=mask)
+    dst_row = tl.where(alive, dst_row, -1)
+    tl.store(dst_row_ptr + offs, dst_row, mask=mask)
     tl.store(stage_row_ptr + offs, stage_row, mask=mask)
     tl.store(node_slot_ptr + offs, tl.where(first_of_node, slot, -1), mask=mask)
     if num_ranks > ranks_per_node:
         node_token_ptr = node_token_of(chunks_ptr, tl.num_programs(0), num_columns)
-        tl.store(node_token_ptr + node.to(tl.int64) * num_tokens + slot, token, mask=first_of_node)
-
-    part = tl.arange(0, STEPS * STEPS)[:, None]
-    local = tl.arange(0, LWP)[None, :]
-    begins = part_begin(part, tl.num_programs(0)) == tl.program_id(0)
-    is_local = local < ranks_per_node
-    peer = rank - rank % ranks_per_node + local
-    to_peer = tl.load(prefix_ptr + num_experts + peer, mask=is_local, other=0)
-    step_rows_ptr = step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
-    to_peer = tl.broadcast_to(to_peer, [STEPS * STEPS, LWP])
-    tl.store(step_rows_ptr + part * ranks_per_node + local, to_peer, mask=begins & is_local)
+        tokens = tl.broadcast_to(token, slot.shape)
+        tl.store(node_token_ptr + node.to(tl.int64) * num_tokens + slot, tokens, mask=first_of_node)
 
     here = first & on_my_node(owner, rank, ranks_per_node)
-    fits = here & (stage_row < stage_capacity)
-    _push_addresses(
-        push_addrs_ptr, tables_ptr, token, entry, owner, stage_row, fits, mask, num_ranks, row_bytes, TOPK, KP
-    )
-    tl.debug_barrier()  # other threads read the rows stored above
     _push_meta(
-        entries_ptr,
         weights_ptr,
         tables_ptr,
         token,
-        owner,
+        k,
+        offs,
+        tl.where(valid, owner, -1),
+        dst_row,
         stage_row,
         here,
-        num_tokens,
+        mask,
         num_ranks,
         HAS_WEIGHTS,
-        TOPK,
         KP,
     )
+    fits = here & (stage_row < stage_capacity)
+    _push_addresses(push_addrs_ptr, tables_ptr, token, k, owner, stage_row, fits, mask, num_ranks, row_bytes, TOPK)
+    _store_step_rows(
+        prefix_ptr + num_experts,
+        step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node),
+        rank,
+        ranks_per_node,
+        LWP,
+    )
+
+
+@triton.jit
+def _store_step_rows(rows_ptr, step_rows_ptr, rank, ranks_per_node, LWP: tl.constexpr):
+    """Arrival rows of the tokens before this chunk, for the parts that begin here."""
+    part = tl.arange(0, STEPS * STEPS)[:, None]
+    local = tl.arange(0, LWP)[None, :]
+    is_local = local < ranks_per_node
+    rows = tl.load(rows_ptr + rank - rank % ranks_per_node + local, mask=is_local, other=0)
+    begins = part_begin(part, tl.num_programs(0)) == tl.program_id(0)
+    rows = tl.broadcast_to(rows, [STEPS * STEPS, LWP])
+    tl.store(step_rows_ptr + part * ranks_per_node + local, rows, mask=begins & is_local)
