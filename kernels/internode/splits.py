@@ -56,6 +56,17 @@ def _scan(chunks_ptr, row_ptr, num_chunks, num_columns, BLOCK_N: tl.constexpr, B
 
 
 @triton.jit
+def _clear(placement_ptr, num_ranks, experts_per_rank, ranks_per_node, row_length, BLOCK: tl.constexpr):
+    """Zeros in all of `placement` but the splits row: between its parts nothing else is written."""
+    zero = tl.zeros([], tl.int32)
+    row = row_of(zero, num_ranks, experts_per_rank, ranks_per_node)
+    end = bases_of(zero, num_ranks, experts_per_rank, ranks_per_node) + (2 * experts_per_rank + 1) * num_ranks
+    for start in range(0, end, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        tl.store(placement_ptr + offs, 0, mask=(offs < end) & ((offs < row) | (offs >= row + row_length)))
+
+
+@triton.jit
 def _fill_tail(chunks_ptr, row_ptr, num_chunks, num_columns, row_length, num_tokens, host_word, BLOCK_N: tl.constexpr):
     """The last four words of the splits row, and zeros between the counts and them."""
     bad_ptr = chunk_bad_of(chunks_ptr, num_chunks, num_columns)
@@ -268,6 +279,7 @@ def splits_kernel(
     row_ptr = row_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
     _scan(chunks_ptr, row_ptr, num_chunks, num_columns, BLOCK_N, BLOCK_C)
     if tl.program_id(0) == 0:
+        _clear(placement_ptr, num_ranks, experts_per_rank, ranks_per_node, row_length, BLOCK)
         if HAS_SCATTER:
             host_word += tl.load(bad_scatter_ptr)
         _fill_tail(chunks_ptr, row_ptr, num_chunks, num_columns, row_length, num_tokens, host_word, BLOCK_N)
