@@ -23,7 +23,7 @@ from .device.buffers import (
     NODE_BARRIER_FLAG,
 )
 from .device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
-from .device.rows import MX, WORDS
+from .device.rows import MX, QUANTISE, WORDS
 from .device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
 from .internode import barrier, splits
 from .internode import combine as internode_combine

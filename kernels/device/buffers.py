@@ -6,8 +6,9 @@ functions; last NVSHMEM's number of each rank. The indices below are rows of the
 buffer holds, who writes and who reads it, is the table in triton_ep/layout.py, whose order a test compares
 with this one.
 
-The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record,
-counts of programs that came to their end (of the low-latency kernels their own), and the address of a word in host memory that says if there is a record.
+The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record, counts of
+programs that came to their end (of the low-latency kernels their own), and the address of a word in host memory
+that says if there is a record.
 """
 
 import triton
