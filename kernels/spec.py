@@ -70,7 +70,7 @@ SPECS: tuple[KernelSpec, ...] = (
         routing.routing_count_kernel,
         "topk_idx_ptr:*{IDX} entries_ptr:*i32 chunks_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 "
         "experts_per_rank:i32 ranks_per_node:i32",
-        tuple(Variant({**_K8, "BLOCK_T": 16, "BLOCK_C": 256}, {"IDX": t}) for t in ("i32", "i64")),
+        tuple(Variant({**_K8, "BLOCK_T": 16, "BLOCK_C": 256, "OTHERS": 16}, {"IDX": t}) for t in ("i32", "i64")),
         num_warps=8,
     ),
     KernelSpec(
@@ -106,7 +106,6 @@ SPECS: tuple[KernelSpec, ...] = (
             for s in (False, True)
             for w in (False, True)
         ),
-        num_warps=8,
     ),
     KernelSpec(
         barrier.barrier_kernel,
@@ -233,7 +232,7 @@ SPECS: tuple[KernelSpec, ...] = (
                     {"TOPK": 8, "NNP": nodes, "PARTIAL_DTYPE": tl.float32, "BLOCK_T": 16},
                     _FLAGS,
                     _CHUNKS,
-                    {**_SUM, "ROWS": 3 - nodes},
+                    {**_SUM, "ROWS": 1},
                     HAS_WEIGHTS=not reduced,
                     REDUCED=reduced,
                     NETWORK=network,

@@ -24,6 +24,8 @@ HOST_SCATTER = 4
 """Bit: this rank's scatter indices are no sort of its entries."""
 CHUNK = 16
 """Tokens per network message."""
+ENTRY_FIELDS = 7
+"""Fields of every (token, k) in a dispatch's `entries` (kernels/device/tables.py)."""
 STEPS = 8
 """Most steps of a dispatch or combine, after each of which other ranks may go on (kernels/device/tables.py)."""
 STAGE_PROGRAMS = 128

@@ -39,7 +39,12 @@ if INTERPRETING:
 
     interpreter.install()
 
+from triton import knobs  # noqa: E402
+
 from triton_ep.kernels.spec import SPEC, KernelSpec  # noqa: E402  (kernels are decorated at import)
+
+# What profilers of Triton want to be called at a launch: they get its own launch path.
+_ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
 
 def spec(name: str) -> KernelSpec:
@@ -53,7 +58,7 @@ class Launcher:
     Triton's own launch path binds and inspects every argument at each call. This one asks it once per kind of
     arguments and keeps the compiled kernel that it answers with; from then on it looks at what decides the kind:
     the dtype of what pointers point to where the spec leaves it open, addresses that are no multiple of 16, and
-    integers that the kernel is specialised by.
+    integers that the kernel is specialised by. Pointers come before integers.
 
     Args:
         name: of the kernel.
@@ -75,53 +80,55 @@ class Launcher:
         if extern_libs:
             self.options["extern_libs"] = dict(extern_libs)
         types = tuple(self.spec.arguments.values())
-        self._is_pointer = tuple(kind.startswith("*") for kind in types)
-        params = self.spec.kernel.params if not INTERPRETING else ()
-        self._decides = tuple(
-            "{" in kind if pointer else not param.do_not_specialize
-            for kind, pointer, param in zip(types, self._is_pointer, params, strict=False)
-        )
-        # Compiled kernels take their constexprs, too, in the order of the kernel's parameters.
-        self._values = tuple(self.constexprs[p.name] for p in params if p.name in self.constexprs)
+        self._num_args = len(types)
+        self._num_pointers = sum(kind.startswith("*") for kind in types)
+        self._typed = tuple(i for i, kind in enumerate(types) if "{" in kind)
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        if not INTERPRETING:
+            params = self.spec.kernel.params
+            # Compiled kernels take their constexprs, too, in the order of the kernel's parameters.
+            self._values = tuple(self.constexprs[p.name] for p in params if p.name in self.constexprs)
+            numbers = range(self._num_pointers, self._num_args)
+            self._special = tuple(i for i in numbers if not params[i].do_not_specialize)
 
     def __call__(self, grid: int, *args: Any) -> None:
         """Launch `grid` programs; a grid of 0 launches nothing.
 
-        args: tensors and ints in the order of the kernel's spec.
+        args: tensors, then ints, in the order of the kernel's spec.
 
         Raises:
             EPError: what a hook raised inside an interpreted kernel (`PeerFailed`).
             LaunchError: an argument count that does not fit the spec.
         """
-        if len(args) != len(self._is_pointer):
-            raise LaunchError(f"{self.spec.name} takes {len(self._is_pointer)} arguments, got {len(args)}.")
+        if len(args) != self._num_args:
+            raise LaunchError(f"{self.spec.name} takes {self._num_args} arguments, got {len(args)}.")
         if grid == 0:
             return
         if INTERPRETING:
             _interpret(self.spec, grid, args, self.constexprs)
             return
-        device = torch.cuda.current_device()
-        kind: list[Any] = [device]
-        values: list[int] = []
-        unaligned = 0
-        for arg, is_pointer, decides in zip(args, self._is_pointer, self._decides, strict=True):
-            if is_pointer:
-                address = arg.data_ptr()
-                values.append(address)
-                unaligned = 2 * unaligned + (address % 16 != 0)
-                if decides:
-                    kind.append(arg.dtype)
-            else:
-                values.append(arg)
-                if decides:
-                    kind.append(arg)
-        kind.append(unaligned)
-        compiled = self._compiled.get(key := tuple(kind))
-        if compiled is None:
-            self._compiled[key] = self.spec.kernel[(grid,)](*args, **self.constexprs, **self.options)
+        device = torch._C._cuda_getDevice()
+        addresses = [tensor.data_ptr() for tensor in args[: self._num_pointers]]
+        unaligned = tuple([i for i, address in enumerate(addresses) if address & 15])
+        kind = (device, unaligned, *[args[i].dtype for i in self._typed], *[args[i] for i in self._special])
+        compiled = self._compiled.get(kind)
+        if compiled is None or _ENTER.calls or _EXIT.calls:
+            self._compiled[kind] = self.spec.kernel[(grid,)](*args, **self.constexprs, **self.options)
             return
-        compiled[(grid, 1, 1)](*values, *self._values, stream=torch.cuda.current_stream(device).cuda_stream)
+        compiled.run(
+            grid,
+            1,
+            1,
+            torch._C._cuda_getCurrentRawStream(device),
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *addresses,
+            *args[self._num_pointers :],
+            *self._values,
+        )
 
 
 def launch(

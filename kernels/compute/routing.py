@@ -28,6 +28,8 @@ from ..device.tables import (
     KEPT,
     NODE_SLOT,
     OWNER,
+    PULL_RANK,
+    PULL_ROW,
     STAGE_ROW,
     STEPS,
     bases_of,
@@ -51,20 +53,6 @@ def _entries(num_tokens, TOPK: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.const
     return token, k, token * TOPK + k, mask
 
 
-# Tables of comparisons put the earlier or other entries along the axis before the last one: sums over it stay
-# in a thread.
-
-
-@triton.jit
-def _rank_among(group, chosen):
-    """Of each entry [N]: how many chosen earlier ones share its group, and how many share it in all."""
-    entry = tl.arange(0, group.shape[0])
-    alike = chosen[:, None] & (group[:, None] == group[None, :])
-    both = tl.where(entry[:, None] < entry[None, :], 65537, 65536)  # one sum for the two
-    both = tl.sum(tl.where(alike, both, 0), axis=0)
-    return both & 65535, both >> 16
-
-
 @triton.jit
 def _first_in_token(group, valid):
     """[T, K]: true at the first valid entry of each group in its token."""
@@ -77,7 +65,7 @@ def _first_in_token(group, valid):
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_ranks", "experts_per_rank", "ranks_per_node"])
 def routing_count_kernel(
     topk_idx_ptr,  # [T, K] int32 or int64; -1 or E = dropped
-    entries_ptr,  # out [5, T, K] int32; of slots the index within the chunk
+    entries_ptr,  # out [7, T, K] int32; of slots the index within the chunk
     chunks_ptr,  # out, see device/tables.py
     num_tokens,
     num_experts,
@@ -88,6 +76,7 @@ def routing_count_kernel(
     KP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OTHERS: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     num_columns = num_columns_of(num_ranks, experts_per_rank, ranks_per_node)
@@ -113,37 +102,76 @@ def routing_count_kernel(
     node = rank // ranks_per_node
     tl.store(entry_field(entries_ptr, KEPT, num_tokens, TOPK) + offs, expert, mask=mask)
     tl.store(entry_field(entries_ptr, OWNER, num_tokens, TOPK) + offs, tl.where(valid, rank, -1), mask=mask)
-    _store_slots(entry_field(entries_ptr, DST_ROW, num_tokens, TOPK), counts_ptr, offs, mask, expert, valid)
-    counts_ptr += num_experts
-    first = _first_in_token(rank, valid)
-    _store_slots(entry_field(entries_ptr, STAGE_ROW, num_tokens, TOPK), counts_ptr, offs, mask, rank, first)
-    counts_ptr += num_ranks
-    first = _first_in_token(node, valid)
-    _store_slots(entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK), counts_ptr, offs, mask, node, first)
+    # Groups, or -1, where the slots will be: each entry is compared with those of all others.
+    dst_row_ptr = entry_field(entries_ptr, DST_ROW, num_tokens, TOPK)
+    stage_row_ptr = entry_field(entries_ptr, STAGE_ROW, num_tokens, TOPK)
+    node_slot_ptr = entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK)
+    tl.store(dst_row_ptr + offs, expert, mask=mask)
+    tl.store(stage_row_ptr + offs, tl.where(_first_in_token(rank, valid), rank, -1), mask=mask)
+    tl.store(node_slot_ptr + offs, tl.where(_first_in_token(node, valid), node, -1), mask=mask)
+    tl.debug_barrier()
+    _rank_entries(dst_row_ptr, counts_ptr, num_tokens, TOPK, KP, BLOCK_T, OTHERS)
+    _rank_entries(stage_row_ptr, counts_ptr + num_experts, num_tokens, TOPK, KP, BLOCK_T, OTHERS)
+    _rank_entries(node_slot_ptr, counts_ptr + num_experts + num_ranks, num_tokens, TOPK, KP, BLOCK_T, OTHERS)
 
 
 @triton.jit
-def _store_slots(field_ptr, counts_ptr, offs, mask, group, chosen):
-    """Store the slot of each chosen entry [T, K] within its group, -1 for the others, and the groups' counts."""
-    N: tl.constexpr = group.shape[0] * group.shape[1]
-    group, chosen = tl.reshape(group, [N]), tl.reshape(chosen, [N])
-    slot, count = _rank_among(group, chosen)
-    tl.store(field_ptr + tl.reshape(offs, [N]), tl.where(chosen, slot, -1), mask=tl.reshape(mask, [N]))
-    # All entries of a group store the same count.
-    tl.store(counts_ptr + group, count, mask=chosen)
-
-
-@triton.jit
-def _push_addresses(
-    push_addrs_ptr, tables_ptr, token, k, owner, arrival, here, mask, num_ranks, row_bytes, TOPK: tl.constexpr
+def _rank_entries(
+    field_ptr,  # [T, K] int32, in: groups, -1 = none; out: slots within the chunk and group, -1 = none
+    counts_ptr,  # out: entries of each group that has any
+    num_tokens,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    OTHERS: tl.constexpr,  # entries compared at a time
 ):
-    """Addresses of a token's arrival rows where `here`, without gaps and in k order; then zeros."""
+    """Of each entry of the chunk: how many earlier ones share its group; of each group: how many there are."""
+    N: tl.constexpr = BLOCK_T * KP
+    entry = tl.arange(0, N)
+    first_token = tl.program_id(0) * BLOCK_T
+    token, k = first_token + entry // KP, entry % KP
+    mask = (token < num_tokens) & (k < TOPK)
+    group = tl.load(field_ptr + token * TOPK + k, mask=mask, other=-1)
+    both = tl.zeros([OTHERS, N], tl.int32)  # one sum for the two numbers
+    for start in range(0, N, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        other_token, other_k = first_token + other // KP, other % KP
+        is_other = (other_token < num_tokens) & (other_k < TOPK)
+        theirs = tl.load(field_ptr + other_token * TOPK + other_k, mask=is_other, other=-2)
+        alike = theirs[:, None] == group[None, :]
+        both += tl.where(alike, tl.where(other[:, None] < entry[None, :], 65537, 65536), 0)
+    both = tl.sum(both, axis=0)  # along this axis sums stay in a thread
+    chosen = mask & (group >= 0)
+    tl.debug_barrier()  # all threads have read the groups
+    tl.store(field_ptr + token * TOPK + k, tl.where(chosen, both & 65535, -1), mask=mask)
+    # All entries of a group store the same count.
+    tl.store(counts_ptr + group, both >> 16, mask=chosen)
+
+
+@triton.jit
+def _store_compact(
+    push_addrs_ptr,
+    pull_rank_ptr,
+    pull_row_ptr,
+    tables_ptr,
+    offs,
+    k,
+    owner,
+    arrival,
+    here,
+    mask,
+    num_ranks,
+    row_bytes,
+):
+    """The entries of each token where `here`, without gaps, in k order: addresses to push to, ranks and rows."""
     before = tl.cumsum(here.to(tl.int32), axis=1) - here.to(tl.int32)
     count = tl.sum(here.to(tl.int32), axis=1)[:, None]
-    position = tl.where(here, before, count + k - before)
+    at = offs - k + tl.where(here, before, count + k - before)
     addrs = address_of(tables_ptr, STAGE_X, num_ranks, tl.where(here, owner, 0))
     addrs += arrival.to(tl.int64) * row_bytes
-    tl.store(push_addrs_ptr + token.to(tl.int64) * TOPK + position, tl.where(here, addrs, 0), mask=mask)
+    tl.store(push_addrs_ptr + at, tl.where(here, addrs, 0), mask=mask)
+    tl.store(pull_rank_ptr + at, tl.where(here, owner, -1), mask=mask)
+    tl.store(pull_row_ptr + at, tl.where(here, arrival, -1), mask=mask)
 
 
 @triton.jit
@@ -187,7 +215,7 @@ def _push_meta(
     ]
 )
 def routing_slots_kernel(
-    entries_ptr,  # in: of slots the index within the chunk, out: rows; [5, T, K] int32
+    entries_ptr,  # in: of slots the index within the chunk, out: rows; [7, T, K] int32
     scatter_idx_ptr,  # [T, K] int32 or int64, the caller's full_scatter_indices; read if HAS_SCATTER
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
     chunks_ptr,  # see device/tables.py; counts are an exclusive prefix
@@ -275,7 +303,20 @@ def routing_slots_kernel(
         KP,
     )
     fits = here & (stage_row < stage_capacity)
-    _push_addresses(push_addrs_ptr, tables_ptr, token, k, owner, stage_row, fits, mask, num_ranks, row_bytes, TOPK)
+    _store_compact(
+        push_addrs_ptr,
+        entry_field(entries_ptr, PULL_RANK, num_tokens, TOPK),
+        entry_field(entries_ptr, PULL_ROW, num_tokens, TOPK),
+        tables_ptr,
+        offs,
+        k,
+        owner,
+        stage_row,
+        fits,
+        mask,
+        num_ranks,
+        row_bytes,
+    )
     _store_step_rows(
         prefix_ptr + num_experts,
         step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node),

@@ -52,6 +52,9 @@ QUANTISE = tl.constexpr(1)
 MX = tl.constexpr(2)
 _BLOCK = tl.constexpr(32)
 
+PULLED = tl.constexpr(4)
+"""Rows of one token that are on their way at once."""
+
 
 @triton.jit
 def wire_sizes(row_words, WORD: tl.constexpr, PAYLOAD: tl.constexpr):
@@ -198,24 +201,34 @@ def pull_sum(
     ranks_per_node,
     DTYPE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    COMPACT: tl.constexpr,  # the rows of a token come first, then -1
     TOPK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Add to `acc`, in k order, the rows that the ranks of this node hold for each token."""
-    offs = tl.arange(0, BLOCK_H)
-    in_row = (h + offs < hidden)[None, :]
-    for k in tl.static_range(TOPK):
-        peer = tl.load(owner_ptrs + k, mask=alive, other=-1)
-        row = tl.load(row_ptrs + k, mask=alive, other=-1)
-        here = (row >= 0) & (row < row_capacity) & on_my_node(peer, rank, ranks_per_node)
-        source = buffer_ptrs(tables_ptr, COMBINE_X, num_ranks, peer, here, DTYPE)
-        source += row.to(tl.int64) * hidden
-        tile = tl.load(source[:, None] + h + offs[None, :], mask=here[:, None] & in_row, other=0.0)
-        tile = tile.to(tl.float32)
-        if HAS_WEIGHTS:
-            weight_ptrs = buffer_ptrs(tables_ptr, COMBINE_WEIGHT, num_ranks, peer, here, tl.float32)
-            tile *= tl.load(weight_ptrs + row, mask=here, other=0.0)[:, None]
-        acc += tile
+    for first in tl.static_range(0, TOPK, PULLED):
+        row = tl.load(row_ptrs + first, mask=alive, other=-1)
+        # Where rows come without gaps, there are few tokens with more than some.
+        if first == 0 or (not COMPACT or tl.sum((row >= 0).to(tl.int32)) > 0):
+            tiles = ()
+            weights = ()
+            for k in tl.static_range(first, TOPK if first + PULLED > TOPK else first + PULLED):
+                peer = tl.load(owner_ptrs + k, mask=alive, other=-1)
+                row = tl.load(row_ptrs + k, mask=alive, other=-1)
+                here = (row >= 0) & (row < row_capacity) & on_my_node(peer, rank, ranks_per_node)
+                source = buffer_ptrs(tables_ptr, COMBINE_X, num_ranks, peer, here, DTYPE)
+                source += row.to(tl.int64) * hidden
+                offs = h + tl.arange(0, BLOCK_H)
+                mask = here[:, None] & (offs < hidden)[None, :]
+                tiles += (tl.load(source[:, None] + offs[None, :], mask=mask, other=0.0),)
+                if HAS_WEIGHTS:
+                    weight_ptrs = buffer_ptrs(tables_ptr, COMBINE_WEIGHT, num_ranks, peer, here, tl.float32)
+                    weights += (tl.load(weight_ptrs + row, mask=here, other=0.0),)
+            for k in tl.static_range(len(tiles)):
+                tile = tiles[k].to(tl.float32)
+                if HAS_WEIGHTS:
+                    tile *= weights[k][:, None]
+                acc += tile
     return acc
 
 

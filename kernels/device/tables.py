@@ -1,11 +1,14 @@
 """Tables of one dispatch, as kernels see them. triton_ep/layout.py has the same arithmetic for the host.
 
-`entries` [5, T, K] int32, fields of every (token, k):
+`entries` [7, T, K] int32, fields of every (token, k):
     KEPT        expert id, -1 = dropped
     OWNER       rank that owns the expert, -1 = dropped
     DST_ROW     row of the copy in its owner's output, -1 = dropped
     STAGE_ROW   arrival row of the token at that rank, -1 = not the first k that goes there
     NODE_SLOT   slot among this rank's tokens for that node, -1 = not the first k that goes there
+and without gaps, in the order of k, for the ranks of this node that a token goes to:
+    PULL_RANK   rank, then -1
+    PULL_ROW    arrival row of the token there, then -1
 
 `chunks` int32: counts [Q, C] per chunk of tokens, an exclusive prefix over the chunks once they are scanned;
 [Q, 2] first illegal entry of each chunk (2**31 - 1 = none) and its id; node_token [N, T], this rank's tokens for
@@ -32,6 +35,8 @@ OWNER = tl.constexpr(1)
 DST_ROW = tl.constexpr(2)
 STAGE_ROW = tl.constexpr(3)
 NODE_SLOT = tl.constexpr(4)
+PULL_RANK = tl.constexpr(5)
+PULL_ROW = tl.constexpr(6)
 
 STEPS = tl.constexpr(8)
 """Most steps of a call, squared the parts of `step_rows`."""

@@ -113,6 +113,7 @@ def combine_partial_kernel(
                             ranks_per_node,
                             like_x_ptr.dtype.element_ty,
                             HAS_WEIGHTS,
+                            False,
                             TOPK,
                             BLOCK_H,
                         )

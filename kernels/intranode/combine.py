@@ -43,7 +43,8 @@ from ..device.tables import (
     DST_ROW,
     NODE_SLOT,
     OWNER,
-    STAGE_ROW,
+    PULL_RANK,
+    PULL_ROW,
     STEPS,
     entry_field,
     expert_offsets_of,
@@ -238,7 +239,7 @@ def _steps_needed(
 )
 def combine_pull_kernel(
     out_ptr,  # out [T, H]
-    entries_ptr,  # [5, T, K] int32 (device/tables.py)
+    entries_ptr,  # [7, T, K] int32 (device/tables.py)
     placement_ptr,  # device/tables.py
     state_ptr,
     tables_ptr,
@@ -267,7 +268,8 @@ def combine_pull_kernel(
     BLOCK_H: tl.constexpr,
 ):
     owner_ptr = entry_field(entries_ptr, OWNER, num_tokens, TOPK)
-    row_ptr = entry_field(entries_ptr, STAGE_ROW if REDUCED else DST_ROW, num_tokens, TOPK)
+    rank_ptr = entry_field(entries_ptr, PULL_RANK if REDUCED else OWNER, num_tokens, TOPK)
+    row_ptr = entry_field(entries_ptr, PULL_ROW if REDUCED else DST_ROW, num_tokens, TOPK)
     node_slot_ptr = entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK)
     num_chunks = tl.cdiv(num_tokens, BLOCK_T)
     offs = tl.arange(0, BLOCK_H)
@@ -324,13 +326,12 @@ def combine_pull_kernel(
             for tile in range(my_first(begin // ROWS, 0), tl.cdiv(end, ROWS), tl.num_programs(0)):
                 token = tile * ROWS + tl.arange(0, ROWS)
                 alive = token < end
-                owner_ptrs = owner_ptr + token * TOPK
                 for h in range(0, hidden, BLOCK_H):
                     acc = pull_sum(
                         tl.zeros([ROWS, BLOCK_H], tl.float32),
                         alive,
                         h,
-                        owner_ptrs,
+                        rank_ptr + token * TOPK,
                         row_ptr + token * TOPK,
                         tables_ptr,
                         hidden,
@@ -340,13 +341,14 @@ def combine_pull_kernel(
                         ranks_per_node,
                         out_ptr.dtype.element_ty,
                         HAS_WEIGHTS,
+                        REDUCED,
                         TOPK,
                         BLOCK_H,
                     )
                     in_row = (h + offs < hidden)[None, :]
                     if NNP > 1:
                         for k in range(TOPK):  # unrolled, it would not fit the registers
-                            node = tl.load(owner_ptrs + k, mask=alive, other=0) // ranks_per_node
+                            node = tl.load(owner_ptr + token * TOPK + k, mask=alive, other=0) // ranks_per_node
                             slot = tl.load(node_slot_ptr + token * TOPK + k, mask=alive, other=-1)
                             remote = (slot >= 0) & (node != rank // ranks_per_node)
                             source = (node * max_tokens + slot).to(tl.int64) * partial_stride

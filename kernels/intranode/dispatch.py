@@ -85,6 +85,10 @@ def dispatch_push_kernel(
         for tile in range(my_first(begin // ROWS, 0), tl.cdiv(end, ROWS), tl.num_programs(0)):
             token = tile * ROWS + tl.arange(0, ROWS)
             alive = token < end
+            # All at once: behind the stores of one row, the load for the next one would wait for memory each time.
+            addrs = ()
+            for k in tl.static_range(TOPK):
+                addrs += (tl.load(push_addrs_ptr + token.to(tl.int64) * TOPK + k, mask=alive, other=0),)
             for h in range(0, row_words, BLOCK_H):
                 in_row = (h + offs < row_words)[None, :]
                 data, scales = load_payload(
@@ -97,7 +101,7 @@ def dispatch_push_kernel(
                     BLOCK_H,
                 )
                 for k in tl.static_range(TOPK):
-                    addr = tl.load(push_addrs_ptr + token.to(tl.int64) * TOPK + k, mask=alive, other=0)
+                    addr = addrs[k]
                     here = addr != 0
                     if tl.sum(here.to(tl.int32)) > 0:
                         dest = tl.multiple_of(addr.to(tl.pointer_type(data.dtype)), 16)
@@ -155,6 +159,10 @@ def _expand_rows(
         meta = row.to(tl.int64) * (2 * KP)
         # An arrival row beyond the buffer never came (static overflow): its copies become zero rows.
         here = alive & (row < stage_capacity)
+        # All at once: behind the stores of one row, the load for the next one would wait for memory each time.
+        copies = ()
+        for k in tl.static_range(TOPK):
+            copies += (tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1),)
         for h in range(0, row_words, BLOCK_H):
             in_row = (h + offs < row_words)[None, :]
             words, scales = load_payload(
@@ -167,7 +175,7 @@ def _expand_rows(
                 BLOCK_H,
             )
             for k in tl.static_range(TOPK):
-                dst = tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1)
+                dst = copies[k]
                 dest = recv_x_ptr + dst.to(tl.int64)[:, None] * row_words + h + offs[None, :]
                 tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
                 if HAS_SCALES:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from triton_ep.context import NO_LIMIT, DispatchCombineContext
-from triton_ep.layout import next_power_of_2
-from triton_ep.ops.tuning import ROUTING_TOKENS, common_constexprs
+from triton_ep.layout import ENTRY_FIELDS, next_power_of_2
+from triton_ep.ops.tuning import ROUTING_TOKENS, common_constexprs, compared_entries
 from triton_ep.runtime import Launcher
 
 
@@ -17,7 +17,7 @@ class Routing:
     """Tables of one dispatch, kernels/device/tables.py.
 
     Attributes:
-        entries: [5, T, K] int32; slots within the chunk, rows after `place`.
+        entries: [7, T, K] int32; slots within the chunk, rows after `place`.
         chunks: int32, counts per chunk and what else is kept by chunk.
         push_addrs: [T, K] int64, written by `place`.
     """
@@ -44,7 +44,7 @@ def count(ctx: DispatchCombineContext, topk_idx: torch.Tensor) -> Routing:
     chunks = num_chunks(num_tokens)
     node_tokens = 0 if cfg.is_intra_node else cfg.num_nodes * num_tokens
     out = Routing(
-        torch.empty(5, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
+        torch.empty(ENTRY_FIELDS, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
         torch.empty(chunks * (sizes.num_columns + 2) + node_tokens, dtype=torch.int32, device=ctx.device),
         torch.empty(num_tokens, cfg.topk, dtype=torch.int64, device=ctx.device),
     )
@@ -63,8 +63,12 @@ def count(ctx: DispatchCombineContext, topk_idx: torch.Tensor) -> Routing:
 
 
 def _count(ctx: DispatchCombineContext) -> Launcher:
-    columns = min(next_power_of_2(ctx.sizes.num_columns), 512)
-    constexprs = {**common_constexprs(ctx.sizes, "TOPK", "KP"), "BLOCK_T": ROUTING_TOKENS, "BLOCK_C": columns}
+    constexprs = {
+        "BLOCK_T": ROUTING_TOKENS,
+        "BLOCK_C": min(next_power_of_2(ctx.sizes.num_columns), 512),
+        "OTHERS": compared_entries(ctx.sizes.kp),
+        **common_constexprs(ctx.sizes, "TOPK", "KP"),
+    }
     return Launcher("routing_count_kernel", constexprs)
 
 

@@ -28,19 +28,20 @@ STEP_CHUNKS = 1 if INTERPRETING else 16
 """Routing chunks in a step of the push, at least: a release costs microseconds, so few tokens have one step."""
 
 
+def compared_entries(kp: int) -> int:
+    """Entries of a routing chunk that each of them is compared with at a time: a larger table is a longer program,
+    and each instruction is fetched once."""
+    return ROUTING_TOKENS * kp if INTERPRETING else min(ROUTING_TOKENS * kp, 16)
+
+
 def tile(row_elements: int) -> dict[str, int]:
     """ROWS and BLOCK_H of kernels that copy rows of `row_elements` words: 32 KB of 8-byte words at a time."""
     return _tile(row_elements, 2048, 4096)
 
 
-def summing_tile(row_elements: int, num_nodes: int = 1) -> dict[str, int]:
-    """ROWS and BLOCK_H of kernels that sum rows of `row_elements` elements over a link.
-
-    Two whole rows of 7168 with 32 warps keep enough loads in flight for 20 programs to use the link: one row in
-    pieces of 2048 with 8 warps took 3 times as long (4 x H200). With several nodes one row: the partial sums of
-    the others take registers, too.
-    """
-    return _tile(row_elements, 8192, 16384 if num_nodes == 1 else 8192)
+def summing_tile(row_elements: int, rows: int = 2) -> dict[str, int]:
+    """ROWS and BLOCK_H of kernels that sum rows of `row_elements` elements."""
+    return _tile(row_elements, 8192, 8192 * rows)
 
 
 def _tile(row_elements: int, most: int, elements: int) -> dict[str, int]:
