@@ -83,16 +83,16 @@ def progress(total: int, *, here: bool) -> Iterator[Callable[[str], None]]:
         yield line
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         begun = False
 
         def step(text: str) -> None:
             nonlocal begun
-            bar.update(task, description=text, advance=int(begun))
+            print(text, file=sys.stderr, flush=True)
+            bar.update(task, advance=int(begun))
             begun = True
 
         yield step
