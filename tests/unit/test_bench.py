@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.machinery
 import json
 import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from tests.bench import link_bytes
-from triton_ep.bench import exchange, providers, record, routing, rows, run, timing, traffic
+from triton_ep.bench import exchange, plot, providers, record, routing, rows, run, timing, traffic
 from triton_ep.bench.job import Job, Place, WrongResult
 from triton_ep.bench.origins import coded_rows, first_difference
 from triton_ep.bench.settings import Case, Settings, Shape
@@ -92,27 +95,29 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "times.svg").read_text() and (tmp_path / "kernels.png").stat().st_size > 1000
 
 
-def test_sweep_and_second_run(tmp_path: Path) -> None:
-    """Lists make a case each, in both payloads and with skewed routing; rows are appended, and printed as JSON."""
-    path = tmp_path / "rows.csv"
-    rows.append_rows(path, [rows.make_row({"op": "dispatch"})])
-    sweep = ["--num-sm", "1,2", "--payload", "mxfp8,bf16", "--provider", "triton_ep,vdev,deep_ep"]
-    words = ["--capacity", "static", "--routing", "zipf:1.5", "--alignment", "16", "--json"]
-    printed = json.loads(_run("dispatch", "--csv", str(path), *sweep, *words))
-    again = [row for row in _read(path)[1:] if row["op"] == "dispatch"]
-    assert again == [row for row in printed["rows"] if row["op"] == "dispatch"]
-    modes = [f"interpreted-static-sm{n}-a16" for n in (1, 2)]
-    assert [(row["payload"], row["mode"]) for row in again[:4]] == [(p, m) for p in ("mxfp8", "bf16") for m in modes]
-    assert {row["provider"]: row["skip_reason"] for row in again[4:]} == {
-        "vdev": "torch's symmetric memory needs GPUs.",
-        "deep_ep": "deep_ep is not installed.",
-    }
-    assert {row["routing"] for row in again} == {"zipf:1.5:0"}
-
-
 def _measure(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) -> list[dict[str, str]]:
     """Rows of a run in ranks that are there already."""
     return run.measure_all(settings).rows
+
+
+def test_sweep_into_a_file(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Lists make a case each, in both payloads and with skewed routing; rows are appended below those there are."""
+    path = tmp_path / "rows.csv"
+    rows.append_rows(path, [rows.make_row({"op": "dispatch"})])
+    sweep = ["--num-sm", "1,2", "--payload", "mxfp8,bf16", "--provider", "triton_ep,vdev,deep_ep"]
+    words = ["--capacity", "static", "--routing", "zipf:1.5", "--alignment", "16", "--csv", str(path)]
+    found = run_ranks(_measure, 1, 2, _settings("dispatch", *sweep, *words))[0]
+    assert _read(path)[1:] == found
+    found = [row for row in found if row["op"] == "dispatch"]
+    modes = [f"interpreted-static-sm{n}-a16" for n in (1, 2)]
+    assert [(row["payload"], row["mode"]) for row in found[:2]] == [("mxfp8", m) for m in modes]
+    assert [(row["payload"], row["mode"]) for row in found[2:4]] == [("bf16", m) for m in modes]
+    assert [(row["provider"], row["skip_reason"]) for row in found[4:]] == [
+        ("vdev", "torch's symmetric memory needs GPUs."),
+        ("deep_ep", "deep_ep is not installed."),
+        ("deep_ep", "deep_ep is not installed."),
+    ]
+    assert {row["routing"] for row in found} == {"zipf:1.5:0"}
 
 
 @pytest.mark.parametrize(
@@ -135,23 +140,78 @@ def test_every_command_runs(run_ranks: Callable[..., Any], words: list[str], ops
     assert all(float(row["median_us"]) > 0 and not row["skip_reason"] for row in found)
 
 
+class _PeerBuffer:
+    """The part of deep_ep.Buffer that the benchmark calls, by collectives; rows by source rank and token."""
+
+    def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        assert num_nvl_bytes > 0 == num_rdma_bytes and group is dist.group.WORLD
+
+    @staticmethod
+    def set_num_sms(num_sms: int) -> None:
+        assert num_sms == 20
+
+    def get_dispatch_layout(self, idx: torch.Tensor, experts: int) -> tuple[Any, ...]:
+        assert idx.dtype == torch.int64
+        owner = idx // (experts // 2)
+        in_rank = torch.stack([(owner == rank).any(1) for rank in range(2)], dim=1)
+        return in_rank.sum(0).int(), None, torch.bincount(idx.flatten(), minlength=experts).int(), in_rank, None
+
+    def dispatch(self, x: torch.Tensor, *, is_token_in_rank: torch.Tensor, **told: torch.Tensor) -> tuple[Any, ...]:
+        assert sorted(told) == ["num_tokens_per_expert", "num_tokens_per_rank", "topk_idx", "topk_weights"]
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, (x, is_token_in_rank))
+        rows = torch.cat([rows[here[:, dist.get_rank()]] for rows, here in everyone])
+        return rows, None, None, [], [here for _, here in everyone], None
+
+    def combine(self, y: torch.Tensor, handle: list[torch.Tensor]) -> tuple[Any, ...]:
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, y)
+        me = dist.get_rank()
+        out = torch.zeros(handle[me].shape[0], y.shape[1])
+        for rank, theirs in enumerate(everyone):
+            before = sum(int(handle[source][:, rank].sum()) for source in range(me))
+            mine = handle[me][:, rank]
+            out[mine] += theirs[before : before + int(mine.sum())].float()
+        return out.to(y.dtype), None, None
+
+
+def _measure_peer(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) -> list[dict[str, str]]:
+    module = types.ModuleType("deep_ep")
+    module.__spec__ = importlib.machinery.ModuleSpec("deep_ep", None)
+    module.Buffer = _PeerBuffer  # type: ignore[attr-defined]
+    sys.modules["deep_ep"] = module
+    try:
+        return run.measure_all(settings).rows
+    finally:
+        del sys.modules["deep_ep"]
+
+
+def test_rows_that_are_not_permuted_are_checked(run_ranks: Callable[..., Any]) -> None:
+    """deep_ep, here a stand-in with its interface: one row per (token, rank), and its mode says so."""
+    settings = _settings("roundtrip", "--provider", "deep_ep")
+    found = [row for row in run_ranks(_measure_peer, 1, 2, settings)[0] if row["op"] != "floor"]
+    assert [(row["op"], row["mode"], row["skip_reason"]) for row in found] == [
+        (op, "exact-sm20-unpermuted", "") for op in ("dispatch", "combine", "roundtrip")
+    ]
+
+
 def test_case_without_memory_is_a_row_with_its_reason(tmp_path: Path) -> None:
     """A layer that does not fit is skipped with HeapError's text; the other provider is still measured."""
     path = tmp_path / "rows.csv"
-    _run("roundtrip", "--csv", str(path), heap="8K")
+    _run("dispatch", "--csv", str(path), heap="8K")
     found = _read(path)
-    assert [bool(row["skip_reason"]) for row in found] == [True] * 3 + [False] * 3
+    assert [bool(row["skip_reason"]) for row in found] == [True, False]
     assert "HeapError" in found[0]["skip_reason"] and found[0]["median_us"] == found[0]["bytes_out"] == ""
-    assert found[0]["commit"] == "abc1234" and found[3]["floor_us"] == ""
+    assert found[0]["commit"] == "abc1234" and found[1]["floor_us"] == ""
 
 
 def test_too_few_gpus_is_a_row_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A bare start that asks for more ranks than there are GPUs says so in each row."""
-    settings = _settings("roundtrip", "--csv", str(tmp_path / "rows.csv"), "--num-sm", "8,16")
+    settings = _settings("roundtrip", "--csv", str(tmp_path / "rows.csv"), "--num-sm", "8,16", "--json")
     run.skip_all(settings, "needs 2 GPUs, there are 1")
     found = _read(tmp_path / "rows.csv")
     assert len(found) == 9 and {row["skip_reason"] for row in found} == {"needs 2 GPUs, there are 1"}
-    assert "needs 2 GPUs" in capsys.readouterr().out
+    assert json.loads(capsys.readouterr().out)["rows"] == found
 
 
 def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
@@ -231,6 +291,33 @@ def test_routing_from_a_file(tmp_path: Path) -> None:
             routing.read_idx(str(tmp_path / "ids.pt"), other, 3)
     with pytest.raises(InputError, match="names no"):
         routing.read_idx(str(tmp_path / "none.pt"), shape, 3)
+
+
+def test_picture_of_stored_rows(tmp_path: Path) -> None:
+    """`bench plot`: a panel per op, of several rows of one configuration the last; what --where and --lines leave."""
+    columns = {"provider": "triton_ep", "payload": "bf16", "nodes": 1, "ranks": 4, "tokens": 8, "gpu": "H200"}
+    path, out = tmp_path / "rows.csv", tmp_path / "times.svg"
+    stored = [
+        rows.make_row({**columns, "op": op, "mode": f"jit-{capacity}-sm{n}", "median_us": us, "floor_us": 5})
+        for capacity in ("exact", "static")
+        for op in ("dispatch", "combine", "roundtrip")
+        for n, us in ((8, 30), (16, 20), (16, 10))
+    ]
+    stored.append(rows.make_row({**columns, "op": "dispatch", "mode": "jit-exact-sm8", "skip_reason": "no memory"}))
+    rows.append_rows(path, stored)
+    assert [row["median_us"] for row in plot.newest(stored)] == ["30", "10"] * 6
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    words = ["plot", str(path), "--where", "op=dispatch,combine", "--lines", "static,nccl", "--out", str(out)]
+    assert cli.run(parser.parse_args(words)) == 0
+    text = out.read_text()
+    assert "dispatch, 8 tokens" in text and "combine, 8 tokens" in text and "roundtrip" not in text
+    assert "triton_ep jit-static bf16" in text and "jit-exact" not in text and "floor, bf16" in text
+    for wrong in (["--where", "speed=1"], ["--where", "op"], ["--routing", "uniform"]):
+        with pytest.raises(ConfigError):
+            cli.run(parser.parse_args([*words, *wrong]))
+    with pytest.raises(InputError, match="no measured row"):
+        cli.run(parser.parse_args([*words, "--where", "ranks=8"]))
 
 
 def test_picture_of_a_routing(tmp_path: Path) -> None:
