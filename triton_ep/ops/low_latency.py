@@ -17,11 +17,11 @@ from triton_ep.runtime import INTERPRETING, launch
 PUSH_WARPS = 8
 EXPAND_WARPS = 8
 EXPAND_ROWS = 2
-EXPAND_PROGRAMS = 528
 REDUCE_WARPS = 8
-REDUCE_PROGRAMS = 528
 SUM_WARPS = 8
 SUM_PARTS = 2
+BY_LOAD = False
+EARLY = False
 
 
 def dispatch(
@@ -66,10 +66,9 @@ def combine(
     copy_rows = desc.skipped_token_topk_mapping_indices
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
     rows = 16 if INTERPRETING else 1
-    tiles = -(-copy_rows.shape[0] // rows)
     launch(
         "low_latency_reduce_kernel",
-        min(tiles, 2) if INTERPRETING else min(tiles, REDUCE_PROGRAMS),
+        -(-copy_rows.shape[0] // rows),
         (
             y,
             # A pointer of the right type; not read without weights.
@@ -84,9 +83,10 @@ def combine(
         ),
         {
             "HAS_WEIGHTS": weights is not None,
+            "EARLY": EARLY,
             "ROWS": rows,
             **_columns(cfg.hidden, 8192),
-            **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
+            **common_constexprs(ctx.sizes, "TOPK", "WP"),
         },
         num_warps=REDUCE_WARPS,
     )
@@ -110,7 +110,14 @@ def combine(
             cfg.rank,
             cfg.world_size,
         ),
-        {"PARTS": parts, "ROWS": rows, "BLOCK_H": block, **common_constexprs(ctx.sizes, "TOPK", "KP", "WP")},
+        {
+            "PARTS": parts,
+            "ROWS": rows,
+            "BLOCK_H": block,
+            "BY_LOAD": BY_LOAD,
+            "EARLY": EARLY,
+            **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
+        },
         num_warps=SUM_WARPS,
     )
     ctx.poll_status()
@@ -174,13 +181,14 @@ def _push(
             num_tokens,
             cfg.max_tokens,
             row_words,
-            cfg.num_experts,
+            cfg.num_experts_per_rank,
             cfg.rank,
             cfg.world_size,
             host_word,
         ),
         {
             "PAYLOAD": payload.value,
+            "EARLY": EARLY,
             "HAS_WEIGHTS": weights is not None,
             "BLOCK_N": min(max(next_power_of_2(cfg.max_tokens * cfg.topk), 16), 1024),
             **_columns(row_words, 8192 if payload is QUANTISE else 2048),
@@ -204,10 +212,9 @@ def _expand(ctx: DispatchCombineContext, tables: _Tables, has_weights: bool) -> 
     words = as_words(recv_x, cfg.hidden * recv_x.element_size())
     row_words = words.numel() // capacity
     rows = 16 if INTERPRETING else EXPAND_ROWS
-    tiles = -(-cfg.world_size * cfg.max_tokens // rows)
     launch(
         "low_latency_expand_kernel",
-        min(tiles, 2) if INTERPRETING else min(tiles, EXPAND_PROGRAMS),
+        -(-cfg.world_size * cfg.max_tokens // rows),
         (
             words,
             scale if scale is not None else words.view(torch.uint8),
@@ -225,6 +232,8 @@ def _expand(ctx: DispatchCombineContext, tables: _Tables, has_weights: bool) -> 
             cfg.world_size,
         ),
         {
+            "BY_LOAD": BY_LOAD,
+            "EARLY": EARLY,
             "HAS_SCALES": has_scales,
             "HAS_WEIGHTS": has_weights,
             "HAS_PADDING": cfg.alignment > 1,
