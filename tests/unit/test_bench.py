@@ -27,7 +27,9 @@ from triton_ep.bench.job import Job, Place, WrongResult
 from triton_ep.bench.origins import coded_rows, first_difference
 from triton_ep.bench.settings import Case, Settings, Shape
 from triton_ep.cli import bench as cli
+from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, InputError
+from triton_ep.ops import floor
 
 pytestmark = pytest.mark.plain
 
@@ -92,6 +94,8 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
         assert floor_us >= int(row["bytes_out"]) / max(rates) - 0.1
         assert (row["kernel_us"] == "") == (row["provider"] == "gloo")
     assert "internode_send_kernel" in out and "combine_pull_kernel" in out
+    times = {row["provider"]: float(row["median_us"]) for row in found if row["op"] == "combine"}
+    assert f"speed is {times['gloo'] / times['triton_ep']:.2f} x that of gloo" in out
     assert "<svg" in (tmp_path / "times.svg").read_text() and (tmp_path / "kernels.png").stat().st_size > 1000
 
 
@@ -144,11 +148,22 @@ class _PeerBuffer:
     """The part of deep_ep.Buffer that the benchmark calls, by collectives; rows by source rank and token."""
 
     def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
-        assert num_nvl_bytes > 0 == num_rdma_bytes and group is dist.group.WORLD
+        assert (num_nvl_bytes, num_rdma_bytes) == (4096, 0) and group is dist.group.WORLD
 
     @staticmethod
     def set_num_sms(num_sms: int) -> None:
         assert num_sms == 20
+
+    @classmethod
+    def get_dispatch_config(cls, num_ranks: int) -> type[_PeerBuffer]:
+        assert num_ranks == 2
+        return cls
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def get_nvl_buffer_size_hint(hidden_bytes: int, num_ranks: int) -> int:
+        return 32 * hidden_bytes * num_ranks
 
     def get_dispatch_layout(self, idx: torch.Tensor, experts: int) -> tuple[Any, ...]:
         assert idx.dtype == torch.int64
@@ -446,6 +461,31 @@ def test_nothing_wrong_is_timed(fault: str) -> None:
         return
     with pytest.raises(WrongResult, match="dispatch" if fault == "swapped rows" else "combine"):
         exchange._calls(job, case, one)
+
+
+def _push_and_copy(rank: int, _nodes: int, _ranks_per_node: int) -> tuple[list[int], list[int]]:
+    """First word of each row that arrived, by the push and by the copy."""
+    heap, found = current_heap(), []
+    target = heap.alloc((6, floor.ROW_BYTES // 8), torch.int64)
+    source = (torch.arange(6).unsqueeze(1) + 10 * rank).expand(-1, floor.ROW_BYTES // 8).contiguous()
+    neighbour = int(target.addrs[(rank + 1) % 4])
+    for way in (lambda: floor.push(source, target.addrs, rank, 3), lambda: floor.copy(neighbour, source)):
+        target.local.zero_()
+        heap.barrier()
+        way()
+        heap.barrier()
+        assert bool((target.local == target.local[:, :1]).all())
+        found.append(target.local[:, 0].tolist())
+        heap.barrier()
+    heap.free(target)
+    return found[0], found[1]
+
+
+def test_floors_move_what_they_say(run_ranks: Callable[..., Any]) -> None:
+    """The push sends every row once, to peers in turn; the copy, everything to the next rank."""
+    for rank, (pushed, copied) in enumerate(run_ranks(_push_and_copy, 1, 4)):
+        assert pushed == [row + 10 * ((rank - 1 - row % 3) % 4) for row in range(6)]
+        assert copied == [row + 10 * ((rank - 1) % 4) for row in range(6)]
 
 
 def test_counters_of_nvlink_are_summed() -> None:

@@ -172,7 +172,8 @@ class CollectiveProvider(_Permuted):
 class VdevProvider(CollectiveProvider):
     """As the collectives, but rows travel by torch's symmetric memory, which takes split sizes on the device.
 
-    One call must be over on all ranks before the next one packs its rows: the ranks meet between calls.
+    Peers read the packed rows and write the splits, so both have two copies by turns: a call begins with a barrier
+    of its own, behind which no peer works on the call before the last any more.
 
     Raises:
         Unavailable: this torch has no such op, or no NVSHMEM to run it with.
@@ -192,19 +193,26 @@ class VdevProvider(CollectiveProvider):
         self.group = dist.distributed_c10d._get_default_group().group_name
         shape = case.shape
         rows = max(most_rows, shape.tokens * shape.topk)
-        self.input = symm_mem.empty(rows, shape.hidden, dtype=torch.bfloat16, device=device)
-        self.output = symm_mem.empty(rows, shape.hidden, dtype=torch.bfloat16, device=device)
-        self.in_splits = symm_mem.empty(self.num_ranks, dtype=torch.int64, device=device)
-        self.out_splits = symm_mem.empty(2, self.num_ranks, dtype=torch.int64, device=device)
-        for tensor in (self.input, self.output, self.in_splits, self.out_splits):
+
+        def symmetric(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            tensor = symm_mem.empty(*sizes, dtype=dtype, device=device)
             symm_mem.rendezvous(tensor, group=self.group)
+            return tensor
+
+        self.turn = 0
+        self.inputs = [symmetric(rows, shape.hidden, dtype=torch.bfloat16) for _ in range(2)]
+        self.output = symmetric(rows, shape.hidden, dtype=torch.bfloat16)
+        self.in_splits = symmetric(self.num_ranks)
+        self.out_splits = [symmetric(2, self.num_ranks) for _ in range(2)]
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Rows of every rank, by source, and a row of zeros."""
         total = sum(received)
-        self.input[: rows.shape[0]] = rows
+        self.turn = 1 - self.turn
+        packed, splits = self.inputs[self.turn], self.out_splits[self.turn]
+        packed[: rows.shape[0]] = rows
         self.in_splits.copy_(torch.tensor(sent))
-        torch.ops.symm_mem.all_to_all_vdev(self.input, self.output, self.in_splits, self.out_splits, self.group)
+        torch.ops.symm_mem.all_to_all_vdev(packed, self.output, self.in_splits, splits, self.group)
         out = torch.empty(total + 1, rows.shape[1], dtype=rows.dtype, device=self.device)
         out[total:] = 0
         out[:total] = self.output[:total]
@@ -223,12 +231,15 @@ class DeepEPProvider:
             raise Unavailable("deep_ep is not installed.")
         if ranks_per_node != dist.get_world_size():
             raise Unavailable("deep_ep is measured inside one node only.")
-        import deep_ep
+        from deep_ep import Buffer
 
         self.experts = case.shape.experts
         self.device = device
-        deep_ep.Buffer.set_num_sms(case.num_sm)
-        self.buffer = deep_ep.Buffer(dist.group.WORLD, 2**30, 0)
+        Buffer.set_num_sms(case.num_sm)
+        configs = [choose(ranks_per_node) for choose in (Buffer.get_dispatch_config, Buffer.get_combine_config)]
+        row_bytes = case.shape.hidden * torch.bfloat16.itemsize
+        nvlink_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, ranks_per_node) for config in configs)
+        self.buffer = Buffer(dist.group.WORLD, nvlink_bytes, 0)
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """(rows, what combine needs)."""

@@ -140,7 +140,7 @@ class Settings:
         for shape in self.shapes:
             if min(shape.tokens, shape.hidden, shape.topk, shape.experts, shape.ffn) < 1:
                 raise ConfigError(f"every size of a shape must be at least 1: {shape}.")
-            if shape.experts % self.ranks:
+            if shape.experts % self.ranks and self.command not in ("barrier", "quantise"):
                 raise ConfigError(f"{shape.experts} experts cannot be shared evenly by {self.ranks} ranks.")
             if shape.topk > shape.experts:
                 raise ConfigError(f"--topk {shape.topk} exceeds the {shape.experts} experts.")
