@@ -128,6 +128,10 @@ def test_sweep_into_a_file(run_ranks: Callable[..., Any], tmp_path: Path) -> Non
     ("words", "ops"),
     [
         (["combine", "--routing", "one-hot", "--payload", "mxfp8"], ["combine"] * 2),
+        (
+            ["roundtrip", "--provider", "nccl_dedup", "--payload", "bf16,mxfp8"],
+            ["dispatch", "combine", "roundtrip"] * 2,
+        ),
         (["low-latency", "--payload", "mxfp8", "--provider", "triton_ep"], ["low_latency"]),
         (["barrier"], ["barrier"] * 2),
         (["quantise"], ["quantise"]),

@@ -25,7 +25,13 @@ class Unavailable(EPError):
 
 
 class Provider(Protocol):
-    """Dispatch and combine of one case on this rank. All calls are collective."""
+    """Dispatch and combine of one case on this rank. All calls are collective.
+
+    Attributes:
+        roundings: how often, at most, a sum that combine makes is rounded on its way.
+    """
+
+    roundings: int
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Rows, and what combine needs. x: [T, H] bf16; idx: [T, K] int32."""
@@ -49,6 +55,7 @@ class _Permuted:
     experts_per_rank: int
     alignment: int
     device: torch.device
+    roundings = 1
 
     def arrivals(self, idxs: list[torch.Tensor], rank: int) -> origins.Arrivals:
         """Rows of `rank`."""
@@ -67,6 +74,8 @@ class LayerProvider(_Permuted):
         self.experts_per_rank = layer.config.num_experts_per_rank
         self.alignment = layer.config.alignment
         self.device = layer.context.device
+        # Sums of ranks, and of nodes, before the last one.
+        self.roundings = 3 if layer.config.enable_local_combine or layer.config.low_latency else 1
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """(rows, what combine needs)."""
@@ -112,7 +121,7 @@ class CollectiveProvider(_Permuted):
         self.quantises = case.payload == "mxfp8"
         self.device = device
 
-    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, _Exchanged]:
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """(rows, what combine needs)."""
         num_tokens, topk = idx.shape
         expert = idx.flatten().long()
@@ -127,18 +136,13 @@ class CollectiveProvider(_Permuted):
         told = torch.cat([counts[:1], aligned.sum()[None], sent_counts.sum(1), recv_counts.sum(1)]).tolist()
         dropped, num_rows, *sizes = told
         sent, received = sizes[: self.num_ranks], sizes[self.num_ranks :]
-        wire = x
-        if self.quantises:
-            mx = MXTensor.to_mx(x)
-            wire = torch.cat([mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)], dim=1)
-        rows = self.exchange(wire[order[dropped:] // topk], sent, received)
+        rows = self.exchange(self.wire(x)[order[dropped:] // topk], sent, received)
         # Where each received row goes: expert-major, and behind the padding of the experts before.
         local = torch.arange(self.experts_per_rank, device=self.device).repeat(self.num_ranks)
         local = torch.repeat_interleave(local, recv_counts.flatten(), output_size=sum(received))
         by_expert = torch.argsort(local, stable=True)
-        padding_before = (aligned - per_expert).cumsum(0) - (aligned - per_expert)
         slot = torch.empty_like(by_expert)
-        slot[by_expert] = torch.arange(sum(received), device=self.device) + padding_before[local[by_expert]]
+        slot[by_expert] = self.places(local[by_expert], per_expert, aligned)
         # A padding row takes the row of zeros behind the last one.
         source = torch.full((num_rows,), sum(received), device=self.device)
         source[slot] = torch.arange(sum(received), device=self.device)
@@ -146,12 +150,9 @@ class CollectiveProvider(_Permuted):
         row_of[order] = torch.arange(order.numel(), device=self.device) - dropped
         row_of = torch.where(row_of < 0, sum(sent), row_of).view(num_tokens, topk)
         state = _Exchanged(row_of, slot, sent, received)
-        if not self.quantises:
-            return rows[source], state
-        data, scale = rows[:, : x.shape[1]][source], rows[:, x.shape[1] :][source]
-        return MXTensor.from_qdata_and_scales(data.view(torch.float8_e4m3fn), scale, x.dtype), state
+        return self.unpacked(rows, source, x), state
 
-    def combine(self, y: torch.Tensor, state: _Exchanged) -> torch.Tensor:
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
         """[T, H], the float32 sum over the copies of each token, rounded once."""
         rows = self.exchange(y[state.slot], state.received, state.sent)
         return rows[state.row_of].sum(1, dtype=torch.float32).to(y.dtype)
@@ -160,6 +161,26 @@ class CollectiveProvider(_Permuted):
         """All ranks have come here, on the current stream."""
         meet_by_collective(self.device)
 
+    def wire(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows as they travel."""
+        if not self.quantises:
+            return x
+        mx = MXTensor.to_mx(x)
+        return torch.cat([mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)], dim=1)
+
+    def unpacked(self, rows: torch.Tensor, source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """rows[source], of rows as they travel."""
+        if not self.quantises:
+            return rows[source]
+        hidden = like.shape[1]
+        data, scale = rows[:, :hidden][source], rows[:, hidden:][source]
+        return MXTensor.from_qdata_and_scales(data.view(torch.float8_e4m3fn), scale, like.dtype)
+
+    def places(self, local: torch.Tensor, per_expert: torch.Tensor, aligned: torch.Tensor) -> torch.Tensor:
+        """Output row of each copy, in the order of experts; local: its expert."""
+        padding_before = (aligned - per_expert).cumsum(0) - (aligned - per_expert)
+        return torch.arange(local.numel(), device=self.device) + padding_before[local]
+
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Rows of every rank, by source, and a row of zeros; bytes, because not every backend knows every dtype."""
         total = sum(received)
@@ -167,6 +188,61 @@ class CollectiveProvider(_Permuted):
         out[total:] = 0
         dist.all_to_all_single(out[:total].view(torch.uint8), rows.view(torch.uint8), received, sent)
         return out
+
+
+@dataclass(frozen=True)
+class _Deduplicated:
+    row_of: torch.Tensor  # [T, W] row sent to each rank; behind the last one: a row of zeros, where none was
+    arrival: torch.Tensor  # received row of each copy here
+    place: torch.Tensor  # its output row
+    sent: list[int]
+    received: list[int]
+
+
+class DedupProvider(CollectiveProvider):
+    """One row per (token, rank) by all_to_all_single, and its expert ids by another: fewer bytes, more to do.
+
+    The receiver expands rows into expert-major order; on the way back it sums a token's rows first, in float32.
+    """
+
+    roundings = 3
+
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """(rows, what combine needs)."""
+        (num_tokens, topk), expert = idx.shape, idx.long()
+        owner = torch.where(expert >= 0, expert // self.experts_per_rank, self.num_ranks)
+        wanted = torch.zeros(num_tokens, self.num_ranks + 1, dtype=torch.bool, device=self.device)
+        wanted = wanted.scatter_(1, owner, True)[:, :-1]
+        counts = torch.bincount(expert.flatten() + 1, minlength=self.num_ranks * self.experts_per_rank + 1)[1:]
+        sent_counts = torch.cat([counts.view(self.num_ranks, -1), wanted.sum(0).unsqueeze(1)], dim=1)
+        recv_counts = torch.empty_like(sent_counts)
+        dist.all_to_all_single(recv_counts, sent_counts)
+        per_expert = recv_counts[:, :-1].sum(0)
+        aligned = (per_expert + self.alignment - 1) // self.alignment * self.alignment
+        told = [per_expert.sum()[None], aligned.sum()[None], sent_counts[:, -1], recv_counts[:, -1]]
+        copies, num_rows, *sizes = torch.cat(told).tolist()
+        sent, received = sizes[: self.num_ranks], sizes[self.num_ranks :]
+        order = torch.argsort((~wanted).t().flatten().int(), stable=True)[: sum(sent)]
+        token, rank = order % num_tokens, (order // num_tokens).unsqueeze(1)
+        ids = torch.where(owner[token] == rank, expert[token] - rank * self.experts_per_rank, -1).int()
+        rows = self.exchange(self.wire(x)[token], sent, received)
+        local = self.exchange(ids, sent, received)[:-1].flatten().long()
+        by_expert = torch.argsort(local, stable=True)[local.numel() - copies :]  # what is no copy sorts first
+        arrival = by_expert // topk
+        place = self.places(local[by_expert], per_expert, aligned)
+        source = torch.full((num_rows,), sum(received), device=self.device)
+        source[place] = arrival
+        row_of = torch.full((self.num_ranks * num_tokens,), sum(sent), device=self.device)
+        row_of[order] = torch.arange(sum(sent), device=self.device)
+        row_of = row_of.view(self.num_ranks, num_tokens).t()
+        return self.unpacked(rows, source, x), _Deduplicated(row_of, arrival, place, sent, received)
+
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        """[T, H], the float32 sum over the ranks of each token, of sums that were rounded."""
+        sums = torch.zeros(sum(state.received), y.shape[1], dtype=torch.float32, device=self.device)
+        sums.index_add_(0, state.arrival, y[state.place].float())
+        rows = self.exchange(sums.to(y.dtype), state.received, state.sent)
+        return rows[state.row_of].sum(1, dtype=torch.float32).to(y.dtype)
 
 
 class VdevProvider(CollectiveProvider):
@@ -225,6 +301,8 @@ class DeepEPProvider:
     Raises:
         Unavailable: deep_ep is not installed, or the case is beyond this comparison.
     """
+
+    roundings = 1
 
     def __init__(self, case: Case, device: torch.device, ranks_per_node: int) -> None:
         if importlib.util.find_spec("deep_ep") is None:
