@@ -28,7 +28,7 @@ from triton_ep.bench.origins import coded_rows, first_difference
 from triton_ep.bench.settings import Case, Settings, Shape
 from triton_ep.cli import bench as cli
 from triton_ep.distributed import current_heap
-from triton_ep.errors import ConfigError, InputError
+from triton_ep.errors import ConfigError, EPError, InputError
 from triton_ep.ops import floor
 
 pytestmark = pytest.mark.plain
@@ -337,6 +337,19 @@ def test_picture_of_stored_rows(tmp_path: Path) -> None:
             cli.run(parser.parse_args([*words, *wrong]))
     with pytest.raises(InputError, match="no measured row"):
         cli.run(parser.parse_args([*words, "--where", "ranks=8"]))
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is measured: another kind of file, or no matplotlib; the message says what to install."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    with pytest.raises(ConfigError, match="draws exchanges"):
+        cli.run(parser.parse_args(["barrier", *TINY, "--plot", "times.svg"]))
+    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
+        cli.run(parser.parse_args(["dispatch", *TINY, "--plot", "times.pdf"]))
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EPError, match=r"pip install 'triton-ep\[bench\]'"):
+        cli.run(parser.parse_args(["dispatch", *TINY, "--timeline", "kernels.svg"]))
 
 
 def test_picture_of_a_routing(tmp_path: Path) -> None:

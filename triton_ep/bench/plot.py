@@ -42,6 +42,14 @@ def main(arguments: argparse.Namespace) -> None:
     draw_times([row for row in rows if any(part in series_of(row) for part in named)], out)
 
 
+def check_picture(out: Path) -> None:
+    """Raise what would keep a picture from being drawn: EPError without matplotlib, ConfigError for another file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise EPError("pictures need matplotlib, which is not installed: pip install 'triton-ep[bench]'.")
+    if out.suffix not in (".png", ".svg"):
+        raise ConfigError(f"{out} is no picture that can be written: name a .png or .svg file.")
+
+
 def newest(rows: Sequence[bench_rows.Row]) -> list[bench_rows.Row]:
     """Of rows of the same configuration the last one; skipped ones are left out."""
     kept = {tuple(row[name] for name in _CONFIGURATION): row for row in rows if row["median_us"]}
@@ -233,10 +241,7 @@ def _condition(text: str) -> tuple[str, list[str]]:
 @contextlib.contextmanager
 def _figure(out: Path, width: float, height: float) -> Iterator[Any]:
     """A figure that is written when the block ends; the same rows give the same file."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise EPError("pictures need matplotlib, which is not installed: pip install 'triton-ep[bench]'.")
-    if out.suffix not in (".png", ".svg"):
-        raise ConfigError(f"{out} is no picture that can be written: name a .png or .svg file.")
+    check_picture(out)
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

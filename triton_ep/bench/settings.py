@@ -152,6 +152,8 @@ class Settings:
             raise ConfigError("--graph needs --capacity static: an exact dispatch waits on the host.")
         if self.graph and self.interpreting:
             raise ConfigError("--graph needs GPUs: there are no CUDA graphs in the interpreter.")
+        if self.plot and self.command in ("barrier", "quantise", "moe-layer"):
+            raise ConfigError(f"--plot draws exchanges; {self.command} has --csv and --timeline.")
         if self.backward and self.command != "moe-layer":
             raise ConfigError("--backward is an option of moe-layer.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from triton_ep.bench import settings as bench
@@ -76,12 +77,12 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark: as a rank that a launcher started, or with ranks of its own."""
-    if arguments.bench == "plot":
-        from triton_ep.bench import plot
+    from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
+    from triton_ep.bench import plot
 
+    if arguments.bench == "plot":
         plot.main(arguments)
         return 0
-    from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
     from triton_ep.bench.run import run as run_rank
     from triton_ep.bench.run import skip_all
     from triton_ep.distributed import run_ranks
@@ -92,7 +93,12 @@ def run(arguments: argparse.Namespace) -> int:
         import torch
 
         gpus = torch.cuda.device_count()
+    for picture in (arguments.plot, arguments.timeline):
+        if picture is not None:  # better now than after the measurement
+            plot.check_picture(Path(picture))
     launched = read_environment().world_size
+    if launched is not None and arguments.ranks not in (None, launched):
+        raise ConfigError(f"--ranks {arguments.ranks}, but the launcher started {launched} ranks.")
     settings = settings_of(arguments, launched or gpus or 4, interpreting=runtime.INTERPRETING)
     if launched is not None:
         run_rank(settings)
