@@ -22,6 +22,7 @@ def start_early(EARLY: tl.constexpr):
 def release_last(
     tables_ptr,
     state_ptr,
+    healthy,  # False: arrive only
     before,  # value of the counter before this launch
     epoch,
     flag_index,
@@ -38,7 +39,7 @@ def release_last(
     # The add is one thread's: the barrier puts the stores of all warps under it.
     tl.debug_barrier()
     arrived = tl.atomic_add(state_ptr + LL_ARRIVALS, 1, sem="acq_rel", scope="gpu") + 1
-    if arrived - before == tl.num_programs(0):
+    if healthy & (arrived - before == tl.num_programs(0)):
         release_flags(flag_ptrs, peers < num_ranks, tl.zeros([WP], tl.int64) + value)
         tl.store(state_ptr + LL_ARRIVALS_BEFORE, arrived)
         tl.store(state_ptr + EPOCH, epoch)
@@ -46,7 +47,7 @@ def release_last(
 
 @triton.jit
 def quotient(value, divisor):
-    """value // divisor for 0 <= value < 2**16, where the quotient is below 2**7; three instructions, not twenty."""
+    """value // divisor for 0 <= value < 2**20; three instructions, not twenty."""
     # Half a unit keeps the product away from whole numbers, by more than its rounding errors.
     return ((value.to(tl.float32) + 0.5) * (1.0 / divisor)).to(tl.int32)
 

@@ -27,7 +27,7 @@ from ..device.buffers import (
     buffer_ptr,
     buffer_ptrs,
 )
-from ..device.low_latency import owners, rank_bits, release_last, start_early
+from ..device.low_latency import owners, quotient, rank_bits, release_last, start_early
 from ..device.waits import WAIT_LL_PARTIALS, wait_flags
 
 
@@ -61,15 +61,16 @@ def low_latency_reduce_kernel(
     EARLY: tl.constexpr,
 ):
     start_early(EARLY)
-    if tl.load(state_ptr + STATUS) != 0:
-        return
+    # After a failure nothing is stored; an early return would make every load wait for this one.
+    healthy = tl.load(state_ptr + STATUS) == 0
     before = tl.load(state_ptr + LL_ARRIVALS_BEFORE)
     epoch = tl.load(state_ptr + EPOCH_LL_COMBINE) + 1
     part = (epoch & 1).to(tl.int32) * num_ranks + rank
     item = tl.program_id(0) + tl.arange(0, ROWS) * tl.num_programs(0)
     # Neighbours go to different ranks, and ranks begin with different ones.
-    source = (rank + item) % num_ranks
-    token = item // num_ranks
+    token = quotient(item, num_ranks)
+    source = rank + item - token * num_ranks
+    source = tl.where(source < num_ranks, source, source - num_ranks)
     alive = item < num_ranks * max_tokens
     copy_ptrs = copy_rows_ptr + (source * max_tokens + token) * TOPK
     came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
@@ -87,8 +88,10 @@ def low_latency_reduce_kernel(
                 if first + 1 < TOPK:
                     copy = tl.load(copy_ptrs + first + 1, mask=alive, other=-1)
                     acc = _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS)
-        tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=came[:, None] & in_row)
-    release_last(tables_ptr, state_ptr, before, epoch, rank, epoch, num_ranks, LL_COMBINE_FLAG, EPOCH_LL_COMBINE, WP)
+        tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=(came & healthy)[:, None] & in_row)
+    release_last(
+        tables_ptr, state_ptr, healthy, before, epoch, rank, epoch, num_ranks, LL_COMBINE_FLAG, EPOCH_LL_COMBINE, WP
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks"])

@@ -96,8 +96,8 @@ def low_latency_push_kernel(
     EARLY: tl.constexpr,
 ):
     start_early(EARLY)
-    if tl.load(state_ptr + STATUS) != 0:
-        return
+    # After a failure nothing is stored; an early return would make every load wait for this one.
+    healthy = tl.load(state_ptr + STATUS) == 0
     before = tl.load(state_ptr + LL_ARRIVALS_BEFORE)
     epoch = tl.load(state_ptr + EPOCH_LL_DISPATCH) + 1
     parity = (epoch & 1).to(tl.int32)
@@ -120,7 +120,7 @@ def low_latency_push_kernel(
     source = parity * num_ranks + rank
     arrival = source * max_tokens + token
     peers = tl.arange(0, WP)
-    in_group = alive & (peers < num_ranks)
+    in_group = alive & (peers < num_ranks) & healthy
     meta = (arrival * (2 * KP) + ks)[None, :]
     dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, in_group, tl.int32)[:, None] + meta
     keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
@@ -129,15 +129,16 @@ def low_latency_push_kernel(
         weights = tl.load(weights_ptr + token * TOPK + ks, mask=entry, other=0.0)
         dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, in_group, tl.float32)[:, None] + meta + KP
         tl.store(dest, tl.broadcast_to(weights[None, :], [WP, KP]), mask=in_group[:, None])
-    is_last = (mine >= 0) & (slot + 1 == total)
+    is_last = (mine >= 0) & (slot + 1 == total) & healthy
     counts_ptrs = buffer_ptrs(tables_ptr, LL_COUNTS, num_ranks, owner, is_last, tl.int64)
     tl.store(counts_ptrs + source * experts_per_rank + local, (epoch << _SLOT_BITS) + total, mask=is_last)
     tl.store(kept_idx_ptr + token * TOPK + ks, mine, mask=entry)
 
     # Ranks and tokens begin with different destinations, so that no link is everybody's first.
-    dest_rank = (rank + token) % num_ranks + peers
+    first_rank = rank + token - quotient(rank + token, num_ranks) * num_ranks
+    dest_rank = first_rank + peers
     dest_rank = tl.where(dest_rank < num_ranks, dest_rank, dest_rank - num_ranks)
-    goes_there = (peers < num_ranks) & (((rank_bits(owner, 0) >> dest_rank) & 1) > 0)
+    goes_there = healthy & (peers < num_ranks) & (((rank_bits(owner, 0) >> dest_rank) & 1) > 0)
     offs = tl.arange(0, BLOCK_H)[None, :]
     for t in tl.static_range(TILES):
         h = t * BLOCK_H
@@ -155,7 +156,9 @@ def low_latency_push_kernel(
             store_scales(dest, goes_there, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
 
     value = (epoch << 32) + ((host_word << 16) + num_tokens)
-    release_last(tables_ptr, state_ptr, before, epoch, source, value, num_ranks, LL_FLAG, EPOCH_LL_DISPATCH, WP)
+    release_last(
+        tables_ptr, state_ptr, healthy, before, epoch, source, value, num_ranks, LL_FLAG, EPOCH_LL_DISPATCH, WP
+    )
 
 
 @triton.jit
