@@ -83,7 +83,7 @@ def low_latency_reduce_kernel(
         acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
         for first in tl.static_range(0, TOPK, 2):  # two at a time are in flight, and few rows have more
             copy = tl.load(copy_ptrs + first, mask=alive, other=-1)
-            if (first == 0) or (tl.max(copy) >= 0):
+            if (first == 0) or (tl.max((copy != -1).to(tl.int32)) > 0):
                 acc = _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS)
                 if first + 1 < TOPK:
                     copy = tl.load(copy_ptrs + first + 1, mask=alive, other=-1)

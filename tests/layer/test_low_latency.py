@@ -101,10 +101,11 @@ def test_dispatch_has_the_bits_of_another_static_layer(run_ranks, nodes, ranks_p
 
 
 def _overflow(rank, nodes, ranks_per_node):
-    case = replace(SMALL, tokens=(8,), drop=0.0, routing="one_expert", weights=True)
-    world, room, device = nodes * ranks_per_node, 12, current_heap().device
+    # All four copies of a token go to rank 1. The experts of the first ones lie last: those copies do not fit.
+    case = replace(SMALL, name="over", tokens=(8,), topk=4, experts=4, drop=0.0, routing="one_expert")
+    world, room, device = nodes * ranks_per_node, 40, current_heap().device
     with make_layer(case, rank, nodes, ranks_per_node, capacity=room) as layer:
-        works = workloads(case, world, 0)
+        works = [replace(work, topk_idx=work.topk_idx.flip(1).contiguous()) for work in workloads(case, world, 0)]
         mine = works[rank]
         inputs = [w.x for w in works], [w.topk_idx for w in works], [w.topk_weights for w in works]
         want = [dispatch_reference.dispatch(*inputs, r, case.experts * world) for r in range(world)]
@@ -121,7 +122,7 @@ def _overflow(rank, nodes, ranks_per_node):
         row = want[rank].dst_row[rank]
         copies = ((row >= 0) & (row < room)).sum(1, keepdim=True).expand(-1, case.hidden)
         assert torch.equal(out.cpu().float(), copies.float())  # a kept copy adds 1, a dropped one nothing
-        combine_and_check(layer, dispatch_and_check(layer, replace(SMALL, tokens=(1,)), 1))
+        combine_and_check(layer, dispatch_and_check(layer, replace(case, tokens=(1,), routing="uniform"), 1))
     return int(desc.overflow)
 
 
