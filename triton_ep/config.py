@@ -44,7 +44,7 @@ class EPConfig:
         enable_local_combine: sum rows of a token on the expert's rank before they cross a link.
         timeout_s: bound of every wait, in seconds.
         payload: how rows travel in dispatch: None = as they are, "mxfp8" = e4m3 with one e8m0 scale per 32 values.
-        low_latency: fewer launches for few tokens; static, one node, at most 512 tokens and 2048 experts.
+        low_latency: fewer launches for few tokens; static, one node, at most 512 tokens, 2048 experts, 32 ranks.
 
     Raises:
         ConfigError: naming the field, its value and what would fit.

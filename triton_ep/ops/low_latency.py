@@ -21,7 +21,9 @@ REDUCE_WARPS = 8
 SUM_WARPS = 8
 SUM_PARTS = 2
 BY_LOAD = False
+"""Waits acquire by loads (kernels/device/waits.py)."""
 EARLY = False
+"""For programmatic dependent launches, which the launch itself must ask for (kernels/device/low_latency.py)."""
 
 
 def dispatch(
