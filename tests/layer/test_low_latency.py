@@ -23,6 +23,10 @@ CASES = {
         Case("one_expert_int64", tokens=(3, 7), routing="one_expert", topk=4, experts=8, idx_dtype=torch.int64, drop=0),
         Case("duplicates_fp32", tokens=(4, 2), routing="duplicates", topk=4, experts=4, dtype=torch.float32),
         Case("nothing", tokens=(0,)),
+        # Rows of more than one tile, in every kernel.
+        Case("wide", tokens=(2, 1), hidden=8224, alignment=2),
+        Case("wide_mxfp8", tokens=(2, 1), hidden=8224, payload="mxfp8", alignment=2),
+        Case("wide_mx_given", tokens=(2, 1), hidden=16416, payload="mxfp8", quantised_input=True),
     )
 }
 SMALL = Case("small", tokens=(6, 3), hidden=32, topk=2, experts=2, low_latency=True)
@@ -39,7 +43,8 @@ def test_dispatch_and_combine_equal_the_reference(run_ranks, chaos_seed, nodes, 
 @pytest.mark.parametrize(
     "name, nodes, ranks_per_node",
     [("aligned_fp16", 1, 1), ("mxfp8", 1, 1), ("plain", 1, 2), ("mx_given", 1, 2), ("duplicates_fp32", 1, 2)]
-    + [(name, 1, 4) for name in CASES if name not in ("plain", "mxfp8")]
+    + [(name, 1, 2) for name in CASES if name.startswith("wide")]
+    + [(name, 1, 4) for name in ("aligned_fp16", "mx_given", "one_expert_int64", "duplicates_fp32", "nothing")]
     + [("aligned_fp16", 1, 3), *((name, 1, 8) for name in CASES)],
 )
 def test_other_sizes_and_numbers_of_ranks(run_ranks, backend, name, nodes, ranks_per_node):
