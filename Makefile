@@ -54,12 +54,13 @@ docs: $(READY)  ## run the code blocks of the pages and follow their links
 BENCH := $(RUN) -m triton_ep.cli bench
 ROWS ?= build/bench.csv
 
-bench: $(READY)  ## the standard table of benchmarks, as rows of ROWS=build/bench.csv and pictures beside it
+bench: $(READY)  ## the standard table of benchmarks (GPUs): rows in ROWS=build/bench.csv, a picture beside it
 	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 8,16,24,32,64 --payload bf16,mxfp8 --csv $(ROWS)
 	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 24 --tokens 16,128,1024 --csv $(ROWS)
 	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 24 --model qwen3-235b --csv $(ROWS)
 	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 24 --model mixtral --csv $(ROWS)
 	$(BENCH) low-latency --payload bf16,mxfp8 --csv $(ROWS)
+	$(BENCH) moe-layer --capacity static --num-sm 24 --payload mxfp8 --csv $(ROWS)
 	$(BENCH) barrier --csv $(ROWS)
 	$(BENCH) quantise --csv $(ROWS)
 	$(BENCH) plot $(ROWS) --out $(ROWS:.csv=.svg)

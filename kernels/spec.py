@@ -247,9 +247,14 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         low_latency_dispatch.low_latency_push_kernel,
         "x_ptr:*{WORD} scale_ptr:*u8 topk_idx_ptr:*{IDX} weights_ptr:*fp32 kept_idx_ptr:*i32 "
-        f"{_STATE} num_tokens:i32 max_tokens:i32 row_words:i32 num_experts:i32 rank:i32 num_ranks:i32 host_word:i32",
+        f"{_STATE} num_tokens:i32 max_tokens:i32 row_words:i32 experts_per_rank:i32 rank:i32 num_ranks:i32 "
+        "host_word:i32",
         tuple(
-            Variant(_payload(_LOW_LATENCY, payload, HAS_WEIGHTS=w, BLOCK_N=1024), {**words, "IDX": idx}, ("row_words",))
+            Variant(
+                _payload(_LOW_LATENCY, payload, HAS_WEIGHTS=w, BLOCK_N=1024, EARLY=w),
+                {**words, "IDX": idx},
+                ("row_words",),
+            )
             for payload, words in (
                 ({"PAYLOAD": WORDS.value, "TILES": 1, "BLOCK_H": 2048}, _WORD),
                 ({"PAYLOAD": QUANTISE.value, "TILES": 1, "BLOCK_H": 8192}, {"WORD": "bf16"}),
@@ -265,7 +270,18 @@ SPECS: tuple[KernelSpec, ...] = (
         f"{_STATE} row_words:i32 max_tokens:i32 experts_per_rank:i32 capacity:i32 alignment:i32 rank:i32 num_ranks:i32",
         tuple(
             Variant(
-                _payload(_LOW_LATENCY, HAS_SCALES=s, HAS_WEIGHTS=w, HAS_PADDING=p, EP=32, ROWS=2, TILES=1, BLOCK_H=h),
+                _payload(
+                    _LOW_LATENCY,
+                    HAS_SCALES=s,
+                    HAS_WEIGHTS=w,
+                    HAS_PADDING=p,
+                    EP=32,
+                    ROWS=2,
+                    TILES=1,
+                    BLOCK_H=h,
+                    BY_LOAD=w,
+                    EARLY=w,
+                ),
                 _WORD,
                 ("row_words",),
             )
@@ -279,7 +295,11 @@ SPECS: tuple[KernelSpec, ...] = (
         f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 {_STATE} max_tokens:i32 hidden:i32 rank:i32 "
         "num_ranks:i32",
         tuple(
-            Variant(_payload(_LOW_LATENCY, HAS_WEIGHTS=w, ROWS=1, TILES=1, BLOCK_H=8192), _TOKEN, ("hidden",))
+            Variant(
+                {"TOPK": 8, "WP": 8, "HAS_WEIGHTS": w, "ROWS": 1, "TILES": 1, "BLOCK_H": 8192, "EARLY": w},
+                _TOKEN,
+                ("hidden",),
+            )
             for w in (False, True)
         ),
         num_warps=8,
@@ -288,7 +308,10 @@ SPECS: tuple[KernelSpec, ...] = (
         low_latency_combine.low_latency_sum_kernel,
         f"out_ptr:*{{TOKEN}} kept_idx_ptr:*i32 {_STATE} num_tokens:i32 max_tokens:i32 hidden:i32 "
         "experts_per_rank:i32 rank:i32 num_ranks:i32",
-        (Variant(_payload(_LOW_LATENCY, PARTS=2, ROWS=1, BLOCK_H=4096), _TOKEN, ("hidden",)),),
+        tuple(
+            Variant(_payload(_LOW_LATENCY, PARTS=2, ROWS=1, BLOCK_H=4096, BY_LOAD=e, EARLY=e), _TOKEN, ("hidden",))
+            for e in (False, True)
+        ),
         num_warps=8,
     ),
     KernelSpec(

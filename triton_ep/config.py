@@ -18,8 +18,8 @@ __all__ = ["EPConfig", "Environment", "read_environment"]
 _TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size", "alignment", "num_sm")
 
-_LOW_LATENCY_TOKENS = 512  # every program goes through the ids of all tokens of its rank
-_LOW_LATENCY_EXPERTS = 2048
+# Every program goes through the ids of all tokens of its rank; ranks are bits of a word.
+_LOW_LATENCY_MOST = {"max_tokens": 512, "num_experts": 2048, "world_size": 32}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EPConfig:
         enable_local_combine: sum rows of a token on the expert's rank before they cross a link.
         timeout_s: bound of every wait, in seconds.
         payload: how rows travel in dispatch: None = as they are, "mxfp8" = e4m3 with one e8m0 scale per 32 values.
-        low_latency: fewer launches for few tokens; static, one node, at most 512 tokens and 2048 experts.
+        low_latency: fewer launches for few tokens; static, one node, at most 512 tokens, 2048 experts, 32 ranks.
 
     Raises:
         ConfigError: naming the field, its value and what would fit.
@@ -119,11 +119,10 @@ class EPConfig:
                 f"low_latency=True works inside one node, but local_world_size is {self.local_world_size} and "
                 f"world_size {self.world_size}. Make a layer per node, or pass low_latency=False."
             )
-        for name, most in (("max_tokens", _LOW_LATENCY_TOKENS), ("num_experts", _LOW_LATENCY_EXPERTS)):
+        for name, most in _LOW_LATENCY_MOST.items():
             if getattr(self, name) > most:
                 raise ConfigError(
-                    f"low_latency=True takes {name} up to {most}, got {getattr(self, name)}. Pass low_latency=False: "
-                    "with so many, the other kernels are faster."
+                    f"low_latency=True takes {name} up to {most}, got {getattr(self, name)}. Pass low_latency=False."
                 )
 
     @property

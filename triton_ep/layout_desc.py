@@ -35,7 +35,7 @@ class EPAllToAllLayoutDesc:
         skipped_token_mapping_indices: None; copies of a token are found through the next field.
         skipped_token_topk_mapping_indices: [C, K] int32, rows in `recv_x` of the copies of each arrived
             token, -1 = none; only with `enable_local_combine`. Low latency: C = W * M, a row per token of any rank,
-            -2 = a copy beyond the capacity.
+            copies first, -2 = one beyond the capacity.
         full_scatter: `full_scatter_indices` gave the order of rows.
     """
 

@@ -60,6 +60,11 @@ if INTERPRET.value:
         """Nanoseconds of a clock that only goes forward, as an int64 scalar."""
         return tl.core.tensor(interpreter_builder.get_int64(time.monotonic_ns()), tl.int64)
 
+    @triton.jit
+    def acquire_loads(addresses):
+        """The int64 words at a block of addresses, each acquired at system scope."""
+        return tl.atomic_add(addresses.to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys")
+
 else:
 
     @triton.jit
@@ -78,3 +83,10 @@ else:
     def now_ns():
         """Nanoseconds of the GPU's global timer, as an int64 scalar."""
         return tl.extra.cuda.globaltimer()
+
+    @triton.jit
+    def acquire_loads(addresses):
+        """The int64 words at a block of addresses, each acquired at system scope. Triton has no such load."""
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [addresses], dtype=tl.int64, is_pure=False, pack=1
+        )

@@ -27,15 +27,25 @@ from ..device.buffers import (
     buffer_ptr,
     buffer_ptrs,
 )
+from ..device.low_latency import owners, quotient, rank_bits, release_last, start_early
 from ..device.waits import WAIT_LL_PARTIALS, wait_flags
-from .low_latency_dispatch import release_last
+
+
+@triton.jit
+def _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS: tl.constexpr):
+    """Add columns `h` and on of the rows `copy` [ROWS] of y to `acc`, times their weights; negative = none."""
+    rows = y_ptr + copy.to(tl.int64)[:, None] * hidden + h + tl.arange(0, acc.shape[1])[None, :]
+    value = tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
+    if HAS_WEIGHTS:
+        value *= tl.load(weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
+    return acc + value
 
 
 @triton.jit(do_not_specialize=["max_tokens", "rank", "num_ranks"])
 def low_latency_reduce_kernel(
     y_ptr,  # [R, H]
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
-    copy_rows_ptr,  # [W * M, K] int32, of the expand kernel
+    copy_rows_ptr,  # [W * M, K] int32, of the expand kernel: copies first, then -1
     state_ptr,
     tables_ptr,
     max_tokens,
@@ -44,44 +54,44 @@ def low_latency_reduce_kernel(
     num_ranks,
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
-    KP: tl.constexpr,
     WP: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,  # of BLOCK_H columns in a row
     BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    if tl.load(state_ptr + STATUS) != 0:
-        return
+    start_early(EARLY)
+    # After a failure nothing is stored; an early return would make every load wait for this one.
+    healthy = tl.load(state_ptr + STATUS) == 0
     before = tl.load(state_ptr + LL_ARRIVALS_BEFORE)
     epoch = tl.load(state_ptr + EPOCH_LL_COMBINE) + 1
     part = (epoch & 1).to(tl.int32) * num_ranks + rank
-    num_arrivals = num_ranks * max_tokens
+    item = tl.program_id(0) + tl.arange(0, ROWS) * tl.num_programs(0)
+    # Neighbours go to different ranks, and ranks begin with different ones.
+    token = quotient(item, num_ranks)
+    source = rank + item - token * num_ranks
+    source = tl.where(source < num_ranks, source, source - num_ranks)
+    alive = item < num_ranks * max_tokens
+    copy_ptrs = copy_rows_ptr + (source * max_tokens + token) * TOPK
+    came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
     offs = tl.arange(0, BLOCK_H)[None, :]
-    ks = tl.arange(0, KP)[None, :]
-    for tile in range(tl.program_id(0), tl.cdiv(num_arrivals, ROWS), tl.num_programs(0)):
-        item = tile * ROWS + tl.arange(0, ROWS)
-        # Neighbours go to different ranks, and ranks begin with different ones.
-        source = (rank + item) % num_ranks
-        token = item // num_ranks
-        copy_ptrs = copy_rows_ptr + (source * max_tokens + token) * TOPK
-        alive = item < num_arrivals
-        copies = tl.load(copy_ptrs[:, None] + ks, mask=alive[:, None] & (ks < TOPK), other=-1)
-        came = tl.max((copies != -1).to(tl.int32), axis=1) > 0
-        dest = buffer_ptrs(tables_ptr, LL_COMBINE, num_ranks, source, came, y_ptr.dtype.element_ty)
-        dest += (part * max_tokens + token).to(tl.int64) * hidden
-        for t in tl.static_range(TILES):
-            h = t * BLOCK_H
-            in_row = h + offs < hidden
-            acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
-            for k in tl.static_range(TOPK):
-                copy = tl.load(copy_ptrs + k, mask=alive, other=-1)
-                rows = y_ptr + copy.to(tl.int64)[:, None] * hidden + h + offs
-                value = tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
-                if HAS_WEIGHTS:
-                    value *= tl.load(weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
-                acc += value
-            tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=came[:, None] & in_row)
-    release_last(tables_ptr, state_ptr, before, epoch, rank, epoch, num_ranks, LL_COMBINE_FLAG, EPOCH_LL_COMBINE, WP)
+    dest = buffer_ptrs(tables_ptr, LL_COMBINE, num_ranks, source, came, y_ptr.dtype.element_ty)
+    dest += (part * max_tokens + token).to(tl.int64) * hidden
+    for t in tl.static_range(TILES):
+        h = t * BLOCK_H
+        in_row = h + offs < hidden
+        acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
+        for first in tl.static_range(0, TOPK, 2):  # two at a time are in flight, and few rows have more
+            copy = tl.load(copy_ptrs + first, mask=alive, other=-1)
+            if (first == 0) or (tl.max((copy != -1).to(tl.int32)) > 0):
+                acc = _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS)
+                if first + 1 < TOPK:
+                    copy = tl.load(copy_ptrs + first + 1, mask=alive, other=-1)
+                    acc = _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS)
+        tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=(came & healthy)[:, None] & in_row)
+    release_last(
+        tables_ptr, state_ptr, healthy, before, epoch, rank, epoch, num_ranks, LL_COMBINE_FLAG, EPOCH_LL_COMBINE, WP
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks"])
@@ -102,24 +112,27 @@ def low_latency_sum_kernel(
     PARTS: tl.constexpr,  # programs per tile of tokens, each with BLOCK_H columns
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BY_LOAD: tl.constexpr,  # device/waits.py
+    EARLY: tl.constexpr,
 ):
+    start_early(EARLY)
     # Without tokens there is one program: it must wait all the same (Replay).
     token = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)
     alive = token < num_tokens
     ks = tl.arange(0, KP)[None, :]
     ids = tl.load(kept_idx_ptr + token[:, None] * TOPK + ks, mask=alive[:, None] & (ks < TOPK), other=-1)
-    owner = tl.where(ids >= 0, ids // experts_per_rank, -1)
+    goes_to = rank_bits(owners(ids, experts_per_rank), 1)
     offs = (tl.program_id(0) % PARTS * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
     in_row = offs < hidden
     epoch = tl.load(state_ptr + EPOCH_LL_COMBINE)  # the reduce has advanced it
     peers = tl.arange(0, WP)
     flag_ptrs = buffer_ptr(tables_ptr, LL_COMBINE_FLAG, num_ranks, rank, tl.int64) + peers
-    if wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_LL_PARTIALS):
+    sums_ptr = buffer_ptr(tables_ptr, LL_COMBINE, num_ranks, rank, out_ptr.dtype.element_ty)
+    if wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_LL_PARTIALS, 0, BY_LOAD):
         first = (epoch & 1).to(tl.int32) * num_ranks
-        sums_ptr = buffer_ptr(tables_ptr, LL_COMBINE, num_ranks, rank, out_ptr.dtype.element_ty)
         acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
         for peer in tl.static_range(WP):
-            here = tl.max((owner == peer).to(tl.int32), axis=1) > 0
+            here = ((goes_to >> peer) & 1) > 0
             rows = sums_ptr + ((first + peer) * max_tokens + token).to(tl.int64)[:, None] * hidden
             acc += tl.load(rows + offs, mask=here[:, None] & in_row, other=0.0).to(tl.float32)
         dest = out_ptr + token.to(tl.int64)[:, None] * hidden + offs

@@ -30,7 +30,6 @@ import triton.language as tl
 
 from ..device.buffers import (
     EPOCH_LL_DISPATCH,
-    LL_ARRIVALS,
     LL_ARRIVALS_BEFORE,
     LL_COUNTS,
     LL_FLAG,
@@ -40,39 +39,15 @@ from ..device.buffers import (
     buffer_ptr,
     buffer_ptrs,
 )
+from ..device.low_latency import owners, quotient, rank_bits, release_last, start_early
 from ..device.rows import MX, WORDS, load_payload, load_row_tile, store_scales, wire_sizes, wire_tile
-from ..device.waits import WAIT_LL_ROWS, release_flags, wait_values
+from ..device.waits import WAIT_LL_ROWS, wait_values
 
 _SLOT_BITS = tl.constexpr(16)
 _SLOT_MASK = tl.constexpr(0xFFFF)
 _ONE_ABOVE = tl.constexpr(1 << 16)
 _HOST_WEIGHTS = tl.constexpr(2)  # triton_ep/layout.py
 _REST = tl.constexpr(64)
-
-
-@triton.jit
-def release_last(
-    tables_ptr,
-    state_ptr,
-    before,  # value of the counter before this launch
-    epoch,
-    flag_index,
-    value,
-    num_ranks,
-    FLAG: tl.constexpr,
-    EPOCH: tl.constexpr,
-    WP: tl.constexpr,
-):
-    """Arrive; the last program of the grid sets flag `flag_index` of every rank and advances the epoch."""
-    # The add is one thread's: the barrier puts the stores of all warps under it.
-    tl.debug_barrier()
-    arrived = tl.atomic_add(state_ptr + LL_ARRIVALS, 1, sem="acq_rel", scope="gpu") + 1
-    if arrived - before == tl.num_programs(0):
-        peers = tl.arange(0, WP)
-        flag_ptrs = buffer_ptrs(tables_ptr, FLAG, num_ranks, peers, peers < num_ranks, tl.int64) + flag_index
-        release_flags(flag_ptrs, peers < num_ranks, tl.zeros([WP], tl.int64) + value)
-        tl.store(state_ptr + LL_ARRIVALS_BEFORE, arrived)
-        tl.store(state_ptr + EPOCH, epoch)
 
 
 @triton.jit
@@ -94,7 +69,7 @@ def _slots(topk_idx_ptr, mine, first, num_entries, num_experts, BLOCK_N: tl.cons
     return packed & _SLOT_MASK, packed >> _SLOT_BITS
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "num_experts", "rank", "num_ranks", "host_word"])
+@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks", "host_word"])
 def low_latency_push_kernel(
     x_ptr,  # [T, row_words] words, or elements to quantise
     scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
@@ -106,7 +81,7 @@ def low_latency_push_kernel(
     num_tokens,
     max_tokens,
     row_words,
-    num_experts,
+    experts_per_rank,
     rank,
     num_ranks,
     host_word,
@@ -118,14 +93,17 @@ def low_latency_push_kernel(
     BLOCK_N: tl.constexpr,  # entries compared at a time
     TILES: tl.constexpr,  # of BLOCK_H words in a row
     BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    if tl.load(state_ptr + STATUS) != 0:
-        return
+    start_early(EARLY)
+    # After a failure nothing is stored; an early return would make every load wait for this one.
+    healthy = tl.load(state_ptr + STATUS) == 0
     before = tl.load(state_ptr + LL_ARRIVALS_BEFORE)
     epoch = tl.load(state_ptr + EPOCH_LL_DISPATCH) + 1
     parity = (epoch & 1).to(tl.int32)
     token = tl.program_id(0)  # without tokens there is one program, which only releases
     alive = token < num_tokens
+    num_experts = num_ranks * experts_per_rank
     ks = tl.arange(0, KP)
     entry = alive & (ks < TOPK)
     mine = _kept(tl.load(topk_idx_ptr + token * TOPK + ks, mask=entry, other=-1), num_experts)
@@ -137,13 +115,12 @@ def low_latency_push_kernel(
     tile = load_row_tile(row_ptrs, row < num_tokens, 0, row_words, BLOCK_H)
 
     slot, total = _slots(topk_idx_ptr, mine, token * TOPK, num_tokens * TOPK, num_experts, BLOCK_N)
-    experts_per_rank = num_experts // num_ranks
-    owner = tl.where(mine >= 0, mine // experts_per_rank, -1)
+    owner = owners(mine, experts_per_rank)
     local = mine - owner * experts_per_rank
     source = parity * num_ranks + rank
     arrival = source * max_tokens + token
     peers = tl.arange(0, WP)
-    in_group = alive & (peers < num_ranks)
+    in_group = alive & (peers < num_ranks) & healthy
     meta = (arrival * (2 * KP) + ks)[None, :]
     dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, in_group, tl.int32)[:, None] + meta
     keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
@@ -152,30 +129,36 @@ def low_latency_push_kernel(
         weights = tl.load(weights_ptr + token * TOPK + ks, mask=entry, other=0.0)
         dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, in_group, tl.float32)[:, None] + meta + KP
         tl.store(dest, tl.broadcast_to(weights[None, :], [WP, KP]), mask=in_group[:, None])
-    is_last = (mine >= 0) & (slot + 1 == total)
+    is_last = (mine >= 0) & (slot + 1 == total) & healthy
     counts_ptrs = buffer_ptrs(tables_ptr, LL_COUNTS, num_ranks, owner, is_last, tl.int64)
     tl.store(counts_ptrs + source * experts_per_rank + local, (epoch << _SLOT_BITS) + total, mask=is_last)
     tl.store(kept_idx_ptr + token * TOPK + ks, mine, mask=entry)
 
+    # Ranks and tokens begin with different destinations, so that no link is everybody's first.
+    first_rank = rank + token - quotient(rank + token, num_ranks) * num_ranks
+    dest_rank = first_rank + peers
+    dest_rank = tl.where(dest_rank < num_ranks, dest_rank, dest_rank - num_ranks)
+    goes_there = healthy & (peers < num_ranks) & (((rank_bits(owner, 0) >> dest_rank) & 1) > 0)
     offs = tl.arange(0, BLOCK_H)[None, :]
     for t in tl.static_range(TILES):
         h = t * BLOCK_H
         if t > 0:
             tile = load_row_tile(row_ptrs, row < num_tokens, h, row_words, BLOCK_H)
         data, scales = wire_tile(tile, scale_ptrs, row < num_tokens, h, row_words, PAYLOAD)
-        for step in tl.static_range(WP):
-            # Ranks and tokens begin with different destinations, so that no link is everybody's first.
-            peer = (rank + token + step) % num_ranks
-            here = (tl.max((owner == peer).to(tl.int32)) > 0) & (step < num_ranks)
-            dest = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, peer, data.dtype) + arrival.to(tl.int64) * stride
-            tl.store(dest + h + offs, data, mask=here & (h + offs < row_words))
-            if PAYLOAD != WORDS:
-                dest = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, peer, tl.uint8) + data_bytes
-                dest += row.to(tl.int64) * 0 + arrival.to(tl.int64) * row_bytes
-                store_scales(dest, (row >= 0) & here, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
+        dest = buffer_ptrs(tables_ptr, LL_STAGE_X, num_ranks, dest_rank, goes_there, data.dtype)
+        dest += arrival.to(tl.int64) * stride
+        data = tl.broadcast_to(data, [WP, BLOCK_H])
+        tl.store(dest[:, None] + h + offs, data, mask=goes_there[:, None] & (h + offs < row_words))
+        if PAYLOAD != WORDS:
+            dest = buffer_ptrs(tables_ptr, LL_STAGE_X, num_ranks, dest_rank, goes_there, tl.uint8)
+            dest += arrival.to(tl.int64) * row_bytes + data_bytes
+            scales = tl.broadcast_to(scales, [WP, scales.shape[1]])
+            store_scales(dest, goes_there, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
 
     value = (epoch << 32) + ((host_word << 16) + num_tokens)
-    release_last(tables_ptr, state_ptr, before, epoch, source, value, num_ranks, LL_FLAG, EPOCH_LL_DISPATCH, WP)
+    release_last(
+        tables_ptr, state_ptr, healthy, before, epoch, source, value, num_ranks, LL_FLAG, EPOCH_LL_DISPATCH, WP
+    )
 
 
 @triton.jit
@@ -196,11 +179,12 @@ def _store_copies(
     offs = (h + tl.arange(0, words.shape[1]))[None, :]
     for k in tl.static_range(TOPK):
         copy = tl.load(copy_ptrs + k, mask=in_use, other=-1)
-        dest = recv_x_ptr + copy.to(tl.int64)[:, None] * row_words + offs
-        tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < row_words))
-        if HAS_SCALES:
-            dest = recv_scale_ptr + copy.to(tl.int64) * (row_words * WORD_BYTES // 32)
-            store_scales(dest, copy >= 0, scales, h, row_words, WORD_BYTES)
+        if tl.max(copy) >= 0:  # most rows have few copies, and they come first
+            dest = recv_x_ptr + copy.to(tl.int64)[:, None] * row_words + offs
+            tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < row_words))
+            if HAS_SCALES:
+                dest = recv_scale_ptr + copy.to(tl.int64) * (row_words * WORD_BYTES // 32)
+                store_scales(dest, copy >= 0, scales, h, row_words, WORD_BYTES)
 
 
 @triton.jit
@@ -253,7 +237,7 @@ def low_latency_expand_kernel(
     recv_x_ptr,  # out [R, row_words] words
     recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES
     recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
-    copy_rows_ptr,  # out [W * M, K] int32, output rows of each arrival row; -1 = none, -2 = beyond the capacity
+    copy_rows_ptr,  # out [W * M, K] int32, rows of each arrival row's copies, -2 = beyond the capacity; then -1
     small_ptr,  # out int32: report [W, 8], expert_offsets [e + 1], num_recv [e], overflow [1], each padded to 4 words
     state_ptr,
     tables_ptr,
@@ -274,18 +258,47 @@ def low_latency_expand_kernel(
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BY_LOAD: tl.constexpr,  # device/waits.py
+    EARLY: tl.constexpr,
 ):
+    start_early(EARLY)
+    # Addresses are loaded before the wait: its acquire empties L1.
+    stage_ptr = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
+    stage_bytes_ptr = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, rank, tl.uint8)
+    meta_ptr = buffer_ptr(tables_ptr, LL_META, num_ranks, rank, tl.int32)
+    meta_weights_ptr = buffer_ptr(tables_ptr, LL_META, num_ranks, rank, tl.float32)
+    counts_ptr = buffer_ptr(tables_ptr, LL_COUNTS, num_ranks, rank, tl.int64)
     epoch = tl.load(state_ptr + EPOCH_LL_DISPATCH)  # the push has advanced it
     first_source = (epoch & 1).to(tl.int32) * num_ranks
     source = tl.arange(0, WP)
     in_group = source < num_ranks
     flag_ptrs = buffer_ptr(tables_ptr, LL_FLAG, num_ranks, rank, tl.int64) + first_source + source
-    arrived, seen = wait_values(flag_ptrs, in_group, epoch << 32, state_ptr, WAIT_LL_ROWS, first_source)
+    arrived, seen = wait_values(flag_ptrs, in_group, epoch << 32, state_ptr, WAIT_LL_ROWS, first_source, BY_LOAD)
     if arrived:
-        words_of = tl.where(in_group, seen, 0).to(tl.int32)
+        word_of = tl.where(in_group, seen, 0).to(tl.int32)
+        PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
+        stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
+        # Rows far from each other, so that programs share what few tokens there may be.
+        num_arrivals = num_ranks * max_tokens
+        arrival = tl.program_id(0) + tl.arange(0, ROWS) * tl.num_programs(0)
+        of_source = quotient(arrival, max_tokens)
+        token = arrival - of_source * max_tokens
+        word = tl.sum(tl.where(of_source[:, None] == source[None, :], word_of[None, :], 0), axis=1)
+        here = (arrival < num_arrivals) & (token < (word & _SLOT_MASK))
+        staged = first_source * max_tokens + arrival
+        row_ptrs = stage_ptr + staged.to(tl.int64) * stride
+        scale_ptrs = stage_bytes_ptr + staged.to(tl.int64) * row_bytes + data_bytes
+        # On their way while the output rows are computed.
+        words, scales = load_payload(row_ptrs, scale_ptrs, here, 0, row_words, PAYLOAD, BLOCK_H)
+        ks = tl.arange(0, KP)[None, :]
+        meta = staged[:, None] * (2 * KP) + ks
+        key = tl.load(meta_ptr + meta, mask=here[:, None], other=-1)
+        if HAS_WEIGHTS:
+            sent = here & ((word >> 16) & _HOST_WEIGHTS > 0)
+            weights = tl.load(meta_weights_ptr + meta + KP, mask=sent[:, None], other=0.0)
+
         local = tl.arange(0, EP)
-        counts_ptrs = buffer_ptr(tables_ptr, LL_COUNTS, num_ranks, rank, tl.int64)
-        counts_ptrs += (first_source + source)[:, None] * experts_per_rank + local[None, :]
+        counts_ptrs = counts_ptr + (first_source + source)[:, None] * experts_per_rank + local[None, :]
         of_group = in_group[:, None] & (local < experts_per_rank)[None, :]
         counts = tl.load(counts_ptrs, mask=of_group, other=0)
         counts = tl.where((counts >> _SLOT_BITS) == epoch, counts & _SLOT_MASK, 0).to(tl.int32)
@@ -294,48 +307,35 @@ def low_latency_expand_kernel(
         start = tl.cumsum(padded, axis=0) - padded
         begin = start[None, :] + tl.cumsum(counts, axis=0) - counts  # of each source's rows of each expert
         begin = tl.reshape(begin, [WP * EP])
-
-        PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
-        stage_ptr = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
-        stage_bytes_ptr = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, rank, tl.uint8)
-        meta_ptr = buffer_ptr(tables_ptr, LL_META, num_ranks, rank, tl.int32)
-        meta_weights_ptr = buffer_ptr(tables_ptr, LL_META, num_ranks, rank, tl.float32)
-        stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
-        ks = tl.arange(0, KP)[None, :]
-        num_arrivals = num_ranks * max_tokens
-        num_tiles = tl.cdiv(num_arrivals, ROWS)
-        for first in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            # Rows far from each other, so that programs share what few tokens there may be.
-            arrival = first + tl.arange(0, ROWS) * num_tiles
-            of_source = arrival // max_tokens
-            word = tl.sum(tl.where(of_source[:, None] == source[None, :], words_of[None, :], 0), axis=1)
-            here = (arrival < num_arrivals) & (arrival % max_tokens < (word & _SLOT_MASK))
-            staged = first_source * max_tokens + arrival
-            row_ptrs = stage_ptr + staged.to(tl.int64) * stride
-            scale_ptrs = stage_bytes_ptr + staged.to(tl.int64) * row_bytes + data_bytes
-            words, scales = load_payload(row_ptrs, scale_ptrs, here, 0, row_words, PAYLOAD, BLOCK_H)
-
-            meta = staged[:, None] * (2 * KP) + ks
-            key = tl.load(meta_ptr + meta, mask=here[:, None], other=-1)
-            segment = tl.where(key >= 0, of_source[:, None] * EP + (key >> _SLOT_BITS), 0)
-            copy = tl.reshape(tl.gather(begin, tl.reshape(segment, [ROWS * KP]), 0), [ROWS, KP])
-            copy += key & _SLOT_MASK
-            copy = tl.where(key >= 0, tl.where(copy < capacity, copy, -2), -1)
-            copies = (arrival < num_arrivals)[:, None] & (ks < TOPK)
-            tl.store(copy_rows_ptr + arrival[:, None] * TOPK + ks, copy, mask=copies)
-            if HAS_WEIGHTS:
-                sent = here & ((word >> 16) & _HOST_WEIGHTS > 0)
-                weights = tl.load(meta_weights_ptr + meta + KP, mask=sent[:, None], other=0.0)
-                tl.store(recv_weights_ptr + copy, weights, mask=copies & (copy >= 0))
-            # Every thread needs them, one k at a time: by way of memory, across the barrier.
-            tl.debug_barrier()
-            for t in tl.static_range(TILES):
-                if t > 0:
-                    words, scales = load_payload(row_ptrs, scale_ptrs, here, t * BLOCK_H, row_words, PAYLOAD, BLOCK_H)
-                copy_ptrs = copy_rows_ptr + arrival * TOPK
-                _store_copies(
-                    recv_x_ptr, recv_scale_ptr, words, scales, t * BLOCK_H, copy_ptrs, here, row_words, HAS_SCALES, TOPK
-                )
+        is_copy = key >= 0
+        segment = tl.where(is_copy, of_source[:, None] * EP + (key >> _SLOT_BITS), 0)
+        copy = tl.reshape(tl.gather(begin, tl.reshape(segment, [ROWS * KP]), 0), [ROWS, KP]) + (key & _SLOT_MASK)
+        copy = tl.where(is_copy, tl.where(copy < capacity, copy, -2), -1)
+        if HAS_WEIGHTS:
+            tl.store(recv_weights_ptr + copy, weights, mask=copy >= 0)
+        # Copies first, in k order, so that who reads them may stop at the first -1.
+        copies_so_far = tl.cumsum(is_copy.to(tl.int32), axis=1)
+        num_copies = tl.sum(is_copy.to(tl.int32), axis=1)[:, None]
+        position = tl.where(is_copy, copies_so_far - 1, num_copies + ks - copies_so_far)
+        copies = (arrival < num_arrivals)[:, None] & (position < TOPK)
+        tl.store(copy_rows_ptr + arrival[:, None] * TOPK + position, copy, mask=copies)
+        # Every thread needs them, one k at a time: by way of memory, across the barrier.
+        tl.debug_barrier()
+        for t in tl.static_range(TILES):
+            if t > 0:
+                words, scales = load_payload(row_ptrs, scale_ptrs, here, t * BLOCK_H, row_words, PAYLOAD, BLOCK_H)
+            _store_copies(
+                recv_x_ptr,
+                recv_scale_ptr,
+                words,
+                scales,
+                t * BLOCK_H,
+                copy_rows_ptr + arrival * TOPK,
+                here,
+                row_words,
+                HAS_SCALES,
+                TOPK,
+            )
         if HAS_PADDING or HAS_WEIGHTS:
             _zero_rest(
                 recv_x_ptr,
@@ -355,7 +355,7 @@ def low_latency_expand_kernel(
             rows = tl.sum(padded)
             clamped = tl.minimum(start, capacity)
             field = tl.arange(0, 8)[None, :]
-            tokens, host_word = (words_of & _SLOT_MASK)[:, None], (words_of >> 16)[:, None]
+            tokens, host_word = (word_of & _SLOT_MASK)[:, None], (word_of >> 16)[:, None]
             report = tl.where(field == 2, tokens, tl.where(field == 5, host_word, 0))
             report = tl.where((field == 0) & (source == rank)[:, None], rows, report)
             tl.store(small_ptr + source[:, None] * 8 + field, report, mask=in_group[:, None])

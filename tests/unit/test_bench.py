@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.machinery
 import json
 import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from tests.bench import link_bytes
-from triton_ep.bench import exchange, providers, record, routing, rows, run, timing, traffic
+from triton_ep.bench import exchange, plot, providers, record, routing, rows, run, timing, traffic
 from triton_ep.bench.job import Job, Place, WrongResult
 from triton_ep.bench.origins import coded_rows, first_difference
 from triton_ep.bench.settings import Case, Settings, Shape
 from triton_ep.cli import bench as cli
-from triton_ep.errors import ConfigError, InputError
+from triton_ep.distributed import current_heap
+from triton_ep.errors import ConfigError, EPError, InputError
+from triton_ep.ops import floor
 
 pytestmark = pytest.mark.plain
 
@@ -89,25 +94,9 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
         assert floor_us >= int(row["bytes_out"]) / max(rates) - 0.1
         assert (row["kernel_us"] == "") == (row["provider"] == "gloo")
     assert "internode_send_kernel" in out and "combine_pull_kernel" in out
+    times = {row["provider"]: float(row["median_us"]) for row in found if row["op"] == "combine"}
+    assert f"speed is {times['gloo'] / times['triton_ep']:.2f} x that of gloo" in out
     assert "<svg" in (tmp_path / "times.svg").read_text() and (tmp_path / "kernels.png").stat().st_size > 1000
-
-
-def test_sweep_and_second_run(tmp_path: Path) -> None:
-    """Lists make a case each, in both payloads and with skewed routing; rows are appended, and printed as JSON."""
-    path = tmp_path / "rows.csv"
-    rows.append_rows(path, [rows.make_row({"op": "dispatch"})])
-    sweep = ["--num-sm", "1,2", "--payload", "mxfp8,bf16", "--provider", "triton_ep,vdev,deep_ep"]
-    words = ["--capacity", "static", "--routing", "zipf:1.5", "--alignment", "16", "--json"]
-    printed = json.loads(_run("dispatch", "--csv", str(path), *sweep, *words))
-    again = [row for row in _read(path)[1:] if row["op"] == "dispatch"]
-    assert again == [row for row in printed["rows"] if row["op"] == "dispatch"]
-    modes = [f"interpreted-static-sm{n}-a16" for n in (1, 2)]
-    assert [(row["payload"], row["mode"]) for row in again[:4]] == [(p, m) for p in ("mxfp8", "bf16") for m in modes]
-    assert {row["provider"]: row["skip_reason"] for row in again[4:]} == {
-        "vdev": "torch's symmetric memory needs GPUs.",
-        "deep_ep": "deep_ep is not installed.",
-    }
-    assert {row["routing"] for row in again} == {"zipf:1.5:0"}
 
 
 def _measure(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) -> list[dict[str, str]]:
@@ -115,10 +104,34 @@ def _measure(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) 
     return run.measure_all(settings).rows
 
 
+def test_sweep_into_a_file(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Lists make a case each, in both payloads and with skewed routing; rows are appended below those there are."""
+    path = tmp_path / "rows.csv"
+    rows.append_rows(path, [rows.make_row({"op": "dispatch"})])
+    sweep = ["--num-sm", "1,2", "--payload", "mxfp8,bf16", "--provider", "triton_ep,vdev,deep_ep"]
+    words = ["--capacity", "static", "--routing", "zipf:1.5", "--alignment", "16", "--csv", str(path)]
+    found = run_ranks(_measure, 1, 2, _settings("dispatch", *sweep, *words))[0]
+    assert _read(path)[1:] == found
+    found = [row for row in found if row["op"] == "dispatch"]
+    modes = [f"interpreted-static-sm{n}-a16" for n in (1, 2)]
+    assert [(row["payload"], row["mode"]) for row in found[:2]] == [("mxfp8", m) for m in modes]
+    assert [(row["payload"], row["mode"]) for row in found[2:4]] == [("bf16", m) for m in modes]
+    assert [(row["provider"], row["skip_reason"]) for row in found[4:]] == [
+        ("vdev", "torch's symmetric memory needs GPUs."),
+        ("deep_ep", "deep_ep is not installed."),
+        ("deep_ep", "deep_ep is not installed."),
+    ]
+    assert {row["routing"] for row in found} == {"zipf:1.5:0"}
+
+
 @pytest.mark.parametrize(
     ("words", "ops"),
     [
         (["combine", "--routing", "one-hot", "--payload", "mxfp8"], ["combine"] * 2),
+        (
+            ["roundtrip", "--provider", "nccl_dedup", "--payload", "bf16,mxfp8"],
+            ["dispatch", "combine", "roundtrip"] * 2,
+        ),
         (["low-latency", "--payload", "mxfp8", "--provider", "triton_ep"], ["low_latency"]),
         (["barrier"], ["barrier"] * 2),
         (["quantise"], ["quantise"]),
@@ -135,23 +148,89 @@ def test_every_command_runs(run_ranks: Callable[..., Any], words: list[str], ops
     assert all(float(row["median_us"]) > 0 and not row["skip_reason"] for row in found)
 
 
+class _PeerBuffer:
+    """The part of deep_ep.Buffer that the benchmark calls, by collectives; rows by source rank and token."""
+
+    def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        assert (num_nvl_bytes, num_rdma_bytes) == (4096, 0) and group is dist.group.WORLD
+
+    @staticmethod
+    def set_num_sms(num_sms: int) -> None:
+        assert num_sms == 20
+
+    @classmethod
+    def get_dispatch_config(cls, num_ranks: int) -> type[_PeerBuffer]:
+        assert num_ranks == 2
+        return cls
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def get_nvl_buffer_size_hint(hidden_bytes: int, num_ranks: int) -> int:
+        return 32 * hidden_bytes * num_ranks
+
+    def get_dispatch_layout(self, idx: torch.Tensor, experts: int) -> tuple[Any, ...]:
+        assert idx.dtype == torch.int64
+        owner = idx // (experts // 2)
+        in_rank = torch.stack([(owner == rank).any(1) for rank in range(2)], dim=1)
+        return in_rank.sum(0).int(), None, torch.bincount(idx.flatten(), minlength=experts).int(), in_rank, None
+
+    def dispatch(self, x: torch.Tensor, *, is_token_in_rank: torch.Tensor, **told: torch.Tensor) -> tuple[Any, ...]:
+        assert sorted(told) == ["num_tokens_per_expert", "num_tokens_per_rank", "topk_idx", "topk_weights"]
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, (x, is_token_in_rank))
+        rows = torch.cat([rows[here[:, dist.get_rank()]] for rows, here in everyone])
+        return rows, None, None, [], [here for _, here in everyone], None
+
+    def combine(self, y: torch.Tensor, handle: list[torch.Tensor]) -> tuple[Any, ...]:
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, y)
+        me = dist.get_rank()
+        out = torch.zeros(handle[me].shape[0], y.shape[1])
+        for rank, theirs in enumerate(everyone):
+            before = sum(int(handle[source][:, rank].sum()) for source in range(me))
+            mine = handle[me][:, rank]
+            out[mine] += theirs[before : before + int(mine.sum())].float()
+        return out.to(y.dtype), None, None
+
+
+def _measure_peer(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) -> list[dict[str, str]]:
+    module = types.ModuleType("deep_ep")
+    module.__spec__ = importlib.machinery.ModuleSpec("deep_ep", None)
+    module.Buffer = _PeerBuffer  # type: ignore[attr-defined]
+    sys.modules["deep_ep"] = module
+    try:
+        return run.measure_all(settings).rows
+    finally:
+        del sys.modules["deep_ep"]
+
+
+def test_rows_that_are_not_permuted_are_checked(run_ranks: Callable[..., Any]) -> None:
+    """deep_ep, here a stand-in with its interface: one row per (token, rank), and its mode says so."""
+    settings = _settings("roundtrip", "--provider", "deep_ep")
+    found = [row for row in run_ranks(_measure_peer, 1, 2, settings)[0] if row["op"] != "floor"]
+    assert [(row["op"], row["mode"], row["skip_reason"]) for row in found] == [
+        (op, "exact-sm20-unpermuted", "") for op in ("dispatch", "combine", "roundtrip")
+    ]
+
+
 def test_case_without_memory_is_a_row_with_its_reason(tmp_path: Path) -> None:
     """A layer that does not fit is skipped with HeapError's text; the other provider is still measured."""
     path = tmp_path / "rows.csv"
-    _run("roundtrip", "--csv", str(path), heap="8K")
+    _run("dispatch", "--csv", str(path), heap="8K")
     found = _read(path)
-    assert [bool(row["skip_reason"]) for row in found] == [True] * 3 + [False] * 3
+    assert [bool(row["skip_reason"]) for row in found] == [True, False]
     assert "HeapError" in found[0]["skip_reason"] and found[0]["median_us"] == found[0]["bytes_out"] == ""
-    assert found[0]["commit"] == "abc1234" and found[3]["floor_us"] == ""
+    assert found[0]["commit"] == "abc1234" and found[1]["floor_us"] == ""
 
 
 def test_too_few_gpus_is_a_row_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A bare start that asks for more ranks than there are GPUs says so in each row."""
-    settings = _settings("roundtrip", "--csv", str(tmp_path / "rows.csv"), "--num-sm", "8,16")
+    settings = _settings("roundtrip", "--csv", str(tmp_path / "rows.csv"), "--num-sm", "8,16", "--json")
     run.skip_all(settings, "needs 2 GPUs, there are 1")
     found = _read(tmp_path / "rows.csv")
     assert len(found) == 9 and {row["skip_reason"] for row in found} == {"needs 2 GPUs, there are 1"}
-    assert "needs 2 GPUs" in capsys.readouterr().out
+    assert json.loads(capsys.readouterr().out)["rows"] == found
 
 
 def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
@@ -231,6 +310,46 @@ def test_routing_from_a_file(tmp_path: Path) -> None:
             routing.read_idx(str(tmp_path / "ids.pt"), other, 3)
     with pytest.raises(InputError, match="names no"):
         routing.read_idx(str(tmp_path / "none.pt"), shape, 3)
+
+
+def test_picture_of_stored_rows(tmp_path: Path) -> None:
+    """`bench plot`: a panel per op, of several rows of one configuration the last; what --where and --lines leave."""
+    columns = {"provider": "triton_ep", "payload": "bf16", "nodes": 1, "ranks": 4, "tokens": 8, "gpu": "H200"}
+    path, out = tmp_path / "rows.csv", tmp_path / "times.svg"
+    stored = [
+        rows.make_row({**columns, "op": op, "mode": f"jit-{capacity}-sm{n}", "median_us": us, "floor_us": 5})
+        for capacity in ("exact", "static")
+        for op in ("dispatch", "combine", "roundtrip")
+        for n, us in ((8, 30), (16, 20), (16, 10))
+    ]
+    stored.append(rows.make_row({**columns, "op": "dispatch", "mode": "jit-exact-sm8", "skip_reason": "no memory"}))
+    rows.append_rows(path, stored)
+    assert [row["median_us"] for row in plot.newest(stored)] == ["30", "10"] * 6
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    words = ["plot", str(path), "--where", "op=dispatch,combine", "--lines", "static,nccl", "--out", str(out)]
+    assert cli.run(parser.parse_args(words)) == 0
+    text = out.read_text()
+    assert "dispatch, 8 tokens" in text and "combine, 8 tokens" in text and "roundtrip" not in text
+    assert "triton_ep jit-static bf16" in text and "jit-exact" not in text and "floor, bf16" in text
+    for wrong in (["--where", "speed=1"], ["--where", "op"], ["--routing", "uniform"]):
+        with pytest.raises(ConfigError):
+            cli.run(parser.parse_args([*words, *wrong]))
+    with pytest.raises(InputError, match="no measured row"):
+        cli.run(parser.parse_args([*words, "--where", "ranks=8"]))
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is measured: another kind of file, or no matplotlib; the message says what to install."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    with pytest.raises(ConfigError, match="draws exchanges"):
+        cli.run(parser.parse_args(["barrier", *TINY, "--plot", "times.svg"]))
+    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
+        cli.run(parser.parse_args(["dispatch", *TINY, "--plot", "times.pdf"]))
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EPError, match=r"pip install 'triton-ep\[bench\]'"):
+        cli.run(parser.parse_args(["dispatch", *TINY, "--timeline", "kernels.svg"]))
 
 
 def test_picture_of_a_routing(tmp_path: Path) -> None:
@@ -359,6 +478,31 @@ def test_nothing_wrong_is_timed(fault: str) -> None:
         return
     with pytest.raises(WrongResult, match="dispatch" if fault == "swapped rows" else "combine"):
         exchange._calls(job, case, one)
+
+
+def _push_and_copy(rank: int, _nodes: int, _ranks_per_node: int) -> tuple[list[int], list[int]]:
+    """First word of each row that arrived, by the push and by the copy."""
+    heap, found = current_heap(), []
+    target = heap.alloc((6, floor.ROW_BYTES // 8), torch.int64)
+    source = (torch.arange(6).unsqueeze(1) + 10 * rank).expand(-1, floor.ROW_BYTES // 8).contiguous()
+    neighbour = int(target.addrs[(rank + 1) % 4])
+    for way in (lambda: floor.push(source, target.addrs, rank, 3), lambda: floor.copy(neighbour, source)):
+        target.local.zero_()
+        heap.barrier()
+        way()
+        heap.barrier()
+        assert bool((target.local == target.local[:, :1]).all())
+        found.append(target.local[:, 0].tolist())
+        heap.barrier()
+    heap.free(target)
+    return found[0], found[1]
+
+
+def test_floors_move_what_they_say(run_ranks: Callable[..., Any]) -> None:
+    """The push sends every row once, to peers in turn; the copy, everything to the next rank."""
+    for rank, (pushed, copied) in enumerate(run_ranks(_push_and_copy, 1, 4)):
+        assert pushed == [row + 10 * ((rank - 1 - row % 3) % 4) for row in range(6)]
+        assert copied == [row + 10 * ((rank - 1) % 4) for row in range(6)]
 
 
 def test_counters_of_nvlink_are_summed() -> None:

@@ -13,6 +13,7 @@ from triton_ep.bench import origins, traffic
 from triton_ep.bench.job import Job, Measured, WrongResult, capture
 from triton_ep.bench.providers import (
     CollectiveProvider,
+    DedupProvider,
     DeepEPProvider,
     LayerProvider,
     Provider,
@@ -39,6 +40,8 @@ def make_provider(job: Job, case: Case) -> Iterator[Provider]:
             yield LayerProvider(layer)
     elif case.provider == "nccl":
         yield CollectiveProvider(case, job.device)
+    elif case.provider == "nccl_dedup":
+        yield DedupProvider(case, job.device)
     elif case.provider == "vdev":
         yield VdevProvider(case, job.device, job.most_rows())
     else:
@@ -81,9 +84,8 @@ def check_combine(job: Job, provider: Provider, number: int, out: torch.Tensor, 
         x = mxfp8.dequantize(*mxfp8.quantize(x), x.dtype)
     # All rows of a token are equal, so a sum in float32 is the exact multiple.
     exact = (x.float() * provider.copies(idx).unsqueeze(1)).double()
-    roundings = 3 if job.settings.local_combine or job.settings.low_latency else 1
     error = (out.double() - exact).abs()
-    if not bool((error <= exact.abs() * torch.finfo(x.dtype).eps / 2 * roundings).all()):
+    if not bool((error <= exact.abs() * torch.finfo(x.dtype).eps / 2 * provider.roundings).all()):
         raise WrongResult(f"combine on rank {job.rank}: off by {error.max().item()} where only rounding may differ")
 
 
@@ -171,9 +173,10 @@ def bytes_of(job: Job, case: Case) -> dict[str, tuple[int, int]]:
             partial = row_bytes if per_rank else shape.hidden * torch.float32.itemsize
             there = traffic.dispatch_bytes(routing, wire)
             back = traffic.combine_bytes(routing, row_bytes, partial, local_combine=per_rank)
-        elif case.provider == "deep_ep":
-            there = traffic.dispatch_bytes(routing, row_bytes)
-            back = traffic.combine_bytes(routing, row_bytes, 0, local_combine=True)
+        elif case.provider in ("deep_ep", "nccl_dedup"):
+            flat = traffic.Routing(routing.copies, routing.num_ranks)  # they know no nodes
+            there = traffic.dispatch_bytes(flat, wire)
+            back = traffic.combine_bytes(flat, row_bytes, 0, local_combine=True)
         else:
             there, back = traffic.plain_bytes(routing, wire), traffic.plain_bytes(routing, row_bytes).T
         both = [(max(traffic.out_of(between)), traffic.busiest(between)) for between in (there, back)]

@@ -18,6 +18,7 @@ from triton_ep.errors import ConfigError, EPError, InputError
 _OPS = ("dispatch", "combine", "roundtrip", "low_latency")
 _SETTING = ("gpu", "ranks", "nodes", "hidden", "topk", "experts", "routing")
 _CONFIGURATION = ("op", "provider", "mode", "payload", "tokens", *_SETTING)
+_FLOORS = {"floor, bf16": ":", "floor, mxfp8": (0, (1, 4))}
 _PANEL = (4.6, 3.2)  # inches
 _PROGRAMS = re.compile(r"-sm(\d+)")
 
@@ -36,7 +37,17 @@ def main(arguments: argparse.Namespace) -> None:
         return
     wanted = [_condition(text) for text in arguments.where]
     rows = bench_rows.read_rows(Path(arguments.rows))
-    draw_times([row for row in rows if all(row[name] == value for name, value in wanted)], out)
+    rows = [row for row in rows if all(row[name] in values for name, values in wanted)]
+    named = arguments.lines.split(",") if arguments.lines else [""]
+    draw_times([row for row in rows if any(part in series_of(row) for part in named)], out)
+
+
+def check_picture(out: Path) -> None:
+    """Raise what would keep a picture from being drawn: EPError without matplotlib, ConfigError for another file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise EPError("pictures need matplotlib, which is not installed: pip install 'triton-ep[bench]'.")
+    if out.suffix not in (".png", ".svg"):
+        raise ConfigError(f"{out} is no picture that can be written: name a .png or .svg file.")
 
 
 def newest(rows: Sequence[bench_rows.Row]) -> list[bench_rows.Row]:
@@ -71,40 +82,47 @@ def draw_times(rows: Sequence[bench_rows.Row], out: Path) -> None:
             settings[tuple(row[name] for name in _SETTING)].append(row)
     if not settings:
         raise InputError("there is no measured row of dispatch, combine, roundtrip or low-latency to draw.")
-    panels = {setting: list(_panels(found)) for setting, found in settings.items()}
-    columns = max(len(found) for found in panels.values())
-    with _figure(out, columns * _PANEL[0] + 2.2, len(panels) * (_PANEL[1] + 0.3)) as figure:
-        grid = figure.subplots(len(panels), columns, squeeze=False)
+    lines = [(setting, by, found) for setting, rows in settings.items() for by, found in _lines(rows)]
+    columns = max(len(found) for _, _, found in lines)
+    with _figure(out, columns * _PANEL[0] + 2.6, len(lines) * (_PANEL[1] + 0.3)) as figure:
+        grid = figure.subplots(len(lines), columns, squeeze=False)
         handles: dict[str, Any] = {}
-        for line, (setting, found) in zip(grid, panels.items(), strict=True):
+        for line, (setting, by, found) in zip(grid, lines, strict=True):
             for axes in line[len(found) :]:
                 axes.remove()
-            for axes, (op, by, fixed, points) in zip(line, found, strict=False):
+            for axes, (op, points) in zip(line, found.items(), strict=False):
                 _draw_panel(axes, by, points, handles)
+                fixed = "best number of programs" if by == "tokens" else f"{points[0]['tokens']} tokens per rank"
                 axes.set_title(f"{op.replace('_', ' ')}, {fixed}", fontsize=9)
             names = dict(zip(_SETTING, setting, strict=True))
+            nodes = "" if names["nodes"] == "1" else f" as {names['nodes']} nodes"
             line[0].set_ylabel(
-                f"{names['ranks']} x {names['gpu']}, {names['nodes']} node(s)\nhidden {names['hidden']}, top-"
-                f"{names['topk']} of {names['experts']}\n{names['routing']}\nmedian us"
+                f"median us\n{names['ranks']} x {names['gpu']}{nodes}, hidden {names['hidden']},\n"
+                f"top-{names['topk']} of {names['experts']}, {names['routing']}",
+                fontsize=8,
             )
         figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7)
 
 
-def _panels(rows: Sequence[bench_rows.Row]) -> Iterator[tuple[str, str, str, list[bench_rows.Row]]]:
-    """(op, what is on the axis, what is fixed, rows) of each panel of a setting."""
-    for op in _OPS:
-        of_op = [row for row in rows if row["op"] == op]
-        tokens = sorted({int(row["tokens"]) for row in of_op})
-        if not of_op:
-            continue
-        largest = [row for row in of_op if int(row["tokens"]) == tokens[-1]]
-        if len(tokens) == 1 or len({programs_of(row) for row in largest} - {None}) > 1:
-            yield op, "programs", f"{tokens[-1]} tokens per rank", largest
-        if len(tokens) > 1:
-            yield op, "tokens", "best number of programs", of_op
+def _lines(rows: Sequence[bench_rows.Row]) -> Iterator[tuple[str, dict[str, list[bench_rows.Row]]]]:
+    """What is on the axis, and the rows of each op, of each line of panels of a setting."""
+    by_op = {op: [row for row in rows if row["op"] == op] for op in _OPS}
+    by_op = {op: found for op, found in by_op.items() if found}
+    tokens = {op: sorted({int(row["tokens"]) for row in found}) for op, found in by_op.items()}
+    largest = {op: [row for row in found if int(row["tokens"]) == tokens[op][-1]] for op, found in by_op.items()}
+    several = {op: found for op, found in by_op.items() if len(tokens[op]) > 1}
+    swept = {op: found for op, found in largest.items() if len({programs_of(row) for row in found} - {None}) > 1}
+    # Where neither tokens nor programs were swept, the few points still have a place.
+    if programs := {op: found for op, found in largest.items() if op in swept or op not in several}:
+        yield "programs", programs
+    if several:
+        yield "tokens", several
 
 
 def _draw_panel(axes: Any, by: str, rows: Sequence[bench_rows.Row], handles: dict[str, Any]) -> None:
+    if by == "programs" and all(programs_of(row) is None for row in rows):
+        _draw_bars(axes, rows, handles)
+        return
     lines: dict[str, dict[int, float]] = defaultdict(dict)
     floors: dict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
@@ -116,12 +134,12 @@ def _draw_panel(axes: Any, by: str, rows: Sequence[bench_rows.Row], handles: dic
         points = lines[series_of(row)]
         points[at] = min(time, points.get(at, time))
         if row["floor_us"] and row["provider"] == "triton_ep":
-            floors[f"floor {row['payload']}"][at] = float(row["floor_us"])
+            floors[f"floor, {row['payload']}"][at] = float(row["floor_us"])
     for name, points in lines.items():
         (line,) = axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", markersize=4)
         _style(line, name, handles)
     for name, points in floors.items():
-        (line,) = axes.plot(*zip(*sorted(points.items()), strict=True), linestyle=":", marker="_", color="black")
+        (line,) = axes.plot(*zip(*sorted(points.items()), strict=True), linestyle=_FLOORS[name], color="black")
         handles.setdefault(name, line)
     if by == "tokens":
         axes.set_xscale("log", base=2)
@@ -132,11 +150,22 @@ def _draw_panel(axes: Any, by: str, rows: Sequence[bench_rows.Row], handles: dic
     axes.grid(alpha=0.3)
 
 
+def _draw_bars(axes: Any, rows: Sequence[bench_rows.Row], handles: dict[str, Any]) -> None:
+    """A bar per line where there are no programs to choose, with its floor across it."""
+    for place, row in enumerate(rows):
+        (bar,) = axes.bar(place, float(row["median_us"]))
+        _style(bar, series_of(row), handles)
+        if row["floor_us"]:
+            line = axes.hlines(float(row["floor_us"]), place - 0.4, place + 0.4, colors="black", linestyles=":")
+            handles.setdefault("floor, bf16", line)
+    axes.set_xticks([])
+    axes.grid(alpha=0.3)
+
+
 def _style(line: Any, name: str, handles: dict[str, Any]) -> None:
     """The same colour for the same name in all panels."""
-    first = handles.setdefault(name, line)
-    line.set_color(f"C{list(handles).index(name) % 10}")
-    first.set_color(line.get_color())
+    handles.setdefault(name, line)
+    line.set_color(f"C{[known for known in handles if known not in _FLOORS].index(name) % 10}")
 
 
 def draw_routing(arguments: argparse.Namespace, out: Path) -> None:
@@ -202,20 +231,17 @@ def draw_timelines(calls: Mapping[str, Sequence[Span]], out: Path) -> None:
         figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7)
 
 
-def _condition(text: str) -> tuple[str, str]:
+def _condition(text: str) -> tuple[str, list[str]]:
     name, equals, value = text.partition("=")
     if not equals or name not in bench_rows.COLUMNS:
-        raise ConfigError(f"--where {text} is not COLUMN=VALUE; columns are {', '.join(bench_rows.COLUMNS)}.")
-    return name, value
+        raise ConfigError(f"--where {text} is not COLUMN=VALUE,..; columns are {', '.join(bench_rows.COLUMNS)}.")
+    return name, value.split(",")
 
 
 @contextlib.contextmanager
 def _figure(out: Path, width: float, height: float) -> Iterator[Any]:
     """A figure that is written when the block ends; the same rows give the same file."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise EPError("pictures need matplotlib, which is not installed: pip install 'triton-ep[bench]'.")
-    if out.suffix not in (".png", ".svg"):
-        raise ConfigError(f"{out} is no picture that can be written: name a .png or .svg file.")
+    check_picture(out)
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -25,7 +25,13 @@ class Unavailable(EPError):
 
 
 class Provider(Protocol):
-    """Dispatch and combine of one case on this rank. All calls are collective."""
+    """Dispatch and combine of one case on this rank. All calls are collective.
+
+    Attributes:
+        roundings: how often, at most, a sum that combine makes is rounded on its way.
+    """
+
+    roundings: int
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Rows, and what combine needs. x: [T, H] bf16; idx: [T, K] int32."""
@@ -49,6 +55,7 @@ class _Permuted:
     experts_per_rank: int
     alignment: int
     device: torch.device
+    roundings = 1
 
     def arrivals(self, idxs: list[torch.Tensor], rank: int) -> origins.Arrivals:
         """Rows of `rank`."""
@@ -67,6 +74,8 @@ class LayerProvider(_Permuted):
         self.experts_per_rank = layer.config.num_experts_per_rank
         self.alignment = layer.config.alignment
         self.device = layer.context.device
+        # Sums of ranks, and of nodes, before the last one.
+        self.roundings = 3 if layer.config.enable_local_combine or layer.config.low_latency else 1
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """(rows, what combine needs)."""
@@ -112,7 +121,7 @@ class CollectiveProvider(_Permuted):
         self.quantises = case.payload == "mxfp8"
         self.device = device
 
-    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, _Exchanged]:
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """(rows, what combine needs)."""
         num_tokens, topk = idx.shape
         expert = idx.flatten().long()
@@ -127,18 +136,13 @@ class CollectiveProvider(_Permuted):
         told = torch.cat([counts[:1], aligned.sum()[None], sent_counts.sum(1), recv_counts.sum(1)]).tolist()
         dropped, num_rows, *sizes = told
         sent, received = sizes[: self.num_ranks], sizes[self.num_ranks :]
-        wire = x
-        if self.quantises:
-            mx = MXTensor.to_mx(x)
-            wire = torch.cat([mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)], dim=1)
-        rows = self.exchange(wire[order[dropped:] // topk], sent, received)
+        rows = self.exchange(self.wire(x)[order[dropped:] // topk], sent, received)
         # Where each received row goes: expert-major, and behind the padding of the experts before.
         local = torch.arange(self.experts_per_rank, device=self.device).repeat(self.num_ranks)
         local = torch.repeat_interleave(local, recv_counts.flatten(), output_size=sum(received))
         by_expert = torch.argsort(local, stable=True)
-        padding_before = (aligned - per_expert).cumsum(0) - (aligned - per_expert)
         slot = torch.empty_like(by_expert)
-        slot[by_expert] = torch.arange(sum(received), device=self.device) + padding_before[local[by_expert]]
+        slot[by_expert] = self.places(local[by_expert], per_expert, aligned)
         # A padding row takes the row of zeros behind the last one.
         source = torch.full((num_rows,), sum(received), device=self.device)
         source[slot] = torch.arange(sum(received), device=self.device)
@@ -146,12 +150,9 @@ class CollectiveProvider(_Permuted):
         row_of[order] = torch.arange(order.numel(), device=self.device) - dropped
         row_of = torch.where(row_of < 0, sum(sent), row_of).view(num_tokens, topk)
         state = _Exchanged(row_of, slot, sent, received)
-        if not self.quantises:
-            return rows[source], state
-        data, scale = rows[:, : x.shape[1]][source], rows[:, x.shape[1] :][source]
-        return MXTensor.from_qdata_and_scales(data.view(torch.float8_e4m3fn), scale, x.dtype), state
+        return self.unpacked(rows, source, x), state
 
-    def combine(self, y: torch.Tensor, state: _Exchanged) -> torch.Tensor:
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
         """[T, H], the float32 sum over the copies of each token, rounded once."""
         rows = self.exchange(y[state.slot], state.received, state.sent)
         return rows[state.row_of].sum(1, dtype=torch.float32).to(y.dtype)
@@ -159,6 +160,26 @@ class CollectiveProvider(_Permuted):
     def meet(self) -> None:
         """All ranks have come here, on the current stream."""
         meet_by_collective(self.device)
+
+    def wire(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows as they travel."""
+        if not self.quantises:
+            return x
+        mx = MXTensor.to_mx(x)
+        return torch.cat([mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)], dim=1)
+
+    def unpacked(self, rows: torch.Tensor, source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """rows[source], of rows as they travel."""
+        if not self.quantises:
+            return rows[source]
+        hidden = like.shape[1]
+        data, scale = rows[:, :hidden][source], rows[:, hidden:][source]
+        return MXTensor.from_qdata_and_scales(data.view(torch.float8_e4m3fn), scale, like.dtype)
+
+    def places(self, local: torch.Tensor, per_expert: torch.Tensor, aligned: torch.Tensor) -> torch.Tensor:
+        """Output row of each copy, in the order of experts; local: its expert."""
+        padding_before = (aligned - per_expert).cumsum(0) - (aligned - per_expert)
+        return torch.arange(local.numel(), device=self.device) + padding_before[local]
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Rows of every rank, by source, and a row of zeros; bytes, because not every backend knows every dtype."""
@@ -169,10 +190,66 @@ class CollectiveProvider(_Permuted):
         return out
 
 
+@dataclass(frozen=True)
+class _Deduplicated:
+    row_of: torch.Tensor  # [T, W] row sent to each rank; behind the last one: a row of zeros, where none was
+    arrival: torch.Tensor  # received row of each copy here
+    place: torch.Tensor  # its output row
+    sent: list[int]
+    received: list[int]
+
+
+class DedupProvider(CollectiveProvider):
+    """One row per (token, rank) by all_to_all_single, and its expert ids by another: fewer bytes, more to do.
+
+    The receiver expands rows into expert-major order; on the way back it sums a token's rows first, in float32.
+    """
+
+    roundings = 3
+
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """(rows, what combine needs)."""
+        (num_tokens, topk), expert = idx.shape, idx.long()
+        owner = torch.where(expert >= 0, expert // self.experts_per_rank, self.num_ranks)
+        wanted = torch.zeros(num_tokens, self.num_ranks + 1, dtype=torch.bool, device=self.device)
+        wanted = wanted.scatter_(1, owner, True)[:, :-1]
+        counts = torch.bincount(expert.flatten() + 1, minlength=self.num_ranks * self.experts_per_rank + 1)[1:]
+        sent_counts = torch.cat([counts.view(self.num_ranks, -1), wanted.sum(0).unsqueeze(1)], dim=1)
+        recv_counts = torch.empty_like(sent_counts)
+        dist.all_to_all_single(recv_counts, sent_counts)
+        per_expert = recv_counts[:, :-1].sum(0)
+        aligned = (per_expert + self.alignment - 1) // self.alignment * self.alignment
+        told = [per_expert.sum()[None], aligned.sum()[None], sent_counts[:, -1], recv_counts[:, -1]]
+        copies, num_rows, *sizes = torch.cat(told).tolist()
+        sent, received = sizes[: self.num_ranks], sizes[self.num_ranks :]
+        order = torch.argsort((~wanted).t().flatten().int(), stable=True)[: sum(sent)]
+        token, rank = order % num_tokens, (order // num_tokens).unsqueeze(1)
+        ids = torch.where(owner[token] == rank, expert[token] - rank * self.experts_per_rank, -1).int()
+        rows = self.exchange(self.wire(x)[token], sent, received)
+        local = self.exchange(ids, sent, received)[:-1].flatten().long()
+        by_expert = torch.argsort(local, stable=True)[local.numel() - copies :]  # what is no copy sorts first
+        arrival = by_expert // topk
+        place = self.places(local[by_expert], per_expert, aligned)
+        source = torch.full((num_rows,), sum(received), device=self.device)
+        source[place] = arrival
+        row_of = torch.full((self.num_ranks * num_tokens,), sum(sent), device=self.device)
+        row_of[order] = torch.arange(sum(sent), device=self.device)
+        row_of = row_of.view(self.num_ranks, num_tokens).t()
+        return self.unpacked(rows, source, x), _Deduplicated(row_of, arrival, place, sent, received)
+
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        """[T, H], the float32 sum over the ranks of each token, of sums that were rounded."""
+        sums = torch.zeros(sum(state.received), y.shape[1], dtype=torch.float32, device=self.device)
+        sums.index_add_(0, state.arrival, y[state.place].float())
+        rows = self.exchange(sums.to(y.dtype), state.received, state.sent)
+        return rows[state.row_of].sum(1, dtype=torch.float32).to(y.dtype)
+
+
 class VdevProvider(CollectiveProvider):
     """As the collectives, but rows travel by torch's symmetric memory, which takes split sizes on the device.
 
-    One call must be over on all ranks before the next one packs its rows: the ranks meet between calls.
+    Peers read the packed rows and write the splits, so both have two copies by turns: a call begins with a barrier
+    of its own, behind which no peer works on the call before the last any more.
 
     Raises:
         Unavailable: this torch has no such op, or no NVSHMEM to run it with.
@@ -192,19 +269,26 @@ class VdevProvider(CollectiveProvider):
         self.group = dist.distributed_c10d._get_default_group().group_name
         shape = case.shape
         rows = max(most_rows, shape.tokens * shape.topk)
-        self.input = symm_mem.empty(rows, shape.hidden, dtype=torch.bfloat16, device=device)
-        self.output = symm_mem.empty(rows, shape.hidden, dtype=torch.bfloat16, device=device)
-        self.in_splits = symm_mem.empty(self.num_ranks, dtype=torch.int64, device=device)
-        self.out_splits = symm_mem.empty(2, self.num_ranks, dtype=torch.int64, device=device)
-        for tensor in (self.input, self.output, self.in_splits, self.out_splits):
+
+        def symmetric(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            tensor = symm_mem.empty(*sizes, dtype=dtype, device=device)
             symm_mem.rendezvous(tensor, group=self.group)
+            return tensor
+
+        self.turn = 0
+        self.inputs = [symmetric(rows, shape.hidden, dtype=torch.bfloat16) for _ in range(2)]
+        self.output = symmetric(rows, shape.hidden, dtype=torch.bfloat16)
+        self.in_splits = symmetric(self.num_ranks)
+        self.out_splits = [symmetric(2, self.num_ranks) for _ in range(2)]
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Rows of every rank, by source, and a row of zeros."""
         total = sum(received)
-        self.input[: rows.shape[0]] = rows
+        self.turn = 1 - self.turn
+        packed, splits = self.inputs[self.turn], self.out_splits[self.turn]
+        packed[: rows.shape[0]] = rows
         self.in_splits.copy_(torch.tensor(sent))
-        torch.ops.symm_mem.all_to_all_vdev(self.input, self.output, self.in_splits, self.out_splits, self.group)
+        torch.ops.symm_mem.all_to_all_vdev(packed, self.output, self.in_splits, splits, self.group)
         out = torch.empty(total + 1, rows.shape[1], dtype=rows.dtype, device=self.device)
         out[total:] = 0
         out[:total] = self.output[:total]
@@ -218,17 +302,22 @@ class DeepEPProvider:
         Unavailable: deep_ep is not installed, or the case is beyond this comparison.
     """
 
+    roundings = 1
+
     def __init__(self, case: Case, device: torch.device, ranks_per_node: int) -> None:
         if importlib.util.find_spec("deep_ep") is None:
             raise Unavailable("deep_ep is not installed.")
         if ranks_per_node != dist.get_world_size():
             raise Unavailable("deep_ep is measured inside one node only.")
-        import deep_ep
+        from deep_ep import Buffer
 
         self.experts = case.shape.experts
         self.device = device
-        deep_ep.Buffer.set_num_sms(case.num_sm)
-        self.buffer = deep_ep.Buffer(dist.group.WORLD, 2**30, 0)
+        Buffer.set_num_sms(case.num_sm)
+        configs = [choose(ranks_per_node) for choose in (Buffer.get_dispatch_config, Buffer.get_combine_config)]
+        row_bytes = case.shape.hidden * torch.bfloat16.itemsize
+        nvlink_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, ranks_per_node) for config in configs)
+        self.buffer = Buffer(dist.group.WORLD, nvlink_bytes, 0)
 
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """(rows, what combine needs)."""

@@ -21,7 +21,7 @@ from triton_ep import runtime
 from triton_ep.bench.timing import Call
 
 _MARK = "spin_kernel"  # what torch.cuda._sleep launches
-_HOLD_CYCLES = 1_000_000  # about half a millisecond, in which the host queues the whole call
+_HOLD_CYCLES = 2_000_000  # about a millisecond, in which the host queues the whole call
 
 
 @dataclass(frozen=True)

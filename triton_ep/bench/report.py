@@ -6,7 +6,8 @@ import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from triton_ep.bench import record
 from triton_ep.bench import rows as bench_rows
 from triton_ep.bench.job import Measured
 from triton_ep.bench.settings import Case, Settings
+
+_SHAPE = ("op", "payload", "nodes", "ranks", "tokens", "hidden", "topk", "experts", "routing")
 
 
 class Results:
@@ -50,7 +53,7 @@ class Results:
         else:
             for name, found in stages.items():
                 print(f"{name}, kernels on rank 0:\n{record.table(found)}\n")
-            print(bench_rows.table(self.rows), flush=True)
+            print("\n".join([bench_rows.table(self.rows), *compared(self.rows)]), flush=True)
         if s.plot or s.timeline:
             from triton_ep.bench import plot
 
@@ -64,6 +67,27 @@ class Results:
         self.rows += new
         if self.settings.csv:
             bench_rows.append_rows(Path(self.settings.csv), new)
+
+
+def compared(rows: Sequence[bench_rows.Row]) -> list[str]:
+    """Per op, payload and shape a line: the layer's best time beside the best of each other provider."""
+    best: dict[tuple[str, ...], dict[str, bench_rows.Row]] = defaultdict(dict)
+    for row in rows:
+        if row["median_us"] and row["op"] != "floor":
+            of_shape = best[tuple(row[name] for name in _SHAPE)]
+            known = of_shape.get(row["provider"], row)
+            of_shape[row["provider"]] = min(known, row, key=lambda row: float(row["median_us"]))
+    lines = []
+    for found in best.values():
+        ours = found.pop("triton_ep", None)
+        if ours is None or not found:
+            continue
+        time = float(ours["median_us"])
+        others = ", ".join(f"{float(r['median_us']) / time:.2f} x that of {p}" for p, r in sorted(found.items()))
+        shape = f"{ours['tokens']} tokens, hidden {ours['hidden']}, top-{ours['topk']} of {ours['experts']}"
+        what = ours["op"] if ours["op"] == "barrier" else f"{ours['op']} {ours['payload']}, {shape}"
+        lines.append(f"{what}: {time:.1f} us ({ours['mode']}); speed is {others}")
+    return lines
 
 
 @contextlib.contextmanager
@@ -83,16 +107,16 @@ def progress(total: int, *, here: bool) -> Iterator[Callable[[str], None]]:
         yield line
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         begun = False
 
         def step(text: str) -> None:
             nonlocal begun
-            bar.update(task, description=text, advance=int(begun))
+            print(text, file=sys.stderr, flush=True)
+            bar.update(task, advance=int(begun))
             begun = True
 
         yield step

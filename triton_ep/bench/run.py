@@ -33,8 +33,8 @@ def run(settings: Settings) -> None:
         WrongResult: a case does not compute what it should; it gets no row.
     """
     if not settings.interpreting:
-        # NCCL's multicast takes memory and is no part of the comparison.
-        set_defaults({"NCCL_NVLS_ENABLE": "0"})
+        # Multicast takes memory and is no part of the comparison.
+        set_defaults({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
     rank, _ = ep_distributed.initialize_distributed(local_world_size=settings.local_world_size, timeout_s=300)
     results = measure_all(settings)
     if rank == 0:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from triton_ep.errors import ConfigError
 
 COMMANDS = ("dispatch", "combine", "roundtrip", "low-latency", "barrier", "quantise", "moe-layer")
-PROVIDERS = ("triton_ep", "nccl", "vdev", "deep_ep")
+PROVIDERS = ("triton_ep", "nccl", "nccl_dedup", "vdev", "deep_ep")
 PAYLOADS = ("bf16", "mxfp8")
 MODELS = {
     "deepseek-v3": {"hidden": 7168, "topk": 8, "experts": 256, "ffn": 2048},
@@ -140,7 +140,7 @@ class Settings:
         for shape in self.shapes:
             if min(shape.tokens, shape.hidden, shape.topk, shape.experts, shape.ffn) < 1:
                 raise ConfigError(f"every size of a shape must be at least 1: {shape}.")
-            if shape.experts % self.ranks:
+            if shape.experts % self.ranks and self.command not in ("barrier", "quantise"):
                 raise ConfigError(f"{shape.experts} experts cannot be shared evenly by {self.ranks} ranks.")
             if shape.topk > shape.experts:
                 raise ConfigError(f"--topk {shape.topk} exceeds the {shape.experts} experts.")
@@ -152,6 +152,8 @@ class Settings:
             raise ConfigError("--graph needs --capacity static: an exact dispatch waits on the host.")
         if self.graph and self.interpreting:
             raise ConfigError("--graph needs GPUs: there are no CUDA graphs in the interpreter.")
+        if self.plot and self.command in ("barrier", "quantise", "moe-layer"):
+            raise ConfigError(f"--plot draws exchanges; {self.command} has --csv and --timeline.")
         if self.backward and self.command != "moe-layer":
             raise ConfigError("--backward is an option of moe-layer.")
 
@@ -186,7 +188,7 @@ class Case:
         """The columns of a row that say what was measured."""
         s, shape = self.settings, self.shape
         # On the CPU the collectives are gloo's.
-        provider = "gloo" if self.provider == "nccl" and s.interpreting else self.provider
+        provider = self.provider.replace("nccl", "gloo") if s.interpreting else self.provider
         found: dict[str, object] = {"op": op, "provider": provider, "mode": self.mode}
         found |= {"nodes": ranks // ranks_per_node, "ranks": ranks, "iters": s.iters}
         if s.command == "barrier":
@@ -204,7 +206,7 @@ class Case:
 
 def payloads_of(provider: str) -> tuple[str, ...]:
     """What rows of a provider can be made of on the wire."""
-    return PAYLOADS if provider in ("triton_ep", "nccl") else PAYLOADS[:1]
+    return PAYLOADS if provider in ("triton_ep", "nccl", "nccl_dedup") else PAYLOADS[:1]
 
 
 def parse_list(text: str, option: str, allowed: Sequence[str] = ()) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from triton_ep.bench import settings as bench
@@ -27,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plot = commands.add_parser("plot", help="pictures of stored rows", description="Pictures of stored rows.")
     plot.add_argument("rows", nargs="?", metavar="CSV", help="file that --csv wrote")
     plot.add_argument("--out", required=True, metavar="PATH", help=".png or .svg to write")
-    plot.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="only such rows")
+    plot.add_argument("--where", action="append", default=[], metavar="COLUMN=V,V", help="only such rows")
+    plot.add_argument("--lines", metavar="TEXT,TEXT", help="only lines whose name holds one of these texts")
     plot.add_argument("--routing", metavar="SPEC", help="draw tokens from rank to rank of this routing, not times")
     plot.add_argument("--tokens", type=int, default=4096, help="of that routing, per rank (default %(default)s)")
     plot.add_argument("--topk", type=int, default=8, help="of that routing (default %(default)s)")
@@ -75,12 +77,12 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark: as a rank that a launcher started, or with ranks of its own."""
-    if arguments.bench == "plot":
-        from triton_ep.bench import plot
+    from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
+    from triton_ep.bench import plot
 
+    if arguments.bench == "plot":
         plot.main(arguments)
         return 0
-    from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
     from triton_ep.bench.run import run as run_rank
     from triton_ep.bench.run import skip_all
     from triton_ep.distributed import run_ranks
@@ -91,7 +93,12 @@ def run(arguments: argparse.Namespace) -> int:
         import torch
 
         gpus = torch.cuda.device_count()
+    for picture in (arguments.plot, arguments.timeline):
+        if picture is not None:  # better now than after the measurement
+            plot.check_picture(Path(picture))
     launched = read_environment().world_size
+    if launched is not None and arguments.ranks not in (None, launched):
+        raise ConfigError(f"--ranks {arguments.ranks}, but the launcher started {launched} ranks.")
     settings = settings_of(arguments, launched or gpus or 4, interpreting=runtime.INTERPRETING)
     if launched is not None:
         run_rank(settings)

@@ -17,11 +17,13 @@ from triton_ep.runtime import INTERPRETING, Launcher
 PUSH_WARPS = 8
 EXPAND_WARPS = 8
 EXPAND_ROWS = 2
-EXPAND_PROGRAMS = 528
 REDUCE_WARPS = 8
-REDUCE_PROGRAMS = 528
 SUM_WARPS = 8
 SUM_PARTS = 2
+BY_LOAD = False
+"""Waits acquire by loads (kernels/device/waits.py)."""
+EARLY = False
+"""For programmatic dependent launches, which the launch itself must ask for (kernels/device/low_latency.py)."""
 _EXPANDED_ROWS = 16 if INTERPRETING else EXPAND_ROWS
 _SUMMED_ROWS = 16 if INTERPRETING else 1
 
@@ -62,9 +64,8 @@ def combine(
     cfg = ctx.config
     copy_rows = desc.skipped_token_topk_mapping_indices
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
-    tiles = -(-copy_rows.shape[0] // _SUMMED_ROWS)
     ctx.launcher(("ll_reduce", weights is not None), _make_reduce, weights is not None)(
-        min(tiles, 2) if INTERPRETING else min(tiles, REDUCE_PROGRAMS),
+        -(-copy_rows.shape[0] // _SUMMED_ROWS),
         y,
         # A pointer of the right type; not read without weights.
         ctx.no_floats if weights is None else weights,
@@ -99,9 +100,10 @@ def combine(
 def _make_reduce(ctx: DispatchCombineContext, has_weights: bool) -> Launcher:
     constexprs = {
         "HAS_WEIGHTS": has_weights,
+        "EARLY": EARLY,
         "ROWS": _SUMMED_ROWS,
         **_columns(ctx.config.hidden, 8192),
-        **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
+        **common_constexprs(ctx.sizes, "TOPK", "WP"),
     }
     return Launcher("low_latency_reduce_kernel", constexprs, num_warps=REDUCE_WARPS)
 
@@ -114,6 +116,8 @@ def _make_sum(ctx: DispatchCombineContext) -> Launcher:
         "PARTS": -(-hidden // block),
         "ROWS": _SUMMED_ROWS,
         "BLOCK_H": block,
+        "BY_LOAD": BY_LOAD,
+        "EARLY": EARLY,
         **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
     }
     return Launcher("low_latency_sum_kernel", constexprs, num_warps=SUM_WARPS)
@@ -148,7 +152,7 @@ def _push(
         num_tokens,
         cfg.max_tokens,
         row_words,
-        cfg.num_experts,
+        cfg.num_experts_per_rank,
         cfg.rank,
         cfg.world_size,
         host_word,
@@ -159,6 +163,7 @@ def _make_push(ctx: DispatchCombineContext, payload: int, has_weights: bool, row
     cfg = ctx.config
     constexprs = {
         "PAYLOAD": payload,
+        "EARLY": EARLY,
         "HAS_WEIGHTS": has_weights,
         "BLOCK_N": min(max(next_power_of_2(cfg.max_tokens * cfg.topk), 16), 1024),
         **_columns(row_words, 8192 if payload == QUANTISE.value else 2048),
@@ -183,9 +188,8 @@ def _expand(
     row_bytes = cfg.hidden * recv_x.element_size()
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
-    tiles = -(-cfg.world_size * cfg.max_tokens // _EXPANDED_ROWS)
     ctx.launcher(("ll_expand", has_weights, row_words), _make_expand, has_weights, row_words)(
-        min(tiles, 2) if INTERPRETING else min(tiles, EXPAND_PROGRAMS),
+        -(-cfg.world_size * cfg.max_tokens // _EXPANDED_ROWS),
         words,
         ctx.no_bytes if scale is None else scale,
         ctx.no_floats if weights is None else weights,
@@ -207,6 +211,8 @@ def _expand(
 def _make_expand(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:
     cfg = ctx.config
     constexprs = {
+        "BY_LOAD": BY_LOAD,
+        "EARLY": EARLY,
         "HAS_SCALES": cfg.payload is not None,
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": cfg.alignment > 1,
