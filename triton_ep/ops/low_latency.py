@@ -24,7 +24,6 @@ BY_LOAD = False
 """Waits acquire by loads (kernels/device/waits.py)."""
 EARLY = False
 """For programmatic dependent launches, which the launch itself must ask for (kernels/device/low_latency.py)."""
-_EXPANDED_ROWS = 16 if INTERPRETING else EXPAND_ROWS
 _SUMMED_ROWS = 16 if INTERPRETING else 1
 
 
@@ -100,8 +99,8 @@ def combine(
 def _make_reduce(ctx: DispatchCombineContext, has_weights: bool) -> Launcher:
     constexprs = {
         "HAS_WEIGHTS": has_weights,
-        "EARLY": EARLY,
         "ROWS": _SUMMED_ROWS,
+        "EARLY": EARLY,
         **_columns(ctx.config.hidden, 8192),
         **common_constexprs(ctx.sizes, "TOPK", "WP"),
     }
@@ -189,7 +188,7 @@ def _expand(
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
     ctx.launcher(("ll_expand", has_weights, row_words), _make_expand, has_weights, row_words)(
-        -(-cfg.world_size * cfg.max_tokens // _EXPANDED_ROWS),
+        -(-cfg.world_size * cfg.max_tokens // _expanded_rows()),
         words,
         ctx.no_bytes if scale is None else scale,
         ctx.no_floats if weights is None else weights,
@@ -217,11 +216,15 @@ def _make_expand(ctx: DispatchCombineContext, has_weights: bool, row_words: int)
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": cfg.alignment > 1,
         "EP": next_power_of_2(cfg.num_experts_per_rank),
-        "ROWS": _EXPANDED_ROWS,
+        "ROWS": _expanded_rows(),
         **_columns(row_words, 2048),
         **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
     }
     return Launcher("low_latency_expand_kernel", constexprs, num_warps=EXPAND_WARPS)
+
+
+def _expanded_rows() -> int:
+    return 16 if INTERPRETING else EXPAND_ROWS
 
 
 def _columns(row_words: int, most: int) -> dict[str, Any]:
