@@ -176,11 +176,13 @@ def _expand_rows(
             )
             for k in tl.static_range(TOPK):
                 dst = copies[k]
-                dest = recv_x_ptr + dst.to(tl.int64)[:, None] * row_words + h + offs[None, :]
-                tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
-                if HAS_SCALES:
-                    dest = recv_scale_ptr + dst.to(tl.int64) * (data_bytes // 32)
-                    store_scales(dest, dst >= 0, scales, h, row_words, WORD_BYTES)
+                # Most k carry no copy: their addresses would be computed for nothing.
+                if tl.sum((dst >= 0).to(tl.int32)) > 0:
+                    dest = recv_x_ptr + dst.to(tl.int64)[:, None] * row_words + h + offs[None, :]
+                    tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
+                    if HAS_SCALES:
+                        dest = recv_scale_ptr + dst.to(tl.int64) * (data_bytes // 32)
+                        store_scales(dest, dst >= 0, scales, h, row_words, WORD_BYTES)
         if HAS_WEIGHTS or KEEP_COPY_ROWS:
             mask = alive[:, None] & (ks < TOPK)
             dst = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
@@ -262,6 +264,7 @@ def dispatch_expand_kernel(
     TOPK: tl.constexpr,
     KP: tl.constexpr,
     LWP: tl.constexpr,
+    SENDERS: tl.constexpr,  # a power of two, at least num_senders
     MAX_PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -276,9 +279,10 @@ def dispatch_expand_kernel(
     behind = pick(starts, ranks_per_node - 1) + pick(counts, ranks_per_node - 1)
     num_arrivals = tl.load(placement_ptr + rank * 8 + 1)
 
-    flag = tl.arange(0, SOURCES * MAX_PROGRAMS)
-    used = (flag // MAX_PROGRAMS < ranks_per_node) & (flag % MAX_PROGRAMS < num_senders)
-    flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64) + flag
+    flag = tl.arange(0, SOURCES * SENDERS)
+    used = (flag // SENDERS < ranks_per_node) & (flag % SENDERS < num_senders)
+    flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64)
+    flag_ptrs += flag // SENDERS * MAX_PROGRAMS + flag % SENDERS
     before = arrival_steps(state_ptr)
     last_round = tl.where(num_ranks > ranks_per_node, STEPS + 1, STEPS)
     steps = tl.zeros([], tl.int64)
@@ -291,7 +295,7 @@ def dispatch_expand_kernel(
         if arrived:
             # Of each source what all its programs have; flags not in use are as far as the last one will be.
             seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
-            of_source = tl.min(tl.reshape(seen, [SOURCES, MAX_PROGRAMS]), axis=1)
+            of_source = tl.min(tl.reshape(seen, [SOURCES, SENDERS]), axis=1)
             if steps == STEPS:
                 # The rows before those of this node's ranks, and the rows behind them.
                 counts = tl.where(source == 0, pick(starts, 0), num_arrivals - behind)

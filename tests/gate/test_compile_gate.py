@@ -28,8 +28,8 @@ ARCHS = (90, 100)
 KERNELS = [spec.name for spec in SPECS]
 
 NARROW = {
-    "routing_scan_kernel": "sums tables of counts of its own GPU, column by column",
-    "splits_exchange_kernel": "posts one row of counts per call, whose length need not be a multiple of 16 bytes",
+    "splits_kernel": "sums tables of counts, and posts one row of them, whose length need not be a multiple of 16 bytes",
+    "routing_slots_kernel": "writes a few words per token",
 }
 """Kernels that move no token rows and may use accesses narrower than 16 bytes."""
 
@@ -239,7 +239,7 @@ class _DropHints(ast.NodeTransformer):
 @pytest.mark.parametrize(
     ("file", "kernel", "what"),
     [
-        ("device/buffers.py", "dispatch_push_kernel", "store"),
+        ("intranode/dispatch.py", "dispatch_push_kernel", "store"),
         ("device/buffers.py", "combine_pull_kernel", "load"),
         ("device/transport.py", "internode_send_kernel", "store"),
         ("internode/dispatch.py", "internode_send_kernel", "store"),

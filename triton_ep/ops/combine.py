@@ -70,14 +70,14 @@ def _publish(
     copy_rows = desc.skipped_token_topk_mapping_indices
     if copy_rows is not None:
         launcher = ctx.launcher(("reduce", has_weights), _reduce, has_weights)
-        rows = (y, weights_arg, copy_rows, desc.placement)
-        launcher(programs, *rows, *state, cfg.hidden, sizes.output_rows, *_where(ctx), num_steps)
+        arguments = (copy_rows, desc.placement, *state, cfg.hidden, sizes.output_rows, *_where(ctx), num_steps)
+        launcher(programs, y, weights_arg, *arguments)
         return
     words = as_words(y, sizes.payload_bytes)
     row_words = sizes.payload_bytes // words.element_size()
     launcher = ctx.launcher(("stage", has_weights, row_words), _stage, has_weights, row_words)
-    rows = (words, weights_arg, desc.placement)
-    launcher(programs, *rows, *state, row_words, sizes.output_rows, cfg.num_experts_per_rank, *_where(ctx))
+    sizes_arg = (row_words, sizes.output_rows, cfg.num_experts_per_rank)
+    launcher(programs, words, weights_arg, desc.placement, *state, *sizes_arg, *_where(ctx))
 
 
 def _reduce(ctx: DispatchCombineContext, has_weights: bool) -> Launcher:
