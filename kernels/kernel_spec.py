@@ -30,6 +30,8 @@ class KernelSpec:
         kernel: the `triton.jit` function.
         args: "name:type" of every run-time argument, in order, separated by spaces.
         num_warps: warps of a program on a GPU, unless a variant has its own.
+        maxnreg: registers of a thread at most, so that programs of other kernels fit beside it; None: as many as
+            the compiler likes.
         variants: what the compile gate builds.
     """
 
@@ -37,6 +39,7 @@ class KernelSpec:
     args: str
     variants: tuple[Variant, ...]
     num_warps: int = 4
+    maxnreg: int | None = None
 
     @cached_property
     def name(self) -> str:

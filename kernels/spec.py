@@ -38,6 +38,7 @@ _SUM = {"ROWS": 2, "BLOCK_H": 8192}
 _K8 = {"TOPK": 8, "KP": 8}
 _LOW_LATENCY = {**_K8, "WP": 8}
 _FLAGS = {"LWP": 8, "MAX_PROGRAMS": 128}
+_SENDERS = {"LWP": 8, "SENDERS": 32}
 _CHUNKS = {"MAX_CHUNKS": 256, "CHUNK": 16}
 _WORD = {"WORD": "i64"}
 _TOKEN = {"TOKEN": "bf16"}
@@ -135,13 +136,14 @@ SPECS: tuple[KernelSpec, ...] = (
         f"experts_per_rank:i32 {_WHERE}",
         tuple(
             Variant(
-                {"TOPK": 8, **_FLAGS, **_ROW, "PAYLOAD": p.value, "BLOCK_T": 16, "STEP_CHUNKS": 16},
+                {"TOPK": 8, **_SENDERS, **tile, "PAYLOAD": p.value, "BLOCK_T": 16, "STEP_CHUNKS": 16},
                 _WORD,
                 ("row_words",),
             )
-            for p in (WORDS, MX)
+            for p, tile in ((WORDS, _ROW), (MX, {"ROWS": 2, "BLOCK_H": 1024}))
         ),
-        num_warps=16,
+        num_warps=8,
+        maxnreg=64,  # fits beside programs of the next kernel, which wait for it
     ),
     KernelSpec(
         dispatch.dispatch_expand_kernel,
@@ -149,13 +151,22 @@ SPECS: tuple[KernelSpec, ...] = (
         f"{_STATE} row_words:i32 {_WHERE} experts_per_rank:i32 stage_capacity:i32 num_senders:i32",
         tuple(
             Variant(
-                _payload(_K8, _FLAGS, _ROW, HAS_SCALES=s, HAS_WEIGHTS=w, HAS_PADDING=w, KEEP_COPY_ROWS=w),
+                _payload(
+                    _K8,
+                    _SENDERS,
+                    {"ROWS": 1, "BLOCK_H": 1024 if s else 2048},
+                    HAS_SCALES=s,
+                    HAS_WEIGHTS=w,
+                    HAS_PADDING=w,
+                    KEEP_COPY_ROWS=w,
+                ),
                 _WORD,
                 ("row_words",),
             )
             for s in (False, True)
             for w in (False, True)
         ),
+        maxnreg=128,
     ),
     KernelSpec(
         floor.floor_push_kernel,
@@ -182,7 +193,7 @@ SPECS: tuple[KernelSpec, ...] = (
         internode_dispatch.internode_forward_kernel,
         f"word_ptr:*{{WORD}} placement_ptr:*i32 forward_ptr:*i32 {_STATE} max_tokens:i32 row_words:i32 "
         f"stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
-        (Variant(_payload(_K8, _FLAGS, _CHUNKS, _ROW, HAS_WEIGHTS=True), _WORD, ("row_words",)),),
+        (Variant(_payload(_K8, _SENDERS, _CHUNKS, _ROW, HAS_WEIGHTS=True), _WORD, ("row_words",)),),
         num_warps=16,
     ),
     KernelSpec(

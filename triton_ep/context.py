@@ -298,8 +298,10 @@ class DispatchCombineContext:
     def _sender(self, operation: int, index: int) -> int:
         """Rank that sets flag `index` of an operation."""
         topology, per = self.config.topology, self.sizes
-        if operation in (waits.WAIT_ARRIVALS.value, waits.WAIT_COMBINE_STAGED.value):
-            return topology.first_rank + index // per.max_programs % topology.local_world_size
+        if operation == waits.WAIT_ARRIVALS.value:
+            return topology.first_rank + index // per.senders % topology.local_world_size
+        if operation == waits.WAIT_COMBINE_STAGED.value:
+            return topology.first_rank + index // per.max_programs
         if operation in (waits.WAIT_NETWORK_ROWS.value, waits.WAIT_NETWORK_PARTIALS.value):
             return topology.counterpart(index // per.max_chunks)
         return index % topology.world_size

@@ -89,8 +89,13 @@ class Sizes:
 
     @property
     def max_programs(self) -> int:
-        """Flags per sender: a power of two."""
-        return next_power_of_2(max(self.config.num_sm, STAGE_PROGRAMS))
+        """Flags per rank that stages rows: a power of two."""
+        return next_power_of_2(STAGE_PROGRAMS)
+
+    @property
+    def senders(self) -> int:
+        """Flags per sender of rows: a power of two."""
+        return next_power_of_2(self.config.num_sm)
 
     @property
     def max_chunks(self) -> int:
@@ -207,7 +212,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "arrive_flag",
-        lambda s: (2, s.config.local_world_size, s.max_programs),
+        lambda s: (2, s.config.local_world_size, s.senders),
         _fixed(torch.int64),
         "dispatch push and forward of the ranks of this node",
         "dispatch expand",

@@ -65,6 +65,7 @@ class Launcher:
         constexprs: all of them.
         extern_libs: name and path of device bitcode, for variants that call NVSHMEM.
         num_warps: warps of a program on a GPU, where it is not the number of the spec.
+        maxnreg: registers of a thread at most, where it is not the number of the spec.
     """
 
     def __init__(
@@ -73,10 +74,13 @@ class Launcher:
         constexprs: Mapping[str, Any],
         extern_libs: Mapping[str, str] | None = None,
         num_warps: int | None = None,
+        maxnreg: int | None = None,
     ) -> None:
         self.spec = spec(name)
         self.constexprs = dict(constexprs)
         self.options: dict[str, Any] = {"num_warps": num_warps or self.spec.num_warps}
+        if limit := maxnreg or self.spec.maxnreg:
+            self.options["maxnreg"] = limit
         if extern_libs:
             self.options["extern_libs"] = dict(extern_libs)
         types = tuple(self.spec.arguments.values())

@@ -243,14 +243,14 @@ def release_arrivals(
     rows,  # [LWP] rows for each rank of the node that all programs have pushed by then; ALL_ROWS with the last step
     KIND: tl.constexpr,  # 0 = push of this rank's own tokens, 1 = forward of another node's
     LWP: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr,
+    SENDERS: tl.constexpr,
 ):
     """Raise arrive_flag[KIND, my local rank, this program] on every rank of the node."""
     local = tl.arange(0, LWP)
     peers = rank - rank % ranks_per_node + local
     mask = local < ranks_per_node
     flag_ptrs = buffer_ptrs(tables_ptr, ARRIVE_FLAG, num_ranks, peers, mask, tl.int64)
-    flag_ptrs += (KIND * ranks_per_node + rank % ranks_per_node) * MAX_PROGRAMS + tl.program_id(0)
+    flag_ptrs += (KIND * ranks_per_node + rank % ranks_per_node) * SENDERS + tl.program_id(0)
     done = arrival_steps(state_ptr) + step
     release_flags(flag_ptrs, mask, (done << 32) | rows.to(tl.int64))
 

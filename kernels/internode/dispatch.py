@@ -184,7 +184,7 @@ def internode_forward_kernel(
     TOPK: tl.constexpr,
     KP: tl.constexpr,
     LWP: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr,
+    SENDERS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -253,4 +253,4 @@ def internode_forward_kernel(
     # After an expired wait the rows are not complete: without the flag the receivers report it as well.
     if tl.load(state_ptr + STATUS) == 0:
         every = tl.full([LWP], ALL_ROWS, tl.int32)
-        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, every, 1, LWP, MAX_PROGRAMS)
+        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, every, 1, LWP, SENDERS)

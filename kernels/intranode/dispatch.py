@@ -12,7 +12,7 @@ Protocol      1 push, in steps of consecutive tokens, each shorter than the one 
 Layout        stage_x [capacity, row on the wire (device/rows.py)], by source rank, then by token; stage_meta
               [W * max_tokens, 2 * KP];
               recv_x [R, row], recv_scale [R, row / 32], expert-major, segments aligned; arrive_flag
-              [2, LW, MAX_PROGRAMS] int64.
+              [2, LW, SENDERS] int64.
 Memory order  2 is one system-scope release per program and step, after a block barrier, and covers all its stores
               so far; 3 acquires. A release per row costs 3 times the bandwidth (8 x H200: 78 against
               284 GB/s at 16 programs).
@@ -64,7 +64,7 @@ def dispatch_push_kernel(
     PAYLOAD: tl.constexpr,  # device/rows.py
     TOPK: tl.constexpr,
     LWP: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr,
+    SENDERS: tl.constexpr,  # a power of two, at least the number of programs
     BLOCK_T: tl.constexpr,
     STEP_CHUNKS: tl.constexpr,  # tokens / BLOCK_T for which a step is worth its release
     ROWS: tl.constexpr,
@@ -114,7 +114,7 @@ def dispatch_push_kernel(
         mask = (local < ranks_per_node) & more
         counts = tl.load(step_rows_ptr + next_part * ranks_per_node + local, mask=mask, other=ALL_ROWS)
         reached = tl.where(more, step + 1, STEPS)
-        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, counts, 0, LWP, MAX_PROGRAMS)
+        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, counts, 0, LWP, SENDERS)
 
 
 @triton.jit
@@ -265,7 +265,6 @@ def dispatch_expand_kernel(
     KP: tl.constexpr,
     LWP: tl.constexpr,
     SENDERS: tl.constexpr,  # a power of two, at least num_senders
-    MAX_PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -281,15 +280,14 @@ def dispatch_expand_kernel(
 
     flag = tl.arange(0, SOURCES * SENDERS)
     used = (flag // SENDERS < ranks_per_node) & (flag % SENDERS < num_senders)
-    flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64)
-    flag_ptrs += flag // SENDERS * MAX_PROGRAMS + flag % SENDERS
+    flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64) + flag
     before = arrival_steps(state_ptr)
     last_round = tl.where(num_ranks > ranks_per_node, STEPS + 1, STEPS)
     steps = tl.zeros([], tl.int64)
     done = tl.zeros([SOURCES], tl.int32)
     arrived = tl.load(state_ptr + STATUS) == 0
     while (steps < last_round) & arrived:
-        of_forward = tl.where(steps == STEPS, ranks_per_node * MAX_PROGRAMS, 0)
+        of_forward = tl.where(steps == STEPS, ranks_per_node * SENDERS, 0)
         expected = (before + tl.minimum(steps + 1, STEPS)) << 32
         arrived, seen = wait_values(flag_ptrs + of_forward, used, expected, state_ptr, WAIT_ARRIVALS, of_forward)
         if arrived:

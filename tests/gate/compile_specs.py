@@ -92,6 +92,8 @@ def compile_variant(name: str, index: int, arch: int, bitcode: str | None) -> di
     facts.calls_nvshmem = uses_nvshmem(variant.constexprs)
     num_warps = variant.num_warps or spec.num_warps
     options: dict[str, Any] = {"num_warps": num_warps}
+    if spec.maxnreg:
+        options["maxnreg"] = spec.maxnreg
     if facts.calls_nvshmem:
         options["extern_libs"] = {"libnvshmem_device": bitcode}
     try:

@@ -28,7 +28,7 @@ ARCHS = (90, 100)
 KERNELS = [spec.name for spec in SPECS]
 
 NARROW = {
-    "splits_kernel": "sums tables of counts, and posts one row of them, whose length need not be a multiple of 16 bytes",
+    "splits_kernel": "sums tables of counts; posts one row of them, whose length need not be a multiple of 16 bytes",
     "routing_slots_kernel": "writes a few words per token",
 }
 """Kernels that move no token rows and may use accesses narrower than 16 bytes."""

@@ -217,6 +217,7 @@ def test_buffer_table_is_that_of_the_source() -> None:
             "L": 4 * 21 if config.low_latency else 0,
             "e": 3,
             "P": sizes.max_programs,
+            "D": sizes.senders,
             "S": sizes.row_length,
             "X": 0 if config.is_intra_node else config.num_nodes * 21,
             "Z": sizes.partial_stride,

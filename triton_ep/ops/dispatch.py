@@ -17,11 +17,10 @@ from triton_ep.ops.tuning import (
     as_words,
     common_constexprs,
     exchange_programs,
-    local_programs,
+    expanding_programs,
     mx_blocks,
     overlaps,
     tile,
-    waiting_programs,
 )
 from triton_ep.runtime import Launcher
 
@@ -103,8 +102,8 @@ def _push(ctx: DispatchCombineContext, payload: int, row_words: int) -> Launcher
         "PAYLOAD": payload,
         "BLOCK_T": ROUTING_TOKENS,
         "STEP_CHUNKS": STEP_CHUNKS,
-        **common_constexprs(ctx.sizes, "TOPK", "LWP", "MAX_PROGRAMS"),
-        **tile(row_words),
+        **common_constexprs(ctx.sizes, "TOPK", "LWP", "SENDERS"),
+        **tile(row_words, 4096 if payload == WORDS.value else 2048),
     }
     return Launcher("dispatch_push_kernel", constexprs)
 
@@ -178,7 +177,7 @@ def forward(ctx: DispatchCombineContext, has_weights: bool, placement: torch.Ten
 def _forward(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:
     constexprs = {
         "HAS_WEIGHTS": has_weights,
-        **common_constexprs(ctx.sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS", "MAX_CHUNKS", "CHUNK"),
+        **common_constexprs(ctx.sizes, "TOPK", "KP", "LWP", "SENDERS", "MAX_CHUNKS", "CHUNK"),
         **tile(row_words),
     }
     return Launcher("internode_forward_kernel", constexprs)
@@ -235,10 +234,10 @@ def expand(
     side: from `fork` before the push, so that first rows are laid out while the last are on their way.
     """
     if side is None:
-        _expand(ctx, received, placement, local_programs(ctx.device, ctx.config.num_sm))
+        _expand(ctx, received, placement, expanding_programs(ctx.device, ctx.config.num_sm, overlapped=False))
         return
     with torch.cuda.stream(side):
-        _expand(ctx, received, placement, waiting_programs(ctx.device, ctx.config.num_sm))
+        _expand(ctx, received, placement, expanding_programs(ctx.device, ctx.config.num_sm, overlapped=True))
     ctx.join()
 
 
@@ -275,7 +274,7 @@ def _make_expand(ctx: DispatchCombineContext, has_scales: bool, has_weights: boo
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": ctx.config.alignment > 1,
         "KEEP_COPY_ROWS": ctx.config.enable_local_combine,
-        **common_constexprs(ctx.sizes, "TOPK", "KP", "LWP", "MAX_PROGRAMS"),
-        **tile(row_words),
+        **common_constexprs(ctx.sizes, "TOPK", "KP", "LWP", "SENDERS"),
+        **tile(row_words, 1024),
     }
     return Launcher("dispatch_expand_kernel", constexprs)

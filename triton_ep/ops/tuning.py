@@ -21,6 +21,8 @@ ROUTING_TOKENS = 16
 _LEAST_WAITING = 16
 """Fewer programs would take longer beside an exchange than all of them after it."""
 
+_EXPANDING_PER_SM = 2
+
 _OVERLAPPED_TOKENS = 1024
 """With fewer tokens per rank, two streams cost more than they save."""
 
@@ -34,9 +36,9 @@ def compared_entries(kp: int) -> int:
     return ROUTING_TOKENS * kp if INTERPRETING else min(ROUTING_TOKENS * kp, 16)
 
 
-def tile(row_elements: int) -> dict[str, int]:
-    """ROWS and BLOCK_H of kernels that copy rows of `row_elements` words: 32 KB of 8-byte words at a time."""
-    return _tile(row_elements, 2048, 4096)
+def tile(row_elements: int, elements: int = 4096) -> dict[str, int]:
+    """ROWS and BLOCK_H of kernels that copy rows of `row_elements` words: `elements` of them at a time, or a row."""
+    return _tile(row_elements, 2048, elements)
 
 
 def summing_tile(row_elements: int, rows: int = 2) -> dict[str, int]:
@@ -49,7 +51,7 @@ def _tile(row_elements: int, most: int, elements: int) -> dict[str, int]:
     if INTERPRETING:
         return {"ROWS": layout.CHUNK, "BLOCK_H": block}
     block = max(block, 128)
-    return {"ROWS": min(elements // block, layout.CHUNK), "BLOCK_H": block}
+    return {"ROWS": min(max(elements // block, 1), layout.CHUNK), "BLOCK_H": block}
 
 
 def exchange_programs(num_sm: int) -> int:
@@ -73,6 +75,17 @@ def waiting_programs(device: torch.device, num_sm: int) -> int:
         return 0
     programs = _multiprocessors(device) - num_sm
     return min(programs, layout.STAGE_PROGRAMS) if programs >= _LEAST_WAITING else 0
+
+
+def expanding_programs(device: torch.device, num_sm: int, overlapped: bool) -> int:
+    """Programs of the kernel that expands rows, alone or beside a push of `num_sm` programs, for which it waits.
+
+    By their registers (kernels/spec.py) four programs of either kind fit on a multiprocessor. So there is room for
+    two layers that dispatch at once, whatever is there first.
+    """
+    if INTERPRETING:
+        return 2
+    return _EXPANDING_PER_SM * (_multiprocessors(device) - (num_sm if overlapped else 0))
 
 
 def overlaps(config: EPConfig, device: torch.device) -> bool:
@@ -106,6 +119,7 @@ def common_constexprs(sizes: layout.Sizes, *names: str) -> dict[str, Any]:
         "LWP": layout.next_power_of_2(config.local_world_size),
         "NNP": layout.next_power_of_2(config.num_nodes),
         "MAX_PROGRAMS": sizes.max_programs,
+        "SENDERS": sizes.senders,
         "MAX_CHUNKS": sizes.max_chunks,
         "CHUNK": layout.CHUNK,
     }
