@@ -139,10 +139,11 @@ SPECS: tuple[KernelSpec, ...] = (
                 {"TOPK": 8, **_SENDERS, **tile, "PAYLOAD": p.value, "BLOCK_T": 16, "STEP_CHUNKS": 16},
                 _WORD,
                 ("row_words",),
+                num_warps=warps,
             )
-            for p, tile in ((WORDS, _ROW), (MX, {"ROWS": 2, "BLOCK_H": 1024}))
+            for p, tile, warps in ((WORDS, _ROW, 16), (MX, {"ROWS": 2, "BLOCK_H": 1024}, 8))
         ),
-        num_warps=8,
+        num_warps=16,
         maxnreg=64,  # fits beside programs of the next kernel, which wait for it
     ),
     KernelSpec(
@@ -208,10 +209,10 @@ SPECS: tuple[KernelSpec, ...] = (
         f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 {_STATE} hidden:i32 "
         f"row_capacity:i32 {_WHERE} num_steps:i32",
         tuple(
-            Variant(_payload({"TOPK": 8}, _FLAGS, _SUM, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",))
+            Variant(_payload({"TOPK": 8}, _FLAGS, {**_SUM, "ROWS": 1}, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",))
             for w in (False, True)
         ),
-        num_warps=16,
+        num_warps=32,
     ),
     KernelSpec(
         internode_combine.combine_partial_kernel,
@@ -262,7 +263,7 @@ SPECS: tuple[KernelSpec, ...] = (
         "host_word:i32",
         tuple(
             Variant(
-                _payload(_LOW_LATENCY, payload, HAS_WEIGHTS=w, BLOCK_N=1024, EARLY=w),
+                _payload(_LOW_LATENCY, payload, HAS_WEIGHTS=w, BLOCK_N=1024),
                 {**words, "IDX": idx},
                 ("row_words",),
             )
@@ -287,11 +288,9 @@ SPECS: tuple[KernelSpec, ...] = (
                     HAS_WEIGHTS=w,
                     HAS_PADDING=p,
                     EP=32,
-                    ROWS=2,
+                    ROWS=1,
                     TILES=1,
                     BLOCK_H=h,
-                    BY_LOAD=w,
-                    EARLY=w,
                 ),
                 _WORD,
                 ("row_words",),
@@ -299,7 +298,7 @@ SPECS: tuple[KernelSpec, ...] = (
             for s, h in ((False, 2048), (True, 1024))
             for w, p in ((True, False), (False, True))
         ),
-        num_warps=8,
+        num_warps=4,
     ),
     KernelSpec(
         low_latency_combine.low_latency_reduce_kernel,
@@ -307,7 +306,7 @@ SPECS: tuple[KernelSpec, ...] = (
         "num_ranks:i32",
         tuple(
             Variant(
-                {"TOPK": 8, "WP": 8, "HAS_WEIGHTS": w, "ROWS": 1, "TILES": 1, "BLOCK_H": 8192, "EARLY": w},
+                {"TOPK": 8, "WP": 8, "HAS_WEIGHTS": w, "ROWS": 1, "TILES": 1, "BLOCK_H": 8192},
                 _TOKEN,
                 ("hidden",),
             )
@@ -319,10 +318,7 @@ SPECS: tuple[KernelSpec, ...] = (
         low_latency_combine.low_latency_sum_kernel,
         f"out_ptr:*{{TOKEN}} kept_idx_ptr:*i32 {_STATE} num_tokens:i32 max_tokens:i32 hidden:i32 "
         "experts_per_rank:i32 rank:i32 num_ranks:i32",
-        tuple(
-            Variant(_payload(_LOW_LATENCY, PARTS=2, ROWS=1, BLOCK_H=4096, BY_LOAD=e, EARLY=e), _TOKEN, ("hidden",))
-            for e in (False, True)
-        ),
+        (Variant(_payload(_LOW_LATENCY, PARTS=2, ROWS=1, BLOCK_H=4096), _TOKEN, ("hidden",)),),
         num_warps=8,
     ),
     KernelSpec(

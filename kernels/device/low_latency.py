@@ -1,21 +1,10 @@
-"""What the low-latency kernels share: an early start, one release for a whole grid, owners of experts."""
+"""What the low-latency kernels share: one release for a whole grid, owners of experts."""
 
 import triton
 import triton.language as tl
 
 from .buffers import LL_ARRIVALS, LL_ARRIVALS_BEFORE, buffer_ptrs
 from .waits import release_flags
-
-
-@triton.jit
-def start_early(EARLY: tl.constexpr):
-    """In a programmatic dependent launch: wait for the kernel before this one, let the next one take its place.
-
-    Programs of the next kernel then sit on the multiprocessors when this one ends; they come no further than here.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -29,58 +29,45 @@ WAIT_LL_PARTIALS = tl.constexpr(10)
 
 
 @triton.jit
-def wait_flags(
-    flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, first_index=0, BY_LOAD: tl.constexpr = False
-):
+def wait_flags(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, first_index=0):
     """Wait until every masked flag is at least `expected` [scalar int64]; False when that did not happen in time.
 
     flag_ptrs: block of pointers to this rank's own flags, the first of which is flag `first_index` of its
     buffer, for the status record. Pairs with `release_flags` on the writer's side.
-    BY_LOAD: acquire by loads rather than by atomics, which queue up where many programs wait for the same flags.
     """
-    arrived, _ = wait_values(flag_ptrs, mask, expected, state_ptr, OPERATION, first_index, BY_LOAD)
+    arrived, _ = wait_values(flag_ptrs, mask, expected, state_ptr, OPERATION, first_index)
     return arrived
 
 
 @triton.jit
-def wait_values(
-    flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, first_index=0, BY_LOAD: tl.constexpr = False
-):
+def wait_values(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, first_index=0):
     """`wait_flags`, and what the flags were when they were acquired; `expected` where masked off."""
     limit = tl.load(state_ptr + TIMEOUT_US) * 1000
     start = now_ns()
     polls = 0
     # After a first failure the rank's data are void: waiting again would only add time-outs up.
     healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
-    seen = _look(flag_ptrs, mask, expected, state_ptr, BY_LOAD)
+    seen = _acquire(flag_ptrs, mask, expected, state_ptr)
     late = tl.sum((seen < expected).to(tl.int32))
     while (late > 0) & healthy & (now_ns() - start < limit):
         pause(polls)
         polls += 1
-        seen = _look(flag_ptrs, mask, expected, state_ptr, BY_LOAD)
+        seen = _acquire(flag_ptrs, mask, expected, state_ptr)
         late = tl.sum((seen < expected).to(tl.int32))
         healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
     if (late > 0) & healthy:
         _report_expiry(seen, expected, first_index, state_ptr, OPERATION)
-    if BY_LOAD:
-        values = seen
-    else:
-        # The volatile loads order nothing. This acquire reads each flag once more and pairs with the release
-        # of its writer; the barrier hands the order on to the other threads of the block.
-        values = tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys")
+    # The acquire pairs with the release of the flag's writer; the barrier hands the order on to the other threads.
     tl.debug_barrier()
-    return (late == 0) & healthy, tl.where(mask, values, expected)
+    return (late == 0) & healthy, seen
 
 
 @triton.jit
-def _look(flag_ptrs, mask, expected, state_ptr, BY_LOAD: tl.constexpr):
-    """The flags as they are, `expected` where masked off."""
-    if BY_LOAD:
-        # Such a load takes no mask; the word that stands in for the others is not looked at.
-        seen = acquire_loads(tl.where(mask, flag_ptrs.to(tl.int64), state_ptr.to(tl.int64)))
-        return tl.where(mask, seen, expected)
-    else:
-        return tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
+def _acquire(flag_ptrs, mask, expected, state_ptr):
+    """The flags as they are, `expected` where masked off. By loads: atomics of many waiting programs queue up."""
+    # Such a load takes no mask; the word that stands in for the others is not looked at.
+    seen = acquire_loads(tl.where(mask, flag_ptrs.to(tl.int64), state_ptr.to(tl.int64)))
+    return tl.where(mask, seen, expected)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from ..device.buffers import (
     buffer_ptr,
     buffer_ptrs,
 )
-from ..device.low_latency import owners, quotient, rank_bits, release_last, start_early
+from ..device.low_latency import owners, quotient, rank_bits, release_last
 from ..device.waits import WAIT_LL_PARTIALS, wait_flags
 
 
@@ -58,9 +58,7 @@ def low_latency_reduce_kernel(
     ROWS: tl.constexpr,
     TILES: tl.constexpr,  # of BLOCK_H columns in a row
     BLOCK_H: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    start_early(EARLY)
     # After a failure nothing is stored; an early return would make every load wait for this one.
     healthy = tl.load(state_ptr + STATUS) == 0
     before = tl.load(state_ptr + LL_ARRIVALS_BEFORE)
@@ -112,10 +110,7 @@ def low_latency_sum_kernel(
     PARTS: tl.constexpr,  # programs per tile of tokens, each with BLOCK_H columns
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BY_LOAD: tl.constexpr,  # device/waits.py
-    EARLY: tl.constexpr,
 ):
-    start_early(EARLY)
     # Without tokens there is one program: it must wait all the same (Replay).
     token = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)
     alive = token < num_tokens
@@ -128,7 +123,7 @@ def low_latency_sum_kernel(
     peers = tl.arange(0, WP)
     flag_ptrs = buffer_ptr(tables_ptr, LL_COMBINE_FLAG, num_ranks, rank, tl.int64) + peers
     sums_ptr = buffer_ptr(tables_ptr, LL_COMBINE, num_ranks, rank, out_ptr.dtype.element_ty)
-    if wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_LL_PARTIALS, 0, BY_LOAD):
+    if wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_LL_PARTIALS, 0):
         first = (epoch & 1).to(tl.int32) * num_ranks
         acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
         for peer in tl.static_range(WP):

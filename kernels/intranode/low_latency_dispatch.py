@@ -39,7 +39,7 @@ from ..device.buffers import (
     buffer_ptr,
     buffer_ptrs,
 )
-from ..device.low_latency import owners, quotient, rank_bits, release_last, start_early
+from ..device.low_latency import owners, quotient, rank_bits, release_last
 from ..device.rows import MX, WORDS, load_payload, load_row_tile, store_scales, wire_sizes, wire_tile
 from ..device.waits import WAIT_LL_ROWS, wait_values
 
@@ -93,9 +93,7 @@ def low_latency_push_kernel(
     BLOCK_N: tl.constexpr,  # entries compared at a time
     TILES: tl.constexpr,  # of BLOCK_H words in a row
     BLOCK_H: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    start_early(EARLY)
     # After a failure nothing is stored; an early return would make every load wait for this one.
     healthy = tl.load(state_ptr + STATUS) == 0
     before = tl.load(state_ptr + LL_ARRIVALS_BEFORE)
@@ -258,10 +256,7 @@ def low_latency_expand_kernel(
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BY_LOAD: tl.constexpr,  # device/waits.py
-    EARLY: tl.constexpr,
 ):
-    start_early(EARLY)
     # Addresses are loaded before the wait: its acquire empties L1.
     stage_ptr = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
     stage_bytes_ptr = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, rank, tl.uint8)
@@ -273,7 +268,7 @@ def low_latency_expand_kernel(
     source = tl.arange(0, WP)
     in_group = source < num_ranks
     flag_ptrs = buffer_ptr(tables_ptr, LL_FLAG, num_ranks, rank, tl.int64) + first_source + source
-    arrived, seen = wait_values(flag_ptrs, in_group, epoch << 32, state_ptr, WAIT_LL_ROWS, first_source, BY_LOAD)
+    arrived, seen = wait_values(flag_ptrs, in_group, epoch << 32, state_ptr, WAIT_LL_ROWS, first_source)
     if arrived:
         word_of = tl.where(in_group, seen, 0).to(tl.int32)
         PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS

@@ -100,7 +100,7 @@ def _pull_constexprs(ctx: DispatchCombineContext, has_weights: bool, reduced: bo
         "HAS_WEIGHTS": has_weights,
         "NETWORK": ctx.network,
         **common_constexprs(ctx.sizes, "TOPK", "LWP", "MAX_PROGRAMS", "MAX_CHUNKS", "CHUNK"),
-        **summing_tile(ctx.config.hidden, rows=1),
+        **summing_tile(ctx.config.hidden),
     }
 
 

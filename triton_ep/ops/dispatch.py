@@ -105,7 +105,8 @@ def _push(ctx: DispatchCombineContext, payload: int, row_words: int) -> Launcher
         **common_constexprs(ctx.sizes, "TOPK", "LWP", "SENDERS"),
         **tile(row_words, 4096 if payload == WORDS.value else 2048),
     }
-    return Launcher("dispatch_push_kernel", constexprs)
+    # Pointers to scales take registers as well.
+    return Launcher("dispatch_push_kernel", constexprs, num_warps=16 if payload == WORDS.value else 8)
 
 
 def send(

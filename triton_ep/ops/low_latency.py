@@ -15,15 +15,11 @@ from triton_ep.ops.tuning import as_words, common_constexprs
 from triton_ep.runtime import INTERPRETING, Launcher
 
 PUSH_WARPS = 8
-EXPAND_WARPS = 8
-EXPAND_ROWS = 2
+EXPAND_WARPS = 4
+EXPAND_ROWS = 1
 REDUCE_WARPS = 8
 SUM_WARPS = 8
 SUM_PARTS = 2
-BY_LOAD = False
-"""Waits acquire by loads (kernels/device/waits.py)."""
-EARLY = False
-"""For programmatic dependent launches, which the launch itself must ask for (kernels/device/low_latency.py)."""
 _SUMMED_ROWS = 16 if INTERPRETING else 1
 
 
@@ -100,7 +96,6 @@ def _make_reduce(ctx: DispatchCombineContext, has_weights: bool) -> Launcher:
     constexprs = {
         "HAS_WEIGHTS": has_weights,
         "ROWS": _SUMMED_ROWS,
-        "EARLY": EARLY,
         **_columns(ctx.config.hidden, 8192),
         **common_constexprs(ctx.sizes, "TOPK", "WP"),
     }
@@ -115,8 +110,6 @@ def _make_sum(ctx: DispatchCombineContext) -> Launcher:
         "PARTS": -(-hidden // block),
         "ROWS": _SUMMED_ROWS,
         "BLOCK_H": block,
-        "BY_LOAD": BY_LOAD,
-        "EARLY": EARLY,
         **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
     }
     return Launcher("low_latency_sum_kernel", constexprs, num_warps=SUM_WARPS)
@@ -162,7 +155,6 @@ def _make_push(ctx: DispatchCombineContext, payload: int, has_weights: bool, row
     cfg = ctx.config
     constexprs = {
         "PAYLOAD": payload,
-        "EARLY": EARLY,
         "HAS_WEIGHTS": has_weights,
         "BLOCK_N": min(max(next_power_of_2(cfg.max_tokens * cfg.topk), 16), 1024),
         **_columns(row_words, 8192 if payload == QUANTISE.value else 2048),
@@ -210,8 +202,6 @@ def _expand(
 def _make_expand(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:
     cfg = ctx.config
     constexprs = {
-        "BY_LOAD": BY_LOAD,
-        "EARLY": EARLY,
         "HAS_SCALES": cfg.payload is not None,
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": cfg.alignment > 1,

@@ -21,8 +21,6 @@ ROUTING_TOKENS = 16
 _LEAST_WAITING = 16
 """Fewer programs would take longer beside an exchange than all of them after it."""
 
-_EXPANDING_PER_SM = 2
-
 _OVERLAPPED_TOKENS = 1024
 """With fewer tokens per rank, two streams cost more than they save."""
 
@@ -41,9 +39,9 @@ def tile(row_elements: int, elements: int = 4096) -> dict[str, int]:
     return _tile(row_elements, 2048, elements)
 
 
-def summing_tile(row_elements: int, rows: int = 2) -> dict[str, int]:
+def summing_tile(row_elements: int) -> dict[str, int]:
     """ROWS and BLOCK_H of kernels that sum rows of `row_elements` elements."""
-    return _tile(row_elements, 8192, 8192 * rows)
+    return _tile(row_elements, 8192, 8192)
 
 
 def _tile(row_elements: int, most: int, elements: int) -> dict[str, int]:
@@ -80,12 +78,13 @@ def waiting_programs(device: torch.device, num_sm: int) -> int:
 def expanding_programs(device: torch.device, num_sm: int, overlapped: bool) -> int:
     """Programs of the kernel that expands rows, alone or beside a push of `num_sm` programs, for which it waits.
 
-    By their registers (kernels/spec.py) four programs of either kind fit on a multiprocessor. So there is room for
-    two layers that dispatch at once, whatever is there first.
+    By their registers (kernels/spec.py) four of them fit on a multiprocessor, and a program of the push in place of
+    two. Of two layers that dispatch at once, at most 3 * (multiprocessors - num_sm) programs wait here: on `num_sm`
+    multiprocessors there is room for a push, whatever is there first.
     """
     if INTERPRETING:
         return 2
-    return _EXPANDING_PER_SM * (_multiprocessors(device) - (num_sm if overlapped else 0))
+    return 3 * (_multiprocessors(device) - (num_sm if overlapped else 0)) // 2
 
 
 def overlaps(config: EPConfig, device: torch.device) -> bool:
