@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from triton_ep.bench import scaling
 from triton_ep.bench import settings as bench
 from triton_ep.errors import ConfigError
 
@@ -36,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plot.add_argument("--experts", type=int, default=256, help="of that routing (default %(default)s)")
     plot.add_argument("--ranks", type=int, default=8, help="of that routing (default %(default)s)")
     plot.add_argument("--seed", type=int, default=0, help="of that routing (default %(default)s)")
+    text = "what an exchange should take, by arithmetic, up to thousands of ranks"
+    scaling.add_arguments(commands.add_parser("model", help=text, description=text))
 
 
 def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
@@ -77,6 +80,9 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark: as a rank that a launcher started, or with ranks of its own."""
+    if arguments.bench == "model":
+        scaling.main(arguments)
+        return 0
     from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
     from triton_ep.bench import plot
 
