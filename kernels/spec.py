@@ -263,7 +263,7 @@ SPECS: tuple[KernelSpec, ...] = (
         "host_word:i32",
         tuple(
             Variant(
-                _payload(_LOW_LATENCY, payload, HAS_WEIGHTS=w, BLOCK_N=1024),
+                _payload(_LOW_LATENCY, payload, HAS_WEIGHTS=w, EP=32, BLOCK_N=1024),
                 {**words, "IDX": idx},
                 ("row_words",),
             )

@@ -321,7 +321,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "ll_counts",
-        lambda s: (2, s.config.world_size, s.config.num_experts_per_rank),
+        lambda s: (2, s.config.world_size, next_power_of_2(s.config.num_experts_per_rank)),
         _fixed(torch.int64),
         "low-latency push of every rank, row = source",
         "low-latency expand",

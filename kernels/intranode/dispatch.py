@@ -7,8 +7,8 @@ Protocol      1 push, in steps of consecutive tokens, each shorter than the one 
               2 push, after each step: raise arrive_flag[kind, my local rank, program] on every rank of the node
               3 expand: wait until all programs of all local ranks are a step further; with several nodes, when
               there is no further step, for the forwarding kernel of each rank (internode/dispatch.py)
-              4 expand: copy the arrival rows of the step to the output rows of their copies, then on to 3; at
-              last zero the padding rows
+              4 expand: copy the arrival rows of the step to the output rows of their copies, then on to 3. The
+              padding rows are zeroed before
 Layout        stage_x [capacity, row on the wire (device/rows.py)], by source rank, then by token; stage_meta
               [W * max_tokens, 2 * KP];
               recv_x [R, row], recv_scale [R, row / 32], expert-major, segments aligned; arrive_flag
@@ -177,7 +177,7 @@ def _expand_rows(
             for k in tl.static_range(TOPK):
                 dst = copies[k]
                 # Most k carry no copy: their addresses would be computed for nothing.
-                if tl.sum((dst >= 0).to(tl.int32)) > 0:
+                if tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
                     dest = recv_x_ptr + dst.to(tl.int64)[:, None] * row_words + h + offs[None, :]
                     tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
                     if HAS_SCALES:
@@ -216,10 +216,12 @@ def _zero_padding(
     zeros = tl.zeros([ROWS, BLOCK_H], recv_x_ptr.dtype.element_ty)
     expert_offsets_ptr = expert_offsets_of(placement_ptr, num_ranks)
     num_recv_ptr = num_recv_of(placement_ptr, num_ranks, experts_per_rank)
-    for expert in range(tl.program_id(0), experts_per_rank, tl.num_programs(0)):
+    shares = tl.maximum(tl.num_programs(0) // experts_per_rank, 1)
+    for item in range(tl.program_id(0), experts_per_rank * shares, tl.num_programs(0)):
+        expert, share = item % experts_per_rank, item // experts_per_rank
         begin = tl.load(expert_offsets_ptr + expert) + tl.load(num_recv_ptr + expert)
         end = tl.load(expert_offsets_ptr + expert + 1)
-        for first in range(begin, end, ROWS):
+        for first in range(begin + share * ROWS, end, shares * ROWS):
             row = first + tl.arange(0, ROWS)
             for h in range(0, row_words, BLOCK_H):
                 mask = (row < end)[:, None] & (h + offs < row_words)[None, :]
@@ -286,6 +288,22 @@ def dispatch_expand_kernel(
     steps = tl.zeros([], tl.int64)
     done = tl.zeros([SOURCES], tl.int32)
     arrived = tl.load(state_ptr + STATUS) == 0
+    # While the first rows are on their way.
+    if HAS_PADDING:
+        if arrived:
+            _zero_padding(
+                recv_x_ptr,
+                recv_scale_ptr,
+                recv_weights_ptr,
+                placement_ptr,
+                row_words,
+                num_ranks,
+                experts_per_rank,
+                HAS_SCALES,
+                HAS_WEIGHTS,
+                ROWS,
+                BLOCK_H,
+            )
     while (steps < last_round) & arrived:
         of_forward = tl.where(steps == STEPS, ranks_per_node * SENDERS, 0)
         expected = (before + tl.minimum(steps + 1, STEPS)) << 32
@@ -326,18 +344,3 @@ def dispatch_expand_kernel(
                 )
             done = ready
             steps = tl.where(steps == STEPS, last_round, (tl.min(of_source) >> 32) - before)
-    if HAS_PADDING:
-        if arrived:
-            _zero_padding(
-                recv_x_ptr,
-                recv_scale_ptr,
-                recv_weights_ptr,
-                placement_ptr,
-                row_words,
-                num_ranks,
-                experts_per_rank,
-                HAS_SCALES,
-                HAS_WEIGHTS,
-                ROWS,
-                BLOCK_H,
-            )

@@ -10,7 +10,7 @@ Protocol      1 push, one program per token: to every rank go the token's keys, 
               rows of each expert begin; that plus the slot is the output row. Copy rows, note where they went
               (for combine), zero the padding
 Layout        ll_stage_x [2, W * M, row on the wire (device/rows.py)], arrival row = source rank * M + token;
-              ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, e] int64:
+              ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, EP] int64:
               (epoch << 16 | total), so that an old word counts as none and nothing need be cleared;
               ll_flag [2, W] int64: (epoch << 32 | host word << 16 | tokens). Their first dimension is the parity of
               the epoch. W ranks, M max_tokens, e experts per rank, KP top-k rounded up to a power of two.
@@ -90,6 +90,7 @@ def low_latency_push_kernel(
     TOPK: tl.constexpr,
     KP: tl.constexpr,
     WP: tl.constexpr,
+    EP: tl.constexpr,  # local experts rounded up to a power of two
     BLOCK_N: tl.constexpr,  # entries compared at a time
     TILES: tl.constexpr,  # of BLOCK_H words in a row
     BLOCK_H: tl.constexpr,
@@ -129,7 +130,7 @@ def low_latency_push_kernel(
         tl.store(dest, tl.broadcast_to(weights[None, :], [WP, KP]), mask=in_group[:, None])
     is_last = (mine >= 0) & (slot + 1 == total) & healthy
     counts_ptrs = buffer_ptrs(tables_ptr, LL_COUNTS, num_ranks, owner, is_last, tl.int64)
-    tl.store(counts_ptrs + source * experts_per_rank + local, (epoch << _SLOT_BITS) + total, mask=is_last)
+    tl.store(counts_ptrs + source * EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
     tl.store(kept_idx_ptr + token * TOPK + ks, mine, mask=entry)
 
     # Ranks and tokens begin with different destinations, so that no link is everybody's first.
@@ -293,9 +294,9 @@ def low_latency_expand_kernel(
             weights = tl.load(meta_weights_ptr + meta + KP, mask=sent[:, None], other=0.0)
 
         local = tl.arange(0, EP)
-        counts_ptrs = counts_ptr + (first_source + source)[:, None] * experts_per_rank + local[None, :]
-        of_group = in_group[:, None] & (local < experts_per_rank)[None, :]
-        counts = tl.load(counts_ptrs, mask=of_group, other=0)
+        # Words of no expert are never written: they carry no epoch.
+        counts_ptrs = counts_ptr + (first_source + source)[:, None] * EP + local[None, :]
+        counts = tl.load(counts_ptrs, mask=in_group[:, None], other=0)
         counts = tl.where((counts >> _SLOT_BITS) == epoch, counts & _SLOT_MASK, 0).to(tl.int32)
         total = tl.sum(counts, axis=0)
         padded = (total + alignment - 1) // alignment * alignment

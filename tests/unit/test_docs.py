@@ -215,7 +215,7 @@ def test_buffer_table_is_that_of_the_source() -> None:
             "C": sizes.max_chunks,
             "KP": sizes.kp,
             "L": 4 * 21 if config.low_latency else 0,
-            "e": 3,
+            "EP": 4,
             "P": sizes.max_programs,
             "D": sizes.senders,
             "S": sizes.row_length,

@@ -156,6 +156,7 @@ def _make_push(ctx: DispatchCombineContext, payload: int, has_weights: bool, row
     constexprs = {
         "PAYLOAD": payload,
         "HAS_WEIGHTS": has_weights,
+        "EP": next_power_of_2(cfg.num_experts_per_rank),
         "BLOCK_N": min(max(next_power_of_2(cfg.max_tokens * cfg.topk), 16), 1024),
         **_columns(row_words, 8192 if payload == QUANTISE.value else 2048),
         **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
