@@ -235,10 +235,10 @@ def expand(
     side: from `fork` before the push, so that first rows are laid out while the last are on their way.
     """
     if side is None:
-        _expand(ctx, received, placement, expanding_programs(ctx.device, ctx.config.num_sm, overlapped=False))
+        _expand(ctx, received, placement, expanding_programs(ctx.config, ctx.device, overlapped=False))
         return
     with torch.cuda.stream(side):
-        _expand(ctx, received, placement, expanding_programs(ctx.device, ctx.config.num_sm, overlapped=True))
+        _expand(ctx, received, placement, expanding_programs(ctx.config, ctx.device, overlapped=True))
     ctx.join()
 
 

@@ -75,8 +75,8 @@ def waiting_programs(device: torch.device, num_sm: int) -> int:
     return min(programs, layout.STAGE_PROGRAMS) if programs >= _LEAST_WAITING else 0
 
 
-def expanding_programs(device: torch.device, num_sm: int, overlapped: bool) -> int:
-    """Programs of the kernel that expands rows, alone or beside a push of `num_sm` programs, for which it waits.
+def expanding_programs(config: EPConfig, device: torch.device, overlapped: bool) -> int:
+    """Programs of the kernel that expands rows, alone or beside the push, for which it waits.
 
     By their registers (kernels/spec.py) four of them fit on a multiprocessor, and a program of the push in place of
     two. Of two layers that dispatch at once, at most 3 * (multiprocessors - num_sm) programs wait here: on `num_sm`
@@ -84,7 +84,11 @@ def expanding_programs(device: torch.device, num_sm: int, overlapped: bool) -> i
     """
     if INTERPRETING:
         return 2
-    return 3 * (_multiprocessors(device) - (num_sm if overlapped else 0)) // 2
+    if not overlapped:
+        return 3 * _multiprocessors(device) // 2
+    free = _multiprocessors(device) - config.num_sm
+    # With several nodes they wait for kernels, too, of which a program takes a multiprocessor for itself.
+    return 3 * free // 2 if config.is_intra_node else free
 
 
 def overlaps(config: EPConfig, device: torch.device) -> bool:
