@@ -15,7 +15,8 @@ from triton_ep import checks
 from triton_ep.barrier import BarrierAllContext
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
-from triton_ep.errors import AotMiss, InputError, PeerFailed
+from triton_ep.distributed import current_heap
+from triton_ep.errors import AotMiss, ConfigError, InputError, PeerFailed
 from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
@@ -24,6 +25,8 @@ from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
 from triton_ep.ops import splits as splits_ops
+from triton_ep.tuned.choose import choose
+from triton_ep.tuned.table import TunedEntry
 
 
 class EPAll2AllLayer:
@@ -43,7 +46,8 @@ class EPAll2AllLayer:
         local_world_size: ranks per node; smaller than the ranks of a host, it makes virtual nodes.
         dtype: dtype of rows: bfloat16, float16 or float32.
         weight_dtype: float32.
-        num_sm: programs of the communication kernels.
+        num_sm: programs of the communication kernels. None: from `tuned`, else from the tuned table that has an
+            entry for this GPU, topology and shape, else by a formula; `config` shows number and entry.
         enable_local_combine: combine sums the rows of a token on the expert's rank first, so one row per
             (token, rank) crosses a link, rounded to `dtype`; False: one rounding in all.
         use_aot: take kernels from the ahead-of-time library.
@@ -54,6 +58,7 @@ class EPAll2AllLayer:
             n (static): n output rows, no host synchronisation; overflow is flagged in the descriptor.
         low_latency: two launches per call, for a few tokens (decode): static, one node, at most 512 `max_tokens`;
             combine sums as with `enable_local_combine`.
+        tuned: an entry of a tuned table (`triton_ep.tuned.table`), with num_sm=None only; the same on all ranks.
         timeout_s: bound of every wait, in seconds.
 
     Raises:
@@ -77,7 +82,7 @@ class EPAll2AllLayer:
         world_size: int,
         dtype: torch.dtype = torch.bfloat16,
         weight_dtype: torch.dtype = torch.float32,
-        num_sm: int = 20,
+        num_sm: int | None = 20,
         enable_local_combine: bool = False,
         use_aot: bool = False,
         *,
@@ -85,11 +90,14 @@ class EPAll2AllLayer:
         alignment: int = 1,
         capacity: int | None = None,
         low_latency: bool = False,
+        tuned: TunedEntry | None = None,
         timeout_s: float = 30.0,
     ) -> None:
         if use_aot:
             raise AotMiss("use_aot=True, but this version builds no ahead-of-time kernels. Pass use_aot=False (JIT).")
-        self.config = EPConfig(
+        if num_sm is not None and tuned is not None:
+            raise ConfigError(f"num_sm={num_sm} and a tuned entry with {tuned.num_sm}: pass num_sm=None with `tuned`.")
+        config = EPConfig(
             max_tokens=max_tokens,
             hidden=hidden,
             topk=topk,
@@ -101,12 +109,15 @@ class EPAll2AllLayer:
             weight_dtype=weight_dtype,
             alignment=alignment,
             recv_capacity=capacity,
-            num_sm=num_sm,
+            num_sm=tuned.num_sm if tuned is not None else 1 if num_sm is None else num_sm,
             enable_local_combine=enable_local_combine,
             timeout_s=timeout_s,
             payload=payload,
             low_latency=low_latency,
+            tuned=tuned,
         )
+        looked_up = num_sm is None and tuned is None
+        self.config = choose(config, current_heap().device, ep_group) if looked_up else config
         self.context = DispatchCombineContext.create(self.config, group=ep_group)
         self.barrier = BarrierAllContext(self.context)
 

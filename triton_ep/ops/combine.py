@@ -12,6 +12,7 @@ from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.tuning import (
     ROUTING_TOKENS,
     as_words,
+    chosen,
     common_constexprs,
     exchange_programs,
     local_programs,
@@ -82,7 +83,9 @@ def _publish(
 
 def _reduce(ctx: DispatchCombineContext, has_weights: bool) -> Launcher:
     common = common_constexprs(ctx.sizes, "TOPK", "WP", "LWP", "MAX_PROGRAMS")
-    return Launcher("combine_reduce_kernel", {"HAS_WEIGHTS": has_weights, **common, **summing_tile(ctx.config.hidden)})
+    constexprs = {"HAS_WEIGHTS": has_weights, **common, **summing_tile(ctx.config.hidden)}
+    rows, options = chosen(ctx.config, "reduce")
+    return Launcher("combine_reduce_kernel", constexprs | rows, **options)
 
 
 def _stage(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:
@@ -164,4 +167,5 @@ def _make_pull(ctx: DispatchCombineContext, has_weights: bool, reduced: bool) ->
         **common_constexprs(ctx.sizes, "NNP"),
         "BLOCK_T": ROUTING_TOKENS,
     }
-    return Launcher("combine_pull_kernel", constexprs, ctx.extern_libs())
+    rows, options = chosen(ctx.config, "pull")
+    return Launcher("combine_pull_kernel", constexprs | rows, ctx.extern_libs(), **options)

@@ -15,6 +15,7 @@ from triton_ep.ops.tuning import (
     ROUTING_TOKENS,
     STEP_CHUNKS,
     as_words,
+    chosen,
     common_constexprs,
     exchange_programs,
     expanding_programs,
@@ -105,8 +106,10 @@ def _push(ctx: DispatchCombineContext, payload: int, row_words: int) -> Launcher
         **common_constexprs(ctx.sizes, "TOPK", "LWP", "SENDERS"),
         **tile(row_words, 4096 if payload == WORDS.value else 2048),
     }
+    rows, options = chosen(ctx.config, "push")
     # Pointers to scales take registers as well.
-    return Launcher("dispatch_push_kernel", constexprs, num_warps=16 if payload == WORDS.value else 8)
+    options = {"num_warps": 16 if payload == WORDS.value else 8} | options
+    return Launcher("dispatch_push_kernel", constexprs | rows, **options)
 
 
 def send(
@@ -278,4 +281,5 @@ def _make_expand(ctx: DispatchCombineContext, has_scales: bool, has_weights: boo
         **common_constexprs(ctx.sizes, "TOPK", "KP", "LWP", "SENDERS"),
         **tile(row_words, 1024),
     }
-    return Launcher("dispatch_expand_kernel", constexprs)
+    rows, options = chosen(ctx.config, "expand")
+    return Launcher("dispatch_expand_kernel", constexprs | rows, **options)
