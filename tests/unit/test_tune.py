@@ -174,7 +174,7 @@ def test_key_of_a_layer(changes: dict[str, Any], key: Key) -> None:
 
 
 def test_kernels_take_what_the_entry_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU: rows and warps; registers so that push and expand fit beside each other. In the interpreter: nothing."""
+    """On a GPU: rows and warps; registers so that push and expand fit side by side. Interpreted: nothing."""
     config = _config(tuned=ENTRY, enable_local_combine=True)
     ctx: Any = SimpleNamespace(config=config, sizes=Sizes(config, 1, 1), network=0, extern_libs=lambda: None)
 

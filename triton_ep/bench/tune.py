@@ -32,8 +32,8 @@ _SLACK = 1.02  # fewer programs are taken if they are slower by no more than thi
 _GAIN = 0.99  # another choice of a kernel is taken if its time is below this part of the best
 _OP = {"push": "dispatch", "expand": "dispatch", "reduce": "combine", "pull": "combine"}
 _KERNELS: dict[str, tuple[tuple[int, int], ...]] = {  # rows and warps; what is built in is where a search begins
-    "push": ((1, 8), (2, 8), (4, 8), (1, 16), (2, 16), (2, 32)),
-    "expand": ((1, 2), (1, 8), (2, 4), (2, 8)),
+    "push": ((1, 8), (2, 8), (4, 8), (1, 16), (2, 16)),
+    "expand": ((1, 2), (1, 8), (2, 4)),
     "reduce": ((1, 8), (1, 16), (2, 16), (1, 32), (2, 32)),
     "pull": ((1, 8), (1, 16), (1, 32), (2, 32)),
 }

@@ -55,12 +55,12 @@ def _tile(row_elements: int, most: int, elements: int) -> dict[str, int]:
     return {"ROWS": min(max(elements // block, 1), layout.CHUNK), "BLOCK_H": block}
 
 
-def chosen(config: EPConfig, kernel: str) -> tuple[dict[str, int], dict[str, int]]:
+def chosen(config: EPConfig, kernel: str) -> tuple[dict[str, int], dict[str, Any]]:
     """What the layer's tuned entry says of "push", "expand", "reduce" or "pull": constexprs, launcher's options."""
     choice = None if config.tuned is None or INTERPRETING else config.tuned.kernel(kernel)
     if choice is None:
         return {}, {}
-    options = {"num_warps": choice.warps}
+    options: dict[str, Any] = {"num_warps": choice.warps}
     if kernel in _PROGRAM_REGISTERS:
         options["maxnreg"] = min(_PROGRAM_REGISTERS[kernel] // (32 * choice.warps), 255)
     return {"ROWS": choice.rows}, options

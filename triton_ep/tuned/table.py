@@ -194,7 +194,7 @@ class _Checker:
             kinds = (int, float) if kind is float else (kind,)
             if not isinstance(value, kinds) or isinstance(value, bool) != (kind is bool):
                 raise self.error(name, number, f"{name} is {value!r}, where {_WORDS[kind]} is needed.")
-            if kind in (int, float) and not value > 0:
+            if isinstance(value, int | float) and not value > 0 and kind is not bool:
                 raise self.error(name, number, f"{name} is {value}; it must be above 0.")
         if values["payload"] not in _PAYLOADS:
             raise self.error("payload", number, f"payload is {values['payload']!r}, none of {', '.join(_PAYLOADS)}.")
@@ -202,7 +202,7 @@ class _Checker:
             raise self.error("tokens", number, f"tokens is {values['tokens']}, no power of two.")
         if values["num_sm"] > 1024:
             raise self.error("num_sm", number, f"num_sm is {values['num_sm']}; at most 1024 are possible.")
-        choices = {name: self.choice(values[name], name, number) for name in KERNELS if name in values}
+        choices: dict[str, Any] = {name: self.choice(values[name], name, number) for name in KERNELS if name in values}
         key = Key(**{field.name: values[field.name] for field in dataclasses.fields(Key)})
         rest = {name: kind(values[name]) for name, kind in _KEYS.items() if name not in dataclasses.asdict(key)}
         return TunedEntry(key=key, **rest, **choices, source=self.source)
