@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from triton_ep.bench import rows, tune
-from triton_ep.cli import doctor, main
+from triton_ep.bench import rows, run, tune
+from triton_ep.bench.settings import TUNED, Settings, parse_programs
+from triton_ep.cli import bench, doctor, main
 from triton_ep.cli import tune as cli
 from triton_ep.cli.machine import inspect_machine, judge
 from triton_ep.config import EPConfig
@@ -267,6 +268,52 @@ def test_tune_on_cpu_ranks(run_ranks: Callable[..., Any], tmp_path: Path, capsys
     assert new.key == choose.key_of(_config(max_tokens=6, payload="mxfp8"), torch.device("cpu"))
     assert (new.commit, new.topk, new.experts, new.local_combine, new.push) == ("abc1234", 2, 4, True, None)
     assert new.dispatch_us > 0 and new.combine_us > 0 and len(read_table(path)) == 2
+
+
+def _bench(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings, table: str) -> list[dict[str, str]]:
+    """Rows of a benchmark in ranks that are there already, with a table in force."""
+    os.environ["TRITON_EP_TUNED"] = table
+    try:
+        return run.measure_all(settings).rows
+    finally:
+        del os.environ["TRITON_EP_TUNED"]
+
+
+def test_benchmark_by_the_tables(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """`triton-ep bench --num-sm auto` measures a layer with num_sm=None; its rows say so."""
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    words = [
+        "dispatch",
+        "--num-sm",
+        "auto",
+        "--provider",
+        "triton_ep",
+        "--alignment",
+        "1",
+        "--iters",
+        "1",
+        "--warmup",
+        "0",
+        "--commit",
+        "abc",
+    ]
+    words += ["--tokens", "6", "--hidden", "32", "--topk", "2", "--experts", "4"]
+    settings = bench.settings_of(parser.parse_args(words), 2, interpreting=True)
+    (tmp_path / "tuned.toml").write_text(TEXT)
+    found = run_ranks(_bench, 1, 2, settings, str(tmp_path / "tuned.toml"))[0]
+    assert [row["mode"] for row in found if row["op"] == "dispatch"] == ["interpreted-exact-tuned"]
+    both = replace(settings, num_sm=(4, TUNED), providers=("deep_ep", "triton_ep"))
+    modes = [case.mode for case in both.cases()]
+    assert modes == ["exact-sm4-unpermuted", "interpreted-exact-sm4", "interpreted-exact-tuned"]
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "4,-2", "auto,x", "automatic"])
+def test_programs_are_numbers_or_auto(text: str) -> None:
+    """Anything else is refused, with the option's name."""
+    assert parse_programs("auto,8", "--num-sm") == (TUNED, 8)
+    with pytest.raises(ConfigError, match="--num-sm"):
+        parse_programs(text, "--num-sm")
 
 
 def _search(monkeypatch: pytest.MonkeyPatch, request: tune.Request, cost: Callable[[TunedEntry, str], float]) -> Any:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from triton_ep.bench import origins, record, rows, timing, traffic
 from triton_ep.bench import routing as routings
-from triton_ep.bench.settings import Case, Settings, Shape
+from triton_ep.bench.settings import TUNED, Case, Settings, Shape
 from triton_ep.errors import EPError
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.tuned.table import TunedEntry
@@ -118,7 +118,7 @@ class Job:
             shape.experts,
             self.place.ranks_per_node,
             self.num_ranks,
-            num_sm=max(case.num_sm, 1) if tuned is None else None,
+            num_sm=None if tuned is not None or case.num_sm == TUNED else max(case.num_sm, 1),
             tuned=tuned,
             enable_local_combine=s.local_combine,
             alignment=s.alignment,
