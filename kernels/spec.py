@@ -205,6 +205,13 @@ SPECS: tuple[KernelSpec, ...] = (
         num_warps=16,
     ),
     KernelSpec(
+        combine.combine_free_kernel,
+        f"{_STATE} rank:i32 num_ranks:i32",
+        (Variant({"WP": 8}),),
+        num_warps=1,
+    ),
+    KernelSpec(combine.combine_publish_kernel, f"{_STATE} {_WHERE}", (Variant(_FLAGS),), num_warps=1),
+    KernelSpec(
         combine.combine_reduce_kernel,
         f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 {_STATE} hidden:i32 "
         f"row_capacity:i32 {_WHERE} num_steps:i32",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from triton_ep.layer import EPAll2AllLayer
     from triton_ep.layout_desc import EPAllToAllLayoutDesc
     from triton_ep.mx.tensor import MXTensor
+    from triton_ep.overlap import EPEvent
 
 __all__ = [
     "AotMiss",
@@ -44,6 +45,7 @@ __all__ = [
     "EPAllToAllLayoutDesc",
     "EPConfig",
     "EPError",
+    "EPEvent",
     "FinalizedError",
     "HeapError",
     "InputError",
@@ -62,6 +64,7 @@ _HOME = {
     "EPAll2AllLayer": "layer",
     "EPAllToAllLayoutDesc": "layout_desc",
     "EPConfig": "config",
+    "EPEvent": "overlap",
     "MXTensor": "mx.tensor",
     "finalize_distributed": "distributed",
     "initialize_distributed": "distributed",

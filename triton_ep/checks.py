@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from triton_ep.config import EPConfig
-from triton_ep.errors import InputError, PeerFailed, StaleHandleError
+from triton_ep.errors import ConfigError, InputError, PeerFailed, StaleHandleError
 from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
+from triton_ep.overlap import EPEvent
 
 
 def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
@@ -72,6 +73,41 @@ def check_dispatch(
         )
     if scatter is not None:
         _check_tensor(device, "full_scatter_indices", scatter, shape, ids)
+
+
+def check_overlap(return_recv_hook: bool, async_finish: bool, previous_event: Any) -> None:
+    """Raise InputError unless these arguments of `dispatch` and `combine` go together."""
+    if return_recv_hook and async_finish:
+        raise InputError(
+            "return_recv_hook=True and async_finish=True were asked for in one call. Choose one; for both halves on a "
+            "stream of your own, make it current and use the hook."
+        )
+    if previous_event is not None and not async_finish:
+        raise InputError(
+            "previous_event is for async_finish=True. Without it call previous_event.current_stream_wait() before."
+        )
+    if previous_event is not None and not isinstance(previous_event, EPEvent):
+        raise InputError(f"previous_event must be an EPEvent, got {type(previous_event).__name__}.")
+
+
+def check_combine_buffer(cfg: EPConfig, num_rows: int, room: int) -> None:
+    """Raise unless `EPAll2AllLayer.combine_buffer` can lend `num_rows` of `room` rows.
+
+    Raises:
+        ConfigError: a layer whose combine stores sums.
+        InputError: too many rows.
+    """
+    if cfg.low_latency or cfg.enable_local_combine:
+        option = "low_latency" if cfg.low_latency else "enable_local_combine"
+        raise ConfigError(
+            f"combine_buffer is for layers that publish every row, but with {option}=True combine sums the rows of a "
+            "token before it stores them. Pass expert outputs to combine, or make the layer without."
+        )
+    if not 0 <= num_rows <= room:
+        raise InputError(
+            f"combine_buffer was asked for {num_rows} rows, the layer has {room}. Pass num_recv_rows of the descriptor "
+            "that will be combined, and call it after that dispatch."
+        )
 
 
 def check_combine(cfg: EPConfig, device: torch.device, layer_id: int, y: Any, desc: Any, weights: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from triton_ep.environment import Environment, read_environment
 from triton_ep.errors import ConfigError
 from triton_ep.topology import Topology
+from triton_ep.tuned.table import TunedEntry
 
 __all__ = ["EPConfig", "Environment", "read_environment"]
 
@@ -45,6 +46,7 @@ class EPConfig:
         timeout_s: bound of every wait, in seconds.
         payload: how rows travel in dispatch: None = as they are, "mxfp8" = e4m3 with one e8m0 scale per 32 values.
         low_latency: fewer launches for few tokens; static, one node, at most 512 tokens, 2048 experts, 32 ranks.
+        tuned: entry of a tuned table, for how kernels run on a GPU; None: as built in. `num_sm` is as given here.
 
     Raises:
         ConfigError: naming the field, its value and what would fit.
@@ -67,6 +69,7 @@ class EPConfig:
     timeout_s: float = 30.0
     payload: str | None = None
     low_latency: bool = False
+    tuned: TunedEntry | None = None
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

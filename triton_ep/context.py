@@ -23,6 +23,7 @@ from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.kernels.device import buffers as device_buffers
 from triton_ep.kernels.device import waits
 from triton_ep.kernels.device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
+from triton_ep.overlap import OpenCalls
 from triton_ep.runtime import Launcher
 
 _INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
@@ -46,6 +47,7 @@ class DispatchCombineContext:
         self.sizes = sizes
         self.layer_id = secrets.randbits(62)
         self.epoch = 0
+        self.calls = OpenCalls()
         self.failure: str | None = None
         self._closed = False
         self._blocks: dict[str, SymmTensor] = {}
@@ -122,6 +124,11 @@ class DispatchCombineContext:
         count = torch.Size(shape).numel() * dtype.itemsize
         return self._blocks[grows].local[offset : offset + count].view(dtype).view(shape)
 
+    def local_address(self, name: str) -> int:
+        """Address of `local(name)`, at less cost."""
+        grows, offset = self._offsets[name]
+        return self._blocks[grows].local.data_ptr() + offset
+
     def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make room for `dispatch_recv_tokens` output rows on every rank; collective.
 
@@ -140,6 +147,7 @@ class DispatchCombineContext:
         Safe right after a splits exchange: every rank has then finished its previous call.
 
         Raises:
+            InputError: somebody still reads or writes rows that would be given up (overlap.OpenCalls).
             HeapError: on all ranks, if one has no room; the buffers then stay as large as they were.
         """
         worst = self.config.world_size * self.config.max_tokens
@@ -155,6 +163,7 @@ class DispatchCombineContext:
                 rows = min(rows, worst)
                 sizes = layout.Sizes(self.config, rows, self.sizes.output_rows)
             else:
+                self.calls.check_growth(rows)
                 sizes = layout.Sizes(self.config, self.sizes.arrival_rows, rows)
             before = self.sizes
             self.heap.free(self._blocks.pop(grows))

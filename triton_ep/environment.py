@@ -13,6 +13,7 @@ and these override a choice:
     TRITON_INTERPRET                  1 interprets kernels on CPU ranks, 0 compiles them
     TRITON_EP_HEAP_SIZE               bytes of the symmetric heap per rank; suffixes K, M, G (powers of 1024)
     NVSHMEM_SYMMETRIC_SIZE            the same, by NVSHMEM's own name; asked second
+    TRITON_EP_TUNED                   path of a table of tuned choices, asked before those of the package
     MASTER_ADDR, MASTER_PORT          where rank 0 listens, for jobs over several hosts without torchrun
     NVSHMEM_*                         NVSHMEM's own; heap/nvshmem.py sets defaults for a few of those left alone
 """
@@ -44,6 +45,7 @@ class Environment:
         agent_listens: a process of the launcher listens there; otherwise rank 0 has to.
         heap_bytes: symmetric heap per rank.
         nvshmem: NVSHMEM's own variables that are set.
+        tuned: path of a table of tuned choices.
     """
 
     triton_interpret: bool | None = None
@@ -58,6 +60,7 @@ class Environment:
     agent_listens: bool = False
     heap_bytes: int | None = None
     nvshmem: tuple[str, ...] = ()
+    tuned: str | None = None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -78,6 +81,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         agent_listens=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         heap_bytes=parse_bytes(heap, env[heap]) if heap else None,
         nvshmem=tuple(sorted(name for name in env if name.startswith("NVSHMEM_"))),
+        tuned=env.get("TRITON_EP_TUNED") or None,
         **_read_launcher(env),
     )
 

@@ -1,32 +1,35 @@
 """EPAll2AllLayer: dispatch tokens to their experts, combine the results.
 
-Reading order: `dispatch` and `combine` are the two calls; everything they launch is in triton_ep/ops, in the
-order of the protocol (docs/concepts/protocol.md).
+Reading order: `dispatch` and `combine` are the two calls; the steps of a dispatch are in triton_ep/_dispatch_steps.py;
+everything they launch is in triton_ep/ops, in the order of the protocol (docs/concepts/protocol.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from triton_ep import checks
+from triton_ep._dispatch_steps import DispatchSteps, Received
 from triton_ep.barrier import BarrierAllContext
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
-from triton_ep.errors import AotMiss, InputError, PeerFailed
-from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS
+from triton_ep.distributed import current_heap
+from triton_ep.errors import AotMiss, ConfigError
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import combine as combine_ops
-from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
-from triton_ep.ops import routing as routing_ops
-from triton_ep.ops import splits as splits_ops
+from triton_ep.overlap import CommStream, EPEvent, RecvHook
+from triton_ep.tuned.choose import choose
+from triton_ep.tuned.table import TunedEntry
 
 
-class EPAll2AllLayer:
+class EPAll2AllLayer(DispatchSteps):
     """Expert-parallel all-to-all: every token's row goes to the ranks that own its experts, and back summed.
 
     Made and finalized collectively by all ranks of `ep_group`; also a context manager. `dispatch` and
@@ -43,7 +46,8 @@ class EPAll2AllLayer:
         local_world_size: ranks per node; smaller than the ranks of a host, it makes virtual nodes.
         dtype: dtype of rows: bfloat16, float16 or float32.
         weight_dtype: float32.
-        num_sm: programs of the communication kernels.
+        num_sm: programs of the communication kernels. None: from `tuned`, else from the tuned table that has an
+            entry for this GPU, topology and shape, else by a formula; `config` shows number and entry.
         enable_local_combine: combine sums the rows of a token on the expert's rank first, so one row per
             (token, rank) crosses a link, rounded to `dtype`; False: one rounding in all.
         use_aot: take kernels from the ahead-of-time library.
@@ -54,6 +58,7 @@ class EPAll2AllLayer:
             n (static): n output rows, no host synchronisation; overflow is flagged in the descriptor.
         low_latency: two launches per call, for a few tokens (decode): static, one node, at most 512 `max_tokens`;
             combine sums as with `enable_local_combine`.
+        tuned: an entry of a tuned table (`triton_ep.tuned.table`), with num_sm=None only; the same on all ranks.
         timeout_s: bound of every wait, in seconds.
 
     Raises:
@@ -77,7 +82,7 @@ class EPAll2AllLayer:
         world_size: int,
         dtype: torch.dtype = torch.bfloat16,
         weight_dtype: torch.dtype = torch.float32,
-        num_sm: int = 20,
+        num_sm: int | None = 20,
         enable_local_combine: bool = False,
         use_aot: bool = False,
         *,
@@ -85,11 +90,14 @@ class EPAll2AllLayer:
         alignment: int = 1,
         capacity: int | None = None,
         low_latency: bool = False,
+        tuned: TunedEntry | None = None,
         timeout_s: float = 30.0,
     ) -> None:
         if use_aot:
             raise AotMiss("use_aot=True, but this version builds no ahead-of-time kernels. Pass use_aot=False (JIT).")
-        self.config = EPConfig(
+        if num_sm is not None and tuned is not None:
+            raise ConfigError(f"num_sm={num_sm} and a tuned entry with {tuned.num_sm}: pass num_sm=None with `tuned`.")
+        config = EPConfig(
             max_tokens=max_tokens,
             hidden=hidden,
             topk=topk,
@@ -101,16 +109,59 @@ class EPAll2AllLayer:
             weight_dtype=weight_dtype,
             alignment=alignment,
             recv_capacity=capacity,
-            num_sm=num_sm,
+            num_sm=tuned.num_sm if tuned is not None else 1 if num_sm is None else num_sm,
             enable_local_combine=enable_local_combine,
             timeout_s=timeout_s,
             payload=payload,
             low_latency=low_latency,
+            tuned=tuned,
         )
+        looked_up = num_sm is None and tuned is None
+        self.config = choose(config, current_heap().device, ep_group) if looked_up else config
         self.context = DispatchCombineContext.create(self.config, group=ep_group)
         self.barrier = BarrierAllContext(self.context)
+        self._comm = CommStream(self.context.device)
 
     # --- the two calls ----------------------------------------------------------------------------------
+
+    @overload
+    def dispatch(
+        self,
+        input: torch.Tensor | MXTensor,
+        exp_indices: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        full_scatter_indices: torch.Tensor | None = None,
+        *,
+        return_recv_hook: Literal[False] = False,
+        async_finish: Literal[False] = False,
+        previous_event: None = None,
+    ) -> Received: ...
+
+    @overload
+    def dispatch(
+        self,
+        input: torch.Tensor | MXTensor,
+        exp_indices: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        full_scatter_indices: torch.Tensor | None = None,
+        *,
+        return_recv_hook: Literal[True],
+        async_finish: Literal[False] = False,
+        previous_event: None = None,
+    ) -> tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc, RecvHook]: ...
+
+    @overload
+    def dispatch(
+        self,
+        input: torch.Tensor | MXTensor,
+        exp_indices: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        full_scatter_indices: torch.Tensor | None = None,
+        *,
+        return_recv_hook: Literal[False] = False,
+        async_finish: Literal[True],
+        previous_event: EPEvent | None = None,
+    ) -> tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc, EPEvent]: ...
 
     def dispatch(
         self,
@@ -118,7 +169,11 @@ class EPAll2AllLayer:
         exp_indices: torch.Tensor,
         weight: torch.Tensor | None = None,
         full_scatter_indices: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
+        *,
+        return_recv_hook: bool = False,
+        async_finish: bool = False,
+        previous_event: EPEvent | None = None,
+    ) -> Any:
         """Send every token's row to the ranks that own its experts. Collective.
 
         Args:
@@ -128,43 +183,93 @@ class EPAll2AllLayer:
             weight: [T, K] float32, contiguous; on all ranks or on none.
             full_scatter_indices: [T, K] int32 or int64: position of each kept entry in a stable sort of this
                 rank's entries by expert (dropped last); replaces the computed order.
+            return_recv_hook: launch the sending half only. What comes back is valid after the hook, which launches
+                the receiving half on the stream that is current then; it is collective, and must be called before
+                the next dispatch of this layer and before the combine of this one.
+            async_finish: run on `comm_stream`, behind what the current stream has been given. What comes back may
+                be used on a stream after `EPEvent.current_stream_wait`.
+            previous_event: with async_finish, what to wait for in place of the current stream.
 
         Returns:
             recv_x [R, H] (with payload="mxfp8" an MXTensor), recv_weights [R] float32 or None, and the
             descriptor. Rows are expert-major, inside
             an expert by source rank, inside a source rank by (token, k). All three are owned by the caller.
+            Then the hook (`RecvHook`) or the event (`EPEvent`), if asked for.
 
         Raises:
             InputError: an argument does not fit, on the rank that got it; an id out of range, or weights on
                 some ranks only, on every rank. In static mode ids out of range are dropped instead, and
-                reported by `check`.
+                reported by `check`. The hook of the dispatch before has not been called.
             PeerFailed: another rank rejected its arguments, or (CPU) died.
             WaitTimeout: a rank did not come within `timeout_s`.
         """
         ctx = self.context
         ctx.check_open()
         ctx.poll_status()
-        try:
-            checks.check_dispatch(self.config, ctx.device, input, exp_indices, weight, full_scatter_indices)
-        except InputError:
-            self._reject()
-            raise
-        rows = dispatch_ops.Rows(input)
-        if isinstance(input, MXTensor):
-            rows = dispatch_ops.Rows(input.qdata, input.scale.view(torch.uint8))
-        recv, recv_weights, desc = self._dispatch(rows, exp_indices, weight, full_scatter_indices, 0)
-        if recv.scale is None:
-            return recv.data, recv_weights, desc
-        scale = recv.scale.view(torch.float8_e8m0fnu)
-        recv_x = MXTensor(recv.data, scale, torch.float8_e4m3fn, 32, self.config.token_dtype)
-        return recv_x, recv_weights, desc
+        # Before anything is told to the other ranks: the open call still needs its epoch.
+        ctx.calls.check_dispatch()
+        call = partial(
+            self._checked_dispatch,
+            (input, exp_indices, weight, full_scatter_indices),
+            (return_recv_hook, async_finish, previous_event),
+        )
+        if async_finish:
+            (received, _), event = self._comm.run(
+                call, (input, exp_indices, weight, full_scatter_indices), previous_event
+            )
+            return *received, event
+        received, receive = call()
+        if not return_recv_hook:
+            return received
+        ctx.calls.dispatch = ctx.epoch
+        return *received, RecvHook(partial(self._end_dispatch, receive), received, ctx.device.type == "cuda")
+
+    @overload
+    def combine(
+        self,
+        input: torch.Tensor,
+        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
+        weights: torch.Tensor | None = None,
+        *,
+        return_recv_hook: Literal[False] = False,
+        async_finish: Literal[False] = False,
+        previous_event: None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def combine(
+        self,
+        input: torch.Tensor,
+        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
+        weights: torch.Tensor | None = None,
+        *,
+        return_recv_hook: Literal[True],
+        async_finish: Literal[False] = False,
+        previous_event: None = None,
+    ) -> tuple[torch.Tensor, RecvHook]: ...
+
+    @overload
+    def combine(
+        self,
+        input: torch.Tensor,
+        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
+        weights: torch.Tensor | None = None,
+        *,
+        return_recv_hook: Literal[False] = False,
+        async_finish: Literal[True],
+        previous_event: EPEvent | None = None,
+    ) -> tuple[torch.Tensor, EPEvent]: ...
 
     def combine(
         self,
         input: torch.Tensor,
         ep_a2a_layout_desc: EPAllToAllLayoutDesc,
         weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        *,
+        return_recv_hook: bool = False,
+        async_finish: bool = False,
+        previous_event: EPEvent | None = None,
+    ) -> Any:
         """Bring expert outputs back and sum them per token. Collective.
 
         Args:
@@ -172,14 +277,17 @@ class EPAll2AllLayer:
             ep_a2a_layout_desc: descriptor of the dispatch, any of this layer that is still held.
             weights: [R] float32, contiguous; multiplies each row in float32 before the sum; on all ranks or
                 on none. None: a plain sum.
+            return_recv_hook, async_finish, previous_event: as in `dispatch`. The hook must be called before the next
+                combine of this layer. `input` may be overwritten when the sending half is through.
 
         Returns:
             [T, H] of the layer's dtype: the sum over k in float32, rounded once (with
             `enable_local_combine`, partial sums of ranks and nodes are rounded to the dtype as well).
-            A token whose copies were all dropped gets zeros.
+            A token whose copies were all dropped gets zeros. Then the hook or the event, if asked for.
 
         Raises:
-            InputError: an argument does not fit.
+            InputError: an argument does not fit. The hook of this dispatch, or of the combine before, has not been
+                called.
             StaleHandleError: the descriptor is not of this layer.
             WaitTimeout: a rank did not come within `timeout_s` (on a GPU: from a later call or `check`).
         """
@@ -188,11 +296,48 @@ class EPAll2AllLayer:
         ctx.poll_status()
         desc = ep_a2a_layout_desc
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
-        if self.config.low_latency:
-            return low_latency_ops.combine(ctx, input, weights, desc)
-        out = combine_ops.combine(ctx, input, weights, desc)
+        checks.check_overlap(return_recv_hook, async_finish, previous_event)
+        ctx.calls.check_combine(desc.epoch)
+        if async_finish:
+            call = partial(self._combine, input, weights, desc)
+            return self._comm.run(call, (input, weights, desc), previous_event)
+        if not return_recv_hook:
+            return self._combine(input, weights, desc)
+        send = low_latency_ops.combine if self.config.low_latency else combine_ops.send
+        out, receive = send(ctx, input, weights, desc)
+        ctx.calls.combine = True
+        return out, RecvHook(partial(self._end_combine, receive), (out, desc), ctx.device.type == "cuda")
+
+    def combine_buffer(self, num_rows: int) -> torch.Tensor:
+        """Where `combine` would copy expert outputs to: written there in the first place, they need no copy.
+
+        Waits, on the current stream, until no rank reads the rows of the combine before. Pass the whole tensor to the
+        next combine, on the same stream or one that is ordered behind it; any other combine of this layer takes the
+        buffer back. Call it on all ranks or on none, after the dispatch, which may move the buffer of an exact layer.
+
+        Args:
+            num_rows: `num_recv_rows` of the descriptor that will be combined.
+
+        Returns:
+            [num_rows, H] of the layer's dtype, uninitialised symmetric memory.
+
+        Raises:
+            ConfigError: with `enable_local_combine` or `low_latency`, where `combine` sums before it stores.
+            InputError: more rows than there are; the hook of the combine before has not been called.
+        """
+        ctx = self.context
+        ctx.check_open()
         ctx.poll_status()
-        return out
+        checks.check_combine_buffer(self.config, num_rows, ctx.sizes.output_rows)
+        rows = combine_ops.lend_buffer(ctx)[:num_rows]
+        ctx.poll_status()
+        return rows
+
+    @property
+    def comm_stream(self) -> torch.cuda.Stream | None:
+        """The stream of calls with `async_finish`, made at first use; its programs go before those of other streams
+        when both wait for a multiprocessor. None on the CPU."""
+        return self._comm.stream
 
     # --- life -------------------------------------------------------------------------------------------
 
@@ -224,85 +369,26 @@ class EPAll2AllLayer:
             self.context.failure = f"{type(error).__name__} left the layer's block."
         self.finalize()
 
-    # --- steps of dispatch ------------------------------------------------------------------------------
+    # --- halves and streams -----------------------------------------------------------------------------
 
-    def _dispatch(
-        self,
-        x: dispatch_ops.Rows,
-        topk_idx: torch.Tensor,
-        weights: torch.Tensor | None,
-        scatter: torch.Tensor | None,
-        host_word: int,
-    ) -> tuple[dispatch_ops.Rows, torch.Tensor | None, EPAllToAllLayoutDesc]:
-        ctx, cfg = self.context, self.config
-        if cfg.low_latency:
-            return low_latency_ops.dispatch(ctx, x, topk_idx, weights, host_word)
-        has_weights = weights is not None
-        x = dispatch_ops.quantize(ctx, x)
-        routing, placement = self.preprocess(topk_idx, scatter, host_word | (HOST_WEIGHTS if has_weights else 0))
-        ctx.epoch += 1
-        num_rows, num_arrivals = self.init_output_buffer(placement)
-        routing_ops.place(ctx, routing, placement, weights, scatter)
-        received = dispatch_ops.make_received(ctx, num_rows, num_arrivals, has_weights)
-        side = dispatch_ops.fork(ctx)
-        if not cfg.is_intra_node:
-            dispatch_ops.send(ctx, x, weights, routing, placement)
-        dispatch_ops.push(ctx, x, routing, placement)
-        forward = None if cfg.is_intra_node else dispatch_ops.forward(ctx, has_weights, placement)
-        dispatch_ops.expand(ctx, received, placement, side)
+    def _end_dispatch(self, receive: Callable[[], None]) -> None:
+        self.context.check_open()
+        self.context.calls.dispatch = 0
+        receive()
+        self.context.poll_status()
+
+    def _end_combine(self, receive: Callable[[], None]) -> None:
+        self.context.check_open()
+        self.context.calls.combine = False
+        receive()
+        self.context.poll_status()
+
+    def _combine(self, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+        ctx = self.context
+        if self.config.low_latency:
+            out, receive = low_latency_ops.combine(ctx, y, weights, desc)
+            receive()
+        else:
+            out = combine_ops.combine(ctx, y, weights, desc)
         ctx.poll_status()
-        desc = EPAllToAllLayoutDesc(
-            num_dispatch_token_cur_rank=x.data.shape[0],
-            num_recv_rows=num_rows,
-            entries=routing.entries,
-            placement=placement,
-            shape=(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank),
-            layer_id=ctx.layer_id,
-            epoch=ctx.epoch,
-            forward=forward,
-            skipped_token_topk_mapping_indices=received.copy_rows,
-            full_scatter=scatter is not None,
-        )
-        return received.x, received.weights, desc
-
-    def preprocess(
-        self, topk_idx: torch.Tensor, scatter: torch.Tensor | None, host_word: int
-    ) -> tuple[routing_ops.Routing, torch.Tensor]:
-        """Count, give slots, and exchange the splits of all ranks; what they say is the second."""
-        ctx, num_experts = self.context, self.config.num_experts
-        bad_scatter = None
-        if scatter is not None:
-            good = routing_ops.legal_scatter(topk_idx, scatter, num_experts)
-            # A bad table counts as no tokens at all: nobody may write by it. Illegal ids are still reported.
-            legal = (topk_idx >= 0) & (topk_idx < num_experts)
-            topk_idx = torch.where(legal & ~good, -1, topk_idx)
-            bad_scatter = torch.where(good, 0, HOST_SCATTER).int().view(1)
-        routing = routing_ops.count(ctx, topk_idx)
-        return routing, splits_ops.exchange(ctx, routing, host_word, bad_scatter)
-
-    def init_output_buffer(self, placement: torch.Tensor) -> tuple[int, int]:
-        """Rows of this rank's output and arrival rows to expect; in exact mode read from the device.
-
-        In exact mode this is where errors of any rank surface on all, before any row is sent, and where
-        buffers grow, by the same numbers on all ranks.
-        """
-        ctx, cfg = self.context, self.config
-        if cfg.recv_capacity is not None:
-            return cfg.recv_capacity, ctx.sizes.arrival_rows
-        report = ctx.read_back(placement[: 8 * cfg.world_size].view(-1, 8))
-        checks.raise_for_ranks(cfg, report)
-        arrivals = max(row[1] for row in report)
-        rows = arrivals if cfg.enable_local_combine else max(row[0] for row in report)
-        ctx.grow(arrivals, rows)
-        return report[cfg.rank][0], report[cfg.rank][1]
-
-    def _reject(self) -> None:
-        """Tell the other ranks that this one's arguments were refused, and keep its epochs in step."""
-        cfg = self.config
-        x = torch.empty(0, cfg.hidden, dtype=cfg.token_dtype, device=self.context.device)
-        idx = torch.empty(0, cfg.topk, dtype=torch.int32, device=self.context.device)
-        try:
-            self._dispatch(dispatch_ops.Rows(x), idx, None, None, HOST_REJECTED)
-        except PeerFailed:
-            # This rank's own rejection, seen in the exchange: the caller raises what caused it.
-            return
+        return out

@@ -5,6 +5,7 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               token's rows on this rank, so that one row per (token, rank) crosses the link; in steps, each some
               rows of every source
               3 set staged_flag[my local rank, program] on every rank of the node, after each step
+              (the caller may do step 2 himself: combine_free is step 1 alone, combine_publish step 3)
               4 pull: wait for the staged flags of all local ranks (with several nodes also for the
               partial sums of the others: internode/combine.py), as far as the next tokens need them, then sum
               the rows of each token in float32 in k order, and round once
@@ -81,6 +82,19 @@ def _release_staged(
     flag_ptrs = buffer_ptrs(tables_ptr, STAGED_FLAG, num_ranks, peers, mask, tl.int64)
     flag_ptrs += rank % ranks_per_node * MAX_PROGRAMS + tl.program_id(0)
     release_flags(flag_ptrs, mask, tl.zeros([LWP], tl.int64) + staged_steps(state_ptr) + steps)
+
+
+@triton.jit(do_not_specialize=["rank", "num_ranks"])
+def combine_free_kernel(state_ptr, tables_ptr, rank, num_ranks, WP: tl.constexpr):
+    _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP)
+
+
+@triton.jit(do_not_specialize=["rank", "num_ranks", "ranks_per_node"])
+def combine_publish_kernel(
+    state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr
+):
+    if tl.load(state_ptr + STATUS) == 0:
+        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, LWP, MAX_PROGRAMS)
 
 
 @triton.jit(do_not_specialize=["row_capacity", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"])

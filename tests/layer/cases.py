@@ -160,9 +160,29 @@ class Call:
 
 def dispatch_and_check(layer: EPAll2AllLayer, case: Case, call: int) -> Call:
     """Dispatch and compare bit for bit with the reference, in order."""
+    works = workloads(case, layer.config.world_size, call)
+    return check_dispatched(layer, case, works, *start_dispatch(layer, case, works))
+
+
+def start_dispatch(layer: EPAll2AllLayer, case: Case, works: list[Workload], **options) -> tuple:
+    """What `layer.dispatch` returns with these options."""
     cfg, device = layer.config, current_heap().device
-    works = workloads(case, cfg.world_size, call)
     mine = works[cfg.rank]
+    x = mine.x.to(device)
+    if case.quantised_input:
+        x = MXTensor.to_mx(x)
+    return layer.dispatch(
+        x,
+        mine.topk_idx.to(device),
+        mine.topk_weights.to(device) if case.weights else None,
+        full_scatter_indices(mine.topk_idx, cfg.num_experts).to(device) if case.scatter else None,
+        **options,
+    )
+
+
+def check_dispatched(layer: EPAll2AllLayer, case: Case, works: list[Workload], recv_x, recv_weights, desc) -> Call:
+    """Compare what a dispatch returned bit for bit with the reference, in order."""
+    cfg = layer.config
     weights = [w.topk_weights for w in works] if case.weights else None
     idxs = [w.topk_idx for w in works]
     xs, scales = [w.x for w in works], None
@@ -177,15 +197,6 @@ def dispatch_and_check(layer: EPAll2AllLayer, case: Case, call: int) -> Call:
 
     expected = expect(xs)
     expected_rows = [want.recv_x for want in expected]
-    x = mine.x.to(device)
-    if case.quantised_input:
-        x = MXTensor.to_mx(x)
-    recv_x, recv_weights, desc = layer.dispatch(
-        x,
-        mine.topk_idx.to(device),
-        mine.topk_weights.to(device) if case.weights else None,
-        full_scatter_indices(mine.topk_idx, cfg.num_experts).to(device) if case.scatter else None,
-    )
     want = expected[cfg.rank]
     rows = int(want.expert_offsets[-1])
     exact = {"rtol": 0, "atol": 0}
@@ -219,17 +230,30 @@ def dispatch_and_check(layer: EPAll2AllLayer, case: Case, call: int) -> Call:
 
 def combine_and_check(layer: EPAll2AllLayer, done: Call) -> torch.Tensor:
     """Apply the experts to what arrived, combine, and compare with the exact sum."""
-    cfg, case = layer.config, done.case
-    offsets = done.desc.expert_offsets
-    y = apply_experts(done.recv_x, offsets, cfg.rank * cfg.num_experts_per_rank)
-    weights = done.recv_weights if case.combine_weights else None
-    out = layer.combine(y, done.desc, weights)
+    out = start_combine(layer, done)
+    check_sum(layer, done, out)
+    return out
+
+
+def expert_outputs(layer: EPAll2AllLayer, done: Call) -> torch.Tensor:
+    """[R, H]: the experts applied to what arrived."""
+    return apply_experts(done.recv_x, done.desc.expert_offsets, layer.config.rank * layer.config.num_experts_per_rank)
+
+
+def start_combine(layer: EPAll2AllLayer, done: Call, **options):
+    """Apply the experts to what arrived; what `layer.combine` returns with these options."""
+    weights = done.recv_weights if done.case.combine_weights else None
+    return layer.combine(expert_outputs(layer, done), done.desc, weights, **options)
+
+
+def check_sum(layer: EPAll2AllLayer, done: Call, out: torch.Tensor) -> None:
+    """Compare what came back for `start_combine` with the exact sum."""
+    cfg = layer.config
     ys = [
         apply_experts(rows, want.expert_offsets, r * cfg.num_experts_per_rank)
         for r, (rows, want) in enumerate(zip(done.expected_rows, done.expected, strict=True))
     ]
     check_combined(out.cpu(), ys, done, cfg)
-    return out
 
 
 def check_combined(out: torch.Tensor, ys: list[torch.Tensor], done: Call, cfg) -> None:
@@ -262,4 +286,16 @@ def check_case(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
             combine_and_check(layer, dispatch_and_check(layer, case, call))
 
 
-__all__ = ["CASES", "Case", "check_case", "combine_and_check", "dispatch_and_check", "make_layer"]
+__all__ = [
+    "CASES",
+    "Case",
+    "check_case",
+    "check_dispatched",
+    "check_sum",
+    "combine_and_check",
+    "dispatch_and_check",
+    "expert_outputs",
+    "make_layer",
+    "start_combine",
+    "start_dispatch",
+]

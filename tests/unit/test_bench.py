@@ -474,10 +474,10 @@ def test_nothing_wrong_is_timed(fault: str) -> None:
     job = Job(settings, shape, Place(0, 1, 1, torch.device("cpu"), {}))
     case, one = Case(settings, shape, "triton_ep", "bf16", 1), _OneRank(fault)
     if not fault:
-        assert set(exchange._calls(job, case, one)) >= {"dispatch", "combine", "roundtrip"}
+        assert set(exchange.checked_calls(job, case, one)) >= {"dispatch", "combine", "roundtrip"}
         return
     with pytest.raises(WrongResult, match="dispatch" if fault == "swapped rows" else "combine"):
-        exchange._calls(job, case, one)
+        exchange.checked_calls(job, case, one)
 
 
 def _push_and_copy(rank: int, _nodes: int, _ranks_per_node: int) -> tuple[list[int], list[int]]:

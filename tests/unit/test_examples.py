@@ -21,6 +21,7 @@ DISPATCH_COMBINE = ROOT / "examples/01_dispatch_combine.py"
 MXFP8 = ROOT / "examples/02_mxfp8.py"
 MOE_LAYER = ROOT / "examples/03_moe_layer.py"
 TRAIN_STEP = ROOT / "examples/04_train_step.py"
+OVERLAP = ROOT / "examples/05_overlap.py"
 BARE = [sys.executable]
 RANKS = 4 if INTERPRETING else max(n for n in (1, 2, 4) if n <= torch.cuda.device_count())
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
@@ -97,13 +98,24 @@ def test_training_example_keeps_to_the_dense_losses(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_overlap_example_is_right_on_every_rank() -> None:
+    """Each rank compares what came back in every step, and says so."""
+    lines = re.findall(
+        rf"^rank (\d) of {RANKS}: 3 steps of 2 micro-batches, .+ are right$", _run([*BARE, OVERLAP]), re.M
+    )
+    assert sorted(map(int, lines)) == list(range(RANKS))
+
+
 def test_page_quotes_the_examples() -> None:
-    """What docs/how-to/train-a-moe-layer.md calls a quotation is one, line by line."""
-    page = (ROOT / "docs/how-to/train-a-moe-layer.md").read_text()
-    quotations = re.findall(r"^```python no-run \(quoted from (\S+)\)\n(.+?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert [path for path, _ in quotations] == ["examples/03_moe_layer.py", "examples/04_train_step.py"]
-    for path, text in quotations:
-        assert indent(text, " " * 8) in (ROOT / path).read_text()
+    """What the how-to pages call a quotation is one, line by line."""
+    paths = []
+    for name, depth in (("train-a-moe-layer", 8), ("overlap", 12)):
+        page = (ROOT / f"docs/how-to/{name}.md").read_text()
+        quotation = r"^```python no-run \(quoted from (\S+)\)\n(.+?)^```$"
+        for path, text in re.findall(quotation, page, re.MULTILINE | re.DOTALL):
+            paths.append(path)
+            assert indent(text, " " * depth) in (ROOT / path).read_text()
+    assert paths == ["examples/03_moe_layer.py", "examples/04_train_step.py", "examples/05_overlap.py"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -89,7 +89,7 @@ def check_combine(job: Job, provider: Provider, number: int, out: torch.Tensor, 
         raise WrongResult(f"combine on rank {job.rank}: off by {error.max().item()} where only rounding may differ")
 
 
-def _calls(job: Job, case: Case, provider: Provider) -> dict[str, Any]:
+def checked_calls(job: Job, case: Case, provider: Provider) -> dict[str, Any]:
     """A function of the input's number per op, after a check of all inputs; collective."""
     kept = []
     for number, (x, idx) in enumerate(job.inputs):
@@ -123,7 +123,7 @@ def measure_exchange(job: Job, case: Case) -> dict[str, Measured]:
     sent = bytes_of(job, case)
     inputs = len(job.idxs)
     with make_provider(job, case) as provider:
-        calls = _calls(job, case, provider)
+        calls = checked_calls(job, case, provider)
         for op in job.settings.ops:
             one = calls[op]
             in_graph = job.settings.graph and case.provider == "triton_ep"

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from triton_ep.bench import origins, record, rows, timing, traffic
 from triton_ep.bench import routing as routings
-from triton_ep.bench.settings import Case, Settings, Shape
+from triton_ep.bench.settings import TUNED, Case, Settings, Shape
 from triton_ep.errors import EPError
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.tuned.table import TunedEntry
 
 _RECORDED_CALLS = 10  # at most, and no more than the timed calls
 
@@ -105,8 +106,8 @@ class Job:
         return -(-wanted // align) * align
 
     @contextlib.contextmanager
-    def layer(self, case: Case) -> Iterator[EPAll2AllLayer]:
-        """The layer of a case; what the device reported is raised at the end."""
+    def layer(self, case: Case, tuned: TunedEntry | None = None) -> Iterator[EPAll2AllLayer]:
+        """The layer of a case, by `tuned` if that is given; what the device reported is raised at the end."""
         shape, s = self.shape, self.settings
         with EPAll2AllLayer(
             dist.group.WORLD,
@@ -117,7 +118,8 @@ class Job:
             shape.experts,
             self.place.ranks_per_node,
             self.num_ranks,
-            num_sm=max(case.num_sm, 1),
+            num_sm=None if tuned is not None or case.num_sm == TUNED else max(case.num_sm, 1),
+            tuned=tuned,
             enable_local_combine=s.local_combine,
             alignment=s.alignment,
             capacity=self.capacity(),

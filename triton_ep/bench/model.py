@@ -10,13 +10,15 @@ Letters: W ranks, L of them per node, N nodes, E experts, e per rank, k experts 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from triton_ep.bench.settings import PAYLOADS
 from triton_ep.errors import ConfigError
 
 _CHUNK = 16  # tokens per network message
-_STEPS = 8  # of a push or a reduction, after each of which the receiver goes on
+_STEPS = 8  # of a push or a reduction at most, after each of which the receiver goes on
+_STEP_TOKENS = 256  # of a step of the push, at least
 _OVERLAPPED_TOKENS = 1024  # with fewer per rank, local work runs behind the exchange
 
 
@@ -199,7 +201,16 @@ def predict_dispatch(w: Workload, machine: Machine, payload: str = "bf16") -> Pr
     traffic = dispatch_traffic(w, payload)
     sent = replace(traffic, nic=traffic.nic * w.message_bytes(payload) / wire_row)  # tables travel with the rows
     expanded = (w.tokens * w.ranks_per_token + w.output_rows) * wire_row
-    return _joined(w, machine, fixed, traffic, sent, expanded, overlapped=w.tokens >= _OVERLAPPED_TOKENS)
+    if w.tokens < _OVERLAPPED_TOKENS:
+        return _joined(w, machine, fixed, traffic, sent, expanded, _one_by_one)
+
+    def beside(wire: float, local: float) -> float:
+        # Rows of other nodes are laid out when all have come.
+        near = local / w.nodes
+        first, last = push_steps(w.tokens)
+        return max(wire + last * near, first * wire + near) + local - near
+
+    return _joined(w, machine, fixed, traffic, sent, expanded, beside)
 
 
 def predict_combine(w: Workload, machine: Machine) -> Prediction:
@@ -213,7 +224,23 @@ def predict_combine(w: Workload, machine: Machine) -> Prediction:
     local = (copies + published) * w.row_bytes
     traffic = combine_traffic(w)
     overlapped = w.local_combine and not far and w.tokens >= _OVERLAPPED_TOKENS
-    return _joined(w, machine, fixed, traffic, traffic, local, overlapped=overlapped)
+    return _joined(w, machine, fixed, traffic, traffic, local, _reduced_beside if overlapped else _one_by_one)
+
+
+def push_steps(tokens: int) -> tuple[float, float]:
+    """Parts of the tokens in the first and in the last step of a push; steps get shorter."""
+    steps = min(max(tokens // _STEP_TOKENS, 1), _STEPS)
+    return 1.0 - ((steps - 1) * _STEPS // steps / _STEPS) ** 2, (_STEPS // steps / _STEPS) ** 2
+
+
+def _reduced_beside(wire: float, local: float) -> float:
+    """Rows are pulled as they are summed; there steps get longer."""
+    first, last = 1 / _STEPS**2, 1 - ((_STEPS - 1) / _STEPS) ** 2
+    return max(local + last * wire, first * local + wire)
+
+
+def _one_by_one(wire: float, local: float) -> float:
+    return wire + local
 
 
 def _counts_us(w: Workload, machine: Machine) -> float:
@@ -233,8 +260,7 @@ def _joined(
     traffic: Traffic,
     sent: Traffic,
     local_bytes: float,
-    *,
-    overlapped: bool,
+    join: Callable[[float, float], float],
 ) -> Prediction:
     link = machine.link(w.ranks) if w.virtual else machine.link(w.ranks_per_node)
     nvlink = sent.nvlink / link / 1e3
@@ -245,8 +271,7 @@ def _joined(
         nic = max(sent.nic / machine.nic_gbps / 1e3, w.messages * machine.message_us)
     wire = max(nvlink, nic)
     local = local_bytes / machine.memory_gbps / 1e3
-    # Step by step behind each other: the longer one, and one step of the other.
-    both = max(wire, local) + min(wire, local) / _STEPS if overlapped else wire + local
+    both = join(wire, local)
     parts = {"NVLink": nvlink, "NIC": nic, "memory": local, "fixed": fixed}
     return Prediction(fixed + both, fixed, wire, both - wire, traffic, max(parts, key=lambda name: parts[name]))
 

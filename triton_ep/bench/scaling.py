@@ -18,7 +18,7 @@ from triton_ep.errors import ConfigError, InputError
 
 _MOST_PER_HOST = 8  # a stored row of several nodes with no more ranks than this is of virtual nodes
 _RANKS = "2,4,8,16,32,64,128,256,512,1024,2048"
-_MODE = re.compile(r"jit-(exact|static)-sm(\d+)(-local)?(?:-a(\d+))?")
+_MODE = re.compile(r"jit-(exact|static)-(sm\d+|tuned)(-local)?(?:-a(\d+))?")
 _PAGE_BLOCK = re.compile(r"(```console\n\$ triton-ep bench model ?([^\n]*)\n)(.*?)(```)", re.DOTALL)
 
 
@@ -89,7 +89,7 @@ def compared_rows(rows: Iterable[dict[str, str]], machine: Machine) -> list[dict
             last[tuple(row[name] for name in shape)] = row
     best: dict[tuple[str, ...], dict[str, str]] = {}
     for key, row in last.items():
-        kind = (*key[:-1], re.sub(r"sm\d+", "", key[-1]))
+        kind = (*key[:-1], re.sub(r"sm\d+|tuned", "", key[-1]))
         best[kind] = min(best.get(kind, row), row, key=lambda row: float(row["median_us"]))
     return [_compared(row, machine) for row in best.values()]
 

@@ -22,6 +22,8 @@ SMALL = {"tokens": 32, "hidden": 64, "topk": 2, "experts": 8, "ffn": 64}
 """Shape of a run in the interpreter that names none."""
 PAIRS_PER_GRAPH = 10
 BARRIERS_PER_CALL = 10
+TUNED = -1
+"""In place of a number of programs: the layer chooses, by the tuned tables or by its formula."""
 _INPUTS = 4
 _INPUTS_INTERPRETED = 2
 _OPS = {
@@ -111,6 +113,8 @@ class Settings:
                     if payload not in payloads_of(provider):
                         continue
                     counts = self.num_sm if self._uses_num_sm(provider) else (0,)
+                    if provider == "deep_ep":
+                        counts = tuple(count for count in counts if count != TUNED)
                     found += [Case(self, shape, provider, payload, num_sm) for num_sm in counts]
         return found
 
@@ -160,7 +164,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One provider with one choice of options; num_sm is 0 where there is nothing to choose."""
+    """One provider with one choice of options; num_sm is 0 where there is nothing to choose, or TUNED."""
 
     settings: Settings
     shape: Shape
@@ -179,7 +183,8 @@ class Case:
             return f"exact-sm{self.num_sm}-unpermuted"
         if self.provider != "triton_ep":
             return "-".join(["torch-exact", *aligned])
-        parts = [_how(s), s.capacity, "ll" if s.low_latency else f"sm{self.num_sm}"]
+        programs = "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
+        parts = [_how(s), s.capacity, "ll" if s.low_latency else programs]
         parts += ["local"] if s.local_combine else []
         parts += [*aligned, *([f"ffn{self.shape.ffn}"] if s.command == "moe-layer" else [])]
         return "-".join([*parts, "graph"] if s.graph else parts)
@@ -219,6 +224,19 @@ def parse_list(text: str, option: str, allowed: Sequence[str] = ()) -> tuple[str
     if allowed and (unknown := [part for part in parts if part not in allowed]):
         raise ConfigError(f"{option} {','.join(unknown)}: choose from {', '.join(allowed)}.")
     return parts
+
+
+def parse_programs(text: str, option: str) -> tuple[int, ...]:
+    """The integers of "1,2,auto"; auto becomes TUNED.
+
+    Raises:
+        ConfigError: a part is neither, or below 1.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    found = tuple(TUNED if part == "auto" else max(parse_numbers(part, option)[0], 0) for part in parts)
+    if 0 in found:
+        raise ConfigError(f"{option} {text}: give numbers of programs from 1 on, or auto.")
+    return found
 
 
 def parse_numbers(text: str, option: str) -> tuple[int, ...]:

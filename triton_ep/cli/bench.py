@@ -53,7 +53,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--ffn", help="width of an expert, for moe-layer (default 2048)", **number)
     parser.add_argument("--routing", default="uniform", help="uniform, zipf:S, one-hot, file:PATH (default uniform)")
     parser.add_argument("--payload", default="bf16", metavar="P,P", help="bf16, mxfp8 (default bf16)")
-    parser.add_argument("--num-sm", default="20", help="programs of the exchange (default 20)", **many)
+    parser.add_argument("--num-sm", default="20", help="programs of the exchange, or auto (default 20)", **many)
     parser.add_argument("--capacity", choices=("exact", "static"), help="default exact; static for low-latency")
     align = 1 if name == "low-latency" else 128
     parser.add_argument("--alignment", default=align, help="rows of expert segments (default %(default)s)", **number)
@@ -141,7 +141,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
         shapes=shapes,
         routing=a.routing,
         payloads=("mxfp8",) if command == "quantise" else bench.parse_list(a.payload, "--payload", bench.PAYLOADS),
-        num_sm=bench.parse_numbers(a.num_sm, "--num-sm"),
+        num_sm=bench.parse_programs(a.num_sm, "--num-sm"),
         capacity=a.capacity or ("static" if low_latency else "exact"),
         alignment=a.alignment,
         graph=a.graph or (low_latency and not interpreting),

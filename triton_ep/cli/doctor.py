@@ -8,6 +8,8 @@ from typing import Any
 import triton_ep
 from triton_ep.cli.machine import TESTED_TRITON, Machine, Plan, Problem, inspect_machine, judge, version_tuple
 from triton_ep.errors import EPError
+from triton_ep.tuned import table as tuned_table
+from triton_ep.tuned.table import TunedEntry
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +22,13 @@ def run(arguments: argparse.Namespace) -> int:
     machine = inspect_machine()
     plan = judge(machine)
     heap_bytes, self_test = None, "not run: something is missing"
+    tables = _tuned_tables(plan)
     if not plan.problems:
         heap_bytes, self_test = _try_runtime(plan)
     print(
-        json.dumps(as_json(machine, plan, heap_bytes, self_test), indent=2)
+        json.dumps(as_json(machine, plan, heap_bytes, self_test, tables), indent=2)
         if arguments.json
-        else page(machine, plan, heap_bytes, self_test)
+        else page(machine, plan, heap_bytes, self_test, tables)
     )
     return 1 if plan.problems else 0
 
@@ -52,7 +55,18 @@ def _try_runtime(plan: Plan) -> tuple[int | None, str]:
     return heap_bytes, "passed"
 
 
-def as_json(machine: Machine, plan: Plan, heap_bytes: int | None, self_test: str) -> dict[str, Any]:
+def _tuned_tables(plan: Plan) -> list[tuple[str, list[TunedEntry]]]:
+    """The tables that layers with num_sm=None ask, in order; one that cannot be read is added to the problems."""
+    try:
+        return tuned_table.tables()
+    except EPError as error:
+        plan.problems.append(Problem(str(error), "mend the table, or unset TRITON_EP_TUNED"))
+        return []
+
+
+def as_json(
+    machine: Machine, plan: Plan, heap_bytes: int | None, self_test: str, tables: list[tuple[str, list[TunedEntry]]]
+) -> dict[str, Any]:
     """Everything `doctor` knows as plain JSON values."""
     facts = dataclasses.asdict(machine)
     facts["python"] = ".".join(map(str, machine.python))
@@ -62,6 +76,7 @@ def as_json(machine: Machine, plan: Plan, heap_bytes: int | None, self_test: str
         "machine": facts,
         "heap_bytes": heap_bytes,
         "interpreter_self_test": self_test,
+        "tuned_tables": [{"name": name, "keys": [str(entry.key) for entry in entries]} for name, entries in tables],
         "plan": dataclasses.asdict(plan),
     }
 
@@ -74,7 +89,9 @@ def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:
     return [title, *(f"  {name:<16} {value}" for name, value in rows), ""]
 
 
-def page(machine: Machine, plan: Plan, heap_bytes: int | None, self_test: str) -> str:
+def page(
+    machine: Machine, plan: Plan, heap_bytes: int | None, self_test: str, tables: list[tuple[str, list[TunedEntry]]]
+) -> str:
     """The page for people."""
     missing = "not installed"
     triton_note = ""
@@ -117,6 +134,15 @@ def page(machine: Machine, plan: Plan, heap_bytes: int | None, self_test: str) -
             ("kernels by", plan.execution),
             ("symmetric heap", "unknown" if heap_bytes is None else f"{_gib(heap_bytes)} per rank"),
             ("self-test", self_test),
+        ],
+    )
+    here = {gpu.name for gpu in machine.gpus} if plan.backend != "host" else {"cpu"}
+    counts = [(name, len(entries), sum(entry.key.gpu in here for entry in entries)) for name, entries in tables]
+    lines += _section(
+        "Tuned tables, for layers with num_sm=None",
+        [
+            (f"{n}.", f"{name}: {count} entries, {mine} for this machine")
+            for n, (name, count, mine) in enumerate(counts, 1)
         ],
     )
     lines += [f"Note: {hint}" for hint in plan.hints]

@@ -15,6 +15,7 @@ from triton_ep.ops.tuning import (
     ROUTING_TOKENS,
     STEP_CHUNKS,
     as_words,
+    chosen,
     common_constexprs,
     exchange_programs,
     expanding_programs,
@@ -105,8 +106,10 @@ def _push(ctx: DispatchCombineContext, payload: int, row_words: int) -> Launcher
         **common_constexprs(ctx.sizes, "TOPK", "LWP", "SENDERS"),
         **tile(row_words, 4096 if payload == WORDS.value else 2048),
     }
+    rows, options = chosen(ctx.config, "push")
     # Pointers to scales take registers as well.
-    return Launcher("dispatch_push_kernel", constexprs, num_warps=16 if payload == WORDS.value else 8)
+    options = {"num_warps": 16 if payload == WORDS.value else 8} | options
+    return Launcher("dispatch_push_kernel", constexprs | rows, **options)
 
 
 def send(
@@ -148,13 +151,20 @@ def _send(ctx: DispatchCombineContext, payload: int, row_words: int, has_weights
     return Launcher("internode_send_kernel", constexprs, ctx.extern_libs())
 
 
-def forward(ctx: DispatchCombineContext, has_weights: bool, placement: torch.Tensor) -> torch.Tensor:
+def make_forward(ctx: DispatchCombineContext) -> torch.Tensor | None:
+    """Memory for what `forward` notes, [3, N, M, K] int32; None with one node."""
+    cfg = ctx.config
+    if cfg.is_intra_node:
+        return None
+    return torch.empty(3, cfg.num_nodes, cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
+
+
+def forward(ctx: DispatchCombineContext, tables: torch.Tensor, has_weights: bool, placement: torch.Tensor) -> None:
     """Push the rows that other nodes sent here on to the ranks of this node, and release.
 
-    Returns [3, N, M, K] int32: owner, row and arrival row of what was forwarded, kept for combine.
+    tables: from `make_forward`: owner, row and arrival row of what was forwarded, kept for combine.
     """
     cfg, sizes = ctx.config, ctx.sizes
-    tables = torch.empty(3, cfg.num_nodes, cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
     words = as_words(ctx.local("stage_x"), sizes.wire_bytes)
     row_words = sizes.wire_bytes // words.element_size()
     ctx.launcher(("forward", has_weights), _forward, has_weights, row_words)(
@@ -172,7 +182,6 @@ def forward(ctx: DispatchCombineContext, has_weights: bool, placement: torch.Ten
         cfg.world_size,
         cfg.local_world_size,
     )
-    return tables
 
 
 def _forward(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:
@@ -215,25 +224,32 @@ def make_received(ctx: DispatchCombineContext, num_rows: int, num_arrivals: int,
     return Received(Rows(recv_x, recv_scale), weights, copy_rows)
 
 
-def fork(ctx: DispatchCombineContext) -> torch.cuda.Stream | None:
+def fork(ctx: DispatchCombineContext, quantized: bool, split: bool) -> torch.cuda.Stream | None:
     """Stream for `expand` to run on beside what is launched next; None where it runs behind that.
 
-    The current stream waits for what `quantize` launched, too.
+    quantized: the current stream must wait for what `quantize` has launched, too.
+    split: the caller decides when rows are received.
     """
     if not overlaps(ctx.config, ctx.device):
         return None
-    if ctx.config.payload is not None:
+    if quantized:
         ctx.join()
-    return ctx.fork()
+    return None if split else ctx.fork()
 
 
-def expand(
-    ctx: DispatchCombineContext, received: Received, placement: torch.Tensor, side: torch.cuda.Stream | None
+def receive(
+    ctx: DispatchCombineContext,
+    received: Received,
+    placement: torch.Tensor,
+    forward_tables: torch.Tensor | None,
+    side: torch.cuda.Stream | None,
 ) -> None:
-    """Wait for the rows, as they come, and lay them out expert by expert.
+    """Pass on what came over the network, wait for the rows, as they come, and lay them out expert by expert.
 
     side: from `fork` before the push, so that first rows are laid out while the last are on their way.
     """
+    if forward_tables is not None:
+        forward(ctx, forward_tables, received.weights is not None, placement)
     if side is None:
         _expand(ctx, received, placement, expanding_programs(ctx.config, ctx.device, overlapped=False))
         return
@@ -278,4 +294,5 @@ def _make_expand(ctx: DispatchCombineContext, has_scales: bool, has_weights: boo
         **common_constexprs(ctx.sizes, "TOPK", "KP", "LWP", "SENDERS"),
         **tile(row_words, 1024),
     }
-    return Launcher("dispatch_expand_kernel", constexprs)
+    rows, options = chosen(ctx.config, "expand")
+    return Launcher("dispatch_expand_kernel", constexprs | rows, **options)

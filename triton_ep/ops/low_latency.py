@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +27,10 @@ _SUMMED_ROWS = 16 if INTERPRETING else 1
 
 def dispatch(
     ctx: DispatchCombineContext, x: Rows, topk_idx: torch.Tensor, weights: torch.Tensor | None, host_word: int
-) -> tuple[Rows, torch.Tensor | None, EPAllToAllLayoutDesc]:
-    """Push the rows of x [T, H] and lay out what arrives; what `EPAll2AllLayer.dispatch` returns.
+) -> tuple[Rows, torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
+    """Push the rows of x [T, H].
 
+    Returns what `EPAll2AllLayer.dispatch` does, and the receiving half: launched, it lays out what arrives.
     Advances the epochs of host and device. Waits for nothing on the host.
     """
     ctx.epoch += 1
@@ -37,8 +40,7 @@ def dispatch(
     copies = torch.empty(cfg.world_size * cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
     placement = torch.empty(ctx.sizes.placement_length, dtype=torch.int32, device=ctx.device)
     _push(ctx, x, topk_idx, weights, ids, host_word | (HOST_WEIGHTS if weights is not None else 0))
-    recv, recv_weights = _expand(ctx, copies, placement, weights is not None)
-    ctx.poll_status()
+    recv, recv_weights = _make_received(ctx, weights is not None)
     desc = EPAllToAllLayoutDesc(
         num_dispatch_token_cur_rank=num_tokens,
         num_recv_rows=recv.data.shape[0],
@@ -49,13 +51,16 @@ def dispatch(
         epoch=ctx.epoch,
         skipped_token_topk_mapping_indices=copies,
     )
-    return recv, recv_weights, desc
+    return recv, recv_weights, desc, partial(_expand, ctx, recv, recv_weights, copies, placement)
 
 
 def combine(
     ctx: DispatchCombineContext, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc
-) -> torch.Tensor:
-    """Sum expert outputs y [R, H] per token at their rank, send the sums back, and sum those: [T, H]."""
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Sum expert outputs y [R, H] per token at their rank, and send the sums back.
+
+    Returns memory for the result [T, H], and the receiving half: launched, it sums there what arrives.
+    """
     cfg = ctx.config
     copy_rows = desc.skipped_token_topk_mapping_indices
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
@@ -72,8 +77,12 @@ def combine(
         cfg.rank,
         cfg.world_size,
     )
-    num_tokens = desc.num_dispatch_token_cur_rank
-    out = torch.empty(num_tokens, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
+    out = torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
+    return out, partial(_sum, ctx, out, desc)
+
+
+def _sum(ctx: DispatchCombineContext, out: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
+    cfg, num_tokens = ctx.config, out.shape[0]
     launcher = ctx.launcher(("ll_sum",), _make_sum)
     launcher(
         max(-(-num_tokens // _SUMMED_ROWS), 1) * launcher.constexprs["PARTS"],
@@ -88,8 +97,6 @@ def combine(
         cfg.rank,
         cfg.world_size,
     )
-    ctx.poll_status()
-    return out
 
 
 def _make_reduce(ctx: DispatchCombineContext, has_weights: bool) -> Launcher:
@@ -164,9 +171,7 @@ def _make_push(ctx: DispatchCombineContext, payload: int, has_weights: bool, row
     return Launcher("low_latency_push_kernel", constexprs, num_warps=PUSH_WARPS)
 
 
-def _expand(
-    ctx: DispatchCombineContext, copies: torch.Tensor, placement: torch.Tensor, has_weights: bool
-) -> tuple[Rows, torch.Tensor | None]:
+def _make_received(ctx: DispatchCombineContext, has_weights: bool) -> tuple[Rows, torch.Tensor | None]:
     cfg = ctx.config
     capacity, has_scales = cfg.recv_capacity, cfg.payload is not None
     assert capacity is not None, "EPConfig refuses a low-latency layer without"
@@ -177,6 +182,18 @@ def _expand(
         scale = torch.empty(capacity, cfg.hidden // 32, dtype=torch.uint8, device=ctx.device)
     if has_weights:
         weights = torch.empty(capacity, dtype=torch.float32, device=ctx.device)
+    return Rows(recv_x, scale), weights
+
+
+def _expand(
+    ctx: DispatchCombineContext,
+    recv: Rows,
+    weights: torch.Tensor | None,
+    copies: torch.Tensor,
+    placement: torch.Tensor,
+) -> None:
+    cfg, recv_x, scale = ctx.config, recv.data, recv.scale
+    capacity, has_weights = recv_x.shape[0], weights is not None
     row_bytes = cfg.hidden * recv_x.element_size()
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
@@ -197,7 +214,6 @@ def _expand(
         cfg.rank,
         cfg.world_size,
     )
-    return Rows(recv_x, scale), weights
 
 
 def _make_expand(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:

@@ -21,6 +21,9 @@ ROUTING_TOKENS = 16
 _LEAST_WAITING = 16
 """Fewer programs would take longer beside an exchange than all of them after it."""
 
+_PROGRAM_REGISTERS = {"push": 2**15, "expand": 2**14}
+"""Four programs of expand fit on a multiprocessor, and one of push in place of two, whatever their warps."""
+
 _OVERLAPPED_TOKENS = 1024
 """With fewer tokens per rank, two streams cost more than they save."""
 
@@ -50,6 +53,17 @@ def _tile(row_elements: int, most: int, elements: int) -> dict[str, int]:
         return {"ROWS": layout.CHUNK, "BLOCK_H": block}
     block = max(block, 128)
     return {"ROWS": min(max(elements // block, 1), layout.CHUNK), "BLOCK_H": block}
+
+
+def chosen(config: EPConfig, kernel: str) -> tuple[dict[str, int], dict[str, Any]]:
+    """What the layer's tuned entry says of "push", "expand", "reduce" or "pull": constexprs, launcher's options."""
+    choice = None if config.tuned is None or INTERPRETING else config.tuned.kernel(kernel)
+    if choice is None:
+        return {}, {}
+    options: dict[str, Any] = {"num_warps": choice.warps}
+    if kernel in _PROGRAM_REGISTERS:
+        options["maxnreg"] = min(_PROGRAM_REGISTERS[kernel] // (32 * choice.warps), 255)
+    return {"ROWS": choice.rows}, options
 
 
 def exchange_programs(num_sm: int) -> int:

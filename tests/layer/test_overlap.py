@@ -1,0 +1,432 @@
+"""Calls in two halves, on a stream of their own, and into the combine buffer: they mean what plain calls mean."""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.layer.cases import (
+    Case,
+    check_dispatched,
+    check_sum,
+    combine_and_check,
+    dispatch_and_check,
+    expert_outputs,
+    make_layer,
+    start_combine,
+    start_dispatch,
+    workloads,
+)
+from tests.layer.origins import row_experts
+from tests.layer.test_large import _capture, _StaticCall
+from triton_ep import EPEvent
+from triton_ep.distributed import current_heap
+from triton_ep.errors import ConfigError, FinalizedError, InputError, WaitTimeout
+from triton_ep.testing import apply_expert
+
+SMALL = Case("small", tokens=(7, 12, 5, 9), hidden=32, topk=2, experts=2)
+LOW_LATENCY = Case("low latency", tokens=(6, 3, 0, 8), hidden=32, topk=3, experts=4, low_latency=True)
+HALVES = (
+    SMALL,
+    replace(SMALL, name="local", local_combine=True, static=True, payload="mxfp8", combine_weights=True),
+    LOW_LATENCY,
+    replace(LOW_LATENCY, name="low latency mxfp8", payload="mxfp8", alignment=4),
+)
+
+
+class _Halves:
+    """Halves of dispatches and combines of one layer, checked when they end."""
+
+    def __init__(self, layer, case):
+        self.layer, self.case = layer, case
+        self.calls = 0
+        self.live = []
+        self.sent = self.published = None  # by dispatch and combine, their hooks uncalled
+
+    def next_works(self):
+        self.calls += 1
+        return workloads(self.case, self.layer.config.world_size, self.calls - 1)
+
+    def dispatch(self):
+        works = self.next_works()
+        self.live.append(check_dispatched(self.layer, self.case, works, *start_dispatch(self.layer, self.case, works)))
+
+    def send(self):
+        works = self.next_works()
+        *results, hook = start_dispatch(self.layer, self.case, works, return_recv_hook=True)
+        self.sent = works, results, hook
+
+    def receive(self):
+        works, results, hook = self.sent
+        hook()
+        self.sent = None
+        self.live.append(check_dispatched(self.layer, self.case, works, *results))
+
+    def combine(self):
+        combine_and_check(self.layer, self.live.pop(0))
+
+    def publish(self):
+        done = self.live.pop()
+        self.published = done, *start_combine(self.layer, done, return_recv_hook=True)
+
+    def pull(self):
+        done, out, hook = self.published
+        hook()
+        self.published = None
+        check_sum(self.layer, done, out)
+
+    def possible(self):
+        """What the layer allows now."""
+        names = ["receive"] if self.sent else ["dispatch", "send"]
+        if self.published:
+            names.append("pull")
+        elif self.live:
+            names += ["combine", "publish"]
+        return names
+
+    def finish(self):
+        if self.published:
+            self.pull()
+        if self.sent:
+            self.receive()
+        while self.live:
+            self.combine()
+
+
+def _any_order(rank, nodes, ranks_per_node, case, steps):
+    draw, own = random.Random(steps + len(case.name)), random.Random(rank)
+    # From 1024 tokens on a GPU runs parts of plain calls beside each other.
+    options = {"max_tokens": 1024} if current_heap().device.type == "cuda" and case.name == "local" else {}
+    with make_layer(case, rank, nodes, ranks_per_node, **options) as layer:
+        halves = _Halves(layer, case)
+        # What must work at all, then whatever comes; all ranks draw the same.
+        script = ["send", "receive", "send", "publish", "pull", "receive", "publish", "dispatch", "pull"]
+        for step in range(steps):
+            name = script[step] if step < len(script) else draw.choice(halves.possible())
+            assert name in halves.possible()
+            getattr(halves, name)()
+            if own.random() < 0.2:
+                time.sleep(0.003)  # ranks get out of step
+        halves.finish()
+        layer.check()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)
+def test_halves_in_any_order_equal_the_reference(run_ranks, backend, chaos_seed, nodes, ranks_per_node, case):
+    """Combines of earlier dispatches before a dispatch's hook, dispatches before a combine's hook, at random."""
+    if nodes > 1 and case.low_latency:
+        pytest.skip("low latency has one node")
+    if backend == "host" and (ranks_per_node > 2 or (nodes == 2 == ranks_per_node and case is not SMALL)):
+        pytest.skip("needs --backend nvshmem; four CPU ranks take one case")
+    steps = 80 if backend == "nvshmem" else 11 if chaos_seed is not None else 16
+    run_ranks(_any_order, nodes, ranks_per_node, case, steps, timeout_s=120)
+
+
+def _two_micro_batches(rank, nodes, ranks_per_node, case, rounds):
+    """While the rows of one micro-batch are under way the other computes."""
+    with make_layer(case, rank, nodes, ranks_per_node) as one, make_layer(case, rank, nodes, ranks_per_node) as two:
+        a, b = _Halves(one, case), _Halves(two, case)
+        a.send()
+        for _ in range(rounds):
+            b.send()
+            a.receive()
+            a.publish()
+            b.receive()
+            b.publish()
+            a.pull()
+            a.send()
+            b.pull()
+        a.finish()
+        b.finish()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
+def test_two_micro_batches_on_two_layers(run_ranks, backend, nodes, ranks_per_node):
+    """The decoder's schedule: every half of one layer lies between two of the other."""
+    if backend == "host" and ranks_per_node > 2:
+        pytest.skip("needs --backend nvshmem")
+    run_ranks(_two_micro_batches, nodes, ranks_per_node, LOW_LATENCY, 40 if backend == "nvshmem" else 2)
+
+
+def _refused(rank, nodes, ranks_per_node, case):
+    device = current_heap().device
+    layer = make_layer(case, rank, nodes, ranks_per_node)
+    halves = _Halves(layer, case)
+    x = torch.zeros(1, case.hidden, dtype=case.dtype, device=device)
+    idx = torch.zeros(1, case.topk, dtype=torch.int32, device=device)
+    halves.send()
+    _, (_, _, desc), hook = halves.sent
+    with pytest.raises(InputError, match=r"before the hook of dispatch number 1.*a layer of its own"):
+        layer.dispatch(x, idx)
+    with pytest.raises(InputError, match="whose hook has not been called: its rows are not there yet"):
+        layer.combine(torch.zeros(desc.num_recv_rows, case.hidden, dtype=case.dtype, device=device), desc)
+    halves.receive()
+    with pytest.raises(InputError, match="twice"):
+        hook()
+    halves.dispatch()
+    halves.publish()
+    with pytest.raises(InputError, match=r"before the hook of the combine before.*a layer of its own"):
+        halves.combine()
+    halves.dispatch()
+    hook = halves.published[-1]
+    halves.pull()
+    with pytest.raises(InputError, match="twice"):
+        hook()
+    for options, text in (
+        ({"return_recv_hook": True, "async_finish": True}, "Choose one"),
+        ({"previous_event": EPEvent.record()}, "is for async_finish=True"),
+        ({"previous_event": 1, "async_finish": True}, "must be an EPEvent, got int"),
+    ):
+        with pytest.raises(InputError, match=text):
+            layer.dispatch(x, idx, **options)  # on all ranks; the next call works
+        with pytest.raises(InputError, match=text):
+            start_combine(layer, halves.live[0], **options)
+    halves.send()
+    halves.publish()
+    layer.finalize()
+    for hook in (halves.sent[-1], halves.published[-1]):
+        with pytest.raises(FinalizedError):
+            hook()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("case", [HALVES[0], HALVES[2]], ids=lambda case: case.name)
+def test_what_would_overwrite_rows_is_refused(run_ranks, nodes, ranks_per_node, case):
+    """A second dispatch or combine before the hook, rows not there yet, a hook's second call, one after the end."""
+    run_ranks(_refused, nodes, ranks_per_node, case)
+
+
+def _growth_refused(rank, nodes, ranks_per_node):
+    few = replace(SMALL, tokens=(2,), drop=0.0)
+    many = replace(few, tokens=(24,), routing="one_expert", topk=2)
+    with make_layer(few, rank, nodes, ranks_per_node, max_tokens=24) as layer:
+        first = dispatch_and_check(layer, few, 0)
+        out, hook = start_combine(layer, first, return_recv_hook=True)
+        with pytest.raises(InputError, match="the hook of a combine is still to be called"):
+            dispatch_and_check(layer, many, 1)
+        hook()
+        check_sum(layer, first, out)
+        combine_and_check(layer, dispatch_and_check(layer, many, 2))
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
+def test_rows_that_others_still_read_are_not_given_up(run_ranks, nodes, ranks_per_node):
+    """An exact layer that would have to grow its combine buffer before a combine's hook raises, and works on."""
+    run_ranks(_growth_refused, nodes, ranks_per_node)
+
+
+def _late(rank, nodes, ranks_per_node, where):
+    layer = make_layer(LOW_LATENCY, rank, nodes, ranks_per_node, timeout_s=0.6)
+    done = dispatch_and_check(layer, LOW_LATENCY, 0)
+    dist.barrier()
+    if rank != 1:
+        halves = _Halves(layer, LOW_LATENCY)
+        halves.live.append(done)
+        getattr(halves, "send" if where == "dispatch" else "publish")()
+        hook = (halves.sent or halves.published)[-1]
+
+        def end():
+            hook()
+            layer.check()  # a GPU reports later
+
+        with pytest.raises(WaitTimeout, match=f"low-latency {where}.*missing rank 1;"):
+            end()
+    dist.barrier()
+    layer.context.failure = layer.context.failure or "the other ranks gave up"
+    layer.finalize()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("where", ["dispatch", "combine"])
+def test_a_hook_names_the_rank_that_did_not_send(run_ranks, nodes, ranks_per_node, where):
+    """The sending half waits for nobody; the hook raises what a plain call would."""
+    run_ranks(_late, nodes, ranks_per_node, where)
+
+
+def _on_comm_stream(rank, nodes, ranks_per_node, case, calls):
+    device = current_heap().device
+    on_gpu = device.type == "cuda"
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        assert (layer.comm_stream is not None) == on_gpu and layer.comm_stream is layer.comm_stream
+        for call in range(calls):
+            works = workloads(case, layer.config.world_size, call)
+            *results, event = start_dispatch(layer, case, works, async_finish=True)
+            assert isinstance(event, EPEvent) and (event.event is not None) == on_gpu
+            event.current_stream_wait()
+            done = check_dispatched(layer, case, works, *results)
+            if call % 2:
+                y = done.recv_x.clone()
+                ready = EPEvent.record()
+                out, event = layer.combine(y, done.desc, async_finish=True, previous_event=ready)
+                del y  # its memory must not be handed out before the combine has read it
+                torch.full_like(done.recv_x, float("nan"))
+                event.current_stream_wait()
+                assert torch.equal(out, layer.combine(done.recv_x, done.desc))
+            else:
+                out, event = start_combine(layer, done, async_finish=True)
+                event.current_stream_wait()
+                check_sum(layer, done, out)
+            combine_and_check(layer, dispatch_and_check(layer, case, call + 100))  # plain calls behind it
+        layer.check()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
+@pytest.mark.parametrize("case", [HALVES[1], HALVES[2]], ids=lambda case: case.name)
+def test_calls_on_a_stream_of_their_own(run_ranks, backend, nodes, ranks_per_node, case):
+    """Results are right behind the event, with plain calls in between. On the CPU the event is done at once."""
+    if backend == "host" and ranks_per_node > 2:
+        pytest.skip("needs --backend nvshmem")
+    run_ranks(_on_comm_stream, nodes, ranks_per_node, case, 20 if backend == "nvshmem" else 2)
+
+
+def _in_place(rank, nodes, ranks_per_node, case, calls):
+    """The same outputs, copied by combine and written where it would copy them."""
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        live = []
+        for call in range(calls):
+            live.append(dispatch_and_check(layer, case, call))
+            done = live[0] if call % 3 == 2 else live[-1]
+            y = expert_outputs(layer, done)
+            weights = done.recv_weights if case.combine_weights else None
+            copied, hook = layer.combine(y, done.desc, weights, return_recv_hook=True)
+            first = call < 2
+            time.sleep(0.02 * first * (rank == call))  # while this rank has not pulled, others must not write
+            hook()
+            rows = layer.combine_buffer(done.desc.num_recv_rows)
+            assert rows.shape == y.shape and rows.dtype == y.dtype and rows.is_contiguous()
+            rows.fill_(float("nan"))
+            time.sleep(0.04 * first)
+            rows.copy_(y)
+            if call % 2:
+                out, hook = layer.combine(rows, done.desc, weights, return_recv_hook=True)
+                hook()
+            else:
+                out = layer.combine(rows, done.desc, weights)
+            assert torch.equal(copied, out)
+            check_sum(layer, done, out)
+        layer.check()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("static", [False, True])
+def test_rows_written_into_the_combine_buffer_need_no_copy(run_ranks, backend, nodes, ranks_per_node, static):
+    """The same bits as by way of a copy, weighted or not, after earlier combines whose rows slow ranks still read."""
+    if backend == "host" and nodes * ranks_per_node > 2:
+        pytest.skip("needs --backend nvshmem")
+    case = replace(SMALL, static=static, combine_weights=static, alignment=8 if static else 1)
+    run_ranks(_in_place, nodes, ranks_per_node, case, 20 if backend == "nvshmem" else 3)
+
+
+def _no_buffer(rank, nodes, ranks_per_node):
+    few = replace(SMALL, tokens=(2,), drop=0.0)
+    with make_layer(few, rank, nodes, ranks_per_node, max_tokens=24) as layer:
+        first = dispatch_and_check(layer, few, 0)
+        y, num_rows = expert_outputs(layer, first), first.desc.num_recv_rows
+        rows = layer.combine_buffer(num_rows)
+        rows.copy_(y)
+        with pytest.raises(InputError, match="but combine_buffer has lent it"):
+            dispatch_and_check(layer, replace(few, tokens=(24,), routing="one_expert"), 1)
+        layer.combine(y, first.desc)  # takes the buffer back
+        with pytest.raises(InputError, match="Call combine_buffer again"):
+            layer.combine(rows, first.desc)
+        with pytest.raises(InputError, match=r"asked for 10\d+ rows, the layer has \d+"):
+            layer.combine_buffer(10**6)
+        _, hook = layer.combine(y, first.desc, return_recv_hook=True)
+        with pytest.raises(InputError, match="Call that hook first"):
+            layer.combine_buffer(num_rows)
+        hook()
+        layer.combine_buffer(num_rows).copy_(y)
+        combine_and_check(layer, first)
+    for case, option in ((replace(SMALL, local_combine=True), "enable_local_combine"), (LOW_LATENCY, "low_latency")):
+        with (
+            make_layer(case, rank, nodes, ranks_per_node) as layer,
+            pytest.raises(ConfigError, match=f"with {option}=True combine sums"),
+        ):
+            layer.combine_buffer(1)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
+def test_the_combine_buffer_is_lent_for_one_combine(run_ranks, nodes, ranks_per_node):
+    """Not while others read it or it would have to move, not twice, not where sums are stored."""
+    run_ranks(_no_buffer, nodes, ranks_per_node)
+
+
+class _Schedule:
+    """Two static layers that take turns: what a CUDA graph captures."""
+
+    def __init__(self, how, *arguments):
+        self.how = how
+        self.calls = [_StaticCall(*arguments) for _ in range(2)]
+        self.device = self.calls[0].device
+
+    def load(self, seed):
+        for index, call in enumerate(self.calls):
+            call.load(2 * seed + index)
+
+    def check(self):
+        for call in self.calls:
+            call.check()
+
+    def __call__(self):
+        options = {"async_finish" if self.how == "events" else "return_recv_hook": True}
+        ends = []
+        for call in self.calls:
+            *received, end = call.layer.dispatch(call.x, call.idx, call.weights, **options)
+            call.recv_x, call.recv_weights, call.desc = received
+            ends.append(end)
+        for index, call in enumerate(self.calls):
+            self._end(ends[index])
+            experts = row_experts(
+                call.desc.expert_offsets, call.recv_x.shape[0], call.rank * call.experts // call.world
+            )
+            y = apply_expert(call.recv_x, experts)
+            if self.how == "buffer":
+                y = call.layer.combine_buffer(y.shape[0]).copy_(y)
+            call.out, ends[index] = call.layer.combine(y, call.desc, **options)
+        for end in ends:
+            self._end(end)
+
+    @staticmethod
+    def _end(end):
+        end.current_stream_wait() if isinstance(end, EPEvent) else end()
+
+
+def _replays(rank, nodes, ranks_per_node, how, *sizes):
+    schedule = _Schedule(how, rank, nodes, ranks_per_node, *sizes)
+    one, two = (call.layer for call in schedule.calls)
+    with one, two:
+        schedule.load(0)
+        replay = _capture(schedule, schedule.device)
+        for seed in range(1, 4):
+            schedule.load(seed)
+            replay()
+            schedule.check()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("how", "low_latency", "tokens"),
+    [("hooks", True, 128), ("hooks", False, 128), ("hooks", False, 1024)]
+    + [("events", True, 128), ("events", False, 1024), ("buffer", False, 128)],
+)
+def test_a_graph_replays_halves_events_and_the_buffer(
+    run_ranks, backend, nodes, ranks_per_node, how, low_latency, tokens
+):
+    """Two layers in turn, captured once, are right for other inputs. On the CPU the schedule without the graph."""
+    sizes = (low_latency, tokens, 1024, 64)
+    if nodes > 1 and (low_latency or how == "events"):
+        pytest.skip("low latency has one node, and a stream changes nothing between nodes")
+    if backend == "host":
+        if nodes * ranks_per_node > 2 or tokens > 128 or (how == "hooks" and not low_latency):
+            pytest.skip("needs --backend nvshmem")
+        sizes = (low_latency, 6, 40, 16)
+    run_ranks(_replays, nodes, ranks_per_node, how, *sizes, timeout_s=120)
