@@ -346,12 +346,13 @@ class EPAll2AllLayer(DispatchSteps):
         self.context.finalize()
 
     def check(self) -> None:
-        """Wait for the stream and raise what the device reported since the last call; nothing if all is well.
+        """Wait for this stream and `comm_stream`, and raise what the device reported; nothing if all is well.
 
         Raises:
             WaitTimeout: an expired wait.
         """
         self.context.check_open()
+        self._comm.join()
         self.context.check_status()
 
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:

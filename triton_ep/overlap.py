@@ -163,6 +163,11 @@ class CommStream:
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         return self._stream
 
+    def join(self) -> None:
+        """Make the current stream wait for what this one has been given."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
     def run(
         self, call: Callable[[], _Result], arguments: tuple[object, ...], previous: EPEvent | None
     ) -> tuple[_Result, EPEvent]:
