@@ -152,6 +152,25 @@ def test_two_micro_batches_on_two_layers(run_ranks, backend, nodes, ranks_per_no
     run_ranks(_two_micro_batches, nodes, ranks_per_node, LOW_LATENCY, 40 if backend == "nvshmem" else 2)
 
 
+def _some_ranks(rank, nodes, ranks_per_node, case, calls):
+    options = {"max_tokens": 1024} if current_heap().device.type == "cuda" and not case.low_latency else {}
+    with make_layer(case, rank, nodes, ranks_per_node, **options) as layer:
+        halves = _Halves(layer, case)
+        for call in range(calls):
+            for steps, plain in (("send", "receive"), "dispatch"), (("publish", "pull"), "combine"):
+                for step in steps if (rank + call) % 2 else (plain,):
+                    getattr(halves, step)()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("case", HALVES[:3], ids=lambda case: case.name)
+def test_ranks_need_not_agree_on_hooks(run_ranks, backend, nodes, ranks_per_node, case):
+    """Halves on some ranks meet whole calls on others."""
+    if (nodes > 1 and case.low_latency) or (backend == "host" and nodes * ranks_per_node > 2):
+        pytest.skip("low latency has one node; needs --backend nvshmem")
+    run_ranks(_some_ranks, nodes, ranks_per_node, case, 20 if backend == "nvshmem" else 2)
+
+
 def _refused(rank, nodes, ranks_per_node, case):
     device = current_heap().device
     layer = make_layer(case, rank, nodes, ranks_per_node)
