@@ -51,7 +51,7 @@ class EPAll2AllLayer(DispatchSteps):
         enable_local_combine: combine sums the rows of a token on the expert's rank first, so one row per
             (token, rank) crosses a link, rounded to `dtype`; False: one rounding in all.
         use_aot: take kernels from the ahead-of-time library.
-        payload: None: rows travel as they are. "mxfp8": they are quantised on the way out, e4m3 with one e8m0
+        payload: None: rows travel as they are. "mxfp8": they are quantised before they leave, e4m3 with one e8m0
             scale per 32 values (RCEIL), and arrive as an `MXTensor`; combine stays in `dtype`.
         alignment: every expert's segment of received rows starts at a multiple of this many rows.
         capacity: None (exact): outputs are sized to what arrives and the host waits for the count.

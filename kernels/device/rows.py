@@ -5,7 +5,8 @@ because one program then has several independent accesses in flight, and because
 operation, not per element.
 
 What travels is a *payload* of opaque words, or a row quantised to MXFP8: `hidden` e4m3 bytes, then one e8m0
-scale byte per 32 of them, padded to 16 bytes. A row is quantised on its way out (QUANTISE) or by the caller (MX).
+scale byte per 32 of them, padded to 16 bytes. A low-latency push quantises rows itself (QUANTISE); other kernels
+get them quantised (MX).
 
 Arrival buffers of a rank: `stage_x` [capacity, row] holds one row per (token, rank); `stage_meta`
 [W * max_tokens, 2 * KP] int32 holds, for each of them, the output rows of its copies (-1 = none), then
