@@ -129,6 +129,9 @@ class DispatchSteps:
         """
         ctx, cfg = self.context, self.config
         if cfg.recv_capacity is not None:
+            # What is captured has not run, and may never do so.
+            capturing = ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            ctx.unread = None if capturing else placement
             return cfg.recv_capacity, ctx.sizes.arrival_rows
         report = ctx.read_back(placement[: 8 * cfg.world_size].view(-1, 8))
         checks.raise_for_ranks(cfg, report)

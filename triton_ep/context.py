@@ -49,6 +49,7 @@ class DispatchCombineContext:
         self.epoch = 0
         self.calls = OpenCalls()
         self.failure: str | None = None
+        self.unread: torch.Tensor | None = None  # placement of the latest static dispatch, which no host has looked at
         self._closed = False
         self._blocks: dict[str, SymmTensor] = {}
         self._offsets: dict[str, tuple[str, int]] = {}

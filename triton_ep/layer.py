@@ -192,8 +192,8 @@ class EPAll2AllLayer(DispatchSteps):
 
         Returns:
             recv_x [R, H] (with payload="mxfp8" an MXTensor), recv_weights [R] float32 or None, and the
-            descriptor. Rows are expert-major, inside
-            an expert by source rank, inside a source rank by (token, k). All three are owned by the caller.
+            descriptor. Rows are expert-major, inside an expert by source rank, inside a source rank by
+            (token, k). All three are owned by the caller.
             Then the hook (`RecvHook`) or the event (`EPEvent`), if asked for.
 
         Raises:
@@ -350,10 +350,16 @@ class EPAll2AllLayer(DispatchSteps):
 
         Raises:
             WaitTimeout: an expired wait.
+            InputError, PeerFailed: what the latest dispatch of a static layer would have raised on all ranks if it had
+                waited for them; not of a low-latency layer, and not if it was captured in a CUDA graph.
         """
-        self.context.check_open()
+        ctx = self.context
+        ctx.check_open()
         self._comm.join()
-        self.context.check_status()
+        ctx.check_status()
+        unread, ctx.unread = ctx.unread, None
+        if unread is not None:
+            checks.raise_for_ranks(self.config, unread[: 8 * self.config.world_size].view(-1, 8).tolist())
 
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
         """Barrier on `stream` over all ranks, or over those of this node (`BarrierAllContext.barrier_all`)."""

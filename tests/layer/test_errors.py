@@ -99,6 +99,28 @@ def test_an_illegal_expert_id_names_the_token_on_every_rank(run_ranks, nodes, ra
         assert "exp_indices[3, 1] of rank 2" in text and "0 to 7" in text
 
 
+def _bad_id_of_a_static_layer(rank, nodes, ranks_per_node):
+    with make_layer(replace(CASE, static=True), rank, nodes, ranks_per_node) as layer:
+        x, idx, weights = _inputs(rank)
+        if rank == 2:
+            idx[3, 1] = 9
+        _, _, desc = layer.dispatch(x, idx, weights)
+        caught = _caught(layer.check, InputError)
+        layer.check()  # said once
+        if rank == 2:
+            assert int(desc.topk_indices_tensor[3, 1]) == -1
+        layer.dispatch(*_inputs(rank))
+        layer.check()
+    return caught
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES[:1])
+def test_a_static_layer_reports_an_illegal_id_when_asked(run_ranks, nodes, ranks_per_node):
+    """Nobody waits for it in the call: the entry is dropped."""
+    for _, text in run_ranks(_bad_id_of_a_static_layer, nodes, ranks_per_node):
+        assert "exp_indices[3, 1] of rank 2" in text and "0 to 7" in text
+
+
 def _bad_scatter(rank, nodes, ranks_per_node, same):
     with make_layer(CASE, rank, nodes, ranks_per_node) as layer:
         x, idx, weights = _inputs(rank)
