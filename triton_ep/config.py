@@ -141,7 +141,7 @@ class EPConfig:
     @property
     def num_nodes(self) -> int:
         """Number of nodes."""
-        return self.topology.num_nodes
+        return self.world_size // self.local_world_size
 
     @property
     def topology(self) -> Topology:

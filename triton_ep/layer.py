@@ -191,10 +191,9 @@ class EPAll2AllLayer(DispatchSteps):
             previous_event: with async_finish, what to wait for in place of the current stream.
 
         Returns:
-            recv_x [R, H] (with payload="mxfp8" an MXTensor), recv_weights [R] float32 or None, and the
-            descriptor. Rows are expert-major, inside an expert by source rank, inside a source rank by
-            (token, k). All three are owned by the caller.
-            Then the hook (`RecvHook`) or the event (`EPEvent`), if asked for.
+            recv_x [R, H] (with payload="mxfp8" an MXTensor), recv_weights [R] float32 or None, and the descriptor.
+            Rows are expert-major, inside an expert by source rank, inside a source rank by (token, k). All three are
+            owned by the caller. Then the hook (`RecvHook`) or the event (`EPEvent`), if asked for.
 
         Raises:
             InputError: an argument does not fit, on the rank that got it; an id out of range, or weights on
@@ -350,8 +349,8 @@ class EPAll2AllLayer(DispatchSteps):
 
         Raises:
             WaitTimeout: an expired wait.
-            InputError, PeerFailed: what the latest dispatch of a static layer would have raised on all ranks if it had
-                waited for them; not of a low-latency layer, and not if it was captured in a CUDA graph.
+            InputError, PeerFailed: what the latest dispatch would have raised on all ranks had it waited for them; of
+                static layers that are not of low latency, outside of CUDA graphs.
         """
         ctx = self.context
         ctx.check_open()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -70,7 +71,7 @@ class Sizes:
         """Top-k rounded up to a power of two."""
         return next_power_of_2(self.config.topk)
 
-    @property
+    @cached_property
     def num_columns(self) -> int:
         """Counts in a splits row: experts, ranks, nodes."""
         return self.config.num_experts + self.config.world_size + self.config.num_nodes
@@ -80,7 +81,7 @@ class Sizes:
         """int32 words of a splits row: counts padded to 4, then 4 words of tail."""
         return _fours(self.num_columns) + 4
 
-    @property
+    @cached_property
     def placement_length(self) -> int:
         """int32 words of a dispatch's `placement`."""
         c = self.config
