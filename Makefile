@@ -13,7 +13,7 @@ CPU := not gpu and not multi_gpu
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # Two processes of tests, whose ranks wait for each other often enough to leave room for another's; where there is
 # no pytest-xdist, beside another environment's torch, one.
-PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist loadgroup" * bool(u.find_spec("xdist")))')
+PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist loadfile" * bool(u.find_spec("xdist")))')
 SOURCES := triton_ep kernels aot tests examples
 
 .DEFAULT_GOAL := help

@@ -21,8 +21,6 @@ from triton_ep.errors import HeapError
 from triton_ep.heap.bitcode import find_bitcode
 from triton_ep.kernels.spec import SPECS
 
-pytestmark = pytest.mark.xdist_group("gate")  # what one process compiled, all tests look at
-
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = (90, 100)
 KERNELS = [spec.name for spec in SPECS]

@@ -198,7 +198,7 @@ def test_kernels_come_out_as_with_the_whole_bitcode(real: Path, tmp_path: Path) 
     for number, path in enumerate((real, pruned)):
         done = subprocess.run(
             [sys.executable, "-m", "tests.gate.compile_specs", "--arch=90", "--jobs=1"]
-            + ["--kernel=splits_kernel", f"--bitcode={path}"],
+            + ["--kernel=combine_partial_kernel", f"--bitcode={path}"],
             cwd=ROOT,
             env=environment | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / str(number))},
             capture_output=True,
