@@ -11,7 +11,7 @@ import torch
 from triton_ep import checks
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
-from triton_ep.errors import InputError, PeerFailed
+from triton_ep.errors import InputError, PeerFailed, StaleHandleError
 from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
@@ -35,10 +35,52 @@ class DispatchSteps:
     config: EPConfig
     context: DispatchCombineContext
 
+    def dispatch_again(
+        self, input: torch.Tensor | MXTensor, layout_desc: EPAllToAllLayoutDesc, weight: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | MXTensor, torch.Tensor | None]:
+        """Send other rows by the routing of an earlier dispatch. Collective; nothing waits for the host, in exact mode
+        either: how many rows arrive is known.
+
+        Args:
+            input: [T, H] as in `dispatch`, with the T of `layout_desc`.
+            layout_desc: of the same earlier dispatch of this layer on all ranks, any that is still held.
+            weight: [T, K] float32; on all ranks or on none.
+
+        Returns:
+            recv_x [R, H] and recv_weights [R] or None, in the rows that `layout_desc` describes, which serves their
+            combine as well.
+
+        Raises:
+            InputError: an argument does not fit; a dispatch with `full_scatter_indices`, whose order is not kept. On
+                the rank that got it only; what the others learn, `check` tells them, as in static mode.
+            StaleHandleError: the descriptor is not of this layer.
+            WaitTimeout: a rank did not come within `timeout_s`.
+        """
+        ctx = self.context
+        ctx.check_open()
+        ctx.poll_status()
+        ctx.calls.check_dispatch()
+        try:
+            checks.check_again(self.config, ctx.device, ctx.layer_id, input, layout_desc, weight)
+        except (InputError, StaleHandleError):
+            self._reject(again=True)
+            raise
+        arguments = (input, layout_desc.topk_indices_tensor, weight, None)
+        (recv_x, recv_weights, _), _ = self._checked_dispatch(
+            arguments, (False, False, None), layout_desc.num_recv_rows
+        )
+        return recv_x, recv_weights
+
     def _checked_dispatch(
-        self, arguments: tuple[Any, Any, Any, Any], overlap: tuple[bool, bool, EPEvent | None]
+        self,
+        arguments: tuple[Any, Any, Any, Any],
+        overlap: tuple[bool, bool, EPEvent | None],
+        known_rows: int | None = None,
     ) -> tuple[Received, Callable[[], None]]:
-        """What `dispatch` returns, and its receiving half, which has been launched unless a hook was asked for."""
+        """What `dispatch` returns, and its receiving half, which has been launched unless a hook was asked for.
+
+        known_rows: rows that arrive, where an earlier dispatch with the same ids has told.
+        """
         x, topk_idx, weights, scatter = arguments
         try:
             checks.check_overlap(*overlap)
@@ -49,7 +91,9 @@ class DispatchSteps:
         rows = dispatch_ops.Rows(x)
         if isinstance(x, MXTensor):
             rows = dispatch_ops.Rows(x.qdata, x.scale.view(torch.uint8))
-        recv, recv_weights, desc, receive = self._dispatch(rows, topk_idx, weights, scatter, 0, split=overlap[0])
+        recv, recv_weights, desc, receive = self._dispatch(
+            rows, topk_idx, weights, scatter, 0, split=overlap[0], known_rows=known_rows
+        )
         if recv.scale is None:
             return (recv.data, recv_weights, desc), receive
         scale = recv.scale.view(torch.float8_e8m0fnu)
@@ -64,6 +108,7 @@ class DispatchSteps:
         scatter: torch.Tensor | None,
         host_word: int,
         split: bool = False,
+        known_rows: int | None = None,
     ) -> tuple[dispatch_ops.Rows, torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
         """Rows, weights and descriptor of a dispatch, and its receiving half.
 
@@ -80,7 +125,7 @@ class DispatchSteps:
         given, x = x, dispatch_ops.quantize(ctx, x)
         routing, placement = self.preprocess(topk_idx, scatter, host_word | (HOST_WEIGHTS if has_weights else 0))
         ctx.epoch += 1
-        num_rows, num_arrivals = self.init_output_buffer(placement)
+        num_rows, num_arrivals = self.init_output_buffer(placement, known_rows)
         routing_ops.place(ctx, routing, placement, weights, scatter)
         received = dispatch_ops.make_received(ctx, num_rows, num_arrivals, has_weights)
         forward = dispatch_ops.make_forward(ctx)
@@ -121,32 +166,40 @@ class DispatchSteps:
         routing = routing_ops.count(ctx, topk_idx)
         return routing, splits_ops.exchange(ctx, routing, host_word, bad_scatter)
 
-    def init_output_buffer(self, placement: torch.Tensor) -> tuple[int, int]:
+    def init_output_buffer(self, placement: torch.Tensor, known_rows: int | None = None) -> tuple[int, int]:
         """Rows of this rank's output and arrival rows to expect; in exact mode read from the device.
 
         In exact mode this is where errors of any rank surface on all, before any row is sent, and where
-        buffers grow, by the same numbers on all ranks.
+        buffers grow, by the same numbers on all ranks. With known_rows buffers are large enough, and errors are left
+        to `check`, as in static mode; -1: known to the other ranks only.
         """
         ctx, cfg = self.context, self.config
-        if cfg.recv_capacity is not None:
+        if cfg.recv_capacity is not None or known_rows is not None:
             # What is captured has not run, and may never do so.
             capturing = ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             ctx.unread = None if capturing else placement
-            return cfg.recv_capacity, ctx.sizes.arrival_rows
+            num_rows = known_rows if cfg.recv_capacity is None else cfg.recv_capacity
+            if num_rows is not None and num_rows >= 0:
+                return num_rows, ctx.sizes.arrival_rows
         report = ctx.read_back(placement[: 8 * cfg.world_size].view(-1, 8))
+        if known_rows is not None:
+            return report[cfg.rank][0], ctx.sizes.arrival_rows
         checks.raise_for_ranks(cfg, report)
         arrivals = max(row[1] for row in report)
         rows = arrivals if cfg.enable_local_combine else max(row[0] for row in report)
         ctx.grow(arrivals, rows)
         return report[cfg.rank][0], report[cfg.rank][1]
 
-    def _reject(self) -> None:
-        """Tell the other ranks that this one's arguments were refused, and keep its epochs in step."""
+    def _reject(self, again: bool = False) -> None:
+        """Tell the other ranks that this one's arguments were refused, and keep its epochs in step.
+
+        again: the others send rows, and wait for this one's, whatever they are told.
+        """
         cfg = self.config
         x = torch.empty(0, cfg.hidden, dtype=cfg.token_dtype, device=self.context.device)
         idx = torch.empty(0, cfg.topk, dtype=torch.int32, device=self.context.device)
         try:
-            self._dispatch(dispatch_ops.Rows(x), idx, None, None, HOST_REJECTED)
+            self._dispatch(dispatch_ops.Rows(x), idx, None, None, HOST_REJECTED, known_rows=-1 if again else None)
         except PeerFailed:
             # This rank's own rejection, seen in the exchange: the caller raises what caused it.
             return

@@ -50,12 +50,16 @@ def check_dispatch(
     topk_idx: Any,
     weights: Any,
     scatter: Any,
+    known_tokens: int | None = None,
 ) -> None:
-    """Raise InputError unless the arguments of `EPAll2AllLayer.dispatch` fit the layer."""
+    """Raise InputError unless the arguments of `EPAll2AllLayer.dispatch` fit the layer.
+
+    known_tokens: T, where the routing is given by an earlier dispatch.
+    """
     if isinstance(x, MXTensor):
         _check_mx(cfg, device, x)
     else:
-        _check_tensor(device, "input", x, (None, cfg.hidden), (cfg.token_dtype,))
+        _check_tensor(device, "input", x, (known_tokens, cfg.hidden), (cfg.token_dtype,))
     num_tokens = x.shape[0]
     if num_tokens > cfg.max_tokens:
         raise InputError(
@@ -117,16 +121,36 @@ def check_combine(cfg: EPConfig, device: torch.device, layer_id: int, y: Any, de
         InputError: a tensor does not fit.
         StaleHandleError: the descriptor is not of this layer.
     """
-    if not isinstance(desc, EPAllToAllLayoutDesc):
-        raise InputError(f"combine needs the descriptor that dispatch returned, got {type(desc).__name__}.")
-    if desc.layer_id != layer_id:
-        raise StaleHandleError(
-            "combine got a descriptor of another layer, or of one that was finalized. Pass the one that this "
-            "layer's dispatch returned."
-        )
+    _check_descriptor("combine", layer_id, desc)
     _check_tensor(device, "input", y, (desc.num_recv_rows, cfg.hidden), (cfg.token_dtype,))
     if weights is not None:
         _check_tensor(device, "weights", weights, (desc.num_recv_rows,), (torch.float32,))
+
+
+def check_again(cfg: EPConfig, device: torch.device, layer_id: int, x: Any, desc: Any, weights: Any) -> None:
+    """Raise unless the arguments of `dispatch_again` fit the layer.
+
+    Raises:
+        InputError: a tensor does not fit, or the order of the descriptor's rows is not kept.
+        StaleHandleError: the descriptor is not of this layer.
+    """
+    _check_descriptor("dispatch_again", layer_id, desc)
+    if desc.full_scatter:
+        raise InputError(
+            "dispatch_again got a descriptor of a dispatch with full_scatter_indices, whose order of rows is not kept. "
+            "Call dispatch with the same indices."
+        )
+    check_dispatch(cfg, device, x, desc.topk_indices_tensor, weights, None, desc.num_dispatch_token_cur_rank)
+
+
+def _check_descriptor(call: str, layer_id: int, desc: Any) -> None:
+    if not isinstance(desc, EPAllToAllLayoutDesc):
+        raise InputError(f"{call} needs the descriptor that dispatch returned, got {type(desc).__name__}.")
+    if desc.layer_id != layer_id:
+        raise StaleHandleError(
+            f"{call} got a descriptor of another layer, or of one that was finalized. Pass the one that this "
+            "layer's dispatch returned."
+        )
 
 
 def _check_mx(cfg: EPConfig, device: torch.device, x: MXTensor) -> None:
