@@ -24,7 +24,7 @@ def _check_again(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None
         ctx.read_back = lambda report: read_backs.append(1) or read_back(report)
         first, second = workloads(case, world_size, 0), workloads(case, world_size, len(case.tokens))
         x, weights = second[rank].x.to(device), second[rank].topk_weights.to(device)
-        assert x.shape == first[rank].x.shape and not torch.equal(x, first[rank].x.to(device)) or not x.numel()
+        assert (x.shape == first[rank].x.shape and not torch.equal(x, first[rank].x.to(device))) or not x.numel()
         _, _, desc = start_dispatch(layer, case, first)
         want_x, want_weights, other = layer.dispatch(x, desc.topk_indices_tensor, weights)
         layer.dispatch(x, torch.full_like(desc.topk_indices_tensor, -1))  # routing of another call comes in between
