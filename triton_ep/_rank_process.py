@@ -3,8 +3,9 @@
 `RankPool` in _rank_pool.py hands functions to ranks and gathers what they return. Here are the rank's side
  (`_rank_main` joins the job and runs what it is handed), the fork server, and the handles on both.
 
-    host      Ranks are forked by a fork server, which has imported torch and triton_ep once: a pool of four
-              starts in about 0.2 s. The server is single-threaded when it forks.
+    host      Ranks are forked by a fork server, which has imported torch and triton_ep and translated the
+              kernels for the interpreter, once for all: a pool of four starts in about 0.2 s. The server is
+              single-threaded when it forks.
     nvshmem   Ranks are fresh processes, for a process that has touched CUDA cannot be forked.
 
 Every process holds a pidfd of the caller and ends when the caller does, however that died.
@@ -33,7 +34,8 @@ from triton_ep.errors import EPError
 
 START_TIMEOUT_S = {"host": 60.0, "nvshmem": 240.0}
 CASE_TIMEOUT_S = {"host": 60.0, "nvshmem": 240.0}  # the first case of an nvshmem pool compiles kernels
-PRELOAD = ("torch", "triton_ep.runtime", "triton_ep.distributed", "triton_ep.layer")
+# torch.testing.assert_close imports torch.distributed.tensor, which takes a second: once here, not once per rank.
+PRELOAD = ("torch", "torch.distributed.tensor", "triton_ep.runtime", "triton_ep.distributed", "triton_ep.layer")
 
 
 class RankError(EPError, RuntimeError):
@@ -148,14 +150,17 @@ def _rank_main(case_fd: int, stack_fd: int, owner_fd: int, job: dict[str, Any]) 
 
 
 def _serve(control_fd: int, owner_fd: int, preload: Sequence[str]) -> NoReturn:
-    """Import `preload` once, then fork a rank per request until the caller is gone."""
+    """Import `preload` and translate the kernels once, then fork a rank per request until the caller is gone."""
     control = socket.socket(fileno=control_fd)
     try:
         for name in preload:
             importlib.import_module(name)
         import torch
 
+        from triton_ep.interpreter import translate_kernels
+
         torch.set_num_threads(1)  # a forked child has no use for threads of its parent's pools
+        translate_kernels()
     except BaseException:
         control.send(pickle.dumps(("failed", traceback.format_exc())))
         os._exit(1)

@@ -18,6 +18,7 @@ __all__ = [
     "self_test",
     "set_chaos",
     "set_wait_hook",
+    "translate_kernels",
     "unregister_heap",
 ]
 
@@ -63,6 +64,21 @@ def self_test() -> None:
     from . import selftest
 
     selftest.run()
+
+
+def translate_kernels() -> None:
+    """Do now what the interpreter does at the first call of a kernel: translate its source.
+
+    For a process that is to be forked: its children share the result. Takes some milliseconds per function.
+
+    Raises:
+        EPError: `install` has not been called.
+    """
+    if not _applied:
+        raise EPError("the interpreter's fix-ups are not installed; call triton_ep.interpreter.install().")
+    from . import speed
+
+    speed.translate_kernels()
 
 
 def set_chaos(seed: int | None) -> None:

@@ -7,6 +7,7 @@ the check is off, and tables and shapes are kept.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -23,6 +24,15 @@ def apply() -> None:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._patch_lang = _LanguagePatch(interpreter._patch_lang)
     _keep_shapes()
+
+
+def translate_kernels() -> None:
+    """Rewrite the functions of all kernel modules that are loaded, which Triton else does at their first call."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("triton_ep.kernels."):
+            for value in list(vars(module).values()):  # rewriting adds names to the module
+                if isinstance(value, interpreter.InterpretedFunction):
+                    value.rewrite()
 
 
 def _keep_shapes() -> None:
