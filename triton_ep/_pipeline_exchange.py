@@ -141,7 +141,7 @@ def _exchange(rows: torch.Tensor, outputs: list[int], inputs: list[int], name: s
     parts = [_start(part.view(torch.uint8), outputs, inputs, name) for part in (rows.qdata, rows.scale)]
     data, scale = map(_finish, parts)
     return MXTensor.from_qdata_and_scales(
-        data.view(rows.elem_dtype), scale, rows.orig_dtype, block_size=rows.block_size
+        data, scale, rows.orig_dtype, block_size=rows.block_size, elem_dtype=rows.elem_dtype
     )
 
 

@@ -218,7 +218,7 @@ def _take(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         places = _places(indices, rows.shape[0])
         data, scale = (_take_bytes(part.view(torch.uint8), places) for part in (rows.qdata, rows.scale))
         return MXTensor.from_qdata_and_scales(
-            data.view(rows.elem_dtype), scale, rows.orig_dtype, block_size=rows.block_size
+            data, scale, rows.orig_dtype, block_size=rows.block_size, elem_dtype=rows.elem_dtype
         )
     return F.pad(rows, (0, 0, 0, 1)).index_select(0, _places(indices, rows.shape[0]))
 

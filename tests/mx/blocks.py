@@ -6,6 +6,7 @@ bit tricks, no cast of torch.
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 
@@ -16,23 +17,39 @@ DEVICE = "cpu" if INTERPRETING else "cuda"
 
 BLOCK = 32
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+"""Elements of MXFP8."""
+NARROW = {"e2m3": "fp6_e2m3", "e3m2": "fp6_e3m2", "e2m1": "fp4_e2m1"}
+"""The other MX elements, one per byte."""
+PACKED = torch.float4_e2m1fn_x2
+EVERY: dict[str, Any] = {**ELEMENTS, **NARROW, "e2m1_x2": PACKED}
+"""All that MXTensor knows, by the names of its formats."""
 MODES = ("rceil", "floor", "ceil", "even")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Format:
-    """A small binary float: mantissa bits, exponent of the smallest normal number, largest value."""
+    """A small binary float: mantissa bits, exponent of the smallest normal number, largest value, bits, its NaN."""
 
     mbits: int
     min_exponent: int
     largest: Fraction
+    bits: int = 8
+    nan: int = 0x7F
 
 
 E4M3 = Format(3, -6, Fraction(448))
 E5M2 = Format(2, -14, Fraction(57344))
 FP32 = Format(23, -126, Fraction(2**24 - 1) * 2**104)
-FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+E2M1 = Format(1, 0, Fraction(6), 4, 0x7)
+FORMATS = {
+    "e4m3": E4M3,
+    "e5m2": E5M2,
+    "e2m3": Format(3, 0, Fraction(15, 2), 6, 0x1F),
+    "e3m2": Format(2, -2, Fraction(28), 6, 0x1F),
+    "e2m1": E2M1,
+    "e2m1_x2": E2M1,
+}
 
 
 def floor_log2(value: Fraction) -> int:
@@ -72,7 +89,7 @@ def element_bits(value: Fraction, negative: bool, fmt: Format) -> int:
     # Subnormal numbers have exponent field 0 and no leading 1; from there on, bits count up with the value.
     field = (p + fmt.mbits - fmt.min_exponent + 1) if n >= 1 << fmt.mbits else 0
     mantissa = n - (1 << fmt.mbits) if field else n
-    return (0x80 if negative else 0) | field << fmt.mbits | mantissa
+    return negative << (fmt.bits - 1) | field << fmt.mbits | mantissa
 
 
 def scale_byte(amax: Fraction, fmt: Format, mode: str) -> int:
@@ -100,12 +117,12 @@ def model_block(values: torch.Tensor, elem: str, mode: str) -> tuple[int, list[i
     """Scale byte and element bits of one block [n], by the rules."""
     fmt = FORMATS[elem]
     if not values.isfinite().all():
-        return 255, [0x7F] * len(values)
+        return 255, [fmt.nan] * len(values)
     exact = [abs(Fraction(value)) for value in values.double().tolist()]
     negative = values.double().signbit().tolist()
     scale = scale_byte(max(exact), fmt, mode)
     if scale == 255:
-        return 255, [0x7F] * len(values)
+        return 255, [fmt.nan] * len(values)
     factor = Fraction(2) ** (127 - scale)
     return scale, [element_bits(value * factor, sign, fmt) for value, sign in zip(exact, negative, strict=True)]
 
@@ -116,7 +133,8 @@ def from_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 # Mantissas of float32 where a rule changes its mind, and their neighbours: powers of two, 1.75 (the largest
-# elements), the points from which EVEN rounds up to the next power of two, the middle of subnormal numbers.
+# elements of fp8 and e3m2), 1.875 (e2m3) and 1.5 (e2m1), the points from which EVEN rounds up to the next power of two,
+# the middle of subnormal numbers.
 _EDGES = (0, 0x400000, 0x600000, 0x780000, 0x700000, 0x7FFFFF)
 _MANTISSAS = sorted({(edge + delta) & 0x7FFFFF for edge in _EDGES for delta in (-2, -1, 0, 1, 2)})
 # The same for the dtypes of 16 bits, whose lowest bit is bit 16 (bf16) or 13 (fp16) of a float32.
@@ -146,13 +164,26 @@ def every_exponent() -> torch.Tensor:
     return _with_tail((exponents[:, None] | mantissas[None, :]).flatten())
 
 
+def code_values(elem: str) -> torch.Tensor:
+    """[2**bits] float32 values of all codes of a format, by the definition of a small float; NaN where it has one."""
+    fmt = FORMATS[elem]
+    if fmt.bits == 8:
+        return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(ELEMENTS[elem]).float()
+    positive = []
+    for code in range(1 << (fmt.bits - 1)):
+        field, mantissa = divmod(code, 1 << fmt.mbits)
+        leading = Fraction(mantissa, 1 << fmt.mbits) + (field > 0)
+        positive.append(float(leading * Fraction(2) ** (fmt.min_exponent + max(field - 1, 0))))
+    return torch.tensor(positive + [-value for value in positive])
+
+
 def every_tie(elem: str) -> torch.Tensor:
     """[n, 32] float32: every element of a format, the middle to the next one, and the neighbours of both.
 
     One value of each block is the largest element, so that the scale is 1 (CEIL: 1 or 2).
     """
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(ELEMENTS[elem]).float()
-    values = codes[codes.isfinite()].unique()  # sorted
+    values = code_values(elem)
+    values = values[values.isfinite()].unique()  # sorted
     points = torch.cat([values, (values[:-1] + values[1:]) / 2])
     points = torch.cat([points, points.nextafter(torch.tensor(torch.inf)), points.nextafter(torch.tensor(-torch.inf))])
     points = points[points.abs() <= float(FORMATS[elem].largest)]
@@ -197,6 +228,12 @@ def random_bits(count: int, dtype: torch.dtype, seed: int, device: torch.device 
     exponent = (integers(0, 255, half, 1) - integers(0, 20, half, BLOCK)).clamp(min=0)
     tame = from_bits(integers(0, 2, half, BLOCK) << 31 | exponent << 23 | integers(0, 1 << 23, half, BLOCK))
     return torch.cat([wild, tame]).to(dtype)
+
+
+def codes_of(qdata: torch.Tensor, elem: str) -> torch.Tensor:
+    """Codes, uint8, one per byte, of stored elements."""
+    stored = qdata.view(torch.uint8)
+    return torch.stack((stored % 16, stored // 16), -1).flatten(-2) if elem == "e2m1_x2" else stored
 
 
 def assert_same_bytes(got: torch.Tensor, want: torch.Tensor, what: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import triton_ep
-from tests.mx.blocks import DEVICE, DTYPES, ELEMENTS, MODES, assert_same_bytes, structured
+from tests.mx.blocks import DEVICE, DTYPES, ELEMENTS, EVERY, MODES, assert_same_bytes, structured
 from triton_ep import MXTensor
 from triton_ep.errors import InputError
 from triton_ep.reference import mxfp8 as reference
@@ -33,6 +33,7 @@ def _assert_is(result: Any, expected: torch.Tensor) -> None:
     """An MXTensor that stands for exactly these values, with scales of the right shape."""
     assert isinstance(result, MXTensor)
     assert (result.shape, result.dtype, result.device) == (expected.shape, expected.dtype, expected.device)
+    assert result.is_contiguous() == expected.is_contiguous() == result.qdata.is_contiguous()
     shape = list(result.shape)
     shape[result.block_dim] //= result.block_size
     assert list(result.scale.shape) == shape
@@ -83,6 +84,8 @@ MOVES = {
     "reshape": lambda x: x.reshape(2, 5, 2, 128),
     "reshape_of_transposed_rows": lambda x: x.transpose(0, 1).reshape(-1, 128),
     "flatten": lambda x: x.flatten(0, 1),
+    "view_of_whole_blocks": lambda x: x.view(2, 20, 64),
+    "flatten_blocks": lambda x: x.flatten(),
     "unflatten": lambda x: x.unflatten(1, (5, 2)),
     "unsqueeze_first": lambda x: x.unsqueeze(0),
     "unsqueeze_middle": lambda x: x[:, None],
@@ -112,11 +115,11 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("elem", ELEMENTS)
+@pytest.mark.parametrize("elem", EVERY)
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_moves_keep_the_format(move: Any, elem: str) -> None:
     """The same rows as of the dequantised tensor, bit for bit, and still an MXTensor."""
-    mx = MXTensor.to_mx(_x(2, 10, 128), ELEMENTS[elem])
+    mx = MXTensor.to_mx(_x(2, 10, 128), EVERY[elem])
     _assert_is(move(mx), move(mx.dequantize()))
 
 
@@ -148,7 +151,7 @@ def test_sums_and_products_are_those_of_the_values(compute: Any) -> None:
 
 REFUSED = {
     "relu": torch.relu,
-    "view_across_blocks": lambda x: x.view(20, 64),
+    "view_across_blocks": lambda x: x.view(80, 16),
     "column": operator.itemgetter((slice(None), 3)),
     "part_of_a_block": lambda x: x[:, 1:33],
     "every_other_column": lambda x: x[:, ::2],
@@ -177,6 +180,9 @@ def test_anything_else_is_refused(operation: Any) -> None:
     ("make", "text"),
     [
         (lambda x: MXTensor.to_mx(x[:, :40]), "multiple of block_size, 32"),
+        (lambda x: MXTensor.to_mx(x, block_dim=0), r"dimension -2 must be a multiple of block_size, 32"),
+        (lambda x: MXTensor.to_mx(x, block_dim=2), "block_dim is 2; x has 2 dimensions"),
+        (lambda x: MXTensor.to_mx(x, torch.float4_e2m1fn_x2, 1), "an even number"),
         (lambda x: MXTensor.to_mx(x.double()), "float64"),
         (lambda x: MXTensor.to_mx(x, torch.uint8), "elem_dtype is torch.uint8"),
         (lambda x: MXTensor.to_mx(x, scaling_mode="nearest"), "nearest"),
@@ -236,10 +242,10 @@ def test_new_tensors_are_plain() -> None:
     assert mx.new_empty(3, dtype=torch.int32).dtype == torch.int32
 
 
-@pytest.mark.parametrize("elem", ELEMENTS)
+@pytest.mark.parametrize("elem", EVERY)
 def test_pickles_and_saves(elem: str) -> None:
     """pickle, deepcopy, torch.save and its weights_only load, transposed or not."""
-    mx = MXTensor.to_mx(_x(10, 128), ELEMENTS[elem]).t()
+    mx = MXTensor.to_mx(_x(10, 128), EVERY[elem]).t()
     buffer = io.BytesIO()
     torch.save({"weight": mx}, buffer)
     buffer.seek(0)

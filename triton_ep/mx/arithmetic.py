@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from triton_ep.mx.formats import ElemFormat, ScalingMode
+from triton_ep.mx.formats import ElemFormat, ScalingMode, elem_format
 
 _INF = 0x7F800000
 _MANTISSA = 0x007FFFFF
@@ -41,28 +41,81 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 255, _NAN, bits).to(torch.int32).view(torch.float32)
 
 
+def encode(values: torch.Tensor, fmt: ElemFormat) -> torch.Tensor:
+    """Codes uint8, one per byte, of float32 values: nearest element, ties to even, saturating.
+
+    A NaN gives any code of fp6 and fp4, which have none for it.
+    """
+    if fmt.bits == 8:
+        # torch before 2.13 does not saturate; a NaN passes clamp.
+        return values.clamp(-fmt.max_pos, fmt.max_pos).to(fmt.storage).view(torch.uint8)
+    magnitude = values.abs().clamp(max=fmt.max_pos)
+    bits, shift = magnitude.view(torch.int32), 23 - fmt.mbits
+    # The mantissa's low bits are rounded away; a carry runs on into the exponent, as it should.
+    rounded = bits + ((1 << (shift - 1)) - 1) + ((bits >> shift) & 1)
+    normal = (rounded >> shift) - ((126 + fmt.min_exponent) << fmt.mbits)
+    # Below the normal range the step is fixed: that of the float32 numbers from 2**unit on, so that a sum rounds to it.
+    unit = fmt.min_exponent - fmt.mbits + 23
+    subnormal = (magnitude + 2.0**unit).view(torch.int32) - ((127 + unit) << 23)
+    code = torch.where(magnitude >= 2.0**fmt.min_exponent, normal, subnormal)
+    sign = (values.view(torch.int32) >> 31) & (1 << (fmt.bits - 1))
+    return (code | sign).to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, fmt: ElemFormat) -> torch.Tensor:
+    """Float32 values of codes, uint8, one per byte; bits that are not an element's are not looked at."""
+    if fmt.bits == 8:
+        return codes.view(fmt.storage).float()
+    wide = codes.to(torch.int32)
+    magnitude = wide & ((1 << (fmt.bits - 1)) - 1)
+    normal = (magnitude + ((126 + fmt.min_exponent) << fmt.mbits)) << (23 - fmt.mbits)
+    subnormal = magnitude.float() * 2.0 ** (fmt.min_exponent - fmt.mbits)
+    value = torch.where(magnitude >> fmt.mbits > 0, normal.view(torch.float32), subnormal)
+    return torch.where((wide >> (fmt.bits - 1)) & 1 > 0, -value, value)
+
+
+def pack(codes: torch.Tensor, fmt: ElemFormat) -> torch.Tensor:
+    """Codes [..., n] uint8 as elements are stored: [..., n / per_byte] of the format's storage dtype."""
+    if fmt.per_byte == 2:
+        return codes[..., ::2] | codes[..., 1::2] << 4
+    return codes.view(fmt.storage)
+
+
+def unpack(qdata: torch.Tensor, fmt: ElemFormat) -> torch.Tensor:
+    """Codes [..., n] uint8 of stored elements [..., n / per_byte]."""
+    codes = qdata.view(torch.uint8)
+    if fmt.per_byte == 2:
+        return torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
+    return codes
+
+
 def quantize(x: torch.Tensor, fmt: ElemFormat, mode: ScalingMode, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise blocks of consecutive values of the last dimension.
 
     Arguments:
         x: [..., H] bf16, fp16 or fp32; H a multiple of `block_size`.
 
-    Returns elements, shaped as `x`, and scale bytes, [..., H / block_size] uint8.
+    Returns elements as the format stores them, [..., H / per_byte], and scale bytes, [..., H / block_size] uint8.
     """
     blocks = x.float().unflatten(-1, (-1, block_size)).contiguous()
     # Integers, so that a NaN is the largest magnitude and subnormals stay.
     magnitude = blocks.view(torch.int32) & 0x7FFFFFFF
     scale = block_scales(magnitude.amax(-1).view(torch.float32), fmt, mode)
     inverse = scale_values(torch.where(scale == 255, 255, 254 - scale))
-    # torch before 2.13 does not saturate; a NaN passes clamp.
-    values = (blocks * inverse.unsqueeze(-1)).clamp(-fmt.max_pos, fmt.max_pos)
-    bits = values.to(fmt.dtype).view(torch.uint8)
-    bits = torch.where((scale == 255).unsqueeze(-1), fmt.nan, bits).to(torch.uint8)
-    return bits.flatten(-2).view(fmt.dtype), scale.to(torch.uint8)
+    codes = encode(blocks * inverse.unsqueeze(-1), fmt)
+    codes = torch.where((scale == 255).unsqueeze(-1), fmt.nan, codes).to(torch.uint8)
+    return pack(codes.flatten(-2), fmt), scale.to(torch.uint8)
 
 
-def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values of elements [..., H] and their scale bytes [..., H / block] uint8, rounded once to `dtype`."""
-    block_size = qdata.shape[-1] // scale.shape[-1] if scale.shape[-1] else 1
-    blocks = qdata.float().unflatten(-1, (scale.shape[-1], block_size))
+def dequantize(
+    qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, fmt: ElemFormat | None = None
+) -> torch.Tensor:
+    """Values of stored elements and their scale bytes [..., H / block] uint8, rounded once to `dtype`.
+
+    Without `fmt`, the dtype of `qdata` says what the elements are.
+    """
+    fmt = elem_format(qdata.dtype) if fmt is None else fmt
+    values = decode(unpack(qdata, fmt), fmt)
+    block_size = values.shape[-1] // scale.shape[-1] if scale.shape[-1] else 1
+    blocks = values.unflatten(-1, (scale.shape[-1], block_size))
     return (blocks * scale_values(scale.to(torch.int32)).unsqueeze(-1)).flatten(-2).to(dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -117,13 +118,21 @@ def _like(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 @_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
     shape = list(torch.empty(mx.shape, device="meta").view(size).shape)
-    if mx.block_dim != -1 or not shape or shape[-1] != mx.shape[-1]:
-        if shape == list(mx.shape):
-            return mx._apply(aten.alias.default)
+    if shape == list(mx.shape):
+        return mx._apply(aten.alias.default)
+    # Blocks are runs of values that are `inner` apart, and stay so if a dimension of whole blocks lies over as many.
+    inner = prod(mx.shape[mx.dim() + mx.block_dim + 1 :])
+    fits = [d for d in range(-len(shape), 0) if prod(shape[len(shape) + d + 1 :]) == inner]
+    fits = [d for d in fits if shape[d] % mx.block_size == 0]
+    if not fits:
         raise _cuts_blocks(func, mx)
-    per_row = mx.scale.shape[-1]
+    block_dim = mx.block_dim if mx.block_dim in fits else fits[-1]
+    sizes = []
+    for divisor in (mx.elem_format.per_byte, mx.block_size):
+        sizes.append(shape.copy())
+        sizes[-1][block_dim] //= divisor
     # Scales of a slice may not be viewable where the elements are: they are few, a copy is right as well.
-    return mx._with(mx.qdata.view(shape), mx.scale.view(torch.uint8).reshape([*shape[:-1], per_row]))
+    return mx._with(mx.qdata.view(torch.uint8).view(sizes[0]), mx.scale.view(torch.uint8).reshape(sizes[1]), block_dim)
 
 
 @_handles(aten.t.default)
@@ -170,11 +179,8 @@ def _slice(
     last = max(first, last)
     if step != 1 or first % mx.block_size or last % mx.block_size:
         raise _cuts_blocks(func, mx)
-    first_scale, last_scale = first // mx.block_size, last // mx.block_size
-    return mx._with(
-        func(mx.qdata.view(torch.uint8), axis, first, last),
-        func(mx.scale.view(torch.uint8), axis, first_scale, last_scale),
-    )
+    parts = ((mx.qdata, mx.elem_format.per_byte), (mx.scale, mx.block_size))
+    return mx._with(*(func(part.view(torch.uint8), axis, first // n, last // n) for part, n in parts))
 
 
 @_handles(aten.select.int)

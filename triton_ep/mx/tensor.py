@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from triton_ep.errors import InputError
 from triton_ep.mx import arithmetic
-from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, elem_format
+from triton_ep.mx.formats import BLOCK, ElemFormat, ScalingMode, check_high_precision, elem_format
 from triton_ep.ops import mxfp8
 
 SCALE_DTYPE = torch.float8_e8m0fnu
@@ -27,10 +27,12 @@ class MXTensor(torch.Tensor):
     would cost what the format saves.
 
     Arguments:
-        qdata: elements, of `elem_dtype`, any shape.
-        scale: torch.float8_e8m0fnu, shaped as `qdata` but `block_size` times shorter along `block_dim`.
-        elem_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        block_size: values per scale.
+        qdata: elements, any shape: of dtype `elem_dtype` if that is a float8; else uint8, one element per byte, or
+            two along `block_dim` in packed fp4, the even one in the low bits.
+        scale: torch.float8_e8m0fnu, shaped as the values but `block_size` times shorter along `block_dim`.
+        elem_dtype: torch.float8_e4m3fn, torch.float8_e5m2, "fp6_e2m3", "fp6_e3m2", torch.float4_e2m1fn_x2 (packed)
+            or "fp4_e2m1" (one per byte).
+        block_size: values per scale, 32 in the MX specification.
         orig_dtype: bf16, fp16 or fp32, what it stands for.
         block_dim: dimension along which blocks lie, counted from the end; the last one unless transposed.
 
@@ -44,7 +46,7 @@ class MXTensor(torch.Tensor):
 
     qdata: torch.Tensor
     scale: torch.Tensor
-    elem_dtype: torch.dtype
+    elem_dtype: torch.dtype | str
     block_size: int
     orig_dtype: torch.dtype
     block_dim: int
@@ -57,23 +59,22 @@ class MXTensor(torch.Tensor):
         cls: type[MXTensor],
         qdata: torch.Tensor,
         scale: torch.Tensor,
-        elem_dtype: torch.dtype,
+        elem_dtype: torch.dtype | str,
         block_size: int,
         orig_dtype: torch.dtype,
         *,
         block_dim: int = -1,
     ) -> MXTensor:
         """Wrap elements and scales; nothing is copied."""
-        _check(qdata, scale, elem_dtype, block_size, orig_dtype, block_dim)
-        return torch.Tensor._make_wrapper_subclass(
-            cls, qdata.shape, strides=qdata.stride(), dtype=orig_dtype, device=qdata.device
-        )
+        fmt = _check(qdata, scale, elem_dtype, block_size, orig_dtype, block_dim)
+        shape, strides = _as_values(qdata, fmt, block_dim)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device)
 
     def __init__(
         self,
         qdata: torch.Tensor,
         scale: torch.Tensor,
-        elem_dtype: torch.dtype,
+        elem_dtype: torch.dtype | str,
         block_size: int,
         orig_dtype: torch.dtype,
         *,
@@ -81,7 +82,7 @@ class MXTensor(torch.Tensor):
     ) -> None:
         self.qdata = qdata
         self.scale = scale
-        self.elem_dtype = elem_dtype
+        self.elem_dtype = elem_format(elem_dtype).dtype
         self.block_size = block_size
         self.orig_dtype = orig_dtype
         self.block_dim = block_dim
@@ -89,38 +90,59 @@ class MXTensor(torch.Tensor):
     @staticmethod
     def to_mx(
         x: torch.Tensor,
-        elem_dtype: torch.dtype = torch.float8_e4m3fn,
+        elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
         block_size: int = BLOCK,
         scaling_mode: ScalingMode | str | Enum = ScalingMode.RCEIL,
+        *,
+        block_dim: int = -1,
     ) -> MXTensor:
-        """Quantise blocks of the last dimension; gradients pass through as if nothing had been rounded.
+        """Quantise blocks along a dimension; gradients pass through as if nothing had been rounded.
 
         Arguments:
-            x: [..., H] bf16, fp16 or fp32; H a multiple of `block_size`.
+            x: bf16, fp16 or fp32; its dimension `block_dim` is a multiple of `block_size`.
+            elem_dtype: torch.float8_e4m3fn, torch.float8_e5m2, "fp6_e2m3", "fp6_e3m2", torch.float4_e2m1fn_x2 (two
+                elements per byte) or "fp4_e2m1" (one per byte).
+            block_size: values per scale; an even number where elements are packed.
             scaling_mode: "rceil", "floor", "ceil", "even", or an enum of these names.
+            block_dim: dimension along which blocks lie; the last one, or any other, counted from either end.
 
         Raises:
             InputError: shape or dtype that cannot be quantised, or an unknown mode.
         """
         if isinstance(x, MXTensor):
             raise InputError("x is an MXTensor already; to_mx(x.dequantize(), ...) changes its format.")
-        elem_format(elem_dtype)
+        fmt = elem_format(elem_dtype)
         check_high_precision(x.dtype, "dtype of x")
-        if block_size < 1 or x.dim() == 0 or x.shape[-1] % block_size:
-            raise InputError(
-                f"x is {list(x.shape)}: its last dimension must be a multiple of block_size, {block_size}."
-            )
-        result: MXTensor = _Quantize.apply(x, elem_dtype, block_size, ScalingMode.parse(scaling_mode))
+        if not -x.dim() <= block_dim < x.dim():
+            raise InputError(f"block_dim is {block_dim}; x has {x.dim()} dimensions.")
+        block_dim = block_dim if block_dim < 0 else block_dim - x.dim()
+        if block_size < 1 or block_size % fmt.per_byte or x.shape[block_dim] % block_size:
+            which = "its last dimension" if block_dim == -1 else f"its dimension {block_dim}"
+            even = ", an even number" if fmt.per_byte == 2 else ""
+            raise InputError(f"x is {list(x.shape)}: {which} must be a multiple of block_size, {block_size}{even}.")
+        result: MXTensor = _Quantize.apply(x, fmt, block_size, ScalingMode.parse(scaling_mode), block_dim)
         return result
 
     @staticmethod
     def from_qdata_and_scales(
-        qdata: torch.Tensor, scales: torch.Tensor, orig_dtype: torch.dtype, *, block_size: int = BLOCK
+        qdata: torch.Tensor,
+        scales: torch.Tensor,
+        orig_dtype: torch.dtype,
+        *,
+        block_size: int = BLOCK,
+        elem_dtype: torch.dtype | str | None = None,
+        block_dim: int = -1,
     ) -> MXTensor:
-        """Wrap elements [..., H] of a float8 dtype and scales [..., H / block_size], e8m0 or their bytes as uint8."""
+        """Wrap elements, as the class describes them, and scales [..., H / block_size]; both may be bytes, uint8.
+
+        `elem_dtype` may be left out where the dtype of `qdata` says it: a float8, or torch.float4_e2m1fn_x2.
+        """
         if scales.dtype == torch.uint8:
             scales = scales.view(SCALE_DTYPE)
-        return MXTensor(qdata, scales, qdata.dtype, block_size, orig_dtype)
+        fmt = elem_format(qdata.dtype if elem_dtype is None else elem_dtype)
+        if qdata.dtype in (torch.uint8, fmt.dtype):
+            qdata = qdata.view(fmt.storage)
+        return MXTensor(qdata, scales, fmt.dtype, block_size, orig_dtype, block_dim=block_dim)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values in `dtype`, by default `orig_dtype`, rounded once; gradients pass through unchanged.
@@ -139,15 +161,20 @@ class MXTensor(torch.Tensor):
             f"requires_grad={self.requires_grad})"
         )
 
+    @property
+    def elem_format(self) -> ElemFormat:
+        """What is known of `elem_dtype`."""
+        return elem_format(self.elem_dtype)
+
     def _plain(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """`dequantize` below autograd."""
         dtype = self.orig_dtype if dtype is None else dtype
         elements = self.qdata.movedim(self.block_dim, -1)
         scale = self.scale.view(torch.uint8).movedim(self.block_dim, -1)
-        if _has_kernel(elements, self.block_size):
+        if _has_kernel(elements, self.block_size, self.elem_format):
             values = mxfp8.dequantize_rows(_as_rows(elements), _as_rows(scale), dtype).view(elements.shape)
         else:
-            values = arithmetic.dequantize(elements, scale, dtype)
+            values = arithmetic.dequantize(elements, scale, dtype, self.elem_format)
         return values.movedim(-1, self.block_dim)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], block_dim: int | None = None) -> MXTensor:
@@ -163,7 +190,7 @@ class MXTensor(torch.Tensor):
     ) -> MXTensor:
         """Other bytes, in the same format."""
         return MXTensor(
-            qdata.view(self.elem_dtype),
+            qdata.view(self.elem_format.storage),
             scale.view(SCALE_DTYPE),
             self.elem_dtype,
             self.block_size,
@@ -190,14 +217,16 @@ class MXTensor(torch.Tensor):
         return MXTensor(inner["qdata"], inner["scale"], **context)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As plain bytes: not every version of torch pickles every float8.
+        # As plain bytes and a name: not every version of torch pickles every small float, nor loads its dtype safely.
         _, context = self.__tensor_flatten__()
+        context["elem_dtype"] = self.elem_format.name
         return _rebuild, (self.qdata.view(torch.uint8), self.scale.view(torch.uint8), context, self.requires_grad)
 
 
 def _rebuild(qdata: torch.Tensor, scale: torch.Tensor, context: dict[str, Any], requires_grad: bool) -> MXTensor:
     """What `pickle` and `torch.load` call."""
-    mx = MXTensor(qdata.view(context["elem_dtype"]), scale.view(SCALE_DTYPE), **context)
+    storage = elem_format(context["elem_dtype"]).storage
+    mx = MXTensor(qdata.view(storage), scale.view(SCALE_DTYPE), **context)
     mx.requires_grad_(requires_grad)
     return mx
 
@@ -205,32 +234,44 @@ def _rebuild(qdata: torch.Tensor, scale: torch.Tensor, context: dict[str, Any], 
 torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True)
 
 
+def _as_values(qdata: torch.Tensor, fmt: ElemFormat, block_dim: int) -> tuple[list[int], list[int]]:
+    """Shape and strides of the values that stored elements stand for."""
+    shape, strides = list(qdata.shape), list(qdata.stride())
+    if fmt.per_byte > 1:
+        packed = strides[block_dim]
+        strides = [fmt.per_byte * stride if stride >= packed else stride for stride in strides]
+        shape[block_dim], strides[block_dim] = fmt.per_byte * shape[block_dim], packed
+    return shape, strides
+
+
 def _check(
     qdata: torch.Tensor,
     scale: torch.Tensor,
-    elem_dtype: torch.dtype,
+    elem_dtype: torch.dtype | str,
     block_size: int,
     orig_dtype: torch.dtype,
     block_dim: int,
-) -> None:
+) -> ElemFormat:
     fmt = elem_format(elem_dtype)
     check_high_precision(orig_dtype, "orig_dtype")
-    if qdata.dtype != fmt.dtype or scale.dtype != SCALE_DTYPE:
-        raise InputError(f"qdata is {qdata.dtype}, scale {scale.dtype}; they must be {fmt.dtype} and {SCALE_DTYPE}.")
+    if qdata.dtype != fmt.storage or scale.dtype != SCALE_DTYPE:
+        raise InputError(f"qdata is {qdata.dtype}, scale {scale.dtype}; they must be {fmt.storage} and {SCALE_DTYPE}.")
     if not -qdata.dim() <= block_dim < 0:
         raise InputError(f"block_dim is {block_dim}; counted from the end of {qdata.dim()} dimensions, it is negative.")
-    expected = list(qdata.shape)
+    expected, _ = _as_values(qdata, fmt, block_dim)
+    num_values = expected[block_dim]
     expected[block_dim] //= block_size
-    if list(scale.shape) != expected or qdata.shape[block_dim] % block_size:
+    if list(scale.shape) != expected or num_values % block_size or block_size % fmt.per_byte:
         raise InputError(
-            f"qdata is {list(qdata.shape)}, scale {list(scale.shape)}; in blocks of {block_size} along dimension "
-            f"{block_dim}, scale must be {expected}."
+            f"qdata is {list(qdata.shape)}, scale {list(scale.shape)}; {fmt.per_byte} elements per byte in blocks of "
+            f"{block_size} along dimension {block_dim}: scale must be {expected}."
         )
+    return fmt
 
 
-def _has_kernel(x: torch.Tensor, block_size: int) -> bool:
+def _has_kernel(x: torch.Tensor, block_size: int, fmt: ElemFormat) -> bool:
     """Whether a compiled kernel takes this tensor; the CPU and other subclasses see torch operations only."""
-    return x.is_cuda and block_size == BLOCK and not is_traceable_wrapper_subclass(x)
+    return x.is_cuda and block_size == BLOCK and fmt.bits == 8 and not is_traceable_wrapper_subclass(x)
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -241,17 +282,25 @@ class _Quantize(torch.autograd.Function):
     """Straight-through: the gradient of the values is that of `x`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, elem_dtype: torch.dtype, block_size: int, mode: ScalingMode) -> MXTensor:
-        if _has_kernel(x, block_size):
-            flat, scale = mxfp8.quantize_rows(_as_rows(x), elem_dtype, mode)
-            qdata, scale = flat.view(x.shape), scale.view(*x.shape[:-1], x.shape[-1] // block_size)
+    def forward(
+        ctx: Any, x: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode, block_dim: int
+    ) -> MXTensor:
+        rows = x.movedim(block_dim, -1)
+        if _has_kernel(rows, block_size, fmt):
+            flat, scale = mxfp8.quantize_rows(_as_rows(rows), fmt.storage, mode)
+            qdata, scale = flat.view(rows.shape), scale.view(*rows.shape[:-1], rows.shape[-1] // block_size)
         else:
-            qdata, scale = arithmetic.quantize(x, elem_format(elem_dtype), mode, block_size)
-        return MXTensor(qdata, scale.view(SCALE_DTYPE), elem_dtype, block_size, x.dtype)
+            qdata, scale = arithmetic.quantize(rows, fmt, mode, block_size)
+        if block_dim != -1:
+            # Laid out as `x` is.
+            qdata, scale = (part.view(torch.uint8).movedim(-1, block_dim).contiguous() for part in (qdata, scale))
+        return MXTensor(
+            qdata.view(fmt.storage), scale.view(SCALE_DTYPE), fmt.dtype, block_size, x.dtype, block_dim=block_dim
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0], None, None, None
+        return grads[0], None, None, None, None
 
 
 class _Dequantize(torch.autograd.Function):

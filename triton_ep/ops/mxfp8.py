@@ -11,7 +11,7 @@ from triton_ep import runtime  # before the kernels: decides whether they are in
 from triton_ep.errors import InputError
 from triton_ep.kernels.device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
 from triton_ep.layout import next_power_of_2
-from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, elem_format
+from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, fp8_dtype
 from triton_ep.ops import library
 from triton_ep.ops.tuning import mx_blocks, mx_columns
 
@@ -29,7 +29,7 @@ def _constexprs(elem_dtype: torch.dtype, mode: str) -> dict[str, Any]:
 
 def _format(elem_dtype: torch.dtype, scaling_mode: ScalingMode | str | Enum) -> tuple[torch.dtype, str]:
     """What the ops take, checked; InputError for an unknown mode or dtype."""
-    return elem_format(elem_dtype).dtype, ScalingMode.parse(scaling_mode).value
+    return fp8_dtype(elem_dtype), ScalingMode.parse(scaling_mode).value
 
 
 def _check(x: torch.Tensor, whole_rows: bool) -> torch.Tensor:
@@ -85,7 +85,7 @@ def quantize_rows(
     lambda qdata, _, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
 )
 def _dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    elem_format(qdata.dtype)
+    fp8_dtype(qdata.dtype)
     check_high_precision(dtype, "dtype")
     if qdata.dim() != 2 or qdata.shape[1] % BLOCK or scale.shape != (qdata.shape[0], qdata.shape[1] // BLOCK):
         raise InputError(
@@ -228,7 +228,7 @@ def quantize_both(
 def _dequantize_columns(
     qdata: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    elem_format(qdata.dtype)
+    fp8_dtype(qdata.dtype)
     check_high_precision(dtype, "dtype")
     groups, starts, about_groups = _groups(offsets, qdata)
     if qdata.dim() != 2 or scale.shape != (max_scale_rows(qdata.shape[0], groups), qdata.shape[1]):

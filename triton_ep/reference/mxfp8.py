@@ -1,4 +1,4 @@
-"""Oracle of MXFP8 quantisation: the rules as arithmetic on float64 values.
+"""Oracle of quantisation to MX formats: the rules as arithmetic on float64 values.
 
 Scales follow from frexp, elements are rounded on their own grid by hand, so that nothing here depends on how
 a version of torch casts to float8, or on bit patterns of float32. float64 holds every value in between exactly.
@@ -8,10 +8,43 @@ import itertools
 
 import torch
 
+ElemDtype = torch.dtype | str
+
 # elem_dtype -> largest value, its exponent, mantissa bits, exponent of the smallest normal number.
-_FORMATS = {torch.float8_e4m3fn: (448.0, 8, 3, -6), torch.float8_e5m2: (57344.0, 15, 2, -14)}
+_FORMATS: dict[ElemDtype, tuple[float, int, int, int]] = {
+    torch.float8_e4m3fn: (448.0, 8, 3, -6),
+    torch.float8_e5m2: (57344.0, 15, 2, -14),
+    "fp6_e2m3": (7.5, 2, 3, 0),
+    "fp6_e3m2": (28.0, 4, 2, -2),
+    "fp4_e2m1": (6.0, 2, 1, 0),
+    torch.float4_e2m1fn_x2: (6.0, 2, 1, 0),
+}
 _NAN_BYTE = 255
-_NAN_ELEMENT = 0x7F
+_NAN_ELEMENT = {"fp6_e2m3": 0x1F, "fp6_e3m2": 0x1F, "fp4_e2m1": 0x7, torch.float4_e2m1fn_x2: 0x7}  # else 0x7F
+
+
+def positive_values(elem_dtype: ElemDtype) -> list[float]:
+    """Values of the codes without sign, from 0 up: element k has bits k. For the formats without NaN."""
+    largest, _, mbits, smallest = _FORMATS[elem_dtype]
+    values, exponent = [step * 2.0 ** (smallest - mbits) for step in range(2**mbits)], smallest
+    while values[-1] < largest:
+        values += [(1 + step / 2**mbits) * 2.0**exponent for step in range(2**mbits)]
+        exponent += 1
+    return values
+
+
+def _codes(values: torch.Tensor, elem_dtype: ElemDtype) -> torch.Tensor:
+    """Bits of values that are elements, float64 to uint8."""
+    if isinstance(elem_dtype, torch.dtype) and elem_dtype != torch.float4_e2m1fn_x2:
+        return values.float().to(elem_dtype).view(torch.uint8)
+    table = torch.tensor(positive_values(elem_dtype), dtype=torch.float64, device=values.device)
+    return (torch.searchsorted(table, values.abs()) + len(table) * values.signbit()).to(torch.uint8)
+
+
+def _stored(codes: torch.Tensor, elem_dtype: ElemDtype) -> torch.Tensor:
+    if elem_dtype == torch.float4_e2m1fn_x2:
+        return codes[..., ::2] + 16 * codes[..., 1::2]
+    return codes.view(elem_dtype) if isinstance(elem_dtype, torch.dtype) else codes
 
 
 def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
@@ -29,7 +62,7 @@ def _ceil_log2(value: torch.Tensor) -> torch.Tensor:
     return torch.where(mantissa == 0.5, exponent - 1, exponent).long()
 
 
-def _block_scale(amax: torch.Tensor, elem_dtype: torch.dtype, scaling_mode: str) -> torch.Tensor:
+def _block_scale(amax: torch.Tensor, elem_dtype: ElemDtype, scaling_mode: str) -> torch.Tensor:
     """Scale bytes, int64, of largest magnitudes given as float64 that are float32 numbers."""
     largest, max_pow2, mbits, _ = _FORMATS[elem_dtype]
     finite = amax.isfinite()
@@ -54,7 +87,7 @@ def _block_scale(amax: torch.Tensor, elem_dtype: torch.dtype, scaling_mode: str)
     return torch.where(finite, exponent + 127, _NAN_BYTE)
 
 
-def _round_to_format(value: torch.Tensor, elem_dtype: torch.dtype) -> torch.Tensor:
+def _round_to_format(value: torch.Tensor, elem_dtype: ElemDtype) -> torch.Tensor:
     """Nearest element of the format, ties to even, saturating; float64 in and out."""
     largest, _, mbits, smallest = _FORMATS[elem_dtype]
     step = _power_of_2(_floor_log2(value.abs()).clamp(min=smallest) - mbits)
@@ -63,7 +96,7 @@ def _round_to_format(value: torch.Tensor, elem_dtype: torch.dtype) -> torch.Tens
 
 def quantize(
     x: torch.Tensor,
-    elem_dtype: torch.dtype = torch.float8_e4m3fn,
+    elem_dtype: ElemDtype = torch.float8_e4m3fn,
     scaling_mode: str = "rceil",
     block_size: int = 32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,8 +104,10 @@ def quantize(
 
     Arguments:
         x: [..., H] bf16, fp16 or fp32, H a multiple of `block_size`.
+        elem_dtype: float8, or uint8 codes: "fp6_e2m3", "fp6_e3m2", "fp4_e2m1", torch.float4_e2m1fn_x2 (two per byte).
 
-    Returns elements shaped as `x`, and scale bytes [..., H / block_size] uint8; 255 = NaN, its elements 0x7F.
+    Returns elements shaped as `x` ([..., H / 2] if packed), and scale bytes [..., H / block_size] uint8; 255 = NaN, its
+    elements 0x7F, or the largest where there is no NaN.
     """
     blocks = x.double().unflatten(-1, (-1, block_size))
     amax = blocks.abs().amax(-1)  # a NaN wins
@@ -81,15 +116,31 @@ def quantize(
     factor = _power_of_2(127 - scale).unsqueeze(-1)
     is_nan = (scale == _NAN_BYTE).unsqueeze(-1)
     values = torch.where(is_nan, 0.0, blocks) * factor
-    elements = _round_to_format(values, elem_dtype).float().to(elem_dtype).view(torch.uint8)
-    elements = torch.where(is_nan, _NAN_ELEMENT, elements).to(torch.uint8)
-    return elements.flatten(-2).view(elem_dtype), scale.to(torch.uint8)
+    codes = _codes(_round_to_format(values, elem_dtype), elem_dtype)
+    codes = torch.where(is_nan, _NAN_ELEMENT.get(elem_dtype, 0x7F), codes).to(torch.uint8)
+    return _stored(codes.flatten(-2), elem_dtype), scale.to(torch.uint8)
 
 
-def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values of elements [..., H] and scale bytes [..., H / block] uint8, rounded once to `dtype`."""
-    block_size = qdata.shape[-1] // scale.shape[-1]
-    blocks = qdata.float().double().unflatten(-1, (-1, block_size))
+def _element_values(qdata: torch.Tensor, elem_dtype: ElemDtype) -> torch.Tensor:
+    """Float64 values of stored elements."""
+    if elem_dtype == torch.float4_e2m1fn_x2:
+        qdata = torch.stack((qdata % 16, qdata // 16), -1).flatten(-2)
+    elif isinstance(elem_dtype, torch.dtype):
+        return qdata.float().double()
+    positive = torch.tensor(positive_values(elem_dtype), dtype=torch.float64, device=qdata.device)
+    return torch.cat([positive, -positive])[qdata.long()]
+
+
+def dequantize(
+    qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, elem_dtype: ElemDtype | None = None
+) -> torch.Tensor:
+    """Values [..., H] of stored elements and scale bytes [..., H / block] uint8, rounded once to `dtype`.
+
+    Without `elem_dtype`, the elements are what the dtype of `qdata` says.
+    """
+    values = _element_values(qdata, qdata.dtype if elem_dtype is None else elem_dtype)
+    block_size = values.shape[-1] // scale.shape[-1]
+    blocks = values.unflatten(-1, (-1, block_size))
     factor = torch.where(scale == _NAN_BYTE, torch.nan, _power_of_2(scale.long() - 127))
     # Exact in float64; fp16 is reached through float32, in which at most an overflow happens before it.
     return (blocks * factor.unsqueeze(-1)).flatten(-2).float().to(dtype)
