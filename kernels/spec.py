@@ -22,9 +22,10 @@ from .device.buffers import (
     EPOCH_BARRIER_NODE,
     NODE_BARRIER_FLAG,
 )
+from .device.codes import NVSHMEM_SYMBOLS
 from .device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
 from .device.rows import MX, QUANTISE, WORDS
-from .device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
+from .device.transport import NVSHMEM, P2P
 from .internode import barrier, splits
 from .internode import combine as internode_combine
 from .internode import dispatch as internode_dispatch

@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from triton_ep.environment import Environment, read_environment
 from triton_ep.errors import ConfigError
+from triton_ep.kernels.device.codes import P2P
+from triton_ep.plans.shape import Shape
 from triton_ep.topology import Topology
-from triton_ep.tuned.table import TunedEntry
+from triton_ep.tuned.table import KERNELS, TunedEntry
 
 __all__ = ["EPConfig", "Environment", "read_environment"]
 
-_TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TOKEN_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_SHAPE = [field.name for field in fields(Shape) if field.name not in ("token", "network", "tuned", "interpreted")]
 _POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size", "alignment", "num_sm")
 
 # Every program goes through the ids of all tokens of its rank; ranks are bits of a word.
@@ -95,7 +98,7 @@ class EPConfig:
         if self.num_sm > 1024:
             raise ConfigError(f"EPConfig.num_sm {self.num_sm} exceeds 1024.")
         if self.token_dtype not in _TOKEN_DTYPES:
-            raise ConfigError(f"EPConfig.token_dtype {self.token_dtype} is none of {_TOKEN_DTYPES}.")
+            raise ConfigError(f"EPConfig.token_dtype {self.token_dtype} is none of {tuple(_TOKEN_DTYPES)}.")
         if self.weight_dtype != torch.float32:
             raise ConfigError(f"EPConfig.weight_dtype {self.weight_dtype} is not torch.float32.")
         if self.offset_dtype != torch.int32:
@@ -147,6 +150,17 @@ class EPConfig:
     def topology(self) -> Topology:
         """Position of this rank."""
         return Topology(self.rank, self.world_size, self.local_world_size)
+
+    def shape(self, network: int = P2P, interpreted: bool = False) -> Shape:
+        """What decides how kernels are compiled; `network` is P2P or NVSHMEM (kernels/device/codes.py)."""
+        choices = [] if self.tuned is None else [(name, self.tuned.kernel(name)) for name in KERNELS]
+        return Shape(
+            **{name: getattr(self, name) for name in _SHAPE},
+            token=_TOKEN_DTYPES[self.token_dtype],
+            network=network,
+            tuned=tuple((name, choice.rows, choice.warps) for name, choice in choices if choice is not None),
+            interpreted=interpreted,
+        )
 
     @property
     def partial_dtype(self) -> torch.dtype:

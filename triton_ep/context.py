@@ -20,11 +20,10 @@ from triton_ep.config import EPConfig
 from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
 from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed, WaitTimeout
 from triton_ep.heap.base import SymmetricHeap, SymmTensor
-from triton_ep.kernels.device import buffers as device_buffers
-from triton_ep.kernels.device import waits
-from triton_ep.kernels.device.transport import NVSHMEM, NVSHMEM_SYMBOLS, P2P
+from triton_ep.kernels.device import codes
 from triton_ep.overlap import OpenCalls
-from triton_ep.runtime import Launcher
+from triton_ep.plans import Plan
+from triton_ep.runtime import INTERPRETING, Launcher
 
 _INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
 _SLACK_BYTES = 4096  # what a heap may add to one allocation to align it
@@ -58,13 +57,13 @@ class DispatchCombineContext:
         self.tables = torch.zeros(2 * num_buffers + 1, num_ranks, dtype=torch.int64, device=self.device)
         self._addrs, self._net_addrs = self.tables[:num_buffers], self.tables[num_buffers:-1]
         self.tables[-1] = heap.pes(group)
-        self.state = torch.zeros(device_buffers.STATE_WORDS.value, dtype=torch.int64, device=self.device)
-        self.state[device_buffers.TIMEOUT_US.value] = int(config.timeout_s * 1e6)
-        self.status = self.state[device_buffers.STATUS.value :][:4]
-        self.network = P2P.value if config.is_intra_node or heap.network == "p2p" else NVSHMEM.value
+        self.state = torch.zeros(codes.STATE_WORDS, dtype=torch.int64, device=self.device)
+        self.state[codes.TIMEOUT_US] = int(config.timeout_s * 1e6)
+        self.status = self.state[codes.STATUS :][:4]
+        self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
         # A word that the host can read at any time; the device sets it beside the status record.
         self._alarm = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        self.state[device_buffers.ALARM.value] = self._alarm.data_ptr()
+        self.state[codes.ALARM] = self._alarm.data_ptr()
         self.no_floats = torch.zeros(4, dtype=torch.float32, device=self.device)
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
         self._pinned: torch.Tensor | None = None
@@ -184,12 +183,12 @@ class DispatchCombineContext:
 
     def extern_libs(self) -> dict[str, str] | None:
         """Device bitcode for kernels that call NVSHMEM; None if this context has none of them."""
-        if self.network == P2P.value:
+        if self.network == codes.P2P:
             return None
         if self._extern_libs is None:
             from triton_ep.heap.bitcode import pruned_bitcode
 
-            self._extern_libs = {"libnvshmem_device": str(pruned_bitcode(NVSHMEM_SYMBOLS))}
+            self._extern_libs = {"libnvshmem_device": str(pruned_bitcode(codes.NVSHMEM_SYMBOLS))}
         return self._extern_libs
 
     def finalize(self) -> None:
@@ -222,13 +221,16 @@ class DispatchCombineContext:
                 f"This layer failed before and its ranks are out of step: {self.failure} Finalize it and make another."
             )
 
-    def launcher(self, key: tuple[Any, ...], make: Callable[..., Launcher], *args: Any) -> Launcher:
-        """The launcher of this key; at first it is made, as `make(self, *args)`."""
+    def launcher(self, key: tuple[Any, ...], plan: Callable[..., Plan], *args: Any) -> Launcher:
+        """The launcher of this key; at first it is made, from `plan(shape, *args)` of triton_ep/plans."""
         # A copy of this context for narrower rows shares the table (ops/slots.py).
         key = (self.config.hidden, self.config.token_dtype, *key)
         found = self._launchers.get(key)
         if found is None:
-            found = self._launchers[key] = make(self, *args)
+            wanted = plan(self.config.shape(self.network, INTERPRETING), *args)
+            libs = self.extern_libs() if wanted.constexprs.get("NETWORK") == codes.NVSHMEM else None
+            found = Launcher(wanted.kernel, wanted.constexprs, libs, wanted.num_warps, wanted.maxnreg)
+            self._launchers[key] = found
         return found
 
     def fork(self) -> torch.cuda.Stream:
@@ -290,7 +292,7 @@ class DispatchCombineContext:
         operation, index, expected, seen = record
         what, flags = _OPERATIONS[operation]
         missing = sorted({self._sender(operation, index)} | self._late_senders(operation, flags, expected))
-        if operation in (waits.WAIT_ARRIVALS.value, waits.WAIT_LL_ROWS.value):
+        if operation in (codes.WAIT_ARRIVALS, codes.WAIT_LL_ROWS):
             expected, seen = expected >> 32, seen >> 32  # below: rows, or tokens (the kernels say)
         self.failure = f"{what} expired."
         if (gone := self.heap.failed_peer()) is not None:
@@ -308,50 +310,40 @@ class DispatchCombineContext:
     def _sender(self, operation: int, index: int) -> int:
         """Rank that sets flag `index` of an operation."""
         topology, per = self.config.topology, self.sizes
-        if operation == waits.WAIT_ARRIVALS.value:
+        if operation == codes.WAIT_ARRIVALS:
             return topology.first_rank + index // per.senders % topology.local_world_size
-        if operation == waits.WAIT_COMBINE_STAGED.value:
+        if operation == codes.WAIT_COMBINE_STAGED:
             return topology.first_rank + index // per.max_programs
-        if operation in (waits.WAIT_NETWORK_ROWS.value, waits.WAIT_NETWORK_PARTIALS.value):
+        if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
             return topology.counterpart(index // per.max_chunks)
         return index % topology.world_size
 
     def _late_senders(self, operation: int, flags: str, expected: int) -> set[int]:
         """All ranks whose first flag is behind; the record itself names one only."""
         values = self.local(flags)
-        if operation in (waits.WAIT_ARRIVALS.value, waits.WAIT_COMBINE_STAGED.value):
+        if operation in (codes.WAIT_ARRIVALS, codes.WAIT_COMBINE_STAGED):
             of_first_program = values.view(-1, *values.shape[-2:])[0, :, 0].tolist()
             return {self.config.topology.first_rank + i for i, v in enumerate(of_first_program) if v < expected}
-        if operation in (waits.WAIT_NETWORK_ROWS.value, waits.WAIT_NETWORK_PARTIALS.value):
+        if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
             return set()
-        if operation == waits.WAIT_LL_ROWS.value:
+        if operation == codes.WAIT_LL_ROWS:
             values = values[(expected >> 32) & 1]
         late = {rank for rank, value in enumerate(values.tolist()) if value < expected}
-        if operation == waits.WAIT_NODE_BARRIER.value:
+        if operation == codes.WAIT_NODE_BARRIER:
             first = self.config.topology.first_rank
             return late & set(range(first, first + self.config.local_world_size))
         return late
 
 
 _OPERATIONS = {
-    waits.WAIT_SPLITS.value: ("the splits of all ranks (dispatch)", "splits_flag"),
-    waits.WAIT_ARRIVALS.value: ("the rows of its node (dispatch)", "arrive_flag"),
-    waits.WAIT_NETWORK_ROWS.value: ("the rows of another node (dispatch)", "token_flag"),
-    waits.WAIT_COMBINE_FREE.value: ("all ranks to end the previous combine (combine)", "done_flag"),
-    waits.WAIT_COMBINE_STAGED.value: ("the expert outputs of its node (combine)", "staged_flag"),
-    waits.WAIT_NETWORK_PARTIALS.value: ("the partial sums of another node (combine)", "partial_flag"),
-    waits.WAIT_BARRIER.value: ("a barrier", "barrier_flag"),
-    waits.WAIT_NODE_BARRIER.value: ("a barrier of its node", "node_barrier_flag"),
-    waits.WAIT_LL_ROWS.value: ("the rows of all ranks (low-latency dispatch)", "ll_flag"),
-    waits.WAIT_LL_PARTIALS.value: ("the sums of all ranks (low-latency combine)", "ll_combine_flag"),
+    codes.WAIT_SPLITS: ("the splits of all ranks (dispatch)", "splits_flag"),
+    codes.WAIT_ARRIVALS: ("the rows of its node (dispatch)", "arrive_flag"),
+    codes.WAIT_NETWORK_ROWS: ("the rows of another node (dispatch)", "token_flag"),
+    codes.WAIT_COMBINE_FREE: ("all ranks to end the previous combine (combine)", "done_flag"),
+    codes.WAIT_COMBINE_STAGED: ("the expert outputs of its node (combine)", "staged_flag"),
+    codes.WAIT_NETWORK_PARTIALS: ("the partial sums of another node (combine)", "partial_flag"),
+    codes.WAIT_BARRIER: ("a barrier", "barrier_flag"),
+    codes.WAIT_NODE_BARRIER: ("a barrier of its node", "node_barrier_flag"),
+    codes.WAIT_LL_ROWS: ("the rows of all ranks (low-latency dispatch)", "ll_flag"),
+    codes.WAIT_LL_PARTIALS: ("the sums of all ranks (low-latency combine)", "ll_combine_flag"),
 }
-
-
-def device_index(name: str) -> int:
-    """Position of a buffer in the address tables; the same number as in kernels/device/buffers.py."""
-    return _INDEX[name]
-
-
-def device_epoch(name: str) -> int:
-    """Word of the state array: "DISPATCH", "COMBINE", "BARRIER_ALL" or "BARRIER_NODE"."""
-    return int(getattr(device_buffers, f"EPOCH_{name}").value)

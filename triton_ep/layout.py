@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 
 from triton_ep.config import EPConfig
+from triton_ep.plans.shape import Shape, next_power_of_2
 
 HOST_REJECTED = 1
 """Bit of the host word in a splits row: the host refused this rank's arguments."""
@@ -23,14 +24,10 @@ HOST_WEIGHTS = 2
 """Bit: this rank sends weights."""
 HOST_SCATTER = 4
 """Bit: this rank's scatter indices are no sort of its entries."""
-CHUNK = 16
-"""Tokens per network message."""
 ENTRY_FIELDS = 7
 """Fields of every (token, k) in a dispatch's `entries` (kernels/device/tables.py)."""
 STEPS = 8
 """Most steps of a dispatch or combine, after each of which other ranks may go on (kernels/device/tables.py)."""
-STAGE_PROGRAMS = 128
-"""Most programs of the kernels that copy or sum local rows before a combine."""
 ALIGN_BYTES = 256
 """Start of every symmetric buffer."""
 
@@ -66,20 +63,25 @@ class Sizes:
     arrival_rows: int
     output_rows: int
 
-    @property
+    @cached_property
+    def shape(self) -> Shape:
+        """What of the sizes decides how kernels are compiled."""
+        return self.config.shape()
+
+    @cached_property
     def kp(self) -> int:
         """Top-k rounded up to a power of two."""
-        return next_power_of_2(self.config.topk)
+        return self.shape.kp
 
     @cached_property
     def num_columns(self) -> int:
         """Counts in a splits row: experts, ranks, nodes."""
-        return self.config.num_experts + self.config.world_size + self.config.num_nodes
+        return self.shape.num_columns
 
-    @property
+    @cached_property
     def row_length(self) -> int:
         """int32 words of a splits row: counts padded to 4, then 4 words of tail."""
-        return _fours(self.num_columns) + 4
+        return self.shape.row_length
 
     @cached_property
     def placement_length(self) -> int:
@@ -88,32 +90,30 @@ class Sizes:
         first, count = placement_parts(c.world_size, c.local_world_size, c.num_experts_per_rank)["bases"]
         return first + count
 
-    @property
+    @cached_property
     def max_programs(self) -> int:
         """Flags per rank that stages rows: a power of two."""
-        return next_power_of_2(STAGE_PROGRAMS)
+        return self.shape.max_programs
 
-    @property
+    @cached_property
     def senders(self) -> int:
         """Flags per sender of rows: a power of two."""
-        return next_power_of_2(self.config.num_sm)
+        return self.shape.senders
 
-    @property
+    @cached_property
     def max_chunks(self) -> int:
         """Flags per node of network messages: a power of two."""
-        return next_power_of_2(-(-self.config.max_tokens // CHUNK))
+        return self.shape.max_chunks
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of one row of the token dtype."""
-        return self.config.hidden * self.config.token_dtype.itemsize
+        return self.shape.payload_bytes
 
-    @property
+    @cached_property
     def wire_bytes(self) -> int:
         """Bytes of one row in dispatch: as it is, or e4m3 data and then scales, padded to 16 bytes."""
-        if self.config.payload is None:
-            return self.payload_bytes
-        return -(-(self.config.hidden + self.config.hidden // 32) // 16) * 16
+        return self.shape.wire_bytes
 
     @property
     def message_meta_offset(self) -> int:
@@ -150,11 +150,6 @@ class Buffer:
         for extent in self.shape(sizes):
             count *= extent
         return -(-count * self.dtype(sizes.config).itemsize // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is at least `n` and at least 1."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _fixed(dtype: torch.dtype) -> Callable[[EPConfig], torch.dtype]:

@@ -39,9 +39,12 @@ if INTERPRETING:
 
     interpreter.install()
 
+import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
 
 from triton_ep.kernels.spec import SPEC, KernelSpec  # noqa: E402  (kernels are decorated at import)
+
+_DTYPES = {dtype.name: dtype for dtype in (tl.bfloat16, tl.float16, tl.float32)}
 
 # What profilers of Triton want to be called at a launch: they get its own launch path.
 _ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -77,7 +80,7 @@ class Launcher:
         maxnreg: int | None = None,
     ) -> None:
         self.spec = spec(name)
-        self.constexprs = dict(constexprs)
+        self.constexprs = _with_dtypes(constexprs)
         self.options: dict[str, Any] = {"num_warps": num_warps or self.spec.num_warps}
         if limit := maxnreg or self.spec.maxnreg:
             self.options["maxnreg"] = limit
@@ -156,6 +159,11 @@ def launch(
         _interpret(kernel_spec, grid, args, constexprs)
         return
     kernel_spec.kernel[(grid,)](*args, **constexprs, num_warps=num_warps or kernel_spec.num_warps)
+
+
+def _with_dtypes(constexprs: Mapping[str, Any]) -> dict[str, Any]:
+    """Constexprs as kernels take them: plans write dtypes by name."""
+    return {name: _DTYPES[value] if isinstance(value, str) else value for name, value in constexprs.items()}
 
 
 def _interpret(kernel_spec: KernelSpec, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ that says if there is a record.
 import triton
 import triton.language as tl
 
+from . import codes
+
 SPLITS = tl.constexpr(0)
 SPLITS_FLAG = tl.constexpr(1)
 STAGE_X = tl.constexpr(2)
@@ -23,8 +25,8 @@ COMBINE_X = tl.constexpr(5)
 COMBINE_WEIGHT = tl.constexpr(6)
 STAGED_FLAG = tl.constexpr(7)
 DONE_FLAG = tl.constexpr(8)
-BARRIER_FLAG = tl.constexpr(9)
-NODE_BARRIER_FLAG = tl.constexpr(10)
+BARRIER_FLAG = tl.constexpr(codes.BARRIER_FLAG)
+NODE_BARRIER_FLAG = tl.constexpr(codes.NODE_BARRIER_FLAG)
 BARRIER_SCRATCH = tl.constexpr(11)
 NET_SEND = tl.constexpr(12)
 NET_RECV = tl.constexpr(13)
@@ -41,19 +43,19 @@ LL_COMBINE_FLAG = tl.constexpr(23)
 NUM_BUFFERS = tl.constexpr(24)
 
 # Words of `state`. The status record (device/waits.py) has four.
-EPOCH_DISPATCH = tl.constexpr(0)
-EPOCH_COMBINE = tl.constexpr(1)
-EPOCH_BARRIER_ALL = tl.constexpr(2)
-EPOCH_BARRIER_NODE = tl.constexpr(3)
-TIMEOUT_US = tl.constexpr(4)
-EPOCH_LL_DISPATCH = tl.constexpr(5)
-EPOCH_LL_COMBINE = tl.constexpr(6)
-LL_ARRIVALS = tl.constexpr(7)
-LL_ARRIVALS_BEFORE = tl.constexpr(8)
-STATUS = tl.constexpr(9)
-PROGRAMS_DONE = tl.constexpr(13)
-ALARM = tl.constexpr(14)
-STATE_WORDS = tl.constexpr(15)
+EPOCH_DISPATCH = tl.constexpr(codes.EPOCH_DISPATCH)
+EPOCH_COMBINE = tl.constexpr(codes.EPOCH_COMBINE)
+EPOCH_BARRIER_ALL = tl.constexpr(codes.EPOCH_BARRIER_ALL)
+EPOCH_BARRIER_NODE = tl.constexpr(codes.EPOCH_BARRIER_NODE)
+TIMEOUT_US = tl.constexpr(codes.TIMEOUT_US)
+EPOCH_LL_DISPATCH = tl.constexpr(codes.EPOCH_LL_DISPATCH)
+EPOCH_LL_COMBINE = tl.constexpr(codes.EPOCH_LL_COMBINE)
+LL_ARRIVALS = tl.constexpr(codes.LL_ARRIVALS)
+LL_ARRIVALS_BEFORE = tl.constexpr(codes.LL_ARRIVALS_BEFORE)
+STATUS = tl.constexpr(codes.STATUS)
+PROGRAMS_DONE = tl.constexpr(codes.PROGRAMS_DONE)
+ALARM = tl.constexpr(codes.ALARM)
+STATE_WORDS = tl.constexpr(codes.STATE_WORDS)
 
 
 @triton.jit

@@ -18,10 +18,12 @@ Source: OCP Microscaling Formats (MX) v1.0, section 6.3, for FLOOR; the other mo
 import triton
 import triton.language as tl
 
-MODE_RCEIL = tl.constexpr(0)
-MODE_FLOOR = tl.constexpr(1)
-MODE_CEIL = tl.constexpr(2)
-MODE_EVEN = tl.constexpr(3)
+from . import codes
+
+MODE_RCEIL = tl.constexpr(codes.MODE_RCEIL)
+MODE_FLOOR = tl.constexpr(codes.MODE_FLOOR)
+MODE_CEIL = tl.constexpr(codes.MODE_CEIL)
+MODE_EVEN = tl.constexpr(codes.MODE_EVEN)
 
 BLOCK = tl.constexpr(32)
 """Values that share a scale."""

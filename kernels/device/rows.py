@@ -22,6 +22,7 @@ STEPS per call, each some rows of every source.
 import triton
 import triton.language as tl
 
+from . import codes
 from .buffers import (
     ARRIVE_FLAG,
     COMBINE_WEIGHT,
@@ -48,9 +49,9 @@ def on_my_node(peer, rank, ranks_per_node):
 
 ALL_ROWS = tl.constexpr(2**31 - 1)
 
-WORDS = tl.constexpr(0)
-QUANTISE = tl.constexpr(1)
-MX = tl.constexpr(2)
+WORDS = tl.constexpr(codes.WORDS)
+QUANTISE = tl.constexpr(codes.QUANTISE)
+MX = tl.constexpr(codes.MX)
 _BLOCK = tl.constexpr(32)
 
 PULLED = tl.constexpr(4)

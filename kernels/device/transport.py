@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-P2P = tl.constexpr(0)
-NVSHMEM = tl.constexpr(1)
+from . import codes
+
+P2P = tl.constexpr(codes.P2P)
+NVSHMEM = tl.constexpr(codes.NVSHMEM)
 # enum nvshmemi_op of NVSHMEM 3: NVSHMEM_SIGNAL_SET = 9.
 _SIGNAL_SET = tl.constexpr(9)
-
-NVSHMEM_SYMBOLS = ("nvshmemx_putmem_signal_block",)
 
 
 @core.extern

@@ -13,19 +13,20 @@ a record. The operation codes are `WAIT_*` below; the host names them (triton_ep
 import triton
 import triton.language as tl
 
+from . import codes
 from .buffers import ALARM, PROGRAMS_DONE, STATUS, TIMEOUT_US
 from .spin import acquire_loads, now_ns, pause
 
-WAIT_SPLITS = tl.constexpr(1)
-WAIT_ARRIVALS = tl.constexpr(2)
-WAIT_NETWORK_ROWS = tl.constexpr(3)
-WAIT_COMBINE_FREE = tl.constexpr(4)
-WAIT_COMBINE_STAGED = tl.constexpr(5)
-WAIT_NETWORK_PARTIALS = tl.constexpr(6)
-WAIT_BARRIER = tl.constexpr(7)
-WAIT_NODE_BARRIER = tl.constexpr(8)
-WAIT_LL_ROWS = tl.constexpr(9)
-WAIT_LL_PARTIALS = tl.constexpr(10)
+WAIT_SPLITS = tl.constexpr(codes.WAIT_SPLITS)
+WAIT_ARRIVALS = tl.constexpr(codes.WAIT_ARRIVALS)
+WAIT_NETWORK_ROWS = tl.constexpr(codes.WAIT_NETWORK_ROWS)
+WAIT_COMBINE_FREE = tl.constexpr(codes.WAIT_COMBINE_FREE)
+WAIT_COMBINE_STAGED = tl.constexpr(codes.WAIT_COMBINE_STAGED)
+WAIT_NETWORK_PARTIALS = tl.constexpr(codes.WAIT_NETWORK_PARTIALS)
+WAIT_BARRIER = tl.constexpr(codes.WAIT_BARRIER)
+WAIT_NODE_BARRIER = tl.constexpr(codes.WAIT_NODE_BARRIER)
+WAIT_LL_ROWS = tl.constexpr(codes.WAIT_LL_ROWS)
+WAIT_LL_PARTIALS = tl.constexpr(codes.WAIT_LL_PARTIALS)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import pytest
 from triton_ep.errors import HeapError
 from triton_ep.heap import bitcode
 from triton_ep.heap.bitcode import find_bitcode, pruned_bitcode
-from triton_ep.kernels.device.transport import NVSHMEM_SYMBOLS
+from triton_ep.kernels.device.codes import NVSHMEM_SYMBOLS
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")

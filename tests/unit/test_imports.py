@@ -20,6 +20,7 @@ LAYERS = {
     "triton_ep.environment": 0,
     "triton_ep.config": 1,
     "triton_ep.topology": 1,
+    "triton_ep.plans": 1,
     "triton_ep.tuned": 1,
     "triton_ep.kernels": 1,
     "triton_ep.interpreter": 1,

@@ -23,10 +23,9 @@ from triton_ep.cli import tune as cli
 from triton_ep.cli.machine import inspect_machine, judge
 from triton_ep.config import EPConfig
 from triton_ep.errors import ConfigError
-from triton_ep.kernels.device.rows import WORDS
+from triton_ep.kernels.device.codes import WORDS
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout import Sizes
-from triton_ep.ops import combine, dispatch, tuning
+from triton_ep.plans import Plan, exchange
 from triton_ep.tuned import choose
 from triton_ep.tuned.table import (
     KernelChoice,
@@ -174,27 +173,22 @@ def test_key_of_a_layer(changes: dict[str, Any], key: Key) -> None:
     assert choose.key_of(_config(**changes), torch.device("cpu")) == key
 
 
-def test_kernels_take_what_the_entry_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_take_what_the_entry_says() -> None:
     """On a GPU: rows and warps; registers so that push and expand fit side by side. Interpreted: nothing."""
     config = _config(tuned=ENTRY, enable_local_combine=True)
-    ctx: Any = SimpleNamespace(config=config, sizes=Sizes(config, 1, 1), network=0, extern_libs=lambda: None)
 
-    def launchers() -> list[Any]:
-        push, expand = dispatch._push(ctx, WORDS.value, 8), dispatch._make_expand(ctx, False, False, 8)
-        return [push, expand, combine._reduce(ctx, False), combine._make_pull(ctx, False, True)]
+    def plans_of(config: EPConfig, interpreted: bool) -> list[Plan]:
+        s = config.shape(interpreted=interpreted)
+        push, expand = exchange.push(s, WORDS, 8), exchange.expand(s, False, False, 8)
+        return [push, expand, exchange.reduce(s, False), exchange.pull(s, False, True)]
 
-    built_in = [launcher.options for launcher in launchers()]
-    monkeypatch.setattr(tuning, "INTERPRETING", False)
-    found = launchers()
-    assert [launcher.constexprs["ROWS"] for launcher in found] == [2, 1, 2, 1]
-    assert [launcher.options for launcher in found] == [
-        {"num_warps": 16, "maxnreg": 64},
-        {"num_warps": 2, "maxnreg": 255},
-        {"num_warps": 32},
-        {"num_warps": 8},
-    ]
-    ctx.config = replace(config, tuned=None)
-    assert [launcher.options for launcher in launchers()] == built_in
+    found = plans_of(config, interpreted=False)
+    assert [plan.constexprs["ROWS"] for plan in found] == [2, 1, 2, 1]
+    assert [(plan.num_warps, plan.maxnreg) for plan in found] == [(16, 64), (2, 255), (32, None), (8, None)]
+    for interpreted in (True, False):
+        built_in = plans_of(replace(config, tuned=None), interpreted)
+        assert [(plan.num_warps, plan.maxnreg) for plan in built_in] == [(16, None), *[(None, None)] * 3]
+    assert plans_of(config, interpreted=True) == plans_of(replace(config, tuned=None), interpreted=True)
 
 
 def _layer(rank: int, ranks_per_node: int, **options: Any) -> EPAll2AllLayer:

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
 from triton_ep.context import DispatchCombineContext
 from triton_ep.layout import STEPS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.ops.tuning import (
-    ROUTING_TOKENS,
-    as_words,
-    chosen,
-    common_constexprs,
-    exchange_programs,
-    local_programs,
-    overlaps,
-    summing_tile,
-    tile,
-    waiting_programs,
-)
-from triton_ep.runtime import INTERPRETING, Launcher
+from triton_ep.ops.tuning import as_words, exchange_programs, local_programs, overlaps, waiting_programs
+from triton_ep.plans import exchange
+from triton_ep.runtime import INTERPRETING
 
 
 def _where(ctx: DispatchCombineContext) -> tuple[int, int, int]:
@@ -104,7 +93,7 @@ def _publish(
     state = (ctx.state, ctx.tables)
     copy_rows = desc.skipped_token_topk_mapping_indices
     if copy_rows is not None:
-        launcher = ctx.launcher(("reduce", has_weights), _reduce, has_weights)
+        launcher = ctx.launcher(("reduce", has_weights), exchange.reduce, has_weights)
         arguments = (copy_rows, desc.placement, *state, cfg.hidden, sizes.output_rows, *_where(ctx), num_steps)
         launcher(programs, y, weights_arg, *arguments)
         return
@@ -113,54 +102,20 @@ def _publish(
     if in_place:
         if weights is not None:
             ctx.local("weight_recv_buf")[: weights.shape[0]].copy_(weights)
-        ctx.launcher(("publish",), _make_publish)(programs, *state, *_where(ctx))
+        ctx.launcher(("publish",), exchange.publish)(programs, *state, *_where(ctx))
         return
     words = as_words(y, sizes.payload_bytes)
     row_words = sizes.payload_bytes // words.element_size()
-    launcher = ctx.launcher(("stage", has_weights, row_words), _stage, has_weights, row_words)
+    launcher = ctx.launcher(("stage", has_weights, row_words), exchange.stage, has_weights, row_words)
     sizes_arg = (row_words, sizes.output_rows, cfg.num_experts_per_rank)
     launcher(programs, words, weights_arg, desc.placement, *state, *sizes_arg, *_where(ctx))
-
-
-def _reduce(ctx: DispatchCombineContext, has_weights: bool) -> Launcher:
-    common = common_constexprs(ctx.sizes, "TOPK", "WP", "LWP", "MAX_PROGRAMS")
-    constexprs = {"HAS_WEIGHTS": has_weights, **common, **summing_tile(ctx.config.hidden)}
-    rows, options = chosen(ctx.config, "reduce")
-    return Launcher("combine_reduce_kernel", constexprs | rows, **options)
-
-
-def _stage(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:
-    common = common_constexprs(ctx.sizes, "WP", "LWP", "MAX_PROGRAMS")
-    return Launcher("combine_stage_kernel", {"HAS_WEIGHTS": has_weights, **common, **tile(row_words)})
-
-
-def _make_publish(ctx: DispatchCombineContext) -> Launcher:
-    return Launcher("combine_publish_kernel", common_constexprs(ctx.sizes, "LWP", "MAX_PROGRAMS"))
 
 
 def lend_buffer(ctx: DispatchCombineContext) -> torch.Tensor:
     """The combine buffer [rows, H], once no rank reads it any more: what is launched next may write there."""
     ctx.calls.lend()
-    ctx.launcher(("free",), _free)(1, ctx.state, ctx.tables, ctx.config.rank, ctx.config.world_size)
+    ctx.launcher(("free",), exchange.free)(1, ctx.state, ctx.tables, ctx.config.rank, ctx.config.world_size)
     return ctx.local("dispatch_output_buf")
-
-
-def _free(ctx: DispatchCombineContext) -> Launcher:
-    return Launcher("combine_free_kernel", common_constexprs(ctx.sizes, "WP"))
-
-
-def _pull_constexprs(ctx: DispatchCombineContext, has_weights: bool, reduced: bool) -> dict[str, Any]:
-    import triton.language as tl
-
-    dtypes = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-    return {
-        "REDUCED": reduced,
-        "PARTIAL_DTYPE": dtypes[ctx.config.partial_dtype],
-        "HAS_WEIGHTS": has_weights,
-        "NETWORK": ctx.network,
-        **common_constexprs(ctx.sizes, "TOPK", "LWP", "MAX_PROGRAMS", "MAX_CHUNKS", "CHUNK"),
-        **summing_tile(ctx.config.hidden),
-    }
 
 
 def _send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToAllLayoutDesc, publishing: int) -> None:
@@ -169,7 +124,7 @@ def _send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllTo
     reduced = is_reduced(desc)
     assert desc.forward is not None, "a descriptor of several nodes has forward tables"
     kind = (has_weights and not reduced, reduced)
-    ctx.launcher(("partial", *kind), _partial, *kind)(
+    ctx.launcher(("partial", *kind), exchange.partial, *kind)(
         exchange_programs(cfg.num_sm),
         ctx.local("dispatch_output_buf"),
         desc.placement,
@@ -185,10 +140,6 @@ def _send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllTo
     )
 
 
-def _partial(ctx: DispatchCombineContext, has_weights: bool, reduced: bool) -> Launcher:
-    return Launcher("combine_partial_kernel", _pull_constexprs(ctx, has_weights, reduced), ctx.extern_libs())
-
-
 def _pull(
     ctx: DispatchCombineContext,
     out: torch.Tensor,
@@ -201,7 +152,7 @@ def _pull(
     cfg, sizes = ctx.config, ctx.sizes
     reduced = is_reduced(desc)
     kind = (has_weights and not reduced, reduced)
-    ctx.launcher(("pull", *kind), _make_pull, *kind)(
+    ctx.launcher(("pull", *kind), exchange.pull, *kind)(
         exchange_programs(cfg.num_sm),
         out,
         desc.entries,
@@ -217,13 +168,3 @@ def _pull(
         publishing,
         num_steps,
     )
-
-
-def _make_pull(ctx: DispatchCombineContext, has_weights: bool, reduced: bool) -> Launcher:
-    constexprs = {
-        **_pull_constexprs(ctx, has_weights, reduced),
-        **common_constexprs(ctx.sizes, "NNP"),
-        "BLOCK_T": ROUTING_TOKENS,
-    }
-    rows, options = chosen(ctx.config, "pull")
-    return Launcher("combine_pull_kernel", constexprs | rows, ctx.extern_libs(), **options)

@@ -7,23 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from triton_ep.context import DispatchCombineContext
-from triton_ep.kernels.device.mxfp8 import MODE_RCEIL
-from triton_ep.kernels.device.rows import MX, WORDS
+from triton_ep.kernels.device.codes import MX, WORDS
 from triton_ep.mx.formats import BLOCK
 from triton_ep.ops.routing import Routing
-from triton_ep.ops.tuning import (
-    ROUTING_TOKENS,
-    STEP_CHUNKS,
-    as_words,
-    chosen,
-    common_constexprs,
-    exchange_programs,
-    expanding_programs,
-    mx_blocks,
-    overlaps,
-    tile,
-)
-from triton_ep.runtime import Launcher
+from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, mx_blocks, overlaps
+from triton_ep.plans import exchange
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,7 @@ def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
     )
     num_blocks = num_tokens * hidden // BLOCK
     blocks = mx_blocks(num_blocks)
-    launcher = ctx.launcher(("quantize", blocks), _quantize, blocks)
+    launcher = ctx.launcher(("quantize", blocks), exchange.quantize, num_blocks)
     arguments = (-(-num_blocks // blocks), x.data, out.data, out.scale, num_blocks)
     if overlaps(ctx.config, ctx.device):
         with torch.cuda.stream(ctx.fork()):
@@ -63,25 +51,21 @@ def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
     return out
 
 
-def _quantize(ctx: DispatchCombineContext, blocks: int) -> Launcher:
-    return Launcher("quantize_rows_kernel", {"MODE": MODE_RCEIL.value, "E5M2": False, "BLOCKS": blocks})
-
-
 def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """What kernels that send take of `rows`: data in words, scales, words per row, payload."""
     row_bytes = ctx.config.hidden * rows.data.element_size()
     words = as_words(rows.data, row_bytes)
     row_words = row_bytes // words.element_size()
     if rows.scale is None:
-        return words, ctx.no_bytes, row_words, WORDS.value
-    return words, rows.scale, row_words, MX.value
+        return words, ctx.no_bytes, row_words, WORDS
+    return words, rows.scale, row_words, MX
 
 
 def push(ctx: DispatchCombineContext, x: Rows, routing: Routing, placement: torch.Tensor) -> None:
     """Push each row of x [T, H] once to every rank of this node that needs it, and release, step by step."""
     cfg = ctx.config
     words, scale, row_words, payload = _source(ctx, x)
-    ctx.launcher(("push", payload, row_words), _push, payload, row_words)(
+    ctx.launcher(("push", payload, row_words), exchange.push, payload, row_words)(
         exchange_programs(cfg.num_sm),
         words,
         scale,
@@ -98,20 +82,6 @@ def push(ctx: DispatchCombineContext, x: Rows, routing: Routing, placement: torc
     )
 
 
-def _push(ctx: DispatchCombineContext, payload: int, row_words: int) -> Launcher:
-    constexprs = {
-        "PAYLOAD": payload,
-        "BLOCK_T": ROUTING_TOKENS,
-        "STEP_CHUNKS": STEP_CHUNKS,
-        **common_constexprs(ctx.sizes, "TOPK", "LWP", "SENDERS"),
-        **tile(row_words, 4096 if payload == WORDS.value else 2048),
-    }
-    rows, options = chosen(ctx.config, "push")
-    # Pointers to scales take registers as well.
-    options = {"num_warps": 16 if payload == WORDS.value else 8} | options
-    return Launcher("dispatch_push_kernel", constexprs | rows, **options)
-
-
 def send(
     ctx: DispatchCombineContext, x: Rows, weights: torch.Tensor | None, routing: Routing, placement: torch.Tensor
 ) -> None:
@@ -119,7 +89,7 @@ def send(
     cfg = ctx.config
     words, scale, row_words, payload = _source(ctx, x)
     kind = (payload, row_words, weights is not None)
-    ctx.launcher(("send", *kind), _send, *kind)(
+    ctx.launcher(("send", *kind), exchange.send, *kind)(
         exchange_programs(cfg.num_sm),
         words,
         scale,
@@ -139,18 +109,6 @@ def send(
     )
 
 
-def _send(ctx: DispatchCombineContext, payload: int, row_words: int, has_weights: bool) -> Launcher:
-    constexprs = {
-        "PAYLOAD": payload,
-        "HAS_WEIGHTS": has_weights,
-        "BLOCK_T": ROUTING_TOKENS,
-        "NETWORK": ctx.network,
-        **common_constexprs(ctx.sizes, "TOPK", "KP", "MAX_CHUNKS", "CHUNK"),
-        **tile(row_words),
-    }
-    return Launcher("internode_send_kernel", constexprs, ctx.extern_libs())
-
-
 def make_forward(ctx: DispatchCombineContext) -> torch.Tensor | None:
     """Memory for what `forward` notes, [3, N, M, K] int32; None with one node."""
     cfg = ctx.config
@@ -167,7 +125,7 @@ def forward(ctx: DispatchCombineContext, tables: torch.Tensor, has_weights: bool
     cfg, sizes = ctx.config, ctx.sizes
     words = as_words(ctx.local("stage_x"), sizes.wire_bytes)
     row_words = sizes.wire_bytes // words.element_size()
-    ctx.launcher(("forward", has_weights), _forward, has_weights, row_words)(
+    ctx.launcher(("forward", has_weights), exchange.forward, has_weights, row_words)(
         exchange_programs(cfg.num_sm),
         words,
         placement,
@@ -182,15 +140,6 @@ def forward(ctx: DispatchCombineContext, tables: torch.Tensor, has_weights: bool
         cfg.world_size,
         cfg.local_world_size,
     )
-
-
-def _forward(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:
-    constexprs = {
-        "HAS_WEIGHTS": has_weights,
-        **common_constexprs(ctx.sizes, "TOPK", "KP", "LWP", "SENDERS", "MAX_CHUNKS", "CHUNK"),
-        **tile(row_words),
-    }
-    return Launcher("internode_forward_kernel", constexprs)
 
 
 @dataclass(frozen=True)
@@ -266,7 +215,7 @@ def _expand(ctx: DispatchCombineContext, received: Received, placement: torch.Te
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
     kind = (recv_scale is not None, weights is not None, row_words)
-    ctx.launcher(("expand", *kind), _make_expand, *kind)(
+    ctx.launcher(("expand", *kind), exchange.expand, *kind)(
         programs,
         words,
         ctx.no_bytes if recv_scale is None else recv_scale,
@@ -283,16 +232,3 @@ def _expand(ctx: DispatchCombineContext, received: Received, placement: torch.Te
         ctx.sizes.arrival_rows,
         exchange_programs(cfg.num_sm),
     )
-
-
-def _make_expand(ctx: DispatchCombineContext, has_scales: bool, has_weights: bool, row_words: int) -> Launcher:
-    constexprs = {
-        "HAS_SCALES": has_scales,
-        "HAS_WEIGHTS": has_weights,
-        "HAS_PADDING": ctx.config.alignment > 1,
-        "KEEP_COPY_ROWS": ctx.config.enable_local_combine,
-        **common_constexprs(ctx.sizes, "TOPK", "KP", "LWP", "SENDERS"),
-        **tile(row_words, 1024),
-    }
-    rows, options = chosen(ctx.config, "expand")
-    return Launcher("dispatch_expand_kernel", constexprs | rows, **options)

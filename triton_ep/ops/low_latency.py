@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
 from triton_ep.context import DispatchCombineContext
-from triton_ep.kernels.device.rows import MX, QUANTISE, WORDS
-from triton_ep.layout import HOST_WEIGHTS, next_power_of_2
+from triton_ep.kernels.device.codes import MX, QUANTISE, WORDS
+from triton_ep.layout import HOST_WEIGHTS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.dispatch import Rows
-from triton_ep.ops.tuning import as_words, common_constexprs
-from triton_ep.runtime import INTERPRETING, Launcher
+from triton_ep.ops.tuning import as_words
+from triton_ep.plans import low_latency as plans
+from triton_ep.runtime import INTERPRETING
 
-PUSH_WARPS = 8
-EXPAND_WARPS = 4
-EXPAND_ROWS = 1
-REDUCE_WARPS = 8
-SUM_WARPS = 8
-SUM_PARTS = 2
-_SUMMED_ROWS = 16 if INTERPRETING else 1
+_SUMMED_ROWS = plans.summed_rows(INTERPRETING)
 
 
 def dispatch(
@@ -64,7 +58,7 @@ def combine(
     cfg = ctx.config
     copy_rows = desc.skipped_token_topk_mapping_indices
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
-    ctx.launcher(("ll_reduce", weights is not None), _make_reduce, weights is not None)(
+    ctx.launcher(("ll_reduce", weights is not None), plans.reduce, weights is not None)(
         -(-copy_rows.shape[0] // _SUMMED_ROWS),
         y,
         # A pointer of the right type; not read without weights.
@@ -83,7 +77,7 @@ def combine(
 
 def _sum(ctx: DispatchCombineContext, out: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
     cfg, num_tokens = ctx.config, out.shape[0]
-    launcher = ctx.launcher(("ll_sum",), _make_sum)
+    launcher = ctx.launcher(("ll_sum",), plans.sum)
     launcher(
         max(-(-num_tokens // _SUMMED_ROWS), 1) * launcher.constexprs["PARTS"],
         out,
@@ -97,29 +91,6 @@ def _sum(ctx: DispatchCombineContext, out: torch.Tensor, desc: EPAllToAllLayoutD
         cfg.rank,
         cfg.world_size,
     )
-
-
-def _make_reduce(ctx: DispatchCombineContext, has_weights: bool) -> Launcher:
-    constexprs = {
-        "HAS_WEIGHTS": has_weights,
-        "ROWS": _SUMMED_ROWS,
-        **_columns(ctx.config.hidden, 8192),
-        **common_constexprs(ctx.sizes, "TOPK", "WP"),
-    }
-    return Launcher("low_latency_reduce_kernel", constexprs, num_warps=REDUCE_WARPS)
-
-
-def _make_sum(ctx: DispatchCombineContext) -> Launcher:
-    hidden = ctx.config.hidden
-    block = next_power_of_2(-(-hidden // (1 if INTERPRETING else SUM_PARTS)))
-    block = min(max(block, 128), 8192)
-    constexprs = {
-        "PARTS": -(-hidden // block),
-        "ROWS": _SUMMED_ROWS,
-        "BLOCK_H": block,
-        **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
-    }
-    return Launcher("low_latency_sum_kernel", constexprs, num_warps=SUM_WARPS)
 
 
 def _push(
@@ -137,8 +108,8 @@ def _push(
         payload = WORDS if scale is None else MX
     row_words = cfg.hidden * x.data.element_size() // words.element_size()
     num_tokens = topk_idx.shape[0]
-    kind = (payload.value, weights is not None, row_words)
-    ctx.launcher(("ll_push", *kind), _make_push, *kind)(
+    kind = (payload, weights is not None, row_words)
+    ctx.launcher(("ll_push", *kind), plans.push, *kind)(
         max(num_tokens, 1),
         words,
         # Pointers of the right type; not read with other payloads, or without weights.
@@ -156,19 +127,6 @@ def _push(
         cfg.world_size,
         host_word,
     )
-
-
-def _make_push(ctx: DispatchCombineContext, payload: int, has_weights: bool, row_words: int) -> Launcher:
-    cfg = ctx.config
-    constexprs = {
-        "PAYLOAD": payload,
-        "HAS_WEIGHTS": has_weights,
-        "EP": next_power_of_2(cfg.num_experts_per_rank),
-        "BLOCK_N": min(max(next_power_of_2(cfg.max_tokens * cfg.topk), 16), 1024),
-        **_columns(row_words, 8192 if payload == QUANTISE.value else 2048),
-        **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
-    }
-    return Launcher("low_latency_push_kernel", constexprs, num_warps=PUSH_WARPS)
 
 
 def _make_received(ctx: DispatchCombineContext, has_weights: bool) -> tuple[Rows, torch.Tensor | None]:
@@ -197,8 +155,8 @@ def _expand(
     row_bytes = cfg.hidden * recv_x.element_size()
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
-    ctx.launcher(("ll_expand", has_weights, row_words), _make_expand, has_weights, row_words)(
-        -(-cfg.world_size * cfg.max_tokens // _expanded_rows()),
+    ctx.launcher(("ll_expand", has_weights, row_words), plans.expand, has_weights, row_words)(
+        -(-cfg.world_size * cfg.max_tokens // plans.expanded_rows(INTERPRETING)),
         words,
         ctx.no_bytes if scale is None else scale,
         ctx.no_floats if weights is None else weights,
@@ -214,27 +172,3 @@ def _expand(
         cfg.rank,
         cfg.world_size,
     )
-
-
-def _make_expand(ctx: DispatchCombineContext, has_weights: bool, row_words: int) -> Launcher:
-    cfg = ctx.config
-    constexprs = {
-        "HAS_SCALES": cfg.payload is not None,
-        "HAS_WEIGHTS": has_weights,
-        "HAS_PADDING": cfg.alignment > 1,
-        "EP": next_power_of_2(cfg.num_experts_per_rank),
-        "ROWS": _expanded_rows(),
-        **_columns(row_words, 2048),
-        **common_constexprs(ctx.sizes, "TOPK", "KP", "WP"),
-    }
-    return Launcher("low_latency_expand_kernel", constexprs, num_warps=EXPAND_WARPS)
-
-
-def _expanded_rows() -> int:
-    return 16 if INTERPRETING else EXPAND_ROWS
-
-
-def _columns(row_words: int, most: int) -> dict[str, Any]:
-    """TILES and BLOCK_H of a kernel that takes rows of `row_words` in one piece if they have no more than `most`."""
-    block = min(max(next_power_of_2(row_words), 32 if INTERPRETING else 128), most)
-    return {"TILES": -(-row_words // block), "BLOCK_H": block}

@@ -9,7 +9,7 @@ import torch
 
 from triton_ep import runtime  # before the kernels: decides whether they are interpreted
 from triton_ep.errors import InputError
-from triton_ep.kernels.device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
+from triton_ep.kernels.device.codes import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
 from triton_ep.layout import next_power_of_2
 from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, fp8_dtype
 from triton_ep.ops import library
@@ -24,7 +24,7 @@ _MODES = {
 
 
 def _constexprs(elem_dtype: torch.dtype, mode: str) -> dict[str, Any]:
-    return {"MODE": _MODES[ScalingMode(mode)].value, "E5M2": elem_dtype == torch.float8_e5m2}
+    return {"MODE": _MODES[ScalingMode(mode)], "E5M2": elem_dtype == torch.float8_e5m2}
 
 
 def _format(elem_dtype: torch.dtype, scaling_mode: ScalingMode | str | Enum) -> tuple[torch.dtype, str]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from triton_ep.context import NO_LIMIT, DispatchCombineContext
-from triton_ep.layout import ENTRY_FIELDS, next_power_of_2
-from triton_ep.ops.tuning import ROUTING_TOKENS, common_constexprs, compared_entries
-from triton_ep.runtime import Launcher
+from triton_ep.layout import ENTRY_FIELDS
+from triton_ep.plans import exchange
+from triton_ep.plans.shape import ROUTING_TOKENS
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def count(ctx: DispatchCombineContext, topk_idx: torch.Tensor) -> Routing:
         torch.empty(chunks * (sizes.num_columns + 2) + node_tokens, dtype=torch.int32, device=ctx.device),
         torch.empty(num_tokens, cfg.topk, dtype=torch.int64, device=ctx.device),
     )
-    ctx.launcher(("count",), _count)(
+    ctx.launcher(("count",), exchange.count)(
         chunks,
         topk_idx,
         out.entries,
@@ -60,16 +60,6 @@ def count(ctx: DispatchCombineContext, topk_idx: torch.Tensor) -> Routing:
         cfg.local_world_size,
     )
     return out
-
-
-def _count(ctx: DispatchCombineContext) -> Launcher:
-    constexprs = {
-        "BLOCK_T": ROUTING_TOKENS,
-        "BLOCK_C": min(next_power_of_2(ctx.sizes.num_columns), 512),
-        "OTHERS": compared_entries(ctx.sizes.kp),
-        **common_constexprs(ctx.sizes, "TOPK", "KP"),
-    }
-    return Launcher("routing_count_kernel", constexprs)
 
 
 def legal_scatter(topk_idx: torch.Tensor, scatter: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -100,7 +90,7 @@ def place(
     """Turn slots into rows, in place, and tell the ranks of this node what will arrive; `weights` [T, K] float32."""
     cfg = ctx.config
     static = cfg.recv_capacity is not None
-    make = (_place, weights is not None, scatter is not None)
+    make = (exchange.place, weights is not None, scatter is not None)
     ctx.launcher(("place", *make[1:]), *make)(
         num_chunks(routing.num_tokens),
         routing.entries,
@@ -121,13 +111,3 @@ def place(
         cfg.recv_capacity if static else NO_LIMIT,
         ctx.sizes.arrival_rows if static else NO_LIMIT,
     )
-
-
-def _place(ctx: DispatchCombineContext, has_weights: bool, has_scatter: bool) -> Launcher:
-    constexprs = {
-        "HAS_SCATTER": has_scatter,
-        "HAS_WEIGHTS": has_weights,
-        "BLOCK_T": ROUTING_TOKENS,
-        **common_constexprs(ctx.sizes, "TOPK", "KP", "LWP"),
-    }
-    return Launcher("routing_slots_kernel", constexprs)

@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 
 from triton_ep.context import NO_LIMIT, DispatchCombineContext
-from triton_ep.layout import next_power_of_2
 from triton_ep.ops.routing import Routing, num_chunks
-from triton_ep.ops.tuning import common_constexprs
-from triton_ep.runtime import Launcher
-
-_COLUMNS = 16  # of a program
-_SEGMENTS = 4096  # of a program's tile, at most, unless one owner has more
+from triton_ep.plans import exchange as plans
 
 
 def exchange(
@@ -24,8 +19,8 @@ def exchange(
     """
     cfg, sizes = ctx.config, ctx.sizes
     placement = torch.empty(sizes.placement_length, dtype=torch.int32, device=ctx.device)
-    ctx.launcher(("splits", bad_scatter is not None), _exchange, bad_scatter is not None)(
-        -(-sizes.num_columns // _COLUMNS),
+    ctx.launcher(("splits", bad_scatter is not None), plans.splits, bad_scatter is not None)(
+        -(-sizes.num_columns // plans.SPLITS_COLUMNS),
         routing.chunks,
         placement,
         placement if bad_scatter is None else bad_scatter,
@@ -42,19 +37,3 @@ def exchange(
         NO_LIMIT if cfg.recv_capacity is None else cfg.recv_capacity,
     )
     return placement
-
-
-def _exchange(ctx: DispatchCombineContext, has_scatter: bool) -> Launcher:
-    cfg, sizes = ctx.config, ctx.sizes
-    ranks, experts = next_power_of_2(cfg.world_size), next_power_of_2(cfg.num_experts_per_rank)
-    constexprs = {
-        "HAS_SCATTER": has_scatter,
-        "NETWORK": ctx.network,
-        "EP": experts,
-        "OWNERS": max(min(ranks, _SEGMENTS // (ranks * experts)), 1),
-        "BLOCK_N": min(max(next_power_of_2(num_chunks(cfg.max_tokens)), 16), 256),
-        "BLOCK_C": _COLUMNS,
-        "BLOCK": min(next_power_of_2(sizes.row_length), 512),
-        **common_constexprs(sizes, "WP", "LWP"),
-    }
-    return Launcher("splits_kernel", constexprs, ctx.extern_libs())

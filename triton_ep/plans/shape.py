@@ -1,0 +1,182 @@
+"""Sizes that decide what kernels compile to, tile shapes, and what a plan is.
+
+The interpreter pays per operation, so it gets large tiles. GPUs of one architecture share plans: numbers of
+multiprocessors decide grids only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton_ep.kernels.device.codes import P2P
+
+CHUNK = 16
+"""Tokens per network message."""
+STAGE_PROGRAMS = 128
+"""Most programs of the kernels that copy or sum local rows before a combine."""
+ROUTING_TOKENS = 16
+"""Tokens per routing chunk: chunk tables are [tokens * KP] squared."""
+TOKEN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Dtypes of rows, by Triton's names."""
+_PROGRAM_REGISTERS = {"push": 2**15, "expand": 2**14}
+"""Four programs of expand fit on a multiprocessor, and one of push in place of two, whatever their warps."""
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least `n` and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel and what it is compiled with.
+
+    Attributes:
+        kernel: name.
+        constexprs: all of them; dtypes by Triton's names ("fp32").
+        num_warps, maxnreg: None: as its KernelSpec says.
+    """
+
+    kernel: str
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int | None = None
+    maxnreg: int | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of an EPConfig decides constexprs; its fields have the meanings that they have there.
+
+    Attributes:
+        token: dtype of rows: "bf16", "fp16" or "fp32".
+        network: how bytes cross nodes, P2P or NVSHMEM (kernels/device/codes.py).
+        tuned: (kernel, rows, warps) of the tuned entry.
+        interpreted: for the interpreter.
+    """
+
+    max_tokens: int
+    hidden: int
+    topk: int
+    num_experts: int
+    world_size: int
+    local_world_size: int
+    token: str = "bf16"
+    alignment: int = 1
+    num_sm: int = 20
+    enable_local_combine: bool = False
+    payload: str | None = None
+    low_latency: bool = False
+    network: int = P2P
+    tuned: tuple[tuple[str, int, int], ...] = ()
+    interpreted: bool = False
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts that each rank owns."""
+        return self.num_experts // self.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.world_size // self.local_world_size
+
+    @property
+    def kp(self) -> int:
+        """Top-k rounded up to a power of two."""
+        return next_power_of_2(self.topk)
+
+    @property
+    def num_columns(self) -> int:
+        """Counts in a splits row: experts, ranks, nodes."""
+        return self.num_experts + self.world_size + self.num_nodes
+
+    @property
+    def row_length(self) -> int:
+        """int32 words of a splits row: counts padded to 4, then 4 words of tail."""
+        return -(-self.num_columns // 4) * 4 + 4
+
+    @property
+    def senders(self) -> int:
+        """Flags per sender of rows: a power of two."""
+        return next_power_of_2(self.num_sm)
+
+    @property
+    def max_chunks(self) -> int:
+        """Flags per node of network messages: a power of two."""
+        return next_power_of_2(-(-self.max_tokens // CHUNK))
+
+    @property
+    def max_programs(self) -> int:
+        """Flags per rank that stages rows: a power of two."""
+        return next_power_of_2(STAGE_PROGRAMS)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one row of the token dtype."""
+        return self.hidden * TOKEN_BYTES[self.token]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of one row in dispatch: as it is, or e4m3 data and then scales, padded to 16 bytes."""
+        if self.payload is None:
+            return self.payload_bytes
+        return -(-(self.hidden + self.hidden // 32) // 16) * 16
+
+    def common(self, *names: str) -> dict[str, Any]:
+        """Constexprs that several kernels have, by name."""
+        values = {
+            "TOPK": self.topk,
+            "KP": self.kp,
+            "WP": next_power_of_2(self.world_size),
+            "LWP": next_power_of_2(self.local_world_size),
+            "NNP": next_power_of_2(self.num_nodes),
+            "MAX_PROGRAMS": self.max_programs,
+            "SENDERS": self.senders,
+            "MAX_CHUNKS": self.max_chunks,
+            "CHUNK": CHUNK,
+        }
+        return {name: values[name] for name in names}
+
+    def tile(self, row_elements: int, elements: int = 4096) -> dict[str, int]:
+        """ROWS and BLOCK_H of kernels that copy rows of `row_elements` words: `elements` at a time, or a row."""
+        return self._tile(row_elements, 2048, elements)
+
+    def summing_tile(self) -> dict[str, int]:
+        """ROWS and BLOCK_H of kernels that sum rows."""
+        return self._tile(self.hidden, 8192, 8192)
+
+    def _tile(self, row_elements: int, most: int, elements: int) -> dict[str, int]:
+        block = min(next_power_of_2(row_elements), 2048 if self.interpreted else most)
+        if self.interpreted:
+            return {"ROWS": CHUNK, "BLOCK_H": block}
+        block = max(block, 128)
+        return {"ROWS": min(max(elements // block, 1), CHUNK), "BLOCK_H": block}
+
+    def chosen(self, kernel: str) -> tuple[dict[str, int], dict[str, int]]:
+        """What the tuned entry says of "push", "expand", "reduce" or "pull": constexprs, and fields of a Plan."""
+        for name, rows, warps in self.tuned:
+            if name == kernel and not self.interpreted:
+                options = {"num_warps": warps}
+                if kernel in _PROGRAM_REGISTERS:
+                    options["maxnreg"] = min(_PROGRAM_REGISTERS[kernel] // (32 * warps), 255)
+                return {"ROWS": rows}, options
+        return {}, {}
+
+
+def step_chunks(interpreted: bool) -> int:
+    """Routing chunks in a step of the push, at least: a release costs microseconds, so few tokens have one step."""
+    return 1 if interpreted else 16
+
+
+def word_type(row_bytes: int, address: int = 0) -> str:
+    """The widest integer type that fits rows of `row_bytes` from an address."""
+    for name, nbytes in (("i64", 8), ("i32", 4), ("i16", 2)):
+        if row_bytes % nbytes == 0 and address % nbytes == 0:
+            return name
+    return "u8"
+
+
+WORD_BYTES = {"i64": 8, "i32": 4, "i16": 2, "u8": 1}
+"""Bytes of the types of `word_type`."""
