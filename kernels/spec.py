@@ -155,7 +155,7 @@ SPECS: tuple[KernelSpec, ...] = (
             Variant(
                 _payload(
                     _K8,
-                    _SENDERS,
+                    {"SOURCES": 8, "SENDERS": 32},
                     {"ROWS": 1, "BLOCK_H": 1024 if s else 2048},
                     HAS_SCALES=s,
                     HAS_WEIGHTS=w,

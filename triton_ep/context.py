@@ -67,9 +67,10 @@ class DispatchCombineContext:
         self.no_floats = torch.zeros(4, dtype=torch.float32, device=self.device)
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
         self._pinned: torch.Tensor | None = None
-        self._side: torch.cuda.Stream | None = None
+        self._side: tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event] | None = None
         self._extern_libs: dict[str, str] | None = None
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
         classes = ("", "arrival", "output")
         heap.require(layout.estimate_bytes(sizes) + len(classes) * _SLACK_BYTES, group)
         for grows in classes:
@@ -233,17 +234,34 @@ class DispatchCombineContext:
             self._launchers[key] = found
         return found
 
+    def scratch(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that the kernels of one call leave to each other: always the same, and of the same length.
+
+        Calls of a layer follow each other on its streams, and allocating it anew would cost each of them host time.
+        """
+        found = self._scratch.get(name)
+        if found is None:
+            found = torch.empty(length, dtype=dtype, device=self.device)
+            # What is allocated in a capture belongs to that graph.
+            if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+                self._scratch[name] = found
+        return found
+
     def fork(self) -> torch.cuda.Stream:
         """A second stream that starts from where the current one is now; `join` must follow."""
         if self._side is None:
-            self._side = torch.cuda.Stream(self.device)
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        return self._side
+            self._side = torch.cuda.Stream(self.device), torch.cuda.Event(), torch.cuda.Event()
+        side, forked, _ = self._side
+        forked.record(torch.cuda.current_stream(self.device))
+        side.wait_event(forked)
+        return side
 
     def join(self) -> None:
         """Make the current stream wait for what was launched on the second stream."""
         if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
+            side, _, joined = self._side
+            joined.record(side)
+            torch.cuda.current_stream(self.device).wait_event(joined)
 
     def check_status(self) -> None:
         """Wait for the stream of this device and raise what a kernel reported.

@@ -265,13 +265,14 @@ def dispatch_expand_kernel(
     KEEP_COPY_ROWS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
-    LWP: tl.constexpr,
+    # Of a round: the ranks of this node; at last, in two parts, all ranks of other nodes. A power of two, and
+    # SOURCES * SENDERS is at least the number of threads: a flag that two threads read while it changes would be
+    # two flags, and their warps would disagree on what has been copied.
+    SOURCES: tl.constexpr,
     SENDERS: tl.constexpr,  # a power of two, at least num_senders
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    # Sources of a round: the ranks of this node; at last, in two parts, all ranks of other nodes.
-    SOURCES: tl.constexpr = LWP if LWP > 1 else 2
     source = tl.arange(0, SOURCES)
     is_local = source < ranks_per_node
     report_ptrs = placement_ptr + (rank - rank % ranks_per_node + source) * 8

@@ -33,8 +33,7 @@ def combine(
         receive()
         return out
     # Rows are summed while the first sums are on their way.
-    with torch.cuda.stream(ctx.fork()):
-        _publish(ctx, y, weights, desc, *_steps(ctx, desc))
+    _publish(ctx, y, weights, desc, *_steps(ctx, desc), side=ctx.fork())
     out = _make_output(ctx, desc)
     _receive(ctx, out, weights is not None, desc)
     ctx.join()
@@ -84,6 +83,7 @@ def _publish(
     desc: EPAllToAllLayoutDesc,
     programs: int,
     num_steps: int,
+    side: torch.cuda.Stream | None = None,
 ) -> None:
     """Make expert outputs readable to the ranks of this node; with local combine, summed per token."""
     ctx.calls.check_combine(desc.epoch)
@@ -95,7 +95,7 @@ def _publish(
     if copy_rows is not None:
         launcher = ctx.launcher(("reduce", has_weights), exchange.reduce, has_weights)
         arguments = (copy_rows, desc.placement, *state, cfg.hidden, sizes.output_rows, *_where(ctx), num_steps)
-        launcher(programs, y, weights_arg, *arguments)
+        launcher(programs, y, weights_arg, *arguments, stream=side)
         return
     in_place = y.data_ptr() == ctx.local_address("dispatch_output_buf")
     ctx.calls.end_loan(in_place)

@@ -43,11 +43,7 @@ def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
     blocks = mx_blocks(num_blocks)
     launcher = ctx.launcher(("quantize", blocks), exchange.quantize, num_blocks)
     arguments = (-(-num_blocks // blocks), x.data, out.data, out.scale, num_blocks)
-    if overlaps(ctx.config, ctx.device):
-        with torch.cuda.stream(ctx.fork()):
-            launcher(*arguments)
-    else:
-        launcher(*arguments)
+    launcher(*arguments, stream=ctx.fork() if overlaps(ctx.config, ctx.device) else None)
     return out
 
 
@@ -199,15 +195,14 @@ def receive(
     """
     if forward_tables is not None:
         forward(ctx, forward_tables, received.weights is not None, placement)
-    if side is None:
-        _expand(ctx, received, placement, expanding_programs(ctx.config, ctx.device, overlapped=False))
-        return
-    with torch.cuda.stream(side):
-        _expand(ctx, received, placement, expanding_programs(ctx.config, ctx.device, overlapped=True))
-    ctx.join()
+    _expand(ctx, received, placement, side)
+    if side is not None:
+        ctx.join()
 
 
-def _expand(ctx: DispatchCombineContext, received: Received, placement: torch.Tensor, programs: int) -> None:
+def _expand(
+    ctx: DispatchCombineContext, received: Received, placement: torch.Tensor, side: torch.cuda.Stream | None
+) -> None:
     cfg = ctx.config
     recv_x, recv_scale = received.x.data, received.x.scale
     weights, copy_rows = received.weights, received.copy_rows
@@ -216,7 +211,7 @@ def _expand(ctx: DispatchCombineContext, received: Received, placement: torch.Te
     row_words = row_bytes // words.element_size()
     kind = (recv_scale is not None, weights is not None, row_words)
     ctx.launcher(("expand", *kind), exchange.expand, *kind)(
-        programs,
+        expanding_programs(cfg, ctx.device, overlapped=side is not None),
         words,
         ctx.no_bytes if recv_scale is None else recv_scale,
         ctx.no_floats if weights is None else weights,
@@ -231,4 +226,5 @@ def _expand(ctx: DispatchCombineContext, received: Received, placement: torch.Te
         cfg.num_experts_per_rank,
         ctx.sizes.arrival_rows,
         exchange_programs(cfg.num_sm),
+        stream=side,
     )

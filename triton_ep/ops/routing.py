@@ -19,7 +19,7 @@ class Routing:
     Attributes:
         entries: [7, T, K] int32; slots within the chunk, rows after `place`.
         chunks: int32, counts per chunk and what else is kept by chunk.
-        push_addrs: [T, K] int64, written by `place`.
+        push_addrs: [T, K] int64 and what is behind it, written by `place`.
     """
 
     entries: torch.Tensor
@@ -42,11 +42,11 @@ def count(ctx: DispatchCombineContext, topk_idx: torch.Tensor) -> Routing:
     cfg, sizes = ctx.config, ctx.sizes
     num_tokens = topk_idx.shape[0]
     chunks = num_chunks(num_tokens)
-    node_tokens = 0 if cfg.is_intra_node else cfg.num_nodes * num_tokens
+    node_tokens = 0 if cfg.is_intra_node else cfg.num_nodes * cfg.max_tokens
     out = Routing(
         torch.empty(ENTRY_FIELDS, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
-        torch.empty(chunks * (sizes.num_columns + 2) + node_tokens, dtype=torch.int32, device=ctx.device),
-        torch.empty(num_tokens, cfg.topk, dtype=torch.int64, device=ctx.device),
+        ctx.scratch("chunks", num_chunks(cfg.max_tokens) * (sizes.num_columns + 2) + node_tokens, torch.int32),
+        ctx.scratch("push_addrs", cfg.max_tokens * cfg.topk, torch.int64),
     )
     ctx.launcher(("count",), exchange.count)(
         chunks,

@@ -123,11 +123,19 @@ def expand(s: Shape, has_scales: bool, has_weights: bool, row_words: int) -> Pla
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": s.alignment > 1,
         "KEEP_COPY_ROWS": s.enable_local_combine,
-        **s.common("TOPK", "KP", "LWP", "SENDERS"),
+        **s.common("TOPK", "KP", "SENDERS"),
         **s.tile(row_words, 1024),
     }
     rows, options = s.chosen("expand")
+    options = {"num_warps": 4} | options
+    constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
     return Plan("dispatch_expand_kernel", constexprs | rows, **options)
+
+
+def watched_sources(s: Shape, num_warps: int) -> int:
+    """SOURCES of the kernel that expands rows: one thread for each flag that it watches, not several."""
+    fewest = max(next_power_of_2(s.local_world_size), 2)
+    return fewest if s.interpreted else max(fewest, 32 * num_warps // s.senders)
 
 
 def reduce(s: Shape, has_weights: bool) -> Plan:
