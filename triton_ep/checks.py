@@ -168,7 +168,22 @@ def _check_mx(cfg: EPConfig, device: torch.device, x: MXTensor) -> None:
 def _check_tensor(
     device: torch.device, name: str, tensor: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Raise InputError unless `tensor` has that shape (None = any), one of the dtypes, and the layer's device."""
+    """Raise InputError unless `tensor` has that shape (None = any), one of the dtypes, and the layer's device.
+
+    shape: of one or two extents.
+    """
+    # Nothing is put into words unless it is needed: this runs at every call.
+    if (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype in dtypes
+        and len(tensor.shape) == len(shape)
+        and tensor.shape[-1] == shape[-1]
+        and (shape[0] is None or tensor.shape[0] == shape[0])
+        and tensor.device == device
+        and not isinstance(tensor, MXTensor)
+        and tensor.is_contiguous()
+    ):
+        return
     if isinstance(tensor, MXTensor):
         raise InputError(f"{name} must be a plain tensor, got an MXTensor; call .dequantize().")
     if not isinstance(tensor, torch.Tensor):

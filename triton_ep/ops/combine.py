@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -28,15 +29,13 @@ def combine(
     ctx: DispatchCombineContext, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc
 ) -> torch.Tensor:
     """Publish expert outputs y [R, H], bring them back and sum them: [T, H]. weights: [R] float32."""
-    if not _overlapped(ctx, desc):
-        out, receive = send(ctx, y, weights, desc)
-        receive()
-        return out
+    plan = _plan(ctx, desc)
     # Rows are summed while the first sums are on their way.
-    _publish(ctx, y, weights, desc, *_steps(ctx, desc), side=ctx.fork())
+    _publish(ctx, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
     out = _make_output(ctx, desc)
-    _receive(ctx, out, weights is not None, desc)
-    ctx.join()
+    _receive(ctx, out, weights is not None, desc, plan)
+    if plan.overlapped:
+        ctx.join()
     return out
 
 
@@ -47,21 +46,31 @@ def send(
 
     Returns memory for the result [T, H], and the receiving half: launched, it brings there the sums.
     """
-    _publish(ctx, y, weights, desc, *_steps(ctx, desc))
+    plan = _plan(ctx, desc)
+    _publish(ctx, y, weights, desc, plan)
     out = _make_output(ctx, desc)
-    return out, partial(_receive, ctx, out, weights is not None, desc)
+    return out, partial(_receive, ctx, out, weights is not None, desc, plan)
 
 
-def _overlapped(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> bool:
-    return is_reduced(desc) and ctx.config.is_intra_node and overlaps(ctx.config, ctx.device)
+class _Plan(NamedTuple):
+    """How rows are published: in two halves or in one, ranks must agree, and need not tell.
+
+    Attributes:
+        programs: that publish.
+        num_steps: in which they do.
+        overlapped: beside the kernel that pulls, unless a hook parts them.
+    """
+
+    programs: int
+    num_steps: int
+    overlapped: bool
 
 
-def _steps(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> tuple[int, int]:
-    """Programs that publish, and their steps. In two halves or in one: ranks must agree, and need not tell."""
-    overlapped = _overlapped(ctx, desc)
+def _plan(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> _Plan:
+    overlapped = is_reduced(desc) and ctx.config.is_intra_node and overlaps(ctx.config, ctx.device)
     programs = (waiting_programs if overlapped else local_programs)(ctx.device, ctx.config.num_sm)
     # Only then is a step worth its releases; the interpreter takes two, so that steps are met there.
-    return programs, STEPS if overlapped else 2 if INTERPRETING else 1
+    return _Plan(programs, STEPS if overlapped else 2 if INTERPRETING else 1, overlapped)
 
 
 def _make_output(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
@@ -69,11 +78,12 @@ def _make_output(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> tor
     return torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
 
 
-def _receive(ctx: DispatchCombineContext, out: torch.Tensor, has_weights: bool, desc: EPAllToAllLayoutDesc) -> None:
-    programs, num_steps = _steps(ctx, desc)
+def _receive(
+    ctx: DispatchCombineContext, out: torch.Tensor, has_weights: bool, desc: EPAllToAllLayoutDesc, plan: _Plan
+) -> None:
     if not ctx.config.is_intra_node:
-        _send_partials(ctx, has_weights, desc, programs)
-    _pull(ctx, out, has_weights, desc, programs, num_steps)
+        _send_partials(ctx, has_weights, desc, plan.programs)
+    _pull(ctx, out, has_weights, desc, plan)
 
 
 def _publish(
@@ -81,8 +91,7 @@ def _publish(
     y: torch.Tensor,
     weights: torch.Tensor | None,
     desc: EPAllToAllLayoutDesc,
-    programs: int,
-    num_steps: int,
+    plan: _Plan,
     side: torch.cuda.Stream | None = None,
 ) -> None:
     """Make expert outputs readable to the ranks of this node; with local combine, summed per token."""
@@ -94,21 +103,21 @@ def _publish(
     copy_rows = desc.skipped_token_topk_mapping_indices
     if copy_rows is not None:
         launcher = ctx.launcher(("reduce", has_weights), exchange.reduce, has_weights)
-        arguments = (copy_rows, desc.placement, *state, cfg.hidden, sizes.output_rows, *_where(ctx), num_steps)
-        launcher(programs, y, weights_arg, *arguments, stream=side)
+        arguments = (copy_rows, desc.placement, *state, cfg.hidden, sizes.output_rows, *_where(ctx), plan.num_steps)
+        launcher(plan.programs, y, weights_arg, *arguments, stream=side)
         return
     in_place = y.data_ptr() == ctx.local_address("dispatch_output_buf")
     ctx.calls.end_loan(in_place)
     if in_place:
         if weights is not None:
             ctx.local("weight_recv_buf")[: weights.shape[0]].copy_(weights)
-        ctx.launcher(("publish",), exchange.publish)(programs, *state, *_where(ctx))
+        ctx.launcher(("publish",), exchange.publish)(plan.programs, *state, *_where(ctx))
         return
     words = as_words(y, sizes.payload_bytes)
     row_words = sizes.payload_bytes // words.element_size()
     launcher = ctx.launcher(("stage", has_weights, row_words), exchange.stage, has_weights, row_words)
     sizes_arg = (row_words, sizes.output_rows, cfg.num_experts_per_rank)
-    launcher(programs, words, weights_arg, desc.placement, *state, *sizes_arg, *_where(ctx))
+    launcher(plan.programs, words, weights_arg, desc.placement, *state, *sizes_arg, *_where(ctx))
 
 
 def lend_buffer(ctx: DispatchCombineContext) -> torch.Tensor:
@@ -145,8 +154,7 @@ def _pull(
     out: torch.Tensor,
     has_weights: bool,
     desc: EPAllToAllLayoutDesc,
-    publishing: int,
-    num_steps: int,
+    plan: _Plan,
 ) -> None:
     """Wait for the rows of this rank's tokens and sum them into out [T, H]."""
     cfg, sizes = ctx.config, ctx.sizes
@@ -165,6 +173,6 @@ def _pull(
         sizes.output_rows,
         cfg.num_experts_per_rank,
         *_where(ctx),
-        publishing,
-        num_steps,
+        plan.programs,
+        plan.num_steps,
     )

@@ -65,7 +65,7 @@ def expanding_programs(config: EPConfig, device: torch.device, overlapped: bool)
 
 def overlaps(config: EPConfig, device: torch.device) -> bool:
     """True if local work of a layer runs beside its exchange, on a stream of its own."""
-    return waiting_programs(device, config.num_sm) > 0 and config.max_tokens >= _OVERLAPPED_TOKENS
+    return config.max_tokens >= _OVERLAPPED_TOKENS and waiting_programs(device, config.num_sm) > 0
 
 
 @functools.cache
