@@ -360,10 +360,12 @@ def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
     worst = config.world_size * config.max_tokens
     padding = config.num_experts_per_rank * (config.alignment - 1)
     if config.recv_capacity is not None:
-        output = config.recv_capacity
+        # Arrival rows are not ordered by expert: with fewer, a copy whose row fits could be left out, and its row,
+        # which counts as the expert's, would be undefined.
+        output, arrivals = config.recv_capacity, worst
     else:
         output = max(int(config.max_tokens * config.topk * capacity), 1) + padding
-    arrivals = min(worst, output)
+        arrivals = min(worst, output)
     return Sizes(config, arrival_rows=arrivals, output_rows=output if not config.enable_local_combine else arrivals)
 
 

@@ -47,6 +47,7 @@ LAYERS = {
     "triton_ep._rank_pool": 7,
     "triton_ep._rank_process": 7,
     "triton_ep.bench": 7,
+    "triton_ep.integrations": 7,
     "triton_ep.testing": 7,
     "triton_ep.cli": 7,
 }

@@ -1,0 +1,73 @@
+"""What HybridEP computes, in plain torch from the inputs of all ranks, as an all-gather would give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from triton_ep.testing import make_workload
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One rank's tokens [T, H], routing map [T, E] and probabilities [T, E], zero where not routed."""
+
+    hidden: torch.Tensor
+    routing_map: torch.Tensor
+    probs: torch.Tensor
+
+    def to(self, device: torch.device) -> Inputs:
+        return Inputs(*(t.to(device) for t in (self.hidden, self.routing_map, self.probs)))
+
+
+def inputs_of(
+    rank: int, world_size: int, tokens: int, *, hidden: int, topk: int, experts: int, seed: int = 0, idle=(), dtype=None
+) -> Inputs:
+    """Rows that encode their origin; tokens have 0 to `topk` experts, and no token goes to experts in `idle`."""
+    work = make_workload(
+        rank,
+        world_size,
+        tokens,
+        hidden=hidden,
+        topk=topk,
+        num_experts=experts,
+        seed=seed,
+        dtype=dtype or torch.bfloat16,
+    )
+    column = torch.where(work.topk_idx < 0, experts, work.topk_idx).long()
+    routed = torch.zeros(tokens, experts + 1, dtype=torch.bool).scatter_(1, column, True)[:, :experts]
+    probs = torch.zeros(tokens, experts + 1).scatter_(1, column, work.topk_weights)[:, :experts]
+    routed[:, list(idle)] = False
+    return Inputs(work.x, routed.contiguous(), torch.where(routed, probs, 0.0))
+
+
+def dispatch(
+    inputs: list[Inputs], rank: int, experts_per_rank: int, pad: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Permuted rows and probabilities of a rank, and its rows per expert, padding included."""
+    rows, probs, counts = [], [], []
+    for expert in range(rank * experts_per_rank, (rank + 1) * experts_per_rank):
+        picked = [i.hidden[i.routing_map[:, expert]] for i in inputs]
+        weights = [i.probs[i.routing_map[:, expert], expert] for i in inputs]
+        real = sum(p.shape[0] for p in picked)
+        padding = -real % pad
+        rows += [*picked, picked[0].new_zeros(padding, picked[0].shape[1])]
+        probs += [*weights, weights[0].new_zeros(padding)]
+        counts.append(real + padding)
+    return torch.cat(rows), torch.cat(probs), torch.tensor(counts)
+
+
+def combine(outputs: list[torch.Tensor], inputs: list[Inputs], rank: int, pad: int) -> torch.Tensor:
+    """[T, H]: sum in float32, expert by expert, of the rows of all ranks' outputs; one rounding."""
+    mine = inputs[rank]
+    total = torch.zeros(mine.hidden.shape, dtype=torch.float32)
+    per_rank = mine.routing_map.shape[1] // len(inputs)
+    for owner, out in enumerate(outputs):
+        start = 0
+        for expert in range(owner * per_rank, (owner + 1) * per_rank):
+            counts = [int(i.routing_map[:, expert].sum()) for i in inputs]
+            first = start + sum(counts[:rank])
+            total[mine.routing_map[:, expert]] += out[first : first + counts[rank]].float()
+            start += -(-sum(counts) // pad) * pad
+    return total.to(mine.hidden.dtype)

@@ -1,0 +1,308 @@
+"""HybridEPBuffer against an all-gather in plain torch, bit for bit."""
+
+import inspect
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.integrations import hybrid_reference as reference
+from triton_ep.distributed import current_heap
+from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.integrations.hybrid_ep import HybridEPBuffer, indices_to_map
+from triton_ep.testing import apply_expert
+
+HIDDEN, EXPERTS, TOPK = 64, 2, 3  # experts per rank
+TOKENS = (7, 0, 12, 5)
+
+
+def make_inputs(world_size: int, seed: int = 0, **changes) -> list[reference.Inputs]:
+    """Inputs of all ranks: unequal numbers of tokens, rank 1 has none; expert 1 gets no token."""
+    sizes = {"hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS * world_size, "idle": (1,), **changes}
+    tokens = sizes.pop("tokens", TOKENS)
+    return [
+        reference.inputs_of(rank, world_size, tokens[(rank + seed) % len(tokens)], seed=seed, **sizes)
+        for rank in range(world_size)
+    ]
+
+
+def make_buffer(nodes: int, ranks_per_node: int, **options) -> HybridEPBuffer:
+    sizes = {"hidden_dim": HIDDEN, "max_num_of_tokens_per_rank": max(TOKENS), "num_local_experts": EXPERTS, **options}
+    return HybridEPBuffer(dist.group.WORLD, num_of_hybrid_ep_ranks_per_nvlink_domain=ranks_per_node, **sizes)
+
+
+def outputs_of(inputs: list[reference.Inputs], pad: int) -> list[torch.Tensor]:
+    """What the experts of every rank make of their rows; no expert can be taken for another."""
+    outs = []
+    for owner in range(len(inputs)):
+        rows, _, counts = reference.dispatch(inputs, owner, EXPERTS, pad)
+        experts = torch.arange(owner * EXPERTS, (owner + 1) * EXPERTS).repeat_interleave(counts)
+        outs.append(apply_expert(rows, experts))
+    return outs
+
+
+def same(seen: torch.Tensor, want: torch.Tensor) -> None:
+    assert seen.dtype == want.dtype
+    torch.testing.assert_close(seen.cpu(), want, rtol=0, atol=0)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a dispatch is asked for."""
+
+    name: str
+    pad: int | None = None
+    budget: int | None = None
+    probs: bool = True
+    ids: bool = False  # topk_idx in place of the routing map
+    options: tuple[tuple[str, object], ...] = ()
+
+
+WAYS = (
+    Way("blocking"),
+    Way("blocking_fused_16", pad=16, options=(("fuse_permute_dispatch", True),)),
+    Way("budget_32", pad=32, budget=160),
+    Way("budget_fused_128_no_probs", pad=128, budget=384, probs=False, options=(("fuse_permute_dispatch", True),)),
+    Way("ids_256", pad=256, ids=True),
+    Way("known_topk", options=(("topk", TOPK),)),
+)
+
+
+def _check_way(rank: int, nodes: int, ranks_per_node: int, way: Way) -> None:
+    world_size, device, options = nodes * ranks_per_node, current_heap().device, dict(way.options)
+    buffer = make_buffer(nodes, ranks_per_node, **{name: options.pop(name) for name in ("topk",) if name in options})
+    pad, handles = way.pad or 1, []
+    for seed in range(2):
+        inputs = make_inputs(world_size, seed)
+        mine = inputs[rank].to(device)
+        routing = {"routing_map": mine.routing_map, "probs": mine.probs if way.probs else None}
+        if way.ids:
+            weights, ids = mine.probs.topk(TOPK)
+            ids = torch.where(mine.routing_map.gather(1, ids), ids, -1)
+            routing = {"topk_idx": ids, "topk_weights": weights, "num_of_experts": EXPERTS * world_size}
+        hidden, probs, scale, counts, handle = buffer.dispatch_with_permute(
+            hidden=mine.hidden,
+            pad_multiple=way.pad,
+            num_permuted_tokens=way.budget,
+            non_blocking=way.budget is not None,
+            **routing,
+            **options,
+        )
+        rows, row_probs, row_counts = reference.dispatch(inputs, rank, EXPERTS, pad)
+        used = rows.shape[0]
+        assert scale is None and hidden.shape[0] == (way.budget or used)
+        same(hidden[:used], rows)
+        same(counts, row_counts)
+        assert counts.device.type == ("cpu" if way.budget is None else device.type)
+        assert handle[-1].dtype == torch.int32 and not (handle[-1] != 0).any()
+        if way.probs:
+            same(probs[:used], row_probs)
+            assert not probs[used:].any()
+        handles.append((inputs, mine, hidden, probs, handle))
+
+    # Both handles at once: rows of the first dispatch again, experts, back; then the second one.
+    for seed, (inputs, mine, hidden, probs, handle) in enumerate(handles):
+        used = reference.dispatch(inputs, rank, EXPERTS, pad)[0].shape[0]
+        again, again_probs, _, again_counts, again_handle = buffer.dispatch_with_permute(
+            hidden=mine.hidden, probs=mine.probs if way.probs else None, handle=handle, pad_multiple=way.pad
+        )
+        assert torch.equal(again[:used], hidden[:used]) and again_handle is handle and again_counts is handle[7]
+        outs = outputs_of(inputs, pad)
+        out = torch.full_like(hidden, float("nan"))  # what is not a row must not count
+        out[:used] = outs[rank].to(device)
+        combined, combined_probs = buffer.combine_with_unpermute(
+            hidden=out, probs=probs, handle=handle, pad_multiple=way.pad, fuse_unpermute_combine=bool(seed)
+        )
+        # The same order of summation as the kernels': expert by expert, in float32.
+        same(combined, reference.combine(outs, inputs, rank, pad))
+        if way.probs:
+            assert torch.equal(again_probs, probs)
+            same(combined_probs, inputs[rank].probs)
+        else:
+            assert probs is None and combined_probs is None
+    buffer.close()
+
+
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, way",
+    [*((1, 2, way) for way in WAYS), (2, 1, WAYS[2]), *((1, 4, way) for way in WAYS), (2, 2, WAYS[1])],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+@pytest.mark.plain  # the kernels of the layer
+def test_rows_are_those_of_an_all_gather(run_ranks, backend, nodes, ranks_per_node, way):
+    """Order, padding, probabilities, counts; back again, exact per (token, expert); by a handle, too; two at once."""
+    if backend == "host" and nodes * ranks_per_node > 2:
+        pytest.skip("4 ranks show no more than 2 do: they are for --backend nvshmem")
+    run_ranks(_check_way, nodes, ranks_per_node, way)
+
+
+def _check_overflow(rank: int, nodes: int, ranks_per_node: int) -> None:
+    """One expert per token: a token comes back as it is, or as zeros."""
+    world_size, device = nodes * ranks_per_node, current_heap().device
+    buffer = make_buffer(nodes, ranks_per_node)
+    inputs = make_inputs(world_size, topk=1, tokens=(40,), idle=())
+    mine = inputs[rank].to(device)
+    rows, _, _ = reference.dispatch(inputs, rank, EXPERTS, 16)
+    budget = 32
+    hidden, probs, _, counts, handle = buffer.dispatch_with_permute(
+        hidden=mine.hidden,
+        routing_map=mine.routing_map,
+        probs=mine.probs,
+        pad_multiple=16,
+        num_permuted_tokens=budget,
+        non_blocking=True,
+    )
+    assert rows.shape[0] > budget and int(handle[-1]) == rows.shape[0] - budget
+    same(hidden, rows[:budget])
+    assert int(counts.sum()) == budget and not (counts % 16).any()
+    combined, combined_probs = buffer.combine_with_unpermute(hidden=hidden, probs=probs, handle=handle)
+    kept = (combined != 0).any(1)
+    assert kept.any() and not kept.all()
+    assert torch.equal(combined[kept], mine.hidden[kept]) and torch.equal(combined_probs[kept], mine.probs[kept])
+    assert not combined[~kept].any() and not combined_probs[~kept].any()
+
+    # More experts per token than were promised: the same, not a silent loss.
+    few = make_buffer(nodes, ranks_per_node, topk=1)
+    two = mine.routing_map.clone()
+    two[0] = torch.arange(two.shape[1], device=device) < 2
+    call = {"hidden": mine.hidden, "routing_map": two, "num_permuted_tokens": 160}
+    assert int(few.dispatch_with_permute(**call, non_blocking=True)[-1][-1]) == 1
+    few.close()
+    buffer.close()
+
+
+@pytest.mark.plain
+def test_what_does_not_fit_is_flagged(run_ranks):
+    """Rows beyond the budget come back as zeros, others unchanged; counts stay inside the budget."""
+    run_ranks(_check_overflow, 1, 2)
+
+
+def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world_size, device = nodes * ranks_per_node, current_heap().device
+    mine = make_inputs(world_size)[rank].to(device)
+    call = {"hidden": mine.hidden, "routing_map": mine.routing_map, "probs": mine.probs}
+    buffer = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=4)
+    *_, handle = buffer.dispatch_with_permute(**call)  # 7 tokens on rank 0, none on rank 1
+    assert buffer.configurer.buffer_config.max_num_of_tokens_per_rank >= 7
+    more = make_inputs(world_size, tokens=(9, 30), topk=EXPERTS * world_size, idle=())
+    more_mine = more[rank].to(device)
+    hidden, *_ = buffer.dispatch_with_permute(hidden=more_mine.hidden, routing_map=more_mine.routing_map)
+    same(hidden, reference.dispatch(more, rank, EXPERTS, 1)[0])
+    again, *_ = buffer.dispatch_with_permute(hidden=mine.hidden, handle=handle)  # of before it grew
+
+    for change, text in (
+        ({"hidden": mine.hidden[:, :32]}, r"hidden_dim=64.*reset_hybrid_ep_buffer"),
+        ({"routing_map": mine.routing_map[:, :3]}, f"3, but this buffer was made for {EXPERTS * world_size}"),
+        ({"routing_map": mine.routing_map.int()}, "torch.bool"),
+        ({"probs": mine.probs.bfloat16()}, "probs must be"),
+        ({"num_of_experts_per_rank": 5}, "num_of_experts_per_rank: 5"),
+        ({"routing_map": None}, "got none of them"),
+        ({"non_blocking": True}, "needs num_permuted_tokens"),
+        ({"non_blocking": True, "num_permuted_tokens": 40, "pad_multiple": 16}, "pad_multiple=16, 48 for example"),
+        ({"num_of_tokens_per_rank": -1}, "num_of_tokens_per_rank is -1"),
+        ({"handle": (1, 2)}, "tuple of 2 items"),
+        ({"handle": handle, "pad_multiple": 16}, "padded to 1"),
+        ({"handle": handle, "num_permuted_tokens": 999}, "is 999"),
+    ):
+        with pytest.raises(InputError, match=text):
+            buffer.dispatch_with_permute(**{**call, **change})
+    other = make_buffer(nodes, ranks_per_node)
+    with pytest.raises(StaleHandleError, match="another HybridEPBuffer"):
+        other.combine_with_unpermute(hidden=again, handle=handle)
+    other.close()
+    *_, no_probs = buffer.dispatch_with_permute(hidden=mine.hidden, routing_map=mine.routing_map)
+    with pytest.raises(InputError, match="the dispatch of this handle had none"):
+        buffer.combine_with_unpermute(hidden=again, probs=again[:, 0].float(), handle=no_probs)
+    with pytest.raises(InputError, match="NoneType"):
+        buffer.combine_with_unpermute(hidden=again)
+    with pytest.raises(ConfigError, match="mxfp8"):
+        make_buffer(nodes, ranks_per_node, use_fp8=True)
+    alone = [dist.new_group([member]) for member in range(world_size)]
+    with pytest.raises(ConfigError, match="no process group of this process"):
+        HybridEPBuffer(alone[(rank + 1) % world_size], HIDDEN, 4, EXPERTS)
+    buffer.close()
+    buffer.close()
+    with pytest.raises(FinalizedError, match="closed"):
+        buffer.combine_with_unpermute(hidden=again, handle=handle)
+    with pytest.raises(FinalizedError, match="closed"):
+        buffer.dispatch_with_permute(**call)
+
+
+@pytest.mark.plain
+def test_buffer_grows_and_mistakes_are_told(run_ranks):
+    """More tokens and more experts per token than before; every wrong argument, and a freed buffer, by its name."""
+    run_ranks(_check_growth_and_mistakes, 1, 2)
+
+
+def test_ids_and_maps() -> None:
+    """Ids out of range are dropped; Megatron looks for a name in the signature."""
+    routed, probs = indices_to_map(torch.tensor([[2, -1], [0, 9]]), torch.tensor([[0.5, 0.25], [0.75, 0.125]]), 2, 3)
+    assert routed.tolist() == [[False, False, True], [True, False, False]]
+    assert probs.tolist() == [[0, 0, 0.5], [0.75, 0, 0]]
+    assert "fuse_permute_dispatch" in inspect.signature(HybridEPBuffer.dispatch_with_permute).parameters
+
+
+def _check_replay(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world_size, device = nodes * ranks_per_node, current_heap().device
+    budget = 64 * world_size
+    buffer = make_buffer(nodes, ranks_per_node, topk=TOPK)
+    # A graph has one number of tokens; routing, rows and probabilities change under it.
+    batches = [make_inputs(world_size, seed, tokens=(9,)) for seed in range(4)]
+    mine = batches[0][rank].to(device)
+
+    def step() -> tuple:
+        hidden, probs, _, counts, handle = buffer.dispatch_with_permute(
+            hidden=mine.hidden,
+            routing_map=mine.routing_map,
+            probs=mine.probs,
+            pad_multiple=16,
+            num_permuted_tokens=budget,
+            non_blocking=True,
+        )
+        again, *_ = buffer.dispatch_with_permute(hidden=mine.hidden, handle=handle)
+        combined, combined_probs = buffer.combine_with_unpermute(hidden=hidden, probs=probs, handle=handle)
+        return hidden, probs, counts, again, combined, combined_probs, handle[-1]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        hidden, probs, counts, again, combined, combined_probs, overflow = step()
+    for batch in [*batches[1:], batches[0]]:
+        for seen, new in zip(
+            (mine.hidden, mine.routing_map, mine.probs),
+            (batch[rank].hidden, batch[rank].routing_map, batch[rank].probs),
+            strict=True,
+        ):
+            seen.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        rows, row_probs, row_counts = reference.dispatch(batch, rank, EXPERTS, 16)
+        used = rows.shape[0]
+        same(counts, row_counts)
+        same(hidden[:used], rows)
+        same(again[:used], rows)
+        same(probs[:used], row_probs)
+        owned = [reference.dispatch(batch, owner, EXPERTS, 16)[0] for owner in range(world_size)]
+        same(combined, reference.combine(owned, batch, rank, 16))
+        same(combined_probs, batch[rank].probs)
+        assert int(overflow) == 0
+    with pytest.raises(InputError, match="Run the same calls once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        buffer.dispatch_with_permute(
+            hidden=mine.hidden, routing_map=mine.routing_map, num_permuted_tokens=budget - 16, non_blocking=True
+        )
+    del graph
+    buffer.close()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
+def test_graph_replays_with_other_routing(run_ranks, backend, nodes, ranks_per_node):
+    """Non-blocking dispatch, dispatch by its handle and combine in one CUDA graph: the all-gather's bits each time."""
+    if backend != "nvshmem":
+        pytest.skip("CUDA graphs need GPUs: --backend nvshmem")
+    run_ranks(_check_replay, nodes, ranks_per_node)

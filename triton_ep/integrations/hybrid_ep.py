@@ -1,0 +1,332 @@
+"""HybridEPBuffer: DeepEP's HybridEP interface over EPAll2AllLayer. Rows arrive grouped by expert, padded, in one step.
+
+    HybridEP                                    here
+    HybridEPBuffer(group, hidden_dim, max_num_  layers over `group`, made when a call first needs one: by dtype, experts
+      of_tokens_per_rank, num_local_experts)      per token, `pad_multiple` and budget
+    dispatch_with_permute(...)                  layer.dispatch of the expert ids in the routing map, `alignment` =
+                                                  pad_multiple
+    non_blocking=True, num_permuted_tokens=n    layer with `capacity=n`: no host synchronisation, CUDA graphs
+    dispatch_with_permute(..., handle=)         layer.dispatch_again
+    combine_with_unpermute(hidden, handle)      layer.combine, a plain sum in float32
+    ... probs=                                  one float32 per row back to its own (token, expert)
+    dispatch, combine                           layer.dispatch_compact, layer.combine: one row per (token, rank)
+    handle[3], handle[-1]                       rows before permutation, and layout_desc.overflow
+    fuse_permute_dispatch, num_blocks_*, ...    accepted; there is one way, and the same bits
+
+Source: deep_ep/hybrid_ep_buffer.py of DeepEP's branch hybrid-ep. docs/how-to/hybrid-ep.md has the details.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_ep.errors import InputError
+from triton_ep.integrations import hybrid_ep_checks as checks
+from triton_ep.integrations.hybrid_ep_checks import Routing
+from triton_ep.integrations.hybrid_ep_layers import Layers, check_group
+from triton_ep.integrations.hybrid_ep_maps import (
+    indices_to_map,
+    map_of_slots,
+    most_experts,
+    slots_of_map,
+    weights_of_slots,
+)
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.ops.slots import row_slots, to_slots
+
+__all__ = ["HybridEPBuffer", "indices_to_map"]
+
+_MOST_EXPERTS = 32  # per token, of a layer
+Permuted = tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor, tuple[Any, ...]]
+
+
+class HybridEPBuffer:
+    """Dispatch and combine in HybridEP's calling convention. All calls are collective over the group.
+
+    Letters: T tokens of this rank (any number, different on every rank, zero too), E experts over all ranks, e those of
+    this one, H hidden, P permuted rows.
+
+    Args:
+        group: process group, any sub-group of the world.
+        hidden_dim: H; another one needs another buffer.
+        max_num_of_tokens_per_rank: T that memory is made for at first. More tokens make it grow, collectively: handles
+            of before stay good, and so does the memory they need, until `close`.
+        num_local_experts: e.
+        use_fp8: must be False; for quantised rows use `EPAll2AllLayer(payload="mxfp8")`.
+        num_sms_dispatch_api, num_sms_combine_api: programs of the exchange, the larger of both; None: as tuned.
+        num_of_hybrid_ep_ranks_per_nvlink_domain: ranks per node; None: as `initialize_distributed` found them.
+        topk: most experts per token. None: blocking calls with a routing map agree on it, at the price of a small
+            all-reduce each, and non-blocking ones take min(E, 32). Calls with `topk_idx` know it.
+        enable_local_combine, timeout_s: as for `EPAll2AllLayer`.
+
+    The other arguments are HybridEP's settings of kernels that do not exist here; they are accepted and change nothing.
+
+    Raises:
+        ConfigError: an unknown group, one that this process is not in, or sizes that cannot work.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+        *,
+        topk: int | None = None,
+        enable_local_combine: bool = False,
+        timeout_s: float = 30.0,
+    ) -> None:
+        checks.refuse_fp8(use_fp8)
+        ranks = check_group(group)
+        num_sm = max((n for n in (num_sms_dispatch_api, num_sms_combine_api) if n is not None), default=None)
+        self.group = group
+        self.rank, self.group_size = dist.get_rank(group), ranks
+        self.topk = topk
+        self._agreed_topk = 1
+        self.layers = Layers(
+            group,
+            hidden_dim,
+            num_local_experts * ranks,
+            max(max_num_of_tokens_per_rank, 1),
+            num_of_hybrid_ep_ranks_per_nvlink_domain,
+            {"num_sm": num_sm, "enable_local_combine": enable_local_combine, "timeout_s": timeout_s},
+        )
+
+    @property
+    def configurer(self) -> Any:
+        """Its `buffer_config` has the sizes under HybridEP's names, for callers that compare them."""
+        sizes = SimpleNamespace(
+            hidden_dim=self.layers.hidden,
+            max_num_of_tokens_per_rank=self.layers.max_tokens,
+            num_of_experts_per_rank=self.layers.num_experts // self.group_size,
+        )
+        return SimpleNamespace(buffer_config=sizes)
+
+    def close(self) -> None:
+        """Free the memory. Collective, idempotent; later calls, those of a backward pass too, raise FinalizedError."""
+        self.layers.close()
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: torch.Tensor | None = None,
+        probs: torch.Tensor | None = None,
+        scaling_factor: torch.Tensor | None = None,
+        num_permuted_tokens: int | None = None,
+        pad_multiple: int | None = None,
+        num_of_tokens_per_rank: int | None = None,
+        handle: tuple[Any, ...] | None = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
+    ) -> Permuted:
+        """Send each token's row to the experts it is routed to; rows arrive grouped by expert.
+
+        Args:
+            hidden: [T, H] bfloat16, float16 or float32, contiguous.
+            routing_map: [T, E] bool, or instead `topk_idx` [T, K] with distinct ids, -1 = dropped.
+            probs: [T, E] float32; with `topk_idx` instead `topk_weights` [T, K]. On all ranks or on none.
+            num_permuted_tokens: P, on all ranks the same, a multiple of `pad_multiple`. None: what arrives.
+            pad_multiple: every expert's rows end with zero rows, with probability zero, up to a multiple of this.
+            num_of_tokens_per_rank: at least the T of every rank, the same on all; lets memory grow.
+            handle: of an earlier call, to send other rows to the same places. Then no routing is given, and nothing
+                waits for the host.
+            non_blocking: nothing waits for the host; needs `num_permuted_tokens`, or a handle.
+
+        Returns:
+            (hidden [P, H], probs [P] float32 or None, None, tokens_per_expert [e] int64, handle). Rows are ordered by
+            expert, source rank, token. tokens_per_expert counts padding rows, too; it is on the device if
+            `non_blocking`, else on the host. Rows of a budget behind the last expert's are undefined, their
+            probabilities zero; copies that do not fit are left out, and handle[-1], int32 [1] on the device, counts
+            rows that were too many (not zero = overflow).
+
+        Raises:
+            InputError: an argument does not fit, before any row is sent.
+            StaleHandleError: a handle of another buffer. FinalizedError: the buffer was closed.
+            PeerFailed, WaitTimeout: as `EPAll2AllLayer.dispatch`.
+        """
+        checks.refuse_fp8(use_fp8)
+        if use_host_meta is not None:
+            non_blocking = not use_host_meta
+        if handle is not None:
+            return self._again(hidden, handle, topk_idx, topk_weights, probs, pad_multiple, num_permuted_tokens)
+        align = pad_multiple or 1
+        checks.check_budget(num_permuted_tokens, align, non_blocking)
+        sizes = (num_of_experts_per_rank, num_of_experts)
+        checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
+        excess = None
+        if routing_map is not None:
+            topk = self._agree(routing_map, num_of_tokens_per_rank, non_blocking)
+            idx, excess = slots_of_map(routing_map, topk)
+            weights = None if probs is None else weights_of_slots(probs, idx)
+        else:
+            assert topk_idx is not None, "checked above"
+            topk, idx, weights = topk_idx.shape[1], topk_idx.contiguous(), topk_weights
+            if probs is not None and weights is None:
+                weights = weights_of_slots(probs, idx)
+            self._make_room(hidden.shape[0], num_of_tokens_per_rank)
+        layer = self.layers.get(hidden.dtype, topk, align, num_permuted_tokens)
+        weights = None if weights is None else weights.contiguous()
+        recv_x, recv_probs, desc = layer.dispatch(hidden.contiguous(), idx, weights)
+        assert isinstance(recv_x, torch.Tensor)
+        slots = None if weights is None else row_slots(layer.context, desc)
+        counts = self._counts(layer, desc, non_blocking)
+        overflow = desc.overflow + excess if non_blocking and excess is not None else desc.overflow
+        routing = Routing(self.layers, layer, desc, self.layers.num_experts, slots)
+        arrived = desc.report[self.rank, 1]
+        made = (
+            None,
+            None,
+            None,
+            arrived,
+            None,
+            None,
+            None,
+            counts,
+            hidden.shape[0],
+            routing,
+            hidden.shape[0],
+            overflow,
+        )
+        return recv_x, recv_probs, None, counts, made
+
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        handle: tuple[Any, ...] | None = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: int | None = None,
+        non_blocking: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Bring a row per permuted row back and sum them per token, unweighted, in float32.
+
+        Args:
+            hidden: [P, H] of the dispatch's dtype.
+            probs: [P] float32; the dispatch must have had probabilities. On all ranks or on none.
+            handle: of `dispatch_with_permute`; it may be used any number of times, in any order.
+            pad_multiple: None, or that of the dispatch.
+
+        Returns:
+            [T, H], and with `probs` [T, E] float32: at each (token, expert) exactly what its row brought, else zero.
+
+        Raises:
+            InputError: an argument does not fit. StaleHandleError: a handle of another buffer. FinalizedError: the
+            buffer was closed.
+        """
+        routing = checks.open_handle(self.layers, handle, pad_multiple)
+        if probs is not None and routing.slots is None:
+            raise InputError(
+                "combine_with_unpermute got probs, but the dispatch of this handle had none, so nobody knows where "
+                "they belong. Give probs to dispatch_with_permute, or none here."
+            )
+        layer, desc = routing.layer, routing.desc
+        combined = layer.combine(hidden.contiguous(), desc)
+        if probs is None:
+            return combined, None
+        if probs.shape != (desc.num_recv_rows,) or probs.dtype != torch.float32:
+            raise InputError(
+                f"probs must be [{desc.num_recv_rows}] float32, one per permuted row, got {list(probs.shape)} "
+                f"{probs.dtype}."
+            )
+        assert routing.slots is not None
+        values = to_slots(layer.context, probs.contiguous(), routing.slots, desc)
+        return combined, map_of_slots(values, desc.topk_indices_tensor, routing.num_experts)
+
+    # --- arguments --------------------------------------------------------------------------------------
+
+    def _again(
+        self,
+        hidden: torch.Tensor,
+        handle: tuple[Any, ...],
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        probs: torch.Tensor | None,
+        pad_multiple: int | None,
+        num_permuted_tokens: int | None,
+    ) -> Permuted:
+        """`dispatch_with_permute` by a handle."""
+        routing = checks.open_handle(self.layers, handle, pad_multiple)
+        desc = routing.desc
+        if num_permuted_tokens not in (None, desc.num_recv_rows):
+            raise InputError(
+                f"num_permuted_tokens is {num_permuted_tokens}, but the dispatch of this handle has "
+                f"{desc.num_recv_rows} permuted rows. Pass that number, or None."
+            )
+        idx, weights = desc.topk_indices_tensor, None
+        if probs is not None:
+            weights = weights_of_slots(probs, idx)
+        elif topk_weights is not None:
+            weights = torch.where(idx >= 0, topk_weights, 0.0)
+        recv_x, recv_probs = routing.layer.dispatch_again(hidden.contiguous(), desc, weights)
+        assert isinstance(recv_x, torch.Tensor)
+        return recv_x, recv_probs, None, handle[7], handle
+
+    # --- sizes ------------------------------------------------------------------------------------------
+
+    def _agree(self, routing_map: torch.Tensor, slots_per_rank: int | None, non_blocking: bool) -> int:
+        """Experts per token of the layer to take, the same on all ranks; makes room for the tokens, too."""
+        tokens, experts = routing_map.shape
+        most = min(experts, _MOST_EXPERTS)
+        if non_blocking:
+            self._make_room(tokens, slots_per_rank)
+            return most if self.topk is None else self.topk
+        needed = most_experts(routing_map)
+        if self.topk is None:
+            told = torch.stack([needed, needed.new_tensor(slots_per_rank or tokens)])
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+            worst, slots_per_rank = told.tolist()
+            self._agreed_topk = max(self._agreed_topk, worst)
+        else:
+            worst = int(needed.item())
+        self._make_room(tokens, slots_per_rank)
+        limit = most if self.topk is None else self.topk
+        if worst > limit:
+            raise InputError(
+                f"a token is routed to {worst} experts, but this buffer takes {limit} per token"
+                f"{'' if self.topk is None else ' (topk)'}. Make one with a larger topk; {_MOST_EXPERTS} is the most."
+            )
+        return self._agreed_topk if self.topk is None else self.topk
+
+    def _make_room(self, tokens: int, slots_per_rank: int | None) -> None:
+        needed = tokens if slots_per_rank is None else slots_per_rank
+        if needed < tokens:
+            raise InputError(f"num_of_tokens_per_rank is {needed}, but rank {self.rank} has {tokens} tokens.")
+        if needed > self.layers.max_tokens:
+            self.layers.grow(needed + needed // 4)
+
+    def _counts(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
+        """[e] int64, rows of each local expert, padding included."""
+        if non_blocking or layer.context.device.type != "cuda":
+            return desc.expert_offsets.diff().long()
+        if layer.config.recv_capacity is not None:
+            return desc.expert_offsets.diff().long().cpu()
+        # The host has waited for the offsets already: on another stream they need not wait for the rows.
+        side = layer.comm_stream
+        with torch.cuda.stream(side):
+            return desc.expert_offsets.diff().long().cpu()

@@ -1,0 +1,118 @@
+"""Arguments of HybridEPBuffer: what fits, and what a handle is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triton_ep.errors import ConfigError, InputError, StaleHandleError
+from triton_ep.integrations.hybrid_ep_layers import Layers
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+
+_PLACE = {12: 9, 8: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """What a handle knows: one dispatch with its layer.
+
+    Attributes:
+        owner: `Layers` of the buffer.
+        layer, desc: where the dispatch ran, and its descriptor.
+        num_experts: E over all ranks.
+        slots: [R] int32, k of each permuted row's copy; None where the dispatch had no probabilities.
+        local_ids: [R, K] expert ids of rows by rank, -1 = elsewhere; None for permuted rows.
+    """
+
+    owner: Layers
+    layer: EPAll2AllLayer
+    desc: EPAllToAllLayoutDesc
+    num_experts: int
+    slots: torch.Tensor | None = None
+    local_ids: torch.Tensor | None = None
+
+
+def refuse_fp8(use_fp8: bool | None) -> None:
+    """Raise ConfigError if quantised rows are asked for."""
+    if use_fp8:
+        raise ConfigError(
+            "use_fp8=True: rows with float32 scales are not sent by this buffer. Pass bfloat16 rows, or use "
+            'triton_ep.EPAll2AllLayer(payload="mxfp8"), which quantises rows on their way.'
+        )
+
+
+def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = 12) -> Routing:
+    """What is in a handle of the buffer with these layers; items: how many a handle of this kind has.
+
+    Raises:
+        FinalizedError: the buffer was closed.
+        InputError: no handle, one of the other kind of dispatch, another padding.
+        StaleHandleError: a handle of another buffer.
+    """
+    owner.check_open()
+    call = "dispatch_with_permute" if items == 12 else "dispatch"
+    routing = handle[_PLACE[items]] if isinstance(handle, tuple) and len(handle) == items else None
+    if not isinstance(routing, Routing):
+        raise InputError(
+            f"the handle must be the tuple that {call} of this buffer returned, got {type(handle).__name__}"
+            f"{f' of {len(handle)} items' if isinstance(handle, tuple) else ''}."
+        )
+    if routing.owner is not owner:
+        raise StaleHandleError(
+            "the handle is of another HybridEPBuffer, or of one that was replaced. Pass one that this buffer returned."
+        )
+    if pad_multiple is not None and (pad_multiple or 1) != routing.layer.config.alignment:
+        raise InputError(
+            f"pad_multiple is {pad_multiple}, but the dispatch of this handle padded to "
+            f"{routing.layer.config.alignment}. Pass that, or None."
+        )
+    return routing
+
+
+def check_budget(num_permuted_tokens: int | None, align: int, non_blocking: bool) -> None:
+    """Raise InputError unless rows can be limited to that number."""
+    if num_permuted_tokens is None:
+        if non_blocking:
+            raise InputError("non_blocking=True needs num_permuted_tokens: the size of the output is not asked for.")
+        return
+    if num_permuted_tokens < 1 or num_permuted_tokens % align:
+        raise InputError(
+            f"num_permuted_tokens is {num_permuted_tokens}; it must be a positive multiple of pad_multiple={align}, "
+            f"{max(-(-num_permuted_tokens // align), 1) * align} for example."
+        )
+
+
+def check_routing(
+    layers: Layers,
+    hidden: torch.Tensor,
+    routing_map: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    probs: torch.Tensor | None,
+    sizes: tuple[int | None, int | None],
+) -> None:
+    """Raise InputError for shapes that do not go together; the layer checks what it gets.
+
+    sizes: experts per rank and over all ranks, as the caller says.
+    """
+    layers.check_open()
+    experts, width, tokens = layers.num_experts, layers.hidden, hidden.shape[0]
+    if hidden.dim() != 2 or hidden.shape[1] != width:
+        raise InputError(
+            f"hidden is {list(hidden.shape)}, but this buffer was made for hidden_dim={width}. Make a buffer for the "
+            "other size (Megatron: reset_hybrid_ep_buffer(), then init_hybrid_ep_buffer), on all ranks."
+        )
+    if routing_map is None and topk_idx is None:
+        raise InputError("dispatch needs routing_map, topk_idx or a handle; it got none of them.")
+    for name, given, held in (
+        ("num_of_experts_per_rank", sizes[0], experts // layers.world_size),
+        ("num_of_experts", sizes[1], experts),
+        ("columns of routing_map", None if routing_map is None else routing_map.shape[-1], experts),
+    ):
+        if given is not None and given != held:
+            raise InputError(f"{name}: {given}, but this buffer was made for {held} ({layers.world_size} ranks).")
+    for name, tensor, dtype in (("routing_map", routing_map, torch.bool), ("probs", probs, torch.float32)):
+        if tensor is not None and (tensor.dtype != dtype or tensor.shape != (tokens, experts)):
+            raise InputError(f"{name} must be [{tokens}, {experts}] {dtype}, got {list(tensor.shape)} {tensor.dtype}.")

@@ -1,0 +1,143 @@
+"""Layers over one group, made when a call first needs one: what is behind a buffer that serves any shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_ep.distributed import local_world_size
+from triton_ep.errors import ConfigError, FinalizedError, InputError
+from triton_ep.layer import EPAll2AllLayer
+
+Key = tuple[torch.dtype, int, int, int | None]
+
+
+def check_group(group: Any) -> int:
+    """Ranks of a process group that has this process as a member.
+
+    Raises:
+        ConfigError: it is none, or this process is not in it.
+    """
+    if not dist.is_initialized():
+        raise ConfigError("there is no process group yet. Call triton_ep.initialize_distributed() first.")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"group is {group!r}, which is no process group of this process. Pass the expert-parallel group, as "
+            "torch.distributed.new_group returned it, on its members only."
+        )
+    return dist.get_world_size(group)
+
+
+def ranks_per_node(group: Any) -> int:
+    """Ranks of a group on each node, by what `initialize_distributed` knows of the world.
+
+    Raises:
+        ConfigError: nodes have different numbers of them, or those of a node are not numbered in a row.
+    """
+    nodes = [rank // local_world_size() for rank in dist.get_process_group_ranks(group)]
+    count = nodes.count(nodes[0])
+    blocks = [nodes[start : start + count] for start in range(0, len(nodes), count)]
+    if any(len(set(block)) != 1 or len(block) != count for block in blocks) or len(blocks) != len(set(nodes)):
+        raise ConfigError(
+            f"the ranks of the group are on nodes {nodes}: every node must have the same number of them, numbered in a "
+            "row. Choose other groups, or say how many ranks make a node."
+        )
+    return count
+
+
+@dataclass
+class Layers:
+    """Layers that differ in dtype, topk, alignment and capacity only, over one group.
+
+    `get` is collective where it makes a layer: all ranks ask for the same ones in the same order. A layer stays until
+    `close`, so that descriptors which somebody holds stay good.
+
+    Attributes:
+        group: process group; this process is a member.
+        hidden, num_experts: sizes that all layers share.
+        max_tokens: most tokens per rank of a layer that is made from now on; `grow` raises it.
+        nodes_of: ranks per node; None = those of the job.
+        options: further arguments of `EPAll2AllLayer`.
+    """
+
+    group: Any
+    hidden: int
+    num_experts: int
+    max_tokens: int
+    nodes_of: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    made: dict[Key, EPAll2AllLayer] = field(default_factory=dict)
+    retired: list[EPAll2AllLayer] = field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.world_size = check_group(self.group)
+        self.rank = dist.get_rank(self.group)
+        if self.nodes_of is None:
+            self.nodes_of = ranks_per_node(self.group)
+
+    @property
+    def first_expert(self) -> int:
+        """Global id of this rank's first expert."""
+        return self.rank * (self.num_experts // self.world_size)
+
+    def get(self, dtype: torch.dtype, topk: int, alignment: int = 1, capacity: int | None = None) -> EPAll2AllLayer:
+        """The layer of this kind; collective if there is none yet.
+
+        Raises:
+            FinalizedError: after `close`.
+            InputError: a layer is missing while a CUDA graph is captured.
+            ConfigError, HeapError: as `EPAll2AllLayer`.
+        """
+        self.check_open()
+        key = (dtype, topk, alignment, capacity)
+        layer = self.made.get(key)
+        if layer is None:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise InputError(
+                    f"a CUDA graph is being captured, but there is no layer yet for {dtype} rows, topk={topk}, rows "
+                    f"padded to {alignment} and a budget of {capacity} rows. Run the same calls once before."
+                )
+            layer = self.made[key] = EPAll2AllLayer(
+                self.group,
+                self.max_tokens,
+                self.hidden,
+                topk,
+                self.rank,
+                self.num_experts,
+                self.nodes_of or 1,
+                self.world_size,
+                dtype,
+                alignment=alignment,
+                capacity=capacity,
+                **self.options,
+            )
+        return layer
+
+    def grow(self, max_tokens: int) -> None:
+        """Make the next layers for more tokens; those of before stay for the descriptors that they made."""
+        self.check_open()
+        self.retired += self.made.values()
+        self.made.clear()
+        self.max_tokens = max_tokens
+
+    def check_open(self) -> None:
+        """Raise if `close` was called.
+
+        Raises:
+            FinalizedError: it was.
+        """
+        if self.closed:
+            raise FinalizedError(
+                "this buffer was closed, its memory is freed. Make a new one on all ranks of its group."
+            )
+
+    def close(self) -> None:
+        """Free the symmetric memory of all layers. Collective, idempotent."""
+        layers, self.closed = [*self.retired, *self.made.values()], True
+        self.retired, self.made = [], {}
+        for layer in layers:
+            layer.finalize()

@@ -1,0 +1,57 @@
+"""Routing maps [T, E] of bools and probabilities, and the expert ids and weights [T, K] that a layer takes."""
+
+from __future__ import annotations
+
+import torch
+
+
+def indices_to_map(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_of_tokens: int, num_of_experts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Routing map [T, E] bool and, with weights, probabilities [T, E] float32, of expert ids [T, K].
+
+    Ids outside of 0 to E - 1 are dropped; those of a token are distinct.
+
+    Source: deep_ep.hybrid_ep_buffer.indices_to_map.
+    """
+    shape = (num_of_tokens, num_of_experts + 1)
+    column = torch.where((topk_idx >= 0) & (topk_idx < num_of_experts), topk_idx, num_of_experts).long()
+    routed = torch.zeros(shape, dtype=torch.bool, device=topk_idx.device).scatter_(1, column, True)
+    probs = None
+    if topk_weights is not None:
+        probs = torch.zeros(shape, dtype=torch.float32, device=topk_idx.device)
+        probs = probs.scatter_(1, column, topk_weights.float())[:, :num_of_experts].contiguous()
+    return routed[:, :num_of_experts].contiguous(), probs
+
+
+def most_experts(routing_map: torch.Tensor) -> torch.Tensor:
+    """[] int64 on the device: the largest number of experts that a token is routed to; 0 without tokens."""
+    if routing_map.shape[0] == 0:
+        return torch.zeros((), dtype=torch.int64, device=routing_map.device)
+    return routing_map.sum(1).amax()
+
+
+def slots_of_map(routing_map: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert ids [T, topk] int32, ascending, then -1; and [1] int32, how many experts did not fit into `topk`."""
+    tokens, experts = routing_map.shape
+    position = routing_map.cumsum(1, dtype=torch.int32)
+    fits = routing_map & (position <= topk)
+    # What does not fit goes to a last column, which is cut off.
+    slot = torch.where(fits, position - 1, topk).long()
+    ids = torch.full((tokens, topk + 1), -1, dtype=torch.int32, device=routing_map.device)
+    expert = torch.arange(experts, dtype=torch.int32, device=routing_map.device).expand(tokens, experts)
+    ids.scatter_(1, slot, expert)
+    excess = (position[:, -1] - topk).clamp(min=0).sum(dtype=torch.int32).view(1)
+    return ids[:, :topk].contiguous(), excess
+
+
+def weights_of_slots(probs: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
+    """[T, K] float32: probabilities [T, E] of the experts with these ids, zero for -1."""
+    return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp(min=0).long()), 0.0)
+
+
+def map_of_slots(values: torch.Tensor, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[T, E] float32: values [T, K] at the experts with these ids, elsewhere zero."""
+    column = torch.where(topk_idx >= 0, topk_idx, num_experts).long()
+    out = torch.zeros(values.shape[0], num_experts + 1, dtype=torch.float32, device=values.device)
+    return out.scatter_(1, column, values)[:, :num_experts].contiguous()
