@@ -14,6 +14,7 @@ from typing import Any
 
 import triton.language as tl
 
+from .compact_specs import COMPACT_SPECS
 from .compute import mxfp8, routing
 from .compute.gemm_specs import GEMM_SPECS
 from .device.buffers import (
@@ -217,8 +218,8 @@ SPECS: tuple[KernelSpec, ...] = (
         f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 {_STATE} hidden:i32 "
         f"row_capacity:i32 {_WHERE} num_steps:i32",
         tuple(
-            Variant(_payload({"TOPK": 8}, _FLAGS, {**_SUM, "ROWS": 1}, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",))
-            for w in (False, True)
+            Variant(_payload({"TOPK": k}, _FLAGS, {**_SUM, "ROWS": 1}, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",))
+            for w, k in ((False, 8), (True, 8), (False, 1))  # 1: rows come compact, nothing is summed
         ),
         num_warps=32,
     ),
@@ -365,6 +366,7 @@ SPECS: tuple[KernelSpec, ...] = (
         (Variant({**_MX_COLUMNS, "HAS_OFFSETS": True}, _mx_types("bf16", False), ("hidden",)),),
     ),
     *GEMM_SPECS,
+    *COMPACT_SPECS,
 )
 """Every kernel of the package."""
 

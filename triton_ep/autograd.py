@@ -105,7 +105,7 @@ def combine(
 
     Raises:
         InputError, StaleHandleError: as `EPAll2AllLayer.combine`.
-        InputError: a descriptor with an order of rows of its own.
+        InputError: a descriptor with an order of rows of its own, or of compact rows.
     """
     if not isinstance(layout_desc, EPAllToAllLayoutDesc):
         raise InputError(f"combine needs the descriptor that dispatch returned, got {type(layout_desc).__name__}.")
@@ -113,6 +113,11 @@ def combine(
         raise StaleHandleError(
             "combine got a descriptor of another layer, or of one that was finalized. Pass the one that dispatch of "
             "this layer returned."
+        )
+    if layout_desc.compact:
+        raise InputError(
+            "autograd.combine got a descriptor of dispatch_compact, but its backward pass would get expert-major rows. "
+            "Use layer.combine, whose backward pass is layer.dispatch_again."
         )
     if layout_desc.full_scatter:
         raise InputError(

@@ -79,6 +79,38 @@ def check_dispatch(
         _check_tensor(device, "full_scatter_indices", scatter, shape, ids)
 
 
+def check_rows(cfg: EPConfig, device: torch.device, x: Any, num_tokens: int | None) -> None:
+    """Raise InputError unless `x` is rows of the layer as they are, `num_tokens` of them (None = any number)."""
+    if num_tokens is not None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] != num_tokens:
+        raise InputError(
+            f"input has {x.shape[0]} rows on rank {cfg.rank}, but the dispatch whose routing it is to take had "
+            f"{num_tokens} tokens. Pass the descriptor that belongs to these rows."
+        )
+    _check_tensor(device, "input", x, (num_tokens, cfg.hidden), (cfg.token_dtype,))
+
+
+def check_compact_desc(layer_id: int, desc: Any) -> None:
+    """Raise unless `desc` is of a `dispatch_compact` of this layer.
+
+    Raises:
+        InputError: something else, or a descriptor of expert-major rows.
+        StaleHandleError: a descriptor of another layer.
+    """
+    if not isinstance(desc, EPAllToAllLayoutDesc) or not desc.compact:
+        what = "one of expert-major rows" if isinstance(desc, EPAllToAllLayoutDesc) else type(desc).__name__
+        raise InputError(f"a descriptor that dispatch_compact returned is needed, got {what}.")
+    if desc.layer_id != layer_id:
+        raise StaleHandleError(
+            "got a descriptor of another layer, or of one that was finalized. Pass the one that this layer's "
+            "dispatch_compact returned."
+        )
+
+
+def check_topk_values(cfg: EPConfig, device: torch.device, values: Any, num_rows: int) -> None:
+    """Raise InputError unless `values` has a float32 per (compact row, k)."""
+    _check_tensor(device, "values", values, (num_rows, cfg.topk), (torch.float32,))
+
+
 def check_overlap(return_recv_hook: bool, async_finish: bool, previous_event: Any) -> None:
     """Raise InputError unless these arguments of `dispatch` and `combine` go together."""
     if return_recv_hook and async_finish:

@@ -177,6 +177,17 @@ class DispatchCombineContext:
                 self._allocate(grows)  # smaller calls still work
                 raise
 
+    def make_room_for_all(self) -> None:
+        """Make room for every token of every rank; collective where it is not there yet, the same on all ranks.
+
+        Raises:
+            HeapError: on all ranks, if one has no room.
+        """
+        worst = self.config.world_size * self.config.max_tokens
+        if min(self.sizes.arrival_rows, self.sizes.output_rows) < worst:
+            self._meet()
+            self.grow(worst, worst)
+
     def _meet(self) -> None:
         """Wait until no rank of the group has work under way that reaches into the buffers of another."""
         if self.device.type == "cuda":
@@ -286,7 +297,7 @@ class DispatchCombineContext:
             self.check_status()
 
     def read_back(self, report: torch.Tensor) -> list[list[int]]:
-        """Rows of the report [W, 8] on the host, once the device has written it.
+        """Rows of int32 [n, m], such as the report, on the host, once the device has written them.
 
         Raises:
             WaitTimeout: the splits exchange did not finish.
@@ -294,9 +305,10 @@ class DispatchCombineContext:
         if self.device.type != "cuda":
             self.check_status()
             return report.tolist()
-        if self._pinned is None:
+        if self._pinned is None or self._pinned.numel() < report.numel():
             self._pinned = torch.empty(report.numel(), dtype=report.dtype, pin_memory=True)
-        self._pinned.copy_(report.view(-1), non_blocking=True)
+        told = self._pinned[: report.numel()]
+        told.copy_(report.view(-1), non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         # The device bounds its own wait; twice that covers earlier work on the stream.
@@ -309,7 +321,7 @@ class DispatchCombineContext:
                     f"{self.config.rank}. Look for an earlier kernel on this stream that does not end."
                 )
         self.poll_status()
-        return self._pinned.view(report.shape).tolist()
+        return told.view(report.shape).tolist()
 
     def raise_for_status(self, record: list[int]) -> None:
         """Turn a status record (kernels/device/waits.py) into an exception; nothing if it is clean."""

@@ -18,7 +18,13 @@ class InputError(EPError, ValueError):
 
 
 class CapacityError(EPError, RuntimeError):
-    """More rows than the context holds, where it may not grow."""
+    """More rows than the context holds, where it may not grow.
+
+    Attributes:
+        needed: rows, or tokens, that would have been enough; 0 = not said.
+    """
+
+    needed = 0
 
 
 class HeapError(EPError, RuntimeError):

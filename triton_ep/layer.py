@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 import torch
 
 from triton_ep import checks
-from triton_ep._dispatch_steps import DispatchSteps, Received
+from triton_ep._compact import CompactCalls, Received
 from triton_ep.barrier import BarrierAllContext
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
@@ -29,7 +29,7 @@ from triton_ep.tuned.choose import choose
 from triton_ep.tuned.table import TunedEntry
 
 
-class EPAll2AllLayer(DispatchSteps):
+class EPAll2AllLayer(CompactCalls):
     """Expert-parallel all-to-all: every token's row goes to the ranks that own its experts, and back summed.
 
     Made and finalized collectively by all ranks of `ep_group`; also a context manager. `dispatch` and

@@ -37,6 +37,8 @@ class EPAllToAllLayoutDesc:
             token, -1 = none; only with `enable_local_combine`. Low latency: C = W * M, a row per token of any rank,
             copies first, -2 = one beyond the capacity.
         full_scatter: `full_scatter_indices` gave the order of rows.
+        compact: rows are one per (token, rank), of `dispatch_compact`: R = C, and the field above is [C, 1], the row
+            itself.
     """
 
     num_dispatch_token_cur_rank: int
@@ -51,6 +53,7 @@ class EPAllToAllLayoutDesc:
     skipped_token_mapping_indices: torch.Tensor | None = None
     skipped_token_topk_mapping_indices: torch.Tensor | None = None
     full_scatter: bool = False
+    compact: bool = False
 
     # Views, made when they are asked for: a dispatch whose descriptor goes straight into combine makes none. What a
     # low-latency dispatch leaves out, because its combine does not need it, is None.

@@ -37,6 +37,7 @@ LAYERS = {
     "triton_ep.ops": 4,
     "triton_ep.barrier": 5,  # launches, through ops
     "triton_ep.checks": 5,
+    "triton_ep._compact": 5,
     "triton_ep._dispatch_steps": 5,
     "triton_ep.layer": 5,
     "triton_ep._autograd_ops": 6,

@@ -102,7 +102,9 @@ def _publish(
     state = (ctx.state, ctx.tables)
     copy_rows = desc.skipped_token_topk_mapping_indices
     if copy_rows is not None:
-        launcher = ctx.launcher(("reduce", has_weights), exchange.reduce, has_weights)
+        ctx.calls.end_loan(False)
+        kind = (has_weights, copy_rows.shape[1])
+        launcher = ctx.launcher(("reduce", *kind), exchange.reduce, *kind)
         arguments = (copy_rows, desc.placement, *state, cfg.hidden, sizes.output_rows, *_where(ctx), plan.num_steps)
         launcher(plan.programs, y, weights_arg, *arguments, stream=side)
         return

@@ -109,5 +109,5 @@ def place(
         cfg.local_world_size,
         ctx.sizes.wire_bytes,
         cfg.recv_capacity if static else NO_LIMIT,
-        ctx.sizes.arrival_rows if static else NO_LIMIT,
+        ctx.sizes.arrival_rows,
     )

@@ -50,7 +50,7 @@ def to_slots(
         ConfigError: rows of the layer are shorter than one float32.
     """
     topk = ctx.config.topk
-    narrow = _narrow(ctx, topk)
+    narrow = narrow_rows(ctx, topk)
     width = narrow.config.hidden
     parts = []
     for first in range(0, topk, width):
@@ -62,7 +62,7 @@ def to_slots(
     return torch.cat(parts, 1)[:, :topk].contiguous()
 
 
-def _narrow(ctx: DispatchCombineContext, columns: int) -> DispatchCombineContext:
+def narrow_rows(ctx: DispatchCombineContext, columns: int) -> DispatchCombineContext:
     """The same context, with float32 rows of up to `columns` elements that fit into the rows of the buffers."""
     cfg, sizes = ctx.config, ctx.sizes
     width = min(columns, cfg.hidden * cfg.token_dtype.itemsize // 4)

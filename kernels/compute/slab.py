@@ -1,0 +1,43 @@
+"""Rows of experts between the two forms that grouped GEMMs take: expert-major without gaps, and a slab per expert.
+
+Protocol      1 pack: row i of expert e goes from row offsets[e] + i to row e * slab_rows + i; unpack: back
+Layout        offsets [e + 1] int32, first expert-major row of each expert; counts [e] int32, its rows. Rows of a slab
+              behind counts[e], and expert-major rows behind the last expert's, are not touched.
+Memory order  Plain loads and stores.
+Progress      No program waits.
+Replay        Nothing is kept between calls.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_experts", "slab_rows"])
+def slab_rows_kernel(
+    source_ptr,  # words
+    dest_ptr,  # out, words
+    offsets_ptr,  # [e + 1] int32
+    counts_ptr,  # [e] int32
+    num_experts,
+    slab_rows,
+    row_words,
+    PACK: tl.constexpr,  # expert-major to slabs; otherwise back
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    offs = tl.arange(0, BLOCK_H)
+    shares = tl.maximum(tl.num_programs(0) // num_experts, 1)
+    for item in range(tl.program_id(0), num_experts * shares, tl.num_programs(0)):
+        expert, share = item % num_experts, item // num_experts
+        first = tl.load(offsets_ptr + expert)
+        count = tl.minimum(tl.load(counts_ptr + expert), slab_rows)
+        for begin in range(share * ROWS, count, shares * ROWS):
+            row = begin + tl.arange(0, ROWS)
+            flat = (first + row).to(tl.int64) * row_words
+            slab = (tl.cast(expert, tl.int64) * slab_rows + row) * row_words
+            source = flat if PACK else slab
+            dest = slab if PACK else flat
+            for h in range(0, row_words, BLOCK_H):
+                mask = (row < count)[:, None] & (h + offs < row_words)[None, :]
+                words = tl.load(source_ptr + source[:, None] + h + offs[None, :], mask=mask, other=0)
+                tl.store(dest_ptr + dest[:, None] + h + offs[None, :], words, mask=mask)

@@ -1,0 +1,57 @@
+"""Where the tokens of one rank go: counts per rank, node and expert, and which ranks each token goes to.
+
+Protocol      1 each program takes a block of tokens, stores which ranks each of them goes to, and adds its counts
+Layout        counts [W + N + E] int32, zero before: tokens per rank, tokens per node, entries per expert. A token
+              counts once per rank and once per node. in_rank [T, W] bytes, 1 = the token goes there.
+Memory order  Additions of integers, whose order does not matter.
+Progress      No program waits.
+Replay        The caller zeroes the counts.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _count_groups(
+    counts_ptr, owner, num_groups, in_group_ptr, token, num_tokens, GP: tl.constexpr, STORE: tl.constexpr
+):
+    """Tokens [BLOCK_T, KP] per group, a token once; with STORE also which tokens."""
+    for first in range(0, num_groups, GP):
+        group = first + tl.arange(0, GP)
+        hits = tl.sum((owner[:, :, None] == group[None, None, :]).to(tl.int32), axis=1)
+        goes = (hits > 0).to(tl.int32)  # [BLOCK_T, GP]
+        if STORE:
+            at = token.to(tl.int64)[:, None] * num_groups + group[None, :]
+            mask = (token < num_tokens)[:, None] & (group < num_groups)[None, :]
+            tl.store(in_group_ptr + at, goes.to(tl.uint8), mask=mask)
+        tl.atomic_add(counts_ptr + group, tl.sum(goes, axis=0), mask=group < num_groups)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_ranks", "experts_per_rank", "ranks_per_node"])
+def token_layout_kernel(
+    topk_idx_ptr,  # [T, K] int32 or int64; -1 = dropped, ids outside of [0, E) count nowhere
+    counts_ptr,  # [W + N + E] int32, zero
+    in_rank_ptr,  # out [T, W] uint8
+    num_tokens,
+    num_experts,
+    num_ranks,
+    experts_per_rank,
+    ranks_per_node,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    GP: tl.constexpr,  # ranks or nodes at a time
+    BLOCK_T: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    k = tl.arange(0, KP)[None, :]
+    mask = (token < num_tokens)[:, None] & (k < TOPK)
+    expert = tl.load(topk_idx_ptr + token.to(tl.int64)[:, None] * TOPK + k, mask=mask, other=-1).to(tl.int64)
+    valid = (expert >= 0) & (expert < num_experts)
+    expert = tl.where(valid, expert, 0).to(tl.int32)
+    owner = tl.where(valid, expert // experts_per_rank, -1)
+    _count_groups(counts_ptr, owner, num_ranks, in_rank_ptr, token, num_tokens, GP, True)
+    num_nodes = num_ranks // ranks_per_node
+    node = tl.where(valid, owner // ranks_per_node, -1)
+    _count_groups(counts_ptr + num_ranks, node, num_nodes, in_rank_ptr, token, num_tokens, GP, False)
+    tl.atomic_add(counts_ptr + num_ranks + num_nodes + expert, valid.to(tl.int32), mask=valid)

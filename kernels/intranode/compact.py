@@ -1,0 +1,169 @@
+"""Compact output of a dispatch: one row per (token, rank), and which experts of this rank the row is for.
+
+Protocol      As the expand kernel (intranode/dispatch.py, steps 3 and 4): wait until all programs of all local ranks
+              are a step further; with several nodes, when there is no further step, for the forwarding kernel of
+              each rank (internode/dispatch.py). Then copy the arrival rows of the step, each to the output row of the
+              same number, with its expert ids and weights
+Layout        stage_x, stage_meta, arrive_flag: as there. recv_x [R, row], recv_idx [R, K] local expert ids, -1 = an
+              expert of another rank, or none; recv_weights [R, K] float32, zero where recv_idx is -1. Rows by source
+              rank, then by token: that of the arrival rows. stage_meta says which expert-major rows the copies of an
+              arrival would be; the expert is the last one whose segment starts at or before that row.
+Memory order  Acquires the releases of push and forward, which cover stage_x and stage_meta.
+Progress      Waits for other ranks' pushes and forwards only; its grid is independent of theirs. It may run beside
+              this rank's own push and forward, if those are launched first.
+Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py).
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, buffer_ptr
+from ..device.groups import my_first, pick
+from ..device.rows import ALL_ROWS, arrival_steps, load_row_tile
+from ..device.tables import STEPS, expert_offsets_of
+from ..device.waits import WAIT_ARRIVALS, wait_values
+
+_NO_ROW = tl.constexpr(2**31 - 1)
+_EXPERTS = tl.constexpr(32)
+"""Experts that a row number is compared with at a time."""
+
+
+@triton.jit
+def _local_experts(dst, expert_offsets_ptr, experts_per_rank):
+    """Local expert of each expert-major row [ROWS, KP]; -1 where there is none."""
+    found = tl.zeros(dst.shape, tl.int32)
+    for first in range(1, experts_per_rank, _EXPERTS):
+        expert = first + tl.arange(0, _EXPERTS)
+        starts = tl.load(expert_offsets_ptr + expert, mask=expert < experts_per_rank, other=_NO_ROW)
+        found += tl.sum((dst[:, :, None] >= starts[None, None, :]).to(tl.int32), axis=2)
+    return tl.where(dst >= 0, found, -1)
+
+
+@triton.jit
+def _copy_rows(
+    recv_x_ptr,
+    recv_idx_ptr,
+    recv_weights_ptr,
+    expert_offsets_ptr,
+    tables_ptr,
+    start,  # first arrival row of a source
+    first,  # tiles of the source's rows from here
+    end,  # to before here
+    num_rows,  # of the source
+    row_words,
+    row_limit,
+    rank,
+    num_ranks,
+    experts_per_rank,
+    HAS_IDX: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Copy this program's share of some arrival rows. Shares are by position, as in the expand kernel."""
+    stage_x_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
+    stage_rows_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.int32)
+    stage_weights_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.float32) + KP
+    ks = tl.arange(0, KP)[None, :]
+    offs = tl.arange(0, BLOCK_H)
+    for tile in range(my_first(first, start // ROWS), end, tl.num_programs(0)):
+        row = start + tile * ROWS + tl.arange(0, ROWS)
+        alive = (row < start + num_rows) & (row < row_limit)
+        source = row.to(tl.int64) * row_words
+        for h in range(0, row_words, BLOCK_H):
+            words = load_row_tile(stage_x_ptr + source, alive, h, row_words, BLOCK_H)
+            dest = recv_x_ptr + source[:, None] + h + offs[None, :]
+            tl.store(dest, words, mask=alive[:, None] & (h + offs < row_words)[None, :])
+        if HAS_IDX:
+            mask = alive[:, None] & (ks < TOPK)
+            meta = row.to(tl.int64)[:, None] * (2 * KP) + ks
+            out = row.to(tl.int64)[:, None] * TOPK + ks
+            dst = tl.load(stage_rows_ptr + meta, mask=mask, other=-1)
+            local = _local_experts(dst, expert_offsets_ptr, experts_per_rank)
+            tl.store(recv_idx_ptr + out, local.to(recv_idx_ptr.dtype.element_ty), mask=mask)
+            if HAS_WEIGHTS:
+                weights = tl.load(stage_weights_ptr + meta, mask=mask, other=0.0)
+                tl.store(recv_weights_ptr + out, tl.where(dst >= 0, weights, 0.0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["row_limit", "rank", "num_ranks", "ranks_per_node", "experts_per_rank", "num_senders"])
+def compact_rows_kernel(
+    recv_x_ptr,  # out [R, row_words] words
+    recv_idx_ptr,  # out [R, K] int32 or int64, written if HAS_IDX
+    recv_weights_ptr,  # out [R, K] float32, written if HAS_IDX and HAS_WEIGHTS
+    placement_ptr,  # device/tables.py
+    state_ptr,
+    tables_ptr,
+    row_words,
+    row_limit,  # R: arrivals from this row on are left out
+    rank,
+    num_ranks,
+    ranks_per_node,
+    experts_per_rank,
+    num_senders,  # programs of the push, and of the forward, kernel
+    HAS_IDX: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    SOURCES: tl.constexpr,  # as in the expand kernel; SOURCES * SENDERS is at least the number of threads
+    SENDERS: tl.constexpr,  # a power of two, at least num_senders
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    source = tl.arange(0, SOURCES)
+    report_ptrs = placement_ptr + (rank - rank % ranks_per_node + source) * 8
+    starts = tl.load(report_ptrs + 6, mask=source < ranks_per_node, other=0)
+    counts = tl.load(report_ptrs + 7, mask=source < ranks_per_node, other=0)
+    behind = pick(starts, ranks_per_node - 1) + pick(counts, ranks_per_node - 1)
+    num_arrivals = tl.load(placement_ptr + rank * 8 + 1)
+
+    flag = tl.arange(0, SOURCES * SENDERS)
+    used = (flag // SENDERS < ranks_per_node) & (flag % SENDERS < num_senders)
+    flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64) + flag
+    before = arrival_steps(state_ptr)
+    last_round = tl.where(num_ranks > ranks_per_node, STEPS + 1, STEPS)
+    steps = tl.zeros([], tl.int64)
+    done = tl.zeros([SOURCES], tl.int32)
+    arrived = tl.load(state_ptr + STATUS) == 0
+    while (steps < last_round) & arrived:
+        of_forward = tl.where(steps == STEPS, ranks_per_node * SENDERS, 0)
+        expected = (before + tl.minimum(steps + 1, STEPS)) << 32
+        arrived, seen = wait_values(flag_ptrs + of_forward, used, expected, state_ptr, WAIT_ARRIVALS, of_forward)
+        if arrived:
+            # Of each source what all its programs have; flags not in use are as far as the last one will be.
+            seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
+            of_source = tl.min(tl.reshape(seen, [SOURCES, SENDERS]), axis=1)
+            if steps == STEPS:
+                # The rows before those of this node's ranks, and the rows behind them.
+                counts = tl.where(source == 0, pick(starts, 0), num_arrivals - behind)
+                starts = tl.where(source == 0, 0, behind)
+                done = tl.zeros([SOURCES], tl.int32)
+            ready = (of_source & ALL_ROWS).to(tl.int32)
+            ready = tl.where(ready < counts, ready // ROWS, tl.cdiv(counts, ROWS))
+            for index in range(tl.where(steps == STEPS, 2, ranks_per_node)):
+                _copy_rows(
+                    recv_x_ptr,
+                    recv_idx_ptr,
+                    recv_weights_ptr,
+                    expert_offsets_of(placement_ptr, num_ranks),
+                    tables_ptr,
+                    pick(starts, index),
+                    pick(done, index),
+                    pick(ready, index),
+                    pick(counts, index),
+                    row_words,
+                    row_limit,
+                    rank,
+                    num_ranks,
+                    experts_per_rank,
+                    HAS_IDX,
+                    HAS_WEIGHTS,
+                    TOPK,
+                    KP,
+                    ROWS,
+                    BLOCK_H,
+                )
+            done = ready
+            steps = tl.where(steps == STEPS, last_round, (tl.min(of_source) >> 32) - before)

@@ -1,0 +1,200 @@
+"""Compact rows: one per (token, rank), against the plain-torch reference; sent again; summed; their ids and weights."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_ep import CapacityError, ConfigError, EPAll2AllLayer, InputError, StaleHandleError
+from triton_ep.distributed import current_heap
+from triton_ep.ops import compact as compact_ops
+from triton_ep.reference import compact as reference
+from triton_ep.testing import Workload, make_workload
+
+CASES = {
+    "plain": {"tokens": (7, 12, 5, 9), "hidden": 64, "topk": 2, "experts": 2},
+    "many_experts_int64": {"tokens": (7, 3, 5, 18), "hidden": 40, "topk": 4, "experts": 34, "idx_dtype": torch.int64},
+    "empty_rank_fp32": {"tokens": (6, 0, 9, 0), "hidden": 24, "topk": 3, "experts": 4, "dtype": torch.float32},
+    "duplicates_odd": {"tokens": (5, 8), "hidden": 37, "topk": 3, "experts": 4, "routing": "duplicates"},
+    "all_dropped": {"tokens": (4, 6), "hidden": 16, "topk": 2, "experts": 2, "routing": "all_dropped"},
+}
+
+
+def _works(world_size: int, case: dict, seed: int) -> list[Workload]:
+    tokens = case["tokens"]
+    return [
+        make_workload(
+            rank,
+            world_size,
+            tokens[rank % len(tokens)],
+            hidden=case["hidden"],
+            topk=case["topk"],
+            num_experts=case["experts"] * world_size,
+            dtype=case.get("dtype", torch.bfloat16),
+            idx_dtype=case.get("idx_dtype", torch.int32),
+            routing=case.get("routing", "uniform"),
+            seed=seed,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def _layer(rank: int, nodes: int, ranks_per_node: int, case: dict, **options) -> EPAll2AllLayer:
+    world_size = nodes * ranks_per_node
+    return EPAll2AllLayer(
+        dist.group.WORLD,
+        options.pop("max_tokens", max(case["tokens"])),
+        case["hidden"],
+        case["topk"],
+        rank,
+        case["experts"] * world_size,
+        ranks_per_node,
+        world_size,
+        case.get("dtype", torch.bfloat16),
+        **options,
+    )
+
+
+def _outputs(rank: int, result: reference.CompactResult) -> torch.Tensor:
+    """What a rank's experts make of its rows: differs by rank."""
+    return (result.recv_x.float() * (1.0 + 0.25 * rank)).to(result.recv_x.dtype)
+
+
+def _equal(got: torch.Tensor | None, expected: torch.Tensor) -> None:
+    assert got is not None
+    torch.testing.assert_close(got.cpu(), expected.to(got.dtype), rtol=0, atol=0)
+
+
+def _check(rank: int, nodes: int, ranks_per_node: int, name: str, live: int = 3) -> None:
+    case, world_size = CASES[name], nodes * ranks_per_node
+    device, num_experts = current_heap().device, CASES[name]["experts"] * world_size
+    sent, works, results = [], [], []
+    with _layer(rank, nodes, ranks_per_node, case) as layer:
+        for seed in range(live):  # descriptors alive at once
+            works.append(_works(world_size, case, seed))
+            everything = zip(*((w.x, w.topk_idx, w.topk_weights) for w in works[-1]), strict=True)
+            xs, idxs, weights = map(list, everything)
+            results.append([reference.dispatch(xs, idxs, weights, r, num_experts) for r in range(world_size)])
+            mine, expected = works[-1][rank], results[-1][rank]
+            got = layer.dispatch_compact(
+                mine.x.to(device), mine.topk_idx.to(device), mine.topk_weights.to(device) if seed != 1 else None
+            )
+            _equal(got.x, expected.recv_x)
+            _equal(got.topk_idx, expected.recv_topk_idx)
+            assert got.topk_idx.dtype == mine.topk_idx.dtype
+            assert got.num_recv_tokens_per_expert == expected.num_recv_tokens_per_expert.tolist()
+            if seed != 1:
+                _equal(got.topk_weights, expected.recv_topk_weights)
+            else:
+                assert got.topk_weights is None
+            sent.append(got)
+        for seed in (1, 2, 0)[-live:]:
+            mine, desc = works[seed][rank], sent[seed].layout_desc
+            ys = [_outputs(r, result) for r, result in enumerate(results[seed])]
+            first_k = reference.first_choice(mine.topk_idx, num_experts, world_size)
+            out = layer.combine(ys[rank].to(device), desc)
+            expected = reference.combine(ys, results[seed], rank, first_k, mine.x.dtype)
+            if nodes == 1:
+                _equal(out, expected)
+            else:  # partial sums of nodes: another order of the same float32 additions
+                step = torch.finfo(mine.x.dtype).eps
+                torch.testing.assert_close(out.cpu(), expected, rtol=step, atol=64 * torch.finfo(torch.float32).eps)
+            values = [result.recv_topk_weights for result in results[seed]]
+            back, _ = layer.combine_topk(values[rank].to(device), desc)
+            kept = (mine.topk_idx >= 0) & (mine.topk_idx < num_experts)
+            _equal(back, torch.where(kept, mine.topk_weights, 0.0))
+            again, _ = layer.dispatch_again((mine.x * 2).to(device), desc)
+            _equal(again, results[seed][rank].recv_x * 2)
+        mine, expected = works[0][rank], results[0][rank]
+        arrived = expected.recv_x.shape[0]
+        total = world_size * max(case["tokens"])
+        got = layer.dispatch_compact(
+            mine.x.to(device), mine.topk_idx.to(device), mine.topk_weights.to(device), num_rows=total
+        )
+        assert got.x.shape[0] == total and got.num_recv_tokens_per_expert is None
+        _equal(got.x[:arrived], expected.recv_x)
+        _equal(got.topk_idx[:arrived], expected.recv_topk_idx)
+        assert (got.topk_idx[arrived:] == -1).all() and (got.topk_weights[arrived:] == 0).all()
+        layer.check()
+
+
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, name", [(1, 2, "duplicates_odd"), (2, 2, "duplicates_odd")], ids=lambda n: str(n)
+)
+def test_compact_rows_equal_the_reference(run_ranks, nodes, ranks_per_node, name):
+    """Rows, ids, weights, counts, sums and rows sent again, with three descriptors alive; bit for bit in one node."""
+    run_ranks(_check, nodes, ranks_per_node, name)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, name",
+    [(1, 2, "many_experts_int64"), (1, 2, "all_dropped"), (1, 4, "empty_rank_fp32"), (4, 1, "plain")],
+)
+def test_other_topologies(run_ranks, nodes, ranks_per_node, name):
+    """The same with other numbers of ranks, ranks without tokens, and no rows at all."""
+    run_ranks(_check, nodes, ranks_per_node, name, live=1)
+
+
+def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
+    case, world_size = CASES["plain"], nodes * ranks_per_node
+    work = _works(world_size, case, 0)[rank]
+    device = current_heap().device
+    x, idx = work.x.to(device), work.topk_idx.to(device)
+    with _layer(rank, nodes, ranks_per_node, case) as layer, _layer(rank, nodes, ranks_per_node, case) as other:
+        many = torch.zeros(13 + rank, 64, dtype=x.dtype, device=device)
+        ids = torch.zeros(13 + rank, 2, dtype=idx.dtype, device=device)
+        with pytest.raises(CapacityError, match="max_tokens=12") as caught:
+            layer.dispatch_compact(many if rank == 1 else x, ids if rank == 1 else idx)
+        assert caught.value.needed == 14
+        got = layer.dispatch_compact(x, idx)
+        with pytest.raises(StaleHandleError):
+            other.dispatch_again(x, got.layout_desc)
+        with pytest.raises(InputError, match="must have shape"):
+            layer.dispatch_again(torch.zeros(x.shape[0], 32, dtype=x.dtype, device=device), got.layout_desc)
+        with pytest.raises(InputError, match="had 7 tokens" if rank == 0 else "had 12 tokens"):
+            layer.dispatch_again(x[:3], got.layout_desc)
+        _, _, desc = layer.dispatch(x, idx)
+        with pytest.raises(InputError, match="expert-major"):
+            layer.dispatch_again(x, desc)
+        with pytest.raises(InputError, match="values must have shape"):
+            layer.combine_topk(torch.zeros(1, 2, device=device), got.layout_desc)
+        again, _ = layer.dispatch_again(x, got.layout_desc)
+        _equal(again, got.x.cpu())
+    with _layer(rank, nodes, ranks_per_node, case, capacity=64) as static, pytest.raises(ConfigError, match="num_rows"):
+        static.dispatch_compact(x, idx)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
+    """Too many tokens on one rank, other layers' and other dispatches' descriptors, rows that do not fit."""
+    run_ranks(_check_errors, nodes, ranks_per_node)
+
+
+def test_token_layout_counts_each_rank_once():
+    """Counts per rank, node and expert, and which ranks a token goes to, against counting one by one."""
+    work = make_workload(0, 8, 70, hidden=8, topk=5, num_experts=24, routing="duplicates", drop=0.3)
+    got = compact_ops.token_layout(work.topk_idx, 24, 8, 4)
+    goes = torch.zeros(70, 8, dtype=torch.bool)
+    experts = torch.zeros(24, dtype=torch.int32)
+    for token, row in enumerate(work.topk_idx.tolist()):
+        for expert in row:
+            if 0 <= expert < 24:
+                goes[token, expert // 3] = True
+                experts[expert] += 1
+    assert torch.equal(got.in_rank, goes)
+    assert torch.equal(got.tokens_per_rank, goes.sum(0).int())
+    assert torch.equal(got.tokens_per_node, goes.view(70, 2, 4).any(2).sum(0).int())
+    assert torch.equal(got.entries_per_expert, experts)
+
+
+def test_slabs_and_back():
+    """Rows of each expert come to the start of its slab, and back to where they were."""
+    counts = torch.tensor([3, 0, 5, 1], dtype=torch.int32)
+    offsets = torch.tensor([0, 4, 4, 12, 16], dtype=torch.int32)  # with gaps
+    rows = torch.arange(16 * 6, dtype=torch.bfloat16).view(16, 6)
+    slabs = compact_ops.to_slabs(rows, offsets, counts, 7)
+    back = compact_ops.from_slabs(slabs, offsets, counts, 16)
+    for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
+        assert torch.equal(slabs[expert, :count], rows[start : start + count])
+        assert torch.equal(back[start : start + count], rows[start : start + count])

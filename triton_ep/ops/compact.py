@@ -1,0 +1,201 @@
+"""Compact rows (kernels/intranode/compact.py), slabs (kernels/compute/slab.py), where tokens go
+(kernels/compute/token_layout.py): what front doors need beside expert-major rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from triton_ep.context import DispatchCombineContext
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.ops import combine as combine_ops
+from triton_ep.ops import dispatch as dispatch_ops
+from triton_ep.ops.slots import narrow_rows
+from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, local_programs
+from triton_ep.plans import Plan
+from triton_ep.plans import compact as plans
+from triton_ep.runtime import INTERPRETING, Launcher
+
+
+@dataclass(frozen=True)
+class Compact:
+    """What `receive` writes.
+
+    Attributes:
+        x: [R, H] of the token dtype.
+        topk_idx: [R, K] int32 or int64, local expert ids, -1 = not here; None = not wanted.
+        topk_weights: [R, K] float32, or None.
+    """
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+
+
+def make_compact(
+    ctx: DispatchCombineContext, num_rows: int, exact: bool, idx_dtype: torch.dtype | None, has_weights: bool
+) -> Compact:
+    """Memory for `num_rows` rows; not `exact`: fewer may arrive, and ids and weights of the others are -1 and 0.
+
+    idx_dtype: of the expert ids; None = neither ids nor weights are wanted.
+    """
+    cfg = ctx.config
+    x = torch.empty(num_rows, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
+    if idx_dtype is None:
+        return Compact(x, None, None)
+    shape = (num_rows, cfg.topk)
+    idx = torch.empty(shape, dtype=idx_dtype, device=ctx.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=ctx.device) if has_weights else None
+    if not exact:
+        idx.fill_(-1)
+        if weights is not None:
+            weights.zero_()
+    return Compact(x, idx, weights)
+
+
+def receive(
+    ctx: DispatchCombineContext,
+    received: Compact,
+    placement: torch.Tensor,
+    forward_tables: torch.Tensor | None,
+    side: torch.cuda.Stream | None,
+) -> None:
+    """Pass on what came over the network, wait for the rows, as they come, and copy them out.
+
+    side: from `dispatch_ops.fork` before the push, so that first rows are copied while the last are on their way.
+    """
+    if forward_tables is not None:
+        dispatch_ops.forward(ctx, forward_tables, received.topk_weights is not None, placement)
+    _copy_out(ctx, received, placement, side)
+    if side is not None:
+        ctx.join()
+
+
+def _copy_out(
+    ctx: DispatchCombineContext, received: Compact, placement: torch.Tensor, side: torch.cuda.Stream | None
+) -> None:
+    cfg = ctx.config
+    words = as_words(received.x, ctx.sizes.payload_bytes)
+    row_words = ctx.sizes.payload_bytes // words.element_size()
+    kind = (received.topk_idx is not None, received.topk_weights is not None, row_words)
+    ctx.launcher(("compact", *kind), plans.copy_out, *kind)(
+        expanding_programs(cfg, ctx.device, overlapped=side is not None),
+        words,
+        placement if received.topk_idx is None else received.topk_idx,
+        ctx.no_floats if received.topk_weights is None else received.topk_weights,
+        placement,
+        ctx.state,
+        ctx.tables,
+        row_words,
+        received.x.shape[0],
+        cfg.rank,
+        cfg.world_size,
+        cfg.local_world_size,
+        cfg.num_experts_per_rank,
+        exchange_programs(cfg.num_sm),
+        stream=side,
+    )
+
+
+def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+    """Sum values [R, K] float32 of compact rows per token: [T, K] float32. Collective.
+
+    A combine of short float32 rows, with the same kernels, buffers and epochs as any other. Of the rows of a token
+    one has the value of a slot and the others zero, so the sum is exact.
+
+    Raises:
+        ConfigError: rows of the layer are shorter than one float32.
+    """
+    topk = ctx.config.topk
+    narrow = narrow_rows(ctx, topk)
+    width = narrow.config.hidden
+    parts = []
+    for first in range(0, topk, width):
+        columns = values[:, first : first + width]
+        if columns.shape[1] < width:
+            columns = torch.nn.functional.pad(columns, (0, width - columns.shape[1]))
+        parts.append(combine_ops.combine(narrow, columns.contiguous(), None, desc))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)[:, :topk].contiguous()
+
+
+@functools.cache
+def _launcher(plan: Callable[..., Plan], *args: int | bool) -> Launcher:
+    wanted = plan(*args, INTERPRETING)
+    return Launcher(wanted.kernel, wanted.constexprs)
+
+
+# --- slabs: rows of an expert at a fixed place ----------------------------------------------------------
+
+
+def to_slabs(rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, slab_rows: int) -> torch.Tensor:
+    """[e, slab_rows, H]: expert-major rows [R, H], those of each expert at the start of its slab; the rest undefined.
+
+    offsets: [e + 1] int32, first row of each expert; counts: [e] int32, its rows, at most `slab_rows`.
+    """
+    slabs = torch.empty(counts.shape[0], slab_rows, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    _move(rows, slabs, offsets, counts, slab_rows, pack=True)
+    return slabs
+
+
+def from_slabs(slabs: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """[num_rows, H]: `to_slabs` backwards; rows behind the last expert's are undefined."""
+    rows = torch.empty(num_rows, slabs.shape[2], dtype=slabs.dtype, device=slabs.device)
+    _move(slabs, rows, offsets, counts, slabs.shape[1], pack=False)
+    return rows
+
+
+def _move(
+    source: torch.Tensor, dest: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, slab_rows: int, pack: bool
+) -> None:
+    num_experts, row_bytes = counts.shape[0], dest.shape[-1] * dest.element_size()
+    words = as_words(source, row_bytes)
+    into = dest.view(words.dtype) if words.dtype.itemsize > 1 else as_words(dest, 1)
+    row_words = row_bytes // words.element_size()
+    programs = num_experts * max(local_programs(dest.device, 0) * 4 // num_experts, 1)
+    _launcher(plans.slab_rows, pack, row_words)(
+        programs, words, into, offsets, counts, num_experts, slab_rows, row_words
+    )
+
+
+# --- where tokens go ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the tokens of this rank go.
+
+    Attributes:
+        tokens_per_rank: [W] int32, a token once per rank.
+        tokens_per_node: [N] int32, a token once per node.
+        entries_per_expert: [E] int32.
+        in_rank: [T, W] bool.
+    """
+
+    tokens_per_rank: torch.Tensor
+    tokens_per_node: torch.Tensor
+    entries_per_expert: torch.Tensor
+    in_rank: torch.Tensor
+
+
+def token_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks_per_node: int) -> TokenLayout:
+    """Count the destinations of topk_idx [T, K] int32 or int64, -1 = dropped; local, and the host waits for nothing."""
+    num_tokens, topk = topk_idx.shape
+    num_nodes = num_ranks // ranks_per_node
+    counts = torch.zeros(num_ranks + num_nodes + num_experts, dtype=torch.int32, device=topk_idx.device)
+    in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.uint8, device=topk_idx.device)
+    _launcher(plans.token_layout, topk, num_ranks)(
+        -(-num_tokens // plans.token_layout_tokens(INTERPRETING)),
+        topk_idx,
+        counts,
+        in_rank,
+        num_tokens,
+        num_experts,
+        num_ranks,
+        num_experts // num_ranks,
+        ranks_per_node,
+    )
+    ranks, nodes, experts = counts.split([num_ranks, num_nodes, num_experts])
+    return TokenLayout(ranks, nodes, experts, in_rank.view(torch.bool))
