@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from triton_ep import checks
 from triton_ep._dispatch_steps import DispatchSteps, Received
-from triton_ep.errors import CapacityError, ConfigError, InputError
+from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
 from triton_ep.layout import HOST_REJECTED, HOST_WEIGHTS, placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import compact as compact_ops
@@ -29,6 +29,9 @@ _TOKENS_SHIFT = 8
 """Above the bits that say why arguments were rejected, the host word says how many tokens would have been needed."""
 
 
+_Fields = tuple[Any, Any, torch.Tensor | None, list[int] | None, EPAllToAllLayoutDesc]
+
+
 @dataclass(frozen=True)
 class CompactRows:
     """What `dispatch_compact` returns. Rows are ordered by source rank, then by token.
@@ -38,7 +41,7 @@ class CompactRows:
         topk_idx: [R, K] of the dtype given: local expert ids, 0 to e - 1; -1 = an expert of another rank, or dropped.
         topk_weights: [R, K] float32, zero where `topk_idx` is -1; None if no weights were sent.
         num_recv_tokens_per_expert: rows of each local expert, e numbers on the host; None with `num_rows`.
-        layout_desc: for `combine`, `combine_topk` and `dispatch_again`.
+        layout_desc: for `combine`, `combine_topk` and `dispatch_compact_again`.
         event: with async_finish, of the end of the call; otherwise None.
     """
 
@@ -90,7 +93,7 @@ class CompactCalls(DispatchSteps):
         call = partial(self._dispatch_rows, input, exp_indices, weight, num_rows, exp_indices.dtype)
         return self._compact_call(call, (input, exp_indices, weight), async_finish, previous_event)
 
-    def dispatch_again(
+    def dispatch_compact_again(
         self,
         input: torch.Tensor,
         layout_desc: EPAllToAllLayoutDesc,
@@ -116,12 +119,12 @@ class CompactCalls(DispatchSteps):
         """
         ctx, desc = self.context, layout_desc
         self._begin_compact(None)
-        checks.check_compact_desc(ctx.layer_id, desc)
-        idx, num_rows = desc.topk_indices_tensor, desc.num_recv_rows
         try:
+            checks.check_compact_desc("dispatch_compact_again", ctx.layer_id, desc)
+            idx, num_rows = desc.topk_indices_tensor, desc.num_recv_rows
             checks.check_rows(self.config, ctx.device, input, idx.shape[0])
-        except InputError:
-            self._reject_compact(num_rows, HOST_REJECTED)
+        except (InputError, StaleHandleError):
+            self._reject_compact(0, HOST_REJECTED)
             raise
         call = partial(self._dispatch_rows, input, idx, None, num_rows, None)
         rows = self._compact_call(call, (input, desc), async_finish, previous_event)
@@ -153,7 +156,7 @@ class CompactCalls(DispatchSteps):
         """
         ctx, desc = self.context, layout_desc
         self._begin_compact(None)
-        checks.check_compact_desc(ctx.layer_id, desc)
+        checks.check_compact_desc("combine_topk", ctx.layer_id, desc)
         checks.check_topk_values(self.config, ctx.device, values, desc.num_recv_rows)
         ctx.calls.check_combine(desc.epoch)
         call = partial(compact_ops.combine_topk, ctx, values, desc)
@@ -208,7 +211,7 @@ class CompactCalls(DispatchSteps):
 
     def _compact_call(
         self,
-        call: Callable[[], tuple[Any, ...]],
+        call: Callable[[], _Fields],
         arguments: tuple[object, ...],
         async_finish: bool,
         previous_event: EPEvent | None,
@@ -227,8 +230,11 @@ class CompactCalls(DispatchSteps):
         num_rows: int | None,
         idx_dtype: torch.dtype | None,
         host_word: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int] | None, EPAllToAllLayoutDesc]:
-        """The fields of `CompactRows`. idx_dtype: of expert ids; None = the caller has them already."""
+    ) -> _Fields:
+        """The fields of `CompactRows`. idx_dtype: of expert ids; None = the caller has them already.
+
+        num_rows: None = the host reads how many arrive, and what other ranks report.
+        """
         ctx, cfg = self.context, self.config
         if num_rows is not None and idx_dtype is not None:
             ctx.make_room_for_all()
@@ -298,4 +304,4 @@ class CompactCalls(DispatchSteps):
             size = max(num_rows, self.context.sizes.arrival_rows)
             table = torch.arange(size, dtype=torch.int32, device=self.context.device).unsqueeze(1)
             self._rows_themselves = table
-        return cast(torch.Tensor, table)[:num_rows]
+        return table[:num_rows]

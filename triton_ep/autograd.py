@@ -117,7 +117,7 @@ def combine(
     if layout_desc.compact:
         raise InputError(
             "autograd.combine got a descriptor of dispatch_compact, but its backward pass would get expert-major rows. "
-            "Use layer.combine, whose backward pass is layer.dispatch_again."
+            "Use layer.combine, whose backward pass is layer.dispatch_compact_again."
         )
     if layout_desc.full_scatter:
         raise InputError(

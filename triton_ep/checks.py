@@ -89,20 +89,17 @@ def check_rows(cfg: EPConfig, device: torch.device, x: Any, num_tokens: int | No
     _check_tensor(device, "input", x, (num_tokens, cfg.hidden), (cfg.token_dtype,))
 
 
-def check_compact_desc(layer_id: int, desc: Any) -> None:
+def check_compact_desc(call: str, layer_id: int, desc: Any) -> None:
     """Raise unless `desc` is of a `dispatch_compact` of this layer.
 
     Raises:
         InputError: something else, or a descriptor of expert-major rows.
         StaleHandleError: a descriptor of another layer.
     """
-    if not isinstance(desc, EPAllToAllLayoutDesc) or not desc.compact:
-        what = "one of expert-major rows" if isinstance(desc, EPAllToAllLayoutDesc) else type(desc).__name__
-        raise InputError(f"a descriptor that dispatch_compact returned is needed, got {what}.")
-    if desc.layer_id != layer_id:
-        raise StaleHandleError(
-            "got a descriptor of another layer, or of one that was finalized. Pass the one that this layer's "
-            "dispatch_compact returned."
+    _check_descriptor(call, layer_id, desc)
+    if not desc.compact:
+        raise InputError(
+            f"{call} got a descriptor of dispatch, whose rows are expert-major. Pass one of dispatch_compact."
         )
 
 
@@ -167,6 +164,11 @@ def check_again(cfg: EPConfig, device: torch.device, layer_id: int, x: Any, desc
         StaleHandleError: the descriptor is not of this layer.
     """
     _check_descriptor("dispatch_again", layer_id, desc)
+    if desc.compact:
+        raise InputError(
+            "dispatch_again got a descriptor of dispatch_compact, whose rows are not expert-major. Call "
+            "dispatch_compact_again."
+        )
     if desc.full_scatter:
         raise InputError(
             "dispatch_again got a descriptor of a dispatch with full_scatter_indices, whose order of rows is not kept. "

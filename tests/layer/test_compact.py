@@ -102,7 +102,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, name: str, live: int = 3)
             back, _ = layer.combine_topk(values[rank].to(device), desc)
             kept = (mine.topk_idx >= 0) & (mine.topk_idx < num_experts)
             _equal(back, torch.where(kept, mine.topk_weights, 0.0))
-            again, _ = layer.dispatch_again((mine.x * 2).to(device), desc)
+            again, _ = layer.dispatch_compact_again((mine.x * 2).to(device), desc)
             _equal(again, results[seed][rank].recv_x * 2)
         mine, expected = works[0][rank], results[0][rank]
         arrived = expected.recv_x.shape[0]
@@ -148,17 +148,17 @@ def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
         assert caught.value.needed == 14
         got = layer.dispatch_compact(x, idx)
         with pytest.raises(StaleHandleError):
-            other.dispatch_again(x, got.layout_desc)
+            other.dispatch_compact_again(x, got.layout_desc)
         with pytest.raises(InputError, match="must have shape"):
-            layer.dispatch_again(torch.zeros(x.shape[0], 32, dtype=x.dtype, device=device), got.layout_desc)
+            layer.dispatch_compact_again(torch.zeros(x.shape[0], 32, dtype=x.dtype, device=device), got.layout_desc)
         with pytest.raises(InputError, match="had 7 tokens" if rank == 0 else "had 12 tokens"):
-            layer.dispatch_again(x[:3], got.layout_desc)
+            layer.dispatch_compact_again(x[:3], got.layout_desc)
         _, _, desc = layer.dispatch(x, idx)
         with pytest.raises(InputError, match="expert-major"):
-            layer.dispatch_again(x, desc)
+            layer.dispatch_compact_again(x, desc)
         with pytest.raises(InputError, match="values must have shape"):
             layer.combine_topk(torch.zeros(1, 2, device=device), got.layout_desc)
-        again, _ = layer.dispatch_again(x, got.layout_desc)
+        again, _ = layer.dispatch_compact_again(x, got.layout_desc)
         _equal(again, got.x.cpu())
     with _layer(rank, nodes, ranks_per_node, case, capacity=64) as static, pytest.raises(ConfigError, match="num_rows"):
         static.dispatch_compact(x, idx)
