@@ -3,7 +3,7 @@
 As shipped, each launch and each call of a device function searches triton.language for what to patch, each
 integer addition is repeated in int64 for a check whose outcome is thrown away, each look at a dtype builds a
 table, and each value makes its shape anew, as objects of objects. Here the search is done once and replayed,
-the check is off, and tables and shapes are kept.
+the check is off, and tables and shapes are kept. What single operations do sooner is in shortcuts.py.
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ from typing import Any
 import triton.language as tl
 from triton.runtime import interpreter
 
+from . import shortcuts
+
 
 def apply() -> None:
     """Change the interpreter's module. Once per process."""
@@ -24,6 +26,7 @@ def apply() -> None:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._patch_lang = _LanguagePatch(interpreter._patch_lang)
     _keep_shapes()
+    shortcuts.apply()
 
 
 def translate_kernels() -> None:
@@ -38,28 +41,30 @@ def translate_kernels() -> None:
 def _keep_shapes() -> None:
     """Let values of one shape share the objects that describe it; nothing changes them."""
     stock_type, stock_value = tl.block_type.__init__, tl.tensor.__init__
+    lengths_of: dict[tuple[int, ...], Any] = {}
     types: dict[tuple[Any, ...], tuple[Any, Any, str]] = {}
-    values: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    values: dict[int, tuple[Any, Any, Any]] = {}
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         lengths = tuple([extent.value if isinstance(extent, tl.constexpr) else extent for extent in shape])
         known = types.get((lengths, element_ty.name))
         if known is None:
             stock_type(self, element_ty, shape)
+            self.shape = lengths_of.setdefault(lengths, self.shape)
             types[lengths, element_ty.name] = self.shape, self.numel, self.name
             return
         self.element_ty = element_ty
         self.shape, self.numel, self.name = known
 
     def init_value(self: Any, handle: Any, type: Any) -> None:
-        lengths = tuple(type.shape.values) if type.is_block() else ()
-        known = values.get(lengths)
-        if known is None:
+        lengths = type.shape if type.is_block() else None
+        known = values.get(id(lengths))
+        if known is None or known[0] is not lengths:
             stock_value(self, handle, type)
-            values[lengths] = self.shape, self.numel
+            values[id(lengths)] = lengths, self.shape, self.numel  # holds on to `lengths`, whose id this is
             return
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known
+        _, self.shape, self.numel = known
 
     tl.block_type.__init__ = init_type
     tl.tensor.__init__ = init_value
@@ -119,7 +124,11 @@ class _LanguagePatch:
         scope = self._stock(probe)
         first: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
         for owner, name, old in scope._changes:
-            first.setdefault((id(owner), name), (owner, name, old, getattr(owner, name)))
+            new = getattr(owner, name)
+            builtin = (getattr(new, "__kwdefaults__", None) or {}).get("member")
+            if builtin is not None:
+                new = shortcuts.direct(builtin, interpreter.interpreter_semantic)
+            first.setdefault((id(owner), name), (owner, name, old, new))
         scope.restore()
         # 3.6 converts the whole array, which numpy 2.4 refuses: `range(n)` and slices need one number.
         key = (id(tl.tensor), "__index__")
