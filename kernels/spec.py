@@ -17,6 +17,7 @@ import triton.language as tl
 from .compact_specs import COMPACT_SPECS
 from .compute import mxfp8, routing
 from .compute.gemm_specs import GEMM_SPECS
+from .compute.mx_specs import MX_SPECS
 from .device.buffers import (
     BARRIER_FLAG,
     EPOCH_BARRIER_ALL,
@@ -367,6 +368,7 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     *GEMM_SPECS,
     *COMPACT_SPECS,
+    *MX_SPECS,
 )
 """Every kernel of the package."""
 

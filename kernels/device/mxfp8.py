@@ -5,7 +5,7 @@ A block that holds a NaN or an infinity has scale 255 and elements 0x7F. All of 
 arithmetic that keeps subnormals, so it gives the same bits on every machine (Triton emits no .ftz).
 
 How a block's largest magnitude `amax` gives its scale, m being the largest element (448 or 57344) and p its
-exponent (8 or 15); every scale is at least byte 0:
+exponent (8 or 15); every scale is at least byte 0. It is the same for the formats of mx_formats.py:
 
     RCEIL  2**ceil(log2(amax / m)), the quotient rounded to float32: nothing saturates
     FLOOR  2**(floor(log2(amax)) - p): the largest values saturate
@@ -18,12 +18,18 @@ Source: OCP Microscaling Formats (MX) v1.0, section 6.3, for FLOOR; the other mo
 import triton
 import triton.language as tl
 
-from . import codes
+from . import codes, mx_codes
 
 MODE_RCEIL = tl.constexpr(codes.MODE_RCEIL)
 MODE_FLOOR = tl.constexpr(codes.MODE_FLOOR)
 MODE_CEIL = tl.constexpr(codes.MODE_CEIL)
 MODE_EVEN = tl.constexpr(codes.MODE_EVEN)
+
+FORMAT_E4M3 = tl.constexpr(mx_codes.FORMAT_E4M3)
+FORMAT_E5M2 = tl.constexpr(mx_codes.FORMAT_E5M2)
+FORMAT_E2M3 = tl.constexpr(mx_codes.FORMAT_E2M3)
+FORMAT_E3M2 = tl.constexpr(mx_codes.FORMAT_E3M2)
+FORMAT_E2M1 = tl.constexpr(mx_codes.FORMAT_E2M1)
 
 BLOCK = tl.constexpr(32)
 """Values that share a scale."""
@@ -33,8 +39,6 @@ _MANTISSA = tl.constexpr(0x007FFFFF)
 _INF = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
 _HALF_OF_SMALLEST_NORMAL = tl.constexpr(0x00400000)  # 2**-127
-_INVERSE_448 = tl.constexpr(1 / 448)
-_INVERSE_57344 = tl.constexpr(1 / 57344)
 
 
 @triton.jit
@@ -46,14 +50,19 @@ def block_amax(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def block_scale(amax, MODE: tl.constexpr, E5M2: tl.constexpr):
+def block_scale(amax, MODE: tl.constexpr, FORMAT: tl.constexpr):
     """Scale bytes, int32 0..255, of blocks whose largest magnitudes are `amax` (float32, not negative)."""
-    MAX_POW2: tl.constexpr = 15 if E5M2 else 8
+    E3M2: tl.constexpr = FORMAT == FORMAT_E3M2
+    MAX_POW2: tl.constexpr = 8 if FORMAT == FORMAT_E4M3 else (15 if FORMAT == FORMAT_E5M2 else (4 if E3M2 else 2))
+    MBITS: tl.constexpr = 1 if FORMAT == FORMAT_E2M1 else (2 if FORMAT == FORMAT_E5M2 else (2 if E3M2 else 3))
+    FP8_INVERSE: tl.constexpr = 1 / 57344 if FORMAT == FORMAT_E5M2 else 1 / 448
+    NARROW_INVERSE: tl.constexpr = 1 / 7.5 if FORMAT == FORMAT_E2M3 else (1 / 28 if E3M2 else 1 / 6)
+    INVERSE: tl.constexpr = FP8_INVERSE if FORMAT <= FORMAT_E5M2 else NARROW_INVERSE
     bits = amax.to(tl.int32, bitcast=True)
     is_finite = bits < _INF
     if MODE == MODE_RCEIL:
         # One rounding, as the rule says; the product of a subnormal amax rounds to byte 0 or 1 by itself.
-        bits = (amax * (_INVERSE_57344 if E5M2 else _INVERSE_448)).to(tl.int32, bitcast=True)
+        bits = (amax * INVERSE).to(tl.int32, bitcast=True)
         exponent = bits >> 23
         mantissa = bits & _MANTISSA
         # Byte 0 is 2**-127, which float32 writes as a subnormal number.
@@ -62,7 +71,7 @@ def block_scale(amax, MODE: tl.constexpr, E5M2: tl.constexpr):
     else:
         if MODE == MODE_EVEN:
             # Half a unit of the element's mantissa; the carry, if there is one, is all that counts.
-            bits = tl.minimum(bits, _INF) + (1 << (20 if E5M2 else 19))
+            bits = tl.minimum(bits, _INF) + (1 << (22 - MBITS))
             is_finite = bits < _INF
         exponent = bits >> 23
         if MODE == MODE_CEIL:

@@ -25,7 +25,7 @@ _BY_VALUE = {
     for packet, names in (
         ("mm bmm addmm baddbmm mv dot linear", "default"),
         ("sum mean", "default dim_IntList dim"),
-        ("amax amin abs neg isnan isinf equal linalg_vector_norm", "default"),
+        ("amax amin abs neg isnan isinf isfinite isclose allclose equal linalg_vector_norm _grouped_mm", "default"),
         ("add sub mul div eq ne lt gt le ge", "Tensor Scalar"),
         ("add_ sub_ mul_ div_", "Tensor"),
     )
@@ -97,6 +97,16 @@ def _copy(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: b
     return target
 
 
+@_handles(aten._pin_memory.default)
+def _pin_memory(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> MXTensor:
+    return mx._apply(lambda part: func(part, *args, **kwargs))
+
+
+@_handles(aten.is_pinned.default)
+def _is_pinned(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> bool:
+    return all(func(part.view(torch.uint8), *args, **kwargs) for part in (mx.qdata, mx.scale))
+
+
 @_handles(aten.record_stream.default)
 def _record_stream(func: Any, mx: MXTensor, stream: Any) -> None:
     mx.qdata.record_stream(stream)
@@ -160,12 +170,23 @@ def _unsqueeze(func: Any, mx: MXTensor, dim: int) -> MXTensor:
     return mx._apply(lambda part: part.unsqueeze(dim), mx.block_dim - (behind > mx.block_dim - 1))
 
 
-@_handles(aten.squeeze.dim)
-def _squeeze(func: Any, mx: MXTensor, dim: int) -> MXTensor:
-    axis = _axis(mx, dim)
-    if mx.shape[axis] != 1 or axis == mx.block_dim:
+@_handles(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def _squeeze(func: Any, mx: MXTensor, dims: int | Sequence[int] | None = None) -> MXTensor:
+    dims = range(mx.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    axes = {_axis(mx, dim) for dim in dims}
+    gone = sorted(axis for axis in axes if mx.shape[axis] == 1 and axis != mx.block_dim)
+    if not gone:
         return mx._apply(aten.alias.default)
-    return mx._apply(lambda part: part.squeeze(axis), mx.block_dim + (axis > mx.block_dim))
+    return mx._apply(lambda part: part.squeeze(gone), mx.block_dim + sum(axis > mx.block_dim for axis in gone))
+
+
+@_handles(aten.expand.default)
+def _expand(func: Any, mx: MXTensor, size: Sequence[int], **kwargs: Any) -> MXTensor:
+    size = list(size)
+    if len(size) < -mx.block_dim or size[mx.block_dim] not in (-1, mx.shape[mx.block_dim]):
+        raise _cuts_blocks(func, mx)
+    size[mx.block_dim] = -1
+    return mx._apply(lambda part: part.expand(size))
 
 
 @_handles(aten.slice.Tensor)
@@ -198,13 +219,22 @@ def _unbind(func: Any, mx: MXTensor, dim: int = 0) -> list[MXTensor]:
 
 @_handles(aten.index.Tensor)
 def _index(func: Any, mx: MXTensor, indices: Sequence[torch.Tensor | None]) -> MXTensor:
-    # A boolean mask takes as many dimensions as it has.
-    taken = sum(
-        1 if index is None or index.dtype not in (torch.bool, torch.uint8) else index.dim() for index in indices
-    )
-    if taken - mx.dim() > mx.block_dim:
+    each: list[torch.Tensor | None] = []
+    for index in indices:
+        # A boolean mask takes as many dimensions as it has.
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        each += index.nonzero().unbind(1) if index is not None and is_mask else [index]
+    places = [place for place, index in enumerate(each) if index is not None]
+    at = mx.dim() + mx.block_dim
+    if at in places:
         raise _cuts_blocks(func, mx)
-    return mx._apply(lambda part: func(part, indices))
+    # The dimensions that the indices have together come where they stand, or first if they stand apart.
+    together = places == list(range(places[0], places[-1] + 1))
+    new = torch.broadcast_shapes(*(index.shape for index in each if index is not None))
+    before = sum(place < at for place in places)
+    at += (len(new) if before or not together else 0) - before
+    num_dims = mx.dim() - len(places) + len(new)
+    return mx._apply(lambda part: func(part, each), at - num_dims)
 
 
 @_handles(aten.index_select.default)
@@ -224,6 +254,14 @@ def _split(func: Any, mx: MXTensor, sizes: int | Sequence[int], dim: int = 0) ->
     return [_slice(aten.slice.Tensor, mx, dim, end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
+@_handles(aten.stack.default)
+def _stack(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> MXTensor:
+    num_dims = tensors[0].dim() + 1
+    new = dim if dim >= 0 else dim + num_dims
+    parts = [_unsqueeze(func, each, new) if isinstance(each, MXTensor) else each for each in tensors]
+    return _cat(func, parts, new)
+
+
 @_handles(aten.cat.default)
 def _cat(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> MXTensor:
     first = next(each for each in tensors if isinstance(each, MXTensor))
@@ -231,9 +269,9 @@ def _cat(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> MXTensor:
     parts = [each for each in tensors if isinstance(each, MXTensor)]
     if len(parts) < len(tensors) or any(getattr(each, n) != getattr(first, n) for each in parts for n in names):
         given = "; ".join(repr(each) if isinstance(each, MXTensor) else str(type(each)) for each in tensors)
-        raise InputError(f"cat takes MXTensors of one format, not {given}. Call .dequantize() on all.")
+        raise InputError(f"{func} takes MXTensors of one format, not {given}. Call .dequantize() on all.")
     axis = _axis(first, dim)
     return first._with(
-        func([each.qdata.view(torch.uint8) for each in parts], axis),
-        func([each.scale.view(torch.uint8) for each in parts], axis),
+        torch.cat([each.qdata.view(torch.uint8) for each in parts], axis),
+        torch.cat([each.scale.view(torch.uint8) for each in parts], axis),
     )

@@ -1,4 +1,4 @@
-"""Product of two MX matrices.
+"""Product of two MX matrices, and of rows in groups with a matrix for each group.
 
 "emulated"  The values of both operands are multiplied: any formats, block sizes and device. This is what a product
             means; it is exact up to accumulation and one rounding of the result.
@@ -16,6 +16,8 @@ from triton_ep.errors import InputError
 from triton_ep.mx.formats import BLOCK, E2M1_PACKED, E4M3, check_high_precision
 from triton_ep.mx.swizzle import to_blocked
 from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops.grouped_bf16 import group_ends
+from triton_ep.ops.grouped_gemm import grouped_gemm
 
 PATHS = ("emulated", "hardware", "auto")
 _FIRST_WITH_MX = (10, 0)
@@ -79,6 +81,29 @@ def hardware_obstacle(a: torch.Tensor, b: torch.Tensor) -> str | None:
             f"{_FIRST_WITH_MX[0]}.{_FIRST_WITH_MX[1]} on"
         )
     return None
+
+
+def mx_grouped_mm(
+    a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """[R, N]: rows of group e times b_t[e], of the values that the operands stand for, as bf16.
+
+    Arguments:
+        a: [R, K], an MXTensor of any format or bf16.
+        b_t: [E, K, N], the same; for weights w [E, N, K] quantised along K, `w.transpose(-2, -1)`.
+        offs: [E] int32 on the device, the row after the last one of each group, or [E + 1] with the starts.
+        out_dtype: of the result: bf16, fp16 or fp32.
+
+    Rows after the last group are zeros. MXFP8 operands with gradients: `mx.grouped_mm`.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit.
+    """
+    if a.dim() != 2 or b_t.dim() != 3 or a.shape[1] != b_t.shape[1]:
+        raise InputError(f"a must be [R, K] and b_t [E, K, N]; they are {list(a.shape)} and {list(b_t.shape)}.")
+    check_high_precision(out_dtype, "out_dtype")
+    values = _values(a, torch.bfloat16), _values(b_t, torch.bfloat16)
+    return grouped_gemm(*values, group_ends(offs, b_t.shape[0]), out_dtype=out_dtype)
 
 
 def _values(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from triton_ep.errors import InputError
 from triton_ep.mx import arithmetic
 from triton_ep.mx.formats import BLOCK, ElemFormat, ScalingMode, check_high_precision, elem_format
-from triton_ep.ops import mxfp8
+from triton_ep.ops import mx_formats, mxfp8
 
 SCALE_DTYPE = torch.float8_e8m0fnu
 
@@ -169,12 +169,18 @@ class MXTensor(torch.Tensor):
     def _plain(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """`dequantize` below autograd."""
         dtype = self.orig_dtype if dtype is None else dtype
-        elements = self.qdata.movedim(self.block_dim, -1)
-        scale = self.scale.view(torch.uint8).movedim(self.block_dim, -1)
-        if _has_kernel(elements, self.block_size, self.elem_format):
+        scale = self.scale.view(torch.uint8)
+        # By columns where that saves a copy; a transposed row-major tensor is one of rows again.
+        if self.block_dim != -1 and self.qdata.is_contiguous() and _has_kernel(self.qdata, self.block_size):
+            form = {"block_size": self.block_size, "dim": self.block_dim}
+            return mx_formats.dequantize(self.qdata, scale, self.elem_dtype, dtype, **form)
+        elements, scale = self.qdata.movedim(self.block_dim, -1), scale.movedim(self.block_dim, -1)
+        if not _has_kernel(elements, self.block_size):
+            values = arithmetic.dequantize(elements, scale, dtype, self.elem_format)
+        elif _is_mxfp8(self.elem_format, self.block_size):
             values = mxfp8.dequantize_rows(_as_rows(elements), _as_rows(scale), dtype).view(elements.shape)
         else:
-            values = arithmetic.dequantize(elements, scale, dtype, self.elem_format)
+            values = mx_formats.dequantize(elements, scale, self.elem_dtype, dtype, block_size=self.block_size)
         return values.movedim(-1, self.block_dim)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], block_dim: int | None = None) -> MXTensor:
@@ -237,10 +243,14 @@ torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True
 def _as_values(qdata: torch.Tensor, fmt: ElemFormat, block_dim: int) -> tuple[list[int], list[int]]:
     """Shape and strides of the values that stored elements stand for."""
     shape, strides = list(qdata.shape), list(qdata.stride())
-    if fmt.per_byte > 1:
-        packed = strides[block_dim]
-        strides = [fmt.per_byte * stride if stride >= packed else stride for stride in strides]
-        shape[block_dim], strides[block_dim] = fmt.per_byte * shape[block_dim], packed
+    if fmt.per_byte == 1:
+        return shape, strides
+    shape[block_dim] *= fmt.per_byte
+    if qdata.is_contiguous():  # whatever its strides along dimensions of size 1
+        return shape, [prod(shape[d + 1 :]) for d in range(len(shape))]
+    packed = strides[block_dim]
+    strides = [fmt.per_byte * stride if stride >= packed else stride for stride in strides]
+    strides[block_dim] = packed
     return shape, strides
 
 
@@ -269,13 +279,29 @@ def _check(
     return fmt
 
 
-def _has_kernel(x: torch.Tensor, block_size: int, fmt: ElemFormat) -> bool:
+def _has_kernel(x: torch.Tensor, block_size: int) -> bool:
     """Whether a compiled kernel takes this tensor; the CPU and other subclasses see torch operations only."""
-    return x.is_cuda and block_size == BLOCK and fmt.bits == 8 and not is_traceable_wrapper_subclass(x)
+    return x.is_cuda and block_size in mx_formats.BLOCK_SIZES and not is_traceable_wrapper_subclass(x)
+
+
+def _is_mxfp8(fmt: ElemFormat, block_size: int) -> bool:
+    return fmt.bits == 8 and block_size == BLOCK
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])  # -1 would be any number where nothing is in the other dimension
+
+
+def _quantize_rows(
+    rows: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scale bytes of blocks along the last dimension."""
+    if not _has_kernel(rows, block_size):
+        return arithmetic.quantize(rows, fmt, mode, block_size)
+    if not _is_mxfp8(fmt, block_size):
+        return mx_formats.quantize(rows, fmt.dtype, mode, block_size=block_size)
+    qdata, scale = mxfp8.quantize_rows(_as_rows(rows), fmt.storage, mode)
+    return qdata.view(rows.shape), scale.view(*rows.shape[:-1], rows.shape[-1] // block_size)
 
 
 class _Quantize(torch.autograd.Function):
@@ -286,17 +312,16 @@ class _Quantize(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode, block_dim: int
     ) -> MXTensor:
         rows = x.movedim(block_dim, -1)
-        if _has_kernel(rows, block_size, fmt):
-            flat, scale = mxfp8.quantize_rows(_as_rows(rows), fmt.storage, mode)
-            qdata, scale = flat.view(rows.shape), scale.view(*rows.shape[:-1], rows.shape[-1] // block_size)
+        is_transposed = block_dim != -1 and rows.is_contiguous()
+        if block_dim == -1 or is_transposed:
+            qdata, scale = (part.movedim(-1, block_dim) for part in _quantize_rows(rows, fmt, block_size, mode))
+        elif _has_kernel(x, block_size):
+            qdata, scale = mx_formats.quantize(x, fmt.dtype, mode, block_size=block_size, dim=block_dim)
         else:
-            qdata, scale = arithmetic.quantize(rows, fmt, mode, block_size)
-        if block_dim != -1:
-            # Laid out as `x` is.
-            qdata, scale = (part.view(torch.uint8).movedim(-1, block_dim).contiguous() for part in (qdata, scale))
-        return MXTensor(
-            qdata.view(fmt.storage), scale.view(SCALE_DTYPE), fmt.dtype, block_size, x.dtype, block_dim=block_dim
-        )
+            parts = (part.view(torch.uint8) for part in arithmetic.quantize(rows, fmt, mode, block_size))
+            qdata, scale = (part.movedim(-1, block_dim).contiguous() for part in parts)
+        qdata, scale = qdata.view(fmt.storage), scale.view(SCALE_DTYPE)
+        return MXTensor(qdata, scale, fmt.dtype, block_size, x.dtype, block_dim=block_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -15,16 +15,17 @@ from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, fp8_d
 from triton_ep.ops import library
 from triton_ep.ops.tuning import mx_blocks, mx_columns
 
-_MODES = {
+MODES = {
     ScalingMode.RCEIL: MODE_RCEIL,
     ScalingMode.FLOOR: MODE_FLOOR,
     ScalingMode.CEIL: MODE_CEIL,
     ScalingMode.EVEN: MODE_EVEN,
 }
+"""What the kernels call them."""
 
 
 def _constexprs(elem_dtype: torch.dtype, mode: str) -> dict[str, Any]:
-    return {"MODE": _MODES[ScalingMode(mode)], "E5M2": elem_dtype == torch.float8_e5m2}
+    return {"MODE": MODES[ScalingMode(mode)], "E5M2": elem_dtype == torch.float8_e5m2}
 
 
 def _format(elem_dtype: torch.dtype, scaling_mode: ScalingMode | str | Enum) -> tuple[torch.dtype, str]:
