@@ -83,13 +83,55 @@ def _scaled_mm(a: torch.Tensor, b: torch.Tensor, a_scale: Any, recipe_a: Any, b_
 @pytest.mark.parametrize("elem_dtype", [E4M3, PACKED], ids=str)
 def test_what_the_hardware_is_given(monkeypatch: pytest.MonkeyPatch, elem_dtype: torch.dtype) -> None:
     """Elements, tiles of scales and recipes from which torch's scaled_mm makes the same product."""
+    calls = []
     monkeypatch.setattr(mm, "hardware_obstacle", lambda a, b: None)
-    monkeypatch.setattr(mm, "scaled_mm", _scaled_mm)
+    monkeypatch.setattr(mm, "scaled_mm", lambda *args, **kwargs: calls.append(1) or _scaled_mm(*args, **kwargs))
     a, w = MXTensor.to_mx(_x(144, 160), elem_dtype), MXTensor.to_mx(_x(48, 160, seed=1), elem_dtype)
     columns = MXTensor.to_mx(_x(48, 160, seed=1).t().contiguous(), elem_dtype, block_dim=0)
     for path in ("hardware", "auto"):
         for b in (w.t(), columns):
             assert torch.equal(mx_mm(a, b, torch.float32, path=path), mx_mm(a, b, torch.float32))
+    assert len(calls) == (4 if elem_dtype == E4M3 else 2)  # "auto" does not try what torch may not have been built for
+
+
+def test_what_torch_was_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its refusal is an error of ours that says what to do."""
+
+    def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError("only with another library")
+
+    monkeypatch.setattr(mm, "hardware_obstacle", lambda a, b: None)
+    monkeypatch.setattr(mm, "scaled_mm", refuse)
+    a = MXTensor.to_mx(_x(32, 64), PACKED)
+    with pytest.raises(InputError, match=r'does not multiply torch\.float4_e2m1fn_x2 here: only with.*Use "emulated"'):
+        mx_mm(a, a.t(), path="hardware")
+
+
+@pytest.mark.parametrize("elem", EVERY)
+def test_torchs_grouped_product_and_modules(elem: str) -> None:
+    """torch's own grouped_mm multiplies the values; a module keeps an MXTensor as its weight, and loads one."""
+    a, w = MXTensor.to_mx(_x(16, 64), EVERY[elem]), MXTensor.to_mx(_x(2, 32, 64, seed=1), EVERY[elem])
+    ends = torch.tensor([5, 16], dtype=torch.int32, device=DEVICE)
+    got = F.grouped_mm(a, w.transpose(-2, -1), offs=ends)
+    values = F.grouped_mm(a.dequantize(), w.dequantize().transpose(-2, -1), offs=ends)
+    assert type(got) is torch.Tensor and torch.equal(got, values)
+
+    module, other = (torch.nn.Linear(64, 32, bias=False, device="meta") for _ in range(2))
+    module.weight = torch.nn.Parameter(w[0], requires_grad=False)
+    other.weight = torch.nn.Parameter(MXTensor.to_mx(_x(32, 64), EVERY[elem]), requires_grad=False)
+    other.load_state_dict(module.state_dict())
+    assert isinstance(other.weight, MXTensor) and torch.equal(other.weight, w[0])
+    assert torch.equal(other(a), F.linear(a.dequantize(), w[0].dequantize()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("elem", EVERY)
+def test_pinned_memory(elem: str) -> None:
+    """Elements and scales both; from there to the GPU without waiting."""
+    mx = MXTensor.to_mx(_x(16, 64).cpu(), EVERY[elem])
+    pinned = mx.pin_memory()
+    assert not mx.is_pinned() and pinned.is_pinned() and pinned.qdata.is_pinned()
+    assert torch.equal(pinned.to("cuda", non_blocking=True).cpu(), mx)
 
 
 @pytest.mark.parametrize(

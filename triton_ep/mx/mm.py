@@ -2,9 +2,10 @@
 
 "emulated"  The values of both operands are multiplied: any formats, block sizes and device. This is what a product
             means; it is exact up to accumulation and one rounding of the result.
-"hardware"  torch's scaled_mm, where the GPU multiplies MX blocks itself (sm_100 and later): e4m3 by e4m3 or packed fp4
-            by packed fp4, in blocks of 32. It multiplies the same values and accumulates in float32.
-"auto"      "hardware" where it can be, "emulated" elsewhere.
+"hardware"  torch's scaled_mm, where the GPU multiplies MX blocks itself (sm_100 and later): e4m3 by e4m3, or packed fp4
+            by packed fp4 if torch was built for it, in blocks of 32. It multiplies the same values and accumulates in
+            float32.
+"auto"      "hardware" for e4m3 where it can be, "emulated" elsewhere.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def mx_mm(
     out_dtype = torch.promote_types(a.dtype, b.dtype) if out_dtype is None else out_dtype
     check_high_precision(out_dtype, "out_dtype")
     obstacle = hardware_obstacle(a, b) if path != "emulated" else ""
+    if path == "auto" and isinstance(a, MXTensor) and a.elem_dtype != E4M3.dtype:
+        obstacle = "what torch was built for shows only when it is called"
     if path == "hardware" and obstacle is not None:
         raise InputError(f'path "hardware" cannot be taken: {obstacle}. Use "auto" or "emulated".')
     out = _hardware(a, b, out_dtype) if obstacle is None else _emulated(a, b, out_dtype)
@@ -124,14 +127,20 @@ def _hardware(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch
     a_rows = a.qdata.contiguous()
     if a.elem_dtype == E2M1_PACKED.dtype:
         a_rows, b_rows = (rows.view(torch.float4_e2m1fn_x2) for rows in (a_rows, b_rows))
-    return scaled_mm(
-        a_rows,
-        b_rows.t(),
-        to_blocked(a.scale),
-        ScalingType.BlockWise1x32,
-        to_blocked(b_scale),
-        ScalingType.BlockWise1x32,
-        SwizzleType.SWIZZLE_32_4_4,
-        SwizzleType.SWIZZLE_32_4_4,
-        output_dtype=out_dtype,
-    )
+    try:
+        return scaled_mm(
+            a_rows,
+            b_rows.t(),
+            to_blocked(a.scale),
+            ScalingType.BlockWise1x32,
+            to_blocked(b_scale),
+            ScalingType.BlockWise1x32,
+            SwizzleType.SWIZZLE_32_4_4,
+            SwizzleType.SWIZZLE_32_4_4,
+            output_dtype=out_dtype,
+        )
+    except NotImplementedError as error:
+        raise InputError(
+            f'path "hardware" cannot be taken: torch {torch.__version__} does not multiply {a.elem_dtype} here: '
+            f'{error}. Use "emulated".'
+        ) from error
