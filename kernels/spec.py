@@ -18,6 +18,7 @@ from .compact_specs import COMPACT_SPECS
 from .compute import mxfp8, routing
 from .compute.gemm_specs import GEMM_SPECS
 from .compute.mx_specs import MX_SPECS
+from .compute.nvfp4_specs import NVFP4_SPECS
 from .device.buffers import (
     BARRIER_FLAG,
     EPOCH_BARRIER_ALL,
@@ -369,6 +370,7 @@ SPECS: tuple[KernelSpec, ...] = (
     *GEMM_SPECS,
     *COMPACT_SPECS,
     *MX_SPECS,
+    *NVFP4_SPECS,
 )
 """Every kernel of the package."""
 

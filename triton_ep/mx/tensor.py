@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from triton_ep.errors import InputError
 from triton_ep.mx import arithmetic
 from triton_ep.mx.formats import BLOCK, ElemFormat, ScalingMode, check_high_precision, elem_format
+from triton_ep.mx.serialize import reduce_blocks
 from triton_ep.ops import mx_formats, mxfp8
 
 SCALE_DTYPE = torch.float8_e8m0fnu
@@ -169,6 +170,13 @@ class MXTensor(torch.Tensor):
     def _plain(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """`dequantize` below autograd."""
         dtype = self.orig_dtype if dtype is None else dtype
+        if _is_wrapper(self.qdata):
+            from triton_ep.mx import dtensor
+
+            if isinstance(self.qdata, dtensor.DTensor) and isinstance(self.scale, dtensor.DTensor):
+                return dtensor.dequantize_shards(
+                    self.qdata, self.scale, self.shape, lambda *parts: self._with(*parts)._plain(dtype)
+                )
         scale = self.scale.view(torch.uint8)
         # By columns where that saves a copy; a transposed row-major tensor is one of rows again.
         if self.block_dim != -1 and self.qdata.is_contiguous() and _has_kernel(self.qdata, self.block_size):
@@ -223,21 +231,7 @@ class MXTensor(torch.Tensor):
         return MXTensor(inner["qdata"], inner["scale"], **context)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As plain bytes and a name: not every version of torch pickles every small float, nor loads its dtype safely.
-        _, context = self.__tensor_flatten__()
-        context["elem_dtype"] = self.elem_format.name
-        return _rebuild, (self.qdata.view(torch.uint8), self.scale.view(torch.uint8), context, self.requires_grad)
-
-
-def _rebuild(qdata: torch.Tensor, scale: torch.Tensor, context: dict[str, Any], requires_grad: bool) -> MXTensor:
-    """What `pickle` and `torch.load` call."""
-    storage = elem_format(context["elem_dtype"]).storage
-    mx = MXTensor(qdata.view(storage), scale.view(SCALE_DTYPE), **context)
-    mx.requires_grad_(requires_grad)
-    return mx
-
-
-torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True)
+        return reduce_blocks(self)
 
 
 def _as_values(qdata: torch.Tensor, fmt: ElemFormat, block_dim: int) -> tuple[list[int], list[int]]:
@@ -279,9 +273,19 @@ def _check(
     return fmt
 
 
+def _is_wrapper(x: Any) -> bool:
+    """Whether this is a tensor made of others, as DTensors are."""
+    return is_traceable_wrapper_subclass(x)
+
+
 def _has_kernel(x: torch.Tensor, block_size: int) -> bool:
-    """Whether a compiled kernel takes this tensor; the CPU and other subclasses see torch operations only."""
-    return x.is_cuda and block_size in mx_formats.BLOCK_SIZES and not is_traceable_wrapper_subclass(x)
+    """Whether a compiled kernel takes this tensor; the CPU and other subclasses see torch operations only.
+
+    So does torch.compile, which makes one kernel of them together with what stands before and after.
+    """
+    if torch.compiler.is_compiling() or _is_wrapper(x):
+        return False
+    return x.is_cuda and block_size in mx_formats.BLOCK_SIZES
 
 
 def _is_mxfp8(fmt: ElemFormat, block_size: int) -> bool:
@@ -304,6 +308,35 @@ def _quantize_rows(
     return qdata.view(rows.shape), scale.view(*rows.shape[:-1], rows.shape[-1] // block_size)
 
 
+def _quantize(
+    x: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode, block_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scales of blocks along any dimension, laid out as `x` is."""
+    rows = x.movedim(block_dim, -1)
+    is_transposed = block_dim != -1 and rows.is_contiguous()
+    if block_dim == -1 or is_transposed:
+        qdata, scale = (part.movedim(-1, block_dim) for part in _quantize_rows(rows, fmt, block_size, mode))
+    elif _has_kernel(x, block_size):
+        qdata, scale = mx_formats.quantize(x, fmt.dtype, mode, block_size=block_size, dim=block_dim)
+    else:
+        parts = (part.view(torch.uint8) for part in arithmetic.quantize(rows, fmt, mode, block_size))
+        qdata, scale = (part.movedim(-1, block_dim).contiguous() for part in parts)
+    return qdata.view(fmt.storage), scale.view(SCALE_DTYPE)
+
+
+def _shards(
+    x: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode, block_dim: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The same of a DTensor, as DTensors; None for another kind of tensor."""
+    from triton_ep.mx import dtensor
+
+    if not isinstance(x, dtensor.DTensor):
+        return None
+    return dtensor.quantize_shards(
+        x, block_dim, block_size, fmt.per_byte, lambda local: _quantize(local, fmt, block_size, mode, block_dim)
+    )
+
+
 class _Quantize(torch.autograd.Function):
     """Straight-through: the gradient of the values is that of `x`."""
 
@@ -311,16 +344,8 @@ class _Quantize(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode, block_dim: int
     ) -> MXTensor:
-        rows = x.movedim(block_dim, -1)
-        is_transposed = block_dim != -1 and rows.is_contiguous()
-        if block_dim == -1 or is_transposed:
-            qdata, scale = (part.movedim(-1, block_dim) for part in _quantize_rows(rows, fmt, block_size, mode))
-        elif _has_kernel(x, block_size):
-            qdata, scale = mx_formats.quantize(x, fmt.dtype, mode, block_size=block_size, dim=block_dim)
-        else:
-            parts = (part.view(torch.uint8) for part in arithmetic.quantize(rows, fmt, mode, block_size))
-            qdata, scale = (part.movedim(-1, block_dim).contiguous() for part in parts)
-        qdata, scale = qdata.view(fmt.storage), scale.view(SCALE_DTYPE)
+        parts = _shards(x, fmt, block_size, mode, block_dim) if _is_wrapper(x) else None
+        qdata, scale = parts or _quantize(x, fmt, block_size, mode, block_dim)
         return MXTensor(qdata, scale, fmt.dtype, block_size, x.dtype, block_dim=block_dim)
 
     @staticmethod

@@ -1,0 +1,167 @@
+"""NVFP4 quantisation of rows and back: e2m1 elements, one e4m3 scale per 16 values, one float32 scale per tensor.
+
+Protocol      Each program reads its blocks once, quantises them in registers, writes packed elements and scales.
+              scale = e4m3(clamp(amax / 6 / tensor scale, 2**-6, 448)), elements = e2m1(x * (1 / tensor scale / scale)),
+              every step rounded to float32, the last one to nearest, ties to even, or stochastically: up with the
+              probability that makes the mean right. Then scales are rounded up, so that nothing saturates.
+              A block with a NaN has scale NaN and elements 0. Infinities saturate. A tensor scale of 0 counts as 1.
+Layout        x [num_blocks, 16]. elements [num_blocks, 8] bytes: values 2i and 2i + 1 in the low and high half of
+              byte i. scale [num_blocks]. tensor_scale: one per blocks_per_scale consecutive blocks.
+Memory order  Plain loads and stores.
+Progress      No program waits.
+Replay        Nothing is kept between calls. Randomness is a function of the seed and of a value's position, by
+              Philox; the seed is read from memory, so a captured graph draws anew when somebody changes it there.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(16)
+"""Values that share a scale."""
+
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_NAN_SCALE = tl.constexpr(0x7F)
+_SMALLEST = tl.constexpr(2.0**-6)
+_LARGEST = tl.constexpr(448.0)
+_FP32_MAX = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def hadamard_tile(x, signs, INVERSE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Random Hadamard transform of float32 rows [BLOCKS, 16]: signs, then Sylvester's matrix / 4; or back.
+
+    signs: bit i set: lane i changes its sign. The order of additions is that of triton_ep.mx.hadamard.
+    """
+    lane = tl.arange(0, 16)
+    negate = ((signs >> lane) & 1)[None, :] == 1
+    if not INVERSE:
+        x = tl.where(negate, -x, x)
+    for _ in tl.static_range(4):
+        a, b = tl.split(tl.reshape(x, (BLOCKS, 8, 2)))
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (BLOCKS, 16))
+    x = x * 0.25
+    if INVERSE:
+        x = tl.where(negate, -x, x)
+    return x
+
+
+@triton.jit
+def random_words(seed, block):
+    """Random uint32 [BLOCKS, 16] of blocks [BLOCKS] int64: word i has counter 4 * block + i // 4, is its i % 4-th."""
+    counter = block[:, None] * 4 + tl.arange(0, 4)[None, :].to(tl.int64)
+    low = counter.to(tl.uint32)
+    high = (counter >> 32).to(tl.uint32)
+    zero = low * 0
+    r0, r1, r2, r3 = tl.philox(seed, low, high, zero, zero)
+    return tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (block.shape[0], 16))
+
+
+@triton.jit
+def e2m1_codes(value, words, STOCHASTIC: tl.constexpr):
+    """Codes, int32 0..15, of float32 values; words: random uint32 of the same shape, read if STOCHASTIC."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum((bits & _MAGNITUDE).to(tl.float32, bitcast=True), 6.0)
+    # Steps are 0.5 below 2, 1 below 4, 2 from there on; codes count them.
+    small = magnitude < 2.0
+    middle = magnitude < 4.0
+    steps = magnitude * tl.where(small, 2.0, tl.where(middle, 1.0, 0.5))
+    whole = steps.to(tl.int32)
+    part = steps - whole.to(tl.float32)
+    code = whole + tl.where(small, 0, tl.where(middle, 2, 4))
+    if STOCHASTIC:
+        up = (words >> 8).to(tl.int32).to(tl.float32) < part * 16777216.0
+    else:
+        up = (part > 0.5) | ((part == 0.5) & ((code & 1) == 1))
+    return code + up.to(tl.int32) + ((bits >> 28) & 8)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "blocks_per_scale", "signs"])
+def quantize_nvfp4_kernel(
+    x_ptr,  # [num_blocks, 16] bf16, fp16 or fp32
+    tensor_scale_ptr,  # [ceil(num_blocks / blocks_per_scale)] fp32, read if HAS_TENSOR_SCALE
+    seed_ptr,  # [1] int64, read if STOCHASTIC
+    elements_ptr,  # out [num_blocks, 8] uint8
+    scale_ptr,  # out [num_blocks] uint8, bits of e4m3
+    num_blocks,
+    blocks_per_scale,
+    signs,  # of the Hadamard transform, if HADAMARD
+    HAS_TENSOR_SCALE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    # int64: 2**31 elements are 300k rows of H = 7168.
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block = first + tl.arange(0, BLOCKS)
+    # Loads and stores go by values, not by blocks: a block's 8 bytes would be half of a full store.
+    lane = tl.arange(0, BLOCKS * 16)
+    x = tl.load(x_ptr + first * 16 + lane, mask=first * 16 + lane < num_blocks.to(tl.int64) * 16, other=0.0)
+    x = tl.reshape(x.to(tl.float32), (BLOCKS, 16))
+    if HADAMARD:
+        x = hadamard_tile(x, signs, False, BLOCKS)
+
+    # On bit patterns: among integers a NaN is above infinity, where a float maximum would drop it.
+    amax = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
+    # Plain / is an approximation on a GPU.
+    wanted = tl.math.div_rn(amax, tl.full((BLOCKS,), 6.0, tl.float32))
+    one = tl.full((BLOCKS,), 1.0, tl.float32)
+    inverse = one
+    if HAS_TENSOR_SCALE:
+        index = tl.minimum(block, num_blocks - 1) // blocks_per_scale
+        outer = tl.load(tensor_scale_ptr + index)
+        outer = tl.where(outer == 0.0, 1.0, outer)
+        wanted = tl.math.div_rn(wanted, outer)
+        inverse = tl.math.div_rn(one, outer)
+    is_nan = wanted != wanted
+    wanted = tl.where(wanted > _SMALLEST, wanted, _SMALLEST)
+    wanted = tl.where(wanted < _LARGEST, wanted, _LARGEST)
+    scale = wanted.to(tl.float8e4nv)
+    bits = scale.to(tl.uint8, bitcast=True)
+    if STOCHASTIC:
+        bits += (scale.to(tl.float32) < wanted).to(tl.uint8)
+    inverse = tl.math.div_rn(inverse, bits.to(tl.float8e4nv, bitcast=True).to(tl.float32))
+    inverse = tl.where(inverse < _FP32_MAX, inverse, _FP32_MAX)
+    value = x * inverse[:, None]
+    words = random_words(tl.load(seed_ptr), block) if STOCHASTIC else value
+    codes = tl.where(is_nan[:, None], 0, e2m1_codes(value, words, STOCHASTIC))
+    low, high = tl.split(tl.reshape(codes, (BLOCKS, 8, 2)))
+    packed = tl.reshape(low | (high << 4), (BLOCKS * 8,)).to(tl.uint8)
+    byte = first * 8 + tl.arange(0, BLOCKS * 8)
+    tl.store(elements_ptr + byte, packed, mask=byte < num_blocks.to(tl.int64) * 8)
+    tl.store(scale_ptr + block, tl.where(is_nan, _NAN_SCALE, bits.to(tl.int32)).to(tl.uint8), mask=block < num_blocks)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "blocks_per_scale", "signs"])
+def dequantize_nvfp4_kernel(
+    elements_ptr,  # [num_blocks, 8] uint8
+    scale_ptr,  # [num_blocks] uint8, bits of e4m3
+    tensor_scale_ptr,  # as in quantize_nvfp4_kernel
+    out_ptr,  # out [num_blocks, 16] bf16, fp16 or fp32
+    num_blocks,
+    blocks_per_scale,
+    signs,
+    HAS_TENSOR_SCALE: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block = first + tl.arange(0, BLOCKS)
+    byte = first * 8 + tl.arange(0, BLOCKS * 8)
+    packed = tl.load(elements_ptr + byte, mask=byte < num_blocks.to(tl.int64) * 8, other=0).to(tl.int32)
+    scale = tl.load(scale_ptr + block, mask=block < num_blocks, other=0).to(tl.float8e4nv, bitcast=True)
+    codes = tl.reshape(tl.join(packed & 15, packed >> 4), (BLOCKS, 16))
+    exponent = (codes >> 1) & 3
+    # The bits of a float32; below the smallest normal number, 1, there is only one half.
+    normal = (((exponent + 126) << 23) | ((codes & 1) << 22)).to(tl.float32, bitcast=True)
+    value = tl.where(exponent > 0, normal, (codes & 1).to(tl.float32) * 0.5)
+    # Factors of 2 and 4 bits: exact.
+    value = tl.where(codes >= 8, -value, value) * scale.to(tl.float32)[:, None]
+    if HADAMARD:
+        value = hadamard_tile(value, signs, True, BLOCKS)
+    # Last: a product that is not exact, before the sums of the transform, might be fused with them.
+    if HAS_TENSOR_SCALE:
+        index = tl.minimum(block, num_blocks - 1) // blocks_per_scale
+        value = value * tl.load(tensor_scale_ptr + index)[:, None]
+    lane = tl.arange(0, BLOCKS * 16)
+    out = tl.reshape(value, (BLOCKS * 16,)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + first * 16 + lane, out, mask=first * 16 + lane < num_blocks.to(tl.int64) * 16)

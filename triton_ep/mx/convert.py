@@ -1,0 +1,198 @@
+"""Models to small formats: `quantize_(model, config)` turns the linear layers that a filter chooses into others.
+
+| config | the layer becomes | for |
+|---|---|---|
+| MXLinearConfig | MXLinear | training |
+| NVFP4LinearConfig | NVFP4Linear | training |
+| MXWeightOnlyConfig | torch.nn.Linear with an MXTensor as weight | inference |
+| NVFP4WeightOnlyConfig | torch.nn.Linear with an NVFP4Tensor as weight | inference |
+| MXDynamicActivationMXWeightConfig | QuantizedLinear | inference, inputs quantised too |
+| NVFP4DynamicActivationNVFP4WeightConfig | QuantizedLinear | inference, inputs quantised too |
+
+The names of the configurations for inference are torchao's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+
+from triton_ep.errors import InputError
+from triton_ep.mx.formats import BLOCK, ScalingMode, elem_format
+from triton_ep.mx.linear import MXLinear, MXLinearConfig, flat
+from triton_ep.mx.mm import mx_mm
+from triton_ep.mx.nvfp4 import BLOCK as NVFP4_BLOCK
+from triton_ep.mx.nvfp4 import NVFP4Tensor, per_tensor_amax_to_scale
+from triton_ep.mx.nvfp4_linear import NVFP4Linear, NVFP4LinearConfig
+from triton_ep.mx.tensor import MXTensor
+
+
+@dataclass(frozen=True)
+class MXWeightOnlyConfig:
+    """Weights in MX; inputs and products in high precision.
+
+    Attributes:
+        weight_dtype: element type, as `MXTensor.to_mx` takes it.
+        block_size: values per scale.
+        scaling_mode: "rceil", "floor", "ceil" or "even".
+    """
+
+    weight_dtype: torch.dtype | str = torch.float8_e4m3fn
+    block_size: int = BLOCK
+    scaling_mode: ScalingMode | str | Enum = ScalingMode.RCEIL
+
+
+@dataclass(frozen=True)
+class MXDynamicActivationMXWeightConfig:
+    """Weights in MX, and inputs quantised at each call.
+
+    Attributes:
+        activation_dtype, weight_dtype: element types.
+        block_size: values per scale.
+        scaling_mode: "rceil", "floor", "ceil" or "even".
+        path: of the product: "auto", "emulated" or "hardware", as `mx_mm` takes it.
+    """
+
+    activation_dtype: torch.dtype | str = torch.float8_e4m3fn
+    weight_dtype: torch.dtype | str = torch.float8_e4m3fn
+    block_size: int = BLOCK
+    scaling_mode: ScalingMode | str | Enum = ScalingMode.RCEIL
+    path: str = "auto"
+
+
+@dataclass(frozen=True)
+class NVFP4WeightOnlyConfig:
+    """Weights in NVFP4; inputs and products in high precision.
+
+    Attributes:
+        use_dynamic_per_tensor_scale: two levels of scales.
+    """
+
+    use_dynamic_per_tensor_scale: bool = True
+
+
+@dataclass(frozen=True)
+class NVFP4DynamicActivationNVFP4WeightConfig:
+    """Weights in NVFP4, and inputs quantised at each call.
+
+    Attributes:
+        use_dynamic_per_tensor_scale: two levels of scales, that of inputs from the largest magnitude of each call.
+    """
+
+    use_dynamic_per_tensor_scale: bool = True
+
+
+WeightConfig = MXWeightOnlyConfig | MXDynamicActivationMXWeightConfig
+NVFP4Config = NVFP4WeightOnlyConfig | NVFP4DynamicActivationNVFP4WeightConfig
+Config = MXLinearConfig | NVFP4LinearConfig | WeightConfig | NVFP4Config
+
+
+class QuantizedLinear(nn.Linear):
+    """torch.nn.Linear for inference with quantised weights, which quantises its input along the sum at each call.
+
+    Made by `quantize_`. Its state dict is that of torch.nn.Linear, with an MXTensor or NVFP4Tensor as weight.
+    """
+
+    config: MXDynamicActivationMXWeightConfig | NVFP4DynamicActivationNVFP4WeightConfig
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., out_features] of x [..., in_features]."""
+        config, rows = self.config, flat(x)
+        if isinstance(config, MXDynamicActivationMXWeightConfig):
+            quantized = MXTensor.to_mx(rows, config.activation_dtype, config.block_size, config.scaling_mode)
+            out = mx_mm(quantized, self.weight.t(), x.dtype, bias=self.bias, path=config.path)
+        else:
+            nvfp4 = _to_nvfp4(rows, config.use_dynamic_per_tensor_scale)
+            out = nn.functional.linear(nvfp4, self.weight, self.bias)
+        return out.reshape([*x.shape[:-1], out.shape[-1]])
+
+    def extra_repr(self) -> str:
+        """What the layer is printed with."""
+        return f"{super().extra_repr()}, {self.config}"
+
+
+def _to_nvfp4(x: torch.Tensor, two_levels: bool) -> NVFP4Tensor:
+    # Nothing to take the largest of, where there are no rows.
+    outer = per_tensor_amax_to_scale(x.abs().amax()) if two_levels and x.numel() else None
+    return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=outer)
+
+
+def is_linear(module: nn.Module, name: str) -> bool:
+    """The default filter: plain torch.nn.Linear layers that are not quantised yet."""
+    return type(module) is nn.Linear and not isinstance(module.weight, MXTensor | NVFP4Tensor)
+
+
+def _check(linear: nn.Linear, name: str, block_size: int) -> None:
+    if isinstance(linear.weight, MXTensor | NVFP4Tensor):
+        raise InputError(f"{name or 'the model'} is quantised already: {linear.weight!r}.")
+    if linear.in_features % block_size:
+        raise InputError(
+            f"{name or 'the model'} has {linear.in_features} input features, blocks have {block_size} values; leave it "
+            "out with filter_fn."
+        )
+
+
+@torch.no_grad()
+def _convert(linear: nn.Linear, name: str, config: Config) -> None:
+    if isinstance(config, MXLinearConfig):
+        MXLinear.from_float(linear, config)
+        return
+    if isinstance(config, NVFP4LinearConfig):
+        NVFP4Linear.from_float(linear, config)
+        return
+    weight: torch.Tensor
+    if isinstance(config, MXWeightOnlyConfig | MXDynamicActivationMXWeightConfig):
+        _check(linear, name, config.block_size)
+        weight = MXTensor.to_mx(linear.weight, config.weight_dtype, config.block_size, config.scaling_mode)
+    else:
+        _check(linear, name, NVFP4_BLOCK)
+        weight = _to_nvfp4(linear.weight, config.use_dynamic_per_tensor_scale)
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if isinstance(config, MXDynamicActivationMXWeightConfig | NVFP4DynamicActivationNVFP4WeightConfig):
+        linear.__class__ = QuantizedLinear
+        assert isinstance(linear, QuantizedLinear), "its class was just set"
+        linear.config = config
+
+
+def quantize_(model: nn.Module, config: Config, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> None:
+    """Turn layers of a model into quantised ones, in place: parameters of training stay the same objects.
+
+    Arguments:
+        model: the model, or one layer.
+        config: one of the configurations of this module; it decides what the layers become.
+        filter_fn: called with each module and its name ("" for the model); True: turn it into one. None: `is_linear`.
+
+    Raises:
+        InputError: no configuration, or a chosen module that is no torch.nn.Linear or does not fit; nothing is changed
+            then.
+    """
+    known = (
+        MXLinearConfig,
+        NVFP4LinearConfig,
+        MXWeightOnlyConfig,
+        MXDynamicActivationMXWeightConfig,
+        NVFP4WeightOnlyConfig,
+        NVFP4DynamicActivationNVFP4WeightConfig,
+    )
+    if not isinstance(config, known):
+        raise InputError(f"config is {config!r:.80}; it must be one of {', '.join(each.__name__ for each in known)}.")
+    chosen = [(name, module) for name, module in model.named_modules() if (filter_fn or is_linear)(module, name)]
+    for name, module in chosen:
+        if type(module) is not nn.Linear:
+            what = f"{name or 'the model'}, a {type(module).__name__}"
+            raise InputError(
+                f"filter_fn chose {what}; only torch.nn.Linear can be turned into {type(config).__name__}'s."
+            )
+        if isinstance(config, MXWeightOnlyConfig | MXDynamicActivationMXWeightConfig):
+            elem_format(config.weight_dtype)
+            ScalingMode.parse(config.scaling_mode)
+            _check(module, name, config.block_size)
+        elif isinstance(config, NVFP4WeightOnlyConfig | NVFP4DynamicActivationNVFP4WeightConfig):
+            _check(module, name, NVFP4_BLOCK)
+    for name, module in chosen:
+        assert isinstance(module, nn.Linear), "checked above"
+        _convert(module, name, config)

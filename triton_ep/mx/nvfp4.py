@@ -1,0 +1,338 @@
+"""NVFP4Tensor: packed e2m1 elements, an e4m3 scale per 16 of them, and a float32 scale per tensor, as one tensor.
+
+A value is element * scale * per-tensor scale. The second level is optional: without it the scales alone must cover the
+range, 2^-6 to 448. How values become elements is said in kernels/compute/nvfp4.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from triton_ep.errors import InputError
+from triton_ep.mx import nvfp4_arithmetic as arithmetic
+from triton_ep.mx.formats import check_high_precision
+from triton_ep.mx.hadamard import check_signs
+from triton_ep.mx.nvfp4_arithmetic import E2M1_LARGEST, E4M3_LARGEST
+from triton_ep.mx.serialize import NVFP4_PARTS, reduce_blocks
+from triton_ep.mx.swizzle import blocked_shape, from_blocked, to_blocked
+from triton_ep.ops import nvfp4 as ops
+
+BLOCK = 16
+"""Values that share a scale."""
+
+SCALE_DTYPE = torch.float8_e4m3fn
+_PER_BYTE = 2
+
+
+def per_tensor_amax_to_scale(amax: torch.Tensor) -> torch.Tensor:
+    """Per-tensor scale, float32, for a tensor whose largest magnitude is `amax`: its largest block has scale 448."""
+    limit = torch.full((), E4M3_LARGEST * E2M1_LARGEST, dtype=torch.float32, device=amax.device)
+    return amax.to(torch.float32) / limit
+
+
+def nvfp4_quantize(
+    x: torch.Tensor, block_size: int = BLOCK, per_tensor_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales [..., K / 16] float8_e4m3fn and packed elements [..., K / 2] uint8 of x [..., K]; see `to_nvfp4`."""
+    made = NVFP4Tensor.to_nvfp4(x.detach(), block_size, per_tensor_scale)
+    return made.scale, made.qdata
+
+
+class NVFP4Tensor(torch.Tensor):
+    """Elements of 4 bits with scales of two levels, which act as a tensor of the dtype they were made from.
+
+    Shape, dtype and device are those of the tensor it stands for. Views and copies that keep blocks whole move the
+    parts together; products, sums and comparisons compute on the dequantised values; anything else raises InputError.
+
+    Arguments:
+        qdata: uint8, the shape of the values with half the size along `block_dim`; the even element in the low bits.
+        scale: float8_e4m3fn, the shape of the values with a 16th of the size along `block_dim`; with swizzled scales
+            [ceil(R / 128) * 32, ceil(K / 64) * 16], the 128 x 4 tiles of a matrix [R, K].
+        orig_dtype: bf16, fp16 or fp32, what it stands for.
+        per_tensor_scale: float32 of one value, or one per matrix: [E, 1, 1] for [E, R, K]; None: one level.
+        block_dim: dimension along which blocks lie, counted from the end; the last one unless transposed.
+        is_swizzled_scales: scales are in the layout of block-scaled matrix instructions.
+        hadamard_signs: elements are those of the values after `triton_ep.mx.hadamard.hadamard` with these signs.
+
+    Attributes: the arguments, under the same names, and `block_size`, 16.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit each other.
+
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (2025); scales as in torchao's NVFP4Tensor.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    per_tensor_scale: torch.Tensor | None
+    orig_dtype: torch.dtype
+    block_dim: int
+    is_swizzled_scales: bool
+    hadamard_signs: int | None
+    block_size = BLOCK
+
+    # A result is an NVFP4Tensor only where an implementation says so.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type[NVFP4Tensor],
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        orig_dtype: torch.dtype,
+        per_tensor_scale: torch.Tensor | None = None,
+        *,
+        block_dim: int = -1,
+        is_swizzled_scales: bool = False,
+        hadamard_signs: int | None = None,
+    ) -> NVFP4Tensor:
+        """Wrap the parts; nothing is copied."""
+        _check(qdata, scale, orig_dtype, per_tensor_scale, block_dim, is_swizzled_scales)
+        shape, strides = list(qdata.shape), list(qdata.stride())
+        packed = strides[block_dim]
+        strides = [_PER_BYTE * stride if stride >= packed else stride for stride in strides]
+        shape[block_dim], strides[block_dim] = _PER_BYTE * shape[block_dim], packed
+        return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device)
+
+    def __init__(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        orig_dtype: torch.dtype,
+        per_tensor_scale: torch.Tensor | None = None,
+        *,
+        block_dim: int = -1,
+        is_swizzled_scales: bool = False,
+        hadamard_signs: int | None = None,
+    ) -> None:
+        self.qdata = qdata
+        self.scale = scale
+        self.orig_dtype = orig_dtype
+        if per_tensor_scale is not None and per_tensor_scale.numel() == 1:
+            per_tensor_scale = per_tensor_scale.reshape(())
+        self.per_tensor_scale = per_tensor_scale
+        self.block_dim = block_dim
+        self.is_swizzled_scales = is_swizzled_scales
+        self.hadamard_signs = hadamard_signs if hadamard_signs is None else check_signs(hadamard_signs)
+
+    @staticmethod
+    def to_nvfp4(
+        x: torch.Tensor,
+        block_size: int = BLOCK,
+        per_tensor_scale: torch.Tensor | None = None,
+        *,
+        is_swizzled_scales: bool = False,
+        stochastic_rounding: bool = False,
+        seed: torch.Tensor | int | None = None,
+        hadamard_signs: int | None = None,
+    ) -> NVFP4Tensor:
+        """Quantise blocks of 16 values of the last dimension; gradients pass through as if nothing had been rounded.
+
+        Arguments:
+            x: [..., K] bf16, fp16 or fp32; K a multiple of 16.
+            block_size: 16.
+            per_tensor_scale: float32 of one value or one per matrix, `per_tensor_amax_to_scale(x.abs().max())` as a
+                rule; None: one level of scales, magnitudes beyond 2688 saturate.
+            is_swizzled_scales: store scales as 128 x 4 tiles; x is a matrix then.
+            stochastic_rounding: the mean over seeds is x. Scales are rounded up then, so that nothing saturates.
+            seed: int64 of one value on the device of x, or a number. None: drawn from torch's generator.
+            hadamard_signs: transform each block before; `dequantize` takes it back.
+
+        Raises:
+            InputError: shape, dtype or an argument that does not fit.
+        """
+        if isinstance(x, NVFP4Tensor):
+            raise InputError("x is an NVFP4Tensor already; to_nvfp4(x.dequantize(), ...) changes its scales.")
+        check_high_precision(x.dtype, "dtype of x")
+        if block_size != BLOCK or x.dim() == 0 or x.shape[-1] % BLOCK:
+            raise InputError(
+                f"x is {list(x.shape)}, block_size {block_size}: NVFP4 has blocks of {BLOCK} of the last dimension."
+            )
+        if is_swizzled_scales and x.dim() != 2:
+            raise InputError(f"x is {list(x.shape)}; scales are swizzled for matrices only.")
+        if seed is not None and not stochastic_rounding:
+            raise InputError("seed is for stochastic_rounding=True; without it nothing is drawn.")
+        if hadamard_signs is not None:
+            check_signs(hadamard_signs)
+        place = _seed(seed, x.device) if stochastic_rounding else None
+        made: NVFP4Tensor = _Quantize.apply(x, _outer(per_tensor_scale, x), place, hadamard_signs)
+        return made.swizzled() if is_swizzled_scales else made
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values, rounded to float32 and then to `dtype`, by default `orig_dtype`; gradients pass through."""
+        dtype = self.orig_dtype if dtype is None else dtype
+        check_high_precision(dtype, "dtype")
+        values: torch.Tensor = _Dequantize.apply(self, dtype)
+        return values
+
+    def get_hp_scales(self) -> torch.Tensor:
+        """Both levels of scales multiplied, float32 with a 16th of the size along `block_dim`."""
+        scale = self.unswizzled().scale.float()
+        return scale if self.per_tensor_scale is None else scale * self.per_tensor_scale
+
+    def swizzled(self) -> NVFP4Tensor:
+        """The same with scales as 128 x 4 tiles. InputError unless it is a matrix quantised along its rows."""
+        if self.is_swizzled_scales:
+            return self
+        if self.dim() != 2 or self.block_dim != -1:
+            raise InputError(f"scales are swizzled for matrices quantised along their last dimension, not {self!r}.")
+        tiles = to_blocked(self.scale.view(torch.uint8))
+        return self._with(self.qdata, tiles.view(_swizzled_shape(self.qdata)), is_swizzled_scales=True)
+
+    def unswizzled(self) -> NVFP4Tensor:
+        """The same with one scale per block, in its place."""
+        if not self.is_swizzled_scales:
+            return self
+        rows = self.qdata.movedim(self.block_dim, -1)
+        scale = from_blocked(self.scale.view(torch.uint8).flatten(), rows.shape[0], rows.shape[1] * _PER_BYTE // BLOCK)
+        return self._with(self.qdata, scale.movedim(-1, self.block_dim), is_swizzled_scales=False)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        outer = "one level" if self.per_tensor_scale is None else "two levels"
+        return (
+            f"NVFP4Tensor(shape={list(self.shape)}, {outer} of scales, blocks along dimension {self.block_dim}, for "
+            f"{self.orig_dtype}, device={str(self.device)!r}, requires_grad={self.requires_grad})"
+        )
+
+    def _plain(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`dequantize` below autograd."""
+        dtype = self.orig_dtype if dtype is None else dtype
+        mx = self.unswizzled()
+        packed, scale = (part.view(torch.uint8).movedim(mx.block_dim, -1) for part in (mx.qdata, mx.scale))
+        outer = mx.per_tensor_scale
+        if outer is not None and outer.numel() > 1:
+            outer = outer.movedim(mx.block_dim, -1)
+        if _has_kernel(packed):
+            values = ops.dequantize_nvfp4(packed, scale, outer, dtype, mx.hadamard_signs)
+        else:
+            values = arithmetic.dequantize(packed, scale, outer, mx.hadamard_signs).to(dtype)
+        return values.movedim(-1, mx.block_dim)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], block_dim: int | None = None) -> NVFP4Tensor:
+        """An NVFP4Tensor of what `fn` makes of the bytes of elements and scales; the per-tensor scale stays."""
+        return self._with(fn(self.qdata), fn(self.scale.view(torch.uint8)), block_dim=block_dim or self.block_dim)
+
+    def _with(self, qdata: torch.Tensor, scale: torch.Tensor, **changed: Any) -> NVFP4Tensor:
+        """Other bytes, in the same format but for what is named."""
+        context = {**self.__tensor_flatten__()[1], "per_tensor_scale": self.per_tensor_scale, **changed}
+        return NVFP4Tensor(qdata, scale.view(SCALE_DTYPE), **context)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from triton_ep.mx.nvfp4_aten import run  # it needs this class
+
+        return run(func, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        names = ("orig_dtype", "block_dim", "is_swizzled_scales", "hadamard_signs")
+        parts = [name for name in NVFP4_PARTS if getattr(self, name) is not None]
+        return parts, {name: getattr(self, name) for name in names}
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
+    ) -> NVFP4Tensor:
+        return NVFP4Tensor(inner["qdata"], inner["scale"], per_tensor_scale=inner.get("per_tensor_scale"), **context)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_blocks(self)
+
+
+def _swizzled_shape(qdata: torch.Tensor) -> tuple[int, int]:
+    rows, columns = blocked_shape(qdata.shape[0], qdata.shape[1] * _PER_BYTE // BLOCK)
+    return rows // 4, columns * 4
+
+
+def _check(
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    orig_dtype: torch.dtype,
+    per_tensor_scale: torch.Tensor | None,
+    block_dim: int,
+    is_swizzled_scales: bool,
+) -> None:
+    check_high_precision(orig_dtype, "orig_dtype")
+    if qdata.dtype != torch.uint8 or scale.dtype != SCALE_DTYPE:
+        raise InputError(f"qdata is {qdata.dtype}, scale {scale.dtype}; they must be {torch.uint8} and {SCALE_DTYPE}.")
+    if not -qdata.dim() <= block_dim < 0:
+        raise InputError(f"block_dim is {block_dim}; counted from the end of {qdata.dim()} dimensions, it is negative.")
+    rows = qdata.movedim(block_dim, -1)
+    expected = [*rows.shape[:-1], rows.shape[-1] * _PER_BYTE // BLOCK]
+    given = list(scale.shape)
+    if is_swizzled_scales:
+        expected = list(_swizzled_shape(rows)) if rows.dim() == 2 else expected
+    else:
+        given = list(scale.movedim(block_dim, -1).shape) if scale.dim() == rows.dim() else given
+    if given != expected or rows.shape[-1] * _PER_BYTE % BLOCK:
+        raise InputError(
+            f"qdata is {list(qdata.shape)}, scale {list(scale.shape)}, swizzled: {is_swizzled_scales}; with blocks "
+            f"along dimension {block_dim}, which is last here, scale must be {expected}."
+        )
+    if per_tensor_scale is not None:
+        lead = list(per_tensor_scale.shape)
+        per_matrix = len(lead) == qdata.dim() > 2 and lead == [*qdata.shape[:-2], 1, 1]
+        if per_tensor_scale.dtype != torch.float32 or not (per_tensor_scale.numel() == 1 or per_matrix):
+            raise InputError(
+                f"per_tensor_scale is {lead} {per_tensor_scale.dtype}; it must be float32 of one value, or "
+                f"{[*qdata.shape[:-2], 1, 1]}, one per matrix."
+            )
+
+
+def _outer(per_tensor_scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    if per_tensor_scale is None:
+        return None
+    if not isinstance(per_tensor_scale, torch.Tensor) or per_tensor_scale.device != x.device:
+        raise InputError(f"per_tensor_scale is {per_tensor_scale!r:.80}; it must be a float32 tensor on {x.device}.")
+    outer = per_tensor_scale.detach()
+    return outer.reshape(()) if outer.numel() == 1 else outer
+
+
+def _seed(seed: torch.Tensor | int | None, device: torch.device) -> torch.Tensor:
+    """[1] int64 on the device."""
+    if seed is None:
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+    if isinstance(seed, int):
+        return torch.full((1,), seed, dtype=torch.int64, device=device)
+    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
+        raise InputError(f"seed is {list(seed.shape)} {seed.dtype} on {seed.device}; it must be one int64 on {device}.")
+    return seed.reshape(1)
+
+
+def _has_kernel(x: torch.Tensor) -> bool:
+    """Whether a compiled kernel takes this tensor; the CPU and other subclasses see torch operations only."""
+    return x.is_cuda and not is_traceable_wrapper_subclass(x)
+
+
+class _Quantize(torch.autograd.Function):
+    """Straight-through: the gradient of the values is that of `x`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, outer: torch.Tensor | None, seed: torch.Tensor | None, signs: int | None
+    ) -> NVFP4Tensor:
+        quantize = ops.quantize_nvfp4 if _has_kernel(x) else arithmetic.quantize
+        qdata, scale = quantize(x, outer, seed, signs)
+        return NVFP4Tensor(qdata, scale.view(SCALE_DTYPE), x.dtype, outer, hadamard_signs=signs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0], None, None, None
+
+
+class _Dequantize(torch.autograd.Function):
+    """The values; their gradient is that of the tensor they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, mx: NVFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.orig_dtype = mx.orig_dtype
+        return mx._plain(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0].to(ctx.orig_dtype), None

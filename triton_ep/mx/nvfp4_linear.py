@@ -1,0 +1,160 @@
+"""NVFP4Linear: a linear layer that trains with NVFP4 operands in all three of its products.
+
+    y  = x W^T    x and W along K, to nearest
+    dx = dy W     dy along N, stochastically; W along N, to nearest
+    dW = dy^T x   both along the rows, after a random Hadamard transform; dy stochastically
+
+Gradients are rounded stochastically because what is added up over many steps must not be biased; the transform takes
+outliers out of the one product whose sum runs over tokens, where both operands can be transformed alike. Every operand
+has two levels of scales. The products are those of the dequantised values.
+
+Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (2025), section 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from triton_ep.errors import InputError
+from triton_ep.mx.hadamard import check_signs
+from triton_ep.mx.linear import autocast, check_operands, fill_blocks, flat
+from triton_ep.mx.nvfp4 import BLOCK, NVFP4Tensor, per_tensor_amax_to_scale
+
+DEFAULT_SIGNS = 0x9D2C
+"""Drawn once. All layers may share it: it only must not fit the data."""
+
+
+@dataclass(frozen=True)
+class NVFP4LinearConfig:
+    """Options of an NVFP4Linear.
+
+    Attributes:
+        use_dynamic_per_tensor_scale: two levels of scales, the outer one from each operand's largest magnitude.
+        stochastic_rounding: of output gradients.
+        hadamard_signs: of the transform of the operands of dW; None: none.
+        wgrad_with_hp: compute the weight's gradient from what was not quantised.
+
+    Raises:
+        InputError: signs that are no 16-bit mask.
+    """
+
+    use_dynamic_per_tensor_scale: bool = True
+    stochastic_rounding: bool = True
+    hadamard_signs: int | None = DEFAULT_SIGNS
+    wgrad_with_hp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hadamard_signs is not None:
+            check_signs(self.hadamard_signs)
+
+
+def quantized(
+    x: torch.Tensor, config: NVFP4LinearConfig, *, stochastic: bool = False, signs: int | None = None
+) -> NVFP4Tensor:
+    """x [A, B] quantised along B, which is filled up with zeros to whole blocks.
+
+    With signs: an NVFP4Tensor of the transformed values, not of `x`.
+    """
+    filled = fill_blocks(x, -1, BLOCK)
+    outer = None
+    if config.use_dynamic_per_tensor_scale:
+        # The transform may make a value four times as large; the scale of a block must still fit.
+        amax = x.abs().amax() if x.numel() else x.new_zeros(())
+        outer = per_tensor_amax_to_scale(amax if signs is None else 4 * amax.float())
+    made = NVFP4Tensor.to_nvfp4(filled, per_tensor_scale=outer, stochastic_rounding=stochastic, hadamard_signs=signs)
+    return made if signs is None else made._with(made.qdata, made.scale, hadamard_signs=None)
+
+
+class _NVFP4Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, config: NVFP4LinearConfig) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.config = config
+        return torch.mm(quantized(x, config), quantized(weight, config).t())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        config = ctx.config
+        stochastic, signs = config.stochastic_rounding, config.hadamard_signs
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            left = quantized(dy, config, stochastic=stochastic)
+            dx = torch.mm(left, quantized(weight.t().contiguous(), config).t())
+        if ctx.needs_input_grad[1]:
+            if config.wgrad_with_hp:
+                dweight = torch.mm(dy.t(), x)
+            else:
+                left = quantized(dy.t().contiguous(), config, stochastic=stochastic, signs=signs)
+                dweight = torch.mm(left, quantized(x.t().contiguous(), config, signs=signs).t())
+        return dx, dweight, None
+
+
+def nvfp4_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, config: NVFP4LinearConfig | None = None
+) -> torch.Tensor:
+    """[..., N] = x [..., K] times weight [N, K] transposed, plus bias [N], of NVFP4 values; gradients of such, too.
+
+    Arguments:
+        x: bf16, fp16 or fp32. The result has its dtype. Sizes may be any.
+        weight: the same dtype.
+        config: None: stochastic rounding of gradients, Hadamard transform in dW.
+
+    Stochastic rounding draws from torch's generator of the device.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit each other.
+    """
+    lowered_x, lowered_weight, lowered_bias = autocast(x, weight, bias)
+    assert lowered_x is not None and lowered_weight is not None, "they were not None"
+    check_operands(lowered_x, lowered_weight)
+    rows: torch.Tensor = _NVFP4Linear.apply(flat(lowered_x), lowered_weight, config or NVFP4LinearConfig())
+    out = rows if x.dim() == 2 else rows.reshape([*x.shape[:-1], rows.shape[-1]])
+    return out if lowered_bias is None else out + lowered_bias
+
+
+class NVFP4Linear(nn.Linear):
+    """torch.nn.Linear whose products, forward and backward, are of NVFP4 operands; parameters in high precision."""
+
+    config: NVFP4LinearConfig
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: NVFP4LinearConfig | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.config = config or NVFP4LinearConfig()
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, config: NVFP4LinearConfig | None = None) -> NVFP4Linear:
+        """The layer itself, turned into an NVFP4Linear: parameters, hooks and mode stay.
+
+        Raises:
+            InputError: it is a subclass of torch.nn.Linear, whose own forward would be lost.
+        """
+        if type(linear) is not nn.Linear:
+            raise InputError(f"from_float takes a torch.nn.Linear, not a {type(linear).__name__}.")
+        linear.__class__ = cls
+        assert isinstance(linear, cls), "its class was just set"
+        linear.config = config or NVFP4LinearConfig()
+        return linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., out_features] of x [..., in_features]."""
+        return nvfp4_linear(x, self.weight, self.bias, self.config)
+
+    def extra_repr(self) -> str:
+        """What the layer is printed with."""
+        return f"{super().extra_repr()}, {self.config}"
