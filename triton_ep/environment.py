@@ -14,6 +14,7 @@ and these override a choice:
     TRITON_EP_HEAP_SIZE               bytes of the symmetric heap per rank; suffixes K, M, G (powers of 1024)
     NVSHMEM_SYMMETRIC_SIZE            the same, by NVSHMEM's own name; asked second
     TRITON_EP_TUNED                   path of a table of tuned choices, asked before those of the package
+    NVTE_BACKWARD_OVERRIDE            default of `backward_override` of MXFP8 recipes (triton_ep.integrations.te)
     MASTER_ADDR, MASTER_PORT          where rank 0 listens, for jobs over several hosts without torchrun
     NVSHMEM_*                         NVSHMEM's own; heap/nvshmem.py sets defaults for a few of those left alone
 """
@@ -46,6 +47,7 @@ class Environment:
         heap_bytes: symmetric heap per rank.
         nvshmem: NVSHMEM's own variables that are set.
         tuned: path of a table of tuned choices.
+        backward_override: NVTE_BACKWARD_OVERRIDE, which recipes check.
     """
 
     triton_interpret: bool | None = None
@@ -61,6 +63,7 @@ class Environment:
     heap_bytes: int | None = None
     nvshmem: tuple[str, ...] = ()
     tuned: str | None = None
+    backward_override: str | None = None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -82,6 +85,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         heap_bytes=parse_bytes(heap, env[heap]) if heap else None,
         nvshmem=tuple(sorted(name for name in env if name.startswith("NVSHMEM_"))),
         tuned=env.get("TRITON_EP_TUNED") or None,
+        backward_override=env.get("NVTE_BACKWARD_OVERRIDE") or None,
         **_read_launcher(env),
     )
 

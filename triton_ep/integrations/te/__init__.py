@@ -1,0 +1,84 @@
+"""TransformerEngine's MXFP8: autocast, recipes, quantisers, modules and expert parallelism under its names.
+
+    import triton_ep.integrations.te as te
+
+    layer = te.GroupedLinear(8, 1024, 4096, bias=False, params_dtype=torch.bfloat16)
+    with te.autocast(recipe=te.MXFP8BlockScaling()):
+        y = layer(x, m_splits)
+
+TransformerEngine itself is not needed. It runs MXFP8 on compute capability 10.x alone; here every device does,
+emulated where tensor cores know no MX scales. docs/how-to/transformer-engine.md has the table of what is called how,
+and what differs.
+"""
+
+from triton_ep.integrations.te.checkpoint import checkpoint, checkpoint_contexts
+from triton_ep.integrations.te.ep import (
+    EpBuffer,
+    EpStateError,
+    ep_bootstrap,
+    ep_combine,
+    ep_dispatch,
+    ep_finalize,
+    is_ep_bootstrapped,
+)
+from triton_ep.integrations.te.layouts import swizzle, unswizzle
+from triton_ep.integrations.te.modules import GroupedLinear, Linear
+from triton_ep.integrations.te.moe import EPMoE
+from triton_ep.integrations.te.quantizer import MXFP8Quantizer, ShapeError
+from triton_ep.integrations.te.recipe import Format, MXFP8BlockScaling, Recipe, RecipeError
+from triton_ep.integrations.te.recipe_state import MXFP8BlockScalingRecipeState, RecipeState, get_fp8_te_dtype
+from triton_ep.integrations.te.state import (
+    AutocastState,
+    FP8GlobalStateManager,
+    autocast,
+    get_default_fp8_recipe,
+    get_default_recipe,
+    quantized_model_init,
+)
+from triton_ep.integrations.te.support import (
+    UnsupportedDeviceError,
+    check_mxfp8_support,
+    is_mxfp8_available,
+    mxfp8_mode,
+)
+from triton_ep.integrations.te.tensor import DType, MXFP8Tensor, MXFP8TensorStorage, UsageError
+
+__all__ = [
+    "AutocastState",
+    "DType",
+    "EPMoE",
+    "EpBuffer",
+    "EpStateError",
+    "FP8GlobalStateManager",
+    "Format",
+    "GroupedLinear",
+    "Linear",
+    "MXFP8BlockScaling",
+    "MXFP8BlockScalingRecipeState",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "Recipe",
+    "RecipeError",
+    "RecipeState",
+    "ShapeError",
+    "UnsupportedDeviceError",
+    "UsageError",
+    "autocast",
+    "check_mxfp8_support",
+    "checkpoint",
+    "checkpoint_contexts",
+    "ep_bootstrap",
+    "ep_combine",
+    "ep_dispatch",
+    "ep_finalize",
+    "get_default_fp8_recipe",
+    "get_default_recipe",
+    "get_fp8_te_dtype",
+    "is_ep_bootstrapped",
+    "is_mxfp8_available",
+    "mxfp8_mode",
+    "quantized_model_init",
+    "swizzle",
+    "unswizzle",
+]

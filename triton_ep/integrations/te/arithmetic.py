@@ -1,0 +1,120 @@
+"""MXFP8 quantisation by TransformerEngine's rule, along rows or along columns, and back.
+
+The rule is that of the project's RCEIL (triton_ep/ops/mxfp8.py, triton_ep/mx/arithmetic.py) in all but one case: a
+block whose largest magnitude is infinite gets the scale byte 254, not NaN's 255, and its infinities become the largest
+value of the format. That case is put right behind the kernels.
+
+Rows may end in a short last block when they are quantised along columns: it counts as filled up with zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from triton_ep.errors import InputError
+from triton_ep.mx import arithmetic
+from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, elem_format
+from triton_ep.ops import mxfp8
+
+_OF_INFINITY = 254
+
+
+def _saturate(
+    x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, elem_dtype: torch.dtype, along: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements (bytes) and scales with the blocks right whose largest magnitude is infinite.
+
+    along: dimension of x [R, H] in which blocks lie.
+    """
+    largest = elem_format(elem_dtype).max_pos
+    blocks = x.unflatten(along, (x.shape[along] // BLOCK, BLOCK))
+    inside = along + 1
+    infinite = blocks.isinf().any(inside) & ~blocks.isnan().any(inside)
+    # 2**-127 in two factors: as one it is no normal number.
+    values = (blocks.float() * 2.0**-64 * 2.0**-63).clamp(-largest, largest).to(elem_dtype).view(torch.uint8)
+    data = torch.where(infinite.unsqueeze(inside), values, data.unflatten(along, (x.shape[along] // BLOCK, BLOCK)))
+    return data.flatten(along, inside), torch.where(infinite, _OF_INFINITY, scale).to(torch.uint8)
+
+
+def _checked(x: torch.Tensor) -> torch.Tensor:
+    check_high_precision(x.dtype, "dtype of x")
+    if x.dim() != 2 or x.shape[1] % BLOCK:
+        raise InputError(f"x is {list(x.shape)}; it must be [M, N] with N a multiple of {BLOCK}.")
+    return x.contiguous()
+
+
+def quantize_rows(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements [M, N] and scales [M, N / 32] of x [M, N], as bytes.
+
+    Raises:
+        InputError: another dtype than bf16, fp16, fp32, or N no multiple of 32.
+    """
+    x = _checked(x)
+    if x.is_cuda:
+        data, scale = mxfp8.quantize_rows(x, elem_dtype)
+    else:
+        data, scale = arithmetic.quantize(x, elem_format(elem_dtype), ScalingMode.RCEIL, BLOCK)
+    return _saturate(x, data.view(torch.uint8), scale, elem_dtype, 1)
+
+
+def quantize_columns(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements [M, N] and scales [M / 32 rounded up, N] of x [M, N], as bytes.
+
+    Raises:
+        InputError: as `quantize_rows`.
+    """
+    x = _checked(x)
+    rows = x.shape[0]
+    if rows % BLOCK:
+        x = pad(x, (0, 0, 0, -rows % BLOCK))
+    if x.is_cuda:
+        data, scale = mxfp8.quantize_columns(x, None, elem_dtype)
+    else:
+        by_column = arithmetic.quantize(x.t(), elem_format(elem_dtype), ScalingMode.RCEIL, BLOCK)
+        data, scale = (part.t() for part in by_column)
+    data, scale = _saturate(x, data.view(torch.uint8), scale, elem_dtype, 0)
+    return data[:rows].contiguous(), scale.contiguous()
+
+
+def quantize_tiles(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements [M, N] and scales [M / 32, N / 32] of x [M, N], one scale per 32 x 32 values, as bytes.
+
+    Raises:
+        InputError: as `quantize_rows`, or M no multiple of 32.
+    """
+    x = _checked(x)
+    rows, columns = x.shape
+    if rows % BLOCK:
+        raise InputError(f"x is {list(x.shape)}; tiles of {BLOCK} x {BLOCK} need multiples of {BLOCK}.")
+    tiles = x.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK).transpose(1, 2)
+    flat = tiles.reshape(-1, BLOCK * BLOCK)
+    largest = elem_format(elem_dtype).max_pos
+    data, scale = arithmetic.quantize(flat, elem_format(elem_dtype), ScalingMode.RCEIL, BLOCK * BLOCK)
+    infinite = flat.isinf().any(1, keepdim=True) & ~flat.isnan().any(1, keepdim=True)
+    values = (flat.float() * 2.0**-64 * 2.0**-63).clamp(-largest, largest).to(elem_dtype).view(torch.uint8)
+    data = torch.where(infinite, values, data.view(torch.uint8)).view(tiles.shape).transpose(1, 2)
+    scale = torch.where(infinite, _OF_INFINITY, scale).to(torch.uint8)
+    return data.reshape(rows, columns), scale.view(rows // BLOCK, columns // BLOCK)
+
+
+def dequantize_rows(
+    data: torch.Tensor, scale: torch.Tensor, elem_dtype: torch.dtype, dtype: torch.dtype
+) -> torch.Tensor:
+    """Values [M, N] of elements [M, N] and scales [M, N / 32], bytes; one float32 product each, rounded to `dtype`."""
+    elements = data.view(elem_dtype)
+    if data.is_cuda:
+        return mxfp8.dequantize_rows(elements, scale, dtype)
+    return arithmetic.dequantize(elements, scale, dtype)
+
+
+def dequantize_columns(
+    data: torch.Tensor, scale: torch.Tensor, elem_dtype: torch.dtype, dtype: torch.dtype
+) -> torch.Tensor:
+    """Values [M, N] of elements [M, N] and scales [M / 32 rounded up, N], bytes."""
+    rows = data.shape[0]
+    elements = data.view(elem_dtype)
+    if data.is_cuda and rows % BLOCK == 0:
+        return mxfp8.dequantize_columns(elements, scale, None, dtype)
+    factors = arithmetic.scale_values(scale.to(torch.int32)).repeat_interleave(BLOCK, 0)[:rows]
+    return (elements.float() * factors).to(dtype)

@@ -1,0 +1,360 @@
+"""TransformerEngine's functions for expert parallelism (`transformer_engine.pytorch.ep`) over EPAll2AllLayer.
+
+`ep_bootstrap` fixes the sizes of this process's group, once. An `EpBuffer` is the state of one dispatch and its
+combine, so there is one per micro-batch in flight. Buffers with the same options share a layer, whose symmetric memory
+`ep_finalize` frees; making the first buffer with other options is collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from triton_ep import autograd
+from triton_ep.distributed import local_world_size
+from triton_ep.errors import CapacityError, ConfigError, EPError, InputError
+from triton_ep.integrations.te.recipe import MXFP8BlockScaling, Recipe
+from triton_ep.integrations.te.tensor import MXFP8TensorStorage
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.mx.tensor import MXTensor
+
+
+class EpStateError(EPError, RuntimeError):
+    """A call before `ep_bootstrap`, a second `ep_bootstrap`, or a combine without its dispatch."""
+
+
+@dataclass
+class _Group:
+    """What `ep_bootstrap` was given, and the layers made since, by their options."""
+
+    ep_group: Any
+    num_experts: int
+    max_tokens_per_rank: int
+    hidden_dim: int
+    num_topk: int
+    recv_capacity_per_rank: int | None
+    max_num_sms: int
+    drop_on_overflow: bool
+    dtype: torch.dtype
+    layers: dict[tuple[str | None, int, int | None], EPAll2AllLayer] = field(default_factory=dict)
+
+    def layer(self, payload: str | None, alignment: int, capacity: int | None) -> EPAll2AllLayer:
+        key = (payload, alignment, capacity)
+        if key not in self.layers:
+            size = dist.get_world_size(self.ep_group)
+            self.layers[key] = EPAll2AllLayer(
+                self.ep_group,
+                self.max_tokens_per_rank,
+                self.hidden_dim,
+                self.num_topk,
+                dist.get_rank(self.ep_group),
+                self.num_experts,
+                min(local_world_size(), size),
+                size,
+                dtype=self.dtype,
+                num_sm=self.max_num_sms or None,
+                payload=payload,
+                alignment=alignment,
+                capacity=capacity,
+            )
+        return self.layers[key]
+
+
+class _Registry:
+    """The group of this process; None before `ep_bootstrap` and after `ep_finalize`."""
+
+    group: _Group | None = None
+
+
+def ep_bootstrap(
+    ep_group: Any,
+    num_experts: int,
+    max_tokens_per_rank: int,
+    hidden_dim: int,
+    num_topk: int,
+    recv_capacity_per_rank: int | None = None,
+    max_num_sms: int = 0,
+    zero_copy: bool = False,
+    drop_on_overflow: bool = False,
+    max_token_dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Fix the sizes of expert parallelism in this process; once, after `initialize_distributed`.
+
+    Arguments:
+        ep_group: process group. num_experts: over all its ranks, a multiple of their number.
+        max_tokens_per_rank: most tokens of one dispatch. hidden_dim: elements per token. num_topk: experts per token.
+        recv_capacity_per_rank: rows that a rank receives at most, which makes dispatch free of host waits and
+            capturable in CUDA graphs; None: as many as come, and the host waits for their number.
+        max_num_sms: programs of the communication kernels; 0: by the tuned tables.
+        zero_copy: must be False; outputs are never the symmetric memory itself.
+        drop_on_overflow: with a capacity: leave out rows beyond it. False: `ep_dispatch` outside of a CUDA graph
+            capture looks at the count and raises, which waits for the device.
+        max_token_dtype: dtype of tokens, torch.bfloat16.
+
+    Raises:
+        EpStateError: it was called before.
+        ConfigError: sizes that cannot work, or zero_copy.
+    """
+    if _Registry.group is not None:
+        raise EpStateError("ep_bootstrap was already called in this process")
+    size = dist.get_world_size(ep_group)
+    if size < 2:
+        raise ConfigError(f"ep_bootstrap requires ep_group.size() >= 2 (got {size}).")
+    if num_topk < 1:
+        raise ConfigError(f"ep_bootstrap requires num_topk >= 1 (got {num_topk}).")
+    if num_experts % size:
+        raise ConfigError(f"num_experts {num_experts} is not a multiple of the {size} ranks of ep_group.")
+    if zero_copy:
+        raise ConfigError("ep_bootstrap: zero_copy=True is not supported; pass False.")
+    if drop_on_overflow and recv_capacity_per_rank is None:
+        raise ConfigError("ep_bootstrap: drop_on_overflow requires recv_capacity_per_rank")
+    _require_bf16("max_token_dtype", max_token_dtype)
+    _Registry.group = _Group(
+        ep_group,
+        num_experts,
+        max_tokens_per_rank,
+        hidden_dim,
+        num_topk,
+        recv_capacity_per_rank,
+        max_num_sms,
+        drop_on_overflow,
+        max_token_dtype,
+    )
+
+
+def is_ep_bootstrapped() -> bool:
+    """Whether `ep_bootstrap` was called, and `ep_finalize` not since."""
+    return _Registry.group is not None
+
+
+def ep_finalize() -> None:
+    """Free the symmetric memory of all buffers. Collective, idempotent."""
+    group, _Registry.group = _Registry.group, None
+    if group is not None:
+        for layer in group.layers.values():
+            autograd.leave(layer)
+            layer.finalize()
+
+
+def _require_bf16(name: str, dtype: torch.dtype) -> None:
+    if dtype != torch.bfloat16:
+        raise InputError(f"expert parallelism takes bfloat16 payloads; got {name}.dtype={dtype}.")
+
+
+def _payload(recipe: Recipe | None, which: str) -> str | None:
+    if recipe is not None and not isinstance(recipe, MXFP8BlockScaling):
+        raise InputError(f"{which} supports MXFP8BlockScaling only; got {type(recipe).__name__}.")
+    return None if recipe is None else "mxfp8"
+
+
+class EpBuffer:
+    """State of one dispatch, its combine, and both backward passes.
+
+    It may be used again when the backward pass of its last use is through, or sooner: what a backward pass needs is its
+    own.
+
+    Arguments:
+        top_k, max_tokens_per_rank, hidden_dim, num_local_experts: those of `ep_bootstrap`.
+        recv_capacity_per_rank: at most that of `ep_bootstrap`; None if that is None.
+        alignment: every expert's rows start at a multiple of it; 0 and 1: no padding; else a power of two.
+        payload_dtype: torch.bfloat16.
+        device: accepted; that of the layer.
+        dispatch_fwd_quant_recipe: MXFP8BlockScaling(): tokens travel in MXFP8 and arrive so; None: as they are.
+        combine_bwd_quant_recipe: the same of the gradient that combine sends back.
+
+    Attributes, of the last `ep_dispatch`:
+        tokens_per_expert: [num_local_experts] int64, rows of each expert with padding: `m_splits` of a GroupedLinear.
+        total_recv_tokens: [1] int64, rows for this rank with padding, those beyond the capacity too.
+
+    Raises:
+        EpStateError: before `ep_bootstrap`.
+        InputError: an argument that does not fit it.
+    """
+
+    def __init__(
+        self,
+        top_k: int,
+        max_tokens_per_rank: int,
+        hidden_dim: int,
+        num_local_experts: int,
+        recv_capacity_per_rank: int | None = None,
+        alignment: int = 0,
+        payload_dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | None = None,
+        dispatch_fwd_quant_recipe: Recipe | None = None,
+        combine_bwd_quant_recipe: Recipe | None = None,
+    ) -> None:
+        group = _Registry.group
+        if group is None:
+            raise EpStateError("EpBuffer requires ep_bootstrap() to be called first.")
+        alignment = int(alignment)
+        if alignment < 0 or alignment & (alignment - 1):
+            raise InputError(f"alignment must be 0, 1, or a power of two (got {alignment}).")
+        self.eager = group.recv_capacity_per_rank is None
+        if not self.eager and recv_capacity_per_rank is None:
+            raise InputError(
+                "EpBuffer requires recv_capacity_per_rank unless the EP group was bootstrapped in eager mode "
+                "(recv_capacity_per_rank omitted)."
+            )
+        _require_bf16("payload", payload_dtype)
+        local = group.num_experts // dist.get_world_size(group.ep_group)
+        for name, given, fixed in (
+            ("top_k", top_k, group.num_topk),
+            ("hidden_dim", hidden_dim, group.hidden_dim),
+            ("num_local_experts", num_local_experts, local),
+        ):
+            if given != fixed:
+                raise InputError(f"EpBuffer got {name}={given}, ep_bootstrap fixed {fixed}.")
+        for name, given, most in (
+            ("max_tokens_per_rank", max_tokens_per_rank, group.max_tokens_per_rank),
+            ("recv_capacity_per_rank", recv_capacity_per_rank or 0, group.recv_capacity_per_rank or 0),
+        ):
+            if given > most:
+                raise InputError(f"EpBuffer got {name}={given}, more than the {most} of ep_bootstrap.")
+        self.top_k, self.alignment, self.max_tokens_per_rank = top_k, alignment, max_tokens_per_rank
+        self.recv_capacity_per_rank = recv_capacity_per_rank
+        self.hidden_dim, self.num_local_experts, self.payload_dtype = hidden_dim, num_local_experts, payload_dtype
+        self.zero_copy = False
+        self.drop_on_overflow = group.drop_on_overflow
+        self.dispatch_fwd_quant_recipe = dispatch_fwd_quant_recipe
+        self.combine_bwd_quant_recipe = combine_bwd_quant_recipe
+        there = _payload(dispatch_fwd_quant_recipe, "EP block-scaled dispatch")
+        back = _payload(combine_bwd_quant_recipe, "EP combine backward")
+        options = (max(alignment, 1), recv_capacity_per_rank)
+        self._layer = group.layer(there, *options)
+        # The gradient of combine is dispatched: by a layer of its own if it travels in another way than tokens do.
+        self._gradient_layer = group.layer(back, *options)
+        self.device = self._layer.context.device
+        self.tokens_per_expert = torch.zeros(num_local_experts, dtype=torch.int64, device=self.device)
+        self.total_recv_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._desc: EPAllToAllLayoutDesc | None = None
+        self._topk_idx: torch.Tensor | None = None
+
+
+def ep_dispatch(
+    buffer: EpBuffer,
+    tokens: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    recv_tokens: torch.Tensor | None = None,
+    recv_topk_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Send tokens to their experts; differentiable. Collective, and so is its backward pass.
+
+    Arguments:
+        tokens: [T, H] bf16. topk_idx: [T, K] int32 or int64, -1 = dropped. topk_weights: [T, K] float32.
+        recv_tokens, recv_topk_weights: must be None; outputs are allocated.
+
+    Returns:
+        recv_tokens [P, H], expert-major: bf16, or an MXTensor with `dispatch_fwd_quant_recipe`, which GroupedLinear
+        takes; their weights [P] float32; and `buffer.tokens_per_expert`. P is the capacity, or what came.
+
+    Raises:
+        InputError: another dtype, or caller-supplied outputs.
+        CapacityError: rows beyond the capacity, without drop_on_overflow.
+        What `EPAll2AllLayer.dispatch` raises.
+    """
+    if topk_weights.dtype != torch.float32:
+        raise InputError(
+            f"topk_weights must be float32; got dtype={topk_weights.dtype}. "
+            "Cast with topk_weights.float() before calling."
+        )
+    if isinstance(tokens, MXFP8TensorStorage | MXTensor):
+        raise InputError(
+            "ep_dispatch takes bfloat16 tokens and quantises them itself when the buffer's dispatch_fwd_quant_recipe "
+            "is set; a tensor in MXFP8 is not accepted."
+        )
+    _require_bf16("tokens", tokens.dtype)
+    if recv_tokens is not None or recv_topk_weights is not None:
+        raise InputError("ep_dispatch allocates its outputs; leave recv_tokens and recv_topk_weights None.")
+    rows, weights, desc = autograd.dispatch(buffer._layer, tokens, topk_idx, topk_weights)
+    assert weights is not None, "weights go in, weights come out"
+    with torch.no_grad():
+        offsets = desc.expert_offsets.to(torch.int64)
+        buffer.tokens_per_expert = offsets.diff()
+        buffer.total_recv_tokens = offsets[-1:] + desc.overflow
+    buffer._desc, buffer._topk_idx = desc, topk_idx
+    if not buffer.eager and not buffer.drop_on_overflow:
+        _check_overflow(buffer, desc)
+    return rows, weights, buffer.tokens_per_expert
+
+
+def _check_overflow(buffer: EpBuffer, desc: EPAllToAllLayoutDesc) -> None:
+    if torch.compiler.is_compiling() or (buffer.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    lost = int(desc.overflow)
+    if lost:
+        raise CapacityError(
+            f"ep_dispatch: {lost} rows more came than the {buffer.recv_capacity_per_rank} of recv_capacity_per_rank. "
+            "Raise it, or pass drop_on_overflow=True to ep_bootstrap."
+        )
+
+
+def ep_combine(
+    buffer: EpBuffer,
+    expert_out: torch.Tensor,
+    *,
+    num_local_tokens: int | None = None,
+    grad_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum the experts' outputs of each token, without weights; differentiable. Collective, and so is its backward pass.
+
+    Arguments:
+        expert_out: [P, H] bf16, one row per row of `ep_dispatch`, weighted by the caller.
+        num_local_tokens: rows of the result; None: `buffer.max_tokens_per_rank`. Rows behind the tokens of the dispatch
+            are zero.
+        grad_out: must be None; the gradient is allocated.
+
+    Returns [num_local_tokens, H] bf16.
+
+    Raises:
+        EpStateError: no dispatch with this buffer.
+        InputError: another dtype, or fewer rows than there were tokens.
+    """
+    desc, topk_idx = buffer._desc, buffer._topk_idx
+    if desc is None or topk_idx is None:
+        raise EpStateError("ep_combine got a buffer without a dispatch. Call ep_dispatch with it first.")
+    _require_bf16("expert_out", expert_out.dtype)
+    if grad_out is not None:
+        raise InputError("ep_combine allocates the gradient; leave grad_out None.")
+    tokens = desc.num_dispatch_token_cur_rank
+    wanted = buffer.max_tokens_per_rank if num_local_tokens is None else num_local_tokens
+    if wanted < tokens:
+        raise InputError(f"num_local_tokens is {wanted}, but ep_dispatch got {tokens} tokens.")
+    if buffer._gradient_layer is buffer._layer:
+        out = autograd.combine(buffer._layer, expert_out, desc)
+    else:
+        out = _CombineBack.apply(expert_out, buffer, desc, topk_idx)
+    return pad(out, (0, 0, 0, wanted - tokens)) if wanted > tokens else out
+
+
+class _CombineBack(torch.autograd.Function):
+    """Combine by one layer, whose gradient another one dispatches by the same routing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, buffer: EpBuffer, desc: EPAllToAllLayoutDesc, topk_idx: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layer, ctx.used = buffer._gradient_layer, desc.expert_offsets[-1]
+        ctx.save_for_backward(topk_idx)
+        return buffer._layer.combine(y.contiguous(), desc)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (topk_idx,) = ctx.saved_tensors
+        # The same expert ids give the same rows: no atomic decides a slot.
+        rows, _, _ = ctx.layer.dispatch(grads[0].contiguous(), topk_idx)
+        in_use = (torch.arange(rows.shape[0], device=rows.device) < ctx.used).unsqueeze(1)
+        if not isinstance(rows, MXTensor):
+            return torch.where(in_use, rows, 0.0), None, None, None
+        # Zero elements under any scale are zeros, so only the bytes of rows in use count.
+        data, scale = (torch.where(in_use, part.view(torch.uint8), 0) for part in (rows.qdata, rows.scale))
+        clean = MXTensor.from_qdata_and_scales(data.view(rows.elem_dtype), scale, rows.dtype)
+        return clean, None, None, None

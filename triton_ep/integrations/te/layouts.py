@@ -1,0 +1,56 @@
+"""Where the bytes of MXFP8 scales are: compact and padded, or in the order that GEMMs of sm_100 read.
+
+For a tensor of M rows and N columns, both multiples of 32:
+
+    rowwise      one byte per 1 x 32 values, [M, N / 32], padded to multiples of 128 and 4
+    columnwise   one byte per 32 x 1 values, [M / 32, N], padded to multiples of 4 and 128
+
+Padding bytes are 0. In the GEMM order, byte (i, j) of the padded scales stands at
+
+    ((i / 128) * (columns / 4) + j / 4) * 512 + (i % 32) * 16 + ((i % 128) / 32) * 4 + j % 4
+
+with integer divisions, columns the padded ones; columnwise scales are transposed first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from triton_ep.mx.formats import BLOCK
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple from `value` on."""
+    return -(-value // multiple) * multiple
+
+
+def scale_shape(rows: int, columns: int, columnwise: bool) -> tuple[int, int]:
+    """Shape of the padded scales of a tensor [rows, columns]."""
+    if columnwise:
+        return round_up(-(-rows // BLOCK), 4), round_up(columns, 128)
+    return round_up(rows, 128), round_up(columns // BLOCK, 4)
+
+
+def pad(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Scales filled up with zeros to `shape`; the same tensor where it has that shape and is contiguous."""
+    if tuple(scale.shape) == shape:
+        return scale.contiguous()
+    padded = scale.new_zeros(shape)
+    padded[: scale.shape[0], : scale.shape[1]] = scale
+    return padded
+
+
+def swizzle(scale: torch.Tensor, columnwise: bool) -> torch.Tensor:
+    """Padded scales in the GEMM order, in a tensor of the same shape."""
+    plain = scale.t() if columnwise else scale
+    rows, columns = plain.shape
+    tiles = plain.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(scale.shape)
+
+
+def unswizzle(scale: torch.Tensor, columnwise: bool) -> torch.Tensor:
+    """Padded scales in the compact order, of what `swizzle` gave."""
+    rows, columns = (scale.shape[1], scale.shape[0]) if columnwise else scale.shape
+    tiles = scale.reshape(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    plain = tiles.reshape(rows, columns)
+    return plain.t().contiguous() if columnwise else plain

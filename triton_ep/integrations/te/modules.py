@@ -1,0 +1,375 @@
+"""Linear and GroupedLinear: torch modules that quantise inside of `autocast`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from triton_ep.errors import InputError
+from triton_ep.integrations.te import plan
+from triton_ep.integrations.te.function import linear
+from triton_ep.integrations.te.operands import quantised_already
+from triton_ep.integrations.te.plan import Plan
+from triton_ep.integrations.te.quantizer import MXFP8Quantizer
+from triton_ep.integrations.te.recipe import MXFP8BlockScaling
+from triton_ep.integrations.te.recipe_state import RecipeState
+from triton_ep.integrations.te.state import FP8GlobalStateManager, is_restored
+from triton_ep.integrations.te.tensor import MXFP8Tensor
+from triton_ep.mx.formats import BLOCK, HIGH_PRECISION
+from triton_ep.runtime import INTERPRETING
+
+
+class MismatchError(InputError, RuntimeError):
+    """Weights that are stored by one recipe, in a region of another."""
+
+
+def default_device() -> torch.device:
+    """The current GPU, or the CPU where kernels are interpreted."""
+    if INTERPRETING or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class QuantisingModule(nn.Module):
+    """What both modules share: weights, what `autocast` says, quantised weights kept over micro-batches.
+
+    Attributes:
+        in_features, out_features, num_gemms: sizes.
+        use_bias, apply_bias: whether there is a bias, and whether the module itself adds it.
+        quantizers: {"scaling_fwd": ..., "scaling_bwd": ...} of the last forward pass inside `autocast`, 3 and 2 per
+            product; empty lists before.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_gemms: int,
+        *,
+        bias: bool,
+        return_bias: bool,
+        params_dtype: torch.dtype | None,
+        init_method: Callable[[torch.Tensor], Any] | None,
+        device: torch.device | str | None,
+        name: str | None,
+        unsupported: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        given = sorted(key for key, value in unsupported.items() if value not in (None, False, 0, 1))
+        if given:
+            raise InputError(
+                f"{type(self).__name__} got {', '.join(given)}: tensor parallelism, user buffers and fused or delayed "
+                "weight gradients are not part of triton_ep.integrations.te. Leave them out."
+            )
+        if in_features < 1 or out_features < 1 or num_gemms < 1:
+            raise InputError(f"sizes must be at least 1, got {num_gemms} of {in_features} to {out_features}.")
+        self.in_features, self.out_features, self.num_gemms = in_features, out_features, num_gemms
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias = bias and not return_bias
+        self.params_dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+        if self.params_dtype not in HIGH_PRECISION:
+            raise InputError(f"params_dtype is {self.params_dtype}; choose one of {HIGH_PRECISION}.")
+        self.name = name
+        self.init_method = init_method
+        self.quantizers: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
+        self._quantizers_code = plan.OFF
+        self._forward_code: int | None = None
+        self._cached_weights: list[MXFP8Tensor] | None = None
+        self._cached_code = plan.OFF
+        device = default_device() if device is None else torch.device(device)
+        # One storage for all, so that products of groups find them without a copy.
+        weights = torch.empty(num_gemms, out_features, in_features, dtype=self.params_dtype, device=device)
+        for index, weight in enumerate(weights.unbind()):
+            self._register(self._weight_name(index), nn.Parameter(weight))
+            if bias:
+                self._register(
+                    self._bias_name(index),
+                    nn.Parameter(torch.empty(out_features, dtype=self.params_dtype, device=device)),
+                )
+            else:
+                self.register_parameter(self._bias_name(index), None)
+        self.reset_parameters()
+        if FP8GlobalStateManager.with_fp8_parameters():
+            self._quantise_parameters()
+
+    def _register(self, name: str, parameter: nn.Parameter) -> None:
+        self.register_parameter(name, parameter)
+
+    def _weight_name(self, index: int) -> str:
+        return f"weight{index}"
+
+    def _bias_name(self, index: int) -> str:
+        return f"bias{index}"
+
+    @property
+    def _weights(self) -> list[torch.Tensor]:
+        return [getattr(self, self._weight_name(index)) for index in range(self.num_gemms)]
+
+    @property
+    def _biases(self) -> list[torch.Tensor]:
+        if not self.use_bias:
+            return []
+        return [getattr(self, self._bias_name(index)) for index in range(self.num_gemms)]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Weights by `init_method`, by default normal with standard deviation 0.023; biases 0."""
+        for weight in self._weights:
+            values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            if self.init_method is None:
+                values.normal_(0.0, 0.023)
+            else:
+                self.init_method(values)
+            weight.copy_(values)
+        for bias in self._biases:
+            bias.zero_()
+
+    def _quantise_parameters(self) -> None:
+        recipe = FP8GlobalStateManager.get_fp8_parameters_recipe()
+        tiles = isinstance(recipe, MXFP8BlockScaling) and recipe.enable_2d_quantization
+        quantizer = MXFP8Quantizer(torch.float8_e4m3fn, with_2d_quantization=tiles)
+        for index, weight in enumerate(self._weights):
+            quantised = nn.Parameter(quantizer(weight.detach()))
+            if FP8GlobalStateManager.with_high_precision_init_val():
+                quantised._high_precision_init_val = weight.detach().cpu().clone()
+            setattr(self, self._weight_name(index), quantised)
+
+    def extra_repr(self) -> str:
+        """Sizes and dtype."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, num_gemms={self.num_gemms}, "
+            f"bias={self.use_bias}, params_dtype={self.params_dtype}"
+        )
+
+    # --- forward ------------------------------------------------------------------------------------------
+
+    def _code(self) -> int:
+        """The plan of this forward pass; of a recomputation, that of the forward pass before.
+
+        Raises:
+            MismatchError: weights in MXFP8 under another recipe.
+        """
+        if torch.compiler.is_compiling():
+            return plan.traced_code()
+        if FP8GlobalStateManager.is_fp8_enabled() and isinstance(self._weights[0], MXFP8Tensor):
+            recipe = FP8GlobalStateManager.get_fp8_recipe()
+            if not isinstance(recipe, MXFP8BlockScaling):
+                weight = ".".join(part for part in (self.name, self._weight_name(0)) if part)
+                raise MismatchError(
+                    f"Recipe mismatch for '{weight}': it is quantised by MXFP8BlockScaling, the recipe is "
+                    f"{type(recipe).__name__}. Use one recipe for quantized_model_init and autocast."
+                )
+        if plan.in_backward() and not is_restored() and self._forward_code is not None:
+            return self._forward_code
+        code = plan.current_code()
+        self._forward_code = code
+        if code != plan.OFF:
+            FP8GlobalStateManager.is_first_fp8_module()
+            self._make_quantizers(code)
+        return code
+
+    def _make_quantizers(self, code: int) -> None:
+        if code == self._quantizers_code:
+            return
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        roles = ("input", "weight", "output") * self.num_gemms
+        forward = RecipeState.create(recipe, mode="forward", num_quantizers=len(roles), roles=roles)
+        backward = RecipeState.create(recipe, mode="backward", num_quantizers=2 * self.num_gemms)
+        self.quantizers = {"scaling_fwd": forward.make_quantizers(), "scaling_bwd": backward.make_quantizers()}
+        self._quantizers_code = code
+
+    def _check_input(self, inp: torch.Tensor, code: int) -> None:
+        if inp.dim() < 1 or inp.shape[-1] != self.in_features:
+            raise InputError(f"inp is {list(inp.shape)}; its last dimension must be in_features, {self.in_features}.")
+        if inp.dtype not in HIGH_PRECISION:
+            raise InputError(f"inp is {inp.dtype}; it must be one of {HIGH_PRECISION}, or stand for one in MXFP8.")
+        if code != plan.OFF and (self.in_features % BLOCK or self.out_features % BLOCK):
+            raise InputError(
+                f"in_features {self.in_features} and out_features {self.out_features} must be multiples of {BLOCK} to "
+                "be quantised to MXFP8. Pad them, or leave this module out of autocast."
+            )
+
+    def _cache(self, code: int, is_first_microbatch: bool | None) -> list[MXFP8Tensor] | None:
+        """The weights in MXFP8 where the caller says that they stay the same over micro-batches."""
+        how = Plan.of_code(code) if code > plan.OFF else None
+        if is_first_microbatch is None or how is None or isinstance(self._weights[0], MXFP8Tensor):
+            return None
+        if how.override == "high_precision":
+            return None
+        if is_first_microbatch or self._cached_weights is None or self._cached_code != code:
+            quantizer = MXFP8Quantizer(torch.float8_e4m3fn, with_2d_quantization=how.tiles)
+            self._cached_weights = [quantizer(weight.detach()) for weight in self._weights]
+            self._cached_code = code
+        return self._cached_weights
+
+    def _run(self, inp: torch.Tensor, ends: torch.Tensor | None, is_first_microbatch: bool | None) -> Any:
+        code = self._code()
+        self._check_input(inp, code)
+        dtype = inp.dtype
+        if torch.is_autocast_enabled(inp.device.type):
+            dtype = torch.get_autocast_dtype(inp.device.type)
+            inp = inp if quantised_already(inp) else inp.to(dtype)
+        cached = None if torch.compiler.is_compiling() else self._cache(code, is_first_microbatch)
+        biases = self._biases if self.apply_bias else []
+        return linear(inp, self._weights, biases, ends, code, dtype, cached)
+
+
+class Linear(QuantisingModule):
+    """y = x W^T + b; inside of `autocast` with operands in MXFP8.
+
+    Arguments:
+        in_features, out_features: sizes; inside of `autocast` multiples of 32.
+        bias: whether there is one.
+        init_method: fills the weight in place; None: normal with standard deviation 0.023.
+        return_bias: return (y without bias, bias).
+        params_dtype: of weight and bias; None: torch's default dtype.
+        device: None: the current GPU, or the CPU where kernels are interpreted.
+        name: what error messages call it.
+        others: TransformerEngine's arguments for tensor parallelism and fused or delayed gradients are refused.
+
+    Attributes:
+        weight: [out_features, in_features]; an MXFP8Tensor if made inside of `quantized_model_init`.
+        bias: [out_features], or None.
+
+    Raises:
+        InputError: sizes, dtypes or options that cannot work.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            1,
+            bias=bias,
+            return_bias=return_bias,
+            params_dtype=params_dtype,
+            init_method=init_method,
+            device=device,
+            name=name,
+            unsupported=others,
+        )
+
+    def _weight_name(self, index: int) -> str:
+        return "weight"
+
+    def _bias_name(self, index: int) -> str:
+        return "bias"
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """[..., out_features] of inp [..., in_features], in the dtype of inp or of torch.autocast.
+
+        Arguments:
+            inp: high precision, or in MXFP8 (MXFP8Tensor, MXTensor): then its values are used as they are.
+            is_first_microbatch: True: quantise the weight and keep it so; False: use what was kept; None: neither.
+
+        Returns the result, with `return_bias` and the bias.
+
+        Raises:
+            InputError: sizes or dtypes that do not fit.
+        """
+        out = self._run(inp, None, is_first_microbatch)
+        return (out, self.bias) if self.return_bias else out
+
+
+class GroupedLinear(QuantisingModule):
+    """One linear layer per group of rows; inside of `autocast` with operands in MXFP8.
+
+    Arguments:
+        num_gemms: groups. The others: as in `Linear`.
+
+    Attributes:
+        weight0, weight1, ...: [out_features, in_features] each; they are made in one storage.
+        bias0, bias1, ...: [out_features] each, or None.
+
+    Raises:
+        InputError: sizes, dtypes or options that cannot work.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            num_gemms,
+            bias=bias,
+            return_bias=return_bias,
+            params_dtype=params_dtype,
+            init_method=init_method,
+            device=device,
+            name=name,
+            unsupported=others,
+        )
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None = None,
+    ) -> Any:
+        """[R, out_features] of inp [R, in_features]: the first m_splits[0] rows by weight 0, and so on.
+
+        Arguments:
+            inp: high precision, or in MXFP8 along its rows.
+            m_splits: rows of each group, any numbers, 0 too. Integers, which must sum to R; or an integer tensor on
+                the device, which the host does not read: rows behind the last group then give zeros.
+            is_first_microbatch: as in `Linear`.
+
+        Returns the result, with `return_bias` and the list of biases.
+
+        Raises:
+            InputError: sizes or dtypes that do not fit.
+        """
+        return self.forward_to_ends(inp, self._ends(inp, m_splits), is_first_microbatch)
+
+    def forward_to_ends(self, inp: torch.Tensor, ends: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """`forward` with [num_gemms] int32 on the device: the row after the last one of each group."""
+        out = self._run(inp, ends, is_first_microbatch)
+        return (out, self._biases) if self.return_bias else out
+
+    def _ends(self, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        if inp.dim() != 2:
+            raise InputError(f"inp is {list(inp.shape)}; it must be [R, in_features].")
+        if isinstance(m_splits, torch.Tensor):
+            if m_splits.shape != (self.num_gemms,) or m_splits.dtype not in (torch.int32, torch.int64):
+                raise InputError(
+                    f"m_splits is {list(m_splits.shape)} {m_splits.dtype}; it must be [{self.num_gemms}] int32 or "
+                    "int64."
+                )
+            return m_splits.to(inp.device).cumsum(0, dtype=torch.int32)
+        splits = list(m_splits)
+        if len(splits) != self.num_gemms or sum(splits) != inp.shape[0] or min(splits) < 0:
+            raise InputError(
+                f"m_splits has {len(splits)} entries that sum to {sum(splits)}; there must be {self.num_gemms} of at "
+                f"least 0 that sum to the {inp.shape[0]} rows of inp."
+            )
+        return torch.tensor(splits, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(inp.device)

@@ -1,0 +1,96 @@
+"""EPMoE: a mixture-of-experts block over EPAll2AllLayer that honours `autocast`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from triton_ep import autograd
+from triton_ep.errors import InputError
+from triton_ep.integrations.te.modules import GroupedLinear
+from triton_ep.layer import EPAll2AllLayer
+
+
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
+    "swiglu": (_swiglu, 2),
+    "silu": (functional.silu, 1),
+    "gelu": (functional.gelu, 1),
+    "relu": (functional.relu, 1),
+}
+"""By name: the function, and how many columns it takes for one that it gives."""
+
+
+class EPMoE(nn.Module):
+    """Router, dispatch, two grouped linear layers, combine: [..., H] to [..., H].
+
+    The products are quantised inside of `autocast`. Rows travel as the layer says: with payload="mxfp8" they are
+    quantised on their way, inside of `autocast` or not, and arrive as the first product's operand.
+
+    Arguments:
+        layer: an EPAll2AllLayer; it decides hidden size, top-k, experts and ranks. It is not finalized here.
+        ffn_hidden_size: columns between the two products.
+        activation: "swiglu" (the first product then gives twice the columns: gate, then up), "silu", "gelu", "relu".
+        bias: whether the experts have biases.
+        params_dtype: of the experts' weights; None: the layer's dtype.
+        router_seed: ranks with the same seed begin with the same router.
+
+    Attributes:
+        router: [E, H] float32, the same on all ranks; its gradients must be summed over them.
+        fc1, fc2: GroupedLinear of this rank's experts.
+
+    Raises:
+        InputError: an unknown activation.
+        ConfigError: a layer with low_latency=True.
+    """
+
+    def __init__(
+        self,
+        layer: EPAll2AllLayer,
+        ffn_hidden_size: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        router_seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise InputError(f"activation is {activation!r}; choose one of {', '.join(ACTIVATIONS)}.")
+        autograd.enter(layer)
+        self.layer = layer
+        self.activation = activation
+        cfg, device = layer.config, layer.context.device
+        dtype = cfg.token_dtype if params_dtype is None else params_dtype
+        function, factor = ACTIVATIONS[activation]
+        self._activate = function
+        generator = torch.Generator().manual_seed(router_seed)
+        router = torch.randn(cfg.num_experts, cfg.hidden, generator=generator) * cfg.hidden**-0.5
+        self.router = nn.Parameter(router.to(device))
+        experts = cfg.num_experts_per_rank
+        options = {"bias": bias, "params_dtype": dtype, "device": device}
+        self.fc1 = GroupedLinear(experts, cfg.hidden, factor * ffn_hidden_size, **options)
+        self.fc2 = GroupedLinear(experts, ffn_hidden_size, cfg.hidden, **options)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [T, K] float32, which sum to 1, and experts [T, K] int32, of x [T, H]."""
+        scores = functional.linear(x.float(), self.router).softmax(-1)
+        weights, experts = scores.topk(self.layer.config.topk, -1)
+        return weights / weights.sum(-1, keepdim=True), experts.int()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] of x [..., H], in the layer's dtype. Collective, and so is its backward pass."""
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, experts = self.route(tokens)
+        rows, row_weights, desc = autograd.dispatch(self.layer, tokens.contiguous(), experts, weights)
+        ends = desc.expert_offsets[1:]
+        hidden = self._activate(self.fc1.forward_to_ends(rows, ends))
+        out = self.fc2.forward_to_ends(hidden, ends)
+        return autograd.combine(self.layer, out, desc, row_weights).view(x.shape)

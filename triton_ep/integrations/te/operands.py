@@ -1,0 +1,247 @@
+"""Operands of the products of a linear layer: what is quantised along which dimension, and the products themselves.
+
+For y = x w^T with x [M, K] and w [N, K], of one matrix or of one per group of rows:
+
+    y  = x w^T     x rowwise, w rowwise          blocks along K
+    dx = dy w      dy rowwise, w columnwise      blocks along N
+    dw = dy^T x    dy and x columnwise           blocks along M, anew in each group
+
+Emulated, a product runs on the dequantised operands: in bf16 on GPUs, where an e4m3 or e5m2 value times a power of two
+is exact, in float32 on CPUs; with float32 sums, a bias added to the sum, and one rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from triton_ep.integrations.te import arithmetic, support
+from triton_ep.integrations.te.layouts import pad as pad_scale
+from triton_ep.integrations.te.layouts import scale_shape, swizzle
+from triton_ep.integrations.te.tensor import MXFP8TensorStorage, flatten
+from triton_ep.mx.tensor import SCALE_DTYPE, MXTensor
+from triton_ep.ops import mxfp8
+from triton_ep.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix in MXFP8, blocked along rows or columns.
+
+    Attributes:
+        data: [M, N] bytes of elements. scale: [M, N / 32] or, columnwise, one row per block.
+        elem_dtype: format of elements.
+        columnwise: blocks lie along columns.
+        offsets: [groups + 1] int32 of rows; columnwise blocks begin anew at each; None: no groups.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    elem_dtype: torch.dtype
+    columnwise: bool = False
+    offsets: torch.Tensor | None = None
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """[M, N] in `dtype`."""
+        if self.offsets is not None:
+            return mxfp8.dequantize_columns(self.data.view(self.elem_dtype), self.scale, self.offsets, dtype)
+        dequantize = arithmetic.dequantize_columns if self.columnwise else arithmetic.dequantize_rows
+        return dequantize(self.data, self.scale, self.elem_dtype, dtype)
+
+
+Operand = torch.Tensor | Quantised
+
+
+def quantised_already(x: torch.Tensor) -> bool:
+    """Whether a tensor comes in MXFP8."""
+    return isinstance(x, MXTensor | MXFP8TensorStorage)
+
+
+def values_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[M, N] in `dtype` of a tensor that may be in MXFP8."""
+    if isinstance(x, MXTensor):
+        return flatten(x.dequantize(dtype))
+    if isinstance(x, MXFP8TensorStorage):
+        return flatten(x._values(dtype))
+    return flatten(x).to(dtype)
+
+
+def rows_of(x: torch.Tensor, elem_dtype: torch.dtype) -> Quantised:
+    """x [..., N] quantised along rows; what is so already, as it is."""
+    if isinstance(x, MXTensor):
+        if x.block_dim == -1 and x.block_size == 32:
+            return Quantised(flatten(x.qdata.view(torch.uint8)), flatten(x.scale.view(torch.uint8)), x.elem_dtype)
+        x = x.dequantize()
+    elif isinstance(x, MXFP8TensorStorage):
+        if x._rowwise_data is not None:
+            return Quantised(*x.compact(False), x._fp8_dtype)
+        x = x._values(torch.float32)
+    return Quantised(*arithmetic.quantize_rows(flatten(x), elem_dtype), elem_dtype)
+
+
+def columns_of(x: torch.Tensor, elem_dtype: torch.dtype, offsets: torch.Tensor | None) -> Quantised:
+    """x [..., N] quantised along columns; with groups, blocks begin anew in each."""
+    if isinstance(x, MXFP8TensorStorage) and x._columnwise_data is not None and offsets is None:
+        return Quantised(*x.compact(True), x._fp8_dtype, True)
+    values = values_of(x, x.dtype if isinstance(x, torch.Tensor) else torch.float32)
+    if offsets is None:
+        return Quantised(*arithmetic.quantize_columns(values, elem_dtype), elem_dtype, True)
+    data, scale = mxfp8.quantize_columns(values, offsets, elem_dtype)
+    return Quantised(data.view(torch.uint8), scale, elem_dtype, True, offsets)
+
+
+def weight_rows(weights: Sequence[torch.Tensor], tiles: bool) -> Quantised:
+    """Weights, each [N, K], one below the other, quantised along K."""
+    return _weights(weights, tiles, False)
+
+
+def weight_columns(weights: Sequence[torch.Tensor], tiles: bool) -> Quantised:
+    """Weights, each [N, K], one below the other, quantised along N."""
+    return _weights(weights, tiles, True)
+
+
+def _weights(weights: Sequence[torch.Tensor], tiles: bool, columnwise: bool) -> Quantised:
+    if all(isinstance(w, MXFP8TensorStorage) for w in weights):
+        parts = [columns_of(w, E4M3, None) if columnwise else rows_of(w, E4M3) for w in weights]
+        if len(parts) == 1:
+            return parts[0]
+        return Quantised(
+            torch.cat([part.data for part in parts]),
+            torch.cat([part.scale for part in parts]),
+            parts[0].elem_dtype,
+            columnwise,
+        )
+    stacked = one_below_the_other(weights)
+    if tiles:
+        data, scale = arithmetic.quantize_tiles(stacked, E4M3)
+        return Quantised(data, scale.repeat_interleave(32, 1 if columnwise else 0), E4M3, columnwise)
+    quantize = arithmetic.quantize_columns if columnwise else arithmetic.quantize_rows
+    return Quantised(*quantize(stacked, E4M3), E4M3, columnwise)
+
+
+def one_below_the_other(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[E * N, K] of E matrices [N, K]; without a copy where they follow each other in one storage."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    step = first.numel() * first.element_size()
+    start = first.data_ptr()
+    together = all(
+        w.is_contiguous()
+        and w.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and w.data_ptr() == start + index * step
+        for index, w in enumerate(weights)
+    )
+    if together:
+        return first.as_strided((len(weights) * first.shape[0], first.shape[1]), (first.shape[1], 1))
+    return torch.cat(list(weights))
+
+
+# --- products -------------------------------------------------------------------------------------------
+
+
+def product(a: Operand, b: Operand, a_across: bool, b_across: bool) -> torch.Tensor:
+    """float32 [I, J]: a times b^T, where `across` means that a (or b) is given as [K, I] ([K, J]).
+
+    In MXFP8, blocks must lie along K.
+    """
+    if isinstance(a, Quantised) and isinstance(b, Quantised) and _native(a, b):
+        return _scaled_mm(a, b)
+    dtype = _compute_dtype(a, b)
+    left = a.values(dtype) if isinstance(a, Quantised) else a.to(dtype)
+    right = b.values(dtype) if isinstance(b, Quantised) else b.to(dtype)
+    left = left.t() if a_across else left
+    right = right if b_across else right.t()
+    if left.is_cuda and dtype != torch.float32:
+        # float32 out: by default partial sums of a bf16 product may be added in bf16.
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right)
+
+
+def _compute_dtype(a: Operand, b: Operand) -> torch.dtype:
+    given = [x.dtype for x in (a, b) if isinstance(x, torch.Tensor)]
+    of = a.data if isinstance(a, Quantised) else a
+    if not of.is_cuda or torch.float32 in given or torch.float16 in given:
+        return torch.float32  # fp16 could not hold the other operand's range
+    return torch.bfloat16
+
+
+def _native(a: Quantised, b: Quantised) -> bool:
+    if not a.data.is_cuda or support.mxfp8_mode(a.data.device) != "native":
+        return False
+    both_e5m2 = a.elem_dtype == b.elem_dtype == torch.float8_e5m2
+    return not both_e5m2 and all(size % 32 == 0 and size for x in (a, b) for size in x.data.shape)
+
+
+def _scaled_mm(a: Quantised, b: Quantised) -> torch.Tensor:
+    """The product by tensor cores that know MX scales (sm_100)."""
+    operands = []
+    for x in (a, b):
+        data, scale = (x.data.t(), x.scale.t()) if x.columnwise else (x.data, x.scale)
+        blocked = swizzle(pad_scale(scale, scale_shape(*data.shape, False)), False)
+        operands.append((data.contiguous().view(x.elem_dtype), blocked.flatten().view(SCALE_DTYPE)))
+    (left, left_scale), (right, right_scale) = operands
+    return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=torch.float32)
+
+
+def grouped_forward(x: Operand, w: Operand, ends: torch.Tensor, experts: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """[R, N] `out_dtype`: rows of group e times w[e]^T; w [E * N, K]. Zeros behind the last group."""
+    left, right = _group_values(x), _group_values(w).unflatten(0, (experts, -1))
+    if left.dtype == right.dtype == torch.bfloat16:
+        return grouped_gemm(left, right.transpose(-2, -1), ends, out_dtype=out_dtype)
+    out = left.new_zeros(left.shape[0], right.shape[1], dtype=out_dtype)
+    for expert, (first, end) in enumerate(_bounds(ends, left.shape[0])):
+        out[first:end] = product(left[first:end], right[expert], False, False).to(out_dtype)
+    return out
+
+
+def grouped_dgrad(dy: Operand, w: Operand, ends: torch.Tensor, experts: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """[R, K] `out_dtype`: rows of group e of dy times w[e]. Zeros behind the last group."""
+    left, right = _group_values(dy), _group_values(w).unflatten(0, (experts, -1))
+    if left.dtype == right.dtype == torch.bfloat16:
+        return grouped_gemm_dgrad(left, right.transpose(-2, -1), ends, out_dtype=out_dtype)
+    out = left.new_zeros(left.shape[0], right.shape[2], dtype=out_dtype)
+    for expert, (first, end) in enumerate(_bounds(ends, left.shape[0])):
+        out[first:end] = product(left[first:end], right[expert], False, True).to(out_dtype)
+    return out
+
+
+def grouped_wgrad(dy: Operand, x: Operand, ends: torch.Tensor, experts: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """[E, N, K] `out_dtype`: dy^T times x over the rows of each group; zeros for an empty one."""
+    left, right = _group_values(dy), _group_values(x)
+    if left.dtype == right.dtype == torch.bfloat16:
+        return grouped_gemm_wgrad(left, right, ends, experts, out_dtype=out_dtype)
+    out = left.new_zeros(experts, left.shape[1], right.shape[1], dtype=out_dtype)
+    for expert, (first, end) in enumerate(_bounds(ends, left.shape[0])):
+        out[expert] = product(left[first:end], right[first:end], True, True).to(out_dtype)
+    return out
+
+
+def grouped_bias_grad(dy: torch.Tensor, ends: torch.Tensor, experts: int) -> torch.Tensor:
+    """[E, N] float32: sums over the rows of each group, in an order that does not depend on the run."""
+    if dy.dtype == torch.bfloat16:
+        ones = dy.new_ones(dy.shape[0], 16)
+        return grouped_gemm_wgrad(dy, ones, ends, experts, out_dtype=torch.float32)[..., 0]
+    bounds = _bounds(ends, dy.shape[0])
+    return torch.stack([dy[first:end].float().sum(0) for first, end in bounds])
+
+
+def rows_of_groups(per_group: torch.Tensor, ends: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """[R, N]: row e of [E, N] for each row of group e; zeros behind the last group."""
+    row = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
+    return pad(per_group, (0, 0, 0, 1))[(row.unsqueeze(1) >= ends).sum(1)]
+
+
+def _group_values(x: Operand) -> torch.Tensor:
+    return x.values(torch.bfloat16) if isinstance(x, Quantised) else x
+
+
+def _bounds(ends: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
+    """First row and end of each group, on the host."""
+    each = [min(end, num_rows) for end in ends.tolist()]
+    return list(zip([0, *each[:-1]], each, strict=True))

@@ -1,0 +1,78 @@
+"""Plan: a recipe as one integer, which torch.library ops take, modules remember, and backward passes keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.integrations.te import state
+from triton_ep.integrations.te.recipe import BACKWARD_OVERRIDES, Format, MXFP8BlockScaling, Recipe
+
+OFF = 0
+"""Code of products in high precision."""
+ASK = -1
+"""Code in a compiled graph of: whatever `autocast` says when the graph runs."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a product quantises, and how its gradients are computed.
+
+    Attributes:
+        hybrid: gradients are e5m2; everything else is e4m3.
+        override: `backward_override` of the recipe.
+        tiles: weights have one scale per 32 x 32 values.
+    """
+
+    hybrid: bool = False
+    override: str | None = None
+    tiles: bool = False
+
+    @property
+    def code(self) -> int:
+        """A positive integer from which `Plan.of_code` makes it again."""
+        return 1 | self.hybrid << 1 | BACKWARD_OVERRIDES.index(self.override) << 2 | self.tiles << 4
+
+    @staticmethod
+    def of_code(code: int) -> Plan | None:
+        """The plan of a code; None for OFF."""
+        if code == OFF:
+            return None
+        return Plan(bool(code >> 1 & 1), BACKWARD_OVERRIDES[code >> 2 & 3], bool(code >> 4 & 1))
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Format of gradients."""
+        return torch.float8_e5m2 if self.hybrid else torch.float8_e4m3fn
+
+
+def code_of(enabled: bool, recipe: Recipe | None) -> int:
+    """Code of a state of `autocast`.
+
+    Raises:
+        InputError: a recipe that this package does not run.
+    """
+    if not enabled:
+        return OFF
+    if not isinstance(recipe, MXFP8BlockScaling):
+        raise InputError(f"recipe is {recipe!r:.80}; this package runs MXFP8BlockScaling.")
+    return Plan(recipe.fp8_format == Format.HYBRID, recipe.backward_override, recipe.enable_2d_quantization).code
+
+
+def current_code() -> int:
+    """Code of the innermost region of this context."""
+    now = state.current_state()
+    return code_of(now.fp8_enabled, now.fp8_recipe)
+
+
+def traced_code() -> int:
+    """Code for a graph that torch.compile traces: known inside of a region that is traced too, else ASK."""
+    now = state.traced_state()
+    return ASK if now is None else code_of(now.fp8_enabled, now.fp8_recipe)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, in which a forward pass is a recomputation."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,271 @@
+"""MXFP8Quantizer: from high precision to MXFP8Tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.integrations.te import arithmetic, layouts, support
+from triton_ep.integrations.te.recipe import MXFP8BlockScaling
+from triton_ep.integrations.te.tensor import DType, MXFP8Tensor, MXFP8TensorStorage, flatten
+from triton_ep.mx.formats import BLOCK, HIGH_PRECISION
+from triton_ep.mx.tensor import MXTensor
+
+
+class ShapeError(InputError, AssertionError):
+    """Sizes that are no multiples of 32; TransformerEngine asserts in this place."""
+
+
+class MXFP8Quantizer:
+    """Makes MXFP8 tensors; holds choices and no state, so one may serve many tensors, threads and streams.
+
+    Arguments:
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; DType has TransformerEngine's names for them.
+        rowwise, columnwise: the directions to quantise in, both from the same values.
+        with_2d_quantization: one scale per 32 x 32 values.
+
+    Attributes:
+        dtype: `fp8_dtype`.
+        rowwise_usage, columnwise_usage: the directions; see `set_usage`.
+        internal: give an MXFP8TensorStorage, without autograd, in place of an MXFP8Tensor.
+        optimize_for_gemm: give scales in the order of `layouts.swizzle`.
+        with_2d_quantization: as the argument.
+
+    Raises:
+        InputError: another format; no direction.
+    """
+
+    def __init__(
+        self,
+        fp8_dtype: torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
+    ) -> None:
+        if fp8_dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
+            raise InputError(f"fp8_dtype is {fp8_dtype}; choose torch.float8_e4m3fn or torch.float8_e5m2.")
+        self.dtype = fp8_dtype
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
+        self.with_2d_quantization = with_2d_quantization
+
+    def __repr__(self) -> str:
+        return (
+            f"MXFP8Quantizer(dtype={self.dtype}, rowwise_usage={self.rowwise_usage}, "
+            f"columnwise_usage={self.columnwise_usage}, internal={self.internal}, "
+            f"optimize_for_gemm={self.optimize_for_gemm}, with_2d_quantization={self.with_2d_quantization})"
+        )
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose directions; None leaves one as it is."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def copy(self) -> MXFP8Quantizer:
+        """Another quantiser with the same choices."""
+        other = MXFP8Quantizer(
+            self.dtype,
+            rowwise=self.rowwise_usage,
+            columnwise=self.columnwise_usage,
+            with_2d_quantization=self.with_2d_quantization,
+        )
+        other.internal, other.optimize_for_gemm = self.internal, self.optimize_for_gemm
+        return other
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        """Whether the last dimension, and the product of the others, are multiples of 32."""
+        return inp.dim() >= 2 and inp.shape[-1] % BLOCK == 0 and prod(inp.shape[:-1]) % BLOCK == 0
+
+    def get_scale_shape(self, shape: Iterable[int], columnwise: bool) -> tuple[int, int]:
+        """Shape of the padded scales of a tensor of this shape."""
+        *leading, last = shape
+        return layouts.scale_shape(prod(leading), last, columnwise)
+
+    def get_columnwise_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
+        """Shape of columnwise elements: that of the tensor."""
+        return tuple(shape)
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Nothing: scales follow from the tensor that is quantised."""
+
+    def _get_compatible_recipe(self) -> type[MXFP8BlockScaling]:
+        return MXFP8BlockScaling
+
+    def __call__(
+        self, tensor: torch.Tensor, *, out: MXFP8TensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """As `quantize`."""
+        return self.quantize(tensor, out=out, dtype=dtype)
+
+    def quantize(
+        self, tensor: torch.Tensor, *, out: MXFP8TensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """The tensor in MXFP8; gradients pass through as if nothing had been rounded.
+
+        Arguments:
+            tensor: [..., N] bf16, fp16 or fp32; N, and the product of the other dimensions, multiples of 32.
+            out: an MXFP8 tensor to fill, in the directions that it has; it is returned.
+            dtype: what the result stands for; None: the dtype of `tensor`.
+
+        Raises:
+            InputError: a tensor in MXFP8 already, or of another dtype.
+            ShapeError: sizes that are no multiples of 32.
+        """
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        if isinstance(tensor, MXFP8TensorStorage | MXTensor):
+            raise InputError("the tensor is in MXFP8 already; dequantize it to quantise it anew.")
+        if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
+            return _Quantize.apply(tensor, self, dtype)
+        return self.quantize_impl(tensor, dtype)
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
+        """`quantize` below autograd."""
+        _check(tensor)
+        support.warn_if_emulated()
+        return self._wrap(tensor.shape, tensor.dtype if dtype is None else dtype, **self._parts(tensor))
+
+    def update_quantized(
+        self, src: torch.Tensor, dst: MXFP8TensorStorage, *, noop_flag: torch.Tensor | None = None
+    ) -> MXFP8TensorStorage:
+        """Fill an MXFP8 tensor with other values, in the directions and the order of scales that it has."""
+        if not isinstance(dst, MXFP8TensorStorage):
+            raise InputError(f"Cannot store quantized MXFP8 in {type(dst)} type.")
+        dst._fp8_dtype = self.dtype
+        quantize_into(src, dst, noop_flag, self.with_2d_quantization)
+        return dst
+
+    def make_empty(
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> Any:
+        """A tensor whose elements are not set, its scales 0, in the directions of this quantiser.
+
+        device: None: that of torch's default.
+
+        Raises:
+            ShapeError: sizes that are no multiples of 32.
+        """
+        shape = tuple(shape)
+        check_shape(shape)
+        parts: dict[str, Any] = {}
+        for name, wanted, columnwise in (
+            ("rowwise", self.rowwise_usage, False),
+            ("columnwise", self.columnwise_usage, True),
+        ):
+            parts[f"{name}_data"] = torch.empty(shape, dtype=torch.uint8, device=device) if wanted else None
+            scales = self.get_scale_shape(shape, columnwise)
+            parts[f"{name}_scale_inv"] = torch.zeros(scales, dtype=torch.uint8, device=device) if wanted else None
+        return self._wrap(shape, dtype, requires_grad=requires_grad, **parts)
+
+    def _wrap(self, shape: Iterable[int], dtype: torch.dtype, requires_grad: bool = False, **parts: Any) -> Any:
+        parts.update(fp8_dtype=self.dtype, quantizer=self, with_gemm_swizzled_scales=self.optimize_for_gemm)
+        if self.internal:
+            return MXFP8TensorStorage(**parts)
+        return MXFP8Tensor(shape, dtype, requires_grad=requires_grad, **parts)
+
+    def _parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return quantized_parts(
+            tensor.detach(),
+            self.dtype,
+            self.rowwise_usage,
+            self.columnwise_usage,
+            self.optimize_for_gemm,
+            self.with_2d_quantization,
+        )
+
+
+def check_shape(shape: Iterable[int]) -> None:
+    """Refuse sizes that are no multiples of 32.
+
+    Raises:
+        ShapeError: in TransformerEngine's words.
+    """
+    *leading, last = shape
+    if not leading or last % BLOCK or prod(leading) % BLOCK:
+        raise ShapeError(f"Incorrect shape {(*leading, last)} for MXFP8. Tensor dims must be divisible by {BLOCK}")
+
+
+def _check(tensor: torch.Tensor) -> None:
+    if tensor.dtype not in HIGH_PRECISION:
+        raise InputError(f"the tensor is {tensor.dtype}; MXFP8 is made of {', '.join(map(str, HIGH_PRECISION))}.")
+    check_shape(tensor.shape)
+
+
+def quantized_parts(
+    tensor: torch.Tensor, elem_dtype: torch.dtype, rowwise: bool, columnwise: bool, swizzled: bool, tiles: bool
+) -> dict[str, torch.Tensor | None]:
+    """Elements and padded scales of [..., N] in the directions asked for, by constructor argument."""
+    flat = flatten(tensor)
+    shape = tensor.shape
+    parts: dict[str, torch.Tensor | None] = dict.fromkeys(
+        ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+    )
+    by_tile = arithmetic.quantize_tiles(flat, elem_dtype) if tiles else None
+    for name, wanted, along_columns in (("rowwise", rowwise, False), ("columnwise", columnwise, True)):
+        if not wanted:
+            continue
+        if by_tile is not None:
+            data, scale = by_tile[0].clone(), by_tile[1].repeat_interleave(BLOCK, 1 if along_columns else 0)
+        elif along_columns:
+            data, scale = arithmetic.quantize_columns(flat, elem_dtype)
+        else:
+            data, scale = arithmetic.quantize_rows(flat, elem_dtype)
+        scale = layouts.pad(scale, layouts.scale_shape(*flat.shape, along_columns))
+        parts[f"{name}_data"] = data.view(shape)
+        parts[f"{name}_scale_inv"] = layouts.swizzle(scale, along_columns) if swizzled else scale
+    return parts
+
+
+@torch.no_grad()
+def quantize_into(
+    src: torch.Tensor, dst: MXFP8TensorStorage, noop_flag: torch.Tensor | None = None, tiles: bool | None = None
+) -> None:
+    """Fill `dst` with the values of `src`, in its directions and order of scales.
+
+    Raises:
+        InputError: another shape, or a dtype that cannot be quantised.
+    """
+    values = src.dequantize() if isinstance(src, MXFP8TensorStorage | MXTensor) else src.detach()
+    data = dst._any_data
+    if values.shape != data.shape:
+        raise InputError(f"the values are {list(values.shape)}, the MXFP8 tensor {list(data.shape)}.")
+    values = values.to(data.device)
+    _check(values)
+    if tiles is None:
+        tiles = dst._quantizer is not None and dst._quantizer.with_2d_quantization
+    usages = dst.get_usages()
+    parts = quantized_parts(
+        values, dst._fp8_dtype, usages["rowwise"], usages["columnwise"], dst._with_gemm_swizzled_scales, tiles
+    )
+    for name, part in parts.items():
+        if part is not None:
+            target = getattr(dst, f"_{name}")
+            target.copy_(part if noop_flag is None else torch.where(noop_flag.to(part.device) == 1, target, part))
+
+
+class _Quantize(torch.autograd.Function):
+    """Straight-through: the gradient of the values is that of what was quantised."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, quantizer: MXFP8Quantizer, dtype: torch.dtype | None) -> torch.Tensor:
+        ctx.dtype = tensor.dtype
+        result: torch.Tensor = quantizer.quantize_impl(tensor, dtype)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0].to(ctx.dtype), None, None

@@ -1,0 +1,86 @@
+"""Which devices run MXFP8: natively, emulated, or as TransformerEngine would have it.
+
+TransformerEngine runs MXFP8 on compute capability 10.x and refuses other devices. Here every device runs it. Where
+tensor cores know no MX scales, products are computed on the dequantised operands ("emulated"): the same numbers up to
+the order of a float32 sum, without the speed.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+
+from triton_ep.errors import EPError
+from triton_ep.runtime import INTERPRETING
+
+TOO_OLD = "Device compute capability 10.0 or higher required for MXFP8 execution."
+TOO_NEW = "MXFP8 (for all gemm layouts) is not supported on 12.0+ architectures yet."
+
+
+class UnsupportedDeviceError(EPError, RuntimeError):
+    """MXFP8 was asked for with strict=True on a device without tensor cores for it."""
+
+
+def _refusal(device: torch.device | str | None) -> str:
+    """What TransformerEngine says of the device; empty where it runs MXFP8."""
+    device = torch.device(device) if device is not None else None
+    if (device is None and (INTERPRETING or not torch.cuda.is_available())) or (device and device.type != "cuda"):
+        return TOO_OLD
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= (12, 0):
+        return TOO_NEW
+    return "" if capability >= (10, 0) else TOO_OLD
+
+
+def mxfp8_mode(device: torch.device | str | None = None, *, strict: bool = False) -> str:
+    """ "native" where tensor cores know MX scales (compute capability 10.x), else "emulated".
+
+    Arguments:
+        device: None: the current GPU, or the CPU where there is none.
+        strict: raise instead of emulating.
+
+    Raises:
+        UnsupportedDeviceError: with strict, in TransformerEngine's words.
+    """
+    refusal = _refusal(device)
+    if refusal and strict:
+        raise UnsupportedDeviceError(refusal)
+    return "emulated" if refusal else "native"
+
+
+def check_mxfp8_support(*, strict: bool = False) -> tuple[bool, str]:
+    """Whether MXFP8 runs on the current device, and what there is to say about it.
+
+    strict: as TransformerEngine answers, which does not emulate.
+    """
+    refusal = _refusal(None)
+    if not refusal:
+        return True, ""
+    return (False, refusal) if strict else (True, f"emulated: {refusal}")
+
+
+def is_mxfp8_available(return_reason: bool = False, *, strict: bool = False) -> bool | tuple[bool, str]:
+    """Whether MXFP8 runs here, emulated or not; with `return_reason` also "" or why it is emulated or refused.
+
+    strict: False where it is emulated, as TransformerEngine answers.
+    """
+    available, reason = check_mxfp8_support(strict=strict)
+    return (available, reason) if return_reason else available
+
+
+@functools.cache
+def _warn_emulated(reason: str) -> None:
+    warnings.warn(
+        "MXFP8 is emulated on this device: products run on the dequantised operands, with the same numbers and "
+        f"without the speed of MX tensor cores. ({reason} Pass strict=True to te.autocast to refuse such a device.)",
+        stacklevel=4,
+    )
+
+
+def warn_if_emulated() -> None:
+    """Say once per process that MXFP8 is emulated here."""
+    refusal = _refusal(None)
+    if refusal:
+        _warn_emulated(refusal)
