@@ -1,7 +1,7 @@
 """TransformerEngine's MXFP8 rule again, in float64 and by hand; nothing of it comes from triton_ep.
 
-    t = amax * fl32(1 / largest); the scale byte is the exponent of t, rounded up; 0 for t = 0, 255 for NaN, 254 for
-    infinity. Elements are x * 2^(127 - byte), rounded to nearest even and saturated.
+t = amax * fl32(1 / largest); the scale byte is the exponent of t, rounded up; 0 for t = 0, 255 for NaN, 254 for
+infinity. Elements are x * 2^(127 - byte), rounded to nearest even and saturated.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def along_rows(x: torch.Tensor, elem_dtype: torch.dtype = torch.float8_e4m3fn) -
 
 
 def along_columns(x: torch.Tensor, elem_dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-    """float64 values on the CPU of x [M, N] along the first dimension; a short last block counts as filled with zeros."""
+    """float64 values on the CPU of x [M, N] along the first dimension; a short last block is filled with zeros."""
     filled = torch.nn.functional.pad(x.cpu(), (0, 0, 0, -x.shape[0] % 32))
     return along_rows(filled.t(), elem_dtype).t()[: x.shape[0]]
 

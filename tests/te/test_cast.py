@@ -23,7 +23,7 @@ def _ordinary(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     """Values whose blocks have scales of their own, in both directions."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-6, 7, (rows // 32, columns // 32), generator=generator)
-    tiles = (2.0**exponents.float()).repeat_interleave(32, 0).repeat_interleave(32, 1)
+    tiles = (2.0 ** exponents.float()).repeat_interleave(32, 0).repeat_interleave(32, 1)
     return (torch.randn(rows, columns, generator=generator) * tiles).bfloat16()
 
 

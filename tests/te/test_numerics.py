@@ -109,7 +109,7 @@ SPLITS = (33, 0, 1, 62)
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["list", "tensor"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_grouped_linear_numerics(bias: bool, as_tensor: bool) -> None:
-    """y, dx, dw and db per group; blocks along rows begin anew in each; rows behind the last group count for nothing."""
+    """y, dx, dw and db per group; blocks along rows begin anew in each; rows behind the last one count for nothing."""
     layer, spare = _grouped(4, 96, 64, bias), 3 if as_tensor else 0
     rows, ends = sum(SPLITS) + spare, ends_of(SPLITS).cpu()
     x, dy = _randn(rows, 64, seed=3).requires_grad_(), _randn(rows, 96, seed=4)

@@ -228,9 +228,7 @@ def test_recipes_check_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (recipe.margin, recipe.fp8_format, recipe.fp8_dpa, recipe.fp8_mha) == (0, te.Format.E4M3, False, False)
     assert recipe.backward_override is None and recipe.enable_2d_quantization is False
     assert recipe.mxfp8() and te.MXFP8BlockScaling.mxfp8()
-    assert not any(
-        (recipe.delayed(), recipe.nvfp4(), recipe.float8_current_scaling(), recipe.float8_block_scaling())
-    )
+    assert not any((recipe.delayed(), recipe.nvfp4(), recipe.float8_current_scaling(), recipe.float8_block_scaling()))
     assert not te.Recipe().mxfp8()
     assert te.Format.HYBRID.value == (448, 57344) and te.Format.E4M3.value.max_bwd == 448
     with pytest.raises(AssertionError, match=r"Pure E5M2 training is not supported\."):

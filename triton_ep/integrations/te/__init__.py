@@ -11,7 +11,6 @@ emulated where tensor cores know no MX scales. docs/how-to/transformer-engine.md
 and what differs.
 """
 
-from triton_ep.integrations.te.checkpoint import checkpoint, checkpoint_contexts
 from triton_ep.integrations.te.ep import (
     EpBuffer,
     EpStateError,
@@ -22,26 +21,23 @@ from triton_ep.integrations.te.ep import (
     is_ep_bootstrapped,
 )
 from triton_ep.integrations.te.layouts import swizzle, unswizzle
+from triton_ep.integrations.te.manager import FP8GlobalStateManager
 from triton_ep.integrations.te.modules import GroupedLinear, Linear
 from triton_ep.integrations.te.moe import EPMoE
 from triton_ep.integrations.te.quantizer import MXFP8Quantizer, ShapeError
 from triton_ep.integrations.te.recipe import Format, MXFP8BlockScaling, Recipe, RecipeError
 from triton_ep.integrations.te.recipe_state import MXFP8BlockScalingRecipeState, RecipeState, get_fp8_te_dtype
-from triton_ep.integrations.te.state import (
-    AutocastState,
-    FP8GlobalStateManager,
-    autocast,
-    get_default_fp8_recipe,
-    get_default_recipe,
-    quantized_model_init,
-)
+from triton_ep.integrations.te.recompute import checkpoint, checkpoint_contexts
+from triton_ep.integrations.te.regions import autocast, quantized_model_init
+from triton_ep.integrations.te.state import AutocastState, get_default_fp8_recipe, get_default_recipe
+from triton_ep.integrations.te.storage import DType, MXFP8TensorStorage, UsageError
 from triton_ep.integrations.te.support import (
     UnsupportedDeviceError,
     check_mxfp8_support,
     is_mxfp8_available,
     mxfp8_mode,
 )
-from triton_ep.integrations.te.tensor import DType, MXFP8Tensor, MXFP8TensorStorage, UsageError
+from triton_ep.integrations.te.tensor import MXFP8Tensor
 
 __all__ = [
     "AutocastState",

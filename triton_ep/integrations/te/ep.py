@@ -18,7 +18,7 @@ from triton_ep import autograd
 from triton_ep.distributed import local_world_size
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling, Recipe
-from triton_ep.integrations.te.tensor import MXFP8TensorStorage
+from triton_ep.integrations.te.storage import MXFP8TensorStorage
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from triton_ep.mx.formats import BLOCK
+from triton_ep.mx.swizzle import from_blocked, to_blocked
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -42,15 +43,11 @@ def pad(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 def swizzle(scale: torch.Tensor, columnwise: bool) -> torch.Tensor:
     """Padded scales in the GEMM order, in a tensor of the same shape."""
-    plain = scale.t() if columnwise else scale
-    rows, columns = plain.shape
-    tiles = plain.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(scale.shape)
+    return to_blocked(scale.t() if columnwise else scale).view(scale.shape)
 
 
 def unswizzle(scale: torch.Tensor, columnwise: bool) -> torch.Tensor:
     """Padded scales in the compact order, of what `swizzle` gave."""
-    rows, columns = (scale.shape[1], scale.shape[0]) if columnwise else scale.shape
-    tiles = scale.reshape(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    plain = tiles.reshape(rows, columns)
+    rows, columns = reversed(scale.shape) if columnwise else scale.shape
+    plain = from_blocked(scale.flatten(), rows, columns)
     return plain.t().contiguous() if columnwise else plain

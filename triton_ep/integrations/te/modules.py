@@ -11,12 +11,13 @@ from torch import nn
 from triton_ep.errors import InputError
 from triton_ep.integrations.te import plan
 from triton_ep.integrations.te.function import linear
+from triton_ep.integrations.te.manager import FP8GlobalStateManager
 from triton_ep.integrations.te.operands import quantised_already
 from triton_ep.integrations.te.plan import Plan
 from triton_ep.integrations.te.quantizer import MXFP8Quantizer
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling
 from triton_ep.integrations.te.recipe_state import RecipeState
-from triton_ep.integrations.te.state import FP8GlobalStateManager, is_restored
+from triton_ep.integrations.te.state import is_restored
 from triton_ep.integrations.te.tensor import MXFP8Tensor
 from triton_ep.mx.formats import BLOCK, HIGH_PRECISION
 from triton_ep.runtime import INTERPRETING

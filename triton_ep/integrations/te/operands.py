@@ -19,9 +19,8 @@ import torch
 from torch.nn.functional import pad
 
 from triton_ep.integrations.te import arithmetic, support
-from triton_ep.integrations.te.layouts import pad as pad_scale
-from triton_ep.integrations.te.layouts import scale_shape, swizzle
-from triton_ep.integrations.te.tensor import MXFP8TensorStorage, flatten
+from triton_ep.integrations.te.storage import FP8_DTYPES, MXFP8TensorStorage, flatten
+from triton_ep.mx.swizzle import to_blocked
 from triton_ep.mx.tensor import SCALE_DTYPE, MXTensor
 from triton_ep.ops import mxfp8
 from triton_ep.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
@@ -74,8 +73,8 @@ def values_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def rows_of(x: torch.Tensor, elem_dtype: torch.dtype) -> Quantised:
     """x [..., N] quantised along rows; what is so already, as it is."""
     if isinstance(x, MXTensor):
-        if x.block_dim == -1 and x.block_size == 32:
-            return Quantised(flatten(x.qdata.view(torch.uint8)), flatten(x.scale.view(torch.uint8)), x.elem_dtype)
+        if x.block_dim == -1 and x.block_size == 32 and x.elem_dtype in FP8_DTYPES:
+            return Quantised(flatten(x.qdata.view(torch.uint8)), flatten(x.scale.view(torch.uint8)), x.qdata.dtype)
         x = x.dequantize()
     elif isinstance(x, MXFP8TensorStorage):
         if x._rowwise_data is not None:
@@ -183,8 +182,7 @@ def _scaled_mm(a: Quantised, b: Quantised) -> torch.Tensor:
     operands = []
     for x in (a, b):
         data, scale = (x.data.t(), x.scale.t()) if x.columnwise else (x.data, x.scale)
-        blocked = swizzle(pad_scale(scale, scale_shape(*data.shape, False)), False)
-        operands.append((data.contiguous().view(x.elem_dtype), blocked.flatten().view(SCALE_DTYPE)))
+        operands.append((data.contiguous().view(x.elem_dtype), to_blocked(scale).view(SCALE_DTYPE)))
     (left, left_scale), (right, right_scale) = operands
     return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=torch.float32)
 

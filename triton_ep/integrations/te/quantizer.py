@@ -11,7 +11,8 @@ import torch
 from triton_ep.errors import InputError
 from triton_ep.integrations.te import arithmetic, layouts, support
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling
-from triton_ep.integrations.te.tensor import DType, MXFP8Tensor, MXFP8TensorStorage, flatten
+from triton_ep.integrations.te.storage import DType, MXFP8TensorStorage, flatten
+from triton_ep.integrations.te.tensor import MXFP8Tensor
 from triton_ep.mx.formats import BLOCK, HIGH_PRECISION
 from triton_ep.mx.tensor import MXTensor
 

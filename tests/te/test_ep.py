@@ -1,0 +1,167 @@
+"""TransformerEngine's functions for expert parallelism, over the layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import triton_ep.integrations.te as te
+from triton_ep import MXTensor
+from triton_ep.distributed import current_heap
+from triton_ep.errors import CapacityError, ConfigError, InputError
+from triton_ep.reference import dispatch as dispatch_reference
+from triton_ep.reference import mxfp8 as mxfp8_reference
+from triton_ep.testing import Workload, make_workload
+
+pytestmark = [pytest.mark.plain, pytest.mark.filterwarnings("ignore:MXFP8 is emulated")]
+
+HIDDEN, TOPK, EXPERTS, MOST = 64, 2, 2, 12
+TOKENS = (12, 5, 0, 9)
+
+
+def _works(world_size: int, seed: int) -> list[Workload]:
+    return [
+        make_workload(r, world_size, TOKENS[(r + seed) % 4], hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS * world_size,
+                      seed=seed, drop=0.0)
+        for r in range(world_size)
+    ]  # fmt: skip
+
+
+def _buffer(**options) -> te.EpBuffer:
+    return te.EpBuffer(TOPK, MOST, HIDDEN, EXPERTS, **options)
+
+
+def _round(buffer: te.EpBuffer, work: Workload, factor: float):
+    """Dispatch, multiply every row, combine; returns x, the rows, and the result."""
+    device = current_heap().device
+    x = work.x.clone().to(device).requires_grad_()
+    weights = work.topk_weights.clone().to(device).requires_grad_()
+    rows, row_weights, per_expert = te.ep_dispatch(buffer, x, work.topk_idx.to(device), weights)
+    values = rows.dequantize() if isinstance(rows, MXTensor) else rows
+    out = te.ep_combine(buffer, values * factor, num_local_tokens=x.shape[0])
+    return x, weights, rows, row_weights, per_expert, out
+
+
+def _check_round_trip(rank: int, nodes: int, ranks_per_node: int, quantised: tuple[bool, bool]) -> None:
+    world_size, recipe = nodes * ranks_per_node, te.MXFP8BlockScaling()
+    te.ep_bootstrap(dist.group.WORLD, EXPERTS * world_size, MOST, HIDDEN, TOPK)
+    try:
+        there, back = (recipe if each else None for each in quantised)
+        options = {"dispatch_fwd_quant_recipe": there, "combine_bwd_quant_recipe": back, "alignment": 4}
+        buffers = [_buffer(**options) for _ in range(2)]
+        # Two micro-batches in flight: F0 F1 B0 B1.
+        works = [_works(world_size, seed) for seed in (0, 1)]
+        done = [_round(b, w[rank], 2.0**i) for i, (b, w) in enumerate(zip(buffers, works, strict=True))]
+        for index, (work, (_, _, rows, row_weights, per_expert, out)) in enumerate(zip(works, done, strict=True)):
+            idxs = [w.topk_idx for w in work]
+            sent = [w.x for w in work]
+            if there is not None:
+                sent = [mxfp8_reference.dequantize(*mxfp8_reference.quantize(x), torch.bfloat16) for x in sent]
+            want = dispatch_reference.dispatch(
+                sent, idxs, [w.topk_weights for w in work], rank, EXPERTS * world_size, 4
+            )
+            assert isinstance(rows, MXTensor) == (there is not None)
+            plain = rows.dequantize() if there is not None else rows
+            assert torch.equal(plain.cpu(), want.recv_x) and torch.equal(row_weights.cpu(), want.recv_weights)
+            assert per_expert.dtype == torch.int64
+            assert torch.equal(per_expert.cpu(), want.expert_offsets.long().diff())
+            assert buffers[index].total_recv_tokens.tolist() == [int(want.expert_offsets[-1])]
+            # Every copy comes back times 2^index: TOPK copies, summed.
+            assert torch.equal(out.cpu(), (sent[rank].double() * TOPK * 2.0**index).bfloat16())
+        for index, (x, weights, _, row_weights, _, out) in enumerate(done):
+            grad = works[index][rank].x.to(x.device) * 2
+            torch.autograd.backward((out, row_weights), (grad, 3 * row_weights.detach()))
+            arrived = grad.cpu()
+            if back is not None:
+                arrived = mxfp8_reference.dequantize(*mxfp8_reference.quantize(arrived), torch.bfloat16)
+            assert torch.equal(x.grad.cpu(), (arrived.double() * TOPK * 2.0**index).bfloat16())
+            assert torch.equal(weights.grad, 3 * weights.detach())
+    finally:
+        te.ep_finalize()
+    assert not te.is_ep_bootstrapped()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
+@pytest.mark.parametrize("quantised", [(False, False), (True, True), (True, False), (False, True)], ids=str)
+def test_two_buffers_in_flight(run_ranks, nodes, ranks_per_node, quantised):
+    """Rows, weights, counts, sums, gradients; either direction in MXFP8 or not; a rank without tokens."""
+    run_ranks(_check_round_trip, nodes, ranks_per_node, quantised)
+
+
+def _check_static(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world_size, device = nodes * ranks_per_node, current_heap().device
+    work = make_workload(
+        rank, world_size, 8, hidden=HIDDEN, topk=1, num_experts=EXPERTS * world_size, routing="one_expert", drop=0.0
+    )
+    arguments = [t.to(device) for t in (work.x, work.topk_idx, work.topk_weights)]
+    for drop in (True, False):
+        te.ep_bootstrap(
+            dist.group.WORLD, EXPERTS * world_size, MOST, HIDDEN, 1, recv_capacity_per_rank=10, drop_on_overflow=drop
+        )
+        buffer = te.EpBuffer(1, MOST, HIDDEN, EXPERTS, recv_capacity_per_rank=10)
+        if drop or rank:
+            rows, _, _ = te.ep_dispatch(buffer, *arguments)
+            assert rows.shape == (10, HIDDEN)
+            assert buffer.total_recv_tokens.tolist() == [0 if rank else 8 * world_size]  # before anything was dropped
+        else:
+            with pytest.raises(CapacityError, match="6 rows more came than the 10"):
+                te.ep_dispatch(buffer, *arguments)
+        if drop:
+            out = te.ep_combine(buffer, rows)
+            assert out.shape == (MOST, HIDDEN) and not out[8:].any()
+            kept = 10 if rank == 0 else 2
+            assert torch.equal(out[: min(kept, 8)], arguments[0][: min(kept, 8)])
+        te.ep_finalize()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_static_capacity(run_ranks, nodes, ranks_per_node):
+    """Rows beyond the capacity are counted, and left out or an error; the result has max_tokens_per_rank rows."""
+    run_ranks(_check_static, nodes, ranks_per_node)
+
+
+def _check_refused(rank: int, nodes: int, ranks_per_node: int) -> None:
+    group, device = dist.group.WORLD, current_heap().device
+    with pytest.raises(RuntimeError, match=r"EpBuffer requires ep_bootstrap\(\) to be called first\."):
+        _buffer()
+    with pytest.raises(ConfigError, match="num_topk >= 1"):
+        te.ep_bootstrap(group, 4, MOST, HIDDEN, 0)
+    with pytest.raises(ConfigError, match="drop_on_overflow requires recv_capacity_per_rank"):
+        te.ep_bootstrap(group, 4, MOST, HIDDEN, TOPK, drop_on_overflow=True)
+    with pytest.raises(ConfigError, match="multiple"):
+        te.ep_bootstrap(group, 5, MOST, HIDDEN, TOPK)
+    te.ep_bootstrap(group, 4, MOST, HIDDEN, TOPK)
+    try:
+        with pytest.raises(RuntimeError, match="ep_bootstrap was already called in this process"):
+            te.ep_bootstrap(group, 4, MOST, HIDDEN, TOPK)
+        with pytest.raises(ValueError, match=r"alignment must be 0, 1, or a power of two \(got 12\)\."):
+            _buffer(alignment=12)
+        with pytest.raises(InputError, match="top_k=3"):
+            te.EpBuffer(3, MOST, HIDDEN, EXPERTS)
+        with pytest.raises(InputError, match="supports MXFP8BlockScaling only"):
+            _buffer(dispatch_fwd_quant_recipe=te.Recipe())
+        buffer = _buffer()
+        x = torch.zeros(3, HIDDEN, dtype=torch.bfloat16, device=device)
+        idx, weights = torch.zeros(3, TOPK, dtype=torch.int32, device=device), torch.ones(3, TOPK, device=device)
+        with pytest.raises(RuntimeError, match="without a dispatch"):
+            te.ep_combine(buffer, x)
+        with pytest.raises(InputError, match="topk_weights must be float32"):
+            te.ep_dispatch(buffer, x, idx, weights.double())
+        with pytest.raises(InputError, match=r"tokens\.dtype=torch.float32"):
+            te.ep_dispatch(buffer, x.float(), idx, weights)
+        with pytest.raises(InputError, match="recv_tokens"):
+            te.ep_dispatch(buffer, x, idx, weights, recv_tokens=x)
+        rows, _, _ = te.ep_dispatch(buffer, x, idx, weights)
+        with pytest.raises(InputError, match="num_local_tokens is 2"):
+            te.ep_combine(buffer, rows, num_local_tokens=2)
+        assert te.ep_combine(buffer, rows).shape == (MOST, HIDDEN)
+    finally:
+        te.ep_finalize()
+        te.ep_finalize()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_what_is_refused(run_ranks, nodes, ranks_per_node):
+    """Before anything is sent, in TransformerEngine's words where it has some."""
+    run_ranks(_check_refused, nodes, ranks_per_node)

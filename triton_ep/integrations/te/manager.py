@@ -1,0 +1,173 @@
+"""FP8GlobalStateManager: questions about what `autocast` and `quantized_model_init` have set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from triton_ep.integrations.te import state, support
+from triton_ep.integrations.te.recipe import Recipe
+
+
+class _Attributes(type):
+    """TransformerEngine's class attributes, as views of the present state."""
+
+    @property
+    def FP8_ENABLED(cls) -> bool:
+        return state.current_state().fp8_enabled
+
+    @property
+    def FP8_CALIBRATION(cls) -> bool:
+        return state.current_state().fp8_calibration
+
+    @property
+    def FP8_RECIPE(cls) -> Recipe | None:
+        return state.current_state().fp8_recipe
+
+    @property
+    def FP8_DISTRIBUTED_GROUP(cls) -> Any:
+        return state.current_state().fp8_group
+
+    @property
+    def FP8_PARAMETERS(cls) -> bool:
+        return state.current_parameters().enabled
+
+    @property
+    def HIGH_PRECISION_INIT_VAL(cls) -> bool:
+        return state.current_parameters().preserve
+
+    @property
+    def IS_FIRST_FP8_MODULE(cls) -> bool:
+        return state.current_state().is_first_fp8_module
+
+    @property
+    def FP8_GRAPH_CAPTURING(cls) -> bool:
+        return state.current_state().fp8_graph_capturing
+
+    @property
+    def AUTOCAST_DEPTH(cls) -> int:
+        return len(state.current_stack().entries)
+
+
+class FP8GlobalStateManager(metaclass=_Attributes):
+    """Questions about the state of this thread or task; class methods only.
+
+    Attributes, read only: FP8_ENABLED, FP8_CALIBRATION, FP8_RECIPE, FP8_DISTRIBUTED_GROUP, FP8_PARAMETERS,
+    HIGH_PRECISION_INIT_VAL, IS_FIRST_FP8_MODULE, FP8_GRAPH_CAPTURING, and AUTOCAST_DEPTH, the open regions.
+    """
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forget all open regions of this context."""
+        state.set_stack(state.Stack())
+        state.set_parameters(state.Parameters())
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        """Whether modules quantise."""
+        return state.current_state().fp8_enabled
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        """Whether the innermost region was opened with calibrating=True."""
+        return state.current_state().fp8_calibration
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        """Whether modules made now store quantised weights."""
+        return state.current_parameters().enabled
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        """Whether such modules keep the initial values as well."""
+        return state.current_parameters().preserve
+
+    @classmethod
+    def get_fp8_parameters_recipe(cls) -> Recipe:
+        """Recipe of weights that are stored quantised."""
+        return state.current_parameters().recipe or state.get_default_fp8_recipe()
+
+    @classmethod
+    def fp8_graph_capturing(cls) -> bool:
+        """Whether the innermost region was opened for a CUDA graph capture."""
+        return state.current_state().fp8_graph_capturing
+
+    @classmethod
+    def is_first_fp8_module(cls) -> bool:
+        """True the first time it is asked inside an outermost region."""
+        stack = state.current_stack()
+        first = stack.state.is_first_fp8_module
+        if first:
+            outer = (replace(entry, state=replace(entry.state, is_first_fp8_module=False)) for entry in stack.entries)
+            state.set_stack(state.Stack(stack.base, tuple(outer)))
+        return first
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        """Recipe of the innermost region, or the default one."""
+        return state.current_state().fp8_recipe or state.get_default_fp8_recipe()
+
+    @classmethod
+    def get_fp8_group(cls) -> Any:
+        """`amax_reduction_group` of the innermost region."""
+        return state.current_state().fp8_group
+
+    @classmethod
+    def get_autocast_state(cls) -> state.AutocastState:
+        """The six values that `autocast` restores, for `set_autocast_state`."""
+        return state.current_state()
+
+    @classmethod
+    def set_autocast_state(cls, fp8_state: state.AutocastState) -> None:
+        """Put the six values of `get_autocast_state` in place of the present ones; the depth stays."""
+        state.set_stack(state.current_stack().with_state(fp8_state))
+
+    @classmethod
+    def autocast_enter(
+        cls,
+        enabled: bool = False,
+        calibrating: bool = False,
+        fp8_recipe: Recipe | None = None,
+        fp8_group: Any = None,
+        _graph: bool = False,
+        *,
+        strict: bool = False,
+    ) -> object:
+        """Open a region; what `autocast.__enter__` does. Returns the key of the region.
+
+        Raises:
+            InputError, UnsupportedDeviceError: before anything changes.
+        """
+        return state.enter_region(enabled, calibrating, fp8_recipe, fp8_group, _graph, strict)
+
+    @classmethod
+    def autocast_exit(cls, enabled: bool = True, _graph: bool = False) -> None:
+        """Close the innermost region."""
+        stack = state.current_stack()
+        if stack.entries:
+            state.leave_region(stack.entries[-1].key)
+
+    @classmethod
+    def get_unique_autocast_key(cls, recipe: Recipe | None = None, group: Any = None) -> str:
+        """A string that is the same for equal recipes and the same group."""
+        return f"{recipe!r}:{group!r}"
+
+    @classmethod
+    def is_mxfp8_available(cls) -> tuple[bool, str]:
+        """As `check_mxfp8_support`."""
+        return support.check_mxfp8_support()
+
+    @classmethod
+    def is_fp8_available(cls) -> tuple[bool, str]:
+        """Per-tensor scaling, which this package does not have."""
+        return False, "triton_ep.integrations.te has no FP8 recipe with one scale per tensor; use MXFP8BlockScaling."
+
+    @classmethod
+    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
+        """float32 scales per block, which this package does not have."""
+        return False, "triton_ep.integrations.te has no FP8 recipe with float32 block scales; use MXFP8BlockScaling."
+
+    @classmethod
+    def is_nvfp4_available(cls) -> tuple[bool, str]:
+        """NVFP4, which this package does not have as a recipe."""
+        return False, "triton_ep.integrations.te has no NVFP4 recipe; use MXFP8BlockScaling."

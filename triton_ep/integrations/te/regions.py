@@ -1,0 +1,106 @@
+"""`autocast` and `quantized_model_init`: regions in which modules quantise, or are made with quantised weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from triton_ep.integrations.te import state
+from triton_ep.integrations.te.recipe import Recipe
+
+
+class autocast:
+    """Region in which the modules of this package quantise.
+
+    Regions nest to any depth; the innermost decides. An instance may be used again when its region has ended.
+
+    Arguments:
+        enabled: False switches quantisation off inside.
+        calibrating: accepted; MXFP8 has nothing to calibrate.
+        recipe: None: MXFP8BlockScaling(). Changes to it take effect with the next forward pass.
+        amax_reduction_group: accepted; every block's scale follows from the block alone.
+        strict: refuse devices on which MXFP8 is emulated.
+
+    Raises, from `__enter__` and before anything changes:
+        RuntimeError: the instance's region has not ended.
+        InputError: a recipe that is none, or another than MXFP8BlockScaling.
+        UnsupportedDeviceError: with strict.
+    """
+
+    __slots__ = (
+        "_entry",
+        "_graph",
+        "amax_reduction_group",
+        "calibrating",
+        "enabled",
+        "recipe",
+        "strict",
+    )
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+        _graph: bool = False,
+        *,
+        strict: bool = False,
+    ) -> None:
+        self.enabled = enabled
+        self.calibrating = calibrating
+        self.recipe = recipe
+        self.amax_reduction_group = amax_reduction_group
+        self.strict = strict
+        self._graph = _graph
+        self._entry: object | None = None
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            state.enter_traced(self.enabled, self.recipe, self.strict)
+            return
+        if self._entry is not None:
+            raise RuntimeError(
+                "autocast: this instance cannot be entered more than once concurrently, and its region has not ended. "
+                "Make another instance."
+            )
+        self._entry = state.enter_region(
+            self.enabled, self.calibrating, self.recipe, self.amax_reduction_group, self._graph, self.strict
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        if torch.compiler.is_compiling():
+            state.leave_traced()
+            return
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            state.leave_region(entry)
+
+
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """Region in which modules are made with quantised weights, which take about half the memory of bf16.
+
+    Arguments:
+        enabled: False: with weights as ever, inside a region that quantises.
+        recipe: None: MXFP8BlockScaling().
+        preserve_high_precision_init_val: keep the initial values on the CPU: `weight.get_high_precision_init_val()`,
+            until `weight.clear_high_precision_init_val()`.
+
+    Raises:
+        InputError: a recipe that is none, or another than MXFP8BlockScaling; before anything changes.
+    """
+    if enabled:
+        state.check_recipe(recipe, strict=False)
+    before = state.current_parameters()
+    in_use = recipe or state.get_default_fp8_recipe()
+    state.set_parameters(state.Parameters(enabled, in_use, preserve_high_precision_init_val))
+    try:
+        yield
+    finally:
+        state.set_parameters(before)

@@ -1,0 +1,223 @@
+"""MXFP8TensorStorage: the bytes of a tensor in MXFP8, blocked along rows, along columns, or both."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.integrations.te import arithmetic, layouts
+from triton_ep.mx.formats import BLOCK
+from triton_ep.mx.tensor import SCALE_DTYPE, MXTensor
+
+
+class DType:
+    """TransformerEngine's names of 8-bit formats, as torch dtypes."""
+
+    kFloat8E4M3 = torch.float8_e4m3fn
+    kFloat8E5M2 = torch.float8_e5m2
+
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class UsageError(InputError, RuntimeError):
+    """A direction was asked for in which the tensor was not quantised."""
+
+
+class MXFP8TensorStorage:
+    """Elements and scales of a tensor of M rows (all leading dimensions) and N columns.
+
+    Attributes, None where there is no such direction:
+        _rowwise_data: [..., N] uint8, e4m3 or e5m2 elements in blocks of 32 columns.
+        _rowwise_scale_inv: uint8, [M up to a multiple of 128, N / 32 up to a multiple of 4]: exponent + 127.
+        _columnwise_data: [..., N] uint8, not transposed: elements in blocks of 32 rows.
+        _columnwise_scale_inv: uint8, [M / 32 up to a multiple of 4, N up to a multiple of 128].
+        _fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        _quantizer: what made it, or None.
+        _with_gemm_swizzled_scales: scales are in the order of `layouts.swizzle`, else compact.
+
+    Arguments: the attributes without their underscore.
+
+    Raises:
+        InputError: neither direction, or shapes that do not fit each other.
+
+    Source: triton_ep/integrations/te/layouts.py has the layout of scales.
+    """
+
+    _rowwise_data: torch.Tensor | None
+    _rowwise_scale_inv: torch.Tensor | None
+    _columnwise_data: torch.Tensor | None
+    _columnwise_scale_inv: torch.Tensor | None
+    _fp8_dtype: torch.dtype
+    _quantizer: Any
+    _with_gemm_swizzled_scales: bool
+
+    def __init__(
+        self,
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        fp8_dtype: torch.dtype,
+        quantizer: Any = None,
+        with_gemm_swizzled_scales: bool = False,
+    ) -> None:
+        self._set(
+            rowwise_data,
+            rowwise_scale_inv,
+            columnwise_data,
+            columnwise_scale_inv,
+            fp8_dtype,
+            quantizer,
+            with_gemm_swizzled_scales,
+        )
+
+    def _set(
+        self,
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        fp8_dtype: torch.dtype,
+        quantizer: Any,
+        swizzled: bool,
+    ) -> None:
+        check_parts(rowwise_data, rowwise_scale_inv, False)
+        check_parts(columnwise_data, columnwise_scale_inv, True)
+        if rowwise_data is None and columnwise_data is None:
+            raise InputError("an MXFP8 tensor needs rowwise data, columnwise data, or both; it got neither.")
+        self._rowwise_data, self._rowwise_scale_inv = rowwise_data, rowwise_scale_inv
+        self._columnwise_data, self._columnwise_scale_inv = columnwise_data, columnwise_scale_inv
+        self._fp8_dtype, self._quantizer, self._with_gemm_swizzled_scales = fp8_dtype, quantizer, swizzled
+
+    # --- what is there ------------------------------------------------------------------------------------
+
+    @property
+    def _any_data(self) -> torch.Tensor:
+        data = self._rowwise_data if self._rowwise_data is not None else self._columnwise_data
+        assert data is not None, "one direction is always there"
+        return data
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        """Elements by direction: both as a pair, or the one that is asked for."""
+        if rowwise_data and columnwise_data:
+            return self._rowwise_data, self._columnwise_data
+        return self._rowwise_data if rowwise_data else self._columnwise_data
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Arguments with which the constructor makes this tensor again."""
+        return {
+            "rowwise_data": self._rowwise_data,
+            "rowwise_scale_inv": self._rowwise_scale_inv,
+            "columnwise_data": self._columnwise_data,
+            "columnwise_scale_inv": self._columnwise_scale_inv,
+            "fp8_dtype": self._fp8_dtype,
+            "quantizer": self._quantizer,
+            "with_gemm_swizzled_scales": self._with_gemm_swizzled_scales,
+        }
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which directions are there."""
+        return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop a direction with False; None leaves it as it is.
+
+        Raises:
+            UsageError: True for a direction that is not there, which would have to be quantised from values that
+                are gone.
+        """
+        for asked, data, scale, which, scaled in (
+            (rowwise_usage, self._rowwise_data, self._rowwise_scale_inv, "row-wise", "row-scaled"),
+            (columnwise_usage, self._columnwise_data, self._columnwise_scale_inv, "column-wise", "column-scaled"),
+        ):
+            if asked and data is None:
+                raise UsageError(f"Requested {which} usage, but MXFP8Tensor is missing {scaled} FP8 data")
+            if asked and scale is None:
+                raise UsageError(f"Requested {which} usage, but MXFP8Tensor is missing {scaled} scale-inverses")
+        keep_rows = rowwise_usage is not False and self._rowwise_data is not None
+        keep_columns = columnwise_usage is not False and self._columnwise_data is not None
+        if not (keep_rows or keep_columns):
+            raise UsageError("update_usage would drop the last direction of an MXFP8Tensor; delete the tensor instead.")
+        if not keep_rows:
+            self._rowwise_data = self._rowwise_scale_inv = None
+        if not keep_columns:
+            self._columnwise_data = self._columnwise_scale_inv = None
+
+    def size(self, *args: Any) -> Any:
+        """Shape of the tensor it stands for."""
+        return self._any_data.size(*args)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the elements are."""
+        return self._any_data.device
+
+    # --- parts without padding -----------------------------------------------------------------------------
+
+    def compact(self, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Elements [M, N] and scales without padding, [M, N / 32] or [M / 32, N], of one direction; views if compact.
+
+        Raises:
+            UsageError: the direction is not there.
+        """
+        data = self._columnwise_data if columnwise else self._rowwise_data
+        scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
+        if data is None or scale is None:
+            name, scaled = ("column-wise", "column-scaled") if columnwise else ("row-wise", "row-scaled")
+            raise UsageError(f"Requested {name} usage, but MXFP8Tensor is missing {scaled} FP8 data")
+        flat = flatten(data)
+        if self._with_gemm_swizzled_scales:
+            scale = layouts.unswizzle(scale, columnwise)
+        rows, columns = flat.shape
+        if columnwise:
+            return flat, scale[: -(-rows // BLOCK), :columns]
+        return flat, scale[:rows, : columns // BLOCK]
+
+    def _values(self, dtype: torch.dtype) -> torch.Tensor:
+        columnwise = self._rowwise_data is None
+        data, scale = self.compact(columnwise)
+        dequantize = arithmetic.dequantize_columns if columnwise else arithmetic.dequantize_rows
+        return dequantize(data, scale, self._fp8_dtype, dtype).view(self._any_data.shape)
+
+    def dequantize(self, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values: of the rowwise elements if they are there. A float32 product each, rounded to `dtype`."""
+        return self._values(dtype)
+
+    def to_mxtensor(self, *, columnwise: bool = False, dtype: torch.dtype = torch.bfloat16) -> MXTensor:
+        """The same elements and scales as an MXTensor that stands for `dtype`; nothing is copied if compact.
+
+        Columnwise it has `block_dim` -2, and as many dimensions as this tensor only if these are two.
+        """
+        data, scale = self.compact(columnwise)
+        if columnwise:
+            return MXTensor(
+                data.view(self._fp8_dtype), scale.view(SCALE_DTYPE), self._fp8_dtype, BLOCK, dtype, block_dim=-2
+            )
+        shape = self._any_data.shape
+        if len(shape) != 2:
+            data, scale = data.view(shape), scale.reshape(*shape[:-1], shape[-1] // BLOCK)
+        return MXTensor(data.view(self._fp8_dtype), scale.view(SCALE_DTYPE), self._fp8_dtype, BLOCK, dtype)
+
+
+def flatten(data: torch.Tensor) -> torch.Tensor:
+    """[M, N] of [..., N]."""
+    return data.reshape(prod(data.shape[:-1]), data.shape[-1])
+
+
+def check_parts(data: torch.Tensor | None, scale: torch.Tensor | None, columnwise: bool) -> None:
+    """Refuse elements and padded scales that do not fit each other; both may be None."""
+    if data is None and scale is None:
+        return
+    which = "columnwise" if columnwise else "rowwise"
+    if data is None or scale is None or data.dtype != torch.uint8 or scale.dtype != torch.uint8 or data.dim() < 1:
+        raise InputError(f"{which} data and scale_inv must be uint8 tensors, both or neither.")
+    expected = layouts.scale_shape(prod(data.shape[:-1]), data.shape[-1], columnwise)
+    if data.shape[-1] % BLOCK or tuple(scale.shape) != expected:
+        raise InputError(
+            f"{which} data is {list(data.shape)}, scale_inv {list(scale.shape)}; the last dimension must be a multiple "
+            f"of {BLOCK}, and scale_inv, padded, {list(expected)}."
+        )
