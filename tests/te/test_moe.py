@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.filterwarnings("ignore:MXFP8 is emu
 class _Case:
     """Sizes; `tokens` is per rank, repeated round the ranks."""
 
-    tokens: tuple[int, ...] = (37, 20, 0, 31)
+    tokens: tuple[int, ...] = (11, 6, 0, 9)
     hidden: int = 64
     ffn: int = 32
     topk: int = 2
@@ -118,12 +118,12 @@ def _check_numbers(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> N
         # 31.5 dB per rounding to e4m3, six of them behind y, one or two more behind gradients.
         found = [rule.snr(a, b) for a, b in ((ys[rank], y), (xs[rank], dx), (routers[rank], drouter))]
         # The router's gradient is one number per token and copy: few to average over.
-        assert all(db >= least for db, least in zip(found, (21, 20, 17), strict=True)), found
+        assert all(db >= least for db, least in zip(found, (20, 19, 15), strict=True)), found
     first = 2 * rank * case.experts
     mine = experts[first : first + 2 * case.experts]
     seen = [dw[which * case.experts + e] for e in range(case.experts) for which in (0, 1)]
     for exact, got in zip(mine, seen, strict=True):
-        assert bool(got.any()) == bool(exact.any()) and (not exact.any() or rule.snr(exact, got) >= 19)
+        assert bool(got.any()) == bool(exact.any()) and (not exact.any() or rule.snr(exact, got) >= 18)
     # High precision outside of a region: closer by far, and not the same bits.
     exact_y = block(x.detach()).detach()
     if case.payload is None and x.shape[0]:
@@ -135,8 +135,8 @@ def _check_numbers(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> N
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_moe_block_against_a_dense_computation(run_ranks, backend, nodes, ranks_per_node, payload):
     """Forward and backward of router, experts and input, with unequal and no tokens on ranks."""
-    if backend == "host" and (nodes * ranks_per_node > 4 or (nodes == 2 and payload is None)):
-        pytest.skip("needs --backend nvshmem; on the CPU three cases stand for all")
+    if backend == "host" and (nodes, ranks_per_node, payload) not in ((1, 4, None), (2, 2, "mxfp8")):
+        pytest.skip("needs --backend nvshmem; on the CPU two cases stand for all")
     case = _Case(payload=payload)
     if backend == "nvshmem":
         case = replace(case, **ON_GPUS)
@@ -191,9 +191,7 @@ class _Captured:
 
 
 def _capture(step: _Captured) -> Callable[[], None]:
-    """A replay of the step in a CUDA graph; on the CPU the step itself."""
-    if step.x.device.type == "cpu":
-        return step
+    """A replay of the step in a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -212,21 +210,20 @@ def _check_repeats(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> N
     block = _block(case, rank, nodes, ranks_per_node)
     step = _Captured(block, case, rank)
     repeats = []
-    on_cpu = step.x.device.type == "cpu"
-    for _ in range(2 if case.static and on_cpu else 5):
+    for _ in range(5):
         step()
         repeats.append(step.copies())
     assert all(torch.equal(a, b) for other in repeats[1:] for a, b in zip(repeats[0], other, strict=True))
     if case.static:
         eager = []
-        for seed in range(2 if on_cpu else 3):
+        for seed in range(3):
             step.load(seed)
             step()
             eager.append(step.copies())
         assert all(map(torch.equal, eager[0], repeats[0]))
         assert not any(torch.equal(a, b) for a, b in zip(eager[0], eager[1], strict=True) if a.numel())
         replay = _capture(step)
-        for seed in (1, 0) if on_cpu else (2, 0, 1, 1):
+        for seed in (2, 0, 1, 1):
             step.load(seed)
             replay()
             assert all(map(torch.equal, step.copies(), eager[seed]))
@@ -234,13 +231,13 @@ def _check_repeats(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> N
     block.layer.finalize()
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (1, 8)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4), (1, 8)])
 @pytest.mark.parametrize("static", [False, True], ids=["exact", "static"])
 def test_moe_block_repeats_bit_for_bit(run_ranks, backend, nodes, ranks_per_node, static):
     """Five times the same bits, forward and backward; static: replays of a CUDA graph give those of eager steps."""
-    if backend == "host" and nodes * ranks_per_node != (2 if static else 4):
-        pytest.skip("needs --backend nvshmem; on the CPU two cases stand for all")
-    case = _Case(static=static)
+    if backend == "host" and (static or ranks_per_node != 4):
+        pytest.skip("needs --backend nvshmem; on the CPU one case stands for all")
+    case = _Case(static=static, experts=1, tokens=(5, 3, 0, 4))
     if backend == "nvshmem":
         case = replace(case, **ON_GPUS)
     run_ranks(_check_repeats, nodes, ranks_per_node, case, timeout_s=120)
@@ -267,13 +264,13 @@ def _check_compiled(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> 
     block.layer.finalize()
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 1), (1, 4)])
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_moe_block_compiles_into_one_graph(run_ranks, backend, nodes, ranks_per_node, payload):
     """fullgraph=True; the same graph serves inside and outside of autocast."""
-    if backend == "host" and (ranks_per_node != 2 or payload is None):
+    if backend == "host" and (ranks_per_node != 1 or payload is None):
         pytest.skip("needs --backend nvshmem; on the CPU one case stands for all, as tracing takes seconds")
-    case = _Case(payload=payload, static=True, tokens=(21, 12, 9, 30))
+    case = _Case(payload=payload, static=True, tokens=(11, 6, 7, 9))
     if backend == "nvshmem":
         case = replace(case, **ON_GPUS)
     run_ranks(_check_compiled, nodes, ranks_per_node, case, timeout_s=240)

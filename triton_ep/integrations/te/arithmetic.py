@@ -9,6 +9,9 @@ Rows may end in a short last block when they are quantised along columns: it cou
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 from torch.nn.functional import pad
 
@@ -118,3 +121,49 @@ def dequantize_columns(
         return mxfp8.dequantize_columns(elements, scale, None, dtype)
     factors = arithmetic.scale_values(scale.to(torch.int32)).repeat_interleave(BLOCK, 0)[:rows]
     return (elements.float() * factors).to(dtype)
+
+
+# --- columns of groups of rows ------------------------------------------------------------------------------
+
+
+def quantize_groups(
+    x: torch.Tensor, offsets: torch.Tensor, elem_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_columns` with blocks that begin anew in each group of rows.
+
+    offsets: [groups + 1] int32 on the device, first row of each group, then the end of the last.
+
+    Returns elements [M, N], zero behind the last group, and scales [S, N] as `ops.mxfp8.quantize_columns` has them:
+    one row per block, group after group. On a GPU infinities follow the project's own rule.
+    """
+    x = _checked(x)
+    if x.is_cuda:
+        data, scale = mxfp8.quantize_columns(x, offsets, elem_dtype)
+        return data.view(torch.uint8), scale
+    data = torch.zeros_like(x, dtype=torch.uint8)
+    scale = x.new_zeros(mxfp8.max_scale_rows(x.shape[0], len(offsets) - 1), x.shape[1], dtype=torch.uint8)
+    for rows, blocks in _groups(offsets):
+        data[rows], scale[blocks] = quantize_columns(x[rows], elem_dtype)
+    return data, scale
+
+
+def dequantize_groups(
+    data: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor, elem_dtype: torch.dtype, dtype: torch.dtype
+) -> torch.Tensor:
+    """Values [M, N] of what `quantize_groups` gave; zero behind the last group."""
+    if data.is_cuda:
+        return mxfp8.dequantize_columns(data.view(elem_dtype), scale, offsets, dtype)
+    values = torch.zeros_like(data, dtype=dtype)
+    for rows, blocks in _groups(offsets):
+        values[rows] = dequantize_columns(data[rows], scale[blocks], elem_dtype, dtype)
+    return values
+
+
+def _groups(offsets: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Rows and scale rows of each group that has any."""
+    block = 0
+    for first, end in itertools.pairwise(offsets.tolist()):
+        blocks = -(-(end - first) // BLOCK)
+        if blocks:
+            yield slice(first, end), slice(block, block + blocks)
+        block += blocks

@@ -356,5 +356,5 @@ class _CombineBack(torch.autograd.Function):
             return torch.where(in_use, rows, 0.0), None, None, None
         # Zero elements under any scale are zeros, so only the bytes of rows in use count.
         data, scale = (torch.where(in_use, part.view(torch.uint8), 0) for part in (rows.qdata, rows.scale))
-        clean = MXTensor.from_qdata_and_scales(data.view(rows.elem_dtype), scale, rows.dtype)
+        clean = MXTensor.from_qdata_and_scales(data.view(rows.qdata.dtype), scale, rows.dtype)
         return clean, None, None, None

@@ -145,6 +145,7 @@ class LinearFunction(torch.autograd.Function):
         num: int,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
+        """The result; x is kept quantised along columns where the weights' gradient takes it so."""
         how = Plan.of_code(code)
         weights, biases = parameters[:num], parameters[num:]
         out = forward(x, cached or weights, biases, ends, how, out_dtype)
@@ -173,6 +174,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of x, weights and biases."""
         ends, *rest = ctx.saved_tensors
         weights = rest[len(rest) - ctx.num :]
         x: Any = None
@@ -294,6 +296,7 @@ class TracedLinearFunction(torch.autograd.Function):
         num: int,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
+        """The result; x is kept as it is."""
         data, scale = _parts(x)
         weights, biases = list(parameters[:num]), list(parameters[num:])
         out, ran = torch.ops.triton_ep.te_linear(data, scale, weights, biases, ends, code, out_dtype)
@@ -303,6 +306,7 @@ class TracedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of x, weights and biases."""
         ran, data, scale, ends, *weights = ctx.saved_tensors
         dy, dy_scale = _parts(grads[0])
         need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]

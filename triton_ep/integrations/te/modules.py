@@ -133,7 +133,7 @@ class QuantisingModule(nn.Module):
         tiles = isinstance(recipe, MXFP8BlockScaling) and recipe.enable_2d_quantization
         quantizer = MXFP8Quantizer(torch.float8_e4m3fn, with_2d_quantization=tiles)
         for index, weight in enumerate(self._weights):
-            quantised = nn.Parameter(quantizer(weight.detach()))
+            quantised: Any = nn.Parameter(quantizer(weight.detach()))
             if FP8GlobalStateManager.with_high_precision_init_val():
                 quantised._high_precision_init_val = weight.detach().cpu().clone()
             setattr(self, self._weight_name(index), quantised)

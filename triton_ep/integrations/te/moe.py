@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -75,9 +76,9 @@ class EPMoE(nn.Module):
         router = torch.randn(cfg.num_experts, cfg.hidden, generator=generator) * cfg.hidden**-0.5
         self.router = nn.Parameter(router.to(device))
         experts = cfg.num_experts_per_rank
-        options = {"bias": bias, "params_dtype": dtype, "device": device}
-        self.fc1 = GroupedLinear(experts, cfg.hidden, factor * ffn_hidden_size, **options)
-        self.fc2 = GroupedLinear(experts, ffn_hidden_size, cfg.hidden, **options)
+        make = partial(GroupedLinear, experts, bias=bias, params_dtype=dtype, device=device)
+        self.fc1 = make(cfg.hidden, factor * ffn_hidden_size)
+        self.fc2 = make(ffn_hidden_size, cfg.hidden)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, K] float32, which sum to 1, and experts [T, K] int32, of x [T, H]."""

@@ -22,7 +22,6 @@ from triton_ep.integrations.te import arithmetic, support
 from triton_ep.integrations.te.storage import FP8_DTYPES, MXFP8TensorStorage, flatten
 from triton_ep.mx.swizzle import to_blocked
 from triton_ep.mx.tensor import SCALE_DTYPE, MXTensor
-from triton_ep.ops import mxfp8
 from triton_ep.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 
 E4M3 = torch.float8_e4m3fn
@@ -48,7 +47,7 @@ class Quantised:
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """[M, N] in `dtype`."""
         if self.offsets is not None:
-            return mxfp8.dequantize_columns(self.data.view(self.elem_dtype), self.scale, self.offsets, dtype)
+            return arithmetic.dequantize_groups(self.data, self.scale, self.offsets, self.elem_dtype, dtype)
         dequantize = arithmetic.dequantize_columns if self.columnwise else arithmetic.dequantize_rows
         return dequantize(self.data, self.scale, self.elem_dtype, dtype)
 
@@ -56,21 +55,25 @@ class Quantised:
 Operand = torch.Tensor | Quantised
 
 
-def quantised_already(x: torch.Tensor) -> bool:
+Given = torch.Tensor | MXFP8TensorStorage
+"""What comes in: a tensor, one in MXFP8, or the storage of one."""
+
+
+def quantised_already(x: Given) -> bool:
     """Whether a tensor comes in MXFP8."""
     return isinstance(x, MXTensor | MXFP8TensorStorage)
 
 
-def values_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def values_of(x: Given, dtype: torch.dtype) -> torch.Tensor:
     """[M, N] in `dtype` of a tensor that may be in MXFP8."""
     if isinstance(x, MXTensor):
         return flatten(x.dequantize(dtype))
     if isinstance(x, MXFP8TensorStorage):
-        return flatten(x._values(dtype))
+        return flatten(x.dequantized(dtype))
     return flatten(x).to(dtype)
 
 
-def rows_of(x: torch.Tensor, elem_dtype: torch.dtype) -> Quantised:
+def rows_of(x: Given, elem_dtype: torch.dtype) -> Quantised:
     """x [..., N] quantised along rows; what is so already, as it is."""
     if isinstance(x, MXTensor):
         if x.block_dim == -1 and x.block_size == 32 and x.elem_dtype in FP8_DTYPES:
@@ -79,19 +82,18 @@ def rows_of(x: torch.Tensor, elem_dtype: torch.dtype) -> Quantised:
     elif isinstance(x, MXFP8TensorStorage):
         if x._rowwise_data is not None:
             return Quantised(*x.compact(False), x._fp8_dtype)
-        x = x._values(torch.float32)
+        x = x.dequantized(torch.float32)
     return Quantised(*arithmetic.quantize_rows(flatten(x), elem_dtype), elem_dtype)
 
 
-def columns_of(x: torch.Tensor, elem_dtype: torch.dtype, offsets: torch.Tensor | None) -> Quantised:
+def columns_of(x: Given, elem_dtype: torch.dtype, offsets: torch.Tensor | None) -> Quantised:
     """x [..., N] quantised along columns; with groups, blocks begin anew in each."""
     if isinstance(x, MXFP8TensorStorage) and x._columnwise_data is not None and offsets is None:
         return Quantised(*x.compact(True), x._fp8_dtype, True)
     values = values_of(x, x.dtype if isinstance(x, torch.Tensor) else torch.float32)
     if offsets is None:
         return Quantised(*arithmetic.quantize_columns(values, elem_dtype), elem_dtype, True)
-    data, scale = mxfp8.quantize_columns(values, offsets, elem_dtype)
-    return Quantised(data.view(torch.uint8), scale, elem_dtype, True, offsets)
+    return Quantised(*arithmetic.quantize_groups(values, offsets, elem_dtype), elem_dtype, True, offsets)
 
 
 def weight_rows(weights: Sequence[torch.Tensor], tiles: bool) -> Quantised:

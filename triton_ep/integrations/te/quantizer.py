@@ -133,7 +133,7 @@ class MXFP8Quantizer:
         """`quantize` below autograd."""
         _check(tensor)
         support.warn_if_emulated()
-        return self._wrap(tensor.shape, tensor.dtype if dtype is None else dtype, **self._parts(tensor))
+        return self._wrap(tensor.shape, tensor.dtype if dtype is None else dtype, self._parts(tensor))
 
     def update_quantized(
         self, src: torch.Tensor, dst: MXFP8TensorStorage, *, noop_flag: torch.Tensor | None = None
@@ -170,9 +170,12 @@ class MXFP8Quantizer:
             parts[f"{name}_data"] = torch.empty(shape, dtype=torch.uint8, device=device) if wanted else None
             scales = self.get_scale_shape(shape, columnwise)
             parts[f"{name}_scale_inv"] = torch.zeros(scales, dtype=torch.uint8, device=device) if wanted else None
-        return self._wrap(shape, dtype, requires_grad=requires_grad, **parts)
+        return self._wrap(shape, dtype, parts, requires_grad)
 
-    def _wrap(self, shape: Iterable[int], dtype: torch.dtype, requires_grad: bool = False, **parts: Any) -> Any:
+    def _wrap(
+        self, shape: Iterable[int], dtype: torch.dtype, given: dict[str, Any], requires_grad: bool = False
+    ) -> Any:
+        parts: dict[str, Any] = dict(given)
         parts.update(fp8_dtype=self.dtype, quantizer=self, with_gemm_swizzled_scales=self.optimize_for_gemm)
         if self.internal:
             return MXFP8TensorStorage(**parts)
@@ -225,7 +228,7 @@ def quantized_parts(
             data, scale = arithmetic.quantize_columns(flat, elem_dtype)
         else:
             data, scale = arithmetic.quantize_rows(flat, elem_dtype)
-        scale = layouts.pad(scale, layouts.scale_shape(*flat.shape, along_columns))
+        scale = layouts.pad(scale, layouts.scale_shape(flat.shape[0], flat.shape[1], along_columns))
         parts[f"{name}_data"] = data.view(shape)
         parts[f"{name}_scale_inv"] = layouts.swizzle(scale, along_columns) if swizzled else scale
     return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dty
     return torch.float8_e5m2 if hybrid and not fprop_tensor else torch.float8_e4m3fn
 
 
-class RecipeState:
+class RecipeState(ABC):
     """What a recipe needs per module and pass. MXFP8 needs nothing that lasts: this makes quantisers.
 
     Attributes:
@@ -59,9 +60,9 @@ class RecipeState:
             recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles
         )
 
+    @abstractmethod
     def make_quantizers(self) -> list[Any]:
         """Fresh quantisers."""
-        raise NotImplementedError
 
 
 class MXFP8BlockScalingRecipeState(RecipeState):

@@ -152,7 +152,7 @@ class MXFP8TensorStorage:
         return self._any_data.size(*args)
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         """Where the elements are."""
         return self._any_data.device
 
@@ -177,7 +177,7 @@ class MXFP8TensorStorage:
             return flat, scale[: -(-rows // BLOCK), :columns]
         return flat, scale[:rows, : columns // BLOCK]
 
-    def _values(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         columnwise = self._rowwise_data is None
         data, scale = self.compact(columnwise)
         dequantize = arithmetic.dequantize_columns if columnwise else arithmetic.dequantize_rows
@@ -185,7 +185,7 @@ class MXFP8TensorStorage:
 
     def dequantize(self, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values: of the rowwise elements if they are there. A float32 product each, rounded to `dtype`."""
-        return self._values(dtype)
+        return self.dequantized(dtype)
 
     def to_mxtensor(self, *, columnwise: bool = False, dtype: torch.dtype = torch.bfloat16) -> MXTensor:
         """The same elements and scales as an MXTensor that stands for `dtype`; nothing is copied if compact.

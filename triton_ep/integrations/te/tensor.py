@@ -79,8 +79,8 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         )
         self._high_precision_init_val: torch.Tensor | None = None
 
-    size = torch.Tensor.size  # type: ignore[assignment]
-    device = torch.Tensor.device  # type: ignore[assignment]
+    size = torch.Tensor.size
+    device = torch.Tensor.device
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         usages = [name for name, there in self.get_usages().items() if there]
@@ -188,7 +188,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: MXFP8Tensor, dtype: torch.dtype) -> torch.Tensor:
         ctx.dtype = tensor.dtype
-        return tensor._values(dtype)
+        return tensor.dequantized(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -196,7 +196,7 @@ class _Dequantize(torch.autograd.Function):
 
 
 def _plain(tensor: MXFP8Tensor) -> torch.Tensor:
-    return tensor._values(tensor.dtype)
+    return tensor.dequantized(tensor.dtype)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -218,7 +218,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if isinstance(part, torch.Tensor):
                     part.copy_(args[1].get_metadata()[name])
             return first
-    if func is aten.new_empty.default or func is aten.empty_like.default:
+    if isinstance(first, torch.Tensor) and func in (aten.new_empty.default, aten.empty_like.default):
         kwargs = {"device": first.device, **kwargs}
         return func(torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
     return _by_value(func, args, kwargs)
