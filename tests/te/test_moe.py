@@ -32,7 +32,7 @@ class _Case:
     static: bool = False
 
 
-ON_GPUS = {"tokens": (128, 96, 128, 77), "hidden": 1024, "ffn": 512, "topk": 8, "experts": 8}
+ON_GPUS = {"tokens": (128, 96, 128, 77), "hidden": 512, "ffn": 256, "topk": 8, "experts": 8}
 
 
 def _randn(*shape: int, seed: int) -> torch.Tensor:

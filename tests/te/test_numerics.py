@@ -250,7 +250,7 @@ def _same(seen: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     if BACKEND == "aot_eager":
         return all(map(torch.equal, seen, want))
     # Fused operations round less often; a value then may be quantised to its neighbour.
-    return all(rule.snr(b, a) > 25 for a, b in zip(seen, want, strict=True))
+    return all(rule.snr(b, a) > 20 for a, b in zip(seen, want, strict=True))
 
 
 def test_compile_follows_the_region_outside() -> None:

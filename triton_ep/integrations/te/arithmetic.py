@@ -54,7 +54,7 @@ def quantize_rows(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Tenso
         InputError: another dtype than bf16, fp16, fp32, or N no multiple of 32.
     """
     x = _checked(x)
-    if x.is_cuda:
+    if x.is_cuda and x.numel():
         data, scale = mxfp8.quantize_rows(x, elem_dtype)
     else:
         data, scale = arithmetic.quantize(x, elem_format(elem_dtype), ScalingMode.RCEIL, BLOCK)
@@ -71,7 +71,7 @@ def quantize_columns(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Te
     rows = x.shape[0]
     if rows % BLOCK:
         x = pad(x, (0, 0, 0, -rows % BLOCK))
-    if x.is_cuda:
+    if x.is_cuda and x.numel():
         data, scale = mxfp8.quantize_columns(x, None, elem_dtype)
     else:
         by_column = arithmetic.quantize(x.t(), elem_format(elem_dtype), ScalingMode.RCEIL, BLOCK)
@@ -106,7 +106,7 @@ def dequantize_rows(
 ) -> torch.Tensor:
     """Values [M, N] of elements [M, N] and scales [M, N / 32], bytes; one float32 product each, rounded to `dtype`."""
     elements = data.view(elem_dtype)
-    if data.is_cuda:
+    if data.is_cuda and data.numel():
         return mxfp8.dequantize_rows(elements, scale, dtype)
     return arithmetic.dequantize(elements, scale, dtype)
 
@@ -117,7 +117,7 @@ def dequantize_columns(
     """Values [M, N] of elements [M, N] and scales [M / 32 rounded up, N], bytes."""
     rows = data.shape[0]
     elements = data.view(elem_dtype)
-    if data.is_cuda and rows % BLOCK == 0:
+    if data.is_cuda and data.numel() and rows % BLOCK == 0:
         return mxfp8.dequantize_columns(elements, scale, None, dtype)
     factors = arithmetic.scale_values(scale.to(torch.int32)).repeat_interleave(BLOCK, 0)[:rows]
     return (elements.float() * factors).to(dtype)
@@ -137,7 +137,7 @@ def quantize_groups(
     one row per block, group after group. On a GPU infinities follow the project's own rule.
     """
     x = _checked(x)
-    if x.is_cuda:
+    if x.is_cuda and x.numel():
         data, scale = mxfp8.quantize_columns(x, offsets, elem_dtype)
         return data.view(torch.uint8), scale
     data = torch.zeros_like(x, dtype=torch.uint8)
@@ -151,7 +151,7 @@ def dequantize_groups(
     data: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor, elem_dtype: torch.dtype, dtype: torch.dtype
 ) -> torch.Tensor:
     """Values [M, N] of what `quantize_groups` gave; zero behind the last group."""
-    if data.is_cuda:
+    if data.is_cuda and data.numel():
         return mxfp8.dequantize_columns(data.view(elem_dtype), scale, offsets, dtype)
     values = torch.zeros_like(data, dtype=dtype)
     for rows, blocks in _groups(offsets):

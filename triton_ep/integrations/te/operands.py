@@ -158,10 +158,10 @@ def product(a: Operand, b: Operand, a_across: bool, b_across: bool) -> torch.Ten
     right = b.values(dtype) if isinstance(b, Quantised) else b.to(dtype)
     left = left.t() if a_across else left
     right = right if b_across else right.t()
-    if left.is_cuda and dtype != torch.float32:
+    if left.is_cuda and dtype != torch.float32 and left.numel() and right.numel():
         # float32 out: by default partial sums of a bf16 product may be added in bf16.
         return torch.mm(left, right, out_dtype=torch.float32)
-    return torch.mm(left, right)
+    return torch.mm(left.float(), right.float())
 
 
 def _compute_dtype(a: Operand, b: Operand) -> torch.dtype:

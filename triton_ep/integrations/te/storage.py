@@ -178,6 +178,7 @@ class MXFP8TensorStorage:
         return flat, scale[:rows, : columns // BLOCK]
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """`dequantize` below autograd."""
         columnwise = self._rowwise_data is None
         data, scale = self.compact(columnwise)
         dequantize = arithmetic.dequantize_columns if columnwise else arithmetic.dequantize_rows
