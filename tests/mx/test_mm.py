@@ -194,3 +194,24 @@ def test_mistakes_are_named(call: Any, text: str) -> None:
     """Shapes, dtypes and paths that cannot be."""
     with pytest.raises(InputError, match=text):
         call(MXTensor.to_mx(_x(32, 64)))
+
+
+def test_kernels_and_products_in_a_graph() -> None:
+    """The ops tell a compiler the truth; quantisation, views and products compile whole, to the same bits."""
+    x, elem = torch.randn(2, 32, 64, device=DEVICE), "e2m1_x2"
+    checks = ["test_autograd_registration", "test_faketensor", "test_schema"]
+    ops = torch.ops.triton_ep
+    for dim in (-1, -2):
+        torch.library.opcheck(ops.mx_quantize.default, (x, elem, "rceil", 32, dim), test_utils=checks)
+        args = (*ops.mx_quantize(x, elem, "rceil", 32, dim), elem, 32, dim, torch.bfloat16)
+        torch.library.opcheck(ops.mx_dequantize.default, args, test_utils=checks)
+
+    def work(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        left, right = MXTensor.to_mx(a, EVERY[elem]), MXTensor.to_mx(b, EVERY[elem], block_dim=0)
+        return mx_mm(left, right), left[1:3].t().dequantize(), torch.stack([left, left]).view(-1, 32).dequantize()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
+    a, b = _x(8, 64), _x(64, 16, seed=1)
+    for got, wanted in zip(compiled(a, b), work(a, b), strict=True):
+        assert torch.equal(got, wanted)
