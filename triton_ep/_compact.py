@@ -166,6 +166,13 @@ class CompactCalls(DispatchSteps):
         ctx.poll_status()
         return out, None
 
+    def on_comm_stream(self, call: Callable[[], Any], arguments: tuple[object, ...]) -> tuple[Any, EPEvent]:
+        """What `call` returns on `comm_stream`, behind the current stream, and the event of its end.
+
+        arguments: what the call reads, which may then be dropped on the current stream.
+        """
+        return self._comm.run(call, arguments, None)
+
     # --- steps ------------------------------------------------------------------------------------------
 
     def _begin_compact(self, num_rows: int | None) -> None:

@@ -193,7 +193,8 @@ def test_slabs_and_back():
     counts = torch.tensor([3, 0, 5, 1], dtype=torch.int32)
     offsets = torch.tensor([0, 4, 4, 12, 16], dtype=torch.int32)  # with gaps
     rows = torch.arange(16 * 6, dtype=torch.bfloat16).view(16, 6)
-    slabs = compact_ops.to_slabs(rows, offsets, counts, 7)
+    slabs = torch.empty(4, 7, 6, dtype=rows.dtype)
+    compact_ops.to_slabs(rows, offsets, counts, slabs)
     back = compact_ops.from_slabs(slabs, offsets, counts, 16)
     for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
         assert torch.equal(slabs[expert, :count], rows[start : start + count])

@@ -130,14 +130,12 @@ def _launcher(plan: Callable[..., Plan], *args: int | bool) -> Launcher:
 # --- slabs: rows of an expert at a fixed place ----------------------------------------------------------
 
 
-def to_slabs(rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, slab_rows: int) -> torch.Tensor:
-    """[e, slab_rows, H]: expert-major rows [R, H], those of each expert at the start of its slab; the rest undefined.
+def to_slabs(rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
+    """Expert-major rows [R, H] into out [e, n, H]: those of each expert at the start of its slab; the rest is left.
 
-    offsets: [e + 1] int32, first row of each expert; counts: [e] int32, its rows, at most `slab_rows`.
+    offsets: [e + 1] int32, first row of each expert; counts: [e] int32, its rows, at most n.
     """
-    slabs = torch.empty(counts.shape[0], slab_rows, rows.shape[1], dtype=rows.dtype, device=rows.device)
-    _move(rows, slabs, offsets, counts, slab_rows, pack=True)
-    return slabs
+    _move(rows, out, offsets, counts, out.shape[1], pack=True)
 
 
 def from_slabs(slabs: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -1,0 +1,248 @@
+"""What a door costs: the calls of deep_ep.Buffer and of fused_a2a beside the layer's own, the same rows and bits.
+
+    python tests/bench/bench_doors.py --ranks 4 --csv docs/benchmarks/results/doors.csv
+    python tests/bench/bench_doors.py --ranks 2 --tokens 16 --hidden 64 --experts 8 --iters 2     # CPU, to try it
+
+Providers: triton_ep, expert-major rows (`mode` ...-expert-major) and compact ones (...-compact); deep_ep, the door; and
+megatron, forward and backward of fused_dispatch and fused_combine. Each door is checked against the layer, bit for bit,
+before it is timed, and timed in turns with it. Columns and method: docs/benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+if __name__ in ("__main__", "__mp_main__"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+
+from triton_ep import distributed as ep_distributed
+from triton_ep.bench import rows as bench_rows
+from triton_ep.bench.origins import coded_rows
+from triton_ep.bench.providers import meet_by_collective
+from triton_ep.bench.routing import uniform_idx
+from triton_ep.bench.timing import Timer, Timing, over_ranks, slowest
+from triton_ep.integrations import megatron
+from triton_ep.integrations.deep_ep import Buffer, release
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.runtime import INTERPRETING
+
+TURNS = 3
+BOUND = 1.05  # a door may take this much of the layer's time
+
+Calls = dict[tuple[str, str, str], Callable[[], object]]
+"""(op, provider, kind of rows) -> what is timed."""
+
+
+class WrongResult(Exception):
+    """A door does not compute what the layer does."""
+
+
+def _same(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    if not torch.equal(got, expected):
+        raise WrongResult(f"{what} of the door differs from the layer's.")
+
+
+def _calls(args: argparse.Namespace, layer: EPAll2AllLayer, device: torch.device) -> Calls:
+    """All calls, checked against each other."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    x = coded_rows(rank, args.tokens, args.hidden, 0, device)
+    idx = uniform_idx(rank, args.tokens, args.topk, args.experts, 0).to(device).long()
+    weights = torch.rand(idx.shape, generator=torch.Generator().manual_seed(rank)).to(device)
+    buffer = Buffer(group, Buffer.get_dispatch_config(ranks).get_nvl_buffer_size_hint(2 * args.hidden, ranks))
+    per_expert = buffer.get_dispatch_layout(idx, args.experts)[2]
+
+    def door_dispatch() -> tuple[torch.Tensor, ...]:
+        per_rank, per_node, counts, in_rank, _ = buffer.get_dispatch_layout(idx, args.experts)
+        return buffer.dispatch(
+            x,
+            topk_idx=idx,
+            topk_weights=weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=counts,
+        )
+
+    recv_x, recv_weights, desc = layer.dispatch(x, idx, weights)
+    assert recv_weights is not None
+    rows = layer.dispatch_compact(x, idx, weights)
+    assert rows.topk_weights is not None
+    door_x, door_idx, door_weights, door_counts, handle, _ = door_dispatch()
+    _same("recv_x", door_x, rows.x)
+    _same("recv_topk_idx", door_idx, rows.topk_idx)
+    _same("recv_topk_weights", door_weights, rows.topk_weights)
+    if door_counts != desc.num_recv_tokens_per_expert.tolist():
+        raise WrongResult("rows per expert differ from the layer's.")
+    combined, back, _ = buffer.combine(door_x, handle, topk_weights=door_weights)
+    _same("combine", combined, layer.combine(rows.x, rows.layout_desc))
+    _same("topk_weights of combine", back, weights)
+    _same("dispatch with a handle", buffer.dispatch(x, handle=handle)[0], rows.x)
+
+    probs, leaf = weights.clone().requires_grad_(), x.clone().requires_grad_()
+
+    def fused() -> torch.Tensor:
+        rows, _, _, _, handle = megatron.fused_dispatch(leaf, idx, probs, args.experts, group, True, True)
+        return megatron.fused_combine(rows, group, handle, True, True)[0]
+
+    def fused_both() -> None:
+        leaf.grad = probs.grad = None
+        fused().backward(x)
+
+    _same("fused_combine", fused().detach(), combined)
+    return {
+        ("dispatch", "triton_ep", "expert-major"): lambda: layer.dispatch(x, idx, weights),
+        ("dispatch", "triton_ep", "compact"): lambda: layer.dispatch_compact(x, idx, weights),
+        ("dispatch", "deep_ep", "compact"): lambda: buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, num_tokens_per_expert=per_expert
+        ),
+        ("layout+dispatch", "deep_ep", "compact"): door_dispatch,
+        ("combine", "triton_ep", "expert-major"): lambda: layer.combine(recv_x, desc),
+        ("combine", "triton_ep", "compact"): lambda: layer.combine(rows.x, rows.layout_desc),
+        ("combine", "deep_ep", "compact"): lambda: buffer.combine(door_x, handle),
+        ("dispatch-again", "triton_ep", "compact"): lambda: layer.dispatch_compact_again(x, rows.layout_desc),
+        ("dispatch-again", "deep_ep", "compact"): lambda: buffer.dispatch(x, handle=handle),
+        ("roundtrip", "triton_ep", "expert-major"): lambda: layer.combine(*layer.dispatch(x, idx, weights)[::2]),
+        ("roundtrip", "triton_ep", "compact"): lambda: _round(layer, x, idx, weights),
+        ("roundtrip", "deep_ep", "compact"): lambda: _door_round(buffer, door_dispatch),
+        ("roundtrip", "megatron", "compact"): lambda: fused(),
+        ("forward+backward", "megatron", "compact"): fused_both,
+    }
+
+
+def _round(layer: EPAll2AllLayer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    rows = layer.dispatch_compact(x, idx, weights)
+    return layer.combine(rows.x, rows.layout_desc)
+
+
+def _door_round(buffer: Buffer, dispatch: Callable[[], tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    recv_x, _, _, _, handle, _ = dispatch()
+    return buffer.combine(recv_x, handle)[0]
+
+
+def _joined(timings: list[Timing]) -> Timing:
+    """The turns of one call as one: medians of each figure."""
+    columns = [asdict(timing) for timing in timings]
+    return replace(timings[0], **{name: statistics.median(c[name] for c in columns) for name in columns[0]})
+
+
+def run(args: argparse.Namespace) -> None:
+    """What a rank does."""
+    rank, ranks = ep_distributed.initialize_distributed(timeout_s=300)
+    device, per_node = ep_distributed.current_heap().device, ep_distributed.local_world_size()
+    environment = bench_rows.environment(args.commit, gpus=not INTERPRETING)
+    timer = Timer(device, args.iters, args.warmup)
+    Buffer.set_num_sms(args.num_sm)
+    with EPAll2AllLayer(
+        dist.group.WORLD,
+        args.tokens,
+        args.hidden,
+        args.topk,
+        rank,
+        args.experts,
+        per_node,
+        ranks,
+        num_sm=args.num_sm,
+        enable_local_combine=per_node == ranks,
+        timeout_s=120.0,
+    ) as layer:
+        calls = _calls(args, layer, device)
+        timings: dict[tuple[str, str, str], list[Timing]] = {name: [] for name in calls}
+        for _ in range(TURNS):
+            for name, call in calls.items():
+                times = timer.times(lambda _, call=call: call(), lambda: meet_by_collective(device))
+                timings[name].append(over_ranks(times))
+        hosts = {
+            name: slowest(timer.host_time(lambda _, call=call: call(), lambda: meet_by_collective(device)))
+            for name, call in calls.items()
+        }
+        layer.check()
+    release()
+    if rank == 0:
+        _report(args, ranks, per_node, environment, {name: _joined(t) for name, t in timings.items()}, hosts)
+    ep_distributed.finalize_distributed()
+
+
+def _report(
+    args: argparse.Namespace,
+    ranks: int,
+    per_node: int,
+    environment: bench_rows.Row,
+    timings: dict[tuple[str, str, str], Timing],
+    hosts: dict[tuple[str, str, str], float | None],
+) -> None:
+    how = "interpreted" if INTERPRETING else "jit"
+    found = []
+    for (op, provider, kind), timing in timings.items():
+        host = hosts[op, provider, kind]
+        found.append(
+            bench_rows.make_row(
+                {
+                    "op": op,
+                    "provider": provider,
+                    "mode": f"{how}-exact-sm{args.num_sm}-{kind}",
+                    "payload": "bf16",
+                    "nodes": ranks // per_node,
+                    "ranks": ranks,
+                    "tokens": args.tokens,
+                    "hidden": args.hidden,
+                    "topk": args.topk,
+                    "experts": args.experts,
+                    "routing": "uniform:0",
+                    "iters": args.iters * TURNS,
+                    "host_us": "" if host is None else f"{host:.1f}",
+                    **{name: f"{value:.1f}" for name, value in asdict(timing).items()},
+                    **environment,
+                }
+            )
+        )
+    print(bench_rows.table(found))
+    for op, provider in (
+        ("dispatch", "deep_ep"),
+        ("layout+dispatch", "deep_ep"),
+        ("combine", "deep_ep"),
+        ("dispatch-again", "deep_ep"),
+        ("roundtrip", "deep_ep"),
+        ("roundtrip", "megatron"),
+    ):
+        core = timings[op.removeprefix("layout+"), "triton_ep", "compact"].median_us
+        ratio = timings[op, provider, "compact"].median_us / core
+        verdict = "within" if ratio < BOUND else "ABOVE"
+        print(f"{op} of {provider}: {ratio:.3f} of the layer's compact one, {verdict} {BOUND}")
+    for op in ("dispatch", "combine", "roundtrip"):
+        ratio = timings[op, "triton_ep", "compact"].median_us / timings[op, "triton_ep", "expert-major"].median_us
+        print(f"{op} of compact rows: {ratio:.3f} of expert-major ones")
+    if args.csv is not None:
+        bench_rows.append_rows(args.csv, found)
+
+
+def main() -> None:
+    """Start the ranks, unless torchrun or another launcher has."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--num-sm", type=int, default=24)
+    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--commit", default=bench_rows.commit_of_checkout() or "unknown", help="of the rows")
+    args = parser.parse_args()
+    if ep_distributed.launched_by() == "none":
+        ep_distributed.run_ranks(run, args.ranks, args)
+    else:
+        run(args)
+
+
+if __name__ == "__main__":
+    main()

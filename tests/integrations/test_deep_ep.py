@@ -1,0 +1,309 @@
+"""The deep_ep door: rows, ids, weights, sums and gradients' way back against the plain-torch reference; its errors."""
+
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_ep.distributed import current_heap
+from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.integrations import deep_ep as door
+from triton_ep.reference import compact as reference
+from triton_ep.reference import dispatch as dispatch_reference
+from triton_ep.testing import Workload, apply_expert, make_workload
+
+HIDDEN, TOPK, EXPERTS = 40, 3, 3  # experts per rank
+TOKENS = ((7, 0, 5, 9), (4, 11, 0, 6), (90, 3, 8, 1))  # of three batches, per rank; the last one makes layers grow
+
+
+def works_of(world_size: int, batch: int, **options: Any) -> list[Workload]:
+    """What every rank dispatches."""
+    return [
+        make_workload(
+            rank,
+            world_size,
+            TOKENS[batch][rank % 4],
+            hidden=HIDDEN,
+            topk=TOPK,
+            num_experts=EXPERTS * world_size,
+            seed=batch,
+            idx_dtype=torch.int64,
+            **options,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def equal(got: torch.Tensor | None, expected: torch.Tensor) -> None:
+    """The same bits, and the same dtype."""
+    assert got is not None
+    assert got.dtype == expected.dtype
+    assert torch.equal(got.cpu(), expected)
+
+
+def make_buffer(**options: Any) -> door.Buffer:
+    """A buffer over the world for rows of HIDDEN bf16 elements."""
+    ranks = dist.get_world_size()
+    size = door.Buffer.get_dispatch_config(ranks).get_nvl_buffer_size_hint(HIDDEN * 2, ranks)
+    return door.Buffer(dist.group.WORLD, size, 0, **options)
+
+
+@dataclass
+class _Sent:
+    """A dispatch and what it should have been."""
+
+    work: Workload
+    results: list[reference.CompactResult]
+    handle: Any
+
+
+def _dispatch(buffer: door.Buffer, rank: int, batch: int, asynchronous: bool) -> _Sent:
+    world_size, num_experts = buffer.group_size, EXPERTS * buffer.group_size
+    works = works_of(world_size, batch)
+    xs, idxs, weights = map(list, zip(*((w.x, w.topk_idx, w.topk_weights) for w in works), strict=True))
+    # DeepEP knows -1 alone as the mark of a dropped entry.
+    idxs = [torch.where(idx == num_experts, -1, idx) for idx in idxs]
+    results = [reference.dispatch(xs, idxs, weights, r, num_experts) for r in range(world_size)]
+    device, mine, expected = current_heap().device, works[rank], results[rank]
+    idx = idxs[rank].to(device)
+    previous = door.Buffer.capture() if asynchronous else None
+    order = {"previous_event": previous, "async_finish": asynchronous, "allocate_on_comm_stream": asynchronous}
+    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(idx, num_experts, **order)
+    owner = torch.where(idxs[rank] >= 0, idxs[rank] // EXPERTS, -1)
+    goes = torch.stack([(owner == r).any(1) for r in range(world_size)], 1)
+    equal(in_rank, goes)
+    equal(per_rank, goes.sum(0).int())
+    equal(per_expert, torch.bincount(idxs[rank][idxs[rank] >= 0], minlength=num_experts).int())
+    order["previous_event"] = event
+    recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+        mine.x.to(device),
+        topk_idx=idx,
+        topk_weights=mine.topk_weights.to(device),
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        expert_alignment=4 if batch == 1 else 1,
+        **order,
+    )
+    event.current_stream_wait()
+    equal(recv_x, expected.recv_x)
+    equal(recv_idx, expected.recv_topk_idx)
+    equal(recv_weights, expected.recv_topk_weights)
+    real = expected.num_recv_tokens_per_expert
+    assert counts == (((real + 3) // 4 * 4) if batch == 1 else real).tolist()
+    return _Sent(Workload(mine.x, idxs[rank], mine.topk_weights), results, handle)
+
+
+def _combine(buffer: door.Buffer, rank: int, sent: _Sent, asynchronous: bool) -> None:
+    device, num_experts = current_heap().device, EXPERTS * buffer.group_size
+    order = {"previous_event": door.Buffer.capture() if asynchronous else None, "async_finish": asynchronous}
+    ys = [(result.recv_x.float() * (1 + r / 4)).bfloat16() for r, result in enumerate(sent.results)]
+    first_k = reference.first_choice(sent.work.topk_idx, num_experts, buffer.group_size)
+    out, weights, event = buffer.combine(
+        ys[rank].to(device), sent.handle, topk_weights=sent.results[rank].recv_topk_weights.to(device), **order
+    )
+    event.current_stream_wait()
+    equal(out, reference.combine(ys, sent.results, rank, first_k, torch.bfloat16))
+    equal(weights, torch.where(sent.work.topk_idx >= 0, sent.work.topk_weights, 0.0))
+    again, *nothing, event = buffer.dispatch((sent.work.x * 2).to(device), handle=sent.handle, **order)
+    event.current_stream_wait()
+    assert nothing == [None] * 4
+    equal(again, sent.results[rank].recv_x * 2)
+
+
+def _check_three_live(rank: int, nodes: int, ranks_per_node: int, asynchronous: bool) -> None:
+    buffer = make_buffer()
+    first, second = (_dispatch(buffer, rank, batch, asynchronous) for batch in (0, 1))
+    _combine(buffer, rank, first, asynchronous)
+    third = _dispatch(buffer, rank, 2, asynchronous)  # more tokens than before
+    buffer = make_buffer()  # as frameworks do; handles of the one before stay good
+    _combine(buffer, rank, second, asynchronous)
+    _combine(buffer, rank, third, asynchronous)
+    door.release()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_three_live_handles_equal_the_reference(run_ranks, nodes, ranks_per_node):
+    """F0 F1 B0 F2 B1 B2: rows, ids, weights, counts, sums, rows by a handle; bit for bit."""
+    run_ranks(_check_three_live, nodes, ranks_per_node, False)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
+def test_three_live_handles_on_a_stream_of_their_own(run_ranks, nodes, ranks_per_node):
+    """The same with async_finish and events, among four ranks, one of them without tokens."""
+    run_ranks(_check_three_live, nodes, ranks_per_node, True)
+
+
+def _check_worst(rank: int, nodes: int, ranks_per_node: int) -> None:
+    buffer = make_buffer()
+    sent = _dispatch(buffer, rank, 0, False)
+    device, expected = current_heap().device, sent.results[rank]
+    arrived = expected.recv_x.shape[0]
+    recv_x, recv_idx, _, counts, handle, _ = buffer.dispatch(
+        sent.work.x.to(device),
+        topk_idx=sent.work.topk_idx.to(device),
+        topk_weights=sent.work.topk_weights.to(device),
+        num_tokens_per_expert=torch.zeros(EXPERTS * buffer.group_size, dtype=torch.int32, device=device),
+        num_worst_tokens=30,
+        config=door.Config(20),
+    )
+    assert recv_x.shape[0] == 30
+    assert counts == []
+    equal(recv_x[:arrived], expected.recv_x)
+    equal(recv_idx[:arrived], expected.recv_topk_idx)
+    assert (recv_idx[arrived:] == -1).all()
+    out, _, _ = buffer.combine(recv_x, handle)
+    again, _, _ = buffer.combine(expected.recv_x.to(device), sent.handle)
+    equal(out, again.cpu())
+    door.release()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_worst_case_rows_need_no_host(run_ranks, nodes, ranks_per_node):
+    """num_worst_tokens rows on every rank, of which those that arrived are the same ones."""
+    run_ranks(_check_worst, nodes, ranks_per_node)
+
+
+def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
+    ranks, most = nodes * ranks_per_node, 12
+    num_experts, device = EXPERTS * ranks, current_heap().device
+    size = door.Buffer.get_low_latency_rdma_size_hint(most, HIDDEN, ranks, num_experts)
+    buffer = door.Buffer(dist.group.WORLD, 0, size, low_latency_mode=True)
+    buffer.clean_low_latency_buffer(most, HIDDEN, num_experts)
+    for batch, mode in enumerate(("plain", "hook", "async")):
+        works = works_of(ranks, min(batch, 1))
+        xs, idxs, weights = map(list, zip(*((w.x, w.topk_idx, w.topk_weights) for w in works), strict=True))
+        expected = [dispatch_reference.dispatch(xs, idxs, weights, r, num_experts) for r in range(ranks)]
+        idx, topk_weights = idxs[rank].to(device), weights[rank].to(device)
+        how: dict[str, Any] = {"return_recv_hook": mode == "hook", "async_finish": mode == "async"}
+        stats = torch.ones(EXPERTS, dtype=torch.int32, device=device)
+        slabs, count, handle, event, hook = buffer.low_latency_dispatch(
+            xs[rank].to(device), idx, most, num_experts, stats, use_fp8=False, **how
+        )
+        hook()
+        event.current_stream_wait()
+        real = expected[rank].num_recv_tokens_per_expert
+        equal(count, real)
+        equal(stats, real + 1)
+        assert slabs.shape == (EXPERTS, ranks * most, HIDDEN)
+        starts = expected[rank].expert_offsets.tolist()
+        for local, (start, n) in enumerate(zip(starts, real.tolist(), strict=False)):
+            equal(slabs[local, :n], expected[rank].recv_x[start : start + n])
+        lent = buffer.get_next_low_latency_combine_buffer(handle)
+        for local in range(EXPERTS):
+            lent[local] = apply_expert(slabs[local], rank * EXPERTS + local)
+        into = torch.empty_like(xs[rank], device=device) if mode == "hook" else None
+        out, event, hook = buffer.low_latency_combine(lent, idx, topk_weights, handle, zero_copy=True, out=into, **how)
+        hook()
+        event.current_stream_wait()
+        assert into is None or out is into
+        kept = (idxs[rank] >= 0) & (idxs[rank] < num_experts)
+        terms = torch.stack(
+            [apply_expert(xs[rank], idxs[rank][:, k].clamp(0, num_experts - 1)).float() for k in range(TOPK)], 1
+        )
+        terms *= torch.where(kept, weights[rank], 0.0).unsqueeze(2)
+        # Sums of a rank are rounded on their way, and the sum of the ranks once more.
+        bound = torch.finfo(torch.bfloat16).eps * terms.abs().sum(1)
+        assert ((out.cpu().float() - terms.sum(1)).abs() <= bound).all()
+    with pytest.raises(InputError, match="use_fp8=False"):
+        buffer.low_latency_dispatch(xs[rank].to(device), idx, most, num_experts)
+    with pytest.raises(ConfigError, match="num_rdma_bytes"):
+        buffer.low_latency_dispatch(xs[rank].to(device), idx, 10 * most, num_experts, use_fp8=False)
+    with pytest.raises(ConfigError, match="num_nvl_bytes=0"):
+        buffer.dispatch(xs[rank].to(device), handle)
+    with pytest.raises(StaleHandleError):
+        buffer.low_latency_combine(lent, idx, topk_weights, object())
+    buffer.destroy()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_low_latency_calls(run_ranks, nodes, ranks_per_node):
+    """Slabs hold each expert's rows in order, and come back weighed and summed; at once, by hook, on a stream."""
+    run_ranks(_check_low_latency, nodes, ranks_per_node)
+
+
+def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine, other = pair[rank // 2], pair[1 - rank // 2]
+    for group in (None, "ep", other):
+        with pytest.raises(ConfigError, match="no process group"):
+            door.Buffer(group, 1 << 20)
+    buffer = make_buffer()
+    sent = _dispatch(buffer, rank, 0, False)
+    device = current_heap().device
+    x, idx = sent.work.x.to(device), sent.work.topk_idx.to(device)
+    counts = torch.zeros(EXPERTS * buffer.group_size, dtype=torch.int32, device=device)
+    wide = torch.zeros(x.shape[0], HIDDEN + 8, dtype=x.dtype, device=device)
+    with pytest.raises(ConfigError, match=f"{HIDDEN * 2 + 16} bytes.*up to {HIDDEN * 2}"):
+        buffer.dispatch(wide, topk_idx=idx, num_tokens_per_expert=counts)
+    with pytest.raises(InputError, match="must have shape"):
+        buffer.dispatch(x[:, :32].contiguous(), handle=sent.handle)  # another size than the handle's
+    with pytest.raises(InputError, match="must have shape"):
+        buffer.combine(torch.zeros(1 + 10**4, HIDDEN, dtype=x.dtype, device=device), sent.handle)
+    with pytest.raises(InputError, match="pair"):
+        buffer.dispatch((x, x), handle=sent.handle)
+    with pytest.raises(InputError, match="topk_idx"):
+        buffer.dispatch(x)
+    with pytest.raises(InputError, match="Pass one"):
+        buffer.dispatch(x, handle=sent.handle, topk_idx=idx)
+    with pytest.raises(InputError, match="bias"):
+        buffer.combine(x, sent.handle, bias=x)
+    with pytest.raises(InputError, match="multiple of the 4 ranks"):
+        buffer.get_dispatch_layout(idx, 10)
+    small = door.Buffer(mine, buffer.num_nvl_bytes)
+    for handle in (sent.handle, (1, 2), None):
+        with pytest.raises(StaleHandleError, match="another group" if handle is sent.handle else "handle"):
+            small.combine(x, handle)
+    with pytest.raises(ConfigError, match="even"):
+        door.Buffer.set_num_sms(3)
+    buffer.destroy()
+    buffer.destroy()
+    for call in (lambda: buffer.dispatch(x, handle=sent.handle), lambda: buffer.combine(x, sent.handle)):
+        with pytest.raises(FinalizedError, match="destroyed"):
+            call()
+    fresh = make_buffer()
+    with pytest.raises(FinalizedError):
+        fresh.dispatch(x, handle=sent.handle)
+    _dispatch(fresh, rank, 0, False)
+    door.release()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
+def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
+    """Unknown groups, rows of another size, other groups' and no handles, a freed buffer: never worked around."""
+    run_ranks(_check_errors, nodes, ranks_per_node)
+
+
+def test_install_makes_the_names_importable():
+    """`from deep_ep import ...` as frameworks write it, and not over another package of that name."""
+    saved = {name: sys.modules.pop(name) for name in ("deep_ep", "deep_ep.utils") if name in sys.modules}
+    try:
+        door.install()
+        door.install()
+        from deep_ep import Buffer, Config, HybridEPBuffer, topk_idx_t
+        from deep_ep.utils import EventHandle, EventOverlap
+
+        assert Buffer is door.Buffer
+        assert HybridEPBuffer is door.HybridEPBuffer
+        assert topk_idx_t == torch.int64
+        with EventOverlap(EventHandle()) as event:
+            event.current_stream_wait()
+        assert Config(24).get_nvl_buffer_size_hint(14336, 8) >= Config().get_nvl_buffer_size_hint(7168, 8) > 0
+        door.uninstall()
+        assert "deep_ep" not in sys.modules
+        sys.modules["deep_ep"] = types.ModuleType("deep_ep")
+        with pytest.raises(ConfigError, match="imported already"):
+            door.install()
+        del sys.modules["deep_ep"]
+    finally:
+        door.uninstall()
+        sys.modules.update(saved)

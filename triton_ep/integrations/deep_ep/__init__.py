@@ -1,0 +1,70 @@
+"""A drop-in for the package `deep_ep`: its names and calling conventions over EPAll2AllLayer.
+
+    deep_ep                                     here
+    Buffer(group, num_nvl_bytes, ...)           layers over `group`, made when a call first needs one: by row size,
+                                                  top-k, experts and num_sms
+    Buffer.dispatch(x, topk_idx=, ...)          layer.dispatch_compact: one row per (token, rank), local expert ids, -1
+    Buffer.dispatch(x, handle=)                 layer.dispatch_compact_again: the host waits for nothing
+    Buffer.combine(x, handle)                   layer.combine, a plain sum over ranks in float32
+    ... topk_weights=                           layer.combine_topk
+    Buffer.low_latency_dispatch, _combine       a layer with low_latency=True, and a slab of rows per expert
+    HybridEPBuffer                              triton_ep.integrations.hybrid_ep
+    deep_ep.utils.EventHandle, EventOverlap     triton_ep.EPEvent
+
+`install()` makes `import deep_ep` find this module. Source: deep_ep/buffer.py of DeepEP, version 1;
+docs/how-to/deep-ep.md has the details.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from triton_ep.errors import ConfigError
+from triton_ep.integrations.deep_ep import utils
+from triton_ep.integrations.deep_ep.buffer import Buffer
+from triton_ep.integrations.deep_ep.config import Config
+from triton_ep.integrations.deep_ep.layers import release
+from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap
+from triton_ep.integrations.hybrid_ep import HybridEPBuffer
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EventHandle",
+    "EventOverlap",
+    "HybridEPBuffer",
+    "install",
+    "release",
+    "topk_idx_t",
+    "uninstall",
+    "utils",
+]
+
+topk_idx_t = torch.int64
+"""Dtype of expert ids that frameworks ask for; int32 is taken as well."""
+
+
+def install() -> None:
+    """Make `import deep_ep` and `import deep_ep.utils` find this module; idempotent. Before the framework's own import.
+
+    Raises:
+        ConfigError: another `deep_ep` has been imported already.
+    """
+    this = sys.modules[__name__]
+    found = sys.modules.get("deep_ep")
+    if found is not None and found is not this:
+        raise ConfigError(
+            f"deep_ep has been imported already, from {getattr(found, '__file__', None)}. Call install() before "
+            "anything imports it."
+        )
+    sys.modules["deep_ep"] = this
+    sys.modules["deep_ep.utils"] = utils
+
+
+def uninstall() -> None:
+    """Undo `install` for imports to come; idempotent."""
+    for name, module in (("deep_ep", sys.modules[__name__]), ("deep_ep.utils", utils)):
+        if sys.modules.get(name) is module:
+            del sys.modules[name]

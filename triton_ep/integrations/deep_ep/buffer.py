@@ -1,0 +1,374 @@
+"""deep_ep.Buffer over EPAll2AllLayer: dispatch and combine of rows that arrive once per rank."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_ep._compact import CompactRows
+from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
+from triton_ep.integrations.deep_ep.config import Config, longest_row
+from triton_ep.integrations.deep_ep.layers import Kind, layers_of
+from triton_ep.integrations.deep_ep.low_latency import LowLatencyCalls
+from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, to_ep_event, to_overlap
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.ops.compact import token_layout
+
+_numbers = itertools.count()
+Dispatched = tuple[
+    torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int] | None, "DispatchHandle | None", EventOverlap
+]
+
+
+@dataclass(frozen=True)
+class DispatchHandle:
+    """What a dispatch leaves to its combine and to later dispatches by the same routing. Opaque.
+
+    Any number may be live, in any order. It stays good when the buffer that made it is dropped, until its memory is
+    freed (`Buffer.destroy`, `release`).
+    """
+
+    layer: EPAll2AllLayer
+    layout_desc: EPAllToAllLayoutDesc
+
+
+class Buffer(LowLatencyCalls):
+    """Dispatch and combine in DeepEP's calling convention. All calls but the static ones are collective.
+
+    Letters: T tokens of this rank (any number, different on every rank, zero too), K top-k, W ranks, E experts over all
+    ranks, e of this one, H hidden, R received rows.
+
+    Args:
+        group: process group, any sub-group of the world.
+        num_nvl_bytes: says how long rows may be: what `Config.get_nvl_buffer_size_hint` returns for them. Memory is
+            taken by the first call that needs it, for the tokens that there are.
+        num_rdma_bytes: at least `get_low_latency_rdma_size_hint(...)` for low-latency calls.
+        low_latency_mode: allows the low-latency calls.
+        explicitly_destroy: kept as told. Memory is freed by `destroy` in any case, never by a destructor.
+        timeout_s: bound of every wait, in seconds.
+
+    The other arguments are settings of a transport that does not exist here; they are accepted and change nothing.
+
+    Raises:
+        ConfigError: an unknown group, or one that this process is not in; sizes that cannot work.
+        EPError: `triton_ep.initialize_distributed` has not been called.
+    """
+
+    num_sms: int = 20
+    """Programs of the exchange in calls without `config`."""
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        *,
+        timeout_s: float = 30.0,
+    ) -> None:
+        if enable_shrink:
+            raise ConfigError(
+                "enable_shrink=True masks ranks that do not answer; here they raise WaitTimeout. Pass False."
+            )
+        self.group = group
+        self._layers = layers_of(group)
+        self._layers.timeout_s = timeout_s
+        self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self._number = next(_numbers)
+        self._closed = False
+        self._latest: EPAll2AllLayer | None = None
+
+    # --- life and settings ------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Free the memory that no other buffer of the group used. Collective, idempotent; no call may follow."""
+        if not self._closed:
+            self._layers.free(self._number)
+        self._closed = True
+
+    @property
+    def is_open(self) -> bool:
+        """False after `destroy`."""
+        return not self._closed
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: kernels are compiled for the GPU they run on."""
+        return True
+
+    @classmethod
+    def set_num_sms(cls, new_num_sms: int) -> None:
+        """Programs of the exchange in calls to come; another number takes layers of its own.
+
+        Raises:
+            ConfigError: an odd number, or none.
+        """
+        if new_num_sms < 2 or new_num_sms % 2:
+            raise ConfigError(f"set_num_sms got {new_num_sms}; it must be an even number of at least 2.")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The point that the current stream has come to."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Settings for `dispatch` with any number of ranks."""
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """Settings for `combine` with any number of ranks."""
+        return Config(Buffer.num_sms)
+
+    def get_comm_stream(self) -> torch.cuda.Stream | None:
+        """Stream of the calls with `async_finish` that came last; None on the CPU.
+
+        Raises:
+            InputError: no call has been made yet.
+        """
+        if self._latest is None:
+            raise InputError("get_comm_stream: streams belong to layers, and no call has made one yet. Dispatch first.")
+        return self._latest.comm_stream
+
+    # --- calls ------------------------------------------------------------------------------------------
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Where the tokens of this rank go. Local; `dispatch` needs of it the length of the third only.
+
+        Args:
+            topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped.
+            num_experts: E.
+
+        Returns:
+            Tokens per rank [W] int32, tokens per node [N] int32 (None with one node), entries per expert [E] int32,
+            [T, W] bool which token goes where, and the event.
+
+        Raises:
+            InputError: ids that are no such table, or experts that the ranks cannot share alike.
+        """
+        self._check_open()
+        _check_ids(topk_idx)
+        if num_experts < 1 or num_experts % self.group_size:
+            raise InputError(f"num_experts is {num_experts}; it must be a multiple of the {self.group_size} ranks.")
+        if previous_event is not None:
+            previous_event.current_stream_wait()
+        per_node = self._layers.ranks_per_node
+        found = token_layout(topk_idx, num_experts, self.group_size, per_node)
+        nodes = None if per_node == self.group_size else found.tokens_per_node
+        event = Buffer.capture() if async_finish else EventOverlap()
+        return found.tokens_per_rank, nodes, found.entries_per_expert, found.in_rank, event
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        handle: DispatchHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Dispatched:
+        """Send each row once to every rank that owns one of its experts. Collective.
+
+        Args:
+            x: [T, H] bfloat16, float16 or float32, contiguous.
+            handle: of an earlier dispatch: its routing is taken, and the host waits for nothing.
+            num_tokens_per_expert: [E], from `get_dispatch_layout`; its length is E. The other three of that call are
+                counted anew, and not looked at.
+            topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped.
+            topk_weights: [T, K] float32, contiguous; on all ranks or on none.
+            expert_alignment: counts per expert are rounded up to a multiple of it; rows are not padded.
+            num_worst_tokens: n > 0: n rows on every rank, and the host waits for nothing; ids behind the arrivals are
+                -1. The first such call makes room for all tokens of all ranks, and waits for that.
+            config: its `num_sms`; None: `Buffer.num_sms`.
+            previous_event, async_finish: as `EPAll2AllLayer.dispatch`; without `async_finish` the current stream waits
+                for the event.
+            allocate_on_comm_stream: changes nothing: memory may be used and dropped on both streams.
+
+        Returns:
+            recv_x [R, H], rows by source rank, then by token; recv_topk_idx [R, K], local expert ids, -1 = elsewhere;
+            recv_topk_weights [R, K] float32, zero there; rows per local expert, a list (empty with `num_worst_tokens`);
+            the handle; the event. With `handle` only the first and the last.
+
+        Raises:
+            InputError: an argument does not fit; ids out of range, on every rank.
+            ConfigError: rows longer than the buffer was made for.
+            StaleHandleError: `handle` is of another group, or none.
+            FinalizedError: after `destroy`.
+            PeerFailed, WaitTimeout: as `EPAll2AllLayer.dispatch`.
+        """
+        self._check_open()
+        self._check_rows(x)
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise InputError(
+                    "dispatch got a handle, which has the routing, and topk_idx or topk_weights. Pass one."
+                )
+            layer = self._layer_of(handle)
+            order = self._order(previous_event, async_finish)
+            recv_x, event = layer.dispatch_compact_again(x, handle.layout_desc, **order)
+            return recv_x, None, None, None, None, to_overlap(event)
+        if topk_idx is None or num_tokens_per_expert is None:
+            raise InputError(
+                "dispatch without a handle needs topk_idx, and num_tokens_per_expert of get_dispatch_layout, whose "
+                "length says how many experts there are."
+            )
+        rows, made = self.dispatch_rows(
+            x,
+            topk_idx,
+            topk_weights,
+            num_tokens_per_expert.shape[0],
+            num_worst_tokens=num_worst_tokens,
+            config=config,
+            previous_event=previous_event,
+            async_finish=async_finish,
+        )
+        counts = rows.num_recv_tokens_per_expert or []
+        aligned = [-(-count // expert_alignment) * expert_alignment for count in counts]
+        return rows.x, rows.topk_idx, rows.topk_weights, aligned, made, to_overlap(rows.event)
+
+    def dispatch_rows(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        num_experts: int,
+        *,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+    ) -> tuple[CompactRows, DispatchHandle]:
+        """`dispatch` of a routing that nobody has counted: rows, and the handle."""
+        self._check_open()
+        self._check_rows(x)
+        _check_ids(topk_idx)
+        num_sm = Buffer.num_sms if config is None else config.num_sms
+        kind = Kind(x.dtype, x.shape[1], topk_idx.shape[1], num_experts, num_sm)
+        order = self._order(previous_event, async_finish)
+        while True:
+            layer = self._latest = self._layers.get(kind, x.shape[0], self._number)
+            try:
+                rows = layer.dispatch_compact(x, topk_idx, topk_weights, num_rows=num_worst_tokens or None, **order)
+            except CapacityError as error:
+                # The same on all ranks, before a row was sent.
+                self._layers.grow(kind, error.needed)
+                continue
+            return rows, DispatchHandle(layer, rows.layout_desc)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: DispatchHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Bring one row per (token, rank) back and sum them per token, in float32, rounded once. Collective.
+
+        Args:
+            x: [R, H], contiguous: one row per row of `recv_x`, summed over the experts of this rank.
+            handle: of that dispatch.
+            topk_weights: [R, K] float32, contiguous: brought back and summed over ranks too; on all ranks or on none.
+            bias: must be None.
+            config: changes nothing: the handle has its layer.
+
+        Returns:
+            [T, H], [T, K] float32 or None, the event.
+
+        Raises:
+            InputError: an argument does not fit.
+            StaleHandleError, FinalizedError, WaitTimeout: as `dispatch`.
+        """
+        self._check_open()
+        if bias is not None:
+            raise InputError("combine adds no bias. Add it to the result, or to the rows of one rank.")
+        layer = self._layer_of(handle)
+        order = self._order(previous_event, async_finish)
+        result = layer.combine(x, handle.layout_desc, None, **order)
+        out, event = result if async_finish else (result, None)
+        weights = None
+        if topk_weights is not None:
+            if async_finish:
+                order["previous_event"] = event
+            weights, event = layer.combine_topk(topk_weights, handle.layout_desc, **order)
+        return out, weights, to_overlap(event)
+
+    # --- checks -----------------------------------------------------------------------------------------
+
+    def _check_rows(self, x: Any) -> None:
+        if isinstance(x, tuple):
+            raise InputError(
+                "x is a pair, of quantised rows and float32 scales, which are not sent. Pass bfloat16 rows, or use "
+                'EPAll2AllLayer(payload="mxfp8").'
+            )
+        if not isinstance(x, torch.Tensor) or x.dim() != 2:
+            raise InputError("x must be a tensor of rows [T, H].")
+        longest = longest_row(self.num_nvl_bytes, self.group_size)
+        if x.shape[1] * max(x.element_size(), 2) > longest:
+            raise ConfigError(
+                f"rows of {x.shape[1] * max(x.element_size(), 2)} bytes do not fit: with num_nvl_bytes="
+                f"{self.num_nvl_bytes} this Buffer was made for up to {longest}. Make a new Buffer on all ranks, with "
+                "what Config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) says."
+            )
+
+    def _layer_of(self, handle: Any) -> EPAll2AllLayer:
+        if not isinstance(handle, DispatchHandle):
+            raise StaleHandleError(f"a handle that dispatch returned is needed, got {type(handle).__name__}.")
+        layer = handle.layer
+        if layer.context.group is not self.group:
+            raise StaleHandleError("the handle is of a dispatch over another group. Pass one of this Buffer's group.")
+        self._latest = layer
+        return layer
+
+    def _order(self, previous_event: EventOverlap | None, async_finish: bool) -> dict[str, Any]:
+        """When a call runs, in the layer's words."""
+        previous = to_ep_event(previous_event)
+        if async_finish:
+            return {"async_finish": True, "previous_event": previous}
+        if previous is not None:
+            previous.current_stream_wait()
+        return {}
+
+
+def _check_ids(topk_idx: Any) -> None:
+    if (
+        not isinstance(topk_idx, torch.Tensor)
+        or topk_idx.dim() != 2
+        or topk_idx.dtype not in (torch.int32, torch.int64)
+    ):
+        raise InputError("topk_idx must be [T, K], int64 or int32.")
+    if not topk_idx.is_contiguous():
+        raise InputError(f"topk_idx must be contiguous, got strides {topk_idx.stride()}; call .contiguous().")

@@ -1,0 +1,245 @@
+"""The low-latency calls of deep_ep.Buffer: a slab of rows per expert, two launches each way, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.integrations.deep_ep.config import low_latency_bytes
+from triton_ep.integrations.deep_ep.layers import GroupLayers, Kind
+from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.ops.compact import from_slabs, to_slabs
+
+_WEIGHTS_HIDDEN = 8
+"""Elements of the rows that only accompany weights."""
+
+
+@dataclass(frozen=True)
+class LowLatencyHandle:
+    """What a low-latency dispatch leaves to its combine. Opaque; its tensors are complete behind the hook."""
+
+    layer: EPAll2AllLayer
+    layout_desc: EPAllToAllLayoutDesc
+    kind: Kind
+
+
+class LowLatencyCalls:
+    """What `Buffer` inherits. Letters as there; M most tokens per rank, the same on all."""
+
+    group_size: int
+    num_rdma_bytes: int
+    low_latency_mode: bool
+    num_sms: int
+    _layers: GroupLayers
+    _number: int
+    _closed: bool
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """`num_rdma_bytes` of a buffer for low-latency calls of these sizes."""
+        return low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks)
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing: flags only grow, and no call leaves anything to be cleared."""
+        self._check_low_latency(num_max_dispatch_tokens_per_rank, hidden)
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:
+        """Send rows to their experts' slabs. Collective; the host waits for nothing.
+
+        Args:
+            x: [T, H] bfloat16, contiguous, T up to M.
+            topk_idx: [T, K] int64 or int32; -1 = dropped.
+            num_max_dispatch_tokens_per_rank: M, up to 512.
+            num_experts: E.
+            cumulative_local_expert_recv_stats: [e] int32, to which the counts are added.
+            use_fp8: must be False.
+            async_finish: run on the communication stream.
+            return_recv_hook: send now; the fifth, called, receives.
+
+        Returns:
+            [e, W * M, H]: the rows of each expert at the start of its slab, by source rank, then by token; the rest is
+            undefined. [e] int32, how many there are. The handle, the event, and the hook, which without
+            `return_recv_hook` does nothing.
+
+        Raises:
+            InputError: an argument does not fit; use_fp8=True.
+            ConfigError: a buffer that was not made for it, or sizes that a low-latency layer does not take.
+        """
+        if use_fp8 or round_scale or use_ue8m0:
+            raise InputError(
+                "low_latency_dispatch sends rows as they are: e4m3 with a scale per 128 values is no format of "
+                'triton_ep. Pass use_fp8=False, or use EPAll2AllLayer(payload="mxfp8", low_latency=True).'
+            )
+        if dispatch_wait_recv_cost_stats is not None:
+            raise InputError("dispatch_wait_recv_cost_stats is not filled. Pass None.")
+        if async_finish and return_recv_hook:
+            raise InputError("async_finish=True and return_recv_hook=True were asked for in one call. Choose one.")
+        most = num_max_dispatch_tokens_per_rank
+        self._check_low_latency(most, x.shape[-1])
+        kind = Kind(x.dtype, x.shape[1], topk_idx.shape[1], num_experts, self.num_sms, most)
+        layer = self._layers.get(kind, most, self._number)
+        shape = (num_experts // self.group_size, self.group_size * most, x.shape[1])
+        slabs = torch.empty(shape, dtype=x.dtype, device=x.device)
+
+        def send() -> tuple[EPAllToAllLayoutDesc, Callable[[], None]]:
+            flat, _, desc, hook = layer.dispatch(x, topk_idx, None, return_recv_hook=True)
+
+            def receive() -> None:
+                hook()
+                counts = desc.num_recv_tokens_per_expert
+                to_slabs(flat, desc.expert_offsets, counts, slabs)
+                if cumulative_local_expert_recv_stats is not None:
+                    cumulative_local_expert_recv_stats.add_(counts)
+
+            return desc, receive
+
+        desc, event, hook = _run(layer, send, (x, topk_idx, slabs), async_finish, return_recv_hook)
+        handle = LowLatencyHandle(layer, desc, kind)
+        return slabs, desc.num_recv_tokens_per_expert, handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:
+        """Bring slabs back, weigh and sum them per token. Collective; the host waits for nothing.
+
+        Rows are weighed and summed in float32 on the experts' rank, in k order, rounded for their way, and the sums of
+        the ranks are added in float32. The weights travel first, in a small dispatch of their own.
+
+        Args:
+            x: [e, W * M, H], outputs for the rows of that dispatch; contiguous.
+            topk_idx: [T, K] of that dispatch.
+            topk_weights: [T, K] float32, contiguous.
+            handle: of that dispatch.
+            use_logfmt: must be False.
+            zero_copy: changes nothing: `x` may be what `get_next_low_latency_combine_buffer` lent, or not.
+            async_finish, return_recv_hook: as in `low_latency_dispatch`.
+            out: [T, H], for the result.
+
+        Returns:
+            [T, H], the event, and the hook.
+
+        Raises:
+            InputError: an argument does not fit.
+            StaleHandleError: no handle of a low-latency dispatch.
+        """
+        self._check_open()
+        if not isinstance(handle, LowLatencyHandle):
+            raise StaleHandleError(f"a handle of low_latency_dispatch is needed, got {type(handle).__name__}.")
+        if use_logfmt:
+            raise InputError("low_latency_combine sends rows as they are. Pass use_logfmt=False.")
+        if combine_wait_recv_cost_stats is not None:
+            raise InputError("combine_wait_recv_cost_stats is not filled. Pass None.")
+        if async_finish and return_recv_hook:
+            raise InputError("async_finish=True and return_recv_hook=True were asked for in one call. Choose one.")
+        layer, desc, kind = handle.layer, handle.layout_desc, handle.kind
+        experts = desc.num_recv_tokens_per_expert.shape[0]
+        wanted = (experts, self.group_size * kind.max_tokens, kind.hidden)
+        if tuple(x.shape) != wanted or x.dtype != kind.dtype or not x.is_contiguous():
+            raise InputError(f"x must be {list(wanted)} {kind.dtype}, contiguous; got {list(x.shape)} {x.dtype}.")
+        ids = desc.topk_indices_tensor
+        if topk_idx.shape != ids.shape:
+            raise InputError(f"topk_idx is {list(topk_idx.shape)}, that of the dispatch was {list(ids.shape)}.")
+        companion = self._layers.get(
+            kind._replace(dtype=torch.bfloat16, hidden=_WEIGHTS_HIDDEN), kind.max_tokens, self._number
+        )
+        result: list[torch.Tensor] = []
+
+        def send() -> tuple[None, Callable[[], None]]:
+            flat = from_slabs(x, desc.expert_offsets, desc.num_recv_tokens_per_expert, desc.num_recv_rows)
+            nothing = torch.zeros(ids.shape[0], _WEIGHTS_HIDDEN, dtype=torch.bfloat16, device=x.device)
+            _, weights, _ = companion.dispatch(nothing, ids, topk_weights)
+            combined, hook = layer.combine(flat, desc, weights, return_recv_hook=True)
+            result.append(combined if out is None else out)
+
+            def receive() -> None:
+                hook()
+                if out is not None:
+                    out.copy_(combined)
+
+            return None, receive
+
+        tensors = (x, topk_weights, desc) if out is None else (x, topk_weights, desc, out)
+        _, event, hook = _run(layer, send, tensors, async_finish, return_recv_hook)
+        return result[0], event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """[e, W * M, H], uninitialised, for the outputs that `low_latency_combine` takes."""
+        kind, experts = handle.kind, handle.layout_desc.num_recv_tokens_per_expert.shape[0]
+        shape = (experts, self.group_size * kind.max_tokens, kind.hidden)
+        return torch.empty(shape, dtype=kind.dtype, device=handle.layout_desc.placement.device)
+
+    def _check_low_latency(self, max_tokens: int, hidden: int) -> None:
+        self._check_open()
+        if not self.low_latency_mode:
+            raise ConfigError("low-latency calls need a Buffer made with low_latency_mode=True. Make one on all ranks.")
+        needed = low_latency_bytes(max_tokens, hidden, self.group_size)
+        if self.num_rdma_bytes < needed:
+            raise ConfigError(
+                f"{max_tokens} tokens of {hidden} elements per rank need {needed} bytes, this Buffer was made with "
+                f"num_rdma_bytes={self.num_rdma_bytes}. Make one with what get_low_latency_rdma_size_hint says."
+            )
+
+    def _check_open(self) -> None:
+        """Raise if the buffer was destroyed."""
+        if self._closed:
+            raise FinalizedError(
+                "this Buffer was destroyed, its memory is freed. Make a new one on all ranks of its group."
+            )
+
+
+def _run(
+    layer: EPAll2AllLayer,
+    send: Callable[[], tuple[Any, Callable[[], None]]],
+    arguments: tuple[object, ...],
+    async_finish: bool,
+    return_recv_hook: bool,
+) -> tuple[Any, EventOverlap, Callable[[], None]]:
+    """What the sending half returns, the event, and the hook; without a hook the receiving half has been launched."""
+    if return_recv_hook:
+        result, receive = send()
+        return result, EventOverlap(), receive
+
+    def both() -> Any:
+        result, receive = send()
+        receive()
+        return result
+
+    if not async_finish:
+        return both(), EventOverlap(), _no_hook
+    result, event = layer.on_comm_stream(both, arguments)
+    return result, to_overlap(event), _no_hook
+
+
+def _no_hook() -> None:
+    """What has been received needs no second half."""

@@ -1,0 +1,58 @@
+"""deep_ep.utils: events of streams, over triton_ep.EPEvent."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from triton_ep.overlap import EPEvent
+
+__all__ = ["EventHandle", "EventOverlap"]
+
+
+class EventHandle:
+    """A point of a stream: where the current one is now, or a given one."""
+
+    def __init__(self, event: EPEvent | None = None) -> None:
+        self.ep_event = EPEvent.record() if event is None else event
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for it; the host goes on."""
+        self.ep_event.current_stream_wait()
+
+
+class EventOverlap:
+    """What calls take as `previous_event` and return last; also a context that waits at its end.
+
+    Args:
+        event: the point to wait for; None = there is none to wait for.
+        extra_tensors: kept alive with it.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for the event; nothing where there is none."""
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.current_stream_wait()
+
+
+def to_ep_event(previous: Any) -> EPEvent | None:
+    """The event in an EventOverlap; None where there is none."""
+    handle = getattr(previous, "event", None)
+    return None if handle is None else handle.ep_event
+
+
+def to_overlap(event: EPEvent | None) -> EventOverlap:
+    """An EventOverlap of an event, or of none."""
+    return EventOverlap(None if event is None else EventHandle(event))

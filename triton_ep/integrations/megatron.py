@@ -1,0 +1,225 @@
+"""megatron.core.transformer.moe.fused_a2a: its autograd functions, helpers and names over triton_ep.
+
+    megatron                                    here
+    get_buffer(group, hidden_bytes)             integrations.deep_ep.Buffer: one per process, made anew for another
+                                                  group or longer rows
+    fused_dispatch / FusedDispatch              Buffer.dispatch_rows; backward Buffer.combine with the gradient of the
+                                                  probabilities
+    fused_combine / FusedCombine                Buffer.combine; backward Buffer.dispatch with the handle, where the host
+                                                  waits for nothing
+    set_deepep_num_sms(n)                       Buffer.set_num_sms
+    hybrid_ep_dispatch, ... HybridEPCombine     integrations.megatron_hybrid
+
+An unmodified Megatron-Core uses `integrations.deep_ep.install()` instead. Source:
+megatron/core/transformer/moe/fused_a2a.py; docs/how-to/megatron.md has the argument lists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from triton_ep.integrations.deep_ep import Buffer, EventHandle, EventOverlap
+from triton_ep.integrations.deep_ep.buffer import DispatchHandle
+from triton_ep.integrations.hybrid_ep_layers import check_group
+from triton_ep.integrations.megatron_hybrid import (
+    HybridEPCombine,
+    HybridEPDispatch,
+    hybrid_ep_combine,
+    hybrid_ep_dispatch,
+    init_hybrid_ep_buffer,
+    reset_hybrid_ep_buffer,
+)
+
+__all__ = [
+    "HAVE_DEEP_EP",
+    "HAVE_HYBRIDEP",
+    "FusedCombine",
+    "FusedDispatch",
+    "HybridEPCombine",
+    "HybridEPDispatch",
+    "fused_combine",
+    "fused_dispatch",
+    "get_buffer",
+    "get_hidden_bytes",
+    "hybrid_ep_combine",
+    "hybrid_ep_dispatch",
+    "init_hybrid_ep_buffer",
+    "reset_hybrid_ep_buffer",
+    "set_deepep_num_sms",
+]
+
+HAVE_DEEP_EP = True
+HAVE_HYBRIDEP = True
+
+_buffer: Buffer | None = None
+
+
+def get_hidden_bytes(x: torch.Tensor) -> int:
+    """Bytes of a row of x [T, H]; those of 16-bit elements at least."""
+    return x.size(1) * max(x.element_size(), 2)
+
+
+def get_buffer(group: Any, hidden_bytes: int) -> Buffer:
+    """The buffer of this process; made if there is none, or if it is of another group or for shorter rows.
+
+    Handles of the one before stay good.
+
+    Raises:
+        ConfigError: an unknown group, or one that this process is not in.
+    """
+    global _buffer
+    ranks = check_group(group)
+    configs = (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks))
+    needed = max(config.get_nvl_buffer_size_hint(hidden_bytes, ranks) for config in configs)
+    usable = _buffer is not None and _buffer.is_open and _buffer.group is group and _buffer.num_nvl_bytes >= needed
+    if _buffer is None or not usable:
+        _buffer = Buffer(group, needed, 0)
+    return _buffer
+
+
+def _previous(async_finish: bool) -> EventOverlap | None:
+    return EventOverlap(EventHandle()) if async_finish else None
+
+
+class FusedDispatch(torch.autograd.Function):
+    """Rows to the ranks of their experts, one per (token, rank). Collective, and so is its backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        token_indices: torch.Tensor,
+        token_probs: torch.Tensor,
+        num_experts: int,
+        group: Any,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, DispatchHandle]:
+        """Dispatch.
+
+        Args:
+            x: [T, H], contiguous.
+            token_indices: [T, K] int64 or int32; -1 = dropped.
+            token_probs: [T, K] float32.
+            num_experts: over all ranks of the group.
+            async_finish: on the communication stream, for which the current one then waits.
+            allocate_on_comm_stream: changes nothing.
+
+        Returns:
+            recv_x [R, H], by source rank, then by token; [R, K] local expert ids, -1 = elsewhere; [R, K] float32
+            probabilities; rows per local expert, int64 on the CPU; the handle.
+
+        Raises:
+            What `integrations.deep_ep.Buffer.dispatch` raises.
+        """
+        buffer = get_buffer(group, get_hidden_bytes(x))
+        rows, handle = buffer.dispatch_rows(
+            x,
+            token_indices,
+            token_probs,
+            num_experts,
+            previous_event=_previous(async_finish),
+            async_finish=async_finish,
+        )
+        if rows.event is not None:
+            rows.event.current_stream_wait()
+        ctx.group, ctx.handle, ctx.async_finish = group, handle, async_finish
+        tokens_per_expert = torch.tensor(rows.num_recv_tokens_per_expert, dtype=torch.int64)
+        ctx.mark_non_differentiable(rows.topk_idx, tokens_per_expert)
+        return rows.x, rows.topk_idx, rows.topk_weights, tokens_per_expert, handle
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad_output: torch.Tensor,
+        grad_token_indices: Any,
+        grad_token_probs: torch.Tensor,
+        grad_tokens_per_expert: Any,
+        grad_handle: Any,
+    ) -> tuple[Any, ...]:
+        """Gradients of x, summed over ranks in float32, and of the probabilities, exact per slot."""
+        buffer = get_buffer(ctx.group, get_hidden_bytes(grad_output))
+        grad_x, grad_probs, event = buffer.combine(
+            grad_output.contiguous(),
+            ctx.handle,
+            topk_weights=grad_token_probs.float().contiguous() if ctx.needs_input_grad[2] else None,
+            previous_event=_previous(ctx.async_finish),
+            async_finish=ctx.async_finish,
+        )
+        if ctx.async_finish:
+            event.current_stream_wait()
+        return grad_x, None, grad_probs, None, None, None, None
+
+
+class FusedCombine(torch.autograd.Function):
+    """Rows back to their tokens, summed over ranks. Collective, and so is its backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: Any,
+        handle: DispatchHandle,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None]:
+        """Combine x [R, H], one row per row of the dispatch that the handle is of: [T, H], and None.
+
+        Raises:
+            What `integrations.deep_ep.Buffer.combine` raises.
+        """
+        buffer = get_buffer(group, get_hidden_bytes(x))
+        combined, _, event = buffer.combine(
+            x, handle, previous_event=_previous(async_finish), async_finish=async_finish
+        )
+        if async_finish:
+            event.current_stream_wait()
+        ctx.group, ctx.handle, ctx.async_finish = group, handle, async_finish
+        return combined, None
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor, previous_event: Any = None) -> tuple[Any, ...]:
+        """The gradient of each token, to the ranks that its rows came from; the host waits for nothing."""
+        buffer = get_buffer(ctx.group, get_hidden_bytes(grad_output))
+        grad_x, *_, event = buffer.dispatch(
+            grad_output.contiguous(),
+            handle=ctx.handle,
+            previous_event=_previous(ctx.async_finish),
+            async_finish=ctx.async_finish,
+        )
+        if ctx.async_finish:
+            event.current_stream_wait()
+        return grad_x, None, None, None, None
+
+
+def fused_dispatch(
+    x: torch.Tensor,
+    token_indices: torch.Tensor,
+    token_probs: torch.Tensor,
+    num_experts: int,
+    group: Any,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> Any:
+    """`FusedDispatch`, differentiable in x and token_probs."""
+    return FusedDispatch.apply(
+        x.contiguous(), token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
+    )
+
+
+def fused_combine(
+    x: torch.Tensor,
+    group: Any,
+    handle: DispatchHandle,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> Any:
+    """`FusedCombine`, differentiable in x: the combined rows, and None."""
+    return FusedCombine.apply(x, group, handle, async_finish, allocate_on_comm_stream)
+
+
+def set_deepep_num_sms(num_sms: int) -> None:
+    """Programs of the exchange, an even number."""
+    Buffer.set_num_sms(num_sms)
