@@ -22,6 +22,7 @@ MXFP8 = ROOT / "examples/02_mxfp8.py"
 MOE_LAYER = ROOT / "examples/03_moe_layer.py"
 TRAIN_STEP = ROOT / "examples/04_train_step.py"
 OVERLAP = ROOT / "examples/05_overlap.py"
+MEGATRON = ROOT / "examples/06_megatron.py"
 BARE = [sys.executable]
 RANKS = 4 if INTERPRETING else max(n for n in (1, 2, 4) if n <= torch.cuda.device_count())
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
@@ -103,6 +104,12 @@ def test_overlap_example_is_right_on_every_rank() -> None:
     lines = re.findall(
         rf"^rank (\d) of {RANKS}: 3 steps of 2 micro-batches, .+ are right$", _run([*BARE, OVERLAP]), re.M
     )
+    assert sorted(map(int, lines)) == list(range(RANKS))
+
+
+def test_megatron_example_has_the_bits_of_the_dense_layer() -> None:
+    """Each rank compares outputs and gradients, and says so."""
+    lines = re.findall(rf"^rank (\d) of {RANKS}: \d+ tokens, the bits of .+$", _run([*BARE, MEGATRON]), re.MULTILINE)
     assert sorted(map(int, lines)) == list(range(RANKS))
 
 
