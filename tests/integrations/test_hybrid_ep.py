@@ -137,6 +137,54 @@ def test_rows_are_those_of_an_all_gather(run_ranks, backend, nodes, ranks_per_no
     run_ranks(_check_way, nodes, ranks_per_node, way)
 
 
+def _check_by_rank(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world_size, device = nodes * ranks_per_node, current_heap().device
+    buffer = make_buffer(nodes, ranks_per_node)
+    first = rank % ranks_per_node * EXPERTS
+    for seed, ids in ((0, False), (1, True)):
+        inputs = make_inputs(world_size, seed)
+        mine = inputs[rank].to(device)
+        routing = {"routing_map": mine.routing_map, "probs": mine.probs}
+        if ids:
+            weights, idx = mine.probs.topk(TOPK)
+            idx = torch.where(mine.routing_map.gather(1, idx), idx, -1)
+            routing = {"topk_idx": idx, "topk_weights": weights, "num_of_experts": EXPERTS * world_size}
+        hidden, probs, scale, handle = buffer.dispatch(mine.hidden, **routing)
+        own = slice(rank * EXPERTS, (rank + 1) * EXPERTS)
+        wanted = [i.routing_map[:, own].any(1) for i in inputs]
+        same(hidden, torch.cat([i.hidden[w] for i, w in zip(inputs, wanted, strict=True)]))
+        same(handle[4], torch.cat([i.routing_map[w][:, own] for i, w in zip(inputs, wanted, strict=True)]))
+        assert scale is None and int(handle[3]) == hidden.shape[0] and handle[-1] == mine.hidden.shape[0]
+        want = torch.zeros(hidden.shape[0], EXPERTS * ranks_per_node)
+        want[:, first : first + EXPERTS] = torch.cat([i.probs[w][:, own] for i, w in zip(inputs, wanted, strict=True)])
+        same(probs, want)
+        again, no_probs, _, _ = buffer.dispatch(mine.hidden, handle=handle)
+        both, both_probs, _, _ = buffer.dispatch(mine.hidden, probs=mine.probs, handle=handle)
+        assert torch.equal(again, hidden) and no_probs is None
+        assert torch.equal(both, hidden) and torch.equal(both_probs, probs)
+
+        # Each row times the number of its experts here: every token comes back once per expert.
+        combined, combined_probs = buffer.combine(hidden * handle[4].sum(1, keepdim=True), probs, handle)
+        count = inputs[rank].routing_map.sum(1, keepdim=True)
+        torch.testing.assert_close(combined.cpu(), inputs[rank].hidden * count, rtol=2**-7, atol=0)
+        same(combined_probs, inputs[rank].probs)
+        assert buffer.combine(hidden, handle=handle)[1] is None
+        with pytest.raises(InputError, match="as dispatch returns them"):
+            buffer.combine(hidden, probs[:, :1], handle)
+        with pytest.raises(InputError, match="tuple of 8 items"):
+            buffer.combine_with_unpermute(hidden=hidden, handle=handle)
+    buffer.close()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (1, 4), (2, 2)])
+def test_rows_by_rank_are_those_of_an_all_gather(run_ranks, backend, nodes, ranks_per_node):
+    """One row per (token, rank), by source rank and token, which experts it is for, and back; by a handle, too."""
+    if backend == "host" and nodes * ranks_per_node > 2:
+        pytest.skip("4 ranks show no more than 2 do: they are for --backend nvshmem")
+    run_ranks(_check_by_rank, nodes, ranks_per_node)
+
+
 def _check_overflow(rank: int, nodes: int, ranks_per_node: int) -> None:
     """One expert per token: a token comes back as it is, or as zeros."""
     world_size, device = nodes * ranks_per_node, current_heap().device

@@ -22,30 +22,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from triton_ep.errors import InputError
 from triton_ep.integrations import hybrid_ep_checks as checks
 from triton_ep.integrations.hybrid_ep_checks import Routing
 from triton_ep.integrations.hybrid_ep_layers import Layers, check_group
-from triton_ep.integrations.hybrid_ep_maps import (
-    indices_to_map,
-    map_of_slots,
-    most_experts,
-    slots_of_map,
-    weights_of_slots,
-)
+from triton_ep.integrations.hybrid_ep_maps import RoutingInputs, indices_to_map, map_of_slots, weights_of_slots
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.slots import row_slots, to_slots
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
-_MOST_EXPERTS = 32  # per token, of a layer
 Permuted = tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor, tuple[Any, ...]]
 
 
-class HybridEPBuffer:
+class HybridEPBuffer(RoutingInputs):
     """Dispatch and combine in HybridEP's calling convention. All calls are collective over the group.
 
     Letters: T tokens of this rank (any number, different on every rank, zero too), E experts over all ranks, e those of
@@ -96,10 +88,8 @@ class HybridEPBuffer:
         ranks = check_group(group)
         num_sm = max((n for n in (num_sms_dispatch_api, num_sms_combine_api) if n is not None), default=None)
         self.group = group
-        self.rank, self.group_size = dist.get_rank(group), ranks
-        self.topk = topk
-        self._agreed_topk = 1
-        self.layers = Layers(
+        self.group_size = ranks
+        layers = Layers(
             group,
             hidden_dim,
             num_local_experts * ranks,
@@ -107,6 +97,7 @@ class HybridEPBuffer:
             num_of_hybrid_ep_ranks_per_nvlink_domain,
             {"num_sm": num_sm, "enable_local_combine": enable_local_combine, "timeout_s": timeout_s},
         )
+        super().__init__(layers, topk)
 
     @property
     def configurer(self) -> Any:
@@ -177,41 +168,18 @@ class HybridEPBuffer:
         checks.check_budget(num_permuted_tokens, align, non_blocking)
         sizes = (num_of_experts_per_rank, num_of_experts)
         checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
-        excess = None
-        if routing_map is not None:
-            topk = self._agree(routing_map, num_of_tokens_per_rank, non_blocking)
-            idx, excess = slots_of_map(routing_map, topk)
-            weights = None if probs is None else weights_of_slots(probs, idx)
-        else:
-            assert topk_idx is not None, "checked above"
-            topk, idx, weights = topk_idx.shape[1], topk_idx.contiguous(), topk_weights
-            if probs is not None and weights is None:
-                weights = weights_of_slots(probs, idx)
-            self._make_room(hidden.shape[0], num_of_tokens_per_rank)
-        layer = self.layers.get(hidden.dtype, topk, align, num_permuted_tokens)
-        weights = None if weights is None else weights.contiguous()
+        how = (num_of_tokens_per_rank, non_blocking)
+        idx, weights, excess = self._slots(hidden, routing_map, topk_idx, probs, topk_weights, how)
+        layer = self.layers.get(hidden.dtype, idx.shape[1], align, num_permuted_tokens)
         recv_x, recv_probs, desc = layer.dispatch(hidden.contiguous(), idx, weights)
         assert isinstance(recv_x, torch.Tensor)
         slots = None if weights is None else row_slots(layer.context, desc)
         counts = self._counts(layer, desc, non_blocking)
-        overflow = desc.overflow + excess if non_blocking and excess is not None else desc.overflow
+        overflow = desc.overflow if excess is None else desc.overflow + excess
         routing = Routing(self.layers, layer, desc, self.layers.num_experts, slots)
         arrived = desc.report[self.rank, 1]
-        made = (
-            None,
-            None,
-            None,
-            arrived,
-            None,
-            None,
-            None,
-            counts,
-            hidden.shape[0],
-            routing,
-            hidden.shape[0],
-            overflow,
-        )
-        return recv_x, recv_probs, None, counts, made
+        sizes_and_ours = (counts, hidden.shape[0], routing, hidden.shape[0], overflow)
+        return recv_x, recv_probs, None, counts, (None, None, None, arrived, None, None, None, *sizes_and_ours)
 
     def combine_with_unpermute(
         self,
@@ -258,6 +226,96 @@ class HybridEPBuffer:
         values = to_slots(layer.context, probs.contiguous(), routing.slots, desc)
         return combined, map_of_slots(values, desc.topk_indices_tensor, routing.num_experts)
 
+    def dispatch(
+        self,
+        hidden: torch.Tensor,
+        scaling_factor: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: torch.Tensor | None = None,
+        routing_map: torch.Tensor | None = None,
+        num_dispatched_tokens_tensor: torch.Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        handle: tuple[Any, ...] | None = None,
+        num_of_tokens_per_rank: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, tuple[Any, ...]]:
+        """Send each token's row once to every rank that has one of its experts; rows are not grouped by expert.
+
+        Args:
+            num_dispatched_tokens: N, the same on all ranks, where it is known; then the host waits for nothing, and
+                rows behind those that arrive are undefined. None: what arrives.
+            The others: as in `dispatch_with_permute`.
+
+        Returns:
+            (hidden [N, H], probs or None, None, handle). Rows are ordered by source rank, token. probs is [N, e * ranks
+            per node] float32, one column per expert of the node, zero but for those of this rank. handle[3]: rows that
+            arrived, on the device; handle[4]: [N, e] bool, which local experts a row is for.
+
+        Raises:
+            As `dispatch_with_permute`.
+        """
+        if handle is not None:
+            routing = checks.open_handle(self.layers, handle, None, items=8)
+            given = probs if probs is not None else topk_weights
+            if given is None:
+                rows, _ = routing.layer.dispatch_compact_again(hidden.contiguous(), routing.desc)
+                return rows, None, None, handle
+            idx, layer = routing.desc.topk_indices_tensor, routing.layer
+            weights = weights_of_slots(given, idx) if probs is not None else given
+            num_dispatched_tokens = routing.desc.num_recv_rows
+        else:
+            sizes = (None, num_of_experts)
+            checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
+            idx, weights, _ = self._slots(
+                hidden, routing_map, topk_idx, probs, topk_weights, (num_of_tokens_per_rank, False)
+            )
+            layer = self.layers.get(hidden.dtype, idx.shape[1])
+        received = layer.dispatch_compact(hidden.contiguous(), idx, weights, num_rows=num_dispatched_tokens)
+        desc, ids, experts = received.layout_desc, received.topk_idx, layer.config.num_experts_per_rank
+        mine, row_probs = indices_to_map(ids, received.topk_weights, ids.shape[0], experts)
+        if row_probs is not None:
+            node = row_probs.new_zeros(ids.shape[0], experts * layer.config.local_world_size)
+            first = self.rank % layer.config.local_world_size * experts
+            node[:, first : first + experts] = row_probs
+            row_probs = node
+        if handle is None:
+            routing = Routing(self.layers, layer, desc, self.layers.num_experts, local_ids=ids)
+            arrived, tokens = desc.report[self.rank, 1], hidden.shape[0]
+            handle = (None, None, None, arrived, mine, tokens, routing, tokens)
+        return received.x, row_probs, None, handle
+
+    def combine(
+        self, hidden: torch.Tensor, probs: torch.Tensor | None = None, handle: tuple[Any, ...] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Bring a row per (token, rank) back and sum them per token, in float32.
+
+        Args:
+            hidden: [N, H], rows summed over the experts of this rank. probs: [N, e * ranks per node] float32.
+            handle: of `dispatch`.
+
+        Returns:
+            [T, H], and with `probs` [T, E] float32.
+
+        Raises:
+            As `combine_with_unpermute`.
+        """
+        routing = checks.open_handle(self.layers, handle, None, items=8)
+        layer, desc, ids = routing.layer, routing.desc, routing.local_ids
+        assert ids is not None
+        combined = layer.combine(hidden.contiguous(), desc)
+        if probs is None:
+            return combined, None
+        nodes_experts = layer.config.num_experts_per_rank * layer.config.local_world_size
+        if probs.shape != (ids.shape[0], nodes_experts) or probs.dtype != torch.float32:
+            raise InputError(
+                f"probs must be [{ids.shape[0]}, {nodes_experts}] float32, as dispatch returns them, got "
+                f"{list(probs.shape)} {probs.dtype}."
+            )
+        first = self.rank % layer.config.local_world_size * layer.config.num_experts_per_rank
+        values, _ = layer.combine_topk(weights_of_slots(probs[:, first:], ids), desc)
+        return combined, map_of_slots(values, desc.topk_indices_tensor, routing.num_experts)
+
     # --- arguments --------------------------------------------------------------------------------------
 
     def _again(
@@ -286,39 +344,6 @@ class HybridEPBuffer:
         recv_x, recv_probs = routing.layer.dispatch_again(hidden.contiguous(), desc, weights)
         assert isinstance(recv_x, torch.Tensor)
         return recv_x, recv_probs, None, handle[7], handle
-
-    # --- sizes ------------------------------------------------------------------------------------------
-
-    def _agree(self, routing_map: torch.Tensor, slots_per_rank: int | None, non_blocking: bool) -> int:
-        """Experts per token of the layer to take, the same on all ranks; makes room for the tokens, too."""
-        tokens, experts = routing_map.shape
-        most = min(experts, _MOST_EXPERTS)
-        if non_blocking:
-            self._make_room(tokens, slots_per_rank)
-            return most if self.topk is None else self.topk
-        needed = most_experts(routing_map)
-        if self.topk is None:
-            told = torch.stack([needed, needed.new_tensor(slots_per_rank or tokens)])
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-            worst, slots_per_rank = told.tolist()
-            self._agreed_topk = max(self._agreed_topk, worst)
-        else:
-            worst = int(needed.item())
-        self._make_room(tokens, slots_per_rank)
-        limit = most if self.topk is None else self.topk
-        if worst > limit:
-            raise InputError(
-                f"a token is routed to {worst} experts, but this buffer takes {limit} per token"
-                f"{'' if self.topk is None else ' (topk)'}. Make one with a larger topk; {_MOST_EXPERTS} is the most."
-            )
-        return self._agreed_topk if self.topk is None else self.topk
-
-    def _make_room(self, tokens: int, slots_per_rank: int | None) -> None:
-        needed = tokens if slots_per_rank is None else slots_per_rank
-        if needed < tokens:
-            raise InputError(f"num_of_tokens_per_rank is {needed}, but rank {self.rank} has {tokens} tokens.")
-        if needed > self.layers.max_tokens:
-            self.layers.grow(needed + needed // 4)
 
     def _counts(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
         """[e] int64, rows of each local expert, padding included."""

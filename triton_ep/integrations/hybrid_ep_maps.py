@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+
+from triton_ep.errors import InputError
+from triton_ep.integrations.hybrid_ep_layers import Layers
+
+_MOST_EXPERTS = 32  # per token, of a layer
 
 
 def indices_to_map(
@@ -55,3 +61,71 @@ def map_of_slots(values: torch.Tensor, topk_idx: torch.Tensor, num_experts: int)
     column = torch.where(topk_idx >= 0, topk_idx, num_experts).long()
     out = torch.zeros(values.shape[0], num_experts + 1, dtype=torch.float32, device=values.device)
     return out.scatter_(1, column, values)[:, :num_experts].contiguous()
+
+
+class RoutingInputs:
+    """What a buffer makes of the routing that it is given: expert ids, weights, and layers that are large enough.
+
+    Attributes:
+        layers: of the buffer.
+        topk: most experts per token; None: calls agree on it.
+    """
+
+    def __init__(self, layers: Layers, topk: int | None) -> None:
+        self.layers = layers
+        self.topk = topk
+        self.rank = layers.rank
+        self._agreed_topk = 1
+
+    def _slots(
+        self,
+        hidden: torch.Tensor,
+        routing_map: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        probs: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        how: tuple[int | None, bool],
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Expert ids [T, K], their weights, and how many experts of tokens were more than K (None: surely none).
+
+        how: num_of_tokens_per_rank, non_blocking.
+        """
+        if routing_map is not None:
+            idx, excess = slots_of_map(routing_map, self._agree(routing_map, *how))
+            return idx, None if probs is None else weights_of_slots(probs, idx), excess if how[1] else None
+        assert topk_idx is not None, "checked before"
+        self._make_room(hidden.shape[0], how[0])
+        if probs is not None and topk_weights is None:
+            topk_weights = weights_of_slots(probs, topk_idx)
+        return topk_idx.contiguous(), None if topk_weights is None else topk_weights.contiguous(), None
+
+    def _agree(self, routing_map: torch.Tensor, slots_per_rank: int | None, non_blocking: bool) -> int:
+        """Experts per token of the layer to take, the same on all ranks; makes room for the tokens, too."""
+        tokens, experts = routing_map.shape
+        most = min(experts, _MOST_EXPERTS)
+        if non_blocking:
+            self._make_room(tokens, slots_per_rank)
+            return most if self.topk is None else self.topk
+        needed = most_experts(routing_map)
+        if self.topk is None:
+            told = torch.stack([needed, needed.new_tensor(slots_per_rank or tokens)])
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.layers.group)
+            worst, slots_per_rank = told.tolist()
+            self._agreed_topk = max(self._agreed_topk, worst)
+        else:
+            worst = int(needed.item())
+        self._make_room(tokens, slots_per_rank)
+        limit = most if self.topk is None else self.topk
+        if worst > limit:
+            raise InputError(
+                f"a token is routed to {worst} experts, but this buffer takes {limit} per token"
+                f"{'' if self.topk is None else ' (topk)'}. Make one with a larger topk; {_MOST_EXPERTS} is the most."
+            )
+        return self._agreed_topk if self.topk is None else self.topk
+
+    def _make_room(self, tokens: int, slots_per_rank: int | None) -> None:
+        needed = tokens if slots_per_rank is None else slots_per_rank
+        if needed < tokens:
+            raise InputError(f"num_of_tokens_per_rank is {needed}, but rank {self.rank} has {tokens} tokens.")
+        if needed > self.layers.max_tokens:
+            self.layers.grow(needed + needed // 4)
