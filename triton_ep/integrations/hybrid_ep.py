@@ -262,7 +262,7 @@ class HybridEPBuffer(RoutingInputs):
                 rows, _ = routing.layer.dispatch_compact_again(hidden.contiguous(), routing.desc)
                 return rows, None, None, handle
             idx, layer = routing.desc.topk_indices_tensor, routing.layer
-            weights = weights_of_slots(given, idx) if probs is not None else given
+            weights: torch.Tensor | None = weights_of_slots(given, idx) if probs is not None else given
             num_dispatched_tokens = routing.desc.num_recv_rows
         else:
             sizes = (None, num_of_experts)

@@ -1,0 +1,100 @@
+"""torchtitan's classes with triton_ep inside: triton_ep/integrations/torchtitan.py loads this when asked for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
+
+from triton_ep.errors import ConfigError
+from triton_ep.integrations.torchtitan import TokenDispatch, grouped_mm
+
+__all__ = ["TritonEPGroupedExperts", "TritonEPTokenDispatcher", "use_triton_ep"]
+
+
+class TritonEPTokenDispatcher(TokenDispatch, BaseEPTokenDispatcher):
+    """`TokenDispatch` as a torchtitan dispatcher: what goes into `RoutedExperts.Config.token_dispatcher`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HybridEPTokenDispatcher.Config):
+        """Arguments of `TokenDispatch`. A HybridEP configuration by class, whose sizes torchtitan fills by itself."""
+
+        dtype: torch.dtype = torch.bfloat16
+        payload: str | None = None
+        num_sm: int | None = None
+        local_world_size: int | None = None
+        timeout_s: float = 30.0
+
+    def __init__(self, config: Config) -> None:
+        TokenDispatch.__init__(self, **{f.name: getattr(config, f.name) for f in fields(config) if f.init})
+
+
+class TritonEPGroupedExperts(GroupedExperts):
+    """torchtitan's SwiGLU experts whose three products are triton_ep's grouped GEMM.
+
+    Rows that arrive in MXFP8 (`payload="mxfp8"`) go into the first two products as they are.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        """recipe: "bf16" or "mxfp8", of `triton_ep.integrations.torchtitan.grouped_mm`."""
+
+        recipe: str = "bf16"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.recipe = config.recipe
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """[R, D] of x's dtype; x may be an MXTensor, which the base class would cast."""
+        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        ends = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        x = x_RD if x_RD.dtype == torch.bfloat16 else x_RD.bfloat16()
+        gate = self._grouped_mm(A=x, B_t=w1.bfloat16().transpose(-2, -1), offs=ends)
+        up = self._grouped_mm(A=x, B_t=w3.bfloat16().transpose(-2, -1), offs=ends)
+        out = self._grouped_mm(A=F.silu(gate) * up, B_t=w2.bfloat16().transpose(-2, -1), offs=ends)
+        return out.to(x_RD.dtype)
+
+    def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return grouped_mm(A, B_t, offs, self.recipe)
+
+
+def use_triton_ep(model_config: Any, *, recipe: str | None = "bf16", **options: Any) -> Any:
+    """Put triton_ep into all routed experts of a model configuration, in place, before the model is built.
+
+    Args:
+        model_config: a torchtitan model configuration, or a `RoutedExperts.Config`.
+        recipe: of the experts' products; None leaves them as they are.
+        options: of `TritonEPTokenDispatcher.Config`: payload, pad_multiple, non_blocking_capacity_factor, ...
+
+    Returns:
+        model_config.
+
+    Raises:
+        ConfigError: there are no routed experts in it, or a payload with experts that cannot take it.
+    """
+    if recipe != "mxfp8" and options.get("payload") is not None:
+        raise ConfigError(f'payload={options["payload"]!r} delivers quantised rows: pass recipe="mxfp8", too.')
+    found = [config for _, config, _, _ in model_config.traverse(RoutedExperts.Config)]
+    if not found:
+        raise ConfigError(f"{type(model_config).__qualname__} has no RoutedExperts.Config in it: nothing to replace.")
+    for config in found:
+        dispatcher, experts = config.token_dispatcher, config.inner_experts
+        sizes = {"num_experts": dispatcher.num_experts, "top_k": dispatcher.top_k}
+        given = {name: getattr(dispatcher, name, None) for name in ("hidden_dim", "num_max_tokens_per_rank")}
+        config.token_dispatcher = TritonEPTokenDispatcher.Config(**{**sizes, **given, **options})
+        if recipe is None:
+            continue
+        if type(experts) is not GroupedExperts.Config:
+            raise ConfigError(
+                f"the experts are {type(experts).__qualname__}, no plain GroupedExperts: pass recipe=None, and let "
+                "their _grouped_mm call triton_ep.integrations.torchtitan.grouped_mm."
+            )
+        kept = {f.name: getattr(experts, f.name) for f in fields(experts) if f.init}
+        config.inner_experts = TritonEPGroupedExperts.Config(**kept, recipe=recipe)
+    return model_config
