@@ -1,0 +1,154 @@
+"""vLLM's modular prepare and finalize over the layer, driven in vLLM's call sequence by a stand-in for it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.integrations import vllm_stand_in as vllm
+from triton_ep import EPAll2AllLayer
+from triton_ep.distributed import current_heap
+from triton_ep.errors import ConfigError, InputError
+from triton_ep.integrations import vllm as door
+from triton_ep.testing import apply_expert, apply_experts, make_workload
+
+HIDDEN, EXPERTS, TOPK = 64, 2, 2  # experts per rank
+TOKENS = (9, 0, 5, 12)
+PLAIN = SimpleNamespace(quant_dtype=None)
+MXFP8 = SimpleNamespace(quant_dtype="mxfp8", is_scale_swizzled=False)
+FP8 = SimpleNamespace(
+    quant_dtype=torch.float8_e4m3fn, a1_scale=None, per_act_token_quant=True, block_shape=None, is_scale_swizzled=False
+)
+
+
+def _batch(rank: int, world_size: int, seed: int, topk: int = TOPK):
+    work = make_workload(
+        rank,
+        world_size,
+        TOKENS[(rank + seed) % len(TOKENS)],
+        hidden=HIDDEN,
+        topk=topk,
+        num_experts=EXPERTS * world_size,
+        seed=seed,
+    )
+    device = current_heap().device
+    ids = torch.where(work.topk_idx == EXPERTS * world_size, -1, work.topk_idx)
+    return work.x.to(device), work.topk_weights.to(device), ids.to(device)
+
+
+def _dense(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """What it must be, by torch alone, in double precision."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for k in range(ids.shape[1]):
+        kept = (ids[:, k] >= 0).cpu()
+        out[kept] += weights.cpu()[kept, k, None].double() * apply_expert(x.cpu()[kept], ids.cpu()[kept, k]).double()
+    return out
+
+
+def _check_kernel(rank: int, nodes: int, ranks_per_node: int, case: str) -> None:
+    options, quant, reduce = CASES[case]
+    world_size = nodes * ranks_per_node
+    sizes = (max(TOKENS), HIDDEN, TOPK, rank, EXPERTS * world_size, ranks_per_node, world_size)
+    with vllm.installed():
+        made = door.TritonEPPrepareAndFinalize(
+            dist.group.WORLD,
+            max_tokens=max(TOKENS),
+            hidden=HIDDEN,
+            topk=TOPK,
+            num_experts=EXPERTS * world_size,
+            local_world_size=ranks_per_node,
+            **options,
+        )
+        assert isinstance(made, vllm.FusedMoEPrepareAndFinalizeModular) and made.num_dispatchers() == world_size
+        batched = options.get("batched", False)
+        assert made.activation_format is vllm.FusedMoEActivationFormat["BatchedExperts" if batched else "Standard"]
+        assert made.max_num_tokens_per_rank() == (max(TOKENS) if batched else None) and made.output_is_reduced()
+        experts = vllm.Experts(quant, getattr(vllm, f"TopKWeightAndReduce{reduce}")(), rank * EXPERTS)
+        for seed in range(3):
+            x, weights, ids = _batch(rank, world_size, seed)
+            vllm.UBATCH.now = seed % 2  # two micro-batches, each with a layer of its own
+            out = vllm.kernel(made, experts, x, weights, ids, EXPERTS * world_size)
+            # One rounding, two with partial sums per rank, one per row; e4m3.
+            plain = 2**-5 if reduce != "Delegate" else 2**-7 if batched else 2**-8
+            close = plain if quant is PLAIN else 0.08
+            dense = _dense(x, weights, ids)
+            scale = dense.abs().amax().item() if dense.numel() else 1.0
+            torch.testing.assert_close(out.cpu().double(), dense, rtol=close, atol=close * scale)
+            if quant is PLAIN and reduce == "Delegate":
+                same = {"num_sm": None, **made._options}
+                with EPAll2AllLayer(dist.group.WORLD, *sizes, **same) as layer:
+                    recv_x, recv_weights, desc = layer.dispatch(x, ids, weights)
+                    y = apply_experts(recv_x, desc.expert_offsets, rank * EXPERTS)
+                    assert torch.equal(out, layer.combine(y, desc, recv_weights))
+        assert len(made._layers) == 2
+        vllm.UBATCH.now = 0
+        made.close()
+
+
+CASES = {
+    "standard": ({}, PLAIN, "Delegate"),
+    "standard_weights_by_experts": ({}, PLAIN, "NoOP"),
+    "standard_static_contiguous": ({"capacity": 64}, PLAIN, "Contiguous"),
+    "standard_mxfp8": ({}, MXFP8, "Delegate"),
+    "standard_fp8": ({}, FP8, "Delegate"),
+    "batched": ({"batched": True}, PLAIN, "Delegate"),
+    "batched_mxfp8": ({"batched": True}, MXFP8, "Delegate"),
+    "batched_fp8": ({"batched": True}, FP8, "Delegate"),
+}
+
+
+@pytest.mark.plain  # the kernels of the layer
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("case", CASES)
+def test_moe_in_vllms_call_sequence(run_ranks, backend, nodes, ranks_per_node, case):
+    """Against a dense computation; in bf16 the bits of the core. Two micro-batches, a rank without tokens."""
+    if backend == "host" and nodes * ranks_per_node > 2:
+        pytest.skip("4 ranks show no more than 2 do: they are for --backend nvshmem")
+    run_ranks(_check_kernel, nodes, ranks_per_node, case)
+
+
+def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world_size = nodes * ranks_per_node
+    sizes = {"max_tokens": 12, "hidden": HIDDEN, "topk": 1, "num_experts": EXPERTS * world_size}
+    with pytest.raises(ConfigError, match="num_experts 3 is not a multiple"):
+        door.PrepareFinalize(dist.group.WORLD, **{**sizes, "num_experts": 3})
+    made = door.PrepareFinalize(dist.group.WORLD, **sizes)
+    x, weights, ids = _batch(rank, world_size, 0, topk=1)
+    assert made.activation_format == "Standard"
+    for change, text in (
+        ({"num_experts": 99}, "num_experts is 99"),
+        ({"quant_config": FP8}, "without vLLM's moe_kernel_quantize_input"),
+        ({"quant_config": SimpleNamespace(quant_dtype="mxfp8", is_scale_swizzled=True)}, "is_scale_swizzled"),
+        ({"apply_router_weight_on_input": True, "topk_ids": ids.expand(-1, 2)}, "topk_ids has 2"),
+    ):
+        call = {
+            "a1": x,
+            "topk_weights": weights,
+            "topk_ids": ids,
+            "num_experts": EXPERTS * world_size,
+            "expert_map": None,
+            "apply_router_weight_on_input": False,
+            "quant_config": PLAIN,
+            **change,
+        }
+        with pytest.raises(InputError, match=text):
+            made.prepare(**call)
+    with pytest.raises(InputError, match="without a prepare"):
+        made.finalize(x, x, weights, ids, False, None)
+
+    # Weights before the dispatch, of one expert per token: not again in combine.
+    experts = vllm.Experts(PLAIN, vllm.TopKWeightAndReduceDelegate(), rank * EXPERTS)
+    made._formats = (vllm.FusedMoEActivationFormat, vllm.ExpertTokensMetadata)
+    out = vllm.kernel(made, experts, x, weights, ids, EXPERTS * world_size, on_input=True)
+    want = _dense((x.float() * weights.bfloat16().float()).bfloat16(), torch.ones_like(weights), ids)
+    assert torch.equal(out.cpu().double(), want)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = door.no_such_name
+    made.close()
+
+
+@pytest.mark.plain
+def test_mistakes_are_told(run_ranks):
+    """Sizes, quantisation that is not served, finalize before prepare; weights on the input count once."""
+    run_ranks(_check_mistakes, 1, 2)

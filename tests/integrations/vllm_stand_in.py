@@ -1,0 +1,162 @@
+"""A stand-in for the parts of vLLM that a modular prepare and finalize meets, with the same names and call sequence.
+
+Written after vllm/model_executor/layers/fused_moe/modular_kernel.py (FusedMoEKernelModularImpl.apply with its _prepare,
+_fused_experts and _finalize), topk_weight_and_reduce.py, utils.py and vllm/v1/worker/ubatching.py. No vLLM code.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from triton_ep.testing import apply_expert
+
+PACKAGE = "vllm.model_executor.layers.fused_moe"
+UBATCH = SimpleNamespace(now=0, hooks=[])
+
+
+class FusedMoEActivationFormat(Enum):
+    Standard = ("standard",)
+    BatchedExperts = ("batched_experts",)
+
+
+@dataclass
+class ExpertTokensMetadata:
+    expert_num_tokens: torch.Tensor | None
+    expert_num_tokens_cpu: torch.Tensor | None
+
+
+class FusedMoEPrepareAndFinalizeModular(ABC):
+    """The abstract methods are vLLM's: a subclass that lacks one cannot be made."""
+
+    @property
+    @abstractmethod
+    def activation_format(self) -> Any: ...
+    @abstractmethod
+    def topk_indices_dtype(self) -> Any: ...
+    @abstractmethod
+    def max_num_tokens_per_rank(self) -> Any: ...
+    @abstractmethod
+    def num_dispatchers(self) -> Any: ...
+    @abstractmethod
+    def output_is_reduced(self) -> Any: ...
+    @abstractmethod
+    def prepare(self, *args: Any, **kwargs: Any) -> Any: ...
+    @abstractmethod
+    def finalize(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class TopKWeightAndReduceDelegate:
+    def apply(self, **_: Any) -> torch.Tensor:
+        raise RuntimeError("the prepare and finalize object is expected to do it")
+
+
+class TopKWeightAndReduceNoOP:
+    pass
+
+
+class TopKWeightAndReduceContiguous:
+    def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input) -> torch.Tensor:
+        rows = fused_expert_output.view(*topk_ids.shape, -1)
+        if not apply_router_weight_on_input:
+            rows = rows * topk_weights.unsqueeze(-1).to(rows.dtype)
+        return rows.sum(1)
+
+
+def moe_kernel_quantize_input(
+    A, A_scale, quant_dtype=None, per_act_token_quant=False, block_shape=None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows scaled to their largest value, in e4m3, with a float32 scale each."""
+    scale = A.float().abs().amax(1, keepdim=True).clamp(min=2.0**-20) / 448
+    return (A.float() / scale).to(quant_dtype), scale
+
+
+class Experts:
+    """Every row times the scale of its expert, `apply_expert`; the weights as `reduce` says."""
+
+    def __init__(self, quant_config: Any, reduce: Any, first_expert: int) -> None:
+        self.quant_config, self.reduce, self.first_expert = quant_config, reduce, first_expert
+
+    def apply(self, rows, scales, meta, topk_ids, topk_weights) -> torch.Tensor:
+        if scales is not None and scales.dtype == torch.uint8:
+            scales = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+        x = rows if scales is None else (rows.float() * scales).bfloat16()
+        out = torch.full_like(x, float("nan"))  # what is not a row must not count
+        if x.dim() == 3:
+            for local, count in enumerate(meta.expert_num_tokens.tolist()):
+                out[local, :count] = apply_expert(x[local, :count], self.first_expert + local)
+            return out
+        ids = topk_ids[:, 0].cpu()
+        counts = torch.bincount(ids[ids >= 0] - self.first_expert, minlength=meta.expert_num_tokens.shape[0])
+        assert counts.tolist() == meta.expert_num_tokens.tolist()
+        out[(ids >= 0).to(x.device)] = apply_expert(x[(ids >= 0).to(x.device)], ids[ids >= 0])
+        if isinstance(self.reduce, TopKWeightAndReduceNoOP):
+            out = (out.float() * topk_weights).to(out.dtype)
+        return out
+
+
+def kernel(prepare_finalize, experts, x, topk_weights, topk_ids, num_experts, on_input=False) -> torch.Tensor:
+    """FusedMoEKernel.apply for one micro-batch."""
+    output = torch.empty_like(x)
+    arguments = (x, topk_weights, topk_ids, num_experts, None, on_input, experts.quant_config)
+    if prepare_finalize.supports_async():
+        ret = prepare_finalize.prepare_async(*arguments, defer_input_quant=False)
+        hook, receiver = ret if isinstance(ret, tuple) else (None, ret)
+        if hook is not None:
+            hook()
+        rows, scales, meta, ids, weights = receiver()
+    else:
+        rows, scales, meta, ids, weights = prepare_finalize.prepare(*arguments, defer_input_quant=False)
+    ids = topk_ids if ids is None else ids
+    weights = topk_weights if weights is None else weights
+    fused = experts.apply(rows, scales, meta, ids, weights)
+    ret = prepare_finalize.finalize_async(output, fused, weights, ids, on_input, experts.reduce)
+    hook, receiver = ret if isinstance(ret, tuple) else (None, ret)
+    if hook is not None:
+        hook()
+    receiver()
+    return output
+
+
+def _run_hooks() -> None:
+    while UBATCH.hooks:
+        UBATCH.hooks.pop()()
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """`import vllm...` finds this stand-in inside the block."""
+    contents = {
+        f"{PACKAGE}.modular_kernel": (
+            FusedMoEActivationFormat,
+            ExpertTokensMetadata,
+            FusedMoEPrepareAndFinalizeModular,
+        ),
+        f"{PACKAGE}.utils": (moe_kernel_quantize_input,),
+        "vllm.v1.worker.ubatching": (),
+    }
+    names = {".".join(name.split(".")[: end + 1]) for name in contents for end in range(name.count(".") + 1)}
+    modules = {name: ModuleType(name) for name in names}
+    for name, module in modules.items():
+        module.__path__ = []
+        if "." in name:
+            setattr(modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
+    for name, members in contents.items():
+        for member in members:
+            setattr(modules[name], member.__name__, member)
+    modules["vllm.v1.worker.ubatching"].dbo_current_ubatch_id = lambda: UBATCH.now
+    modules["vllm.v1.worker.ubatching"].dbo_maybe_run_recv_hook = _run_hooks
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in [*names, "triton_ep.integrations.vllm_classes"]:
+            sys.modules.pop(name, None)

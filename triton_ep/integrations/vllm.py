@@ -1,0 +1,393 @@
+"""vLLM's modular MoE kernels over EPAll2AllLayer: prepare (dispatch) and finalize (combine), in both formats.
+
+    vLLM                                       here
+    FusedMoEPrepareAndFinalizeModular          TritonEPPrepareAndFinalize, over PrepareFinalize, which needs no vLLM
+    activation_format Standard                 rows [R, H] by expert; topk_ids and topk_weights [R, 1], one expert a row
+    activation_format BatchedExperts           rows [e, M * ranks, H], those of each expert at the start of its slab
+    ExpertTokensMetadata                       layout_desc.num_recv_tokens_per_expert, on the device
+    prepare / prepare_async                    layer.dispatch / its halves: (hook, receiver)
+    finalize / finalize_async                  layer.combine, weights and sum in float32 / its halves
+    TopKWeightAndReduceDelegate                weights are applied by combine
+    defer_input_quant, quant_config            rows travel in bf16 and are quantised by vLLM's function where they
+                                                 arrive; quant_dtype "mxfp8": quantised on the way, half the bytes
+    micro-batches (dual batch overlap)         a layer each, made at first use
+
+`TritonEPPrepareAndFinalize` is made of vLLM's class and needs it installed; the rest does not.
+Source: vllm/model_executor/layers/fused_moe/modular_kernel.py and prepare_finalize/; docs/how-to/vllm.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from triton_ep.config import EPConfig
+from triton_ep.errors import InputError
+from triton_ep.integrations.hybrid_ep_layers import check_group, ranks_per_node
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops.compact import from_slabs, to_slabs
+
+__all__ = ["PrepareFinalize"]
+
+_LOW_LATENCY_TOKENS = 512
+
+
+def __getattr__(name: str) -> Any:
+    if name != "TritonEPPrepareAndFinalize":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from triton_ep.integrations.vllm_classes import TritonEPPrepareAndFinalize
+
+    return TritonEPPrepareAndFinalize
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What a finalize needs of its prepare.
+
+    Attributes:
+        layer, desc: where the dispatch ran, and its descriptor.
+        weights: [R] float32 of the received rows.
+    """
+
+    layer: EPAll2AllLayer
+    desc: EPAllToAllLayoutDesc
+    weights: torch.Tensor
+
+
+class PrepareFinalize:
+    """Dispatch and combine with the methods of vLLM's modular prepare and finalize. All calls are collective.
+
+    Letters: T tokens of this rank, K experts per token, H hidden, W ranks, e experts of this rank, R received rows.
+
+    Args:
+        group: the expert-parallel process group.
+        max_tokens: most T per call.
+        hidden, topk, num_experts: H, K, experts over all ranks; rank r owns experts r e to (r + 1) e - 1.
+        batched: the batched activation format; static, and of low latency where sizes allow.
+        capacity: R in the standard format, for CUDA graphs. None: what arrives, and the host waits for the number.
+        dtype: of rows.
+        num_sm, local_world_size, timeout_s: as for `EPAll2AllLayer`.
+        formats: vLLM's FusedMoEActivationFormat and ExpertTokensMetadata; None: as strings and dicts.
+        micro_batch: tells which micro-batch calls; None: there is one.
+        quantize: vLLM's moe_kernel_quantize_input; None: only quant_dtype None and "mxfp8" are served.
+
+    Raises:
+        ConfigError: an unknown group, or sizes that cannot work. HeapError: not enough symmetric memory.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        max_tokens: int,
+        hidden: int,
+        topk: int,
+        num_experts: int,
+        batched: bool = False,
+        capacity: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        num_sm: int | None = None,
+        local_world_size: int | None = None,
+        timeout_s: float = 30.0,
+        formats: tuple[Any, Any] | None = None,
+        micro_batch: Callable[[], int] | None = None,
+        quantize: Callable[..., Any] | None = None,
+    ) -> None:
+        self.group, self.ranks = group, check_group(group)
+        self.rank = torch.distributed.get_rank(group)
+        self.max_tokens, self.hidden, self.topk, self.num_experts = max_tokens, hidden, topk, num_experts
+        self.batched, self.dtype = batched, dtype
+        self._per_node = local_world_size or ranks_per_node(group)
+        # Says what is wrong with the sizes before the first call does.
+        sizes = (max_tokens, hidden, topk, num_experts, self.rank, self.ranks, self._per_node, dtype)
+        config = EPConfig(*sizes, recv_capacity=capacity, timeout_s=timeout_s)
+        # What can arrive at most: a token with as many experts here as it can have.
+        most = self.ranks * max_tokens * min(topk, config.num_experts_per_rank)
+        self._options: dict[str, Any] = {
+            "num_sm": num_sm,
+            "timeout_s": timeout_s,
+            "capacity": most if batched else capacity,
+            "low_latency": batched and _is_small(config),
+        }
+        self._formats, self._micro_batch, self._quantize = formats, micro_batch, quantize
+        self._layers: dict[tuple[int, str | None], EPAll2AllLayer] = {}
+        self._prepared: dict[int, Prepared] = {}
+
+    # --- what vLLM asks ---------------------------------------------------------------------------------
+
+    @property
+    def activation_format(self) -> Any:
+        """vLLM's FusedMoEActivationFormat, or its name."""
+        name = "BatchedExperts" if self.batched else "Standard"
+        return name if self._formats is None else getattr(self._formats[0], name)
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """Dtype of `topk_ids` that costs no conversion."""
+        return torch.int32
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """Tokens per call in the batched format; the standard one says None, as vLLM's others do."""
+        return self.max_tokens if self.batched else None
+
+    def num_dispatchers(self) -> int:
+        """Ranks that send rows."""
+        return self.ranks
+
+    def output_is_reduced(self) -> bool:
+        """`finalize` sums over all ranks."""
+        return True
+
+    def supports_async(self) -> bool:
+        """The halves are there."""
+        return True
+
+    # --- prepare ----------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Any, ...]:
+        """Send tokens to their experts.
+
+        Args:
+            a1: [T, H]. topk_ids: [T, K] int32 or int64, global ids, -1 = dropped. topk_weights: [T, K].
+            num_experts: as in the constructor. expert_map: not needed.
+            apply_router_weight_on_input: multiply rows by their weight before, with K = 1; combine then does not.
+            quant_config: vLLM's; of it quant_dtype, a1_scale, per_act_token_quant, block_shape, is_scale_swizzled.
+            defer_input_quant: rows stay as they are.
+
+        Returns:
+            Standard: (rows [R, H], scales or None, counts, ids [R, 1] int32, weights [R, 1] float32). Rows of a
+            capacity behind the last expert's are undefined; their ids are -1. Batched: (rows [e, M W, H], scales or
+            None, counts, None, None), M = max_tokens. counts: ExpertTokensMetadata on the device.
+
+        Raises:
+            InputError: an argument does not fit, or a quantisation that is not served.
+            Others: as `EPAll2AllLayer.dispatch`.
+        """
+        hook, receiver = self.prepare_async(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )
+        hook()
+        return receiver()
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Callable[[], None], Callable[[], tuple[Any, ...]]]:
+        """The sending half of `prepare`; (hook, receiver): the receiving half, and then what `prepare` returns."""
+        if num_experts != self.num_experts:
+            raise InputError(f"num_experts is {num_experts}, this object was made for {self.num_experts}.")
+        weights = topk_weights.float()
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise InputError(
+                    f"apply_router_weight_on_input is for one expert per token, topk_ids has {topk_ids.shape[1]}. Let "
+                    "finalize apply the weights."
+                )
+            a1 = a1 * topk_weights.to(a1.dtype)
+            weights = torch.ones_like(weights)
+        wanted = None if defer_input_quant else getattr(quant_config, "quant_dtype", None)
+        if wanted not in (None, "mxfp8") and self._quantize is None:
+            raise InputError(
+                f"quant_dtype is {wanted!r}: without vLLM's moe_kernel_quantize_input only None and 'mxfp8' are served."
+            )
+        if getattr(quant_config, "is_scale_swizzled", False) and (wanted == "mxfp8" or (wanted and self.batched)):
+            raise InputError("scales come row by row here, but is_scale_swizzled=True asks for tiles: set it to False.")
+        payload = "mxfp8" if wanted == "mxfp8" else None
+        batch = 0 if self._micro_batch is None else self._micro_batch()
+        layer = self._layer(batch, payload)
+        recv_x, recv_weights, desc, hook = layer.dispatch(
+            a1.contiguous(), topk_ids.contiguous(), weights.contiguous(), return_recv_hook=True
+        )
+        assert recv_weights is not None, "given on all ranks"
+        self._prepared[batch] = Prepared(layer, desc, recv_weights)
+        return hook, partial(self._received, recv_x, self._prepared[batch], quant_config, wanted)
+
+    def _received(
+        self, recv_x: torch.Tensor | MXTensor, prepared: Prepared, quant_config: Any, wanted: Any
+    ) -> tuple[Any, ...]:
+        """What `prepare` returns."""
+        desc = prepared.desc
+        counts = desc.num_recv_tokens_per_expert
+        rows, scales = (
+            (recv_x.qdata, recv_x.scale.view(torch.uint8)) if isinstance(recv_x, MXTensor) else (recv_x, None)
+        )
+        if self.batched:
+            slab = self.max_tokens * self.ranks
+            rows = to_slabs(rows, desc.expert_offsets, counts, slab)
+            if scales is not None:
+                scales = to_slabs(scales, desc.expert_offsets, counts, slab)
+        if wanted not in (None, "mxfp8") and rows.numel():
+            rows, scales = self._quantized(rows, quant_config)
+        meta = {"expert_num_tokens": counts, "expert_num_tokens_cpu": None}
+        tokens = meta if self._formats is None else self._formats[1](**meta)
+        if self.batched:
+            return rows, scales, tokens, None, None
+        # One expert per row, by where the row is; -1 behind the last one.
+        at = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+        local = torch.searchsorted(desc.expert_offsets[1:].contiguous(), at, right=True, out_int32=True)
+        ids = torch.where(local < counts.shape[0], local + self.rank * counts.shape[0], -1)
+        return rows, scales, tokens, ids.unsqueeze(1), prepared.weights.unsqueeze(1)
+
+    def _quantized(self, rows: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows [..., H] by vLLM's function, row by row."""
+        assert self._quantize is not None, "checked before the dispatch"
+        swizzled = {"is_scale_swizzled": True} if getattr(config, "is_scale_swizzled", False) else {}
+        data, scales = self._quantize(
+            rows.reshape(-1, rows.shape[-1]),
+            config.a1_scale,
+            quant_dtype=config.quant_dtype,
+            per_act_token_quant=config.per_act_token_quant,
+            block_shape=config.block_shape,
+            **swizzled,
+        )
+        data = data.view(*rows.shape[:-1], data.shape[-1])
+        if rows.dim() == 3 and scales is not None and scales.numel() > 1:
+            scales = scales.view(*rows.shape[:-1], -1)
+        return data, scales
+
+    # --- finalize ---------------------------------------------------------------------------------------
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """Bring expert outputs back into `output` [T, H]: weights times rows, summed over k and ranks.
+
+        Args:
+            fused_expert_output: [R, H] (or [R, 1, H]) of the rows that `prepare` returned, or [e, M W, H].
+            topk_weights, topk_ids: as vLLM has them after `prepare`; the weights of combine came with the rows.
+            apply_router_weight_on_input: weights were applied before the dispatch.
+            weight_and_reduce_impl: vLLM's. A delegate leaves the weights to combine, in float32; a no-op says that the
+                experts have applied them; another one is applied first.
+
+        Raises:
+            InputError: no `prepare` came before, or shapes that do not fit it. Others: as `EPAll2AllLayer.combine`.
+        """
+        hook, receiver = self.finalize_async(
+            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        )
+        hook()
+        receiver()
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The sending half of `finalize`; (hook, receiver): the receiving half, and then the copy into `output`."""
+        batch = 0 if self._micro_batch is None else self._micro_batch()
+        prepared = self._prepared.pop(batch, None)
+        if prepared is None:
+            raise InputError(f"finalize came without a prepare before it (micro-batch {batch}).")
+        layer, desc = prepared.layer, prepared.desc
+        kind = type(weight_and_reduce_impl).__name__
+        weights = None if apply_router_weight_on_input else prepared.weights
+        rows = fused_expert_output
+        if kind == "TopKWeightAndReduceNoOP":
+            weights = None
+        elif kind != "TopKWeightAndReduceDelegate" and weight_and_reduce_impl is not None:
+            if self.batched:
+                raise InputError(f"the batched format leaves weights and sum to combine (a delegate), got {kind}.")
+            if rows.numel():
+                rows = weight_and_reduce_impl.apply(
+                    output=None,
+                    fused_expert_output=rows,
+                    topk_weights=topk_weights,
+                    topk_ids=topk_ids,
+                    apply_router_weight_on_input=apply_router_weight_on_input,
+                )
+            weights = None
+        if self.batched:
+            if rows.dim() != 3 or rows.shape[:2] != (desc.shape[2], self.max_tokens * self.ranks):
+                shape = [desc.shape[2], self.max_tokens * self.ranks, self.hidden]
+                raise InputError(f"fused_expert_output must be {shape}, got {list(rows.shape)}.")
+            counts = desc.num_recv_tokens_per_expert
+            rows = from_slabs(rows.contiguous(), desc.expert_offsets, counts, desc.num_recv_rows)
+        if rows.dim() == 3:
+            rows = rows.reshape(-1, self.hidden)
+        combined, hook = layer.combine(rows.to(self.dtype).contiguous(), desc, weights, return_recv_hook=True)
+        return hook, partial(_copy, output, combined)
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the symmetric memory. Collective, idempotent."""
+        layers = list(self._layers.values())
+        self._layers.clear()
+        self._prepared.clear()
+        for layer in layers:
+            layer.finalize()
+
+    def _layer(self, batch: int, payload: str | None) -> EPAll2AllLayer:
+        """The layer of a micro-batch and a payload; collective when it is made, at the first call of its kind."""
+        key = (batch, payload)
+        if key not in self._layers:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise InputError(
+                    f"a CUDA graph is being captured, but micro-batch {batch} with payload {payload} has no layer yet. "
+                    "Run the same calls once before the capture."
+                )
+            self._layers[key] = EPAll2AllLayer(
+                self.group,
+                self.max_tokens,
+                self.hidden,
+                self.topk,
+                self.rank,
+                self.num_experts,
+                self._per_node,
+                self.ranks,
+                self.dtype,
+                payload=payload,
+                **self._options,
+            )
+        return self._layers[key]
+
+
+def _is_small(config: EPConfig) -> bool:
+    """Whether a layer of low latency takes these sizes."""
+    few = config.max_tokens <= _LOW_LATENCY_TOKENS and config.num_experts <= 2048 and config.world_size <= 32
+    return few and config.is_intra_node
+
+
+def _copy(output: torch.Tensor, combined: torch.Tensor) -> None:
+    if output.shape != combined.shape:
+        raise InputError(f"output is {list(output.shape)}, but the tokens of prepare were {list(combined.shape)}.")
+    output.copy_(combined)

@@ -1,0 +1,51 @@
+"""vLLM's class with triton_ep inside: triton_ep/integrations/vllm.py loads this when asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_hook
+
+from triton_ep.integrations.vllm import PrepareFinalize
+
+__all__ = ["TritonEPPrepareAndFinalize"]
+
+
+class TritonEPPrepareAndFinalize(PrepareFinalize, mk.FusedMoEPrepareAndFinalizeModular):
+    """`PrepareFinalize` as vLLM's modular prepare and finalize: the first argument of `FusedMoEKernel`."""
+
+    def __init__(self, group: Any, **sizes: Any) -> None:
+        formats = (mk.FusedMoEActivationFormat, mk.ExpertTokensMetadata)
+        PrepareFinalize.__init__(
+            self,
+            group,
+            formats=formats,
+            micro_batch=dbo_current_ubatch_id,
+            quantize=moe_kernel_quantize_input,
+            **sizes,
+        )
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """As in the base class; first the receiving half that another micro-batch has left."""
+        dbo_maybe_run_recv_hook()
+        return PrepareFinalize.finalize_async(
+            self,
+            output,
+            fused_expert_output,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input,
+            weight_and_reduce_impl,
+        )
