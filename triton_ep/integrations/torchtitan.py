@@ -139,7 +139,7 @@ class TokenDispatch:
             most = self.num_max_tokens_per_rank * ranks * min(self.top_k, self.num_experts // ranks)
             capacity = max(-(-int(most * self.non_blocking_capacity_factor) // align), 1) * align
         sizes = (self.num_max_tokens_per_rank, self.hidden_dim, self.top_k)
-        options = {"alignment": align, "capacity": capacity, **self.options}
+        options: dict[str, Any] = {"alignment": align, "capacity": capacity, **self.options}
         members = tuple(dist.get_process_group_ranks(group))
         key = (members, *sizes, self.num_experts, per_node, self.dtype, *options.values())
         if key not in _layers:
