@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch._dynamo.testing
 import torch.utils.checkpoint
 
 import triton_ep.integrations.te as te
@@ -255,9 +254,11 @@ def _same(seen: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
 
 def test_compile_follows_the_region_outside() -> None:
     """One graph, fullgraph=True, serves every region it is called in, and none."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds to import
+
     torch._dynamo.reset()
     block = _Block()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(BACKEND)
+    counter = CompileCounterWithBackend(BACKEND)
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     hybrid = te.MXFP8BlockScaling(fp8_format=te.Format.HYBRID)
     by_region = []
@@ -346,3 +347,22 @@ def test_te_checkpoint_tells_two_recipes_apart() -> None:
             y.backward(_randn(32, 32, seed=3))
         grads.append([x.grad for x in xs])
     assert all(map(torch.equal, *grads))
+
+
+def test_a_region_opened_in_a_backward_pass_counts() -> None:
+    """What a hook computes inside of a region of its own, by a module that ran under another recipe before."""
+    layer, seen = _linear(32, 64, bias=False), []
+    x, probe = _randn(32, 64, seed=1).requires_grad_(), _randn(32, 64, seed=2)
+    with te.autocast():
+        want = layer(probe)
+        y = layer(x)
+
+    def hook(grad: torch.Tensor) -> None:
+        with te.autocast(enabled=False):
+            seen.append(layer(probe).detach())
+        with te.autocast():
+            seen.append(layer(probe).detach())
+
+    y.register_hook(hook)
+    y.backward(_randn(32, 32, seed=3))
+    assert torch.equal(seen[0], layer(probe)) and torch.equal(seen[1], want)

@@ -17,7 +17,7 @@ from triton_ep.integrations.te.plan import Plan
 from triton_ep.integrations.te.quantizer import MXFP8Quantizer
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling
 from triton_ep.integrations.te.recipe_state import RecipeState
-from triton_ep.integrations.te.state import is_restored
+from triton_ep.integrations.te.state import is_own_recomputation
 from triton_ep.integrations.te.tensor import MXFP8Tensor
 from triton_ep.mx.formats import BLOCK, HIGH_PRECISION
 from triton_ep.runtime import INTERPRETING
@@ -163,7 +163,7 @@ class QuantisingModule(nn.Module):
                     f"Recipe mismatch for '{weight}': it is quantised by MXFP8BlockScaling, the recipe is "
                     f"{type(recipe).__name__}. Use one recipe for quantized_model_init and autocast."
                 )
-        if plan.in_backward() and not is_restored() and self._forward_code is not None:
+        if is_own_recomputation() and self._forward_code is not None:
             return self._forward_code
         code = plan.current_code()
         self._forward_code = code

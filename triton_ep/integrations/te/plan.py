@@ -71,8 +71,3 @@ def traced_code() -> int:
     """Code for a graph that torch.compile traces: known inside of a region that is traced too, else ASK."""
     now = state.traced_state()
     return ASK if now is None else code_of(now.fp8_enabled, now.fp8_recipe)
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass, in which a forward pass is a recomputation."""
-    return torch._C._current_graph_task_id() != -1

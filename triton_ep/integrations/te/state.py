@@ -16,6 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from triton_ep.errors import InputError
 from triton_ep.integrations.te import support
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling, Recipe
@@ -41,10 +43,11 @@ class AutocastState:
 
 @dataclass(frozen=True)
 class Entry:
-    """One open region; `key` tells it from all others."""
+    """One open region; `key` tells it from all others, `task` is the backward pass that it was opened in, or -1."""
 
     key: object
     state: AutocastState
+    task: int = -1
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,6 @@ class Parameters:
 
 _stack: ContextVar[Stack] = ContextVar("triton_ep_te_autocast")
 _parameters: ContextVar[Parameters] = ContextVar("triton_ep_te_parameters")
-_explicit: ContextVar[bool] = ContextVar("triton_ep_te_restored")
 _NOTHING = Stack()
 _NO_PARAMETERS = Parameters()
 
@@ -127,6 +129,17 @@ def get_default_fp8_recipe() -> Recipe:
 get_default_recipe = get_default_fp8_recipe
 
 
+def backward_task() -> int:
+    """Number of the backward pass that this thread is in; -1 outside of all."""
+    return int(torch._C._current_graph_task_id())
+
+
+def is_own_recomputation() -> bool:
+    """Whether a forward pass that runs now belongs to a backward pass, and no region was opened in that one."""
+    task, entries = backward_task(), current_stack().entries
+    return task != -1 and (not entries or entries[-1].task != task)
+
+
 def enter_region(
     enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any, graph: bool, strict: bool
 ) -> object:
@@ -143,7 +156,7 @@ def enter_region(
     in_use = get_default_fp8_recipe() if recipe is None and enabled else recipe
     state = AutocastState(enabled, calibrating, in_use, group, first, graph)
     key = object()
-    set_stack(Stack(stack.base, (*stack.entries, Entry(key, state))))
+    set_stack(Stack(stack.base, (*stack.entries, Entry(key, state, backward_task()))))
     return key
 
 
@@ -158,18 +171,11 @@ def restored(state: AutocastState) -> Iterator[None]:
     """Region with a state of before, for a recomputation; the state below it comes back at its end."""
     stack = current_stack()
     key = object()
-    set_stack(Stack(stack.base, (*stack.entries, Entry(key, state))))
-    token = _explicit.set(True)
+    set_stack(Stack(stack.base, (*stack.entries, Entry(key, state, backward_task()))))
     try:
         yield
     finally:
         leave_region(key)
-        _explicit.reset(token)
-
-
-def is_restored() -> bool:
-    """Whether a recomputation has brought its state along (`restored`)."""
-    return _explicit.get(False)
 
 
 class _Traced:
