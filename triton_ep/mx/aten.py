@@ -145,6 +145,16 @@ def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
     return mx._with(mx.qdata.view(torch.uint8).view(sizes[0]), mx.scale.view(torch.uint8).reshape(sizes[1]), block_dim)
 
 
+@_handles(aten.as_strided.default)
+def _as_strided(
+    func: Any, mx: MXTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> MXTensor:
+    """The tensor itself, which is what FSDP asks for; nothing else has blocks."""
+    if list(size) != list(mx.shape) or list(stride) != list(mx.stride()) or storage_offset:
+        raise _cuts_blocks(func, mx)
+    return mx._apply(aten.alias.default)
+
+
 @_handles(aten.t.default)
 def _t(func: Any, mx: MXTensor) -> MXTensor:
     return _permute(func, mx, list(reversed(range(mx.dim()))))
