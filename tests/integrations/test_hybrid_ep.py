@@ -340,7 +340,8 @@ def _check_replay(rank: int, nodes: int, ranks_per_node: int) -> None:
         same(combined, reference.combine(owned, batch, rank, 16))
         same(combined_probs, batch[rank].probs)
         assert int(overflow) == 0
-    with pytest.raises(InputError, match="Run the same calls once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    other = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local")
+    with pytest.raises(InputError, match="Run the same calls once before"), other:
         buffer.dispatch_with_permute(
             hidden=mine.hidden, routing_map=mine.routing_map, num_permuted_tokens=budget - 16, non_blocking=True
         )

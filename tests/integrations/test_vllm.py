@@ -65,7 +65,7 @@ def _check_kernel(rank: int, nodes: int, ranks_per_node: int, case: str) -> None
         assert made.activation_format is vllm.FusedMoEActivationFormat["BatchedExperts" if batched else "Standard"]
         assert made.max_num_tokens_per_rank() == (max(TOKENS) if batched else None) and made.output_is_reduced()
         experts = vllm.Experts(quant, getattr(vllm, f"TopKWeightAndReduce{reduce}")(), rank * EXPERTS)
-        for seed in range(3):
+        for seed in range(2):
             x, weights, ids = _batch(rank, world_size, seed)
             vllm.UBATCH.now = seed % 2  # two micro-batches, each with a layer of its own
             out = vllm.kernel(made, experts, x, weights, ids, EXPERTS * world_size)
@@ -105,6 +105,8 @@ def test_moe_in_vllms_call_sequence(run_ranks, backend, nodes, ranks_per_node, c
     """Against a dense computation; in bf16 the bits of the core. Two micro-batches, a rank without tokens."""
     if backend == "host" and nodes * ranks_per_node > 2:
         pytest.skip("4 ranks show no more than 2 do: they are for --backend nvshmem")
+    if backend == "host" and case == "standard_fp8":
+        pytest.skip("the batched format shows the same on the host")
     run_ranks(_check_kernel, nodes, ranks_per_node, case)
 
 
