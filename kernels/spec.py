@@ -198,7 +198,12 @@ SPECS: tuple[KernelSpec, ...] = (
         internode_dispatch.internode_forward_kernel,
         f"word_ptr:*{{WORD}} placement_ptr:*i32 forward_ptr:*i32 {_STATE} max_tokens:i32 row_words:i32 "
         f"stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
-        (Variant(_payload(_K8, _SENDERS, _CHUNKS, _ROW, HAS_WEIGHTS=True), _WORD, ("row_words",)),),
+        tuple(
+            Variant(
+                _payload(_K8, _SENDERS, _CHUNKS, _ROW, HAS_WEIGHTS=w, REDUCED=w, STEP_CHUNKS=16), _WORD, ("row_words",)
+            )
+            for w in (False, True)
+        ),
         num_warps=16,
     ),
     KernelSpec(

@@ -360,7 +360,9 @@ class DispatchCombineContext:
         """All ranks whose first flag is behind; the record itself names one only."""
         values = self.local(flags)
         if operation in (codes.WAIT_ARRIVALS, codes.WAIT_COMBINE_STAGED):
-            of_first_program = values.view(-1, *values.shape[-2:])[0, :, 0].tolist()
+            if operation == codes.WAIT_ARRIVALS:
+                values = values[self.config.topology.node]
+            of_first_program = values[:, 0].tolist()
             return {self.config.topology.first_rank + i for i, v in enumerate(of_first_program) if v < expected}
         if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
             return set()

@@ -24,7 +24,7 @@ HOST_WEIGHTS = 2
 """Bit: this rank sends weights."""
 HOST_SCATTER = 4
 """Bit: this rank's scatter indices are no sort of its entries."""
-ENTRY_FIELDS = 7
+ENTRY_FIELDS = 8
 """Fields of every (token, k) in a dispatch's `entries` (kernels/device/tables.py)."""
 STEPS = 8
 """Most steps of a dispatch or combine, after each of which other ranks may go on (kernels/device/tables.py)."""
@@ -208,7 +208,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "arrive_flag",
-        lambda s: (2, s.config.local_world_size, s.senders),
+        lambda s: (s.config.num_nodes, s.config.local_world_size, s.senders),
         _fixed(torch.int64),
         "dispatch push and forward of the ranks of this node",
         "dispatch expand",

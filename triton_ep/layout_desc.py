@@ -22,15 +22,16 @@ class EPAllToAllLayoutDesc:
     Attributes:
         num_dispatch_token_cur_rank: T.
         num_recv_rows: rows of `recv_x`: what arrived with padding (exact), or the capacity (static).
-        entries: [7, T, K] int32, what is known of every (token, k); see the properties below. Low latency: [1, T, K],
+        entries: [8, T, K] int32, what is known of every (token, k); see the properties below. Low latency: [1, T, K],
             the ids only.
         placement: int32, what the splits of all ranks say about this one; see the properties below. Low
             latency: as far as `overflow`, and of the report only tokens, the host words (column 5) and the own rows.
         shape: (W, LW, e), ranks, ranks per node, local experts: where the parts of `placement` are.
         layer_id: identifies the layer that made it.
         epoch: number of the dispatch on its layer, from 1.
-        forward: [3, N, M, K] int32, owner, row and arrival row of the tokens that this rank forwards for other
-            nodes; None with one node.
+        forward: [2, N, M, K] int32, of the tokens that this rank forwards for other nodes, by their node and slot:
+            ranks, and rows there, in k order, -1 = dropped; with `enable_local_combine` the ranks of this node that
+            they go to, and their arrival rows there, then -1. None with one node.
         send_reqs_recv_tensor: None; the protocol has no ranges of tokens.
         skipped_token_mapping_indices: None; copies of a token are found through the next field.
         skipped_token_topk_mapping_indices: [C, K] int32, rows in `recv_x` of the copies of each arrived

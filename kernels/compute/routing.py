@@ -21,13 +21,14 @@ Replay        Nothing is kept between calls. Slots follow (token, k), no atomic 
 import triton
 import triton.language as tl
 
-from ..device.buffers import STAGE_META, STAGE_X, STATUS, address_of
-from ..device.rows import on_my_node
+from ..device.buffers import STAGE_X, STATUS, address_of
+from ..device.rows import compact_position, on_my_node, push_meta
 from ..device.tables import (
     DST_ROW,
     KEPT,
     NODE_SLOT,
     OWNER,
+    PULL_PARTIAL,
     PULL_RANK,
     PULL_ROW,
     STAGE_ROW,
@@ -65,7 +66,7 @@ def _first_in_token(group, valid):
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_ranks", "experts_per_rank", "ranks_per_node"])
 def routing_count_kernel(
     topk_idx_ptr,  # [T, K] int32 or int64; -1 or E = dropped
-    entries_ptr,  # out [7, T, K] int32; of slots the index within the chunk
+    entries_ptr,  # out [8, T, K] int32; of slots the index within the chunk
     chunks_ptr,  # out, see device/tables.py
     num_tokens,
     num_experts,
@@ -151,8 +152,7 @@ def _rank_entries(
 @triton.jit
 def _store_compact(
     push_addrs_ptr,
-    pull_rank_ptr,
-    pull_row_ptr,
+    entries_ptr,
     tables_ptr,
     offs,
     k,
@@ -160,47 +160,20 @@ def _store_compact(
     arrival,
     here,
     mask,
+    num_tokens,
     num_ranks,
     row_bytes,
+    TOPK: tl.constexpr,
 ):
     """The entries of each token where `here`, without gaps, in k order: addresses to push to, ranks and rows."""
-    before = tl.cumsum(here.to(tl.int32), axis=1) - here.to(tl.int32)
-    count = tl.sum(here.to(tl.int32), axis=1)[:, None]
-    at = offs - k + tl.where(here, before, count + k - before)
+    at = offs - k + compact_position(here)
     addrs = address_of(tables_ptr, STAGE_X, num_ranks, tl.where(here, owner, 0))
     addrs += arrival.to(tl.int64) * row_bytes
     tl.store(push_addrs_ptr + at, tl.where(here, addrs, 0), mask=mask)
+    pull_rank_ptr = entry_field(entries_ptr, PULL_RANK, num_tokens, TOPK)
     tl.store(pull_rank_ptr + at, tl.where(here, owner, -1), mask=mask)
+    pull_row_ptr = entry_field(entries_ptr, PULL_ROW, num_tokens, TOPK)
     tl.store(pull_row_ptr + at, tl.where(here, arrival, -1), mask=mask)
-
-
-@triton.jit
-def _push_meta(
-    weights_ptr,
-    tables_ptr,
-    token,
-    k,
-    offs,
-    owner,
-    dst_row,
-    arrival,
-    here,
-    mask,
-    num_ranks,
-    HAS_WEIGHTS: tl.constexpr,
-    KP: tl.constexpr,
-):
-    """Tell the rank of each entry, where `here`, which output rows its token fills there, and with what weights."""
-    mine = owner[:, :, None] == owner[:, None, :]
-    at = (arrival.to(tl.int64) * (2 * KP))[:, :, None] + k[:, None, :]
-    to_all = tl.broadcast_to(here[:, :, None], mine.shape)
-    addrs = tl.load(tables_ptr + STAGE_META * num_ranks + owner, mask=here, other=0)
-    dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.int32)), [16, 16])
-    tl.store(dest[:, :, None] + at, tl.where(mine, dst_row[:, None, :], -1), mask=to_all)
-    if HAS_WEIGHTS:
-        weights = tl.load(weights_ptr + offs, mask=mask, other=0.0)
-        dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.float32)), [16, 16])
-        tl.store(dest[:, :, None] + at + KP, tl.where(mine, weights[:, None, :], 0.0), mask=to_all)
 
 
 @triton.jit(
@@ -215,7 +188,7 @@ def _push_meta(
     ]
 )
 def routing_slots_kernel(
-    entries_ptr,  # in: of slots the index within the chunk, out: rows; [7, T, K] int32
+    entries_ptr,  # in: of slots the index within the chunk, out: rows; [8, T, K] int32
     scatter_idx_ptr,  # [T, K] int32 or int64, the caller's full_scatter_indices; read if HAS_SCATTER
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
     chunks_ptr,  # see device/tables.py; counts are an exclusive prefix
@@ -285,28 +258,20 @@ def routing_slots_kernel(
         node_token_ptr = node_token_of(chunks_ptr, tl.num_programs(0), num_columns)
         tokens = tl.broadcast_to(token, slot.shape)
         tl.store(node_token_ptr + node.to(tl.int64) * num_tokens + slot, tokens, mask=first_of_node)
+        elsewhere = first_of_node & (node != rank // ranks_per_node)
+        partial = tl.where(elsewhere, slot * (num_ranks // ranks_per_node) + node, -1)
+        partial_ptr = entry_field(entries_ptr, PULL_PARTIAL, num_tokens, TOPK)
+        tl.store(partial_ptr + offs - k + compact_position(elsewhere), partial, mask=mask)
 
     here = first & on_my_node(owner, rank, ranks_per_node)
-    _push_meta(
-        weights_ptr,
-        tables_ptr,
-        token,
-        k,
-        offs,
-        tl.where(valid, owner, -1),
-        dst_row,
-        stage_row,
-        here,
-        mask,
-        num_ranks,
-        HAS_WEIGHTS,
-        KP,
-    )
+    weights = dst_row
+    if HAS_WEIGHTS:
+        weights = tl.load(weights_ptr + offs, mask=mask, other=0.0)
+    push_meta(weights, tables_ptr, tl.where(valid, owner, -1), dst_row, stage_row, here, num_ranks, HAS_WEIGHTS, KP)
     fits = here & (stage_row < stage_capacity)
     _store_compact(
         push_addrs_ptr,
-        entry_field(entries_ptr, PULL_RANK, num_tokens, TOPK),
-        entry_field(entries_ptr, PULL_ROW, num_tokens, TOPK),
+        entries_ptr,
         tables_ptr,
         offs,
         k,
@@ -314,8 +279,10 @@ def routing_slots_kernel(
         stage_row,
         fits,
         mask,
+        num_tokens,
         num_ranks,
         row_bytes,
+        TOPK,
     )
     _store_step_rows(
         prefix_ptr + num_experts,

@@ -13,10 +13,11 @@ Arrival buffers of a rank: `stage_x` [capacity, row] holds one row per (token, r
 their weights as float32 bits. KP is top-k rounded up to a power of two.
 
 A rank pushes its tokens in up to STEPS steps, and each of its programs raises its arrival flag on every rank
-of the node after each, so that a receiver can work on the first rows while the last are on their way. The high 32
-bits of the flag count steps since the layer was made, STEPS per call; the low 32 bits say how many of the
-sender's rows for that receiver its steps cover so far, in arrival order. Rows of a combine are staged in steps, too,
-STEPS per call, each some rows of every source.
+of the node after each, so that a receiver can work on the first rows while the last are on their way. So it does with
+the tokens of its counterpart on each other node. The high 32 bits of the flag count steps since the layer was made,
+STEPS per call; the low 32 bits say how far the steps reach in the receiver's arrival rows of that source: their number
+(own tokens), or the row behind them (other nodes'). Rows of a combine are staged in steps, too, STEPS per call: each
+some rows of every source, or with several nodes first all rows of other nodes' tokens.
 """
 
 import triton
@@ -30,7 +31,6 @@ from .buffers import (
     EPOCH_COMBINE,
     EPOCH_DISPATCH,
     STAGE_META,
-    STAGE_X,
     STAGED_FLAG,
     buffer_ptr,
     buffer_ptrs,
@@ -121,71 +121,35 @@ def store_scales(scale_ptrs, mask, scales, h, row_words, WORD_BYTES: tl.constexp
 
 
 @triton.jit
-def push_words(
-    row_ptrs,  # [ROWS] pointers to rows on the wire, as words
-    alive,  # [ROWS]
-    owner_ptrs,  # [ROWS] pointers to K int32 ranks, -1 = dropped
-    stage_ptrs,  # [ROWS] pointers to K int32 arrival rows, -1 = not the first k of that rank
+def push_meta(
+    weights,  # [n, KP] float32, or any if not HAS_WEIGHTS
     tables_ptr,
-    row_words,
-    stage_capacity,
-    rank,
+    owner,  # [n, KP] ranks, -1 = dropped
+    dst_row,  # [n, KP] output rows, -1 = dropped
+    arrival,  # [n, KP] arrival rows
+    here,  # [n, KP] the first entry of each rank of this node
     num_ranks,
-    ranks_per_node,
-    WORD: tl.constexpr,  # dtype of what `row_ptrs` point to
-    TOPK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    KP: tl.constexpr,
 ):
-    """Store each row to every rank of this node that its token goes to: read once, written once per rank."""
-    offs = tl.arange(0, BLOCK_H)
-    for h in range(0, row_words, BLOCK_H):
-        in_row = (h + offs < row_words)[None, :]
-        data = tl.load(row_ptrs[:, None] + h + offs[None, :], mask=alive[:, None] & in_row, other=0)
-        for k in tl.static_range(TOPK):
-            peer = tl.load(owner_ptrs + k, mask=alive, other=-1)
-            slot = tl.load(stage_ptrs + k, mask=alive, other=-1)
-            here = (slot >= 0) & (slot < stage_capacity) & on_my_node(peer, rank, ranks_per_node)
-            # Half of the k carry no row: all warps would compute addresses for nothing.
-            if tl.sum(here.to(tl.int32)) > 0:
-                # int64: slot * row_words passes 2**31 words in large buffers.
-                dest = buffer_ptrs(tables_ptr, STAGE_X, num_ranks, peer, here, WORD) + slot.to(tl.int64) * row_words
-                tl.store(dest[:, None] + h + offs[None, :], data, mask=here[:, None] & in_row)
+    """Tell the rank of each entry, where `here`, which output rows its token fills there, and with what weights."""
+    mine = owner[:, :, None] == owner[:, None, :]
+    at = (arrival.to(tl.int64) * (2 * KP))[:, :, None] + tl.arange(0, KP)[None, None, :]
+    to_all = tl.broadcast_to(here[:, :, None], mine.shape)
+    addrs = tl.load(tables_ptr + STAGE_META * num_ranks + owner, mask=here, other=0)
+    dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.int32)), [16, 16])
+    tl.store(dest[:, :, None] + at, tl.where(mine, dst_row[:, None, :], -1), mask=to_all)
+    if HAS_WEIGHTS:
+        dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.float32)), [16, 16])
+        tl.store(dest[:, :, None] + at + KP, tl.where(mine, weights[:, None, :], 0.0), mask=to_all)
 
 
 @triton.jit
-def push_meta(
-    alive,  # [ROWS]
-    owner_ptrs,  # [ROWS] pointers to K int32
-    dst_ptrs,  # [ROWS] pointers to K int32 output rows, -1 = dropped
-    stage_ptrs,  # [ROWS] pointers to K int32
-    weight_ptrs,  # [ROWS] pointers to K float32, read if HAS_WEIGHTS
-    tables_ptr,
-    rank,
-    num_ranks,
-    ranks_per_node,
-    HAS_WEIGHTS: tl.constexpr,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
-):
-    """Tell every rank of this node that a token goes to which output rows it fills, and with what weights."""
-    ks = tl.arange(0, KP)[None, :]
-    mask = alive[:, None] & (ks < TOPK)
-    owners = tl.load(owner_ptrs[:, None] + ks, mask=mask, other=-1)
-    rows = tl.load(dst_ptrs[:, None] + ks, mask=mask, other=-1)
-    if HAS_WEIGHTS:
-        weights = tl.load(weight_ptrs[:, None] + ks, mask=mask, other=0.0)
-    for k in tl.static_range(TOPK):
-        peer = tl.load(owner_ptrs + k, mask=alive, other=-1)
-        slot = tl.load(stage_ptrs + k, mask=alive, other=-1)
-        here = (slot >= 0) & on_my_node(peer, rank, ranks_per_node)
-        if tl.sum(here.to(tl.int32)) > 0:
-            offset = slot.to(tl.int64)[:, None] * (2 * KP) + ks
-            mine = owners == peer[:, None]
-            dest = buffer_ptrs(tables_ptr, STAGE_META, num_ranks, peer, here, tl.int32)
-            tl.store(dest[:, None] + offset, tl.where(mine, rows, -1), mask=here[:, None])
-            if HAS_WEIGHTS:
-                dest = buffer_ptrs(tables_ptr, STAGE_META, num_ranks, peer, here, tl.float32)
-                tl.store(dest[:, None] + offset + KP, tl.where(mine, weights, 0.0), mask=here[:, None])
+def compact_position(here):
+    """[n, KP]: where each entry goes when those `here` come first, in k order, and then the others."""
+    k = tl.arange(0, here.shape[1])[None, :]
+    before = tl.cumsum(here.to(tl.int32), axis=1) - here.to(tl.int32)
+    return tl.where(here, before, tl.sum(here.to(tl.int32), axis=1)[:, None] + k - before)
 
 
 @triton.jit
@@ -242,17 +206,17 @@ def release_arrivals(
     num_ranks,
     ranks_per_node,
     step,  # 1 to STEPS, the last one
-    rows,  # [LWP] rows for each rank of the node that all programs have pushed by then; ALL_ROWS with the last step
-    KIND: tl.constexpr,  # 0 = push of this rank's own tokens, 1 = forward of another node's
+    rows,  # [LWP] how far all programs have come by then at each rank of the node; ALL_ROWS with the last step
+    node,  # whose tokens they are
     LWP: tl.constexpr,
     SENDERS: tl.constexpr,
 ):
-    """Raise arrive_flag[KIND, my local rank, this program] on every rank of the node."""
+    """Raise arrive_flag[node, my local rank, this program] on every rank of my node."""
     local = tl.arange(0, LWP)
     peers = rank - rank % ranks_per_node + local
     mask = local < ranks_per_node
     flag_ptrs = buffer_ptrs(tables_ptr, ARRIVE_FLAG, num_ranks, peers, mask, tl.int64)
-    flag_ptrs += (KIND * ranks_per_node + rank % ranks_per_node) * SENDERS + tl.program_id(0)
+    flag_ptrs += (node * ranks_per_node + rank % ranks_per_node) * SENDERS + tl.program_id(0)
     done = arrival_steps(state_ptr) + step
     release_flags(flag_ptrs, mask, (done << 32) | rows.to(tl.int64))
 

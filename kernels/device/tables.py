@@ -1,6 +1,6 @@
 """Tables of one dispatch, as kernels see them. triton_ep/layout.py has the same arithmetic for the host.
 
-`entries` [7, T, K] int32, fields of every (token, k):
+`entries` [8, T, K] int32, fields of every (token, k):
     KEPT        expert id, -1 = dropped
     OWNER       rank that owns the expert, -1 = dropped
     DST_ROW     row of the copy in its owner's output, -1 = dropped
@@ -9,6 +9,8 @@
 and without gaps, in the order of k, for the ranks of this node that a token goes to:
     PULL_RANK   rank, then -1
     PULL_ROW    arrival row of the token there, then -1
+and, with several nodes, for the other nodes that it goes to:
+    PULL_PARTIAL  slot among my tokens for that node, times N, plus the node; then -1
 
 `chunks` int32: counts [Q, C] per chunk of tokens, an exclusive prefix over the chunks once they are scanned;
 [Q, 2] first illegal entry of each chunk (2**31 - 1 = none) and its id; node_token [N, T], this rank's tokens for
@@ -37,6 +39,7 @@ STAGE_ROW = tl.constexpr(3)
 NODE_SLOT = tl.constexpr(4)
 PULL_RANK = tl.constexpr(5)
 PULL_ROW = tl.constexpr(6)
+PULL_PARTIAL = tl.constexpr(7)
 
 STEPS = tl.constexpr(8)
 """Most steps of a call, squared the parts of `step_rows`."""
@@ -46,6 +49,13 @@ STEPS = tl.constexpr(8)
 def part_begin(part, num_chunks):
     """First chunk of a part of this rank's chunks, one of STEPS * STEPS."""
     return num_chunks * part // (STEPS * STEPS)
+
+
+@triton.jit
+def part_of_step(step, num_steps):
+    """Where a step of a dispatch begins, in 64ths of the rows. Steps get shorter, so that little is left at last."""
+    left = (num_steps - step) * STEPS // num_steps
+    return STEPS * STEPS - left * left
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Inter-node combine: one partial sum per (token, node) crosses the network.
 
 Protocol      1 wait until the ranks of this node have staged their rows (intranode/combine.py, step 3)
+              (reduced rows: the first half of their steps, which have all rows of other nodes' tokens)
               2 for the tokens that my counterpart of another node sent here: sum in float32, in k order,
               the rows that the ranks of this node hold, CHUNK tokens at a time, into partial_send
               3 put the chunk into partial_recv of that counterpart, with its flag = epoch; it adds the
@@ -44,7 +45,7 @@ from ..device.transport import put_signal
 def combine_partial_kernel(
     like_x_ptr,  # any pointer to the token dtype
     placement_ptr,  # device/tables.py
-    forward_ptr,  # [3, N, max_tokens, K] int32 (internode/dispatch.py)
+    forward_ptr,  # [2, N, max_tokens, K] int32 (internode/dispatch.py)
     state_ptr,
     tables_ptr,
     max_tokens,
@@ -74,14 +75,14 @@ def combine_partial_kernel(
         num_ranks,
         ranks_per_node,
         num_stage_programs,
-        STEPS,
+        STEPS // 2 if REDUCED else STEPS,
         LWP,
         MAX_PROGRAMS,
     )
     if ready:
         tokens_from_node_ptr = tokens_from_node_of(placement_ptr, num_ranks, experts_per_rank)
         num_entries = tl.cast(num_ranks // ranks_per_node, tl.int64) * max_tokens * TOPK
-        row_table_ptr = forward_ptr + (2 if REDUCED else 1) * num_entries
+        row_table_ptr = forward_ptr + num_entries
         epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
         my_node = rank // ranks_per_node
         partial_stride = (hidden + 7) // 8 * 8
@@ -113,7 +114,7 @@ def combine_partial_kernel(
                             ranks_per_node,
                             like_x_ptr.dtype.element_ty,
                             HAS_WEIGHTS,
-                            False,
+                            REDUCED,
                             TOPK,
                             BLOCK_H,
                         )

@@ -6,7 +6,9 @@ Protocol      1 send: pack the rows for one node, CHUNK tokens at a time, into n
               2 send: put the chunk into net_recv of the forwarder, with its flag = epoch
               3 forward: wait for the flag of a chunk, push its rows to the ranks of this node exactly as
               the owner of the token would (device/rows.py), keep its tables for combine
-              4 forward: raise arrive_flag[1, my local rank, program] to the last step on every rank of the node
+              4 forward: after some chunks, the steps of intranode/dispatch.py, raise arrive_flag[node, my local
+              rank, program] on every rank of this node. How many arrival rows that are, the last chunk of the step
+              says; if nothing in it goes to a rank, that rank is told of none and waits for the next step
 Layout        net_send, net_recv [N, max_tokens, row_bytes], by the other node, then by the source's slot;
               a message row is payload (padded to 16 bytes), then 4 x KP int32; net_flag [N, MAX_CHUNKS] int64.
 Memory order  2: put-with-signal orders data before flag. 3 acquires. 4 is one release per program.
@@ -23,19 +25,22 @@ from ..device.buffers import (
     NET_FLAG,
     NET_RECV,
     NET_SEND,
+    STAGE_X,
     STATUS,
     address_of,
     buffer_ptr,
     net_address_of,
     pe_of,
 )
+from ..device.groups import my_first
 from ..device.rows import (
     ALL_ROWS,
     WORDS,
+    compact_position,
     load_payload,
+    on_my_node,
     other_node,
     push_meta,
-    push_words,
     release_arrivals,
     store_scales,
     wire_sizes,
@@ -48,6 +53,8 @@ from ..device.tables import (
     entry_field,
     node_token_of,
     num_columns_of,
+    part_begin,
+    part_of_step,
     tokens_from_node_of,
     tokens_per_node_of,
 )
@@ -72,7 +79,7 @@ def _row_ptrs(base, rows, row_bytes, offset, DTYPE: tl.constexpr):
 def internode_send_kernel(
     x_ptr,  # [T, row_words] words
     scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
-    entries_ptr,  # [7, T, K] int32 (device/tables.py)
+    entries_ptr,  # [8, T, K] int32 (device/tables.py)
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
     chunks_ptr,  # device/tables.py
     placement_ptr,  # device/tables.py
@@ -157,6 +164,101 @@ def internode_send_kernel(
             )
 
 
+@triton.jit
+def _rows_before(
+    base,
+    end,  # slot behind a chunk
+    tokens,
+    first_row,  # message row of slot 0
+    row_bytes,
+    meta_offset,
+    rank,
+    ranks_per_node,
+    LWP: tl.constexpr,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """[LWP] the arrival row behind those of a chunk's tokens at each rank of this node, 0 where none goes there.
+
+    Arrival rows of a source are in the order of its tokens: those of all earlier tokens lie before.
+    """
+    slot = end - CHUNK + tl.arange(0, CHUNK)
+    ks = tl.arange(0, KP)[None, :]
+    mask = ((slot >= 0) & (slot < tokens))[:, None] & (ks < TOPK)
+    meta_ptrs = _row_ptrs(base, (first_row + slot).to(tl.int64), row_bytes, meta_offset, tl.int32)[:, None] + ks
+    owner = tl.load(meta_ptrs, mask=mask, other=-1)
+    arrival = tl.load(meta_ptrs + 2 * KP, mask=mask, other=-1)
+    peer = rank - rank % ranks_per_node + tl.arange(0, LWP)
+    there = (owner[:, :, None] == peer[None, None, :]) & (arrival >= 0)[:, :, None]
+    return tl.max(tl.max(tl.where(there, arrival[:, :, None] + 1, 0), axis=0), axis=0)
+
+
+@triton.jit
+def _forward_rows(
+    word_ptr,
+    forward_ptr,
+    tables_ptr,
+    recv_base,
+    row,  # [ROWS] message rows, int64
+    alive,  # [ROWS]
+    row_bytes,
+    meta_offset,
+    row_words,
+    num_entries,
+    stage_capacity,
+    rank,
+    num_ranks,
+    ranks_per_node,
+    HAS_WEIGHTS: tl.constexpr,
+    REDUCED: tl.constexpr,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    LWP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Push some rows to the ranks of this node that their tokens go to, say what they are, and note where they went."""
+    ks = tl.arange(0, KP)[None, :]
+    mask = alive[:, None] & (ks < TOPK)
+    meta_ptrs = _row_ptrs(recv_base, row, row_bytes, meta_offset, tl.int32)[:, None] + ks
+    owner = tl.load(meta_ptrs, mask=mask, other=-1)
+    dst_row = tl.load(meta_ptrs + KP, mask=mask, other=-1)
+    arrival = tl.load(meta_ptrs + 2 * KP, mask=mask, other=-1)
+    weights = dst_row
+    if HAS_WEIGHTS:
+        weight_ptrs = _row_ptrs(recv_base, row, row_bytes, meta_offset, tl.float32)[:, None] + ks
+        weights = tl.load(weight_ptrs + 3 * KP, mask=mask, other=0.0)
+    here = (arrival >= 0) & on_my_node(owner, rank, ranks_per_node)
+    push_meta(weights, tables_ptr, owner, dst_row, arrival, here, num_ranks, HAS_WEIGHTS, KP)
+    here &= arrival < stage_capacity
+    position = compact_position(here)
+    if REDUCED:
+        at = row[:, None] * TOPK + position
+        tl.store(forward_ptr + at, tl.where(here, owner, -1), mask=mask)
+        tl.store(forward_ptr + num_entries + at, tl.where(here, arrival, -1), mask=mask)
+    else:
+        at = row[:, None] * TOPK + ks
+        tl.store(forward_ptr + at, owner, mask=mask)
+        tl.store(forward_ptr + num_entries + at, dst_row, mask=mask)
+    WORD: tl.constexpr = word_ptr.dtype.element_ty
+    addrs = address_of(tables_ptr, STAGE_X, num_ranks, tl.where(here, owner, 0))
+    addrs += arrival.to(tl.int64) * row_words * (WORD.primitive_bitwidth // 8)
+    # All at once: behind the stores of one row, what is loaded for the next one would wait for memory each time.
+    dests = ()
+    for j in tl.static_range(TOPK if TOPK < LWP else LWP):
+        dests += (tl.sum(tl.where(here & (position == j), addrs, 0), axis=1),)
+    row_ptrs = _row_ptrs(recv_base, row, row_bytes, 0, WORD)
+    offs = tl.arange(0, BLOCK_H)
+    for h in range(0, row_words, BLOCK_H):
+        in_row = (h + offs < row_words)[None, :]
+        data = tl.load(row_ptrs[:, None] + h + offs[None, :], mask=alive[:, None] & in_row, other=0)
+        for j in tl.static_range(len(dests)):
+            used = dests[j] != 0
+            if tl.sum(used.to(tl.int32)) > 0:
+                dest = tl.multiple_of(dests[j].to(tl.pointer_type(WORD)), 16)
+                tl.store(dest[:, None] + h + offs[None, :], data, mask=used[:, None] & in_row)
+
+
 @triton.jit(
     do_not_specialize=[
         "max_tokens",
@@ -170,7 +272,7 @@ def internode_send_kernel(
 def internode_forward_kernel(
     word_ptr,  # any pointer to words of the payload: gives their type
     placement_ptr,  # device/tables.py
-    forward_ptr,  # out [3, N, max_tokens, K] int32: owner, row and arrival row of what is forwarded
+    forward_ptr,  # out [2, N, max_tokens, K] int32, what combine pulls for the tokens forwarded: ranks, and rows there
     state_ptr,
     tables_ptr,
     max_tokens,
@@ -181,76 +283,88 @@ def internode_forward_kernel(
     num_ranks,
     ranks_per_node,
     HAS_WEIGHTS: tl.constexpr,
+    REDUCED: tl.constexpr,  # combine pulls arrival rows: without gaps, then -1; else output rows, in k order
     TOPK: tl.constexpr,
     KP: tl.constexpr,
     LWP: tl.constexpr,
     SENDERS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    STEP_CHUNKS: tl.constexpr,  # chunks for which a step is worth its release
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     epoch = tl.load(state_ptr + EPOCH_DISPATCH)
     recv_base = address_of(tables_ptr, NET_RECV, num_ranks, rank)
-    flags_ptr = buffer_ptr(tables_ptr, NET_FLAG, num_ranks, rank, tl.int64)
     _, _, wire_bytes = wire_sizes(row_words, word_ptr.dtype.element_ty, WORDS)
     meta_offset, row_bytes = _message_sizes(wire_bytes, KP)
-    ks = tl.arange(0, KP)[None, :]
-    tokens_from_node_ptr = tokens_from_node_of(placement_ptr, num_ranks, experts_per_rank)
-    num_entries = tl.cast(num_ranks // ranks_per_node, tl.int64) * max_tokens * TOPK
-    num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(max_tokens, CHUNK)
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        node, chunk = other_node(item, rank, num_ranks, ranks_per_node)
-        tokens = tl.load(tokens_from_node_ptr + node)
-        first = chunk * CHUNK
-        if first < tokens:
-            flag = node * MAX_CHUNKS + chunk
-            one = tl.arange(0, 1)
-            if wait_flags(flags_ptr + flag + one, one == 0, epoch, state_ptr, WAIT_NETWORK_ROWS, flag):
-                for start in range(0, CHUNK, ROWS):
-                    slot = first + start + tl.arange(0, ROWS)
-                    alive = slot < tokens
-                    row = (node * max_tokens + slot).to(tl.int64)
-                    meta_ptrs = _row_ptrs(recv_base, row, row_bytes, meta_offset, tl.int32)
-                    weight_ptrs = _row_ptrs(recv_base, row, row_bytes, meta_offset, tl.float32)
-                    push_words(
-                        _row_ptrs(recv_base, row, row_bytes, 0, word_ptr.dtype.element_ty),
-                        alive,
-                        meta_ptrs,
-                        meta_ptrs + 2 * KP,
-                        tables_ptr,
-                        row_words,
-                        stage_capacity,
+    num_nodes = num_ranks // ranks_per_node
+    num_entries = tl.cast(num_nodes, tl.int64) * max_tokens * TOPK
+    one = tl.arange(0, 1)
+    # After an expired wait the rows are not complete: without the flags the receivers report it as well.
+    arrived = tl.load(state_ptr + STATUS) == 0
+    for index in range(1, num_nodes):
+        # The node whose neighbour I am sends to mine first, and so on.
+        node = (rank // ranks_per_node - index + num_nodes) % num_nodes
+        tokens = tl.load(tokens_from_node_of(placement_ptr, num_ranks, experts_per_rank) + node)
+        flags_ptr = buffer_ptr(tables_ptr, NET_FLAG, num_ranks, rank, tl.int64) + node * MAX_CHUNKS
+        num_chunks = tl.cdiv(tokens, CHUNK)
+        num_steps = tl.minimum(tl.maximum(num_chunks // STEP_CHUNKS, 1), STEPS)
+        for step in range(num_steps):
+            begin = part_begin(part_of_step(step, num_steps), num_chunks)
+            end = part_begin(part_of_step(step + 1, num_steps), num_chunks)
+            for chunk in range(my_first(begin, 0), end, tl.num_programs(0)):
+                if arrived:
+                    flag = node * MAX_CHUNKS + chunk
+                    arrived = wait_flags(flags_ptr + chunk + one, one == 0, epoch, state_ptr, WAIT_NETWORK_ROWS, flag)
+                if arrived:
+                    for start in range(0, CHUNK, ROWS):
+                        slot = chunk * CHUNK + start + tl.arange(0, ROWS)
+                        _forward_rows(
+                            word_ptr,
+                            forward_ptr,
+                            tables_ptr,
+                            recv_base,
+                            (node * max_tokens + slot).to(tl.int64),
+                            slot < tokens,
+                            row_bytes,
+                            meta_offset,
+                            row_words,
+                            num_entries,
+                            stage_capacity,
+                            rank,
+                            num_ranks,
+                            ranks_per_node,
+                            HAS_WEIGHTS,
+                            REDUCED,
+                            TOPK,
+                            KP,
+                            LWP,
+                            BLOCK_H,
+                        )
+            rows = tl.full([LWP], ALL_ROWS, tl.int32)
+            reached = tl.cast(STEPS, tl.int32)
+            if (step + 1 < num_steps) & arrived:
+                last = end - 1
+                flag = node * MAX_CHUNKS + last
+                arrived = wait_flags(flags_ptr + last + one, one == 0, epoch, state_ptr, WAIT_NETWORK_ROWS, flag)
+                if arrived:
+                    rows = _rows_before(
+                        recv_base,
+                        end * CHUNK,
+                        tokens,
+                        node * max_tokens,
+                        row_bytes,
+                        meta_offset,
                         rank,
-                        num_ranks,
                         ranks_per_node,
-                        word_ptr.dtype.element_ty,
-                        TOPK,
-                        BLOCK_H,
-                    )
-                    push_meta(
-                        alive,
-                        meta_ptrs,
-                        meta_ptrs + KP,
-                        meta_ptrs + 2 * KP,
-                        weight_ptrs + 3 * KP,
-                        tables_ptr,
-                        rank,
-                        num_ranks,
-                        ranks_per_node,
-                        HAS_WEIGHTS,
+                        LWP,
                         TOPK,
                         KP,
+                        CHUNK,
                     )
-                    mask = alive[:, None] & (ks < TOPK)
-                    table = row[:, None] * TOPK + ks
-                    words_ptrs = meta_ptrs[:, None] + ks
-                    tl.store(forward_ptr + table, tl.load(words_ptrs, mask=mask, other=-1), mask=mask)
-                    rows = tl.load(words_ptrs + KP, mask=mask, other=-1)
-                    tl.store(forward_ptr + num_entries + table, rows, mask=mask)
-                    rows = tl.load(words_ptrs + 2 * KP, mask=mask, other=-1)
-                    tl.store(forward_ptr + 2 * num_entries + table, rows, mask=mask)
-    # After an expired wait the rows are not complete: without the flag the receivers report it as well.
-    if tl.load(state_ptr + STATUS) == 0:
-        every = tl.full([LWP], ALL_ROWS, tl.int32)
-        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, every, 1, LWP, SENDERS)
+                    reached = tl.cast(step + 1, tl.int32)
+            if arrived:
+                release_arrivals(
+                    tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, rows, node, LWP, SENDERS
+                )

@@ -39,11 +39,11 @@ from ..device.buffers import (
 )
 from ..device.groups import my_first
 from ..device.post import post_to_all
-from ..device.rows import pull_sum, staged_part, staged_steps, wait_staged
+from ..device.rows import on_my_node, pull_sum, staged_part, staged_steps, wait_staged
 from ..device.tables import (
     DST_ROW,
-    NODE_SLOT,
     OWNER,
+    PULL_PARTIAL,
     PULL_RANK,
     PULL_ROW,
     STEPS,
@@ -148,7 +148,7 @@ def combine_reduce_kernel(
     rank,
     num_ranks,
     ranks_per_node,
-    num_steps,  # divides STEPS
+    num_steps,  # divides STEPS; with several nodes 2
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     WP: tl.constexpr,
@@ -165,12 +165,18 @@ def combine_reduce_kernel(
         for turn in range(num_steps):
             step = turn * STEPS // num_steps
             reached = step + STEPS // num_steps
-            # Some rows of every source, so that all of them can begin to pull.
             for source in range(num_ranks):
                 first = tl.load(placement_ptr + source * 8 + 6)
                 count = tl.load(placement_ptr + source * 8 + 7)
-                begin = first + staged_part(count, step)
-                end = tl.minimum(first + staged_part(count, reached), num_rows)
+                if num_ranks > ranks_per_node:
+                    # In two steps: what crosses the network once more comes first (internode/combine.py).
+                    mine = on_my_node(source, rank, ranks_per_node) == (turn == 1)
+                    begin = first
+                    end = tl.minimum(first + tl.where(mine, count, 0), num_rows)
+                else:
+                    # Some rows of every source, so that all of them can begin to pull.
+                    begin = first + staged_part(count, step)
+                    end = tl.minimum(first + staged_part(count, reached), num_rows)
                 tiles = tl.cdiv(tl.maximum(end - begin, 0), ROWS)
                 for tile in range(my_first(0, tiles_before), tiles, tl.num_programs(0)):
                     row = begin + tile * ROWS + tl.arange(0, ROWS)
@@ -253,7 +259,7 @@ def _steps_needed(
 )
 def combine_pull_kernel(
     out_ptr,  # out [T, H]
-    entries_ptr,  # [7, T, K] int32 (device/tables.py)
+    entries_ptr,  # [8, T, K] int32 (device/tables.py)
     placement_ptr,  # device/tables.py
     state_ptr,
     tables_ptr,
@@ -281,10 +287,10 @@ def combine_pull_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    owner_ptr = entry_field(entries_ptr, OWNER, num_tokens, TOPK)
     rank_ptr = entry_field(entries_ptr, PULL_RANK if REDUCED else OWNER, num_tokens, TOPK)
     row_ptr = entry_field(entries_ptr, PULL_ROW if REDUCED else DST_ROW, num_tokens, TOPK)
-    node_slot_ptr = entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK)
+    partial_row_ptr = entry_field(entries_ptr, PULL_PARTIAL, num_tokens, TOPK)
+    most_partials = tl.minimum(num_ranks // ranks_per_node - 1, TOPK)
     num_chunks = tl.cdiv(num_tokens, BLOCK_T)
     offs = tl.arange(0, BLOCK_H)
     partial_stride = (hidden + 7) // 8 * 8
@@ -361,13 +367,12 @@ def combine_pull_kernel(
                     )
                     in_row = (h + offs < hidden)[None, :]
                     if NNP > 1:
-                        for k in range(TOPK):  # unrolled, it would not fit the registers
-                            node = tl.load(owner_ptr + token * TOPK + k, mask=alive, other=0) // ranks_per_node
-                            slot = tl.load(node_slot_ptr + token * TOPK + k, mask=alive, other=-1)
-                            remote = (slot >= 0) & (node != rank // ranks_per_node)
-                            source = (node * max_tokens + slot).to(tl.int64) * partial_stride
-                            source_ptrs = partial_ptr + source[:, None] + h + offs[None, :]
-                            part = tl.load(source_ptrs, mask=remote[:, None] & in_row, other=0.0)
+                        for j in range(most_partials):
+                            partial = tl.load(partial_row_ptr + token * TOPK + j, mask=alive, other=-1)
+                            num_nodes = num_ranks // ranks_per_node
+                            source = (partial % num_nodes * max_tokens + partial // num_nodes).to(tl.int64)
+                            source_ptrs = partial_ptr + (source * partial_stride)[:, None] + h + offs[None, :]
+                            part = tl.load(source_ptrs, mask=(partial >= 0)[:, None] & in_row, other=0.0)
                             acc += part.to(tl.float32)
                     dest = out_ptr + token.to(tl.int64)[:, None] * hidden + h + offs[None, :]
                     tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)

@@ -4,15 +4,15 @@ expand what arrived into expert-major rows.
 Protocol      1 push, in steps of consecutive tokens, each shorter than the one before: store x[token] at its
               addresses in stage_x of the destination ranks. What stage_meta says of its copies is there already
               (compute/routing.py)
-              2 push, after each step: raise arrive_flag[kind, my local rank, program] on every rank of the node
+              2 push, after each step: raise arrive_flag[my node, my local rank, program] on every rank of the node
               3 expand: wait until all programs of all local ranks are a step further; with several nodes, when
-              there is no further step, for the forwarding kernel of each rank (internode/dispatch.py)
+              there is no further step, for the steps of the forwarding kernels (internode/dispatch.py)
               4 expand: copy the arrival rows of the step to the output rows of their copies, then on to 3. The
               padding rows are zeroed before
 Layout        stage_x [capacity, row on the wire (device/rows.py)], by source rank, then by token; stage_meta
               [W * max_tokens, 2 * KP];
               recv_x [R, row], recv_scale [R, row / 32], expert-major, segments aligned; arrive_flag
-              [2, LW, SENDERS] int64.
+              [N, LW, SENDERS] int64, by the node of the tokens, then by the rank that pushed them here.
 Memory order  2 is one system-scope release per program and step, after a block barrier, and covers all its stores
               so far; 3 acquires. A release per row costs 3 times the bandwidth (8 x H200: 78 against
               284 GB/s at 16 programs).
@@ -36,15 +36,8 @@ from ..device.rows import (
     store_scales,
     wire_sizes,
 )
-from ..device.tables import STEPS, expert_offsets_of, num_recv_of, part_begin, step_rows_of
+from ..device.tables import STEPS, expert_offsets_of, num_recv_of, part_begin, part_of_step, step_rows_of
 from ..device.waits import WAIT_ARRIVALS, wait_values
-
-
-@triton.jit
-def _part_of_step(step, num_steps):
-    """Where a step begins, in 64ths of the tokens. Steps get shorter, so that little is left to expand at last."""
-    left = (num_steps - step) * STEPS // num_steps
-    return STEPS * STEPS - left * left
 
 
 @triton.jit(do_not_specialize=["num_tokens", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"])
@@ -79,8 +72,8 @@ def dispatch_push_kernel(
     num_steps = tl.minimum(tl.maximum(num_chunks // STEP_CHUNKS, 1), STEPS)
     offs = tl.arange(0, BLOCK_H)
     for step in range(num_steps):
-        begin = part_begin(_part_of_step(step, num_steps), num_chunks) * BLOCK_T
-        next_part = _part_of_step(step + 1, num_steps)
+        begin = part_begin(part_of_step(step, num_steps), num_chunks) * BLOCK_T
+        next_part = part_of_step(step + 1, num_steps)
         end = tl.minimum(part_begin(next_part, num_chunks) * BLOCK_T, num_tokens)
         for tile in range(my_first(begin // ROWS, 0), tl.cdiv(end, ROWS), tl.num_programs(0)):
             token = tile * ROWS + tl.arange(0, ROWS)
@@ -114,7 +107,8 @@ def dispatch_push_kernel(
         mask = (local < ranks_per_node) & more
         counts = tl.load(step_rows_ptr + next_part * ranks_per_node + local, mask=mask, other=ALL_ROWS)
         reached = tl.where(more, step + 1, STEPS)
-        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, counts, 0, LWP, SENDERS)
+        node = rank // ranks_per_node
+        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, counts, node, LWP, SENDERS)
 
 
 @triton.jit
@@ -265,29 +259,21 @@ def dispatch_expand_kernel(
     KEEP_COPY_ROWS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
-    # Of a round: the ranks of this node; at last, in two parts, all ranks of other nodes. A power of two, and
-    # SOURCES * SENDERS is at least the number of threads: a flag that two threads read while it changes would be
-    # two flags, and their warps would disagree on what has been copied.
+    # A power of two, at least the ranks of a node, and SOURCES * SENDERS is at least the number of threads: a flag
+    # that two threads read while it changes would be two flags, and their warps would disagree on what was copied.
     SOURCES: tl.constexpr,
     SENDERS: tl.constexpr,  # a power of two, at least num_senders
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     source = tl.arange(0, SOURCES)
-    is_local = source < ranks_per_node
-    report_ptrs = placement_ptr + (rank - rank % ranks_per_node + source) * 8
-    starts = tl.load(report_ptrs + 6, mask=is_local, other=0)
-    counts = tl.load(report_ptrs + 7, mask=is_local, other=0)
-    behind = pick(starts, ranks_per_node - 1) + pick(counts, ranks_per_node - 1)
-    num_arrivals = tl.load(placement_ptr + rank * 8 + 1)
-
+    in_node = source < ranks_per_node
+    my_node = rank // ranks_per_node
+    num_nodes = num_ranks // ranks_per_node
     flag = tl.arange(0, SOURCES * SENDERS)
     used = (flag // SENDERS < ranks_per_node) & (flag % SENDERS < num_senders)
-    flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64) + flag
+    flags_ptr = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64)
     before = arrival_steps(state_ptr)
-    last_round = tl.where(num_ranks > ranks_per_node, STEPS + 1, STEPS)
-    steps = tl.zeros([], tl.int64)
-    done = tl.zeros([SOURCES], tl.int32)
     arrived = tl.load(state_ptr + STATUS) == 0
     # While the first rows are on their way.
     if HAS_PADDING:
@@ -305,43 +291,50 @@ def dispatch_expand_kernel(
                 ROWS,
                 BLOCK_H,
             )
-    while (steps < last_round) & arrived:
-        of_forward = tl.where(steps == STEPS, ranks_per_node * SENDERS, 0)
-        expected = (before + tl.minimum(steps + 1, STEPS)) << 32
-        arrived, seen = wait_values(flag_ptrs + of_forward, used, expected, state_ptr, WAIT_ARRIVALS, of_forward)
-        if arrived:
-            # Of each source what all its programs have; flags not in use are as far as the last one will be.
-            seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
-            of_source = tl.min(tl.reshape(seen, [SOURCES, SENDERS]), axis=1)
-            if steps == STEPS:
-                # The rows before those of this node's ranks, and the rows behind them.
-                counts = tl.where(source == 0, pick(starts, 0), num_arrivals - behind)
-                starts = tl.where(source == 0, 0, behind)
-                done = tl.zeros([SOURCES], tl.int32)
-            ready = (of_source & ALL_ROWS).to(tl.int32)
-            ready = tl.where(ready < counts, ready // ROWS, tl.cdiv(counts, ROWS))
-            for index in range(tl.where(steps == STEPS, 2, ranks_per_node)):
-                _expand_rows(
-                    recv_x_ptr,
-                    recv_scale_ptr,
-                    recv_weights_ptr,
-                    copy_rows_ptr,
-                    tables_ptr,
-                    pick(starts, index),
-                    pick(done, index),
-                    pick(ready, index),
-                    pick(counts, index),
-                    row_words,
-                    rank,
-                    num_ranks,
-                    stage_capacity,
-                    HAS_SCALES,
-                    HAS_WEIGHTS,
-                    KEEP_COPY_ROWS,
-                    TOPK,
-                    KP,
-                    ROWS,
-                    BLOCK_H,
-                )
-            done = ready
-            steps = tl.where(steps == STEPS, last_round, (tl.min(of_source) >> 32) - before)
+    # Own node first, then in the order in which their tokens come.
+    for index in range(num_nodes):
+        node = (my_node - index + num_nodes) % num_nodes
+        report_ptrs = placement_ptr + (node * ranks_per_node + source) * 8
+        starts = tl.load(report_ptrs + 6, mask=in_node, other=0)
+        counts = tl.load(report_ptrs + 7, mask=in_node, other=0)
+        first_flag = node * ranks_per_node * SENDERS
+        steps = tl.zeros([], tl.int64)
+        done = tl.zeros([SOURCES], tl.int32)
+        while (steps < STEPS) & arrived:
+            expected = (before + steps + 1) << 32
+            arrived, seen = wait_values(
+                flags_ptr + first_flag + flag, used, expected, state_ptr, WAIT_ARRIVALS, first_flag
+            )
+            if arrived:
+                # Of each source what all its programs have; flags not in use are as far as the last one will be.
+                seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
+                of_source = tl.min(tl.reshape(seen, [SOURCES, SENDERS]), axis=1)
+                ready = (of_source & ALL_ROWS).to(tl.int32) - tl.where(node == my_node, 0, starts)
+                ready = tl.where(ready < counts, ready // ROWS, tl.cdiv(counts, ROWS))
+                # Who forwards may not know how far he is (internode/dispatch.py).
+                ready = tl.maximum(ready, done)
+                for local in range(ranks_per_node):
+                    _expand_rows(
+                        recv_x_ptr,
+                        recv_scale_ptr,
+                        recv_weights_ptr,
+                        copy_rows_ptr,
+                        tables_ptr,
+                        pick(starts, local),
+                        pick(done, local),
+                        pick(ready, local),
+                        pick(counts, local),
+                        row_words,
+                        rank,
+                        num_ranks,
+                        stage_capacity,
+                        HAS_SCALES,
+                        HAS_WEIGHTS,
+                        KEEP_COPY_ROWS,
+                        TOPK,
+                        KP,
+                        ROWS,
+                        BLOCK_H,
+                    )
+                done = ready
+                steps = (tl.min(of_source) >> 32) - before

@@ -141,10 +141,10 @@ def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traff
     assert desc.tokens_per_node is not None and desc.tokens_from_node is not None
     forwarded = 0
     if desc.forward is not None:
-        forward_owner, _, forward_stage_row = desc.forward
         for other, count in enumerate(desc.tokens_from_node.tolist()):
+            ranks = desc.forward[0, other, :count].cpu()
             if other != node:
-                forwarded += rows_to_peers(forward_owner[other, :count], forward_stage_row[other, :count])
+                forwarded += sum(int((ranks == peer).any(1).sum()) for peer in peers)
     return Traffic(
         local=rows_to_peers(desc.owner_ranks, desc.stage_row),
         network=sum(count for other, count in enumerate(desc.tokens_per_node.tolist()) if other != node),

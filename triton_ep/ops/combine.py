@@ -58,7 +58,7 @@ class _Plan(NamedTuple):
     Attributes:
         programs: that publish.
         num_steps: in which they do.
-        overlapped: beside the kernel that pulls, unless a hook parts them.
+        overlapped: beside the kernels that pull, unless a hook parts them.
     """
 
     programs: int
@@ -67,8 +67,10 @@ class _Plan(NamedTuple):
 
 
 def _plan(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> _Plan:
-    overlapped = is_reduced(desc) and ctx.config.is_intra_node and overlaps(ctx.config, ctx.device)
+    overlapped = is_reduced(desc) and overlaps(ctx.config, ctx.device)
     programs = (waiting_programs if overlapped else local_programs)(ctx.device, ctx.config.num_sm)
+    if not ctx.config.is_intra_node:
+        return _Plan(programs, 2, overlapped)
     # Only then is a step worth its releases; the interpreter takes two, so that steps are met there.
     return _Plan(programs, STEPS if overlapped else 2 if INTERPRETING else 1, overlapped)
 

@@ -106,17 +106,17 @@ def send(
 
 
 def make_forward(ctx: DispatchCombineContext) -> torch.Tensor | None:
-    """Memory for what `forward` notes, [3, N, M, K] int32; None with one node."""
+    """Memory for what `forward` notes, [2, N, M, K] int32; None with one node."""
     cfg = ctx.config
     if cfg.is_intra_node:
         return None
-    return torch.empty(3, cfg.num_nodes, cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
+    return torch.empty(2, cfg.num_nodes, cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
 
 
 def forward(ctx: DispatchCombineContext, tables: torch.Tensor, has_weights: bool, placement: torch.Tensor) -> None:
     """Push the rows that other nodes sent here on to the ranks of this node, and release.
 
-    tables: from `make_forward`: owner, row and arrival row of what was forwarded, kept for combine.
+    tables: from `make_forward`: where combine finds what was forwarded.
     """
     cfg, sizes = ctx.config, ctx.sizes
     words = as_words(ctx.local("stage_x"), sizes.wire_bytes)

@@ -17,7 +17,7 @@ class Routing:
     """Tables of one dispatch, kernels/device/tables.py.
 
     Attributes:
-        entries: [7, T, K] int32; slots within the chunk, rows after `place`.
+        entries: [8, T, K] int32; slots within the chunk, rows after `place`.
         chunks: int32, counts per chunk and what else is kept by chunk.
         push_addrs: [T, K] int64 and what is behind it, written by `place`.
     """

@@ -110,6 +110,8 @@ def forward(s: Shape, has_weights: bool, row_words: int) -> Plan:
     """Rows of other nodes on to the ranks of this one."""
     constexprs = {
         "HAS_WEIGHTS": has_weights,
+        "REDUCED": s.enable_local_combine,
+        "STEP_CHUNKS": step_chunks(s.interpreted),
         **s.common("TOPK", "KP", "LWP", "SENDERS", "MAX_CHUNKS", "CHUNK"),
         **s.tile(row_words),
     }
