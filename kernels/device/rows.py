@@ -55,7 +55,7 @@ MX = tl.constexpr(codes.MX)
 _BLOCK = tl.constexpr(32)
 
 PULLED = tl.constexpr(4)
-"""Rows of one token that are on their way at once."""
+"""Rows of one token that are on their way at once; where it has fewer, those of more tokens (plans/exchange.py)."""
 
 
 @triton.jit
@@ -152,6 +152,12 @@ def compact_position(here):
     return tl.where(here, before, tl.sum(here.to(tl.int32), axis=1)[:, None] + k - before)
 
 
+@triton.constexpr_function
+def most_rows(reduced, topk, ranks_per_node):
+    """Rows that one token has on a node: one per rank, or if they were not reduced one per expert."""
+    return min(topk, ranks_per_node) if reduced else topk
+
+
 @triton.jit
 def pull_sum(
     acc,  # [ROWS, BLOCK_H] float32
@@ -168,17 +174,17 @@ def pull_sum(
     DTYPE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     COMPACT: tl.constexpr,  # the rows of a token come first, then -1
-    TOPK: tl.constexpr,
+    MOST: tl.constexpr,  # of them, for one token
     BLOCK_H: tl.constexpr,
 ):
     """Add to `acc`, in k order, the rows that the ranks of this node hold for each token."""
-    for first in tl.static_range(0, TOPK, PULLED):
+    for first in tl.static_range(0, MOST, PULLED):
         row = tl.load(row_ptrs + first, mask=alive, other=-1)
         # Where rows come without gaps, there are few tokens with more than some.
         if first == 0 or (not COMPACT or tl.sum((row >= 0).to(tl.int32)) > 0):
             tiles = ()
             weights = ()
-            for k in tl.static_range(first, TOPK if first + PULLED > TOPK else first + PULLED):
+            for k in tl.static_range(first, MOST if first + PULLED > MOST else first + PULLED):
                 peer = tl.load(owner_ptrs + k, mask=alive, other=-1)
                 row = tl.load(row_ptrs + k, mask=alive, other=-1)
                 here = (row >= 0) & (row < row_capacity) & on_my_node(peer, rank, ranks_per_node)

@@ -13,7 +13,7 @@ from triton_ep.kernels.device.codes import (
     WORDS,
 )
 from triton_ep.plans.compute import mx_blocks
-from triton_ep.plans.shape import ROUTING_TOKENS, Plan, Shape, next_power_of_2, step_chunks
+from triton_ep.plans.shape import CHUNK, ROUTING_TOKENS, Plan, Shape, next_power_of_2, step_chunks
 
 SPLITS_COLUMNS = 16
 """Columns of a program of the splits exchange."""
@@ -165,13 +165,18 @@ def free(s: Shape) -> Plan:
 
 
 def _sum(s: Shape, has_weights: bool, reduced: bool) -> dict[str, Any]:
+    tile = s.summing_tile()
+    if reduced and not s.interpreted:
+        # As many rows on their way as there are with four ranks, by more tokens at a time.
+        at_once = max(4 // next_power_of_2(min(s.topk, s.local_world_size)), 1)
+        tile["ROWS"] = min(tile["ROWS"] * at_once, CHUNK)
     return {
         "REDUCED": reduced,
         "PARTIAL_DTYPE": s.token if s.enable_local_combine else "fp32",
         "HAS_WEIGHTS": has_weights,
         "NETWORK": s.network,
         **s.common("TOPK", "LWP", "MAX_PROGRAMS", "MAX_CHUNKS", "CHUNK"),
-        **s.summing_tile(),
+        **tile,
     }
 
 
