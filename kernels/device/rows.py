@@ -37,7 +37,7 @@ from .buffers import (
 )
 from .mxfp8 import MODE_RCEIL, quantize_tile
 from .tables import STEPS
-from .waits import WAIT_COMBINE_STAGED, release_flags, wait_flags
+from .waits import WAIT_ARRIVALS, WAIT_COMBINE_STAGED, release_flags, wait_flags, wait_values
 
 
 @triton.jit
@@ -225,6 +225,43 @@ def release_arrivals(
     flag_ptrs += (node * ranks_per_node + rank % ranks_per_node) * SENDERS + tl.program_id(0)
     done = arrival_steps(state_ptr) + step
     release_flags(flag_ptrs, mask, (done << 32) | rows.to(tl.int64))
+
+
+@triton.jit
+def wait_arrivals(
+    flags_ptr,  # of this rank
+    node,  # whose tokens they are
+    steps,  # seen so far, int64
+    done,  # [SOURCES] tiles seen so far of each rank's rows
+    starts,  # [SOURCES] first arrival row of each rank of that node
+    counts,  # [SOURCES] arrival rows of each
+    state_ptr,
+    rank,
+    ranks_per_node,
+    num_senders,  # programs that raise flags
+    SOURCES: tl.constexpr,
+    SENDERS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Wait until the rows of a node's tokens are a step further: whether they came, tiles [SOURCES] and steps by now.
+
+    SOURCES and SENDERS are powers of two, at least `ranks_per_node` and `num_senders`, and their product is at least
+    the number of threads: a flag that two threads read while it changes would be two flags, and their warps would
+    disagree on what has been copied.
+    """
+    flag = tl.arange(0, SOURCES * SENDERS)
+    used = (flag // SENDERS < ranks_per_node) & (flag % SENDERS < num_senders)
+    first_flag = node * ranks_per_node * SENDERS
+    before = arrival_steps(state_ptr)
+    expected = (before + steps + 1) << 32
+    arrived, seen = wait_values(flags_ptr + first_flag + flag, used, expected, state_ptr, WAIT_ARRIVALS, first_flag)
+    # Of each source what all its programs have; flags not in use are as far as the last one will be.
+    seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
+    of_source = tl.min(tl.reshape(seen, [SOURCES, SENDERS]), axis=1)
+    ready = (of_source & ALL_ROWS).to(tl.int32) - tl.where(node == rank // ranks_per_node, 0, starts)
+    ready = tl.where(ready < counts, ready // ROWS, tl.cdiv(counts, ROWS))
+    # Who forwards may not know how far he is (internode/dispatch.py).
+    return arrived, tl.maximum(ready, done), (tl.min(of_source) >> 32) - before
 
 
 @triton.jit

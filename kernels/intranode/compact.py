@@ -1,9 +1,9 @@
 """Compact output of a dispatch: one row per (token, rank), and which experts of this rank the row is for.
 
 Protocol      As the expand kernel (intranode/dispatch.py, steps 3 and 4): wait until all programs of all local ranks
-              are a step further; with several nodes, when there is no further step, for the forwarding kernel of
-              each rank (internode/dispatch.py). Then copy the arrival rows of the step, each to the output row of the
-              same number, with its expert ids and weights
+              are a step further; with several nodes, when there is no further step, for the steps of the
+              forwarding kernels (internode/dispatch.py). Then copy the arrival rows of the step, each to the output
+              row of the same number, with its expert ids and weights
 Layout        stage_x, stage_meta, arrive_flag: as there. recv_x [R, row], recv_idx [R, K] local expert ids, -1 = an
               expert of another rank, or none; recv_weights [R, K] float32, zero where recv_idx is -1. Rows by source
               rank, then by token: that of the arrival rows. stage_meta says which expert-major rows the copies of an
@@ -19,9 +19,8 @@ import triton.language as tl
 
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, buffer_ptr
 from ..device.groups import my_first, pick
-from ..device.rows import ALL_ROWS, arrival_steps, load_row_tile
+from ..device.rows import load_row_tile, wait_arrivals
 from ..device.tables import STEPS, expert_offsets_of
-from ..device.waits import WAIT_ARRIVALS, wait_values
 
 _NO_ROW = tl.constexpr(2**31 - 1)
 _EXPERTS = tl.constexpr(32)
@@ -107,63 +106,61 @@ def compact_rows_kernel(
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
-    SOURCES: tl.constexpr,  # as in the expand kernel; SOURCES * SENDERS is at least the number of threads
-    SENDERS: tl.constexpr,  # a power of two, at least num_senders
+    SOURCES: tl.constexpr,  # device/rows.py
+    SENDERS: tl.constexpr,  # likewise
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     source = tl.arange(0, SOURCES)
-    report_ptrs = placement_ptr + (rank - rank % ranks_per_node + source) * 8
-    starts = tl.load(report_ptrs + 6, mask=source < ranks_per_node, other=0)
-    counts = tl.load(report_ptrs + 7, mask=source < ranks_per_node, other=0)
-    behind = pick(starts, ranks_per_node - 1) + pick(counts, ranks_per_node - 1)
-    num_arrivals = tl.load(placement_ptr + rank * 8 + 1)
-
-    flag = tl.arange(0, SOURCES * SENDERS)
-    used = (flag // SENDERS < ranks_per_node) & (flag % SENDERS < num_senders)
-    flag_ptrs = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64) + flag
-    before = arrival_steps(state_ptr)
-    last_round = tl.where(num_ranks > ranks_per_node, STEPS + 1, STEPS)
-    steps = tl.zeros([], tl.int64)
-    done = tl.zeros([SOURCES], tl.int32)
+    my_node = rank // ranks_per_node
+    num_nodes = num_ranks // ranks_per_node
+    flags_ptr = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64)
     arrived = tl.load(state_ptr + STATUS) == 0
-    while (steps < last_round) & arrived:
-        of_forward = tl.where(steps == STEPS, ranks_per_node * SENDERS, 0)
-        expected = (before + tl.minimum(steps + 1, STEPS)) << 32
-        arrived, seen = wait_values(flag_ptrs + of_forward, used, expected, state_ptr, WAIT_ARRIVALS, of_forward)
-        if arrived:
-            # Of each source what all its programs have; flags not in use are as far as the last one will be.
-            seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
-            of_source = tl.min(tl.reshape(seen, [SOURCES, SENDERS]), axis=1)
-            if steps == STEPS:
-                # The rows before those of this node's ranks, and the rows behind them.
-                counts = tl.where(source == 0, pick(starts, 0), num_arrivals - behind)
-                starts = tl.where(source == 0, 0, behind)
-                done = tl.zeros([SOURCES], tl.int32)
-            ready = (of_source & ALL_ROWS).to(tl.int32)
-            ready = tl.where(ready < counts, ready // ROWS, tl.cdiv(counts, ROWS))
-            for index in range(tl.where(steps == STEPS, 2, ranks_per_node)):
-                _copy_rows(
-                    recv_x_ptr,
-                    recv_idx_ptr,
-                    recv_weights_ptr,
-                    expert_offsets_of(placement_ptr, num_ranks),
-                    tables_ptr,
-                    pick(starts, index),
-                    pick(done, index),
-                    pick(ready, index),
-                    pick(counts, index),
-                    row_words,
-                    row_limit,
-                    rank,
-                    num_ranks,
-                    experts_per_rank,
-                    HAS_IDX,
-                    HAS_WEIGHTS,
-                    TOPK,
-                    KP,
-                    ROWS,
-                    BLOCK_H,
-                )
-            done = ready
-            steps = tl.where(steps == STEPS, last_round, (tl.min(of_source) >> 32) - before)
+    for index in range(num_nodes):
+        node = (my_node - index + num_nodes) % num_nodes
+        report_ptrs = placement_ptr + (node * ranks_per_node + source) * 8
+        starts = tl.load(report_ptrs + 6, mask=source < ranks_per_node, other=0)
+        counts = tl.load(report_ptrs + 7, mask=source < ranks_per_node, other=0)
+        steps = tl.zeros([], tl.int64)
+        done = tl.zeros([SOURCES], tl.int32)
+        while (steps < STEPS) & arrived:
+            arrived, ready, steps = wait_arrivals(
+                flags_ptr,
+                node,
+                steps,
+                done,
+                starts,
+                counts,
+                state_ptr,
+                rank,
+                ranks_per_node,
+                num_senders,
+                SOURCES,
+                SENDERS,
+                ROWS,
+            )
+            if arrived:
+                for local in range(ranks_per_node):
+                    _copy_rows(
+                        recv_x_ptr,
+                        recv_idx_ptr,
+                        recv_weights_ptr,
+                        expert_offsets_of(placement_ptr, num_ranks),
+                        tables_ptr,
+                        pick(starts, local),
+                        pick(done, local),
+                        pick(ready, local),
+                        pick(counts, local),
+                        row_words,
+                        row_limit,
+                        rank,
+                        num_ranks,
+                        experts_per_rank,
+                        HAS_IDX,
+                        HAS_WEIGHTS,
+                        TOPK,
+                        KP,
+                        ROWS,
+                        BLOCK_H,
+                    )
+                done = ready

@@ -30,14 +30,13 @@ from ..device.rows import (
     ALL_ROWS,
     MX,
     WORDS,
-    arrival_steps,
     load_payload,
     release_arrivals,
     store_scales,
+    wait_arrivals,
     wire_sizes,
 )
 from ..device.tables import STEPS, expert_offsets_of, num_recv_of, part_begin, part_of_step, step_rows_of
-from ..device.waits import WAIT_ARRIVALS, wait_values
 
 
 @triton.jit(do_not_specialize=["num_tokens", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"])
@@ -259,10 +258,8 @@ def dispatch_expand_kernel(
     KEEP_COPY_ROWS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
-    # A power of two, at least the ranks of a node, and SOURCES * SENDERS is at least the number of threads: a flag
-    # that two threads read while it changes would be two flags, and their warps would disagree on what was copied.
-    SOURCES: tl.constexpr,
-    SENDERS: tl.constexpr,  # a power of two, at least num_senders
+    SOURCES: tl.constexpr,  # device/rows.py
+    SENDERS: tl.constexpr,  # likewise
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -270,10 +267,7 @@ def dispatch_expand_kernel(
     in_node = source < ranks_per_node
     my_node = rank // ranks_per_node
     num_nodes = num_ranks // ranks_per_node
-    flag = tl.arange(0, SOURCES * SENDERS)
-    used = (flag // SENDERS < ranks_per_node) & (flag % SENDERS < num_senders)
     flags_ptr = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64)
-    before = arrival_steps(state_ptr)
     arrived = tl.load(state_ptr + STATUS) == 0
     # While the first rows are on their way.
     if HAS_PADDING:
@@ -297,22 +291,25 @@ def dispatch_expand_kernel(
         report_ptrs = placement_ptr + (node * ranks_per_node + source) * 8
         starts = tl.load(report_ptrs + 6, mask=in_node, other=0)
         counts = tl.load(report_ptrs + 7, mask=in_node, other=0)
-        first_flag = node * ranks_per_node * SENDERS
         steps = tl.zeros([], tl.int64)
         done = tl.zeros([SOURCES], tl.int32)
         while (steps < STEPS) & arrived:
-            expected = (before + steps + 1) << 32
-            arrived, seen = wait_values(
-                flags_ptr + first_flag + flag, used, expected, state_ptr, WAIT_ARRIVALS, first_flag
+            arrived, ready, steps = wait_arrivals(
+                flags_ptr,
+                node,
+                steps,
+                done,
+                starts,
+                counts,
+                state_ptr,
+                rank,
+                ranks_per_node,
+                num_senders,
+                SOURCES,
+                SENDERS,
+                ROWS,
             )
             if arrived:
-                # Of each source what all its programs have; flags not in use are as far as the last one will be.
-                seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
-                of_source = tl.min(tl.reshape(seen, [SOURCES, SENDERS]), axis=1)
-                ready = (of_source & ALL_ROWS).to(tl.int32) - tl.where(node == my_node, 0, starts)
-                ready = tl.where(ready < counts, ready // ROWS, tl.cdiv(counts, ROWS))
-                # Who forwards may not know how far he is (internode/dispatch.py).
-                ready = tl.maximum(ready, done)
                 for local in range(ranks_per_node):
                     _expand_rows(
                         recv_x_ptr,
@@ -337,4 +334,3 @@ def dispatch_expand_kernel(
                         BLOCK_H,
                     )
                 done = ready
-                steps = (tl.min(of_source) >> 32) - before

@@ -68,7 +68,7 @@ def receive(
     side: from `dispatch_ops.fork` before the push, so that first rows are copied while the last are on their way.
     """
     if forward_tables is not None:
-        dispatch_ops.forward(ctx, forward_tables, received.topk_weights is not None, placement)
+        dispatch_ops.forward(ctx, forward_tables, received.topk_weights is not None, True, placement)
     _copy_out(ctx, received, placement, side)
     if side is not None:
         ctx.join()

@@ -113,15 +113,18 @@ def make_forward(ctx: DispatchCombineContext) -> torch.Tensor | None:
     return torch.empty(2, cfg.num_nodes, cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
 
 
-def forward(ctx: DispatchCombineContext, tables: torch.Tensor, has_weights: bool, placement: torch.Tensor) -> None:
+def forward(
+    ctx: DispatchCombineContext, tables: torch.Tensor, has_weights: bool, reduced: bool, placement: torch.Tensor
+) -> None:
     """Push the rows that other nodes sent here on to the ranks of this node, and release.
 
     tables: from `make_forward`: where combine finds what was forwarded.
+    reduced: that is one row per (token, rank).
     """
     cfg, sizes = ctx.config, ctx.sizes
     words = as_words(ctx.local("stage_x"), sizes.wire_bytes)
     row_words = sizes.wire_bytes // words.element_size()
-    ctx.launcher(("forward", has_weights), exchange.forward, has_weights, row_words)(
+    ctx.launcher(("forward", has_weights, reduced), exchange.forward, has_weights, reduced, row_words)(
         exchange_programs(cfg.num_sm),
         words,
         placement,
@@ -194,7 +197,7 @@ def receive(
     side: from `fork` before the push, so that first rows are laid out while the last are on their way.
     """
     if forward_tables is not None:
-        forward(ctx, forward_tables, received.weights is not None, placement)
+        forward(ctx, forward_tables, received.weights is not None, received.copy_rows is not None, placement)
     _expand(ctx, received, placement, side)
     if side is not None:
         ctx.join()

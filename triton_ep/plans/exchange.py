@@ -106,11 +106,11 @@ def send(s: Shape, payload: int, row_words: int, has_weights: bool) -> Plan:
     return Plan("internode_send_kernel", constexprs)
 
 
-def forward(s: Shape, has_weights: bool, row_words: int) -> Plan:
-    """Rows of other nodes on to the ranks of this one."""
+def forward(s: Shape, has_weights: bool, reduced: bool, row_words: int) -> Plan:
+    """Rows of other nodes on to the ranks of this one; `reduced`: combine will pull one row per (token, rank)."""
     constexprs = {
         "HAS_WEIGHTS": has_weights,
-        "REDUCED": s.enable_local_combine,
+        "REDUCED": reduced,
         "STEP_CHUNKS": step_chunks(s.interpreted),
         **s.common("TOPK", "KP", "LWP", "SENDERS", "MAX_CHUNKS", "CHUNK"),
         **s.tile(row_words),
