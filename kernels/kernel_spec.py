@@ -51,6 +51,12 @@ class KernelSpec:
         """Type of every run-time argument, in order."""
         return dict(item.split(":") for item in self.args.split())
 
+    @cached_property
+    def specialised(self) -> tuple[str, ...]:
+        """Integer arguments that the compiler may know to be 1, or multiples of 16."""
+        open_to_it = {p.name for p in self.kernel.params if not p.is_constexpr and not p.do_not_specialize}
+        return tuple(name for name, kind in self.arguments.items() if name in open_to_it and kind[0] not in "*{")
+
     @property
     def may_use_network(self) -> bool:
         """True if a variant of it calls NVSHMEM."""

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from triton_ep.context import DispatchCombineContext
     from triton_ep.distributed import finalize_distributed, initialize_distributed
     from triton_ep.errors import (
+        AotArchMismatch,
+        AotCorrupted,
         AotMiss,
+        AotNvshmemMismatch,
         CapacityError,
         ConfigError,
         EPError,
@@ -36,7 +39,10 @@ if TYPE_CHECKING:
     from triton_ep.overlap import EPEvent
 
 __all__ = [
+    "AotArchMismatch",
+    "AotCorrupted",
     "AotMiss",
+    "AotNvshmemMismatch",
     "BarrierAllContext",
     "CapacityError",
     "ConfigError",

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import layout
+from triton_ep.aot.launch import Aot, check_covers
 from triton_ep.config import EPConfig
 from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
 from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed, WaitTimeout
 from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.kernels.device import codes
 from triton_ep.overlap import OpenCalls
-from triton_ep.plans import Plan
-from triton_ep.runtime import INTERPRETING, Launcher
+from triton_ep.plans import Plan, layers
+from triton_ep.runtime import INTERPRETING, Launcher, aot_for
 
 _INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
 _SLACK_BYTES = 4096  # what a heap may add to one allocation to align it
@@ -38,8 +39,11 @@ class DispatchCombineContext:
     a destructor, because freeing symmetric memory out of step hangs the other ranks.
     """
 
-    def __init__(self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap) -> None:
+    def __init__(
+        self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap, aot: Aot | None = None
+    ) -> None:
         self.config = config
+        self.aot = aot
         self.group = group
         self.heap = heap
         self.device = heap.device
@@ -72,6 +76,8 @@ class DispatchCombineContext:
         self._extern_libs: dict[str, str] | None = None
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
         self._scratch: dict[str, torch.Tensor] = {}
+        if aot is not None and aot.compiled is not None and not aot.prefer:
+            check_covers(aot.compiled, layers.layer(config.shape(self.network)), heap)
         classes = ("", "arrival", "output")
         heap.require(layout.estimate_bytes(sizes) + len(classes) * _SLACK_BYTES, group)
         for grows in classes:
@@ -79,12 +85,19 @@ class DispatchCombineContext:
 
     @classmethod
     def create(
-        cls, ep_config: EPConfig, capacity: float = 2, *, group: Any = None, heap: SymmetricHeap | None = None
+        cls,
+        ep_config: EPConfig,
+        capacity: float = 2,
+        *,
+        group: Any = None,
+        heap: SymmetricHeap | None = None,
+        aot: Aot | None = None,
     ) -> DispatchCombineContext:
         """Allocate a context; collective over `group` (default: the whole world).
 
         capacity: room for received rows at the start, in multiples of the average max_tokens * topk; an
             exact context grows beyond it, a static one has `ep_config.recv_capacity` rows and ignores this.
+        aot: library to take kernels from; None: the one of TRITON_EP_AOT, else none.
 
         Raises:
             ConfigError: the group does not fit the configuration.
@@ -98,9 +111,10 @@ class DispatchCombineContext:
                 f"EPConfig says rank {ep_config.rank} of {ep_config.world_size}, but this process is rank "
                 f"{dist.get_rank(group)} of {ranks} in the group. Take both from the group."
             )
+        aot = aot_for(None, None, heap) if aot is None else aot
         if not capacity > 0:
             raise ConfigError(f"capacity must be positive, got {capacity}.")
-        return cls(ep_config, layout.initial_sizes(ep_config, capacity), group, heap)
+        return cls(ep_config, layout.initial_sizes(ep_config, capacity), group, heap, aot)
 
     # --- memory -----------------------------------------------------------------------------------------
 
@@ -241,8 +255,8 @@ class DispatchCombineContext:
         found = self._launchers.get(key)
         if found is None:
             wanted = plan(self.config.shape(self.network, INTERPRETING), *args)
-            libs = self.extern_libs() if wanted.constexprs.get("NETWORK") == codes.NVSHMEM else None
-            found = Launcher(wanted.kernel, wanted.constexprs, libs, wanted.num_warps, wanted.maxnreg)
+            libs = self.extern_libs if wanted.constexprs.get("NETWORK") == codes.NVSHMEM else None
+            found = Launcher(wanted.kernel, wanted.constexprs, libs, wanted.num_warps, wanted.maxnreg, self.aot)
             self._launchers[key] = found
         return found
 

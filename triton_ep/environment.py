@@ -13,6 +13,9 @@ and these override a choice:
     TRITON_INTERPRET                  1 interprets kernels on CPU ranks, 0 compiles them
     TRITON_EP_HEAP_SIZE               bytes of the symmetric heap per rank; suffixes K, M, G (powers of 1024)
     NVSHMEM_SYMMETRIC_SIZE            the same, by NVSHMEM's own name; asked second
+    TRITON_EP_AOT                     1: kernels come from the ahead-of-time library, in all layers and outside of them;
+                                      prefer: those that it has; 0: where a layer asks for it
+    TRITON_EP_AOT_DIR                 folder of the ahead-of-time library
     TRITON_EP_TUNED                   path of a table of tuned choices, asked before those of the package
     NVTE_BACKWARD_OVERRIDE            default of `backward_override` of MXFP8 recipes (triton_ep.integrations.te)
     MASTER_ADDR, MASTER_PORT          where rank 0 listens, for jobs over several hosts without torchrun
@@ -48,6 +51,8 @@ class Environment:
         nvshmem: NVSHMEM's own variables that are set.
         tuned: path of a table of tuned choices.
         backward_override: NVTE_BACKWARD_OVERRIDE, which recipes check.
+        aot: "require", "prefer" or None: whether kernels come from the ahead-of-time library.
+        aot_dir: folder of the ahead-of-time library.
     """
 
     triton_interpret: bool | None = None
@@ -64,6 +69,8 @@ class Environment:
     nvshmem: tuple[str, ...] = ()
     tuned: str | None = None
     backward_override: str | None = None
+    aot: str | None = None
+    aot_dir: str | None = None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -86,6 +93,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         nvshmem=tuple(sorted(name for name in env if name.startswith("NVSHMEM_"))),
         tuned=env.get("TRITON_EP_TUNED") or None,
         backward_override=env.get("NVTE_BACKWARD_OVERRIDE") or None,
+        aot=_aot(env),
+        aot_dir=env.get("TRITON_EP_AOT_DIR") or None,
         **_read_launcher(env),
     )
 
@@ -159,6 +168,17 @@ def _integer(env: Mapping[str, str], name: str) -> int | None:
         return int(text)
     except ValueError:
         raise ConfigError(f"{name}={text!r} in the environment is no integer.") from None
+
+
+def _aot(env: Mapping[str, str]) -> str | None:
+    if env.get("TRITON_EP_AOT", "").strip().lower() == "prefer":
+        return "prefer"
+    try:
+        return "require" if _truth(env, "TRITON_EP_AOT") else None
+    except ConfigError:
+        raise ConfigError(
+            f"TRITON_EP_AOT={env['TRITON_EP_AOT']!r} in the environment is none of 1, 0, prefer."
+        ) from None
 
 
 def _truth(env: Mapping[str, str], name: str) -> bool | None:

@@ -47,6 +47,18 @@ class AotMiss(EPError, RuntimeError):
     """The ahead-of-time library lacks the asked kernel variant."""
 
 
+class AotCorrupted(EPError, RuntimeError):
+    """A file of the ahead-of-time library is not what was built."""
+
+
+class AotArchMismatch(EPError, RuntimeError):
+    """The ahead-of-time library was built for GPUs of another architecture."""
+
+
+class AotNvshmemMismatch(EPError, RuntimeError):
+    """Kernels of the ahead-of-time library contain device code of an NVSHMEM that this node's cannot serve."""
+
+
 class WaitTimeout(EPError, TimeoutError):
     """A bounded wait expired: names the operation, the missing ranks, expected and seen counters."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -19,12 +20,13 @@ from triton_ep.barrier import BarrierAllContext
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
 from triton_ep.distributed import current_heap
-from triton_ep.errors import AotMiss, ConfigError
+from triton_ep.errors import ConfigError
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.overlap import CommStream, EPEvent, RecvHook
+from triton_ep.runtime import aot_for
 from triton_ep.tuned.choose import choose
 from triton_ep.tuned.table import TunedEntry
 
@@ -50,7 +52,7 @@ class EPAll2AllLayer(CompactCalls):
             entry for this GPU, topology and shape, else by a formula; `config` shows number and entry.
         enable_local_combine: combine sums the rows of a token on the expert's rank first, so one row per
             (token, rank) crosses a link, rounded to `dtype`; False: one rounding in all.
-        use_aot: take kernels from the ahead-of-time library.
+        use_aot: take kernels from the ahead-of-time library, and nothing from the JIT (docs/how-to/build-aot.md).
         payload: None: rows travel as they are. "mxfp8": they are quantised before they leave, e4m3 with one e8m0
             scale per 32 values (RCEIL), and arrive as an `MXTensor`; combine stays in `dtype`.
         alignment: every expert's segment of received rows starts at a multiple of this many rows.
@@ -60,11 +62,17 @@ class EPAll2AllLayer(CompactCalls):
             combine sums as with `enable_local_combine`.
         tuned: an entry of a tuned table (`triton_ep.tuned.table`), with num_sm=None only; the same on all ranks.
         timeout_s: bound of every wait, in seconds.
+        aot: "require": the same as use_aot=True. "prefer": kernels that the library lacks are compiled by the JIT, and
+            each is logged. None: as use_aot says; without it, as TRITON_EP_AOT says.
+        aot_dir: folder of the library; None: TRITON_EP_AOT_DIR, else the one inside the package.
 
     Raises:
         ConfigError: sizes that cannot work, or that differ from the group's.
         HeapError: not enough symmetric memory.
-        AotMiss: `use_aot=True`; this version has no ahead-of-time library.
+        AotMiss: there is no library, or none of its variants of a kernel fits this layer; kernels are interpreted.
+        AotArchMismatch: the library is for GPUs of another architecture.
+        AotNvshmemMismatch: its kernels call an NVSHMEM that this node's cannot serve.
+        AotCorrupted: its index cannot be read.
 
     Source: names and arguments follow the EP all-to-all layer of Triton-distributed; meanings are settled in
     docs/reference/layer.md.
@@ -92,9 +100,11 @@ class EPAll2AllLayer(CompactCalls):
         low_latency: bool = False,
         tuned: TunedEntry | None = None,
         timeout_s: float = 30.0,
+        aot: str | None = None,
+        aot_dir: str | Path | None = None,
     ) -> None:
-        if use_aot:
-            raise AotMiss("use_aot=True, but this version builds no ahead-of-time kernels. Pass use_aot=False (JIT).")
+        if aot not in (None, "require", "prefer"):
+            raise ConfigError(f'aot is {aot!r}; it is "require", "prefer" or None (as use_aot says).')
         if num_sm is not None and tuned is not None:
             raise ConfigError(f"num_sm={num_sm} and a tuned entry with {tuned.num_sm}: pass num_sm=None with `tuned`.")
         config = EPConfig(
@@ -118,7 +128,8 @@ class EPAll2AllLayer(CompactCalls):
         )
         looked_up = num_sm is None and tuned is None
         self.config = choose(config, current_heap().device, ep_group) if looked_up else config
-        self.context = DispatchCombineContext.create(self.config, group=ep_group)
+        library = aot_for(aot or ("require" if use_aot else None), aot_dir, current_heap())
+        self.context = DispatchCombineContext.create(self.config, group=ep_group, aot=library)
         self.barrier = BarrierAllContext(self.context)
         self._comm = CommStream(self.context.device)
 

@@ -30,11 +30,11 @@ def _fp8(m: int, n: int, stages: int, warps: int, tma: bool, hardware: bool = Fa
 
 
 def _wgrad(tma: bool) -> Variant:
-    box = {"X": "tensordesc<bf16[64,128]>", "Y": "tensordesc<bf16[64,256]>"}
+    box = {"X": "tensordesc<bf16[64,128]>", "Y": "tensordesc<bf16[64,256]>", "OUT": "bf16"}
     blocks = {"BLOCK_I": 128, "BLOCK_J": 256, "BLOCK_R": 64, "STAGES": 4}
     return Variant(
         {"TMA": tma, **_COMMON, **blocks},
-        box if tma else {"X": "*bf16", "Y": "*bf16"},
+        box if tma else {"X": "*bf16", "Y": "*bf16", "OUT": "bf16"},
         ("num_i", "num_j", "stride_xm", "stride_ym"),
     )
 
@@ -55,7 +55,7 @@ GEMM_SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         grouped_gemm.grouped_wgrad_kernel,
-        "x_ptr:*bf16 y_ptr:*bf16 x_desc:{X} y_desc:{Y} out_ptr:*bf16 ends_ptr:*i32 num_rows:i32 num_i:i32 num_j:i32 "
+        "x_ptr:*bf16 y_ptr:*bf16 x_desc:{X} y_desc:{Y} out_ptr:*{OUT} ends_ptr:*i32 num_rows:i32 num_i:i32 num_j:i32 "
         "num_experts:i32 stride_xm:i32 stride_ym:i32",
         (_wgrad(tma=True), _wgrad(tma=False)),
         num_warps=8,

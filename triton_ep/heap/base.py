@@ -64,6 +64,7 @@ class SymmetricHeap(ABC):
         network: "p2p" if puts are stores through `addrs`, "nvshmem" if they call NVSHMEM.
         device: where the memory is.
         rank, world_size: this process in the world.
+        nvshmem_version: release of NVSHMEM's host library, "3.4.5"; None without NVSHMEM.
         remedy: what to do when an allocation finds no room; {gib} stands for the heap size it needs.
     """
 
@@ -73,6 +74,7 @@ class SymmetricHeap(ABC):
     rank: int
     world_size: int
     remedy: str
+    nvshmem_version: str | None = None
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

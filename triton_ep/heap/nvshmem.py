@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,9 +71,10 @@ class NvshmemHeap(SymmetricHeap):
                 f"the first {heap_bytes} bytes of symmetric memory do not fit on a GPU. Free GPU memory, or ask for "
                 "less with heap_bytes or NVSHMEM_SYMMETRIC_SIZE."
             )
-        from triton import knobs
-
-        knobs.runtime.kernel_load_end_hook.add(self._initialize_module)
+        self.nvshmem_version = str(self._nvshmem.get_version().libnvshmem_version)
+        self._loads = _hook_of_loads()
+        if self._loads is not None:
+            self._loads.add(self._initialize_module)
 
     def close(self) -> None:
         """Give all memory back and end NVSHMEM; collective over the world, idempotent.
@@ -81,9 +83,8 @@ class NvshmemHeap(SymmetricHeap):
         """
         if self._closed:
             return
-        from triton import knobs
-
-        knobs.runtime.kernel_load_end_hook.remove(self._initialize_module)
+        if self._loads is not None:
+            self._loads.remove(self._initialize_module)
         self._failed = self._failed or self.failed_peer() is not None
         if not self._failed:
             torch.cuda.synchronize(self.device)
@@ -205,8 +206,30 @@ class NvshmemHeap(SymmetricHeap):
         status, _, _ = driver.cuModuleGetGlobal(driver.CUmodule(module), _STATE_SYMBOL)
         if status == driver.CUresult.CUDA_ERROR_NOT_FOUND:
             return
-        if self._bindings.cumodule_init(module) != 0:
+        self._check_accepted(self._bindings.cumodule_init(module), name)
+
+    def initialize_library(self, library: int, name: str) -> None:
+        """Give a freshly loaded library (a CUlibrary) with the kernel `name` NVSHMEM's device state.
+
+        Raises:
+            HeapError: NVSHMEM refuses it.
+        """
+        self._check_accepted(self._bindings.culibrary_init(library), name)
+
+    def _check_accepted(self, status: int, name: str) -> None:
+        if status != 0:
             raise HeapError(f"NVSHMEM refused the kernel {name}: its device code does not fit the host library.")
+
+
+def _hook_of_loads() -> Any:
+    """Triton's hook for freshly loaded kernels; None where nothing will be compiled, and Triton not be loaded."""
+    if read_environment().aot == "require" and "triton" not in sys.modules:
+        return None
+    try:
+        from triton import knobs
+    except ImportError:
+        return None  # kernels then come from the ahead-of-time library, or not at all: runtime.py says so
+    return knobs.runtime.kernel_load_end_hook
 
 
 class _Memory:

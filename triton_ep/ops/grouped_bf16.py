@@ -5,36 +5,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from triton_ep.errors import InputError
-from triton_ep.layout import next_power_of_2
-from triton_ep.runtime import INTERPRETING, launch
+from triton_ep.plans.compute import LARGE, PLAIN, SMALL, WGRAD, Tile, gemm_constexprs, wgrad_constexprs
+from triton_ep.runtime import INTERPRETING, Boxes, launch
 
-BAND = 8
-"""Rows of tiles that are computed together."""
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Tile of a grouped GEMM: rows, columns, step along the sum, and how many steps are in flight."""
-
-    m: int
-    n: int
-    k: int
-    stages: int
-
-
-LARGE = Tile(128, 256, 64, 4)
-SMALL = Tile(64, 128, 64, 6)
-PLAIN = Tile(128, 128, 64, 4)
-"""Without TMA: addresses take the registers that a larger tile would need."""
 INTERPRETED = Tile(32, 64, 64, 1)
-WGRAD = Tile(128, 256, 64, 4)
 WGRAD_INTERPRETED = Tile(64, 64, 32, 1)
 
 
@@ -80,12 +62,9 @@ def _k_major(b_t: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return b_t.contiguous(), False
 
 
-def boxes(matrix: torch.Tensor, rows: int, width: int, stride: int, box: list[int]) -> Any:
-    """TMA descriptor of a row-major matrix [rows, width] that starts where `matrix` does."""
-    # Not at the top: Triton must not be imported before triton_ep.runtime.
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(matrix, [rows, width], [stride, 1], box)
+def boxes(matrix: torch.Tensor, rows: int, width: int, stride: int, box: list[int]) -> Boxes:
+    """A row-major matrix [rows, width] that starts where `matrix` does, to be read in boxes."""
+    return Boxes(matrix, [rows, width], [stride, 1], box)
 
 
 def fits_tma(*operands: tuple[torch.Tensor, int]) -> bool:
@@ -156,16 +135,7 @@ def bf16_gemm(
             boxes(a, num_rows, k, a.stride(0), [tile.m, tile.k]),
             boxes(b_t, num_experts * rows_of_b, k if k_major else n, wide, box),
         )
-    constexprs = {
-        "TMA": tma,
-        "K_MAJOR": k_major,
-        "EP": next_power_of_2(num_experts + 1),
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
-        "BAND": BAND,
-        "STAGES": tile.stages,
-    }
+    constexprs = gemm_constexprs(num_experts, tile, tma, k_major)
     sizes = (num_rows, n, k, num_experts)
     strides = (a.stride(0), b_t.stride(0), wide, out.stride(0))
     launch("grouped_gemm_kernel", programs(a.device), (*operands, out, ends, *sizes, *strides), constexprs)
@@ -215,15 +185,7 @@ def bf16_wgrad(
             boxes(x, num_rows, num_i, x.stride(0), [tile.k, tile.m]),
             boxes(y, num_rows, num_j, y.stride(0), [tile.k, tile.n]),
         )
-    constexprs = {
-        "TMA": tma,
-        "EP": next_power_of_2(num_experts + 1),
-        "BLOCK_I": tile.m,
-        "BLOCK_J": tile.n,
-        "BLOCK_R": tile.k,
-        "BAND": BAND,
-        "STAGES": tile.stages,
-    }
+    constexprs = wgrad_constexprs(num_experts, tile, tma)
     sizes = (num_rows, num_i, num_j, num_experts, x.stride(0), y.stride(0))
     grid = num_experts * -(-num_i // tile.m) * -(-num_j // tile.n)
     launch("grouped_wgrad_kernel", grid, (x, y, *descriptors, out, ends, *sizes), constexprs)

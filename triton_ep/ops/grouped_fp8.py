@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from triton_ep.errors import InputError
-from triton_ep.layout import next_power_of_2
-from triton_ep.ops.grouped_bf16 import BAND, OUT_DTYPES, boxes, fits_tma, group_ends, programs
+from triton_ep.ops.grouped_bf16 import OUT_DTYPES, boxes, fits_tma, group_ends, programs
 from triton_ep.ops.mxfp8 import dequantize_rows
+from triton_ep.plans.compute import EQUALIZE_ROWS, FP8_TILES, HARDWARE_TILE, Tile, gemm_fp8_constexprs
 from triton_ep.runtime import INTERPRETING, launch
 
 _STEP = 128
-_EQUALIZE_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -68,29 +67,16 @@ def equalize_scales(qdata: torch.Tensor, scale: torch.Tensor) -> EqualScales:
     num_rows = qdata.numel() // k if k else 0
     out = torch.empty_like(qdata)
     out_scale = scale.new_empty(*lead, -(-k // _STEP), rows, dtype=torch.float32)
-    grid = -(-num_rows // _EQUALIZE_ROWS) * -(-k // _STEP)
+    grid = -(-num_rows // EQUALIZE_ROWS) * -(-k // _STEP)
     arguments = (qdata, scale, out, out_scale, num_rows, k, rows)
-    launch("equalize_scales_kernel", grid, arguments, {"ROWS": _EQUALIZE_ROWS})
+    launch("equalize_scales_kernel", grid, arguments, {"ROWS": EQUALIZE_ROWS})
     return EqualScales(out, out_scale)
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Tokens, rows of weights, steps in flight and warps."""
-
-    tokens: int
-    weights: int
-    stages: int
-    warps: int
-
-
-_HARDWARE = _Tile(128, 128, 3, 8)
-
-
-def _tile_for(num_rows: int, num_experts: int) -> _Tile:
-    """By the mean rows of a group: the fastest of ten at 8, 16, 32, 64 and 128 (one H200, N = 4096, K = 7168)."""
+def _tile_for(num_rows: int, num_experts: int) -> Tile:
+    """By the mean rows of a group."""
     mean = -(-num_rows // num_experts)
-    return _Tile(16 if mean <= 16 else 32, 128, 6, 4) if mean <= 32 else _Tile(64, 256, 4, 8)
+    return next((tile for tile in FP8_TILES if mean <= tile.m), FP8_TILES[-1])
 
 
 def _launch(
@@ -114,24 +100,15 @@ def _launch(
     out = a.new_empty(num_rows, n, dtype=out_dtype)
     if out.numel() == 0 or k == 0 or num_experts == 0:
         return out.zero_()
-    tile = _HARDWARE if hardware else _tile_for(num_rows, num_experts)
+    tile = HARDWARE_TILE if hardware else _tile_for(num_rows, num_experts)
     tma = fits_tma((a, k), (w, k)) and not INTERPRETING if tma is None else tma
     operands: tuple[Any, Any] = (a, w)
     if tma:
         operands = (
-            boxes(a, num_rows, k, k, [tile.tokens, _STEP]),
-            boxes(w, num_experts * n, k, k, [tile.weights, _STEP]),
+            boxes(a, num_rows, k, k, [tile.m, _STEP]),
+            boxes(w, num_experts * n, k, k, [tile.n, _STEP]),
         )
-    constexprs = {
-        "TMA": tma,
-        "HARDWARE": hardware,
-        "EP": next_power_of_2(num_experts + 1),
-        "BLOCK_M": tile.tokens,
-        "BLOCK_N": tile.weights,
-        "BLOCK_K": _STEP,
-        "BAND": BAND,
-        "STAGES": tile.stages,
-    }
+    constexprs = gemm_fp8_constexprs(num_experts, tile, tma, hardware)
     arguments = (*operands, a_scale, w_scale, out, ends, num_rows, n, k, num_experts)
     launch("grouped_fp8_kernel", programs(a.device), arguments, constexprs, num_warps=tile.warps)
     return out

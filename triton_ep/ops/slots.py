@@ -17,6 +17,7 @@ from triton_ep.errors import ConfigError
 from triton_ep.layout import Sizes
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import combine as combine_ops
+from triton_ep.plans.layers import narrow_shape
 
 
 def row_slots(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
@@ -65,17 +66,13 @@ def to_slots(
 def narrow_rows(ctx: DispatchCombineContext, columns: int) -> DispatchCombineContext:
     """The same context, with float32 rows of up to `columns` elements that fit into the rows of the buffers."""
     cfg, sizes = ctx.config, ctx.sizes
-    width = min(columns, cfg.hidden * cfg.token_dtype.itemsize // 4)
-    if not cfg.is_intra_node:
-        partial_bytes = sizes.partial_stride * cfg.partial_dtype.itemsize
-        while width and -(-width // 8) * 8 * 4 > partial_bytes:
-            width -= 1
-    if width == 0:
+    shape = narrow_shape(cfg.shape(), columns)
+    if shape is None:
         raise ConfigError(
             f"rows of {cfg.hidden} {cfg.token_dtype} are too short to carry gradients of routing weights. "
             "Use a larger hidden size, or float32 rows."
         )
     narrow = copy.copy(ctx)
-    narrow.config = replace(cfg, hidden=width, token_dtype=torch.float32, payload=None)
+    narrow.config = replace(cfg, hidden=shape.hidden, token_dtype=torch.float32, payload=None)
     narrow.sizes = Sizes(narrow.config, sizes.arrival_rows, sizes.output_rows)
     return narrow

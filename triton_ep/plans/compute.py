@@ -1,6 +1,9 @@
-"""Tile shapes of the kernels that no layer owns: MXFP8 and back."""
+"""Tile shapes and constexprs of the kernels that no layer owns: MXFP8 and back, grouped GEMM."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 from triton_ep.plans.shape import next_power_of_2
 
@@ -17,3 +20,49 @@ def mx_columns(hidden: int, interpreted: bool) -> dict[str, int]:
     if interpreted:
         return {"BLOCK_H": min(max(next_power_of_2(hidden), 32), 512), "STEPS": 2}
     return {"BLOCK_H": 128, "STEPS": 4}
+
+
+@dataclass(frozen=True, order=True)
+class Tile:
+    """Tile of a grouped GEMM: rows, columns, step along the sum, how many steps are in flight; warps of a program."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int = 8
+
+
+BAND = 8
+"""Rows of tiles that are computed together."""
+LARGE = Tile(128, 256, 64, 4)
+SMALL = Tile(64, 128, 64, 6)
+PLAIN = Tile(128, 128, 64, 4)
+"""Without TMA: addresses take the registers that a larger tile would need."""
+WGRAD = Tile(128, 256, 64, 4)
+EQUALIZE_ROWS = 32
+HARDWARE_TILE = Tile(128, 128, 128, 3)
+FP8_TILES = (Tile(16, 128, 128, 6, 4), Tile(32, 128, 128, 6, 4), Tile(64, 256, 128, 4))
+"""For up to 16, 32 and more rows per expert: the fastest of ten at 8, 16, 32, 64 and 128 (one H200, N = 4096,
+K = 7168)."""
+
+
+def gemm_constexprs(num_experts: int, tile: Tile, tma: bool, k_major: bool) -> dict[str, Any]:
+    """Constexprs of the grouped GEMM in bf16."""
+    blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
+    return {"TMA": tma, "K_MAJOR": k_major, **blocks, **_common(num_experts, tile)}
+
+
+def wgrad_constexprs(num_experts: int, tile: Tile, tma: bool) -> dict[str, Any]:
+    """Constexprs of the gradient of its weights."""
+    return {"TMA": tma, "BLOCK_I": tile.m, "BLOCK_J": tile.n, "BLOCK_R": tile.k, **_common(num_experts, tile)}
+
+
+def gemm_fp8_constexprs(num_experts: int, tile: Tile, tma: bool, hardware: bool) -> dict[str, Any]:
+    """Constexprs of the grouped GEMM of MXFP8 operands."""
+    blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
+    return {"TMA": tma, "HARDWARE": hardware, **blocks, **_common(num_experts, tile)}
+
+
+def _common(num_experts: int, tile: Tile) -> dict[str, int]:
+    return {"EP": next_power_of_2(num_experts + 1), "BAND": BAND, "STAGES": tile.stages}

@@ -1,0 +1,200 @@
+"""One variant for one architecture: cubin, PTX, launch parameters and facts. No GPU, driver or torch; imports Triton.
+
+Runs in worker processes of aot/build.py, with TRITON_INTERPRET=0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+
+from triton_ep.aot.ptx import local_bytes, narrow_accesses, parameters, without_places
+from triton_ep.kernels.spec import SPEC, KernelSpec, uses_nvshmem
+from triton_ep.plans.asked import Asked
+
+_LIBRARY = "libnvshmem_device"
+_STATE = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
+_OTHER_LAUNCHES = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+
+
+def start() -> None:
+    """What a worker does first: nothing is read from Triton's cache, and nothing is left there."""
+    triton.knobs.compilation.always_compile = True
+    triton.knobs.cache.dir = tempfile.mkdtemp(prefix="triton-ep-aot-")
+
+
+def stop() -> None:
+    """Remove what `start` made."""
+    import shutil
+
+    shutil.rmtree(triton.knobs.cache.dir, ignore_errors=True)
+
+
+def source_of(spec: KernelSpec, asked: Asked) -> ASTSource:
+    """The variant as Triton's compiler takes it, specialised as its JIT would.
+
+    Raises:
+        ValueError: what was asked does not fit the kernel.
+    """
+    parameters = [parameter.name for parameter in spec.kernel.params]
+    runtime = [name for name in parameters if name not in asked.constexprs]
+    if runtime != list(spec.arguments) or not set(asked.constexprs) <= set(parameters):
+        raise ValueError(f"the kernel takes {parameters}, the spec names {[*spec.arguments, *asked.constexprs]}")
+    signature, constexprs, hints = {}, {}, {}
+    for index, name in enumerate(parameters):
+        if name in asked.constexprs or name in asked.ones:
+            signature[name] = "constexpr"
+            constexprs[(index,)] = _constexpr(asked.constexprs[name]) if name in asked.constexprs else 1
+            continue
+        signature[name] = asked.types.get(name, spec.arguments[name])
+        if "{" in signature[name]:
+            raise ValueError(f"the type of {name} is open: {signature[name]}")
+        if (signature[name].startswith("*") and name not in asked.unaligned) or name in asked.aligned:
+            hints[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(spec.kernel, signature, constexprs=constexprs, attrs=hints)
+
+
+def _constexpr(value: Any) -> Any:
+    return getattr(triton.language, _DTYPES[value]) if isinstance(value, str) else value
+
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@contextlib.contextmanager
+def _without_line_info(kept: dict[str, str]) -> Iterator[None]:
+    """Assemble cubins without places of the source, whose paths differ from machine to machine; `kept` gets the PTX."""
+    assemble = CUDABackend.make_cubin
+    knobs = triton.knobs.compilation
+
+    def make_cubin(self: Any, ptx: str, *rest: Any) -> bytes:
+        kept["ptx"] = without_places(ptx)
+        before = knobs.disable_line_info
+        knobs.disable_line_info = True
+        try:
+            cubin: bytes = assemble(self, kept["ptx"], *rest)
+            return cubin
+        finally:
+            knobs.disable_line_info = before
+
+    CUDABackend.make_cubin = make_cubin
+    try:
+        yield
+    finally:
+        CUDABackend.make_cubin = assemble
+
+
+def compile_asked(text: dict[str, Any], arch: str, bitcode: str | None) -> dict[str, Any]:
+    """What `Asked.as_dict` says, compiled: "cubin", "ptx", "entry" and "facts"; or "error" alone.
+
+    arch: "sm_90". bitcode: for kernels that call NVSHMEM.
+    """
+    asked = Asked.from_dict(text)
+    try:
+        return _compile(asked, int(arch.removeprefix("sm_")), bitcode)
+    except Exception:
+        return {"error": traceback.format_exc(limit=-3)}
+
+
+def _compile(asked: Asked, arch: int, bitcode: str | None) -> dict[str, Any]:
+    spec = SPEC[asked.kernel]
+    warps = asked.num_warps or spec.num_warps
+    options: dict[str, Any] = {"num_warps": warps}
+    if limit := asked.maxnreg or spec.maxnreg:
+        options["maxnreg"] = limit
+    nvshmem = uses_nvshmem(asked.constexprs)
+    if nvshmem:
+        options["extern_libs"] = {_LIBRARY: bitcode}
+    kept: dict[str, str] = {}
+    with _without_line_info(kept):
+        compiled = triton.compile(source_of(spec, asked), target=GPUTarget("cuda", arch, 32), options=options)
+    metadata, cubin = compiled.metadata, compiled.asm["cubin"]
+    other = [name for name in _OTHER_LAUNCHES if getattr(metadata, name, 0)]
+    if other or metadata.num_ctas != 1:
+        raise ValueError(f"{asked.kernel} wants a launch that the run time does not know: {other}, {metadata.num_ctas}")
+    descriptors = [_descriptor(told) for told in getattr(metadata, "tensordesc_meta", None) or []]
+    kinds = parameters(compiled.asm["ptx"])
+    wanted = _kinds(asked, spec, descriptors)
+    if kinds != wanted:
+        raise ValueError(f"{asked.kernel} has the parameters {kinds} in its PTX; by its arguments they are {wanted}")
+    entry = {
+        "symbol": metadata.name,
+        "params": kinds,
+        "threads": 32 * metadata.num_warps,
+        "shared": metadata.shared,
+        "descriptors": descriptors,
+    }
+    facts = _facts(spec, asked, compiled.asm["ttgir"], compiled.asm["ptx"], cubin, 32 * warps)
+    facts["shared_bytes"] = metadata.shared
+    return {"cubin": cubin, "ptx": kept["ptx"], "entry": entry, "facts": facts}
+
+
+def _descriptor(told: Any) -> dict[str, Any]:
+    if told is None:
+        return {}
+    names = ("swizzle", "elem_size", "elem_type", "block_size")
+    if told.get("fp4_padded"):
+        raise ValueError("descriptors of padded fp4 are not supported")
+    return {name: list(told[name]) if name == "block_size" else told[name] for name in names}
+
+
+def _kinds(asked: Asked, spec: KernelSpec, descriptors: list[dict[str, Any]]) -> list[str]:
+    """Kinds of the parameters by the launch interface of Triton: arguments in order, then two pointers to scratch."""
+    kinds: list[str] = []
+    boxes = iter(descriptors)
+    for name, declared in spec.arguments.items():
+        kind = asked.types.get(name, declared)
+        if name in asked.ones:
+            continue
+        if kind.startswith("*"):
+            kinds.append("ptr")
+        elif kind.startswith("tensordesc"):
+            ndim = kind.count(",") + 1
+            by_copy_engine = ["tensormap"] if next(boxes, {}) else ["ptr", *["i64"] * 2 * ndim, "i1", "i1"]
+            kinds += [*by_copy_engine, *["i32"] * ndim, *["i64"] * ndim]
+        else:
+            kinds.append(kind)
+    return [*kinds, "ptr", "ptr"]
+
+
+def _facts(spec: KernelSpec, asked: Asked, ttgir: str, ptx: str, cubin: bytes, threads: int) -> dict[str, Any]:
+    """What the compile gate and `verify` look at; see aot/verify.py."""
+    narrow, wide_stores = narrow_accesses(ttgir, ptx, threads)
+    instructions = [set(name.split(".")) for name in re.findall(r"\b(?:atom|red|ld|st)\.[\w.:]+", ptx)]
+    matrix = re.findall(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|cp\.async\.bulk\.tensor)\b", ptx)
+    code = [line.split("//")[0].lower() for line in ptx.splitlines() if not line.strip().startswith(".file")]
+    visible = [line for line in ptx.splitlines() if line.startswith(".visible .const")]
+    return {
+        "moves_rows": "{WORD}" in spec.args or "{TOKEN}" in spec.args,
+        "calls_nvshmem": uses_nvshmem(asked.constexprs),
+        "narrow": narrow,
+        "wide_stores": wide_stores,
+        "orders": {
+            order: [ttgir.count(f", {order}, sys,"), sum({order, "sys"} <= found for found in instructions)]
+            for order in ("acquire", "release")
+        },
+        "local_bytes": _local_bytes(cubin),
+        "matrix": {kind: matrix.count(kind) for kind in sorted(set(matrix))},
+        "nvshmem_lines": sum("nvshmem" in line for line in code),
+        "visible": [name for name in _STATE if any(name in line for line in visible) and name.encode() in cubin],
+    }
+
+
+def _local_bytes(cubin: bytes) -> int:
+    """Stack and local memory of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, timeout=60)
+    return local_bytes(done.stdout)

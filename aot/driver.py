@@ -1,0 +1,130 @@
+"""The CUDA driver through cuda-python: the calls that cubins need, each with its status checked."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from triton_ep.errors import AotArchMismatch, LaunchError
+
+_NO_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
+_NOT_FOR_THIS_GPU = ("CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+_ELEMENTS_OF_HOST = {8: 10, 9: 8, 10: 9}
+"""CUtensorMapDataType by the number that device code has for it, where the two differ."""
+_NEWEST_WITH_SMALL_FAULT = 13010
+_DEFAULT_SHARED = 48 * 1024
+"""Bytes of dynamic shared memory that a kernel may have without asking."""
+
+
+class Driver:
+    """cuda.bindings.driver of this process, on the device that is current.
+
+    Raises:
+        LaunchError: cuda-python is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise LaunchError(
+                f"ahead-of-time kernels are launched through cuda-python, which cannot be loaded: {error}. "
+                "Install triton_ep[cu13] (or [cu12])."
+            ) from error
+        self._cuda = driver
+        self._success = driver.CUresult.CUDA_SUCCESS
+        self._launch = driver.cuLaunchKernel
+        self._streams: dict[int, Any] = {}
+        status, self._version = driver.cuDriverGetVersion()
+        self._check(status, "asking for the driver's version")
+
+    def load(self, cubin: bytes, what: str) -> Any:
+        """A library (CUlibrary) of one cubin.
+
+        Raises:
+            AotArchMismatch: not for this GPU.
+            LaunchError: the driver refuses.
+        """
+        self._make_current()
+        status, library = self._cuda.cuLibraryLoadData(cubin, None, None, 0, None, None, 0)
+        if status.name in _NOT_FOR_THIS_GPU:
+            raise AotArchMismatch(f"the driver cannot run {what} on this GPU: {status.name}.")
+        self._check(status, f"loading {what}")
+        return library
+
+    def function(self, library: Any, symbol: str, shared: int) -> Any:
+        """A kernel (CUfunction) of a library, allowed `shared` bytes of dynamic shared memory."""
+        cuda = self._cuda
+        status, kernel = cuda.cuLibraryGetKernel(library, symbol.encode())
+        self._check(status, f"looking {symbol} up")
+        status, function = cuda.cuKernelGetFunction(kernel)
+        self._check(status, f"taking {symbol}")
+        if shared > _DEFAULT_SHARED:
+            limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (status,) = cuda.cuFuncSetAttribute(function, limit, shared)
+            self._check(status, f"giving {symbol} {shared} bytes of shared memory")
+        return function
+
+    def launch(self, function: Any, grid: int, threads: int, shared: int, stream: int, params: int, what: str) -> None:
+        """Launch `grid` programs; `params` is the address of an array of addresses of parameters."""
+        handle = self._streams.get(stream)
+        if handle is None:
+            handle = self._streams[stream] = self._cuda.CUstream(stream)
+        (status,) = self._launch(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
+        if status is self._success or status == self._success:
+            return
+        if status.name == _NO_CONTEXT:
+            # A thread that torch has given nothing to do yet.
+            self._make_current()
+            (status,) = self._launch(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
+        self._check(status, f"launching {grid} programs of {what}")
+
+    def tensor_map(self, address: int, element: int, size: int, box: Sequence[int], shape: Sequence[int],
+                   strides: Sequence[int], swizzle: int) -> bytes:  # fmt: skip
+        """128 bytes that describe a tensor to the copy engine. Sizes are in elements, the last dimension is
+        consecutive and comes last."""
+        cuda, rank = self._cuda, len(shape)
+        inner = cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
+        promotion = cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+        fill = cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+        status, found = cuda.cuTensorMapEncodeTiled(
+            cuda.CUtensorMapDataType(_ELEMENTS_OF_HOST.get(element, element)),
+            rank,
+            address,
+            [cuda.cuuint64_t(extent) for extent in reversed(shape)],
+            [cuda.cuuint64_t(stride * size) for stride in reversed(strides[:-1])],
+            [cuda.cuuint32_t(extent) for extent in reversed(box)],
+            [cuda.cuuint32_t(1)] * rank,
+            inner,
+            cuda.CUtensorMapSwizzle(swizzle),
+            promotion,
+            fill,
+        )
+        self._check(status, f"describing a tensor {list(shape)} in boxes of {list(box)}")
+        words = list(struct.unpack("16Q", ctypes.string_at(found.getPtr(), 128)))
+        last = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)) * size
+        if self._version <= _NEWEST_WITH_SMALL_FAULT and last + 1 < 128 * 1024:
+            words[1] &= ~(1 << 21)  # as CUTLASS and Triton do: these drivers describe small tensors wrongly
+        return struct.pack("16Q", *words)
+
+    def _make_current(self) -> None:
+        """Give this thread the primary context of the current device, if it has none."""
+        cuda = self._cuda
+        status, context = cuda.cuCtxGetCurrent()
+        self._check(status, "asking for the current context")
+        if int(context):
+            return
+        import torch
+
+        status, device = cuda.cuDeviceGet(torch.cuda.current_device())
+        self._check(status, "asking for the current device")
+        status, context = cuda.cuDevicePrimaryCtxRetain(device)
+        self._check(status, "taking the primary context")
+        (status,) = cuda.cuCtxSetCurrent(context)
+        self._check(status, "making the primary context current")
+
+    def _check(self, status: Any, what: str) -> None:
+        if status != self._success:
+            raise LaunchError(f"{what} failed: {status.name}.")

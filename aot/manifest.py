@@ -1,0 +1,197 @@
+"""What is built: the manifest (manifest.toml), one EPConfig, or single variants, as lists of what call sites ask for.
+
+Imports neither torch nor Triton, except for `of_specs`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from triton_ep.errors import ConfigError
+from triton_ep.kernels.device.codes import NVSHMEM, P2P
+from triton_ep.plans import layers, products
+from triton_ep.plans.asked import Asked
+from triton_ep.plans.shape import TOKEN_BYTES, Shape
+from triton_ep.tuned.table import KERNELS, Key, look_up
+
+FORMAT = 1
+_TOKENS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_SHAPE = {field.name for field in dataclasses.fields(Shape)} - {"network", "interpreted", "tuned", "token"}
+_USES = {field.name for field in dataclasses.fields(layers.Uses)}
+_OTHER = {"token_dtype", "gpus", "ranks"}
+_IGNORED = {"rank", "recv_capacity", "timeout_s", "weight_dtype", "offset_dtype", "use_aot", "tuned"}
+"""Fields of EPConfig that decide nothing about kernels, or are given otherwise."""
+_NEEDED = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size")
+
+
+def default_manifest() -> Path:
+    """The manifest of the package."""
+    return Path(__file__).resolve().parent / "manifest.toml"
+
+
+def read_manifest(path: Path) -> list[Asked]:
+    """What a manifest names, without repetition.
+
+    Raises:
+        ConfigError: it cannot be read, or names what there is not; with the entry.
+    """
+    table = _read(path)
+    unknown = set(table) - {"format", "models", "layer", "grouped_gemm", "mxfp8", "specs", "variant"}
+    if unknown or table.get("format") != FORMAT:
+        raise ConfigError(f"{path}: format must be {FORMAT}, and {sorted(unknown)} mean nothing here.")
+    models = table.get("models", {})
+    found: list[Asked] = []
+    for number, values in enumerate(table.get("layer", []), 1):
+        name = values.pop("model", None)
+        if name is not None and name not in models:
+            raise ConfigError(f"{path}: layer {number} names the model {name!r}; there are {', '.join(models)}.")
+        found += of_config({**models.get(name, {}), **values}, f"{path}: layer {number}")
+    for number, values in enumerate(table.get("grouped_gemm", []), 1):
+        found += _checked(products.grouped_gemm, values, f"{path}: grouped_gemm {number}")
+    for number, values in enumerate(table.get("mxfp8", []), 1):
+        found += _checked(products.mxfp8, values, f"{path}: mxfp8 {number}")
+    for number, values in enumerate(table.get("variant", []), 1):
+        found.append(_variant(values, f"{path}: variant {number}"))
+    if table.get("specs", False):
+        found += of_specs()
+    return unique(found)
+
+
+def read_config(text: str) -> list[Asked]:
+    """What one EPConfig needs; `text` is JSON, or the path of a TOML or JSON file.
+
+    Fields are those of EPConfig, and of triton_ep.plans.layers.Uses: how the layer is called. What is left out has the
+    default that it has there. `grouped_gemm` and `mxfp8` are tables as in a manifest.
+
+    Raises:
+        ConfigError: it cannot be read, or a field is missing or unknown.
+    """
+    table = json.loads(text) if text.lstrip().startswith("{") else _read(Path(text))
+    where = "the configuration" if text.lstrip().startswith("{") else text
+    products_of = {name: table.pop(name) for name in ("grouped_gemm", "mxfp8") if name in table}
+    found = of_config(table, where)
+    if "grouped_gemm" in products_of:
+        found += _checked(products.grouped_gemm, products_of["grouped_gemm"], f"{where}: grouped_gemm")
+    if "mxfp8" in products_of:
+        found += _checked(products.mxfp8, products_of["mxfp8"], f"{where}: mxfp8")
+    return unique(found)
+
+
+def read_variants(text: str) -> list[Asked]:
+    """Single variants, as an `AotMiss` prints them: JSON of one, or the path of a file with one per line.
+
+    Raises:
+        ConfigError: it cannot be read, or is no variant.
+    """
+    lines = [text] if text.lstrip().startswith("{") else _lines(Path(text))
+    return unique(_variant(_json(line, text), text) for line in lines)
+
+
+def of_config(values: Mapping[str, Any], where: str) -> list[Asked]:
+    """What a layer of these fields needs. `ranks` may be given for [ranks per node, nodes], `gpus` to take the choices
+    of the tuned tables for these GPUs; payload "bf16" is None."""
+    given = {name: value for name, value in values.items() if name not in _IGNORED}
+    if "ranks" in given:
+        per_node, nodes = given.pop("ranks")
+        given |= {"local_world_size": per_node, "world_size": per_node * nodes}
+    unknown = sorted(set(given) - _SHAPE - _USES - _OTHER)
+    missing = sorted(set(_NEEDED) - set(given))
+    if unknown or missing:
+        raise ConfigError(f"{where}: missing {missing}, unknown {unknown}; fields are those of EPConfig.")
+    sizes = {name: given[name] for name in _SHAPE if name in given}
+    if sizes.get("payload") == "bf16":
+        sizes["payload"] = None
+    token = str(given.get("token_dtype", "bfloat16")).removeprefix("torch.")
+    token = _TOKENS.get(token, token)
+    if token not in TOKEN_BYTES or any(not isinstance(sizes[n], int) or sizes[n] < 1 for n in _NEEDED):
+        raise ConfigError(f"{where}: token_dtype {token!r} or one of the sizes {sizes} cannot be.")
+    if sizes["world_size"] % sizes["local_world_size"] or sizes["num_experts"] % sizes["world_size"]:
+        raise ConfigError(f"{where}: world_size must be a multiple of local_world_size, num_experts one of world_size.")
+    network = P2P if sizes["world_size"] == sizes["local_world_size"] else NVSHMEM
+    shape = Shape(**sizes, token=token, network=network)
+    uses = layers.Uses(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items() if n in _USES})
+    found = layers.layer(shape, uses)
+    for gpu in given.get("gpus", []):
+        found += layers.layer(_tuned(shape, gpu), uses)
+    return found
+
+
+def _tuned(s: Shape, gpu: str) -> Shape:
+    """The shape with what the tuned tables say for a GPU; itself, if they say nothing."""
+    payload = s.payload or ("bf16" if TOKEN_BYTES[s.token] == 2 else "float32")
+    tokens = 1 << (s.max_tokens - 1).bit_length()
+    entry = look_up(Key(gpu, s.local_world_size, s.num_nodes, payload, s.hidden, tokens))
+    if entry is None:
+        return s
+    choices = [(name, entry.kernel(name)) for name in KERNELS]
+    chosen = tuple((name, choice.rows, choice.warps) for name, choice in choices if choice is not None)
+    return dataclasses.replace(s, num_sm=entry.num_sm, tuned=chosen)
+
+
+def of_specs() -> list[Asked]:
+    """The variants that KernelSpecs name themselves. Imports Triton."""
+    from triton_ep.kernels.spec import SPECS
+
+    found = []
+    for spec in SPECS:
+        for variant in spec.variants:
+            types = {name: kind.format(**variant.types) for name, kind in spec.arguments.items() if "{" in kind}
+            constexprs = {name: getattr(value, "name", value) for name, value in variant.constexprs.items()}
+            aligned = tuple(sorted(variant.aligned))
+            found.append(Asked(spec.name, constexprs, types, aligned, num_warps=variant.num_warps))
+    return found
+
+
+def unique(found: Iterable[Asked]) -> list[Asked]:
+    """Without repetition, in order of kernels."""
+    by_signature = {asked.signature(): asked for asked in found}
+    return sorted(by_signature.values(), key=lambda asked: (asked.kernel, asked.text()))
+
+
+def _checked(make: Any, values: Mapping[str, Any], where: str) -> list[Asked]:
+    try:
+        made: list[Asked] = make(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+    except (TypeError, KeyError) as error:
+        raise ConfigError(f"{where}: {error}.") from None
+    return made
+
+
+def _variant(values: Mapping[str, Any], where: str) -> Asked:
+    try:
+        return Asked.from_dict(values)
+    except TypeError as error:
+        raise ConfigError(f"{where}: no variant of a kernel: {error}.") from None
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: no JSON: {error}.") from None
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in _text(path).splitlines() if line.strip()]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    text = _text(path)
+    if path.suffix == ".json":
+        table: dict[str, Any] = _json(text, str(path))
+        return table
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: no TOML: {error}.") from None

@@ -1,0 +1,52 @@
+"""Which source files a kernel is compiled from, and a hash of them. Needs neither torch nor Triton."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+
+_IMPORT = re.compile(r"^from (\.+)([\w.]*) import ((?:\([^)]*\))|.*)$", re.MULTILINE)
+
+
+def kernels_folder() -> Path:
+    """Folder of `triton_ep.kernels`."""
+    import triton_ep.kernels
+
+    return Path(triton_ep.kernels.__path__[0])
+
+
+def source_hash(file: str) -> str:
+    """Hash of a file of `kernels/` (its path below that folder) and of all that it imports from there."""
+    return _hash(kernels_folder(), file)
+
+
+@functools.cache
+def _hash(root: Path, file: str) -> str:
+    found: set[Path] = set()
+    waiting = [root / file]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += _imported(path)
+    digest = hashlib.sha256()
+    for path in sorted(found):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+@functools.cache
+def _imported(path: Path) -> tuple[Path, ...]:
+    """Files that a file imports by relative names."""
+    found = []
+    for dots, module, names in _IMPORT.findall(path.read_text(encoding="utf-8")):
+        folder = path.parents[len(dots) - 1].joinpath(*module.split(".") if module else ())
+        if folder.with_suffix(".py").is_file():
+            found.append(folder.with_suffix(".py"))
+            continue
+        for name in re.findall(r"(\w+)(?: as \w+)?", names):
+            if (folder / f"{name}.py").is_file():
+                found.append(folder / f"{name}.py")
+    return tuple(found)

@@ -1,0 +1,130 @@
+"""Everything that a layer of a given shape may ask for: what an ahead-of-time build compiles for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from triton_ep.kernels.device.codes import MX, QUANTISE, WORDS
+from triton_ep.plans import exchange, low_latency
+from triton_ep.plans.asked import Asked, ask
+from triton_ep.plans.shape import TOKEN_BYTES, WORD_BYTES, Shape, word_type
+
+
+@dataclass(frozen=True)
+class Uses:
+    """How a layer is called; each True or tuple doubles some of its kernels.
+
+    Attributes:
+        ids: dtypes of expert ids: "i32", "i64". A rank that refuses its arguments sends int32 itself.
+        weights: with routing weights, without, or both. Without is always there: backward passes need it.
+        scatter: full_scatter_indices are passed.
+        quantized: rows are passed as MXTensor, too (payload "mxfp8").
+        gradients: gradients of routing weights are taken.
+    """
+
+    ids: tuple[str, ...] = ("i32", "i64")
+    weights: tuple[bool, ...] = (False, True)
+    scatter: tuple[bool, ...] = (False,)
+    quantized: bool = True
+    gradients: bool = True
+
+
+def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
+    """What `EPAll2AllLayer` of this shape asks for, without repetition."""
+    uses = Uses() if uses is None else uses
+    # A refused call sends no rows, with int32 ids and without weights.
+    uses = replace(uses, weights=tuple(sorted({False, *uses.weights})), ids=tuple(sorted({"i32", *uses.ids})))
+    found = list(_barriers(s))
+    if s.low_latency:
+        found += _low_latency(s, uses)
+    else:
+        found += [*_routing(s, uses), *_dispatch(s, uses), *_combine(s, uses)]
+        if uses.gradients and (narrow := narrow_shape(s, s.topk)) is not None:
+            found += _combine(narrow, Uses(weights=(False,)))
+    return list({asked.signature(): asked for asked in found}.values())
+
+
+def narrow_shape(s: Shape, columns: int) -> Shape | None:
+    """The same for rows of up to `columns` float32 in the buffers of the layer; None: not even one fits in."""
+    width = min(columns, s.payload_bytes // 4)
+    if s.num_nodes > 1:
+        partial_bytes = -(-s.hidden // 8) * 8 * (TOKEN_BYTES[s.token] if s.enable_local_combine else 4)
+        while width and -(-width // 8) * 8 * 4 > partial_bytes:
+            width -= 1
+    return replace(s, hidden=width, token="fp32", payload=None) if width else None
+
+
+def _barriers(s: Shape) -> Iterator[Asked]:
+    for intra_node_only in (False, True):
+        yield ask(exchange.barrier(s, intra_node_only))
+
+
+def _routing(s: Shape, uses: Uses) -> Iterator[Asked]:
+    for ids in uses.ids:
+        yield ask(exchange.count(s), {"topk_idx_ptr": f"*{ids}"})
+    for scatter in sorted({False, *uses.scatter}):
+        yield ask(exchange.splits(s, scatter))
+        for weights in uses.weights:
+            for kind in uses.ids if scatter else ("i32",):
+                types = {"scatter_idx_ptr": f"*{kind}"}
+                yield ask(exchange.place(s, weights, scatter), types, {"row_bytes": s.wire_bytes})
+
+
+def _words(row_bytes: int, pointer: str) -> tuple[dict[str, str], dict[str, int], int]:
+    """Types and integers of a kernel that takes rows in words, and the number of words."""
+    word = word_type(row_bytes)
+    row_words = row_bytes // WORD_BYTES[word]
+    return {pointer: f"*{word}"}, {"row_words": row_words}, row_words
+
+
+def _dispatch(s: Shape, uses: Uses) -> Iterator[Asked]:
+    payload = WORDS if s.payload is None else MX
+    row_bytes = s.payload_bytes if s.payload is None else s.hidden
+    if payload == MX:
+        types = {"x_ptr": f"*{s.token}", "elements_ptr": "*fp8e4nv"}
+        yield ask(exchange.quantize(s, 1), types)
+    types, numbers, row_words = _words(row_bytes, "x_ptr")
+    yield ask(exchange.push(s, payload, row_words), types, numbers)
+    for weights in uses.weights:
+        if s.num_nodes > 1:
+            yield ask(exchange.send(s, payload, row_words, weights), types, numbers)
+            *of_wire, wire_words = _words(s.wire_bytes, "word_ptr")
+            yield ask(exchange.forward(s, weights, wire_words), *of_wire)
+        *of_rows, _ = _words(row_bytes, "recv_x_ptr")
+        yield ask(exchange.expand(s, payload == MX, weights, row_words), *of_rows)
+
+
+def _combine(s: Shape, uses: Uses) -> Iterator[Asked]:
+    reduced, hidden = s.enable_local_combine, {"hidden": s.hidden}
+    for weights in uses.weights:
+        if reduced:
+            yield ask(exchange.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
+        else:
+            types, numbers, row_words = _words(s.payload_bytes, "y_ptr")
+            yield ask(exchange.stage(s, weights, row_words), types, numbers)
+        summed = weights and not reduced
+        if s.num_nodes > 1:
+            yield ask(exchange.partial(s, summed, reduced), {"like_x_ptr": f"*{s.token}"}, hidden)
+        yield ask(exchange.pull(s, summed, reduced), {"out_ptr": f"*{s.token}"}, hidden)
+    if not reduced:
+        yield ask(exchange.publish(s))
+        yield ask(exchange.free(s))
+
+
+def _low_latency(s: Shape, uses: Uses) -> Iterator[Asked]:
+    kinds = [WORDS] if s.payload is None else [QUANTISE, *([MX] if uses.quantized else [])]
+    for weights in uses.weights:
+        for kind in kinds:
+            if kind == QUANTISE:
+                types, numbers, row_words = {"x_ptr": f"*{s.token}"}, {"row_words": s.hidden}, s.hidden
+            else:
+                types, numbers, row_words = _words(s.payload_bytes if kind == WORDS else s.hidden, "x_ptr")
+            for ids in uses.ids:
+                given = types | {"topk_idx_ptr": f"*{ids}"}
+                yield ask(low_latency.push(s, kind, weights, row_words), given, numbers)
+        types, numbers, row_words = _words(s.payload_bytes if s.payload is None else s.hidden, "recv_x_ptr")
+        yield ask(low_latency.expand(s, weights, row_words), types, numbers)
+        hidden = {"hidden": s.hidden}
+        yield ask(low_latency.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
+    yield ask(low_latency.sum(s), {"out_ptr": f"*{s.token}"}, {"hidden": s.hidden})
