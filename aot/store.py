@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from triton_ep.aot.sources import source_hash
 from triton_ep.environment import read_environment
 from triton_ep.errors import AotArchMismatch, AotCorrupted, AotMiss
 from triton_ep.plans.asked import Asked
@@ -108,11 +109,19 @@ class Library:
         """The entry of exactly this variant.
 
         Raises:
-            AotMiss: naming what was asked, the closest of what is there, and the command that builds it.
+            AotMiss: naming what was asked, the closest of what is there, and the command that builds it; or the
+                kernel's sources have changed since.
         """
         found = self._entries.get(asked.signature())
         if found is None:
             raise AotMiss(self.missing(asked))
+        kernel = self.kernels[asked.kernel]
+        if source_hash(kernel["file"]) != kernel["source"]:
+            raise AotMiss(
+                f"{asked.kernel} in {self.folder} ({self.arch}) was built from other sources than kernels/"
+                f"{kernel['file']} and what it imports. Build it again: {self.command()} --variant "
+                f"{shlex.quote(asked.text())}"
+            )
         return self._entry(found)
 
     def has(self, asked: Asked) -> bool:

@@ -54,12 +54,18 @@ LAYERS = {
 }
 # Kernels are named by those who launch them. Constants of `kernels.device` (which wait is which, which
 # buffer is where) are shared with the host side that allocates and reports; front doors see neither.
-IMPORTERS_OF_KERNELS = ("triton_ep.ops", "triton_ep.runtime", "triton_ep.interpreter", "triton_ep.kernels")
+IMPORTERS_OF_KERNELS = (
+    "triton_ep.ops",
+    "triton_ep.runtime",
+    "triton_ep.interpreter",
+    "triton_ep.kernels",
+    "triton_ep.aot",
+)
 FRONT_DOOR = 7
 IMPORTERS_OF_NVSHMEM = {"triton_ep.heap.nvshmem", "triton_ep.heap.bitcode"}
 READERS_OF_ENVIRONMENT = {"triton_ep.environment"}
 # These two may set TRITON_INTERPRET, which Triton itself reads when it is imported.
-SETTERS_OF_INTERPRET = ("triton_ep.runtime", "triton_ep.interpreter")
+SETTERS_OF_INTERPRET = ("triton_ep.runtime", "triton_ep.interpreter", "triton_ep.aot")
 
 
 def _modules() -> dict[str, Path]:

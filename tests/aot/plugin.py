@@ -1,0 +1,63 @@
+"""pytest plugin: the suite on kernels of an ahead-of-time library, or a record of the kernels that it asks for.
+
+    pytest -p tests.aot.plugin --aot DIR --backend nvshmem -m multi_gpu tests
+    pytest -p tests.aot.plugin --aot-record FILE --backend nvshmem -m multi_gpu tests
+
+With --aot every layer, and every op outside of one, takes its kernels from DIR, and ranks cannot import Triton at all:
+`import triton` raises ImportError there, so nothing can fall back. With --aot-record the ranks compile as usual and
+append what they asked for to FILE, one variant per line: `python -m triton_ep.aot build --variant FILE` builds it.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_BLOCK = "sys.modules['triton'] = None; sys.modules['triton.compiler'] = None; "
+_START = "from triton_ep import _rank_process; "
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The two options."""
+    group = parser.getgroup("triton_ep")
+    group.addoption("--aot", metavar="DIR", help="take all kernels from this ahead-of-time library, without Triton")
+    group.addoption("--aot-record", metavar="FILE", help="append what is asked for to FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any rank starts."""
+    folder, record = config.getoption("--aot"), config.getoption("--aot-record")
+    if folder and record:
+        raise pytest.UsageError("--aot and --aot-record exclude each other")
+    if folder:
+        os.environ |= {"TRITON_EP_AOT": "1", "TRITON_EP_AOT_DIR": str(Path(folder).resolve())}
+        _inject(_BLOCK, before=True)
+    if record:
+        path = str(Path(record).resolve())
+        _inject(f"from tests.aot import recorder; recorder.install({path!r}); ", before=False)
+
+
+def _inject(code: str, before: bool) -> None:
+    """Run `code` in every rank that compiles, before or after it has imported this package."""
+    from triton_ep import _rank_process
+
+    plain = _rank_process._python
+
+    def _python(call: str, *, interpret: bool) -> list[str]:
+        command = plain(call, interpret=interpret)
+        if not interpret:
+            assert _START in command[-1], command[-1]
+            command[-1] = command[-1].replace(_START, code + _START if before else _START + code)
+        return command
+
+    _rank_process._python = _python
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    """Skip what is about Triton's own compiler."""
+    if not config.getoption("--aot"):
+        return
+    for item in items:
+        if getattr(item.module, "BACKEND", None) == "inductor" and "compiles_into_one_graph" in item.name:
+            item.add_marker(pytest.mark.skip(reason="inductor compiles kernels of its own with Triton"))

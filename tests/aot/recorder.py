@@ -1,0 +1,65 @@
+"""Notes every variant that launches of this process ask for, where the JIT compiles them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from triton_ep import runtime
+from triton_ep.plans.asked import Asked, ask
+from triton_ep.plans.shape import Plan
+
+
+def asked_for(plan: Plan, spec: Any, args: Sequence[Any]) -> Asked:
+    """The variant that a launch with these arguments asks for."""
+    types, numbers, unaligned = {}, {}, []
+    for (name, declared), arg in zip(spec.arguments.items(), args, strict=True):
+        actual = declared
+        if isinstance(arg, runtime.Boxes):
+            actual = arg.type
+        elif isinstance(arg, torch.Tensor):
+            actual = f"*{runtime._TYPES[arg.dtype]}"
+            if arg.data_ptr() % 16:
+                unaligned.append(name)
+        elif not -(2**31) <= arg < 2**31:
+            actual = "i64"
+        if actual != declared:
+            types[name] = actual
+        if name in spec.specialised:
+            numbers[name] = arg
+    constexprs = {name: getattr(value, "name", value) for name, value in plan.constexprs.items()}
+    plan = Plan(plan.kernel, constexprs, plan.num_warps, plan.maxnreg)
+    return ask(plan, types, numbers, unaligned)
+
+
+def install(path: str) -> None:
+    """From now on, append each variant to a file when it is first asked for."""
+    seen: set[str] = set()
+
+    def note(asked: Asked) -> None:
+        text = asked.text()
+        if text not in seen:
+            seen.add(text)
+            with open(path, "a") as file:  # one write per line: ranks share the file
+                file.write(text + "\n")
+
+    call, launch = runtime.Launcher.__call__, runtime.launch
+
+    def noted_call(self: runtime.Launcher, grid: int, *args: Any) -> None:
+        if grid:
+            note(asked_for(self.plan, self.spec, args))
+        call(self, grid, *args)
+
+    def noted_launch(
+        name: str, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any], num_warps: int | None = None
+    ) -> None:
+        if grid:
+            note(asked_for(Plan(name, dict(constexprs), num_warps), runtime.spec(name), args))
+        launch(name, grid, args, constexprs, num_warps)
+
+    runtime.Launcher.__call__ = noted_call
+    runtime.launch = noted_launch
+    from triton_ep.ops import floor, grouped_bf16, grouped_fp8
+
+    for module in (floor, grouped_bf16, grouped_fp8):
+        module.launch = noted_launch
