@@ -7,7 +7,7 @@ import functools
 import logging
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from triton_ep.aot.driver import Driver
 from triton_ep.aot.store import Entry, Library, default_folder
 from triton_ep.errors import AotArchMismatch, AotMiss, AotNvshmemMismatch
 from triton_ep.plans.asked import Asked
+from triton_ep.plans.layers import layer
+from triton_ep.plans.shape import Shape
 
 _log = logging.getLogger("triton_ep.aot")
 _KINDS = {"ptr": ("Q", 8), "i32": ("i", 4), "i64": ("q", 8), "i1": ("b", 1), "tensormap": ("128s", 128)}
@@ -162,6 +164,26 @@ class Aot:
     prefer: bool = False
     heap: Any = None
 
+    def check(self, shape: Shape) -> None:
+        """Raise unless there is some variant of every kernel that a layer of this shape needs, before it is made.
+
+        Nothing is checked with `prefer`.
+
+        Raises:
+            AotMiss: of a kernel there is none.
+            AotNvshmemMismatch: kernels that call NVSHMEM do not fit this process.
+        """
+        if self.compiled is None or self.prefer:
+            return
+        library, wanted = self.compiled.library, layer(shape)
+        for kernel in dict.fromkeys(asked.kernel for asked in wanted):
+            of_kernel = [asked for asked in wanted if asked.kernel == kernel]
+            there = [asked for asked in of_kernel if library.has(asked)]
+            if not there:
+                raise AotMiss(library.missing(of_kernel[0]))
+            if version := library.find(there[0]).nvshmem:
+                check_nvshmem(version, self.heap, library)
+
     def info(self, kernel: str) -> Mapping[str, Any] | None:
         """Arguments of a kernel as the index has them; None: it is to be compiled by the JIT.
 
@@ -208,20 +230,3 @@ def choose(mode: str, folder: Path | str | None, arch: Callable[[], str], heap: 
             raise
         _log.warning("all kernels are compiled by the JIT: %s", error)
         return Aot(None, True, heap)
-
-
-def check_covers(compiled: CompiledLibrary, wanted: Sequence[Asked], heap: Any) -> None:
-    """Raise unless there is some variant of every kernel that a layer needs, before it is made on any rank.
-
-    Raises:
-        AotMiss: of a kernel none of `wanted` is there.
-        AotNvshmemMismatch: kernels that call NVSHMEM do not fit this process.
-    """
-    library = compiled.library
-    for kernel in dict.fromkeys(asked.kernel for asked in wanted):
-        of_kernel = [asked for asked in wanted if asked.kernel == kernel]
-        there = [asked for asked in of_kernel if library.has(asked)]
-        if not there:
-            raise AotMiss(library.missing(of_kernel[0]))
-        if version := library.find(there[0]).nvshmem:
-            check_nvshmem(version, heap, library)

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import layout
-from triton_ep.aot.launch import Aot, check_covers
+from triton_ep.aot.launch import Aot
 from triton_ep.config import EPConfig
 from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
 from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed, WaitTimeout
 from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.kernels.device import codes
 from triton_ep.overlap import OpenCalls
-from triton_ep.plans import Plan, layers
+from triton_ep.plans import Plan
 from triton_ep.runtime import INTERPRETING, Launcher, aot_for
 
 _INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
@@ -76,8 +76,8 @@ class DispatchCombineContext:
         self._extern_libs: dict[str, str] | None = None
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
         self._scratch: dict[str, torch.Tensor] = {}
-        if aot is not None and aot.compiled is not None and not aot.prefer:
-            check_covers(aot.compiled, layers.layer(config.shape(self.network)), heap)
+        if aot is not None:
+            aot.check(config.shape(self.network))
         classes = ("", "arrival", "output")
         heap.require(layout.estimate_bytes(sizes) + len(classes) * _SLACK_BYTES, group)
         for grows in classes:
@@ -97,7 +97,7 @@ class DispatchCombineContext:
 
         capacity: room for received rows at the start, in multiples of the average max_tokens * topk; an
             exact context grows beyond it, a static one has `ep_config.recv_capacity` rows and ignores this.
-        aot: library to take kernels from; None: the one of TRITON_EP_AOT, else none.
+        aot: library to take kernels from; None: as TRITON_EP_AOT says.
 
         Raises:
             ConfigError: the group does not fit the configuration.
@@ -256,8 +256,7 @@ class DispatchCombineContext:
         if found is None:
             wanted = plan(self.config.shape(self.network, INTERPRETING), *args)
             libs = self.extern_libs if wanted.constexprs.get("NETWORK") == codes.NVSHMEM else None
-            found = Launcher(wanted.kernel, wanted.constexprs, libs, wanted.num_warps, wanted.maxnreg, self.aot)
-            self._launchers[key] = found
+            found = self._launchers[key] = Launcher.of(wanted, libs, self.aot)
         return found
 
     def scratch(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:

@@ -52,30 +52,21 @@ class EPAll2AllLayer(CompactCalls):
             entry for this GPU, topology and shape, else by a formula; `config` shows number and entry.
         enable_local_combine: combine sums the rows of a token on the expert's rank first, so one row per
             (token, rank) crosses a link, rounded to `dtype`; False: one rounding in all.
-        use_aot: take kernels from the ahead-of-time library, and nothing from the JIT (docs/how-to/build-aot.md).
+        use_aot: kernels come from the ahead-of-time library in `aot_dir`; aot="prefer": from the JIT what it lacks.
         payload: None: rows travel as they are. "mxfp8": they are quantised before they leave, e4m3 with one e8m0
             scale per 32 values (RCEIL), and arrive as an `MXTensor`; combine stays in `dtype`.
         alignment: every expert's segment of received rows starts at a multiple of this many rows.
         capacity: None (exact): outputs are sized to what arrives and the host waits for the count.
             n (static): n output rows, no host synchronisation; overflow is flagged in the descriptor.
-        low_latency: two launches per call, for a few tokens (decode): static, one node, at most 512 `max_tokens`;
-            combine sums as with `enable_local_combine`.
+        low_latency: two launches per call, for at most 512 tokens (decode): static, one node.
         tuned: an entry of a tuned table (`triton_ep.tuned.table`), with num_sm=None only; the same on all ranks.
         timeout_s: bound of every wait, in seconds.
-        aot: "require": the same as use_aot=True. "prefer": kernels that the library lacks are compiled by the JIT, and
-            each is logged. None: as use_aot says; without it, as TRITON_EP_AOT says.
-        aot_dir: folder of the library; None: TRITON_EP_AOT_DIR, else the one inside the package.
 
     Raises:
-        ConfigError: sizes that cannot work, or that differ from the group's.
-        HeapError: not enough symmetric memory.
-        AotMiss: there is no library, or none of its variants of a kernel fits this layer; kernels are interpreted.
-        AotArchMismatch: the library is for GPUs of another architecture.
-        AotNvshmemMismatch: its kernels call an NVSHMEM that this node's cannot serve.
-        AotCorrupted: its index cannot be read.
+        ConfigError: sizes that cannot work, or that differ from the group's. HeapError: not enough symmetric memory.
+        AotMiss, AotArchMismatch, AotNvshmemMismatch, AotCorrupted: of the ahead-of-time library.
 
-    Source: names and arguments follow the EP all-to-all layer of Triton-distributed; meanings are settled in
-    docs/reference/layer.md.
+    Source: names follow the EP all-to-all layer of Triton-distributed; meanings are in docs/reference/layer.md.
     """
 
     def __init__(
@@ -103,8 +94,6 @@ class EPAll2AllLayer(CompactCalls):
         aot: str | None = None,
         aot_dir: str | Path | None = None,
     ) -> None:
-        if aot not in (None, "require", "prefer"):
-            raise ConfigError(f'aot is {aot!r}; it is "require", "prefer" or None (as use_aot says).')
         if num_sm is not None and tuned is not None:
             raise ConfigError(f"num_sm={num_sm} and a tuned entry with {tuned.num_sm}: pass num_sm=None with `tuned`.")
         config = EPConfig(
@@ -128,8 +117,8 @@ class EPAll2AllLayer(CompactCalls):
         )
         looked_up = num_sm is None and tuned is None
         self.config = choose(config, current_heap().device, ep_group) if looked_up else config
-        library = aot_for(aot or ("require" if use_aot else None), aot_dir, current_heap())
-        self.context = DispatchCombineContext.create(self.config, group=ep_group, aot=library)
+        kernels = aot_for(aot or use_aot, aot_dir, current_heap())
+        self.context = DispatchCombineContext.create(self.config, group=ep_group, aot=kernels)
         self.barrier = BarrierAllContext(self.context)
         self._comm = CommStream(self.context.device)
 

@@ -20,7 +20,7 @@ import torch
 
 from triton_ep.aot.launch import Aot, Kernel, choose
 from triton_ep.environment import read_environment
-from triton_ep.errors import AotMiss, EPError, LaunchError
+from triton_ep.errors import AotMiss, ConfigError, EPError, LaunchError
 from triton_ep.plans.asked import ask
 from triton_ep.plans.shape import Plan
 
@@ -95,19 +95,22 @@ def architecture() -> str:
     return f"sm_{major}{minor}"
 
 
-def aot_for(mode: str | None, folder: Path | str | None, heap: Any = None) -> Aot | None:
+def aot_for(mode: str | bool | None, folder: Path | str | None, heap: Any = None) -> Aot | None:
     """Where kernels come from: the library of `folder`; None: the JIT, or the interpreter.
 
-    mode: "require" or "prefer"; None: what TRITON_EP_AOT says.
+    mode: "require" (also True) or "prefer"; None (also False): what TRITON_EP_AOT says.
     folder: None: TRITON_EP_AOT_DIR, else the one inside the package.
     heap: for kernels that call NVSHMEM.
 
     Raises:
+        ConfigError: another mode.
         AotMiss: there is no library, or kernels are interpreted; not with "prefer".
         AotArchMismatch: there is none for this GPU; not with "prefer".
         AotCorrupted: its index cannot be read.
     """
-    mode = mode or read_environment().aot
+    mode = "require" if mode is True else mode or read_environment().aot
+    if mode not in (None, "require", "prefer"):
+        raise ConfigError(f'aot is {mode!r}; it is "require", "prefer" or None.')
     if mode is None:
         return None
     if INTERPRETING:
@@ -196,6 +199,11 @@ class Launcher:
             self._set_arguments(self.spec.arguments, self._specialised)
         else:
             self._set_arguments(info["arguments"], info["specialised"])
+
+    @classmethod
+    def of(cls, plan: Plan, extern_libs: ExternLibs = None, aot: Aot | None = None) -> Launcher:
+        """The launcher of a plan (triton_ep/plans)."""
+        return cls(plan.kernel, plan.constexprs, extern_libs, plan.num_warps, plan.maxnreg, aot)
 
     def _set_arguments(self, arguments: Mapping[str, str], specialised: Sequence[str]) -> None:
         self._names = tuple(arguments)

@@ -45,10 +45,10 @@ def install(path: str) -> None:
 
     call, launch = runtime.Launcher.__call__, runtime.launch
 
-    def noted_call(self: runtime.Launcher, grid: int, *args: Any) -> None:
+    def noted_call(self: runtime.Launcher, grid: int, *args: Any, **where: Any) -> None:
         if grid:
             note(asked_for(self.plan, self.spec, args))
-        call(self, grid, *args)
+        call(self, grid, *args, **where)
 
     def noted_launch(
         name: str, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any], num_warps: int | None = None

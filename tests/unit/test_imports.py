@@ -64,7 +64,7 @@ IMPORTERS_OF_KERNELS = (
 FRONT_DOOR = 7
 IMPORTERS_OF_NVSHMEM = {"triton_ep.heap.nvshmem", "triton_ep.heap.bitcode"}
 READERS_OF_ENVIRONMENT = {"triton_ep.environment"}
-# These two may set TRITON_INTERPRET, which Triton itself reads when it is imported.
+# These may set TRITON_INTERPRET, which Triton itself reads when it is imported.
 SETTERS_OF_INTERPRET = ("triton_ep.runtime", "triton_ep.interpreter", "triton_ep.aot")
 
 
