@@ -124,7 +124,7 @@ def aot_for(mode: str | bool | None, folder: Path | str | None, heap: Any = None
 
 
 @functools.cache
-def _default_aot() -> Aot | None:
+def default_aot() -> Aot | None:
     """The library for launches that no layer makes."""
     return aot_for(None, None)
 
@@ -337,7 +337,7 @@ class Launcher:
 
 @functools.cache
 def _kept(name: str, constexprs: tuple[tuple[str, Any], ...], num_warps: int | None) -> Launcher:
-    return Launcher(name, dict(constexprs), None, num_warps, aot=_default_aot())
+    return Launcher(name, dict(constexprs), None, num_warps, aot=default_aot())
 
 
 def launch(
@@ -355,7 +355,7 @@ def launch(
         LaunchError: an argument count that does not fit the spec.
         AotMiss, AotCorrupted, AotArchMismatch: of the library.
     """
-    if _default_aot() is not None:
+    if default_aot() is not None:
         launcher = _kept(name, tuple(constexprs.items()), num_warps)
         if grid == 0 or launcher.launch_boxes(grid, args):
             return

@@ -17,7 +17,7 @@ from triton_ep.ops.slots import narrow_rows
 from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, local_programs
 from triton_ep.plans import Plan
 from triton_ep.plans import compact as plans
-from triton_ep.runtime import INTERPRETING, Launcher
+from triton_ep.runtime import INTERPRETING, Launcher, default_aot
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,7 @@ def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllT
 
 @functools.cache
 def _launcher(plan: Callable[..., Plan], *args: int | bool) -> Launcher:
-    wanted = plan(*args, INTERPRETING)
-    return Launcher(wanted.kernel, wanted.constexprs)
+    return Launcher.of(plan(*args, INTERPRETING), aot=default_aot())
 
 
 # --- slabs: rows of an expert at a fixed place ----------------------------------------------------------

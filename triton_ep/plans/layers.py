@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from triton_ep.kernels.device.codes import MX, QUANTISE, WORDS
-from triton_ep.plans import exchange, low_latency
+from triton_ep.plans import compact, exchange, low_latency
 from triton_ep.plans.asked import Asked, ask
 from triton_ep.plans.shape import TOKEN_BYTES, WORD_BYTES, Shape, word_type
 
@@ -21,6 +21,7 @@ class Uses:
         scatter: full_scatter_indices are passed.
         quantized: rows are passed as MXTensor, too (payload "mxfp8").
         gradients: gradients of routing weights are taken.
+        compact: `dispatch_compact` is called, too.
     """
 
     ids: tuple[str, ...] = ("i32", "i64")
@@ -28,6 +29,7 @@ class Uses:
     scatter: tuple[bool, ...] = (False,)
     quantized: bool = True
     gradients: bool = True
+    compact: bool = False
 
 
 def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
@@ -40,8 +42,8 @@ def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
         found += _low_latency(s, uses)
     else:
         found += [*_routing(s, uses), *_dispatch(s, uses), *_combine(s, uses)]
-        if uses.gradients and (narrow := narrow_shape(s, s.topk)) is not None:
-            found += _combine(narrow, Uses(weights=(False,)))
+        if (uses.gradients or uses.compact) and (narrow := narrow_shape(s, s.topk)) is not None:
+            found += _combine(narrow, Uses(weights=(False,), compact=uses.compact))
     return list({asked.signature(): asked for asked in found}.values())
 
 
@@ -93,13 +95,23 @@ def _dispatch(s: Shape, uses: Uses) -> Iterator[Asked]:
             yield ask(exchange.forward(s, weights, wire_words), *of_wire)
         *of_rows, _ = _words(row_bytes, "recv_x_ptr")
         yield ask(exchange.expand(s, payload == MX, weights, row_words), *of_rows)
+        if uses.compact:
+            for has_idx in (False, True):
+                yield ask(compact.copy_out(s, has_idx, weights, row_words), *of_rows)
 
 
 def _combine(s: Shape, uses: Uses) -> Iterator[Asked]:
-    reduced, hidden = s.enable_local_combine, {"hidden": s.hidden}
+    kinds = [s.topk] if s.enable_local_combine else [0]
+    for copies in [*kinds, 1] if uses.compact else kinds:
+        yield from _sums(s, uses, copies)
+
+
+def _sums(s: Shape, uses: Uses, copies: int) -> Iterator[Asked]:
+    """copies: of a token that are summed before they are published, at most; 0: none is."""
+    reduced, hidden = copies > 0, {"hidden": s.hidden}
     for weights in uses.weights:
         if reduced:
-            yield ask(exchange.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
+            yield ask(exchange.reduce(s, weights, copies), {"y_ptr": f"*{s.token}"}, hidden)
         else:
             types, numbers, row_words = _words(s.payload_bytes, "y_ptr")
             yield ask(exchange.stage(s, weights, row_words), types, numbers)
