@@ -148,7 +148,7 @@ def _kernels() -> dict[str, dict[str, Any]]:
     for spec in SPECS:
         file = Path(spec.kernel.fn.__code__.co_filename).resolve().relative_to(kernels_folder().resolve())
         found[spec.name] = {
-            "arguments": dict(spec.arguments),
+            "arguments": [list(item) for item in spec.arguments.items()],
             "specialised": list(spec.specialised),
             "file": file.as_posix(),
             "source": source_hash(file.as_posix()),

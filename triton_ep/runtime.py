@@ -198,7 +198,7 @@ class Launcher:
             self._use_jit()
             self._set_arguments(self.spec.arguments, self._specialised)
         else:
-            self._set_arguments(info["arguments"], info["specialised"])
+            self._set_arguments(dict(info["arguments"]), info["specialised"])
 
     @classmethod
     def of(cls, plan: Plan, extern_libs: ExternLibs = None, aot: Aot | None = None) -> Launcher:
