@@ -39,11 +39,8 @@ class DispatchCombineContext:
     a destructor, because freeing symmetric memory out of step hangs the other ranks.
     """
 
-    def __init__(
-        self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap, aot: Aot | None = None
-    ) -> None:
-        self.config = config
-        self.aot = aot
+    def __init__(self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap, aot: Aot | None) -> None:
+        self.config, self.aot = config, aot
         self.group = group
         self.heap = heap
         self.device = heap.device
