@@ -11,9 +11,9 @@ READY := $(VENV)/.ready
 CPU := not gpu and not multi_gpu
 # Ranks are processes: more than one compute thread each only makes them fight for the cores.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
-# Two processes of tests, whose ranks wait for each other often enough to leave room for another's; where there is
-# no pytest-xdist, beside another environment's torch, one.
-PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist loadfile" * bool(u.find_spec("xdist")))')
+# Two processes of tests, whose ranks wait for each other often enough to leave room for another's, files in the order
+# of tests/conftest.py; where there is no pytest-xdist, beside another environment's torch, one.
+PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist loadfile --no-loadscope-reorder" * bool(u.find_spec("xdist")))')
 SOURCES := triton_ep kernels aot tests examples
 
 .DEFAULT_GOAL := help

@@ -6,12 +6,28 @@ with an underscore, its first arguments are (rank, nodes, ranks_per_node), and i
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import triton_ep.runtime  # noqa: F401  before triton: decides whether kernels are interpreted or compiled
 from triton_ep.testing import RankPool
+
+# Files that take longest, these first: a process that begins one last works on alone while others have nothing left.
+LONG_FILES = (
+    "layer/test_layer.py",
+    "gate/test_compile_gate.py",
+    "unit/test_examples.py",
+    "layer/test_life.py",
+    "layer/test_overlap.py",
+    "layer/test_autograd.py",
+    "layer/test_errors.py",
+    "layer/test_large.py",
+    "layer/test_autograd_compiled.py",
+    "unit/test_docs.py",
+    "unit/test_distributed.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,9 +48,18 @@ def _world_size(item: pytest.Item) -> int:
     return int(params.get("nodes", 1)) * int(params.get("ranks_per_node", 1))
 
 
+def _place_of_file(item: pytest.Item) -> tuple[int, str]:
+    """Where the file of a test comes in the order of files."""
+    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES), name
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by what they need, and put those of one world size together, so that ranks are reused."""
+    """Mark tests by what they need, and order them by file and world size.
+
+    Of ranks on GPUs there is one world size at a time, so there it decides first.
+    """
     import torch
 
     num_gpus = torch.cuda.device_count()
@@ -48,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("cpu")
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} or more GPUs, there are {num_gpus}"))
-    items.sort(key=_world_size)
+    items.sort(key=lambda item: (_world_size(item) if on_gpus else 0, _place_of_file(item), _world_size(item)))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -78,7 +103,7 @@ def chaos_seed(request: pytest.FixtureRequest, backend: str) -> int | None:
 
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[tuple[int, str], RankPool]]:
-    """The pools that run now, by (world size, backend): at most one."""
+    """The pools that run now, by (world size, backend). Idle ranks cost a CPU nothing; of GPUs one pool takes all."""
     pools: dict[tuple[int, str], RankPool] = {}
     yield pools
     for pool in pools.values():
@@ -101,7 +126,7 @@ def run_ranks(
         if backend == "nvshmem" and key[0] > torch.cuda.device_count():
             pytest.skip(f"needs {key[0]} GPUs, there are {torch.cuda.device_count()}")
         if key not in _pools:
-            while _pools:
+            while _pools and backend == "nvshmem":
                 _pools.popitem()[1].close()
             _pools[key] = RankPool(*key)
         return _pools[key].run(function, nodes, ranks_per_node, *args, chaos_seed=chaos_seed, **kwargs)

@@ -54,7 +54,7 @@ if INTERPRET.value:
         if turn < 0:
             os.sched_yield()
         else:
-            time.sleep(min(_SHORTEST_SLEEP_S * 2 ** min(turn // 4, 16), _LONGEST_SLEEP_S))
+            time.sleep(min(_SHORTEST_SLEEP_S * 2 ** min(turn // 2, 16), _LONGEST_SLEEP_S))
 
     def now_ns():
         """Nanoseconds of a clock that only goes forward, as an int64 scalar."""

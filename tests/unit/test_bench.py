@@ -8,7 +8,6 @@ import importlib.machinery
 import json
 import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from tests.bench import link_bytes
+from tests.programs import run_program
 from triton_ep.bench import exchange, plot, providers, record, routing, rows, run, timing, traffic
 from triton_ep.bench.job import Job, Place, WrongResult
 from triton_ep.bench.origins import coded_rows, first_difference
@@ -46,13 +46,7 @@ def _run(*words: str, heap: str | None = None) -> str:
     environment.pop("TRITON_EP_HEAP_SIZE", None)
     if heap:
         environment["TRITON_EP_HEAP_SIZE"] = heap
-    done = subprocess.run(
-        [sys.executable, "-m", "triton_ep.cli", "bench", *words, *TINY],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_program(["-m", "triton_ep.cli", "bench", *words, *TINY], environment, timeout_s=60)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.bench import bench_grouped_gemm as bench
+from tests.programs import run_program
 from triton_ep.bench import rows
 
 SCRIPT = Path(bench.__file__)
@@ -21,13 +20,8 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     """A row per case with its shape, a reason where there are no times, and the table as the last thing printed."""
     path = tmp_path / "rows.csv"
     words = ["--shape", "tiny", "--rows", "4,ragged32", "--iters", "2", "--warmup", "0", "--commit", "abc1234"]
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *words, "--csv", str(path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    done = run_program([SCRIPT, *words, "--csv", str(path)], environment, timeout_s=60)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     with path.open(newline="") as file:
         found = list(csv.DictReader(file))

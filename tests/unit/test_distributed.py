@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.programs import Program, run_program
 from triton_ep.distributed import (
     current_heap,
     default_heap_bytes,
@@ -184,7 +185,7 @@ def test_output_of_ranks_is_complete(tmp_path: Path) -> None:
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    done = run_program([script], environment, timeout_s=60)
     assert sorted(done.stdout.splitlines()) == ["said by 0", "said by 1", "said by 2"]
 
 
@@ -225,11 +226,10 @@ except EPError as error:
 """
 
 
-def _process(variables: dict[str, str], temporary: Path, timeout_s: float = 30) -> subprocess.Popen[str]:
+def _process(variables: dict[str, str], temporary: Path, timeout_s: float = 30) -> Program:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     environment = {**clean, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-c", PROGRAM, str(timeout_s)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    return Program(["-c", PROGRAM, str(timeout_s)], environment)
 
 
 def _open_mpi(job: str, rank: int, world_size: int, local_size: int | None = None) -> dict[str, str]:
@@ -242,10 +242,10 @@ def _open_mpi(job: str, rank: int, world_size: int, local_size: int | None = Non
     }
 
 
-def _answers(*processes: subprocess.Popen[str]) -> list[Any]:
-    texts = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), texts
-    return [json.loads(text.splitlines()[-1]) for text in texts]
+def _answers(*processes: Program) -> list[Any]:
+    done = [process.wait(60) for process in processes]
+    assert [each.returncode for each in done] == [0] * len(done), done
+    return [json.loads(each.stdout.splitlines()[-1]) for each in done]
 
 
 def _note(temporary: Path, job: str) -> Path:

@@ -6,12 +6,12 @@ import inspect
 import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -51,9 +51,7 @@ def test_python_block_runs(info: str, text: str, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(text + "\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180
-    )
+    done = run_program([script], environment, tmp_path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 

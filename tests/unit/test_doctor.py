@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.programs import run_program
 from triton_ep.cli import doctor, main
 from triton_ep.cli.machine import NVSHMEM_REQUIREMENTS, Gpu, Machine, inspect_machine, judge, version_tuple
 
@@ -154,11 +155,11 @@ def test_exit_code_is_1_where_something_is_missing(
 
 def test_doctor_runs_as_a_program() -> None:
     """`python -m triton_ep.cli doctor` is the same command; wrong usage is told apart from a bad machine."""
-    command = [sys.executable, "-m", "triton_ep.cli"]
-    done = subprocess.run([*command, "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = ["-m", "triton_ep.cli"]
+    done = run_program([*command, "doctor"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "What will be used" in done.stdout
-    done = subprocess.run([*command, "surgeon"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_program([*command, "surgeon"])
     assert done.returncode == 2
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import run_program
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # (module prefix, layer). The longest matching prefix decides; every module must match one.
@@ -209,23 +211,24 @@ def test_the_environment_check_sees_a_breach(tmp_path: Path) -> None:
     assert [_is_interpret_switch(path, line) for line in (2, 3)] == [True, False]
 
 
-def _run(code: str) -> str:
-    """Output of a fresh interpreter started in the checkout."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+def _last_line(code: str) -> str:
+    """What a program started in the checkout says last; it has torch, but neither Triton nor the package."""
+    done = run_program(["-c", code], timeout_s=60)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.splitlines()[-1]
 
 
 def test_importing_the_package_loads_neither_torch_nor_triton() -> None:
     """`import triton_ep`, and its errors, work where neither torch nor Triton is installed."""
     code = "import sys, triton_ep; triton_ep.EPError; print({'torch', 'triton', 'numpy'} & {*sys.modules})"
-    assert _run(code) == "set()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_public_names_are_there() -> None:
     """Every name of `triton_ep.__all__` loads, and what the type checker sees is what there is."""
     code = "import triton_ep as t; print(all(getattr(t, name).__name__ == name for name in t.__all__))"
-    assert _run(code).splitlines()[-1] == "True"
+    assert _last_line(code) == "True"
     tree = ast.parse((ROOT / "triton_ep/__init__.py").read_text())
     typed = [
         alias.name
@@ -241,7 +244,7 @@ def test_public_names_are_there() -> None:
 @pytest.mark.parametrize("module", ["barrier", "cli.demo_moe", "context", "distributed", "layer", "ops", "testing"])
 def test_any_module_may_be_imported_first(module: str) -> None:
     """Whichever comes first, kernels are set to be interpreted or compiled before Triton is imported."""
-    assert _run(f"import triton_ep.{module}; print('ok')").splitlines()[-1] == "ok"
+    assert _last_line(f"import sys; assert 'triton' not in sys.modules; import triton_ep.{module}; print('ok')") == "ok"
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.programs import run_program
 from triton_ep.errors import ConfigError, InputError, PeerFailed
 from triton_ep.testing import RankError, RankHang, RankPool
 
@@ -276,8 +277,7 @@ def test_interrupt_in_the_caller_ends_the_case(pool: RankPool) -> None:
 
 
 def _pytest(*arguments: str) -> str:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_program(["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", *arguments])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -308,13 +308,7 @@ def test_function_that_ranks_cannot_import_is_refused(pool: RankPool) -> None:
     """Said before anything is sent: local functions, lambdas, functions of a script."""
     with pytest.raises(InputError, match="top level of a module"):
         pool.run(lambda rank: rank)
-    done = subprocess.run(
-        [sys.executable, "-c", "from triton_ep.testing import RankPool as P\ndef f(r): ...\nP(1).run(f)"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_program(["-c", "from triton_ep.testing import RankPool as P\ndef f(r): ...\nP(1).run(f)"])
     assert "is defined in a script" in done.stderr
 
 

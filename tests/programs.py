@@ -1,0 +1,160 @@
+"""Python programs that tests start: processes of their own that need not import torch once more.
+
+A program is forked from a template process that has imported torch and nothing else of what is tested here. It
+gets its own environment, folder, arguments and module search path, runs as `__main__`, and ends as a Python
+program does, exit handlers included. For what must see the start of Python itself, or a launcher, use subprocess.
+"""
+
+import atexit
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Program:
+    """A running program; what it writes is there when it has ended."""
+
+    def __init__(self, argv: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> None:
+        """Start it.
+
+        argv: `[path, ...]`, `["-c", code, ...]` or `["-m", module, ...]`, as behind `python`.
+        env: all of the environment; None = that of this process.
+        """
+        self._outputs = [os.memfd_create(name) for name in ("stdout", "stderr")]
+        self._template = _get_template()
+        words = [str(word) for word in argv]
+        environment = dict(os.environ if env is None else env)
+        self.pid, self._pidfd = self._template.fork((words, environment, str(cwd)), self._outputs)
+        self.args = words
+
+    def wait(self, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
+        """Its exit code and what it wrote. Once.
+
+        Raises:
+            subprocess.TimeoutExpired: it still ran, and has been killed.
+        """
+        ended = bool(select.select([self._pidfd], [], [], timeout_s)[0])
+        if not ended:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        code = self._template.reap(self.pid)
+        texts = []
+        for fd in self._outputs:
+            texts.append(os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace"))
+            os.close(fd)
+        os.close(self._pidfd)
+        if not ended:
+            raise subprocess.TimeoutExpired(self.args, timeout_s, *texts)
+        return subprocess.CompletedProcess(self.args, code, *texts)
+
+
+def run_program(
+    argv: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 180
+) -> subprocess.CompletedProcess[str]:
+    """`Program(argv, env, cwd).wait(timeout_s)`."""
+    return Program(argv, env, cwd).wait(timeout_s)
+
+
+# --- the template -------------------------------------------------------------------------------------------
+
+
+class _Template:
+    def __init__(self) -> None:
+        self.owner_pid = os.getpid()
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            code = f"sys.path[:] = {sys.path!r}; from tests import programs; programs._serve({theirs.fileno()})"
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            environment.pop("PYTHONUNBUFFERED", None)  # of standard output, it decides at the start of Python
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"import sys; {code}"],
+                cwd=ROOT,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+
+    def fork(self, program: tuple[list[str], dict[str, str], str], fds: list[int]) -> tuple[int, int]:
+        socket.send_fds(self.control, [pickle.dumps(program)], fds)
+        message, pidfds, _, _ = socket.recv_fds(self.control, 1 << 16, 1)
+        return pickle.loads(message), pidfds[0]
+
+    def reap(self, pid: int) -> int:
+        self.control.send(pickle.dumps(pid))
+        return pickle.loads(self.control.recv(1 << 16))
+
+    def stop(self) -> None:
+        if self.owner_pid == os.getpid():
+            self.control.close()
+            self.process.wait()
+
+
+_template: _Template | None = None
+
+
+def _get_template() -> _Template:
+    global _template
+    if _template is None or _template.owner_pid != os.getpid():
+        _template = _Template()
+        atexit.register(_template.stop)
+    return _template
+
+
+def _serve(control_fd: int) -> None:
+    """Fork a program per request until the tests are over. Returns in no process but the programs, as they end."""
+    import torch
+
+    torch.set_num_threads(1)
+    path = [entry for entry in sys.path if entry not in ("", str(ROOT))]
+    control = socket.socket(fileno=control_fd)
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 1 << 20, 2)
+        if not message:
+            os._exit(0)
+        request = pickle.loads(message)
+        if isinstance(request, int):
+            control.send(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(request, 0)[1])))
+            continue
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            return _run(*request, path, fds)
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(control, [pickle.dumps(pid)], [pidfd])
+        for fd in (*fds, pidfd):
+            os.close(fd)
+
+
+def _run(argv: list[str], environment: dict[str, str], folder: str, path: list[str], fds: list[int]) -> None:
+    """Become the program."""
+    for number, fd in enumerate(fds, 1):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    del sys.modules["tests.programs"], sys.modules["tests"]
+    how = argv[0]
+    added = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    here = {"-c": "", "-m": folder}.get(how, str(Path(how).resolve().parent))
+    sys.path[:] = [here, *added, *path]
+    if how == "-c":
+        sys.argv[:] = ["-c", *argv[2:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(argv[1], "<string>", "exec"), main.__dict__)
+    elif how == "-m":
+        sys.argv[:] = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = argv
+        runpy.run_path(how, run_name="__main__")
