@@ -1,6 +1,7 @@
 """The fused_a2a door: the bits of the core, forward and backward; and the flex dispatcher's calls over `deep_ep`."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -87,25 +88,25 @@ def _no_host(*_: Any) -> Any:
     raise AssertionError("the host waited for the device")
 
 
-def _check_parity(rank: int, nodes: int, ranks_per_node: int, asynchronous: bool) -> None:
-    ranks = nodes * ranks_per_node
-    batches = [_Batch(rank, ranks, seed) for seed in range(3)]
-    read_back = DispatchCombineContext.read_back
+def _backward(batch: _Batch) -> None:
+    with mock.patch.object(DispatchCombineContext, "read_back", _no_host):
+        batch.backward()
 
-    def backward(batch: _Batch) -> None:
-        DispatchCombineContext.read_back = _no_host  # type: ignore[method-assign]
-        try:
-            batch.backward()
-        finally:
-            DispatchCombineContext.read_back = read_back  # type: ignore[method-assign]
 
+def _check_three_live(rank: int, nodes: int, ranks_per_node: int, asynchronous: bool) -> None:
+    batches = [_Batch(rank, nodes * ranks_per_node, seed) for seed in range(3)]
     batches[0].forward(asynchronous)
     batches[1].forward(asynchronous)
-    backward(batches[0])
+    _backward(batches[0])
     batches[2].forward(asynchronous)
-    backward(batches[1])
-    backward(batches[2])
+    _backward(batches[1])
+    _backward(batches[2])
     deep_ep.release()
+    _compare(batches, rank, nodes, ranks_per_node)
+
+
+def _compare(batches: list[_Batch], rank: int, nodes: int, ranks_per_node: int) -> None:
+    ranks = nodes * ranks_per_node
     with EPAll2AllLayer(
         dist.group.WORLD, 16, HIDDEN, TOPK, rank, EXPERTS * ranks, ranks_per_node, ranks, enable_local_combine=True
     ) as layer:
@@ -116,17 +117,26 @@ def _check_parity(rank: int, nodes: int, ranks_per_node: int, asynchronous: bool
             assert torch.equal(batch.probs.grad, grad_probs)
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node, asynchronous", [(1, 2, False)])
 def test_fused_functions_have_the_bits_of_the_core(run_ranks, nodes, ranks_per_node, asynchronous):
     """Outputs, gradients of x and of each probability, F0 F1 B0 F2 B1 B2; the host waits in no backward pass."""
-    run_ranks(_check_parity, nodes, ranks_per_node, asynchronous)
+    run_ranks(_check_three_live, nodes, ranks_per_node, asynchronous)
+
+
+def _check_one(rank: int, nodes: int, ranks_per_node: int) -> None:
+    batch = _Batch(rank, nodes * ranks_per_node, 0)
+    batch.forward(True)
+    _backward(batch)
+    deep_ep.release()
+    _compare([batch], rank, nodes, ranks_per_node)
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node, asynchronous", [(1, 4, True), (2, 2, True)])
-def test_four_ranks_have_the_bits_of_the_core(run_ranks, nodes, ranks_per_node, asynchronous):
-    """The same on four ranks, on one and two nodes, as Megatron calls it: with async_finish."""
-    run_ranks(_check_parity, nodes, ranks_per_node, asynchronous)
+@pytest.mark.parametrize("nodes, ranks_per_node", [(2, 2)])
+def test_two_nodes_have_the_bits_of_the_core(run_ranks, nodes, ranks_per_node):
+    """The same on two nodes, as Megatron calls it: with async_finish."""
+    run_ranks(_check_one, nodes, ranks_per_node)
 
 
 def _check_helpers(rank: int, nodes: int, ranks_per_node: int) -> None:
@@ -167,7 +177,7 @@ def _check_flex(rank: int, nodes: int, ranks_per_node: int, mode: str) -> None:
     num_experts = EXPERTS * ranks
     deep_ep.install()
     try:
-        for seed in range(2):
+        for seed in (2,):
             batch = _Batch(rank, ranks, seed)
             dense = torch.zeros(batch.x.shape[0], num_experts, device=device)
             kept = (batch.idx >= 0) & ((mode != "drop") | (torch.arange(TOPK, device=device) != 1))

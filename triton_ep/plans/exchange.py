@@ -140,11 +140,11 @@ def watched_sources(s: Shape, num_warps: int) -> int:
     return fewest if s.interpreted else max(fewest, 32 * num_warps // s.senders)
 
 
-def reduce(s: Shape, has_weights: bool, copies: int) -> Plan:
-    """Expert outputs summed per token, for the ranks of this node; `copies` at most: top-k, or 1 of compact rows."""
+def reduce(s: Shape, has_weights: bool, copies: int = 0) -> Plan:
+    """Expert outputs summed per token, for the ranks of this node; `copies` at most: 1 of compact rows, 0 = top-k."""
     common = s.common("WP", "LWP", "MAX_PROGRAMS")
     rows, options = s.chosen("reduce")
-    constexprs = {"HAS_WEIGHTS": has_weights, "TOPK": copies, **common, **s.summing_tile(), **rows}
+    constexprs = {"HAS_WEIGHTS": has_weights, "TOPK": copies or s.topk, **common, **s.summing_tile(), **rows}
     return Plan("combine_reduce_kernel", constexprs, **options)
 
 
