@@ -26,7 +26,7 @@ from triton_ep.kernels.device.codes import NVSHMEM, NVSHMEM_SYMBOLS
 from triton_ep.plans.asked import Asked
 
 FACTS = "facts.json"
-_BUILDER = 1
+_BUILDER = 2
 """Part of every key; to be raised with every change of what a build writes."""
 _ARCH = re.compile(r"sm_(\d{2,3})$")
 
@@ -60,7 +60,7 @@ class _Job:
 
 
 def calls_nvshmem(asked: Asked) -> bool:
-    """True if this variant contains device code of NVSHMEM."""
+    """True if this variant is linked with device code of NVSHMEM."""
     return asked.constexprs.get("NETWORK") == NVSHMEM
 
 
@@ -211,7 +211,7 @@ class _Folder:
             "key": job.key,
             "file": f"{name}.cubin",
             "sha256": hashlib.sha256(result["cubin"]).hexdigest(),
-            "nvshmem": self._versions["nvshmem"] if calls_nvshmem(job.asked) else "",
+            "nvshmem": self._versions["nvshmem"] if result["facts"]["nvshmem_lines"] else "",
             "triton": self._versions["triton"],
             **result["entry"],
         }

@@ -58,7 +58,8 @@ def read_manifest(path: Path) -> list[Asked]:
     for number, values in enumerate(table.get("variant", []), 1):
         found.append(_variant(values, f"{path}: variant {number}"))
     if table.get("specs", False):
-        found += of_specs()
+        named = {asked.kernel for asked in found}
+        found += [asked for asked in of_specs() if asked.kernel not in named]
     return unique(found)
 
 

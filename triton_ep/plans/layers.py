@@ -92,7 +92,8 @@ def _dispatch(s: Shape, uses: Uses) -> Iterator[Asked]:
         if s.num_nodes > 1:
             yield ask(exchange.send(s, payload, row_words, weights), types, numbers)
             *of_wire, wire_words = _words(s.wire_bytes, "word_ptr")
-            yield ask(exchange.forward(s, weights, wire_words), *of_wire)
+            for reduced in sorted({s.enable_local_combine, uses.compact or s.enable_local_combine}):
+                yield ask(exchange.forward(s, weights, reduced, wire_words), *of_wire)
         *of_rows, _ = _words(row_bytes, "recv_x_ptr")
         yield ask(exchange.expand(s, payload == MX, weights, row_words), *of_rows)
         if uses.compact:
