@@ -8,8 +8,10 @@ from triton_ep import CapacityError, ConfigError, EPAll2AllLayer, InputError, St
 from triton_ep.distributed import current_heap
 from triton_ep.ops import compact as compact_ops
 from triton_ep.reference import compact as reference
+from triton_ep.runtime import INTERPRETING
 from triton_ep.testing import Workload, make_workload
 
+DEVICE = "cpu" if INTERPRETING else "cuda"
 CASES = {
     "plain": {"tokens": (7, 12), "hidden": 64, "topk": 2, "experts": 2},
     "many_experts_int64": {"tokens": (7, 3, 5, 18), "hidden": 40, "topk": 4, "experts": 34, "idx_dtype": torch.int64},
@@ -172,7 +174,7 @@ def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
 def test_token_layout_counts_each_rank_once():
     """Counts per rank, node and expert, and which ranks a token goes to, against counting one by one."""
     work = make_workload(0, 8, 70, hidden=8, topk=5, num_experts=24, routing="duplicates", drop=0.3)
-    got = compact_ops.token_layout(work.topk_idx, 24, 8, 4)
+    got = compact_ops.token_layout(work.topk_idx.to(DEVICE), 24, 8, 4)
     goes = torch.zeros(70, 8, dtype=torch.bool)
     experts = torch.zeros(24, dtype=torch.int32)
     for token, row in enumerate(work.topk_idx.tolist()):
@@ -180,18 +182,18 @@ def test_token_layout_counts_each_rank_once():
             if 0 <= expert < 24:
                 goes[token, expert // 3] = True
                 experts[expert] += 1
-    assert torch.equal(got.in_rank, goes)
-    assert torch.equal(got.tokens_per_rank, goes.sum(0).int())
-    assert torch.equal(got.tokens_per_node, goes.view(70, 2, 4).any(2).sum(0).int())
-    assert torch.equal(got.entries_per_expert, experts)
+    assert torch.equal(got.in_rank.cpu(), goes)
+    assert torch.equal(got.tokens_per_rank.cpu(), goes.sum(0).int())
+    assert torch.equal(got.tokens_per_node.cpu(), goes.view(70, 2, 4).any(2).sum(0).int())
+    assert torch.equal(got.entries_per_expert.cpu(), experts)
 
 
 def test_slabs_and_back():
     """Rows of each expert come to the start of its slab, and back to where they were."""
-    counts = torch.tensor([3, 0, 5, 1], dtype=torch.int32)
-    offsets = torch.tensor([0, 4, 4, 12, 16], dtype=torch.int32)  # with gaps
-    rows = torch.arange(16 * 6, dtype=torch.bfloat16).view(16, 6)
-    slabs = torch.empty(4, 7, 6, dtype=rows.dtype)
+    counts = torch.tensor([3, 0, 5, 1], dtype=torch.int32, device=DEVICE)
+    offsets = torch.tensor([0, 4, 4, 12, 16], dtype=torch.int32, device=DEVICE)  # with gaps
+    rows = torch.arange(16 * 6, dtype=torch.bfloat16, device=DEVICE).view(16, 6)
+    slabs = torch.empty(4, 7, 6, dtype=rows.dtype, device=DEVICE)
     compact_ops.to_slabs(rows, offsets, counts, slabs)
     back = compact_ops.from_slabs(slabs, offsets, counts, 16)
     for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):

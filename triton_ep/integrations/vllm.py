@@ -242,9 +242,9 @@ class PrepareFinalize:
         )
         if self.batched:
             slab = self.max_tokens * self.ranks
-            rows = to_slabs(rows, desc.expert_offsets, counts, slab)
+            rows = _slabs(rows, desc, slab)
             if scales is not None:
-                scales = to_slabs(scales, desc.expert_offsets, counts, slab)
+                scales = _slabs(scales, desc, slab)
         if wanted not in (None, "mxfp8") and rows.numel():
             rows, scales = self._quantized(rows, quant_config)
         meta = {"expert_num_tokens": counts, "expert_num_tokens_cpu": None}
@@ -391,3 +391,11 @@ def _copy(output: torch.Tensor, combined: torch.Tensor) -> None:
     if output.shape != combined.shape:
         raise InputError(f"output is {list(output.shape)}, but the tokens of prepare were {list(combined.shape)}.")
     output.copy_(combined)
+
+
+def _slabs(rows: torch.Tensor, desc: EPAllToAllLayoutDesc, num_rows: int) -> torch.Tensor:
+    """[e, num_rows, H]: expert-major rows, those of each expert at the start of its slab; the rest undefined."""
+    counts = desc.num_recv_tokens_per_expert
+    slabs = torch.empty(counts.shape[0], num_rows, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    to_slabs(rows, desc.expert_offsets, counts, slabs)
+    return slabs

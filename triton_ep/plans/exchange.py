@@ -101,7 +101,7 @@ def send(s: Shape, payload: int, row_words: int, has_weights: bool) -> Plan:
         "BLOCK_T": ROUTING_TOKENS,
         "NETWORK": s.network,
         **s.common("TOPK", "KP", "MAX_CHUNKS", "CHUNK"),
-        **s.tile(row_words),
+        **s.tile(row_words, 8192 if payload == WORDS else 4096),
     }
     return Plan("internode_send_kernel", constexprs)
 
