@@ -25,7 +25,7 @@ def test_tables_of_the_page_are_those_computed() -> None:
     # What the page says of them.
     table = {row[0]: [float(value) for value in row[2:]] for row in errors}
     assert table["MX e4m3"][0] >= 18 and all(values[0] >= 13 for values in table.values())
-    assert table["NVFP4"][2] < table["MX e2m1"][2] < table["MX e2m1"][0] < table["NVFP4"][0]
+    assert table["NVFP4"][2] < table["MX e2m1"][2] and table["NVFP4"][0] > table["MX e2m1"][0]
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E3M2, E2M3, E2M1], ids=lambda fmt: fmt.name)

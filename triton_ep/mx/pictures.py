@@ -21,7 +21,7 @@ from triton_ep.mx.tensor import MXTensor
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 _ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E2M1)
-_NUM_VALUES = (256, 1024)
+_NUM_VALUES = (128, 512)
 
 
 def positive_values(fmt: ElemFormat) -> list[float]:
