@@ -147,9 +147,10 @@ COMPILED_MX = replace(COMPILED, dtype=torch.bfloat16, payload="mxfp8")
     [
         (1, 1, replace(COMPILED, static=True), 2, True),
         (1, 1, replace(COMPILED_MX, static=True), 1, False),
-        (1, 1, COMPILED, 1, True),
-        (1, 2, COMPILED, 1, False),
-        (1, 2, COMPILED_MX, 1, True),
+        (1, 1, COMPILED, 1, False),
+        (1, 2, COMPILED, 1, True),
+        (1, 1, COMPILED_MX, 1, True),
+        (1, 2, COMPILED_MX, 1, False),
         (2, 1, replace(COMPILED, local_combine=True), 2, False),
         (2, 1, replace(COMPILED_MX, static=True, local_combine=True), 1, False),
     ],

@@ -71,10 +71,21 @@ def _bad_input(rank, nodes, ranks_per_node, name):
     return caught
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("name", BAD_INPUTS)
 def test_a_rejected_input_raises_on_every_rank(run_ranks, nodes, ranks_per_node, name):
     """InputError where the mistake is, PeerFailed naming that rank elsewhere; the next call works."""
+    _raises_on_every_rank(run_ranks, nodes, ranks_per_node, name)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+def test_the_news_of_a_rejected_input_comes_in_any_order(run_ranks, chaos_seed, nodes, ranks_per_node):
+    """The same in chaos mode; ranks tell each other of all mistakes in one way, so one of them stands for all."""
+    _raises_on_every_rank(run_ranks, nodes, ranks_per_node, "hidden")
+
+
+def _raises_on_every_rank(run_ranks, nodes, ranks_per_node, name):
     caught = run_ranks(_bad_input, nodes, ranks_per_node, name)
     assert caught[1][0] == "InputError" and BAD_INPUTS[name][1] in caught[1][1]
     for rank in (0, 2, 3):
