@@ -75,6 +75,22 @@ def e2m1_codes(value, words, STOCHASTIC: tl.constexpr):
     return code + up.to(tl.int32) + ((bits >> 28) & 8)
 
 
+@triton.jit
+def _scale_value(bits):
+    """float32 of e4m3 bits [n] int32 of 8 (2**-6, the smallest normal number) or more, below NaN."""
+    return ((bits << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_bits(wanted):
+    """e4m3 bits [n] int32 of float32 values from 2**-6 to 448, to nearest, ties to even.
+
+    In integers: after a conversion to e4m3 and back, Triton 3.6 gave another value in some variants of the kernel.
+    """
+    word = wanted.to(tl.int32, bitcast=True)
+    return ((word + 0x7FFFF + ((word >> 20) & 1)) >> 20) - (120 << 3)
+
+
 @triton.jit(do_not_specialize=["num_blocks", "blocks_per_scale", "signs"])
 def quantize_nvfp4_kernel(
     x_ptr,  # [num_blocks, 16] bf16, fp16 or fp32
@@ -115,11 +131,10 @@ def quantize_nvfp4_kernel(
     is_nan = wanted != wanted
     wanted = tl.where(wanted > _SMALLEST, wanted, _SMALLEST)
     wanted = tl.where(wanted < _LARGEST, wanted, _LARGEST)
-    scale = wanted.to(tl.float8e4nv)
-    bits = scale.to(tl.uint8, bitcast=True)
+    bits = _scale_bits(wanted)
     if STOCHASTIC:
-        bits += (scale.to(tl.float32) < wanted).to(tl.uint8)
-    inverse = tl.math.div_rn(inverse, bits.to(tl.float8e4nv, bitcast=True).to(tl.float32))
+        bits += (_scale_value(bits) < wanted).to(tl.int32)
+    inverse = tl.math.div_rn(inverse, _scale_value(bits))
     inverse = tl.where(inverse < _FP32_MAX, inverse, _FP32_MAX)
     value = x * inverse[:, None]
     words = random_words(tl.load(seed_ptr), block) if STOCHASTIC else value
@@ -128,7 +143,7 @@ def quantize_nvfp4_kernel(
     packed = tl.reshape(low | (high << 4), (BLOCKS * 8,)).to(tl.uint8)
     byte = first * 8 + tl.arange(0, BLOCKS * 8)
     tl.store(elements_ptr + byte, packed, mask=byte < num_blocks.to(tl.int64) * 8)
-    tl.store(scale_ptr + block, tl.where(is_nan, _NAN_SCALE, bits.to(tl.int32)).to(tl.uint8), mask=block < num_blocks)
+    tl.store(scale_ptr + block, tl.where(is_nan, _NAN_SCALE, bits).to(tl.uint8), mask=block < num_blocks)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "blocks_per_scale", "signs"])

@@ -111,7 +111,8 @@ def test_scales_of_many_matrices() -> None:
         for one, other in zip(got, want, strict=True):
             assert_same_bytes(one, other, "three matrices")
     values = reference.dequantize(*want, torch.float32, outer)
-    assert torch.equal(ops.dequantize_nvfp4(*got, outer.to(DEVICE), torch.float32).cpu(), values)
+    on_device = (each.to(DEVICE) for each in got)
+    assert torch.equal(ops.dequantize_nvfp4(*on_device, outer.to(DEVICE), torch.float32).cpu(), values)
     assert ops.quantize_nvfp4(x[:0].to(DEVICE))[0].shape == (0, 5, 32)
     with pytest.raises(InputError, match="divide the 20 blocks"):
         ops.quantize_nvfp4(x[0].to(DEVICE), outer.to(DEVICE))
