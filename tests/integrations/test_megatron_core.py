@@ -83,7 +83,7 @@ def _groups(rank: int) -> Any:
     return groups
 
 
-def _config(kind: str, mode: str) -> Any:
+def _config(kind: str, mode: str, backend: str = "deepep") -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     ranks = dist.get_world_size()
@@ -96,7 +96,7 @@ def _config(kind: str, mode: str) -> Any:
         moe_token_dispatcher_type=kind,
         moe_router_dtype="fp32",
         expert_model_parallel_size=ranks,
-        **({"moe_flex_dispatcher_backend": "deepep"} if kind == "flex" else {}),
+        **({"moe_flex_dispatcher_backend": backend} if kind == "flex" else {}),
         **MODES[mode],
     )
     # By its own words only for FP8 and FP4, which need TransformerEngine: the rows are the same ones without.
@@ -137,7 +137,7 @@ def _through(dispatcher: Any, rank: int, inputs: tuple[torch.Tensor, ...]) -> tu
     return out.detach(), x.grad, probs.grad * routing_map, counts.cpu()
 
 
-def _check(rank: int, nodes: int, ranks_per_node: int, mode: str) -> None:
+def _check(rank: int, nodes: int, ranks_per_node: int, mode: str, backend: str) -> None:
     deep_ep.install()
     try:
         import megatron.core.jit
@@ -147,9 +147,10 @@ def _check(rank: int, nodes: int, ranks_per_node: int, mode: str) -> None:
 
         assert fused_a2a.HAVE_DEEP_EP
         assert fused_a2a.Buffer is deep_ep.Buffer
+        assert fused_a2a.HybridEPBuffer is deep_ep.HybridEPBuffer
         local = list(range(rank * EXPERTS, (rank + 1) * EXPERTS))
         groups, inputs = _groups(rank), _inputs(rank, mode)
-        flex = token_dispatcher.MoEFlexTokenDispatcher(EXPERTS, local, _config("flex", mode), groups)
+        flex = token_dispatcher.MoEFlexTokenDispatcher(EXPERTS, local, _config("flex", mode, backend), groups)
         results = [_through(flex, rank, inputs) for _ in range(2)]
         with _cpu_stand_ins(token_dispatcher):
             plain = token_dispatcher.MoEAlltoAllTokenDispatcher(EXPERTS, local, _config("alltoall", mode), groups)
@@ -165,11 +166,19 @@ def _check(rank: int, nodes: int, ranks_per_node: int, mode: str) -> None:
     finally:
         if "fused_a2a" in locals():
             fused_a2a._buffer = None
+            if fused_a2a._hybrid_ep_buffer is not None:
+                fused_a2a._hybrid_ep_buffer.close()
+            fused_a2a.reset_hybrid_ep_buffer()
         deep_ep.release()
         deep_ep.uninstall()
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node, mode", [(1, ranks, mode) for ranks in (2, 4, 8) for mode in MODES])
-def test_flex_dispatcher_equals_the_all_to_all_dispatcher(run_ranks, nodes, ranks_per_node, mode):
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, mode, manager",
+    # HybridEP's manager pads for FP8 and FP4 only, which need TransformerEngine.
+    [(1, ranks, mode, "deepep") for ranks in (2, 4, 8) for mode in MODES]
+    + [(1, ranks, mode, "hybridep") for ranks in (2, 4, 8) for mode in ("dropless", "capacity")],
+)
+def test_flex_dispatcher_equals_the_all_to_all_dispatcher(run_ranks, nodes, ranks_per_node, mode, manager):
     """Outputs and gradients of tokens and probabilities, bit for bit; twice with one dispatcher."""
-    run_ranks(_check, nodes, ranks_per_node, mode, timeout_s=200)
+    run_ranks(_check, nodes, ranks_per_node, mode, manager, timeout_s=200)

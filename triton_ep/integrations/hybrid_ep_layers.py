@@ -58,7 +58,8 @@ class Layers:
     Attributes:
         group: process group; this process is a member.
         hidden, num_experts: sizes that all layers share.
-        max_tokens: most tokens per rank of a layer that is made from now on; `grow` raises it.
+        max_tokens: most tokens per rank of a layer that is made from now on, the largest number that a rank was told;
+            `grow` raises it.
         nodes_of: ranks per node; None = those of the job.
         options: further arguments of `EPAll2AllLayer`.
     """
@@ -101,6 +102,10 @@ class Layers:
                     f"a CUDA graph is being captured, but there is no layer yet for {dtype} rows, topk={topk}, rows "
                     f"padded to {alignment} and a budget of {capacity} rows. Run the same calls once before."
                 )
+            # Megatron makes a buffer for the tokens of its own rank, and ranks may have different ones.
+            told: list[Any] = [None] * self.world_size
+            dist.all_gather_object(told, self.max_tokens, group=self.group)
+            self.max_tokens = max(told)
             layer = self.made[key] = EPAll2AllLayer(
                 self.group,
                 self.max_tokens,
