@@ -7,6 +7,7 @@ a status record that a kernel left behind into an exception.
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import time
 from collections.abc import Callable
@@ -65,6 +66,7 @@ class DispatchCombineContext:
         # A word that the host can read at any time; the device sets it beside the status record.
         self._alarm = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self.state[codes.ALARM] = self._alarm.data_ptr()
+        self._alarmed = ctypes.c_int64.from_address(self._alarm.data_ptr())
         self.no_floats = torch.zeros(4, dtype=torch.float32, device=self.device)
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
         self._pinned: torch.Tensor | None = None
@@ -257,10 +259,7 @@ class DispatchCombineContext:
         return found
 
     def scratch(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory that the kernels of one call leave to each other: always the same, and of the same length.
-
-        Calls of a layer follow each other on its streams, and allocating it anew would cost each of them host time.
-        """
+        """Memory that the kernels of a call leave to each other; kept, because allocating it takes host time."""
         found = self._scratch.get(name)
         if found is None:
             found = torch.empty(length, dtype=dtype, device=self.device)
@@ -303,7 +302,7 @@ class DispatchCombineContext:
 
     def poll_status(self) -> None:
         """Raise what a kernel has reported up to now, without waiting for the stream."""
-        if self._alarm.item() != 0 and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if self._alarmed.value != 0 and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self.check_status()
 
     def read_back(self, report: torch.Tensor) -> list[list[int]]:
