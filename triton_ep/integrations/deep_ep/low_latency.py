@@ -173,25 +173,23 @@ class LowLatencyCalls:
         companion = self._layers.get(
             kind._replace(dtype=torch.bfloat16, hidden=_WEIGHTS_HIDDEN), kind.max_tokens, self._number
         )
-        result: list[torch.Tensor] = []
 
-        def send() -> tuple[None, Callable[[], None]]:
+        def send() -> tuple[torch.Tensor, Callable[[], None]]:
             flat = from_slabs(x, desc.expert_offsets, desc.num_recv_tokens_per_expert, desc.num_recv_rows)
             nothing = torch.zeros(ids.shape[0], _WEIGHTS_HIDDEN, dtype=torch.bfloat16, device=x.device)
             _, weights, _ = companion.dispatch(nothing, ids, topk_weights)
             combined, hook = layer.combine(flat, desc, weights, return_recv_hook=True)
-            result.append(combined if out is None else out)
 
             def receive() -> None:
                 hook()
                 if out is not None:
                     out.copy_(combined)
 
-            return None, receive
+            return combined if out is None else out, receive
 
         tensors = (x, topk_weights, desc) if out is None else (x, topk_weights, desc, out)
-        _, event, hook = _run(layer, send, tensors, async_finish, return_recv_hook)
-        return result[0], event, hook
+        result, event, hook = _run(layer, send, tensors, async_finish, return_recv_hook)
+        return result, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """[e, W * M, H], uninitialised, for the outputs that `low_latency_combine` takes."""
