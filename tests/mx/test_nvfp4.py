@@ -57,9 +57,10 @@ def test_to_nvfp4_is_the_reference(levels: int, dtype: torch.dtype) -> None:
     assert torch.equal(data, nv.qdata) and torch.equal(scales.view(torch.uint8), nv.scale.view(torch.uint8))
 
 
-@pytest.mark.parametrize("shape", [(128, 64, 256), (157, 64, 256), (128, 160, 256), (200, 192, 256)])
-@pytest.mark.parametrize("use_gelu", [False, True])
-def test_products_reach_16_db(shape: tuple[int, int, int], use_gelu: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "use_gelu"), [((128, 64, 256), True), ((157, 64, 256), False), ((200, 160, 256), True)]
+)
+def test_products_reach_16_db(shape: tuple[int, int, int], use_gelu: int) -> None:
     """Both operands with two levels of scales, with a bias, against the product of what they were made from."""
     m, k, n = shape
     generator = torch.Generator().manual_seed(2)

@@ -72,17 +72,19 @@ def test_structured_blocks_are_the_references(outer: float | None, dtype: str) -
     """Ties of elements and of scales, every exponent, zeros, subnormals, NaN, infinities; tensor scales of any kind."""
     x = _structured()
     if outer is not None:
-        x = torch.cat([x[::5], _every_scale() * outer])  # where its effect is
+        x = torch.cat([x[::9], _every_scale() * outer])  # where its effect is
+    elif dtype != "fp32":
+        x = x[::4]
     _assert_all_agree(x.to(DTYPES[dtype]), _scale(outer))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_million_random_values_are_the_references(dtype: torch.dtype) -> None:
-    """With one and two levels of scales, to nearest and stochastically."""
-    x = random_bits(1_048_576, dtype, seed=3).view(-1, BLOCK)
+    """Half of them of each dtype; with one and two levels of scales, to nearest and stochastically."""
+    x = random_bits(524_288, dtype, seed=3).view(-1, BLOCK)
     _assert_all_agree(x, _scale(1e-3) if dtype is torch.float32 else None)
-    _assert_all_agree(x[::8], _scale(1e-3), torch.tensor([2**40 + 7]))
-    _assert_all_agree(x[::8], None, torch.tensor([-5]))
+    _assert_all_agree(x[::16], _scale(1e-3), torch.tensor([2**40 + 7]))
+    _assert_all_agree(x[::16], None, torch.tensor([-5]))
 
 
 def test_the_oracle_knows_the_format() -> None:

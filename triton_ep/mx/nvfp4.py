@@ -30,8 +30,9 @@ _PER_BYTE = 2
 
 def per_tensor_amax_to_scale(amax: torch.Tensor) -> torch.Tensor:
     """Per-tensor scale, float32, for a tensor whose largest magnitude is `amax`: its largest block has scale 448."""
-    limit = torch.full((), E4M3_LARGEST * E2M1_LARGEST, dtype=torch.float32, device=amax.device)
-    return amax.to(torch.float32) / limit
+    # In float64: compiled, a float32 division is an approximation on a GPU, and the scale would not be eager mode's.
+    limit = torch.full((), E4M3_LARGEST * E2M1_LARGEST, dtype=torch.float64, device=amax.device)
+    return (amax.to(torch.float64) / limit).to(torch.float32)
 
 
 def nvfp4_quantize(
