@@ -225,8 +225,8 @@ SPECS: tuple[KernelSpec, ...] = (
         f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 {_STATE} hidden:i32 "
         f"row_capacity:i32 {_WHERE} num_steps:i32",
         tuple(
-            Variant(_payload({"TOPK": k}, _FLAGS, {**_SUM, "ROWS": 1}, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",))
-            for w, k in ((False, 8), (True, 8), (False, 1))  # 1: rows come compact, nothing is summed
+            Variant(_payload({"TOPK": k}, _FLAGS, {**_SUM, "ROWS": 1}, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",), warps)
+            for w, k, warps in ((False, 8, None), (True, 8, None), (False, 1, 16))  # 1: of compact rows
         ),
         num_warps=32,
     ),

@@ -144,6 +144,8 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0) -> Plan:
     """Expert outputs summed per token, for the ranks of this node; `copies` at most: 1 of compact rows, 0 = top-k."""
     common = s.common("WP", "LWP", "MAX_PROGRAMS")
     rows, options = s.chosen("reduce")
+    if copies == 1:
+        options = {"num_warps": 16} | options  # more would spill registers
     constexprs = {"HAS_WEIGHTS": has_weights, "TOPK": copies or s.topk, **common, **s.summing_tile(), **rows}
     return Plan("combine_reduce_kernel", constexprs, **options)
 
