@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: as many as cores")
     build.add_argument("--force", action="store_true", help="compile again what is there")
     build.add_argument("--only", action="store_true", help="remove what was not asked for")
+    build.add_argument("--no-nvshmem", action="store_true", help="leave out what calls NVSHMEM, whose bitcode it takes")
     listed = commands.add_parser("list", help="what a library holds")
     verified = commands.add_parser("verify", help="check files, parameters, widths of stores; exit code 1 on any fault")
     for command in (build, listed, verified):
@@ -58,7 +59,7 @@ def _build(arguments: argparse.Namespace, out: Path) -> int:
         raise ConfigError(f"--jobs must be at least 1, got {arguments.jobs}.")
     # Before kernels are imported: Triton decides then that they are to be compiled.
     os.environ["TRITON_INTERPRET"] = "0"
-    from triton_ep.aot.build import build
+    from triton_ep.aot.build import build, calls_nvshmem
 
     if arguments.for_config is not None:
         wanted = manifest.read_config(arguments.for_config)
@@ -66,6 +67,8 @@ def _build(arguments: argparse.Namespace, out: Path) -> int:
         wanted = manifest.read_variants(arguments.variant)
     else:
         wanted = manifest.read_manifest(arguments.manifest or manifest.default_manifest())
+    if arguments.no_nvshmem:
+        wanted = [asked for asked in wanted if not calls_nvshmem(asked)]
     archs = list(dict.fromkeys(arguments.arch.split(",")))
     done = build(
         wanted, archs, out, jobs=arguments.jobs, force=arguments.force, only=arguments.only, progress=_progress

@@ -51,6 +51,7 @@ def read_manifest(path: Path) -> list[Asked]:
         if name is not None and name not in models:
             raise ConfigError(f"{path}: layer {number} names the model {name!r}; there are {', '.join(models)}.")
         found += of_config({**models.get(name, {}), **values}, f"{path}: layer {number}")
+    of_layers = {asked.kernel for asked in found}
     for number, values in enumerate(table.get("grouped_gemm", []), 1):
         found += _checked(products.grouped_gemm, values, f"{path}: grouped_gemm {number}")
     for number, values in enumerate(table.get("mxfp8", []), 1):
@@ -58,8 +59,7 @@ def read_manifest(path: Path) -> list[Asked]:
     for number, values in enumerate(table.get("variant", []), 1):
         found.append(_variant(values, f"{path}: variant {number}"))
     if table.get("specs", False):
-        named = {asked.kernel for asked in found}
-        found += [asked for asked in of_specs() if asked.kernel not in named]
+        found += [asked for asked in of_specs() if asked.kernel not in of_layers]
     return unique(found)
 
 

@@ -76,10 +76,10 @@ def _of_entry(library: Library, entry: Entry, facts: Mapping[str, Any], arch: st
         return
     if hashlib.sha256(ptx.encode()).hexdigest() != told["ptx_sha256"]:
         yield "its PTX is not what was assembled"
-    yield from _of_ptx(ptx, entry, told)
+    yield from _of_ptx(ptx, entry, told, bool(kernel and kernel["specialised"]))
 
 
-def _of_ptx(ptx: str, entry: Entry, told: Mapping[str, Any]) -> Iterator[str]:
+def _of_ptx(ptx: str, entry: Entry, told: Mapping[str, Any], specialised: bool) -> Iterator[str]:
     try:
         kinds = parameters(ptx)
     except ValueError as error:
@@ -88,7 +88,7 @@ def _of_ptx(ptx: str, entry: Entry, told: Mapping[str, Any]) -> Iterator[str]:
     if tuple(kinds) != entry.params:
         yield f"the PTX takes {kinds}, the index says {list(entry.params)}"
     # Rows whose length is no multiple of 16 can only be moved in smaller pieces.
-    whole = told["moves_rows"] and bool(entry.asked.aligned) and not entry.asked.unaligned
+    whole = told["moves_rows"] and (bool(entry.asked.aligned) or not specialised) and not entry.asked.unaligned
     if whole and not _WIDE_STORE.search(ptx):
         yield "it moves rows of tokens, but has no store of 16 bytes"
     if whole and told["narrow"]:

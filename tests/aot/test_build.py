@@ -1,0 +1,147 @@
+"""Building a library: without torch, byte for byte the same again and elsewhere; verified; broken ones are found."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.aot.library import ARCHS, ROOT, Built, run_aot
+from triton_ep.aot import manifest
+from triton_ep.aot.store import Library, architectures
+from triton_ep.plans.asked import Asked
+
+pytestmark = pytest.mark.plain
+
+
+def _files(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Contents and time of every file below a folder."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+
+def test_the_library_is_verified(built: Built) -> None:
+    """verify finds no fault in the whole manifest, for both architectures, and says how much it looked at."""
+    done = run_aot("verify", "--out", built.folder)
+    assert done.returncode == 0, done.stdout
+    count = sum(len(Library(built.folder, arch).entries) for arch in ARCHS)
+    assert f"{count} variants checked, 0 faults" in done.stdout
+    assert architectures(built.folder) == list(ARCHS)
+
+
+def test_a_second_build_changes_nothing(built: Built) -> None:
+    """Nothing is compiled, and no file is touched."""
+    before = _files(built.folder)
+    words = [] if built.has_bitcode else ["--no-nvshmem"]
+    done = run_aot("build", "--arch", ",".join(ARCHS), "--out", built.folder, *words)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"(\d+) built", done.stdout) == ["0", "0"]
+    assert _files(built.folder) == before
+
+
+def test_another_folder_gives_the_same_bytes(built: Built, tmp_path: Path) -> None:
+    """One variant of every kernel, from sources and into a library at other places: cubins and PTX are identical."""
+    for folder in ("triton_ep", "kernels", "aot"):
+        ignored = shutil.ignore_patterns("__pycache__", "cubins")
+        shutil.copytree(ROOT / folder, tmp_path / "elsewhere" / folder, ignore=ignored)
+    chosen: dict[str, Asked] = {}
+    for entry in Library(built.folder, "sm_90").entries:
+        chosen.setdefault(entry.asked.kernel, entry.asked)
+    listed = tmp_path / "variants"
+    listed.write_text("\n".join(asked.text() for asked in chosen.values()))
+    out = tmp_path / "another" / "library"
+    done = run_aot(
+        "build", "--arch", "sm_90", "--variant", listed, "--out", out, "--jobs", "2", root=tmp_path / "elsewhere"
+    )
+    assert done.returncode == 0, done.stderr
+    here, there = _files(built.folder / "sm_90"), _files(out / "sm_90")
+    compared = [name for name in there if name.endswith((".cubin", ".ptx.gz"))]
+    assert len(compared) == 2 * len(chosen)
+    assert [name for name in compared if there[name][0] != here[name][0]] == []
+    mine, theirs = (json.loads(files["index.json"][0])["entries"] for files in (here, there))
+    assert theirs == {signature: mine[signature] for signature in theirs}
+
+
+def _copy(built: Built, tmp_path: Path) -> Path:
+    folder = tmp_path / "library"
+    shutil.copytree(built.folder / "sm_90", folder / "sm_90")
+    return folder
+
+
+def test_verify_finds_what_is_wrong(built: Built, tmp_path: Path) -> None:
+    """A changed cubin, one that is gone, one too many, another PTX, a wrong parameter list: each is a fault."""
+    folder = _copy(built, tmp_path)
+    entries = Library(folder, "sm_90").entries
+    files = [folder / "sm_90" / entry.file for entry in entries]
+    data = bytearray(files[0].read_bytes())
+    data[len(data) // 2] ^= 1
+    files[0].write_bytes(data)
+    files[1].unlink()
+    (folder / "sm_90" / "stray.cubin").write_bytes(b"x")
+    ptx = folder / "sm_90" / "ptx"
+    shutil.copy(ptx / f"{files[3].stem}.ptx.gz", ptx / f"{files[2].stem}.ptx.gz")
+    index = json.loads((folder / "sm_90" / "index.json").read_text())
+    index["entries"][entries[4].asked.signature()]["params"].append("i32")
+    (folder / "sm_90" / "index.json").write_text(json.dumps(index))
+    done = run_aot("verify", "--out", folder)
+    assert done.returncode == 1
+    for file, text in (
+        (files[0].name, "is not what was built"),
+        (files[1].name, "cannot be read"),
+        (files[2].name, "its PTX is not what was assembled"),
+        (files[4].name, "parameters, the index says"),
+    ):
+        assert re.search(rf"FAULT sm_90 {file}: .*{text}", done.stdout), (file, text, done.stdout)
+    assert "stray.cubin is not in the index" in done.stdout
+
+
+def test_a_build_needs_no_torch(tmp_path: Path) -> None:
+    """With torch blocked from import, one variant is built and verified."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import sitecustomize; "
+        "from triton_ep.aot.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    import os
+    import subprocess
+    import sys
+
+    text = manifest.of_config(
+        {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 4, "world_size": 2, "local_world_size": 2}, "test"
+    )[0].text()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    for words in (["build", "--arch", "sm_80", "--variant", text, "--jobs", "1"], ["verify"], ["list"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path), *words, "--out", str(tmp_path / "out")],
+            cwd=ROOT,
+            env={**environment, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+    assert "barrier_kernel" in done.stdout
+
+
+def test_wrong_requests_are_refused(tmp_path: Path) -> None:
+    """Architecture, fields of a configuration, files: exit code 1 and what is wrong; wrong usage 2."""
+    for words, text in (
+        (["--arch", "90", "--for-config", '{"max_tokens": 8}'], "missing ['hidden'"),
+        (["--arch", "ninety", "--variant", '{"kernel": "barrier_kernel"}'], "written like sm_90"),
+        (["--arch", "sm_90", "--variant", '{"kernel": "no_kernel"}'], "there are no kernels ['no_kernel']"),
+        (["--arch", "sm_90", "--manifest", str(tmp_path / "none.toml")], "cannot be read"),
+    ):
+        done = run_aot("build", *words, "--out", tmp_path)
+        assert (done.returncode, text in done.stderr) == (1, True), done.stderr
+    assert run_aot("verify", "--out", tmp_path / "none").returncode == 1
+    assert run_aot("burn").returncode == 2
+
+
+def test_names_of_variants_do_not_depend_on_order() -> None:
+    """The same variant has one signature, however it was put together."""
+    one = Asked("k", {"A": 1, "B": False}, {"x": "*i32"}, ("n", "m"))
+    other = Asked("k", {"B": False, "A": 1}, {"x": "*i32"}, ("m", "n"))
+    assert one.signature() == other.signature()
+    assert Asked.from_dict(json.loads(one.text())).signature() == one.signature()
+    assert one.signature() != Asked("k", {"A": 1, "B": True}, {"x": "*i32"}, ("n", "m")).signature()

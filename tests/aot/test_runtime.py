@@ -1,0 +1,302 @@
+"""Launching from a library, with a driver that only notes what it is told: look-up, parameter blocks, every error."""
+
+import ctypes
+import logging
+import shutil
+import struct
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.aot.library import Built
+from triton_ep import runtime
+from triton_ep.aot import launch
+from triton_ep.aot.launch import Aot, CompiledLibrary, choose
+from triton_ep.aot.store import Library
+from triton_ep.errors import (
+    AotArchMismatch,
+    AotCorrupted,
+    AotMiss,
+    AotNvshmemMismatch,
+    ConfigError,
+    LaunchError,
+)
+from triton_ep.ops import grouped_bf16
+from triton_ep.plans import Shape, exchange
+
+pytestmark = pytest.mark.plain
+CODES = {"ptr": "Q", "i32": "i", "i64": "q", "tensormap": "128s"}
+SHAPE = Shape(4096, 7168, 8, 256, 8, 8, num_sm=24, enable_local_combine=True)
+NODES = Shape(4096, 7168, 8, 256, 16, 8, num_sm=24, enable_local_combine=True, payload="mxfp8", network=1)
+
+
+class NotingDriver:
+    """Notes loads and launches; reads the parameters of a launch as a GPU would."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.launches: list[tuple[Any, ...]] = []
+        self.kinds: tuple[str, ...] = ()
+
+    def load(self, cubin: bytes, what: str) -> int:
+        """A handle."""
+        self.loaded.append(what)
+        return len(self.loaded)
+
+    def function(self, library: int, symbol: str, shared: int) -> str:
+        """A name."""
+        return f"{library}:{symbol}"
+
+    def tensor_map(self, address: int, *about: Any) -> bytes:
+        """Something to be recognised by."""
+        return struct.pack("Q", address) + bytes(120)
+
+    def launch(self, function: str, grid: int, threads: int, shared: int, stream: int, params: int, what: str) -> None:
+        """Read every parameter from where the block says it is."""
+        addresses = (ctypes.c_void_p * len(self.kinds)).from_address(params)
+        values = []
+        for kind, address in zip(self.kinds, addresses, strict=True):
+            size = struct.calcsize(CODES[kind])
+            assert address % (64 if kind == "tensormap" else size) == 0
+            values.append(struct.unpack(CODES[kind], ctypes.string_at(address, size))[0])
+        self.launches.append((function, grid, threads, stream, values))
+
+
+class NvshmemHeap:
+    """What the run time asks of a heap with NVSHMEM."""
+
+    def __init__(self, version: str) -> None:
+        self.nvshmem_version = version
+        self.initialized: list[tuple[int, str]] = []
+
+    def initialize_library(self, library: int, name: str) -> None:
+        """Note it."""
+        self.initialized.append((library, name))
+
+
+@pytest.fixture
+def driver() -> NotingDriver:
+    """One per test."""
+    return NotingDriver()
+
+
+@pytest.fixture
+def aot(built: Built, driver: NotingDriver) -> Aot:
+    """The library of this session behind the noting driver."""
+    return Aot(CompiledLibrary(Library(built.folder, "sm_90"), driver))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def compiled_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: device 0, stream 77."""
+    monkeypatch.setattr(runtime, "INTERPRETING", False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+
+
+def _push_arguments(offset: int = 0) -> list[Any]:
+    dtypes = (torch.int64, torch.uint8, torch.int64, torch.int32, torch.int64, torch.int64)
+    return [*[torch.zeros(64, dtype=dtype)[offset:] for dtype in dtypes], 10, 1792, 32, 3, 8, 8]
+
+
+def test_a_launch_hands_over_all_arguments(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:
+    """Addresses, integers and Triton's two scratch pointers, in order; loaded once, launched as often as asked."""
+    launcher = runtime.Launcher.of(exchange.push(SHAPE, 0, 1792), None, aot)
+    driver.kinds = (*["ptr"] * 6, *["i32"] * 6, "ptr", "ptr")
+    for count in (10, -1):
+        arguments = _push_arguments()
+        arguments[6] = count
+        launcher(24, *arguments)
+        function, grid, threads, stream, values = driver.launches[-1]
+        assert (function, grid, threads, stream) == ("1:dispatch_push_kernel", 24, 32 * 16, 77)
+        assert values == [*[tensor.data_ptr() for tensor in arguments[:6]], *arguments[6:], 0, 0]
+    assert len(driver.loaded) == 1
+    launcher(0, *arguments)
+    assert len(driver.launches) == 2
+    with pytest.raises(LaunchError, match="takes 12 arguments, got 3"):
+        launcher(1, *arguments[:3])
+
+
+def test_threads_do_not_mix_their_arguments(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:
+    """A kept block of parameters serves one launch at a time."""
+    launcher = runtime.Launcher.of(exchange.push(SHAPE, 0, 1792), None, aot)
+    driver.kinds = (*["ptr"] * 6, *["i32"] * 6, "ptr", "ptr")
+
+    def run(number: int) -> None:
+        arguments = _push_arguments()
+        for _ in range(200):
+            launcher(number, *arguments[:6], number, 1792, number, number, number, number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.launches) == 600
+    for _, grid, _, _, values in driver.launches:
+        assert values[6:12] == [grid, 1792, grid, grid, grid, grid]
+
+
+def test_products_pass_tensor_maps(
+    aot: Aot, driver: NotingDriver, compiled_mode: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TMA: a map, sizes and strides of each operand; the other arguments behind them."""
+    monkeypatch.setattr(runtime, "default_aot", lambda: aot)
+    monkeypatch.setattr(grouped_bf16, "INTERPRETING", False)
+    monkeypatch.setattr(grouped_bf16, "programs", lambda device: 132)
+    runtime._kept.cache_clear()
+    boxes = ("tensormap", "i32", "i32", "i64", "i64")
+    driver.kinds = (*boxes, *boxes, "ptr", "ptr", *["i32"] * 8, "ptr", "ptr")
+    a, w = torch.zeros(9000, 256, dtype=torch.bfloat16), torch.zeros(32, 512, 256, dtype=torch.bfloat16)
+    ends = torch.arange(32, dtype=torch.int32)
+    out = grouped_bf16.bf16_gemm(a, w.transpose(1, 2), ends, tma=True)
+    _, grid, _, _, values = driver.launches[-1]
+    assert grid == 132
+    assert [struct.unpack_from("Q", values[i])[0] for i in (0, 5)] == [a.data_ptr(), w.data_ptr()]
+    assert values[1:5] == [9000, 256, 256, 1]
+    assert values[6:10] == [32 * 512, 256, 256, 1]
+    assert values[10:] == [out.data_ptr(), ends.data_ptr(), 9000, 512, 256, 32, 256, 512 * 256, 256, 512, 0, 0]
+    runtime._kept.cache_clear()
+
+
+def test_a_miss_says_what_to_do(aot: Aot, built: Built, compiled_mode: None) -> None:
+    """What was asked, the closest of what is there, and a command that builds it."""
+    launcher = runtime.Launcher.of(exchange.push(replace(SHAPE, topk=3), 0, 1792), None, aot)
+    with pytest.raises(AotMiss, match=r"closest has TOPK=8 \(asked: 3\)") as raised:
+        launcher(24, *_push_arguments())
+    assert f"--arch sm_90 --out {built.folder} --variant" in str(raised.value)
+    splits = runtime.Launcher.of(exchange.splits(SHAPE, False), None, aot)
+    with pytest.raises(AotMiss, match=r"\"unaligned\":\[\"bad_scatter_ptr\""):
+        splits(1, *[torch.zeros(64, dtype=torch.int32)[1:]] * 3, *[torch.zeros(64, dtype=torch.int64)] * 2, *range(9))
+    with pytest.raises(AotMiss, match="no variant of that kernel"):
+        runtime.Launcher("no_such_kernel", {}, None, aot=aot)
+
+
+def test_preferring_is_the_only_fall_back(
+    aot: Aot, compiled_mode: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With "prefer" the JIT gets what is missing, and the log says so."""
+    launcher = runtime.Launcher.of(exchange.push(replace(SHAPE, topk=3), 0, 1792), None, replace(aot, prefer=True))
+    asked = []
+    monkeypatch.setattr(launcher, "_use_jit", lambda: asked.append("jit") or (_ for _ in ()).throw(StopIteration))
+    with caplog.at_level(logging.WARNING, "triton_ep.aot"), pytest.raises(StopIteration):
+        launcher(24, *_push_arguments())
+    assert asked == ["jit"]
+    assert "compiled by the JIT: dispatch_push_kernel is not in" in caplog.text
+
+
+def test_no_library_and_other_architectures(built: Built, tmp_path: Path) -> None:
+    """Nothing there: AotMiss with the command; another GPU: AotArchMismatch naming both; "prefer" takes the JIT."""
+    with pytest.raises(AotMiss, match=r"no ahead-of-time library in .*build --arch sm_90 --out"):
+        choose("require", tmp_path, lambda: "sm_90")
+    with pytest.raises(AotArchMismatch, match="is for sm_90, sm_100, this GPU is sm_89"):
+        choose("require", built.folder, lambda: "sm_89")
+    for folder, arch in ((tmp_path, "sm_90"), (built.folder, "sm_89")):
+        assert choose("prefer", folder, lambda arch=arch: arch).compiled is None
+    shutil.copytree(built.folder / "sm_90", tmp_path / "sm_100")
+    with pytest.raises(AotArchMismatch, match="is for sm_90, this GPU is sm_100"):
+        Library(tmp_path, "sm_100")
+
+
+def test_corrupted_files_are_not_loaded(built: Built, driver: NotingDriver, tmp_path: Path) -> None:
+    """A flipped bit in a cubin, and an index that is none, with "prefer" too."""
+    shutil.copytree(built.folder / "sm_90", tmp_path / "sm_90")
+    library = Library(tmp_path, "sm_90")
+    entry = library.entries[0]
+    path = tmp_path / "sm_90" / entry.file
+    data = bytearray(path.read_bytes())
+    data[100] ^= 4
+    path.write_bytes(data)
+    compiled = CompiledLibrary(library, driver)  # type: ignore[arg-type]
+    with pytest.raises(AotCorrupted, match=r"sha256 is .*Build it again"):
+        Aot(compiled, prefer=True, heap=NvshmemHeap("3.4.5")).kernel(entry.asked)
+    assert driver.loaded == []
+    (tmp_path / "sm_90" / "index.json").write_text('{"format": 1')
+    with pytest.raises(AotCorrupted, match="no index"):
+        choose("prefer", tmp_path, lambda: "sm_90")
+
+
+def test_older_sources_are_a_miss(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library of other kernels than this package has is not launched."""
+    library = Library(built.folder, "sm_90")
+    asked = library.entries[0].asked
+    library.find(asked)
+    monkeypatch.setattr("triton_ep.aot.store.source_hash", lambda file: "another")
+    with pytest.raises(AotMiss, match="built from other sources"):
+        library.find(asked)
+
+
+@pytest.mark.parametrize(("host", "fits"), [("3.4.5", True), ("3.8.0", True), ("3.3.9", False), ("4.0.0", False)])
+def test_nvshmem_of_the_node(built: Built, driver: NotingDriver, host: str, fits: bool) -> None:
+    """Device code runs with a host library of the same major release that is not older; it is initialised once."""
+    if not built.has_bitcode:
+        pytest.skip("no NVSHMEM bitcode: pip install nvidia-nvshmem-cu13==3.4.5")
+    heap = NvshmemHeap(host)
+    aot = Aot(CompiledLibrary(Library(built.folder, "sm_90"), driver), heap=heap)  # type: ignore[arg-type]
+    if fits:
+        aot.check(NODES)
+        launcher = runtime.Launcher.of(exchange.splits(NODES, False), None, aot)
+        asked = next(e.asked for e in aot.compiled.library.entries if dict(e.asked.constexprs) == launcher.constexprs)
+        assert aot.kernel(asked) is aot.kernel(asked)
+        assert heap.initialized == [(1, "splits_kernel")]
+        return
+    with pytest.raises(AotNvshmemMismatch, match=rf"built with NVSHMEM 3\.4\.5, this node has {host}"):
+        aot.check(NODES)
+    assert driver.loaded == []
+
+
+def test_a_layer_is_refused_before_it_is_made(aot: Aot) -> None:
+    """A shape of which a kernel is missing altogether; one that is covered passes."""
+    aot.check(SHAPE)
+    with pytest.raises(AotMiss, match="routing_count_kernel is not in"):
+        aot.check(replace(SHAPE, topk=5))
+
+
+def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU ranks have no cubins: asked for, that is an error; preferred, the interpreter runs. Other words are none."""
+    with pytest.raises(AotMiss, match="interpreted on CPU ranks"):
+        runtime.aot_for(True, None)
+    assert runtime.aot_for("prefer", None) is None
+    assert runtime.aot_for(False, None) is None
+    with pytest.raises(ConfigError, match="aot is 'always'"):
+        runtime.aot_for("always", None)
+    monkeypatch.setenv("TRITON_EP_AOT", "1")
+    with pytest.raises(AotMiss):
+        runtime.aot_for(None, None)
+    monkeypatch.setenv("TRITON_EP_AOT", "perhaps")
+    with pytest.raises(ConfigError, match="none of 1, 0, prefer"):
+        runtime.aot_for(None, None)
+
+
+def test_statuses_of_the_driver_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call's status: a refused image names the GPU, a refused launch the kernel."""
+    driver = launch.Driver.__new__(launch.Driver)
+
+    class Status:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    class Cuda:
+        """cuda.bindings.driver, refusing."""
+
+        CUstream = int
+
+        @staticmethod
+        def cuCtxGetCurrent() -> tuple[Status, int]:
+            return success, 1
+
+        @staticmethod
+        def cuLibraryLoadData(*_: Any) -> tuple[Status, int]:
+            return Status("CUDA_ERROR_NO_BINARY_FOR_GPU"), 0
+
+    success = Status("CUDA_SUCCESS")
+    driver._cuda, driver._success, driver._streams = Cuda, success, {}
+    driver._launch = lambda *_: (Status("CUDA_ERROR_INVALID_VALUE"),)
+    with pytest.raises(AotArchMismatch, match="CUDA_ERROR_NO_BINARY_FOR_GPU"):
+        driver.load(b"", "x.cubin")
+    with pytest.raises(LaunchError, match="launching 3 programs of k failed: CUDA_ERROR_INVALID_VALUE"):
+        driver.launch("f", 3, 32, 0, 5, 0, "k")
