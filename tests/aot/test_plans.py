@@ -37,14 +37,21 @@ def _asked(spec: Any, args: Any, constexprs: dict[str, Any]) -> Asked:
     return ask(Plan(spec.name, values), types, numbers, unaligned)
 
 
+def _comparable(asked: Asked) -> Asked:
+    """Without what the interpreter does not have, warps, or has by the number of tokens: blocks to quantise."""
+    constexprs = {name: value for name, value in asked.constexprs.items() if name != "BLOCKS"}
+    return replace(asked, constexprs=constexprs, num_warps=None, maxnreg=None)
+
+
 def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
     world = nodes * ranks_per_node
     found: dict[str, str] = {}
     plain = runtime._interpret
 
     def noting(spec: Any, grid: int, args: Any, constexprs: dict[str, Any]) -> None:
-        asked = _asked(spec, args, constexprs)
-        found[asked.signature()] = asked.text()
+        if spec.name != "dequantize_rows_kernel":  # this test's own use of what arrived
+            asked = _comparable(_asked(spec, args, constexprs))
+            found[asked.signature()] = asked.text()
         plain(spec, grid, args, constexprs)
 
     layer = EPAll2AllLayer(dist.group.WORLD, 6, 64, 3, rank, 8, ranks_per_node, world, num_sm=2, **options)
@@ -69,10 +76,10 @@ def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[st
     finally:
         runtime._interpret = plain
     shape = layer.config.shape(layer.context.network, interpreted=True)
-    # Without warps and registers, of which the interpreter has none.
-    named = {replace(one, num_warps=None, maxnreg=None).signature() for one in layers.layer(shape)}
+    named = {_comparable(one).signature() for one in layers.layer(shape)}
     assert len(found) > 5
-    assert [text for signature, text in found.items() if signature not in named] == []
+    missing = [text for signature, text in found.items() if signature not in named]
+    assert missing == [], missing
 
 
 @pytest.mark.plain
