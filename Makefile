@@ -17,7 +17,7 @@ PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist l
 SOURCES := triton_ep kernels aot tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks lint types docs bench test-gpu clean
+.PHONY: help demo doctor test chaos checks lint types docs aot bench test-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,12 @@ types: $(READY)  ## mypy on the installed tree
 
 docs: $(READY)  ## run the code blocks of the pages and follow their links
 	$(RUN) -m pytest tests/unit/test_docs.py
+
+ARCH ?= sm_90
+
+aot: $(READY)  ## kernels ahead of time for ARCH=sm_90 (sm_90,sm_100, ...), no GPU needed, then verified
+	$(RUN) -m triton_ep.aot build --arch $(ARCH)
+	$(RUN) -m triton_ep.aot verify
 
 BENCH := $(RUN) -m triton_ep.cli bench
 ROWS ?= build/bench.csv

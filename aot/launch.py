@@ -194,7 +194,7 @@ class Aot:
             return None
         found = self.compiled.library.kernels.get(kernel)
         if found is None:
-            return self._fall_back(AotMiss(self.compiled.library.missing(Asked(kernel, {}))))
+            self._fall_back(AotMiss(self.compiled.library.missing(Asked(kernel, {}))))
         return found
 
     def kernel(self, asked: Asked) -> Kernel | None:
@@ -204,9 +204,11 @@ class Aot:
         try:
             return self.compiled.kernel(asked, self.heap)
         except (AotMiss, AotNvshmemMismatch) as error:
-            return self._fall_back(error)
+            self._fall_back(error)
+        return None
 
     def _fall_back(self, error: Exception) -> None:
+        """Raise `error`, or log it where the JIT may take over."""
         if not self.prefer:
             raise error
         _log.warning("compiled by the JIT: %s", error)

@@ -115,7 +115,8 @@ def of_config(values: Mapping[str, Any], where: str) -> list[Asked]:
         raise ConfigError(f"{where}: world_size must be a multiple of local_world_size, num_experts one of world_size.")
     network = P2P if sizes["world_size"] == sizes["local_world_size"] else NVSHMEM
     shape = Shape(**sizes, token=token, network=network)
-    uses = layers.Uses(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items() if n in _USES})
+    calls: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items() if n in _USES}
+    uses = layers.Uses(**calls)
     found = layers.layer(shape, uses)
     for gpu in given.get("gpus", []):
         found += layers.layer(_tuned(shape, gpu), uses)

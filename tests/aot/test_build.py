@@ -1,8 +1,11 @@
 """Building a library: without torch, byte for byte the same again and elsewhere; verified; broken ones are found."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,10 +106,6 @@ def test_a_build_needs_no_torch(tmp_path: Path) -> None:
         "import sys; sys.path.insert(0, sys.argv.pop(1)); import sitecustomize; "
         "from triton_ep.aot.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
-    import os
-    import subprocess
-    import sys
-
     text = manifest.of_config(
         {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 4, "world_size": 2, "local_world_size": 2}, "test"
     )[0].text()
@@ -122,6 +121,17 @@ def test_a_build_needs_no_torch(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
     assert "barrier_kernel" in done.stdout
+
+
+def test_the_example_runs() -> None:
+    """It builds, verifies and shows a miss on any machine."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    done = subprocess.run(
+        [sys.executable, "examples/07_aot.py"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "11 variants checked, 0 faults" in done.stdout
+    assert "AotMiss: routing_slots_kernel" in done.stdout
 
 
 def test_wrong_requests_are_refused(tmp_path: Path) -> None:

@@ -91,14 +91,14 @@ def _dispatch(s: Shape, uses: Uses) -> Iterator[Asked]:
     for weights in uses.weights:
         if s.num_nodes > 1:
             yield ask(exchange.send(s, payload, row_words, weights), types, numbers)
-            *of_wire, wire_words = _words(s.wire_bytes, "word_ptr")
+            wire_types, wire_numbers, wire_words = _words(s.wire_bytes, "word_ptr")
             for reduced in sorted({s.enable_local_combine, uses.compact or s.enable_local_combine}):
-                yield ask(exchange.forward(s, weights, reduced, wire_words), *of_wire)
-        *of_rows, _ = _words(row_bytes, "recv_x_ptr")
-        yield ask(exchange.expand(s, payload == MX, weights, row_words), *of_rows)
+                yield ask(exchange.forward(s, weights, reduced, wire_words), wire_types, wire_numbers)
+        row_types, row_numbers, _ = _words(row_bytes, "recv_x_ptr")
+        yield ask(exchange.expand(s, payload == MX, weights, row_words), row_types, row_numbers)
         if uses.compact:
             for has_idx in (False, True):
-                yield ask(compact.copy_out(s, has_idx, weights, row_words), *of_rows)
+                yield ask(compact.copy_out(s, has_idx, weights, row_words), row_types, row_numbers)
 
 
 def _combine(s: Shape, uses: Uses) -> Iterator[Asked]:
