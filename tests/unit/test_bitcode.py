@@ -190,24 +190,35 @@ def test_the_real_bitcode_becomes_small(real: Path, tmp_path: Path) -> None:
         assert f"@{symbol} " in used
 
 
+COMPILE = """
+import json, sys
+from triton_ep.aot import compile, manifest
+from triton_ep.aot.build import calls_nvshmem
+
+found = (one for one in manifest.of_specs() if one.kernel == "combine_partial_kernel" and calls_nvshmem(one))
+compile.start()
+made = compile.compile_asked(next(found).as_dict(), "sm_90", sys.argv[1])
+compile.stop()
+print(json.dumps({**made["facts"], "bytes": len(made["cubin"]), **made["entry"]}))
+"""
+
+
 def test_kernels_come_out_as_with_the_whole_bitcode(real: Path, tmp_path: Path) -> None:
     """Linked with the whole file or with the pruned one, a kernel is as large and carries the same constants."""
     pruned = pruned_bitcode(NVSHMEM_SYMBOLS, tmp_path / "pruned")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     outcomes = []
-    for number, path in enumerate((real, pruned)):
+    for path in (real, pruned):
         done = subprocess.run(
-            [sys.executable, "-m", "tests.gate.compile_specs", "--arch=90", "--jobs=1"]
-            + ["--kernel=combine_partial_kernel", f"--bitcode={path}"],
+            [sys.executable, "-c", COMPILE, str(path)],
             cwd=ROOT,
-            env=environment | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / str(number))},
+            env=environment | {"TRITON_INTERPRET": "0"},
             capture_output=True,
             text=True,
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        outcomes.append([facts for facts in json.loads(done.stdout) if facts["calls_nvshmem"]])
+        outcomes.append(json.loads(done.stdout.splitlines()[-1]))
     whole, small = outcomes
-    assert small and [facts["error"] for facts in small] == [""] * len(small)
-    assert all(facts["visible"] == list(STATE) for facts in small)
+    assert small["visible"] == list(STATE)
     assert small == whole
