@@ -153,9 +153,16 @@ def compact_position(here):
 
 
 @triton.constexpr_function
-def most_rows(reduced, topk, ranks_per_node):
-    """Rows that one token has on a node: one per rank, or if they were not reduced one per expert."""
-    return min(topk, ranks_per_node) if reduced else topk
+def pull_batches(compact, topk, ranks_per_node):
+    """Rows of one token that are loaded at once, and how many entries are looked at.
+
+    Without gaps there is one row per rank of the node at most, so what comes first is all there is. A second batch
+    is looked for even so: without that branch behind the first loads, the compiler spreads them between their uses,
+    and half as many rows are on their way (4 x H200: a combine of 4096 tokens takes 700 us in place of 570).
+    """
+    most = min(topk, ranks_per_node) if compact else topk
+    batch = min(PULLED.value, most)
+    return batch, min(topk, max(most, 2 * batch))
 
 
 @triton.jit
@@ -174,17 +181,21 @@ def pull_sum(
     DTYPE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     COMPACT: tl.constexpr,  # the rows of a token come first, then -1
-    MOST: tl.constexpr,  # of them, for one token
+    TOPK: tl.constexpr,
+    LWP: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Add to `acc`, in k order, the rows that the ranks of this node hold for each token."""
-    for first in tl.static_range(0, MOST, PULLED):
+    BATCHES: tl.constexpr = pull_batches(COMPACT, TOPK, LWP)
+    BATCH: tl.constexpr = BATCHES[0]
+    LOOKED_AT: tl.constexpr = BATCHES[1]
+    for first in tl.static_range(0, LOOKED_AT, BATCH):
         row = tl.load(row_ptrs + first, mask=alive, other=-1)
         # Where rows come without gaps, there are few tokens with more than some.
         if first == 0 or (not COMPACT or tl.sum((row >= 0).to(tl.int32)) > 0):
             tiles = ()
             weights = ()
-            for k in tl.static_range(first, MOST if first + PULLED > MOST else first + PULLED):
+            for k in tl.static_range(first, LOOKED_AT if first + BATCH > LOOKED_AT else first + BATCH):
                 peer = tl.load(owner_ptrs + k, mask=alive, other=-1)
                 row = tl.load(row_ptrs + k, mask=alive, other=-1)
                 here = (row >= 0) & (row < row_capacity) & on_my_node(peer, rank, ranks_per_node)

@@ -26,7 +26,7 @@ from ..device.buffers import (
     net_address_of,
     pe_of,
 )
-from ..device.rows import most_rows, other_node, pull_sum, wait_staged
+from ..device.rows import other_node, pull_sum, wait_staged
 from ..device.tables import STEPS, tokens_from_node_of
 from ..device.transport import put_signal
 
@@ -115,7 +115,8 @@ def combine_partial_kernel(
                             like_x_ptr.dtype.element_ty,
                             HAS_WEIGHTS,
                             REDUCED,
-                            most_rows(REDUCED, TOPK, LWP),
+                            TOPK,
+                            LWP,
                             BLOCK_H,
                         )
                         mask = alive[:, None] & (h + offs < hidden)[None, :]

@@ -39,7 +39,7 @@ from ..device.buffers import (
 )
 from ..device.groups import my_first
 from ..device.post import post_to_all
-from ..device.rows import most_rows, on_my_node, pull_sum, staged_part, staged_steps, wait_staged
+from ..device.rows import on_my_node, pull_sum, staged_part, staged_steps, wait_staged
 from ..device.tables import (
     DST_ROW,
     OWNER,
@@ -362,7 +362,8 @@ def combine_pull_kernel(
                         out_ptr.dtype.element_ty,
                         HAS_WEIGHTS,
                         REDUCED,
-                        most_rows(REDUCED, TOPK, LWP),
+                        TOPK,
+                        LWP,
                         BLOCK_H,
                     )
                     in_row = (h + offs < hidden)[None, :]
