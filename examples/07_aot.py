@@ -32,7 +32,14 @@ RANKS = 2
 
 def build(folder: Path, arch: str) -> None:
     """Compile and verify what a layer of SIZES needs."""
-    config = {**SIZES, "world_size": RANKS, "local_world_size": RANKS, "gradients": False, "ids": ["i32"], "weights": [False]}
+    config = {
+        **SIZES,
+        "world_size": RANKS,
+        "local_world_size": RANKS,
+        "gradients": False,
+        "ids": ["i32"],
+        "weights": [False],
+    }
     command = [sys.executable, "-m", "triton_ep.aot"]
     options = ["--arch", arch, "--for-config", json.dumps(config), "--jobs", "2"]
     root = str(Path(__file__).resolve().parents[1])
