@@ -147,6 +147,8 @@ def push_meta(
 @triton.jit
 def compact_position(here):
     """[n, KP]: where each entry goes when those `here` come first, in k order, and then the others."""
+    if here.shape[1] == 1:  # Triton 3.6 does not compile every scan of one element
+        return tl.zeros(here.shape, tl.int32)
     k = tl.arange(0, here.shape[1])[None, :]
     before = tl.cumsum(here.to(tl.int32), axis=1) - here.to(tl.int32)
     return tl.where(here, before, tl.sum(here.to(tl.int32), axis=1)[:, None] + k - before)
@@ -195,9 +197,11 @@ def pull_sum(
         if first == 0 or (not COMPACT or tl.sum((row >= 0).to(tl.int32)) > 0):
             tiles = ()
             weights = ()
-            for k in tl.static_range(first, LOOKED_AT if first + BATCH > LOOKED_AT else first + BATCH):
-                peer = tl.load(owner_ptrs + k, mask=alive, other=-1)
-                row = tl.load(row_ptrs + k, mask=alive, other=-1)
+            # As many in the last batch as in the others: a branch cannot change the length of a tuple.
+            for k in tl.static_range(first, first + BATCH):
+                is_entry = alive & (k < TOPK)
+                peer = tl.load(owner_ptrs + k, mask=is_entry, other=-1)
+                row = tl.load(row_ptrs + k, mask=is_entry, other=-1)
                 here = (row >= 0) & (row < row_capacity) & on_my_node(peer, rank, ranks_per_node)
                 source = buffer_ptrs(tables_ptr, COMBINE_X, num_ranks, peer, here, DTYPE)
                 source += row.to(tl.int64) * hidden

@@ -187,11 +187,11 @@ def _rows_before(
     ks = tl.arange(0, KP)[None, :]
     mask = ((slot >= 0) & (slot < tokens))[:, None] & (ks < TOPK)
     meta_ptrs = _row_ptrs(base, (first_row + slot).to(tl.int64), row_bytes, meta_offset, tl.int32)[:, None] + ks
-    owner = tl.load(meta_ptrs, mask=mask, other=-1)
-    arrival = tl.load(meta_ptrs + 2 * KP, mask=mask, other=-1)
+    owner = tl.reshape(tl.load(meta_ptrs, mask=mask, other=-1), [CHUNK * KP])
+    arrival = tl.reshape(tl.load(meta_ptrs + 2 * KP, mask=mask, other=-1), [CHUNK * KP])
     peer = rank - rank % ranks_per_node + tl.arange(0, LWP)
-    there = (owner[:, :, None] == peer[None, None, :]) & (arrival >= 0)[:, :, None]
-    return tl.max(tl.max(tl.where(there, arrival[:, :, None] + 1, 0), axis=0), axis=0)
+    there = (owner[:, None] == peer[None, :]) & (arrival >= 0)[:, None]
+    return tl.max(tl.where(there, arrival[:, None] + 1, 0), axis=0)
 
 
 @triton.jit

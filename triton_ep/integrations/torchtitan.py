@@ -29,7 +29,6 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 from triton_ep.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
-from triton_ep.ops.library import needed_gradients
 
 __all__ = ["DispatchMetadata", "TokenDispatch", "close_layers", "grouped_mm"]
 
@@ -216,9 +215,8 @@ class _GroupedMM(torch.autograd.Function):
         (dy,) = grads
         a, b_t, offs = ctx.saved_tensors
         dy = dy.contiguous()
-        needs_da, needs_db, _ = needed_gradients(ctx)
-        da = grouped_gemm_dgrad(dy, b_t, offs) if needs_da else None
-        if not needs_db:
+        da = grouped_gemm_dgrad(dy, b_t, offs) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
             return da, None, None
         # As the weights are stored, [E, N, K], so that an optimizer's update copies nothing.
         return da, grouped_gemm_wgrad(dy, a, offs, b_t.shape[0]).transpose(-2, -1), None

@@ -237,8 +237,10 @@ class PrepareFinalize:
         """What `prepare` returns."""
         desc = prepared.desc
         counts = desc.num_recv_tokens_per_expert
-        is_mx = isinstance(recv_x, MXTensor)
-        rows, scales = (recv_x.qdata, recv_x.scale.view(torch.uint8)) if is_mx else (recv_x, None)
+        rows: torch.Tensor = recv_x
+        scales: torch.Tensor | None = None
+        if isinstance(recv_x, MXTensor):
+            rows, scales = recv_x.qdata, recv_x.scale.view(torch.uint8)
         if self.batched:
             slab = self.max_tokens * self.ranks
             rows = _slabs(rows, desc, slab)
@@ -394,7 +396,6 @@ def _copy(output: torch.Tensor, combined: torch.Tensor) -> None:
 
 def _slabs(rows: torch.Tensor, desc: EPAllToAllLayoutDesc, num_rows: int) -> torch.Tensor:
     """[e, num_rows, H]: expert-major rows, those of each expert at the start of its slab; the rest undefined."""
-    counts = desc.num_recv_tokens_per_expert
-    slabs = rows.new_empty(counts.shape[0], num_rows, rows.shape[1])
-    to_slabs(rows, desc.expert_offsets, counts, slabs)
+    slabs = rows.new_empty(desc.expert_offsets.shape[0] - 1, num_rows, rows.shape[1])
+    to_slabs(rows, desc.expert_offsets, desc.num_recv_tokens_per_expert, slabs)
     return slabs

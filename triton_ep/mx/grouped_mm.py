@@ -22,7 +22,6 @@ from triton_ep.mx.formats import BLOCK, ScalingMode
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.grouped_bf16 import group_ends
 from triton_ep.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
-from triton_ep.ops.library import needed_gradients
 from triton_ep.ops.mxfp8 import dequantize_columns, quantize_columns
 
 
@@ -74,7 +73,7 @@ class _GroupedMM(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (dy,) = grads
         a, b_t, ends = ctx.saved_tensors
-        needs_da, needs_db, *_ = needed_gradients(ctx)
+        needs_da, needs_db = ctx.needs_input_grad[:2]
         da = db_t = None
         a_is_mx = isinstance(a, MXTensor)
         full_dy = dy.dequantize(torch.bfloat16) if isinstance(dy, MXTensor) else dy.to(torch.bfloat16)

@@ -26,7 +26,6 @@ from triton_ep.errors import InputError
 from triton_ep.mx.formats import BLOCK, ScalingMode, elem_format
 from triton_ep.mx.mm import PATHS, mx_mm
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.ops.library import needed_gradients
 
 
 @dataclass(frozen=True)
@@ -107,12 +106,11 @@ class _MXLinear(torch.autograd.Function):
         (dy,) = grads
         x, weight = ctx.saved_tensors
         config = ctx.config
-        needs_dx, needs_dweight, *_ = needed_gradients(ctx)
         dx = dweight = None
-        if needs_dx:
+        if ctx.needs_input_grad[0]:
             left = _along(dy, -1, config.grad_dtype, config)
             dx = mx_mm(left, _along(weight, -2, config.weight_dtype, config), x.dtype, path=config.path)
-        if needs_dweight:
+        if ctx.needs_input_grad[1]:
             if config.wgrad_with_hp:
                 dweight = torch.mm(dy.t(), x).to(weight.dtype)
             else:

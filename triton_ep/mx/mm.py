@@ -117,7 +117,10 @@ def _emulated(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch
     # bf16 has the range of MX values and holds them exactly; other dtypes are reached through float32.
     all_bf16 = a.dtype == b.dtype == out_dtype == torch.bfloat16
     dtype = torch.bfloat16 if all_bf16 else torch.float32
-    return torch.mm(_values(a, dtype), _values(b, dtype)).to(out_dtype)
+    product = torch.mm(_values(a, dtype), _values(b, dtype))
+    # Not `to` where it changes nothing: with its result at the end of a torch.autograd.Function, torch.compile of torch
+    # 2.11 returns gradients of zero.
+    return product if product.dtype == out_dtype else product.to(out_dtype)
 
 
 def _hardware(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

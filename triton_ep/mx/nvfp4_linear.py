@@ -23,7 +23,6 @@ from triton_ep.errors import InputError
 from triton_ep.mx.hadamard import check_signs
 from triton_ep.mx.linear import autocast, check_operands, fill_blocks, flat
 from triton_ep.mx.nvfp4 import BLOCK, NVFP4Tensor, per_tensor_amax_to_scale
-from triton_ep.ops.library import needed_gradients
 
 DEFAULT_SIGNS = 0x9D2C
 """Drawn once. All layers may share it: it only must not fit the data."""
@@ -84,12 +83,11 @@ class _NVFP4Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         config = ctx.config
         stochastic, signs = config.stochastic_rounding, config.hadamard_signs
-        needs_dx, needs_dweight, *_ = needed_gradients(ctx)
         dx = dweight = None
-        if needs_dx:
+        if ctx.needs_input_grad[0]:
             left = quantized(dy, config, stochastic=stochastic)
             dx = torch.mm(left, quantized(weight.t().contiguous(), config).t())
-        if needs_dweight:
+        if ctx.needs_input_grad[1]:
             if config.wgrad_with_hp:
                 dweight = torch.mm(dy.t(), x)
             else:

@@ -29,13 +29,3 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
         return getattr(torch.ops.triton_ep, name).default
 
     return register
-
-
-def needed_gradients(ctx: Any) -> tuple[bool, ...]:
-    """`ctx.needs_input_grad` of a torch.autograd.Function; all True while it is compiled.
-
-    There torch may say of an input that an earlier operation of the graph made that it needs no gradient
-    (https://github.com/pytorch/pytorch/issues/159299). What nobody uses, the compiler leaves out.
-    """
-    needed: tuple[bool, ...] = ctx.needs_input_grad
-    return (True,) * len(needed) if torch.compiler.is_compiling() else needed

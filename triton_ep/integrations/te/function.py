@@ -309,8 +309,7 @@ class TracedLinearFunction(torch.autograd.Function):
         """Gradients of x, weights and biases."""
         ran, data, scale, ends, *weights = ctx.saved_tensors
         dy, dy_scale = _parts(grads[0])
-        need_x, *need = library.needed_gradients(ctx)
-        need = need[4:]
+        need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         need_w, need_b = any(need[: ctx.num]), any(need[ctx.num :])
         dx, dw, db = torch.ops.triton_ep.te_linear_backward(
             dy, dy_scale, data, scale, weights, ends, ran, ctx.x_dtype, ctx.out_dtype, need_x, need_w, need_b
