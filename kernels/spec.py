@@ -200,9 +200,9 @@ SPECS: tuple[KernelSpec, ...] = (
         f"stage_capacity:i32 experts_per_rank:i32 {_WHERE}",
         tuple(
             Variant(
-                _payload(_K8, _SENDERS, _CHUNKS, _ROW, HAS_WEIGHTS=w, REDUCED=w, STEP_CHUNKS=16), _WORD, ("row_words",)
+                _payload(k, _SENDERS, _CHUNKS, _ROW, HAS_WEIGHTS=w, REDUCED=w, STEP_CHUNKS=16), _WORD, ("row_words",)
             )
-            for w in (False, True)
+            for k, w in ((_K8, False), (_K8, True), ({"TOPK": 1, "KP": 1}, True))
         ),
         num_warps=16,
     ),
@@ -257,8 +257,8 @@ SPECS: tuple[KernelSpec, ...] = (
         tuple(
             Variant(
                 _payload(
-                    {"TOPK": 8, "NNP": nodes, "PARTIAL_DTYPE": tl.float32, "BLOCK_T": 16},
-                    _FLAGS,
+                    {"NNP": nodes, "PARTIAL_DTYPE": tl.float32, "BLOCK_T": 16},
+                    {**_FLAGS, **ranks},
                     _CHUNKS,
                     {**_SUM, "ROWS": 1},
                     HAS_WEIGHTS=not reduced,
@@ -268,7 +268,12 @@ SPECS: tuple[KernelSpec, ...] = (
                 _TOKEN,
                 ("hidden",),
             )
-            for nodes, reduced, network in ((1, True, P2P.value), (1, False, P2P.value), (2, False, NVSHMEM.value))
+            for nodes, reduced, network, ranks in (
+                (1, True, P2P.value, {"TOPK": 8}),
+                (1, False, P2P.value, {"TOPK": 8}),
+                (2, False, NVSHMEM.value, {"TOPK": 8}),
+                (2, True, P2P.value, {"TOPK": 3, "LWP": 2}),  # the last batch of a token's rows is not full
+            )
         ),
         num_warps=32,
     ),

@@ -281,9 +281,10 @@ def _is_wrapper(x: Any) -> bool:
 def _has_kernel(x: torch.Tensor, block_size: int) -> bool:
     """Whether a compiled kernel takes this tensor; the CPU and other subclasses see torch operations only.
 
-    So does torch.compile, which makes one kernel of them together with what stands before and after.
+    So does torch.compile, which makes one kernel of them together with what stands before and after. It traces with
+    tensors of its own classes; torch 2.11 does not always say that it compiles.
     """
-    if torch.compiler.is_compiling() or _is_wrapper(x):
+    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return False
     return x.is_cuda and block_size in mx_formats.BLOCK_SIZES
 
