@@ -10,6 +10,7 @@ import torch
 
 from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
 from triton_ep.integrations.deep_ep.config import low_latency_bytes
+from triton_ep.integrations.deep_ep.fp8 import CHANNELS, check_quantizable, pack_rows, quantize_rows, unpack_rows
 from triton_ep.integrations.deep_ep.layers import GroupLayers, Kind
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
 from triton_ep.layer import EPAll2AllLayer
@@ -64,7 +65,13 @@ class LowLatencyCalls:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:
+    ) -> tuple[
+        torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        torch.Tensor,
+        LowLatencyHandle,
+        EventOverlap,
+        Callable[[], None],
+    ]:
         """Send rows to their experts' slabs. Collective; the host waits for nothing.
 
         Args:
@@ -73,24 +80,27 @@ class LowLatencyCalls:
             num_max_dispatch_tokens_per_rank: M, up to 512.
             num_experts: E.
             cumulative_local_expert_recv_stats: [e] int32, to which the counts are added.
-            use_fp8: must be False.
+            use_fp8: quantise rows to e4m3 with a scale per 128 values (H a multiple of it) before they are sent. They
+                travel inside bfloat16 rows and so take as many bytes on their way as those.
+            round_scale: scales are powers of two, rounded up.
+            use_ue8m0: exponents of such scales, four to an int32; H a multiple of 512.
             async_finish: run on the communication stream.
             return_recv_hook: send now; the fifth, called, receives.
 
         Returns:
             [e, W * M, H]: the rows of each expert at the start of its slab, by source rank, then by token; the rest is
-            undefined. [e] int32, how many there are. The handle, the event, and the hook, which without
-            `return_recv_hook` does nothing.
+            undefined. With `use_fp8` these as float8_e4m3fn, and [e, W * M, H / 128] float32, or with `use_ue8m0`
+            [e, W * M, H / 512] int32, the scales, which multiply; rows are their fast dimension. [e] int32, how many
+            there are. The handle, the event, and the hook, which without `return_recv_hook` does nothing.
 
         Raises:
-            InputError: an argument does not fit; use_fp8=True.
+            InputError: an argument does not fit.
             ConfigError: a buffer that was not made for it, or sizes that a low-latency layer does not take.
         """
-        if use_fp8 or round_scale or use_ue8m0:
-            raise InputError(
-                "low_latency_dispatch sends rows as they are: e4m3 with a scale per 128 values is no format of "
-                'triton_ep. Pass use_fp8=False, or use EPAll2AllLayer(payload="mxfp8", low_latency=True).'
-            )
+        if use_fp8:
+            check_quantizable(x, round_scale, use_ue8m0)
+        elif round_scale or use_ue8m0:
+            raise InputError("round_scale and use_ue8m0 are about scales, which use_fp8=False has none of. Drop them.")
         if dispatch_wait_recv_cost_stats is not None:
             raise InputError("dispatch_wait_recv_cost_stats is not filled. Pass None.")
         if async_finish and return_recv_hook:
@@ -99,24 +109,25 @@ class LowLatencyCalls:
         self._check_low_latency(most, x.shape[-1])
         kind = Kind(x.dtype, x.shape[1], topk_idx.shape[1], num_experts, self.num_sms, most)
         layer = self._layers.get(kind, most, self._number)
-        shape = (num_experts // self.group_size, self.group_size * most, x.shape[1])
-        slabs = torch.empty(shape, dtype=x.dtype, device=x.device)
+        slab = (num_experts // self.group_size, self.group_size * most)
+        slabs = _Slabs(slab, x, use_fp8, use_ue8m0)
 
         def send() -> tuple[EPAllToAllLayoutDesc, Callable[[], None]]:
-            flat, _, desc, hook = layer.dispatch(x, topk_idx, None, return_recv_hook=True)
+            rows = pack_rows(*quantize_rows(x, round_scale, use_ue8m0), x.shape[1]) if use_fp8 else x
+            flat, _, desc, hook = layer.dispatch(rows, topk_idx, None, return_recv_hook=True)
 
             def receive() -> None:
                 hook()
                 counts = desc.num_recv_tokens_per_expert
-                to_slabs(flat, desc.expert_offsets, counts, slabs)
+                slabs.fill(flat, desc.expert_offsets, counts)
                 if cumulative_local_expert_recv_stats is not None:
                     cumulative_local_expert_recv_stats.add_(counts)
 
             return desc, receive
 
-        desc, event, hook = _run(layer, send, (x, topk_idx, slabs), async_finish, return_recv_hook)
+        desc, event, hook = _run(layer, send, (x, topk_idx, *slabs.tensors), async_finish, return_recv_hook)
         handle = LowLatencyHandle(layer, desc, kind)
-        return slabs, desc.num_recv_tokens_per_expert, handle, event, hook
+        return slabs.result, desc.num_recv_tokens_per_expert, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -214,6 +225,41 @@ class LowLatencyCalls:
             raise FinalizedError(
                 "this Buffer was destroyed, its memory is freed. Make a new one on all ranks of its group."
             )
+
+
+class _Slabs:
+    """Memory for the rows of each expert at a fixed place, and with `use_fp8` for their scales.
+
+    Attributes:
+        result: what the call returns: [e, n, H], or with `use_fp8` that and the scales.
+        tensors: the same as a tuple.
+    """
+
+    def __init__(self, slab: tuple[int, int], x: torch.Tensor, use_fp8: bool, use_ue8m0: bool) -> None:
+        experts, rows = slab
+        self.result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+        if not use_fp8:
+            self.result = torch.empty(*slab, x.shape[1], dtype=x.dtype, device=x.device)
+            self.tensors: tuple[torch.Tensor, ...] = (self.result,)
+            return
+        data = torch.empty(*slab, x.shape[1], dtype=torch.float8_e4m3fn, device=x.device)
+        columns, dtype = x.shape[1] // CHANNELS, torch.float32
+        if use_ue8m0:
+            columns, dtype = columns // 4, torch.int32
+        scales = torch.empty(experts, columns, rows, dtype=dtype, device=x.device).transpose(1, 2)
+        self.result = self.tensors = (data, scales)
+
+    def fill(self, flat: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor) -> None:
+        """Copy expert-major rows [R, H], as they were sent, to their slabs."""
+        if isinstance(self.result, torch.Tensor):
+            to_slabs(flat, offsets, counts, self.result)
+            return
+        data, scales = self.result
+        flat_data, flat_scales = unpack_rows(flat, data.shape[2], scales.shape[2], scales.dtype)
+        to_slabs(flat_data, offsets, counts, data)
+        row_major = torch.empty(scales.shape, dtype=scales.dtype, device=scales.device)
+        to_slabs(flat_scales, offsets, counts, row_major)
+        scales.copy_(row_major)
 
 
 def _run(

@@ -1,0 +1,129 @@
+"""FP8 rows through the deep_ep door: values and scales against the formulas, rows in the order of bf16 ones."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_ep.distributed import current_heap
+from triton_ep.errors import InputError
+from triton_ep.integrations import deep_ep as door
+from triton_ep.integrations.deep_ep.fp8 import pack_rows, quantize_rows, unpack_rows
+from triton_ep.reference import dispatch as dispatch_reference
+from triton_ep.testing import Workload, make_workload
+
+HIDDEN, TOPK, EXPERTS = 512, 2, 2  # experts per rank
+TOKENS = (7, 0, 5, 9)  # per rank
+MODES = ((False, False), (True, False), (True, True))  # round_scale, use_ue8m0
+
+
+def works_of(world_size: int) -> list[Workload]:
+    """What every rank dispatches: rows that say where they come from, in blocks of unlike size."""
+    works = []
+    for rank in range(world_size):
+        work = make_workload(
+            rank,
+            world_size,
+            TOKENS[rank],
+            hidden=HIDDEN,
+            topk=TOPK,
+            num_experts=EXPERTS * world_size,
+            seed=3,
+            idx_dtype=torch.int64,
+        )
+        sizes = torch.tensor([1.0, 1e-7, 3e3, 0.0]).repeat_interleave(HIDDEN // 4)
+        works.append(Workload((work.x * sizes).bfloat16(), work.topk_idx, work.topk_weights))
+    return works
+
+
+def model(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formulas in numpy, a block at a time."""
+    blocks = x.float().numpy().reshape(x.shape[0], -1, 128)
+    data, scales = np.zeros(blocks.shape, np.float32), np.zeros(blocks.shape[:2], np.float32)
+    for t, b in np.ndindex(*scales.shape):
+        amax = np.maximum(np.abs(blocks[t, b]).max(), np.float32(1e-4))
+        scales[t, b], factor = amax * np.float32(1 / 448), np.float32(448) / amax
+        if round_scale:
+            scales[t, b] = 2.0 ** np.ceil(np.log2(np.float64(scales[t, b])))
+            factor = 1 / scales[t, b]
+        data[t, b] = np.clip(blocks[t, b] * factor, -448, 448)
+    out = torch.from_numpy(scales)
+    if use_ue8m0:
+        exponents = (np.log2(scales.astype(np.float64)) + 127).astype(np.int64).reshape(x.shape[0], -1, 4)
+        out = torch.from_numpy((exponents << np.array([0, 8, 16, 24])).sum(2)).int()
+    return torch.from_numpy(data).reshape(x.shape).to(torch.float8_e4m3fn), out
+
+
+def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same bits, dtype and shape."""
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    plain = torch.uint8 if got.dtype == torch.float8_e4m3fn else got.dtype
+    assert torch.equal(got.cpu().view(plain), expected.view(plain))
+
+
+@pytest.mark.parametrize("round_scale, use_ue8m0", MODES)
+def test_quantised_rows_equal_the_formulas(round_scale, use_ue8m0):
+    """Random rows, zeros, the largest and the smallest numbers; and their way through bytes."""
+    x = torch.randn(33, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[1], x[2], x[3, :200], x[4] = 0.0, torch.finfo(torch.bfloat16).max, 448.0, 2.0**-130
+    data, scales = quantize_rows(x, round_scale, use_ue8m0)
+    expected_data, expected_scales = model(x, round_scale, use_ue8m0)
+    equal(data, expected_data)
+    equal(scales, expected_scales)
+    for each in (scales, scales.T.contiguous().T):
+        again = unpack_rows(pack_rows(data, each, HIDDEN), HIDDEN, scales.shape[1], scales.dtype)
+        equal(again[0], data)
+        equal(again[1], scales)
+
+
+def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
+    ranks, most = nodes * ranks_per_node, 12
+    num_experts, device = EXPERTS * ranks, current_heap().device
+    size = door.Buffer.get_low_latency_rdma_size_hint(most, HIDDEN, ranks, num_experts)
+    buffer = door.Buffer(dist.group.WORLD, 0, size, low_latency_mode=True)
+    xs, idxs, weights = map(list, zip(*((w.x, w.topk_idx, w.topk_weights) for w in works_of(ranks)), strict=True))
+    result = dispatch_reference.dispatch(xs, idxs, weights, rank, num_experts)
+    idx, x = idxs[rank].to(device), xs[rank].to(device)
+    starts, counts = result.expert_offsets.tolist(), result.num_recv_tokens_per_expert.tolist()
+    for (round_scale, use_ue8m0), how in zip(MODES, ("plain", "return_recv_hook", "async_finish"), strict=True):
+        options: dict[str, Any] = {} if how == "plain" else {how: True}
+        (data, scales), count, handle, event, hook = buffer.low_latency_dispatch(
+            x, idx, most, num_experts, round_scale=round_scale, use_ue8m0=use_ue8m0, **options
+        )
+        hook()
+        event.current_stream_wait()
+        equal(count, result.num_recv_tokens_per_expert)
+        expected_data, expected_scales = model(result.recv_x, round_scale, use_ue8m0)
+        assert data.shape == (EXPERTS, ranks * most, HIDDEN)
+        assert data.is_contiguous()
+        assert scales.shape == (EXPERTS, ranks * most, expected_scales.shape[1])
+        assert scales.stride(1) == 1
+        for local, (start, n) in enumerate(zip(starts, counts, strict=False)):
+            equal(data[local, :n], expected_data[start : start + n])
+            equal(scales[local, :n], expected_scales[start : start + n])
+        # The handle brings bf16 slabs back, as that of a bf16 dispatch does.
+        slabs, _, plain_handle, _, _ = buffer.low_latency_dispatch(x, idx, most, num_experts, use_fp8=False)
+        topk_weights = weights[rank].to(device)
+        plain, _, _ = buffer.low_latency_combine(slabs, idx, topk_weights, plain_handle)
+        out, _, _ = buffer.low_latency_combine(slabs, idx, topk_weights, handle)
+        equal(out, plain.cpu())
+    for wrong, message in (
+        ({"use_ue8m0": True}, "round_scale=True"),
+        ({"round_scale": True, "use_fp8": False}, "use_fp8=False"),
+    ):
+        with pytest.raises(InputError, match=message):
+            buffer.low_latency_dispatch(x, idx, most, num_experts, **wrong)
+    with pytest.raises(InputError, match=r"bfloat16, got .* torch.float32"):
+        buffer.low_latency_dispatch(x.float(), idx, most, num_experts)
+    with pytest.raises(InputError, match=r"384 values.*multiple of 512"):
+        buffer.low_latency_dispatch(x[:, :384], idx, most, num_experts, round_scale=True, use_ue8m0=True)
+    buffer.destroy()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
+def test_low_latency_rows_are_quantised(run_ranks, nodes, ranks_per_node):
+    """Slabs hold e4m3 rows and column-major scales of all kinds; the handle combines bf16 slabs."""
+    run_ranks(_check_low_latency, nodes, ranks_per_node)

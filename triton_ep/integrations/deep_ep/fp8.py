@@ -1,0 +1,82 @@
+"""e4m3 rows with a scale per 128 values, as DeepEP makes and sends them: quantising, rows with scales as bytes.
+
+Nothing on the way looks at what a row holds. So e4m3 values and scales travel as the bytes of bfloat16 elements: the
+values first, the scales behind them, zeros up to the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from triton_ep.errors import InputError
+
+CHANNELS = 128
+"""Values that share a scale."""
+_MAX = 448.0  # of e4m3
+_LEAST_AMAX = 1e-4
+
+
+def quantize_rows(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows by their 128 values: amax at least 1e-4, data = x * (448 / amax), scale = amax * (1 / 448).
+
+    Source: dispatch of DeepEP's csrc/kernels/internode_ll.cu, calculate_fp8_scales of its utils.cuh.
+
+    Args:
+        x: [T, H] bfloat16, H a multiple of 128.
+        round_scale: scales are powers of two, rounded up, and data = x / scale.
+        use_ue8m0: of such a scale its exponent alone, four to a word, the first in the lowest byte.
+
+    Returns:
+        [T, H] float8_e4m3fn, saturated; [T, H / 128] float32, or with `use_ue8m0` [T, H / 512] int32. They multiply.
+    """
+    values = x.float().unflatten(1, (-1, CHANNELS))
+    amax = values.abs().amax(2).clamp(min=_LEAST_AMAX)
+    scale = amax * (1 / _MAX)
+    if round_scale:
+        bits = scale.view(torch.int32)
+        # The exponent of the next power of two. An infinite amax gets the largest, and the factor 0.
+        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(max=254).int()
+        scale = (exponent << 23).view(torch.float32)
+        factor = ((254 - exponent) << 23).view(torch.float32)
+        if use_ue8m0:
+            scale = exponent.to(torch.uint8).view(torch.int32)
+    else:
+        factor = torch.full_like(amax, _MAX) / amax  # a number / tensor would multiply by the rounded reciprocal
+    data = (values * factor.unsqueeze(2)).clamp(-_MAX, _MAX).to(torch.float8_e4m3fn)
+    return data.flatten(1), scale
+
+
+def check_quantizable(x: Any, round_scale: bool, use_ue8m0: bool) -> None:
+    """Raise InputError unless `quantize_rows` takes these arguments."""
+    if use_ue8m0 and not round_scale:
+        raise InputError("use_ue8m0=True keeps exponents of scales alone. Pass round_scale=True with it.")
+    multiple = 4 * CHANNELS if use_ue8m0 else CHANNELS
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.dtype != torch.bfloat16:
+        got = f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise InputError(f"use_fp8=True quantises rows [T, H] bfloat16, got {got}. Pass such, or use_fp8=False.")
+    if x.shape[1] % multiple:
+        raise InputError(
+            f"rows have {x.shape[1]} values, but use_fp8=True{' with use_ue8m0=True' * use_ue8m0} needs a multiple of "
+            f"{multiple}: one scale is for {CHANNELS}. Pad the rows, or pass use_fp8=False."
+        )
+
+
+def pack_rows(data: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
+    """[T, width] bfloat16 that hold the bytes of data [T, H] and scales [T, S], strided as they like."""
+    rows, hidden = data.shape
+    packed = torch.zeros(rows, 2 * width, dtype=torch.uint8, device=data.device)
+    packed[:, :hidden] = data.view(torch.uint8)
+    packed[:, hidden : hidden + scales.shape[1] * scales.element_size()].view(scales.dtype).copy_(scales)
+    return packed.view(torch.bfloat16)
+
+
+def unpack_rows(
+    packed: torch.Tensor, hidden: int, columns: int, scale_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """data [R, hidden] float8_e4m3fn and scales [R, columns] of `scale_dtype`, both contiguous, from `pack_rows`."""
+    all_bytes = packed.view(torch.uint8)
+    data = all_bytes[:, :hidden].contiguous().view(torch.float8_e4m3fn)
+    scales = all_bytes[:, hidden : hidden + columns * scale_dtype.itemsize].contiguous().view(scale_dtype)
+    return data, scales
