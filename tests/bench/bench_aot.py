@@ -90,7 +90,8 @@ def measure(mode: str, gpus: int, folder: str, cache: str, calls: int) -> dict[s
         job = {"RANK": rank, "WORLD_SIZE": gpus, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": gpus}
         environment = {**os.environ, **{name: str(value) for name, value in job.items()}}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TRITON_CACHE_DIR": cache}
-        environment |= {"TRITON_EP_AOT_DIR": folder, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment |= {"TRITON_EP_AOT_DIR": folder, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         if mode == "aot":
             environment["TRITON_EP_AOT"] = "1"
         words = [sys.executable, __file__, "--worker", mode, "--started", repr(time.time()), "--calls", str(calls)]
