@@ -15,7 +15,7 @@ import torch
 
 from triton_ep.errors import StaleHandleError
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout import ENTRY_FIELDS, placement_parts
+from triton_ep.layout import entry_fields, placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import MXTensor
@@ -142,9 +142,9 @@ def _(x: Any, scale: Any, topk_idx: Any, weights: Any, want_slots: bool, layer: 
         *_fake_rows(x, owner, rows),
         x.new_empty((rows if weights is not None else 0,), dtype=torch.float32),
         integers(rows if want_slots else 0),
-        integers(ENTRY_FIELDS, *topk_idx.shape),
+        integers(entry_fields(cfg), *topk_idx.shape),
         integers(owner.context.sizes.placement_length),
-        integers(0) if cfg.is_intra_node else integers(3, cfg.num_nodes, cfg.max_tokens, cfg.topk),
+        integers(0) if cfg.is_intra_node else integers(2, cfg.num_nodes, cfg.max_tokens, cfg.topk),
         integers(arrivals, cfg.topk) if cfg.enable_local_combine else integers(0),
     )
 

@@ -24,8 +24,6 @@ HOST_WEIGHTS = 2
 """Bit: this rank sends weights."""
 HOST_SCATTER = 4
 """Bit: this rank's scatter indices are no sort of its entries."""
-ENTRY_FIELDS = 8
-"""Fields of every (token, k) in a dispatch's `entries` (kernels/device/tables.py)."""
 STEPS = 8
 """Most steps of a dispatch or combine, after each of which other ranks may go on (kernels/device/tables.py)."""
 ALIGN_BYTES = 256
@@ -53,6 +51,11 @@ def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) 
 
 def _fours(count: int) -> int:
     return -(-count // 4) * 4
+
+
+def entry_fields(config: EPConfig) -> int:
+    """Fields of every (token, k) in a dispatch's `entries` (kernels/device/tables.py)."""
+    return 7 if config.is_intra_node else 8
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class EPAllToAllLayoutDesc:
     Attributes:
         num_dispatch_token_cur_rank: T.
         num_recv_rows: rows of `recv_x`: what arrived with padding (exact), or the capacity (static).
-        entries: [8, T, K] int32, what is known of every (token, k); see the properties below. Low latency: [1, T, K],
+        entries: [F, T, K] int32, what is known of every (token, k), F = 7 or 8 fields; low latency: [1, T, K],
             the ids only.
         placement: int32, what the splits of all ranks say about this one; see the properties below. Low
             latency: as far as `overflow`, and of the report only tokens, the host words (column 5) and the own rows.

@@ -66,7 +66,7 @@ def _first_in_token(group, valid):
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_ranks", "experts_per_rank", "ranks_per_node"])
 def routing_count_kernel(
     topk_idx_ptr,  # [T, K] int32 or int64; -1 or E = dropped
-    entries_ptr,  # out [8, T, K] int32; of slots the index within the chunk
+    entries_ptr,  # out [F, T, K] int32; of slots the index within the chunk
     chunks_ptr,  # out, see device/tables.py
     num_tokens,
     num_experts,
@@ -188,7 +188,7 @@ def _store_compact(
     ]
 )
 def routing_slots_kernel(
-    entries_ptr,  # in: of slots the index within the chunk, out: rows; [8, T, K] int32
+    entries_ptr,  # in: of slots the index within the chunk, out: rows; [F, T, K] int32
     scatter_idx_ptr,  # [T, K] int32 or int64, the caller's full_scatter_indices; read if HAS_SCATTER
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
     chunks_ptr,  # see device/tables.py; counts are an exclusive prefix

@@ -1,6 +1,6 @@
 """Tables of one dispatch, as kernels see them. triton_ep/layout.py has the same arithmetic for the host.
 
-`entries` [8, T, K] int32, fields of every (token, k):
+`entries` [F, T, K] int32, F = 7, or 8 with several nodes, fields of every (token, k):
     KEPT        expert id, -1 = dropped
     OWNER       rank that owns the expert, -1 = dropped
     DST_ROW     row of the copy in its owner's output, -1 = dropped

@@ -79,7 +79,7 @@ def _row_ptrs(base, rows, row_bytes, offset, DTYPE: tl.constexpr):
 def internode_send_kernel(
     x_ptr,  # [T, row_words] words
     scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
-    entries_ptr,  # [8, T, K] int32 (device/tables.py)
+    entries_ptr,  # [F, T, K] int32 (device/tables.py)
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
     chunks_ptr,  # device/tables.py
     placement_ptr,  # device/tables.py

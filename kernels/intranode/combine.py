@@ -259,7 +259,7 @@ def _steps_needed(
 )
 def combine_pull_kernel(
     out_ptr,  # out [T, H]
-    entries_ptr,  # [8, T, K] int32 (device/tables.py)
+    entries_ptr,  # [F, T, K] int32 (device/tables.py)
     placement_ptr,  # device/tables.py
     state_ptr,
     tables_ptr,

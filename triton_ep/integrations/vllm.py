@@ -382,10 +382,9 @@ class PrepareFinalize:
         return self._layers[key]
 
 
-def _is_small(config: EPConfig) -> bool:
+def _is_small(c: EPConfig) -> bool:
     """Whether a layer of low latency takes these sizes."""
-    few = config.max_tokens <= _LOW_LATENCY_TOKENS and config.num_experts <= 2048 and config.world_size <= 32
-    return few and config.is_intra_node
+    return c.max_tokens <= _LOW_LATENCY_TOKENS and c.num_experts <= 2048 and c.world_size <= 32 and c.is_intra_node
 
 
 def _copy(output: torch.Tensor, combined: torch.Tensor) -> None:

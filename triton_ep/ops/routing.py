@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from triton_ep.context import NO_LIMIT, DispatchCombineContext
-from triton_ep.layout import ENTRY_FIELDS
+from triton_ep.layout import entry_fields
 from triton_ep.plans import exchange
 from triton_ep.plans.shape import ROUTING_TOKENS
 
@@ -17,7 +17,7 @@ class Routing:
     """Tables of one dispatch, kernels/device/tables.py.
 
     Attributes:
-        entries: [8, T, K] int32; slots within the chunk, rows after `place`.
+        entries: [F, T, K] int32; slots within the chunk, rows after `place`.
         chunks: int32, counts per chunk and what else is kept by chunk.
         push_addrs: [T, K] int64 and what is behind it, written by `place`.
     """
@@ -44,7 +44,7 @@ def count(ctx: DispatchCombineContext, topk_idx: torch.Tensor) -> Routing:
     chunks = num_chunks(num_tokens)
     node_tokens = 0 if cfg.is_intra_node else cfg.num_nodes * cfg.max_tokens
     out = Routing(
-        torch.empty(ENTRY_FIELDS, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
+        torch.empty(entry_fields(cfg), num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
         ctx.scratch("chunks", num_chunks(cfg.max_tokens) * (sizes.num_columns + 2) + node_tokens, torch.int32),
         ctx.scratch("push_addrs", cfg.max_tokens * cfg.topk, torch.int64),
     )
