@@ -181,7 +181,7 @@ def _check_torchtitan(rank: int, nodes: int, ranks_per_node: int, topk: int, opt
 
 @NO_TORCHTITAN
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2), (1, 8)])
 @pytest.mark.parametrize(
     "topk, options",
     [(1, {}), (2, {"pad_multiple": 32}), (2, {"pad_multiple": 16, "non_blocking_capacity_factor": 1.0})],
