@@ -7,7 +7,7 @@ out as they are, and combine starts from them: nothing is summed on the experts'
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 
 from triton_ep import checks
 from triton_ep._dispatch_steps import DispatchSteps, Received
+from triton_ep.config import EPConfig
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
-from triton_ep.layout import HOST_REJECTED, HOST_WEIGHTS, placement_parts
+from triton_ep.layout import HOST_REJECTED, HOST_SHORT, HOST_WEIGHTS, placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import compact as compact_ops
 from triton_ep.ops import dispatch as dispatch_ops
@@ -37,7 +38,7 @@ class CompactRows:
     """What `dispatch_compact` returns. Rows are ordered by source rank, then by token.
 
     Attributes:
-        x: [R, H] of the layer's dtype: one row per (token, this rank).
+        x: [R, H] of the layer's dtype, or [R, row_elements]: one row per (token, this rank).
         topk_idx: [R, K] of the dtype given: local expert ids, 0 to e - 1; -1 = an expert of another rank, or dropped.
         topk_weights: [R, K] float32, zero where `topk_idx` is -1; None if no weights were sent.
         num_recv_tokens_per_expert: rows of each local expert, e numbers on the host; None with `num_rows`.
@@ -66,6 +67,7 @@ class CompactCalls(DispatchSteps):
         weight: torch.Tensor | None = None,
         *,
         num_rows: int | None = None,
+        row_elements: int | None = None,
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
     ) -> CompactRows:
@@ -79,17 +81,19 @@ class CompactCalls(DispatchSteps):
             num_rows: None: as many rows as arrive, for which the host waits. n: n rows on every rank, and the host
                 waits for nothing; ids in rows behind the arrivals are -1, their weights 0. The first such call makes
                 room for the most that can arrive, and waits for that. Arrivals from row n on are left out.
+            row_elements: None: rows are H long. n < H: `input` is [T, n], and so much travels, as it is; n on all
+                ranks. `combine` takes rows of H in any case.
             async_finish, previous_event: as in `dispatch`.
 
         Raises:
-            InputError: an argument does not fit; ids out of range, or weights on some ranks only, on every rank (with
-                `num_rows`: from `check`).
+            InputError: an argument does not fit; ids out of range, or weights or shorter rows on some ranks only, on
+                every rank (with `num_rows`: from `check`).
             CapacityError: some rank has more than `max_tokens` tokens, on every rank; `needed` is the largest number.
             ConfigError: a layer with payload, capacity or low_latency.
             PeerFailed, WaitTimeout: as `dispatch`.
         """
         self._begin_compact(num_rows)
-        self._check_compact(input, exp_indices, weight, num_rows)
+        self._check_compact(input, exp_indices, weight, num_rows, self._sent(row_elements))
         call = partial(self._dispatch_rows, input, exp_indices, weight, num_rows, exp_indices.dtype)
         return self._compact_call(call, (input, exp_indices, weight), async_finish, previous_event)
 
@@ -98,6 +102,7 @@ class CompactCalls(DispatchSteps):
         input: torch.Tensor,
         layout_desc: EPAllToAllLayoutDesc,
         *,
+        row_elements: int | None = None,
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
     ) -> tuple[torch.Tensor, EPEvent | None]:
@@ -108,9 +113,10 @@ class CompactCalls(DispatchSteps):
         Args:
             input: [T, H] of the layer's dtype, contiguous, T as in that dispatch.
             layout_desc: of that dispatch.
+            row_elements: as there, whatever it was then.
 
         Returns:
-            [R, H], rows as there, and with async_finish the event.
+            [R, H] or [R, row_elements], rows as there, and with async_finish the event.
 
         Raises:
             InputError: an argument does not fit.
@@ -119,12 +125,13 @@ class CompactCalls(DispatchSteps):
         """
         ctx, desc = self.context, layout_desc
         self._begin_compact(None)
+        sent = self._sent(row_elements)
         try:
             checks.check_compact_desc("dispatch_compact_again", ctx.layer_id, desc)
             idx, num_rows = desc.topk_indices_tensor, desc.num_recv_rows
-            checks.check_rows(self.config, ctx.device, input, idx.shape[0])
+            checks.check_rows(sent, ctx.device, input, idx.shape[0])
         except (InputError, StaleHandleError):
-            self._reject_compact(0, HOST_REJECTED)
+            self._reject_compact(0, HOST_REJECTED, sent.hidden)
             raise
         call = partial(self._dispatch_rows, input, idx, None, num_rows, None)
         rows = self._compact_call(call, (input, desc), async_finish, previous_event)
@@ -189,20 +196,35 @@ class CompactCalls(DispatchSteps):
         ctx.poll_status()
         ctx.calls.check_dispatch()
 
-    def _check_compact(self, x: Any, topk_idx: Any, weights: Any, num_rows: int | None) -> None:
-        """Raise what this rank sees in its arguments, on this rank as InputError, on the others as they learn of it."""
-        cfg, ctx = self.config, self.context
+    def _sent(self, row_elements: int | None) -> EPConfig:
+        """The configuration, with rows as long as those that are sent."""
+        cfg = self.config
+        if row_elements is None or row_elements == cfg.hidden:
+            return cfg
+        if not 0 < row_elements < cfg.hidden:
+            raise InputError(
+                f"row_elements is {row_elements}; rows of the layer have {cfg.hidden} elements. Pass 1 to "
+                f"{cfg.hidden}, the same on all ranks."
+            )
+        return replace(cfg, hidden=row_elements)
+
+    def _check_compact(self, x: Any, topk_idx: Any, weights: Any, num_rows: int | None, cfg: EPConfig) -> None:
+        """Raise what this rank sees in its arguments, on this rank as InputError, on the others as they learn of it.
+
+        cfg: of `_sent`.
+        """
+        ctx = self.context
         try:
             checks.check_rows(cfg, ctx.device, x, None)
             if num_rows is not None or x.shape[0] <= cfg.max_tokens:
                 checks.check_dispatch(cfg, ctx.device, x, topk_idx, weights, None)
         except InputError:
-            self._reject_compact(num_rows, HOST_REJECTED)
+            self._reject_compact(num_rows, HOST_REJECTED, cfg.hidden)
             raise
         if x.shape[0] > cfg.max_tokens:
-            self._reject_compact(None, HOST_REJECTED | x.shape[0] << _TOKENS_SHIFT)
+            self._reject_compact(None, HOST_REJECTED | x.shape[0] << _TOKENS_SHIFT, cfg.hidden)
 
-    def _reject_compact(self, num_rows: int | None, host_word: int) -> None:
+    def _reject_compact(self, num_rows: int | None, host_word: int, width: int) -> None:
         """Tell the other ranks; with `num_rows` they go on without this one's rows, so it keeps in step.
 
         Raises:
@@ -212,7 +234,7 @@ class CompactCalls(DispatchSteps):
             self._reject()
             return
         cfg, device = self.config, self.context.device
-        x = torch.empty(0, cfg.hidden, dtype=cfg.token_dtype, device=device)
+        x = torch.empty(0, width, dtype=cfg.token_dtype, device=device)
         idx = torch.empty(0, cfg.topk, dtype=torch.int32, device=device)
         self._dispatch_rows(x, idx, None, num_rows, None, host_word)
 
@@ -246,21 +268,25 @@ class CompactCalls(DispatchSteps):
         if num_rows is not None and idx_dtype is not None:
             ctx.make_room_for_all()
         rows = dispatch_ops.Rows(x)
-        routing, placement = self.preprocess(topk_idx, None, host_word | (HOST_WEIGHTS if weights is not None else 0))
+        host_word |= HOST_WEIGHTS * (weights is not None) | HOST_SHORT * (x.shape[1] < cfg.hidden)
+        routing, placement = self.preprocess(topk_idx, None, host_word)
         ctx.epoch += 1
         counts = None
         if num_rows is None:
             num_arrivals, counts = self._read_counts(placement)
         else:
             num_arrivals, ctx.unread = num_rows, self._unread(placement)
-        routing_ops.place(ctx, routing, placement, weights, None)
-        received = compact_ops.make_compact(ctx, num_arrivals, num_rows is None, idx_dtype, weights is not None)
+        moved = compact_ops.short_rows(ctx, x.shape[1])
+        routing_ops.place(moved, routing, placement, weights, None)
+        received = compact_ops.make_compact(moved, num_arrivals, num_rows is None, idx_dtype, weights is not None)
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, quantized=False, split=False)
         if not cfg.is_intra_node:
-            dispatch_ops.send(ctx, rows, weights, routing, placement)
-        dispatch_ops.push(ctx, rows, routing, placement)
-        compact_ops.receive(ctx, received, placement, forward, side)
+            dispatch_ops.send(moved, rows, weights, routing, placement)
+        dispatch_ops.push(moved, rows, routing, placement)
+        compact_ops.receive(moved, received, placement, forward, side)
+        if side is not None:
+            ctx.join()
         ctx.poll_status()
         desc = EPAllToAllLayoutDesc(
             num_dispatch_token_cur_rank=x.shape[0],

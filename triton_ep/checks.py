@@ -8,7 +8,7 @@ import torch
 
 from triton_ep.config import EPConfig
 from triton_ep.errors import ConfigError, InputError, PeerFailed, StaleHandleError
-from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS
+from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_SHORT, HOST_WEIGHTS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.overlap import EPEvent
@@ -21,7 +21,7 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
 
     Raises:
         PeerFailed: a rank rejected its arguments.
-        InputError: an id out of range, bad scatter indices, weights on some ranks only.
+        InputError: an id out of range, bad scatter indices, weights or short rows on some ranks only.
     """
     for rank, (_, _, _, bad, bad_id, word, *_) in enumerate(report):
         if word & HOST_REJECTED:
@@ -41,6 +41,12 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
     if len(set(with_weights)) > 1:
         lacking = [rank for rank, has in enumerate(with_weights) if not has]
         raise InputError(f"dispatch got weights on some ranks only; without: {lacking}. Pass them on all or none.")
+    short = [rank for rank, row in enumerate(report) if row[5] & HOST_SHORT]
+    if 0 < len(short) < len(report):
+        raise InputError(
+            f"ranks {short} of {len(report)} dispatch rows that are shorter than the layer's {cfg.hidden} elements, "
+            "the others do not. Send rows of one kind (quantised, or not) on all ranks."
+        )
 
 
 def check_dispatch(

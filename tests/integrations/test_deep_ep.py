@@ -242,7 +242,7 @@ def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
         buffer.dispatch(x[:, :32].contiguous(), handle=sent.handle)  # another size than the handle's
     with pytest.raises(InputError, match="must have shape"):
         buffer.combine(torch.zeros(1 + 10**4, HIDDEN, dtype=x.dtype, device=device), sent.handle)
-    with pytest.raises(InputError, match="pair"):
+    with pytest.raises(InputError, match=r"float8_e4m3fn and contiguous, got torch.bfloat16"):
         buffer.dispatch((x, x), handle=sent.handle)
     with pytest.raises(InputError, match="topk_idx"):
         buffer.dispatch(x)

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.distributed import current_heap
-from triton_ep.errors import InputError
+from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import deep_ep as door
 from triton_ep.integrations.deep_ep.fp8 import pack_rows, quantize_rows, unpack_rows
+from triton_ep.reference import compact as compact_reference
 from triton_ep.reference import dispatch as dispatch_reference
 from triton_ep.testing import Workload, make_workload
 
@@ -19,14 +20,14 @@ TOKENS = (7, 0, 5, 9)  # per rank
 MODES = ((False, False), (True, False), (True, True))  # round_scale, use_ue8m0
 
 
-def works_of(world_size: int) -> list[Workload]:
+def works_of(world_size: int, more: int = 0) -> list[Workload]:
     """What every rank dispatches: rows that say where they come from, in blocks of unlike size."""
     works = []
     for rank in range(world_size):
         work = make_workload(
             rank,
             world_size,
-            TOKENS[rank],
+            TOKENS[rank] + more * (rank == 1),
             hidden=HIDDEN,
             topk=TOPK,
             num_experts=EXPERTS * world_size,
@@ -40,7 +41,7 @@ def works_of(world_size: int) -> list[Workload]:
 
 def model(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The formulas in numpy, a block at a time."""
-    blocks = x.float().numpy().reshape(x.shape[0], -1, 128)
+    blocks = x.float().numpy().reshape(x.shape[0], x.shape[1] // 128, 128)
     data, scales = np.zeros(blocks.shape, np.float32), np.zeros(blocks.shape[:2], np.float32)
     for t, b in np.ndindex(*scales.shape):
         amax = np.maximum(np.abs(blocks[t, b]).max(), np.float32(1e-4))
@@ -51,7 +52,9 @@ def model(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Te
         data[t, b] = np.clip(blocks[t, b] * factor, -448, 448)
     out = torch.from_numpy(scales)
     if use_ue8m0:
-        exponents = (np.log2(scales.astype(np.float64)) + 127).astype(np.int64).reshape(x.shape[0], -1, 4)
+        exponents = (
+            (np.log2(scales.astype(np.float64)) + 127).astype(np.int64).reshape(x.shape[0], x.shape[1] // 512, 4)
+        )
         out = torch.from_numpy((exponents << np.array([0, 8, 16, 24])).sum(2)).int()
     return torch.from_numpy(data).reshape(x.shape).to(torch.float8_e4m3fn), out
 
@@ -127,3 +130,84 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_low_latency_rows_are_quantised(run_ranks, nodes, ranks_per_node):
     """Slabs hold e4m3 rows and column-major scales of all kinds; the handle combines bf16 slabs."""
     run_ranks(_check_low_latency, nodes, ranks_per_node)
+
+
+def _check_dispatch(rank: int, nodes: int, ranks_per_node: int) -> None:
+    ranks = nodes * ranks_per_node
+    num_experts, device = EXPERTS * ranks, current_heap().device
+    size = door.Buffer.get_dispatch_config(ranks).get_nvl_buffer_size_hint(HIDDEN * 2, ranks)
+    buffer = door.Buffer(dist.group.WORLD, size)
+    entries = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    # The last one needs a larger layer; int32 words are exponents.
+    for more, (round_scale, use_ue8m0), asynchronous in zip((0, 0, 70), MODES, (False, True, True), strict=True):
+        xs, idxs, weights = map(
+            list, zip(*((w.x, w.topk_idx, w.topk_weights) for w in works_of(ranks, more)), strict=True)
+        )
+        idxs = [torch.where(idx == num_experts, -1, idx) for idx in idxs]
+        results = [compact_reference.dispatch(xs, idxs, weights, r, num_experts) for r in range(ranks)]
+        result, idx = results[rank], idxs[rank].to(device)
+        data, scales = model(xs[rank], round_scale, use_ue8m0)
+        expected_data, expected_scales = model(result.recv_x, round_scale, use_ue8m0)
+        pair = data.to(device), scales.to(device).T.contiguous().T
+        order = {"previous_event": door.Buffer.capture() if asynchronous else None, "async_finish": asynchronous}
+        routing = {"topk_idx": idx, "topk_weights": weights[rank].to(device), "num_tokens_per_expert": entries}
+        (recv, recv_scales), recv_idx, recv_weights, counts, handle, event = buffer.dispatch(pair, **routing, **order)
+        event.current_stream_wait()
+        equal(recv, expected_data)
+        equal(recv_scales, expected_scales)
+        equal(recv_idx, result.recv_topk_idx)
+        equal(recv_weights, result.recv_topk_weights)
+        assert counts == result.num_recv_tokens_per_expert.tolist()
+        # By the same handle: these rows again, others as bf16, and sums of bf16 rows.
+        (recv, recv_scales), *_, event = buffer.dispatch(pair, handle=handle, **order)
+        event.current_stream_wait()
+        equal(recv, expected_data)
+        equal(recv_scales, expected_scales)
+        plain, *_, event = buffer.dispatch(xs[rank].to(device), handle=handle, **order)
+        event.current_stream_wait()
+        equal(plain, result.recv_x)
+        ys = [(each.recv_x.float() * (1 + r / 4)).bfloat16() for r, each in enumerate(results)]
+        first_k = compact_reference.first_choice(idxs[rank], num_experts, ranks)
+        out, _, event = buffer.combine(ys[rank].to(device), handle, **order)
+        event.current_stream_wait()
+        equal(out, compact_reference.combine(ys, results, rank, first_k, torch.bfloat16))
+    # A bf16 handle takes quantised rows as well.
+    *_, bf16_handle, _ = buffer.dispatch(xs[rank].to(device), **routing, num_worst_tokens=40 * more)
+    (recv, recv_scales), *_ = buffer.dispatch(pair, handle=bf16_handle)
+    arrived = expected_data.shape[0]
+    assert recv.shape == (40 * more, HIDDEN)
+    equal(recv[:arrived], expected_data)
+    equal(recv_scales[:arrived], expected_scales)
+    _check_mistakes(buffer, rank, pair, routing, handle)
+    door.release()
+
+
+def _check_mistakes(buffer: door.Buffer, rank: int, pair: Any, routing: dict[str, Any], handle: Any) -> None:
+    data, scales = pair
+    tokens = data.shape[0]
+    for wrong, message in (
+        ((data, scales.float()), rf"\[{tokens}, 1\] torch.float32.*\[{tokens}, 4\] float32"),
+        ((data, scales[:, :0]), rf"\[{tokens}, 0\] torch.int32"),
+        ((data, torch.cat([scales, scales[:0], scales.new_zeros(1, 1)])), rf"\[{tokens + 1}, 1\]"),
+        ((data.float(), scales), r"got torch.float32"),
+        ((data[:, :200].contiguous(), scales), r"200 values.*multiple of 128"),
+        ((data,), "tuple"),
+    ):
+        with pytest.raises(InputError, match=message):
+            buffer.dispatch(wrong, **routing)
+    long = torch.cat([data.view(torch.uint8)] * 2, 1).view(torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=f"rows of {HIDDEN * 4} bytes"):
+        buffer.dispatch((long, torch.cat([scales, scales], 1)), **routing)
+    half = data.view(torch.uint8)[:, :256].contiguous().view(torch.float8_e4m3fn)
+    with pytest.raises(InputError, match=f"256 values.*rows of {HIDDEN}"):
+        buffer.dispatch((half, torch.ones(tokens, 2, device=data.device)), handle=handle)
+    mixed = pair if rank == 0 else torch.zeros(data.shape, dtype=torch.bfloat16, device=data.device)
+    with pytest.raises(InputError, match=r"ranks \[0\].*the others do not"):
+        buffer.dispatch(mixed, **routing)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
+def test_dispatch_sends_quantised_rows(run_ranks, nodes, ranks_per_node):
+    """e4m3 rows with column-major scales of both kinds arrive as bf16 rows would; their handle serves for all."""
+    run_ranks(_check_dispatch, nodes, ranks_per_node)

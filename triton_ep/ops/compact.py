@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from triton_ep.context import DispatchCombineContext
+from triton_ep.layout import Sizes
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import dispatch as dispatch_ops
@@ -25,7 +27,7 @@ class Compact:
     """What `receive` writes.
 
     Attributes:
-        x: [R, H] of the token dtype.
+        x: [R, H] of the token dtype, or of shorter rows.
         topk_idx: [R, K] int32 or int64, local expert ids, -1 = not here; None = not wanted.
         topk_weights: [R, K] float32, or None.
     """
@@ -33,6 +35,19 @@ class Compact:
     x: torch.Tensor
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
+
+
+def short_rows(ctx: DispatchCombineContext, width: int) -> DispatchCombineContext:
+    """The same context, for rows of `width` elements in its buffers; itself, if these are the layer's own.
+
+    For the moving of rows of one dispatch, once buffers have grown for it. Not to fork, join or count epochs with.
+    """
+    if width == ctx.config.hidden:
+        return ctx
+    short = copy.copy(ctx)
+    short.config = replace(ctx.config, hidden=width)
+    short.sizes = Sizes(short.config, ctx.sizes.arrival_rows, ctx.sizes.output_rows)
+    return short
 
 
 def make_compact(
@@ -65,13 +80,12 @@ def receive(
 ) -> None:
     """Pass on what came over the network, wait for the rows, as they come, and copy them out.
 
-    side: from `dispatch_ops.fork` before the push, so that first rows are copied while the last are on their way.
+    side: from `dispatch_ops.fork` before the push, so that first rows are copied while the last are on their way; the
+        caller joins it.
     """
     if forward_tables is not None:
         dispatch_ops.forward(ctx, forward_tables, received.topk_weights is not None, True, placement)
     _copy_out(ctx, received, placement, side)
-    if side is not None:
-        ctx.join()
 
 
 def _copy_out(

@@ -4,6 +4,7 @@
     Buffer(group, num_nvl_bytes, ...)           layers over `group`, made when a call first needs one: by row size,
                                                   top-k, experts and num_sms
     Buffer.dispatch(x, topk_idx=, ...)          layer.dispatch_compact: one row per (token, rank), local expert ids, -1
+    Buffer.dispatch((fp8, scales), ...)         the same, as bytes of shorter rows (row_elements) of the bf16 layer
     Buffer.dispatch(x, handle=)                 layer.dispatch_compact_again: the host waits for nothing
     Buffer.combine(x, handle)                   layer.combine, a plain sum over ranks in float32
     ... topk_weights=                           layer.combine_topk

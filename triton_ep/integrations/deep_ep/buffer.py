@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from triton_ep._compact import CompactRows
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
 from triton_ep.integrations.deep_ep.config import Config, longest_row
+from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, check_hidden, fields_of
 from triton_ep.integrations.deep_ep.layers import Kind, layers_of
 from triton_ep.integrations.deep_ep.low_latency import LowLatencyCalls
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, to_ep_event, to_overlap
@@ -21,7 +23,7 @@ from triton_ep.ops.compact import token_layout
 
 _numbers = itertools.count()
 Dispatched = tuple[
-    torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int] | None, "DispatchHandle | None", EventOverlap
+    Any, torch.Tensor | None, torch.Tensor | None, list[int] | None, "DispatchHandle | None", EventOverlap
 ]
 
 
@@ -182,7 +184,7 @@ class Buffer(LowLatencyCalls):
 
     def dispatch(
         self,
-        x: torch.Tensor,
+        x: Any,
         handle: DispatchHandle | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
@@ -200,7 +202,8 @@ class Buffer(LowLatencyCalls):
         """Send each row once to every rank that owns one of its experts. Collective.
 
         Args:
-            x: [T, H] bfloat16, float16 or float32, contiguous.
+            x: [T, H] bfloat16, float16 or float32, contiguous; or a tuple of such float8_e4m3fn and scales
+                [T, H / 128] float32 (or int32, of [T, H / 512] too), strided as they like; so on all ranks or on none.
             handle: of an earlier dispatch: its routing is taken, and the host waits for nothing.
             num_tokens_per_expert: [E], from `get_dispatch_layout`; its length is E. The other three of that call are
                 counted anew, and not looked at.
@@ -215,9 +218,9 @@ class Buffer(LowLatencyCalls):
             allocate_on_comm_stream: changes nothing: memory may be used and dropped on both streams.
 
         Returns:
-            recv_x [R, H], rows by source rank, then by token; recv_topk_idx [R, K], local expert ids, -1 = elsewhere;
-            recv_topk_weights [R, K] float32, zero there; rows per local expert, a list (empty with `num_worst_tokens`);
-            the handle; the event. With `handle` only the first and the last.
+            recv_x [R, H], rows by source rank, then by token, or a tuple of such and scales; recv_topk_idx [R, K],
+            local expert ids, -1 = elsewhere; recv_topk_weights [R, K] float32, zero there; rows per local expert, a
+            list (empty with `num_worst_tokens`); the handle; the event. With `handle` only the first and the last.
 
         Raises:
             InputError: an argument does not fit; ids out of range, on every rank.
@@ -227,15 +230,20 @@ class Buffer(LowLatencyCalls):
             PeerFailed, WaitTimeout: as `EPAll2AllLayer.dispatch`.
         """
         self._check_open()
-        self._check_rows(x)
         if handle is not None:
+            pair = self._check_rows(x)
             if topk_idx is not None or topk_weights is not None:
                 raise InputError(
                     "dispatch got a handle, which has the routing, and topk_idx or topk_weights. Pass one."
                 )
             layer = self._layer_of(handle)
-            order = self._order(previous_event, async_finish)
-            recv_x, event = layer.dispatch_compact_again(x, handle.layout_desc, **order)
+            if pair is not None:
+                check_hidden(layer, pair)
+                again = partial(layer.dispatch_compact_again, layout_desc=handle.layout_desc, row_elements=pair.width)
+                (recv_x, _), event = pair.send(layer, again, (handle.layout_desc,), previous_event, async_finish)
+            else:
+                order = self._order(previous_event, async_finish)
+                recv_x, event = layer.dispatch_compact_again(x, handle.layout_desc, **order)
             return recv_x, None, None, None, None, to_overlap(event)
         if topk_idx is None or num_tokens_per_expert is None:
             raise InputError(
@@ -258,7 +266,7 @@ class Buffer(LowLatencyCalls):
 
     def dispatch_rows(
         self,
-        x: torch.Tensor,
+        x: Any,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         num_experts: int,
@@ -268,17 +276,28 @@ class Buffer(LowLatencyCalls):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
     ) -> tuple[CompactRows, DispatchHandle]:
-        """`dispatch` of a routing that nobody has counted: rows, and the handle."""
+        """`dispatch` of a routing that nobody has counted: rows (for a tuple `x` is one, too), and the handle."""
         self._check_open()
-        self._check_rows(x)
+        pair = self._check_rows(x)
         _check_ids(topk_idx)
         num_sm = Buffer.num_sms if config is None else config.num_sms
-        kind = Kind(x.dtype, x.shape[1], topk_idx.shape[1], num_experts, num_sm)
-        order = self._order(previous_event, async_finish)
+        num_tokens, hidden = x.shape if pair is None else pair.data.shape
+        # What comes back for quantised rows is bfloat16, so the layer is for such, and they are shorter rows of it.
+        kind = Kind(x.dtype if pair is None else torch.bfloat16, hidden, topk_idx.shape[1], num_experts, num_sm)
+        order = {} if pair is not None else self._order(previous_event, async_finish)
         while True:
-            layer = self._latest = self._layers.get(kind, x.shape[0], self._number)
+            layer = self._latest = self._layers.get(kind, num_tokens, self._number)
+            call = partial(
+                layer.dispatch_compact, exp_indices=topk_idx, weight=topk_weights, num_rows=num_worst_tokens or None
+            )
             try:
-                rows = layer.dispatch_compact(x, topk_idx, topk_weights, num_rows=num_worst_tokens or None, **order)
+                if pair is None:
+                    rows = call(x, **order)
+                else:
+                    send = partial(fields_of, partial(call, row_elements=pair.width))
+                    fields, event = pair.send(layer, send, (topk_idx, topk_weights), previous_event, async_finish)
+                    arrived, ids, recv_weights, counts, desc = fields
+                    rows = CompactRows(arrived, ids, recv_weights, counts, desc, event)
             except CapacityError as error:
                 # The same on all ranks, before a row was sent.
                 self._layers.grow(kind, error.needed)
@@ -328,14 +347,11 @@ class Buffer(LowLatencyCalls):
 
     # --- checks -----------------------------------------------------------------------------------------
 
-    def _check_rows(self, x: Any) -> None:
-        if isinstance(x, tuple):
-            raise InputError(
-                "x is a pair, of quantised rows and float32 scales, which are not sent. Pass bfloat16 rows, or use "
-                'EPAll2AllLayer(payload="mxfp8").'
-            )
+    def _check_rows(self, x: Any) -> QuantizedRows | None:
+        pair = QuantizedRows.of(x) if isinstance(x, tuple) else None
+        x = x if pair is None else pair.data
         if not isinstance(x, torch.Tensor) or x.dim() != 2:
-            raise InputError("x must be a tensor of rows [T, H].")
+            raise InputError("x must be a tensor of rows [T, H], or a tuple of quantised rows and their scales.")
         longest = longest_row(self.num_nvl_bytes, self.group_size)
         if x.shape[1] * max(x.element_size(), 2) > longest:
             raise ConfigError(
@@ -343,6 +359,7 @@ class Buffer(LowLatencyCalls):
                 f"{self.num_nvl_bytes} this Buffer was made for up to {longest}. Make a new Buffer on all ranks, with "
                 "what Config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) says."
             )
+        return pair
 
     def _layer_of(self, handle: Any) -> EPAll2AllLayer:
         if not isinstance(handle, DispatchHandle):

@@ -6,11 +6,17 @@ values first, the scales behind them, zeros up to the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from triton_ep._compact import CompactRows
 from triton_ep.errors import InputError
+from triton_ep.integrations.deep_ep.utils import EventOverlap, to_ep_event
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.overlap import EPEvent
 
 CHANNELS = 128
 """Values that share a scale."""
@@ -80,3 +86,89 @@ def unpack_rows(
     data = all_bytes[:, :hidden].contiguous().view(torch.float8_e4m3fn)
     scales = all_bytes[:, hidden : hidden + columns * scale_dtype.itemsize].contiguous().view(scale_dtype)
     return data, scales
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Rows with scales that the caller has made.
+
+    Attributes:
+        data: [T, H] float8_e4m3fn, contiguous.
+        scales: [T, H / 128] float32 or int32, or [T, H / 512] int32, strided as they like.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def of(cls, pair: tuple[Any, ...]) -> QuantizedRows:
+        """The pair that `dispatch` takes as `x`.
+
+        Raises:
+            InputError: it is no such pair.
+        """
+        if len(pair) != 2 or not all(isinstance(each, torch.Tensor) and each.dim() == 2 for each in pair):
+            raise InputError("x is a tuple, but not of rows [T, H] float8_e4m3fn and scales [T, H / 128] float32.")
+        data, scales = pair
+        if data.dtype != torch.float8_e4m3fn or not data.is_contiguous():
+            raise InputError(
+                f"quantised rows must be float8_e4m3fn and contiguous, got {data.dtype} with strides {data.stride()}. "
+                "Convert them, or pass bfloat16 rows without scales."
+            )
+        rows, hidden = data.shape
+        if hidden % CHANNELS:
+            raise InputError(f"quantised rows have {hidden} values; pad them to a multiple of {CHANNELS}.")
+        columns = {torch.float32: (hidden // CHANNELS,), torch.int32: (hidden // CHANNELS, hidden / CHANNELS / 4)}
+        if scales.shape[0] != rows or scales.shape[1] not in columns.get(scales.dtype, ()):
+            raise InputError(
+                f"scales are {list(scales.shape)} {scales.dtype}; rows [{rows}, {hidden}] need [{rows}, "
+                f"{hidden // CHANNELS}] float32, one per {CHANNELS} values, or as int32, with one or four to a word."
+            )
+        if scales.device != data.device:
+            raise InputError(f"rows are on {data.device}, scales on {scales.device}. Move one of them.")
+        return cls(data, scales)
+
+    @property
+    def width(self) -> int:
+        """bfloat16 elements that hold a row and its scales, padded to 16 bytes."""
+        return -(-(self.data.shape[1] + self.scales.shape[1] * 4) // 16) * 8
+
+    def send(
+        self,
+        layer: EPAll2AllLayer,
+        call: Callable[[torch.Tensor], tuple[Any, ...]],
+        arguments: tuple[object, ...],
+        previous_event: EventOverlap | None,
+        async_finish: bool,
+    ) -> tuple[Any, EPEvent | None]:
+        """What `call` of the packed rows returns, with the pair in place of those that arrived, and the event.
+
+        arguments: what else the call reads.
+        """
+
+        def packed() -> tuple[Any, ...]:
+            recv, *rest = call(pack_rows(self.data, self.scales, self.width))
+            return unpack_rows(recv, self.data.shape[1], self.scales.shape[1], self.scales.dtype), *rest
+
+        previous = to_ep_event(previous_event)
+        if previous is not None:
+            previous.current_stream_wait()
+        if async_finish:
+            return layer.on_comm_stream(packed, (self.data, self.scales, *arguments))
+        return packed(), None
+
+
+def fields_of(call: Callable[[torch.Tensor], CompactRows], packed: torch.Tensor) -> tuple[Any, ...]:
+    """What `call` returns but its event, as a tuple, whose tensors a stream can be told of."""
+    rows = call(packed)
+    return rows.x, rows.topk_idx, rows.topk_weights, rows.num_recv_tokens_per_expert, rows.layout_desc
+
+
+def check_hidden(layer: EPAll2AllLayer, rows: QuantizedRows) -> None:
+    """Raise InputError unless rows fit the layer of a handle."""
+    cfg = layer.config
+    if (cfg.hidden, cfg.token_dtype) != (rows.data.shape[1], torch.bfloat16):
+        raise InputError(
+            f"quantised rows of {rows.data.shape[1]} values were given, but the handle is of rows of {cfg.hidden} "
+            f"{cfg.token_dtype}. Pass a handle of a dispatch of such rows, or of bfloat16 rows of that length."
+        )
