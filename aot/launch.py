@@ -23,7 +23,6 @@ from triton_ep.plans.shape import Shape
 _log = logging.getLogger("triton_ep.aot")
 _KINDS = {"ptr": ("Q", 8), "i32": ("i", 4), "i64": ("q", 8), "i1": ("b", 1), "tensormap": ("128s", 128)}
 _ALIGN = {"tensormap": 64}
-_ELEMENT_BYTES = {"fp8e4nv": 1, "fp8e5": 1, "u8": 1, "i8": 1, "bf16": 2, "fp16": 2, "i16": 2, "fp32": 4, "i32": 4}
 
 
 class Kernel:

@@ -9,7 +9,8 @@ Protocol      1 wait until the ranks of this node have staged their rows (intran
 Layout        partial_send, partial_recv [N, max_tokens, stride] of the partial dtype, by the other node,
               then by the token's slot; partial_flag [N, MAX_CHUNKS] int64.
 Memory order  3: put-with-signal orders data before flag; acquired in step 4 of intranode/combine.py.
-Progress      Waits for the stage kernels of this node only, which precede every wait for partial sums.
+Progress      Waits for the stage kernels of this node only, which precede every wait for partial sums. It may run
+              beside this rank's own reduce, if that is launched first and both fit on the GPU.
 Replay        partial_recv is free again when its owner has posted done_flag (intranode/combine.py, step 5).
 """
 

@@ -3,7 +3,7 @@
 Protocol      1 stage or reduce: wait until every rank is done with the previous combine (done_flag)
               2 stage: copy the expert rows to combine_x; or reduce: write per arrival row the sum of the
               token's rows on this rank, so that one row per (token, rank) crosses the link; in steps, each some
-              rows of every source
+              rows of every source, or with several nodes first those of other nodes, then those of this one
               3 set staged_flag[my local rank, program] on every rank of the node, after each step
               (the caller may do step 2 himself: combine_free is step 1 alone, combine_publish step 3)
               4 pull: wait for the staged flags of all local ranks (with several nodes also for the
