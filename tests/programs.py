@@ -6,6 +6,7 @@ program does, exit handlers included. For what must see the start of Python itse
 """
 
 import atexit
+import fcntl
 import os
 import pickle
 import runpy
@@ -30,7 +31,7 @@ class Program:
         argv: `[path, ...]`, `["-c", code, ...]` or `["-m", module, ...]`, as behind `python`.
         env: all of the environment; None = that of this process.
         """
-        self._outputs = [os.memfd_create(name) for name in ("stdout", "stderr")]
+        self._outputs = [_shared_file(name) for name in ("stdout", "stderr")]
         self._template = _get_template()
         words = [str(word) for word in argv]
         environment = dict(os.environ if env is None else env)
@@ -62,6 +63,16 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     """`Program(argv, env, cwd).wait(timeout_s)`."""
     return Program(argv, env, cwd).wait(timeout_s)
+
+
+def _shared_file(name: str) -> int:
+    """Memory that a program and its children write into. Each write goes to the end, whoever else writes meanwhile:
+
+    without O_APPEND, Linux does not lock the position of such a file, and two ranks may write over each other.
+    """
+    fd = os.memfd_create(name)
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    return fd
 
 
 # --- the template -------------------------------------------------------------------------------------------

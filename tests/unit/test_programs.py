@@ -1,0 +1,25 @@
+"""Programs that tests start: what several processes of one write, all of it, arrives."""
+
+from tests.programs import run_program
+
+WRITERS = """
+import os
+starts = [os.pipe() for rank in range(2)]
+for rank, (start, _) in enumerate(starts):
+    if os.fork() == 0:
+        os.read(start, 1)
+        for line in range(20000):
+            os.write(1, b"%d\\n" % rank)
+        os._exit(0)
+for _, start in starts:
+    os.write(start, b"!")
+os.wait(), os.wait()
+"""
+
+
+def test_ranks_of_a_program_do_not_write_over_each_other() -> None:
+    """Two processes share its standard output, as ranks under a launcher do."""
+    done = run_program(["-c", WRITERS])
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (lines.count("0"), lines.count("1"), len(lines)) == (20000, 20000, 40000)
