@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,14 @@ _USES = {field.name for field in dataclasses.fields(layers.Uses)}
 _OTHER = {"token_dtype", "gpus", "ranks"}
 _IGNORED = {"rank", "recv_capacity", "timeout_s", "weight_dtype", "offset_dtype", "use_aot", "tuned"}
 """Fields of EPConfig that decide nothing about kernels, or are given otherwise."""
+_KINDS = {field.name: str(field.type) for kind in (Shape, layers.Uses) for field in dataclasses.fields(kind)}
+"""Types of fields, as they are written there."""
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "ids": ("i32", "i64"),
+    "weights": (False, True),
+    "scatter": (False, True),
+    "fp8_rows": tuple(layers.FP8_SCALES),
+}
 _NEEDED = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size")
 
 
@@ -72,8 +80,9 @@ def read_config(text: str) -> list[Asked]:
     Raises:
         ConfigError: it cannot be read, or a field is missing or unknown.
     """
-    table = json.loads(text) if text.lstrip().startswith("{") else _read(Path(text))
-    where = "the configuration" if text.lstrip().startswith("{") else text
+    inline = text.lstrip().startswith("{")
+    where = "the configuration" if inline else text
+    table = _json(text, where) if inline else _read(Path(text))
     products_of = {name: table.pop(name) for name in ("grouped_gemm", "mxfp8") if name in table}
     found = of_config(table, where)
     if "grouped_gemm" in products_of:
@@ -95,24 +104,28 @@ def read_variants(text: str) -> list[Asked]:
 
 def of_config(values: Mapping[str, Any], where: str) -> list[Asked]:
     """What a layer of these fields needs. `ranks` may be given for [ranks per node, nodes], `gpus` to take the choices
-    of the tuned tables for these GPUs; payload "bf16" is None."""
+    of the tuned tables for these GPUs; payload "bf16" is None.
+
+    Raises:
+        ConfigError: a field is missing, unknown, or has a value that no layer takes; with the field.
+    """
     given = {name: value for name, value in values.items() if name not in _IGNORED}
     if "ranks" in given:
-        per_node, nodes = given.pop("ranks")
-        given |= {"local_world_size": per_node, "world_size": per_node * nodes}
+        ranks = given.pop("ranks")
+        if not _are(ranks, int) or len(ranks) != 2:
+            raise ConfigError(f"{where}: ranks is {ranks!r}; it must be [ranks per node, nodes].")
+        given |= {"local_world_size": ranks[0], "world_size": ranks[0] * ranks[1]}
     unknown = sorted(set(given) - _SHAPE - _USES - _OTHER)
     missing = sorted(set(_NEEDED) - set(given))
     if unknown or missing:
         raise ConfigError(f"{where}: missing {missing}, unknown {unknown}; fields are those of EPConfig.")
-    sizes = {name: given[name] for name in _SHAPE if name in given}
-    if sizes.get("payload") == "bf16":
-        sizes["payload"] = None
     token = str(given.get("token_dtype", "bfloat16")).removeprefix("torch.")
     token = _TOKENS.get(token, token)
-    if token not in TOKEN_BYTES or any(not isinstance(sizes[n], int) or sizes[n] < 1 for n in _NEEDED):
-        raise ConfigError(f"{where}: token_dtype {token!r} or one of the sizes {sizes} cannot be.")
-    if sizes["world_size"] % sizes["local_world_size"] or sizes["num_experts"] % sizes["world_size"]:
-        raise ConfigError(f"{where}: world_size must be a multiple of local_world_size, num_experts one of world_size.")
+    if given.get("payload") == "bf16":
+        given["payload"] = None
+    if faults := list(_faults(given, token)):
+        raise ConfigError(f"{where}: {'; '.join(faults)}.")
+    sizes = {name: given[name] for name in _SHAPE if name in given}
     network = P2P if sizes["world_size"] == sizes["local_world_size"] else NVSHMEM
     shape = Shape(**sizes, token=token, network=network)
     calls: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items() if n in _USES}
@@ -121,6 +134,61 @@ def of_config(values: Mapping[str, Any], where: str) -> list[Asked]:
     for gpu in given.get("gpus", []):
         found += layers.layer(_tuned(shape, gpu), uses)
     return found
+
+
+def _faults(given: Mapping[str, Any], token: str) -> Iterator[str]:
+    """What is wrong with the fields of a layer; without torch, so not by an EPConfig."""
+    for name, kind in _KINDS.items():
+        value = given.get(name, None)
+        if name in given and kind == "int" and (type(value) is not int or value < 1):
+            yield f"{name} must be an integer of at least 1, got {value!r}"
+        elif name in given and kind == "bool" and not isinstance(value, bool):
+            yield f"{name} must be true or false, got {value!r}"
+    lists = {name: given[name] for name in (*_CHOICES, "gpus") if name in given}
+    for name, values in lists.items():
+        choices = _CHOICES.get(name)
+        if not _are(values, str if choices is None else type(choices[0])):
+            yield f"{name} must be a list{'' if choices is None else f' of {choices}'}, got {values!r}"
+        elif choices is not None and not set(values) <= set(choices):
+            yield f"{name} has {sorted(set(values) - set(choices))}; there are {choices}"
+    if token not in TOKEN_BYTES:
+        yield f"token_dtype {token!r} is none of {sorted(_TOKENS)}"
+    if given.get("payload") not in (None, "mxfp8"):
+        yield f'payload is {given["payload"]!r}; rows travel as they are ("bf16") or as "mxfp8"'
+    if not any(type(given[name]) is not int or given[name] < 1 for name in _NEEDED):
+        yield from _misfits(given, token)
+
+
+def _misfits(given: Mapping[str, Any], token: str) -> Iterator[str]:
+    """What does not go together, of fields that could be right each by itself."""
+    ranks, per_node, experts, topk, hidden = (
+        given[name] for name in ("world_size", "local_world_size", "num_experts", "topk", "hidden")
+    )
+    if ranks % per_node:
+        yield f"world_size {ranks} must be a multiple of local_world_size {per_node}"
+    if experts % ranks:
+        yield f"num_experts {experts} must be a multiple of world_size {ranks}"
+    if topk > min(experts, 32):
+        yield f"topk {topk} exceeds {min(experts, 32)}"
+    if given.get("payload") and hidden % 32:
+        yield f'hidden {hidden} must be a multiple of 32 with payload "mxfp8"'
+    if given.get("low_latency") and ranks != per_node:
+        yield f"low_latency is for one node, but world_size is {ranks} and local_world_size {per_node}"
+    if given.get("compact") and (given.get("payload") or given.get("low_latency")):
+        yield "compact is for layers without payload and low_latency"
+    forms = given.get("fp8_rows")
+    if not forms or not _are(forms, str) or not set(forms) <= set(layers.FP8_SCALES):
+        return
+    if given.get("payload") or TOKEN_BYTES.get(token) != 2 or not (given.get("compact") or given.get("slabs")):
+        yield "fp8_rows are for layers of bfloat16 rows without payload, and with compact or slabs"
+    for form in forms:
+        if hidden % layers.FP8_SCALES[form]:
+            yield f"hidden {hidden} must be a multiple of {layers.FP8_SCALES[form]} with fp8_rows {form!r}"
+
+
+def _are(values: Any, kind: type) -> bool:
+    """True for a list of values of exactly this type."""
+    return isinstance(values, list | tuple) and all(type(value) is kind for value in values)
 
 
 def _tuned(s: Shape, gpu: str) -> Shape:
@@ -191,7 +259,9 @@ def _text(path: Path) -> str:
 def _read(path: Path) -> dict[str, Any]:
     text = _text(path)
     if path.suffix == ".json":
-        table: dict[str, Any] = _json(text, str(path))
+        table = _json(text, str(path))
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: an object with fields is needed, got {type(table).__name__}.")
         return table
     try:
         return tomllib.loads(text)

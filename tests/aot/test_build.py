@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.aot.library import ARCHS, ROOT, Built, run_aot
 from triton_ep.aot import manifest
 from triton_ep.aot.store import Library, architectures
+from triton_ep.errors import ConfigError
 from triton_ep.plans.asked import Asked
 
 pytestmark = pytest.mark.plain
@@ -155,3 +157,26 @@ def test_names_of_variants_do_not_depend_on_order() -> None:
     assert one.signature() == other.signature()
     assert Asked.from_dict(json.loads(one.text())).signature() == one.signature()
     assert one.signature() != Asked("k", {"A": 1, "B": True}, {"x": "*i32"}, ("n", "m")).signature()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"weights": True}, r"weights must be a list of \(False, True\), got True"),
+        ({"topk": 2.0, "world_size": "2"}, "topk must be an integer of at least 1, got 2.0; world_size must be"),
+        ({"ranks": 8}, r"ranks is 8; it must be \[ranks per node, nodes\]"),
+        ({"num_experts": 7}, "num_experts 7 must be a multiple of world_size 2"),
+        ({"payload": "fp8"}, "payload is 'fp8'"),
+        ({"payload": "mxfp8", "compact": True}, "compact is for layers without payload"),
+        ({"fp8_rows": ["f32"]}, "with compact or slabs"),
+        ({"fp8_rows": ["e8m0"], "compact": True}, r"fp8_rows has \['e8m0'\]; there are \('f32', 'ue8m0'\)"),
+        ({"fp8_rows": ["ue8m0"], "compact": True, "hidden": 640}, "hidden 640 must be a multiple of 512"),
+        ({"colour": 1}, r"unknown \['colour'\]"),
+    ],
+)
+def test_mistakes_in_a_configuration_are_told(change: dict[str, Any], text: str) -> None:
+    """By field and value, before anything is compiled."""
+    right = {"max_tokens": 8, "hidden": 512, "topk": 2, "num_experts": 8, "world_size": 2, "local_world_size": 2}
+    assert manifest.of_config({**right, "fp8_rows": ["f32", "ue8m0"], "compact": True}, "right")
+    with pytest.raises(ConfigError, match=text):
+        manifest.read_config(json.dumps({**right, **change}))

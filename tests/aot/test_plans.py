@@ -1,6 +1,7 @@
 """What a build compiles for a configuration is what layers of it launch: every launch is among what `plans` names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch.distributed as dist
 from tests.aot.library import Built
 from triton_ep import EPAll2AllLayer, autograd, runtime
 from triton_ep.aot.store import Library
+from triton_ep.errors import InputError
+from triton_ep.integrations.deep_ep import Buffer, release
+from triton_ep.integrations.deep_ep.fp8 import quantize_rows
+from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.kernels.spec import SPECS
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.plans import layers
@@ -43,8 +48,9 @@ def _comparable(asked: Asked) -> Asked:
     return replace(asked, constexprs=constexprs, num_warps=None, maxnreg=None)
 
 
-def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
-    world = nodes * ranks_per_node
+@contextmanager
+def _noted() -> Iterator[dict[str, str]]:
+    """Every launch from here on, by signature; as text."""
     found: dict[str, str] = {}
     plain = runtime._interpret
 
@@ -54,32 +60,40 @@ def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[st
             found[asked.signature()] = asked.text()
         plain(spec, grid, args, constexprs)
 
-    layer = EPAll2AllLayer(dist.group.WORLD, 6, 64, 3, rank, 8, ranks_per_node, world, num_sm=2, **options)
     runtime._interpret = noting
     try:
-        with layer:
-            layer.barrier.barrier_all()
-            layer.barrier.barrier_all(intra_node_only=True)
-            for seed, idx_dtype in enumerate((torch.int32, torch.int64)):
-                work = make_workload(
-                    rank, world, 6 - rank, hidden=64, topk=3, num_experts=8, seed=seed, idx_dtype=idx_dtype
-                )
-                for weights in (None, work.topk_weights):
-                    recv_x, recv_weights, desc = layer.dispatch(work.x, work.topk_idx, weights)
-                    y = recv_x.dequantize(torch.bfloat16) if isinstance(recv_x, MXTensor) else recv_x
-                    layer.combine(y, desc, weights=recv_weights)
-            if not options.get("low_latency"):
-                w = work.topk_weights.requires_grad_()
-                recv_x, recv_weights, desc = autograd.dispatch(layer, work.x, work.topk_idx, w)
-                y = recv_x.dequantize(torch.bfloat16) if isinstance(recv_x, MXTensor) else recv_x
-                autograd.combine(layer, y.detach(), desc, recv_weights).sum().backward()
+        yield found
     finally:
         runtime._interpret = plain
-    shape = layer.config.shape(layer.context.network, interpreted=True)
-    named = {_comparable(one).signature() for one in layers.layer(shape)}
+
+
+def _assert_named(found: dict[str, str], wanted: list[Asked]) -> None:
+    named = {_comparable(one).signature() for one in wanted}
     assert len(found) > 5
     missing = [text for signature, text in found.items() if signature not in named]
     assert missing == [], missing
+
+
+def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
+    world = nodes * ranks_per_node
+    layer = EPAll2AllLayer(dist.group.WORLD, 6, 64, 3, rank, 8, ranks_per_node, world, num_sm=2, **options)
+    with _noted() as found, layer:
+        layer.barrier.barrier_all()
+        layer.barrier.barrier_all(intra_node_only=True)
+        for seed, idx_dtype in enumerate((torch.int32, torch.int64)):
+            work = make_workload(
+                rank, world, 6 - rank, hidden=64, topk=3, num_experts=8, seed=seed, idx_dtype=idx_dtype
+            )
+            for weights in (None, work.topk_weights):
+                recv_x, recv_weights, desc = layer.dispatch(work.x, work.topk_idx, weights)
+                y = recv_x.dequantize(torch.bfloat16) if isinstance(recv_x, MXTensor) else recv_x
+                layer.combine(y, desc, weights=recv_weights)
+        if not options.get("low_latency"):
+            w = work.topk_weights.requires_grad_()
+            recv_x, recv_weights, desc = autograd.dispatch(layer, work.x, work.topk_idx, w)
+            y = recv_x.dequantize(torch.bfloat16) if isinstance(recv_x, MXTensor) else recv_x
+            autograd.combine(layer, y.detach(), desc, recv_weights).sum().backward()
+    _assert_named(found, layers.layer(layer.config.shape(layer.context.network, interpreted=True)))
 
 
 @pytest.mark.plain
@@ -99,6 +113,51 @@ def test_layers_launch_what_is_built(
 ) -> None:
     """Dispatch, combine, barriers and a backward pass: kernels, constexprs, types, alignment of every launch."""
     run_ranks(_check_launches, nodes, ranks_per_node, options)
+
+
+def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
+    """Every call of the DeepEP door on kernels that a manifest names."""
+    world, hidden, experts, most = nodes * ranks_per_node, 512, 8, 8
+    group = dist.group.WORLD
+    size = Buffer.get_low_latency_rdma_size_hint(most, hidden, world, experts)
+    work = make_workload(rank, world, 6 - rank, hidden=hidden, topk=3, num_experts=experts, idx_dtype=torch.int64)
+    x, idx, weights = work.x, work.topk_idx, work.topk_weights
+    pairs = [quantize_rows(x, True, packed) for packed in (False, True)]
+    low_latency = nodes == 1
+    with _noted() as found:
+        buffer = Buffer(group, 1 << 24, size, low_latency_mode=low_latency)
+        for ids in (idx, idx.int()):
+            per_expert = buffer.get_dispatch_layout(ids, experts)[2]
+            for rows in (x, *pairs):
+                for given in (None, weights):
+                    routing = {"num_tokens_per_expert": per_expert, "topk_idx": ids, "topk_weights": given}
+                    got = buffer.dispatch(rows, **routing)
+                buffer.dispatch(rows, handle=got[4])
+        received = buffer.dispatch(x, **routing)
+        buffer.combine(received[0], received[4], received[2])
+        with pytest.raises(InputError):  # the refusal is a dispatch as well
+            buffer.dispatch(x, **{**routing, "topk_weights": weights.double()})
+        for ids in (idx, idx.int()) if low_latency else ():
+            for options in ({"use_fp8": False}, {}, {"round_scale": True, "use_ue8m0": True}):
+                handle = buffer.low_latency_dispatch(x, ids, most, experts, **options)[2]
+            buffer.low_latency_combine(buffer.get_next_low_latency_combine_buffer(handle).zero_(), ids, weights, handle)
+        made = list(layers_of(group).made.values())
+        release(group)
+    assert len(made) == 1 + 2 * low_latency  # rows, and of low latency: rows, and those that carry weights
+    wanted = []
+    for layer in made:
+        fp8 = ("f32", "ue8m0") if layer.config.hidden == hidden else ()
+        how = {"slabs": True} if layer.config.low_latency else {"compact": True}
+        uses = layers.Uses(fp8_rows=fp8, **how)
+        wanted += layers.layer(layer.config.shape(layer.context.network, interpreted=True), uses)
+    _assert_named(found, wanted)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 1)])
+def test_the_deepep_door_launches_what_is_built(run_ranks: Callable[..., Any], nodes: int, ranks_per_node: int) -> None:
+    """Rows in bf16 and FP8 with either form of scales, handles, weights back, and the low-latency calls."""
+    run_ranks(_check_door, nodes, ranks_per_node)
 
 
 def test_the_index_says_what_the_specs_say(built: Built) -> None:

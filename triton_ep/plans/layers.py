@@ -10,6 +10,9 @@ from triton_ep.plans import compact, exchange, low_latency
 from triton_ep.plans.asked import Asked, ask
 from triton_ep.plans.shape import TOKEN_BYTES, WORD_BYTES, Shape, word_type
 
+FP8_SCALES = {"f32": 128, "ue8m0": 512}
+"""Values to a word of scales, by the name of a form (`Uses.fp8_rows`)."""
+
 
 @dataclass(frozen=True)
 class Uses:
@@ -21,7 +24,10 @@ class Uses:
         scatter: full_scatter_indices are passed.
         quantized: rows are passed as MXTensor, too (payload "mxfp8").
         gradients: gradients of routing weights are taken.
-        compact: `dispatch_compact` is called, too.
+        compact: `dispatch_compact` is called, too, and `ops.compact.token_layout`.
+        fp8_rows: e4m3 rows with scales are sent through the DeepEP door, too: "f32", a word per scale (float32, or
+            int32), "ue8m0", four scales to an int32.
+        slabs: rows go to slabs of their experts, and back.
     """
 
     ids: tuple[str, ...] = ("i32", "i64")
@@ -30,11 +36,13 @@ class Uses:
     quantized: bool = True
     gradients: bool = True
     compact: bool = False
+    fp8_rows: tuple[str, ...] = ()
+    slabs: bool = False
 
 
 def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
     """What `EPAll2AllLayer` of this shape asks for, without repetition."""
-    uses = Uses() if uses is None else uses
+    given = uses = Uses() if uses is None else uses
     # A refused call sends no rows, with int32 ids and without weights.
     uses = replace(uses, weights=tuple(sorted({False, *uses.weights})), ids=tuple(sorted({"i32", *uses.ids})))
     found = list(_barriers(s))
@@ -44,6 +52,10 @@ def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
         found += [*_routing(s, uses), *_dispatch(s, uses), *_combine(s, uses)]
         if (uses.gradients or uses.compact) and (narrow := narrow_shape(s, s.topk)) is not None:
             found += _combine(narrow, Uses(weights=(False,), compact=uses.compact))
+        if uses.compact:
+            found += _compact_rows(s, uses, given)
+    if uses.slabs:
+        found += _slabs(s, uses)
     return list({asked.signature(): asked for asked in found}.values())
 
 
@@ -96,9 +108,47 @@ def _dispatch(s: Shape, uses: Uses) -> Iterator[Asked]:
                 yield ask(exchange.forward(s, weights, reduced, wire_words), wire_types, wire_numbers)
         row_types, row_numbers, _ = _words(row_bytes, "recv_x_ptr")
         yield ask(exchange.expand(s, payload == MX, weights, row_words), row_types, row_numbers)
-        if uses.compact:
-            for has_idx in (False, True):
-                yield ask(compact.copy_out(s, has_idx, weights, row_words), row_types, row_numbers)
+
+
+def _compact_rows(s: Shape, uses: Uses, given: Uses) -> Iterator[Asked]:
+    """Rows of the layer, and those that are shorter, one per (token, rank); ids and weights with them as given."""
+    for ids in given.ids:
+        yield ask(compact.token_layout(s.topk, s.world_size, s.interpreted), {"topk_idx_ptr": f"*{ids}"})
+    short = [replace(s, hidden=compact.fp8_elements(s.hidden, words)) for words in _scale_words(s, uses)]
+    for rows in (s, *short):
+        types, numbers, row_words = _words(rows.payload_bytes, "x_ptr")
+        if rows is not s:
+            yield ask(exchange.push(rows, WORDS, row_words), types, numbers)
+            for weights in uses.weights:
+                placed = {"scatter_idx_ptr": "*i32"}
+                yield ask(exchange.place(rows, weights, False), placed, {"row_bytes": rows.wire_bytes})
+                if s.num_nodes > 1:
+                    yield ask(exchange.send(rows, WORDS, row_words, weights), types, numbers)
+                    wire_types, wire_numbers, wire_words = _words(rows.wire_bytes, "word_ptr")
+                    yield ask(exchange.forward(rows, weights, True, wire_words), wire_types, wire_numbers)
+        types = {"recv_x_ptr": types["x_ptr"]}
+        # Where nobody wants ids, a pointer to int32 stands in for them.
+        yield ask(compact.copy_out(rows, False, False, row_words), types | {"recv_idx_ptr": "*i32"}, numbers)
+        for ids in given.ids:
+            for weights in given.weights:
+                kinds = types | {"recv_idx_ptr": f"*{ids}"}
+                yield ask(compact.copy_out(rows, True, weights, row_words), kinds, numbers)
+
+
+def _scale_words(s: Shape, uses: Uses) -> list[int]:
+    """Words of 4 bytes that the scales of a row take, in each form of `fp8_rows`."""
+    return [s.hidden // FP8_SCALES[form] for form in uses.fp8_rows]
+
+
+def _slabs(s: Shape, uses: Uses) -> Iterator[Asked]:
+    rows = [s.payload_bytes] if s.payload is None else [s.hidden, s.hidden // 32]
+    if uses.fp8_rows:
+        rows += [s.hidden, *(4 * words for words in _scale_words(s, uses))]
+    for pack, lengths in ((True, rows), (False, [s.payload_bytes])):
+        for row_bytes in lengths:
+            types, numbers, row_words = _words(row_bytes, "source_ptr")
+            plan = compact.slab_rows(pack, row_words, s.interpreted)
+            yield ask(plan, types | {"dest_ptr": types["source_ptr"]}, numbers)
 
 
 def _combine(s: Shape, uses: Uses) -> Iterator[Asked]:

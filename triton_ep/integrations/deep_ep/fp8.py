@@ -17,6 +17,7 @@ from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_ep_event
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.overlap import EPEvent
+from triton_ep.plans.compact import fp8_elements
 
 CHANNELS = 128
 """Values that share a scale."""
@@ -131,7 +132,7 @@ class QuantizedRows:
     @property
     def width(self) -> int:
         """bfloat16 elements that hold a row and its scales, padded to 16 bytes."""
-        return -(-(self.data.shape[1] + self.scales.shape[1] * 4) // 16) * 8
+        return fp8_elements(self.data.shape[1], self.scales.shape[1])
 
     def send(
         self,
