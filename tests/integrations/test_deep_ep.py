@@ -52,6 +52,20 @@ def make_buffer(**options: Any) -> door.Buffer:
     return door.Buffer(dist.group.WORLD, size, 0, **options)
 
 
+def check_items(handle: Any, rank: int, goes: torch.Tensor, expected: reference.CompactResult) -> None:
+    """The items of DeepEP's tuple inside a node; goes: [T, W] bool, which token goes where."""
+    matrix, channels, recv_channels, source, in_rank, heads = handle
+    assert (len(handle), channels, recv_channels, source, heads) == (6, None, None, None, None)
+    equal(in_rank, goes)
+    rows_to = torch.bincount(expected.src[:, 0], minlength=goes.shape[1]).cumsum(0).int()
+    equal(matrix[:, rank], rows_to)
+    assert matrix.shape == (goes.shape[1],) * 2
+    equal(handle[-2], goes)
+    assert handle[1:4] == (None,) * 3
+    with pytest.raises(IndexError):
+        handle[6]
+
+
 @dataclass
 class _Sent:
     """A dispatch and what it should have been."""
@@ -96,6 +110,7 @@ def _dispatch(buffer: door.Buffer, rank: int, batch: int, asynchronous: bool) ->
     equal(recv_weights, expected.recv_topk_weights)
     real = expected.num_recv_tokens_per_expert
     assert counts == (((real + 3) // 4 * 4) if batch == 1 else real).tolist()
+    check_items(handle, rank, goes, expected)
     return _Sent(Workload(mine.x, idxs[rank], mine.topk_weights), results, handle)
 
 
@@ -110,6 +125,14 @@ def _combine(buffer: door.Buffer, rank: int, sent: _Sent, asynchronous: bool) ->
     event.current_stream_wait()
     equal(out, reference.combine(ys, sent.results, rank, first_k, torch.bfloat16))
     equal(weights, torch.where(sent.work.topk_idx >= 0, sent.work.topk_weights, 0.0))
+    # Biases: the same sums, and one rounding more.
+    biases = tuple((sent.work.x * factor).to(device) for factor in (0.5, 3.0))
+    for bias in (biases, biases[0], list(biases[:1])):
+        biased, no_weights, event = buffer.combine(ys[rank].to(device), sent.handle, bias=bias, **order)
+        event.current_stream_wait()
+        assert no_weights is None
+        total = out.float() + biases[0].float() + (biases[1].float() if bias is biases else 0)
+        equal(biased, total.bfloat16().cpu())
     again, *nothing, event = buffer.dispatch((sent.work.x * 2).to(device), handle=sent.handle, **order)
     event.current_stream_wait()
     assert nothing == [None] * 4
@@ -155,13 +178,40 @@ def _check_worst(rank: int, nodes: int, ranks_per_node: int) -> None:
     out, _, _ = buffer.combine(recv_x, handle)
     again, _, _ = buffer.combine(expected.recv_x.to(device), sent.handle)
     equal(out, again.cpu())
+    _check_by_ranks(buffer, rank, sent, again)
     door.release()
+
+
+def _check_by_ranks(buffer: door.Buffer, rank: int, sent: _Sent, combined: torch.Tensor) -> None:
+    """Rows go by is_token_in_rank alone: the same ones, without ids and weights."""
+    device, expected = current_heap().device, sent.results[rank]
+    idx = sent.work.topk_idx.to(device)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS * buffer.group_size)
+    given = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    x = sent.work.x.to(device)
+    recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(x, expert_alignment=4, **given)
+    assert recv_idx is recv_weights is None
+    equal(recv_x, expected.recv_x)
+    assert counts == ((expected.num_recv_tokens_per_expert + 3) // 4 * 4).tolist()
+    check_items(handle, rank, in_rank.cpu(), expected)
+    equal(buffer.dispatch(x * 2, handle=handle)[0], expected.recv_x * 2)
+    out, _, _ = buffer.combine(recv_x, handle)
+    equal(out, combined.cpu())  # two terms: their order is the same
+    for wrong, message in (
+        ({"is_token_in_rank": in_rank.int()}, r"must be \[\d+, \d+\] bool, got .*int32"),
+        ({"is_token_in_rank": None}, "got NoneType"),
+        ({"topk_weights": sent.work.topk_weights.to(device)}, "no topk_idx"),
+        ({"num_tokens_per_expert": per_expert[:-1]}, "multiple of the 2 ranks"),
+        ({"num_tokens_per_expert": None}, "num_tokens_per_expert"),
+    ):
+        with pytest.raises(InputError, match=message):
+            buffer.dispatch(x, **{**given, **wrong})
 
 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_worst_case_rows_need_no_host(run_ranks, nodes, ranks_per_node):
-    """num_worst_tokens rows on every rank, of which those that arrived are the same ones."""
+    """num_worst_tokens rows on every rank, of which those that arrived are the same ones; and rows without ids."""
     run_ranks(_check_worst, nodes, ranks_per_node)
 
 
@@ -190,6 +240,11 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         starts = expected[rank].expert_offsets.tolist()
         for local, (start, n) in enumerate(zip(starts, real.tolist(), strict=False)):
             equal(slabs[local, :n], expected[rank].recv_x[start : start + n])
+            source, token, _ = expected[rank].src[start : start + n].T
+            equal(handle[0][local], torch.cat([token, token.new_full((ranks * most - n,), -1)]).int())
+            rows_from = torch.bincount(source, minlength=ranks)
+            equal(handle[1][local], (rows_from.cumsum(0) - rows_from) << 32 | rows_from)
+        assert (*handle[2:], len(handle)) == (most, HIDDEN, num_experts, 5)
         lent = buffer.get_next_low_latency_combine_buffer(handle)
         for local in range(EXPERTS):
             lent[local] = apply_expert(slabs[local], rank * EXPERTS + local)
@@ -244,12 +299,16 @@ def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
         buffer.combine(torch.zeros(1 + 10**4, HIDDEN, dtype=x.dtype, device=device), sent.handle)
     with pytest.raises(InputError, match=r"float8_e4m3fn and contiguous, got torch.bfloat16"):
         buffer.dispatch((x, x), handle=sent.handle)
-    with pytest.raises(InputError, match="topk_idx"):
+    with pytest.raises(InputError, match=r"num_tokens_per_expert .*topk_idx"):
         buffer.dispatch(x)
     with pytest.raises(InputError, match="Pass one"):
         buffer.dispatch(x, handle=sent.handle, topk_idx=idx)
-    with pytest.raises(InputError, match="bias"):
-        buffer.combine(x, sent.handle, bias=x)
+    recv = sent.results[rank].recv_x.to(device)
+    for bias in ((x, x, x), (x, wide), x.float()):
+        with pytest.raises(InputError, match="bias must be"):
+            buffer.combine(recv, sent.handle, bias=bias)
+    with pytest.raises(ConfigError, match="mpi4py"):
+        make_buffer(comm=object())
     with pytest.raises(InputError, match="multiple of the 4 ranks"):
         buffer.get_dispatch_layout(idx, 10)
     small = door.Buffer(mine, buffer.num_nvl_bytes)

@@ -11,6 +11,7 @@ from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import deep_ep as door
 from triton_ep.integrations.deep_ep.fp8 import pack_rows, quantize_rows, unpack_rows
+from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.reference import compact as compact_reference
 from triton_ep.reference import dispatch as dispatch_reference
 from triton_ep.testing import Workload, make_workload
@@ -136,6 +137,7 @@ def _check_dispatch(rank: int, nodes: int, ranks_per_node: int) -> None:
     ranks = nodes * ranks_per_node
     num_experts, device = EXPERTS * ranks, current_heap().device
     size = door.Buffer.get_dispatch_config(ranks).get_nvl_buffer_size_hint(HIDDEN * 2, ranks)
+    layers_of(dist.group.WORLD).ranks_per_node = ranks_per_node  # virtual nodes, until `release`
     buffer = door.Buffer(dist.group.WORLD, size)
     entries = torch.zeros(num_experts, dtype=torch.int32, device=device)
     # The last one needs a larger layer; int32 words are exponents.
@@ -158,6 +160,8 @@ def _check_dispatch(rank: int, nodes: int, ranks_per_node: int) -> None:
         equal(recv_idx, result.recv_topk_idx)
         equal(recv_weights, result.recv_topk_weights)
         assert counts == result.num_recv_tokens_per_expert.tolist()
+        if nodes > 1:
+            _check_items(handle, rank, ranks_per_node, idxs, result)
         # By the same handle: these rows again, others as bf16, and sums of bf16 rows.
         (recv, recv_scales), *_, event = buffer.dispatch(pair, handle=handle, **order)
         event.current_stream_wait()
@@ -180,6 +184,20 @@ def _check_dispatch(rank: int, nodes: int, ranks_per_node: int) -> None:
     equal(recv_scales[:arrived], expected_scales)
     _check_mistakes(buffer, rank, pair, routing, handle)
     door.release()
+
+
+def _check_items(
+    handle: Any, rank: int, per_node: int, idxs: list[torch.Tensor], result: compact_reference.CompactResult
+) -> None:
+    """The items of DeepEP's tuple between nodes."""
+    owners = [torch.where(idx >= 0, idx // EXPERTS, -per_node) for idx in idxs]
+    in_rank, *_ = handle
+    equal(in_rank, torch.stack([(owners[rank] == r).any(1) for r in range(len(idxs))], 1))
+    equal(handle[-4], torch.bincount(result.src[:, 0], minlength=len(idxs)).cumsum(0).int())
+    node, local = divmod(rank, per_node)
+    tokens = [int((owner // per_node == node).any(1).sum()) for owner in owners[local::per_node]]
+    equal(handle[4], torch.tensor(tokens).cumsum(0).int())
+    assert [item is None for item in handle] == [False, True, True, True, False, True, False, True, True, True]
 
 
 def _check_mistakes(buffer: door.Buffer, rank: int, pair: Any, routing: dict[str, Any], handle: Any) -> None:

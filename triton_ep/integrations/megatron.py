@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from triton_ep.integrations.deep_ep import Buffer, EventHandle, EventOverlap
-from triton_ep.integrations.deep_ep.buffer import DispatchHandle
+from triton_ep.integrations.deep_ep.handles import DispatchHandle
 from triton_ep.integrations.hybrid_ep_layers import check_group
 from triton_ep.integrations.megatron_hybrid import (
     HybridEPCombine,

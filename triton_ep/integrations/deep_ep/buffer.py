@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,31 +11,18 @@ import torch.distributed as dist
 
 from triton_ep._compact import CompactRows
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
+from triton_ep.integrations.deep_ep.arguments import add, biases_of, check_ids, ids_of_ranks
 from triton_ep.integrations.deep_ep.config import Config, longest_row
 from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, check_hidden, fields_of
+from triton_ep.integrations.deep_ep.handles import DispatchHandle
 from triton_ep.integrations.deep_ep.layers import Kind, layers_of
 from triton_ep.integrations.deep_ep.low_latency import LowLatencyCalls
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, to_ep_event, to_overlap
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.compact import token_layout
 
 _numbers = itertools.count()
-Dispatched = tuple[
-    Any, torch.Tensor | None, torch.Tensor | None, list[int] | None, "DispatchHandle | None", EventOverlap
-]
-
-
-@dataclass(frozen=True)
-class DispatchHandle:
-    """What a dispatch leaves to its combine and to later dispatches by the same routing. Opaque.
-
-    Any number may be live, in any order. It stays good when the buffer that made it is dropped, until its memory is
-    freed (`Buffer.destroy`, `release`).
-    """
-
-    layer: EPAll2AllLayer
-    layout_desc: EPAllToAllLayoutDesc
+Dispatched = tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]
 
 
 class Buffer(LowLatencyCalls):
@@ -76,6 +62,7 @@ class Buffer(LowLatencyCalls):
         use_fabric: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
+        comm: Any = None,
         *,
         timeout_s: float = 30.0,
     ) -> None:
@@ -83,6 +70,8 @@ class Buffer(LowLatencyCalls):
             raise ConfigError(
                 "enable_shrink=True masks ranks that do not answer; here they raise WaitTimeout. Pass False."
             )
+        if comm is not None:
+            raise ConfigError("comm= is a communicator of mpi4py. Pass group=, a process group of torch.distributed.")
         self.group = group
         self._layers = layers_of(group)
         self._layers.timeout_s = timeout_s
@@ -171,7 +160,7 @@ class Buffer(LowLatencyCalls):
             InputError: ids that are no such table, or experts that the ranks cannot share alike.
         """
         self._check_open()
-        _check_ids(topk_idx)
+        check_ids(topk_idx)
         if num_experts < 1 or num_experts % self.group_size:
             raise InputError(f"num_experts is {num_experts}; it must be a multiple of the {self.group_size} ranks.")
         if previous_event is not None:
@@ -206,8 +195,10 @@ class Buffer(LowLatencyCalls):
                 [T, H / 128] float32 (or int32, of [T, H / 512] too), strided as they like; so on all ranks or on none.
             handle: of an earlier dispatch: its routing is taken, and the host waits for nothing.
             num_tokens_per_expert: [E], from `get_dispatch_layout`; its length is E. The other three of that call are
-                counted anew, and not looked at.
-            topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped.
+                counted anew, and not looked at where there is `topk_idx`.
+            topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped. None, on all ranks: rows go by
+                `is_token_in_rank` [T, W] bool, through a layer for that, and `num_tokens_per_expert` is summed over
+                the ranks in a collective of the group.
             topk_weights: [T, K] float32, contiguous; on all ranks or on none.
             expert_alignment: counts per expert are rounded up to a multiple of it; rows are not padded.
             num_worst_tokens: n > 0: n rows on every rank, and the host waits for nothing; ids behind the arrivals are
@@ -219,8 +210,9 @@ class Buffer(LowLatencyCalls):
 
         Returns:
             recv_x [R, H], rows by source rank, then by token, or a tuple of such and scales; recv_topk_idx [R, K],
-            local expert ids, -1 = elsewhere; recv_topk_weights [R, K] float32, zero there; rows per local expert, a
-            list (empty with `num_worst_tokens`); the handle; the event. With `handle` only the first and the last.
+            local expert ids, -1 = elsewhere; recv_topk_weights [R, K] float32, zero there (None without `topk_idx`);
+            rows per local expert, a list (empty with `num_worst_tokens`); the handle; the event. With `handle` only
+            the first and the last.
 
         Raises:
             InputError: an argument does not fit; ids out of range, on every rank.
@@ -245,24 +237,33 @@ class Buffer(LowLatencyCalls):
                 order = self._order(previous_event, async_finish)
                 recv_x, event = layer.dispatch_compact_again(x, handle.layout_desc, **order)
             return recv_x, None, None, None, None, to_overlap(event)
-        if topk_idx is None or num_tokens_per_expert is None:
+        if num_tokens_per_expert is None:
             raise InputError(
-                "dispatch without a handle needs topk_idx, and num_tokens_per_expert of get_dispatch_layout, whose "
-                "length says how many experts there are."
+                "dispatch without a handle needs num_tokens_per_expert of get_dispatch_layout, whose length says how "
+                "many experts there are, and topk_idx or is_token_in_rank."
             )
+        num_experts, ids = num_tokens_per_expert.shape[0], topk_idx
+        if ids is None:
+            if topk_weights is not None:
+                raise InputError("dispatch got topk_weights, but no topk_idx that they belong to. Pass both or none.")
+            num_tokens = x[0].shape[0] if isinstance(x, tuple) else x.shape[0]
+            ids = ids_of_ranks(is_token_in_rank, num_tokens, self.group_size, num_experts)
         rows, made = self.dispatch_rows(
             x,
-            topk_idx,
+            ids,
             topk_weights,
-            num_tokens_per_expert.shape[0],
+            num_experts,
             num_worst_tokens=num_worst_tokens,
             config=config,
             previous_event=previous_event,
             async_finish=async_finish,
         )
         counts = rows.num_recv_tokens_per_expert or []
+        if topk_idx is None and counts:
+            counts = self._sum_of_counts(num_tokens_per_expert)
         aligned = [-(-count // expert_alignment) * expert_alignment for count in counts]
-        return rows.x, rows.topk_idx, rows.topk_weights, aligned, made, to_overlap(rows.event)
+        recv_idx = None if topk_idx is None else rows.topk_idx
+        return rows.x, recv_idx, rows.topk_weights, aligned, made, to_overlap(rows.event)
 
     def dispatch_rows(
         self,
@@ -279,7 +280,7 @@ class Buffer(LowLatencyCalls):
         """`dispatch` of a routing that nobody has counted: rows (for a tuple `x` is one, too), and the handle."""
         self._check_open()
         pair = self._check_rows(x)
-        _check_ids(topk_idx)
+        check_ids(topk_idx)
         num_sm = Buffer.num_sms if config is None else config.num_sms
         num_tokens, hidden = x.shape if pair is None else pair.data.shape
         # What comes back for quantised rows is bfloat16, so the layer is for such, and they are shorter rows of it.
@@ -321,7 +322,8 @@ class Buffer(LowLatencyCalls):
             x: [R, H], contiguous: one row per row of `recv_x`, summed over the experts of this rank.
             handle: of that dispatch.
             topk_weights: [R, K] float32, contiguous: brought back and summed over ranks too; on all ranks or on none.
-            bias: must be None.
+            bias: up to two [T, H] of the dtype of x, added to the sums in float32, which are rounded once more for it;
+                the current stream waits for `previous_event` then, too.
             config: changes nothing: the handle has its layer.
 
         Returns:
@@ -332,20 +334,35 @@ class Buffer(LowLatencyCalls):
             StaleHandleError, FinalizedError, WaitTimeout: as `dispatch`.
         """
         self._check_open()
-        if bias is not None:
-            raise InputError("combine adds no bias. Add it to the result, or to the rows of one rank.")
-        layer = self._layer_of(handle)
+        layer, desc = self._layer_of(handle), handle.layout_desc
+        biases = biases_of(bias, (desc.num_dispatch_token_cur_rank, layer.config.hidden), x)
         order = self._order(previous_event, async_finish)
-        result = layer.combine(x, handle.layout_desc, None, **order)
+        result: Any
+        if biases:
+
+            def summed() -> torch.Tensor:
+                return add(layer.combine(x, desc), biases)
+
+            if async_finish and previous_event is not None:
+                previous_event.current_stream_wait()
+            result = layer.on_comm_stream(summed, (x, desc, *biases)) if async_finish else summed()
+        else:
+            result = layer.combine(x, desc, None, **order)
         out, event = result if async_finish else (result, None)
         weights = None
         if topk_weights is not None:
             if async_finish:
                 order["previous_event"] = event
-            weights, event = layer.combine_topk(topk_weights, handle.layout_desc, **order)
+            weights, event = layer.combine_topk(topk_weights, desc, **order)
         return out, weights, to_overlap(event)
 
     # --- checks -----------------------------------------------------------------------------------------
+
+    def _sum_of_counts(self, num_tokens_per_expert: torch.Tensor) -> list[int]:
+        """Entries of each local expert, of all ranks. Collective."""
+        counts = num_tokens_per_expert.clone()
+        dist.all_reduce(counts, group=self.group)
+        return [int(count) for count in counts.view(self.group_size, -1)[self.rank].tolist()]
 
     def _check_rows(self, x: Any) -> QuantizedRows | None:
         pair = QuantizedRows.of(x) if isinstance(x, tuple) else None
@@ -378,14 +395,3 @@ class Buffer(LowLatencyCalls):
         if previous is not None:
             previous.current_stream_wait()
         return {}
-
-
-def _check_ids(topk_idx: Any) -> None:
-    if (
-        not isinstance(topk_idx, torch.Tensor)
-        or topk_idx.dim() != 2
-        or topk_idx.dtype not in (torch.int32, torch.int64)
-    ):
-        raise InputError("topk_idx must be [T, K], int64 or int32.")
-    if not topk_idx.is_contiguous():
-        raise InputError(f"topk_idx must be contiguous, got strides {topk_idx.stride()}; call .contiguous().")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
 from triton_ep.integrations.deep_ep.config import low_latency_bytes
 from triton_ep.integrations.deep_ep.fp8 import CHANNELS, check_quantizable, pack_rows, quantize_rows, unpack_rows
+from triton_ep.integrations.deep_ep.handles import LowLatencyHandle
 from triton_ep.integrations.deep_ep.layers import GroupLayers, Kind
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
 from triton_ep.layer import EPAll2AllLayer
@@ -19,15 +19,6 @@ from triton_ep.ops.compact import from_slabs, to_slabs
 
 _WEIGHTS_HIDDEN = 8
 """Elements of the rows that only accompany weights."""
-
-
-@dataclass(frozen=True)
-class LowLatencyHandle:
-    """What a low-latency dispatch leaves to its combine. Opaque; its tensors are complete behind the hook."""
-
-    layer: EPAll2AllLayer
-    layout_desc: EPAllToAllLayoutDesc
-    kind: Kind
 
 
 class LowLatencyCalls:

@@ -1,0 +1,74 @@
+"""Arguments of Buffer's calls that the layer does not take as they are: ids, ranks in their place, biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from triton_ep.errors import InputError
+
+
+def check_ids(topk_idx: Any) -> None:
+    """Raise InputError unless these are expert ids [T, K]."""
+    if (
+        not isinstance(topk_idx, torch.Tensor)
+        or topk_idx.dim() != 2
+        or topk_idx.dtype not in (torch.int32, torch.int64)
+    ):
+        raise InputError("topk_idx must be [T, K], int64 or int32.")
+    if not topk_idx.is_contiguous():
+        raise InputError(f"topk_idx must be contiguous, got strides {topk_idx.stride()}; call .contiguous().")
+
+
+def ids_of_ranks(is_token_in_rank: Any, num_tokens: int, num_ranks: int, num_experts: int) -> torch.Tensor:
+    """[T, W] int64: the first expert of each rank that a token goes to, else -1.
+
+    Raises:
+        InputError: no [T, W] bool, or experts that the ranks cannot share alike.
+    """
+    if (
+        not isinstance(is_token_in_rank, torch.Tensor)
+        or is_token_in_rank.dtype != torch.bool
+        or tuple(is_token_in_rank.shape) != (num_tokens, num_ranks)
+    ):
+        got = is_token_in_rank
+        got = f"{list(got.shape)} {got.dtype}" if isinstance(got, torch.Tensor) else type(got).__name__
+        raise InputError(
+            f"dispatch without topk_idx goes by is_token_in_rank, which must be [{num_tokens}, {num_ranks}] bool, got "
+            f"{got}. Pass topk_idx, or what get_dispatch_layout returned."
+        )
+    if num_experts < 1 or num_experts % num_ranks:
+        raise InputError(f"num_tokens_per_expert has {num_experts}; it must be a multiple of the {num_ranks} ranks.")
+    first = torch.arange(0, num_experts, num_experts // num_ranks, device=is_token_in_rank.device)
+    return torch.where(is_token_in_rank, first, -1)
+
+
+def biases_of(bias: Any, shape: tuple[int, int], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The 0, 1 or 2 tensors in `bias`.
+
+    Raises:
+        InputError: more, or one that is not `shape` of the dtype and device of `like`.
+    """
+    given = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else bias
+    if not isinstance(given, tuple | list) or len(given) > 2:
+        raise InputError("bias must be None, a tensor, or a tuple of up to two.")
+    biases = tuple(each for each in given if each is not None)
+    for each in biases:
+        if (
+            not isinstance(each, torch.Tensor)
+            or tuple(each.shape) != shape
+            or each.dtype != like.dtype
+            or each.device != like.device
+        ):
+            got = f"{list(each.shape)} {each.dtype} on {each.device}" if isinstance(each, torch.Tensor) else str(each)
+            raise InputError(f"bias must be {list(shape)} {like.dtype} on {like.device}, one row per token, got {got}.")
+    return biases
+
+
+def add(rows: torch.Tensor, biases: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Rows and biases summed in float32, rounded to the dtype of the rows."""
+    total = rows.float()
+    for each in biases:
+        total += each.float()
+    return total.to(rows.dtype)

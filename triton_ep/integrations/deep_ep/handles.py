@@ -1,0 +1,153 @@
+"""Handles: what a dispatch leaves to its combine, and DeepEP's items of the same facts, made when somebody looks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from triton_ep.integrations.deep_ep.layers import Kind
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+
+
+class LazyItems(Sequence[Any]):
+    """A sequence of fixed length that makes an item when it is asked for it, anew each time."""
+
+    @abstractmethod
+    def _makers(self) -> tuple[Callable[[], Any], ...]:
+        """What makes each item."""
+
+    def __len__(self) -> int:
+        return len(self._makers())
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Any, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return tuple(make() for make in self._makers()[index])
+        return self._makers()[index]()
+
+
+def _nothing() -> None:
+    """Of an item that DeepEP's transport needs and this one has not."""
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchHandle(LazyItems):
+    """What a dispatch leaves to its combine and to later dispatches by the same routing.
+
+    Any number may be live, in any order. It stays good when the buffer that made it is dropped, until its memory is
+    freed (`Buffer.destroy`, `release`).
+
+    Items, T tokens, W ranks, N nodes, on the device. Inside a node the 6 of DeepEP: rank_prefix_matrix [W, W] int32, in
+    whose column of this rank row i is the number of rows from ranks up to i (-1 in the others), None, None, None,
+    is_token_in_rank [T, W] bool, None. Between nodes the 10: is_token_in_rank, None, None, None,
+    recv_rdma_rank_prefix_sum [N] int32, tokens that this rank gets from nodes up to there, its own included, None,
+    recv_gbl_rank_prefix_sum [W] int32, rows from ranks up to there, None, None, None. What is None is about DeepEP's
+    channels, or about the tokens of other ranks, which rows do not carry.
+    """
+
+    layer: EPAll2AllLayer
+    layout_desc: EPAllToAllLayoutDesc
+
+    def _makers(self) -> tuple[Callable[[], Any], ...]:
+        if self.layer.config.is_intra_node:
+            return self._rank_prefix_matrix, _nothing, _nothing, _nothing, self._in_rank, _nothing
+        return (
+            self._in_rank,
+            _nothing,
+            _nothing,
+            _nothing,
+            self._node_prefix_sum,
+            _nothing,
+            self._rank_prefix_sum,
+            _nothing,
+            _nothing,
+            _nothing,
+        )
+
+    def _rank_prefix_sum(self) -> torch.Tensor:
+        return self.layout_desc.report[:, 7].cumsum(0, dtype=torch.int32)
+
+    def _rank_prefix_matrix(self) -> torch.Tensor:
+        sums = self._rank_prefix_sum()
+        matrix = torch.full((sums.shape[0], sums.shape[0]), -1, dtype=torch.int32, device=sums.device)
+        matrix[:, self.layer.config.rank] = sums
+        return matrix
+
+    def _in_rank(self) -> torch.Tensor:
+        owners, ranks = self.layout_desc.owner_ranks, self.layer.config.world_size
+        assert owners is not None, "a low-latency dispatch has a handle of its own"
+        column = torch.where(owners < 0, ranks, owners).long()
+        out = torch.zeros(owners.shape[0], ranks + 1, dtype=torch.bool, device=owners.device)
+        return out.scatter_(1, column, True)[:, :ranks].contiguous()
+
+    def _node_prefix_sum(self) -> torch.Tensor:
+        cfg, desc = self.layer.config, self.layout_desc
+        from_node, per_node = desc.tokens_from_node, desc.tokens_per_node
+        assert from_node is not None and per_node is not None
+        own = cfg.rank // cfg.local_world_size
+        counts = from_node.clone()
+        counts[own] = per_node[own]
+        return counts.cumsum(0, dtype=torch.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class LowLatencyHandle(LazyItems):
+    """What a low-latency dispatch leaves to its combine; complete behind the hook, and so are its items.
+
+    Items, e local experts, W ranks, M most tokens per rank, as DeepEP's: [e, W * M] int32, the source's token of each
+    row in its slab, -1 behind the rows that arrived; [e, W] int64, first row << 32 | rows of each source rank; M; H;
+    the number of experts.
+    """
+
+    layer: EPAll2AllLayer
+    layout_desc: EPAllToAllLayoutDesc
+    kind: Kind
+
+    def _makers(self) -> tuple[Callable[[], Any], ...]:
+        kind = self.kind
+        return (
+            self._source_tokens,
+            self._layout_range,
+            lambda: kind.max_tokens,
+            lambda: kind.hidden,
+            lambda: kind.num_experts,
+        )
+
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[W * M * K] int64 each: expert-major row of every copy, R = none, and its source rank * M + token."""
+        copies, none = self.layout_desc.skipped_token_topk_mapping_indices, self.layout_desc.num_recv_rows
+        assert copies is not None, "a descriptor of a low-latency dispatch has it"
+        row = torch.where((copies < 0) | (copies >= none), none, copies).long()
+        source = torch.arange(copies.shape[0], device=copies.device).unsqueeze(1).expand(copies.shape)
+        return row.flatten(), source.flatten()
+
+    def _source_tokens(self) -> torch.Tensor:
+        desc, slab_rows = self.layout_desc, self.layer.config.world_size * self.kind.max_tokens
+        row, source = self._rows()
+        tokens = torch.full((desc.num_recv_rows + 1,), -1, dtype=torch.int32, device=row.device)
+        tokens.scatter_(0, row, (source % self.kind.max_tokens).int())
+        place = torch.arange(slab_rows, device=row.device)
+        arrived = place < desc.num_recv_tokens_per_expert.unsqueeze(1)
+        where = desc.expert_offsets[:-1].unsqueeze(1) + place
+        return torch.where(arrived, tokens[where.clamp(max=desc.num_recv_rows)], -1)
+
+    def _layout_range(self) -> torch.Tensor:
+        desc, ranks = self.layout_desc, self.layer.config.world_size
+        experts = desc.num_recv_tokens_per_expert.shape[0]
+        row, source = self._rows()
+        expert = torch.bucketize(row, desc.expert_offsets[1:].long(), right=True)
+        counts = torch.zeros(experts + 1, ranks, dtype=torch.int64, device=row.device)
+        ones = torch.where(row < desc.num_recv_rows, 1, 0)
+        cell = expert.clamp(max=experts) * ranks + source // self.kind.max_tokens
+        counts = counts.view(-1).scatter_add_(0, cell, ones).view(-1, ranks)[:experts]
+        return (counts.cumsum(1) - counts) << 32 | counts
