@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from triton_ep import checks
+from triton_ep._names import LayerNames
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
 from triton_ep.errors import InputError, PeerFailed, StaleHandleError
@@ -24,7 +25,7 @@ from triton_ep.overlap import EPEvent
 Received = tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc]
 
 
-class DispatchSteps:
+class DispatchSteps(LayerNames):
     """What a layer does in `dispatch`; the layer sets the attributes.
 
     Attributes:

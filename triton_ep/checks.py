@@ -82,6 +82,12 @@ def check_dispatch(
             "under way. Pass None, or make the layer with low_latency=False."
         )
     if scatter is not None:
+        if isinstance(scatter, torch.Tensor) and scatter.dim() == 2 and scatter.shape[0] > num_tokens:
+            raise InputError(
+                f"full_scatter_indices has {scatter.shape[0]} rows, but this rank has {num_tokens} tokens: it must "
+                "sort the entries of this rank alone. Of a table over all ranks take the own rows and pass "
+                "own.flatten().argsort().argsort().view_as(own), or None to have it computed."
+            )
         _check_tensor(device, "full_scatter_indices", scatter, shape, ids)
 
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -24,6 +26,21 @@ _POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local
 
 # Every program goes through the ids of all tokens of its rank; ranks are bits of a word.
 _LOW_LATENCY_MOST = {"max_tokens": 512, "num_experts": 2048, "world_size": 32}
+
+
+def as_integer(name: str, value: Any, least: int = 1) -> int:
+    """`value` as an int: of numpy, or a tensor with one integer, too.
+
+    Raises:
+        ConfigError: it is no integer, or below `least`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    return number
 
 
 @dataclass(frozen=True)
@@ -75,10 +92,12 @@ class EPConfig:
     tuned: TunedEntry | None = None
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"EPConfig.{name} must be an integer of at least 1, got {value!r}.")
+        for name in (*_POSITIVE, "rank"):
+            least = 0 if name == "rank" else 1
+            object.__setattr__(self, name, as_integer(f"EPConfig.{name}", getattr(self, name), least))
+        for name in ("enable_local_combine", "low_latency"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"EPConfig.{name} must be True or False, got {getattr(self, name)!r}.")
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"EPConfig.rank is {self.rank}, but the group has ranks 0 to {self.world_size - 1}.")
         if self.world_size % self.local_world_size:
@@ -98,21 +117,25 @@ class EPConfig:
         if self.num_sm > 1024:
             raise ConfigError(f"EPConfig.num_sm {self.num_sm} exceeds 1024.")
         if self.token_dtype not in _TOKEN_DTYPES:
-            raise ConfigError(f"EPConfig.token_dtype {self.token_dtype} is none of {tuple(_TOKEN_DTYPES)}.")
+            raise ConfigError(
+                f"EPConfig.token_dtype {self.token_dtype!r} is none of {tuple(_TOKEN_DTYPES)}. For quantised rows pass "
+                'one of them, which combine takes, and payload="mxfp8".'
+            )
         if self.weight_dtype != torch.float32:
-            raise ConfigError(f"EPConfig.weight_dtype {self.weight_dtype} is not torch.float32.")
+            raise ConfigError(f"EPConfig.weight_dtype {self.weight_dtype!r} is not torch.float32; convert the weights.")
         if self.offset_dtype != torch.int32:
-            raise ConfigError(f"EPConfig.offset_dtype {self.offset_dtype} is not torch.int32.")
-        if self.recv_capacity is not None and self.recv_capacity < 1:
-            raise ConfigError(f"capacity must be None (exact) or at least 1 row, got {self.recv_capacity}.")
+            raise ConfigError(f"EPConfig.offset_dtype {self.offset_dtype!r} is not torch.int32; leave it out.")
+        if self.recv_capacity is not None:
+            rows = as_integer("capacity (None for exact outputs, or a number of rows)", self.recv_capacity)
+            object.__setattr__(self, "recv_capacity", rows)
         if self.payload not in (None, "mxfp8"):
             raise ConfigError(f'EPConfig.payload is {self.payload!r}; rows travel as they are (None) or as "mxfp8".')
         if self.payload and self.hidden % 32:
             raise ConfigError(f"EPConfig.hidden {self.hidden} is not a multiple of 32, the block of an MXFP8 scale.")
         if self.low_latency:
             self._check_low_latency()
-        if not 0 < self.timeout_s <= 2000:
-            raise ConfigError(f"EPConfig.timeout_s must be above 0 and at most 2000 seconds, got {self.timeout_s}.")
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s <= 2000:
+            raise ConfigError(f"EPConfig.timeout_s must be above 0 and at most 2000 seconds, got {self.timeout_s!r}.")
 
     def _check_low_latency(self) -> None:
         if self.recv_capacity is None:

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import layout
+from triton_ep._names import ContextNames
 from triton_ep.aot.launch import Aot
-from triton_ep.config import EPConfig
-from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
+from triton_ep.config import EPConfig, as_integer
+from triton_ep.distributed import check_group, current_heap  # before kernels: decides whether they are interpreted
 from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed, WaitTimeout
 from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.kernels.device import codes
@@ -33,7 +34,7 @@ NO_LIMIT = 2**31 - 1
 """Row limit of kernels in exact mode, where buffers are grown before anything is written."""
 
 
-class DispatchCombineContext:
+class DispatchCombineContext(ContextNames):
     """Symmetric buffers, addresses, epochs and status of one layer on this rank.
 
     Made by `create`, collective over the group; ended by `finalize`, collective as well. Nothing is freed by
@@ -104,15 +105,15 @@ class DispatchCombineContext:
         """
         group = group if group is not None else dist.group.WORLD
         heap = heap if heap is not None else current_heap()
-        ranks = dist.get_world_size(group)
+        ranks = check_group(group)
         if (ranks, dist.get_rank(group)) != (ep_config.world_size, ep_config.rank):
             raise ConfigError(
                 f"EPConfig says rank {ep_config.rank} of {ep_config.world_size}, but this process is rank "
                 f"{dist.get_rank(group)} of {ranks} in the group. Take both from the group."
             )
         aot = aot_for(None, None, heap) if aot is None else aot
-        if not capacity > 0:
-            raise ConfigError(f"capacity must be positive, got {capacity}.")
+        if not isinstance(capacity, int | float) or not capacity > 0:
+            raise ConfigError(f"capacity must be a number above 0, got {capacity!r}.")
         return cls(ep_config, layout.initial_sizes(ep_config, capacity), group, heap, aot)
 
     # --- memory -----------------------------------------------------------------------------------------
@@ -152,8 +153,9 @@ class DispatchCombineContext:
         ranks; waits until all of them have ended the call before.
         """
         self.check_open()
+        rows = as_integer("dispatch_recv_tokens", dispatch_recv_tokens, 0)
         self._meet()
-        self.grow(self.sizes.arrival_rows, dispatch_recv_tokens)
+        self.grow(self.sizes.arrival_rows, rows)
         return self.local("dispatch_output_buf"), self.local("weight_recv_buf")
 
     def grow(self, arrival_rows: int, output_rows: int) -> None:

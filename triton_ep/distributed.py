@@ -156,6 +156,22 @@ def local_world_size() -> int:
     return _current_job().local_world_size
 
 
+def check_group(group: Any) -> int:
+    """Ranks of a process group that has this process as a member.
+
+    Raises:
+        ConfigError: it is none, or this process is not in it.
+    """
+    if not dist.is_initialized():
+        raise ConfigError("there is no process group yet. Call triton_ep.initialize_distributed() first.")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"group is {group!r}, which is no process group of this process. Pass the expert-parallel group, as "
+            "torch.distributed.new_group returned it (of a DeviceMesh get_group()), on its members only."
+        )
+    return dist.get_world_size(group)
+
+
 def launched_by() -> str:
     """What started this process: "torchrun", "mpirun", "srun", "run_ranks" or "none"."""
     return "run_ranks" if _spawned is not None else read_environment().launcher

@@ -19,7 +19,7 @@ from triton_ep._compact import CompactCalls, Received
 from triton_ep.barrier import BarrierAllContext
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
-from triton_ep.distributed import current_heap
+from triton_ep.distributed import check_group, current_heap
 from triton_ep.errors import ConfigError
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
@@ -115,8 +115,8 @@ class EPAll2AllLayer(CompactCalls):
             low_latency=low_latency,
             tuned=tuned,
         )
-        looked_up = num_sm is None and tuned is None
-        self.config = choose(config, current_heap().device, ep_group) if looked_up else config
+        check_group(torch.distributed.group.WORLD if ep_group is None else ep_group)
+        self.config = choose(config, current_heap().device, ep_group) if num_sm is None and tuned is None else config
         kernels = aot_for(aot or use_aot, aot_dir, current_heap())
         self.context = DispatchCombineContext.create(self.config, group=ep_group, aot=kernels)
         self.barrier = BarrierAllContext(self.context)

@@ -11,15 +11,18 @@ from triton_ep import EPAll2AllLayer
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import vllm as door
+from triton_ep.integrations.vllm_quantize import quantize_rows
 from triton_ep.testing import apply_expert, apply_experts, make_workload
 
 HIDDEN, EXPERTS, TOPK = 64, 2, 2  # experts per rank
 TOKENS = (9, 0, 5, 12)
 PLAIN = SimpleNamespace(quant_dtype=None)
 MXFP8 = SimpleNamespace(quant_dtype="mxfp8", is_scale_swizzled=False)
+# Tiles are what vLLM's configurations ask for when nobody says otherwise; FP8 has none.
 FP8 = SimpleNamespace(
-    quant_dtype=torch.float8_e4m3fn, a1_scale=None, per_act_token_quant=True, block_shape=None, is_scale_swizzled=False
+    quant_dtype=torch.float8_e4m3fn, a1_scale=None, per_act_token_quant=True, block_shape=None, is_scale_swizzled=True
 )
+FP8_ONE_SCALE = SimpleNamespace(**{**vars(FP8), "per_act_token_quant": False})
 
 
 def _batch(rank: int, world_size: int, seed: int, topk: int = TOPK):
@@ -95,6 +98,7 @@ CASES = {
     "batched": ({"batched": True}, PLAIN, "Delegate"),
     "batched_mxfp8": ({"batched": True}, MXFP8, "Delegate"),
     "batched_fp8": ({"batched": True}, FP8, "Delegate"),
+    "batched_fp8_one_scale": ({"batched": True}, FP8_ONE_SCALE, "Delegate"),
 }
 
 
@@ -105,8 +109,8 @@ def test_moe_in_vllms_call_sequence(run_ranks, backend, nodes, ranks_per_node, c
     """Against a dense computation; in bf16 the bits of the core. Two micro-batches, a rank without tokens."""
     if backend == "host" and nodes * ranks_per_node > 2:
         pytest.skip("4 ranks show no more than 2 do: they are for --backend nvshmem")
-    if backend == "host" and case == "standard_fp8":
-        pytest.skip("the batched format shows the same on the host")
+    if backend == "host" and case in ("standard_fp8", "batched_fp8"):
+        pytest.skip("one scale for all rows shows the same on the host, and more")
     run_ranks(_check_kernel, nodes, ranks_per_node, case)
 
 
@@ -154,3 +158,31 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_mistakes_are_told(run_ranks):
     """Sizes, quantisation that is not served, finalize before prepare; weights on the input count once."""
     run_ranks(_check_mistakes, 1, 2)
+
+
+def _in_tiles(A, A_scale, quant_dtype, per_act_token_quant, block_shape, is_scale_swizzled=True):
+    """As newer releases call it."""
+    return A, A_scale * is_scale_swizzled
+
+
+def _in_fp4_tiles(A, A_scale, quant_dtype, per_act_token_quant, block_shape, is_fp4_scale_swizzled=True):
+    """As older ones do."""
+    return A, A_scale * is_fp4_scale_swizzled
+
+
+def test_rows_are_quantised_as_the_configuration_says():
+    """Tiles or not under the names of vLLM's releases, the scale of the format, one or many; garbage is no row."""
+    common = {"quant_dtype": "nvfp4", "a1_gscale": torch.ones(6, 1), "per_act_token_quant": False, "block_shape": None}
+    for name, function in (("is_scale_swizzled", _in_tiles), ("is_nvfp4_scale_swizzled", _in_fp4_tiles)):
+        for tiles in (False, True):
+            config = SimpleNamespace(**common, **{name: tiles})
+            assert quantize_rows(function, torch.ones(6, 32), config, None)[1].unique().tolist() == [tiles]
+
+    slabs = torch.randn(2, 3, 32).bfloat16()
+    slabs[1, 1:] = float("nan")
+    in_use = torch.tensor([[True, True, True], [True, False, False]])
+    data, scales = quantize_rows(vllm.moe_kernel_quantize_input, slabs, FP8_ONE_SCALE, lambda: in_use)
+    assert scales.shape == (2, 1, 1)
+    torch.testing.assert_close((data.float() * scales)[in_use], slabs[in_use].float(), rtol=0.07, atol=0.02)
+    _, scales = quantize_rows(vllm.moe_kernel_quantize_input, slabs, FP8, lambda: in_use)
+    assert scales.shape == (2, 3, 1)

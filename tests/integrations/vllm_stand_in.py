@@ -72,11 +72,12 @@ class TopKWeightAndReduceContiguous:
 
 
 def moe_kernel_quantize_input(
-    A, A_scale, quant_dtype=None, per_act_token_quant=False, block_shape=None
+    A, A_scale, quant_dtype=None, per_act_token_quant=False, block_shape=None, is_scale_swizzled=True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows scaled to their largest value, in e4m3, with a float32 scale each."""
-    scale = A.float().abs().amax(1, keepdim=True).clamp(min=2.0**-20) / 448
-    return (A.float() / scale).to(quant_dtype), scale
+    """Scaled to the largest value, of a row or of all, in e4m3, with a float32 scale each."""
+    amax = A.float().abs().amax(1, keepdim=True) if per_act_token_quant else A.float().abs().amax()
+    scale = amax.clamp(min=2.0**-20) / 448 if A_scale is None else A_scale
+    return (A.float() / scale).to(quant_dtype), scale if per_act_token_quant else scale.view(1)
 
 
 class Experts:
@@ -85,7 +86,7 @@ class Experts:
     def __init__(self, quant_config: Any, reduce: Any, first_expert: int) -> None:
         self.quant_config, self.reduce, self.first_expert = quant_config, reduce, first_expert
 
-    def apply(self, rows, scales, meta, topk_ids, topk_weights) -> torch.Tensor:
+    def apply(self, rows, scales, meta, topk_ids, topk_weights, expert_map) -> torch.Tensor:
         if scales is not None and scales.dtype == torch.uint8:
             scales = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
         x = rows if scales is None else (rows.float() * scales).bfloat16()
@@ -95,6 +96,11 @@ class Experts:
                 out[local, :count] = apply_expert(x[local, :count], self.first_expert + local)
             return out
         ids = topk_ids[:, 0].cpu()
+        if (expert_map >= 0).all():  # one rank: nobody else has an expert
+            assert (ids < expert_map.shape[0]).all()
+        else:
+            assert ((ids >= 0) & (ids < expert_map.shape[0])).all()
+            ids = torch.where(expert_map[ids.long()] < 0, -1, ids)
         counts = torch.bincount(ids[ids >= 0] - self.first_expert, minlength=meta.expert_num_tokens.shape[0])
         assert counts.tolist() == meta.expert_num_tokens.tolist()
         out[(ids >= 0).to(x.device)] = apply_expert(x[(ids >= 0).to(x.device)], ids[ids >= 0])
@@ -106,7 +112,11 @@ class Experts:
 def kernel(prepare_finalize, experts, x, topk_weights, topk_ids, num_experts, on_input=False) -> torch.Tensor:
     """FusedMoEKernel.apply for one micro-batch."""
     output = torch.empty_like(x)
-    arguments = (x, topk_weights, topk_ids, num_experts, None, on_input, experts.quant_config)
+    expert_map = torch.full((num_experts,), -1, dtype=torch.int32)
+    per_rank = num_experts // prepare_finalize.num_dispatchers()
+    expert_map[experts.first_expert : experts.first_expert + per_rank] = torch.arange(per_rank, dtype=torch.int32)
+    device_map = expert_map.to(x.device)
+    arguments = (x, topk_weights, topk_ids, num_experts, device_map, on_input, experts.quant_config)
     if prepare_finalize.supports_async():
         ret = prepare_finalize.prepare_async(*arguments, defer_input_quant=False)
         hook, receiver = ret if isinstance(ret, tuple) else (None, ret)
@@ -117,7 +127,7 @@ def kernel(prepare_finalize, experts, x, topk_weights, topk_ids, num_experts, on
         rows, scales, meta, ids, weights = prepare_finalize.prepare(*arguments, defer_input_quant=False)
     ids = topk_ids if ids is None else ids
     weights = topk_weights if weights is None else weights
-    fused = experts.apply(rows, scales, meta, ids, weights)
+    fused = experts.apply(rows, scales, meta, ids, weights, expert_map)
     ret = prepare_finalize.finalize_async(output, fused, weights, ids, on_input, experts.reduce)
     hook, receiver = ret if isinstance(ret, tuple) else (None, ret)
     if hook is not None:

@@ -8,27 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from triton_ep.distributed import check_group as check_group
 from triton_ep.distributed import local_world_size
 from triton_ep.errors import ConfigError, FinalizedError, InputError
 from triton_ep.layer import EPAll2AllLayer
 
 Key = tuple[torch.dtype, int, int, int | None]
-
-
-def check_group(group: Any) -> int:
-    """Ranks of a process group that has this process as a member.
-
-    Raises:
-        ConfigError: it is none, or this process is not in it.
-    """
-    if not dist.is_initialized():
-        raise ConfigError("there is no process group yet. Call triton_ep.initialize_distributed() first.")
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(
-            f"group is {group!r}, which is no process group of this process. Pass the expert-parallel group, as "
-            "torch.distributed.new_group returned it, on its members only."
-        )
-    return dist.get_world_size(group)
 
 
 def ranks_per_node(group: Any) -> int:

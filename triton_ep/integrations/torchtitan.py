@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import autograd
+from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError
-from triton_ep.integrations.hybrid_ep_layers import check_group, ranks_per_node
+from triton_ep.integrations.hybrid_ep_layers import ranks_per_node
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm

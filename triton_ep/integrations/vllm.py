@@ -26,8 +26,10 @@ from typing import Any
 import torch
 
 from triton_ep.config import EPConfig
+from triton_ep.distributed import check_group
 from triton_ep.errors import InputError
-from triton_ep.integrations.hybrid_ep_layers import check_group, ranks_per_node
+from triton_ep.integrations.hybrid_ep_layers import ranks_per_node
+from triton_ep.integrations.vllm_quantize import quantize_rows, scales_in_tiles
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
@@ -164,14 +166,16 @@ class PrepareFinalize:
 
         Args:
             a1: [T, H]. topk_ids: [T, K] int32 or int64, global ids, -1 = dropped. topk_weights: [T, K].
-            num_experts: as in the constructor. expert_map: not needed.
+            num_experts: as in the constructor.
+            expert_map: [E] int32, as vLLM has it: rank r owns experts r e to (r + 1) e - 1. Not read; see below.
             apply_router_weight_on_input: multiply rows by their weight before, with K = 1; combine then does not.
             quant_config: vLLM's; of it quant_dtype, a1_scale, per_act_token_quant, block_shape, is_scale_swizzled.
             defer_input_quant: rows stay as they are.
 
         Returns:
             Standard: (rows [R, H], scales or None, counts, ids [R, 1] int32, weights [R, 1] float32). Rows of a
-            capacity behind the last expert's are undefined; their ids are -1. Batched: (rows [e, M W, H], scales or
+            capacity behind the last expert's are undefined; their ids are -1, or with an `expert_map` that of an
+            expert of another rank. Batched: (rows [e, M W, H], scales or
             None, counts, None, None), M = max_tokens. counts: ExpertTokensMetadata on the device.
 
         Raises:
@@ -219,7 +223,7 @@ class PrepareFinalize:
             raise InputError(
                 f"quant_dtype is {wanted!r}: without vLLM's moe_kernel_quantize_input only None and 'mxfp8' are served."
             )
-        if getattr(quant_config, "is_scale_swizzled", False) and (wanted == "mxfp8" or (wanted and self.batched)):
+        if scales_in_tiles(quant_config) and (wanted == "mxfp8" or (isinstance(wanted, str) and self.batched)):
             raise InputError("scales come row by row here, but is_scale_swizzled=True asks for tiles: set it to False.")
         payload = "mxfp8" if wanted == "mxfp8" else None
         batch = 0 if self._micro_batch is None else self._micro_batch()
@@ -229,12 +233,14 @@ class PrepareFinalize:
         )
         assert recv_weights is not None, "given on all ranks"
         self._prepared[batch] = Prepared(layer, desc, recv_weights)
-        return hook, partial(self._received, recv_x, self._prepared[batch], quant_config, wanted)
+        # vLLM's kernels look every id up in an expert map: what is no row has an expert that it says is elsewhere.
+        nobody = -1 if expert_map is None or self.ranks == 1 else 0 if self.rank else self.num_experts - 1
+        return hook, partial(self._received, recv_x, self._prepared[batch], quant_config, wanted, nobody)
 
     def _received(
-        self, recv_x: torch.Tensor | MXTensor, prepared: Prepared, quant_config: Any, wanted: Any
+        self, recv_x: torch.Tensor | MXTensor, prepared: Prepared, quant_config: Any, wanted: Any, nobody: int
     ) -> tuple[Any, ...]:
-        """What `prepare` returns."""
+        """What `prepare` returns; nobody: the id of rows behind the last expert's."""
         desc = prepared.desc
         counts = desc.num_recv_tokens_per_expert
         rows: torch.Tensor = recv_x
@@ -247,33 +253,24 @@ class PrepareFinalize:
             if scales is not None:
                 scales = _slabs(scales, desc, slab)
         if wanted not in (None, "mxfp8") and rows.numel():
-            rows, scales = self._quantized(rows, quant_config)
+            assert self._quantize is not None, "checked before the dispatch"
+            in_use = None if self._options["capacity"] is None else partial(self._in_use, rows.shape, desc)
+            rows, scales = quantize_rows(self._quantize, rows, quant_config, in_use)
         meta = {"expert_num_tokens": counts, "expert_num_tokens_cpu": None}
         tokens = meta if self._formats is None else self._formats[1](**meta)
         if self.batched:
             return rows, scales, tokens, None, None
-        # One expert per row, by where the row is; -1 behind the last one.
+        # One expert per row, by where the row is.
         at = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
         local = torch.searchsorted(desc.expert_offsets[1:].contiguous(), at, right=True, out_int32=True)
-        ids = torch.where(local < counts.shape[0], local + self.rank * counts.shape[0], -1)
+        ids = torch.where(local < counts.shape[0], local + self.rank * counts.shape[0], nobody)
         return rows, scales, tokens, ids.unsqueeze(1), prepared.weights.unsqueeze(1)
 
-    def _quantized(self, rows: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [..., H] by vLLM's function, row by row."""
-        assert self._quantize is not None, "checked before the dispatch"
-        swizzled = {"is_scale_swizzled": True} if getattr(config, "is_scale_swizzled", False) else {}
-        data, scales = self._quantize(
-            rows.reshape(-1, rows.shape[-1]),
-            config.a1_scale,
-            quant_dtype=config.quant_dtype,
-            per_act_token_quant=config.per_act_token_quant,
-            block_shape=config.block_shape,
-            **swizzled,
-        )
-        data = data.view(*rows.shape[:-1], data.shape[-1])
-        if rows.dim() == 3 and scales is not None and scales.numel() > 1:
-            scales = scales.view(*rows.shape[:-1], -1)
-        return data, scales
+    def _in_use(self, shape: torch.Size, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+        """Which rows of the standard format [R], or of slabs [e, n], arrived; the others are undefined."""
+        last = desc.num_recv_tokens_per_expert.unsqueeze(1) if self.batched else desc.expert_offsets[-1]
+        at = torch.arange(shape[-2], dtype=torch.int32, device=last.device)
+        return at < last
 
     # --- finalize ---------------------------------------------------------------------------------------
 

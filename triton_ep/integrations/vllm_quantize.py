@@ -1,0 +1,57 @@
+"""Received rows quantised by vLLM's own function, where they arrive: triton_ep/integrations/vllm.py.
+
+Source: moe_kernel_quantize_input and normalize_batched_scales_shape of vllm/model_executor/layers/fused_moe/utils.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_TILES = ("is_scale_swizzled", "is_nvfp4_scale_swizzled", "is_fp4_scale_swizzled")
+"""The same choice in vLLM's configurations and functions, the newest name first."""
+
+
+def scales_in_tiles(config: Any) -> bool:
+    """Whether a quantisation asks for scales in tiles; counts for formats with a scale per 16 or 32 values."""
+    return any(getattr(config, name, False) for name in _TILES)
+
+
+def quantize_rows(
+    quantize: Callable[..., Any], rows: torch.Tensor, config: Any, in_use: Callable[[], torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows [R, H], or slabs [e, n, H], by vLLM's function.
+
+    Args:
+        quantize: moe_kernel_quantize_input.
+        config: of it quant_dtype, a1_scale (nvfp4: a1_gscale), per_act_token_quant, block_shape, is_scale_swizzled.
+        in_use: which rows arrived, [R] or [e, n] bool; None: all. Asked where one scale is found for all rows: what is
+            undefined must not count.
+
+    Returns:
+        The same shape in the wanted format (H / 2 bytes for 4-bit formats), and its scales as the function makes them;
+        of slabs [e, n, S], or [e, 1, 1] if there is a single one.
+    """
+    scale = config.a1_gscale if config.quant_dtype == "nvfp4" else config.a1_scale
+    of_tensor = scale is None and not config.per_act_token_quant and config.block_shape is None
+    if in_use is not None and of_tensor and not isinstance(config.quant_dtype, str):
+        rows = rows.masked_fill(~in_use().unsqueeze(-1), 0.0)
+    parameters = inspect.signature(quantize).parameters
+    told = any(hasattr(config, name) for name in _TILES)
+    options = {name: scales_in_tiles(config) for name in _TILES if told and name in parameters}
+    data, scales = quantize(
+        rows.reshape(-1, rows.shape[-1]),
+        scale,
+        quant_dtype=config.quant_dtype,
+        per_act_token_quant=config.per_act_token_quant,
+        block_shape=config.block_shape,
+        **options,
+    )
+    data = data.view(*rows.shape[:-1], data.shape[-1])
+    if rows.dim() == 3 and scales is not None:
+        single = scales.numel() == 1
+        scales = scales.view(1, 1, 1).repeat(rows.shape[0], 1, 1) if single else scales.view(*rows.shape[:-1], -1)
+    return data, scales
