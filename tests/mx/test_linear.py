@@ -227,6 +227,8 @@ def test_models_are_converted_by_a_filter(config: Any, kind: type, decibels: flo
     assert _snr(want, got) >= decibels
     with torch.no_grad():
         assert torch.equal(again(x), model(x))
+        with torch.inference_mode():
+            assert torch.equal(again(x), model(x)) and torch.equal(model.inner[0](x), got)
         fresh = _model()
         quantize_(fresh, config, _not_the_head)
         for parameter in fresh.parameters():

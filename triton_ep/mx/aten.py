@@ -1,74 +1,23 @@
-"""What torch's operations do to an MXTensor. One not named here is refused.
-
-`run` is what `MXTensor.__torch_dispatch__` calls: below autograd, with operations in their ATen form.
-"""
+"""What torch's operations do to an MXTensor, beside what operations.py has. One that is in neither is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from triton_ep.errors import InputError
+from triton_ep.mx.operations import Operations, axis_of, cuts_blocks
 from triton_ep.mx.tensor import MXTensor
 
 aten = torch.ops.aten
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {}
-
-_BY_VALUE = {
-    overload
-    for packet, names in (
-        ("mm bmm addmm baddbmm mv dot linear", "default"),
-        ("sum mean", "default dim_IntList dim"),
-        ("amax amin abs neg isnan isinf isfinite isclose allclose equal linalg_vector_norm _grouped_mm", "default"),
-        ("add sub mul div eq ne lt gt le ge", "Tensor Scalar"),
-        ("add_ sub_ mul_ div_", "Tensor"),
-    )
-    for each in packet.split()
-    for name in names.split()
-    if (overload := getattr(getattr(aten, each), name, None)) is not None
-}
-"""Computed on the dequantised values; the result is no MXTensor."""
-
-
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Result of an operation with at least one MXTensor among its arguments.
-
-    Raises:
-        InputError: it has no meaning here, or would need blocks to be requantised.
-    """
-    in_place_on_mx = func._schema.is_mutable and isinstance(args[0], MXTensor)
-    if func in _BY_VALUE and not in_place_on_mx:
-        plain_args, plain_kwargs = tree_map_only(MXTensor, MXTensor._plain, (args, kwargs))
-        return func(*plain_args, **plain_kwargs)
-    if func in _HANDLERS:
-        return _HANDLERS[func](func, *args, **kwargs)
-    raise InputError(f"{func} is not defined for an MXTensor; call .dequantize() first.")
-
-
-def _handles(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        _HANDLERS.update(dict.fromkeys(overloads, handler))
-        return handler
-
-    return register
-
-
-def _axis(mx: MXTensor, dim: int) -> int:
-    """A dimension counted from the end."""
-    return dim if dim < 0 else dim - mx.dim()
-
-
-def _cuts_blocks(func: Any, mx: MXTensor) -> InputError:
-    return InputError(
-        f"{func} would cut or reorder the blocks of {mx.block_size} along dimension {mx.block_dim} of an MXTensor of "
-        f"shape {list(mx.shape)}; call .dequantize() first."
-    )
+_OPERATIONS = Operations(MXTensor, "isfinite isclose allclose _grouped_mm")
+_handles = _OPERATIONS.handles
+run = _OPERATIONS.run
+"""What `MXTensor.__torch_dispatch__` calls."""
 
 
 @_handles(aten.detach.default, aten.alias.default, aten.clone.default)
@@ -113,18 +62,6 @@ def _record_stream(func: Any, mx: MXTensor, stream: Any) -> None:
     mx.scale.record_stream(stream)
 
 
-@_handles(
-    *(getattr(aten, f"{name}_like").default for name in ("empty", "zeros", "ones", "full", "rand", "randn")),
-    *(getattr(aten, f"new_{name}").default for name in ("empty", "zeros", "ones", "full", "empty_strided")),
-)
-def _like(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor: what is written there later need not fit any scale."""
-    shape_only = torch.empty_strided(mx.shape, mx.stride(), dtype=mx.orig_dtype, device="meta")
-    if kwargs.get("device") is None:
-        kwargs["device"] = mx.device
-    return func(shape_only, *args, **kwargs)
-
-
 @_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
     shape = list(torch.empty(mx.shape, device="meta").view(size).shape)
@@ -135,7 +72,7 @@ def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
     fits = [d for d in range(-len(shape), 0) if prod(shape[len(shape) + d + 1 :]) == inner]
     fits = [d for d in fits if shape[d] % mx.block_size == 0]
     if not fits:
-        raise _cuts_blocks(func, mx)
+        raise cuts_blocks(func, mx)
     block_dim = mx.block_dim if mx.block_dim in fits else fits[-1]
     sizes = []
     for divisor in (mx.elem_format.per_byte, mx.block_size):
@@ -151,26 +88,13 @@ def _as_strided(
 ) -> MXTensor:
     """The tensor itself, which is what FSDP asks for; nothing else has blocks."""
     if list(size) != list(mx.shape) or list(stride) != list(mx.stride()) or storage_offset:
-        raise _cuts_blocks(func, mx)
+        raise cuts_blocks(func, mx)
     return mx._apply(aten.alias.default)
-
-
-@_handles(aten.t.default)
-def _t(func: Any, mx: MXTensor) -> MXTensor:
-    return _permute(func, mx, list(reversed(range(mx.dim()))))
-
-
-@_handles(aten.transpose.int)
-def _transpose(func: Any, mx: MXTensor, dim0: int, dim1: int) -> MXTensor:
-    order = list(range(-mx.dim(), 0))
-    dim0, dim1 = _axis(mx, dim0), _axis(mx, dim1)
-    order[dim0], order[dim1] = dim1, dim0
-    return _permute(func, mx, order)
 
 
 @_handles(aten.permute.default)
 def _permute(func: Any, mx: MXTensor, order: Sequence[int]) -> MXTensor:
-    from_end = [_axis(mx, dim) for dim in order]
+    from_end = [axis_of(mx, dim) for dim in order]
     return mx._apply(lambda part: part.permute(from_end), from_end.index(mx.block_dim) - mx.dim())
 
 
@@ -183,7 +107,7 @@ def _unsqueeze(func: Any, mx: MXTensor, dim: int) -> MXTensor:
 @_handles(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(func: Any, mx: MXTensor, dims: int | Sequence[int] | None = None) -> MXTensor:
     dims = range(mx.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-    axes = {_axis(mx, dim) for dim in dims}
+    axes = {axis_of(mx, dim) for dim in dims}
     gone = sorted(axis for axis in axes if mx.shape[axis] == 1 and axis != mx.block_dim)
     if not gone:
         return mx._apply(aten.alias.default)
@@ -194,7 +118,7 @@ def _squeeze(func: Any, mx: MXTensor, dims: int | Sequence[int] | None = None) -
 def _expand(func: Any, mx: MXTensor, size: Sequence[int], **kwargs: Any) -> MXTensor:
     size = list(size)
     if len(size) < -mx.block_dim or size[mx.block_dim] not in (-1, mx.shape[mx.block_dim]):
-        raise _cuts_blocks(func, mx)
+        raise cuts_blocks(func, mx)
     size[mx.block_dim] = -1
     return mx._apply(lambda part: part.expand(size))
 
@@ -203,28 +127,23 @@ def _expand(func: Any, mx: MXTensor, size: Sequence[int], **kwargs: Any) -> MXTe
 def _slice(
     func: Any, mx: MXTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> MXTensor:
-    axis = _axis(mx, dim)
+    axis = axis_of(mx, dim)
     if axis != mx.block_dim:
         return mx._apply(lambda part: func(part, axis, start, end, step))
     first, last, _ = slice(start, end).indices(mx.shape[axis])
     last = max(first, last)
     if step != 1 or first % mx.block_size or last % mx.block_size:
-        raise _cuts_blocks(func, mx)
+        raise cuts_blocks(func, mx)
     parts = ((mx.qdata, mx.elem_format.per_byte), (mx.scale, mx.block_size))
     return mx._with(*(func(part.view(torch.uint8), axis, first // n, last // n) for part, n in parts))
 
 
 @_handles(aten.select.int)
 def _select(func: Any, mx: MXTensor, dim: int, index: int) -> MXTensor:
-    axis = _axis(mx, dim)
+    axis = axis_of(mx, dim)
     if axis == mx.block_dim:
-        raise _cuts_blocks(func, mx)
+        raise cuts_blocks(func, mx)
     return mx._apply(lambda part: part.select(axis, index), mx.block_dim + (axis > mx.block_dim))
-
-
-@_handles(aten.unbind.int)
-def _unbind(func: Any, mx: MXTensor, dim: int = 0) -> list[MXTensor]:
-    return [_select(func, mx, dim, index) for index in range(mx.shape[dim])]
 
 
 @_handles(aten.index.Tensor)
@@ -237,7 +156,7 @@ def _index(func: Any, mx: MXTensor, indices: Sequence[torch.Tensor | None]) -> M
     places = [place for place, index in enumerate(each) if index is not None]
     at = mx.dim() + mx.block_dim
     if at in places:
-        raise _cuts_blocks(func, mx)
+        raise cuts_blocks(func, mx)
     # The dimensions that the indices have together come where they stand, or first if they stand apart.
     together = places == list(range(places[0], places[-1] + 1))
     new = torch.broadcast_shapes(*(index.shape for index in each if index is not None))
@@ -249,19 +168,10 @@ def _index(func: Any, mx: MXTensor, indices: Sequence[torch.Tensor | None]) -> M
 
 @_handles(aten.index_select.default)
 def _index_select(func: Any, mx: MXTensor, dim: int, index: torch.Tensor) -> MXTensor:
-    axis = _axis(mx, dim)
+    axis = axis_of(mx, dim)
     if axis == mx.block_dim:
-        raise _cuts_blocks(func, mx)
+        raise cuts_blocks(func, mx)
     return mx._apply(lambda part: part.index_select(axis, index))
-
-
-@_handles(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(func: Any, mx: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> list[MXTensor]:
-    length = mx.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, length - first) for first in range(0, length, sizes)] or [0]
-    ends = accumulate(sizes)
-    return [_slice(aten.slice.Tensor, mx, dim, end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 @_handles(aten.stack.default)
@@ -280,7 +190,7 @@ def _cat(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> MXTensor:
     if len(parts) < len(tensors) or any(getattr(each, n) != getattr(first, n) for each in parts for n in names):
         given = "; ".join(repr(each) if isinstance(each, MXTensor) else str(type(each)) for each in tensors)
         raise InputError(f"{func} takes MXTensors of one format, not {given}. Call .dequantize() on all.")
-    axis = _axis(first, dim)
+    axis = axis_of(first, dim)
     return first._with(
         torch.cat([each.qdata.view(torch.uint8) for each in parts], axis),
         torch.cat([each.scale.view(torch.uint8) for each in parts], axis),

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import Any
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from triton_ep.errors import InputError
 from triton_ep.mx.formats import BLOCK, ScalingMode, elem_format
 from triton_ep.mx.mm import PATHS, mx_mm
 from triton_ep.mx.tensor import MXTensor
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -166,14 +168,15 @@ def mx_linear(
     return out if lowered_bias is None else out + lowered_bias
 
 
-class MXLinear(nn.Linear):
-    """torch.nn.Linear whose products, forward and backward, are of MX operands.
+class ConfiguredLinear(nn.Linear, Generic[Config]):
+    """torch.nn.Linear with a configuration: what MXLinear and NVFP4Linear share.
 
-    Arguments: those of torch.nn.Linear, and the formats. Parameters are those of torch.nn.Linear, in high precision: an
-    optimizer, a state dict or a parallel plan sees no difference.
+    Arguments: those of torch.nn.Linear, and the configuration; None: the default one. Parameters are those of
+    torch.nn.Linear, in high precision: an optimizer, a state dict or a parallel plan sees no difference.
     """
 
-    config: MXLinearConfig
+    config: Config
+    _default: ClassVar[type[Any]]
 
     def __init__(
         self,
@@ -183,14 +186,14 @@ class MXLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        config: MXLinearConfig | None = None,
+        config: Config | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.config = config or MXLinearConfig()
+        self.config = config or self._default()
 
     @classmethod
-    def from_float(cls, linear: nn.Linear, config: MXLinearConfig | None = None) -> MXLinear:
-        """The layer itself, turned into an MXLinear: parameters, hooks and mode stay.
+    def from_float(cls, linear: nn.Linear, config: Config | None = None) -> Self:
+        """The layer itself, turned into one of this class: parameters, hooks and mode stay.
 
         Raises:
             InputError: it is a subclass of torch.nn.Linear, whose own forward would be lost.
@@ -199,8 +202,14 @@ class MXLinear(nn.Linear):
             raise InputError(f"from_float takes a torch.nn.Linear, not a {type(linear).__name__}.")
         linear.__class__ = cls
         assert isinstance(linear, cls), "its class was just set"
-        linear.config = config or MXLinearConfig()
+        linear.config = config or cls._default()
         return linear
+
+
+class MXLinear(ConfiguredLinear[MXLinearConfig]):
+    """torch.nn.Linear whose products, forward and backward, are of MX operands; parameters in high precision."""
+
+    _default = MXLinearConfig
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features]."""

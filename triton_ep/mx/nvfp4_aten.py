@@ -1,71 +1,24 @@
-"""What torch's operations do to an NVFP4Tensor. One not named here is refused."""
+"""What torch's operations do to an NVFP4Tensor, beside what operations.py has. One that is in neither is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from triton_ep.errors import InputError
 from triton_ep.mx.nvfp4 import BLOCK, NVFP4Tensor
+from triton_ep.mx.operations import Operations, axis_of, cuts_blocks
 
 aten = torch.ops.aten
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {}
+_OPERATIONS = Operations(NVFP4Tensor)
+_handles = _OPERATIONS.handles
+run = _OPERATIONS.run
+"""What `NVFP4Tensor.__torch_dispatch__` calls."""
+
 _TILE_ROWS, _TILE_VALUES = 128, 4 * BLOCK
-
-_BY_VALUE = {
-    overload
-    for packet, names in (
-        ("mm bmm addmm baddbmm mv dot linear", "default"),
-        ("sum mean", "default dim_IntList dim"),
-        ("amax amin abs neg isnan isinf equal linalg_vector_norm", "default"),
-        ("add sub mul div eq ne lt gt le ge", "Tensor Scalar"),
-        ("add_ sub_ mul_ div_", "Tensor"),
-    )
-    for each in packet.split()
-    for name in names.split()
-    if (overload := getattr(getattr(aten, each), name, None)) is not None
-}
-"""Computed on the dequantised values; the result is no NVFP4Tensor."""
-
-
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Result of an operation with at least one NVFP4Tensor among its arguments.
-
-    Raises:
-        InputError: it has no meaning here, or would need blocks to be requantised.
-    """
-    in_place_on_blocks = func._schema.is_mutable and isinstance(args[0], NVFP4Tensor)
-    if func in _BY_VALUE and not in_place_on_blocks:
-        plain_args, plain_kwargs = tree_map_only(NVFP4Tensor, NVFP4Tensor._plain, (args, kwargs))
-        return func(*plain_args, **plain_kwargs)
-    if func in _HANDLERS:
-        return _HANDLERS[func](func, *args, **kwargs)
-    raise InputError(f"{func} is not defined for an NVFP4Tensor; call .dequantize() first.")
-
-
-def _handles(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        _HANDLERS.update(dict.fromkeys(overloads, handler))
-        return handler
-
-    return register
-
-
-def _axis(x: NVFP4Tensor, dim: int) -> int:
-    """A dimension counted from the end."""
-    return dim if dim < 0 else dim - x.dim()
-
-
-def _cuts_blocks(func: Any, x: NVFP4Tensor, unit: int = BLOCK) -> InputError:
-    return InputError(
-        f"{func} would cut or reorder the blocks of {unit} along dimension {x.block_dim} of an NVFP4Tensor of shape "
-        f"{list(x.shape)}; call .dequantize() first."
-    )
 
 
 def _scales_in_place(func: Any, x: NVFP4Tensor) -> None:
@@ -115,18 +68,6 @@ def _copy(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: b
     return target
 
 
-@_handles(
-    *(getattr(aten, f"{name}_like").default for name in ("empty", "zeros", "ones", "full", "rand", "randn")),
-    *(getattr(aten, f"new_{name}").default for name in ("empty", "zeros", "ones", "full", "empty_strided")),
-)
-def _like(func: Any, x: NVFP4Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor: what is written there later need not fit any scale."""
-    shape_only = torch.empty_strided(x.shape, x.stride(), dtype=x.orig_dtype, device="meta")
-    if kwargs.get("device") is None:
-        kwargs["device"] = x.device
-    return func(shape_only, *args, **kwargs)
-
-
 @_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(func: Any, x: NVFP4Tensor, size: Sequence[int]) -> NVFP4Tensor:
     shape = list(torch.empty(x.shape, device="meta").view(size).shape)
@@ -135,29 +76,16 @@ def _view(func: Any, x: NVFP4Tensor, size: Sequence[int]) -> NVFP4Tensor:
     _scales_in_place(func, x)
     _one_scale(func, x)
     if x.block_dim != -1 or not shape or shape[-1] != x.shape[-1]:
-        raise _cuts_blocks(func, x)
+        raise cuts_blocks(func, x)
     return x._with(
         x.qdata.view([*shape[:-1], x.qdata.shape[-1]]),
         x.scale.view(torch.uint8).reshape([*shape[:-1], x.scale.shape[-1]]),
     )
 
 
-@_handles(aten.t.default)
-def _t(func: Any, x: NVFP4Tensor) -> NVFP4Tensor:
-    return _permute(func, x, list(reversed(range(x.dim()))))
-
-
-@_handles(aten.transpose.int)
-def _transpose(func: Any, x: NVFP4Tensor, dim0: int, dim1: int) -> NVFP4Tensor:
-    order = list(range(-x.dim(), 0))
-    dim0, dim1 = _axis(x, dim0), _axis(x, dim1)
-    order[dim0], order[dim1] = dim1, dim0
-    return _permute(func, x, order)
-
-
 @_handles(aten.permute.default)
 def _permute(func: Any, x: NVFP4Tensor, order: Sequence[int]) -> NVFP4Tensor:
-    from_end = [_axis(x, dim) for dim in order]
+    from_end = [axis_of(x, dim) for dim in order]
     block_dim = from_end.index(x.block_dim) - x.dim()
     if x.is_swizzled_scales:  # tiles stay as they are
         return x._with(x.qdata.permute(from_end), x.scale, block_dim=block_dim)
@@ -178,7 +106,7 @@ def _unsqueeze(func: Any, x: NVFP4Tensor, dim: int) -> NVFP4Tensor:
 def _slice(
     func: Any, x: NVFP4Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> NVFP4Tensor:
-    axis = _axis(x, dim)
+    axis = axis_of(x, dim)
     first, last, _ = slice(start, end).indices(x.shape[axis])
     last = max(first, last)
     if first == 0 and last == x.shape[axis] and step == 1:
@@ -195,7 +123,7 @@ def _slice(
         return x._with(rows.qdata.movedim(-1, x.block_dim), rows.scale)
     if axis == x.block_dim:
         if step != 1 or first % BLOCK or last % BLOCK:
-            raise _cuts_blocks(func, x)
+            raise cuts_blocks(func, x)
         parts = ((x.qdata, 2), (x.scale, BLOCK))
         return x._with(*(func(part.view(torch.uint8), axis, first // n, last // n) for part, n in parts))
     outer = x.per_tensor_scale
@@ -207,10 +135,10 @@ def _slice(
 
 @_handles(aten.select.int)
 def _select(func: Any, x: NVFP4Tensor, dim: int, index: int) -> NVFP4Tensor:
-    axis = _axis(x, dim)
+    axis = axis_of(x, dim)
     _scales_in_place(func, x)
     if axis == x.block_dim:
-        raise _cuts_blocks(func, x)
+        raise cuts_blocks(func, x)
     outer = x.per_tensor_scale
     if outer is not None and _has_many(x):
         if axis > -3:
@@ -220,25 +148,11 @@ def _select(func: Any, x: NVFP4Tensor, dim: int, index: int) -> NVFP4Tensor:
     return x._with(qdata, scale, per_tensor_scale=outer, block_dim=x.block_dim + (axis > x.block_dim))
 
 
-@_handles(aten.unbind.int)
-def _unbind(func: Any, x: NVFP4Tensor, dim: int = 0) -> list[NVFP4Tensor]:
-    return [_select(func, x, dim, index) for index in range(x.shape[dim])]
-
-
 @_handles(aten.index_select.default)
 def _index_select(func: Any, x: NVFP4Tensor, dim: int, index: torch.Tensor) -> NVFP4Tensor:
-    axis = _axis(x, dim)
+    axis = axis_of(x, dim)
     _scales_in_place(func, x)
     _one_scale(func, x)
     if axis == x.block_dim:
-        raise _cuts_blocks(func, x)
+        raise cuts_blocks(func, x)
     return x._apply(lambda part: part.index_select(axis, index))
-
-
-@_handles(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(func: Any, x: NVFP4Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[NVFP4Tensor]:
-    length = x.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, length - first) for first in range(0, length, sizes)] or [0]
-    ends = accumulate(sizes)
-    return [_slice(aten.slice.Tensor, x, dim, end - size, end) for end, size in zip(ends, sizes, strict=True)]

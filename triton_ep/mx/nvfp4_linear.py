@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from triton_ep.errors import InputError
 from triton_ep.mx.hadamard import check_signs
-from triton_ep.mx.linear import autocast, check_operands, fill_blocks, flat
+from triton_ep.mx.linear import ConfiguredLinear, autocast, check_operands, fill_blocks, flat
 from triton_ep.mx.nvfp4 import BLOCK, NVFP4Tensor, per_tensor_amax_to_scale
 
 DEFAULT_SIGNS = 0x9D2C
@@ -119,37 +117,10 @@ def nvfp4_linear(
     return out if lowered_bias is None else out + lowered_bias
 
 
-class NVFP4Linear(nn.Linear):
+class NVFP4Linear(ConfiguredLinear[NVFP4LinearConfig]):
     """torch.nn.Linear whose products, forward and backward, are of NVFP4 operands; parameters in high precision."""
 
-    config: NVFP4LinearConfig
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        config: NVFP4LinearConfig | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.config = config or NVFP4LinearConfig()
-
-    @classmethod
-    def from_float(cls, linear: nn.Linear, config: NVFP4LinearConfig | None = None) -> NVFP4Linear:
-        """The layer itself, turned into an NVFP4Linear: parameters, hooks and mode stay.
-
-        Raises:
-            InputError: it is a subclass of torch.nn.Linear, whose own forward would be lost.
-        """
-        if type(linear) is not nn.Linear:
-            raise InputError(f"from_float takes a torch.nn.Linear, not a {type(linear).__name__}.")
-        linear.__class__ = cls
-        assert isinstance(linear, cls), "its class was just set"
-        linear.config = config or NVFP4LinearConfig()
-        return linear
+    _default = NVFP4LinearConfig
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features]."""
