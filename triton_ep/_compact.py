@@ -137,6 +137,58 @@ class CompactCalls(DispatchSteps):
         rows = self._compact_call(call, (input, desc), async_finish, previous_event)
         return rows.x, rows.event
 
+    def dispatch_short(
+        self,
+        input: torch.Tensor,
+        exp_indices: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        *,
+        row_elements: int,
+        layout_desc: EPAllToAllLayoutDesc | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
+        """`dispatch`, expert-major, of rows that are shorter than the layer's. Collective.
+
+        Args:
+            input: [T, row_elements] of the layer's dtype, contiguous; so much travels, as it is.
+            exp_indices, weight: as in `dispatch`; ids are None with `layout_desc`.
+            row_elements: 1 to H, the same on all ranks. `combine` takes rows of H in any case.
+            layout_desc: of an earlier dispatch, whose routing is taken; the host waits for nothing (`dispatch_again`).
+
+        Returns:
+            recv_x [R, row_elements], recv_weights [R] float32 or None, and the descriptor.
+
+        Raises:
+            InputError: an argument does not fit; weights or shorter rows on some ranks only, on every rank (of a static
+                layer, or with `layout_desc`: from `check`).
+            ConfigError: a layer with payload or low_latency.
+            StaleHandleError, PeerFailed, WaitTimeout: as `dispatch`, `dispatch_again`.
+        """
+        ctx, cfg = self.context, self.config
+        if cfg.payload is not None or cfg.low_latency:
+            raise ConfigError(
+                f"shorter rows are for layers that send rows as they are, but this one has payload={cfg.payload!r}, "
+                f"low_latency={cfg.low_latency}. Make a layer without."
+            )
+        sent = self._sent(row_elements)
+        ctx.check_open()
+        ctx.poll_status()
+        ctx.calls.check_dispatch()
+        known_rows = None
+        try:
+            if layout_desc is not None:
+                checks.check_again(sent, ctx.device, ctx.layer_id, input, layout_desc, weight)
+                exp_indices, known_rows = layout_desc.topk_indices_tensor, layout_desc.num_recv_rows
+            checks.check_dispatch(sent, ctx.device, input, exp_indices, weight, None)
+        except (InputError, StaleHandleError):
+            self._reject(again=layout_desc is not None, width=sent.hidden)
+            raise
+        assert exp_indices is not None, "checked"
+        word = HOST_SHORT * (sent.hidden < cfg.hidden)
+        rows, weights, desc, _ = self._dispatch(
+            dispatch_ops.Rows(input), exp_indices, weight, None, word, known_rows=known_rows
+        )
+        return rows.data, weights, desc
+
     def combine_topk(
         self,
         values: torch.Tensor,

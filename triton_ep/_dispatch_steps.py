@@ -20,6 +20,7 @@ from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
 from triton_ep.ops import splits as splits_ops
+from triton_ep.ops.compact import short_rows
 from triton_ep.overlap import EPEvent
 
 Received = tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc]
@@ -127,14 +128,17 @@ class DispatchSteps(LayerNames):
         routing, placement = self.preprocess(topk_idx, scatter, host_word | (HOST_WEIGHTS if has_weights else 0))
         ctx.epoch += 1
         num_rows, num_arrivals = self.init_output_buffer(placement, known_rows)
-        routing_ops.place(ctx, routing, placement, weights, scatter)
-        received = dispatch_ops.make_received(ctx, num_rows, num_arrivals, has_weights)
+        width = x.data.shape[1]
+        moved = short_rows(ctx, width)
+        routing_ops.place(moved, routing, placement, weights, scatter)
+        received = dispatch_ops.make_received(moved, num_rows, num_arrivals, has_weights)
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, x is not given, split)
+        moved = short_rows(ctx, width)  # with the stream of the fork
         if not cfg.is_intra_node:
-            dispatch_ops.send(ctx, x, weights, routing, placement)
-        dispatch_ops.push(ctx, x, routing, placement)
-        receive = partial(dispatch_ops.receive, ctx, received, placement, forward, side)
+            dispatch_ops.send(moved, x, weights, routing, placement)
+        dispatch_ops.push(moved, x, routing, placement)
+        receive = partial(dispatch_ops.receive, moved, received, placement, forward, side)
         if not split:
             receive()
             ctx.poll_status()
@@ -191,13 +195,14 @@ class DispatchSteps(LayerNames):
         ctx.grow(arrivals, rows)
         return report[cfg.rank][0], report[cfg.rank][1]
 
-    def _reject(self, again: bool = False) -> None:
+    def _reject(self, again: bool = False, width: int | None = None) -> None:
         """Tell the other ranks that this one's arguments were refused, and keep its epochs in step.
 
-        again: the others send rows, and wait for this one's, whatever they are told.
+        again: the others send rows, and wait for this one's, whatever they are told. width: elements of their rows,
+        which this rank may have to pass on; None = the layer's.
         """
         cfg = self.config
-        x = torch.empty(0, cfg.hidden, dtype=cfg.token_dtype, device=self.context.device)
+        x = torch.empty(0, width or cfg.hidden, dtype=cfg.token_dtype, device=self.context.device)
         idx = torch.empty(0, cfg.topk, dtype=torch.int32, device=self.context.device)
         try:
             self._dispatch(dispatch_ops.Rows(x), idx, None, None, HOST_REJECTED, known_rows=-1 if again else None)

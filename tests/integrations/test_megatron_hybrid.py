@@ -108,7 +108,7 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
     world_size, group = nodes * ranks_per_node, dist.group.WORLD
     batch = _Batch(rank, world_size, 0)
     x, routed, probs = batch.x.detach(), batch.map, batch.probs.detach()
-    with pytest.raises(ConfigError, match="use_fp8"):
+    with pytest.raises(ConfigError, match="use_fp8=True"):
         door.init_hybrid_ep_buffer(group, HIDDEN, 16, EXPERTS, 24, 24, True)
     with pytest.raises(InputError, match="seq_len"):
         door.init_hybrid_ep_buffer(group, HIDDEN, num_local_experts=EXPERTS)

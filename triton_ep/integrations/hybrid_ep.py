@@ -10,7 +10,9 @@
     combine_with_unpermute(hidden, handle)      layer.combine, a plain sum in float32
     ... probs=                                  one float32 per row back to its own (token, expert)
     dispatch, combine                           layer.dispatch_compact, layer.combine: one row per (token, rank)
-    handle[3], handle[-1]                       rows before permutation, and layout_desc.overflow
+    hidden of uint8 or e4m3, scaling_factor     their bytes as shorter bf16 rows: layer.dispatch_short
+    handle[3], [4], [7], [-1]                   rows before permutation, their local experts, rows per expert without
+                                                  padding, and layout_desc.overflow; the second is made when looked at
     fuse_permute_dispatch, num_blocks_*, ...    accepted; there is one way, and the same bits
 
 Source: deep_ep/hybrid_ep_buffer.py of DeepEP's branch hybrid-ep. docs/how-to/hybrid-ep.md has the details.
@@ -18,6 +20,7 @@ Source: deep_ep/hybrid_ep_buffer.py of DeepEP's branch hybrid-ep. docs/how-to/hy
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,16 +28,24 @@ import torch
 
 from triton_ep.errors import InputError
 from triton_ep.integrations import hybrid_ep_checks as checks
-from triton_ep.integrations.hybrid_ep_checks import Routing
+from triton_ep.integrations.hybrid_ep_checks import Handle, Routing
 from triton_ep.integrations.hybrid_ep_layers import Layers, check_group
-from triton_ep.integrations.hybrid_ep_maps import RoutingInputs, indices_to_map, map_of_slots, weights_of_slots
+from triton_ep.integrations.hybrid_ep_maps import (
+    RoutingInputs,
+    indices_to_map,
+    map_of_rows,
+    map_of_slots,
+    weights_by_ids,
+    weights_of_slots,
+)
+from triton_ep.integrations.hybrid_ep_rows import SentRows
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.ops.slots import row_slots, to_slots
+from triton_ep.ops.slots import copy_rows, known_copies, row_slots, to_slots
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
-Permuted = tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor, tuple[Any, ...]]
+Permuted = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, Handle]
 
 
 class HybridEPBuffer(RoutingInputs):
@@ -49,7 +60,7 @@ class HybridEPBuffer(RoutingInputs):
         max_num_of_tokens_per_rank: T that memory is made for at first. More tokens make it grow, collectively: handles
             of before stay good, and so does the memory they need, until `close`.
         num_local_experts: e.
-        use_fp8: must be False; for quantised rows use `EPAll2AllLayer(payload="mxfp8")`.
+        use_fp8: dispatches take one-byte rows with scales as well; calls can say otherwise.
         num_sms_dispatch_api, num_sms_combine_api: programs of the exchange, the larger of both; None: as tuned.
         num_of_hybrid_ep_ranks_per_nvlink_domain: ranks per node; None: as `initialize_distributed` found them.
         topk: most experts per token. None: blocking calls with a routing map agree on it, at the price of a small
@@ -84,7 +95,6 @@ class HybridEPBuffer(RoutingInputs):
         enable_local_combine: bool = False,
         timeout_s: float = 30.0,
     ) -> None:
-        checks.refuse_fp8(use_fp8)
         ranks = check_group(group)
         num_sm = max((n for n in (num_sms_dispatch_api, num_sms_combine_api) if n is not None), default=None)
         self.group = group
@@ -98,6 +108,11 @@ class HybridEPBuffer(RoutingInputs):
             {"num_sm": num_sm, "enable_local_combine": enable_local_combine, "timeout_s": timeout_s},
         )
         super().__init__(layers, topk)
+        self.use_fp8 = use_fp8
+        assert layers.nodes_of is not None, "it was found"
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain: int = layers.nodes_of
+        self.num_of_nodes = ranks // layers.nodes_of
+        self.node_rank, self.local_rank = divmod(self.rank, layers.nodes_of)
 
     @property
     def configurer(self) -> Any:
@@ -128,7 +143,7 @@ class HybridEPBuffer(RoutingInputs):
         num_permuted_tokens: int | None = None,
         pad_multiple: int | None = None,
         num_of_tokens_per_rank: int | None = None,
-        handle: tuple[Any, ...] | None = None,
+        handle: Handle | None = None,
         non_blocking: bool = False,
         fuse_permute_dispatch: bool = False,
         num_dispatched_tokens: int | None = None,
@@ -137,56 +152,60 @@ class HybridEPBuffer(RoutingInputs):
         """Send each token's row to the experts it is routed to; rows arrive grouped by expert.
 
         Args:
-            hidden: [T, H] bfloat16, float16 or float32, contiguous.
+            hidden: [T, H] bfloat16, float16 or float32; or with `use_fp8` uint8, float8_e4m3fn or float8_e5m2, whose
+                bytes are sent as they are; so on all ranks or on none.
+            scaling_factor: [T, H / 128] float32 of one-byte rows; not looked at with others.
+            use_fp8: None: as the buffer was made.
             routing_map: [T, E] bool, or instead `topk_idx` [T, K] with distinct ids, -1 = dropped.
             probs: [T, E] float32; with `topk_idx` instead `topk_weights` [T, K]. On all ranks or on none.
             num_permuted_tokens: P, on all ranks the same, a multiple of `pad_multiple`. None: what arrives.
             pad_multiple: every expert's rows end with zero rows, with probability zero, up to a multiple of this.
             num_of_tokens_per_rank: at least the T of every rank, the same on all; lets memory grow.
-            handle: of an earlier call, to send other rows to the same places. Then no routing is given, and nothing
-                waits for the host.
+            handle: of an earlier call, to send other rows to the same places. Nothing waits for the host; of the
+                routing only probabilities are looked at, and `topk_idx` for the order of `topk_weights`.
             non_blocking: nothing waits for the host; needs `num_permuted_tokens`, or a handle.
 
         Returns:
-            (hidden [P, H], probs [P] float32 or None, None, tokens_per_expert [e] int64, handle). Rows are ordered by
-            expert, source rank, token. tokens_per_expert counts padding rows, too; it is on the device if
-            `non_blocking`, else on the host. Rows of a budget behind the last expert's are undefined, their
-            probabilities zero; copies that do not fit are left out, and handle[-1], int32 [1] on the device, counts
-            rows that were too many (not zero = overflow).
+            (hidden [P, H], probs [P] float32 or None, scaling_factor [P, H / 128] of one-byte rows or None,
+            tokens_per_expert [e] int64, handle). Rows are ordered by expert, source rank, token. tokens_per_expert
+            counts padding rows, too; it is on the device if `non_blocking`, else on the host. Rows of a budget behind
+            the last expert's are undefined, their probabilities zero; copies that do not fit are left out, and
+            handle[-1], int32 [1] on the device, counts rows that were too many (not zero = overflow).
 
         Raises:
             InputError: an argument does not fit, before any row is sent.
             StaleHandleError: a handle of another buffer. FinalizedError: the buffer was closed.
             PeerFailed, WaitTimeout: as `EPAll2AllLayer.dispatch`.
         """
-        checks.refuse_fp8(use_fp8)
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         if handle is not None:
-            return self._again(hidden, handle, topk_idx, topk_weights, probs, pad_multiple, num_permuted_tokens)
+            rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
+            return self._again(rows, handle, (topk_idx, topk_weights, probs), pad_multiple, num_permuted_tokens)
         align = pad_multiple or 1
         checks.check_budget(num_permuted_tokens, align, non_blocking)
         sizes = (num_of_experts_per_rank, num_of_experts)
         checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
+        rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
         how = (num_of_tokens_per_rank, non_blocking)
         idx, weights, excess = self._slots(hidden, routing_map, topk_idx, probs, topk_weights, how)
-        layer = self.layers.get(hidden.dtype, idx.shape[1], align, num_permuted_tokens)
-        recv_x, recv_probs, desc = layer.dispatch(hidden.contiguous(), idx, weights)
-        assert isinstance(recv_x, torch.Tensor)
-        slots = None if weights is None else row_slots(layer.context, desc)
-        counts = self._counts(layer, desc, non_blocking)
+        layer = self.layers.get(rows.dtype, idx.shape[1], align, num_permuted_tokens)
+        (recv_x, scales), recv_probs, desc = rows.dispatch(layer, idx, weights)
+        copies, counts = copy_rows(layer.context), self._counts(layer, desc, non_blocking)
+        routing = Routing(self.layers, layer, desc, self.layers.num_experts, copies, counts, weights is not None)
+        experts_of_rows = partial(_experts_of_rows, layer, desc, copies)
         overflow = desc.overflow if excess is None else desc.overflow + excess
-        routing = Routing(self.layers, layer, desc, self.layers.num_experts, slots)
-        arrived = desc.report[self.rank, 1]
-        sizes_and_ours = (counts, hidden.shape[0], routing, hidden.shape[0], overflow)
-        return recv_x, recv_probs, None, counts, (None, None, None, arrived, None, None, None, *sizes_and_ours)
+        found = (desc.report[self.rank, 1], experts_of_rows, None, None, desc.num_recv_tokens_per_expert)
+        tokens = hidden.shape[0]
+        made = Handle(routing, (None, None, None, *found, tokens, routing, tokens, overflow))
+        return recv_x, recv_probs, scales, counts, made
 
     def combine_with_unpermute(
         self,
         *,
         hidden: torch.Tensor,
         probs: torch.Tensor | None = None,
-        handle: tuple[Any, ...] | None = None,
+        handle: Handle | None = None,
         pad_multiple: int | None = None,
         fuse_unpermute_combine: bool = False,
         num_dispatched_tokens: int | None = None,
@@ -208,7 +227,7 @@ class HybridEPBuffer(RoutingInputs):
             buffer was closed.
         """
         routing = checks.open_handle(self.layers, handle, pad_multiple)
-        if probs is not None and routing.slots is None:
+        if probs is not None and not routing.has_probs:
             raise InputError(
                 "combine_with_unpermute got probs, but the dispatch of this handle had none, so nobody knows where "
                 "they belong. Give probs to dispatch_with_permute, or none here."
@@ -222,8 +241,8 @@ class HybridEPBuffer(RoutingInputs):
                 f"probs must be [{desc.num_recv_rows}] float32, one per permuted row, got {list(probs.shape)} "
                 f"{probs.dtype}."
             )
-        assert routing.slots is not None
-        values = to_slots(layer.context, probs.contiguous(), routing.slots, desc)
+        slots = row_slots(layer.context, desc, routing.copies)
+        values = to_slots(layer.context, probs.contiguous(), slots, desc)
         return combined, map_of_slots(values, desc.topk_indices_tensor, routing.num_experts)
 
     def dispatch(
@@ -237,9 +256,9 @@ class HybridEPBuffer(RoutingInputs):
         routing_map: torch.Tensor | None = None,
         num_dispatched_tokens_tensor: torch.Tensor | None = None,
         num_dispatched_tokens: int | None = None,
-        handle: tuple[Any, ...] | None = None,
+        handle: Handle | None = None,
         num_of_tokens_per_rank: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None, tuple[Any, ...]]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Handle]:
         """Send each token's row once to every rank that has one of its experts; rows are not grouped by expert.
 
         Args:
@@ -248,45 +267,47 @@ class HybridEPBuffer(RoutingInputs):
             The others: as in `dispatch_with_permute`.
 
         Returns:
-            (hidden [N, H], probs or None, None, handle). Rows are ordered by source rank, token. probs is [N, e * ranks
-            per node] float32, one column per expert of the node, zero but for those of this rank. handle[3]: rows that
-            arrived, on the device; handle[4]: [N, e] bool, which local experts a row is for.
+            (hidden [N, H], probs or None, scaling_factor or None, handle). Rows are ordered by source rank, token.
+            probs is [N, e * ranks per node] float32, one column per expert of the node, zero but for those of this
+            rank. handle[3]: rows that arrived, on the device; handle[4]: [N, e] bool, which local experts a row is for.
 
         Raises:
             As `dispatch_with_permute`.
         """
         if handle is not None:
             routing = checks.open_handle(self.layers, handle, None, items=8)
-            given = probs if probs is not None else topk_weights
-            if given is None:
-                rows, _ = routing.layer.dispatch_compact_again(hidden.contiguous(), routing.desc)
-                return rows, None, None, handle
             idx, layer = routing.desc.topk_indices_tensor, routing.layer
-            weights: torch.Tensor | None = weights_of_slots(given, idx) if probs is not None else given
+            rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
+            weights = weights_by_ids(idx, probs, topk_idx, topk_weights, routing.num_experts)
+            if weights is None:
+                arrived, scales = rows.by_rank_again(layer, routing.desc)
+                return arrived, None, scales, handle
             num_dispatched_tokens = routing.desc.num_recv_rows
         else:
             sizes = (None, num_of_experts)
             checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
+            rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
             idx, weights, _ = self._slots(
                 hidden, routing_map, topk_idx, probs, topk_weights, (num_of_tokens_per_rank, False)
             )
-            layer = self.layers.get(hidden.dtype, idx.shape[1])
-        received = layer.dispatch_compact(hidden.contiguous(), idx, weights, num_rows=num_dispatched_tokens)
-        desc, ids, experts = received.layout_desc, received.topk_idx, layer.config.num_experts_per_rank
-        mine, row_probs = indices_to_map(ids, received.topk_weights, ids.shape[0], experts)
+            layer = self.layers.get(rows.dtype, idx.shape[1])
+        (arrived, scales), ids, recv_weights, desc = rows.by_rank(layer, idx, weights, num_dispatched_tokens)
+        experts = layer.config.num_experts_per_rank
+        mine, row_probs = indices_to_map(ids, recv_weights, ids.shape[0], experts)
         if row_probs is not None:
             node = row_probs.new_zeros(ids.shape[0], experts * layer.config.local_world_size)
-            first = self.rank % layer.config.local_world_size * experts
+            first = self.local_rank * experts
             node[:, first : first + experts] = row_probs
             row_probs = node
         if handle is None:
             routing = Routing(self.layers, layer, desc, self.layers.num_experts, local_ids=ids)
-            arrived, tokens = desc.report[self.rank, 1], hidden.shape[0]
-            handle = (None, None, None, arrived, mine, tokens, routing, tokens)
-        return received.x, row_probs, None, handle
+            tokens = hidden.shape[0]
+            found = (desc.report[self.rank, 1], mine, tokens, routing, tokens)
+            handle = Handle(routing, (None, None, None, *found))
+        return arrived, row_probs, scales, handle
 
     def combine(
-        self, hidden: torch.Tensor, probs: torch.Tensor | None = None, handle: tuple[Any, ...] | None = None
+        self, hidden: torch.Tensor, probs: torch.Tensor | None = None, handle: Handle | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Bring a row per (token, rank) back and sum them per token, in float32.
 
@@ -312,7 +333,7 @@ class HybridEPBuffer(RoutingInputs):
                 f"probs must be [{ids.shape[0]}, {nodes_experts}] float32, as dispatch returns them, got "
                 f"{list(probs.shape)} {probs.dtype}."
             )
-        first = self.rank % layer.config.local_world_size * layer.config.num_experts_per_rank
+        first = self.local_rank * layer.config.num_experts_per_rank
         values, _ = layer.combine_topk(weights_of_slots(probs[:, first:], ids), desc)
         return combined, map_of_slots(values, desc.topk_indices_tensor, routing.num_experts)
 
@@ -320,30 +341,25 @@ class HybridEPBuffer(RoutingInputs):
 
     def _again(
         self,
-        hidden: torch.Tensor,
-        handle: tuple[Any, ...],
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        probs: torch.Tensor | None,
+        rows: SentRows,
+        handle: Handle,
+        given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
         pad_multiple: int | None,
         num_permuted_tokens: int | None,
     ) -> Permuted:
-        """`dispatch_with_permute` by a handle."""
+        """`dispatch_with_permute` by a handle; given: topk_idx, topk_weights, probs."""
         routing = checks.open_handle(self.layers, handle, pad_multiple)
-        desc = routing.desc
+        desc, counts = routing.desc, routing.counts
+        assert counts is not None, "permuted rows have them"
         if num_permuted_tokens not in (None, desc.num_recv_rows):
             raise InputError(
                 f"num_permuted_tokens is {num_permuted_tokens}, but the dispatch of this handle has "
                 f"{desc.num_recv_rows} permuted rows. Pass that number, or None."
             )
-        idx, weights = desc.topk_indices_tensor, None
-        if probs is not None:
-            weights = weights_of_slots(probs, idx)
-        elif topk_weights is not None:
-            weights = torch.where(idx >= 0, topk_weights, 0.0)
-        recv_x, recv_probs = routing.layer.dispatch_again(hidden.contiguous(), desc, weights)
-        assert isinstance(recv_x, torch.Tensor)
-        return recv_x, recv_probs, None, handle[7], handle
+        topk_idx, topk_weights, probs = given
+        weights = weights_by_ids(desc.topk_indices_tensor, probs, topk_idx, topk_weights, routing.num_experts)
+        (recv_x, scales), recv_probs = rows.again(routing.layer, desc, weights)
+        return recv_x, recv_probs, scales, counts, handle
 
     def _counts(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
         """[e] int64, rows of each local expert, padding included."""
@@ -355,3 +371,8 @@ class HybridEPBuffer(RoutingInputs):
         side = layer.comm_stream
         with torch.cuda.stream(side):
             return desc.expert_offsets.diff().long().cpu()
+
+
+def _experts_of_rows(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, copies: torch.Tensor) -> torch.Tensor:
+    """[rows or more, e] bool: which local experts each row before permutation is for."""
+    return map_of_rows(known_copies(layer.context, desc, copies), desc.expert_offsets)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from triton_ep.errors import ConfigError, InputError, StaleHandleError
+from triton_ep.errors import InputError, StaleHandleError
 from triton_ep.integrations.hybrid_ep_layers import Layers
+from triton_ep.integrations.lazy_items import LazyItems
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-
-_PLACE = {12: 9, 8: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +24,9 @@ class Routing:
         owner: `Layers` of the buffer.
         layer, desc: where the dispatch ran, and its descriptor.
         num_experts: E over all ranks.
-        slots: [R] int32, k of each permuted row's copy; None where the dispatch had no probabilities.
+        copies: [W * M, K] int32, permuted row of each copy (`ops.slots.copy_rows`); None for rows by rank.
+        counts: [e] int64, permuted rows of each local expert, padding included; None for rows by rank.
+        has_probs: the dispatch had probabilities.
         local_ids: [R, K] expert ids of rows by rank, -1 = elsewhere; None for permuted rows.
     """
 
@@ -31,17 +34,30 @@ class Routing:
     layer: EPAll2AllLayer
     desc: EPAllToAllLayoutDesc
     num_experts: int
-    slots: torch.Tensor | None = None
+    copies: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    has_probs: bool = False
     local_ids: torch.Tensor | None = None
 
 
-def refuse_fp8(use_fp8: bool | None) -> None:
-    """Raise ConfigError if quantised rows are asked for."""
-    if use_fp8:
-        raise ConfigError(
-            "use_fp8=True: rows with float32 scales are not sent by this buffer. Pass bfloat16 rows, or use "
-            'triton_ep.EPAll2AllLayer(payload="mxfp8"), which quantises rows on their way.'
-        )
+@dataclass(frozen=True, eq=False)
+class Handle(LazyItems):
+    """What a dispatch leaves to later calls, with as many items as HybridEP's tuple: 12 for permuted rows, 8 by rank.
+
+    Attributes:
+        routing: what these calls need.
+        items: of the tuple, or functions that make them.
+    """
+
+    routing: Routing
+    items: tuple[Any, ...]
+
+    def _makers(self) -> tuple[Callable[[], Any], ...]:
+        return tuple(item if callable(item) else partial(_itself, item) for item in self.items)
+
+
+def _itself(item: Any) -> Any:
+    return item
 
 
 def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = 12) -> Routing:
@@ -54,12 +70,12 @@ def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int
     """
     owner.check_open()
     call = "dispatch_with_permute" if items == 12 else "dispatch"
-    routing = handle[_PLACE[items]] if isinstance(handle, tuple) and len(handle) == items else None
-    if not isinstance(routing, Routing):
+    if not isinstance(handle, Handle) or len(handle) != items:
         raise InputError(
-            f"the handle must be the tuple that {call} of this buffer returned, got {type(handle).__name__}"
-            f"{f' of {len(handle)} items' if isinstance(handle, tuple) else ''}."
+            f"the handle must be what {call} of this buffer returned, got {type(handle).__name__}"
+            f"{f' of {len(handle)} items' if isinstance(handle, Handle | tuple) else ''}."
         )
+    routing = handle.routing
     if routing.owner is not owner:
         raise StaleHandleError(
             "the handle is of another HybridEPBuffer, or of one that was replaced. Pass one that this buffer returned."

@@ -56,6 +56,49 @@ def weights_of_slots(probs: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tenso
     return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp(min=0).long()), 0.0)
 
 
+def weights_by_ids(
+    topk_idx: torch.Tensor,
+    probs: torch.Tensor | None,
+    given_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    num_experts: int,
+) -> torch.Tensor | None:
+    """[T, K] float32 for the experts in `topk_idx`, which an earlier dispatch had; None where nothing is given.
+
+    probs: [T, E]; or given_idx, topk_weights: [T, any K], ids in any order; or the weights alone, in the order of
+    `topk_idx`.
+
+    Raises:
+        InputError: weights of another shape.
+    """
+    if probs is not None:
+        return weights_of_slots(probs, topk_idx)
+    if topk_weights is None:
+        return None
+    wanted = topk_idx if given_idx is None else given_idx
+    if topk_weights.shape != wanted.shape or wanted.shape[0] != topk_idx.shape[0]:
+        raise InputError(
+            f"topk_weights are {list(topk_weights.shape)}, their ids {list(wanted.shape)}, for {topk_idx.shape[0]} "
+            "tokens. Pass a weight per id."
+        )
+    if given_idx is None:
+        return torch.where(topk_idx >= 0, topk_weights, 0.0)
+    _, by_expert = indices_to_map(given_idx, topk_weights, topk_idx.shape[0], num_experts)
+    assert by_expert is not None
+    return weights_of_slots(by_expert, topk_idx)
+
+
+def map_of_rows(copies: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
+    """[C, e] bool: which local experts each arrived row is for; False behind the arrivals.
+
+    copies: [C, K] permuted row of each copy, the number of rows or more = none; expert_offsets: [e + 1].
+    """
+    experts = expert_offsets.shape[0] - 1
+    expert = torch.bucketize(copies, expert_offsets[1:].to(copies.dtype).contiguous(), right=True)
+    out = torch.zeros(copies.shape[0], experts + 1, dtype=torch.bool, device=copies.device)
+    return out.scatter_(1, expert, True)[:, :experts].contiguous()
+
+
 def map_of_slots(values: torch.Tensor, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """[T, E] float32: values [T, K] at the experts with these ids, elsewhere zero."""
     column = torch.where(topk_idx >= 0, topk_idx, num_experts).long()

@@ -70,6 +70,11 @@ def init_hybrid_ep_buffer(
     global _hybrid_ep_buffer
     if isinstance(num_blocks_permute, bool):
         fp8_dispatch = num_blocks_permute
+    if fp8_dispatch:
+        raise ConfigError(
+            "fp8_dispatch=True: hybrid_ep_dispatch takes rows without scales. Pass False; HybridEPBuffer(use_fp8=True) "
+            "sends one-byte rows with scales."
+        )
     if (num_tokens is None) == (seq_len is None):
         raise InputError(f"pass num_tokens or, its older name, seq_len; they are {num_tokens} and {seq_len}.")
     tokens = num_tokens if num_tokens is not None else seq_len
@@ -81,7 +86,6 @@ def init_hybrid_ep_buffer(
         hidden_dim,
         tokens,
         num_local_experts,
-        use_fp8=fp8_dispatch,
         num_sms_dispatch_api=num_sms_dispatch_api,
         num_sms_combine_api=num_sms_combine_api,
         topk=topk,
@@ -185,7 +189,7 @@ class HybridEPCombine(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        handle: tuple[Any, ...],
+        handle: Any,
         num_permuted_tokens: int | None = None,
         pad_multiple: int | None = None,
         fused: bool = False,
@@ -258,7 +262,7 @@ def hybrid_ep_dispatch(
 
 def hybrid_ep_combine(
     x: torch.Tensor,
-    handle: tuple[Any, ...],
+    handle: Any,
     num_permuted_tokens: int | None = None,
     pad_multiple: int | None = None,
     fused: bool = False,

@@ -20,20 +20,37 @@ from triton_ep.ops import combine as combine_ops
 from triton_ep.plans.layers import narrow_shape
 
 
-def row_slots(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
-    """[R] int32: k of the copy in each row of the latest dispatch, -1 in rows without one.
+def copy_rows(ctx: DispatchCombineContext) -> torch.Tensor:
+    """[W * M, K] int32, a copy of what the latest dispatch noted: output rows of each arrival row's copies.
 
-    `desc` must be of that dispatch: the tables it is read from are overwritten by the next one.
+    For `row_slots` at a later time: the next dispatch overwrites the table. Behind the arrivals it says nothing.
     """
-    cfg = ctx.config
-    rows = ctx.local("stage_meta")[:, : cfg.topk]  # output rows of each arrival row's copies
-    arrivals = desc.report[cfg.rank, 1].clamp(max=ctx.sizes.arrival_rows)
+    return ctx.local("stage_meta")[:, : ctx.config.topk].clone()
+
+
+def known_copies(
+    ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[W * M, K] int32: output row of each arrival row's copies, R = none; arguments as in `row_slots`."""
+    if rows is None:
+        rows = ctx.local("stage_meta")[:, : ctx.config.topk]
+    arrivals = desc.report[ctx.config.rank, 1].clamp(max=ctx.sizes.arrival_rows)
     arrived = (torch.arange(rows.shape[0], device=ctx.device) < arrivals).unsqueeze(1)
     none = desc.num_recv_rows
-    target = torch.where(arrived & (rows >= 0) & (rows < none), rows, none).long()
-    slots = torch.full((none + 1,), -1, dtype=torch.int32, device=ctx.device)
-    ks = torch.arange(cfg.topk, dtype=torch.int32, device=ctx.device).expand(rows.shape)
-    return slots.scatter_(0, target.flatten(), ks.flatten())[:none]
+    return torch.where(arrived & (rows >= 0) & (rows < none), rows, none)
+
+
+def row_slots(
+    ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[R] int32: k of the copy in each row of a dispatch, -1 in rows without one.
+
+    rows: `copy_rows` of that dispatch; None: it is the latest one.
+    """
+    target = known_copies(ctx, desc, rows).long()
+    slots = torch.full((desc.num_recv_rows + 1,), -1, dtype=torch.int32, device=ctx.device)
+    ks = torch.arange(ctx.config.topk, dtype=torch.int32, device=ctx.device).expand(target.shape)
+    return slots.scatter_(0, target.flatten(), ks.flatten())[: desc.num_recv_rows]
 
 
 def to_slots(

@@ -1,8 +1,4 @@
-"""e4m3 rows with a scale per 128 values, as DeepEP makes and sends them: quantising, rows with scales as bytes.
-
-Nothing on the way looks at what a row holds. So e4m3 values and scales travel as the bytes of bfloat16 elements: the
-values first, the scales behind them, zeros up to the end.
-"""
+"""e4m3 rows with a scale per 128 values, as DeepEP makes and sends them: quantising, rows with scales as bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +11,11 @@ import torch
 from triton_ep._compact import CompactRows
 from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_ep_event
+from triton_ep.integrations.fp8_rows import CHANNELS, pack_rows, unpack_rows
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.overlap import EPEvent
 from triton_ep.plans.compact import fp8_elements
 
-CHANNELS = 128
-"""Values that share a scale."""
 _MAX = 448.0  # of e4m3
 _LEAST_AMAX = 1e-4
 
@@ -68,25 +63,6 @@ def check_quantizable(x: Any, round_scale: bool, use_ue8m0: bool) -> None:
             f"rows have {x.shape[1]} values, but use_fp8=True{' with use_ue8m0=True' * use_ue8m0} needs a multiple of "
             f"{multiple}: one scale is for {CHANNELS}. Pad the rows, or pass use_fp8=False."
         )
-
-
-def pack_rows(data: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
-    """[T, width] bfloat16 that hold the bytes of data [T, H] and scales [T, S], strided as they like."""
-    rows, hidden = data.shape
-    packed = torch.zeros(rows, 2 * width, dtype=torch.uint8, device=data.device)
-    packed[:, :hidden] = data.view(torch.uint8)
-    packed[:, hidden : hidden + scales.shape[1] * scales.element_size()].view(scales.dtype).copy_(scales)
-    return packed.view(torch.bfloat16)
-
-
-def unpack_rows(
-    packed: torch.Tensor, hidden: int, columns: int, scale_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """data [R, hidden] float8_e4m3fn and scales [R, columns] of `scale_dtype`, both contiguous, from `pack_rows`."""
-    all_bytes = packed.view(torch.uint8)
-    data = all_bytes[:, :hidden].contiguous().view(torch.float8_e4m3fn)
-    scales = all_bytes[:, hidden : hidden + columns * scale_dtype.itemsize].contiguous().view(scale_dtype)
-    return data, scales
 
 
 @dataclass(frozen=True)

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 
 from triton_ep.integrations.deep_ep.layers import Kind
+from triton_ep.integrations.lazy_items import LazyItems
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-
-
-class LazyItems(Sequence[Any]):
-    """A sequence of fixed length that makes an item when it is asked for it, anew each time."""
-
-    @abstractmethod
-    def _makers(self) -> tuple[Callable[[], Any], ...]:
-        """What makes each item."""
-
-    def __len__(self) -> int:
-        return len(self._makers())
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Any, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return tuple(make() for make in self._makers()[index])
-        return self._makers()[index]()
 
 
 def _nothing() -> None:

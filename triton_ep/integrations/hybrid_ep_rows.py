@@ -1,0 +1,120 @@
+"""What a dispatch of HybridEPBuffer sends: rows as they are, or one-byte rows and their scales as shorter rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.integrations.fp8_rows import CHANNELS, pack_rows, unpack_rows
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.plans.compact import fp8_elements
+
+_ONE_BYTE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+Arrived = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class SentRows:
+    """Rows [T, H], and with one-byte values a scale for each 128 of them.
+
+    Attributes:
+        hidden: [T, H].
+        scales: [T, H / 128] float32, strided as they like; None: rows travel as they are.
+    """
+
+    hidden: torch.Tensor
+    scales: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, hidden: torch.Tensor, scaling_factor: torch.Tensor | None, buffer_fp8: bool, call_fp8: bool | None
+    ) -> SentRows:
+        """What the arguments of a dispatch say.
+
+        buffer_fp8, call_fp8: `use_fp8` of the buffer and of the call.
+
+        Raises:
+            InputError: one-byte rows where they were not asked for, or without such scales; others where the call asks
+                for one-byte rows.
+        """
+        one_byte = hidden.dtype in _ONE_BYTE
+        if not one_byte:
+            if call_fp8:
+                raise InputError(f"use_fp8=True sends one-byte rows, but hidden is {hidden.dtype}. Quantise it first.")
+            return cls(hidden.contiguous(), None)
+        if not (buffer_fp8 if call_fp8 is None else call_fp8):
+            raise InputError(
+                f"hidden is {hidden.dtype}, but use_fp8 is False. Make the buffer with use_fp8=True, or pass it."
+            )
+        tokens, width = hidden.shape
+        wanted = (tokens, width // CHANNELS)
+        if width % CHANNELS:
+            raise InputError(f"one-byte rows have {width} values; pad them to a multiple of {CHANNELS}.")
+        if (
+            scaling_factor is None
+            or tuple(scaling_factor.shape) != wanted
+            or scaling_factor.dtype != torch.float32
+            or scaling_factor.device != hidden.device
+        ):
+            got = "None" if scaling_factor is None else f"{list(scaling_factor.shape)} {scaling_factor.dtype}"
+            raise InputError(
+                f"scaling_factor is {got}; rows {list(hidden.shape)} {hidden.dtype} need {list(wanted)} float32 on "
+                f"{hidden.device}, one per {CHANNELS} values."
+            )
+        return cls(hidden, scaling_factor)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the layer that sends them, and of the rows that `combine` takes."""
+        return self.hidden.dtype if self.scales is None else torch.bfloat16
+
+    def dispatch(
+        self, layer: EPAll2AllLayer, idx: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[Arrived, torch.Tensor | None, EPAllToAllLayoutDesc]:
+        """Rows by expert and their scales, weights, and the descriptor."""
+        if self.scales is None:
+            recv_x, recv_weights, desc = layer.dispatch(self.hidden, idx, weights)
+            assert isinstance(recv_x, torch.Tensor)
+            return (recv_x, None), recv_weights, desc
+        packed = self._packed()
+        recv_x, recv_weights, desc = layer.dispatch_short(packed, idx, weights, row_elements=packed.shape[1])
+        return self._unpacked(recv_x), recv_weights, desc
+
+    def again(
+        self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None
+    ) -> tuple[Arrived, torch.Tensor | None]:
+        """Rows by expert and their scales, and weights, by an earlier dispatch."""
+        if self.scales is None:
+            recv_x, recv_weights = layer.dispatch_again(self.hidden, desc, weights)
+            assert isinstance(recv_x, torch.Tensor)
+            return (recv_x, None), recv_weights
+        packed = self._packed()
+        width = packed.shape[1]
+        recv_x, recv_weights, _ = layer.dispatch_short(packed, None, weights, row_elements=width, layout_desc=desc)
+        return self._unpacked(recv_x), recv_weights
+
+    def by_rank(
+        self, layer: EPAll2AllLayer, idx: torch.Tensor, weights: torch.Tensor | None, num_rows: int | None
+    ) -> tuple[Arrived, torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
+        """Rows by rank and their scales, local expert ids, weights, and the descriptor."""
+        sent = self.hidden if self.scales is None else self._packed()
+        received = layer.dispatch_compact(sent, idx, weights, num_rows=num_rows, row_elements=sent.shape[1])
+        arrived = (received.x, None) if self.scales is None else self._unpacked(received.x)
+        return arrived, received.topk_idx, received.topk_weights, received.layout_desc
+
+    def by_rank_again(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> Arrived:
+        """Rows by rank and their scales, by an earlier dispatch."""
+        sent = self.hidden if self.scales is None else self._packed()
+        rows, _ = layer.dispatch_compact_again(sent, desc, row_elements=sent.shape[1])
+        return (rows, None) if self.scales is None else self._unpacked(rows)
+
+    def _packed(self) -> torch.Tensor:
+        assert self.scales is not None
+        return pack_rows(self.hidden, self.scales, fp8_elements(self.hidden.shape[1], self.scales.shape[1]))
+
+    def _unpacked(self, rows: torch.Tensor) -> Arrived:
+        assert self.scales is not None
+        return unpack_rows(rows, self.hidden.shape[1], self.scales.shape[1], torch.float32, self.hidden.dtype)

@@ -1,0 +1,29 @@
+"""Handles that look like the tuples of another package, whose items cost nothing until somebody asks for them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+
+class LazyItems(Sequence[Any]):
+    """A sequence of fixed length that makes an item when it is asked for it, anew each time."""
+
+    @abstractmethod
+    def _makers(self) -> tuple[Callable[[], Any], ...]:
+        """What makes each item."""
+
+    def __len__(self) -> int:
+        return len(self._makers())
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Any, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return tuple(make() for make in self._makers()[index])
+        return self._makers()[index]()
