@@ -218,7 +218,8 @@ def test_operations_act_on_values() -> None:
     values = tensor.dequantize()
     assert torch.equal(tensor + 1, values + 1) and type(tensor + 1) is torch.Tensor
     assert torch.equal(tensor.detach().clone().dequantize(), values)
-    assert torch.equal(tensor.to(torch.float32).dequantize(), values.float())
+    for plain in (tensor.to(torch.float32), tensor.float(), tensor.to(torch.float64), tensor.half(), tensor.bfloat16()):
+        assert type(plain) is torch.Tensor and torch.equal(plain, values.to(plain.dtype))
     other = tensor.clone()
     other.mul_(4)
     assert isinstance(other, te.MXFP8Tensor) and torch.equal(other.dequantize(), 4 * values)

@@ -121,6 +121,42 @@ def test_static_capacity(run_ranks, nodes, ranks_per_node):
     run_ranks(_check_static, nodes, ranks_per_node)
 
 
+def _check_callers_tensors(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world_size, device = nodes * ranks_per_node, current_heap().device
+    capacity = 2 * MOST * TOPK
+    te.ep_bootstrap(dist.group.WORLD, EXPERTS * world_size, MOST, HIDDEN, TOPK, recv_capacity_per_rank=capacity)
+    try:
+        buffer = _buffer(recv_capacity_per_rank=capacity)
+        work = make_workload(rank, world_size, 8, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS * world_size, drop=0.0)
+        rows_of_caller = torch.empty(capacity + 3, HIDDEN, dtype=torch.bfloat16, device=device)
+        weights_of_caller, gradient = torch.empty(capacity, device=device), torch.empty_like(rows_of_caller)
+        given = {"recv_tokens": rows_of_caller, "recv_topk_weights": weights_of_caller}
+        found = []
+        for shape, outputs, grad_out in (((8,), {}, None), ((2, 4), given, gradient)):
+            x, weights = (t.clone().to(device).requires_grad_() for t in (work.x, work.topk_weights))
+            idx = work.topk_idx.to(device).view(*shape, TOPK)
+            arguments = (x.view(*shape, HIDDEN), idx, weights.view(*shape, TOPK))
+            rows, row_weights, _ = te.ep_dispatch(buffer, *arguments, **outputs)
+            y = (rows * row_weights.unsqueeze(1)).bfloat16()
+            y.retain_grad()
+            out = te.ep_combine(buffer, y, num_local_tokens=8, grad_out=grad_out)
+            out.backward(work.x.to(device))
+            used = int(buffer.total_recv_tokens)  # rows behind them are as they were
+            of_rows = [each.detach()[:used].clone() for each in (rows, row_weights, y.grad)]
+            found.append([*of_rows, out.detach(), x.grad, weights.grad])
+        assert all(map(torch.equal, *found))
+        assert rows.data_ptr() == rows_of_caller.data_ptr() and row_weights.data_ptr() == weights_of_caller.data_ptr()
+        assert torch.equal(gradient[:used], y.grad[:used]) and gradient[:used].any()
+    finally:
+        te.ep_finalize()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_tensors_of_the_caller_and_leading_dimensions(run_ranks, nodes, ranks_per_node):
+    """Outputs and the gradient of combine are put where the caller says, with the bits as without; [A, B, H] in."""
+    run_ranks(_check_callers_tensors, nodes, ranks_per_node)
+
+
 def _check_refused(rank: int, nodes: int, ranks_per_node: int) -> None:
     group, device = dist.group.WORLD, current_heap().device
     with pytest.raises(RuntimeError, match=r"EpBuffer requires ep_bootstrap\(\) to be called first\."):
@@ -150,8 +186,13 @@ def _check_refused(rank: int, nodes: int, ranks_per_node: int) -> None:
             te.ep_dispatch(buffer, x, idx, weights.double())
         with pytest.raises(InputError, match=r"tokens\.dtype=torch.float32"):
             te.ep_dispatch(buffer, x.float(), idx, weights)
-        with pytest.raises(InputError, match="recv_tokens"):
-            te.ep_dispatch(buffer, x, idx, weights, recv_tokens=x)
+        with pytest.raises(InputError, match=r"recv_tokens is \[3, 64\] torch.float32; it must have room for"):
+            te.ep_dispatch(buffer, x, idx, weights, recv_tokens=x.float())
+        with pytest.raises(InputError, match=r"recv_topk_weights is \[3, 2\]"):
+            te.ep_dispatch(buffer, x, idx, weights, recv_topk_weights=weights)
+        quantising = _buffer(dispatch_fwd_quant_recipe=te.MXFP8BlockScaling())
+        with pytest.raises(InputError, match="recv_tokens cannot hold them"):
+            te.ep_dispatch(quantising, x, idx, weights, recv_tokens=x)
         rows, _, _ = te.ep_dispatch(buffer, x, idx, weights)
         with pytest.raises(InputError, match="num_local_tokens is 2"):
             te.ep_combine(buffer, rows, num_local_tokens=2)

@@ -28,16 +28,25 @@ from triton_ep.integrations.te.quantizer import MXFP8Quantizer, ShapeError
 from triton_ep.integrations.te.recipe import Format, MXFP8BlockScaling, Recipe, RecipeError
 from triton_ep.integrations.te.recipe_state import MXFP8BlockScalingRecipeState, RecipeState, get_fp8_te_dtype
 from triton_ep.integrations.te.recompute import checkpoint, checkpoint_contexts
-from triton_ep.integrations.te.regions import autocast, quantized_model_init
+from triton_ep.integrations.te.regions import autocast, fp8_autocast, fp8_model_init, quantized_model_init
 from triton_ep.integrations.te.state import AutocastState, get_default_fp8_recipe, get_default_recipe
 from triton_ep.integrations.te.storage import DType, MXFP8TensorStorage, UsageError
 from triton_ep.integrations.te.support import (
     UnsupportedDeviceError,
     check_mxfp8_support,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
     is_mxfp8_available,
+    is_nvfp4_available,
     mxfp8_mode,
 )
 from triton_ep.integrations.te.tensor import MXFP8Tensor
+from triton_ep.integrations.te.wgrad import NothingDelayedError
+
+# TransformerEngine's base classes. There is one kind of each here.
+Quantizer = MXFP8Quantizer
+QuantizedTensor = MXFP8Tensor
+QuantizedTensorStorage = MXFP8TensorStorage
 
 __all__ = [
     "AutocastState",
@@ -54,6 +63,10 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "NothingDelayedError",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
     "Recipe",
     "RecipeError",
     "RecipeState",
@@ -68,11 +81,16 @@ __all__ = [
     "ep_combine",
     "ep_dispatch",
     "ep_finalize",
+    "fp8_autocast",
+    "fp8_model_init",
     "get_default_fp8_recipe",
     "get_default_recipe",
     "get_fp8_te_dtype",
     "is_ep_bootstrapped",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
     "is_mxfp8_available",
+    "is_nvfp4_available",
     "mxfp8_mode",
     "quantized_model_init",
     "swizzle",

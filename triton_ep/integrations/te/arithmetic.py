@@ -23,6 +23,13 @@ from triton_ep.ops import mxfp8
 _OF_INFINITY = 254
 
 
+def _elements_of_infinite(x: torch.Tensor, elem_dtype: torch.dtype) -> torch.Tensor:
+    """Elements (bytes) of values in blocks whose largest magnitude is infinite."""
+    largest = elem_format(elem_dtype).max_pos
+    # 2**-127 in two factors: as one it is no normal number.
+    return (x.float() * 2.0**-64 * 2.0**-63).clamp(-largest, largest).to(elem_dtype).view(torch.uint8)
+
+
 def _saturate(
     x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, elem_dtype: torch.dtype, along: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,12 +37,10 @@ def _saturate(
 
     along: dimension of x [R, H] in which blocks lie.
     """
-    largest = elem_format(elem_dtype).max_pos
     blocks = x.unflatten(along, (x.shape[along] // BLOCK, BLOCK))
     inside = along + 1
     infinite = blocks.isinf().any(inside) & ~blocks.isnan().any(inside)
-    # 2**-127 in two factors: as one it is no normal number.
-    values = (blocks.float() * 2.0**-64 * 2.0**-63).clamp(-largest, largest).to(elem_dtype).view(torch.uint8)
+    values = _elements_of_infinite(blocks, elem_dtype)
     data = torch.where(infinite.unsqueeze(inside), values, data.unflatten(along, (x.shape[along] // BLOCK, BLOCK)))
     return data.flatten(along, inside), torch.where(infinite, _OF_INFINITY, scale).to(torch.uint8)
 
@@ -92,11 +97,10 @@ def quantize_tiles(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Tens
         raise InputError(f"x is {list(x.shape)}; tiles of {BLOCK} x {BLOCK} need multiples of {BLOCK}.")
     tiles = x.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK).transpose(1, 2)
     flat = tiles.reshape(-1, BLOCK * BLOCK)
-    largest = elem_format(elem_dtype).max_pos
     data, scale = arithmetic.quantize(flat, elem_format(elem_dtype), ScalingMode.RCEIL, BLOCK * BLOCK)
     infinite = flat.isinf().any(1, keepdim=True) & ~flat.isnan().any(1, keepdim=True)
-    values = (flat.float() * 2.0**-64 * 2.0**-63).clamp(-largest, largest).to(elem_dtype).view(torch.uint8)
-    data = torch.where(infinite, values, data.view(torch.uint8)).view(tiles.shape).transpose(1, 2)
+    data = torch.where(infinite, _elements_of_infinite(flat, elem_dtype), data.view(torch.uint8))
+    data = data.view(tiles.shape).transpose(1, 2)
     scale = torch.where(infinite, _OF_INFINITY, scale).to(torch.uint8)
     return data.reshape(rows, columns), scale.view(rows // BLOCK, columns // BLOCK)
 
@@ -134,17 +138,38 @@ def quantize_groups(
     offsets: [groups + 1] int32 on the device, first row of each group, then the end of the last.
 
     Returns elements [M, N], zero behind the last group, and scales [S, N] as `ops.mxfp8.quantize_columns` has them:
-    one row per block, group after group. On a GPU infinities follow the project's own rule.
+    one row per block, group after group.
     """
     x = _checked(x)
     if x.is_cuda and x.numel():
-        data, scale = mxfp8.quantize_columns(x, offsets, elem_dtype)
-        return data.view(torch.uint8), scale
+        return quantize_groups_by_kernel(x, offsets, elem_dtype)
     data = torch.zeros_like(x, dtype=torch.uint8)
     scale = x.new_zeros(mxfp8.max_scale_rows(x.shape[0], len(offsets) - 1), x.shape[1], dtype=torch.uint8)
     for rows, blocks in _groups(offsets):
         data[rows], scale[blocks] = quantize_columns(x[rows], elem_dtype)
     return data, scale
+
+
+def quantize_groups_by_kernel(
+    x: torch.Tensor, offsets: torch.Tensor, elem_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_groups` of x [M, N], contiguous and not empty, without a look at the offsets by the host."""
+    data, scale = mxfp8.quantize_columns(x, offsets, elem_dtype)
+    spare = scale.shape[0]
+    row = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
+    group = torch.searchsorted(offsets[1:].contiguous(), row, right=True)  # behind the last group: their number
+    blocks = -(-offsets.diff() // BLOCK)
+    first = blocks.cumsum(0) - blocks
+    inside = group < len(first)
+    group = group.clamp(max=len(first) - 1)
+    block = torch.where(inside, first[group] + (row - offsets[group]) // BLOCK, spare).long()
+    # Infinities and NaNs of a block, at most 32 each, counted in one number.
+    count = x.isinf().int() + 64 * x.isnan().int()
+    count = torch.zeros(spare + 1, x.shape[1], dtype=torch.int32, device=x.device).index_add_(0, block, count)
+    infinite = (count > 0) & (count < 64)
+    infinite[spare] = False
+    data = torch.where(infinite[block], _elements_of_infinite(x, elem_dtype), data.view(torch.uint8))
+    return data, torch.where(infinite[:spare], _OF_INFINITY, scale).to(torch.uint8)
 
 
 def dequantize_groups(

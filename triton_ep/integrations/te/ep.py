@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from triton_ep import autograd
 from triton_ep.distributed import local_world_size
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError
+from triton_ep.integrations.te.ep_outputs import GradientInto, Into, room
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling, Recipe
 from triton_ep.integrations.te.storage import MXFP8TensorStorage
 from triton_ep.layer import EPAll2AllLayer
@@ -248,15 +249,16 @@ def ep_dispatch(
     """Send tokens to their experts; differentiable. Collective, and so is its backward pass.
 
     Arguments:
-        tokens: [T, H] bf16. topk_idx: [T, K] int32 or int64, -1 = dropped. topk_weights: [T, K] float32.
-        recv_tokens, recv_topk_weights: must be None; outputs are allocated.
+        tokens: [..., H] bf16, T rows. topk_idx: [..., K] int32 or int64, -1 = dropped. topk_weights: [..., K] float32.
+        recv_tokens, recv_topk_weights: tensors [at least P, H] bf16 and [at least P] float32 for the outputs, which
+            are copied there; None: outputs are allocated.
 
     Returns:
         recv_tokens [P, H], expert-major: bf16, or an MXTensor with `dispatch_fwd_quant_recipe`, which GroupedLinear
         takes; their weights [P] float32; and `buffer.tokens_per_expert`. P is the capacity, or what came.
 
     Raises:
-        InputError: another dtype, or caller-supplied outputs.
+        InputError: another dtype, or tensors for outputs that do not fit them, MXTensors above all.
         CapacityError: rows beyond the capacity, without drop_on_overflow.
         What `EPAll2AllLayer.dispatch` raises.
     """
@@ -271,8 +273,15 @@ def ep_dispatch(
             "is set; a tensor in MXFP8 is not accepted."
         )
     _require_bf16("tokens", tokens.dtype)
-    if recv_tokens is not None or recv_topk_weights is not None:
-        raise InputError("ep_dispatch allocates its outputs; leave recv_tokens and recv_topk_weights None.")
+    if recv_tokens is not None and buffer.dispatch_fwd_quant_recipe is not None:
+        raise InputError("rows arrive in MXFP8 with dispatch_fwd_quant_recipe, and recv_tokens cannot hold them.")
+    least = buffer.recv_capacity_per_rank or 0
+    if recv_tokens is not None:
+        room("recv_tokens", recv_tokens, (least, buffer.hidden_dim), buffer.payload_dtype)
+    if recv_topk_weights is not None:
+        room("recv_topk_weights", recv_topk_weights, (least,), torch.float32)
+    if tokens.dim() > 2:
+        tokens, topk_idx, topk_weights = (t.flatten(0, -2) for t in (tokens, topk_idx, topk_weights))
     rows, weights, desc = autograd.dispatch(buffer._layer, tokens, topk_idx, topk_weights)
     assert weights is not None, "weights go in, weights come out"
     with torch.no_grad():
@@ -282,6 +291,10 @@ def ep_dispatch(
     buffer._desc, buffer._topk_idx = desc, topk_idx
     if not buffer.eager and not buffer.drop_on_overflow:
         _check_overflow(buffer, desc)
+    if recv_tokens is not None:
+        rows = Into.apply(rows, room("recv_tokens", recv_tokens, rows.shape, rows.dtype))
+    if recv_topk_weights is not None:
+        weights = Into.apply(weights, room("recv_topk_weights", recv_topk_weights, weights.shape, weights.dtype))
     return rows, weights, buffer.tokens_per_expert
 
 
@@ -309,20 +322,23 @@ def ep_combine(
         expert_out: [P, H] bf16, one row per row of `ep_dispatch`, weighted by the caller.
         num_local_tokens: rows of the result; None: `buffer.max_tokens_per_rank`. Rows behind the tokens of the dispatch
             are zero.
-        grad_out: must be None; the gradient is allocated.
+        grad_out: tensor [at least P, H] bf16 for the gradient of expert_out, which is copied there; None: it is
+            allocated.
 
     Returns [num_local_tokens, H] bf16.
 
     Raises:
         EpStateError: no dispatch with this buffer.
-        InputError: another dtype, or fewer rows than there were tokens.
+        InputError: another dtype, fewer rows than there were tokens, or a grad_out that does not fit.
     """
     desc, topk_idx = buffer._desc, buffer._topk_idx
     if desc is None or topk_idx is None:
         raise EpStateError("ep_combine got a buffer without a dispatch. Call ep_dispatch with it first.")
     _require_bf16("expert_out", expert_out.dtype)
     if grad_out is not None:
-        raise InputError("ep_combine allocates the gradient; leave grad_out None.")
+        if buffer.combine_bwd_quant_recipe is not None:
+            raise InputError("the gradient is in MXFP8 with combine_bwd_quant_recipe, and grad_out cannot hold it.")
+        expert_out = GradientInto.apply(expert_out, room("grad_out", grad_out, expert_out.shape, expert_out.dtype))
     tokens = desc.num_dispatch_token_cur_rank
     wanted = buffer.max_tokens_per_rank if num_local_tokens is None else num_local_tokens
     if wanted < tokens:

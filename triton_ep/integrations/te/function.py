@@ -10,13 +10,17 @@ it when it runs and hands it on; so a graph serves any recipe, and is traced onc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from triton_ep.errors import InputError
 from triton_ep.integrations.te import operands, plan, support
 from triton_ep.integrations.te.operands import E4M3, Operand, Quantised
 from triton_ep.integrations.te.plan import Plan
+from triton_ep.integrations.te.wgrad import WeightGradients
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import library
 
@@ -127,11 +131,28 @@ def _forward_values(x: torch.Tensor | Quantised, how: Plan | None, dtype: torch.
     return operands.values_of(x, dtype)
 
 
+@dataclass(frozen=True)
+class Extra:
+    """What a module asks of its node besides.
+
+    Attributes:
+        cached: the weights quantised before, in both directions, to be used in their place; None: quantise them.
+        gradients: takes the weights' gradients in place of autograd; None: autograd gets them.
+        keep_input: keep x as it came for the backward pass.
+        overwrite: `gradients` puts them where it would add them.
+    """
+
+    cached: Sequence[Any] | None = None
+    gradients: WeightGradients | None = None
+    keep_input: bool = False
+    overwrite: bool = False
+
+
 class LinearFunction(torch.autograd.Function):
     """`forward` and `backward` as an autograd node.
 
-    Inputs: x, ends, code of the plan, dtype of the result, quantised weights to use in place of the weights or None,
-    number of weights, the weights, the biases (as many, or none).
+    Inputs: x, ends, code of the plan, dtype of the result, `Extra`, number of weights, the weights, the biases (as
+    many, or none).
     """
 
     @staticmethod
@@ -141,28 +162,31 @@ class LinearFunction(torch.autograd.Function):
         ends: torch.Tensor | None,
         code: int,
         out_dtype: torch.dtype,
-        cached: Sequence[Any] | None,
+        extra: Extra,
         num: int,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         """The result; x is kept quantised along columns where the weights' gradient takes it so."""
         how = Plan.of_code(code)
         weights, biases = parameters[:num], parameters[num:]
-        out = forward(x, cached or weights, biases, ends, how, out_dtype)
-        ctx.how, ctx.out_dtype, ctx.cached, ctx.num, ctx.x_shape, ctx.x_dtype = (
+        out = forward(x, extra.cached or weights, biases, ends, how, out_dtype)
+        ctx.how, ctx.out_dtype, ctx.extra, ctx.num, ctx.x_shape, ctx.x_dtype = (
             how,
             out_dtype,
-            cached,
+            extra,
             num,
             x.shape,
             x.dtype,
         )
+        # Those themselves, with the attributes that they have: saved ones may be others.
+        ctx.parameters = weights if extra.gradients is not None else ()
         kept: tuple[torch.Tensor, ...] = ()
         ctx.kept = None
         if any(ctx.needs_input_grad[6 : 6 + num]):
             ctx.kept = "as it was"
             kept = (x,)
-            if how is not None and how.override != "high_precision" and not operands.quantised_already(x):
+            as_it_was = extra.keep_input or operands.quantised_already(x)
+            if how is not None and how.override != "high_precision" and not as_it_was:
                 offsets = None if ends is None else torch.nn.functional.pad(ends, (1, 0))
                 columnwise = how.override is None
                 quantised = operands.columns_of(x, E4M3, offsets) if columnwise else operands.rows_of(x, E4M3)
@@ -184,19 +208,23 @@ class LinearFunction(torch.autograd.Function):
             offsets = torch.nn.functional.pad(ends, (1, 0)) if ends is not None and ctx.kept == "columns" else None
             x = Quantised(rest[0], rest[1], E4M3, ctx.kept == "columns", offsets)
         need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
-        need_w, need_b = any(need[: ctx.num]), any(need[ctx.num :])
-        dx, dw, db = backward(
-            grads[0],
-            x,
-            ctx.cached or weights,
-            ends,
-            ctx.how,
-            ctx.out_dtype,
-            (ctx.x_dtype if need_x else None, weights[0].dtype if need_w else None, need_b),
-        )
-        of_weights = [None] * ctx.num if dw is None else list(dw.unbind())
+        need_w, need_b = need[: ctx.num], any(need[ctx.num :])
+        gradients: WeightGradients | None = ctx.extra.gradients if any(need_w) else None
+        given = (grads[0], x, ctx.extra.cached or weights, ends, ctx.how, ctx.out_dtype)
+        w_dtype = weights[0].dtype if any(need_w) and gradients is None else None
+        dx, dw, db = backward(*given, (ctx.x_dtype if need_x else None, w_dtype, need_b))
+        of_weights: list[torch.Tensor | None] = [None] * ctx.num if dw is None else list(dw.unbind())
+        if gradients is not None:
+            of_weights = gradients.take(ctx.parameters, need_w, partial(_weight_gradients, given), ctx.extra.overwrite)
         of_biases = [None] * (len(need) - ctx.num) if db is None else list(db.to(weights[0].dtype).unbind())
         return None if dx is None else dx.view(ctx.x_shape), None, None, None, None, None, *of_weights, *of_biases
+
+
+def _weight_gradients(given: tuple[Any, Any, Any, Any, Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    """[E, N, K]: the second result of `backward`."""
+    gradients = backward(*given, (None, dtype, False))[1]
+    assert gradients is not None, "they are asked for"
+    return gradients
 
 
 # --- in compiled graphs -----------------------------------------------------------------------------------
@@ -284,7 +312,7 @@ def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 class TracedLinearFunction(torch.autograd.Function):
-    """The two ops as an autograd node; inputs as those of `LinearFunction`, without `cached`."""
+    """The two ops as an autograd node; inputs as those of `LinearFunction`, without `Extra`."""
 
     @staticmethod
     def forward(
@@ -326,7 +354,7 @@ def linear(
     ends: torch.Tensor | None,
     code: int,
     out_dtype: torch.dtype,
-    cached: Sequence[Any] | None = None,
+    extra: Extra,
 ) -> torch.Tensor:
     """[..., N] `out_dtype`, differentiable in x, weights and biases.
 
@@ -334,8 +362,16 @@ def linear(
         x: [..., K], high precision or in MXFP8. weights: [N, K] each. biases: [N] each, or none.
         ends: None with one weight; else [E] int32 on the device, the row after the last of each weight's rows.
         code: of the plan.
-        cached: the weights quantised before, in both directions.
+        extra: not used while torch.compile traces, which keeps x as it came.
+
+    Raises:
+        InputError: fused or delayed gradients while torch.compile traces.
     """
     if torch.compiler.is_compiling():
+        if extra.gradients is not None:
+            raise InputError(
+                "torch.compile cannot trace fuse_wgrad_accumulation or delay_wgrad_compute: a graph has no attributes "
+                "of weights. Leave the module out of the compiled function (torch.compiler.disable)."
+            )
         return TracedLinearFunction.apply(x, ends, code, out_dtype, len(weights), *weights, *biases)
-    return LinearFunction.apply(x, ends, code, out_dtype, cached, len(weights), *weights, *biases)
+    return LinearFunction.apply(x, ends, code, out_dtype, extra, len(weights), *weights, *biases)

@@ -158,16 +158,16 @@ class FP8GlobalStateManager(metaclass=_Attributes):
         return support.check_mxfp8_support()
 
     @classmethod
-    def is_fp8_available(cls) -> tuple[bool, str]:
-        """Per-tensor scaling, which this package does not have."""
-        return False, "triton_ep.integrations.te has no FP8 recipe with one scale per tensor; use MXFP8BlockScaling."
+    def is_fp8_available(cls) -> Any:
+        """False, and why."""
+        return support.is_fp8_available(return_reason=True)
 
     @classmethod
-    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
-        """float32 scales per block, which this package does not have."""
-        return False, "triton_ep.integrations.te has no FP8 recipe with float32 block scales; use MXFP8BlockScaling."
+    def is_fp8_block_scaling_available(cls) -> Any:
+        """False, and why."""
+        return support.is_fp8_block_scaling_available(return_reason=True)
 
     @classmethod
-    def is_nvfp4_available(cls) -> tuple[bool, str]:
-        """NVFP4, which this package does not have as a recipe."""
-        return False, "triton_ep.integrations.te has no NVFP4 recipe; use MXFP8BlockScaling."
+    def is_nvfp4_available(cls) -> Any:
+        """False, and why."""
+        return support.is_nvfp4_available(return_reason=True)

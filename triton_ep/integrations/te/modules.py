@@ -9,16 +9,17 @@ import torch
 from torch import nn
 
 from triton_ep.errors import InputError
-from triton_ep.integrations.te import plan
-from triton_ep.integrations.te.function import linear
+from triton_ep.integrations.te import options, plan
+from triton_ep.integrations.te.function import Extra, linear
 from triton_ep.integrations.te.manager import FP8GlobalStateManager
-from triton_ep.integrations.te.operands import quantised_already
+from triton_ep.integrations.te.operands import ends_of, quantised_already
 from triton_ep.integrations.te.plan import Plan
 from triton_ep.integrations.te.quantizer import MXFP8Quantizer
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling
 from triton_ep.integrations.te.recipe_state import RecipeState
 from triton_ep.integrations.te.state import is_own_recomputation
 from triton_ep.integrations.te.tensor import MXFP8Tensor
+from triton_ep.integrations.te.wgrad import WeightGradients
 from triton_ep.mx.formats import BLOCK, HIGH_PRECISION
 from triton_ep.runtime import INTERPRETING
 
@@ -56,15 +57,10 @@ class QuantisingModule(nn.Module):
         init_method: Callable[[torch.Tensor], Any] | None,
         device: torch.device | str | None,
         name: str | None,
-        unsupported: dict[str, Any],
+        others: dict[str, Any],
     ) -> None:
         super().__init__()
-        given = sorted(key for key, value in unsupported.items() if value not in (None, False, 0, 1))
-        if given:
-            raise InputError(
-                f"{type(self).__name__} got {', '.join(given)}: tensor parallelism, user buffers and fused or delayed "
-                "weight gradients are not part of triton_ep.integrations.te. Leave them out."
-            )
+        self._options = options.parse(type(self).__name__, others)
         if in_features < 1 or out_features < 1 or num_gemms < 1:
             raise InputError(f"sizes must be at least 1, got {num_gemms} of {in_features} to {out_features}.")
         self.in_features, self.out_features, self.num_gemms = in_features, out_features, num_gemms
@@ -75,6 +71,9 @@ class QuantisingModule(nn.Module):
             raise InputError(f"params_dtype is {self.params_dtype}; choose one of {HIGH_PRECISION}.")
         self.name = name
         self.init_method = init_method
+        self.fuse_wgrad_accumulation = self._options.fuse_wgrad_accumulation
+        fuse, delay = self._options.fuse_wgrad_accumulation, self._options.delay_wgrad_compute
+        self._gradients = WeightGradients(fuse, delay) if fuse or delay else None
         self.quantizers: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
         self._quantizers_code = plan.OFF
         self._forward_code: int | None = None
@@ -95,6 +94,9 @@ class QuantisingModule(nn.Module):
         self.reset_parameters()
         if FP8GlobalStateManager.with_fp8_parameters():
             self._quantise_parameters()
+        if delay:
+            for parameter in self._weights:
+                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]  # data parallelism asks for it
 
     def _register(self, name: str, parameter: nn.Parameter) -> None:
         self.register_parameter(name, parameter)
@@ -120,10 +122,11 @@ class QuantisingModule(nn.Module):
         """Weights by `init_method`, by default normal with standard deviation 0.023; biases 0."""
         for weight in self._weights:
             values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-            if self.init_method is None:
-                values.normal_(0.0, 0.023)
-            else:
-                self.init_method(values)
+            with self._options.rng():
+                if self.init_method is None:
+                    values.normal_(0.0, 0.023)
+                else:
+                    self.init_method(values)
             weight.copy_(values)
         for bias in self._biases:
             bias.zero_()
@@ -215,7 +218,33 @@ class QuantisingModule(nn.Module):
             inp = inp if quantised_already(inp) else inp.to(dtype)
         cached = None if torch.compiler.is_compiling() else self._cache(code, is_first_microbatch)
         biases = self._biases if self.apply_bias else []
-        return linear(inp, self._weights, biases, ends, code, dtype, cached)
+        extra = Extra(cached, self._gradients, self._options.save_original_input, is_first_microbatch is True)
+        return linear(inp, self._weights, biases, ends, code, dtype, extra)
+
+    # --- backward, storage --------------------------------------------------------------------------------
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        """Whether the weights are stored quantised (`quantized_model_init`)."""
+        return isinstance(self._weights[0], MXFP8Tensor)
+
+    def need_backward_dw(self) -> bool:
+        """Whether `backward_dw` is to be called after each backward pass (delay_wgrad_compute=True)."""
+        return self._options.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradients of the oldest backward pass that waits; nothing without delay_wgrad_compute.
+
+        Raises:
+            NothingDelayedError: none waits.
+        """
+        if self._gradients is not None and self._gradients.delay:
+            self._gradients.run_oldest()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # TransformerEngine's checkpoints have this entry. Of MXFP8 there is nothing to keep in it.
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class Linear(QuantisingModule):
@@ -229,7 +258,13 @@ class Linear(QuantisingModule):
         params_dtype: of weight and bias; None: torch's default dtype.
         device: None: the current GPU, or the CPU where kernels are interpreted.
         name: what error messages call it.
-        others: TransformerEngine's arguments for tensor parallelism and fused or delayed gradients are refused.
+        fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad` (or put it there, if
+            `weight.overwrite_main_grad` is true); `weight.grad` stays None.
+        delay_wgrad_compute: the weight's gradient is computed by `backward_dw`, once per backward pass.
+        save_original_input: keep the input for the backward pass as it came; same results.
+        get_rng_state_tracker, rng_tracker_name: the weight is filled inside of `get_rng_state_tracker().fork(name)`.
+        others: TransformerEngine's further arguments. Tensor parallelism over more than one rank, user buffers, and
+            split or packed parameters are refused; names that it does not have either are a TypeError.
 
     Attributes:
         weight: [out_features, in_features]; an MXFP8Tensor if made inside of `quantized_model_init`.
@@ -265,7 +300,7 @@ class Linear(QuantisingModule):
             init_method=init_method,
             device=device,
             name=name,
-            unsupported=others,
+            others=others,
         )
 
     def _weight_name(self, index: int) -> str:
@@ -279,7 +314,8 @@ class Linear(QuantisingModule):
 
         Arguments:
             inp: high precision, or in MXFP8 (MXFP8Tensor, MXTensor): then its values are used as they are.
-            is_first_microbatch: True: quantise the weight and keep it so; False: use what was kept; None: neither.
+            is_first_microbatch: True: quantise the weight and keep it so; False: use what was kept; None: neither. With
+                fuse_wgrad_accumulation, True also puts the gradient into `main_grad` in place of adding it.
 
         Returns the result, with `return_bias` and the bias.
 
@@ -328,7 +364,7 @@ class GroupedLinear(QuantisingModule):
             init_method=init_method,
             device=device,
             name=name,
-            unsupported=others,
+            others=others,
         )
 
     def forward(
@@ -337,7 +373,7 @@ class GroupedLinear(QuantisingModule):
         m_splits: Sequence[int] | torch.Tensor,
         is_first_microbatch: bool | None = None,
     ) -> Any:
-        """[R, out_features] of inp [R, in_features]: the first m_splits[0] rows by weight 0, and so on.
+        """[..., out_features] of inp [..., in_features], R rows: the first m_splits[0] by weight 0, and so on.
 
         Arguments:
             inp: high precision, or in MXFP8 along its rows.
@@ -350,27 +386,9 @@ class GroupedLinear(QuantisingModule):
         Raises:
             InputError: sizes or dtypes that do not fit.
         """
-        return self.forward_to_ends(inp, self._ends(inp, m_splits), is_first_microbatch)
+        return self.forward_to_ends(inp, ends_of(m_splits, self.num_gemms, inp), is_first_microbatch)
 
     def forward_to_ends(self, inp: torch.Tensor, ends: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """`forward` with [num_gemms] int32 on the device: the row after the last one of each group."""
         out = self._run(inp, ends, is_first_microbatch)
         return (out, self._biases) if self.return_bias else out
-
-    def _ends(self, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        if inp.dim() != 2:
-            raise InputError(f"inp is {list(inp.shape)}; it must be [R, in_features].")
-        if isinstance(m_splits, torch.Tensor):
-            if m_splits.shape != (self.num_gemms,) or m_splits.dtype not in (torch.int32, torch.int64):
-                raise InputError(
-                    f"m_splits is {list(m_splits.shape)} {m_splits.dtype}; it must be [{self.num_gemms}] int32 or "
-                    "int64."
-                )
-            return m_splits.to(inp.device).cumsum(0, dtype=torch.int32)
-        splits = list(m_splits)
-        if len(splits) != self.num_gemms or sum(splits) != inp.shape[0] or min(splits) < 0:
-            raise InputError(
-                f"m_splits has {len(splits)} entries that sum to {sum(splits)}; there must be {self.num_gemms} of at "
-                f"least 0 that sum to the {inp.shape[0]} rows of inp."
-            )
-        return torch.tensor(splits, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(inp.device)

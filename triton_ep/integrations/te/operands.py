@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch.nn.functional import pad
 
+from triton_ep.errors import InputError
 from triton_ep.integrations.te import arithmetic, support
 from triton_ep.integrations.te.storage import FP8_DTYPES, MXFP8TensorStorage, flatten
 from triton_ep.mx.swizzle import to_blocked
@@ -229,6 +231,29 @@ def grouped_bias_grad(dy: torch.Tensor, ends: torch.Tensor, experts: int) -> tor
         return grouped_gemm_wgrad(dy, ones, ends, experts, out_dtype=torch.float32)[..., 0]
     bounds = _bounds(ends, dy.shape[0])
     return torch.stack([dy[first:end].float().sum(0) for first, end in bounds])
+
+
+def ends_of(m_splits: Sequence[int] | torch.Tensor, groups: int, inp: torch.Tensor) -> torch.Tensor:
+    """[groups] int32 on the device of inp [..., K]: the row after the last one of each group.
+
+    Raises:
+        InputError: other numbers of groups or rows.
+    """
+    if inp.dim() < 2:
+        raise InputError(f"inp is {list(inp.shape)}; it must be [..., in_features] with rows.")
+    if isinstance(m_splits, torch.Tensor):
+        if m_splits.shape != (groups,) or m_splits.dtype not in (torch.int32, torch.int64):
+            raise InputError(
+                f"m_splits is {list(m_splits.shape)} {m_splits.dtype}; it must be [{groups}] int32 or int64."
+            )
+        return m_splits.to(inp.device).cumsum(0, dtype=torch.int32)
+    splits, rows = list(m_splits), prod(inp.shape[:-1])
+    if len(splits) != groups or sum(splits) != rows or min(splits) < 0:
+        raise InputError(
+            f"m_splits has {len(splits)} entries that sum to {sum(splits)}; there must be {groups} of at least 0 that "
+            f"sum to the {rows} rows of inp."
+        )
+    return torch.tensor(splits, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(inp.device)
 
 
 def rows_of_groups(per_group: torch.Tensor, ends: torch.Tensor, num_rows: int) -> torch.Tensor:

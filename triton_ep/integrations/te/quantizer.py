@@ -71,6 +71,10 @@ class MXFP8Quantizer:
         if columnwise is not None:
             self.columnwise_usage = columnwise
 
+    def get_usages(self) -> dict[str, bool]:
+        """The directions, as arguments of `set_usage`."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
     def copy(self) -> MXFP8Quantizer:
         """Another quantiser with the same choices."""
         other = MXFP8Quantizer(
@@ -129,6 +133,10 @@ class MXFP8Quantizer:
             return _Quantize.apply(tensor, self, dtype)
         return self.quantize_impl(tensor, dtype)
 
+    def multi_quantize(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+        """`quantize` of each."""
+        return [self.quantize(tensor) for tensor in tensors]
+
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
         """`quantize` below autograd."""
         _check(tensor)
@@ -152,10 +160,11 @@ class MXFP8Quantizer:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         requires_grad: bool = False,
+        pin_memory: bool = False,
     ) -> Any:
         """A tensor whose elements are not set, its scales 0, in the directions of this quantiser.
 
-        device: None: that of torch's default.
+        device: None: that of torch's default. pin_memory: of the host, for copies from and to a GPU.
 
         Raises:
             ShapeError: sizes that are no multiples of 32.
@@ -167,16 +176,17 @@ class MXFP8Quantizer:
             ("rowwise", self.rowwise_usage, False),
             ("columnwise", self.columnwise_usage, True),
         ):
-            parts[f"{name}_data"] = torch.empty(shape, dtype=torch.uint8, device=device) if wanted else None
             scales = self.get_scale_shape(shape, columnwise)
-            parts[f"{name}_scale_inv"] = torch.zeros(scales, dtype=torch.uint8, device=device) if wanted else None
+            where: dict[str, Any] = {"dtype": torch.uint8, "device": device, "pin_memory": pin_memory}
+            parts[f"{name}_data"] = torch.empty(shape, **where) if wanted else None
+            parts[f"{name}_scale_inv"] = torch.zeros(scales, **where) if wanted else None
         return self._wrap(shape, dtype, parts, requires_grad)
 
     def _wrap(
         self, shape: Iterable[int], dtype: torch.dtype, given: dict[str, Any], requires_grad: bool = False
     ) -> Any:
         parts: dict[str, Any] = dict(given)
-        parts.update(fp8_dtype=self.dtype, quantizer=self, with_gemm_swizzled_scales=self.optimize_for_gemm)
+        parts.update(fp8_dtype=self.dtype, quantizer=self.copy(), with_gemm_swizzled_scales=self.optimize_for_gemm)
         if self.internal:
             return MXFP8TensorStorage(**parts)
         return MXFP8Tensor(shape, dtype, requires_grad=requires_grad, **parts)

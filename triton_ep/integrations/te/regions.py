@@ -80,6 +80,17 @@ class autocast:
             state.leave_region(entry)
 
 
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> autocast:
+    """`autocast` under its former name and argument names."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
 @contextmanager
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
@@ -104,3 +115,7 @@ def quantized_model_init(
         yield
     finally:
         state.set_parameters(before)
+
+
+fp8_model_init = quantized_model_init
+"""`quantized_model_init` under its former name."""

@@ -123,6 +123,14 @@ class MXFP8TensorStorage:
         """Which directions are there."""
         return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
 
+    def _get_quantizer(self) -> Any:
+        """The quantiser that made this tensor, or a new one of its format and directions."""
+        if self._quantizer is not None:
+            return self._quantizer
+        from triton_ep.integrations.te.quantizer import MXFP8Quantizer
+
+        return MXFP8Quantizer(self._fp8_dtype, **self.get_usages())
+
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Drop a direction with False; None leaves it as it is.
 

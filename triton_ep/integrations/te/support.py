@@ -70,6 +70,26 @@ def is_mxfp8_available(return_reason: bool = False, *, strict: bool = False) -> 
     return (available, reason) if return_reason else available
 
 
+def _without(what: str, return_reason: bool) -> bool | tuple[bool, str]:
+    reason = f"triton_ep.integrations.te has no {what}; use MXFP8BlockScaling."
+    return (False, reason) if return_reason else False
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether one scale per tensor is there: False; with `return_reason` also why."""
+    return _without("FP8 recipe with one scale per tensor", return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether float32 scales per block are there: False; with `return_reason` also why."""
+    return _without("FP8 recipe with float32 block scales", return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether NVFP4 is there as a recipe: False; with `return_reason` also why."""
+    return _without("NVFP4 recipe", return_reason)
+
+
 @functools.cache
 def _warn_emulated(reason: str) -> None:
     warnings.warn(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -21,7 +21,10 @@ aten = torch.ops.aten
 class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
     """A tensor in MXFP8 that acts as one of a high-precision dtype, in modules and optimizers too.
 
-    An operation that is not named here computes on the dequantised values. In place, its result is quantised again.
+    Copies, moves, views that keep the last dimension, and splits of the first dimension into multiples of 32 rows give
+    MXFP8Tensors with the same bytes; pieces of a split are copies. Any other operation computes on the dequantised
+    values and gives plain tensors, `.to(dtype)` of another dtype and `.float()` among them. In place, its result is
+    quantised again, and so is what is assigned to `data`.
 
     Arguments:
         shape, dtype: of the tensor it stands for.
@@ -82,6 +85,22 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
     size = torch.Tensor.size
     device = torch.Tensor.device
 
+    @property
+    def data(self) -> torch.Tensor:
+        """This tensor outside of autograd; assigned to, it takes other values, shape and dtype, in MXFP8."""
+        return super().data
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            quantizer = self._get_quantizer().copy()
+            quantizer.set_usage(**self.get_usages())
+            quantizer.internal, quantizer.optimize_for_gemm = False, self._with_gemm_swizzled_scales
+            other: MXFP8Tensor = tensor if isinstance(tensor, MXFP8Tensor) else quantizer(tensor.detach())
+            # The wrapper knows shape and dtype, the parts are attributes: both must change.
+            torch.Tensor.data.__set__(self, other.detach())  # type: ignore[attr-defined]
+            self._set(*other.get_metadata().values())
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         usages = [name for name, there in self.get_usages().items() if there]
         return (
@@ -93,6 +112,18 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         """The values, in `dtype` or the dtype it stands for; gradients pass through unchanged."""
         result: torch.Tensor = _Dequantize.apply(self, self.dtype if dtype is None else dtype)
         return result
+
+    def float(self) -> torch.Tensor:
+        """The values in float32, as a plain tensor."""
+        return self.dequantize(dtype=torch.float32)
+
+    def half(self) -> torch.Tensor:
+        """The values in float16, as a plain tensor."""
+        return self.dequantize(dtype=torch.float16)
+
+    def bfloat16(self) -> torch.Tensor:
+        """The values in bfloat16, as a plain tensor."""
+        return self.dequantize(dtype=torch.bfloat16)
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> MXFP8Tensor:
         """Put other values into this tensor, quantised in the directions that it has.
@@ -107,6 +138,30 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
     def to_mxtensor(self, *, columnwise: bool = False, dtype: torch.dtype | None = None) -> MXTensor:
         """As `MXFP8TensorStorage.to_mxtensor`, by default for this tensor's dtype; without gradient."""
         return super().to_mxtensor(columnwise=columnwise, dtype=self.dtype if dtype is None else dtype)
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: MXFP8Tensor,
+        *,
+        shape: Iterable[int] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> MXFP8Tensor:
+        """Another tensor over the same bytes.
+
+        shape: with the same last dimension. dtype: what it stands for.
+
+        Raises:
+            InputError: a shape with another last dimension or number of elements.
+        """
+        sizes = tuple(tensor.shape if shape is None else shape)
+        if prod(sizes) != tensor.numel() or sizes[-1:] != tensor.shape[-1:]:
+            raise InputError(f"shape is {list(sizes)}; of {list(tensor.shape)} only the leading dimensions can change.")
+        parts = tensor.get_metadata()
+        for name in ("rowwise_data", "columnwise_data"):
+            parts[name] = None if parts[name] is None else parts[name].view(sizes)
+        return cls(sizes, tensor.dtype if dtype is None else dtype, requires_grad=requires_grad, **parts)
 
     @classmethod
     def from_mxtensor(cls, mx: MXTensor, quantizer: Any = None) -> MXFP8Tensor:
@@ -145,10 +200,29 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         """Forget the initial values."""
         self._high_precision_init_val = None
 
-    def _like(self, fn: Any, dtype: torch.dtype | None = None) -> MXFP8Tensor:
+    def _like(self, fn: Any) -> MXFP8Tensor:
         """The same tensor with `fn` of each of its parts."""
         parts = {k: fn(v) if isinstance(v, torch.Tensor) else v for k, v in self.get_metadata().items()}
-        return MXFP8Tensor(self.shape, self.dtype if dtype is None else dtype, **parts)
+        return MXFP8Tensor(self.shape, self.dtype, **parts)
+
+    def _piece(self, start: int, end: int) -> MXFP8Tensor:
+        """A copy of [start:end] of the first dimension, which is a multiple of 32 rows and begins with a block."""
+        shape = (end - start, *self.shape[1:])
+        inner = prod(self.shape[1:-1])
+        parts = self.get_metadata()
+        for name, columnwise in (("rowwise", False), ("columnwise", True)):
+            if parts[f"{name}_data"] is None:
+                continue
+            data, scale = self.compact(columnwise)
+            rows = slice(start * inner, end * inner)
+            blocks = slice(rows.start // BLOCK, rows.stop // BLOCK) if columnwise else rows
+            padded = layouts.scale_shape(rows.stop - rows.start, self.shape[-1], columnwise)
+            scale = layouts.pad(scale[blocks].clone(), padded)
+            parts[f"{name}_data"] = data[rows].clone().view(shape)
+            parts[f"{name}_scale_inv"] = (
+                layouts.swizzle(scale, columnwise) if self._with_gemm_swizzled_scales else scale
+            )
+        return MXFP8Tensor(shape, self.dtype, **parts)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -170,13 +244,21 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         return MXFP8Tensor(outer_size, **{**context, **parts})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        parts = {**self.get_metadata(), "quantizer": None}
+        parts, made_by = self.get_metadata(), self._quantizer
+        # As plain values, which torch.load(weights_only=True) takes.
+        parts["quantizer"] = None if made_by is None else (made_by.get_usages(), made_by.with_2d_quantization)
         return _rebuild, (tuple(self.shape), self.dtype, parts, self.requires_grad)
 
 
 def _rebuild(shape: tuple[int, ...], dtype: torch.dtype, parts: dict[str, Any], requires_grad: bool) -> MXFP8Tensor:
     """What `pickle` and `torch.load` call."""
-    return MXFP8Tensor(shape, dtype, requires_grad=requires_grad, **parts)
+    tensor = MXFP8Tensor(shape, dtype, requires_grad=requires_grad, **{**parts, "quantizer": None})
+    if parts["quantizer"] is not None:
+        usages, tiles = parts["quantizer"]
+        tensor._quantizer = tensor._get_quantizer()
+        tensor._quantizer.set_usage(**usages)
+        tensor._quantizer.with_2d_quantization = tiles
+    return tensor
 
 
 torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True)
@@ -210,9 +292,15 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten._to_copy.default and kwargs.get("layout") in (None, torch.strided):
             where = {k: v for k, v in kwargs.items() if k in ("device", "pin_memory", "non_blocking") and v is not None}
             copy = torch.ops.aten._to_copy.default
-            return first._like(lambda part: copy(part, **where), kwargs.get("dtype"))
-        if func in (aten.view.default, aten._unsafe_view.default) and list(args[1]) == list(first.shape):
-            return first._like(lambda part: part)
+            if kwargs.get("dtype") in (None, first.dtype):
+                return first._like(lambda part: copy(part, **where))
+            return copy(first.dequantized(torch.float32), dtype=kwargs["dtype"], **where)
+        if func in (aten.view.default, aten._unsafe_view.default):
+            shape = _inferred(args[1], first.numel())
+            if shape[-1:] == first.shape[-1:]:
+                return MXFP8Tensor.make_like(first, shape=shape)
+        if func is aten.split.Tensor and _splits_blocks(first, *args[1:], **kwargs):
+            return [first._piece(at, min(at + args[1], first.shape[0])) for at in range(0, first.shape[0], args[1])]
         if func is aten.copy_.default and isinstance(args[1], MXFP8Tensor) and _same_format(first, args[1]):
             for name, part in first.get_metadata().items():
                 if isinstance(part, torch.Tensor):
@@ -222,6 +310,18 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {"device": first.device, **kwargs}
         return func(torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
     return _by_value(func, args, kwargs)
+
+
+def _splits_blocks(tensor: MXFP8Tensor, size: int, dim: int = 0) -> bool:
+    """Whether pieces of `size` along `dim` are whole blocks in both directions."""
+    along_rows = dim % tensor.dim() == 0 and tensor.dim() >= 2
+    return along_rows and size > 0 and all(n * prod(tensor.shape[1:-1]) % BLOCK == 0 for n in (size, tensor.shape[0]))
+
+
+def _inferred(shape: Sequence[int], numel: int) -> tuple[int, ...]:
+    """`shape` with the number that -1 stands for."""
+    known = prod(size for size in shape if size != -1)
+    return tuple(numel // known if size == -1 else size for size in shape)
 
 
 def _same_format(first: MXFP8Tensor, second: MXFP8Tensor) -> bool:

@@ -1,0 +1,233 @@
+"""Arguments of TransformerEngine's modules beyond sizes: each does what it says, is accepted, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import triton_ep.integrations.te as te
+from tests.te.rule import DEVICE
+from triton_ep.errors import InputError
+
+pytestmark = [pytest.mark.plain, pytest.mark.filterwarnings("ignore:MXFP8 is emulated")]
+
+SPLITS = [33, 0, 31]
+
+
+def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.bfloat16)
+
+
+def _make(kind: str, quantised: bool = False, **options: object) -> torch.nn.Module:
+    """A module whose weights depend on nothing but its kind."""
+    options = {"params_dtype": torch.bfloat16, "device": DEVICE, **options}
+    with te.quantized_model_init(enabled=quantised):
+        module = te.Linear(64, 32, **options) if kind == "linear" else te.GroupedLinear(3, 64, 32, **options)
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            parameter.copy_(_randn(*parameter.shape, seed=10 + index) / 8)
+    return module
+
+
+def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for name, parameter in module.named_parameters() if name.startswith("weight")]
+
+
+def _forward(module: torch.nn.Module, seed: int, **how: object) -> tuple[torch.Tensor, torch.Tensor]:
+    x = _randn(64, 64, seed=seed).requires_grad_()
+    with te.autocast():
+        return x, module(x, **how) if isinstance(module, te.Linear) else module(x, SPLITS, **how)
+
+
+def _gradients(module: torch.nn.Module, seed: int = 1, **how: object) -> list[torch.Tensor]:
+    """Gradients of x and of all parameters, of a backward pass that autograd does alone."""
+    x, y = _forward(module, seed, **how)
+    module.zero_grad()
+    y.backward(_randn(64, 32, seed=seed + 50))
+    return [x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["", "quantised"])
+@pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_fused_gradients_are_added_to_main_grad(kind: str, delay: bool, quantised: bool) -> None:
+    """In main_grad's dtype; put there in the first micro-batch or if the weight says so; `grad` stays None."""
+    plain = _make(kind, quantised)
+    module = _make(kind, quantised, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
+    for weight in _weights(module):
+        weight.main_grad = torch.ones(weight.shape, device=DEVICE)
+    sums = [weight.main_grad.clone() for weight in _weights(module)]
+    for seed, first, overwrite in (
+        (1, None, False),
+        (2, True, False),
+        (3, None, False),
+        (4, False, True),
+        (5, None, False),
+    ):
+        want = _gradients(plain, seed, is_first_microbatch=first)
+        x, y = _forward(module, seed, is_first_microbatch=first)
+        module.zero_grad()
+        for weight in _weights(module):
+            weight.overwrite_main_grad = overwrite
+        y.backward(_randn(64, 32, seed=seed + 50))
+        if delay:
+            assert all(map(torch.equal, sums, [weight.main_grad for weight in _weights(module)]))
+            module.backward_dw()
+        assert torch.equal(x.grad, want[0])
+        exact = dict(zip((name for name, _ in module.named_parameters()), want[1:], strict=True))
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter.grad, exact[name]) if name.startswith("bias") else parameter.grad is None
+        for index, (name, weight) in enumerate(n for n in module.named_parameters() if n[0].startswith("weight")):
+            restarted = first or overwrite
+            # The gradient in float32, of which autograd's is the rounded one.
+            gradient = weight.main_grad - (0 if restarted else sums[index])
+            if restarted:
+                assert torch.equal(gradient.bfloat16(), exact[name])
+            torch.testing.assert_close(gradient, exact[name].float(), rtol=2**-8, atol=1e-5)
+            sums[index] = weight.main_grad.clone()
+
+
+def test_delayed_gradients_wait_in_order() -> None:
+    """One backward pass per backward_dw, the oldest first; they add up; none left is an error."""
+    plain, module = _make("grouped"), _make("grouped", delay_wgrad_compute=True)
+    assert module.need_backward_dw() and not plain.need_backward_dw()
+    plain.backward_dw()
+    one, two = _gradients(plain, 1), _gradients(plain, 2)
+    for seed in (1, 2):
+        _, y = _forward(module, seed)
+        y.backward(_randn(64, 32, seed=seed + 50))
+    weights = _weights(module)
+    assert all(weight.grad is None and weight.skip_backward_post_hook for weight in weights)
+    names = [name for name, _ in module.named_parameters()]
+    of_weights = [index for index, name in enumerate(names) if name.startswith("weight")]
+    module.backward_dw()
+    assert all(torch.equal(w.grad, one[1 + i]) for w, i in zip(weights, of_weights, strict=True))
+    module.backward_dw()
+    assert all(torch.equal(w.grad, one[1 + i] + two[1 + i]) for w, i in zip(weights, of_weights, strict=True))
+    with pytest.raises(te.NothingDelayedError, match="no backward pass"):
+        module.backward_dw()
+
+
+def test_hooks_of_data_parallelism_see_a_gradient() -> None:
+    """A weight with `grad_added_to_main_grad` gets zeros, so that its hook runs; frozen weights get nothing."""
+    module = _make("grouped", fuse_wgrad_accumulation=True)
+    first, frozen, last = _weights(module)
+    frozen.requires_grad_(False)
+    seen = []
+    for weight in (first, last):
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape, device=DEVICE), False
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad_added_to_main_grad))
+    _, y = _forward(module, 1)
+    y.backward(_randn(64, 32, seed=5))
+    assert seen == [True, True] and first.main_grad.any() and last.main_grad.any()
+    assert not first.grad.any() and frozen.grad is None and not hasattr(frozen, "main_grad")
+
+
+def test_fused_gradients_need_main_grad() -> None:
+    """Of the weight's shape, and said before anything is computed."""
+    module = _make("linear", fuse_wgrad_accumulation=True)
+    for shape, seen in ((None, "None"), ((64, 32), r"\[64, 32\]")):
+        if shape is not None:
+            module.weight.main_grad = torch.zeros(shape, device=DEVICE)
+        _, y = _forward(module, 1)
+        with pytest.raises(InputError, match=rf"main_grad, a tensor \[32, 64\] as the weight; it is {seen}"):
+            y.sum().backward()
+    with pytest.raises(Exception, match="fuse_wgrad_accumulation"):
+        torch.compile(module, fullgraph=True, backend="eager")(_randn(32, 64))
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_save_original_input_changes_no_bit(kind: str) -> None:
+    """What is kept is another tensor, and the gradients are the same."""
+    assert all(map(torch.equal, _gradients(_make(kind, save_original_input=True)), _gradients(_make(kind))))
+
+
+def test_grouped_linear_takes_leading_dimensions() -> None:
+    """[A, B, K] is A * B rows."""
+    module, x = _make("grouped"), _randn(2, 32, 64)
+    leaf, flat = x.clone().requires_grad_(), x.view(64, 64).clone().requires_grad_()
+    with te.autocast():
+        y, z = module(leaf, SPLITS), module(flat, torch.tensor(SPLITS, device=DEVICE))
+    assert y.shape == (2, 32, 32) and torch.equal(y.view(64, 32), z)
+    (y.sum() + z.sum()).backward()
+    assert torch.equal(leaf.grad.view(64, 64), flat.grad)
+
+
+def test_random_state_of_a_tracker() -> None:
+    """Weights are drawn inside of the fork that the tracker gives for the name."""
+    names = []
+
+    class Tracker:
+        @contextmanager
+        def fork(self, name: str = "default") -> Iterator[None]:
+            names.append(name)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(7)
+                yield
+
+    for options in (
+        {"get_rng_state_tracker": Tracker},
+        {"get_rng_state_tracker": Tracker, "rng_tracker_name": "expert"},
+    ):
+        found = [te.GroupedLinear(2, 32, 32, device="cpu", **options) for _ in range(2)]
+        assert torch.equal(found[0].weight0, found[1].weight0) and torch.equal(found[0].weight1, found[1].weight1)
+    assert set(names) == {"default", "expert"}
+
+
+def test_what_is_accepted_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank is as none; True is refused as well as any other value; a name that nobody has is a TypeError."""
+    te.Linear(32, 32, parallel_mode="column", tp_size=1, sequence_parallel=True, ub_name="qkv", device=DEVICE)
+    te.GroupedLinear(2, 32, 32, parallel_mode="row", use_grouped_tensor=True, ub_overlap_rs=False, device=DEVICE)
+    for module in (te.Linear, lambda *sizes, **options: te.GroupedLinear(2, *sizes, **options)):
+        for name, value in (
+            ("ub_overlap_ag", True),
+            ("symmetric_ar_type", "two_shot"),
+            ("single_grouped_weight", True),
+            ("parameters_split", ("q", "k")),
+        ):
+            with pytest.raises(InputError, match=f"{name}="):
+                module(32, 32, **{name: value})
+        with pytest.raises(InputError, match="tp_size of 2: tensor parallelism"):
+            module(32, 32, tp_size=2)
+        with pytest.raises(InputError, match="parallel_mode='diagonal'"):
+            module(32, 32, parallel_mode="diagonal")
+        with pytest.raises(TypeError, match="unexpected keyword argument 'bais'"):
+            module(32, 32, bais=False)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: group)
+    te.Linear(32, 32, tp_group=1, device=DEVICE)
+    with pytest.raises(InputError, match="a tp_group of 4"):
+        te.Linear(32, 32, tp_group=4)
+
+
+def test_checkpoints_of_transformer_engine_load() -> None:
+    """Their `_extra_state` has nothing about MXFP8 to keep; torch's modules and these exchange theirs both ways."""
+    model = torch.nn.Sequential(_make("linear"), _make("grouped"))
+    state = model.state_dict()
+    state.update({"0._extra_state": torch.empty(0, dtype=torch.uint8), "1._extra_state": None})
+    model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        model.load_state_dict({**state, "0.other_state": None})
+    plain = torch.nn.Linear(64, 32, dtype=torch.bfloat16, device=DEVICE)
+    model[0].load_state_dict(plain.state_dict())
+    plain.load_state_dict(model[0].state_dict())
+    assert _make("linear", quantised=True).primary_weights_in_fp8 and not model[0].primary_weights_in_fp8
+
+
+def test_former_names() -> None:
+    """fp8_autocast and fp8_model_init with their arguments; questions about recipes that are not here."""
+    recipe, group = te.MXFP8BlockScaling(margin=3), object()
+    with te.fp8_autocast(enabled=True, calibrating=True, fp8_recipe=recipe, fp8_group=group):
+        state = te.FP8GlobalStateManager
+        assert state.is_fp8_enabled() and state.get_fp8_recipe() is recipe and state.get_fp8_group() is group
+        assert state.is_fp8_calibration()
+    assert not te.FP8GlobalStateManager.is_fp8_enabled()
+    with te.fp8_model_init(enabled=True):
+        assert isinstance(te.Linear(32, 32, device=DEVICE).weight, te.QuantizedTensor)
+    for ask in (te.is_fp8_available, te.is_fp8_block_scaling_available, te.is_nvfp4_available):
+        assert ask() is False
+        assert ask(return_reason=True) == getattr(state, ask.__name__)() == (False, ask(return_reason=True)[1])
+        assert "MXFP8BlockScaling" in ask(return_reason=True)[1]

@@ -1,0 +1,92 @@
+"""Arguments of TransformerEngine's modules that have no parameter of their own here: used, accepted, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from triton_ep.errors import InputError
+
+_PARALLEL = ("sequence_parallel", "tp_group", "tp_size", "parallel_mode")
+_PARALLEL_MODES = (None, "column", "row")
+_REFUSED = (
+    "parameters_split",
+    "single_grouped_bias",
+    "single_grouped_weight",
+    "symmetric_ar_type",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+)
+"""Each must be left out, or be None or False."""
+_WITHOUT_EFFECT = ("ub_name", "use_grouped_tensor")
+"""The name of a user buffer, and which of TransformerEngine's grouped GEMMs runs: there is nothing here to choose."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a module uses of them.
+
+    Attributes:
+        fuse_wgrad_accumulation: add gradients of weights to their `main_grad` in place of `grad`.
+        delay_wgrad_compute: compute them in `backward_dw`.
+        save_original_input: keep the input as it came for the backward pass, in place of the quantised one.
+        get_rng_state_tracker, rng_tracker_name: whose random state fills the weights.
+    """
+
+    fuse_wgrad_accumulation: bool = False
+    delay_wgrad_compute: bool = False
+    save_original_input: bool = False
+    get_rng_state_tracker: Callable[[], Any] | None = None
+    rng_tracker_name: str | None = None
+
+    @contextmanager
+    def rng(self) -> Iterator[None]:
+        """Region that draws from the tracker's random state, if there is one."""
+        if self.get_rng_state_tracker is None:
+            yield
+            return
+        names = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
+        with self.get_rng_state_tracker().fork(*names):
+            yield
+
+
+def parse(module: str, given: dict[str, Any]) -> Options:
+    """Options of the keyword arguments `given` to the class named `module`.
+
+    Raises:
+        TypeError: a name that TransformerEngine does not have either.
+        InputError: a value that asks for what this package does not have.
+    """
+    used = Options.__dataclass_fields__
+    unknown = sorted(set(given) - set(used) - set(_PARALLEL) - set(_REFUSED) - set(_WITHOUT_EFFECT))
+    if unknown:
+        raise TypeError(f"{module}() got an unexpected keyword argument {unknown[0]!r}")
+    refused = sorted(name for name in _REFUSED if given.get(name) not in (None, False))
+    if refused:
+        raise InputError(
+            f"{module} got {', '.join(f'{name}={given[name]!r:.40}' for name in refused)}: split or packed parameters, "
+            "user buffers and symmetric all-reduce are not part of triton_ep.integrations.te. Leave them out."
+        )
+    _check_parallel(module, given)
+    return Options(**{name: value for name, value in given.items() if name in used})
+
+
+def _check_parallel(module: str, given: dict[str, Any]) -> None:
+    """One rank is as none; more are refused, and so is a mode that TransformerEngine does not know."""
+    mode = given.get("parallel_mode")
+    if mode not in _PARALLEL_MODES:
+        raise InputError(f"{module} got parallel_mode={mode!r}; choose one of {_PARALLEL_MODES}.")
+    group = given.get("tp_group")
+    size = given.get("tp_size", 1) if group is None else dist.get_world_size(group)
+    if size != 1:
+        raise InputError(
+            f"{module} got {'tp_size' if group is None else 'a tp_group'} of {size}: tensor parallelism is not part of "
+            "triton_ep.integrations.te. Pass 1, or give each rank the sizes of its own part."
+        )
