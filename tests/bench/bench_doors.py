@@ -1,11 +1,13 @@
-"""What a door costs: the calls of deep_ep.Buffer and of fused_a2a beside the layer's own, the same rows and bits.
+"""What a door costs: calls of deep_ep.Buffer, HybridEPBuffer and fused_a2a beside the layer's, the same rows and bits.
 
     python tests/bench/bench_doors.py --ranks 4 --csv docs/benchmarks/results/doors.csv
     python tests/bench/bench_doors.py --ranks 2 --tokens 16 --hidden 64 --experts 8 --iters 2     # CPU, to try it
 
-Providers: triton_ep, expert-major rows (`mode` ...-expert-major) and compact ones (...-compact); deep_ep, the door; and
-megatron, forward and backward of fused_dispatch and fused_combine. Each door is checked against the layer, bit for bit,
-before it is timed, and timed in turns with it. Columns and method: docs/benchmarks/README.md.
+Providers: triton_ep, expert-major rows (`mode` ...-expert-major), compact ones (...-compact), and expert-major ones
+padded to 16 without local combine (...-permuted); deep_ep and hybrid_ep, the doors, the latter by a routing map, by ids
+(...-permuted-ids), and with one-byte rows (...-permuted-fp8); and megatron, forward and backward of fused_dispatch and
+fused_combine. Each door is checked against the layer, bit for bit, before it is timed, and timed in turns with it.
+Columns and method: docs/benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from triton_ep.bench.providers import meet_by_collective
 from triton_ep.bench.routing import uniform_idx
 from triton_ep.bench.timing import Timer, Timing, over_ranks, slowest
 from triton_ep.integrations import megatron
-from triton_ep.integrations.deep_ep import Buffer, release
+from triton_ep.integrations.deep_ep import Buffer, HybridEPBuffer, release
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.runtime import INTERPRETING
 
 TURNS = 3
+PAD = 16  # rows of an expert, for HybridEP
 BOUND = 1.05  # a door may take this much of the layer's time
 
 Calls = dict[tuple[str, str, str], Callable[[], object]]
@@ -118,6 +121,55 @@ def _calls(args: argparse.Namespace, layer: EPAll2AllLayer, device: torch.device
     }
 
 
+def _hybrid_calls(args: argparse.Namespace, layer: EPAll2AllLayer, buffer: HybridEPBuffer) -> Calls:
+    """Calls of HybridEPBuffer and those of a layer like its own, checked against each other."""
+    rank, device = dist.get_rank(), layer.context.device
+    x = coded_rows(rank, args.tokens, args.hidden, 0, device)
+    # A map has no order of its own: the door takes a token's experts in ascending order.
+    idx = uniform_idx(rank, args.tokens, args.topk, args.experts, 0).to(device).sort(1).values
+    weights = torch.rand(idx.shape, generator=torch.Generator().manual_seed(rank)).to(device)
+    routing_map = torch.zeros(args.tokens, args.experts, dtype=torch.bool, device=device).scatter_(1, idx.long(), True)
+    probs = torch.zeros(args.tokens, args.experts, device=device).scatter_(1, idx.long(), weights)
+    by_map = {"routing_map": routing_map, "probs": probs, "pad_multiple": PAD}
+    by_ids = {"topk_idx": idx, "topk_weights": weights, "num_of_experts": args.experts, "pad_multiple": PAD}
+    whole = args.hidden // 128 * 128
+    fp8 = {"hidden": x.to(torch.float8_e4m3fn), "scaling_factor": torch.ones(args.tokens, whole // 128, device=device)}
+
+    recv_x, recv_weights, desc = layer.dispatch(x, idx, weights)
+    assert recv_weights is not None
+    for routing in (by_map, by_ids):
+        door_x, door_probs, _, counts, handle = buffer.dispatch_with_permute(hidden=x, **routing)
+        _same("hidden", door_x, recv_x)
+        _same("probs", door_probs, recv_weights)
+        if counts.tolist() != desc.expert_offsets.diff().tolist():
+            raise WrongResult("rows per expert differ from the layer's.")
+    combined, back = buffer.combine_with_unpermute(hidden=door_x, probs=door_probs, handle=handle)
+    _same("combine", combined, layer.combine(recv_x, desc))
+    _same("probs of combine", back, probs)
+    _same("dispatch with a handle", buffer.dispatch_with_permute(hidden=x, handle=handle)[0], recv_x)
+
+    def door_round() -> torch.Tensor:
+        rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=x, **by_map)
+        return buffer.combine_with_unpermute(hidden=rows, handle=handle)[0]
+
+    calls: Calls = {
+        ("dispatch", "triton_ep", "permuted"): lambda: layer.dispatch(x, idx, weights),
+        ("dispatch", "hybrid_ep", "permuted"): lambda: buffer.dispatch_with_permute(hidden=x, **by_map),
+        ("dispatch", "hybrid_ep", "permuted-ids"): lambda: buffer.dispatch_with_permute(hidden=x, **by_ids),
+        ("combine", "triton_ep", "permuted"): lambda: layer.combine(recv_x, desc),
+        ("combine", "hybrid_ep", "permuted"): lambda: buffer.combine_with_unpermute(hidden=door_x, handle=handle),
+        ("dispatch-again", "triton_ep", "permuted"): lambda: layer.dispatch_again(x, desc),
+        ("dispatch-again", "hybrid_ep", "permuted"): lambda: buffer.dispatch_with_permute(hidden=x, handle=handle),
+        ("roundtrip", "triton_ep", "permuted"): lambda: layer.combine(*layer.dispatch(x, idx, weights)[::2]),
+        ("roundtrip", "hybrid_ep", "permuted"): door_round,
+    }
+    if whole == args.hidden:
+        one_byte = buffer.dispatch_with_permute(**fp8, **by_map)[0]
+        _same("one-byte rows", one_byte.view(torch.uint8), recv_x.to(torch.float8_e4m3fn).view(torch.uint8))
+        calls["dispatch", "hybrid_ep", "permuted-fp8"] = lambda: buffer.dispatch_with_permute(**fp8, **by_map)
+    return calls
+
+
 def _round(layer: EPAll2AllLayer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     rows = layer.dispatch_compact(x, idx, weights)
     return layer.combine(rows.x, rows.layout_desc)
@@ -141,20 +193,23 @@ def run(args: argparse.Namespace) -> None:
     environment = bench_rows.environment(args.commit, gpus=not INTERPRETING)
     timer = Timer(device, args.iters, args.warmup)
     Buffer.set_num_sms(args.num_sm)
-    with EPAll2AllLayer(
+    sizes = (dist.group.WORLD, args.tokens, args.hidden, args.topk, rank, args.experts, per_node, ranks)
+    options = {"num_sm": args.num_sm, "timeout_s": 120.0}
+    hybrid = HybridEPBuffer(
         dist.group.WORLD,
-        args.tokens,
         args.hidden,
-        args.topk,
-        rank,
-        args.experts,
-        per_node,
-        ranks,
-        num_sm=args.num_sm,
-        enable_local_combine=per_node == ranks,
+        args.tokens,
+        args.experts // ranks,
+        use_fp8=True,
+        num_sms_dispatch_api=args.num_sm,
+        topk=args.topk,
         timeout_s=120.0,
-    ) as layer:
-        calls = _calls(args, layer, device)
+    )
+    with (
+        EPAll2AllLayer(*sizes, enable_local_combine=per_node == ranks, **options) as layer,
+        EPAll2AllLayer(*sizes, alignment=PAD, **options) as padded,
+    ):
+        calls = _calls(args, layer, device) | _hybrid_calls(args, padded, hybrid)
         timings: dict[tuple[str, str, str], list[Timing]] = {name: [] for name in calls}
         for _ in range(TURNS):
             for name, call in calls.items():
@@ -165,6 +220,8 @@ def run(args: argparse.Namespace) -> None:
             for name, call in calls.items()
         }
         layer.check()
+        padded.check()
+    hybrid.close()
     release()
     if rank == 0:
         _report(args, ranks, per_node, environment, {name: _joined(t) for name, t in timings.items()}, hosts)
@@ -189,7 +246,7 @@ def _report(
                     "op": op,
                     "provider": provider,
                     "mode": f"{how}-exact-sm{args.num_sm}-{kind}",
-                    "payload": "bf16",
+                    "payload": "fp8" if kind.endswith("fp8") else "bf16",
                     "nodes": ranks // per_node,
                     "ranks": ranks,
                     "tokens": args.tokens,
@@ -205,18 +262,13 @@ def _report(
             )
         )
     print(bench_rows.table(found))
-    for op, provider in (
-        ("dispatch", "deep_ep"),
-        ("layout+dispatch", "deep_ep"),
-        ("combine", "deep_ep"),
-        ("dispatch-again", "deep_ep"),
-        ("roundtrip", "deep_ep"),
-        ("roundtrip", "megatron"),
-    ):
-        core = timings[op.removeprefix("layout+"), "triton_ep", "compact"].median_us
-        ratio = timings[op, provider, "compact"].median_us / core
-        verdict = "within" if ratio < BOUND else "ABOVE"
-        print(f"{op} of {provider}: {ratio:.3f} of the layer's compact one, {verdict} {BOUND}")
+    for (op, provider, kind), timing in timings.items():
+        of_core = kind.removesuffix("-ids").removesuffix("-fp8")
+        core = timings.get((op.removeprefix("layout+"), "triton_ep", of_core))
+        if provider != "triton_ep" and core is not None:
+            ratio = timing.median_us / core.median_us
+            verdict = "within" if ratio < BOUND else "ABOVE"
+            print(f"{op} of {provider}, {kind}: {ratio:.3f} of the layer's {of_core} one, {verdict} {BOUND}")
     for op in ("dispatch", "combine", "roundtrip"):
         ratio = timings[op, "triton_ep", "compact"].median_us / timings[op, "triton_ep", "expert-major"].median_us
         print(f"{op} of compact rows: {ratio:.3f} of expert-major ones")
