@@ -257,12 +257,21 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     same(hidden, reference.dispatch(more, rank, EXPERTS, 1)[0])
     again, *_ = buffer.dispatch_with_permute(hidden=mine.hidden, handle=handle)  # of before it grew
 
+    # Another number of experts than the buffer was made for: a layer of its own.
+    fewer = make_inputs(world_size, experts=world_size, topk=1, idle=())
+    one = {"hidden": fewer[rank].hidden.to(device), "routing_map": fewer[rank].routing_map.to(device)}
+    hidden, *_, of_one = buffer.dispatch_with_permute(**one, num_of_experts_per_rank=1)
+    same(hidden, reference.dispatch(fewer, rank, 1, 1)[0])
+    combined, _ = buffer.combine_with_unpermute(hidden=hidden, handle=of_one)
+    same(combined, fewer[rank].hidden * fewer[rank].routing_map.any(1, keepdim=True))
+
     for change, text in (
         ({"hidden": mine.hidden[:, :32]}, r"hidden_dim=64.*reset_hybrid_ep_buffer"),
-        ({"routing_map": mine.routing_map[:, :3]}, f"3, but this buffer was made for {EXPERTS * world_size}"),
+        ({"routing_map": mine.routing_map[:, :3]}, f"routing_map: 3, but this is for {EXPERTS * world_size} "),
         ({"routing_map": mine.routing_map.int()}, "torch.bool"),
         ({"probs": mine.probs.bfloat16()}, "probs must be"),
-        ({"num_of_experts_per_rank": 5}, "num_of_experts_per_rank: 5"),
+        ({"num_of_experts_per_rank": 5}, "for 10 experts on 2 ranks"),
+        ({"num_of_experts": 5}, "num_of_experts: 5"),
         ({"routing_map": None}, "got none of them"),
         ({"non_blocking": True}, "needs num_permuted_tokens"),
         ({"non_blocking": True, "num_permuted_tokens": 40, "pad_multiple": 16}, "pad_multiple=16, 48 for example"),

@@ -158,6 +158,7 @@ class HybridEPBuffer(RoutingInputs):
             use_fp8: None: as the buffer was made.
             routing_map: [T, E] bool, or instead `topk_idx` [T, K] with distinct ids, -1 = dropped.
             probs: [T, E] float32; with `topk_idx` instead `topk_weights` [T, K]. On all ranks or on none.
+            num_of_experts_per_rank: e, where it is another one than the buffer was made for.
             num_permuted_tokens: P, on all ranks the same, a multiple of `pad_multiple`. None: what arrives.
             pad_multiple: every expert's rows end with zero rows, with probability zero, up to a multiple of this.
             num_of_tokens_per_rank: at least the T of every rank, the same on all; lets memory grow.
@@ -185,14 +186,14 @@ class HybridEPBuffer(RoutingInputs):
         align = pad_multiple or 1
         checks.check_budget(num_permuted_tokens, align, non_blocking)
         sizes = (num_of_experts_per_rank, num_of_experts)
-        checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
+        experts = checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
         rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
         how = (num_of_tokens_per_rank, non_blocking)
         idx, weights, excess = self._slots(hidden, routing_map, topk_idx, probs, topk_weights, how)
-        layer = self.layers.get(rows.dtype, idx.shape[1], align, num_permuted_tokens)
+        layer = self.layers.get(rows.dtype, idx.shape[1], align, num_permuted_tokens, experts)
         (recv_x, scales), recv_probs, desc = rows.dispatch(layer, idx, weights)
         copies, counts = copy_rows(layer.context), self._counts(layer, desc, non_blocking)
-        routing = Routing(self.layers, layer, desc, self.layers.num_experts, copies, counts, weights is not None)
+        routing = Routing(self.layers, layer, desc, copies, counts, weights is not None)
         experts_of_rows = partial(_experts_of_rows, layer, desc, copies)
         overflow = desc.overflow if excess is None else desc.overflow + excess
         found = (desc.report[self.rank, 1], experts_of_rows, None, None, desc.num_recv_tokens_per_expert)
@@ -300,7 +301,7 @@ class HybridEPBuffer(RoutingInputs):
             node[:, first : first + experts] = row_probs
             row_probs = node
         if handle is None:
-            routing = Routing(self.layers, layer, desc, self.layers.num_experts, local_ids=ids)
+            routing = Routing(self.layers, layer, desc, local_ids=ids)
             tokens = hidden.shape[0]
             found = (desc.report[self.rank, 1], mine, tokens, routing, tokens)
             handle = Handle(routing, (None, None, None, *found))

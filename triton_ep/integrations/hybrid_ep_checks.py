@@ -23,7 +23,6 @@ class Routing:
     Attributes:
         owner: `Layers` of the buffer.
         layer, desc: where the dispatch ran, and its descriptor.
-        num_experts: E over all ranks.
         copies: [W * M, K] int32, permuted row of each copy (`ops.slots.copy_rows`); None for rows by rank.
         counts: [e] int64, permuted rows of each local expert, padding included; None for rows by rank.
         has_probs: the dispatch had probabilities.
@@ -33,11 +32,15 @@ class Routing:
     owner: Layers
     layer: EPAll2AllLayer
     desc: EPAllToAllLayoutDesc
-    num_experts: int
     copies: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     has_probs: bool = False
     local_ids: torch.Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """E over all ranks."""
+        return self.layer.config.num_experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,13 +111,17 @@ def check_routing(
     topk_idx: torch.Tensor | None,
     probs: torch.Tensor | None,
     sizes: tuple[int | None, int | None],
-) -> None:
-    """Raise InputError for shapes that do not go together; the layer checks what it gets.
+) -> int:
+    """Experts over all ranks of a dispatch; the layer checks what it gets.
 
-    sizes: experts per rank and over all ranks, as the caller says.
+    sizes: experts per rank and over all ranks, as the caller says; experts per rank may be others than the buffer's.
+
+    Raises:
+        InputError: shapes that do not go together.
     """
     layers.check_open()
-    experts, width, tokens = layers.num_experts, layers.hidden, hidden.shape[0]
+    experts = layers.num_experts if sizes[0] is None else sizes[0] * layers.world_size
+    width, tokens = layers.hidden, hidden.shape[0]
     if hidden.dim() != 2 or hidden.shape[1] != width:
         raise InputError(
             f"hidden is {list(hidden.shape)}, but this buffer was made for hidden_dim={width}. Make a buffer for the "
@@ -123,12 +130,15 @@ def check_routing(
     if routing_map is None and topk_idx is None:
         raise InputError("dispatch needs routing_map, topk_idx or a handle; it got none of them.")
     for name, given, held in (
-        ("num_of_experts_per_rank", sizes[0], experts // layers.world_size),
         ("num_of_experts", sizes[1], experts),
         ("columns of routing_map", None if routing_map is None else routing_map.shape[-1], experts),
     ):
         if given is not None and given != held:
-            raise InputError(f"{name}: {given}, but this buffer was made for {held} ({layers.world_size} ranks).")
+            raise InputError(
+                f"{name}: {given}, but this is for {held} experts on {layers.world_size} ranks. Say how many a rank "
+                "has with num_of_experts_per_rank, or make a buffer for them."
+            )
     for name, tensor, dtype in (("routing_map", routing_map, torch.bool), ("probs", probs, torch.float32)):
         if tensor is not None and (tensor.dtype != dtype or tensor.shape != (tokens, experts)):
             raise InputError(f"{name} must be [{tokens}, {experts}] {dtype}, got {list(tensor.shape)} {tensor.dtype}.")
+    return experts

@@ -13,7 +13,7 @@ from triton_ep.distributed import local_world_size
 from triton_ep.errors import ConfigError, FinalizedError, InputError
 from triton_ep.layer import EPAll2AllLayer
 
-Key = tuple[torch.dtype, int, int, int | None]
+Key = tuple[torch.dtype, int, int, int | None, int]
 
 
 def ranks_per_node(group: Any) -> int:
@@ -35,14 +35,15 @@ def ranks_per_node(group: Any) -> int:
 
 @dataclass
 class Layers:
-    """Layers that differ in dtype, topk, alignment and capacity only, over one group.
+    """Layers that differ in dtype, topk, alignment, capacity and experts only, over one group.
 
     `get` is collective where it makes a layer: all ranks ask for the same ones in the same order. A layer stays until
     `close`, so that descriptors which somebody holds stay good.
 
     Attributes:
         group: process group; this process is a member.
-        hidden, num_experts: sizes that all layers share.
+        hidden: elements per row of all layers.
+        num_experts: over all ranks, of layers for which nothing else is said.
         max_tokens: most tokens per rank of a layer that is made from now on, the largest number that a rank was told;
             `grow` raises it.
         nodes_of: ranks per node; None = those of the job.
@@ -65,12 +66,14 @@ class Layers:
         if self.nodes_of is None:
             self.nodes_of = ranks_per_node(self.group)
 
-    @property
-    def first_expert(self) -> int:
-        """Global id of this rank's first expert."""
-        return self.rank * (self.num_experts // self.world_size)
-
-    def get(self, dtype: torch.dtype, topk: int, alignment: int = 1, capacity: int | None = None) -> EPAll2AllLayer:
+    def get(
+        self,
+        dtype: torch.dtype,
+        topk: int,
+        alignment: int = 1,
+        capacity: int | None = None,
+        num_experts: int | None = None,
+    ) -> EPAll2AllLayer:
         """The layer of this kind; collective if there is none yet.
 
         Raises:
@@ -79,13 +82,15 @@ class Layers:
             ConfigError, HeapError: as `EPAll2AllLayer`.
         """
         self.check_open()
-        key = (dtype, topk, alignment, capacity)
+        experts = self.num_experts if num_experts is None else num_experts
+        key = (dtype, topk, alignment, capacity, experts)
         layer = self.made.get(key)
         if layer is None:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise InputError(
-                    f"a CUDA graph is being captured, but there is no layer yet for {dtype} rows, topk={topk}, rows "
-                    f"padded to {alignment} and a budget of {capacity} rows. Run the same calls once before."
+                    f"a CUDA graph is being captured, but there is no layer yet for {dtype} rows, {experts} experts, "
+                    f"topk={topk}, rows padded to {alignment} and a budget of {capacity} rows. Run the same calls once "
+                    "before."
                 )
             # Megatron makes a buffer for the tokens of its own rank, and ranks may have different ones.
             told: list[Any] = [None] * self.world_size
@@ -97,7 +102,7 @@ class Layers:
                 self.hidden,
                 topk,
                 self.rank,
-                self.num_experts,
+                experts,
                 self.nodes_of or 1,
                 self.world_size,
                 dtype,

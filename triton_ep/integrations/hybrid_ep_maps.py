@@ -164,7 +164,7 @@ class RoutingInputs:
                 f"a token is routed to {worst} experts, but this buffer takes {limit} per token"
                 f"{'' if self.topk is None else ' (topk)'}. Make one with a larger topk; {_MOST_EXPERTS} is the most."
             )
-        return self._agreed_topk if self.topk is None else self.topk
+        return min(self._agreed_topk, most) if self.topk is None else self.topk
 
     def _make_room(self, tokens: int, slots_per_rank: int | None) -> None:
         needed = tokens if slots_per_rank is None else slots_per_rank
