@@ -145,7 +145,8 @@ class CompactCalls(DispatchSteps):
         *,
         row_elements: int,
         layout_desc: EPAllToAllLayoutDesc | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, ...]:
         """`dispatch`, expert-major, of rows that are shorter than the layer's. Collective.
 
         Args:
@@ -153,21 +154,22 @@ class CompactCalls(DispatchSteps):
             exp_indices, weight: as in `dispatch`; ids are None with `layout_desc`.
             row_elements: 1 to H, the same on all ranks. `combine` takes rows of H in any case.
             layout_desc: of an earlier dispatch, whose routing is taken; the host waits for nothing (`dispatch_again`).
+            return_recv_hook: as in `dispatch`.
 
         Returns:
-            recv_x [R, row_elements], recv_weights [R] float32 or None, and the descriptor.
+            recv_x [R, row_elements], recv_weights [R] float32 or None, and the descriptor. Then the hook, if asked for.
 
         Raises:
             InputError: an argument does not fit; weights or shorter rows on some ranks only, on every rank (of a static
                 layer, or with `layout_desc`: from `check`).
-            ConfigError: a layer with payload or low_latency.
+            ConfigError: a layer with payload; with `layout_desc` one with low_latency.
             StaleHandleError, PeerFailed, WaitTimeout: as `dispatch`, `dispatch_again`.
         """
         ctx, cfg = self.context, self.config
-        if cfg.payload is not None or cfg.low_latency:
+        if cfg.payload is not None or (cfg.low_latency and layout_desc is not None):
             raise ConfigError(
                 f"shorter rows are for layers that send rows as they are, but this one has payload={cfg.payload!r}, "
-                f"low_latency={cfg.low_latency}. Make a layer without."
+                f"low_latency={cfg.low_latency} (refused with layout_desc). Make a layer without."
             )
         sent = self._sent(row_elements)
         ctx.check_open()
@@ -184,10 +186,11 @@ class CompactCalls(DispatchSteps):
             raise
         assert exp_indices is not None, "checked"
         word = HOST_SHORT * (sent.hidden < cfg.hidden)
-        rows, weights, desc, _ = self._dispatch(
-            dispatch_ops.Rows(input), exp_indices, weight, None, word, known_rows=known_rows
+        rows, weights, desc, receive = self._dispatch(
+            dispatch_ops.Rows(input), exp_indices, weight, None, word, return_recv_hook, known_rows
         )
-        return rows.data, weights, desc
+        received = rows.data, weights, desc
+        return (*received, self._recv_hook(receive, received)) if return_recv_hook else received
 
     def combine_topk(
         self,

@@ -21,7 +21,7 @@ from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
 from triton_ep.ops import splits as splits_ops
 from triton_ep.ops.compact import short_rows
-from triton_ep.overlap import EPEvent
+from triton_ep.overlap import EPEvent, RecvHook
 
 Received = tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc]
 
@@ -155,6 +155,18 @@ class DispatchSteps(LayerNames):
             full_scatter=scatter is not None,
         )
         return received.x, received.weights, desc, receive
+
+    def _recv_hook(self, receive: Callable[[], None], received: tuple[Any, ...]) -> RecvHook:
+        """The hook of a dispatch whose sending half has been launched."""
+        ctx = self.context
+        ctx.calls.dispatch = ctx.epoch
+        return RecvHook(partial(self._end_dispatch, receive), received, ctx.device.type == "cuda")
+
+    def _end_dispatch(self, receive: Callable[[], None]) -> None:
+        self.context.check_open()
+        self.context.calls.dispatch = 0
+        receive()
+        self.context.poll_status()
 
     def preprocess(
         self, topk_idx: torch.Tensor, scatter: torch.Tensor | None, host_word: int

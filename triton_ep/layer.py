@@ -218,10 +218,7 @@ class EPAll2AllLayer(CompactCalls):
             )
             return *received, event
         received, receive = call()
-        if not return_recv_hook:
-            return received
-        ctx.calls.dispatch = ctx.epoch
-        return *received, RecvHook(partial(self._end_dispatch, receive), received, ctx.device.type == "cuda")
+        return (*received, self._recv_hook(receive, received)) if return_recv_hook else received
 
     @overload
     def combine(
@@ -376,12 +373,6 @@ class EPAll2AllLayer(CompactCalls):
         self.finalize()
 
     # --- halves and streams -----------------------------------------------------------------------------
-
-    def _end_dispatch(self, receive: Callable[[], None]) -> None:
-        self.context.check_open()
-        self.context.calls.dispatch = 0
-        receive()
-        self.context.poll_status()
 
     def _end_combine(self, receive: Callable[[], None]) -> None:
         self.context.check_open()

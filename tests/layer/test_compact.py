@@ -201,6 +201,21 @@ def _check_short(rank: int, nodes: int, ranks_per_node: int) -> None:
         compact = layer.dispatch_compact(x, idx).layout_desc
         with pytest.raises(InputError, match="not expert-major"):
             layer.dispatch_short(part, None, row_elements=short, layout_desc=compact)
+        early, _, early_desc, hook = layer.dispatch_short(part, idx, row_elements=short, return_recv_hook=True)
+        with pytest.raises(InputError, match="before the hook"):
+            layer.dispatch_short(part, idx, row_elements=short)
+        hook()
+        _equal(early, got.cpu())
+        _equal(layer.combine(rows, early_desc), layer.combine(rows, desc).cpu())
+    if nodes == 1:
+        with _layer(rank, nodes, ranks_per_node, case, capacity=200, low_latency=True) as decoding:
+            few, few_weights, _ = decoding.dispatch_short(part[:5], idx[:5], weights[:5], row_elements=short)
+            full, full_weights, desc = decoding.dispatch(x[:5], idx[:5], weights[:5])
+            used = int(desc.expert_offsets[-1])
+            _equal(few[:used], full[:used, :short].contiguous().cpu())
+            _equal(few_weights, full_weights.cpu())
+            with pytest.raises(ConfigError, match="low_latency=True"):
+                decoding.dispatch_short(part[:5], None, row_elements=short, layout_desc=desc)
     with (
         _layer(rank, nodes, ranks_per_node, case, payload="mxfp8") as quantising,
         pytest.raises(ConfigError, match="payload='mxfp8'"),

@@ -22,7 +22,7 @@ _SUMMED_ROWS = plans.summed_rows(INTERPRETING)
 def dispatch(
     ctx: DispatchCombineContext, x: Rows, topk_idx: torch.Tensor, weights: torch.Tensor | None, host_word: int
 ) -> tuple[Rows, torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
-    """Push the rows of x [T, H].
+    """Push the rows of x [T, H], or shorter ones.
 
     Returns what `EPAll2AllLayer.dispatch` does, and the receiving half: launched, it lays out what arrives.
     Advances the epochs of host and device. Waits for nothing on the host.
@@ -34,7 +34,7 @@ def dispatch(
     copies = torch.empty(cfg.world_size * cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
     placement = torch.empty(ctx.sizes.placement_length, dtype=torch.int32, device=ctx.device)
     _push(ctx, x, topk_idx, weights, ids, host_word | (HOST_WEIGHTS if weights is not None else 0))
-    recv, recv_weights = _make_received(ctx, weights is not None)
+    recv, recv_weights = _make_received(ctx, x.data.shape[1], weights is not None)
     desc = EPAllToAllLayoutDesc(
         num_dispatch_token_cur_rank=num_tokens,
         num_recv_rows=recv.data.shape[0],
@@ -104,9 +104,9 @@ def _push(
     cfg = ctx.config
     words, scale, payload = x.data, x.scale, QUANTISE
     if cfg.payload is None or scale is not None:
-        words = as_words(x.data, cfg.hidden * x.data.element_size())
+        words = as_words(x.data, x.data.shape[1] * x.data.element_size())
         payload = WORDS if scale is None else MX
-    row_words = cfg.hidden * x.data.element_size() // words.element_size()
+    row_words = x.data.shape[1] * x.data.element_size() // words.element_size()
     num_tokens = topk_idx.shape[0]
     kind = (payload, weights is not None, row_words)
     ctx.launcher(("ll_push", *kind), plans.push, *kind)(
@@ -129,15 +129,15 @@ def _push(
     )
 
 
-def _make_received(ctx: DispatchCombineContext, has_weights: bool) -> tuple[Rows, torch.Tensor | None]:
+def _make_received(ctx: DispatchCombineContext, width: int, has_weights: bool) -> tuple[Rows, torch.Tensor | None]:
     cfg = ctx.config
     capacity, has_scales = cfg.recv_capacity, cfg.payload is not None
     assert capacity is not None, "EPConfig refuses a low-latency layer without"
     dtype = torch.float8_e4m3fn if has_scales else cfg.token_dtype
-    recv_x = torch.empty(capacity, cfg.hidden, dtype=dtype, device=ctx.device)
+    recv_x = torch.empty(capacity, width, dtype=dtype, device=ctx.device)
     scale = weights = None
     if has_scales:
-        scale = torch.empty(capacity, cfg.hidden // 32, dtype=torch.uint8, device=ctx.device)
+        scale = torch.empty(capacity, width // 32, dtype=torch.uint8, device=ctx.device)
     if has_weights:
         weights = torch.empty(capacity, dtype=torch.float32, device=ctx.device)
     return Rows(recv_x, scale), weights
@@ -152,7 +152,7 @@ def _expand(
 ) -> None:
     cfg, recv_x, scale = ctx.config, recv.data, recv.scale
     capacity, has_weights = recv_x.shape[0], weights is not None
-    row_bytes = cfg.hidden * recv_x.element_size()
+    row_bytes = recv_x.shape[1] * recv_x.element_size()
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
     ctx.launcher(("ll_expand", has_weights, row_words), plans.expand, has_weights, row_words)(

@@ -114,7 +114,7 @@ def _compact_rows(s: Shape, uses: Uses, given: Uses) -> Iterator[Asked]:
     """Rows of the layer, and those that are shorter, one per (token, rank); ids and weights with them as given."""
     for ids in given.ids:
         yield ask(compact.token_layout(s.topk, s.world_size, s.interpreted), {"topk_idx_ptr": f"*{ids}"})
-    short = [replace(s, hidden=compact.fp8_elements(s.hidden, words)) for words in _scale_words(s, uses)]
+    short = [replace(s, hidden=elements) for elements in _fp8_elements(s, uses)]
     for rows in (s, *short):
         types, numbers, row_words = _words(rows.payload_bytes, "x_ptr")
         if rows is not s:
@@ -138,6 +138,11 @@ def _compact_rows(s: Shape, uses: Uses, given: Uses) -> Iterator[Asked]:
 def _scale_words(s: Shape, uses: Uses) -> list[int]:
     """Words of 4 bytes that the scales of a row take, in each form of `fp8_rows`."""
     return [s.hidden // FP8_SCALES[form] for form in uses.fp8_rows]
+
+
+def _fp8_elements(s: Shape, uses: Uses) -> list[int]:
+    """2-byte elements of a row with its scales, in each form of `fp8_rows`."""
+    return [compact.fp8_elements(s.hidden, words) for words in _scale_words(s, uses)]
 
 
 def _slabs(s: Shape, uses: Uses) -> Iterator[Asked]:
@@ -186,8 +191,18 @@ def _low_latency(s: Shape, uses: Uses) -> Iterator[Asked]:
             for ids in uses.ids:
                 given = types | {"topk_idx_ptr": f"*{ids}"}
                 yield ask(low_latency.push(s, kind, weights, row_words), given, numbers)
-        types, numbers, row_words = _words(s.payload_bytes if s.payload is None else s.hidden, "recv_x_ptr")
-        yield ask(low_latency.expand(s, weights, row_words), types, numbers)
+        yield _low_latency_expand(s, weights, s.payload_bytes if s.payload is None else s.hidden)
         hidden = {"hidden": s.hidden}
         yield ask(low_latency.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
     yield ask(low_latency.sum(s), {"out_ptr": f"*{s.token}"}, {"hidden": s.hidden})
+    for row_bytes in (2 * elements for elements in _fp8_elements(s, uses)):
+        types, numbers, row_words = _words(row_bytes, "x_ptr")
+        for ids in uses.ids:
+            given = types | {"topk_idx_ptr": f"*{ids}"}
+            yield ask(low_latency.push(s, WORDS, False, row_words), given, numbers)
+        yield _low_latency_expand(s, False, row_bytes)
+
+
+def _low_latency_expand(s: Shape, weights: bool, row_bytes: int) -> Asked:
+    types, numbers, row_words = _words(row_bytes, "recv_x_ptr")
+    return ask(low_latency.expand(s, weights, row_words), types, numbers)

@@ -16,6 +16,7 @@ from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.compact import from_slabs, to_slabs
+from triton_ep.plans.compact import fp8_elements
 
 _WEIGHTS_HIDDEN = 8
 """Elements of the rows that only accompany weights."""
@@ -71,8 +72,8 @@ class LowLatencyCalls:
             num_max_dispatch_tokens_per_rank: M, up to 512.
             num_experts: E.
             cumulative_local_expert_recv_stats: [e] int32, to which the counts are added.
-            use_fp8: quantise rows to e4m3 with a scale per 128 values (H a multiple of it) before they are sent. They
-                travel inside bfloat16 rows and so take as many bytes on their way as those.
+            use_fp8: quantise rows to e4m3 with a scale per 128 values (H a multiple of it) before they are sent; the
+                same on all ranks.
             round_scale: scales are powers of two, rounded up.
             use_ue8m0: exponents of such scales, four to an int32; H a multiple of 512.
             async_finish: run on the communication stream.
@@ -104,8 +105,12 @@ class LowLatencyCalls:
         slabs = _Slabs(slab, x, use_fp8, use_ue8m0)
 
         def send() -> tuple[EPAllToAllLayoutDesc, Callable[[], None]]:
-            rows = pack_rows(*quantize_rows(x, round_scale, use_ue8m0), x.shape[1]) if use_fp8 else x
-            flat, _, desc, hook = layer.dispatch(rows, topk_idx, None, return_recv_hook=True)
+            rows = x
+            if use_fp8:
+                data, scales = quantize_rows(x, round_scale, use_ue8m0)
+                rows = pack_rows(data, scales, fp8_elements(x.shape[1], scales.shape[1]))
+            width = rows.shape[1]
+            flat, _, desc, hook = layer.dispatch_short(rows, topk_idx, row_elements=width, return_recv_hook=True)
 
             def receive() -> None:
                 hook()
