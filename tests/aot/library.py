@@ -32,7 +32,7 @@ class Built:
     has_bitcode: bool
 
 
-def run_aot(*words: str | Path, root: Path = ROOT, timeout: int = 280) -> subprocess.CompletedProcess:
+def run_aot(*words: str | Path, root: Path = ROOT, timeout: int = 540) -> subprocess.CompletedProcess:
     """`python -m triton_ep.aot` of the tree at `root`, in a process without this one's settings."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     return subprocess.run(
