@@ -231,3 +231,42 @@ def test_former_names() -> None:
         assert ask() is False
         assert ask(return_reason=True) == getattr(state, ask.__name__)() == (False, ask(return_reason=True)[1])
         assert "MXFP8BlockScaling" in ask(return_reason=True)[1]
+
+
+class _Tracker:
+    """Random states as trackers of TransformerEngine and Megatron keep them: here a count of draws."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def get_states(self) -> dict[str, int]:
+        return {"default": self.drawn}
+
+    def set_states(self, states: dict[str, int]) -> None:
+        self.drawn = states["default"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_may_be_walked_twice_and_draws_the_same(reentrant: bool) -> None:
+    """retain_graph recomputes again, with the tracker's states of the forward pass; those of now come back."""
+    module, tracker, grads = _make("linear"), _Tracker(), []
+    x = _randn(64, 64).requires_grad_()
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        tracker.drawn += 1
+        return module(x) * tracker.drawn
+
+    with te.autocast():
+        plain = draw(x)
+        tracker.drawn = 0
+        options = {"get_rng_state_tracker": lambda: tracker, "tp_group": None, "distribute_saved_activations": False}
+        y = te.checkpoint(draw, x, use_reentrant=reentrant, **options)
+    for out in (plain, y, y):
+        tracker.drawn = 9
+        x.grad = None
+        out.backward(_randn(64, 32, seed=1), retain_graph=True)
+        grads.append(x.grad)
+        assert tracker.drawn == 9
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    with pytest.raises(InputError, match="distribute_saved_activations"):
+        te.checkpoint(draw, x, distribute_saved_activations=True)

@@ -122,6 +122,21 @@ def test_an_instance_is_one_region_at_a_time() -> None:
         pass
 
 
+def test_a_decorator_opens_a_region_per_call() -> None:
+    """Also of a function that calls itself, with the instance's own region open or not."""
+    region = te.autocast(recipe=_recipe(3))
+
+    @region
+    def depth(calls: int) -> list[tuple[bool, int | None, int]]:
+        """How deep."""
+        return [_seen(), *(depth(calls - 1) if calls else [])]
+
+    assert depth.__doc__ == "How deep."
+    assert depth(2) == [(True, 3, 1), (True, 3, 2), (True, 3, 3)]
+    with region:
+        assert depth(0) == [(True, 3, 2)]
+
+
 def test_threads_have_their_own_state() -> None:
     """Two threads with different recipes at the same time, a third with none."""
     together, seen = threading.Barrier(3), {}

@@ -174,7 +174,30 @@ def test_what_is_refused() -> None:
     for splits in ([32, 32], [32, 0, 31], [65, -1, 0]):
         with pytest.raises(InputError, match="m_splits"):
             grouped(_randn(64, 64), splits)
-    with pytest.raises(InputError, match="m_splits"):
-        grouped(_randn(64, 64), torch.tensor([1.0, 2.0, 3.0]))
+    for splits in (torch.tensor([1.0, 2.0, 3.0]), [31.5, 0, 32.5], None):
+        with pytest.raises(InputError, match="m_splits"):
+            grouped(_randn(64, 64), splits)
     with pytest.raises(InputError, match=r"inp is \[64\]; it must be \[..., in_features\] with rows"):
         grouped(_randn(64), [1, 0, 0])
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["", "quantised"])
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_deferred_init(kind: str, quantised: bool) -> None:
+    """On "meta" nothing is filled; reset_parameters makes the parameters, frozen ones frozen, weights as asked for."""
+    for materialise in (lambda module: None, lambda module: module.to_empty(device=DEVICE)):
+        with te.quantized_model_init(enabled=quantised, preserve_high_precision_init_val=True):
+            module = _make(kind, device="meta", delay_wgrad_compute=True)
+        assert all(parameter.is_meta for parameter in module.parameters())
+        first = next(parameter for name, parameter in module.named_parameters() if name.startswith("weight"))
+        first.requires_grad_(False)
+        materialise(module)
+        module.reset_parameters()
+        weights = [parameter for name, parameter in module.named_parameters() if name.startswith("weight")]
+        assert [w.requires_grad for w in weights] == [False] + [True] * (len(weights) - 1)
+        for weight in weights:
+            assert weight.device.type == torch.device(DEVICE).type and weight.skip_backward_post_hook
+            assert abs(float(weight.detach().float().std()) - 0.023) < 3e-3
+            assert isinstance(weight, te.MXFP8Tensor) == quantised
+            assert not quantised or weight.get_high_precision_init_val() is not None
+        assert _run(module, _randn(64, 64)).shape == (64, 32)

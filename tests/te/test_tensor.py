@@ -117,6 +117,27 @@ def test_files_keep_the_quantiser(swizzled: bool) -> None:
     assert [type(each) for each in quantizer.multi_quantize([_randn(32, 32)] * 2)] == [te.MXFP8Tensor] * 2
 
 
+def test_parts_by_index_shared_memory_and_storage() -> None:
+    """What is assigned to a part is quantised with the rest; bytes move to shared memory; storage has views too."""
+    tensor = _quantised(_randn(64, 64)).requires_grad_()
+    values = tensor.detach().dequantize()
+    tensor[3:5, ::2] = 7.0
+    values[3:5, ::2] = 7.0
+    _same(tensor.detach(), _quantised(values))
+    if DEVICE == "cpu":
+        assert tensor.share_memory_() is tensor
+        parts = [part for part in tensor.get_metadata().values() if isinstance(part, torch.Tensor)]
+        assert len(parts) == 4 and all(part.is_shared() for part in parts)
+    storage = te.MXFP8TensorStorage(**tensor.get_metadata())
+    for view in (storage.view(2, 32, 64), storage.view((2, -1, 64)), storage.view(torch.Size([2, 32, 64]))):
+        assert view.size() == (2, 32, 64) and torch.equal(view.dequantize(), storage.dequantize().view(2, 32, 64))
+    with pytest.raises(InputError, match=r"\[64, 64\] cannot be viewed as \[32, 128\]"):
+        storage.view(32, 128)
+    for wrong in (torch.tensor(1.0), [1.0], None):
+        with pytest.raises(InputError):
+            te.MXFP8Quantizer(E4M3)(wrong)
+
+
 # --- infinities ---------------------------------------------------------------------------------------------
 
 

@@ -162,7 +162,8 @@ def quantize_groups_by_kernel(
     first = blocks.cumsum(0) - blocks
     inside = group < len(first)
     group = group.clamp(max=len(first) - 1)
-    block = torch.where(inside, first[group] + (row - offsets[group]) // BLOCK, spare).long()
+    # Clamped, because offsets are not checked: wrong ones may give wrong numbers, and nothing worse.
+    block = torch.where(inside, first[group] + (row - offsets[group]) // BLOCK, spare).long().clamp(0, spare)
     # Infinities and NaNs of a block, at most 32 each, counted in one number.
     count = x.isinf().int() + 64 * x.isnan().int()
     count = torch.zeros(spare + 1, x.shape[1], dtype=torch.int32, device=x.device).index_add_(0, block, count)

@@ -18,21 +18,10 @@ from triton_ep.integrations.te.quantizer import MXFP8Quantizer
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling
 from triton_ep.integrations.te.recipe_state import RecipeState
 from triton_ep.integrations.te.state import is_own_recomputation
+from triton_ep.integrations.te.support import MismatchError, default_device
 from triton_ep.integrations.te.tensor import MXFP8Tensor
 from triton_ep.integrations.te.wgrad import WeightGradients
 from triton_ep.mx.formats import BLOCK, HIGH_PRECISION
-from triton_ep.runtime import INTERPRETING
-
-
-class MismatchError(InputError, RuntimeError):
-    """Weights that are stored by one recipe, in a region of another."""
-
-
-def default_device() -> torch.device:
-    """The current GPU, or the CPU where kernels are interpreted."""
-    if INTERPRETING or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 class QuantisingModule(nn.Module):
@@ -80,26 +69,36 @@ class QuantisingModule(nn.Module):
         self._cached_weights: list[MXFP8Tensor] | None = None
         self._cached_code = plan.OFF
         device = default_device() if device is None else torch.device(device)
+        self._stored_by: MXFP8Quantizer | None = None
+        if FP8GlobalStateManager.with_fp8_parameters():
+            recipe = FP8GlobalStateManager.get_fp8_parameters_recipe()
+            tiles = isinstance(recipe, MXFP8BlockScaling) and recipe.enable_2d_quantization
+            self._stored_by = MXFP8Quantizer(torch.float8_e4m3fn, with_2d_quantization=tiles)
+        self._keep_initial = FP8GlobalStateManager.with_high_precision_init_val()
+        self._allocate(device)
+        if device.type != "meta":
+            self.reset_parameters()
+
+    def _allocate(self, device: torch.device) -> None:
+        """Make the parameters, or make them anew, on a device."""
         # One storage for all, so that products of groups find them without a copy.
-        weights = torch.empty(num_gemms, out_features, in_features, dtype=self.params_dtype, device=device)
+        weights = torch.empty(
+            self.num_gemms, self.out_features, self.in_features, dtype=self.params_dtype, device=device
+        )
         for index, weight in enumerate(weights.unbind()):
-            self._register(self._weight_name(index), nn.Parameter(weight))
-            if bias:
-                self._register(
-                    self._bias_name(index),
-                    nn.Parameter(torch.empty(out_features, dtype=self.params_dtype, device=device)),
-                )
+            self._put(self._weight_name(index), weight)
+            if self.use_bias:
+                bias = torch.empty(self.out_features, dtype=self.params_dtype, device=device)
+                self._put(self._bias_name(index), bias)
             else:
                 self.register_parameter(self._bias_name(index), None)
-        self.reset_parameters()
-        if FP8GlobalStateManager.with_fp8_parameters():
-            self._quantise_parameters()
-        if delay:
-            for parameter in self._weights:
-                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]  # data parallelism asks for it
 
-    def _register(self, name: str, parameter: nn.Parameter) -> None:
+    def _put(self, name: str, values: torch.Tensor) -> nn.Parameter:
+        """A parameter in the place of that of this name, if there is one, which wants a gradient as that does."""
+        before = self._parameters.get(name)
+        parameter = nn.Parameter(values, before is None or before.requires_grad)
         self.register_parameter(name, parameter)
+        return parameter
 
     def _weight_name(self, index: int) -> str:
         return f"weight{index}"
@@ -119,27 +118,31 @@ class QuantisingModule(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights by `init_method`, by default normal with standard deviation 0.023; biases 0."""
-        for weight in self._weights:
-            values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        """Weights by `init_method`, by default normal with standard deviation 0.023; biases 0.
+
+        Of a module made on device "meta", parameters that are still there are made on the default device first. Weights
+        of one made inside of `quantized_model_init` are quantised.
+        """
+        if any(parameter.is_meta for parameter in self.parameters()):
+            self._allocate(default_device())
+        for index, weight in enumerate(self._weights):
+            stored = isinstance(weight, MXFP8Tensor)
+            values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if stored else weight.detach()
             with self._options.rng():
                 if self.init_method is None:
                     values.normal_(0.0, 0.023)
                 else:
                     self.init_method(values)
-            weight.copy_(values)
+            if stored:
+                weight.copy_(values)
+            elif self._stored_by is not None:
+                quantised: Any = self._put(self._weight_name(index), self._stored_by(values))
+                quantised._high_precision_init_val = values.cpu().clone() if self._keep_initial else None
         for bias in self._biases:
             bias.zero_()
-
-    def _quantise_parameters(self) -> None:
-        recipe = FP8GlobalStateManager.get_fp8_parameters_recipe()
-        tiles = isinstance(recipe, MXFP8BlockScaling) and recipe.enable_2d_quantization
-        quantizer = MXFP8Quantizer(torch.float8_e4m3fn, with_2d_quantization=tiles)
-        for index, weight in enumerate(self._weights):
-            quantised: Any = nn.Parameter(quantizer(weight.detach()))
-            if FP8GlobalStateManager.with_high_precision_init_val():
-                quantised._high_precision_init_val = weight.detach().cpu().clone()
-            setattr(self, self._weight_name(index), quantised)
+        if self.need_backward_dw():
+            for parameter in self._weights:
+                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]  # data parallelism asks for it
 
     def extra_repr(self) -> str:
         """Sizes and dtype."""

@@ -12,6 +12,7 @@ is exact, in float32 on CPUs; with float32 sums, a bias added to the sum, and on
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -247,7 +248,10 @@ def ends_of(m_splits: Sequence[int] | torch.Tensor, groups: int, inp: torch.Tens
                 f"m_splits is {list(m_splits.shape)} {m_splits.dtype}; it must be [{groups}] int32 or int64."
             )
         return m_splits.to(inp.device).cumsum(0, dtype=torch.int32)
-    splits, rows = list(m_splits), prod(inp.shape[:-1])
+    try:
+        splits, rows = [operator.index(size) for size in m_splits], prod(inp.shape[:-1])
+    except TypeError as error:
+        raise InputError(f"m_splits is {m_splits!r:.80}; it must be {groups} integers, or a tensor of them.") from error
     if len(splits) != groups or sum(splits) != rows or min(splits) < 0:
         raise InputError(
             f"m_splits has {len(splits)} entries that sum to {sum(splits)}; there must be {groups} of at least 0 that "

@@ -129,6 +129,8 @@ class MXFP8Quantizer:
             return self.update_quantized(tensor, out)
         if isinstance(tensor, MXFP8TensorStorage | MXTensor):
             raise InputError("the tensor is in MXFP8 already; dequantize it to quantise it anew.")
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"a quantiser takes a torch.Tensor, got {type(tensor).__name__}.")
         if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
             return _Quantize.apply(tensor, self, dtype)
         return self.quantize_impl(tensor, dtype)
@@ -208,9 +210,9 @@ def check_shape(shape: Iterable[int]) -> None:
     Raises:
         ShapeError: in TransformerEngine's words.
     """
-    *leading, last = shape
-    if not leading or last % BLOCK or prod(leading) % BLOCK:
-        raise ShapeError(f"Incorrect shape {(*leading, last)} for MXFP8. Tensor dims must be divisible by {BLOCK}")
+    sizes = tuple(shape)
+    if len(sizes) < 2 or sizes[-1] % BLOCK or prod(sizes[:-1]) % BLOCK:
+        raise ShapeError(f"Incorrect shape {sizes} for MXFP8. Tensor dims must be divisible by {BLOCK}")
 
 
 def _check(tensor: torch.Tensor) -> None:

@@ -3,37 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch.utils.checkpoint
 
-from triton_ep.integrations.te.state import current_state, restored
+from triton_ep.errors import InputError
+from triton_ep.integrations.te.state import AutocastState, current_state, restored
+
+
+class _Recomputation:
+    """Region of a recomputation, entered once per backward pass through the graph: more than once with retain_graph.
+
+    Arguments:
+        state: of `autocast`, in the forward pass.
+        tracker: of random states, which are then `drawn` again; those of now come back at the end. None: there is none.
+    """
+
+    def __init__(self, state: AutocastState, tracker: Any = None, drawn: Any = None) -> None:
+        self._state, self._tracker, self._drawn = state, tracker, drawn
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(restored(self._state))
+            if self._tracker is not None:
+                stack.callback(self._tracker.set_states, self._tracker.get_states())
+                self._tracker.set_states(self._drawn)
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.pop().close()
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """`context_fn` of torch.utils.checkpoint (use_reentrant=False): the recomputation gets the state of the forward."""
-    return nullcontext(), restored(current_state())
+    return nullcontext(), _Recomputation(current_state())
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = False,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: Any = None,
+    **kwargs: Any,
+) -> Any:
     """torch.utils.checkpoint.checkpoint of function(*args, **kwargs), recomputed under the recipe of the forward pass.
 
     Arguments:
         use_reentrant: as in torch.utils.checkpoint.
+        distribute_saved_activations: must be False.
+        get_rng_state_tracker: gives a tracker of random states (`get_states`, `set_states`) that `function` draws from:
+            the recomputation draws the same.
+        tp_group: accepted; nothing is distributed.
         kwargs: of `function`, and `preserve_rng_state` of torch.utils.checkpoint.
+
+    Raises:
+        InputError: distribute_saved_activations.
     """
+    if distribute_saved_activations:
+        raise InputError("checkpoint: distribute_saved_activations=True needs tensor parallelism, which is not here.")
+    tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
+    recomputation = _Recomputation(current_state(), tracker, None if tracker is None else tracker.get_states())
     if not use_reentrant:
         return torch.utils.checkpoint.checkpoint(
-            function, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs
+            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputation), **kwargs
         )
-    state = current_state()
     options = {name: kwargs.pop(name) for name in ("preserve_rng_state",) if name in kwargs}
 
     def run(*given: Any) -> Any:
         if not torch.is_grad_enabled():  # the first time
             return function(*given, **kwargs)
-        with restored(state):
+        with recomputation:
             return function(*given, **kwargs)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=True, **options)

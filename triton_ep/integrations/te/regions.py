@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from triton_ep.integrations.te import state
 from triton_ep.integrations.te.recipe import Recipe
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 class autocast:
     """Region in which the modules of this package quantise.
 
-    Regions nest to any depth; the innermost decides. An instance may be used again when its region has ended.
+    Regions nest to any depth; the innermost decides. An instance may be used again when its region has ended; it may be
+    a function's decorator as well.
 
     Arguments:
         enabled: False switches quantisation off inside.
@@ -78,6 +83,18 @@ class autocast:
         entry, self._entry = self._entry, None
         if entry is not None:
             state.leave_region(entry)
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """`function` that runs inside of a region of its own with these arguments, for use as a decorator."""
+
+        @functools.wraps(function)
+        def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with autocast(
+                self.enabled, self.calibrating, self.recipe, self.amax_reduction_group, self._graph, strict=self.strict
+            ):
+                return function(*args, **kwargs)
+
+        return inside
 
 
 def fp8_autocast(

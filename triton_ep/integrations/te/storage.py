@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -164,6 +165,24 @@ class MXFP8TensorStorage:
         """Where the elements are."""
         return self._any_data.device
 
+    def view(self, *shape: Any) -> Any:
+        """The same bytes with other leading dimensions, of which one may be -1.
+
+        Raises:
+            InputError: another last dimension.
+        """
+        sizes = inferred(
+            shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, self._any_data.numel()
+        )
+        if sizes[-1:] != self._any_data.shape[-1:]:
+            raise InputError(
+                f"MXFP8 of {list(self._any_data.shape)} cannot be viewed as {list(sizes)}: blocks would end."
+            )
+        parts = self.get_metadata()
+        for name in ("rowwise_data", "columnwise_data"):
+            parts[name] = None if parts[name] is None else parts[name].view(sizes)
+        return MXFP8TensorStorage(**parts)
+
     # --- parts without padding -----------------------------------------------------------------------------
 
     def compact(self, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,6 +234,12 @@ class MXFP8TensorStorage:
 def flatten(data: torch.Tensor) -> torch.Tensor:
     """[M, N] of [..., N]."""
     return data.reshape(prod(data.shape[:-1]), data.shape[-1])
+
+
+def inferred(shape: Sequence[int], numel: int) -> tuple[int, ...]:
+    """`shape` with the number that -1 stands for."""
+    known = prod(size for size in shape if size != -1)
+    return tuple(numel // known if size == -1 else size for size in shape)
 
 
 def check_parts(data: torch.Tensor | None, scale: torch.Tensor | None, columnwise: bool) -> None:

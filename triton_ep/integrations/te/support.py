@@ -12,7 +12,7 @@ import warnings
 
 import torch
 
-from triton_ep.errors import EPError
+from triton_ep.errors import EPError, InputError
 from triton_ep.runtime import INTERPRETING
 
 TOO_OLD = "Device compute capability 10.0 or higher required for MXFP8 execution."
@@ -21,6 +21,17 @@ TOO_NEW = "MXFP8 (for all gemm layouts) is not supported on 12.0+ architectures 
 
 class UnsupportedDeviceError(EPError, RuntimeError):
     """MXFP8 was asked for with strict=True on a device without tensor cores for it."""
+
+
+class MismatchError(InputError, RuntimeError):
+    """Weights that are stored by one recipe, in a region of another."""
+
+
+def default_device() -> torch.device:
+    """The current GPU, or the CPU where kernels are interpreted."""
+    if INTERPRETING or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _refusal(device: torch.device | str | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from triton_ep.errors import InputError
 from triton_ep.integrations.te import layouts
-from triton_ep.integrations.te.storage import FP8_DTYPES, MXFP8TensorStorage
+from triton_ep.integrations.te.storage import FP8_DTYPES, MXFP8TensorStorage, inferred
 from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import MXTensor
 
@@ -23,8 +23,8 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
 
     Copies, moves, views that keep the last dimension, and splits of the first dimension into multiples of 32 rows give
     MXFP8Tensors with the same bytes; pieces of a split are copies. Any other operation computes on the dequantised
-    values and gives plain tensors, `.to(dtype)` of another dtype and `.float()` among them. In place, its result is
-    quantised again, and so is what is assigned to `data`.
+    values and gives plain tensors, which are copies: slices, `.to(dtype)` of another dtype, `.float()` among them.
+    In place, its result is quantised again, and so is what is assigned to `data` or to a part by index.
 
     Arguments:
         shape, dtype: of the tensor it stands for.
@@ -84,6 +84,7 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
 
     size = torch.Tensor.size
     device = torch.Tensor.device
+    view = torch.Tensor.view
 
     @property
     def data(self) -> torch.Tensor:
@@ -112,6 +113,20 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         """The values, in `dtype` or the dtype it stands for; gradients pass through unchanged."""
         result: torch.Tensor = _Dequantize.apply(self, self.dtype if dtype is None else dtype)
         return result
+
+    @torch.no_grad()
+    def __setitem__(self, index: Any, values: Any) -> None:
+        """Other values in a part of the tensor, which is quantised again."""
+        plain = self.dequantized(self.dtype)
+        plain[index] = values
+        self.quantize_(plain)
+
+    def share_memory_(self) -> MXFP8Tensor:
+        """Move the bytes to memory that processes share."""
+        for part in self.get_metadata().values():
+            if isinstance(part, torch.Tensor):
+                part.share_memory_()
+        return self
 
     def float(self) -> torch.Tensor:
         """The values in float32, as a plain tensor."""
@@ -296,7 +311,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return first._like(lambda part: copy(part, **where))
             return copy(first.dequantized(torch.float32), dtype=kwargs["dtype"], **where)
         if func in (aten.view.default, aten._unsafe_view.default):
-            shape = _inferred(args[1], first.numel())
+            shape = inferred(args[1], first.numel())
             if shape[-1:] == first.shape[-1:]:
                 return MXFP8Tensor.make_like(first, shape=shape)
         if func is aten.split.Tensor and _splits_blocks(first, *args[1:], **kwargs):
@@ -316,12 +331,6 @@ def _splits_blocks(tensor: MXFP8Tensor, size: int, dim: int = 0) -> bool:
     """Whether pieces of `size` along `dim` are whole blocks in both directions."""
     along_rows = dim % tensor.dim() == 0 and tensor.dim() >= 2
     return along_rows and size > 0 and all(n * prod(tensor.shape[1:-1]) % BLOCK == 0 for n in (size, tensor.shape[0]))
-
-
-def _inferred(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """`shape` with the number that -1 stands for."""
-    known = prod(size for size in shape if size != -1)
-    return tuple(numel // known if size == -1 else size for size in shape)
 
 
 def _same_format(first: MXFP8Tensor, second: MXFP8Tensor) -> bool:
