@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import nonstrict_trace
 from torch.autograd.function import once_differentiable
 
 from triton_ep._pipeline_permute import plain
@@ -23,6 +24,7 @@ Group = dist.ProcessGroup | str | None
 _Splits = Sequence[int]
 
 
+@nonstrict_trace
 def dispatch(
     input: torch.Tensor,
     output_splits: _Splits,
@@ -42,6 +44,7 @@ def dispatch(
     return rows
 
 
+@nonstrict_trace
 def combine(
     input: torch.Tensor,
     output_splits: _Splits,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo import nonstrict_trace
 from torch.autograd.function import once_differentiable
 
 from triton_ep.errors import InputError
@@ -107,6 +108,7 @@ def generate_permute_indices(
     return PermuteIndices(torch.where(is_row, source, -1).int(), m_sizes.int(), m_offsets.int())
 
 
+@nonstrict_trace
 def permute(mx: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Sequence[int]) -> torch.Tensor:
     """[P, H]: row p is row permuted_indices[p] of the input, or zeros where that is negative.
 
@@ -131,6 +133,7 @@ def permute(mx: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Sequ
     return rows
 
 
+@nonstrict_trace
 def unpermute(x: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Sequence[int]) -> torch.Tensor:
     """[R, N]: the inverse of `permute`. Row permuted_indices[p] is row p of the input; rows of no p are zero.
 

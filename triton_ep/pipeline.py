@@ -5,7 +5,8 @@
 Forward, rows are quantised before they cross and reach the GEMM as they were sent; its results cross in high
 precision. Backward is the mirror image: combine quantises the gradient, which reaches the GEMM's two gradients
 quantised; the gradient of the rows goes back in high precision. Each stage is a function with a short name; those
-with long names take the arguments of torchao's functions of that name.
+with long names take the arguments of torchao's functions of that name. A compiler traces stages below Dynamo, because
+the gradient between two of them may be an MXTensor, which Dynamo would take for a plain tensor.
 
 Every exchange needs its splits on the host, moves one row per (token, expert), and leaves rows to be permuted.
 `triton_ep.autograd` over a layer with payload="mxfp8" gives the same rows in one step: docs/reference/pipeline.md.
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
+from torch._dynamo import nonstrict_trace
 
 from triton_ep import _pipeline_exchange as exchange
 from triton_ep._pipeline_exchange import Group
@@ -28,8 +30,9 @@ from triton_ep._pipeline_permute import (
     permute_and_pad,
     unpermute,
 )
+from triton_ep.errors import InputError
+from triton_ep.mx import grouped_mm
 from triton_ep.mx.formats import BLOCK, ScalingMode
-from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 
 __all__ = [
     "PermuteIndices",
@@ -48,7 +51,8 @@ __all__ = [
     "unpermute_hp_fwd_mxfp8_bwd",
 ]
 
-to_mxfp8_then_scaled_grouped_mm = _to_mxfp8_then_scaled_grouped_mm
+to_mxfp8_then_scaled_grouped_mm = nonstrict_trace(grouped_mm._to_mxfp8_then_scaled_grouped_mm)
+_to_mxfp8_then_scaled_grouped_mm = to_mxfp8_then_scaled_grouped_mm
 
 
 def a2a_dispatch(
@@ -114,9 +118,12 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     group_name: Group = None,
     scaling_mode: ScalingMode | str | Enum = "rceil",
     block_size: int = BLOCK,
+    *,
+    group: Group = None,
 ) -> torch.Tensor:
-    """`a2a_dispatch`; `group_name` may also be the group itself."""
-    return exchange.dispatch(input, output_splits, input_splits, group_name, scaling_mode, block_size)
+    """`a2a_dispatch`; the group or its name under either of both names."""
+    chosen = _either(group_name, group)
+    return exchange.dispatch(input, output_splits, input_splits, chosen, scaling_mode, block_size)
 
 
 def permute_mxfp8_fwd_hp_bwd(
@@ -147,6 +154,15 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
     scaling_mode: ScalingMode | str | Enum = "rceil",
     block_size: int = BLOCK,
     mxfp8_bwd: bool = True,
+    *,
+    group: Group = None,
 ) -> torch.Tensor:
-    """`a2a_combine`; `group_name` may also be the group itself."""
-    return exchange.combine(input, output_splits, input_splits, group_name, scaling_mode, block_size, mxfp8_bwd)
+    """`a2a_combine`; the group or its name under either of both names."""
+    chosen = _either(group_name, group)
+    return exchange.combine(input, output_splits, input_splits, chosen, scaling_mode, block_size, mxfp8_bwd)
+
+
+def _either(group_name: Group, group: Group) -> Group:
+    if group_name is not None and group is not None:
+        raise InputError(f"group_name is {group_name!r} and group {group!r}; pass one of them.")
+    return group if group_name is None else group_name

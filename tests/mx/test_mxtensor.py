@@ -17,6 +17,7 @@ from tests.mx.blocks import DEVICE, DTYPES, ELEMENTS, EVERY, MODES, assert_same_
 from triton_ep import MXTensor
 from triton_ep.errors import InputError
 from triton_ep.mx.nvfp4 import NVFP4Tensor
+from triton_ep.mx.swizzle import to_blocked
 from triton_ep.reference import mxfp8 as reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,6 +197,11 @@ def test_anything_else_is_refused(operation: Any) -> None:
             lambda x: MXTensor.from_qdata_and_scales(x.to(E4M3), x[:, :3].to(torch.uint8), x.dtype),
             r"\[10, 3\].*must be \[10, 4\]",
         ),
+        (lambda x: MXTensor(x.to(E4M3), x[:, :4].to(torch.float8_e8m0fnu), E4M3, 0, x.dtype), "block_size is 0"),
+        (
+            lambda x: MXTensor.from_qdata_and_scales(x[None].to(E4M3), x, x.dtype, is_swizzled_scales=True),
+            "only a matrix",
+        ),
     ],
 )
 def test_mistakes_are_named(make: Any, text: str) -> None:
@@ -212,6 +218,11 @@ def test_made_of_its_parts() -> None:
         assert (again.dtype, again.scale.dtype) == (torch.float32, torch.float8_e8m0fnu)
         assert again.qdata.data_ptr() == mx.qdata.data_ptr()
         assert torch.equal(again.dequantize(), mx.dequantize(torch.float32))
+    for part in (mx, mx.t()):
+        tiles = to_blocked(mx.scale)
+        form = {"block_dim": part.block_dim, "is_swizzled_scales": True}
+        again = MXTensor.from_qdata_and_scales(part.qdata, tiles, part.dtype, **form)
+        assert torch.equal(again.scale.view(torch.uint8), part.scale.view(torch.uint8))
 
 
 def test_views_share_memory() -> None:

@@ -14,6 +14,7 @@ from triton_ep.errors import InputError
 from triton_ep.mx import arithmetic
 from triton_ep.mx.formats import BLOCK, ElemFormat, ScalingMode, check_high_precision, elem_format
 from triton_ep.mx.serialize import reduce_blocks
+from triton_ep.mx.swizzle import from_blocked
 from triton_ep.ops import mx_formats, mxfp8
 
 SCALE_DTYPE = torch.float8_e8m0fnu
@@ -133,16 +134,27 @@ class MXTensor(torch.Tensor):
         block_size: int = BLOCK,
         elem_dtype: torch.dtype | str | None = None,
         block_dim: int = -1,
+        is_swizzled_scales: bool = False,
     ) -> MXTensor:
         """Wrap elements, as the class describes them, and scales [..., H / block_size]; both may be bytes, uint8.
 
         `elem_dtype` may be left out where the dtype of `qdata` says it: a float8, or torch.float4_e2m1fn_x2.
+        With `is_swizzled_scales` scales of a matrix are tiles, `mx.swizzle.to_blocked`, and are put in order.
         """
         if scales.dtype == torch.uint8:
             scales = scales.view(SCALE_DTYPE)
         fmt = elem_format(qdata.dtype if elem_dtype is None else elem_dtype)
         if qdata.dtype in (torch.uint8, fmt.dtype):
             qdata = qdata.view(fmt.storage)
+        if is_swizzled_scales:
+            if qdata.dim() != 2 or block_dim not in (-1, -2):
+                raise InputError(
+                    f"qdata is {list(qdata.shape)}, block_dim {block_dim}; only a matrix has scales in tiles."
+                )
+            _check_block_size(block_size)
+            num_rows, width = qdata.movedim(block_dim, -1).shape
+            tiles = from_blocked(scales, num_rows, width * fmt.per_byte // block_size)
+            scales = tiles.movedim(-1, block_dim)
         return MXTensor(qdata, scales, fmt.dtype, block_size, orig_dtype, block_dim=block_dim)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -248,6 +260,11 @@ def _as_values(qdata: torch.Tensor, fmt: ElemFormat, block_dim: int) -> tuple[li
     return shape, strides
 
 
+def _check_block_size(block_size: int) -> None:
+    if block_size < 1:
+        raise InputError(f"block_size is {block_size}; a block has at least one value.")
+
+
 def _check(
     qdata: torch.Tensor,
     scale: torch.Tensor,
@@ -262,6 +279,7 @@ def _check(
         raise InputError(f"qdata is {qdata.dtype}, scale {scale.dtype}; they must be {fmt.storage} and {SCALE_DTYPE}.")
     if not -qdata.dim() <= block_dim < 0:
         raise InputError(f"block_dim is {block_dim}; counted from the end of {qdata.dim()} dimensions, it is negative.")
+    _check_block_size(block_size)
     expected, _ = _as_values(qdata, fmt, block_dim)
     num_values = expected[block_dim]
     expected[block_dim] //= block_size
