@@ -14,13 +14,14 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from triton_ep.aot.sources import kernels_folder, source_hash
-from triton_ep.aot.store import FORMAT, INDEX
+from triton_ep.aot.store import FORMAT, INDEX, check_entry
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import NVSHMEM, NVSHMEM_SYMBOLS
 from triton_ep.plans.asked import Asked
@@ -85,12 +86,17 @@ def build(
         progress: wraps what is iterated over, one step per compiled variant, and gets their number.
 
     Raises:
-        ConfigError: an architecture, or a kernel, that there is not.
+        ConfigError: an architecture, or a kernel, that there is not; a folder that cannot be written to.
         HeapError: a variant calls NVSHMEM, and its bitcode is not installed.
     """
     for arch in archs:
         if not _ARCH.match(arch):
             raise ConfigError(f"an architecture is written like sm_90, got {arch!r}.")
+    try:  # better now than after the compilation
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written to: {error}. Name another folder: --out.") from None
     kernels = _kernels()
     if unknown := sorted({asked.kernel for asked in wanted} - set(kernels)):
         raise ConfigError(f"there are no kernels {unknown}; there are {', '.join(sorted(kernels))}.")
@@ -121,7 +127,16 @@ def _run(todo: Sequence[_Job], jobs: int, bitcode: str | None) -> Iterable[tuple
         order = sorted(todo, key=lambda job: (not calls_nvshmem(job.asked), job.asked.kernel, job.asked.text()))
         futures = {pool.submit(_compile, job.asked.as_dict(), job.arch, bitcode): job for job in order}
         for future in as_completed(futures):
-            yield futures[future], future.result()
+            try:
+                result = future.result()
+            except BrokenProcessPool:
+                archs = ", ".join(sorted({job.arch for job in todo}))
+                release = importlib.metadata.version("triton")
+                raise ConfigError(
+                    f"a compiler process died. Triton {release} may not know all of {archs} (see above), or {jobs} "
+                    "processes take more memory than there is: build for one of them, or with fewer --jobs."
+                ) from None
+            yield futures[future], result
 
 
 def _start() -> None:
@@ -187,11 +202,11 @@ class _Folder:
         before = index.get("entries", {}) if index.get("format") == FORMAT else {}
         names = {asked.signature() for asked in wanted}
         for signature, entry in before.items():
-            asked = Asked.from_dict(entry["asked"])
-            if not self._is_fresh(asked, entry) or (only and signature not in names):
+            fresh = signature in facts and self._is_fresh(entry)
+            if not fresh or (only and signature not in names):
                 self.summary.dropped += signature not in names
             elif not force or signature not in names:
-                self._entries[signature], self._facts[signature] = entry, facts.get(signature, {})
+                self._entries[signature], self._facts[signature] = entry, facts[signature]
         self.summary.kept = len(self._entries)
         todo = [asked for asked in wanted if asked.signature() not in self._entries]
         return [_Job(asked, self.arch, self._key(asked)) for asked in todo]
@@ -234,6 +249,8 @@ class _Folder:
             "entries": self._entries,
         }
         files = {entry["file"] for entry in self._entries.values()}
+        if not self._entries and not (self.path / INDEX).exists():
+            return self.summary  # nothing was built, and there is no library
         _write(self.path / FACTS, _text(self._facts))
         _write(self.path / INDEX, _text(index))
         for path in [*self.path.glob("*.cubin"), *self.path.glob("ptx/*.ptx.gz")]:
@@ -250,9 +267,14 @@ class _Folder:
             parts.append(self._bitcode)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
-    def _is_fresh(self, asked: Asked, entry: dict[str, Any]) -> bool:
+    def _is_fresh(self, entry: Any) -> bool:
+        try:
+            check_entry(entry)
+        except (KeyError, TypeError):
+            return False
+        asked = Asked.from_dict(entry["asked"])
         path = self.path / entry["file"]
-        if asked.kernel not in self._kernels or entry["key"] != self._key(asked) or not path.is_file():
+        if asked.kernel not in self._kernels or entry.get("key") != self._key(asked) or not path.is_file():
             return False
         ptx = self.path / "ptx" / f"{path.stem}.ptx.gz"
         return ptx.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == entry["sha256"]

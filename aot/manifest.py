@@ -231,11 +231,17 @@ def _checked(make: Any, values: Mapping[str, Any], where: str) -> list[Asked]:
     return made
 
 
-def _variant(values: Mapping[str, Any], where: str) -> Asked:
+def _variant(values: Any, where: str) -> Asked:
     try:
-        return Asked.from_dict(values)
-    except TypeError as error:
+        asked = Asked.from_dict(values)
+        maps, lists = (asked.constexprs, asked.types), (asked.aligned, asked.ones, asked.unaligned)
+        if not isinstance(asked.kernel, str) or not all(isinstance(each, dict) for each in maps):
+            raise TypeError("kernel is a name, constexprs and types are tables")
+        if not all(_are(names, str) for names in lists):
+            raise TypeError("aligned, ones and unaligned are lists of arguments")
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: no variant of a kernel: {error}.") from None
+    return asked
 
 
 def _json(text: str, where: str) -> Any:

@@ -27,6 +27,7 @@ FORMAT = 1
 """Version of index.json; another one is not read."""
 INDEX = "index.json"
 _COMMAND = "python -m triton_ep.aot build"
+_FIELDS = {"file": str, "sha256": str, "symbol": str, "threads": int, "shared": int}
 
 
 def default_folder() -> Path:
@@ -100,6 +101,9 @@ class Library:
             self._entries: dict[str, dict[str, Any]] = index["entries"]
             if index["arch"] != arch:
                 raise AotArchMismatch(self._wrong_arch(index["arch"]))
+            for entry in self._entries.values():
+                check_entry(entry)
+                _ = self.kernels[entry["asked"]["kernel"]]["source"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, AotCorrupted | AotArchMismatch):
                 raise
@@ -171,12 +175,11 @@ class Library:
         return f"{_COMMAND} --arch {self.arch} --out {shlex.quote(str(self.folder))}"
 
     def _entry(self, values: Mapping[str, Any]) -> Entry:
-        names = ("file", "sha256", "symbol", "threads", "shared", "nvshmem")
         return Entry(
             asked=Asked.from_dict(values["asked"]),
             params=tuple(values["params"]),
             descriptors=tuple(values.get("descriptors", ())),
-            **{name: values[name] for name in names if name in values},
+            **{name: values[name] for name in (*_FIELDS, "nvshmem") if name in values},
         )
 
     def _again(self) -> str:
@@ -184,9 +187,18 @@ class Library:
 
     def _wrong_arch(self, there: str) -> str:
         return (
-            f"the ahead-of-time library {self.folder} is for {there}, this GPU is {self.arch}: cubins run on the "
-            f"architecture that they were built for and on no other. Build it: {self.command()}"
+            f"the ahead-of-time library {self.folder} is for {there}, asked for is {self.arch}: cubins run on "
+            f"the architecture that they were built for and on no other. Build it: {self.command()}"
         )
+
+
+def check_entry(entry: Any) -> None:
+    """Raise KeyError or TypeError for what no build writes into an index."""
+    if not isinstance(entry, dict) or not all(isinstance(entry[name], kind) for name, kind in _FIELDS.items()):
+        raise TypeError(f"an entry is {entry!r}"[:200])
+    if not isinstance(entry["params"], list) or not isinstance(entry["asked"]["kernel"], str):
+        raise TypeError(f"an entry of {entry['file']} lacks what it is for")
+    Asked.from_dict(entry["asked"])
 
 
 def _kernel(entry: Mapping[str, Any]) -> str:

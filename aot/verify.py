@@ -19,6 +19,7 @@ from triton_ep.errors import EPError
 
 _WIDE_STORE = re.compile(r"\bst\.(?:\w+\.)*?global(?:\.[\w:]+)*?\.(?:v4\.[bsuf]32|v2\.[bsuf]64)\b")
 _STATE = "nvshmemi_device_state_d"
+_NOTED = {"ptx_sha256", "moves_rows", "wide_stores", "narrow"}
 _MACHINE_CUDA = 190
 _KPARAM_INFO, _KPARAM_INFO_V2 = 0x17, 0x45
 _SVAL = 4
@@ -38,8 +39,11 @@ def verify(folder: Path) -> tuple[list[str], int]:
         try:
             library = Library(folder, arch)
             facts = json.loads((folder / arch / FACTS).read_text(encoding="utf-8"))
-        except (EPError, OSError, ValueError) as error:
+        except EPError as error:
             faults.append(f"{arch}: {error}")
+            continue
+        except (OSError, ValueError) as error:
+            faults.append(f"{arch}: {FACTS} cannot be read: {error}. Build what is needed again; it is written then.")
             continue
         named = {entry.file for entry in library.entries}
         there = {path.name for path in (folder / arch).glob("*.cubin")}
@@ -55,8 +59,8 @@ def _of_entry(library: Library, entry: Entry, facts: Mapping[str, Any], arch: st
     kernel = library.kernels.get(entry.asked.kernel)
     if kernel is None or source_hash(kernel["file"]) != kernel["source"]:
         yield "built from other sources than those of this package"
-    told = facts.get(entry.asked.signature())
-    if told is None:
+    told = facts.get(entry.asked.signature()) if isinstance(facts, dict) else None
+    if not isinstance(told, dict) or not set(told) >= _NOTED:
         yield "nothing is noted about it"
         return
     try:

@@ -13,7 +13,9 @@ import pytest
 
 from tests.aot.library import ARCHS, ROOT, Built, run_aot
 from triton_ep.aot import manifest
+from triton_ep.aot.build import build
 from triton_ep.aot.store import Library, architectures
+from triton_ep.aot.verify import verify
 from triton_ep.errors import ConfigError
 from triton_ep.plans.asked import Asked
 
@@ -99,6 +101,29 @@ def test_verify_finds_what_is_wrong(built: Built, tmp_path: Path) -> None:
     ):
         assert re.search(rf"FAULT sm_90 {file}: .*{text}", done.stdout), (file, text, done.stdout)
     assert "stray.cubin is not in the index" in done.stdout
+
+
+def test_what_is_broken_is_built_anew(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry without a field, and any without notes, are no part of the library; nothing at all makes none."""
+    folder = _copy(built, tmp_path)
+    library = Library(folder, "sm_90")
+    first, *others = library.entries
+    monkeypatch.setattr("triton_ep.aot.build._kernels", lambda: library.kernels)  # else from kernels that are compiled
+    index = json.loads((folder / "sm_90" / "index.json").read_text())
+    del index["entries"][first.asked.signature()]["symbol"]
+    (folder / "sm_90" / "index.json").write_text(json.dumps(index))
+    (summary,) = build([], ["sm_90"], folder)
+    assert (summary.kept, summary.dropped) == (len(others), 1)
+    (folder / "sm_90" / "facts.json").unlink()
+    assert "facts.json cannot be read" in verify(folder)[0][0]
+    (summary,) = build([], ["sm_90"], folder)
+    assert (summary.kept, summary.dropped) == (0, len(others))
+    build([], ["sm_90"], tmp_path / "new")
+    assert architectures(tmp_path / "new") == []
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        build([], ["sm_90"], Path(__file__) / "library")
+    with pytest.raises(ConfigError, match="constexprs and types are tables"):
+        manifest.read_variants('{"kernel": "barrier_kernel", "constexprs": 3}')
 
 
 def test_a_build_needs_no_torch(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Launching from a library, with a driver that only notes what it is told: look-up, parameter blocks, every error."""
 
 import ctypes
+import json
 import logging
 import shutil
 import struct
@@ -195,12 +196,12 @@ def test_no_library_and_other_architectures(built: Built, tmp_path: Path) -> Non
     """Nothing there: AotMiss with the command; another GPU: AotArchMismatch naming both; "prefer" takes the JIT."""
     with pytest.raises(AotMiss, match=r"no ahead-of-time library in .*build --arch sm_90 --out"):
         choose("require", tmp_path, lambda: "sm_90")
-    with pytest.raises(AotArchMismatch, match="is for sm_90, sm_100, this GPU is sm_89"):
+    with pytest.raises(AotArchMismatch, match="is for sm_90, sm_100, asked for is sm_89"):
         choose("require", built.folder, lambda: "sm_89")
     for folder, arch in ((tmp_path, "sm_90"), (built.folder, "sm_89")):
         assert choose("prefer", folder, lambda arch=arch: arch).compiled is None
     shutil.copytree(built.folder / "sm_90", tmp_path / "sm_100")
-    with pytest.raises(AotArchMismatch, match="is for sm_90, this GPU is sm_100"):
+    with pytest.raises(AotArchMismatch, match="is for sm_90, asked for is sm_100"):
         Library(tmp_path, "sm_100")
 
 
@@ -217,9 +218,12 @@ def test_corrupted_files_are_not_loaded(built: Built, driver: NotingDriver, tmp_
     with pytest.raises(AotCorrupted, match=r"sha256 is .*Build it again"):
         Aot(compiled, prefer=True, heap=NvshmemHeap("3.4.5")).kernel(entry.asked)
     assert driver.loaded == []
-    (tmp_path / "sm_90" / "index.json").write_text('{"format": 1')
-    with pytest.raises(AotCorrupted, match="no index"):
-        choose("prefer", tmp_path, lambda: "sm_90")
+    index = json.loads((tmp_path / "sm_90" / "index.json").read_text())
+    del index["entries"][entry.asked.signature()]["sha256"]
+    for text in (json.dumps(index), '{"format": 1', "[]"):
+        (tmp_path / "sm_90" / "index.json").write_text(text)
+        with pytest.raises(AotCorrupted, match="no index"):
+            choose("prefer", tmp_path, lambda: "sm_90")
 
 
 def test_older_sources_are_a_miss(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+import triton_ep
 from tests.bench import link_bytes
 from tests.programs import run_program
 from triton_ep.bench import exchange, plot, providers, record, routing, rows, run, timing, traffic
@@ -250,6 +251,8 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
         "--graph",
         "--tokens 4,x",
         "--experts 4,5",
+        "--ranks 0",
+        "--warmup -1",
     ],
 )
 def test_settings_that_cannot_work_are_refused(words: str) -> None:
@@ -304,6 +307,30 @@ def test_routing_from_a_file(tmp_path: Path) -> None:
             routing.read_idx(str(tmp_path / "ids.pt"), other, 3)
     with pytest.raises(InputError, match="names no"):
         routing.read_idx(str(tmp_path / "none.pt"), shape, 3)
+    torch.save([ids[0], ids[1]], tmp_path / "list.pt")
+    assert torch.equal(routing.read_idx(str(tmp_path / "list.pt"), shape, 3)[1][2].long(), ids[1, 2])
+    for other, text in (({"ids": ids}, "holds dict"), (ids.float(), "torch.float32 of shape"), ([ids, 3], "be read")):
+        torch.save(other, tmp_path / "ids.pt")
+        with pytest.raises(InputError, match=text):
+            routing.read_idx(str(tmp_path / "ids.pt"), shape, 3)
+    (tmp_path / "ids.npy").write_text("no array")
+    with pytest.raises(InputError, match="cannot be read"):
+        routing.read_idx(str(tmp_path / "ids.npy"), shape, 3)
+
+
+def test_an_installed_package_measures_and_stores_with_a_commit_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkout rows that are printed name the release; stored ones need --commit."""
+    monkeypatch.setattr(rows, "commit_of_checkout", lambda: None)
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+
+    def commit(*words: str) -> str:
+        return cli.settings_of(parser.parse_args(["barrier", *words]), 2, interpreting=True).commit
+
+    assert commit() == f"release {triton_ep.__version__}"
+    assert commit("--csv", "rows.csv", "--commit", "abc") == "abc"
+    with pytest.raises(ConfigError, match="--commit"):
+        commit("--csv", "rows.csv")
 
 
 def test_picture_of_stored_rows(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from triton_ep.cli import main
+from triton_ep.cli import demo, main
 from triton_ep.cli.demo import choose_ranks
 from triton_ep.cli.demo_report import (
     Comparison,
@@ -43,6 +43,34 @@ def test_demo_names_a_wrong_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--tokens is 0" in capsys.readouterr().err
     assert main(["demo", "--hidden", "48"]) == 1
     assert "--hidden is 48" in capsys.readouterr().err
+    assert main(["demo", "--experts", "6"]) == 1
+    assert "--experts is 6; 4 ranks need a multiple of 4" in capsys.readouterr().err
+    assert main(["demo", "--topk", "17"]) == 1
+    assert "--topk is 17; with 16 experts it is 1 to 16" in capsys.readouterr().err
+
+
+def test_demo_is_for_one_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a launcher every process of it would start four ranks."""
+    for name, value in {"RANK": 0, "SIZE": 4, "LOCAL_RANK": 0, "LOCAL_SIZE": 4}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    assert main(["demo"]) == 1
+    assert "mpirun started 4 processes" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line and the command that tells more; a module of ours that cannot be found is no such thing."""
+
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(demo, "run", lambda _: missing("torch"))
+    assert main(["demo"]) == 1
+    assert "torch is not installed here" in (told := capsys.readouterr().err) and "triton-ep doctor" in told
+    monkeypatch.setattr(demo, "run", lambda _: missing("triton_ep.nowhere"))
+    with pytest.raises(ModuleNotFoundError):
+        main(["demo"])
 
 
 # 2 nodes x 2 ranks, one expert per rank. Token 0 of rank 0 goes everywhere, token 1 only to rank 3, of which

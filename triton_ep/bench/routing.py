@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import torch
@@ -36,7 +37,8 @@ def one_hot_idx(num_tokens: int, topk: int, num_experts: int, first: int) -> tor
 
 
 def read_idx(path: str, shape: Shape, num_ranks: int) -> list[list[torch.Tensor]]:
-    """Ids [W * T, K], [W, T, K] or n times that many, from a .pt or .npy file: n routings of W tensors [T, K].
+    """Ids [W * T, K], [W, T, K] or n times that many (or a list of n), from a .pt or .npy file: n routings of W tensors
+    [T, K].
 
     Raises:
         InputError: no such file, another kind, ids of another shape or out of range.
@@ -44,12 +46,19 @@ def read_idx(path: str, shape: Shape, num_ranks: int) -> list[list[torch.Tensor]
     place = Path(path)
     if place.suffix not in (".pt", ".npy") or not place.is_file():
         raise InputError(f"--routing file:{path} names no .pt or .npy file.")
-    if place.suffix == ".npy":
-        import numpy
+    try:
+        if place.suffix == ".npy":
+            import numpy
 
-        ids = torch.from_numpy(numpy.load(place))
-    else:
-        ids = torch.load(place, weights_only=True)
+            ids = torch.from_numpy(numpy.load(place))
+        else:
+            ids = torch.load(place, weights_only=True)
+            ids = torch.stack(list(ids)) if isinstance(ids, list | tuple) else ids
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dim() < 2:
+        got = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise InputError(f"{path} holds {got}; expert ids are integers [{num_ranks * shape.tokens}, {shape.topk}].")
     one = num_ranks * shape.tokens * shape.topk
     if ids.shape[-1] != shape.topk or ids.numel() == 0 or ids.numel() % one:
         raise InputError(

@@ -135,6 +135,8 @@ class Settings:
             raise ConfigError(f"--routing {self.routing} is none of uniform, zipf:S, one-hot, file:PATH.")
         if kind == "zipf":
             _positive_number(argument, "--routing zipf:S")
+        if self.warmup < 0:
+            raise ConfigError(f"--warmup is {self.warmup}; 0 calls or more are needed.")
         for name in ("ranks", "iters", "alignment"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} is {getattr(self, name)}; at least 1 is needed.")

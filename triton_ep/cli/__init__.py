@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from triton_ep.errors import EPError
 
+_NEEDED = ("torch", "triton", "numpy")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command.
@@ -37,4 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except EPError as error:
         print(f"triton-ep {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDED:
+            raise
+        print(
+            f"triton-ep {arguments.command}: {error.name} is not installed here ({sys.executable}). `triton-ep doctor` "
+            "says what is missing, and how to install it.",
+            file=sys.stderr,
+        )
         return 1

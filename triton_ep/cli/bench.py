@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from triton_ep import __version__
 from triton_ep.bench import scaling
 from triton_ep.bench import settings as bench
 from triton_ep.errors import ConfigError
@@ -75,7 +76,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--stages", action="store_true", help="print the time of each kernel on rank 0")
     parser.add_argument("--plot", metavar="PATH", help="draw the rows of this run (.png, .svg)")
     parser.add_argument("--timeline", metavar="PATH", help="draw the kernels of a call of each op (.png, .svg)")
-    parser.add_argument("--commit", help="for machines without .git (default: of this checkout)")
+    parser.add_argument("--commit", help="of stored rows, where there is no .git (default: of this checkout)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -127,7 +128,9 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
     low_latency = command == "low-latency"
     if a.nodes is not None and a.local_world_size is not None:
         raise ConfigError("--nodes and --local-world-size say the same; pass one of them.")
-    ranks = a.ranks or ranks
+    ranks = ranks if a.ranks is None else a.ranks
+    if ranks < 1:
+        raise ConfigError(f"--ranks is {ranks}; at least 1 is needed.")
     per_node = a.local_world_size
     if a.nodes is not None:
         if a.nodes < 1 or ranks % a.nodes:
@@ -151,7 +154,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
         warmup=a.warmup if a.warmup is not None else (1 if interpreting else 5),
         providers=bench.parse_list(a.provider, "--provider", bench.PROVIDERS),
         seed=a.seed,
-        commit=a.commit or _commit(),
+        commit=a.commit or _commit(stored=bool(a.csv or getattr(a, "out", None))),
         csv=a.csv,
         json=a.json,
         stages=a.stages,
@@ -180,10 +183,15 @@ def _shapes(a: argparse.Namespace, interpreting: bool) -> tuple[bench.Shape, ...
     )
 
 
-def _commit() -> str:
+def _commit(stored: bool) -> str:
+    """Of this checkout, or the release of an installed package.
+
+    Raises:
+        ConfigError: no checkout, and rows are to be stored.
+    """
     from triton_ep.bench.rows import commit_of_checkout
 
     commit = commit_of_checkout()
-    if commit is None:
-        raise ConfigError("this is no git checkout: pass --commit, for no row is stored without it.")
-    return commit
+    if commit is None and stored:
+        raise ConfigError("this is no git checkout: pass --commit, for nothing is stored without it.")
+    return f"release {__version__}" if commit is None else commit

@@ -32,7 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
     from triton_ep.cli.demo_moe import Settings, compare, load, run_and_save
     from triton_ep.cli.demo_report import draw_routing, failures, payload_table, table
     from triton_ep.distributed import run_ranks
+    from triton_ep.environment import read_environment
 
+    job = read_environment()
+    if (job.world_size or 1) > 1:
+        raise ConfigError(
+            f"{job.launcher} started {job.world_size} processes, but the demo makes ranks of its own. Run it by "
+            "itself; examples/01_dispatch_combine.py runs under a launcher."
+        )
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens is {arguments.tokens}; the demo needs at least 1.")
     if arguments.hidden < 32 or arguments.hidden % 32:
@@ -43,6 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         num_gpus = torch.cuda.device_count()
     num_ranks, ranks_per_node = choose_ranks(num_gpus)
+    if arguments.experts < 1 or arguments.experts % num_ranks:
+        raise ConfigError(f"--experts is {arguments.experts}; {num_ranks} ranks need a multiple of {num_ranks}.")
+    if not 1 <= arguments.topk <= arguments.experts:
+        raise ConfigError(
+            f"--topk is {arguments.topk}; with {arguments.experts} experts it is 1 to {arguments.experts}."
+        )
     settings = Settings(
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help="the same, by the number of nodes")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the routing (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON, with every measurement, in place of TOML")
-    parser.add_argument("--commit", help="for machines without .git (default: of this checkout)")
+    parser.add_argument("--commit", help="of a stored table, where there is no .git (default: of this checkout)")
 
 
 def run(arguments: argparse.Namespace) -> int:
