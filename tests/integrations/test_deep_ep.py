@@ -203,6 +203,7 @@ def _check_by_ranks(buffer: door.Buffer, rank: int, sent: _Sent, combined: torch
         ({"topk_weights": sent.work.topk_weights.to(device)}, "no topk_idx"),
         ({"num_tokens_per_expert": per_expert[:-1]}, "multiple of the 2 ranks"),
         ({"num_tokens_per_expert": None}, "num_tokens_per_expert"),
+        ({"expert_alignment": 0}, "expert_alignment is 0"),
     ):
         with pytest.raises(InputError, match=message):
             buffer.dispatch(x, **{**given, **wrong})
@@ -269,6 +270,14 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         buffer.dispatch(xs[rank].to(device), handle)
     with pytest.raises(StaleHandleError):
         buffer.low_latency_combine(lent, idx, topk_weights, object())
+    with pytest.raises(InputError, match=rf"stats must be \[{EXPERTS}\] int32, got \[{EXPERTS + 1}\]"):
+        buffer.low_latency_dispatch(
+            xs[rank].to(device), idx, most, num_experts, torch.cat([stats, stats[:1]]), None, False
+        )
+    with pytest.raises(StaleHandleError):
+        buffer.get_next_low_latency_combine_buffer(object())
+    with pytest.raises(InputError, match="out must be"):
+        buffer.low_latency_combine(lent, idx, topk_weights, handle, out=xs[rank].to(device)[:, 1:])
     buffer.destroy()
 
 

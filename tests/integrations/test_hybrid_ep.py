@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.integrations import hybrid_reference as reference
 from triton_ep.distributed import current_heap
-from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.errors import ConfigError, FinalizedError, InputError, PeerFailed, StaleHandleError
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer, indices_to_map
 from triton_ep.testing import apply_expert
 
@@ -262,7 +262,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     one = {"hidden": fewer[rank].hidden.to(device), "routing_map": fewer[rank].routing_map.to(device)}
     hidden, *_, of_one = buffer.dispatch_with_permute(**one, num_of_experts_per_rank=1)
     same(hidden, reference.dispatch(fewer, rank, 1, 1)[0])
-    combined, _ = buffer.combine_with_unpermute(hidden=hidden, handle=of_one)
+    combined, _ = buffer.combine_with_unpermute(hidden=hidden, handle=tuple(of_one))
     same(combined, fewer[rank].hidden * fewer[rank].routing_map.any(1, keepdim=True))
 
     for change, text in (
@@ -282,6 +282,11 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     ):
         with pytest.raises(InputError, match=text):
             buffer.dispatch_with_permute(**{**call, **change})
+    # One rank's mistake: the others learn of it before they wait for rows.
+    for wrong in (buffer.dispatch_with_permute, buffer.dispatch):
+        probs = mine.probs.half() if rank == 1 else mine.probs
+        with pytest.raises(InputError if rank == 1 else PeerFailed, match=r"probs must be|rank 1 rejected"):
+            wrong(hidden=mine.hidden, routing_map=mine.routing_map, probs=probs)
     other = make_buffer(nodes, ranks_per_node)
     with pytest.raises(StaleHandleError, match="another HybridEPBuffer"):
         other.combine_with_unpermute(hidden=again, handle=handle)

@@ -184,11 +184,14 @@ class HybridEPBuffer(RoutingInputs):
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
             return self._again(rows, handle, (topk_idx, topk_weights, probs), pad_multiple, num_permuted_tokens)
         align = pad_multiple or 1
-        checks.check_budget(num_permuted_tokens, align, non_blocking)
-        sizes = (num_of_experts_per_rank, num_of_experts)
-        experts = checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
-        rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
-        how = (num_of_tokens_per_rank, non_blocking)
+        sizes, how = (num_of_experts_per_rank, num_of_experts), (num_of_tokens_per_rank, non_blocking)
+        try:
+            checks.check_budget(num_permuted_tokens, align, non_blocking)
+            experts = checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
+            rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
+        except InputError:
+            self._reject(routing_map, non_blocking)
+            raise
         idx, weights, excess = self._slots(hidden, routing_map, topk_idx, probs, topk_weights, how)
         layer = self.layers.get(rows.dtype, idx.shape[1], align, num_permuted_tokens, experts)
         (recv_x, scales), recv_probs, desc = rows.dispatch(layer, idx, weights)
@@ -286,8 +289,12 @@ class HybridEPBuffer(RoutingInputs):
             num_dispatched_tokens = routing.desc.num_recv_rows
         else:
             sizes = (None, num_of_experts)
-            checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
-            rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
+            try:
+                checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
+                rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
+            except InputError:
+                self._reject(routing_map, False)
+                raise
             idx, weights, _ = self._slots(
                 hidden, routing_map, topk_idx, probs, topk_weights, (num_of_tokens_per_rank, False)
             )

@@ -15,6 +15,8 @@ from triton_ep.integrations.lazy_items import LazyItems
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 
+_PLACE = {12: 9, 8: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank
+
 
 @dataclass(frozen=True, eq=False)
 class Routing:
@@ -73,12 +75,14 @@ def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int
     """
     owner.check_open()
     call = "dispatch_with_permute" if items == 12 else "dispatch"
-    if not isinstance(handle, Handle) or len(handle) != items:
+    routing = None
+    if isinstance(handle, Handle | tuple) and len(handle) == items:
+        routing = handle.routing if isinstance(handle, Handle) else handle[_PLACE[items]]
+    if not isinstance(routing, Routing):
         raise InputError(
             f"the handle must be what {call} of this buffer returned, got {type(handle).__name__}"
             f"{f' of {len(handle)} items' if isinstance(handle, Handle | tuple) else ''}."
         )
-    routing = handle.routing
     if routing.owner is not owner:
         raise StaleHandleError(
             "the handle is of another HybridEPBuffer, or of one that was replaced. Pass one that this buffer returned."

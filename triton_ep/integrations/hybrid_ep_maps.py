@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from triton_ep.errors import InputError
+from triton_ep.errors import InputError, PeerFailed
 from triton_ep.integrations.hybrid_ep_layers import Layers
 
 _MOST_EXPERTS = 32  # per token, of a layer
@@ -151,9 +151,11 @@ class RoutingInputs:
             return most if self.topk is None else self.topk
         needed = most_experts(routing_map)
         if self.topk is None:
-            told = torch.stack([needed, needed.new_tensor(slots_per_rank or tokens)])
+            told = torch.stack([needed, needed.new_tensor(slots_per_rank or tokens), needed.new_tensor(-1)])
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self.layers.group)
-            worst, slots_per_rank = told.tolist()
+            worst, slots_per_rank, rejected = told.tolist()
+            if rejected >= 0:
+                raise PeerFailed(f"rank {rejected} rejected its arguments to dispatch; see the InputError it raised.")
             self._agreed_topk = max(self._agreed_topk, worst)
         else:
             worst = int(needed.item())
@@ -165,6 +167,12 @@ class RoutingInputs:
                 f"{'' if self.topk is None else ' (topk)'}. Make one with a larger topk; {_MOST_EXPERTS} is the most."
             )
         return min(self._agreed_topk, most) if self.topk is None else self.topk
+
+    def _reject(self, routing_map: torch.Tensor | None, non_blocking: bool) -> None:
+        """This rank's arguments were refused: tell the others, if they are about to agree on experts per token."""
+        if isinstance(routing_map, torch.Tensor) and not non_blocking and self.topk is None:
+            told = torch.tensor([0, 0, self.rank], device=routing_map.device)
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.layers.group)
 
     def _make_room(self, tokens: int, slots_per_rank: int | None) -> None:
         needed = tokens if slots_per_rank is None else slots_per_rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from triton_ep.errors import InputError
 
@@ -19,6 +20,29 @@ def check_ids(topk_idx: Any) -> None:
         raise InputError("topk_idx must be [T, K], int64 or int32.")
     if not topk_idx.is_contiguous():
         raise InputError(f"topk_idx must be contiguous, got strides {topk_idx.stride()}; call .contiguous().")
+
+
+def check_counts(num_tokens_per_expert: Any, expert_alignment: int) -> int:
+    """Experts over all ranks: the length of that table.
+
+    Raises:
+        InputError: no such table, or an alignment below 1.
+    """
+    if not isinstance(num_tokens_per_expert, torch.Tensor) or num_tokens_per_expert.dim() != 1:
+        raise InputError(
+            "dispatch without a handle needs num_tokens_per_expert [E] of get_dispatch_layout, whose length says how "
+            "many experts there are, and topk_idx or is_token_in_rank."
+        )
+    if expert_alignment < 1:
+        raise InputError(f"expert_alignment is {expert_alignment}; it must be at least 1.")
+    return num_tokens_per_expert.shape[0]
+
+
+def sum_of_counts(num_tokens_per_expert: torch.Tensor, group: Any) -> list[int]:
+    """Entries of each expert of this rank, from all ranks. Collective."""
+    counts = num_tokens_per_expert.clone()
+    dist.all_reduce(counts, group=group)
+    return [int(count) for count in counts.view(dist.get_world_size(group), -1)[dist.get_rank(group)].tolist()]
 
 
 def ids_of_ranks(is_token_in_rank: Any, num_tokens: int, num_ranks: int, num_experts: int) -> torch.Tensor:

@@ -11,7 +11,14 @@ import torch.distributed as dist
 
 from triton_ep._compact import CompactRows
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
-from triton_ep.integrations.deep_ep.arguments import add, biases_of, check_ids, ids_of_ranks
+from triton_ep.integrations.deep_ep.arguments import (
+    add,
+    biases_of,
+    check_counts,
+    check_ids,
+    ids_of_ranks,
+    sum_of_counts,
+)
 from triton_ep.integrations.deep_ep.config import Config, longest_row
 from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, check_hidden, fields_of
 from triton_ep.integrations.deep_ep.handles import DispatchHandle
@@ -166,7 +173,7 @@ class Buffer(LowLatencyCalls):
         if previous_event is not None:
             previous_event.current_stream_wait()
         per_node = self._layers.ranks_per_node
-        found = token_layout(topk_idx, num_experts, self.group_size, per_node)
+        found = token_layout(topk_idx, int(num_experts), self.group_size, per_node)
         nodes = None if per_node == self.group_size else found.tokens_per_node
         event = Buffer.capture() if async_finish else EventOverlap()
         return found.tokens_per_rank, nodes, found.entries_per_expert, found.in_rank, event
@@ -237,16 +244,12 @@ class Buffer(LowLatencyCalls):
                 order = self._order(previous_event, async_finish)
                 recv_x, event = layer.dispatch_compact_again(x, handle.layout_desc, **order)
             return recv_x, None, None, None, None, to_overlap(event)
-        if num_tokens_per_expert is None:
-            raise InputError(
-                "dispatch without a handle needs num_tokens_per_expert of get_dispatch_layout, whose length says how "
-                "many experts there are, and topk_idx or is_token_in_rank."
-            )
-        num_experts, ids = num_tokens_per_expert.shape[0], topk_idx
+        num_experts, ids = check_counts(num_tokens_per_expert, expert_alignment), topk_idx
         if ids is None:
             if topk_weights is not None:
                 raise InputError("dispatch got topk_weights, but no topk_idx that they belong to. Pass both or none.")
-            num_tokens = x[0].shape[0] if isinstance(x, tuple) else x.shape[0]
+            pair = self._check_rows(x)
+            num_tokens = (x if pair is None else pair.data).shape[0]
             ids = ids_of_ranks(is_token_in_rank, num_tokens, self.group_size, num_experts)
         rows, made = self.dispatch_rows(
             x,
@@ -259,9 +262,9 @@ class Buffer(LowLatencyCalls):
             async_finish=async_finish,
         )
         counts = rows.num_recv_tokens_per_expert or []
-        if topk_idx is None and counts:
-            counts = self._sum_of_counts(num_tokens_per_expert)
-        aligned = [-(-count // expert_alignment) * expert_alignment for count in counts]
+        if topk_idx is None and counts and num_tokens_per_expert is not None:
+            counts = sum_of_counts(num_tokens_per_expert, self.group)
+        aligned = [-(-count // int(expert_alignment)) * int(expert_alignment) for count in counts]
         recv_idx = None if topk_idx is None else rows.topk_idx
         return rows.x, recv_idx, rows.topk_weights, aligned, made, to_overlap(rows.event)
 
@@ -357,12 +360,6 @@ class Buffer(LowLatencyCalls):
         return out, weights, to_overlap(event)
 
     # --- checks -----------------------------------------------------------------------------------------
-
-    def _sum_of_counts(self, num_tokens_per_expert: torch.Tensor) -> list[int]:
-        """Entries of each local expert, of all ranks. Collective."""
-        counts = num_tokens_per_expert.clone()
-        dist.all_reduce(counts, group=self.group)
-        return [int(count) for count in counts.view(self.group_size, -1)[self.rank].tolist()]
 
     def _check_rows(self, x: Any) -> QuantizedRows | None:
         pair = QuantizedRows.of(x) if isinstance(x, tuple) else None

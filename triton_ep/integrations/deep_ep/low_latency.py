@@ -97,11 +97,16 @@ class LowLatencyCalls:
             raise InputError("dispatch_wait_recv_cost_stats is not filled. Pass None.")
         if async_finish and return_recv_hook:
             raise InputError("async_finish=True and return_recv_hook=True were asked for in one call. Choose one.")
-        most = num_max_dispatch_tokens_per_rank
+        most, num_experts = int(num_max_dispatch_tokens_per_rank), int(num_experts)
         self._check_low_latency(most, x.shape[-1])
         kind = Kind(x.dtype, x.shape[1], topk_idx.shape[1], num_experts, self.num_sms, most)
         layer = self._layers.get(kind, most, self._number)
         slab = (num_experts // self.group_size, self.group_size * most)
+        stats = cumulative_local_expert_recv_stats
+        if stats is not None and (tuple(stats.shape), stats.dtype) != ((slab[0],), torch.int32):
+            raise InputError(
+                f"cumulative_local_expert_recv_stats must be [{slab[0]}] int32, got {list(stats.shape)} {stats.dtype}."
+            )
         slabs = _Slabs(slab, x, use_fp8, use_ue8m0)
 
         def send() -> tuple[EPAllToAllLayoutDesc, Callable[[], None]]:
@@ -116,8 +121,8 @@ class LowLatencyCalls:
                 hook()
                 counts = desc.num_recv_tokens_per_expert
                 slabs.fill(flat, desc.expert_offsets, counts)
-                if cumulative_local_expert_recv_stats is not None:
-                    cumulative_local_expert_recv_stats.add_(counts)
+                if stats is not None:
+                    stats.add_(counts)
 
             return desc, receive
 
@@ -160,9 +165,7 @@ class LowLatencyCalls:
             InputError: an argument does not fit.
             StaleHandleError: no handle of a low-latency dispatch.
         """
-        self._check_open()
-        if not isinstance(handle, LowLatencyHandle):
-            raise StaleHandleError(f"a handle of low_latency_dispatch is needed, got {type(handle).__name__}.")
+        self._check_handle(handle)
         if use_logfmt:
             raise InputError("low_latency_combine sends rows as they are. Pass use_logfmt=False.")
         if combine_wait_recv_cost_stats is not None:
@@ -177,6 +180,10 @@ class LowLatencyCalls:
         ids = desc.topk_indices_tensor
         if topk_idx.shape != ids.shape:
             raise InputError(f"topk_idx is {list(topk_idx.shape)}, that of the dispatch was {list(ids.shape)}.")
+        if out is not None and (tuple(out.shape) != (ids.shape[0], kind.hidden) or out.dtype != kind.dtype):
+            raise InputError(
+                f"out must be [{ids.shape[0]}, {kind.hidden}] {kind.dtype}, got {list(out.shape)} {out.dtype}."
+            )
         companion = self._layers.get(
             kind._replace(dtype=torch.bfloat16, hidden=_WEIGHTS_HIDDEN), kind.max_tokens, self._number
         )
@@ -199,10 +206,20 @@ class LowLatencyCalls:
         return result, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
-        """[e, W * M, H], uninitialised, for the outputs that `low_latency_combine` takes."""
+        """[e, W * M, H], uninitialised, for the outputs that `low_latency_combine` takes.
+
+        Raises:
+            StaleHandleError: no handle of a low-latency dispatch.
+        """
+        self._check_handle(handle)
         kind, experts = handle.kind, handle.layout_desc.num_recv_tokens_per_expert.shape[0]
         shape = (experts, self.group_size * kind.max_tokens, kind.hidden)
         return torch.empty(shape, dtype=kind.dtype, device=handle.layout_desc.placement.device)
+
+    def _check_handle(self, handle: Any) -> None:
+        self._check_open()
+        if not isinstance(handle, LowLatencyHandle):
+            raise StaleHandleError(f"a handle of low_latency_dispatch is needed, got {type(handle).__name__}.")
 
     def _check_low_latency(self, max_tokens: int, hidden: int) -> None:
         self._check_open()
