@@ -152,7 +152,8 @@ class CompactCalls(DispatchSteps):
         Args:
             input: [T, row_elements] of the layer's dtype, contiguous; so much travels, as it is.
             exp_indices, weight: as in `dispatch`; ids are None with `layout_desc`.
-            row_elements: 1 to H, the same on all ranks. `combine` takes rows of H in any case.
+            row_elements: 1 to H, the same on all ranks, and in all dispatches of a low-latency layer. `combine` takes
+                rows of H in any case.
             layout_desc: of an earlier dispatch, whose routing is taken; the host waits for nothing (`dispatch_again`).
             return_recv_hook: as in `dispatch`.
 
@@ -181,6 +182,8 @@ class CompactCalls(DispatchSteps):
                 checks.check_again(sent, ctx.device, ctx.layer_id, input, layout_desc, weight)
                 exp_indices, known_rows = layout_desc.topk_indices_tensor, layout_desc.num_recv_rows
             checks.check_dispatch(sent, ctx.device, input, exp_indices, weight, None)
+            if cfg.low_latency:
+                self._check_width(sent.hidden)
         except (InputError, StaleHandleError):
             self._reject(again=layout_desc is not None, width=sent.hidden)
             raise

@@ -36,6 +36,7 @@ class DispatchSteps(LayerNames):
 
     config: EPConfig
     context: DispatchCombineContext
+    _width: int | None = None  # of the rows of a low-latency layer, once there were some
 
     def dispatch_again(
         self, input: torch.Tensor | MXTensor, layout_desc: EPAllToAllLayoutDesc, weight: torch.Tensor | None = None
@@ -87,6 +88,8 @@ class DispatchSteps(LayerNames):
         try:
             checks.check_overlap(*overlap)
             checks.check_dispatch(self.config, self.context.device, x, topk_idx, weights, scatter)
+            if self.config.low_latency:
+                self._check_width(x.shape[1])
         except InputError:
             self._reject()
             raise
@@ -155,6 +158,22 @@ class DispatchSteps(LayerNames):
             full_scatter=scatter is not None,
         )
         return received.x, received.weights, desc, receive
+
+    def _check_width(self, width: int) -> None:
+        """Hold a low-latency layer to rows of one length.
+
+        Its arrivals have two halves, by the parity of the epoch, and where the second begins depends on the length of
+        rows: with others, rows of a dispatch would land among those of the one before, which a slower rank still reads.
+
+        Raises:
+            InputError: the first dispatch had rows of another length.
+        """
+        if self._width not in (None, width):
+            raise InputError(
+                f"a low-latency layer sends rows of one length: this one began with {self._width} elements, now they "
+                f"have {width}. Make another layer for these, on all ranks."
+            )
+        self._width = width
 
     def _recv_hook(self, receive: Callable[[], None], received: tuple[Any, ...]) -> RecvHook:
         """The hook of a dispatch whose sending half has been launched."""

@@ -208,10 +208,20 @@ def _check_short(rank: int, nodes: int, ranks_per_node: int) -> None:
         _equal(early, got.cpu())
         _equal(layer.combine(rows, early_desc), layer.combine(rows, desc).cpu())
     if nodes == 1:
-        with _layer(rank, nodes, ranks_per_node, case, capacity=200, low_latency=True) as decoding:
+        low = {"capacity": 200, "low_latency": True}
+        with (
+            _layer(rank, nodes, ranks_per_node, case, **low) as decoding,
+            _layer(rank, nodes, ranks_per_node, case, **low) as whole,
+        ):
             few, few_weights, _ = decoding.dispatch_short(part[:5], idx[:5], weights[:5], row_elements=short)
-            full, full_weights, desc = decoding.dispatch(x[:5], idx[:5], weights[:5])
+            full, full_weights, desc = whole.dispatch(x[:5], idx[:5], weights[:5])
+            with pytest.raises(InputError, match="one length: this one began with 24 elements, now they have 64"):
+                decoding.dispatch(x[:5], idx[:5])
+            with pytest.raises(InputError, match="began with 64 elements, now they have 24"):
+                whole.dispatch_short(part[:5], idx[:5], row_elements=short)
             used = int(desc.expert_offsets[-1])
+            again, _, _ = whole.dispatch(x[:5], idx[:5])
+            _equal(again[:used], full[:used].cpu())
             _equal(few[:used], full[:used, :short].contiguous().cpu())
             _equal(few_weights, full_weights.cpu())
             with pytest.raises(ConfigError, match="low_latency=True"):

@@ -22,7 +22,12 @@ _STEP = 64  # max_tokens are multiples of this: small changes of a batch make no
 
 
 class Kind(NamedTuple):
-    """What a layer is made for. max_tokens: 0 = what calls need; low_latency layers are made for a number."""
+    """What a layer is made for.
+
+    Attributes:
+        max_tokens: 0 = what calls need; low-latency layers are made for a number.
+        sent: elements of the rows that a low-latency layer sends, whose dispatches are all alike; 0 = H.
+    """
 
     dtype: torch.dtype
     hidden: int
@@ -30,6 +35,7 @@ class Kind(NamedTuple):
     num_experts: int
     num_sm: int
     max_tokens: int = 0
+    sent: int = 0
 
 
 @dataclass

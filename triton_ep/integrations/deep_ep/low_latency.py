@@ -99,7 +99,11 @@ class LowLatencyCalls:
             raise InputError("async_finish=True and return_recv_hook=True were asked for in one call. Choose one.")
         most, num_experts = int(num_max_dispatch_tokens_per_rank), int(num_experts)
         self._check_low_latency(most, x.shape[-1])
-        kind = Kind(x.dtype, x.shape[1], topk_idx.shape[1], num_experts, self.num_sms, most)
+        hidden = width = x.shape[1]
+        if use_fp8:
+            width = fp8_elements(hidden, hidden // CHANNELS // (4 if use_ue8m0 else 1))
+        sent = width if use_fp8 else 0
+        kind = Kind(x.dtype, hidden, topk_idx.shape[1], num_experts, self.num_sms, most, sent)
         layer = self._layers.get(kind, most, self._number)
         slab = (num_experts // self.group_size, self.group_size * most)
         stats = cumulative_local_expert_recv_stats
@@ -110,11 +114,7 @@ class LowLatencyCalls:
         slabs = _Slabs(slab, x, use_fp8, use_ue8m0)
 
         def send() -> tuple[EPAllToAllLayoutDesc, Callable[[], None]]:
-            rows = x
-            if use_fp8:
-                data, scales = quantize_rows(x, round_scale, use_ue8m0)
-                rows = pack_rows(data, scales, fp8_elements(x.shape[1], scales.shape[1]))
-            width = rows.shape[1]
+            rows = pack_rows(*quantize_rows(x, round_scale, use_ue8m0), width) if use_fp8 else x
             flat, _, desc, hook = layer.dispatch_short(rows, topk_idx, row_elements=width, return_recv_hook=True)
 
             def receive() -> None:
@@ -185,7 +185,7 @@ class LowLatencyCalls:
                 f"out must be [{ids.shape[0]}, {kind.hidden}] {kind.dtype}, got {list(out.shape)} {out.dtype}."
             )
         companion = self._layers.get(
-            kind._replace(dtype=torch.bfloat16, hidden=_WEIGHTS_HIDDEN), kind.max_tokens, self._number
+            kind._replace(dtype=torch.bfloat16, hidden=_WEIGHTS_HIDDEN, sent=0), kind.max_tokens, self._number
         )
 
         def send() -> tuple[torch.Tensor, Callable[[], None]]:
