@@ -26,7 +26,7 @@ from .device.buffers import (
     NODE_BARRIER_FLAG,
 )
 from .device.codes import NVSHMEM_SYMBOLS
-from .device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
+from .device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL, MODE_RCEIL_SATFINITE
 from .device.rows import MX, QUANTISE, WORDS
 from .device.transport import NVSHMEM, P2P
 from .internode import barrier, splits
@@ -56,7 +56,13 @@ def _payload(*constexprs: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     return merged
 
 
-_MX = (("bf16", MODE_RCEIL, False), ("fp32", MODE_FLOOR, True), ("fp16", MODE_EVEN, False), ("bf16", MODE_CEIL, True))
+_MX = (
+    ("bf16", MODE_RCEIL, False),
+    ("fp32", MODE_FLOOR, True),
+    ("bf16", MODE_RCEIL_SATFINITE, False),
+    ("fp16", MODE_EVEN, False),
+    ("bf16", MODE_CEIL, True),
+)
 _MX_COLUMNS = {"GP": 64, "BLOCK_H": 128, "STEPS": 4}
 
 
@@ -358,7 +364,7 @@ SPECS: tuple[KernelSpec, ...] = (
         "num_groups:i32 num_scale_rows:i32",
         tuple(
             Variant({**_mx(mode, e), **_MX_COLUMNS, "HAS_OFFSETS": not e}, _mx_types(t, e), ("hidden",))
-            for t, mode, e in _MX[:2]
+            for t, mode, e in _MX[:3]
         ),
     ),
     KernelSpec(
@@ -368,7 +374,7 @@ SPECS: tuple[KernelSpec, ...] = (
         "num_scale_rows:i32",
         tuple(
             Variant({**_mx(mode, e), **_MX_COLUMNS, "HAS_OFFSETS": not e}, _mx_types(t, e), ("hidden",))
-            for t, mode, e in _MX[:2]
+            for t, mode, e in _MX[:3]
         ),
     ),
     KernelSpec(

@@ -19,6 +19,7 @@ MODE_RCEIL = 0
 MODE_FLOOR = 1
 MODE_CEIL = 2
 MODE_EVEN = 3
+MODE_RCEIL_SATFINITE = 4
 
 # buffers.py: two of the symmetric buffers.
 BARRIER_FLAG = 9

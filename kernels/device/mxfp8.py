@@ -1,7 +1,8 @@
 """MXFP8 arithmetic on tiles: one power-of-two scale (e8m0, a byte) per 32 values, elements e4m3 or e5m2.
 
 The scale byte s stands for 2**(s - 127); 255 is NaN. Elements are x * 2**(127 - s), rounded to nearest even.
-A block that holds a NaN or an infinity has scale 255 and elements 0x7F. All of it is exact float32 and integer
+A block that holds a NaN or an infinity has scale 255 and elements 0x7F; with RCEIL_SATFINITE only one that holds a NaN:
+infinities get scale 254 and the largest element. All of it is exact float32 and integer
 arithmetic that keeps subnormals, so it gives the same bits on every machine (Triton emits no .ftz).
 
 How a block's largest magnitude `amax` gives its scale, m being the largest element (448 or 57344) and p its
@@ -11,8 +12,10 @@ exponent (8 or 15); every scale is at least byte 0. It is the same for the forma
     FLOOR  2**(floor(log2(amax)) - p): the largest values saturate
     CEIL   2**(ceil(log2(amax)) - p)
     EVEN   as FLOOR, of amax rounded to the mantissa of the elements
+    RCEIL_SATFINITE  as RCEIL (fp8 only)
 
-Source: OCP Microscaling Formats (MX) v1.0, section 6.3, for FLOOR; the other modes as torchao names them.
+Source: OCP Microscaling Formats (MX) v1.0, section 6.3, for FLOOR; the other modes as torchao names them, the last one
+as cvt.rp.satfinite.ue8m0x2.f32 of PTX, which TransformerEngine uses on sm_100.
 """
 
 import triton
@@ -24,6 +27,7 @@ MODE_RCEIL = tl.constexpr(codes.MODE_RCEIL)
 MODE_FLOOR = tl.constexpr(codes.MODE_FLOOR)
 MODE_CEIL = tl.constexpr(codes.MODE_CEIL)
 MODE_EVEN = tl.constexpr(codes.MODE_EVEN)
+MODE_RCEIL_SATFINITE = tl.constexpr(codes.MODE_RCEIL_SATFINITE)
 
 FORMAT_E4M3 = tl.constexpr(mx_codes.FORMAT_E4M3)
 FORMAT_E5M2 = tl.constexpr(mx_codes.FORMAT_E5M2)
@@ -60,7 +64,7 @@ def block_scale(amax, MODE: tl.constexpr, FORMAT: tl.constexpr):
     INVERSE: tl.constexpr = FP8_INVERSE if FORMAT <= FORMAT_E5M2 else NARROW_INVERSE
     bits = amax.to(tl.int32, bitcast=True)
     is_finite = bits < _INF
-    if MODE == MODE_RCEIL:
+    if MODE == MODE_RCEIL or MODE == MODE_RCEIL_SATFINITE:
         # One rounding, as the rule says; the product of a subnormal amax rounds to byte 0 or 1 by itself.
         bits = (amax * INVERSE).to(tl.int32, bitcast=True)
         exponent = bits >> 23
@@ -77,7 +81,10 @@ def block_scale(amax, MODE: tl.constexpr, FORMAT: tl.constexpr):
         if MODE == MODE_CEIL:
             exponent += ((bits & _MANTISSA) > 0).to(tl.int32)
         scale = tl.maximum(exponent - MAX_POW2, 0)
-    return tl.where(is_finite, scale, 255)
+    if MODE == MODE_RCEIL_SATFINITE:
+        return tl.where(is_finite, scale, tl.where(amax.to(tl.int32, bitcast=True) == _INF, 254, 255))
+    else:
+        return tl.where(is_finite, scale, 255)
 
 
 @triton.jit
@@ -92,7 +99,7 @@ def scaled_elements(x, scale, MODE: tl.constexpr, E5M2: tl.constexpr):
     """Float8 elements of float32 `x`; `scale` int32 scale bytes, broadcast to the shape of `x`."""
     # 1 / 2**(s - 127) is the value of byte 254 - s, exactly.
     value = x * scale_value(tl.where(scale == 255, 255, 254 - scale))
-    if MODE == MODE_FLOOR or MODE == MODE_EVEN:
+    if MODE == MODE_FLOOR or MODE == MODE_EVEN or MODE == MODE_RCEIL_SATFINITE:
         # The only modes whose scale can be too small. Comparisons with NaN are false, so a NaN stays.
         LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
         value = tl.where(value > LARGEST, LARGEST, value)

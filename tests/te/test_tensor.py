@@ -13,6 +13,7 @@ import triton_ep.integrations.te as te
 from tests.te import rule
 from tests.te.rule import DEVICE
 from triton_ep.errors import InputError
+from triton_ep.ops import mxfp8
 
 E4M3 = torch.float8_e4m3fn
 pytestmark = [pytest.mark.plain, pytest.mark.filterwarnings("ignore:MXFP8 is emulated")]
@@ -184,7 +185,7 @@ def test_an_infinity_spoils_what_it_touches_and_no_more(kind: str, where: str) -
 
 
 @pytest.mark.parametrize("elem_dtype", [E4M3, torch.float8_e5m2])
-def test_groups_by_kernel_follow_the_rule(elem_dtype: torch.dtype) -> None:
+def test_kernels_follow_the_rule(elem_dtype: torch.dtype) -> None:
     """Blocks with infinities, NaNs and both, in short blocks, in a group of one row, and behind the last group."""
     x = torch.randn(103, 64, generator=torch.Generator().manual_seed(0)) * torch.exp2(
         torch.randint(-10, 10, (103, 64), generator=torch.Generator().manual_seed(1)).float()
@@ -195,7 +196,16 @@ def test_groups_by_kernel_follow_the_rule(elem_dtype: torch.dtype) -> None:
     x[40, 9], x[60, 20], x[50, 11] = torch.nan, torch.nan, torch.finfo(torch.bfloat16).max
     x = x.to(DEVICE, torch.bfloat16)
     offsets = torch.tensor([0, *ends], dtype=torch.int32, device=DEVICE)
-    data, scale = (part.cpu() for part in te.arithmetic.quantize_groups_by_kernel(x, offsets, elem_dtype))
+    both = mxfp8.quantize_both(x, offsets, elem_dtype, mxfp8.RCEIL_SATFINITE)
+    alone = [
+        *mxfp8.quantize_rows(x, elem_dtype, mxfp8.RCEIL_SATFINITE),
+        *mxfp8.quantize_columns(x, offsets, elem_dtype, mxfp8.RCEIL_SATFINITE),
+    ]
+    for one, other in zip(both, alone, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    by_row, row_scale, data, scale = (part.view(torch.uint8).cpu() for part in both)
+    for got, want in zip((by_row, row_scale), rule.quantize(x.cpu(), elem_dtype), strict=True):
+        assert torch.equal(got, want)
     block = 0
     for first, end in zip([0, *ends], ends, strict=False):
         values = torch.nn.functional.pad(x[first:end].cpu(), (0, 0, 0, (first - end) % 32))

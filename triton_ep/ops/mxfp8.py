@@ -9,7 +9,7 @@ import torch
 
 from triton_ep import runtime  # before the kernels: decides whether they are interpreted
 from triton_ep.errors import InputError
-from triton_ep.kernels.device.codes import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
+from triton_ep.kernels.device.codes import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL, MODE_RCEIL_SATFINITE
 from triton_ep.layout import next_power_of_2
 from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, fp8_dtype
 from triton_ep.ops import library
@@ -23,14 +23,19 @@ MODES = {
 }
 """What the kernels call them."""
 
+RCEIL_SATFINITE = "rceil_satfinite"
+"""A mode of the functions here alone: "rceil", but infinities become the largest elements, of scale byte 254."""
+
 
 def _constexprs(elem_dtype: torch.dtype, mode: str) -> dict[str, Any]:
-    return {"MODE": MODES[ScalingMode(mode)], "E5M2": elem_dtype == torch.float8_e5m2}
+    code = MODE_RCEIL_SATFINITE if mode == RCEIL_SATFINITE else MODES[ScalingMode(mode)]
+    return {"MODE": code, "E5M2": elem_dtype == torch.float8_e5m2}
 
 
 def _format(elem_dtype: torch.dtype, scaling_mode: ScalingMode | str | Enum) -> tuple[torch.dtype, str]:
     """What the ops take, checked; InputError for an unknown mode or dtype."""
-    return fp8_dtype(elem_dtype), ScalingMode.parse(scaling_mode).value
+    mode = RCEIL_SATFINITE if scaling_mode == RCEIL_SATFINITE else ScalingMode.parse(scaling_mode).value
+    return fp8_dtype(elem_dtype), mode
 
 
 def _check(x: torch.Tensor, whole_rows: bool) -> torch.Tensor:

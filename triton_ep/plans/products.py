@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from triton_ep.kernels.device.codes import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL
+from triton_ep.kernels.device.codes import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL, MODE_RCEIL_SATFINITE
 from triton_ep.plans.asked import Asked
 from triton_ep.plans.compute import (
     EQUALIZE_ROWS,
@@ -23,7 +23,13 @@ from triton_ep.plans.compute import (
 )
 from triton_ep.plans.shape import next_power_of_2
 
-_MODES = {"rceil": MODE_RCEIL, "floor": MODE_FLOOR, "ceil": MODE_CEIL, "even": MODE_EVEN}
+_MODES = {
+    "rceil": MODE_RCEIL,
+    "floor": MODE_FLOOR,
+    "ceil": MODE_CEIL,
+    "even": MODE_EVEN,
+    "rceil_satfinite": MODE_RCEIL_SATFINITE,
+}
 _BF16_SIZES = ("k", "n", "stride_am", "stride_be", "stride_bw", "stride_om")
 
 
@@ -96,7 +102,7 @@ def mxfp8(
 
     Arguments:
         values: dtypes of what is quantised: "bf16", "fp16", "fp32".
-        modes: how scales are chosen.
+        modes: how scales are chosen; "rceil_satfinite" is that of `integrations.te`.
         e5m2: elements are e5m2 (True), e4m3 (False).
         offsets: columns are quantised inside groups of rows (True), or over all rows (False).
     """

@@ -2,7 +2,7 @@
 
 The rule is that of the project's RCEIL (triton_ep/ops/mxfp8.py, triton_ep/mx/arithmetic.py) in all but one case: a
 block whose largest magnitude is infinite gets the scale byte 254, not NaN's 255, and its infinities become the largest
-value of the format. That case is put right behind the kernels.
+value of the format. Kernels do it (GPUs), or it is put right behind the project's arithmetic (CPUs, tiles).
 
 Rows may end in a short last block when they are quantised along columns: it counts as filled up with zeros.
 """
@@ -60,9 +60,9 @@ def quantize_rows(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Tenso
     """
     x = _checked(x)
     if x.is_cuda and x.numel():
-        data, scale = mxfp8.quantize_rows(x, elem_dtype)
-    else:
-        data, scale = arithmetic.quantize(x, elem_format(elem_dtype), ScalingMode.RCEIL, BLOCK)
+        data, scale = mxfp8.quantize_rows(x, elem_dtype, mxfp8.RCEIL_SATFINITE)
+        return data.view(torch.uint8), scale
+    data, scale = arithmetic.quantize(x, elem_format(elem_dtype), ScalingMode.RCEIL, BLOCK)
     return _saturate(x, data.view(torch.uint8), scale, elem_dtype, 1)
 
 
@@ -77,10 +77,10 @@ def quantize_columns(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Te
     if rows % BLOCK:
         x = pad(x, (0, 0, 0, -rows % BLOCK))
     if x.is_cuda and x.numel():
-        data, scale = mxfp8.quantize_columns(x, None, elem_dtype)
-    else:
-        by_column = arithmetic.quantize(x.t(), elem_format(elem_dtype), ScalingMode.RCEIL, BLOCK)
-        data, scale = (part.t() for part in by_column)
+        data, scale = mxfp8.quantize_columns(x, None, elem_dtype, mxfp8.RCEIL_SATFINITE)
+        return data[:rows].view(torch.uint8), scale
+    by_column = arithmetic.quantize(x.t(), elem_format(elem_dtype), ScalingMode.RCEIL, BLOCK)
+    data, scale = (part.t() for part in by_column)
     data, scale = _saturate(x, data.view(torch.uint8), scale, elem_dtype, 0)
     return data[:rows].contiguous(), scale.contiguous()
 
@@ -142,35 +142,13 @@ def quantize_groups(
     """
     x = _checked(x)
     if x.is_cuda and x.numel():
-        return quantize_groups_by_kernel(x, offsets, elem_dtype)
+        data, scale = mxfp8.quantize_columns(x, offsets, elem_dtype, mxfp8.RCEIL_SATFINITE)
+        return data.view(torch.uint8), scale
     data = torch.zeros_like(x, dtype=torch.uint8)
     scale = x.new_zeros(mxfp8.max_scale_rows(x.shape[0], len(offsets) - 1), x.shape[1], dtype=torch.uint8)
     for rows, blocks in _groups(offsets):
         data[rows], scale[blocks] = quantize_columns(x[rows], elem_dtype)
     return data, scale
-
-
-def quantize_groups_by_kernel(
-    x: torch.Tensor, offsets: torch.Tensor, elem_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_groups` of x [M, N], contiguous and not empty, without a look at the offsets by the host."""
-    data, scale = mxfp8.quantize_columns(x, offsets, elem_dtype)
-    spare = scale.shape[0]
-    row = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
-    group = torch.searchsorted(offsets[1:].contiguous(), row, right=True)  # behind the last group: their number
-    blocks = -(-offsets.diff() // BLOCK)
-    first = blocks.cumsum(0) - blocks
-    inside = group < len(first)
-    group = group.clamp(max=len(first) - 1)
-    # Clamped, because offsets are not checked: wrong ones may give wrong numbers, and nothing worse.
-    block = torch.where(inside, first[group] + (row - offsets[group]) // BLOCK, spare).long().clamp(0, spare)
-    # Infinities and NaNs of a block, at most 32 each, counted in one number.
-    count = x.isinf().int() + 64 * x.isnan().int()
-    count = torch.zeros(spare + 1, x.shape[1], dtype=torch.int32, device=x.device).index_add_(0, block, count)
-    infinite = (count > 0) & (count < 64)
-    infinite[spare] = False
-    data = torch.where(infinite[block], _elements_of_infinite(x, elem_dtype), data.view(torch.uint8))
-    return data, torch.where(infinite[:spare], _OF_INFINITY, scale).to(torch.uint8)
 
 
 def dequantize_groups(
