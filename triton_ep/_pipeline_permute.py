@@ -86,6 +86,8 @@ def generate_permute_indices(
             f"counts of rows are {list(counts.shape)} {counts.dtype}; {num_ranks} ranks with {experts_per_rank} local "
             f"experts need {num_ranks * experts_per_rank} integers."
         )
+    if _readable(counts) and counts.numel() and int(counts.min()) < 0:
+        raise InputError(f"counts of rows are {counts.tolist()}; none can be negative.")
     counts = counts.reshape(-1).long()
     first_row = (counts.cumsum(0) - counts).view(num_ranks, experts_per_rank)
     counts = counts.view(num_ranks, experts_per_rank)
@@ -176,6 +178,8 @@ def permute_and_pad(
         InputError: as `generate_permute_indices` and `permute`; on the CPU also counts whose sum is not R.
     """
     num_rows = x.shape[0]
+    if not isinstance(num_tokens_per_expert, torch.Tensor):
+        raise InputError(f"num_tokens_per_expert is {num_tokens_per_expert!r:.80}; it must be a tensor of integers.")
     if _readable(num_tokens_per_expert) and int(num_tokens_per_expert.sum()) != num_rows:
         raise InputError(
             f"num_tokens_per_expert adds up to {int(num_tokens_per_expert.sum())}, but there are {num_rows} rows."

@@ -133,6 +133,11 @@ def test_errors() -> None:
         grouped_mm(a, b_t, ends, block_size=16)
     with pytest.raises(InputError, match="bfloat16"):
         grouped_mm(a.float(), b_t, ends)
+    for bias in (b_t[0, 0, :8], b_t[:1, 0], b_t[:, :1]):
+        with pytest.raises(InputError, match=r"bias is .*must be \[32\], or \[2, 32\]"):
+            grouped_mm(a, b_t, ends, bias)
+    with pytest.raises(InputError, match="offs is a list"):
+        grouped_mm(a, b_t, [5, 9])
     with pytest.raises(InputError, match="A must be"):
         grouped_mm(a[:, :32], b_t, ends)
     with pytest.raises(InputError, match="along K"):

@@ -16,7 +16,6 @@ import triton_ep
 from tests.mx.blocks import DEVICE, DTYPES, ELEMENTS, EVERY, MODES, assert_same_bytes, structured
 from triton_ep import MXTensor
 from triton_ep.errors import InputError
-from triton_ep.mx.nvfp4 import NVFP4Tensor
 from triton_ep.mx.swizzle import to_blocked
 from triton_ep.reference import mxfp8 as reference
 
@@ -232,33 +231,6 @@ def test_views_share_memory() -> None:
     assert torch.equal(mx.dequantize()[2:5], other.dequantize())
     plain = torch.zeros(10, 128, device=DEVICE)
     assert torch.equal(plain.copy_(mx), mx.dequantize(torch.float32))
-
-
-@pytest.mark.plain
-@pytest.mark.parametrize("quantize", [MXTensor.to_mx, NVFP4Tensor.to_nvfp4], ids=["mx", "nvfp4"])
-def test_inference_mode(quantize: Any) -> None:
-    """A view made in it of a tensor from outside is no inference tensor; what is made in it is used outside too."""
-    outside = quantize(_x(4, 8, 64))
-    views = {
-        "t": lambda t: t.transpose(-1, -2),
-        "slice": lambda t: t[1:3],
-        "view": lambda t: t.view(32, 64),
-        "split": lambda t: t.split(2)[1],
-        "select": lambda t: t[2],
-        "detach": lambda t: t.detach(),
-    }
-    for name, view in views.items():
-        with torch.inference_mode():
-            made = view(outside)
-            assert not made.is_inference(), name
-            assert torch.equal(made, view(outside.dequantize())), name
-            inside = quantize(_x(4, 8, 64))
-            assert inside.is_inference() and view(inside).is_inference(), name
-            assert torch.equal(inside.clone(), outside)
-        assert torch.equal(made, view(outside)) and torch.equal(view(inside), made), name
-    with torch.inference_mode():
-        outside[0].copy_(outside[1])
-    assert torch.equal(outside[0], outside[1])
 
 
 def test_to_other_dtypes_and_devices() -> None:

@@ -99,6 +99,13 @@ MOVES = {
     "split": lambda x: x.split(4, 1)[2],
     "chunk": lambda x: x.chunk(4, dim=-1)[-1],
     "unbind": lambda x: x.unbind(0)[1],
+    "squeeze": lambda x: x[:1].squeeze(),
+    "expand": lambda x: x[:, :1].expand(-1, 4, -1),
+    "index": lambda x: x[torch.tensor([1, 0], device=x.device), torch.tensor([9, 2], device=x.device)],
+    "mask": lambda x: x[:, torch.arange(10, device=x.device) % 3 == 0],
+    "cat": lambda x: torch.cat([x[:, 3:], x[:, :3]], 1),
+    "cat_along_blocks": lambda x: torch.cat(x.split(32, -1)[::-1], -1),
+    "stack": lambda x: torch.stack(x.unbind(0), 1),
 }
 
 
@@ -125,6 +132,8 @@ def test_a_scale_per_matrix() -> None:
     for wrong in (lambda y: y.view(96, 64), lambda y: y.transpose(0, 1), lambda y: y[:, 3]):
         with pytest.raises(InputError, match="per-tensor scales"):
             wrong(nv)
+    with pytest.raises(InputError, match="of one format"):  # which one scale they have is not known on the host
+        torch.cat([nv[0], nv[1]])
 
 
 VALUES = {
@@ -135,6 +144,7 @@ VALUES = {
     "add": lambda x, w: x + x,
     "equal": lambda x, w: x == x,
     "isnan": lambda x, w: x.isnan(),
+    "max": lambda x, w: x.max(),
 }
 
 
@@ -183,6 +193,11 @@ MISTAKES = {
     "a number as scale": (lambda x: NVFP4Tensor.to_nvfp4(x, per_tensor_scale=1.0), "float32 tensor"),
     "scale of bf16": (lambda x: NVFP4Tensor.to_nvfp4(x, per_tensor_scale=x.max()), "bfloat16"),
     "seed unused": (lambda x: NVFP4Tensor.to_nvfp4(x, seed=1), "stochastic_rounding"),
+    "scales that are not one": (
+        lambda x: NVFP4Tensor.to_nvfp4(x, per_tensor_scale=x[0].float()),
+        r"\[128\] torch.float32",
+    ),
+    "seed of 65 bits": (lambda x: NVFP4Tensor.to_nvfp4(x, stochastic_rounding=True, seed=2**64), "must be an int64"),
     "signs": (lambda x: NVFP4Tensor.to_nvfp4(x, hadamard_signs=-1), "-1"),
     "scales of another shape": (
         lambda x: NVFP4Tensor(x[:, :64].to(torch.uint8), x[:, :5].to(torch.float8_e4m3fn), x.dtype),

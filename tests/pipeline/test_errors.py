@@ -33,14 +33,14 @@ def _check_exchange_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
         ("choose one of", lambda: pipeline.a2a_dispatch(rows, here, here, scaling_mode="nearest")),
         ("named 'nobody'", lambda: pipeline.a2a_dispatch(rows, here, here, "nobody")),
         ("member of", lambda: pipeline.a2a_dispatch(rows, here, here, dist.GroupMember.NON_GROUP_MEMBER)),
+        ("pass one of them", lambda: _dispatch(rows, here, here, "one", group=dist.group.WORLD)),
     ):
         with pytest.raises(InputError, match=match):
             call()
     assert pipeline.a2a_combine(rows[:, :40], here, here, mxfp8_bwd=False).shape == (5, 40)
 
 
-def _dispatch(rows: torch.Tensor, outputs: list[int], inputs: list[int]) -> torch.Tensor:
-    return pipeline.a2a_dispatch_mxfp8_fwd_hp_bwd(rows, outputs, inputs)
+_dispatch = pipeline.a2a_dispatch_mxfp8_fwd_hp_bwd
 
 
 def _across(mx: MXTensor) -> torch.Tensor:
@@ -76,6 +76,7 @@ def test_permutations() -> None:
         ("2 ranks with 2 local experts need 4", lambda: pipeline.generate_permute_indices(counts, 2, 2, 9, 1)),
         ("float32", lambda: pipeline.generate_permute_indices(counts.float(), 2, 1, 9, 1)),
         ("alignment 0", lambda: pipeline.generate_permute_indices(counts, 2, 1, 9, 0)),
+        ("must be a tensor of integers", lambda: pipeline.permute_and_pad(x, [2, 3], 2, 1, 32)),
         ("alignment of groups is 0", lambda: pipeline.permute_and_pad(x, counts, 2, 1, 0)),
     ):
         with pytest.raises(InputError, match=match):
@@ -90,6 +91,7 @@ def test_values_that_the_host_sees() -> None:
         ("has 6, there are 5 rows", lambda: pipeline.permute(x, torch.tensor([0, 6]), (6, 32))),
         ("has 7, there are 5 rows", lambda: pipeline.unpermute(x[:2], torch.tensor([0, 7]), (6, 32))),
         ("take 64 rows, max_len is 63", lambda: pipeline.generate_permute_indices(counts, 2, 1, 63, 32)),
+        ("none can be negative", lambda: pipeline.generate_permute_indices(counts - 3, 2, 1, 64, 32)),
         ("adds up to 5, but there are 4 rows", lambda: pipeline.permute_and_pad(x[:4], counts, 2, 1, 32)),
     ):
         with pytest.raises(InputError, match=match):

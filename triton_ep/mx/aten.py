@@ -14,7 +14,11 @@ from triton_ep.mx.tensor import MXTensor
 
 aten = torch.ops.aten
 
-_OPERATIONS = Operations(MXTensor, "isfinite isclose allclose _grouped_mm")
+_OPERATIONS = Operations(
+    MXTensor,
+    ("elem_dtype", "block_size", "block_dim", "orig_dtype"),
+    by_value="isfinite isclose allclose _grouped_mm",
+)
 _handles = _OPERATIONS.handles
 run = _OPERATIONS.run
 """What `MXTensor.__torch_dispatch__` calls."""
@@ -49,17 +53,6 @@ def _copy(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: b
 @_handles(aten._pin_memory.default)
 def _pin_memory(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> MXTensor:
     return mx._apply(lambda part: func(part, *args, **kwargs))
-
-
-@_handles(aten.is_pinned.default)
-def _is_pinned(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> bool:
-    return all(func(part.view(torch.uint8), *args, **kwargs) for part in (mx.qdata, mx.scale))
-
-
-@_handles(aten.record_stream.default)
-def _record_stream(func: Any, mx: MXTensor, stream: Any) -> None:
-    mx.qdata.record_stream(stream)
-    mx.scale.record_stream(stream)
 
 
 @_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -98,31 +91,6 @@ def _permute(func: Any, mx: MXTensor, order: Sequence[int]) -> MXTensor:
     return mx._apply(lambda part: part.permute(from_end), from_end.index(mx.block_dim) - mx.dim())
 
 
-@_handles(aten.unsqueeze.default)
-def _unsqueeze(func: Any, mx: MXTensor, dim: int) -> MXTensor:
-    behind = dim if dim < 0 else dim - mx.dim() - 1
-    return mx._apply(lambda part: part.unsqueeze(dim), mx.block_dim - (behind > mx.block_dim - 1))
-
-
-@_handles(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(func: Any, mx: MXTensor, dims: int | Sequence[int] | None = None) -> MXTensor:
-    dims = range(mx.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-    axes = {axis_of(mx, dim) for dim in dims}
-    gone = sorted(axis for axis in axes if mx.shape[axis] == 1 and axis != mx.block_dim)
-    if not gone:
-        return mx._apply(aten.alias.default)
-    return mx._apply(lambda part: part.squeeze(gone), mx.block_dim + sum(axis > mx.block_dim for axis in gone))
-
-
-@_handles(aten.expand.default)
-def _expand(func: Any, mx: MXTensor, size: Sequence[int], **kwargs: Any) -> MXTensor:
-    size = list(size)
-    if len(size) < -mx.block_dim or size[mx.block_dim] not in (-1, mx.shape[mx.block_dim]):
-        raise cuts_blocks(func, mx)
-    size[mx.block_dim] = -1
-    return mx._apply(lambda part: part.expand(size))
-
-
 @_handles(aten.slice.Tensor)
 def _slice(
     func: Any, mx: MXTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
@@ -144,54 +112,3 @@ def _select(func: Any, mx: MXTensor, dim: int, index: int) -> MXTensor:
     if axis == mx.block_dim:
         raise cuts_blocks(func, mx)
     return mx._apply(lambda part: part.select(axis, index), mx.block_dim + (axis > mx.block_dim))
-
-
-@_handles(aten.index.Tensor)
-def _index(func: Any, mx: MXTensor, indices: Sequence[torch.Tensor | None]) -> MXTensor:
-    each: list[torch.Tensor | None] = []
-    for index in indices:
-        # A boolean mask takes as many dimensions as it has.
-        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-        each += index.nonzero().unbind(1) if index is not None and is_mask else [index]
-    places = [place for place, index in enumerate(each) if index is not None]
-    at = mx.dim() + mx.block_dim
-    if at in places:
-        raise cuts_blocks(func, mx)
-    # The dimensions that the indices have together come where they stand, or first if they stand apart.
-    together = places == list(range(places[0], places[-1] + 1))
-    new = torch.broadcast_shapes(*(index.shape for index in each if index is not None))
-    before = sum(place < at for place in places)
-    at += (len(new) if before or not together else 0) - before
-    num_dims = mx.dim() - len(places) + len(new)
-    return mx._apply(lambda part: func(part, each), at - num_dims)
-
-
-@_handles(aten.index_select.default)
-def _index_select(func: Any, mx: MXTensor, dim: int, index: torch.Tensor) -> MXTensor:
-    axis = axis_of(mx, dim)
-    if axis == mx.block_dim:
-        raise cuts_blocks(func, mx)
-    return mx._apply(lambda part: part.index_select(axis, index))
-
-
-@_handles(aten.stack.default)
-def _stack(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> MXTensor:
-    num_dims = tensors[0].dim() + 1
-    new = dim if dim >= 0 else dim + num_dims
-    parts = [_unsqueeze(func, each, new) if isinstance(each, MXTensor) else each for each in tensors]
-    return _cat(func, parts, new)
-
-
-@_handles(aten.cat.default)
-def _cat(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> MXTensor:
-    first = next(each for each in tensors if isinstance(each, MXTensor))
-    names = ("elem_dtype", "block_size", "block_dim", "orig_dtype")
-    parts = [each for each in tensors if isinstance(each, MXTensor)]
-    if len(parts) < len(tensors) or any(getattr(each, n) != getattr(first, n) for each in parts for n in names):
-        given = "; ".join(repr(each) if isinstance(each, MXTensor) else str(type(each)) for each in tensors)
-        raise InputError(f"{func} takes MXTensors of one format, not {given}. Call .dequantize() on all.")
-    axis = axis_of(first, dim)
-    return first._with(
-        torch.cat([each.qdata.view(torch.uint8) for each in parts], axis),
-        torch.cat([each.scale.view(torch.uint8) for each in parts], axis),
-    )

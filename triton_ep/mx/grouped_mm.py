@@ -157,7 +157,12 @@ def _to_mxfp8_then_scaled_grouped_mm(
     Source: torchao.prototype.moe_training, `_to_mxfp8_then_scaled_grouped_mm`.
     """
     _check(A, B_t, block_size)
-    ends = group_ends(offs, B_t.shape[0])
+    num_experts, _, width = B_t.shape
+    if bias is not None and tuple(bias.shape) not in ((width,), (num_experts, width)):
+        raise InputError(
+            f"bias is {list(bias.shape)}; it must be [{width}], or [{num_experts}, {width}], one per group."
+        )
+    ends = group_ends(offs, num_experts)
     mode = ScalingMode.parse(scale_calculation_mode)
     out: torch.Tensor = _GroupedMM.apply(A, B_t, ends, out_dtype, wgrad_with_hp, mode)
     return out if bias is None else _add_bias(out, bias, ends)

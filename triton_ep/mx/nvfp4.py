@@ -7,6 +7,7 @@ range, 2^-6 to 448. How values become elements is said in kernels/compute/nvfp4.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from triton_ep.mx import nvfp4_arithmetic as arithmetic
 from triton_ep.mx.formats import check_high_precision
 from triton_ep.mx.hadamard import check_signs
 from triton_ep.mx.nvfp4_arithmetic import E2M1_LARGEST, E4M3_LARGEST
+from triton_ep.mx.operations import SharedMemory
 from triton_ep.mx.serialize import NVFP4_PARTS, reduce_blocks
 from triton_ep.mx.swizzle import blocked_shape, from_blocked, to_blocked
 from triton_ep.ops import nvfp4 as ops
@@ -43,7 +45,7 @@ def nvfp4_quantize(
     return made.scale, made.qdata
 
 
-class NVFP4Tensor(torch.Tensor):
+class NVFP4Tensor(SharedMemory):
     """Elements of 4 bits with scales of two levels, which act as a tensor of the dtype they were made from.
 
     Shape, dtype and device are those of the tensor it stands for. Views and copies that keep blocks whole move the
@@ -113,7 +115,7 @@ class NVFP4Tensor(torch.Tensor):
         self.qdata = qdata
         self.scale = scale
         self.orig_dtype = orig_dtype
-        if per_tensor_scale is not None and per_tensor_scale.numel() == 1:
+        if per_tensor_scale is not None and per_tensor_scale.numel() == 1 and per_tensor_scale.dim():
             per_tensor_scale = per_tensor_scale.reshape(())
         self.per_tensor_scale = per_tensor_scale
         self.block_dim = block_dim
@@ -276,13 +278,18 @@ def _check(
             f"along dimension {block_dim}, which is last here, scale must be {expected}."
         )
     if per_tensor_scale is not None:
-        lead = list(per_tensor_scale.shape)
-        per_matrix = len(lead) == qdata.dim() > 2 and lead == [*qdata.shape[:-2], 1, 1]
-        if per_tensor_scale.dtype != torch.float32 or not (per_tensor_scale.numel() == 1 or per_matrix):
-            raise InputError(
-                f"per_tensor_scale is {lead} {per_tensor_scale.dtype}; it must be float32 of one value, or "
-                f"{[*qdata.shape[:-2], 1, 1]}, one per matrix."
-            )
+        _check_outer(per_tensor_scale, qdata)
+
+
+def _check_outer(per_tensor_scale: torch.Tensor, like: torch.Tensor) -> None:
+    """Refuse scales that are not one, or one for each matrix of a tensor of the shape of `like`."""
+    given, per_matrix = list(per_tensor_scale.shape), [*like.shape[:-2], 1, 1]
+    fits = per_tensor_scale.numel() == 1 or (like.dim() > 2 and given == per_matrix)
+    if per_tensor_scale.dtype != torch.float32 or not fits:
+        raise InputError(
+            f"per_tensor_scale is {given} {per_tensor_scale.dtype}; it must be float32 of one value, or {per_matrix}, "
+            "one per matrix."
+        )
 
 
 def _outer(per_tensor_scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -290,6 +297,7 @@ def _outer(per_tensor_scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tens
         return None
     if not isinstance(per_tensor_scale, torch.Tensor) or per_tensor_scale.device != x.device:
         raise InputError(f"per_tensor_scale is {per_tensor_scale!r:.80}; it must be a float32 tensor on {x.device}.")
+    _check_outer(per_tensor_scale, x)
     outer = per_tensor_scale.detach()
     return outer.reshape(()) if outer.numel() == 1 else outer
 
@@ -298,8 +306,11 @@ def _seed(seed: torch.Tensor | int | None, device: torch.device) -> torch.Tensor
     """[1] int64 on the device."""
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
-    if isinstance(seed, int):
-        return torch.full((1,), seed, dtype=torch.int64, device=device)
+    if not isinstance(seed, torch.Tensor):
+        number = index(seed)
+        if not -(2**63) <= number < 2**63:
+            raise InputError(f"seed is {number}; it must be an int64, -2**63 to 2**63 - 1.")
+        return torch.full((1,), number, dtype=torch.int64, device=device)
     if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
         raise InputError(f"seed is {list(seed.shape)} {seed.dtype} on {seed.device}; it must be one int64 on {device}.")
     return seed.reshape(1)

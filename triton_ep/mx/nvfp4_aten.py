@@ -13,11 +13,6 @@ from triton_ep.mx.operations import Operations, axis_of, cuts_blocks
 
 aten = torch.ops.aten
 
-_OPERATIONS = Operations(NVFP4Tensor)
-_handles = _OPERATIONS.handles
-run = _OPERATIONS.run
-"""What `NVFP4Tensor.__torch_dispatch__` calls."""
-
 _TILE_ROWS, _TILE_VALUES = 128, 4 * BLOCK
 
 
@@ -35,10 +30,22 @@ def _has_many(x: NVFP4Tensor) -> bool:
     return x.per_tensor_scale is not None and x.per_tensor_scale.dim() == x.dim()
 
 
-@_handles(aten.detach.default, aten.alias.default, aten.clone.default)
-def _same(func: Any, x: NVFP4Tensor, **kwargs: Any) -> NVFP4Tensor:
-    outer = x.per_tensor_scale if x.per_tensor_scale is None else func(x.per_tensor_scale)
-    return x._with(func(x.qdata, **kwargs), func(x.scale.view(torch.uint8), **kwargs), per_tensor_scale=outer)
+def _movable(func: Any, x: NVFP4Tensor) -> None:
+    _scales_in_place(func, x)
+    _one_scale(func, x)
+
+
+_OPERATIONS = Operations(NVFP4Tensor, ("block_dim", "orig_dtype", "hadamard_signs", "per_tensor_scale"), check=_movable)
+_handles = _OPERATIONS.handles
+run = _OPERATIONS.run
+"""What `NVFP4Tensor.__torch_dispatch__` calls."""
+
+
+@_handles(aten.detach.default, aten.alias.default, aten.clone.default, aten._pin_memory.default)
+def _same(func: Any, x: NVFP4Tensor, *args: Any, **kwargs: Any) -> NVFP4Tensor:
+    outer = x.per_tensor_scale if x.per_tensor_scale is None else func(x.per_tensor_scale, *args)
+    qdata, scale = (func(part.view(torch.uint8), *args, **kwargs) for part in (x.qdata, x.scale))
+    return x._with(qdata, scale, per_tensor_scale=outer)
 
 
 @_handles(aten._to_copy.default)
@@ -73,8 +80,7 @@ def _view(func: Any, x: NVFP4Tensor, size: Sequence[int]) -> NVFP4Tensor:
     shape = list(torch.empty(x.shape, device="meta").view(size).shape)
     if shape == list(x.shape):
         return _same(aten.alias.default, x)
-    _scales_in_place(func, x)
-    _one_scale(func, x)
+    _movable(func, x)
     if x.block_dim != -1 or not shape or shape[-1] != x.shape[-1]:
         raise cuts_blocks(func, x)
     return x._with(
@@ -92,14 +98,6 @@ def _permute(func: Any, x: NVFP4Tensor, order: Sequence[int]) -> NVFP4Tensor:
     if _has_many(x) and sorted(from_end[-2:]) != [-2, -1]:
         _one_scale(func, x)
     return x._apply(lambda part: part.permute(from_end), block_dim)
-
-
-@_handles(aten.unsqueeze.default)
-def _unsqueeze(func: Any, x: NVFP4Tensor, dim: int) -> NVFP4Tensor:
-    _scales_in_place(func, x)
-    _one_scale(func, x)
-    behind = dim if dim < 0 else dim - x.dim() - 1
-    return x._apply(lambda part: part.unsqueeze(dim), x.block_dim - (behind > x.block_dim - 1))
 
 
 @_handles(aten.slice.Tensor)
@@ -146,13 +144,3 @@ def _select(func: Any, x: NVFP4Tensor, dim: int, index: int) -> NVFP4Tensor:
         outer = outer.select(axis, index if outer.shape[axis] > 1 else 0)
     qdata, scale = (part.view(torch.uint8).select(axis, index) for part in (x.qdata, x.scale))
     return x._with(qdata, scale, per_tensor_scale=outer, block_dim=x.block_dim + (axis > x.block_dim))
-
-
-@_handles(aten.index_select.default)
-def _index_select(func: Any, x: NVFP4Tensor, dim: int, index: torch.Tensor) -> NVFP4Tensor:
-    axis = axis_of(x, dim)
-    _scales_in_place(func, x)
-    _one_scale(func, x)
-    if axis == x.block_dim:
-        raise cuts_blocks(func, x)
-    return x._apply(lambda part: part.index_select(axis, index))

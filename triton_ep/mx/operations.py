@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -23,7 +23,7 @@ Handler = Callable[..., Any]
 _BY_VALUE = (
     ("mm bmm addmm baddbmm mv dot linear", "default"),
     ("sum mean", "default dim_IntList dim"),
-    ("amax amin abs neg isnan isinf equal linalg_vector_norm", "default"),
+    ("amax amin max min any all abs neg isnan isinf equal linalg_vector_norm", "default"),
     ("add sub mul div eq ne lt gt le ge", "Tensor Scalar"),
     ("add_ sub_ mul_ div_", "Tensor"),
 )
@@ -47,11 +47,22 @@ class Operations:
 
     Arguments:
         kind: MXTensor or NVFP4Tensor.
+        format: names of attributes that tensors must share to become one.
         by_value: names of more operations that are computed on the dequantised values.
+        check: raises if a tensor is in a form in which its blocks cannot be moved one by one.
     """
 
-    def __init__(self, kind: Any, by_value: str = "") -> None:
+    def __init__(
+        self,
+        kind: Any,
+        format: tuple[str, ...],
+        *,
+        by_value: str = "",
+        check: Callable[[Any, Any], None] = lambda func, x: None,
+    ) -> None:
         self._kind = kind
+        self._format = format
+        self._check = check
         self._handlers: dict[Any, Handler] = {}
         self._by_value = {
             overload
@@ -68,6 +79,15 @@ class Operations:
         self.handles(aten.transpose.int)(self._transpose)
         self.handles(aten.unbind.int)(self._unbind)
         self.handles(aten.split.Tensor, aten.split_with_sizes.default)(self._split)
+        self.handles(aten.unsqueeze.default)(self._unsqueeze)
+        self.handles(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)(self._squeeze)
+        self.handles(aten.expand.default)(self._expand)
+        self.handles(aten.index.Tensor)(self._index)
+        self.handles(aten.index_select.default)(self._index_select)
+        self.handles(aten.stack.default)(self._stack)
+        self.handles(aten.cat.default)(self._cat)
+        self.handles(aten.is_pinned.default)(_is_pinned)
+        self.handles(aten.record_stream.default)(_record_stream)
 
     def handles(self, *overloads: Any) -> Callable[[Handler], Handler]:
         """Decorate what computes these operations."""
@@ -116,6 +136,107 @@ class Operations:
             sizes = [min(sizes, length - first) for first in range(0, length, sizes)] or [0]
         parts = zip(accumulate(sizes), sizes, strict=True)
         return [self._handlers[aten.slice.Tensor](aten.slice.Tensor, x, dim, end - size, end) for end, size in parts]
+
+    def _unsqueeze(self, func: Any, x: Any, dim: int) -> Any:
+        self._check(func, x)
+        behind = dim if dim < 0 else dim - x.dim() - 1
+        return x._apply(lambda part: part.unsqueeze(dim), x.block_dim - (behind > x.block_dim - 1))
+
+    def _squeeze(self, func: Any, x: Any, dims: int | Sequence[int] | None = None) -> Any:
+        dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+        axes = {axis_of(x, dim) for dim in dims}
+        gone = sorted(axis for axis in axes if x.shape[axis] == 1 and axis != x.block_dim)
+        if not gone:
+            return self._handlers[aten.alias.default](aten.alias.default, x)
+        self._check(func, x)
+        return x._apply(lambda part: part.squeeze(gone), x.block_dim + sum(axis > x.block_dim for axis in gone))
+
+    def _expand(self, func: Any, x: Any, size: Sequence[int], **kwargs: Any) -> Any:
+        self._check(func, x)
+        size = list(size)
+        if len(size) < -x.block_dim or size[x.block_dim] not in (-1, x.shape[x.block_dim]):
+            raise cuts_blocks(func, x)
+        size[x.block_dim] = -1
+        return x._apply(lambda part: part.expand(size))
+
+    def _index(self, func: Any, x: Any, indices: Sequence[torch.Tensor | None]) -> Any:
+        self._check(func, x)
+        each: list[torch.Tensor | None] = []
+        for index in indices:
+            # A boolean mask takes as many dimensions as it has.
+            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            each += index.nonzero().unbind(1) if index is not None and is_mask else [index]
+        places = [place for place, index in enumerate(each) if index is not None]
+        at = x.dim() + x.block_dim
+        if at in places:
+            raise cuts_blocks(func, x)
+        # The dimensions that the indices have together come where they stand, or first if they stand apart.
+        together = places == list(range(places[0], places[-1] + 1))
+        new = torch.broadcast_shapes(*(index.shape for index in each if index is not None))
+        before = sum(place < at for place in places)
+        at += (len(new) if before or not together else 0) - before
+        num_dims = x.dim() - len(places) + len(new)
+        return x._apply(lambda part: func(part, each), at - num_dims)
+
+    def _index_select(self, func: Any, x: Any, dim: int, index: torch.Tensor) -> Any:
+        self._check(func, x)
+        axis = axis_of(x, dim)
+        if axis == x.block_dim:
+            raise cuts_blocks(func, x)
+        return x._apply(lambda part: part.index_select(axis, index))
+
+    def _stack(self, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+        new = dim if dim >= 0 else dim + tensors[0].dim() + 1
+        parts = [self._unsqueeze(func, each, new) if isinstance(each, self._kind) else each for each in tensors]
+        return self._cat(func, parts, new)
+
+    def _cat(self, func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+        parts = [each for each in tensors if isinstance(each, self._kind)]
+        for each in parts:
+            self._check(func, each)
+        first = parts[0]
+        if len(parts) < len(tensors) or not all(_alike(each, first, self._format) for each in parts):
+            given = "; ".join(repr(each) if isinstance(each, self._kind) else str(type(each)) for each in tensors)
+            name = self._kind.__name__
+            raise InputError(f"{func} takes {name}s of one format, not {given}. Call .dequantize() on all.")
+        axis = axis_of(first, dim)
+        bytes_of = ([getattr(each, part).view(torch.uint8) for each in parts] for part in ("qdata", "scale"))
+        return first._with(*(torch.cat(each, axis) for each in bytes_of))
+
+
+def _alike(x: Any, y: Any, names: tuple[str, ...]) -> bool:
+    """Whether attributes are equal; where they are tensors, whether they are one, because values are on the device."""
+    pairs = [(getattr(x, name), getattr(y, name)) for name in names]
+    return all(a is b if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) else a == b for a, b in pairs)
+
+
+def _parts(x: Any) -> list[torch.Tensor]:
+    """What the tensor consists of, as dtypes that torch's operations take."""
+    parts = (getattr(x, name) for name in x.__tensor_flatten__()[0])
+    return [part if part.dtype.itemsize > 1 else part.view(torch.uint8) for part in parts]
+
+
+def _is_pinned(func: Any, x: Any, *args: Any, **kwargs: Any) -> bool:
+    return all(func(part, *args, **kwargs) for part in _parts(x))
+
+
+def _record_stream(func: Any, x: Any, stream: Any) -> None:
+    for part in _parts(x):
+        part.record_stream(stream)
+
+
+class SharedMemory(torch.Tensor):
+    """Sharing with other processes, for tensors made of others, which have no memory of their own."""
+
+    def share_memory_(self) -> Self:
+        """Move what the tensor consists of to shared memory."""
+        for part in _parts(self):
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether all of it is in shared memory, as CUDA memory always is."""
+        return all(part.is_shared() for part in _parts(self))
 
 
 def _like(func: Any, x: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from math import prod
+from operator import index
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from triton_ep.errors import InputError
 from triton_ep.mx import arithmetic
 from triton_ep.mx.formats import BLOCK, ElemFormat, ScalingMode, check_high_precision, elem_format
+from triton_ep.mx.operations import SharedMemory
 from triton_ep.mx.serialize import reduce_blocks
 from triton_ep.mx.swizzle import from_blocked
 from triton_ep.ops import mx_formats, mxfp8
@@ -20,7 +22,7 @@ from triton_ep.ops import mx_formats, mxfp8
 SCALE_DTYPE = torch.float8_e8m0fnu
 
 
-class MXTensor(torch.Tensor):
+class MXTensor(SharedMemory):
     """Elements with one power-of-two scale per block, which acts as a tensor of the dtype it was made from.
 
     Shape, dtype and device are those of the high-precision tensor it stands for, so autograd takes it as a
@@ -118,6 +120,7 @@ class MXTensor(torch.Tensor):
         if not -x.dim() <= block_dim < x.dim():
             raise InputError(f"block_dim is {block_dim}; x has {x.dim()} dimensions.")
         block_dim = block_dim if block_dim < 0 else block_dim - x.dim()
+        block_size = index(block_size)
         if block_size < 1 or block_size % fmt.per_byte or x.shape[block_dim] % block_size:
             which = "its last dimension" if block_dim == -1 else f"its dimension {block_dim}"
             even = ", an even number" if fmt.per_byte == 2 else ""

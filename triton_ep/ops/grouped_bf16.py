@@ -39,6 +39,8 @@ def group_ends(offs: torch.Tensor, num_experts: int) -> torch.Tensor:
     Raises:
         InputError: another shape or dtype.
     """
+    if not isinstance(offs, torch.Tensor):
+        raise InputError(f"offs is a {type(offs).__name__}; it must be a tensor [E] int32 on the device of the rows.")
     if offs.dtype not in (torch.int32, torch.int64) or offs.ndim != 1:
         raise InputError(f"offs must be 1-D int32 or int64, it is {offs.dtype} {list(offs.shape)}.")
     if offs.shape[0] not in (num_experts, num_experts + 1):
