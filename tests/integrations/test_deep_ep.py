@@ -347,13 +347,18 @@ def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
 
 def test_install_makes_the_names_importable():
     """`from deep_ep import ...` as frameworks write it, and not over another package of that name."""
-    saved = {name: sys.modules.pop(name) for name in ("deep_ep", "deep_ep.utils") if name in sys.modules}
+    saved = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "deep_ep"}
     try:
         door.install()
         door.install()
         from deep_ep import Buffer, Config, HybridEPBuffer, topk_idx_t
+        from deep_ep.buffer import Buffer as SameBuffer
+        from deep_ep.hybrid_ep_buffer import HybridEPBuffer as SameHybrid
+        from deep_ep.hybrid_ep_buffer import indices_to_map
         from deep_ep.utils import EventHandle, EventOverlap
 
+        assert callable(indices_to_map)
+        assert (SameBuffer, SameHybrid) == (Buffer, HybridEPBuffer)
         assert Buffer is door.Buffer
         assert HybridEPBuffer is door.HybridEPBuffer
         assert topk_idx_t == torch.int64
@@ -361,7 +366,7 @@ def test_install_makes_the_names_importable():
             event.current_stream_wait()
         assert Config(24).get_nvl_buffer_size_hint(14336, 8) >= Config().get_nvl_buffer_size_hint(7168, 8) > 0
         door.uninstall()
-        assert "deep_ep" not in sys.modules
+        assert not any(name.split(".")[0] == "deep_ep" for name in sys.modules)
         sys.modules["deep_ep"] = types.ModuleType("deep_ep")
         with pytest.raises(ConfigError, match="imported already"):
             door.install()

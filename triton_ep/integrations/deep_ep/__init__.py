@@ -23,7 +23,8 @@ import sys
 import torch
 
 from triton_ep.errors import ConfigError
-from triton_ep.integrations.deep_ep import utils
+from triton_ep.integrations import hybrid_ep as hybrid_ep_buffer
+from triton_ep.integrations.deep_ep import buffer, utils
 from triton_ep.integrations.deep_ep.buffer import Buffer
 from triton_ep.integrations.deep_ep.config import Config
 from triton_ep.integrations.deep_ep.layers import release
@@ -36,6 +37,8 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",
+    "buffer",
+    "hybrid_ep_buffer",
     "install",
     "release",
     "topk_idx_t",
@@ -47,8 +50,11 @@ topk_idx_t = torch.int64
 """Dtype of expert ids that frameworks ask for; int32 is taken as well."""
 
 
+_MODULES = {"deep_ep.buffer": buffer, "deep_ep.hybrid_ep_buffer": hybrid_ep_buffer, "deep_ep.utils": utils}
+
+
 def install() -> None:
-    """Make `import deep_ep` and `import deep_ep.utils` find this module; idempotent. Before the framework's own import.
+    """Make `import deep_ep` and of its modules find this one; idempotent. Before the framework's own import.
 
     Raises:
         ConfigError: another `deep_ep` has been imported already.
@@ -61,11 +67,11 @@ def install() -> None:
             "anything imports it."
         )
     sys.modules["deep_ep"] = this
-    sys.modules["deep_ep.utils"] = utils
+    sys.modules.update(_MODULES)
 
 
 def uninstall() -> None:
     """Undo `install` for imports to come; idempotent."""
-    for name, module in (("deep_ep", sys.modules[__name__]), ("deep_ep.utils", utils)):
+    for name, module in {"deep_ep": sys.modules[__name__], **_MODULES}.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
