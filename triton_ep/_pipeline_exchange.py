@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._dynamo import nonstrict_trace
 from torch.autograd.function import once_differentiable
 
+from triton_ep._pipeline_graph import in_graph
 from triton_ep._pipeline_permute import plain
 from triton_ep.errors import InputError
 from triton_ep.mx.formats import ScalingMode, check_high_precision
@@ -24,7 +24,7 @@ Group = dist.ProcessGroup | str | None
 _Splits = Sequence[int]
 
 
-@nonstrict_trace
+@in_graph
 def dispatch(
     input: torch.Tensor,
     output_splits: _Splits,
@@ -44,7 +44,7 @@ def dispatch(
     return rows
 
 
-@nonstrict_trace
+@in_graph
 def combine(
     input: torch.Tensor,
     output_splits: _Splits,

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch._dynamo import nonstrict_trace
 from torch.autograd.function import once_differentiable
 
+from triton_ep._pipeline_graph import in_graph
 from triton_ep.errors import InputError
 from triton_ep.mx.tensor import MXTensor
 
@@ -110,7 +110,7 @@ def generate_permute_indices(
     return PermuteIndices(torch.where(is_row, source, -1).int(), m_sizes.int(), m_offsets.int())
 
 
-@nonstrict_trace
+@in_graph
 def permute(mx: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Sequence[int]) -> torch.Tensor:
     """[P, H]: row p is row permuted_indices[p] of the input, or zeros where that is negative.
 
@@ -135,7 +135,7 @@ def permute(mx: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Sequ
     return rows
 
 
-@nonstrict_trace
+@in_graph
 def unpermute(x: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Sequence[int]) -> torch.Tensor:
     """[R, N]: the inverse of `permute`. Row permuted_indices[p] is row p of the input; rows of no p are zero.
 

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
-from torch._dynamo import nonstrict_trace
 
 from triton_ep import _pipeline_exchange as exchange
 from triton_ep._pipeline_exchange import Group
+from triton_ep._pipeline_graph import in_graph
 from triton_ep._pipeline_permute import (
     Permuted,
     PermuteIndices,
@@ -51,7 +51,7 @@ __all__ = [
     "unpermute_hp_fwd_mxfp8_bwd",
 ]
 
-to_mxfp8_then_scaled_grouped_mm = nonstrict_trace(grouped_mm._to_mxfp8_then_scaled_grouped_mm)
+to_mxfp8_then_scaled_grouped_mm = in_graph(grouped_mm._to_mxfp8_then_scaled_grouped_mm)
 _to_mxfp8_then_scaled_grouped_mm = to_mxfp8_then_scaled_grouped_mm
 
 

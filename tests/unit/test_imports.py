@@ -46,6 +46,7 @@ LAYERS = {
     "triton_ep._autograd_ops": 6,
     "triton_ep.autograd": 6,
     "triton_ep._pipeline_exchange": 6,
+    "triton_ep._pipeline_graph": 6,
     "triton_ep._pipeline_permute": 6,
     "triton_ep.pipeline": 6,
     "triton_ep._rank_pool": 7,
