@@ -161,13 +161,21 @@ def _check_refused(rank: int, nodes: int, ranks_per_node: int) -> None:
     group, device = dist.group.WORLD, current_heap().device
     with pytest.raises(RuntimeError, match=r"EpBuffer requires ep_bootstrap\(\) to be called first\."):
         _buffer()
-    with pytest.raises(ConfigError, match="num_topk >= 1"):
-        te.ep_bootstrap(group, 4, MOST, HIDDEN, 0)
+    for sizes, options, text in (
+        ((4, MOST, HIDDEN, 0), {}, r"num_topk >= 1 \(got 0\)"),
+        ((4.0, MOST, HIDDEN, TOPK), {}, r"integer num_experts >= 1 \(got 4.0\)"),
+        ((4, -8, HIDDEN, TOPK), {}, "max_tokens_per_rank >= 1"),
+        ((4, MOST, HIDDEN, 6), {}, "num_topk=6, more than num_experts=4"),
+        ((4, MOST, HIDDEN, TOPK), {"recv_capacity_per_rank": 0}, "recv_capacity_per_rank >= 1"),
+        ((4, MOST, HIDDEN, TOPK), {"max_num_sms": -3}, "max_num_sms >= 0"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            te.ep_bootstrap(group, *sizes, **options)
     with pytest.raises(ConfigError, match="drop_on_overflow requires recv_capacity_per_rank"):
         te.ep_bootstrap(group, 4, MOST, HIDDEN, TOPK, drop_on_overflow=True)
     with pytest.raises(ConfigError, match="multiple"):
         te.ep_bootstrap(group, 5, MOST, HIDDEN, TOPK)
-    te.ep_bootstrap(group, 4, MOST, HIDDEN, TOPK)
+    te.ep_bootstrap(None, 4, MOST, HIDDEN, TOPK)
     try:
         with pytest.raises(RuntimeError, match="ep_bootstrap was already called in this process"):
             te.ep_bootstrap(group, 4, MOST, HIDDEN, TOPK)

@@ -201,3 +201,13 @@ def test_deferred_init(kind: str, quantised: bool) -> None:
             assert isinstance(weight, te.MXFP8Tensor) == quantised
             assert not quantised or weight.get_high_precision_init_val() is not None
         assert _run(module, _randn(64, 64)).shape == (64, 32)
+
+
+def test_sharded_weights_are_not_replaced() -> None:
+    """A DTensor, which a framework goes on to use, cannot become an MXFP8Tensor behind its back."""
+    with te.quantized_model_init():
+        module = _make("linear", device="meta")
+    module.to_empty(device=DEVICE)
+    module.weight.device_mesh = object()  # as a DTensor has
+    with pytest.raises(InputError, match="before fully_shard"):
+        module.reset_parameters()

@@ -7,6 +7,7 @@ combine, so there is one per micro-batch in flight. Buffers with the same option
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +88,7 @@ def ep_bootstrap(
     """Fix the sizes of expert parallelism in this process; once, after `initialize_distributed`.
 
     Arguments:
-        ep_group: process group. num_experts: over all its ranks, a multiple of their number.
+        ep_group: process group; None: of all ranks. num_experts: over all its ranks, a multiple of their number.
         max_tokens_per_rank: most tokens of one dispatch. hidden_dim: elements per token. num_topk: experts per token.
         recv_capacity_per_rank: rows that a rank receives at most, which makes dispatch free of host waits and
             capturable in CUDA graphs; None: as many as come, and the host waits for their number.
@@ -103,11 +104,18 @@ def ep_bootstrap(
     """
     if _Registry.group is not None:
         raise EpStateError("ep_bootstrap was already called in this process")
+    ep_group = dist.group.WORLD if ep_group is None else ep_group
     size = dist.get_world_size(ep_group)
     if size < 2:
         raise ConfigError(f"ep_bootstrap requires ep_group.size() >= 2 (got {size}).")
-    if num_topk < 1:
-        raise ConfigError(f"ep_bootstrap requires num_topk >= 1 (got {num_topk}).")
+    num_experts = _integer("num_experts", num_experts, 1)
+    max_tokens_per_rank = _integer("max_tokens_per_rank", max_tokens_per_rank, 1)
+    hidden_dim, num_topk = _integer("hidden_dim", hidden_dim, 1), _integer("num_topk", num_topk, 1)
+    max_num_sms = _integer("max_num_sms", max_num_sms, 0)
+    if recv_capacity_per_rank is not None:
+        recv_capacity_per_rank = _integer("recv_capacity_per_rank", recv_capacity_per_rank, 1)
+    if num_topk > num_experts:
+        raise ConfigError(f"ep_bootstrap got num_topk={num_topk}, more than num_experts={num_experts}.")
     if num_experts % size:
         raise ConfigError(f"num_experts {num_experts} is not a multiple of the {size} ranks of ep_group.")
     if zero_copy:
@@ -126,6 +134,16 @@ def ep_bootstrap(
         drop_on_overflow,
         max_token_dtype,
     )
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ConfigError(f"ep_bootstrap requires an integer {name} >= {least} (got {value!r}).")
+    return number
 
 
 def is_ep_bootstrapped() -> bool:

@@ -18,7 +18,7 @@ from triton_ep.integrations.te.quantizer import MXFP8Quantizer
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling
 from triton_ep.integrations.te.recipe_state import RecipeState
 from triton_ep.integrations.te.state import is_own_recomputation
-from triton_ep.integrations.te.support import MismatchError, default_device
+from triton_ep.integrations.te.support import MismatchError, check_whole, default_device
 from triton_ep.integrations.te.tensor import MXFP8Tensor
 from triton_ep.integrations.te.wgrad import WeightGradients
 from triton_ep.mx.formats import BLOCK, HIGH_PRECISION
@@ -121,7 +121,7 @@ class QuantisingModule(nn.Module):
         """Weights by `init_method`, by default normal with standard deviation 0.023; biases 0.
 
         Of a module made on device "meta", parameters that are still there are made on the default device first. Weights
-        of one made inside of `quantized_model_init` are quantised.
+        of one made inside of `quantized_model_init` are quantised; InputError if they are sharded already.
         """
         if any(parameter.is_meta for parameter in self.parameters()):
             self._allocate(default_device())
@@ -136,6 +136,7 @@ class QuantisingModule(nn.Module):
             if stored:
                 weight.copy_(values)
             elif self._stored_by is not None:
+                check_whole(weight)
                 quantised: Any = self._put(self._weight_name(index), self._stored_by(values))
                 quantised._high_precision_init_val = values.cpu().clone() if self._keep_initial else None
         for bias in self._biases:

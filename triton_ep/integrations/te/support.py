@@ -34,6 +34,19 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def check_whole(weight: torch.Tensor) -> None:
+    """Refuse a weight that is a DTensor: an MXFP8Tensor in its place would be sharded no more.
+
+    Raises:
+        InputError: it is one.
+    """
+    if hasattr(weight, "device_mesh"):
+        raise InputError(
+            "a weight that is sharded (DTensor) cannot be stored in MXFP8 anew. Call reset_parameters before "
+            "fully_shard, or make the module outside of quantized_model_init."
+        )
+
+
 def _refusal(device: torch.device | str | None) -> str:
     """What TransformerEngine says of the device; empty where it runs MXFP8."""
     device = torch.device(device) if device is not None else None
