@@ -59,5 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     if not config.getoption("--aot"):
         return
     for item in items:
-        if getattr(item.module, "BACKEND", None) == "inductor" and "compiles_into_one_graph" in item.name:
+        if "compiles_into_one_graph" in item.name:  # on GPUs by inductor
             item.add_marker(pytest.mark.skip(reason="inductor compiles kernels of its own with Triton"))
+        elif item.path.name == "test_gpu.py" and item.path.parent.name == "aot":
+            item.add_marker(pytest.mark.skip(reason="compares with the JIT, which cannot be imported"))

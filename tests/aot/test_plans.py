@@ -23,6 +23,7 @@ from triton_ep.plans.asked import Asked, ask
 from triton_ep.plans.shape import Plan
 from triton_ep.testing import make_workload
 
+ON_HOST = "the interpreter is asked what is launched"
 SPECIALISED = {"row_words", "row_bytes", "hidden"}
 """Integers that the kernels of layers are specialised by; the last test compares."""
 
@@ -109,9 +110,11 @@ def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[st
     ids=["summed", "mxfp8", "nodes-summed", "nodes", "low-latency"],
 )
 def test_layers_launch_what_is_built(
-    run_ranks: Callable[..., Any], nodes: int, ranks_per_node: int, options: dict[str, Any]
+    run_ranks: Callable[..., Any], backend: str, nodes: int, ranks_per_node: int, options: dict[str, Any]
 ) -> None:
     """Dispatch, combine, barriers and a backward pass: kernels, constexprs, types, alignment of every launch."""
+    if backend != "host":
+        pytest.skip(ON_HOST)
     run_ranks(_check_launches, nodes, ranks_per_node, options)
 
 
@@ -155,8 +158,12 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 1)])
-def test_the_deepep_door_launches_what_is_built(run_ranks: Callable[..., Any], nodes: int, ranks_per_node: int) -> None:
+def test_the_deepep_door_launches_what_is_built(
+    run_ranks: Callable[..., Any], backend: str, nodes: int, ranks_per_node: int
+) -> None:
     """Rows in bf16 and FP8 with either form of scales, handles, weights back, and the low-latency calls."""
+    if backend != "host":
+        pytest.skip(ON_HOST)
     run_ranks(_check_door, nodes, ranks_per_node)
 
 

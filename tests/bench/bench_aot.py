@@ -5,7 +5,9 @@
 
 One fresh process per GPU and mode: "aot" (no Triton can be imported), "jit-cold" (empty cache of compiled kernels),
 "jit-warm" (the same cache again). A layer with static capacity, 4096 tokens of 7168 bf16, top 8 of 256 experts. Times
-are those of the slowest rank; host time is the median of single dispatch+combine calls on an idle GPU.
+are those of the slowest rank, from the start of its process; host time is the median of single dispatch+combine calls
+on an idle GPU. A mode that takes longer than --timeout, or of which a rank fails, ends the run with what its ranks
+wrote.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +33,7 @@ COLUMNS = [
     *("imported_s", "joined_s", "layer_s", "first_dispatch_s", "host_us", "host_p20_us", "host_p80_us"),
     *("built_with", "gpu", "driver", "torch", "triton", "nvshmem", "commit", "date"),
 ]
+_SHOWN = COLUMNS[:2] + COLUMNS[7:15]
 
 
 def worker(started: float, mode: str, calls: int) -> None:
@@ -80,49 +84,134 @@ def worker(started: float, mode: str, calls: int) -> None:
     print("MEASURED " + json.dumps(told), flush=True)
 
 
-def measure(mode: str, gpus: int, folder: str, cache: str, calls: int) -> dict[str, float]:
-    """Start one process per GPU; the slowest rank's figures."""
+def command_of_worker(mode: str, calls: int) -> list[str]:
+    """What starts a rank."""
+    return [sys.executable, __file__, "--worker", mode, "--started", repr(time.time()), "--calls", str(calls)]
+
+
+def measure(
+    mode: str,
+    gpus: int,
+    folder: str,
+    cache: str,
+    calls: int,
+    timeout_s: float,
+    command: Callable[[str, int], list[str]] = command_of_worker,
+) -> dict[str, float]:
+    """Start one process per GPU; the slowest rank's figures.
+
+    Raises:
+        RuntimeError: a rank failed, or not all were done in time; with the end of what each of them wrote.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = []
-    for rank in range(gpus):
-        job = {"RANK": rank, "WORLD_SIZE": gpus, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": gpus}
-        environment = {**os.environ, **{name: str(value) for name, value in job.items()}}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TRITON_CACHE_DIR": cache}
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment |= {"TRITON_EP_AOT_DIR": folder, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        if mode == "aot":
-            environment["TRITON_EP_AOT"] = "1"
-        words = [sys.executable, __file__, "--worker", mode, "--started", repr(time.time()), "--calls", str(calls)]
-        ranks.append(
-            subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    told = []
-    try:
-        for rank, process in enumerate(ranks):
-            out, err = process.communicate(timeout=110)
-            line = next((line for line in out.splitlines() if line.startswith("MEASURED ")), None)
-            if process.returncode or line is None:
-                raise RuntimeError(
-                    f"{mode}: rank {rank} ended with {process.returncode}:\n{out[-2000:]}\n{err[-4000:]}"
-                )
-            told.append(json.loads(line.removeprefix("MEASURED ")))
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-    return {name: max(values[name] for values in told) for name in told[0]}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    common = {name: value for name, value in os.environ.items() if name not in ("TRITON_EP_AOT", "TRITON_INTERPRET")}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
+    common |= {"TRITON_EP_AOT_DIR": folder, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(gpus)}
+    common |= {"LOCAL_WORLD_SIZE": str(gpus), **({"TRITON_EP_AOT": "1"} if mode == "aot" else {})}
+    ranks: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory() as outputs:  # files: a rank that writes much waits for nobody to read it
+        logs = [Path(outputs) / f"rank{rank}" for rank in range(gpus)]
+        deadline = time.monotonic() + timeout_s
+        try:
+            for rank, log in enumerate(logs):
+                environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with log.open("w") as file:
+                    ranks.append(subprocess.Popen(command(mode, calls), env=environment, stdout=file, stderr=file))
+            while any(process.poll() is None for process in ranks):
+                failed = [rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0)]
+                if failed or time.monotonic() > deadline:
+                    what = f"rank {failed[0]} failed" if failed else f"not done after {timeout_s:g} s"
+                    raise RuntimeError(f"{mode}: {what}{_ends(ranks, logs)}")
+                time.sleep(0.05)
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        told = [_told(log) for log in logs]
+        if None in told or any(process.returncode for process in ranks):
+            raise RuntimeError(f"{mode}: a rank measured nothing{_ends(ranks, logs)}")
+        figures = [values for values in told if values is not None]
+    return {name: max(values[name] for values in figures) for name in figures[0]}
+
+
+def _told(log: Path) -> dict[str, float] | None:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("MEASURED ")]
+    if not lines:
+        return None
+    found: dict[str, float] = json.loads(lines[-1].removeprefix("MEASURED "))
+    return found
+
+
+def _ends(ranks: Sequence[subprocess.Popen[str]], logs: Sequence[Path]) -> str:
+    """How each rank ended, and the last of what it wrote."""
+    parts = []
+    for rank, (process, log) in enumerate(zip(ranks, logs, strict=True)):
+        how = "still runs" if process.poll() is None else f"ended with {process.returncode}"
+        parts.append(f"\n--- rank {rank} {how}:\n{log.read_text(errors='replace')[-3000:]}")
+    return "".join(parts)
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """The figures as text in columns."""
+    lines = [list(_SHOWN), *([row[name] for name in _SHOWN] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_SHOWN))]
+    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def store(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """Append rows to a file, which is made if it is not there.
+
+    Raises:
+        RuntimeError: it has other columns.
+    """
+    new = not path.exists() or path.stat().st_size == 0
+    if not new:
+        with path.open(newline="") as file:
+            header = next(csv.reader(file))
+        if header != COLUMNS:
+            raise RuntimeError(f"{path} has the columns {header}, these rows have {COLUMNS}. Name another file.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def rows_of(
+    modes: Sequence[str], gpus: int, about: dict[str, str], run: Callable[[str], dict[str, float]]
+) -> list[dict[str, str]]:
+    """A row per mode, in the order in which they are measured; `run` measures one."""
+    sizes = {"tokens": TOKENS, "hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS}
+    rows = []
+    for mode in MODES:
+        # A cache that nothing was compiled into is not warm.
+        if mode not in modes and not (mode == "jit-cold" and "jit-warm" in modes):
+            continue
+        figures = run(mode)
+        if mode not in modes:
+            continue
+        shown = {name: f"{value:.2f}" if name.endswith("_s") else f"{value:.1f}" for name, value in figures.items()}
+        row = {"mode": mode, "gpus": str(gpus), **{name: str(size) for name, size in sizes.items()}, "payload": "bf16"}
+        built = about["built_with"] if mode == "aot" else about["triton"]
+        rows.append({**row, **shown, **about, "built_with": built})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
 
 
 def main() -> None:
-    """Measure every mode, print rows, and append them to a file if one is named."""
+    """Measure every mode, print rows and a table, and append the rows to a file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=4, choices=(4, 8))
+    parser.add_argument("--gpus", type=int, default=4, choices=(4, 8), help="as in tests/aot/gpu.toml; default: 4")
     parser.add_argument("--aot", help="folder of the library; default: TRITON_EP_AOT_DIR, or the package")
     parser.add_argument("--csv", type=Path, help="append rows here")
     parser.add_argument("--commit", help="where there is no git: commit of this checkout")
-    parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--calls", type=int, default=100, help="timed calls, after 21 others; default: 100")
+    parser.add_argument("--timeout", type=float, default=150, help="seconds for a mode; default: 150")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -133,27 +222,25 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from triton_ep.aot.store import Library, default_folder
     from triton_ep.bench.rows import commit_of_checkout, environment
-    from triton_ep.runtime import architecture
+    from triton_ep.runtime import INTERPRETING, architecture
 
+    if INTERPRETING:
+        parser.exit(2, f"{parser.prog}: cubins need GPUs, there are none here\n")
+    commit = options.commit or commit_of_checkout()
+    if options.csv and commit is None:
+        parser.exit(2, f"{parser.prog}: no git checkout: pass --commit, for no row is stored without it\n")
     folder = Path(options.aot).resolve() if options.aot else default_folder()
-    built_with = f"triton {Library(folder, architecture()).versions['triton']}"
-    about = environment(options.commit or commit_of_checkout() or "unknown", gpus=True)
-    rows = []
+    about = environment(commit or "unknown", gpus=True)
+    about["built_with"] = f"triton {Library(folder, architecture()).versions['triton']}"
     with tempfile.TemporaryDirectory() as cache:
-        for mode in MODES if not options.mode else options.mode:
-            figures = measure(mode, options.gpus, str(folder), cache, options.calls)
-            sizes = {"tokens": TOKENS, "hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS, "payload": "bf16"}
-            shown = {name: f"{value:.2f}" if name.endswith("_s") else f"{value:.1f}" for name, value in figures.items()}
-            built = built_with if mode == "aot" else about["triton"]
-            rows.append({"mode": mode, "gpus": options.gpus, **sizes, **shown, "built_with": built, **about})
-            print(json.dumps(rows[-1]), flush=True)
+
+        def run(mode: str) -> dict[str, float]:
+            return measure(mode, options.gpus, str(folder), cache, options.calls, options.timeout)
+
+        rows = rows_of(options.mode or MODES, options.gpus, about, run)
+    print(table(rows))
     if options.csv:
-        new = not options.csv.exists()
-        with options.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        store(options.csv, rows)
 
 
 if __name__ == "__main__":
