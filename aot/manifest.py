@@ -179,8 +179,8 @@ def _misfits(given: Mapping[str, Any], token: str) -> Iterator[str]:
     forms = given.get("fp8_rows")
     if not forms or not _are(forms, str) or not set(forms) <= set(layers.FP8_SCALES):
         return
-    if given.get("payload") or TOKEN_BYTES.get(token) != 2 or not (given.get("compact") or given.get("slabs")):
-        yield "fp8_rows are for layers of bfloat16 rows without payload, and with compact or slabs"
+    if given.get("payload") or TOKEN_BYTES.get(token) != 2:
+        yield "fp8_rows are for layers of bfloat16 rows without payload"
     for form in forms:
         if hidden % layers.FP8_SCALES[form]:
             yield f"hidden {hidden} must be a multiple of {layers.FP8_SCALES[form]} with fp8_rows {form!r}"

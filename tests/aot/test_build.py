@@ -193,7 +193,7 @@ def test_names_of_variants_do_not_depend_on_order() -> None:
         ({"num_experts": 7}, "num_experts 7 must be a multiple of world_size 2"),
         ({"payload": "fp8"}, "payload is 'fp8'"),
         ({"payload": "mxfp8", "compact": True}, "compact is for layers without payload"),
-        ({"fp8_rows": ["f32"]}, "with compact or slabs"),
+        ({"fp8_rows": ["f32"], "payload": "mxfp8"}, "fp8_rows are for layers of bfloat16 rows without payload"),
         ({"fp8_rows": ["e8m0"], "compact": True}, r"fp8_rows has \['e8m0'\]; there are \('f32', 'ue8m0'\)"),
         ({"fp8_rows": ["ue8m0"], "compact": True, "hidden": 640}, "hidden 640 must be a multiple of 512"),
         ({"colour": 1}, r"unknown \['colour'\]"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep import Buffer, release
 from triton_ep.integrations.deep_ep.fp8 import quantize_rows
 from triton_ep.integrations.deep_ep.layers import layers_of
+from triton_ep.integrations.fp8_rows import pack_rows
 from triton_ep.kernels.spec import SPECS
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.plans import layers
 from triton_ep.plans.asked import Asked, ask
+from triton_ep.plans.compact import fp8_elements
 from triton_ep.plans.shape import Plan
 from triton_ep.testing import make_workload
 
@@ -120,7 +123,7 @@ def test_layers_launch_what_is_built(
 
 def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
     """Every call of the DeepEP door on kernels that a manifest names."""
-    world, hidden, experts, most = nodes * ranks_per_node, 512, 8, 8
+    world, hidden, experts, most = nodes * ranks_per_node, 1024, 8, 8
     group = dist.group.WORLD
     size = Buffer.get_low_latency_rdma_size_hint(most, hidden, world, experts)
     work = make_workload(rank, world, 6 - rank, hidden=hidden, topk=3, num_experts=experts, idx_dtype=torch.int64)
@@ -145,8 +148,14 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
                 handle = buffer.low_latency_dispatch(x, ids, most, experts, **options)[2]
             buffer.low_latency_combine(buffer.get_next_low_latency_combine_buffer(handle).zero_(), ids, weights, handle)
         made = list(layers_of(group).made.values())
+        for data, scales in pairs:  # as HybridEPBuffer sends them
+            width = fp8_elements(hidden, scales.shape[1])
+            rows, short = pack_rows(data, scales, width), partial(made[0].dispatch_short, row_elements=width)
+            for ids, given in ((idx, weights), (idx.int(), None)):
+                desc = short(rows, ids, given)[2]
+                short(rows, None, given, layout_desc=desc)
         release(group)
-    assert len(made) == 1 + 2 * low_latency  # rows, and of low latency: rows, and those that carry weights
+    assert len(made) == 1 + 4 * low_latency  # rows of three lengths, and those that carry weights
     wanted = []
     for layer in made:
         fp8 = ("f32", "ue8m0") if layer.config.hidden == hidden else ()

@@ -25,8 +25,8 @@ class Uses:
         quantized: rows are passed as MXTensor, too (payload "mxfp8").
         gradients: gradients of routing weights are taken.
         compact: `dispatch_compact` is called, too, and `ops.compact.token_layout`.
-        fp8_rows: e4m3 rows with scales are sent through the DeepEP door, too: "f32", a word per scale (float32, or
-            int32), "ue8m0", four scales to an int32.
+        fp8_rows: one-byte rows with scales are sent, too (`dispatch_short`, and with `compact` the calls of that):
+            "f32", a word per scale (float32, or int32), "ue8m0", four scales to an int32.
         slabs: rows go to slabs of their experts, and back.
     """
 
@@ -52,6 +52,8 @@ def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
         found += [*_routing(s, uses), *_dispatch(s, uses), *_combine(s, uses)]
         if (uses.gradients or uses.compact) and (narrow := narrow_shape(s, s.topk)) is not None:
             found += _combine(narrow, Uses(weights=(False,), compact=uses.compact))
+        for short in _short(s, uses):
+            found += [*_places(short, uses), *_dispatch(short, uses)]
         if uses.compact:
             found += _compact_rows(s, uses, given)
     if uses.slabs:
@@ -79,10 +81,20 @@ def _routing(s: Shape, uses: Uses) -> Iterator[Asked]:
         yield ask(exchange.count(s), {"topk_idx_ptr": f"*{ids}"})
     for scatter in sorted({False, *uses.scatter}):
         yield ask(exchange.splits(s, scatter))
+    yield from _places(s, uses)
+
+
+def _places(s: Shape, uses: Uses) -> Iterator[Asked]:
+    for scatter in sorted({False, *uses.scatter}):
         for weights in uses.weights:
             for kind in uses.ids if scatter else ("i32",):
                 types = {"scatter_idx_ptr": f"*{kind}"}
                 yield ask(exchange.place(s, weights, scatter), types, {"row_bytes": s.wire_bytes})
+
+
+def _short(s: Shape, uses: Uses) -> list[Shape]:
+    """The same for rows of the lengths that `fp8_rows` have."""
+    return [replace(s, hidden=compact.fp8_elements(s.hidden, words)) for words in _scale_words(s, uses)]
 
 
 def _words(row_bytes: int, pointer: str) -> tuple[dict[str, str], dict[str, int], int]:
@@ -111,22 +123,11 @@ def _dispatch(s: Shape, uses: Uses) -> Iterator[Asked]:
 
 
 def _compact_rows(s: Shape, uses: Uses, given: Uses) -> Iterator[Asked]:
-    """Rows of the layer, and those that are shorter, one per (token, rank); ids and weights with them as given."""
+    """Arrived rows, one per (token, rank); ids and weights with them as given."""
     for ids in given.ids:
         yield ask(compact.token_layout(s.topk, s.world_size, s.interpreted), {"topk_idx_ptr": f"*{ids}"})
-    short = [replace(s, hidden=elements) for elements in _fp8_elements(s, uses)]
-    for rows in (s, *short):
-        types, numbers, row_words = _words(rows.payload_bytes, "x_ptr")
-        if rows is not s:
-            yield ask(exchange.push(rows, WORDS, row_words), types, numbers)
-            for weights in uses.weights:
-                placed = {"scatter_idx_ptr": "*i32"}
-                yield ask(exchange.place(rows, weights, False), placed, {"row_bytes": rows.wire_bytes})
-                if s.num_nodes > 1:
-                    yield ask(exchange.send(rows, WORDS, row_words, weights), types, numbers)
-                    wire_types, wire_numbers, wire_words = _words(rows.wire_bytes, "word_ptr")
-                    yield ask(exchange.forward(rows, weights, True, wire_words), wire_types, wire_numbers)
-        types = {"recv_x_ptr": types["x_ptr"]}
+    for rows in (s, *_short(s, uses)):
+        types, numbers, row_words = _words(rows.payload_bytes, "recv_x_ptr")
         # Where nobody wants ids, a pointer to int32 stands in for them.
         yield ask(compact.copy_out(rows, False, False, row_words), types | {"recv_idx_ptr": "*i32"}, numbers)
         for ids in given.ids:
@@ -181,6 +182,15 @@ def _sums(s: Shape, uses: Uses, copies: int) -> Iterator[Asked]:
 
 
 def _low_latency(s: Shape, uses: Uses) -> Iterator[Asked]:
+    for rows in (s, *_short(s, uses)):
+        yield from _low_latency_dispatch(rows, uses)
+    hidden = {"hidden": s.hidden}
+    for weights in uses.weights:
+        yield ask(low_latency.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
+    yield ask(low_latency.sum(s), {"out_ptr": f"*{s.token}"}, hidden)
+
+
+def _low_latency_dispatch(s: Shape, uses: Uses) -> Iterator[Asked]:
     kinds = [WORDS] if s.payload is None else [QUANTISE, *([MX] if uses.quantized else [])]
     for weights in uses.weights:
         for kind in kinds:
@@ -191,18 +201,5 @@ def _low_latency(s: Shape, uses: Uses) -> Iterator[Asked]:
             for ids in uses.ids:
                 given = types | {"topk_idx_ptr": f"*{ids}"}
                 yield ask(low_latency.push(s, kind, weights, row_words), given, numbers)
-        yield _low_latency_expand(s, weights, s.payload_bytes if s.payload is None else s.hidden)
-        hidden = {"hidden": s.hidden}
-        yield ask(low_latency.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
-    yield ask(low_latency.sum(s), {"out_ptr": f"*{s.token}"}, {"hidden": s.hidden})
-    for row_bytes in (2 * elements for elements in _fp8_elements(s, uses)):
-        types, numbers, row_words = _words(row_bytes, "x_ptr")
-        for ids in uses.ids:
-            given = types | {"topk_idx_ptr": f"*{ids}"}
-            yield ask(low_latency.push(s, WORDS, False, row_words), given, numbers)
-        yield _low_latency_expand(s, False, row_bytes)
-
-
-def _low_latency_expand(s: Shape, weights: bool, row_bytes: int) -> Asked:
-    types, numbers, row_words = _words(row_bytes, "recv_x_ptr")
-    return ask(low_latency.expand(s, weights, row_words), types, numbers)
+        types, numbers, row_words = _words(s.payload_bytes if s.payload is None else s.hidden, "recv_x_ptr")
+        yield ask(low_latency.expand(s, weights, row_words), types, numbers)
