@@ -84,7 +84,8 @@ def use_triton_ep(model_config: Any, *, recipe: str | None = "bf16", **options: 
     if not found:
         raise ConfigError(f"{type(model_config).__qualname__} has no RoutedExperts.Config in it: nothing to replace.")
     for config in found:
-        dispatcher, experts = config.token_dispatcher, getattr(config, "inner_experts", None)
+        dispatcher = config.token_dispatcher
+        experts: Any = getattr(config, "inner_experts", None)
         sizes = {"num_experts": dispatcher.num_experts, "top_k": dispatcher.top_k}
         given = {name: getattr(dispatcher, name, None) for name in ("hidden_dim", "num_max_tokens_per_rank")}
         config.token_dispatcher = TritonEPTokenDispatcher.Config(**{**sizes, **given, **options})
