@@ -180,7 +180,8 @@ def test_random_state_of_a_tracker() -> None:
 
 def test_what_is_accepted_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank is as none; True is refused as well as any other value; a name that nobody has is a TypeError."""
-    te.Linear(32, 32, parallel_mode="column", tp_size=1, sequence_parallel=True, ub_name="qkv", device=DEVICE)
+    linear = te.Linear(32, 32, parallel_mode="column", tp_size=1, sequence_parallel=True, ub_name="qkv", device=DEVICE)
+    assert (linear.parallel_mode, linear.tp_size, linear.sequence_parallel) == ("column", 1, False)
     te.GroupedLinear(2, 32, 32, parallel_mode="row", use_grouped_tensor=True, ub_overlap_rs=False, device=DEVICE)
     for module in (te.Linear, lambda *sizes, **options: te.GroupedLinear(2, *sizes, **options)):
         for name, value in (
@@ -231,6 +232,8 @@ def test_former_names() -> None:
         assert ask() is False
         assert ask(return_reason=True) == getattr(state, ask.__name__)() == (False, ask(return_reason=True)[1])
         assert "MXFP8BlockScaling" in ask(return_reason=True)[1]
+        check = getattr(te, ask.__name__.replace("is_", "check_").replace("available", "support"))
+        assert check() == ask(return_reason=True)
 
 
 class _Tracker:

@@ -33,7 +33,10 @@ from triton_ep.integrations.te.state import AutocastState, get_default_fp8_recip
 from triton_ep.integrations.te.storage import DType, MXFP8TensorStorage, UsageError
 from triton_ep.integrations.te.support import (
     UnsupportedDeviceError,
+    check_fp8_block_scaling_support,
+    check_fp8_support,
     check_mxfp8_support,
+    check_nvfp4_support,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
@@ -74,7 +77,10 @@ __all__ = [
     "UnsupportedDeviceError",
     "UsageError",
     "autocast",
+    "check_fp8_block_scaling_support",
+    "check_fp8_support",
     "check_mxfp8_support",
+    "check_nvfp4_support",
     "checkpoint",
     "checkpoint_contexts",
     "ep_bootstrap",

@@ -158,16 +158,16 @@ class FP8GlobalStateManager(metaclass=_Attributes):
         return support.check_mxfp8_support()
 
     @classmethod
-    def is_fp8_available(cls) -> Any:
+    def is_fp8_available(cls) -> tuple[bool, str]:
         """False, and why."""
-        return support.is_fp8_available(return_reason=True)
+        return support.check_fp8_support()
 
     @classmethod
-    def is_fp8_block_scaling_available(cls) -> Any:
+    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
         """False, and why."""
-        return support.is_fp8_block_scaling_available(return_reason=True)
+        return support.check_fp8_block_scaling_support()
 
     @classmethod
-    def is_nvfp4_available(cls) -> Any:
+    def is_nvfp4_available(cls) -> tuple[bool, str]:
         """False, and why."""
-        return support.is_nvfp4_available(return_reason=True)
+        return support.check_nvfp4_support()

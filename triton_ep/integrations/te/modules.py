@@ -63,6 +63,7 @@ class QuantisingModule(nn.Module):
         self.fuse_wgrad_accumulation = self._options.fuse_wgrad_accumulation
         fuse, delay = self._options.fuse_wgrad_accumulation, self._options.delay_wgrad_compute
         self._gradients = WeightGradients(fuse, delay) if fuse or delay else None
+        self.tp_size, self.parallel_mode, self.sequence_parallel = 1, self._options.parallel_mode, False
         self.quantizers: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
         self._quantizers_code = plan.OFF
         self._forward_code: int | None = None

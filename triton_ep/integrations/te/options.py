@@ -38,6 +38,7 @@ class Options:
         delay_wgrad_compute: compute them in `backward_dw`.
         save_original_input: keep the input as it came for the backward pass, in place of the quantised one.
         get_rng_state_tracker, rng_tracker_name: whose random state fills the weights.
+        parallel_mode: kept; over one rank it means nothing.
     """
 
     fuse_wgrad_accumulation: bool = False
@@ -45,6 +46,7 @@ class Options:
     save_original_input: bool = False
     get_rng_state_tracker: Callable[[], Any] | None = None
     rng_tracker_name: str | None = None
+    parallel_mode: str | None = None
 
     @contextmanager
     def rng(self) -> Iterator[None]:

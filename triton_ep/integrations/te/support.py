@@ -94,24 +94,38 @@ def is_mxfp8_available(return_reason: bool = False, *, strict: bool = False) -> 
     return (available, reason) if return_reason else available
 
 
-def _without(what: str, return_reason: bool) -> bool | tuple[bool, str]:
-    reason = f"triton_ep.integrations.te has no {what}; use MXFP8BlockScaling."
-    return (False, reason) if return_reason else False
+def _reason(what: str) -> str:
+    return f"triton_ep.integrations.te has no {what}; use MXFP8BlockScaling."
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether one scale per tensor is there: False; with `return_reason` also why."""
-    return _without("FP8 recipe with one scale per tensor", return_reason)
+    return check_fp8_support() if return_reason else False
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether float32 scales per block are there: False; with `return_reason` also why."""
-    return _without("FP8 recipe with float32 block scales", return_reason)
+    return check_fp8_block_scaling_support() if return_reason else False
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether NVFP4 is there as a recipe: False; with `return_reason` also why."""
-    return _without("NVFP4 recipe", return_reason)
+    return check_nvfp4_support() if return_reason else False
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    """False and why, as `is_fp8_available(return_reason=True)`."""
+    return False, _reason("FP8 recipe with one scale per tensor")
+
+
+def check_fp8_block_scaling_support() -> tuple[bool, str]:
+    """False and why, as `is_fp8_block_scaling_available(return_reason=True)`."""
+    return False, _reason("FP8 recipe with float32 block scales")
+
+
+def check_nvfp4_support() -> tuple[bool, str]:
+    """False and why, as `is_nvfp4_available(return_reason=True)`."""
+    return False, _reason("NVFP4 recipe")
 
 
 @functools.cache
