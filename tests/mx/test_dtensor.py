@@ -20,10 +20,16 @@ from torch.distributed.tensor.parallel import (
 
 from tests.mx.blocks import DEVICE
 from triton_ep.errors import InputError
-from triton_ep.mx.convert import quantize_
+from triton_ep.mx.convert import (
+    MXDynamicActivationMXWeightConfig,
+    MXWeightOnlyConfig,
+    NVFP4WeightOnlyConfig,
+    quantize_,
+)
 from triton_ep.mx.dtensor import redistribute
 from triton_ep.mx.fsdp import MXShard, gather_in_mx_
 from triton_ep.mx.linear import MXLinear, MXLinearConfig
+from triton_ep.mx.nvfp4 import NVFP4Tensor
 from triton_ep.mx.tensor import MXTensor
 
 pytestmark = pytest.mark.plain
@@ -165,6 +171,21 @@ def _check_parallel(rank: int, nodes: int, ranks_per_node: int, plan: str) -> No
             reference = alone.get_parameter(name).grad
             # Sums over shards are rounded otherwise, which now and then moves a value to the next element.
             assert _relative(gradient, reference) < 0.02, name
+
+    if plan != "tensor":
+        return
+    # To serve, weights are quantised once they are sharded: torch cannot shard the bytes of a quantised one.
+    for weights in (MXWeightOnlyConfig("fp6_e2m3"), MXDynamicActivationMXWeightConfig()):
+        alone, model = _mlp(None), parallelize_module(_mlp(None), mesh, PLANS["tensor"]())
+        for each in (alone, model):
+            quantize_(each, weights)
+        assert isinstance(model.w1.weight, MXTensor) and isinstance(model.w1.weight.qdata, DTensor)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), alone(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(InputError, match="weight of w1 is a DTensor"):
+        quantize_(parallelize_module(_mlp(None), mesh, PLANS["tensor"]()), NVFP4WeightOnlyConfig())
+    with pytest.raises(InputError, match="x is a DTensor"):
+        NVFP4Tensor.to_nvfp4(distribute_tensor(x, mesh, [Shard(0)]))
 
 
 def _relative(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -28,6 +28,7 @@ from triton_ep.mx.mm import mx_mm
 from triton_ep.mx.nvfp4 import BLOCK as NVFP4_BLOCK
 from triton_ep.mx.nvfp4 import NVFP4Tensor, per_tensor_amax_to_scale
 from triton_ep.mx.nvfp4_linear import NVFP4Linear, NVFP4LinearConfig
+from triton_ep.mx.operations import is_dtensor
 from triton_ep.mx.tensor import MXTensor
 
 
@@ -95,13 +96,18 @@ class QuantizedLinear(nn.Linear):
     """torch.nn.Linear for inference with quantised weights, which quantises its input along the sum at each call.
 
     Made by `quantize_`. Its state dict is that of torch.nn.Linear, with an MXTensor or NVFP4Tensor as weight.
+    With MXWeightOnlyConfig inputs stay as they are: weights of DTensors need it, because a DTensor, which the input is
+    then, lets no other kind of tensor into a product.
     """
 
-    config: MXDynamicActivationMXWeightConfig | NVFP4DynamicActivationNVFP4WeightConfig
+    config: WeightConfig | NVFP4DynamicActivationNVFP4WeightConfig
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features]."""
         config, rows = self.config, flat(x)
+        if isinstance(config, MXWeightOnlyConfig):
+            assert isinstance(self.weight, MXTensor), "what quantize_ made it"
+            return nn.functional.linear(x, self.weight.dequantize(), self.bias)
         if isinstance(config, MXDynamicActivationMXWeightConfig):
             quantized = MXTensor.to_mx(rows, config.activation_dtype, config.block_size, config.scaling_mode)
             out = mx_mm(quantized, self.weight.t(), x.dtype, bias=self.bias, path=config.path)
@@ -151,8 +157,9 @@ def _convert(linear: nn.Linear, name: str, config: Config) -> None:
     else:
         _check(linear, name, NVFP4_BLOCK)
         weight = _to_nvfp4(linear.weight, config.use_dynamic_per_tensor_scale)
+    sharded = is_dtensor(linear.weight)
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    if isinstance(config, MXDynamicActivationMXWeightConfig | NVFP4DynamicActivationNVFP4WeightConfig):
+    if sharded or isinstance(config, MXDynamicActivationMXWeightConfig | NVFP4DynamicActivationNVFP4WeightConfig):
         linear.__class__ = QuantizedLinear
         assert isinstance(linear, QuantizedLinear), "its class was just set"
         linear.config = config
@@ -193,6 +200,10 @@ def quantize_(model: nn.Module, config: Config, filter_fn: Callable[[nn.Module, 
             _check(module, name, config.block_size)
         elif isinstance(config, NVFP4WeightOnlyConfig | NVFP4DynamicActivationNVFP4WeightConfig):
             _check(module, name, NVFP4_BLOCK)
+            if is_dtensor(module.weight):
+                raise InputError(
+                    f"the weight of {name or 'the model'} is a DTensor; only the MX configurations take one."
+                )
     for name, module in chosen:
         assert isinstance(module, nn.Linear), "checked above"
         _convert(module, name, config)

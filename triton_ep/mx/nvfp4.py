@@ -18,7 +18,7 @@ from triton_ep.mx import nvfp4_arithmetic as arithmetic
 from triton_ep.mx.formats import check_high_precision
 from triton_ep.mx.hadamard import check_signs
 from triton_ep.mx.nvfp4_arithmetic import E2M1_LARGEST, E4M3_LARGEST
-from triton_ep.mx.operations import SharedMemory
+from triton_ep.mx.operations import SharedMemory, is_dtensor
 from triton_ep.mx.serialize import NVFP4_PARTS, reduce_blocks
 from triton_ep.mx.swizzle import blocked_shape, from_blocked, to_blocked
 from triton_ep.ops import nvfp4 as ops
@@ -151,6 +151,8 @@ class NVFP4Tensor(SharedMemory):
         if isinstance(x, NVFP4Tensor):
             raise InputError("x is an NVFP4Tensor already; to_nvfp4(x.dequantize(), ...) changes its scales.")
         check_high_precision(x.dtype, "dtype of x")
+        if is_dtensor(x):
+            raise InputError("x is a DTensor, whose shards NVFP4 does not quantise; MXTensor.to_mx does.")
         if block_size != BLOCK or x.dim() == 0 or x.shape[-1] % BLOCK:
             raise InputError(
                 f"x is {list(x.shape)}, block_size {block_size}: NVFP4 has blocks of {BLOCK} of the last dimension."
