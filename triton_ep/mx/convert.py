@@ -100,7 +100,7 @@ class QuantizedLinear(nn.Linear):
     then, lets no other kind of tensor into a product.
     """
 
-    config: WeightConfig | NVFP4DynamicActivationNVFP4WeightConfig
+    config: WeightConfig | NVFP4Config
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features]."""

@@ -43,7 +43,7 @@ def cuts_blocks(func: Any, x: Any) -> InputError:
     )
 
 
-def is_dtensor(x: torch.Tensor) -> bool:
+def is_dtensor(x: Any) -> bool:
     """Whether this is a tensor of several ranks; torch's part for them is imported for tensors made of others only."""
     if not is_traceable_wrapper_subclass(x):
         return False
