@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import layout
+from triton_ep._agreement import check_agreement
 from triton_ep._names import ContextNames
 from triton_ep.aot.launch import Aot
 from triton_ep.config import EPConfig, as_integer
-from triton_ep.distributed import check_group, current_heap  # before kernels: decides whether they are interpreted
+from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
 from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed, WaitTimeout
 from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.kernels.device import codes
@@ -100,20 +101,15 @@ class DispatchCombineContext(ContextNames):
         aot: library to take kernels from; None: as TRITON_EP_AOT says.
 
         Raises:
-            ConfigError: the group does not fit the configuration.
+            ConfigError: on every rank, if the group does not fit the configuration, or the ranks have different ones.
             HeapError: not enough symmetric memory, on every rank of the group.
         """
         group = group if group is not None else dist.group.WORLD
         heap = heap if heap is not None else current_heap()
-        ranks = check_group(group)
-        if (ranks, dist.get_rank(group)) != (ep_config.world_size, ep_config.rank):
-            raise ConfigError(
-                f"EPConfig says rank {ep_config.rank} of {ep_config.world_size}, but this process is rank "
-                f"{dist.get_rank(group)} of {ranks} in the group. Take both from the group."
-            )
         aot = aot_for(None, None, heap) if aot is None else aot
         if not isinstance(capacity, int | float) or not capacity > 0:
             raise ConfigError(f"capacity must be a number above 0, got {capacity!r}.")
+        check_agreement(ep_config, group)
         return cls(ep_config, layout.initial_sizes(ep_config, capacity), group, heap, aot)
 
     # --- memory -----------------------------------------------------------------------------------------

@@ -64,6 +64,30 @@ def test_a_layer_meets_programs_halfway(run_ranks, nodes, ranks_per_node):
     run_ranks(_check_layer, nodes, ranks_per_node)
 
 
+def _check_agreement(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world = nodes * ranks_per_node
+    right = {**SIZES, "num_tot_experts": 4, "rank": rank, "world_size": world, "local_world_size": world, "num_sm": 2}
+    del right["num_experts"]
+    for name, wrong, text in (
+        # More experts change no size of a buffer here, but where splits are written.
+        ("num_tot_experts", 8, r"EPConfig.num_experts: 4 by rank 0; 8 by rank 1\. Give all"),
+        ("num_sm", 3, "EPConfig.num_sm: 2 by rank 0; 3 by rank 1"),
+        ("capacity", 64, "EPConfig.recv_capacity: None by rank 0; 64 by rank 1"),
+        ("rank", 0, "EPConfig says rank 0 of 2, but this process is rank 1"),
+    ):
+        given = {**right, name: wrong} if rank == 1 else right
+        with pytest.raises(ConfigError, match=text):
+            EPAll2AllLayer(dist.group.WORLD, **given)
+    EPAll2AllLayer(dist.group.WORLD, **right, timeout_s=20.0 + rank).finalize()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
+def test_ranks_that_differ_are_told(run_ranks, nodes, ranks_per_node):
+    """On all of them, by field, before anything is allocated; waits may have bounds of their own."""
+    run_ranks(_check_agreement, nodes, ranks_per_node)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
