@@ -27,6 +27,8 @@ class ScalingMode(StrEnum):
     @classmethod
     def parse(cls, mode: ScalingMode | str | Enum) -> ScalingMode:
         """The mode that a string, in any case, or an enum of the same names means; InputError if none."""
+        if isinstance(mode, cls):
+            return mode
         name = mode.name if isinstance(mode, Enum) else mode
         try:
             return cls(name.lower())

@@ -197,14 +197,16 @@ class MXTensor(SharedMemory):
         if self.block_dim != -1 and self.qdata.is_contiguous() and _has_kernel(self.qdata, self.block_size):
             form = {"block_size": self.block_size, "dim": self.block_dim}
             return mx_formats.dequantize(self.qdata, scale, self.elem_dtype, dtype, **form)
-        elements, scale = self.qdata.movedim(self.block_dim, -1), scale.movedim(self.block_dim, -1)
+        elements = self.qdata
+        if self.block_dim != -1:
+            elements, scale = elements.movedim(self.block_dim, -1), scale.movedim(self.block_dim, -1)
         if not _has_kernel(elements, self.block_size):
             values = arithmetic.dequantize(elements, scale, dtype, self.elem_format)
         elif _is_mxfp8(self.elem_format, self.block_size):
             values = mxfp8.dequantize_rows(_as_rows(elements), _as_rows(scale), dtype).view(elements.shape)
         else:
             values = mx_formats.dequantize(elements, scale, self.elem_dtype, dtype, block_size=self.block_size)
-        return values.movedim(-1, self.block_dim)
+        return values if self.block_dim == -1 else values.movedim(-1, self.block_dim)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], block_dim: int | None = None) -> MXTensor:
         """An MXTensor of what `fn` makes of the bytes of the elements, and of those of the scales."""
@@ -315,7 +317,8 @@ def _is_mxfp8(fmt: ElemFormat, block_size: int) -> bool:
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])  # -1 would be any number where nothing is in the other dimension
+    # -1 would be any number where nothing is in the other dimension.
+    return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def _quantize_rows(
@@ -326,6 +329,8 @@ def _quantize_rows(
         return arithmetic.quantize(rows, fmt, mode, block_size)
     if not _is_mxfp8(fmt, block_size):
         return mx_formats.quantize(rows, fmt.dtype, mode, block_size=block_size)
+    if rows.dim() == 2:  # every view that is not made is host time before the launch
+        return mxfp8.quantize_rows(rows, fmt.storage, mode)
     qdata, scale = mxfp8.quantize_rows(_as_rows(rows), fmt.storage, mode)
     return qdata.view(rows.shape), scale.view(*rows.shape[:-1], rows.shape[-1] // block_size)
 
@@ -334,16 +339,16 @@ def _quantize(
     x: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode, block_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements and scales of blocks along any dimension, laid out as `x` is."""
-    rows = x.movedim(block_dim, -1)
-    is_transposed = block_dim != -1 and rows.is_contiguous()
-    if block_dim == -1 or is_transposed:
+    if block_dim == -1:
+        qdata, scale = _quantize_rows(x, fmt, block_size, mode)
+    elif (rows := x.movedim(block_dim, -1)).is_contiguous():
         qdata, scale = (part.movedim(-1, block_dim) for part in _quantize_rows(rows, fmt, block_size, mode))
     elif _has_kernel(x, block_size):
         qdata, scale = mx_formats.quantize(x, fmt.dtype, mode, block_size=block_size, dim=block_dim)
     else:
         parts = (part.view(torch.uint8) for part in arithmetic.quantize(rows, fmt, mode, block_size))
         qdata, scale = (part.movedim(-1, block_dim).contiguous() for part in parts)
-    return qdata.view(fmt.storage), scale.view(SCALE_DTYPE)
+    return qdata if qdata.dtype == fmt.storage else qdata.view(fmt.storage), scale.view(SCALE_DTYPE)
 
 
 def _shards(

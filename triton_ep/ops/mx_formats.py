@@ -87,7 +87,7 @@ def _quantized_like(x: torch.Tensor, elem: str, block_size: int, dim: int) -> tu
     lambda x, elem, _, block_size, dim: _quantized_like(x, elem, block_size, dim),
 )
 def _mx_quantize(x: torch.Tensor, elem: str, mode: str, block_size: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    constexprs = {"MODE": MODES[ScalingMode(mode)], **_constexprs(elem_format(elem), block_size)}
+    constexprs = {"MODE": MODES[mode], **_constexprs(elem_format(elem), block_size)}
     x = x.contiguous()
     elements, scale = _quantized_like(x, elem, block_size, dim)
     if dim == -1:

@@ -15,7 +15,7 @@ from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, fp8_d
 from triton_ep.ops import library
 from triton_ep.ops.tuning import mx_blocks, mx_columns
 
-MODES = {
+MODES: dict[str, int] = {
     ScalingMode.RCEIL: MODE_RCEIL,
     ScalingMode.FLOOR: MODE_FLOOR,
     ScalingMode.CEIL: MODE_CEIL,
@@ -28,7 +28,7 @@ RCEIL_SATFINITE = "rceil_satfinite"
 
 
 def _constexprs(elem_dtype: torch.dtype, mode: str) -> dict[str, Any]:
-    code = MODE_RCEIL_SATFINITE if mode == RCEIL_SATFINITE else MODES[ScalingMode(mode)]
+    code = MODE_RCEIL_SATFINITE if mode == RCEIL_SATFINITE else MODES[mode]
     return {"MODE": code, "E5M2": elem_dtype == torch.float8_e5m2}
 
 
