@@ -10,18 +10,20 @@ import torch.distributed as dist
 from triton_ep.config import EPConfig
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError
+from triton_ep.heap.base import SymmetricHeap
 
 _OWN = {"rank", "timeout_s", "tuned"}
 _SHOWN_RANKS = 8
 
 
-def check_agreement(config: EPConfig, group: Any) -> None:
+def check_agreement(config: EPConfig, group: Any, heap: SymmetricHeap) -> None:
     """Raise unless the group is as the configuration says, and that is the same on all its ranks. Collective.
 
     Each rank may have a `timeout_s` of its own.
 
     Raises:
         ConfigError: on every rank, with the field and who has which value; no such group on this rank alone.
+        PeerFailed: a rank did not come.
     """
     ranks, rank = check_group(group), dist.get_rank(group)
     mistake = None
@@ -32,8 +34,7 @@ def check_agreement(config: EPConfig, group: Any) -> None:
         )
     mine: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _OWN}
     mine["tuned"] = config.shape().tuned
-    told: list[Any] = [None] * ranks
-    dist.all_gather_object(told, (mistake, mine), group=group)
+    told = heap.gather((mistake, mine), group)
     if mistake is not None:
         raise ConfigError(mistake)
     for other, (error, _) in enumerate(told):

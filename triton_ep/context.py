@@ -109,7 +109,7 @@ class DispatchCombineContext(ContextNames):
         aot = aot_for(None, None, heap) if aot is None else aot
         if not isinstance(capacity, int | float) or not capacity > 0:
             raise ConfigError(f"capacity must be a number above 0, got {capacity!r}.")
-        check_agreement(ep_config, group)
+        check_agreement(ep_config, group, heap)
         return cls(ep_config, layout.initial_sizes(ep_config, capacity), group, heap, aot)
 
     # --- memory -----------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class SymmetricHeap(ABC):
 
     def pes(self, group: Any = None) -> torch.Tensor:
         """[n] int32 on the device: world rank of every member of `group`; collective over it."""
-        return torch.tensor(self._gather(self.rank, group), dtype=torch.int32, device=self.device)
+        return torch.tensor(self.gather(self.rank, group), dtype=torch.int32, device=self.device)
 
     def barrier(self, group: Any = None) -> None:
         """Wait on the host until all members of `group` have come here; work on streams is not awaited.
@@ -147,7 +147,7 @@ class SymmetricHeap(ABC):
             PeerFailed: a member is gone, or late.
         """
         self._check_open()
-        self._gather(None, group)  # not dist.barrier: with NCCL that would be a kernel
+        self.gather(None, group)  # not dist.barrier: with NCCL that would be a kernel
 
     @abstractmethod
     def close(self) -> None:
@@ -178,7 +178,7 @@ class SymmetricHeap(ABC):
         sizes, lacking = None, True
         try:
             own = _Piece(self.rank, offset, nbytes, self.available(), self._arena.size)
-            pieces = self._gather(own, group)
+            pieces = self.gather(own, group)
             sizes, lacking = sorted({piece.asked for piece in pieces}), bool(_lacking(pieces))
         finally:
             if offset is not None and (lacking or sizes != [nbytes]):
@@ -197,8 +197,8 @@ class SymmetricHeap(ABC):
             f"are free in one piece. {self.remedy.format(gib=needed)}"
         )
 
-    def _gather(self, value: Any, group: Any) -> list[Any]:
-        """What every member of `group` gave.
+    def gather(self, value: Any, group: Any) -> list[Any]:
+        """What every member of `group` gave; collective over it.
 
         Raises:
             ConfigError: this rank is not a member.
@@ -214,7 +214,8 @@ class SymmetricHeap(ABC):
             peer = self._await_failed_peer()
             who = "a rank of the group" if peer is None else f"rank {peer}"
             raise PeerFailed(
-                f"rank {self.rank} met the other ranks in the symmetric heap, but {who} is gone or late: {error}"
+                f"rank {self.rank} met the other ranks in the symmetric heap, but {who} is gone or late (its own error "
+                f"says why): {error}"
             ) from error
         return told
 

@@ -72,7 +72,7 @@ class HostHeap(SymmetricHeap):
     def _map_all(self) -> None:
         """Make this rank's memory and map that of all ranks; collective over the world."""
         os.ftruncate(self._fd, _CONTROL_BYTES + self._arena.size)
-        told = self._gather((socket.gethostname(), os.getpid(), self._fd, self._arena.size), None)
+        told = self.gather((socket.gethostname(), os.getpid(), self._fd, self._arena.size), None)
         hosts = sorted({host for host, *_ in told})
         if len(hosts) > 1:
             raise HeapError(
@@ -90,7 +90,7 @@ class HostHeap(SymmetricHeap):
                 if error.errno == errno.ENOMEM
                 else "The ranks must run as one user, in one container."
             )
-        failures = [text for text in self._gather(failure, None) if text]
+        failures = [text for text in self.gather(failure, None) if text]
         if failures:
             raise HeapError(failures[0])
 

@@ -117,7 +117,7 @@ class NvshmemHeap(SymmetricHeap):
 
     def _check_placement(self) -> None:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        told = self._gather((socket.gethostname(), uuid, os.getpid()), None)
+        told = self.gather((socket.gethostname(), uuid, os.getpid()), None)
         places = [(host, gpu) for host, gpu, _ in told]
         for rank, (host, gpu) in enumerate(places):
             first = places.index((host, gpu))
@@ -141,7 +141,7 @@ class NvshmemHeap(SymmetricHeap):
             uid = nvshmem.core.get_unique_id(empty=self.rank != 0)
         except ImportError as error:
             failure = f"rank {self.rank} cannot load nvshmem4py: {error}"
-        told = self._gather((failure, uid), None)
+        told = self.gather((failure, uid), None)
         failures = [text for text, _ in told if text]
         if failures:
             major = (torch.version.cuda or "13").split(".")[0]
@@ -160,10 +160,10 @@ class NvshmemHeap(SymmetricHeap):
         torch.cuda.empty_cache()  # what torch keeps for itself but does not use
         free, _ = torch.cuda.mem_get_info(self.device)
         # nvshmem_malloc is collective and ends the process on a CUDA error: ask only for what is there.
-        if min(self._gather(free, None)) < size + _OWN_BYTES:
+        if min(self.gather(free, None)) < size + _OWN_BYTES:
             return False
         base = self._bindings.malloc(size)
-        if min(self._gather(base, None)) == 0:
+        if min(self.gather(base, None)) == 0:
             if base:
                 raise HeapError(f"nvshmem_malloc({size}) succeeded on rank {self.rank} and failed on another.")
             return False
