@@ -37,9 +37,15 @@ def main(arguments: argparse.Namespace) -> None:
         return
     wanted = [_condition(text) for text in arguments.where]
     rows = bench_rows.read_rows(Path(arguments.rows))
-    rows = [row for row in rows if all(row[name] in values for name, values in wanted)]
+    kept = [row for row in rows if all(row[name] in values for name, values in wanted)]
     named = arguments.lines.split(",") if arguments.lines else [""]
-    draw_times([row for row in rows if any(part in series_of(row) for part in named)], out)
+    drawn = [row for row in kept if any(part in series_of(row) for part in named)]
+    if rows and not drawn:
+        raise InputError(
+            f"of the {len(rows)} rows of {arguments.rows} --where leaves {len(kept)}, and --lines none of these. Their "
+            f"lines are {', '.join(sorted({series_of(row) for row in kept or rows}))}."
+        )
+    draw_times(drawn, out)
 
 
 def check_picture(out: Path) -> None:
