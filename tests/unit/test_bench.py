@@ -356,7 +356,7 @@ def test_picture_of_stored_rows(tmp_path: Path) -> None:
     for wrong in (["--where", "speed=1"], ["--where", "op"], ["--routing", "uniform"]):
         with pytest.raises(ConfigError):
             cli.run(parser.parse_args([*words, *wrong]))
-    with pytest.raises(InputError, match="of the 19 rows .* --where leaves 0"):
+    with pytest.raises(InputError, match=r"of the 19 rows .* --where leaves 0"):
         cli.run(parser.parse_args([*words, "--where", "ranks=8"]))
 
 
