@@ -18,13 +18,16 @@ import torch.distributed as dist
 
 from triton_ep import EPAll2AllLayer, MXTensor
 from triton_ep.aot.store import architectures, default_folder
-from triton_ep.testing import apply_experts, make_workload
+from triton_ep.plans.compact import fp8_elements
+from triton_ep.testing import Workload, apply_experts, make_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, TOPK, EXPERTS = 7168, 8, 256
+SHORT = fp8_elements(HIDDEN, HIDDEN // 128)
 
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {"enable_local_combine": True},
+    "compact": {"enable_local_combine": True},
     "mxfp8": {"payload": "mxfp8", "alignment": 128},
     "nodes": {"payload": "mxfp8"},
     "low_latency": {"payload": "mxfp8", "alignment": 128, "low_latency": True, "capacity": 128 * 1024},
@@ -51,6 +54,20 @@ def _bits(x: torch.Tensor | MXTensor | None, rows: int) -> list[torch.Tensor]:
     return [part[:rows].contiguous().view(torch.uint8) for part in parts]
 
 
+def _of_compact(layer: EPAll2AllLayer, work: Workload, width: int) -> list[torch.Tensor]:
+    """A row per (token, rank) of both lengths, by a handle too, and back; shorter rows by expert."""
+    idx, weights, short = work.topk_idx, work.topk_weights, {"row_elements": width}
+    results: list[torch.Tensor] = []
+    for x, length in ((work.x, {}), (work.x[:, :width].contiguous(), short)):
+        rows = layer.dispatch_compact(x, idx, weights, **length)
+        assert rows.topk_weights is not None
+        results += [rows.x, rows.topk_idx, rows.topk_weights]
+        results.append(layer.dispatch_compact_again(x, rows.layout_desc, **length)[0])
+        y = torch.ones(rows.x.shape[0], work.x.shape[1], dtype=work.x.dtype, device=work.x.device)
+        results += [layer.combine(y, rows.layout_desc), layer.combine_topk(rows.topk_weights, rows.layout_desc)[0]]
+    return results + list(layer.dispatch_short(x, idx, weights, **short)[:2])
+
+
 def _check_bits(rank: int, nodes: int, ranks_per_node: int, case: str, folder: str) -> None:
     world, device = nodes * ranks_per_node, torch.device("cuda", torch.cuda.current_device())
     options = CASES[case]
@@ -66,6 +83,9 @@ def _check_bits(rank: int, nodes: int, ranks_per_node: int, case: str, folder: s
                 work = make_workload(
                     rank, world, tokens, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS, seed=seed, device=device
                 )
+                if case == "compact":
+                    results += [result.clone() for result in _of_compact(layer, work, SHORT)]
+                    continue
                 recv_x, weights, desc = layer.dispatch(work.x, work.topk_idx, work.topk_weights)
                 rows = int(desc.expert_offsets[-1])
                 results += [*_bits(recv_x, rows), *_bits(weights, rows), desc.expert_offsets.clone()]
@@ -84,7 +104,8 @@ def _check_bits(rank: int, nodes: int, ranks_per_node: int, case: str, folder: s
 @pytest.mark.plain
 @pytest.mark.parametrize(
     ("nodes", "ranks_per_node", "case"),
-    [(1, w, case) for w in (4, 8) for case in ("bf16", "mxfp8", "low_latency")] + [(2, 2, "nodes"), (2, 4, "nodes")],
+    [(1, w, case) for w in (4, 8) for case in ("bf16", "compact", "mxfp8", "low_latency")]
+    + [(2, 2, "nodes"), (2, 4, "nodes")],
 )
 def test_layers_give_the_bits_of_the_jit(
     run_ranks: Callable[..., Any], backend: str, library: Path, nodes: int, ranks_per_node: int, case: str
