@@ -299,8 +299,7 @@ def _late(rank, nodes, ranks_per_node, where):
     dist.barrier()
     start = time.monotonic()
     if rank == 1:
-        time.sleep(3)
-        result = None
+        result = None  # it comes to the barrier when the others have given up
     elif where == "dispatch":
         result = _caught(lambda: layer.dispatch(*_inputs(rank)), WaitTimeout)
     else:
@@ -332,7 +331,7 @@ def test_a_late_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_
         assert caught[0] == "WaitTimeout" and "missing rank" in caught[1]
         if where == "dispatch" or rank // ranks_per_node == 1 // ranks_per_node:
             assert "missing rank 1;" in caught[1], caught[1]
-        assert took < 2.9
+        assert 1 <= took < 10, "of the layer's time limit, not of the process group's"
 
 
 TIME_LIMIT_S = 8.0
