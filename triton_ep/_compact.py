@@ -7,7 +7,7 @@ out as they are, and combine starts from them: nothing is summed on the experts'
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from triton_ep import checks
 from triton_ep._dispatch_steps import DispatchSteps, Received
-from triton_ep.config import EPConfig
+from triton_ep.config import EPConfig, with_hidden
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
 from triton_ep.layout import HOST_REJECTED, HOST_SHORT, HOST_WEIGHTS, placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
@@ -264,7 +264,7 @@ class CompactCalls(DispatchSteps):
                 f"row_elements is {row_elements}; rows of the layer have {cfg.hidden} elements. Pass 1 to "
                 f"{cfg.hidden}, the same on all ranks."
             )
-        return replace(cfg, hidden=row_elements)
+        return with_hidden(cfg, row_elements)
 
     def _check_compact(self, x: Any, topk_idx: Any, weights: Any, num_rows: int | None, cfg: EPConfig) -> None:
         """Raise what this rank sees in its arguments, on this rank as InputError, on the others as they learn of it.

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -193,3 +194,9 @@ class EPConfig:
         dtype, half the bytes: the partial sums of ranks and of nodes are then rounded as well.
         """
         return self.token_dtype if self.enable_local_combine else torch.float32
+
+
+@lru_cache(maxsize=256)
+def with_hidden(config: EPConfig, hidden: int) -> EPConfig:
+    """The same for rows of `hidden` elements; kept, because calls ask for it each time."""
+    return replace(config, hidden=hidden)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
+from triton_ep.config import with_hidden
 from triton_ep.context import DispatchCombineContext
 from triton_ep.layout import Sizes
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
@@ -45,7 +46,7 @@ def short_rows(ctx: DispatchCombineContext, width: int) -> DispatchCombineContex
     if width == ctx.config.hidden:
         return ctx
     short = copy.copy(ctx)
-    short.config = replace(ctx.config, hidden=width)
+    short.config = with_hidden(ctx.config, width)
     short.sizes = Sizes(short.config, ctx.sizes.arrival_rows, ctx.sizes.output_rows)
     return short
 

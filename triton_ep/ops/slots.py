@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
+from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
 from triton_ep.errors import ConfigError
 from triton_ep.layout import Sizes
@@ -82,14 +84,19 @@ def to_slots(
 
 def narrow_rows(ctx: DispatchCombineContext, columns: int) -> DispatchCombineContext:
     """The same context, with float32 rows of up to `columns` elements that fit into the rows of the buffers."""
-    cfg, sizes = ctx.config, ctx.sizes
-    shape = narrow_shape(cfg.shape(), columns)
+    narrow = copy.copy(ctx)
+    narrow.config = _narrow(ctx.config, columns)
+    narrow.sizes = Sizes(narrow.config, ctx.sizes.arrival_rows, ctx.sizes.output_rows)
+    return narrow
+
+
+@lru_cache(maxsize=256)
+def _narrow(config: EPConfig, columns: int) -> EPConfig:
+    """Kept, because every backward pass asks for it."""
+    shape = narrow_shape(config.shape(), columns)
     if shape is None:
         raise ConfigError(
-            f"rows of {cfg.hidden} {cfg.token_dtype} are too short to carry gradients of routing weights. "
+            f"rows of {config.hidden} {config.token_dtype} are too short to carry gradients of routing weights. "
             "Use a larger hidden size, or float32 rows."
         )
-    narrow = copy.copy(ctx)
-    narrow.config = replace(cfg, hidden=shape.hidden, token_dtype=torch.float32, payload=None)
-    narrow.sizes = Sizes(narrow.config, sizes.arrival_rows, sizes.output_rows)
-    return narrow
+    return replace(config, hidden=shape.hidden, token_dtype=torch.float32, payload=None)
