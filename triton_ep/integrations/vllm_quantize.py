@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ _TILES = ("is_scale_swizzled", "is_nvfp4_scale_swizzled", "is_fp4_scale_swizzled
 def scales_in_tiles(config: Any) -> bool:
     """Whether a quantisation asks for scales in tiles; counts for formats with a scale per 16 or 32 values."""
     return any(getattr(config, name, False) for name in _TILES)
+
+
+@lru_cache(maxsize=16)
+def _names_of_tiles(quantize: Callable[..., Any]) -> tuple[str, ...]:
+    """What the function calls that choice. Kept: reading a signature takes longer than a launch."""
+    parameters = inspect.signature(quantize).parameters
+    return tuple(name for name in _TILES if name in parameters)
 
 
 def quantize_rows(
@@ -39,9 +47,8 @@ def quantize_rows(
     of_tensor = scale is None and not config.per_act_token_quant and config.block_shape is None
     if in_use is not None and of_tensor and not isinstance(config.quant_dtype, str):
         rows = rows.masked_fill(~in_use().unsqueeze(-1), 0.0)
-    parameters = inspect.signature(quantize).parameters
     told = any(hasattr(config, name) for name in _TILES)
-    options = {name: scales_in_tiles(config) for name in _TILES if told and name in parameters}
+    options = {name: scales_in_tiles(config) for name in (_names_of_tiles(quantize) if told else ())}
     data, scales = quantize(
         rows.reshape(-1, rows.shape[-1]),
         scale,

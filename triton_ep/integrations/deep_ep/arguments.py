@@ -26,15 +26,15 @@ def check_counts(num_tokens_per_expert: Any, expert_alignment: int) -> int:
     """Experts over all ranks: the length of that table.
 
     Raises:
-        InputError: no such table, or an alignment below 1.
+        InputError: no such table, or an alignment that is no integer of at least 1.
     """
     if not isinstance(num_tokens_per_expert, torch.Tensor) or num_tokens_per_expert.dim() != 1:
         raise InputError(
             "dispatch without a handle needs num_tokens_per_expert [E] of get_dispatch_layout, whose length says how "
             "many experts there are, and topk_idx or is_token_in_rank."
         )
-    if expert_alignment < 1:
-        raise InputError(f"expert_alignment is {expert_alignment}; it must be at least 1.")
+    if expert_alignment < 1 or expert_alignment != int(expert_alignment):
+        raise InputError(f"expert_alignment is {expert_alignment}; it must be an integer of at least 1.")
     return num_tokens_per_expert.shape[0]
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from triton_ep._compact import CompactRows
+from triton_ep.config import as_integer
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
 from triton_ep.integrations.deep_ep.arguments import (
     add,
@@ -173,7 +174,7 @@ class Buffer(LowLatencyCalls):
         if previous_event is not None:
             previous_event.current_stream_wait()
         per_node = self._layers.ranks_per_node
-        found = token_layout(topk_idx, int(num_experts), self.group_size, per_node)
+        found = token_layout(topk_idx, as_integer("num_experts", num_experts), self.group_size, per_node)
         nodes = None if per_node == self.group_size else found.tokens_per_node
         event = Buffer.capture() if async_finish else EventOverlap()
         return found.tokens_per_rank, nodes, found.entries_per_expert, found.in_rank, event

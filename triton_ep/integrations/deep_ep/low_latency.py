@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from triton_ep.config import as_integer
 from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
 from triton_ep.integrations.deep_ep.config import low_latency_bytes
 from triton_ep.integrations.deep_ep.fp8 import CHANNELS, check_quantizable, pack_rows, quantize_rows, unpack_rows
@@ -97,7 +98,8 @@ class LowLatencyCalls:
             raise InputError("dispatch_wait_recv_cost_stats is not filled. Pass None.")
         if async_finish and return_recv_hook:
             raise InputError("async_finish=True and return_recv_hook=True were asked for in one call. Choose one.")
-        most, num_experts = int(num_max_dispatch_tokens_per_rank), int(num_experts)
+        most = as_integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
+        num_experts = as_integer("num_experts", num_experts)
         self._check_low_latency(most, x.shape[-1])
         hidden = width = x.shape[1]
         if use_fp8:
