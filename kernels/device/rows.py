@@ -145,13 +145,25 @@ def push_meta(
 
 
 @triton.jit
+def _popcount(x):
+    """Bits set in each element of a uint32 tensor, as int32."""
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
 def compact_position(here):
-    """[n, KP]: where each entry goes when those `here` come first, in k order, and then the others."""
-    if here.shape[1] == 1:  # Triton 3.6 does not compile every scan of one element
-        return tl.zeros(here.shape, tl.int32)
+    """[n, KP]: where each entry goes when those `here` come first, in k order, and then the others.
+
+    By bits of a word, KP <= 32: Triton 3.6 does not compile every scan of two elements with 16 warps.
+    """
     k = tl.arange(0, here.shape[1])[None, :]
-    before = tl.cumsum(here.to(tl.int32), axis=1) - here.to(tl.int32)
-    return tl.where(here, before, tl.sum(here.to(tl.int32), axis=1)[:, None] + k - before)
+    bit = tl.full(here.shape, 1, tl.uint32) << k.to(tl.uint32)
+    among = tl.sum(tl.where(here, bit, 0), axis=1)[:, None]
+    before = _popcount(among & (bit - 1))
+    return tl.where(here, before, _popcount(among) + k - before)
 
 
 @triton.constexpr_function
