@@ -22,6 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def environment_of_programs() -> dict[str, str]:
+    """Environment in which a program finds this checkout first, then what it finds anyway, and takes one thread."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
 class Program:
     """A running program; what it writes is there when it has ended."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 from tests.mx.blocks import DEVICE, MODES, random_bits, structured
 from triton_ep.mx.formats import ALL_FORMATS
@@ -167,13 +168,31 @@ def test_layers_train_compiled(kind: Any, config: Any, backend: str) -> None:
 
 @pytest.mark.gpu
 def test_models_train_compiled() -> None:
-    """Two layers and what is between them, forward and backward, in one graph."""
+    """Two layers and what is between them, forward and backward, in one graph.
+
+    Inductor keeps the values between operations that it fuses in float32, where eager mode rounds them to bf16, and
+    what is quantised behind that may round the other way. Told to round as well, it agrees with eager mode; left
+    alone, its gradients are as close to those without quantisation as those of eager mode are.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(MXLinear(256, 512), nn.GELU(), MXLinear(512, 256)).to("cuda", torch.bfloat16)
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True)
+    exact = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to("cuda", torch.float64)
+    exact.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+    compiled, rounding = (torch.compile(copy.deepcopy(model), fullgraph=True) for _ in range(2))
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     for each in (model, compiled):
         each(x).square().mean().backward()
-    for (name, one), (_, other) in zip(model.named_parameters(), compiled.named_parameters(), strict=True):
-        error = (one.grad - other.grad).float().norm() / one.grad.float().norm()
-        assert error < 0.03, name
+    with inductor_config.patch(emulate_precision_casts=True):
+        torch._dynamo.reset()
+        rounding(x).square().mean().backward()
+    exact(x.double()).square().mean().backward()
+    trained = (model, compiled._orig_mod, rounding._orig_mod)
+    for name, truth in exact.named_parameters():
+        eager, fused, rounded = (each.get_parameter(name).grad for each in trained)
+        assert _distance(rounded, eager) < 0.03, name
+        assert _distance(fused, truth.grad) < 1.05 * _distance(eager, truth.grad), name
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Of `one` from `other`, as a part of the other."""
+    return ((one.double() - other.double()).norm() / other.double().norm()).item()

@@ -1,6 +1,5 @@
 """examples/08_te_autocast.py, as its first lines say."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.programs import environment_of_programs
 from triton_ep.runtime import INTERPRETING
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ RANKS = 2 if INTERPRETING else max(n for n in (1, 2, 4) if n <= torch.cuda.devic
 def test_te_example_says_what_mxfp8_rounds() -> None:
     """Every rank has the noise of both recipes; the example itself asserts that it is small."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = environment_of_programs()
     done = subprocess.run(
         [*command, ROOT / "examples/08_te_autocast.py"],
         cwd=ROOT,

@@ -4,14 +4,13 @@ import ast
 import dataclasses
 import inspect
 import math
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.programs import run_program
+from tests.programs import environment_of_programs, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,7 +49,7 @@ def test_python_block_runs(info: str, text: str, tmp_path: Path) -> None:
         return
     script = tmp_path / "block.py"
     script.write_text(text + "\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = environment_of_programs()
     done = run_program([script], environment, tmp_path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 

@@ -1,6 +1,5 @@
 """Every example runs as its first lines say: bare, under torchrun, under mpirun."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from textwrap import indent
 import pytest
 import torch
 
-from tests.programs import run_program
+from tests.programs import environment_of_programs, run_program
 from triton_ep.runtime import INTERPRETING
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +34,7 @@ def _run(command: Sequence[str | Path]) -> str:
 
     It is what stands behind `python`, or begins with mpirun, which starts Python itself.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = environment_of_programs()
     if Path(command[0]).name == "mpirun":
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
     else:
