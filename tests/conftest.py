@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import triton_ep.runtime  # noqa: F401  before triton: decides whether kernels are interpreted or compiled
+from triton_ep.distributed import most_gpu_ranks
 from triton_ep.testing import RankPool
 
 # Files that take longest, these first: a process that begins one last works on alone while others have nothing left.
@@ -60,9 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Of ranks on GPUs there is one world size at a time, so there it decides first.
     """
-    import torch
-
-    num_gpus = torch.cuda.device_count()
+    num_gpus = most_gpu_ranks()
     on_gpus = config.getoption("--backend") == "nvshmem"
     for item in items:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
@@ -119,12 +118,11 @@ def run_ranks(
     Runs function(rank, nodes, ranks_per_node, *args, **kwargs) in nodes * ranks_per_node ranks and returns
     what they return. `timeout_s` and `return_exceptions` are those of `RankPool.run`.
     """
-    import torch
 
     def run(function: Callable[..., Any], nodes: int, ranks_per_node: int, *args: Any, **kwargs: Any) -> list[Any]:
         key = (nodes * ranks_per_node, backend)
-        if backend == "nvshmem" and key[0] > torch.cuda.device_count():
-            pytest.skip(f"needs {key[0]} GPUs, there are {torch.cuda.device_count()}")
+        if backend == "nvshmem" and key[0] > most_gpu_ranks():
+            pytest.skip(f"needs {key[0]} GPUs, there are {most_gpu_ranks()}")
         if key not in _pools:
             while _pools and backend == "nvshmem":
                 _pools.popitem()[1].close()

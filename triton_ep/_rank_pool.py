@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 
 from triton_ep._rank_process import CASE_TIMEOUT_S, START_TIMEOUT_S, RankError, RankHang, RankProcess
+from triton_ep.distributed import most_gpu_ranks
 from triton_ep.errors import ConfigError, InputError, PeerFailed
 
 # After the first failure the others get this long to notice (PeerFailed) before they are killed.
@@ -47,10 +48,10 @@ class RankPool:
             raise ConfigError(f'backend is {backend!r}; a RankPool has "host" and "nvshmem"')
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}; a RankPool has at least 1 rank")
-        if backend == "nvshmem" and world_size > torch.cuda.device_count():
+        if backend == "nvshmem" and world_size > most_gpu_ranks():
             raise ConfigError(
                 f"a RankPool of {world_size} nvshmem ranks needs as many GPUs, this machine has "
-                f'{torch.cuda.device_count()}. Use fewer ranks or backend="host".'
+                f'{torch.cuda.device_count()}. Use fewer ranks, backend="host", or TRITON_EP_RANKS_PER_GPU.'
             )
         self.world_size = world_size
         self.backend = backend

@@ -59,7 +59,7 @@ def _join(backend: str, rank: int, world_size: int, port: int) -> None:
     from triton_ep.distributed import initialize_distributed
 
     if backend == "nvshmem":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     initialize_distributed(backend=backend, store=store, rank=rank, world_size=world_size, timeout_s=limit_s)
 
 

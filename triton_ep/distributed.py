@@ -127,6 +127,11 @@ def default_heap_bytes(backend: str = "auto") -> int:
     return read_environment().heap_bytes or module.DEFAULT_BYTES
 
 
+def most_gpu_ranks() -> int:
+    """Ranks that this host can have on GPUs: one each, or TRITON_EP_RANKS_PER_GPU of them."""
+    return torch.cuda.device_count() * read_environment().ranks_per_gpu
+
+
 def finalize_distributed() -> None:
     """Close the heap, and the process group if `initialize_distributed` made it. Collective, idempotent."""
     global _job
@@ -203,12 +208,14 @@ def _choose_gpu(backend: str, local_rank: int | None) -> None:
     """Take the GPU with the number of this rank on its host; keep the current one where nobody says."""
     if backend != "nvshmem" or local_rank is None:
         return
-    count = torch.cuda.device_count()
-    if local_rank >= count > 1 or count == 0:
+    count, places = torch.cuda.device_count(), most_gpu_ranks()
+    # A launcher may show every rank a GPU of its own, as the only one.
+    if local_rank >= places and places != 1:
         raise ConfigError(
-            f"this is rank {local_rank} of its host, which shows {count} GPUs. Start at most one rank per GPU."
+            f"this is rank {local_rank} of its host, which shows {count} GPUs. Start at most one rank per GPU, or let "
+            "TRITON_EP_RANKS_PER_GPU of them share one, in time slices."
         )
-    torch.cuda.set_device(local_rank if count > 1 else 0)
+    torch.cuda.set_device(local_rank % count)
 
 
 def _make_group(backend: str, place: Place, timeout_s: float) -> None:
@@ -277,7 +284,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int | None = None, *args:
         EPError: a rank raised or died; the message has its traceback. The other ranks are ended.
         ConfigError: more ranks than GPUs.
     """
-    num_gpus = 0 if INTERPRETING else torch.cuda.device_count()
+    num_gpus = 0 if INTERPRETING else most_gpu_ranks()
     if num_ranks is None:
         num_ranks = 4 if INTERPRETING else max(n for n in (1, 2, 4) if n <= max(num_gpus, 1))
     if num_ranks < 1:

@@ -13,6 +13,7 @@ and these override a choice:
     TRITON_INTERPRET                  1 interprets kernels on CPU ranks, 0 compiles them
     TRITON_EP_HEAP_SIZE               bytes of the symmetric heap per rank; suffixes K, M, G (powers of 1024)
     NVSHMEM_SYMMETRIC_SIZE            the same, by NVSHMEM's own name; asked second
+    TRITON_EP_RANKS_PER_GPU           most ranks that may share a GPU, in time slices; unset: 1. For tests
     TRITON_EP_AOT                     1: kernels come from the ahead-of-time library, in all layers and outside of them;
                                       prefer: those that it has; 0: where a layer asks for it
     TRITON_EP_AOT_DIR                 folder of the ahead-of-time library
@@ -48,6 +49,7 @@ class Environment:
         master_addr, master_port: where the ranks meet.
         agent_listens: a process of the launcher listens there; otherwise rank 0 has to.
         heap_bytes: symmetric heap per rank.
+        ranks_per_gpu: most ranks that may share a GPU.
         nvshmem: NVSHMEM's own variables that are set.
         tuned: path of a table of tuned choices.
         backward_override: NVTE_BACKWARD_OVERRIDE, which recipes check.
@@ -66,6 +68,7 @@ class Environment:
     master_port: int | None = None
     agent_listens: bool = False
     heap_bytes: int | None = None
+    ranks_per_gpu: int = 1
     nvshmem: tuple[str, ...] = ()
     tuned: str | None = None
     backward_override: str | None = None
@@ -84,12 +87,16 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     port = _integer(env, "MASTER_PORT")
     if port is not None and not 0 < port < 2**16:
         raise ConfigError(f"MASTER_PORT={port} in the environment is no port: 1 to {2**16 - 1}.")
+    ranks_per_gpu = _integer(env, "TRITON_EP_RANKS_PER_GPU")
+    if ranks_per_gpu is not None and ranks_per_gpu < 1:
+        raise ConfigError(f"TRITON_EP_RANKS_PER_GPU={ranks_per_gpu} in the environment; a GPU takes at least 1 rank.")
     return Environment(
         triton_interpret=_truth(env, "TRITON_INTERPRET"),
         master_addr=env.get("MASTER_ADDR") or None,
         master_port=port,
         agent_listens=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         heap_bytes=parse_bytes(heap, env[heap]) if heap else None,
+        ranks_per_gpu=ranks_per_gpu or 1,
         nvshmem=tuple(sorted(name for name in env if name.startswith("NVSHMEM_"))),
         tuned=env.get("TRITON_EP_TUNED") or None,
         backward_override=env.get("NVTE_BACKWARD_OVERRIDE") or None,

@@ -24,7 +24,7 @@ import triton_ep
 from tests.bench import link_bytes
 from tests.programs import run_program
 from triton_ep.bench import exchange, plot, providers, record, routing, rows, run, timing, traffic
-from triton_ep.bench.job import Job, Place, WrongResult
+from triton_ep.bench.job import Job, Place, WrongResult, join
 from triton_ep.bench.origins import coded_rows, first_difference
 from triton_ep.bench.settings import Case, Settings, Shape
 from triton_ep.cli import bench as cli
@@ -261,6 +261,16 @@ def test_settings_that_cannot_work_are_refused(words: str) -> None:
     cli.add_arguments(parser)
     with pytest.raises(ConfigError):
         cli.settings_of(parser.parse_args(["dispatch", *TINY, *words.split()]), 2, interpreting=True)
+
+
+def test_time_slices_are_not_measured(monkeypatch) -> None:
+    """Ranks that may share a GPU are for tests."""
+    monkeypatch.setenv("TRITON_EP_RANKS_PER_GPU", "2")
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    settings = cli.settings_of(parser.parse_args(["barrier", "--commit", "a"]), 8, interpreting=False)
+    with pytest.raises(ConfigError, match="TRITON_EP_RANKS_PER_GPU=2 is for tests"):
+        join(settings)
 
 
 def test_presets_and_defaults() -> None:

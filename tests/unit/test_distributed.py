@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.programs import Program, run_program
+from triton_ep import distributed
 from triton_ep.distributed import (
     current_heap,
     default_heap_bytes,
@@ -26,7 +27,8 @@ from triton_ep.distributed import (
     local_world_size,
     run_ranks,
 )
-from triton_ep.errors import ConfigError, EPError, FinalizedError, PeerFailed
+from triton_ep.errors import ConfigError, EPError, FinalizedError, HeapError, PeerFailed
+from triton_ep.heap.nvshmem import check_sharing
 from triton_ep.runtime import INTERPRETING
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +95,32 @@ def _join_existing_group(folder: str, port: int) -> None:
     assert _sum_of_ranks() == 1
     dist.destroy_process_group()
     Path(folder, f"{rank}").touch()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "most", "local_ranks", "taken"),
+    [(8, 1, (0, 5, 7), [0, 5, 7]), (1, 1, (0, 3), [0, 0]), (2, 4, (0, 1, 2, 7), [0, 1, 0, 1]), (1, 4, (0, 3), [0, 0])],
+)
+def test_ranks_take_the_gpus_in_turn(monkeypatch, gpus, most, local_ranks, taken) -> None:
+    """One each, the only one that a launcher shows, or as many on each as may share it."""
+    monkeypatch.setenv("TRITON_EP_RANKS_PER_GPU", str(most))
+    found: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    for local_rank in local_ranks:
+        distributed._choose_gpu("nvshmem", local_rank)
+    assert found == taken
+    if gpus * most > 1:
+        with pytest.raises(ConfigError, match=f"rank {gpus * most} of its host, which shows {gpus} GPUs"):
+            distributed._choose_gpu("nvshmem", gpus * most)
+
+
+def test_ranks_that_share_a_gpu_are_named() -> None:
+    """Only those on one GPU of one host count, and only beyond what is allowed."""
+    places = [("a", "0"), ("a", "1"), ("b", "0"), ("a", "0")]
+    check_sharing(places, 2)
+    with pytest.raises(HeapError, match="ranks 0, 3 use the same GPU 0 of a, at most 1 may"):
+        check_sharing(places, 1)
 
 
 def launched_rank() -> int:

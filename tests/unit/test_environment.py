@@ -115,6 +115,12 @@ def test_heap_size_is_our_variable_then_that_of_nvshmem() -> None:
     assert read_environment({}).heap_bytes is None
 
 
+def test_a_gpu_takes_one_rank_unless_told() -> None:
+    """An empty variable says nothing."""
+    found = [read_environment({"TRITON_EP_RANKS_PER_GPU": text}).ranks_per_gpu for text in ("", "1", "4")]
+    assert [read_environment({}).ranks_per_gpu, *found] == [1, 1, 1, 4]
+
+
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("ON", True), ("0", False), ("no", False), ("", None)])
 def test_interpreter_switch(text: str, value: bool | None) -> None:
     """The words that Triton takes for yes and no."""
@@ -127,6 +133,8 @@ def test_interpreter_switch(text: str, value: bool | None) -> None:
         ({"TRITON_INTERPRET": "maybe"}, "TRITON_INTERPRET='maybe'"),
         ({"TRITON_EP_HEAP_SIZE": "plenty"}, "TRITON_EP_HEAP_SIZE='plenty'"),
         ({"TRITON_EP_HEAP_SIZE": "0"}, "TRITON_EP_HEAP_SIZE='0'"),
+        ({"TRITON_EP_RANKS_PER_GPU": "0"}, "TRITON_EP_RANKS_PER_GPU=0"),
+        ({"TRITON_EP_RANKS_PER_GPU": "two"}, "TRITON_EP_RANKS_PER_GPU='two'"),
         ({"TRITON_EP_HEAP_SIZE": "0.2"}, "TRITON_EP_HEAP_SIZE='0.2'"),
         ({"NVSHMEM_SYMMETRIC_SIZE": "-1G"}, "NVSHMEM_SYMMETRIC_SIZE='-1G'"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.programs import run_program
+from triton_ep.distributed import most_gpu_ranks
 from triton_ep.errors import ConfigError, InputError, PeerFailed
 from triton_ep.testing import RankError, RankHang, RankPool
 
@@ -294,11 +295,11 @@ def test_chaos_seeds_repeat_the_tests_with_ranks_only() -> None:
     )
 
 
-@pytest.mark.skipif(torch.cuda.device_count() >= 4, reason="there are enough GPUs for the case")
+@pytest.mark.skipif(most_gpu_ranks() >= 4, reason="there are enough GPUs for the case")
 def test_gpu_ranks_that_the_machine_lacks_are_skipped_by_number() -> None:
     """`--backend nvshmem` says how many GPUs a case needs and how many there are."""
     out = _pytest("--backend", "nvshmem", "tests/unit/test_rank_pool.py", "-k", "every_rank and 2-2")
-    assert f"needs 4 or more GPUs, there are {torch.cuda.device_count()}" in out
+    assert f"needs 4 or more GPUs, there are {most_gpu_ranks()}" in out
 
 
 # --- wrong use ----------------------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ def test_impossible_pools_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         RankPool(0)
     with pytest.raises(ConfigError, match="needs as many GPUs"):
-        RankPool(torch.cuda.device_count() + 1, "nvshmem")
+        RankPool(most_gpu_ranks() + 1, "nvshmem")
 
 
 def test_chaos_seed_holds_for_one_case(pool: RankPool) -> None:

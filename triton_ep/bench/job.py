@@ -14,7 +14,9 @@ import torch.distributed as dist
 from triton_ep.bench import origins, record, rows, timing, traffic
 from triton_ep.bench import routing as routings
 from triton_ep.bench.settings import TUNED, Case, Settings, Shape
-from triton_ep.errors import EPError
+from triton_ep.distributed import initialize_distributed
+from triton_ep.environment import read_environment, set_defaults
+from triton_ep.errors import ConfigError, EPError
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.tuned.table import TunedEntry
 
@@ -43,6 +45,22 @@ class Measured:
     moved_bytes: int = 0
     limit_bytes: int = 0
     calls: list[list[record.Span]] = field(default_factory=list)
+
+
+def join(settings: Settings) -> int:
+    """Join the job that is to be measured; returns the rank of this process.
+
+    Raises:
+        ConfigError: ranks may share GPUs, whose time slices would be measured.
+    """
+    if not settings.interpreting:
+        most = read_environment().ranks_per_gpu
+        if most > 1:
+            raise ConfigError(f"TRITON_EP_RANKS_PER_GPU={most} is for tests; unset it to measure, one GPU per rank.")
+        # Multicast takes memory and is no part of the comparison.
+        set_defaults({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
+    rank, _ = initialize_distributed(local_world_size=settings.local_world_size, timeout_s=300)
+    return rank
 
 
 @dataclass(frozen=True)

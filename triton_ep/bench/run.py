@@ -12,10 +12,9 @@ import torch.distributed as dist
 from triton_ep import distributed as ep_distributed
 from triton_ep.bench import exchange, floors, moe, report, single
 from triton_ep.bench import rows as bench_rows
-from triton_ep.bench.job import Job, Measured, Place
+from triton_ep.bench.job import Job, Measured, Place, join
 from triton_ep.bench.providers import Unavailable
 from triton_ep.bench.settings import Case, Settings, Shape
-from triton_ep.environment import set_defaults
 from triton_ep.errors import HeapError, PeerFailed, WaitTimeout
 
 _SHORT = (torch.OutOfMemoryError.__name__, HeapError.__name__)
@@ -32,10 +31,7 @@ def run(settings: Settings) -> None:
     Raises:
         WrongResult: a case does not compute what it should; it gets no row.
     """
-    if not settings.interpreting:
-        # Multicast takes memory and is no part of the comparison.
-        set_defaults({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
-    rank, _ = ep_distributed.initialize_distributed(local_world_size=settings.local_world_size, timeout_s=300)
+    rank = join(settings)
     results = measure_all(settings)
     if rank == 0:
         results.finish()

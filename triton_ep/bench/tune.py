@@ -18,10 +18,9 @@ import torch.distributed as dist
 from triton_ep import distributed as ep_distributed
 from triton_ep.bench import report, timing
 from triton_ep.bench.exchange import checked_calls
-from triton_ep.bench.job import Job, Place
+from triton_ep.bench.job import Job, Place, join
 from triton_ep.bench.providers import LayerProvider
 from triton_ep.bench.settings import Case, Settings, Shape
-from triton_ep.environment import set_defaults
 from triton_ep.tuned.choose import key_of
 from triton_ep.tuned.table import KernelChoice, Key, TunedEntry, format_table, merged, read_table
 
@@ -88,10 +87,7 @@ def run(request: Request) -> None:
     Raises:
         WrongResult: a candidate does not compute what it should.
     """
-    settings = request.settings
-    if not settings.interpreting:
-        set_defaults({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})  # as in bench/run.py
-    rank, _ = ep_distributed.initialize_distributed(local_world_size=settings.local_world_size, timeout_s=300)
+    rank = join(request.settings)
     trials = tune_all(request)
     if rank == 0:
         finish(request, trials)

@@ -40,7 +40,7 @@ class NvshmemHeap(SymmetricHeap):
         do with what is there.
 
     Raises:
-        HeapError: nvshmem4py is missing, two ranks share a GPU, or the memory of one GPU does not suffice.
+        HeapError: nvshmem4py is missing, ranks share a GPU that may not, or the memory of one GPU does not suffice.
     """
 
     backend = "nvshmem"
@@ -119,13 +119,7 @@ class NvshmemHeap(SymmetricHeap):
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         told = self.gather((socket.gethostname(), uuid, os.getpid()), None)
         places = [(host, gpu) for host, gpu, _ in told]
-        for rank, (host, gpu) in enumerate(places):
-            first = places.index((host, gpu))
-            if first != rank:
-                raise HeapError(
-                    f"ranks {first} and {rank} use the same GPU {gpu} of {host}. NVSHMEM needs one GPU per rank: "
-                    "call torch.cuda.set_device(local_rank) first, or start fewer ranks."
-                )
+        check_sharing(places, read_environment().ranks_per_gpu)
         self._one_host = len({host for host, _ in places}) == 1
         here = [rank for rank, (host, _) in enumerate(places) if host == places[self.rank][0] and rank != self.rank]
         self._pidfds = {rank: os.pidfd_open(told[rank][2]) for rank in here}
@@ -219,6 +213,22 @@ class NvshmemHeap(SymmetricHeap):
     def _check_accepted(self, status: int, name: str) -> None:
         if status != 0:
             raise HeapError(f"NVSHMEM refused the kernel {name}: its device code does not fit the host library.")
+
+
+def check_sharing(places: Sequence[tuple[str, str]], most: int) -> None:
+    """At most `most` ranks are on one GPU; places: host and GPU of each rank.
+
+    Raises:
+        HeapError: there are more.
+    """
+    for host, gpu in dict.fromkeys(places):
+        ranks = [rank for rank, place in enumerate(places) if place == (host, gpu)]
+        if len(ranks) > most:
+            raise HeapError(
+                f"ranks {', '.join(map(str, ranks))} use the same GPU {gpu} of {host}, at most {most} may. Call "
+                "torch.cuda.set_device(local_rank) first, or start fewer ranks; for tests "
+                f"TRITON_EP_RANKS_PER_GPU={len(ranks)} lets them share it, in time slices."
+            )
 
 
 def _hook_of_loads() -> Any:
