@@ -104,7 +104,7 @@ def _check_bits(rank: int, nodes: int, ranks_per_node: int, case: str, folder: s
 @pytest.mark.plain
 @pytest.mark.parametrize(
     ("nodes", "ranks_per_node", "case"),
-    [(1, w, case) for w in (4, 8) for case in ("bf16", "compact", "mxfp8", "low_latency")]
+    [(1, w, case) for w in (2, 4, 8) for case in ("bf16", "compact", "mxfp8", "low_latency")]
     + [(2, 2, "nodes"), (2, 4, "nodes")],
 )
 def test_layers_give_the_bits_of_the_jit(

@@ -206,7 +206,7 @@ def rows_of(
 def main() -> None:
     """Measure every mode, print rows and a table, and append the rows to a file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=4, choices=(4, 8), help="as in tests/aot/gpu.toml; default: 4")
+    parser.add_argument("--gpus", type=int, default=4, choices=(2, 4, 8), help="as in tests/aot/gpu.toml; default: 4")
     parser.add_argument("--aot", help="folder of the library; default: TRITON_EP_AOT_DIR, or the package")
     parser.add_argument("--csv", type=Path, help="append rows here")
     parser.add_argument("--commit", help="where there is no git: commit of this checkout")
