@@ -1,4 +1,4 @@
-"""Notes every variant that launches of this process ask for, where the JIT compiles them."""
+"""Notes every variant that layers and launches of this process ask for, where the JIT compiles them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,10 @@ from typing import Any
 import torch
 
 from triton_ep import runtime
+from triton_ep.config import EPConfig
+from triton_ep.context import DispatchCombineContext
 from triton_ep.plans.asked import Asked, ask
+from triton_ep.plans.layers import layer
 from triton_ep.plans.shape import Plan
 
 
@@ -44,6 +47,16 @@ def install(path: str) -> None:
                 file.write(text + "\n")
 
     call, launch = runtime.Launcher.__call__, runtime.launch
+    make = DispatchCombineContext.__init__
+
+    def noted_make(self: DispatchCombineContext, config: EPConfig, *args: Any) -> None:
+        make(self, config, *args)
+        # A library must have some variant of every kernel of a layer, launched or not, when the layer is made.
+        of_kernels: dict[str, Asked] = {}
+        for asked in layer(config.shape(self.network)):
+            of_kernels.setdefault(asked.kernel, asked)
+        for asked in of_kernels.values():
+            note(asked)
 
     def noted_call(self: runtime.Launcher, grid: int, *args: Any, **where: Any) -> None:
         if grid:
@@ -59,6 +72,7 @@ def install(path: str) -> None:
 
     runtime.Launcher.__call__ = noted_call
     runtime.launch = noted_launch
+    DispatchCombineContext.__init__ = noted_make
     from triton_ep.ops import floor, grouped_bf16, grouped_fp8
 
     for module in (floor, grouped_bf16, grouped_fp8):

@@ -39,10 +39,22 @@ def test_modes_differ_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [list(_measure(told, mode=mode).values()) for mode in ("aot", "jit-cold")] == [[1, 1, 1], [1, 0, 1]]
 
 
+def test_ranks_meet_where_somebody_listens_already() -> None:
+    """At the launcher's store; none of them has to open it."""
+    code = "import socket; from os import environ as e; "
+    code += "socket.create_connection((e['MASTER_ADDR'], int(e['MASTER_PORT'])), timeout=5); "
+    told = "print('MEASURED', json.dumps({'agent': float(e['TORCHELASTIC_USE_AGENT_STORE'] == 'True')}))"
+    assert _measure(code + told) == {"agent": 1.0}
+
+
 @pytest.mark.parametrize(
     ("code", "timeout_s", "text"),
     [
-        ("print('waiting', flush=True); rank or time.sleep(60); os._exit(3)", 30.0, "rank 1 failed.*waiting.*with 3"),
+        (
+            "print('waiting', flush=True); rank or time.sleep(60); os._exit(3)",
+            30.0,
+            "rank 1 failed.*rank 1 ended with 3.*waiting",
+        ),
         ("print('stuck', flush=True); time.sleep(60)", 0.5, "not done after 0.5 s.*rank 0 still runs.*stuck"),
         ("print('nothing')", 30.0, "measured nothing"),
     ],

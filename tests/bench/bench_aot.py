@@ -16,7 +16,6 @@ import argparse
 import csv
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -103,14 +102,18 @@ def measure(
     Raises:
         RuntimeError: a rank failed, or not all were done in time; with the end of what each of them wrote.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    import torch.distributed as dist  # not above: a worker times its own imports
+
+    # The ranks meet at a store of this process. If one of them had to open it, another one that asks too early could
+    # be given the port for its own end of the connection.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     common = {name: value for name, value in os.environ.items() if name not in ("TRITON_EP_AOT", "TRITON_INTERPRET")}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
-    common |= {"TRITON_EP_AOT_DIR": folder, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(gpus)}
-    common |= {"LOCAL_WORLD_SIZE": str(gpus), **({"TRITON_EP_AOT": "1"} if mode == "aot" else {})}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    common |= {"TRITON_CACHE_DIR": cache, "PYTHONPATH": path, "TRITON_EP_AOT_DIR": folder, "OMP_NUM_THREADS": "1"}
+    common |= {"WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus)}
+    if mode == "aot":
+        common["TRITON_EP_AOT"] = "1"
     ranks: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as outputs:  # files: a rank that writes much waits for nobody to read it
         logs = [Path(outputs) / f"rank{rank}" for rank in range(gpus)]
