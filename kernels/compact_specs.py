@@ -1,8 +1,8 @@
-"""KernelSpecs of what front doors need beside expert-major rows: compact rows, slabs, where tokens go."""
+"""KernelSpecs of what front doors need beside expert-major rows: compact rows, slabs, where tokens go, routing maps."""
 
 from __future__ import annotations
 
-from .compute import slab, token_layout
+from .compute import map_slots, slab, token_layout
 from .intranode import compact
 from .kernel_spec import KernelSpec, Variant
 
@@ -29,6 +29,16 @@ COMPACT_SPECS: tuple[KernelSpec, ...] = (
         "topk_idx_ptr:*{IDX} counts_ptr:*i32 in_rank_ptr:*u8 num_tokens:i32 num_experts:i32 num_ranks:i32 "
         "experts_per_rank:i32 ranks_per_node:i32",
         tuple(Variant({"TOPK": 8, "KP": 8, "GP": 8, "BLOCK_T": 16}, {"IDX": idx}) for idx in ("i32", "i64")),
+    ),
+    KernelSpec(
+        map_slots.map_slots_kernel,
+        "map_ptr:*u8 probs_ptr:*fp32 ids_ptr:*i32 weights_ptr:*fp32 excess_ptr:*i32 num_tokens:i32 num_experts:i32 "
+        "topk:i32",
+        tuple(
+            Variant({"HAS_PROBS": probs, "COUNT_EXCESS": excess, "KP": 8, "BLOCK_T": 4, "BLOCK_E": 256})
+            for probs in (True, False)
+            for excess in (True, False)
+        ),
     ),
     KernelSpec(
         slab.slab_rows_kernel,

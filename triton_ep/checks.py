@@ -23,9 +23,10 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
         PeerFailed: a rank rejected its arguments.
         InputError: an id out of range, bad scatter indices, weights or short rows on some ranks only.
     """
-    for rank, (_, _, _, bad, bad_id, word, *_) in enumerate(report):
-        if word & HOST_REJECTED:
+    for rank, row in enumerate(report):
+        if row[5] & HOST_REJECTED:
             raise PeerFailed(f"rank {rank} rejected its arguments to dispatch; see the InputError it raised.")
+    for rank, (_, _, _, bad, bad_id, word, *_) in enumerate(report):
         if word & HOST_SCATTER:
             raise InputError(
                 f"full_scatter_indices of rank {rank} is not a sort of its entries by expert: a kept entry lies "
@@ -33,10 +34,12 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
             )
         if bad:
             token, k = divmod(bad - 1, cfg.topk)
-            raise InputError(
+            error = InputError(
                 f"exp_indices[{token}, {k}] of rank {rank} is {bad_id}: expert ids are 0 to "
                 f"{cfg.num_experts - 1}; -1 or {cfg.num_experts} drops an entry."
             )
+            error.bad_id = bad_id
+            raise error
     with_weights = [bool(row[5] & HOST_WEIGHTS) for row in report]
     if len(set(with_weights)) > 1:
         lacking = [rank for rank, has in enumerate(with_weights) if not has]

@@ -14,7 +14,13 @@ class ConfigError(EPError, ValueError):
 
 
 class InputError(EPError, ValueError):
-    """An argument of a call that does not fit the configuration; raised before any remote write."""
+    """An argument of a call that does not fit the configuration; raised before any remote write.
+
+    Attributes:
+        bad_id: the expert id that a rank was found to have passed, the same on all ranks; None = something else.
+    """
+
+    bad_id: int | None = None
 
 
 class CapacityError(EPError, RuntimeError):

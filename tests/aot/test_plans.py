@@ -20,6 +20,7 @@ from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.integrations.fp8_rows import pack_rows
 from triton_ep.kernels.spec import SPECS
 from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops.compact import map_slots
 from triton_ep.plans import layers
 from triton_ep.plans.asked import Asked, ask
 from triton_ep.plans.compact import fp8_elements
@@ -155,12 +156,16 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
                 desc = short(rows, ids, given)[2]
                 short(rows, None, given, layout_desc=desc)
         release(group)
+        routing_map = torch.zeros(len(x), experts, dtype=torch.bool).scatter_(1, idx.clamp(0, experts - 1), True)
+        for probs in (None, torch.rand(len(x), experts)):  # as HybridEPBuffer does
+            for count_excess in (False, True):
+                map_slots(routing_map, probs, 3, count_excess)
     assert len(made) == 1 + 4 * low_latency  # rows of three lengths, and those that carry weights
     wanted = []
     for layer in made:
         fp8 = ("f32", "ue8m0") if layer.config.hidden == hidden else ()
         how = {"slabs": True} if layer.config.low_latency else {"compact": True}
-        uses = layers.Uses(fp8_rows=fp8, **how)
+        uses = layers.Uses(fp8_rows=fp8, maps=True, **how)
         wanted += layers.layer(layer.config.shape(layer.context.network, interpreted=True), uses)
     _assert_named(found, wanted)
 

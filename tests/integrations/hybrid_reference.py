@@ -71,3 +71,17 @@ def combine(outputs: list[torch.Tensor], inputs: list[Inputs], rank: int, pad: i
             total[mine.routing_map[:, expert]] += out[first : first + counts[rank]].float()
             start += -(-sum(counts) // pad) * pad
     return total.to(mine.hidden.dtype)
+
+
+def slots_of_map(routing_map: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert ids [T, topk] int32, ascending, then -1; and [1] int32, how many experts did not fit into `topk`."""
+    tokens, experts = routing_map.shape
+    position = routing_map.cumsum(1, dtype=torch.int32)
+    fits = routing_map & (position <= topk)
+    # What does not fit goes to a last column, which is cut off.
+    slot = torch.where(fits, position - 1, topk).long()
+    ids = torch.full((tokens, topk + 1), -1, dtype=torch.int32, device=routing_map.device)
+    expert = torch.arange(experts, dtype=torch.int32, device=routing_map.device).expand(tokens, experts)
+    ids.scatter_(1, slot, expert)
+    excess = (position[:, -1] - topk).clamp(min=0).sum(dtype=torch.int32).view(1)
+    return ids[:, :topk].contiguous(), excess

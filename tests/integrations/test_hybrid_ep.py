@@ -11,6 +11,9 @@ from tests.integrations import hybrid_reference as reference
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, PeerFailed, StaleHandleError
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer, indices_to_map
+from triton_ep.integrations.hybrid_ep_maps import weights_of_slots
+from triton_ep.ops.compact import map_slots
+from triton_ep.runtime import INTERPRETING
 from triton_ep.testing import apply_expert
 
 HIDDEN, EXPERTS, TOPK = 64, 2, 3  # experts per rank
@@ -234,6 +237,14 @@ def _check_overflow(rank: int, nodes: int, ranks_per_node: int) -> None:
     two[0] = torch.arange(two.shape[1], device=device) < 2
     call = {"hidden": mine.hidden, "routing_map": two, "num_permuted_tokens": 160}
     assert int(few.dispatch_with_permute(**call, non_blocking=True)[-1][-1]) == 1
+    # Where the host reads what arrives, all ranks are told, of one rank's token too.
+    one_of_us = two if rank == 1 else mine.routing_map
+    for way in (few.dispatch_with_permute, few.dispatch):
+        with pytest.raises(InputError, match=r"routed to 2 experts, but this buffer takes 1 per token \(topk\)"):
+            way(hidden=mine.hidden, routing_map=one_of_us)
+    if rank == 1:  # with a budget only the rank itself
+        with pytest.raises(InputError, match="routed to 2 experts"):
+            few.dispatch_with_permute(**call)
     few.close()
     buffer.close()
 
@@ -256,6 +267,20 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     hidden, *_ = buffer.dispatch_with_permute(hidden=more_mine.hidden, routing_map=more_mine.routing_map)
     same(hidden, reference.dispatch(more, rank, EXPERTS, 1)[0])
     again, *_ = buffer.dispatch_with_permute(hidden=mine.hidden, handle=handle)  # of before it grew
+
+    # One rank has more experts per token than any had, one has more tokens; by rank as well as by expert.
+    grown = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=4)
+    for tokens, topk in (((4, 2), 1), ((4, 3), 3), ((2, 40), 2), ((90, 2), 4), ((3, 4), 1)):
+        inputs = make_inputs(world_size, tokens=tokens, topk=topk, idle=())
+        inputs[0].routing_map[:, 1:] &= topk != 3  # the second rank alone
+        ours = inputs[rank].to(device)
+        hidden, *_ = grown.dispatch_with_permute(hidden=ours.hidden, routing_map=ours.routing_map, pad_multiple=16)
+        same(hidden, reference.dispatch(inputs, rank, EXPERTS, 16)[0])
+        arrived, *_ = grown.dispatch(ours.hidden, routing_map=ours.routing_map)
+        goes = [i.routing_map.view(-1, world_size, EXPERTS)[:, rank].any(1) for i in inputs]
+        assert arrived.shape[0] == sum(int(tokens.sum()) for tokens in goes)
+    assert grown._agreed_topk == 4 and grown.layers.max_tokens >= 90
+    grown.close()
 
     # Another number of experts than the buffer was made for: a layer of its own.
     fewer = make_inputs(world_size, experts=world_size, topk=1, idle=())
@@ -287,6 +312,10 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
         probs = mine.probs.half() if rank == 1 else mine.probs
         with pytest.raises(InputError if rank == 1 else PeerFailed, match=r"probs must be|rank 1 rejected"):
             wrong(hidden=mine.hidden, routing_map=mine.routing_map, probs=probs)
+    by_ids = {"topk_idx": torch.zeros(len(mine.hidden), 1, dtype=torch.int32, device=device), "num_of_experts": 4}
+    buffer.dispatch_with_permute(hidden=mine.hidden, **by_ids)
+    with pytest.raises(InputError if rank == 1 else PeerFailed, match=r"num_of_experts: 3|rank 1 rejected"):
+        buffer.dispatch_with_permute(hidden=mine.hidden, **{**by_ids, "num_of_experts": 4 - rank})
     other = make_buffer(nodes, ranks_per_node)
     with pytest.raises(StaleHandleError, match="another HybridEPBuffer"):
         other.combine_with_unpermute(hidden=again, handle=handle)
@@ -311,6 +340,27 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
 def test_buffer_grows_and_mistakes_are_told(run_ranks):
     """More tokens and more experts per token than before; every wrong argument, and a freed buffer, by its name."""
     run_ranks(_check_growth_and_mistakes, 1, 2)
+
+
+@pytest.mark.parametrize("tokens, experts, topk", [(0, 8, 2), (5, 3, 3), (300, 8, 2), (37, 256, 8), (9, 601, 32)])
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+def test_slots_of_maps(tokens: int, experts: int, topk: int, share: float) -> None:
+    """Ids, weights, experts without a slot, and what tells of these, against plain torch."""
+    device = "cpu" if INTERPRETING else "cuda"
+    generator = torch.Generator().manual_seed(tokens)
+    routing_map = torch.rand(tokens, experts, generator=generator) < max(share, topk / experts * (share > 0))
+    probs = torch.rand(tokens, experts, generator=generator)
+    ids, excess = reference.slots_of_map(routing_map, topk)
+    seen = map_slots(routing_map.to(device), probs.to(device), topk, True)
+    assert seen.weights is not None and seen.excess is not None
+    same(seen.ids, ids)
+    same(seen.weights, weights_of_slots(probs, ids))
+    same(seen.excess, excess)
+    told = map_slots(routing_map.to(device), None, topk, False)
+    count = routing_map.sum(1)
+    ids[:, -1] = torch.where(count > topk, experts + count, ids[:, -1])
+    same(told.ids, ids)
+    assert told.weights is None and told.excess is None
 
 
 def test_ids_and_maps() -> None:

@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.integrations.hybrid_reference import slots_of_map
 from tests.integrations.test_hybrid_ep import EXPERTS, HIDDEN, TOPK, make_inputs
 from triton_ep import EPAll2AllLayer, autograd
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError
 from triton_ep.integrations import megatron_hybrid as door
-from triton_ep.integrations.hybrid_ep_maps import slots_of_map, weights_of_slots
+from triton_ep.integrations.hybrid_ep_maps import weights_of_slots
 
 
 def _experts(rows: torch.Tensor, probs: torch.Tensor, counts: torch.Tensor, rank: int) -> torch.Tensor:

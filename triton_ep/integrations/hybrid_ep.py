@@ -31,14 +31,14 @@ from triton_ep.integrations import hybrid_ep_checks as checks
 from triton_ep.integrations.hybrid_ep_checks import Handle, Routing
 from triton_ep.integrations.hybrid_ep_layers import Layers, check_group
 from triton_ep.integrations.hybrid_ep_maps import (
-    RoutingInputs,
     indices_to_map,
     map_of_rows,
     map_of_slots,
     weights_by_ids,
     weights_of_slots,
 )
-from triton_ep.integrations.hybrid_ep_rows import SentRows
+from triton_ep.integrations.hybrid_ep_routing import RoutingInputs
+from triton_ep.integrations.hybrid_ep_rows import SentRows, dtype_of_layer
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.slots import copy_rows, known_copies, row_slots, to_slots
@@ -184,19 +184,24 @@ class HybridEPBuffer(RoutingInputs):
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
             return self._again(rows, handle, (topk_idx, topk_weights, probs), pad_multiple, num_permuted_tokens)
         align = pad_multiple or 1
-        sizes, how = (num_of_experts_per_rank, num_of_experts), (num_of_tokens_per_rank, non_blocking)
+        sizes, known = (num_of_experts_per_rank, num_of_experts), (num_permuted_tokens is not None, non_blocking)
         try:
             checks.check_budget(num_permuted_tokens, align, non_blocking)
             experts = checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
         except InputError:
-            self._reject(routing_map, non_blocking)
+            kind = (dtype_of_layer(hidden), align, num_permuted_tokens, checks.num_experts(self.layers, sizes))
+            self._reject(routing_map, topk_idx, known, kind)
             raise
-        idx, weights, excess = self._slots(hidden, routing_map, topk_idx, probs, topk_weights, how)
-        layer = self.layers.get(rows.dtype, idx.shape[1], align, num_permuted_tokens, experts)
-        (recv_x, scales), recv_probs, desc = rows.dispatch(layer, idx, weights)
+
+        def send(idx: torch.Tensor, weights: torch.Tensor | None) -> tuple[EPAll2AllLayer, Any]:
+            layer = self.layers.get(rows.dtype, idx.shape[1], align, num_permuted_tokens, experts)
+            return layer, (layer, *rows.first(len(idx)).dispatch(layer, idx, weights))
+
+        sent, excess = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
+        layer, (recv_x, scales), recv_probs, desc = sent
         copies, counts = copy_rows(layer.context), self._counts(layer, desc, non_blocking)
-        routing = Routing(self.layers, layer, desc, copies, counts, weights is not None)
+        routing = Routing(self.layers, layer, desc, copies, counts, recv_probs is not None)
         experts_of_rows = partial(_experts_of_rows, layer, desc, copies)
         overflow = desc.overflow if excess is None else desc.overflow + excess
         found = (desc.report[self.rank, 1], experts_of_rows, None, None, desc.num_recv_tokens_per_expert)
@@ -286,20 +291,23 @@ class HybridEPBuffer(RoutingInputs):
             if weights is None:
                 arrived, scales = rows.by_rank_again(layer, routing.desc)
                 return arrived, None, scales, handle
-            num_dispatched_tokens = routing.desc.num_recv_rows
+            (arrived, scales), ids, recv_weights, desc = rows.by_rank(layer, idx, weights, routing.desc.num_recv_rows)
         else:
-            sizes = (None, num_of_experts)
+            sizes, known = (None, num_of_experts), (num_dispatched_tokens is not None, False)
             try:
                 checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
                 rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
             except InputError:
-                self._reject(routing_map, False)
+                kind = (dtype_of_layer(hidden), 1, None, self.layers.num_experts)
+                self._reject(routing_map, topk_idx, known, kind)
                 raise
-            idx, weights, _ = self._slots(
-                hidden, routing_map, topk_idx, probs, topk_weights, (num_of_tokens_per_rank, False)
-            )
-            layer = self.layers.get(rows.dtype, idx.shape[1])
-        (arrived, scales), ids, recv_weights, desc = rows.by_rank(layer, idx, weights, num_dispatched_tokens)
+
+            def send(idx: torch.Tensor, weights: torch.Tensor | None) -> tuple[EPAll2AllLayer, Any]:
+                layer = self.layers.get(rows.dtype, idx.shape[1])
+                return layer, (layer, *rows.first(len(idx)).by_rank(layer, idx, weights, num_dispatched_tokens))
+
+            sent, _ = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
+            layer, (arrived, scales), ids, recv_weights, desc = sent
         experts = layer.config.num_experts_per_rank
         mine, row_probs = indices_to_map(ids, recv_weights, ids.shape[0], experts)
         if row_probs is not None:

@@ -108,6 +108,11 @@ def check_budget(num_permuted_tokens: int | None, align: int, non_blocking: bool
         )
 
 
+def num_experts(layers: Layers, sizes: tuple[int | None, int | None]) -> int:
+    """Experts over all ranks, of a dispatch; sizes: as in `check_routing`."""
+    return layers.num_experts if sizes[0] is None else sizes[0] * layers.world_size
+
+
 def check_routing(
     layers: Layers,
     hidden: torch.Tensor,
@@ -124,7 +129,7 @@ def check_routing(
         InputError: shapes that do not go together.
     """
     layers.check_open()
-    experts = layers.num_experts if sizes[0] is None else sizes[0] * layers.world_size
+    experts = num_experts(layers, sizes)
     width, tokens = layers.hidden, hidden.shape[0]
     if hidden.dim() != 2 or hidden.shape[1] != width:
         raise InputError(

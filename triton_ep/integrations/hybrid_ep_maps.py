@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from triton_ep.errors import InputError, PeerFailed
-from triton_ep.integrations.hybrid_ep_layers import Layers
-
-_MOST_EXPERTS = 32  # per token, of a layer
+from triton_ep.errors import InputError
 
 
 def indices_to_map(
@@ -28,27 +24,6 @@ def indices_to_map(
         probs = torch.zeros(shape, dtype=torch.float32, device=topk_idx.device)
         probs = probs.scatter_(1, column, topk_weights.float())[:, :num_of_experts].contiguous()
     return routed[:, :num_of_experts].contiguous(), probs
-
-
-def most_experts(routing_map: torch.Tensor) -> torch.Tensor:
-    """[] int64 on the device: the largest number of experts that a token is routed to; 0 without tokens."""
-    if routing_map.shape[0] == 0:
-        return torch.zeros((), dtype=torch.int64, device=routing_map.device)
-    return routing_map.sum(1).amax()
-
-
-def slots_of_map(routing_map: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert ids [T, topk] int32, ascending, then -1; and [1] int32, how many experts did not fit into `topk`."""
-    tokens, experts = routing_map.shape
-    position = routing_map.cumsum(1, dtype=torch.int32)
-    fits = routing_map & (position <= topk)
-    # What does not fit goes to a last column, which is cut off.
-    slot = torch.where(fits, position - 1, topk).long()
-    ids = torch.full((tokens, topk + 1), -1, dtype=torch.int32, device=routing_map.device)
-    expert = torch.arange(experts, dtype=torch.int32, device=routing_map.device).expand(tokens, experts)
-    ids.scatter_(1, slot, expert)
-    excess = (position[:, -1] - topk).clamp(min=0).sum(dtype=torch.int32).view(1)
-    return ids[:, :topk].contiguous(), excess
 
 
 def weights_of_slots(probs: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
@@ -104,79 +79,3 @@ def map_of_slots(values: torch.Tensor, topk_idx: torch.Tensor, num_experts: int)
     column = torch.where(topk_idx >= 0, topk_idx, num_experts).long()
     out = torch.zeros(values.shape[0], num_experts + 1, dtype=torch.float32, device=values.device)
     return out.scatter_(1, column, values)[:, :num_experts].contiguous()
-
-
-class RoutingInputs:
-    """What a buffer makes of the routing that it is given: expert ids, weights, and layers that are large enough.
-
-    Attributes:
-        layers: of the buffer.
-        topk: most experts per token; None: calls agree on it.
-    """
-
-    def __init__(self, layers: Layers, topk: int | None) -> None:
-        self.layers = layers
-        self.topk = topk
-        self.rank = layers.rank
-        self._agreed_topk = 1
-
-    def _slots(
-        self,
-        hidden: torch.Tensor,
-        routing_map: torch.Tensor | None,
-        topk_idx: torch.Tensor | None,
-        probs: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        how: tuple[int | None, bool],
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Expert ids [T, K], their weights, and how many experts of tokens were more than K (None: surely none).
-
-        how: num_of_tokens_per_rank, non_blocking.
-        """
-        if routing_map is not None:
-            idx, excess = slots_of_map(routing_map, self._agree(routing_map, *how))
-            return idx, None if probs is None else weights_of_slots(probs, idx), excess if how[1] else None
-        assert topk_idx is not None, "checked before"
-        self._make_room(hidden.shape[0], how[0])
-        if probs is not None and topk_weights is None:
-            topk_weights = weights_of_slots(probs, topk_idx)
-        return topk_idx.contiguous(), None if topk_weights is None else topk_weights.contiguous(), None
-
-    def _agree(self, routing_map: torch.Tensor, slots_per_rank: int | None, non_blocking: bool) -> int:
-        """Experts per token of the layer to take, the same on all ranks; makes room for the tokens, too."""
-        tokens, experts = routing_map.shape
-        most = min(experts, _MOST_EXPERTS)
-        if non_blocking:
-            self._make_room(tokens, slots_per_rank)
-            return most if self.topk is None else self.topk
-        needed = most_experts(routing_map)
-        if self.topk is None:
-            told = torch.stack([needed, needed.new_tensor(slots_per_rank or tokens), needed.new_tensor(-1)])
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.layers.group)
-            worst, slots_per_rank, rejected = told.tolist()
-            if rejected >= 0:
-                raise PeerFailed(f"rank {rejected} rejected its arguments to dispatch; see the InputError it raised.")
-            self._agreed_topk = max(self._agreed_topk, worst)
-        else:
-            worst = int(needed.item())
-        self._make_room(tokens, slots_per_rank)
-        limit = most if self.topk is None else self.topk
-        if worst > limit:
-            raise InputError(
-                f"a token is routed to {worst} experts, but this buffer takes {limit} per token"
-                f"{'' if self.topk is None else ' (topk)'}. Make one with a larger topk; {_MOST_EXPERTS} is the most."
-            )
-        return min(self._agreed_topk, most) if self.topk is None else self.topk
-
-    def _reject(self, routing_map: torch.Tensor | None, non_blocking: bool) -> None:
-        """This rank's arguments were refused: tell the others, if they are about to agree on experts per token."""
-        if isinstance(routing_map, torch.Tensor) and not non_blocking and self.topk is None:
-            told = torch.tensor([0, 0, self.rank], device=routing_map.device)
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.layers.group)
-
-    def _make_room(self, tokens: int, slots_per_rank: int | None) -> None:
-        needed = tokens if slots_per_rank is None else slots_per_rank
-        if needed < tokens:
-            raise InputError(f"num_of_tokens_per_rank is {needed}, but rank {self.rank} has {tokens} tokens.")
-        if needed > self.layers.max_tokens:
-            self.layers.grow(needed + needed // 4)

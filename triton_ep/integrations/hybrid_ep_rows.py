@@ -16,6 +16,11 @@ _ONE_BYTE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 Arrived = tuple[torch.Tensor, torch.Tensor | None]
 
 
+def dtype_of_layer(hidden: torch.Tensor) -> torch.dtype:
+    """Rows of the layer that sends these."""
+    return torch.bfloat16 if hidden.dtype in _ONE_BYTE else hidden.dtype
+
+
 @dataclass(frozen=True)
 class SentRows:
     """Rows [T, H], and with one-byte values a scale for each 128 of them.
@@ -66,10 +71,16 @@ class SentRows:
             )
         return cls(hidden, scaling_factor)
 
+    def first(self, count: int) -> SentRows:
+        """The first rows."""
+        if count == len(self.hidden):
+            return self
+        return SentRows(self.hidden[:count], None if self.scales is None else self.scales[:count])
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the layer that sends them, and of the rows that `combine` takes."""
-        return self.hidden.dtype if self.scales is None else torch.bfloat16
+        return dtype_of_layer(self.hidden)
 
     def dispatch(
         self, layer: EPAll2AllLayer, idx: torch.Tensor, weights: torch.Tensor | None

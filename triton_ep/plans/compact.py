@@ -1,4 +1,4 @@
-"""Plans of what front doors need beside expert-major rows: compact rows, slabs, where tokens go."""
+"""Plans of what front doors need beside expert-major rows: compact rows, slabs, where tokens go, routing maps."""
 
 from __future__ import annotations
 
@@ -39,6 +39,23 @@ def token_layout(topk: int, num_ranks: int, interpreted: bool) -> Plan:
         "BLOCK_T": token_layout_tokens(interpreted),
     }
     return Plan("token_layout_kernel", constexprs)
+
+
+def map_slots_tokens(interpreted: bool) -> int:
+    """Tokens of a program of `map_slots`."""
+    return 256 if interpreted else 4
+
+
+def map_slots(topk: int, has_probs: bool, count_excess: bool, interpreted: bool) -> Plan:
+    """Ids and weights of the experts that a routing map names."""
+    constexprs = {
+        "HAS_PROBS": has_probs,
+        "COUNT_EXCESS": count_excess,
+        "KP": next_power_of_2(topk),
+        "BLOCK_T": map_slots_tokens(interpreted),
+        "BLOCK_E": 256,
+    }
+    return Plan("map_slots_kernel", constexprs)
 
 
 def slab_rows(pack: bool, row_words: int, interpreted: bool) -> Plan:

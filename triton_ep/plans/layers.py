@@ -27,6 +27,7 @@ class Uses:
         compact: `dispatch_compact` is called, too, and `ops.compact.token_layout`.
         fp8_rows: one-byte rows with scales are sent, too (`dispatch_short`, and with `compact` the calls of that):
             "f32", a word per scale (float32, or int32), "ue8m0", four scales to an int32.
+        maps: tokens come with routing maps, as to `HybridEPBuffer`, of `topk` experts per token.
         slabs: rows go to slabs of their experts, and back.
     """
 
@@ -37,6 +38,7 @@ class Uses:
     gradients: bool = True
     compact: bool = False
     fp8_rows: tuple[str, ...] = ()
+    maps: bool = False
     slabs: bool = False
 
 
@@ -56,6 +58,10 @@ def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
             found += [*_places(short, uses), *_dispatch(short, uses)]
         if uses.compact:
             found += _compact_rows(s, uses, given)
+    if uses.maps:
+        # The exact mode reports a token with too many experts, budgets count them.
+        both = [(probs, excess) for probs in given.weights for excess in (False, True)]
+        found += [ask(compact.map_slots(s.topk, *kinds, s.interpreted)) for kinds in both]
     if uses.slabs:
         found += _slabs(s, uses)
     return list({asked.signature(): asked for asked in found}.values())

@@ -1,0 +1,60 @@
+"""Ids and weights of the experts that a routing map names, a slot for each of a token's experts.
+
+Protocol      1 each program takes a block of tokens, and stores the experts of each in ascending order
+              2 it fills what is left of the token's slots; of a token with more experts than slots it tells how many
+Layout        map [T, E] bytes, 1 = the token goes to the expert. ids [T, K] int32, then -1. weights [T, K], then 0.
+Memory order  A barrier of the program between 1 and 2, which may store into the same slot. Additions of integers,
+              whose order does not matter.
+Progress      No program waits.
+Replay        With COUNT_EXCESS the caller zeroes `excess`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "topk"])
+def map_slots_kernel(
+    map_ptr,  # [T, E] uint8, 0 or 1
+    probs_ptr,  # [T, E] float32, read if HAS_PROBS
+    ids_ptr,  # out [T, K] int32
+    weights_ptr,  # out [T, K] float32, if HAS_PROBS
+    excess_ptr,  # [1] int32, added to if COUNT_EXCESS: experts that had no slot
+    num_tokens,
+    num_experts,
+    topk,
+    HAS_PROBS: tl.constexpr,
+    COUNT_EXCESS: tl.constexpr,  # else the last slot of such a token holds E + its number of experts
+    KP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    alive = token < num_tokens
+    row = token.to(tl.int64)[:, None]
+    seen = tl.zeros([BLOCK_T], tl.int32)
+    for first in range(0, num_experts, BLOCK_E):
+        expert = first + tl.arange(0, BLOCK_E)[None, :]
+        at = row * num_experts + expert
+        here = tl.load(map_ptr + at, mask=alive[:, None] & (expert < num_experts), other=0) != 0
+        count = here.to(tl.int32)
+        slot = seen[:, None] + tl.cumsum(count, axis=1) - count
+        fits = here & (slot < topk)
+        to = row * topk + slot
+        tl.store(ids_ptr + to, tl.broadcast_to(expert, slot.shape), mask=fits)
+        if HAS_PROBS:
+            tl.store(weights_ptr + to, tl.load(probs_ptr + at, mask=fits, other=0.0), mask=fits)
+        seen += tl.sum(count, axis=1)
+    k = tl.arange(0, KP)[None, :]
+    empty = alive[:, None] & (k >= seen[:, None]) & (k < topk)
+    tl.store(ids_ptr + row * topk + k, tl.full(empty.shape, -1, tl.int32), mask=empty)
+    if HAS_PROBS:
+        tl.store(weights_ptr + row * topk + k, tl.zeros(empty.shape, tl.float32), mask=empty)
+    if COUNT_EXCESS:
+        excess = tl.sum(tl.where(alive, tl.maximum(seen - topk, 0), 0))
+        if excess > 0:
+            tl.atomic_add(excess_ptr, excess, sem="relaxed")
+    else:
+        tl.debug_barrier()
+        last = token.to(tl.int64) * topk + topk - 1
+        tl.store(ids_ptr + last, num_experts + seen, mask=alive & (seen > topk))

@@ -1,0 +1,200 @@
+"""What a HybridEPBuffer makes of the routing that it is given: expert ids, weights, and layers that are large enough.
+
+A layer has so many slots per token, and memory for so many tokens, the same on all ranks; a routing map has as many
+experts per token as it likes. The ranks agree on the slots once, by a collective of their own. From then on each takes
+it that they suffice. One where they do not, or which has too many tokens, passes an expert id that no layer takes and
+that says what it needs: the layers of all ranks refuse it before any row is sent, and all try again with larger ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from triton_ep.errors import InputError, PeerFailed, WaitTimeout
+from triton_ep.integrations.hybrid_ep_layers import Layers
+from triton_ep.integrations.hybrid_ep_maps import weights_of_slots
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.ops.compact import map_slots
+
+_MOST_EXPERTS = 32  # per token, of a layer
+
+Sent = TypeVar("Sent")
+Send = Callable[[torch.Tensor, torch.Tensor | None], tuple[EPAll2AllLayer, Sent]]
+"""Dispatches by expert ids [T, K] and weights [T, K] or None, or refuses ids [1, K]; with the layer that it took."""
+
+
+class RoutingInputs:
+    """Slots and memory of the layers of a buffer.
+
+    Attributes:
+        layers: of the buffer.
+        topk: most experts per token; None: calls agree on it.
+    """
+
+    def __init__(self, layers: Layers, topk: int | None) -> None:
+        self.layers = layers
+        self.topk = topk
+        self.rank = layers.rank
+        self._agreed_topk = 0
+        self._last: EPAll2AllLayer | None = None  # that dispatched, whose ranks hear of arguments that one refuses
+
+    def _send(
+        self,
+        routing_map: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        probs: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        slots_per_rank: int | None,
+        known: tuple[bool, bool],
+        send: Send[Sent],
+    ) -> tuple[Sent, torch.Tensor | None]:
+        """What `send` returned for the routing, and experts that found no slot (None: surely none).
+
+        slots_per_rank: `num_of_tokens_per_rank`. known: as in `_by_map`.
+        """
+        if routing_map is not None:
+            return self._by_map(routing_map, probs, slots_per_rank, known, send)
+        assert topk_idx is not None, "checked before"
+        return self._by_ids(topk_idx, probs, topk_weights, slots_per_rank, send), None
+
+    def _by_ids(
+        self,
+        topk_idx: torch.Tensor,
+        probs: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        slots_per_rank: int | None,
+        send: Send[Sent],
+    ) -> Sent:
+        """Send by expert ids; slots_per_rank: `num_of_tokens_per_rank`."""
+        self._make_room(topk_idx.shape[0], slots_per_rank)
+        if probs is not None and topk_weights is None:
+            topk_weights = weights_of_slots(probs, topk_idx)
+        self._last, sent = send(topk_idx.contiguous(), None if topk_weights is None else topk_weights.contiguous())
+        return sent
+
+    def _by_map(
+        self,
+        routing_map: torch.Tensor,
+        probs: torch.Tensor | None,
+        slots_per_rank: int | None,
+        known: tuple[bool, bool],
+        send: Send[Sent],
+    ) -> tuple[Sent, torch.Tensor | None]:
+        """Send by a routing map; also [1] int32, experts that found no slot, where nobody is told (non_blocking).
+
+        known: whether the number of rows is given, so that the host does not read what the ranks report; non_blocking.
+
+        Raises:
+            InputError: a token has more experts than a layer takes; on all ranks, unless the number of rows is given.
+        """
+        budget, non_blocking = known
+        if self._is_agreed_by_collective(*known):
+            self._agree(routing_map, slots_per_rank)
+            slots_per_rank = self.layers.max_tokens
+        elif budget and self.topk and not non_blocking:
+            self._check_slots(routing_map, self.topk)
+        while True:
+            topk = self._slots_of_map(routing_map.shape[1], non_blocking)
+            tokens = self._tokens_without_room(routing_map.shape[0], slots_per_rank, budget)
+            if tokens:
+                # An id that tells of tokens is greater than any that tells of experts.
+                idx = torch.full((1, topk), 2 * routing_map.shape[1] + tokens, dtype=torch.int32)
+                idx, weights, excess = idx.to(routing_map.device), None, None
+            else:
+                slots = map_slots(routing_map, probs, topk, non_blocking)
+                idx, weights, excess = slots.ids, slots.weights, slots.excess
+            try:
+                self._last, sent = send(idx, weights)
+                return sent, excess
+            except InputError as error:
+                if error.bad_id is None or error.bad_id <= routing_map.shape[1]:
+                    raise
+                self._grow_for(error.bad_id - routing_map.shape[1], routing_map.shape[1], error)
+
+    def _is_agreed_by_collective(self, budget: bool, non_blocking: bool) -> bool:
+        """Whether the ranks meet before a dispatch by map; the same on all of them."""
+        return self.topk is None and not non_blocking and (budget or self._agreed_topk == 0)
+
+    def _agree(self, routing_map: torch.Tensor, slots_per_rank: int | None) -> None:
+        """Agree on slots per token and on tokens, and make room for them. Collective."""
+        tokens, experts = routing_map.shape
+        needed = int(routing_map.sum(1).amax()) if tokens else 0
+        told = torch.tensor([needed, slots_per_rank or tokens, -1], device=routing_map.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.layers.group)
+        worst, most_tokens, rejected = told.tolist()
+        if rejected >= 0:
+            raise PeerFailed(f"rank {rejected} rejected its arguments to dispatch; see the InputError it raised.")
+        self._make_room(tokens, most_tokens)
+        if worst > min(experts, _MOST_EXPERTS):
+            raise InputError(self._too_many(worst, min(experts, _MOST_EXPERTS)))
+        self._agreed_topk = max(self._agreed_topk, worst, 1)
+
+    def _check_slots(self, routing_map: torch.Tensor, topk: int) -> None:
+        worst = int(routing_map.sum(1).amax()) if len(routing_map) else 0
+        if worst > topk:
+            raise InputError(self._too_many(worst, topk))
+
+    def _tokens_without_room(self, tokens: int, slots_per_rank: int | None, budget: bool) -> int:
+        """Tokens of this rank, if the others must be told that there are too many; else 0."""
+        if slots_per_rank is not None or budget:
+            self._make_room(tokens, slots_per_rank)
+            return 0
+        return tokens if tokens > self.layers.max_tokens else 0
+
+    def _grow_for(self, needed: int, experts: int, error: InputError) -> None:
+        """Make larger layers, as all ranks do that have read the same number.
+
+        needed: experts of a token, or beyond `experts` tokens of a rank.
+        """
+        if needed > experts:
+            self.layers.grow((needed - experts) + (needed - experts) // 4)
+            return
+        limit = self.topk or min(experts, _MOST_EXPERTS)
+        if self.topk or needed > limit:
+            raise InputError(self._too_many(needed, limit)) from error
+        self._agreed_topk = max(self._agreed_topk, needed)
+
+    def _too_many(self, worst: int, limit: int) -> str:
+        return (
+            f"a token is routed to {worst} experts, but this buffer takes {limit} per token"
+            f"{' (topk)' if self.topk else ''}. Make one with a larger topk; {_MOST_EXPERTS} is the most."
+        )
+
+    def _reject(
+        self,
+        routing_map: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        known: tuple[bool, bool],
+        kind: tuple[torch.dtype, int, int | None, int],
+    ) -> None:
+        """This rank's arguments were refused: tell the others, who are about to agree or to dispatch.
+
+        kind: of the layer that they take, as far as this rank knows: dtype of rows, alignment, capacity, experts.
+        """
+        if isinstance(routing_map, torch.Tensor) and self._is_agreed_by_collective(*known):
+            told = torch.tensor([0, 0, self.rank], device=routing_map.device)
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.layers.group)
+            return
+        dtype, alignment, capacity, experts = kind
+        topk = self._slots_of_map(experts, known[1]) if topk_idx is None else topk_idx.shape[-1]
+        layer = self.layers.made.get((dtype, topk, alignment, capacity, experts), self._last)
+        if layer is not None:
+            nothing = torch.empty(0, device=layer.context.device)
+            with contextlib.suppress(InputError, PeerFailed, WaitTimeout):  # the caller raises what caused it
+                layer.dispatch(nothing, nothing)
+
+    def _slots_of_map(self, experts: int, non_blocking: bool) -> int:
+        most = min(experts, _MOST_EXPERTS)
+        return self.topk or (most if non_blocking else min(self._agreed_topk, most))
+
+    def _make_room(self, tokens: int, slots_per_rank: int | None) -> None:
+        needed = tokens if slots_per_rank is None else slots_per_rank
+        if needed < tokens:
+            raise InputError(f"num_of_tokens_per_rank is {needed}, but rank {self.rank} has {tokens} tokens.")
+        if needed > self.layers.max_tokens:
+            self.layers.grow(needed + needed // 4)
