@@ -13,11 +13,16 @@ CHANNELS = 128
 
 
 def pack_rows(data: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
-    """[T, width] bfloat16 that hold the bytes of data [T, H] and scales [T, S], strided as they like."""
+    """[T, width] bfloat16 that hold the bytes of data [T, H] and scales [T, S], strided as they like.
+
+    H and the bytes of a packed row are multiples of 8: bytes are copied as words of 8.
+    """
     rows, hidden = data.shape
-    packed = torch.zeros(rows, 2 * width, dtype=torch.uint8, device=data.device)
-    packed[:, :hidden] = data.view(torch.uint8)
-    packed[:, hidden : hidden + scales.shape[1] * scales.element_size()].view(scales.dtype).copy_(scales)
+    end = hidden + scales.shape[1] * scales.element_size()
+    packed = torch.empty(rows, 2 * width, dtype=torch.uint8, device=data.device)
+    packed.view(torch.int64)[:, : hidden // 8] = data.contiguous().view(torch.int64)
+    packed[:, hidden:end].view(scales.dtype).copy_(scales)
+    packed[:, end:] = 0
     return packed.view(torch.bfloat16)
 
 
@@ -25,7 +30,7 @@ def unpack_rows(
     packed: torch.Tensor, hidden: int, columns: int, scale_dtype: torch.dtype, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """data [R, hidden] of `dtype` and scales [R, columns] of `scale_dtype`, both contiguous, from `pack_rows`."""
-    all_bytes = packed.view(torch.uint8)
-    data = all_bytes[:, :hidden].contiguous().view(dtype)
-    scales = all_bytes[:, hidden : hidden + columns * scale_dtype.itemsize].contiguous().view(scale_dtype)
-    return data, scales
+    data = packed.view(torch.int64)[:, : hidden // 8].contiguous().view(dtype)
+    words = packed.view(scale_dtype)
+    first = hidden // scale_dtype.itemsize
+    return data, words[:, first : first + columns].contiguous()
