@@ -336,7 +336,7 @@ class DispatchCombineContext(ContextNames):
             return
         operation, index, expected, seen = record
         what, flags = _OPERATIONS[operation]
-        missing = sorted({self._sender(operation, index)} | self._late_senders(operation, flags, expected))
+        missing = sorted({self._sender(operation, index)} | self._late_senders(operation, index, expected))
         if operation in (codes.WAIT_ARRIVALS, codes.WAIT_LL_ROWS):
             expected, seen = expected >> 32, seen >> 32  # below: rows, or tokens (the kernels say)
         self.failure = f"{what} expired."
@@ -363,9 +363,9 @@ class DispatchCombineContext(ContextNames):
             return topology.counterpart(index // per.max_chunks)
         return index % topology.world_size
 
-    def _late_senders(self, operation: int, flags: str, expected: int) -> set[int]:
+    def _late_senders(self, operation: int, index: int, expected: int) -> set[int]:
         """All ranks whose first flag is behind; the record itself names one only."""
-        values = self.local(flags)
+        values = self.local(_OPERATIONS[operation][1])
         if operation in (codes.WAIT_ARRIVALS, codes.WAIT_COMBINE_STAGED):
             if operation == codes.WAIT_ARRIVALS:
                 values = values[self.config.topology.node]
@@ -374,7 +374,7 @@ class DispatchCombineContext(ContextNames):
         if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
             return set()
         if operation == codes.WAIT_LL_ROWS:
-            values = values[(expected >> 32) & 1]
+            values = values[index // self.config.world_size]
         late = {rank for rank, value in enumerate(values.tolist()) if value < expected}
         if operation == codes.WAIT_NODE_BARRIER:
             first = self.config.topology.first_rank

@@ -6,9 +6,8 @@ functions; last NVSHMEM's number of each rank. The indices below are rows of the
 buffer holds, who writes and who reads it, is the table in triton_ep/layout.py, whose order a test compares
 with this one.
 
-The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record, counts of
-programs that came to their end (of the low-latency kernels their own), and the address of a word in host memory
-that says if there is a record.
+The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record, a count of
+programs that came to their end, and the address of a word in host memory that says if there is a record.
 """
 
 import triton
@@ -42,7 +41,7 @@ LL_COMBINE = tl.constexpr(22)
 LL_COMBINE_FLAG = tl.constexpr(23)
 NUM_BUFFERS = tl.constexpr(24)
 
-# Words of `state`. The status record (device/waits.py) has four.
+# Words of `state`. The status record (device/waits.py) has four, LL_TOLD two.
 EPOCH_DISPATCH = tl.constexpr(codes.EPOCH_DISPATCH)
 EPOCH_COMBINE = tl.constexpr(codes.EPOCH_COMBINE)
 EPOCH_BARRIER_ALL = tl.constexpr(codes.EPOCH_BARRIER_ALL)
@@ -50,8 +49,9 @@ EPOCH_BARRIER_NODE = tl.constexpr(codes.EPOCH_BARRIER_NODE)
 TIMEOUT_US = tl.constexpr(codes.TIMEOUT_US)
 EPOCH_LL_DISPATCH = tl.constexpr(codes.EPOCH_LL_DISPATCH)
 EPOCH_LL_COMBINE = tl.constexpr(codes.EPOCH_LL_COMBINE)
-LL_ARRIVALS = tl.constexpr(codes.LL_ARRIVALS)
-LL_ARRIVALS_BEFORE = tl.constexpr(codes.LL_ARRIVALS_BEFORE)
+LL_DISPATCH_SENT = tl.constexpr(codes.LL_DISPATCH_SENT)
+LL_COMBINE_SENT = tl.constexpr(codes.LL_COMBINE_SENT)
+LL_TOLD = tl.constexpr(codes.LL_TOLD)
 STATUS = tl.constexpr(codes.STATUS)
 PROGRAMS_DONE = tl.constexpr(codes.PROGRAMS_DONE)
 ALARM = tl.constexpr(codes.ALARM)

@@ -25,7 +25,7 @@ MODE_RCEIL_SATFINITE = 4
 BARRIER_FLAG = 9
 NODE_BARRIER_FLAG = 10
 
-# buffers.py: words of the state array. The status record (waits.py) has four.
+# buffers.py: words of the state array. The status record (waits.py) has four, LL_TOLD two.
 EPOCH_DISPATCH = 0
 EPOCH_COMBINE = 1
 EPOCH_BARRIER_ALL = 2
@@ -33,12 +33,13 @@ EPOCH_BARRIER_NODE = 3
 TIMEOUT_US = 4
 EPOCH_LL_DISPATCH = 5
 EPOCH_LL_COMBINE = 6
-LL_ARRIVALS = 7
-LL_ARRIVALS_BEFORE = 8
-STATUS = 9
-PROGRAMS_DONE = 13
-ALARM = 14
-STATE_WORDS = 15
+LL_DISPATCH_SENT = 7
+LL_COMBINE_SENT = 8
+LL_TOLD = 9
+STATUS = 11
+PROGRAMS_DONE = 15
+ALARM = 16
+STATE_WORDS = 17
 
 # waits.py: what a wait waited for.
 WAIT_SPLITS = 1

@@ -1,37 +1,19 @@
-"""What the low-latency kernels share: one release for a whole grid, owners of experts."""
+"""What the low-latency kernels share: a release that counts, owners of experts."""
 
 import triton
 import triton.language as tl
 
-from .buffers import LL_ARRIVALS, LL_ARRIVALS_BEFORE, buffer_ptrs
-from .waits import release_flags
-
 
 @triton.jit
-def release_last(
-    tables_ptr,
-    state_ptr,
-    healthy,  # False: arrive only
-    before,  # value of the counter before this launch
-    epoch,
-    flag_index,
-    value,
-    num_ranks,
-    FLAG: tl.constexpr,
-    EPOCH: tl.constexpr,
-    WP: tl.constexpr,
-):
-    """Arrive; the last program of the grid sets flag `flag_index` of every rank and advances the epoch."""
-    # Loaded here: behind the add they would come from L2 again.
-    peers = tl.arange(0, WP)
-    flag_ptrs = buffer_ptrs(tables_ptr, FLAG, num_ranks, peers, peers < num_ranks, tl.int64) + flag_index
-    # The add is one thread's: the barrier puts the stores of all warps under it.
+def release_counts(flag_ptrs, mask, counts):
+    """Add to flags [block of pointers to one flag per rank], after all stores this program made before.
+
+    Each program adds for itself: a counter on this GPU, whose last arriver tells the others, costs its round trip and
+    a second fence. The adds to a flag are one release sequence: who acquires their total has them all before it.
+    One thread sets each flag, so the barrier must come first, as in `release_flags` (waits.py).
+    """
     tl.debug_barrier()
-    arrived = tl.atomic_add(state_ptr + LL_ARRIVALS, 1, sem="acq_rel", scope="gpu") + 1
-    if healthy & (arrived - before == tl.num_programs(0)):
-        release_flags(flag_ptrs, peers < num_ranks, tl.zeros([WP], tl.int64) + value)
-        tl.store(state_ptr + LL_ARRIVALS_BEFORE, arrived)
-        tl.store(state_ptr + EPOCH, epoch)
+    tl.atomic_add(flag_ptrs, counts, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit

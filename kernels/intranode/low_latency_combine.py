@@ -2,12 +2,11 @@
 
 Protocol      1 reduce: for each arrival row of the dispatch, the sum of its copies in float32, in k order, rounded once
               and stored at the token's rank
-              2 reduce: every program arrives at a counter; the last one sets ll_combine_flag of every rank
+              2 reduce: every program adds its rows to ll_combine_flag of their ranks, which get max_tokens each in all
               3 sum: wait for the flags of all ranks; add the sums of each token in float32, in the order of the ranks
               that it went to, and round
 Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token; ll_combine_flag [W] int64.
-Memory order  As in low_latency_dispatch.py: the counter collects the stores of the grid under the last arriver's
-              release; 3 acquires.
+Memory order  As in low_latency_dispatch.py: the adds are one release sequence; 3 acquires their total.
 Progress      1 and 2 wait for nobody. 3 waits for the reduces of all ranks, its own launched before.
 Replay        As in low_latency_dispatch.py, with the combine's own epoch: a rank that reduces for epoch n has ended
               its sum of n - 1, for which every rank had set its flag, each after its own sum of n - 2, the last
@@ -20,14 +19,14 @@ import triton.language as tl
 
 from ..device.buffers import (
     EPOCH_LL_COMBINE,
-    LL_ARRIVALS_BEFORE,
     LL_COMBINE,
     LL_COMBINE_FLAG,
+    LL_COMBINE_SENT,
     STATUS,
     buffer_ptr,
     buffer_ptrs,
 )
-from ..device.low_latency import owners, quotient, rank_bits, release_last
+from ..device.low_latency import owners, quotient, rank_bits, release_counts
 from ..device.waits import WAIT_LL_PARTIALS, wait_flags
 
 
@@ -61,7 +60,6 @@ def low_latency_reduce_kernel(
 ):
     # After a failure nothing is stored; an early return would make every load wait for this one.
     healthy = tl.load(state_ptr + STATUS) == 0
-    before = tl.load(state_ptr + LL_ARRIVALS_BEFORE)
     epoch = tl.load(state_ptr + EPOCH_LL_COMBINE) + 1
     part = (epoch & 1).to(tl.int32) * num_ranks + rank
     item = tl.program_id(0) + tl.arange(0, ROWS) * tl.num_programs(0)
@@ -73,6 +71,10 @@ def low_latency_reduce_kernel(
     copy_ptrs = copy_rows_ptr + (source * max_tokens + token) * TOPK
     came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
     offs = tl.arange(0, BLOCK_H)[None, :]
+    peers = tl.arange(0, WP)
+    mine = (source[:, None] == peers[None, :]) & (alive & healthy)[:, None]
+    count = tl.sum(mine.to(tl.int64), axis=0)
+    flag_ptrs = buffer_ptrs(tables_ptr, LL_COMBINE_FLAG, num_ranks, peers, count > 0, tl.int64) + rank
     dest = buffer_ptrs(tables_ptr, LL_COMBINE, num_ranks, source, came, y_ptr.dtype.element_ty)
     dest += (part * max_tokens + token).to(tl.int64) * hidden
     for t in tl.static_range(TILES):
@@ -87,9 +89,9 @@ def low_latency_reduce_kernel(
                     copy = tl.load(copy_ptrs + first + 1, mask=alive, other=-1)
                     acc = _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS)
         tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=(came & healthy)[:, None] & in_row)
-    release_last(
-        tables_ptr, state_ptr, healthy, before, epoch, rank, epoch, num_ranks, LL_COMBINE_FLAG, EPOCH_LL_COMBINE, WP
-    )
+    if tl.program_id(0) == 0:
+        tl.store(state_ptr + LL_COMBINE_SENT, epoch)
+    release_counts(flag_ptrs, count > 0, count)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks"])
@@ -119,11 +121,13 @@ def low_latency_sum_kernel(
     goes_to = rank_bits(owners(ids, experts_per_rank), 1)
     offs = (tl.program_id(0) % PARTS * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
     in_row = offs < hidden
-    epoch = tl.load(state_ptr + EPOCH_LL_COMBINE)  # the reduce has advanced it
+    epoch = tl.load(state_ptr + LL_COMBINE_SENT)
+    if tl.program_id(0) == 0:
+        tl.store(state_ptr + EPOCH_LL_COMBINE, epoch)
     peers = tl.arange(0, WP)
     flag_ptrs = buffer_ptr(tables_ptr, LL_COMBINE_FLAG, num_ranks, rank, tl.int64) + peers
     sums_ptr = buffer_ptr(tables_ptr, LL_COMBINE, num_ranks, rank, out_ptr.dtype.element_ty)
-    if wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_LL_PARTIALS, 0):
+    if wait_flags(flag_ptrs, peers < num_ranks, epoch * max_tokens, state_ptr, WAIT_LL_PARTIALS, 0):
         first = (epoch & 1).to(tl.int32) * num_ranks
         acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
         for peer in tl.static_range(WP):

@@ -5,21 +5,22 @@ Protocol      1 push, one program per token: to every rank go the token's keys, 
               this token's alone. A key is (local expert << 16 | slot); the slot, the number of earlier entries of
               this rank for that expert, is counted by each program for its own token. The program that has the
               expert's last entry tells its owner the total
-              2 push: every program arrives at a counter; the last one sets ll_flag of every rank
-              3 expand: wait for the flags of all ranks. From the totals of all sources follows where each source's
-              rows of each expert begin; that plus the slot is the output row. Copy rows, note where they went
-              (for combine), zero the padding
+              2 push: every program adds to ll_flag of every rank, all of them together max_tokens
+              3 expand: wait until the flags of all ranks have their counts. From the totals of all sources follows
+              where each source's rows of each expert begin; that plus the slot is the output row. Copy rows, note
+              where they went (for combine), zero the padding
 Layout        ll_stage_x [2, W * M, row on the wire (device/rows.py)], arrival row = source rank * M + token;
               ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, EP] int64:
               (epoch << 16 | total), so that an old word counts as none and nothing need be cleared;
-              ll_flag [2, W] int64: (epoch << 32 | host word << 16 | tokens). Their first dimension is the parity of
-              the epoch. W ranks, M max_tokens, e experts per rank, KP top-k rounded up to a power of two.
-Memory order  All stores of a program come before a block barrier and its acquire-release add to the counter, at GPU
-              scope. So the last arriver has seen them all, and its system-scope release of the flags covers them:
-              causality is transitive. 3 acquires.
+              ll_flag [2, W] int64: (programs << 32 | host word << 16 | tokens), where max_tokens programs are added in
+              every second call, and the program of token 0 exchanges the lower half: it adds what was told now less
+              what was told before (LL_TOLD). Their first dimension is the parity of the epoch. W ranks, M max_tokens,
+              e experts per rank, KP top-k rounded up to a power of two.
+Memory order  All stores of a program come before a block barrier and its release adds, at system scope. The adds to a
+              flag are one release sequence, so 3, which acquires their total, sees what all programs stored.
 Progress      1 and 2 wait for nobody. 3 waits for the pushes of all ranks, its own launched before.
-Replay        The epoch lives on the device; the last arriver advances it, when all programs have read it. The counter
-              only grows as well: where one launch ends, the next begins.
+Replay        The epoch lives on the device, in two words: push reads the first and writes the second, expand the
+              other way round, so that no program reads what another one of its launch writes.
               Two halves suffice. A rank that pushes epoch n has ended its expand of n - 1, for which every rank had
               set its flag n - 1, and each did so after its own expand of n - 2, the last reader of the half that is
               written now. This goes for ll_flag, too: its low bits are those of one epoch.
@@ -30,16 +31,17 @@ import triton.language as tl
 
 from ..device.buffers import (
     EPOCH_LL_DISPATCH,
-    LL_ARRIVALS_BEFORE,
     LL_COUNTS,
+    LL_DISPATCH_SENT,
     LL_FLAG,
     LL_META,
     LL_STAGE_X,
+    LL_TOLD,
     STATUS,
     buffer_ptr,
     buffer_ptrs,
 )
-from ..device.low_latency import owners, quotient, rank_bits, release_last
+from ..device.low_latency import owners, quotient, rank_bits, release_counts
 from ..device.rows import MX, WORDS, load_payload, load_row_tile, store_scales, wire_sizes, wire_tile
 from ..device.waits import WAIT_LL_ROWS, wait_values
 
@@ -67,6 +69,50 @@ def _slots(topk_idx_ptr, mine, first, num_entries, num_experts, BLOCK_N: tl.cons
         earlier = (n[None, :] < position[:, None]).to(tl.int32)
         packed += tl.sum(tl.where(other[None, :] == mine[:, None], earlier + _ONE_ABOVE, 0), axis=1)
     return packed & _SLOT_MASK, packed >> _SLOT_BITS
+
+
+@triton.jit
+def _tell(
+    topk_idx_ptr,
+    weights_ptr,
+    kept_idx_ptr,
+    tables_ptr,
+    mine,  # [KP] expert ids of the token, -1 = none
+    owner,  # [KP] their ranks
+    entry,  # [KP] in the table
+    token,
+    num_tokens,
+    source,
+    arrival,
+    peers,  # [WP]
+    to_all,  # [WP]
+    epoch,
+    experts_per_rank,
+    num_ranks,
+    HAS_WEIGHTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    WP: tl.constexpr,
+    EP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Count the slots of my token; its keys and weights go to all ranks, totals to the owners of the experts."""
+    ks = tl.arange(0, KP)
+    local = mine - owner * experts_per_rank
+    num_experts = num_ranks * experts_per_rank
+    slot, total = _slots(topk_idx_ptr, mine, token * TOPK, num_tokens * TOPK, num_experts, BLOCK_N)
+    meta = (arrival * (2 * KP) + ks)[None, :]
+    dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, to_all, tl.int32)[:, None] + meta
+    keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
+    tl.store(dest, keys, mask=to_all[:, None])
+    if HAS_WEIGHTS:
+        weights = tl.load(weights_ptr + token * TOPK + ks, mask=entry, other=0.0)
+        dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, to_all, tl.float32)[:, None] + meta + KP
+        tl.store(dest, tl.broadcast_to(weights[None, :], [WP, KP]), mask=to_all[:, None])
+    is_last = (mine >= 0) & (slot + 1 == total) & (tl.max(to_all.to(tl.int32)) > 0)
+    counts_ptrs = buffer_ptrs(tables_ptr, LL_COUNTS, num_ranks, owner, is_last, tl.int64)
+    tl.store(counts_ptrs + source * EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
+    tl.store(kept_idx_ptr + token * TOPK + ks, mine, mask=entry)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks", "host_word"])
@@ -97,41 +143,23 @@ def low_latency_push_kernel(
 ):
     # After a failure nothing is stored; an early return would make every load wait for this one.
     healthy = tl.load(state_ptr + STATUS) == 0
-    before = tl.load(state_ptr + LL_ARRIVALS_BEFORE)
     epoch = tl.load(state_ptr + EPOCH_LL_DISPATCH) + 1
     parity = (epoch & 1).to(tl.int32)
     token = tl.program_id(0)  # without tokens there is one program, which only releases
     alive = token < num_tokens
-    num_experts = num_ranks * experts_per_rank
     ks = tl.arange(0, KP)
     entry = alive & (ks < TOPK)
-    mine = _kept(tl.load(topk_idx_ptr + token * TOPK + ks, mask=entry, other=-1), num_experts)
+    mine = _kept(tl.load(topk_idx_ptr + token * TOPK + ks, mask=entry, other=-1), num_ranks * experts_per_rank)
     row = tl.arange(0, 1) + token
     stride, data_bytes, row_bytes = wire_sizes(row_words, x_ptr.dtype.element_ty, PAYLOAD)
     row_ptrs = x_ptr + row.to(tl.int64) * row_words
     scale_ptrs = scale_ptr + row.to(tl.int64) * (data_bytes // 32)
-    # On its way while the slots are counted.
-    tile = load_row_tile(row_ptrs, row < num_tokens, 0, row_words, BLOCK_H)
-
-    slot, total = _slots(topk_idx_ptr, mine, token * TOPK, num_tokens * TOPK, num_experts, BLOCK_N)
     owner = owners(mine, experts_per_rank)
-    local = mine - owner * experts_per_rank
     source = parity * num_ranks + rank
     arrival = source * max_tokens + token
     peers = tl.arange(0, WP)
-    in_group = alive & (peers < num_ranks) & healthy
-    meta = (arrival * (2 * KP) + ks)[None, :]
-    dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, in_group, tl.int32)[:, None] + meta
-    keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
-    tl.store(dest, keys, mask=in_group[:, None])
-    if HAS_WEIGHTS:
-        weights = tl.load(weights_ptr + token * TOPK + ks, mask=entry, other=0.0)
-        dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, in_group, tl.float32)[:, None] + meta + KP
-        tl.store(dest, tl.broadcast_to(weights[None, :], [WP, KP]), mask=in_group[:, None])
-    is_last = (mine >= 0) & (slot + 1 == total) & healthy
-    counts_ptrs = buffer_ptrs(tables_ptr, LL_COUNTS, num_ranks, owner, is_last, tl.int64)
-    tl.store(counts_ptrs + source * EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
-    tl.store(kept_idx_ptr + token * TOPK + ks, mine, mask=entry)
+    in_group = (peers < num_ranks) & healthy
+    tile = load_row_tile(row_ptrs, row < num_tokens, 0, row_words, BLOCK_H)
 
     # Ranks and tokens begin with different destinations, so that no link is everybody's first.
     first_rank = rank + token - quotient(rank + token, num_ranks) * num_ranks
@@ -153,11 +181,43 @@ def low_latency_push_kernel(
             dest += arrival.to(tl.int64) * row_bytes + data_bytes
             scales = tl.broadcast_to(scales, [WP, scales.shape[1]])
             store_scales(dest, goes_there, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
+        if t == 0:  # while the stores of the first tile are on their way
+            _tell(
+                topk_idx_ptr,
+                weights_ptr,
+                kept_idx_ptr,
+                tables_ptr,
+                mine,
+                owner,
+                entry,
+                token,
+                num_tokens,
+                source,
+                arrival,
+                peers,
+                alive & in_group,
+                epoch,
+                experts_per_rank,
+                num_ranks,
+                HAS_WEIGHTS,
+                TOPK,
+                KP,
+                WP,
+                EP,
+                BLOCK_N,
+            )
 
-    value = (epoch << 32) + ((host_word << 16) + num_tokens)
-    release_last(
-        tables_ptr, state_ptr, healthy, before, epoch, source, value, num_ranks, LL_FLAG, EPOCH_LL_DISPATCH, WP
-    )
+    # The first program adds for those that there are not, and tells what goes with them all.
+    is_first = token == 0
+    told_ptr = state_ptr + LL_TOLD + parity
+    telling = ((host_word << 16) + num_tokens).to(tl.int64)
+    told = tl.load(told_ptr, mask=is_first, other=telling)
+    count = tl.where(is_first, max_tokens + 1 - tl.num_programs(0), 1).to(tl.int64)
+    flag_ptrs = buffer_ptrs(tables_ptr, LL_FLAG, num_ranks, peers, in_group, tl.int64) + source
+    tl.store(told_ptr, telling, mask=is_first & healthy)
+    tl.store(state_ptr + LL_DISPATCH_SENT, epoch, mask=is_first & healthy)
+    added = tl.where(is_first, telling - told, 0) + (count << 32)
+    release_counts(flag_ptrs, in_group, tl.zeros([WP], tl.int64) + added)
 
 
 @triton.jit
@@ -264,12 +324,16 @@ def low_latency_expand_kernel(
     meta_ptr = buffer_ptr(tables_ptr, LL_META, num_ranks, rank, tl.int32)
     meta_weights_ptr = buffer_ptr(tables_ptr, LL_META, num_ranks, rank, tl.float32)
     counts_ptr = buffer_ptr(tables_ptr, LL_COUNTS, num_ranks, rank, tl.int64)
-    epoch = tl.load(state_ptr + EPOCH_LL_DISPATCH)  # the push has advanced it
+    epoch = tl.load(state_ptr + LL_DISPATCH_SENT)
+    if tl.program_id(0) == 0:
+        tl.store(state_ptr + EPOCH_LL_DISPATCH, epoch)
+    # Times that this half has been used.
+    expected = (((epoch + 1) >> 1) * max_tokens) << 32
     first_source = (epoch & 1).to(tl.int32) * num_ranks
     source = tl.arange(0, WP)
     in_group = source < num_ranks
     flag_ptrs = buffer_ptr(tables_ptr, LL_FLAG, num_ranks, rank, tl.int64) + first_source + source
-    arrived, seen = wait_values(flag_ptrs, in_group, epoch << 32, state_ptr, WAIT_LL_ROWS, first_source)
+    arrived, seen = wait_values(flag_ptrs, in_group, expected, state_ptr, WAIT_LL_ROWS, first_source)
     if arrived:
         word_of = tl.where(in_group, seen, 0).to(tl.int32)
         PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS

@@ -29,7 +29,7 @@ def push(s: Shape, payload: int, has_weights: bool, row_words: int) -> Plan:
         "HAS_WEIGHTS": has_weights,
         "EP": next_power_of_2(s.experts_per_rank),
         "BLOCK_N": min(max(next_power_of_2(s.max_tokens * s.topk), 16), 1024),
-        **_columns(s, row_words, 8192 if payload == QUANTISE else 2048),
+        **_columns(s, row_words, 4096 if payload == QUANTISE else 1024),
         **s.common("TOPK", "KP", "WP"),
     }
     return Plan("low_latency_push_kernel", constexprs, _PUSH_WARPS)
