@@ -13,7 +13,7 @@ from triton_ep._names import LayerNames
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
 from triton_ep.errors import InputError, PeerFailed, StaleHandleError
-from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS
+from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS, placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import dispatch as dispatch_ops
@@ -23,6 +23,7 @@ from triton_ep.ops import splits as splits_ops
 from triton_ep.ops.compact import short_rows
 from triton_ep.overlap import EPEvent, RecvHook
 
+Expected = tuple[int, int, tuple[int, ...] | None]
 Received = tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc]
 
 
@@ -130,7 +131,7 @@ class DispatchSteps(LayerNames):
         given, x = x, dispatch_ops.quantize(ctx, x)
         routing, placement = self.preprocess(topk_idx, scatter, host_word | (HOST_WEIGHTS if has_weights else 0))
         ctx.epoch += 1
-        num_rows, num_arrivals = self.init_output_buffer(placement, known_rows)
+        num_rows, num_arrivals, offsets = self.init_output_buffer(placement, known_rows)
         width = x.data.shape[1]
         moved = short_rows(ctx, width)
         routing_ops.place(moved, routing, placement, weights, scatter)
@@ -156,6 +157,7 @@ class DispatchSteps(LayerNames):
             forward=forward,
             skipped_token_topk_mapping_indices=received.copy_rows,
             full_scatter=scatter is not None,
+            host_expert_offsets=offsets,
         )
         return received.x, received.weights, desc, receive
 
@@ -202,8 +204,9 @@ class DispatchSteps(LayerNames):
         routing = routing_ops.count(ctx, topk_idx)
         return routing, splits_ops.exchange(ctx, routing, host_word, bad_scatter)
 
-    def init_output_buffer(self, placement: torch.Tensor, known_rows: int | None = None) -> tuple[int, int]:
-        """Rows of this rank's output and arrival rows to expect; in exact mode read from the device.
+    def init_output_buffer(self, placement: torch.Tensor, known_rows: int | None = None) -> Expected:
+        """Rows of this rank's output, arrival rows to expect, and in exact mode, where the host reads what comes, the
+        first row of each local expert.
 
         In exact mode this is where errors of any rank surface on all, before any row is sent, and where
         buffers grow, by the same numbers on all ranks. With known_rows buffers are large enough, and errors are left
@@ -216,15 +219,17 @@ class DispatchSteps(LayerNames):
             ctx.unread = None if capturing else placement
             num_rows = known_rows if cfg.recv_capacity is None else cfg.recv_capacity
             if num_rows is not None and num_rows >= 0:
-                return num_rows, ctx.sizes.arrival_rows
-        report = ctx.read_back(placement[: 8 * cfg.world_size].view(-1, 8))
+                return num_rows, ctx.sizes.arrival_rows, None
+        first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["expert_offsets"]
+        (words,) = ctx.read_back(placement[: first + count].view(1, -1))
+        report = [words[start : start + 8] for start in range(0, 8 * cfg.world_size, 8)]
         if known_rows is not None:
-            return report[cfg.rank][0], ctx.sizes.arrival_rows
+            return report[cfg.rank][0], ctx.sizes.arrival_rows, None
         checks.raise_for_ranks(cfg, report)
         arrivals = max(row[1] for row in report)
         rows = arrivals if cfg.enable_local_combine else max(row[0] for row in report)
         ctx.grow(arrivals, rows)
-        return report[cfg.rank][0], report[cfg.rank][1]
+        return report[cfg.rank][0], report[cfg.rank][1], tuple(words[first:])
 
     def _reject(self, again: bool = False, width: int | None = None) -> None:
         """Tell the other ranks that this one's arguments were refused, and keep its epochs in step.

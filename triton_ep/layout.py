@@ -9,9 +9,9 @@ S splits row length, P programs, Q chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -32,7 +32,8 @@ ALIGN_BYTES = 256
 """Start of every symmetric buffer."""
 
 
-def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) -> dict[str, tuple[int, int]]:
+@lru_cache(maxsize=256)
+def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) -> Mapping[str, tuple[int, int]]:
     """Parts of a dispatch's `placement`: first int32, and number of them (kernels/device/tables.py)."""
     num_experts, num_nodes = num_ranks * experts_per_rank, num_ranks // ranks_per_node
     parts, at = {}, 0

@@ -40,6 +40,8 @@ class EPAllToAllLayoutDesc:
         full_scatter: `full_scatter_indices` gave the order of rows.
         compact: rows are one per (token, rank), of `dispatch_compact`: R = C, and the field above is [C, 1], the row
             itself.
+        host_expert_offsets: e + 1 numbers, `expert_offsets` as the host has read it; None where it has not: with a
+            capacity, rows of `dispatch_again` or compact ones. Not part of the pytree.
     """
 
     num_dispatch_token_cur_rank: int
@@ -55,6 +57,7 @@ class EPAllToAllLayoutDesc:
     skipped_token_topk_mapping_indices: torch.Tensor | None = None
     full_scatter: bool = False
     compact: bool = False
+    host_expert_offsets: tuple[int, ...] | None = None
 
     # Views, made when they are asked for: a dispatch whose descriptor goes straight into combine makes none. What a
     # low-latency dispatch leaves out, because its combine does not need it, is None.
@@ -135,7 +138,8 @@ class EPAllToAllLayoutDesc:
         return self.placement[first : first + count]
 
 
-_NAMES = tuple(field.name for field in fields(EPAllToAllLayoutDesc))
+# What the host has read would make torch.compile compile anew for every routing.
+_NAMES = tuple(field.name for field in fields(EPAllToAllLayoutDesc) if field.name != "host_expert_offsets")
 
 
 def _flatten(desc: EPAllToAllLayoutDesc) -> tuple[list[Any], None]:

@@ -201,6 +201,7 @@ def check_dispatched(layer: EPAll2AllLayer, case: Case, works: list[Workload], r
     rows = int(want.expert_offsets[-1])
     exact = {"rtol": 0, "atol": 0}
     torch.testing.assert_close(desc.expert_offsets.cpu(), want.expert_offsets, **exact)
+    assert desc.host_expert_offsets == (None if case.static else tuple(want.expert_offsets.tolist()))
     torch.testing.assert_close(desc.num_recv_tokens_per_expert.cpu(), want.num_recv_tokens_per_expert, **exact)
     if not case.low_latency:
         torch.testing.assert_close(desc.token_dst_scatter_idx.cpu(), want.dst_row[cfg.rank].to(torch.int32), **exact)

@@ -200,7 +200,7 @@ class HybridEPBuffer(RoutingInputs):
 
         sent, excess = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
         layer, (recv_x, scales), recv_probs, desc = sent
-        copies, counts = copy_rows(layer.context), self._counts(layer, desc, non_blocking)
+        copies, counts = copy_rows(layer.context), _counts(desc, non_blocking)
         routing = Routing(self.layers, layer, desc, copies, counts, recv_probs is not None)
         experts_of_rows = partial(_experts_of_rows, layer, desc, copies)
         overflow = desc.overflow if excess is None else desc.overflow + excess
@@ -377,16 +377,13 @@ class HybridEPBuffer(RoutingInputs):
         (recv_x, scales), recv_probs = rows.again(routing.layer, desc, weights)
         return recv_x, recv_probs, scales, counts, handle
 
-    def _counts(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
-        """[e] int64, rows of each local expert, padding included."""
-        if non_blocking or layer.context.device.type != "cuda":
-            return desc.expert_offsets.diff().long()
-        if layer.config.recv_capacity is not None:
-            return desc.expert_offsets.diff().long().cpu()
-        # The host has waited for the offsets already: on another stream they need not wait for the rows.
-        side = layer.comm_stream
-        with torch.cuda.stream(side):
-            return desc.expert_offsets.diff().long().cpu()
+
+def _counts(desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
+    """[e] int64, rows of each local expert, padding included."""
+    if desc.host_expert_offsets is not None:
+        return torch.tensor(desc.host_expert_offsets).diff()
+    counts = desc.expert_offsets.diff().long()
+    return counts if non_blocking else counts.cpu()
 
 
 def _experts_of_rows(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, copies: torch.Tensor) -> torch.Tensor:
