@@ -71,50 +71,6 @@ def _slots(topk_idx_ptr, mine, first, num_entries, num_experts, BLOCK_N: tl.cons
     return packed & _SLOT_MASK, packed >> _SLOT_BITS
 
 
-@triton.jit
-def _tell(
-    topk_idx_ptr,
-    weights_ptr,
-    kept_idx_ptr,
-    tables_ptr,
-    mine,  # [KP] expert ids of the token, -1 = none
-    owner,  # [KP] their ranks
-    entry,  # [KP] in the table
-    token,
-    num_tokens,
-    source,
-    arrival,
-    peers,  # [WP]
-    to_all,  # [WP]
-    epoch,
-    experts_per_rank,
-    num_ranks,
-    HAS_WEIGHTS: tl.constexpr,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
-    WP: tl.constexpr,
-    EP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Count the slots of my token; its keys and weights go to all ranks, totals to the owners of the experts."""
-    ks = tl.arange(0, KP)
-    local = mine - owner * experts_per_rank
-    num_experts = num_ranks * experts_per_rank
-    slot, total = _slots(topk_idx_ptr, mine, token * TOPK, num_tokens * TOPK, num_experts, BLOCK_N)
-    meta = (arrival * (2 * KP) + ks)[None, :]
-    dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, to_all, tl.int32)[:, None] + meta
-    keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
-    tl.store(dest, keys, mask=to_all[:, None])
-    if HAS_WEIGHTS:
-        weights = tl.load(weights_ptr + token * TOPK + ks, mask=entry, other=0.0)
-        dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, to_all, tl.float32)[:, None] + meta + KP
-        tl.store(dest, tl.broadcast_to(weights[None, :], [WP, KP]), mask=to_all[:, None])
-    is_last = (mine >= 0) & (slot + 1 == total) & (tl.max(to_all.to(tl.int32)) > 0)
-    counts_ptrs = buffer_ptrs(tables_ptr, LL_COUNTS, num_ranks, owner, is_last, tl.int64)
-    tl.store(counts_ptrs + source * EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
-    tl.store(kept_idx_ptr + token * TOPK + ks, mine, mask=entry)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks", "host_word"])
 def low_latency_push_kernel(
     x_ptr,  # [T, row_words] words, or elements to quantise
@@ -182,30 +138,22 @@ def low_latency_push_kernel(
             scales = tl.broadcast_to(scales, [WP, scales.shape[1]])
             store_scales(dest, goes_there, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
         if t == 0:  # while the stores of the first tile are on their way
-            _tell(
-                topk_idx_ptr,
-                weights_ptr,
-                kept_idx_ptr,
-                tables_ptr,
-                mine,
-                owner,
-                entry,
-                token,
-                num_tokens,
-                source,
-                arrival,
-                peers,
-                alive & in_group,
-                epoch,
-                experts_per_rank,
-                num_ranks,
-                HAS_WEIGHTS,
-                TOPK,
-                KP,
-                WP,
-                EP,
-                BLOCK_N,
-            )
+            num_experts = num_ranks * experts_per_rank
+            slot, total = _slots(topk_idx_ptr, mine, token * TOPK, num_tokens * TOPK, num_experts, BLOCK_N)
+            local = mine - owner * experts_per_rank
+            to_all = alive & in_group
+            meta = (arrival * (2 * KP) + ks)[None, :]
+            dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, to_all, tl.int32)[:, None] + meta
+            keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
+            tl.store(dest, keys, mask=to_all[:, None])
+            if HAS_WEIGHTS:
+                weights = tl.load(weights_ptr + token * TOPK + ks, mask=entry, other=0.0)
+                dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, to_all, tl.float32)[:, None] + meta + KP
+                tl.store(dest, tl.broadcast_to(weights[None, :], [WP, KP]), mask=to_all[:, None])
+            is_last = (mine >= 0) & (slot + 1 == total) & healthy
+            counts_ptrs = buffer_ptrs(tables_ptr, LL_COUNTS, num_ranks, owner, is_last, tl.int64)
+            tl.store(counts_ptrs + source * EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
+            tl.store(kept_idx_ptr + token * TOPK + ks, mine, mask=entry)
 
     # The first program adds for those that there are not, and tells what goes with them all.
     is_first = token == 0
