@@ -281,6 +281,14 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
         assert arrived.shape[0] == sum(int(tokens.sum()) for tokens in goes)
     assert grown._agreed_topk == 4 and grown.layers.max_tokens >= 90
     grown.close()
+    # Ranks are made for different numbers, and one has more than its own.
+    uneven = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=(80, 4)[rank], topk=2)
+    inputs = make_inputs(world_size, tokens=(60, 9), topk=2, idle=())
+    ours = inputs[rank].to(device)
+    hidden, *_ = uneven.dispatch_with_permute(hidden=ours.hidden, routing_map=ours.routing_map)
+    same(hidden, reference.dispatch(inputs, rank, EXPERTS, 1)[0])
+    assert uneven.layers.max_tokens == 80 and not uneven.layers.retired
+    uneven.close()
 
     # Another number of experts than the buffer was made for: a layer of its own.
     fewer = make_inputs(world_size, experts=world_size, topk=1, idle=())

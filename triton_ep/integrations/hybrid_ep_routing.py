@@ -152,7 +152,10 @@ class RoutingInputs:
         needed: experts of a token, or beyond `experts` tokens of a rank.
         """
         if needed > experts:
-            self.layers.grow((needed - experts) + (needed - experts) // 4)
+            tokens = needed - experts
+            # Ranks may have been made for different numbers: the layer that refused is for the largest of these.
+            if tokens > self.layers.max_tokens:
+                self.layers.grow(tokens + tokens // 4)
             return
         limit = self.topk or min(experts, _MOST_EXPERTS)
         if self.topk or needed > limit:
@@ -181,7 +184,9 @@ class RoutingInputs:
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self.layers.group)
             return
         dtype, alignment, capacity, experts = kind
-        topk = self._slots_of_map(experts, known[1]) if topk_idx is None else topk_idx.shape[-1]
+        topk = self._slots_of_map(experts, known[1])
+        if isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2:
+            topk = topk_idx.shape[1]
         layer = self.layers.made.get((dtype, topk, alignment, capacity, experts), self._last)
         if layer is not None:
             nothing = torch.empty(0, device=layer.context.device)
