@@ -110,7 +110,7 @@ def _check_way(rank: int, nodes: int, ranks_per_node: int, way: Way) -> None:
         assert (int(arrived), tokens, valid) == (routed.shape[0], mine.hidden.shape[0], mine.hidden.shape[0])
         same(experts[: routed.shape[0]], routed)
         assert not experts[routed.shape[0] :].any()
-        assert real.tolist() == routed.sum(0).tolist() and overflow is handle.items[-1]
+        assert real.tolist() == routed.sum(0).tolist() and overflow.data_ptr() == handle[-1].data_ptr()
 
     # Both handles at once: rows of the first dispatch again, experts, back; then the second one.
     for seed, (inputs, mine, hidden, probs, handle) in enumerate(handles):

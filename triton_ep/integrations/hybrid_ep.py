@@ -21,6 +21,7 @@ Source: deep_ep/hybrid_ep_buffer.py of DeepEP's branch hybrid-ep. docs/how-to/hy
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,8 +204,9 @@ class HybridEPBuffer(RoutingInputs):
         copies, counts = copy_rows(layer.context), _counts(desc, non_blocking)
         routing = Routing(self.layers, layer, desc, copies, counts, recv_probs is not None)
         experts_of_rows = partial(_experts_of_rows, layer, desc, copies)
-        overflow = desc.overflow if excess is None else desc.overflow + excess
-        found = (desc.report[self.rank, 1], experts_of_rows, None, None, desc.num_recv_tokens_per_expert)
+        overflow = partial(getattr, desc, "overflow") if excess is None else desc.overflow + excess
+        per_expert = partial(getattr, desc, "num_recv_tokens_per_expert")
+        found = (partial(_arrived, desc, self.rank), experts_of_rows, None, None, per_expert)
         tokens = hidden.shape[0]
         made = Handle(routing, (None, None, None, *found, tokens, routing, tokens, overflow))
         return recv_x, recv_probs, scales, counts, made
@@ -318,7 +320,7 @@ class HybridEPBuffer(RoutingInputs):
         if handle is None:
             routing = Routing(self.layers, layer, desc, local_ids=ids)
             tokens = hidden.shape[0]
-            found = (desc.report[self.rank, 1], mine, tokens, routing, tokens)
+            found = (partial(_arrived, desc, self.rank), mine, tokens, routing, tokens)
             handle = Handle(routing, (None, None, None, *found))
         return arrived, row_probs, scales, handle
 
@@ -381,9 +383,14 @@ class HybridEPBuffer(RoutingInputs):
 def _counts(desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
     """[e] int64, rows of each local expert, padding included."""
     if desc.host_expert_offsets is not None:
-        return torch.tensor(desc.host_expert_offsets).diff()
+        return torch.tensor([end - begin for begin, end in pairwise(desc.host_expert_offsets)])
     counts = desc.expert_offsets.diff().long()
     return counts if non_blocking else counts.cpu()
+
+
+def _arrived(desc: EPAllToAllLayoutDesc, rank: int) -> torch.Tensor:
+    """[] int32, rows that arrived at this rank before permutation, on the device."""
+    return desc.report[rank, 1]
 
 
 def _experts_of_rows(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, copies: torch.Tensor) -> torch.Tensor:
