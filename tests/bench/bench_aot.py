@@ -27,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("aot", "jit-cold", "jit-warm")
 TOKENS, HIDDEN, TOPK, EXPERTS, NUM_SM = 4096, 7168, 8, 256, 24
+WARM_UP = 300  # pairs before the first that is timed: a process that has just started is not at its pace
 COLUMNS = [
     *("mode", "gpus", "tokens", "hidden", "topk", "experts", "payload"),
     *("imported_s", "joined_s", "layer_s", "first_dispatch_s", "host_us", "host_p20_us", "host_p80_us"),
@@ -61,7 +62,7 @@ def worker(started: float, mode: str, calls: int) -> None:
     torch.cuda.synchronize()
     told["first_dispatch_s"] = time.time() - started
     layer.combine(recv_x, desc)
-    for _ in range(20):
+    for _ in range(WARM_UP):
         recv_x, _, desc = layer.dispatch(x, idx)
         layer.combine(recv_x, desc)
     host = []
@@ -213,7 +214,7 @@ def main() -> None:
     parser.add_argument("--aot", help="folder of the library; default: TRITON_EP_AOT_DIR, or the package")
     parser.add_argument("--csv", type=Path, help="append rows here")
     parser.add_argument("--commit", help="where there is no git: commit of this checkout")
-    parser.add_argument("--calls", type=int, default=100, help="timed calls, after 21 others; default: 100")
+    parser.add_argument("--calls", type=int, default=100, help="timed calls, after some hundred others; default: 100")
     parser.add_argument("--timeout", type=float, default=150, help="seconds for a mode; default: 150")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
