@@ -64,8 +64,8 @@ class HybridEPBuffer(RoutingInputs):
         use_fp8: dispatches take one-byte rows with scales as well; calls can say otherwise.
         num_sms_dispatch_api, num_sms_combine_api: programs of the exchange, the larger of both; None: as tuned.
         num_of_hybrid_ep_ranks_per_nvlink_domain: ranks per node; None: as `initialize_distributed` found them.
-        topk: most experts per token. None: blocking calls with a routing map agree on it, at the price of a small
-            all-reduce each, and non-blocking ones take min(E, 32). Calls with `topk_idx` know it.
+        topk: most experts per token. None: the first blocking call with a routing map, and each with a budget, agrees
+            on it by a small all-reduce; non-blocking ones take min(E, 32). Calls with `topk_idx` know it.
         enable_local_combine, timeout_s: as for `EPAll2AllLayer`.
 
     The other arguments are HybridEP's settings of kernels that do not exist here; they are accepted and change nothing.
