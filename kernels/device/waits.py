@@ -33,6 +33,8 @@ WAIT_LL_PARTIALS = tl.constexpr(codes.WAIT_LL_PARTIALS)
 def wait_flags(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, first_index=0):
     """Wait until every masked flag is at least `expected` [scalar int64]; False when that did not happen in time.
 
+    Flags may wrap: what is less than 2**63 ahead counts as reached. Low-latency dispatches count programs in the upper
+    half of a word, which is full after some hours of decoding.
     flag_ptrs: block of pointers to this rank's own flags, the first of which is flag `first_index` of its
     buffer, for the status record. Pairs with `release_flags` on the writer's side.
     """
@@ -49,12 +51,12 @@ def wait_values(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, f
     # After a first failure the rank's data are void: waiting again would only add time-outs up.
     healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
     seen = _acquire(flag_ptrs, mask, expected, state_ptr)
-    late = tl.sum((seen < expected).to(tl.int32))
+    late = tl.sum((seen - expected < 0).to(tl.int32))
     while (late > 0) & healthy & (now_ns() - start < limit):
         pause(polls)
         polls += 1
         seen = _acquire(flag_ptrs, mask, expected, state_ptr)
-        late = tl.sum((seen < expected).to(tl.int32))
+        late = tl.sum((seen - expected < 0).to(tl.int32))
         healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
     if (late > 0) & healthy:
         _report_expiry(seen, expected, first_index, state_ptr, OPERATION)
@@ -75,7 +77,7 @@ def _acquire(flag_ptrs, mask, expected, state_ptr):
 def _report_expiry(seen, expected, first_index, state_ptr, OPERATION: tl.constexpr):
     """Write the status record, unless another program of this rank was first."""
     index = tl.arange(0, seen.numel)
-    first = tl.min(tl.where(seen < expected, index, seen.numel))
+    first = tl.min(tl.where(seen - expected < 0, index, seen.numel))
     value = tl.max(tl.where(index == first, seen, 0))
     if tl.atomic_cas(state_ptr + STATUS, tl.cast(0, tl.int64), tl.cast(OPERATION, tl.int64)) == 0:
         tl.store(state_ptr + STATUS + 1, tl.cast(first_index + first, tl.int64))

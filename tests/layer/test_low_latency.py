@@ -1,6 +1,7 @@
 """Layers with low_latency=True: they mean what other static layers mean. CUDA graphs: test_large.py."""
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from tests.layer.cases import Case, check_case, combine_and_check, dispatch_and_
 from triton_ep import EPConfig, MXTensor, autograd
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, InputError, StaleHandleError, WaitTimeout
+from triton_ep.kernels.device import codes
 from triton_ep.reference import dispatch as dispatch_reference
 
 CASES = {
@@ -37,6 +39,26 @@ SMALL = Case("small", tokens=(6, 3), hidden=32, topk=2, experts=2, low_latency=T
 def test_dispatch_and_combine_equal_the_reference(run_ranks, chaos_seed, nodes, ranks_per_node, name):
     """Every row, weight, count and offset, and sums within the roundings of partial sums."""
     run_ranks(check_case, nodes, ranks_per_node, replace(CASES[name], calls=1 if chaos_seed is not None else 3))
+
+
+def _wrap(rank, nodes, ranks_per_node):
+    with make_layer(SMALL, rank, nodes, ranks_per_node) as layer:
+        ctx, calls = layer.context, 2**31 // max(SMALL.tokens)  # of each half, before its programs no longer fit
+        ctx.state[codes.EPOCH_LL_DISPATCH] = ctx.state[codes.LL_DISPATCH_SENT] = 2 * calls
+        ctx.local("ll_flag").fill_(calls * max(SMALL.tokens) << 32)
+        dist.barrier()
+        for call in range(4):
+            if rank == 1:  # the others must wait for it
+                time.sleep(0.3)
+            combine_and_check(layer, dispatch_and_check(layer, SMALL, call))
+        assert (ctx.local("ll_flag") < 0).all()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_counts_of_programs_may_wrap(run_ranks, nodes, ranks_per_node):
+    """A late rank is waited for where the sign of the counts changes."""
+    run_ranks(_wrap, nodes, ranks_per_node)
 
 
 @pytest.mark.plain
