@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from triton_ep.errors import AotArchMismatch, LaunchError
@@ -35,7 +35,6 @@ class Driver:
             ) from error
         self._cuda = driver
         self._success = driver.CUresult.CUDA_SUCCESS
-        self._launch = driver.cuLaunchKernel
         self._streams: dict[int, Any] = {}
         status, self._version = driver.cuDriverGetVersion()
         self._check(status, "asking for the driver's version")
@@ -67,19 +66,27 @@ class Driver:
             self._check(status, f"giving {symbol} {shared} bytes of shared memory")
         return function
 
-    def launch(self, function: Any, grid: int, threads: int, shared: int, stream: int, params: int, what: str) -> None:
-        """Launch `grid` programs; `params` is the address of an array of addresses of parameters."""
-        handle = self._streams.get(stream)
-        if handle is None:
-            handle = self._streams[stream] = self._cuda.CUstream(stream)
-        (status,) = self._launch(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
-        if status is self._success or status == self._success:
-            return
-        if status.name == _NO_CONTEXT:
-            # A thread that torch has given nothing to do yet.
-            self._make_current()
-            (status,) = self._launch(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
-        self._check(status, f"launching {grid} programs of {what}")
+    def launcher(self, function: Any, threads: int, shared: int, params: int, what: str) -> Callable[[int, int], None]:
+        """What launches a kernel, called with the number of programs and the address of a stream.
+
+        params: address of an array of addresses of parameters.
+        """
+        launch, success, streams = self._cuda.cuLaunchKernel, self._success, self._streams
+
+        def run(grid: int, stream: int) -> None:
+            handle = streams.get(stream)
+            if handle is None:
+                handle = streams[stream] = self._cuda.CUstream(stream)
+            (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
+            if status is success or status == success:
+                return
+            if status.name == _NO_CONTEXT:
+                # A thread that torch has given nothing to do yet.
+                self._make_current()
+                (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
+            self._check(status, f"launching {grid} programs of {what}")
+
+        return run
 
     def tensor_map(self, address: int, element: int, size: int, box: Sequence[int], shape: Sequence[int],
                    strides: Sequence[int], swizzle: int) -> bytes:  # fmt: skip

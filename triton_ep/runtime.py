@@ -274,7 +274,7 @@ class Launcher:
                 kernel, ones = compiled
                 numbers = args[count:] if not ones else [args[i] for i in range(count, len(args)) if i not in ones]
                 where = torch._C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream
-                kernel(grid, where, *addresses, *numbers)
+                kernel.run(grid, where, *addresses, *numbers)
                 return
             self._aot = None  # from here on the JIT compiles this one
             self._compiled.clear()
@@ -343,7 +343,7 @@ class Launcher:
                 number += 1
             elif i not in ones:
                 flat.append(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg)
-        kernel(grid, torch._C._cuda_getCurrentRawStream(device), *flat)
+        kernel.run(grid, torch._C._cuda_getCurrentRawStream(device), *flat)
         return True
 
 

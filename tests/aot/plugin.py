@@ -2,10 +2,12 @@
 
     pytest -p tests.aot.plugin --aot DIR --backend nvshmem -m multi_gpu tests
     pytest -p tests.aot.plugin --aot-record FILE --backend nvshmem -m multi_gpu tests
+    pytest -p tests.aot.plugin --aot DIR --aot-record FILE --backend nvshmem -m multi_gpu tests
 
 With --aot every layer, and every op outside of one, takes its kernels from DIR, and ranks cannot import Triton at all:
 `import triton` raises ImportError there, so nothing can fall back. With --aot-record the ranks compile as usual and
-append what they asked for to FILE, one variant per line: `python -m triton_ep.aot build --variant FILE` builds it.
+append what they asked for to FILE, one variant per line: `python -m triton_ep.aot build --variant FILE` builds it. With
+both, they compile only what DIR lacks.
 """
 
 import os
@@ -28,14 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before any rank starts."""
     folder, record = config.getoption("--aot"), config.getoption("--aot-record")
-    if folder and record:
-        raise pytest.UsageError("--aot and --aot-record exclude each other")
     if folder:
-        os.environ |= {"TRITON_EP_AOT": "1", "TRITON_EP_AOT_DIR": str(Path(folder).resolve())}
-        _inject(_BLOCK, before=True)
+        os.environ |= {"TRITON_EP_AOT": "prefer" if record else "1", "TRITON_EP_AOT_DIR": str(Path(folder).resolve())}
     if record:
         path = str(Path(record).resolve())
         _inject(f"from tests.aot import recorder; recorder.install({path!r}); ", before=False)
+    elif folder:
+        _inject(_BLOCK, before=True)
 
 
 def _inject(code: str, before: bool) -> None:
@@ -56,7 +57,7 @@ def _inject(code: str, before: bool) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     """Skip what is about Triton's own compiler."""
-    if not config.getoption("--aot"):
+    if not config.getoption("--aot") or config.getoption("--aot-record"):
         return
     for item in items:
         if "compiles_into_one_graph" in item.name:  # on GPUs by inductor

@@ -60,7 +60,7 @@ def install(path: str) -> None:
 
     def noted_call(self: runtime.Launcher, grid: int, *args: Any, **where: Any) -> None:
         if grid:
-            note(asked_for(self.plan, self.spec, args))
+            note(asked_for(self.plan, runtime.spec(self.name), args))
         call(self, grid, *args, **where)
 
     def noted_launch(

@@ -65,6 +65,19 @@ def test_what_goes_wrong_is_shown(code: str, timeout_s: float, text: str) -> Non
         _measure(code, timeout_s)
 
 
+def test_layers_beside_each_other_make_a_row_each() -> None:
+    """With the host times of their own, and no start-up time."""
+    kinds = {"aot": 50.0, "jit": 60.0}
+    told = {f"{kind} {name}": base for kind, base in kinds.items() for name in FIGURES if name.startswith("host")}
+    rows = bench.rows_of(["beside"], 2, dict(ABOUT), lambda mode: {"imported_s": 1.0, **told})
+    found = [(row["mode"], row["imported_s"], row["host_us"], row["host_p80_us"], row["built_with"]) for row in rows]
+    assert found == [
+        ("aot-beside", "", "50.0", "50.0", "built_with"),
+        ("jit-beside", "", "60.0", "60.0", "triton"),
+    ]
+    assert all(list(row) == bench.COLUMNS for row in rows)
+
+
 def test_rows_are_stored_with_where_they_are_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A warm cache is one that a cold run has filled; a file of other columns is refused."""
     ran: list[str] = []
@@ -82,6 +95,9 @@ def test_rows_are_stored_with_where_they_are_from(tmp_path: Path, capsys: pytest
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     shown = bench.table(rows).splitlines()
     assert shown[0].split()[:2] == ["mode", "gpus"] and "4.50" in shown[1] and len(shown) == 3
+    ran.clear()
+    bench.rows_of(["jit-cold", "jit-warm", "aot"], 4, dict(ABOUT), run)
+    assert ran == ["jit-cold", "jit-warm", "aot"]
     path = tmp_path / "new" / "aot.csv"
     bench.store(path, rows)
     bench.store(path, rows)

@@ -6,6 +6,7 @@ import logging
 import shutil
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,19 @@ class NotingDriver:
         """Something to be recognised by."""
         return struct.pack("Q", address) + bytes(120)
 
-    def launch(self, function: str, grid: int, threads: int, shared: int, stream: int, params: int, what: str) -> None:
+    def launcher(self, function: str, threads: int, shared: int, params: int, what: str) -> Callable[[int, int], None]:
         """Read every parameter from where the block says it is."""
-        addresses = (ctypes.c_void_p * len(self.kinds)).from_address(params)
-        values = []
-        for kind, address in zip(self.kinds, addresses, strict=True):
-            size = struct.calcsize(CODES[kind])
-            assert address % (64 if kind == "tensormap" else size) == 0
-            values.append(struct.unpack(CODES[kind], ctypes.string_at(address, size))[0])
-        self.launches.append((function, grid, threads, stream, values))
+
+        def run(grid: int, stream: int) -> None:
+            addresses = (ctypes.c_void_p * len(self.kinds)).from_address(params)
+            values = []
+            for kind, address in zip(self.kinds, addresses, strict=True):
+                size = struct.calcsize(CODES[kind])
+                assert address % (64 if kind == "tensormap" else size) == 0
+                values.append(struct.unpack(CODES[kind], ctypes.string_at(address, size))[0])
+            self.launches.append((function, grid, threads, stream, values))
+
+        return run
 
 
 class NvshmemHeap:
@@ -299,10 +304,13 @@ def test_statuses_of_the_driver_are_checked(monkeypatch: pytest.MonkeyPatch) -> 
         def cuLibraryLoadData(*_: Any) -> tuple[Status, int]:
             return Status("CUDA_ERROR_NO_BINARY_FOR_GPU"), 0
 
+        @staticmethod
+        def cuLaunchKernel(*_: Any) -> tuple[Status]:
+            return (Status("CUDA_ERROR_INVALID_VALUE"),)
+
     success = Status("CUDA_SUCCESS")
     driver._cuda, driver._success, driver._streams = Cuda, success, {}
-    driver._launch = lambda *_: (Status("CUDA_ERROR_INVALID_VALUE"),)
     with pytest.raises(AotArchMismatch, match="CUDA_ERROR_NO_BINARY_FOR_GPU"):
         driver.load(b"", "x.cubin")
     with pytest.raises(LaunchError, match="launching 3 programs of k failed: CUDA_ERROR_INVALID_VALUE"):
-        driver.launch("f", 3, 32, 0, 5, 0, "k")
+        driver.launcher("f", 32, 0, 0, "k")(3, 5)

@@ -4,10 +4,11 @@
     python tests/bench/bench_aot.py --gpus 4 [--csv docs/benchmarks/results/aot.csv]
 
 One fresh process per GPU and mode: "aot" (no Triton can be imported), "jit-cold" (empty cache of compiled kernels),
-"jit-warm" (the same cache again). A layer with static capacity, 4096 tokens of 7168 bf16, top 8 of 256 experts. Times
-are those of the slowest rank, from the start of its process; host time is the median of single dispatch+combine calls
-on an idle GPU. A mode that takes longer than --timeout, or of which a rank fails, ends the run with what its ranks
-wrote.
+"jit-warm" (the same cache again), "beside" (a layer of each kind in one process, called in turn: what else differs
+between processes is left out of the comparison). A layer with static capacity, 4096 tokens of 7168 bf16, top 8 of 256
+experts. Times are those of the slowest rank, from the start of its process; host time is the median of single
+dispatch+combine calls on an idle GPU. A mode that takes longer than --timeout, or of which a rank fails, ends the run
+with what its ranks wrote.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MODES = ("aot", "jit-cold", "jit-warm")
+MODES = ("aot", "jit-cold", "jit-warm", "beside")
 TOKENS, HIDDEN, TOPK, EXPERTS, NUM_SM = 4096, 7168, 8, 256, 24
 WARM_UP = 300  # pairs before the first that is timed: a process that has just started is not at its pace
 COLUMNS = [
@@ -34,6 +36,7 @@ COLUMNS = [
     *("built_with", "gpu", "driver", "torch", "triton", "nvshmem", "commit", "date"),
 ]
 _SHOWN = COLUMNS[:2] + COLUMNS[7:15]
+_MEASURED = COLUMNS[7:14]
 
 
 def worker(started: float, mode: str, calls: int) -> None:
@@ -53,33 +56,44 @@ def worker(started: float, mode: str, calls: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     idx = uniform_idx(rank, TOKENS, TOPK, EXPERTS, 0).int().cuda()
     x = torch.randn(TOKENS, HIDDEN, device="cuda").bfloat16()
-    layer = EPAll2AllLayer(
-        None, TOKENS, HIDDEN, TOPK, rank, EXPERTS, world, world, num_sm=NUM_SM, enable_local_combine=True,
-        capacity=2 * TOKENS * TOPK, use_aot=mode == "aot",
-    )  # fmt: skip
+
+    def layer_of(use_aot: bool) -> EPAll2AllLayer:
+        return EPAll2AllLayer(
+            None, TOKENS, HIDDEN, TOPK, rank, EXPERTS, world, world, num_sm=NUM_SM, enable_local_combine=True,
+            capacity=2 * TOKENS * TOPK, use_aot=use_aot,
+        )  # fmt: skip
+
+    layers = {kind: layer_of(kind == "aot") for kind in (("aot", "jit") if mode == "beside" else (mode,))}
     told["layer_s"] = time.time() - started
-    recv_x, _, desc = layer.dispatch(x, idx)
-    torch.cuda.synchronize()
-    told["first_dispatch_s"] = time.time() - started
-    layer.combine(recv_x, desc)
+
+    def pair(layer: EPAll2AllLayer) -> None:
+        recv_x, _, desc = layer.dispatch(x, idx)
+        if "first_dispatch_s" not in told:
+            torch.cuda.synchronize()
+            told["first_dispatch_s"] = time.time() - started
+        layer.combine(recv_x, desc)
+
     for _ in range(WARM_UP):
-        recv_x, _, desc = layer.dispatch(x, idx)
-        layer.combine(recv_x, desc)
-    host = []
+        for layer in layers.values():
+            pair(layer)
+    host: dict[str, list[float]] = {kind: [] for kind in layers}
     for _ in range(calls):
-        torch.cuda.synchronize()
-        dist.barrier()
-        before = time.perf_counter()
-        recv_x, _, desc = layer.dispatch(x, idx)
-        layer.combine(recv_x, desc)
-        host.append((time.perf_counter() - before) * 1e6)
+        for kind, layer in layers.items():
+            torch.cuda.synchronize()
+            dist.barrier()
+            before = time.perf_counter()
+            pair(layer)
+            host[kind].append((time.perf_counter() - before) * 1e6)
     torch.cuda.synchronize()
-    layer.check()
-    cuts = statistics.quantiles(host, n=5)
-    told |= {"host_us": statistics.median(host), "host_p20_us": cuts[0], "host_p80_us": cuts[3]}
-    if "triton" in sys.modules and mode == "aot":
+    for kind, times in host.items():
+        layers[kind].check()
+        cuts = statistics.quantiles(times, n=5)
+        found = {"host_us": statistics.median(times), "host_p20_us": cuts[0], "host_p80_us": cuts[3]}
+        told |= {f"{kind} {name}": value for name, value in found.items()} if mode == "beside" else found
+    if mode == "aot":
         assert sys.modules["triton"] is None
-    layer.finalize()
+    for layer in layers.values():
+        layer.finalize()
     finalize_distributed()
     print("MEASURED " + json.dumps(told), flush=True)
 
@@ -189,21 +203,28 @@ def store(path: Path, rows: Sequence[dict[str, str]]) -> None:
 def rows_of(
     modes: Sequence[str], gpus: int, about: dict[str, str], run: Callable[[str], dict[str, float]]
 ) -> list[dict[str, str]]:
-    """A row per mode, in the order in which they are measured; `run` measures one."""
-    sizes = {"tokens": TOKENS, "hidden": HIDDEN, "topk": TOPK, "experts": EXPERTS}
-    rows = []
-    for mode in MODES:
+    """Rows of these modes, measured in this order; `run` measures one."""
+    sizes = {"tokens": str(TOKENS), "hidden": str(HIDDEN), "topk": str(TOPK), "experts": str(EXPERTS)}
+    rows, filled = [], False
+    for mode in modes:
         # A cache that nothing was compiled into is not warm.
-        if mode not in modes and not (mode == "jit-cold" and "jit-warm" in modes):
-            continue
+        if mode == "jit-warm" and not filled:
+            run("jit-cold")
+        filled = filled or mode != "aot"
         figures = run(mode)
-        if mode not in modes:
-            continue
-        shown = {name: f"{value:.2f}" if name.endswith("_s") else f"{value:.1f}" for name, value in figures.items()}
-        row = {"mode": mode, "gpus": str(gpus), **{name: str(size) for name, size in sizes.items()}, "payload": "bf16"}
-        built = about["built_with"] if mode == "aot" else about["triton"]
-        rows.append({**row, **shown, **about, "built_with": built})
-        print(json.dumps(rows[-1]), flush=True)
+        for kind in ("aot", "jit") if mode == "beside" else (mode,):
+            row = {
+                "mode": f"{kind}-beside" if mode == "beside" else mode,
+                "gpus": str(gpus),
+                **sizes,
+                "payload": "bf16",
+            }
+            for name in _MEASURED:
+                # Of two layers in one process, which came first says nothing.
+                value = figures.get(f"{kind} {name}") if mode == "beside" else figures[name]
+                row[name] = "" if value is None else f"{value:.2f}" if name.endswith("_s") else f"{value:.1f}"
+            rows.append({**row, **about, "built_with": about["built_with"] if kind == "aot" else about["triton"]})
+            print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -216,7 +237,7 @@ def main() -> None:
     parser.add_argument("--commit", help="where there is no git: commit of this checkout")
     parser.add_argument("--calls", type=int, default=100, help="timed calls, after some hundred others; default: 100")
     parser.add_argument("--timeout", type=float, default=150, help="seconds for a mode; default: 150")
-    parser.add_argument("--mode", choices=MODES, action="append", help="default: all")
+    parser.add_argument("--mode", choices=MODES, action="append", help="in this order; default: all")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -239,6 +260,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
 
         def run(mode: str) -> dict[str, float]:
+            if mode == "jit-cold":
+                shutil.rmtree(cache)
+                os.mkdir(cache)
             return measure(mode, options.gpus, str(folder), cache, options.calls, options.timeout)
 
         rows = rows_of(options.mode or MODES, options.gpus, about, run)
