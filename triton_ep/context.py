@@ -25,7 +25,7 @@ from triton_ep.distributed import current_heap  # before kernels: decides whethe
 from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed, WaitTimeout
 from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.kernels.device import codes
-from triton_ep.overlap import OpenCalls
+from triton_ep.overlap import OpenCalls, current_stream
 from triton_ep.plans import Plan
 from triton_ep.runtime import INTERPRETING, Launcher, aot_for
 
@@ -73,7 +73,6 @@ class DispatchCombineContext(ContextNames):
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
         self._pinned: torch.Tensor | None = None
         self._side: tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event] | None = None
-        self._current: tuple[int, torch.cuda.Stream] | None = None
         self._extern_libs: dict[str, str] | None = None
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
         self._scratch: dict[str, torch.Tensor] = {}
@@ -271,7 +270,7 @@ class DispatchCombineContext(ContextNames):
         if self._side is None:
             self._side = torch.cuda.Stream(self.device), torch.cuda.Event(), torch.cuda.Event()
         side, forked, _ = self._side
-        forked.record(self._current_stream())
+        forked.record(current_stream())
         side.wait_event(forked)
         return side
 
@@ -280,14 +279,7 @@ class DispatchCombineContext(ContextNames):
         if self._side is not None:
             side, _, joined = self._side
             joined.record(side)
-            self._current_stream().wait_event(joined)
-
-    def _current_stream(self) -> torch.cuda.Stream:
-        """torch.cuda.current_stream, which takes microseconds, unless it is the one of the call before."""
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if self._current is None or self._current[0] != handle:
-            self._current = handle, torch.cuda.current_stream(self.device)
-        return self._current[1]
+            current_stream().wait_event(joined)
 
     def check_status(self) -> None:
         """Wait for the stream of this device and raise what a kernel reported.
@@ -317,7 +309,7 @@ class DispatchCombineContext(ContextNames):
         told = self._pinned[: report.numel()]
         told.copy_(report.view(-1), non_blocking=True)
         done = torch.cuda.Event()
-        done.record()
+        done.record(current_stream())
         # The device bounds its own wait; twice that covers earlier work on the stream.
         deadline = time.monotonic() + 2 * self.config.timeout_s + 60
         while not done.query():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,18 @@ from torch.utils import _pytree
 from triton_ep.errors import InputError
 
 _Result = TypeVar("_Result")
+_on_gpu = functools.cache(torch.cuda.is_available)
+
+
+@functools.lru_cache(maxsize=32)
+def _stream_of(device: int, handle: int) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(device)
+
+
+def current_stream() -> torch.cuda.Stream:
+    """torch.cuda.current_stream, which takes microseconds, but for the first time that a stream is current."""
+    device = torch._C._cuda_getDevice()
+    return _stream_of(device, torch._C._cuda_getCurrentRawStream(device))
 
 
 @dataclass
@@ -110,16 +123,16 @@ class EPEvent:
     @classmethod
     def record(cls) -> EPEvent:
         """The point that the current stream has come to; on a machine without a GPU one that is behind already."""
-        if not torch.cuda.is_available():
+        if not _on_gpu():
             return cls()
         event = torch.cuda.Event()
-        event.record()
+        event.record(current_stream())
         return cls(event)
 
     def current_stream_wait(self) -> None:
         """Make the current stream wait for it; the host goes on."""
         if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            current_stream().wait_event(self.event)
 
 
 class RecvHook:
@@ -135,16 +148,16 @@ class RecvHook:
         self._receive: Callable[[], None] | None = receive
         self._results = results
         self._sent = EPEvent.record() if on_gpu else EPEvent()
-        self._stream = torch.cuda.current_stream() if on_gpu else None
+        self._stream = current_stream() if on_gpu else None
 
     def __call__(self) -> None:
         """Launch the receiving half on the current stream, behind the sending half."""
         if self._receive is None:
             raise InputError("a hook was called twice. The outputs of its call are valid since the first time.")
         receive, self._receive = self._receive, None
-        if self._stream is not None and torch.cuda.current_stream() != self._stream:
+        if self._stream is not None and current_stream() != self._stream:
             self._sent.current_stream_wait()
-            keep(tensors_in(*self._results), torch.cuda.current_stream())
+            keep(tensors_in(*self._results), current_stream())
         self._results = ()
         receive()
 
@@ -178,14 +191,17 @@ class CommStream:
         stream = self.stream
         if stream is None:
             return call(), EPEvent()
-        current = torch.cuda.current_stream(self._device)
+        current = current_stream()
         if previous is None:
             stream.wait_stream(current)
         elif isinstance(previous, EPEvent) and previous.event is not None:  # else the call refuses it
             stream.wait_event(previous.event)
-        with torch.cuda.stream(stream):
+        torch.cuda.set_stream(stream)  # torch.cuda.stream asks for the current one twice
+        try:
             result = call()
             done = EPEvent.record()
+        finally:
+            torch.cuda.set_stream(current)
         keep(tensors_in(*arguments), stream)
         keep(tensors_in(result), current)
         return result, done
@@ -193,13 +209,23 @@ class CommStream:
 
 def tensors_in(*values: object) -> list[torch.Tensor]:
     """All tensors of what a call takes or returns."""
-    found = []
-    for value in _pytree.tree_leaves(values):
-        if not isinstance(value, torch.Tensor):
+    found: list[torch.Tensor] = []
+    for value in values:
+        kind = type(value)
+        if kind is int or value is None:  # first, because counts have one for each expert
             continue
-        # A tensor made of others has no memory of its own.
-        inner = getattr(value, "__tensor_flatten__", None)
-        found += [value] if inner is None else tensors_in(*(getattr(value, name) for name in inner()[0]))
+        if kind is torch.Tensor:
+            found.append(value)
+        elif isinstance(value, torch.Tensor):
+            # A tensor made of others has no memory of its own.
+            inner = getattr(value, "__tensor_flatten__", None)
+            found += [value] if inner is None else tensors_in(*(getattr(value, name) for name in inner()[0]))
+        elif isinstance(value, tuple | list):
+            found += tensors_in(*value)
+        elif is_dataclass(value):
+            found += tensors_in(*vars(value).values())
+        else:
+            found += tensors_in(*(leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)))
     return found
 
 

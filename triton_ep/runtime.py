@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,6 @@ _TYPES = {
 
 # A call looks at every address; done in C, that takes a third of the time.
 _ADDRESS = torch.Tensor.data_ptr
-_LOW_BITS = (15).__and__
 
 
 @functools.cache
@@ -261,7 +261,7 @@ class Launcher:
         count = self._num_pointers
         addresses = list(map(_ADDRESS, args[:count]))
         unaligned: tuple[int, ...] = ()
-        if any(map(_LOW_BITS, addresses)):
+        if functools.reduce(or_, addresses, 0) & 15:
             unaligned = tuple([i for i, address in enumerate(addresses) if address & 15])
         kind: Any = device
         if unaligned or self._kinds:

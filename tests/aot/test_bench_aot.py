@@ -17,7 +17,7 @@ ABOUT = {name: name for name in ("built_with", "gpu", "driver", "torch", "triton
 
 
 def _measure(code: str, timeout_s: float = 60.0, mode: str = "aot") -> dict[str, float]:
-    def command(mode: str, calls: int) -> list[str]:
+    def command(mode: str, batches: int) -> list[str]:
         return [sys.executable, "-S", "-c", f"import os, json, time; rank = int(os.environ['RANK']); {code}"]
 
     return bench.measure(mode, 2, "/library", "/cache", 5, timeout_s, command)

@@ -6,9 +6,9 @@
 One fresh process per GPU and mode: "aot" (no Triton can be imported), "jit-cold" (empty cache of compiled kernels),
 "jit-warm" (the same cache again), "beside" (a layer of each kind in one process, called in turn: what else differs
 between processes is left out of the comparison). A layer with static capacity, 4096 tokens of 7168 bf16, top 8 of 256
-experts. Times are those of the slowest rank, from the start of its process; host time is the median of single
-dispatch+combine calls on an idle GPU. A mode that takes longer than --timeout, or of which a rank fails, ends the run
-with what its ranks wrote.
+experts. Times are those of the slowest rank, from the start of its process; host time is that of a dispatch and combine
+in a batch of 20 that wait for nothing, median of the batches. A mode that takes longer than --timeout, or of which a
+rank fails, ends the run with what its ranks wrote.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("aot", "jit-cold", "jit-warm", "beside")
 TOKENS, HIDDEN, TOPK, EXPERTS, NUM_SM = 4096, 7168, 8, 256, 24
+BATCH = 20
 WARM_UP = 300  # pairs before the first that is timed: a process that has just started is not at its pace
 COLUMNS = [
     *("mode", "gpus", "tokens", "hidden", "topk", "experts", "payload"),
@@ -39,7 +40,7 @@ _SHOWN = COLUMNS[:2] + COLUMNS[7:15]
 _MEASURED = COLUMNS[7:14]
 
 
-def worker(started: float, mode: str, calls: int) -> None:
+def worker(started: float, mode: str, batches: int) -> None:
     """One rank: print what it measured as JSON."""
     if mode == "aot":
         sys.modules["triton"] = None  # type: ignore[assignment]
@@ -77,13 +78,13 @@ def worker(started: float, mode: str, calls: int) -> None:
         for layer in layers.values():
             pair(layer)
     host: dict[str, list[float]] = {kind: [] for kind in layers}
-    for _ in range(calls):
+    for _ in range(batches):
         for kind, layer in layers.items():
-            torch.cuda.synchronize()
-            dist.barrier()
+            torch.cuda.synchronize()  # a batch fits into the queue of the GPU
             before = time.perf_counter()
-            pair(layer)
-            host[kind].append((time.perf_counter() - before) * 1e6)
+            for _ in range(BATCH):
+                pair(layer)
+            host[kind].append((time.perf_counter() - before) * 1e6 / BATCH)
     torch.cuda.synchronize()
     for kind, times in host.items():
         layers[kind].check()
@@ -98,9 +99,9 @@ def worker(started: float, mode: str, calls: int) -> None:
     print("MEASURED " + json.dumps(told), flush=True)
 
 
-def command_of_worker(mode: str, calls: int) -> list[str]:
+def command_of_worker(mode: str, batches: int) -> list[str]:
     """What starts a rank."""
-    return [sys.executable, __file__, "--worker", mode, "--started", repr(time.time()), "--calls", str(calls)]
+    return [sys.executable, __file__, "--worker", mode, "--started", repr(time.time()), "--batches", str(batches)]
 
 
 def measure(
@@ -108,7 +109,7 @@ def measure(
     gpus: int,
     folder: str,
     cache: str,
-    calls: int,
+    batches: int,
     timeout_s: float,
     command: Callable[[str, int], list[str]] = command_of_worker,
 ) -> dict[str, float]:
@@ -137,7 +138,7 @@ def measure(
             for rank, log in enumerate(logs):
                 environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with log.open("w") as file:
-                    ranks.append(subprocess.Popen(command(mode, calls), env=environment, stdout=file, stderr=file))
+                    ranks.append(subprocess.Popen(command(mode, batches), env=environment, stdout=file, stderr=file))
             while any(process.poll() is None for process in ranks):
                 failed = [rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0)]
                 if failed or time.monotonic() > deadline:
@@ -235,14 +236,14 @@ def main() -> None:
     parser.add_argument("--aot", help="folder of the library; default: TRITON_EP_AOT_DIR, or the package")
     parser.add_argument("--csv", type=Path, help="append rows here")
     parser.add_argument("--commit", help="where there is no git: commit of this checkout")
-    parser.add_argument("--calls", type=int, default=100, help="timed calls, after some hundred others; default: 100")
+    parser.add_argument("--batches", type=int, default=50, help="of timed calls, after some hundred; default: 50")
     parser.add_argument("--timeout", type=float, default=150, help="seconds for a mode; default: 150")
     parser.add_argument("--mode", choices=MODES, action="append", help="in this order; default: all")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.started, options.worker, options.calls)
+        worker(options.started, options.worker, options.batches)
         return
     sys.path.insert(0, str(ROOT))
     from triton_ep.aot.store import Library, default_folder
@@ -263,7 +264,7 @@ def main() -> None:
             if mode == "jit-cold":
                 shutil.rmtree(cache)
                 os.mkdir(cache)
-            return measure(mode, options.gpus, str(folder), cache, options.calls, options.timeout)
+            return measure(mode, options.gpus, str(folder), cache, options.batches, options.timeout)
 
         rows = rows_of(options.mode or MODES, options.gpus, about, run)
     print(table(rows))
