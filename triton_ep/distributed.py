@@ -224,12 +224,18 @@ def _make_group(backend: str, place: Place, timeout_s: float) -> None:
         # A store may outlive a job, and a second one must not read what the first one left there.
         start = store.add(f"triton_ep/starts/{place.rank}", 1)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if backend == "nvshmem" else "gloo",
+            _collectives(backend),
             store=dist.PrefixStore(f"triton_ep/{start}", store),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+
+
+def _collectives(backend: str) -> str:
+    """Backends of a process group over a heap of this kind. NCCL takes one rank per GPU; Gloo copies to the host."""
+    shared = read_environment().ranks_per_gpu > 1
+    return "cpu:gloo,cuda:nccl" if backend == "nvshmem" and not shared else "gloo"
 
 
 def _ranks_per_node(told: int | None) -> int:

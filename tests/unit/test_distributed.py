@@ -110,6 +110,7 @@ def test_ranks_take_the_gpus_in_turn(monkeypatch, gpus, most, local_ranks, taken
     for local_rank in local_ranks:
         distributed._choose_gpu("nvshmem", local_rank)
     assert found == taken
+    assert distributed._collectives("nvshmem") == ("cpu:gloo,cuda:nccl" if most == 1 else "gloo")
     if gpus * most > 1:
         with pytest.raises(ConfigError, match=f"rank {gpus * most} of its host, which shows {gpus} GPUs"):
             distributed._choose_gpu("nvshmem", gpus * most)
