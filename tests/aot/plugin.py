@@ -62,5 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     for item in items:
         if "compiles_into_one_graph" in item.name:  # on GPUs by inductor
             item.add_marker(pytest.mark.skip(reason="inductor compiles kernels of its own with Triton"))
+        elif item.path.name == "test_megatron_core.py" and item.name.endswith("deepep]"):
+            item.add_marker(pytest.mark.skip(reason="Megatron-Core compiles functions of its own with Triton"))
         elif item.path.name == "test_gpu.py" and item.path.parent.name == "aot":
             item.add_marker(pytest.mark.skip(reason="compares with the JIT, which cannot be imported"))

@@ -1,5 +1,6 @@
 """Notes every variant that layers and launches of this process ask for, where the JIT compiles them."""
 
+import fcntl
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,8 @@ def install(path: str) -> None:
         text = asked.text()
         if text not in seen:
             seen.add(text)
-            with open(path, "a") as file:  # one write per line: ranks share the file
+            with open(path, "a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # ranks share the file
                 file.write(text + "\n")
 
     call, launch = runtime.Launcher.__call__, runtime.launch
