@@ -7,7 +7,7 @@ import functools
 import logging
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Kernel:
         function: what the driver calls it.
 
     Attributes:
-        run: launches it: run(grid, stream, *values) takes the number of programs, the address of a stream, and the
+        run: launches it: run(grid, stream, values) takes the number of programs, the address of a stream, and the
             kernel's parameters without Triton's scratch.
     """
 
@@ -56,7 +56,7 @@ class Kernel:
         lock = threading.Lock()
 
         # A closure: looking all of this up in an object would take a third of the time of a launch.
-        def run(grid: int, stream: int, *values: Any) -> None:
+        def run(grid: int, stream: int, values: Sequence[Any]) -> None:
             with lock:
                 pack(memory, start, *values, 0, 0)
                 launch(grid, stream)

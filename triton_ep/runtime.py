@@ -272,9 +272,9 @@ class Launcher:
                 self._compiled[kind] = compiled
             if compiled is not None:
                 kernel, ones = compiled
-                numbers = args[count:] if not ones else [args[i] for i in range(count, len(args)) if i not in ones]
+                addresses += args[count:] if not ones else [args[i] for i in range(count, len(args)) if i not in ones]
                 where = torch._C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream
-                kernel.run(grid, where, *addresses, *numbers)
+                kernel.run(grid, where, addresses)
                 return
             self._aot = None  # from here on the JIT compiles this one
             self._compiled.clear()
@@ -343,7 +343,7 @@ class Launcher:
                 number += 1
             elif i not in ones:
                 flat.append(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg)
-        kernel.run(grid, torch._C._cuda_getCurrentRawStream(device), *flat)
+        kernel.run(grid, torch._C._cuda_getCurrentRawStream(device), flat)
         return True
 
 
