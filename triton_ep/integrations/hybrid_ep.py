@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from array import array
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -384,8 +383,8 @@ class HybridEPBuffer(RoutingInputs):
 def _counts(desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
     """[e] int64, rows of each local expert, padding included."""
     if desc.host_expert_offsets is not None:
-        counts = array("q", [end - begin for begin, end in pairwise(desc.host_expert_offsets)])
-        return torch.frombuffer(counts, dtype=torch.int64)  # a third of the time of torch.tensor
+        # A third of the time of torch.tensor.
+        return torch.frombuffer(array("q", desc.host_expert_offsets), dtype=torch.int64).diff()
     counts = desc.expert_offsets.diff().long()
     return counts if non_blocking else counts.cpu()
 
