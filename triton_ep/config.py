@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -155,17 +155,17 @@ class EPConfig:
                     f"low_latency=True takes {name} up to {most}, got {getattr(self, name)}. Pass low_latency=False."
                 )
 
-    @property
+    @cached_property
     def num_experts_per_rank(self) -> int:
         """Experts that each rank owns."""
         return self.num_experts // self.world_size
 
-    @property
+    @cached_property
     def is_intra_node(self) -> bool:
         """True if all ranks are on one node."""
         return self.world_size == self.local_world_size
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         """Number of nodes."""
         return self.world_size // self.local_world_size

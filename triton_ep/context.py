@@ -7,6 +7,7 @@ a status record that a kernel left behind into an exception.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import secrets
 import time
@@ -75,6 +76,7 @@ class DispatchCombineContext(ContextNames):
         self._side: tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event] | None = None
         self._extern_libs: dict[str, str] | None = None
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
+        self._launchers_of = {(config.hidden, config.token_dtype): self._launchers}
         self._scratch: dict[str, torch.Tensor] = {}
         if aot is not None:
             aot.check(config.shape(self.network))
@@ -244,10 +246,19 @@ class DispatchCombineContext(ContextNames):
                 f"This layer failed before and its ranks are out of step: {self.failure} Finalize it and make another."
             )
 
+    def of_rows(self, config: EPConfig) -> DispatchCombineContext:
+        """The same context, for other rows in its buffers: those of `config`, which differs in nothing else.
+
+        For one call, once buffers have grown for it. Not to fork, join or count epochs with.
+        """
+        other = copy.copy(self)
+        other.config = config
+        other.sizes = layout.Sizes(config, self.sizes.arrival_rows, self.sizes.output_rows)
+        other._launchers = self._launchers_of.setdefault((config.hidden, config.token_dtype), {})
+        return other
+
     def launcher(self, key: tuple[Any, ...], plan: Callable[..., Plan], *args: Any) -> Launcher:
         """The launcher of this key; at first it is made, from `plan(shape, *args)` of triton_ep/plans."""
-        # A copy of this context for narrower rows shares the table (ops/slots.py).
-        key = (self.config.hidden, self.config.token_dtype, *key)
         found = self._launchers.get(key)
         if found is None:
             wanted = plan(self.config.shape(self.network, INTERPRETING), *args)

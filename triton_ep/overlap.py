@@ -211,10 +211,9 @@ def tensors_in(*values: object) -> list[torch.Tensor]:
     """All tensors of what a call takes or returns."""
     found: list[torch.Tensor] = []
     for value in values:
-        kind = type(value)
-        if kind is int or value is None:  # first, because counts have one for each expert
+        if type(value) is int or value is None:  # first, because counts have one for each expert
             continue
-        if kind is torch.Tensor:
+        if type(value) is torch.Tensor:
             found.append(value)
         elif isinstance(value, torch.Tensor):
             # A tensor made of others has no memory of its own.

@@ -4,7 +4,6 @@ expert-major rows."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch
 
 from triton_ep.config import with_hidden
 from triton_ep.context import DispatchCombineContext
-from triton_ep.layout import Sizes
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import dispatch as dispatch_ops
@@ -40,16 +38,8 @@ class Compact:
 
 
 def short_rows(ctx: DispatchCombineContext, width: int) -> DispatchCombineContext:
-    """The same context, for rows of `width` elements in its buffers; itself, if these are the layer's own.
-
-    For the moving of rows of one dispatch, once buffers have grown for it. Not to fork, join or count epochs with.
-    """
-    if width == ctx.config.hidden:
-        return ctx
-    short = copy.copy(ctx)
-    short.config = with_hidden(ctx.config, width)
-    short.sizes = Sizes(short.config, ctx.sizes.arrival_rows, ctx.sizes.output_rows)
-    return short
+    """The context for rows of `width` elements (`DispatchCombineContext.of_rows`); itself, if these are its own."""
+    return ctx if width == ctx.config.hidden else ctx.of_rows(with_hidden(ctx.config, width))
 
 
 def make_compact(

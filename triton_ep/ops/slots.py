@@ -7,7 +7,6 @@ buffers and epochs as any other; no term but one is not zero, so the sum is exac
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import lru_cache
 
@@ -16,7 +15,6 @@ import torch
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
 from triton_ep.errors import ConfigError
-from triton_ep.layout import Sizes
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import combine as combine_ops
 from triton_ep.plans.layers import narrow_shape
@@ -84,10 +82,7 @@ def to_slots(
 
 def narrow_rows(ctx: DispatchCombineContext, columns: int) -> DispatchCombineContext:
     """The same context, with float32 rows of up to `columns` elements that fit into the rows of the buffers."""
-    narrow = copy.copy(ctx)
-    narrow.config = _narrow(ctx.config, columns)
-    narrow.sizes = Sizes(narrow.config, ctx.sizes.arrival_rows, ctx.sizes.output_rows)
-    return narrow
+    return ctx.of_rows(_narrow(ctx.config, columns))
 
 
 @lru_cache(maxsize=256)
