@@ -138,14 +138,13 @@ def _check_exact_slots(rank: int, nodes: int, ranks_per_node: int, case: Case) -
         assert torch.equal(weights.grad.cpu(), expected)
 
 
+@pytest.mark.plain  # as above
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("local_combine", [False, True])
 @pytest.mark.parametrize(
     "dtype, payload", [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, "mxfp8")], ids=str
 )
-def test_gradients_of_weights_are_exact_per_slot(
-    run_ranks, chaos_seed, nodes, ranks_per_node, local_combine, dtype, payload
-):
+def test_gradients_of_weights_are_exact_per_slot(run_ranks, nodes, ranks_per_node, local_combine, dtype, payload):
     """Not their mean over a token's slots, not rounded to the dtype or the payload of rows."""
     case = Case("slots", topk=4, experts=4, hidden=32, dtype=dtype, local_combine=local_combine, payload=payload)
     run_ranks(_check_exact_slots, nodes, ranks_per_node, case)
@@ -277,8 +276,7 @@ def _check_microbatches(rank: int, nodes: int, ranks_per_node: int, static: bool
             step(batch)
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("nodes, ranks_per_node, static", [(1, 2, False), (2, 2, True)])
 def test_microbatches_in_flight_do_not_disturb_each_other(run_ranks, chaos_seed, nodes, ranks_per_node, static):
     """The pipeline schedule F0 F1 B0 F2 B1 B2."""
     run_ranks(_check_microbatches, nodes, ranks_per_node, static)

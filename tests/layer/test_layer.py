@@ -22,8 +22,10 @@ def test_dispatch_and_combine_equal_the_reference(run_ranks, chaos_seed, nodes, 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", PLAIN, ids=lambda n: str(n))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_other_numbers_of_ranks(run_ranks, nodes, ranks_per_node, case):
+def test_other_numbers_of_ranks(run_ranks, backend, nodes, ranks_per_node, case):
     """The same on one rank, four ranks of one node, and four nodes of one rank."""
+    if backend == "host" and nodes * ranks_per_node == 4 and CASES.index(case) % 2 == nodes % 2:
+        pytest.skip("half of the cases on one node, half on four; all of them with --backend nvshmem")
     run_ranks(check_case, nodes, ranks_per_node, case)
 
 

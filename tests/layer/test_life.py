@@ -27,7 +27,7 @@ def _three_live(rank, nodes, ranks_per_node, order):
         combine_and_check(layer, live[order[0]])
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", CHAOS)
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_three_live_descriptors_combine_in_any_order(run_ranks, nodes, ranks_per_node, order):
     """Rows and routing of one dispatch survive two later ones."""
@@ -35,10 +35,10 @@ def test_three_live_descriptors_combine_in_any_order(run_ranks, nodes, ranks_per
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [FOUR_NODES])
-@pytest.mark.parametrize("order", ORDERS)
-def test_three_live_descriptors_on_four_nodes(run_ranks, nodes, ranks_per_node, order):
-    """The same with a node per rank."""
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4), FOUR_NODES])
+@pytest.mark.parametrize("order", ORDERS[1:2])
+def test_three_live_descriptors_of_four_ranks(run_ranks, nodes, ranks_per_node, order):
+    """The same with one node, and with a node per rank."""
     run_ranks(_three_live, nodes, ranks_per_node, order)
 
 
@@ -116,12 +116,14 @@ def _many_calls(rank, nodes, ranks_per_node, calls, seed, case):
 
 @pytest.mark.parametrize(
     "nodes, ranks_per_node, calls, local_combine",
-    [(1, 2, 200, False), (2, 1, 60, True), (1, 4, 20, True), (2, 2, 20, False)],
+    [(1, 2, 100, False), (2, 1, 30, True), (1, 4, 12, True), (2, 2, 12, False)],
 )
-def test_two_hundred_calls_of_random_sizes(run_ranks, chaos_seed, nodes, ranks_per_node, calls, local_combine):
+def test_many_calls_of_random_sizes(run_ranks, chaos_seed, backend, nodes, ranks_per_node, calls, local_combine):
     """State left behind by any call would show in a later one."""
     if chaos_seed is not None:
-        calls = 10
+        calls = 6
+    if backend == "nvshmem":
+        calls *= 2
     case = Case("random", hidden=16, topk=2, experts=2, local_combine=local_combine)
     run_ranks(_many_calls, nodes, ranks_per_node, calls, calls, case, timeout_s=200)
 
