@@ -109,8 +109,10 @@ def _check_gradients(rank: int, nodes: int, ranks_per_node: int, case: Case) -> 
 @pytest.mark.plain  # the same kernels as in test_layer.py
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("case", FP32, ids=lambda case: case.name)
-def test_gradients_are_those_of_the_dense_computation(run_ranks, chaos_seed, nodes, ranks_per_node, case):
+def test_gradients_are_those_of_the_dense_computation(run_ranks, backend, nodes, ranks_per_node, case):
     """Of tokens, routing weights and experts; dropped entries get zero."""
+    if backend == "host" and nodes * ranks_per_node == 4 and FP32.index(case) % 2 == nodes % 2:
+        pytest.skip("half of the cases on one node, half on two; all of them with --backend nvshmem")
     run_ranks(_check_gradients, nodes, ranks_per_node, case)
 
 
