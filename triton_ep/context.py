@@ -247,7 +247,7 @@ class DispatchCombineContext(ContextNames):
             )
 
     def of_rows(self, config: EPConfig) -> DispatchCombineContext:
-        """The same context, for other rows in its buffers: those of `config`, which differs in nothing else.
+        """The same context, for other rows in its buffers: `config` may differ in their length, dtype and payload.
 
         For one call, once buffers have grown for it. Not to fork, join or count epochs with.
         """
