@@ -7,20 +7,22 @@ from .intranode import compact
 from .kernel_spec import KernelSpec, Variant
 
 _ROWS = {"ROWS": 1, "BLOCK_H": 2048}
+_ARRIVALS = {"TOPK": 8, "KP": 8, "SOURCES": 8, "SENDERS": 32}
 
 COMPACT_SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         compact.compact_rows_kernel,
-        "recv_x_ptr:*{WORD} recv_idx_ptr:*{IDX} recv_weights_ptr:*fp32 placement_ptr:*i32 state_ptr:*i64 "
-        "tables_ptr:*i64 row_words:i32 row_limit:i32 rank:i32 num_ranks:i32 ranks_per_node:i32 experts_per_rank:i32 "
-        "num_senders:i32",
+        "recv_x_ptr:*{WORD} recv_scale_ptr:*u8 recv_idx_ptr:*{IDX} recv_weights_ptr:*fp32 placement_ptr:*i32 "
+        "state_ptr:*i64 tables_ptr:*i64 row_words:i32 row_limit:i32 rank:i32 num_ranks:i32 ranks_per_node:i32 "
+        "experts_per_rank:i32 num_senders:i32",
         tuple(
             Variant(
-                {"HAS_IDX": idx, "HAS_WEIGHTS": weights, "TOPK": 8, "KP": 8, "SOURCES": 8, "SENDERS": 32, **_ROWS},
+                {"HAS_SCALES": scales, "HAS_IDX": idx, "HAS_WEIGHTS": weights, **_ARRIVALS, **_ROWS},
                 {"WORD": "i64", "IDX": dtype},
                 ("row_words",),
             )
             for idx, weights, dtype in ((True, True, "i64"), (True, False, "i32"), (False, False, "i32"))
+            for scales in (False, True)
         ),
         maxnreg=128,  # as the expand kernel: fits beside the push, for which it waits
     ),

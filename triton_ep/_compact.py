@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from triton_ep import checks
 from triton_ep._dispatch_steps import DispatchSteps, Received
-from triton_ep.config import EPConfig, with_hidden
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
-from triton_ep.layout import HOST_REJECTED, HOST_SHORT, HOST_WEIGHTS, placement_parts
+from triton_ep.layout import HOST_REJECTED, HOST_SCALED, HOST_WEIGHTS, placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import compact as compact_ops
 from triton_ep.ops import dispatch as dispatch_ops
@@ -30,7 +29,7 @@ _TOKENS_SHIFT = 8
 """Above the bits that say why arguments were rejected, the host word says how many tokens would have been needed."""
 
 
-_Fields = tuple[Any, Any, torch.Tensor | None, list[int] | None, EPAllToAllLayoutDesc]
+_Fields = tuple[Any, Any, torch.Tensor | None, list[int] | None, EPAllToAllLayoutDesc, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,12 @@ class CompactRows:
     """What `dispatch_compact` returns. Rows are ordered by source rank, then by token.
 
     Attributes:
-        x: [R, H] of the layer's dtype, or [R, row_elements]: one row per (token, this rank).
+        x: [R, H] of the dtype given: one row per (token, this rank).
         topk_idx: [R, K] of the dtype given: local expert ids, 0 to e - 1; -1 = an expert of another rank, or dropped.
         topk_weights: [R, K] float32, zero where `topk_idx` is -1; None if no weights were sent.
         num_recv_tokens_per_expert: rows of each local expert, e numbers on the host; None with `num_rows`.
         layout_desc: for `combine`, `combine_topk` and `dispatch_compact_again`.
+        scale: [R, S] as given, with one-byte rows; otherwise None.
         event: with async_finish, of the end of the call; otherwise None.
     """
 
@@ -51,6 +51,7 @@ class CompactRows:
     topk_weights: torch.Tensor | None
     num_recv_tokens_per_expert: list[int] | None
     layout_desc: EPAllToAllLayoutDesc
+    scale: torch.Tensor | None = None
     event: EPEvent | None = None
 
 
@@ -66,8 +67,8 @@ class CompactCalls(DispatchSteps):
         exp_indices: torch.Tensor,
         weight: torch.Tensor | None = None,
         *,
+        scale: torch.Tensor | None = None,
         num_rows: int | None = None,
-        row_elements: int | None = None,
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
     ) -> CompactRows:
@@ -78,34 +79,56 @@ class CompactCalls(DispatchSteps):
 
         Args:
             input, exp_indices, weight: as in `dispatch`.
+            scale: of one-byte rows, as in `dispatch_scaled`; on all ranks or on none.
             num_rows: None: as many rows as arrive, for which the host waits. n: n rows on every rank, and the host
                 waits for nothing; ids in rows behind the arrivals are -1, their weights 0. The first such call makes
                 room for the most that can arrive, and waits for that. Arrivals from row n on are left out.
-            row_elements: None: rows are H long. n < H: `input` is [T, n], and so much travels, as it is; n on all
-                ranks. `combine` takes rows of H in any case.
             async_finish, previous_event: as in `dispatch`.
 
         Raises:
-            InputError: an argument does not fit; ids out of range, or weights or shorter rows on some ranks only, on
-                every rank (with `num_rows`: from `check`).
+            InputError: an argument does not fit; ids out of range, or weights or scales on some ranks only, on every
+                rank (with `num_rows`: from `check`).
             CapacityError: some rank has more than `max_tokens` tokens, on every rank; `needed` is the largest number.
             ConfigError: a layer with payload, capacity or low_latency.
             PeerFailed, WaitTimeout: as `dispatch`.
         """
         self._begin_compact(num_rows)
-        self._check_compact(input, exp_indices, weight, num_rows, self._sent(row_elements))
-        call = partial(self._dispatch_rows, input, exp_indices, weight, num_rows, exp_indices.dtype)
-        return self._compact_call(call, (input, exp_indices, weight), async_finish, previous_event)
+        self._check_compact(input, exp_indices, weight, num_rows, scale)
+        rows = dispatch_ops.Rows(input, scale)
+        call = partial(self._dispatch_rows, rows, exp_indices, weight, num_rows, exp_indices.dtype)
+        return self._compact_call(call, (input, exp_indices, weight, scale), async_finish, previous_event)
+
+    @overload
+    def dispatch_compact_again(
+        self,
+        input: torch.Tensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        *,
+        scale: None = None,
+        async_finish: bool = False,
+        previous_event: EPEvent | None = None,
+    ) -> tuple[torch.Tensor, EPEvent | None]: ...
+
+    @overload
+    def dispatch_compact_again(
+        self,
+        input: torch.Tensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        *,
+        scale: torch.Tensor,
+        async_finish: bool = False,
+        previous_event: EPEvent | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, EPEvent | None]: ...
 
     def dispatch_compact_again(
         self,
         input: torch.Tensor,
         layout_desc: EPAllToAllLayoutDesc,
         *,
-        row_elements: int | None = None,
+        scale: torch.Tensor | None = None,
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
-    ) -> tuple[torch.Tensor, EPEvent | None]:
+    ) -> tuple[Any, ...]:
         """Send other rows by the routing of a `dispatch_compact`. Collective; the host waits for nothing.
 
         This is the backward pass of `combine` of that descriptor.
@@ -113,10 +136,10 @@ class CompactCalls(DispatchSteps):
         Args:
             input: [T, H] of the layer's dtype, contiguous, T as in that dispatch.
             layout_desc: of that dispatch.
-            row_elements: as there, whatever it was then.
+            scale: of one-byte rows, whatever was sent then; on all ranks or on none.
 
         Returns:
-            [R, H] or [R, row_elements], rows as there, and with async_finish the event.
+            [R, H], rows as there, with `scale` [R, S], and with async_finish the event, otherwise None.
 
         Raises:
             InputError: an argument does not fit.
@@ -125,75 +148,16 @@ class CompactCalls(DispatchSteps):
         """
         ctx, desc = self.context, layout_desc
         self._begin_compact(None)
-        sent = self._sent(row_elements)
         try:
             checks.check_compact_desc("dispatch_compact_again", ctx.layer_id, desc)
             idx, num_rows = desc.topk_indices_tensor, desc.num_recv_rows
-            checks.check_rows(sent, ctx.device, input, idx.shape[0])
+            checks.check_rows(self.config, ctx.device, input, idx.shape[0], scale)
         except (InputError, StaleHandleError):
-            self._reject_compact(0, HOST_REJECTED, sent.hidden)
+            self._reject_compact(0, HOST_REJECTED, scale is not None)
             raise
-        call = partial(self._dispatch_rows, input, idx, None, num_rows, None)
-        rows = self._compact_call(call, (input, desc), async_finish, previous_event)
-        return rows.x, rows.event
-
-    def dispatch_short(
-        self,
-        input: torch.Tensor,
-        exp_indices: torch.Tensor | None,
-        weight: torch.Tensor | None = None,
-        *,
-        row_elements: int,
-        layout_desc: EPAllToAllLayoutDesc | None = None,
-        return_recv_hook: bool = False,
-    ) -> tuple[Any, ...]:
-        """`dispatch`, expert-major, of rows that are shorter than the layer's. Collective.
-
-        Args:
-            input: [T, row_elements] of the layer's dtype, contiguous; so much travels, as it is.
-            exp_indices, weight: as in `dispatch`; ids are None with `layout_desc`.
-            row_elements: 1 to H, the same on all ranks, and in all dispatches of a low-latency layer. `combine` takes
-                rows of H in any case.
-            layout_desc: of an earlier dispatch, whose routing is taken; the host waits for nothing (`dispatch_again`).
-            return_recv_hook: as in `dispatch`.
-
-        Returns:
-            recv_x [R, row_elements], recv_weights [R] float32 or None, and the descriptor. Then the hook, if asked for.
-
-        Raises:
-            InputError: an argument does not fit; weights or shorter rows on some ranks only, on every rank (of a static
-                layer, or with `layout_desc`: from `check`).
-            ConfigError: a layer with payload; with `layout_desc` one with low_latency.
-            StaleHandleError, PeerFailed, WaitTimeout: as `dispatch`, `dispatch_again`.
-        """
-        ctx, cfg = self.context, self.config
-        if cfg.payload is not None or (cfg.low_latency and layout_desc is not None):
-            raise ConfigError(
-                f"shorter rows are for layers that send rows as they are, but this one has payload={cfg.payload!r}, "
-                f"low_latency={cfg.low_latency} (refused with layout_desc). Make a layer without."
-            )
-        sent = self._sent(row_elements)
-        ctx.check_open()
-        ctx.poll_status()
-        ctx.calls.check_dispatch()
-        known_rows = None
-        try:
-            if layout_desc is not None:
-                checks.check_again(sent, ctx.device, ctx.layer_id, input, layout_desc, weight)
-                exp_indices, known_rows = layout_desc.topk_indices_tensor, layout_desc.num_recv_rows
-            checks.check_dispatch(sent, ctx.device, input, exp_indices, weight, None)
-            if cfg.low_latency:
-                self._check_width(sent.hidden)
-        except (InputError, StaleHandleError):
-            self._reject(again=layout_desc is not None, width=sent.hidden)
-            raise
-        assert exp_indices is not None, "checked"
-        word = HOST_SHORT * (sent.hidden < cfg.hidden)
-        rows, weights, desc, receive = self._dispatch(
-            dispatch_ops.Rows(input), exp_indices, weight, None, word, return_recv_hook, known_rows
-        )
-        received = rows.data, weights, desc
-        return (*received, self._recv_hook(receive, received)) if return_recv_hook else received
+        call = partial(self._dispatch_rows, dispatch_ops.Rows(input, scale), idx, None, num_rows, None)
+        rows = self._compact_call(call, (input, desc, scale), async_finish, previous_event)
+        return (rows.x, rows.event) if rows.scale is None else (rows.x, rows.scale, rows.event)
 
     def combine_topk(
         self,
@@ -254,35 +218,20 @@ class CompactCalls(DispatchSteps):
         ctx.poll_status()
         ctx.calls.check_dispatch()
 
-    def _sent(self, row_elements: int | None) -> EPConfig:
-        """The configuration, with rows as long as those that are sent."""
-        cfg = self.config
-        if row_elements is None or row_elements == cfg.hidden:
-            return cfg
-        if not 0 < row_elements < cfg.hidden:
-            raise InputError(
-                f"row_elements is {row_elements}; rows of the layer have {cfg.hidden} elements. Pass 1 to "
-                f"{cfg.hidden}, the same on all ranks."
-            )
-        return with_hidden(cfg, row_elements)
-
-    def _check_compact(self, x: Any, topk_idx: Any, weights: Any, num_rows: int | None, cfg: EPConfig) -> None:
-        """Raise what this rank sees in its arguments, on this rank as InputError, on the others as they learn of it.
-
-        cfg: of `_sent`.
-        """
-        ctx = self.context
+    def _check_compact(self, x: Any, topk_idx: Any, weights: Any, num_rows: int | None, scale: Any) -> None:
+        """Raise what this rank sees in its arguments, on this rank as InputError, on the others as they learn of it."""
+        ctx, cfg, scaled = self.context, self.config, scale is not None
         try:
-            checks.check_rows(cfg, ctx.device, x, None)
+            checks.check_rows(cfg, ctx.device, x, None, scale)
             if num_rows is not None or x.shape[0] <= cfg.max_tokens:
-                checks.check_dispatch(cfg, ctx.device, x, topk_idx, weights, None)
+                checks.check_dispatch(cfg, ctx.device, x, topk_idx, weights, None, scale=scale)
         except InputError:
-            self._reject_compact(num_rows, HOST_REJECTED, cfg.hidden)
+            self._reject_compact(num_rows, HOST_REJECTED, scaled)
             raise
         if x.shape[0] > cfg.max_tokens:
-            self._reject_compact(None, HOST_REJECTED | x.shape[0] << _TOKENS_SHIFT, cfg.hidden)
+            self._reject_compact(None, HOST_REJECTED | x.shape[0] << _TOKENS_SHIFT, scaled)
 
-    def _reject_compact(self, num_rows: int | None, host_word: int, width: int) -> None:
+    def _reject_compact(self, num_rows: int | None, host_word: int, scaled: bool) -> None:
         """Tell the other ranks; with `num_rows` they go on without this one's rows, so it keeps in step.
 
         Raises:
@@ -291,9 +240,7 @@ class CompactCalls(DispatchSteps):
         if num_rows is None and host_word == HOST_REJECTED:
             self._reject()
             return
-        cfg, device = self.config, self.context.device
-        x = torch.empty(0, width, dtype=cfg.token_dtype, device=device)
-        idx = torch.empty(0, cfg.topk, dtype=torch.int32, device=device)
+        x, idx = self._nothing(scaled)
         self._dispatch_rows(x, idx, None, num_rows, None, host_word)
 
     def _compact_call(
@@ -311,7 +258,7 @@ class CompactCalls(DispatchSteps):
 
     def _dispatch_rows(
         self,
-        x: torch.Tensor,
+        given: dispatch_ops.Rows,
         topk_idx: torch.Tensor,
         weights: torch.Tensor | None,
         num_rows: int | None,
@@ -325,8 +272,8 @@ class CompactCalls(DispatchSteps):
         ctx, cfg = self.context, self.config
         if num_rows is not None and idx_dtype is not None:
             ctx.make_room_for_all()
-        rows = dispatch_ops.Rows(x)
-        host_word |= HOST_WEIGHTS * (weights is not None) | HOST_SHORT * (x.shape[1] < cfg.hidden)
+        rows = given.as_bytes()
+        host_word |= HOST_WEIGHTS * (weights is not None) | HOST_SCALED * (rows.scale is not None)
         routing, placement = self.preprocess(topk_idx, None, host_word)
         ctx.epoch += 1
         counts = None
@@ -334,7 +281,7 @@ class CompactCalls(DispatchSteps):
             num_arrivals, counts = self._read_counts(placement)
         else:
             num_arrivals, ctx.unread = num_rows, self._unread(placement)
-        moved = compact_ops.short_rows(ctx, x.shape[1])
+        moved = self._moved(rows)
         routing_ops.place(moved, routing, placement, weights, None)
         received = compact_ops.make_compact(moved, num_arrivals, num_rows is None, idx_dtype, weights is not None)
         forward = dispatch_ops.make_forward(ctx)
@@ -347,7 +294,7 @@ class CompactCalls(DispatchSteps):
             ctx.join()
         ctx.poll_status()
         desc = EPAllToAllLayoutDesc(
-            num_dispatch_token_cur_rank=x.shape[0],
+            num_dispatch_token_cur_rank=rows.data.shape[0],
             num_recv_rows=num_arrivals,
             entries=routing.entries,
             placement=placement,
@@ -358,7 +305,8 @@ class CompactCalls(DispatchSteps):
             skipped_token_topk_mapping_indices=self._themselves(num_arrivals),
             compact=True,
         )
-        return received.x, received.topk_idx, received.topk_weights, counts, desc
+        x, scale = dispatch_ops.Rows(received.x, received.scale).like(given)
+        return x, received.topk_idx, received.topk_weights, counts, desc, scale
 
     def _read_counts(self, placement: torch.Tensor) -> tuple[int, list[int]]:
         """Rows that arrive here, and those of each local expert; grows buffers, raises what any rank reported.

@@ -12,15 +12,14 @@ from triton_ep import checks
 from triton_ep._names import LayerNames
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
-from triton_ep.errors import InputError, PeerFailed, StaleHandleError
-from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_WEIGHTS, placement_parts
+from triton_ep.errors import ConfigError, InputError, PeerFailed, StaleHandleError
+from triton_ep.layout import HOST_REJECTED, HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS, placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
 from triton_ep.ops import splits as splits_ops
-from triton_ep.ops.compact import short_rows
 from triton_ep.overlap import EPEvent, RecvHook
 
 Expected = tuple[int, int, tuple[int, ...] | None]
@@ -37,7 +36,7 @@ class DispatchSteps(LayerNames):
 
     config: EPConfig
     context: DispatchCombineContext
-    _width: int | None = None  # of the rows of a low-latency layer, once there were some
+    _scaled: bool | None = None  # whether a low-latency layer sends one-byte rows with scales, once there were some
 
     def dispatch_again(
         self, input: torch.Tensor | MXTensor, layout_desc: EPAllToAllLayoutDesc, weight: torch.Tensor | None = None
@@ -75,6 +74,68 @@ class DispatchSteps(LayerNames):
         )
         return recv_x, recv_weights
 
+    def dispatch_scaled(
+        self,
+        input: torch.Tensor,
+        scale: torch.Tensor,
+        exp_indices: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        *,
+        layout_desc: EPAllToAllLayoutDesc | None = None,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, ...]:
+        """`dispatch`, expert-major, of rows that somebody has quantised: bytes with their scales. Collective.
+
+        They travel as they are, and nothing looks at what they hold. `combine` takes rows of the layer's dtype.
+
+        Args:
+            input: [T, H] float8_e4m3fn, float8_e5m2 or uint8, contiguous.
+            scale: [T, S] of any dtype, contiguous, a byte per 32 values: [T, H / 32] uint8, [T, H / 128] float32.
+            exp_indices, weight: as in `dispatch`; ids are None with `layout_desc`.
+            layout_desc: of an earlier dispatch, whose routing is taken; the host waits for nothing (`dispatch_again`).
+            return_recv_hook: as in `dispatch`.
+
+        Returns:
+            recv_x [R, H] and recv_scale [R, S] of the dtypes given, recv_weights [R] float32 or None, and the
+            descriptor. Then the hook, if asked for. Rows that pad an expert's are zero, scales too.
+
+        Raises:
+            InputError: an argument does not fit; weights or scales on some ranks only, on every rank (of a static
+                layer, or with `layout_desc`: from `check`); a low-latency layer that has sent rows of its dtype.
+            ConfigError: a layer with payload; with `layout_desc` one with low_latency.
+            StaleHandleError, PeerFailed, WaitTimeout: as `dispatch`, `dispatch_again`.
+        """
+        ctx, cfg = self.context, self.config
+        if cfg.payload is not None or (cfg.low_latency and layout_desc is not None):
+            raise ConfigError(
+                f"rows with scales are for layers that quantise none, but this one has payload={cfg.payload!r}, "
+                f"low_latency={cfg.low_latency} (refused with layout_desc). Make a layer without."
+            )
+        ctx.check_open()
+        ctx.poll_status()
+        ctx.calls.check_dispatch()
+        known_rows = None
+        try:
+            if scale is None:
+                raise InputError("scale must be a tensor, got NoneType. Rows without scales go by dispatch.")
+            if layout_desc is None:
+                checks.check_dispatch(cfg, ctx.device, input, exp_indices, weight, None, scale=scale)
+            else:
+                checks.check_again(cfg, ctx.device, ctx.layer_id, input, layout_desc, weight, scale)
+                exp_indices, known_rows = layout_desc.topk_indices_tensor, layout_desc.num_recv_rows
+            if cfg.low_latency:
+                self._check_kind(scaled=True)
+        except (InputError, StaleHandleError):
+            self._reject(again=layout_desc is not None, scaled=True)
+            raise
+        assert exp_indices is not None, "checked"
+        sent = dispatch_ops.Rows(input, scale)
+        rows, weights, desc, receive = self._dispatch(
+            sent.as_bytes(), exp_indices, weight, None, HOST_SCALED, return_recv_hook, known_rows
+        )
+        received = (*rows.like(sent), weights, desc)
+        return (*received, self._recv_hook(receive, received)) if return_recv_hook else received
+
     def _checked_dispatch(
         self,
         arguments: tuple[Any, Any, Any, Any],
@@ -90,7 +151,7 @@ class DispatchSteps(LayerNames):
             checks.check_overlap(*overlap)
             checks.check_dispatch(self.config, self.context.device, x, topk_idx, weights, scatter)
             if self.config.low_latency:
-                self._check_width(x.shape[1])
+                self._check_kind(scaled=False)
         except InputError:
             self._reject()
             raise
@@ -122,7 +183,8 @@ class DispatchSteps(LayerNames):
         """
         ctx, cfg = self.context, self.config
         if cfg.low_latency:
-            result = low_latency_ops.dispatch(ctx, x, topk_idx, weights, host_word)
+            ctx.epoch += 1
+            result = low_latency_ops.dispatch(self._moved(x), x, topk_idx, weights, host_word)
             if not split:
                 result[-1]()
                 ctx.poll_status()
@@ -132,13 +194,11 @@ class DispatchSteps(LayerNames):
         routing, placement = self.preprocess(topk_idx, scatter, host_word | (HOST_WEIGHTS if has_weights else 0))
         ctx.epoch += 1
         num_rows, num_arrivals, offsets = self.init_output_buffer(placement, known_rows)
-        width = x.data.shape[1]
-        moved = short_rows(ctx, width)
+        moved = self._moved(x)
         routing_ops.place(moved, routing, placement, weights, scatter)
         received = dispatch_ops.make_received(moved, num_rows, num_arrivals, has_weights)
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, x is not given, split)
-        moved = short_rows(ctx, width)  # with the stream of the fork
         if not cfg.is_intra_node:
             dispatch_ops.send(moved, x, weights, routing, placement)
         dispatch_ops.push(moved, x, routing, placement)
@@ -161,21 +221,27 @@ class DispatchSteps(LayerNames):
         )
         return received.x, received.weights, desc, receive
 
-    def _check_width(self, width: int) -> None:
-        """Hold a low-latency layer to rows of one length.
+    def _moved(self, x: dispatch_ops.Rows) -> DispatchCombineContext:
+        """The context for rows on their way: as the layer's, or one-byte rows with scales through a layer without."""
+        ctx = self.context
+        return ctx if x.scale is None or ctx.config.payload is not None else ctx.of_rows(ctx.config.for_scaled_rows)
+
+    def _check_kind(self, scaled: bool) -> None:
+        """Hold a low-latency layer to rows of one kind.
 
         Its arrivals have two halves, by the parity of the epoch, and where the second begins depends on the length of
         rows: with others, rows of a dispatch would land among those of the one before, which a slower rank still reads.
 
         Raises:
-            InputError: the first dispatch had rows of another length.
+            InputError: the first dispatch had rows of the other kind.
         """
-        if self._width not in (None, width):
+        if self._scaled not in (None, scaled):
+            kinds = (f"rows of {self.config.token_dtype}", "one-byte rows with scales")
             raise InputError(
-                f"a low-latency layer sends rows of one length: this one began with {self._width} elements, now they "
-                f"have {width}. Make another layer for these, on all ranks."
+                f"a low-latency layer sends rows of one kind: this one began with {kinds[not scaled]}, now there are "
+                f"{kinds[scaled]}. Make another layer for these, on all ranks."
             )
-        self._width = width
+        self._scaled = scaled
 
     def _recv_hook(self, receive: Callable[[], None], received: tuple[Any, ...]) -> RecvHook:
         """The hook of a dispatch whose sending half has been launched."""
@@ -231,17 +297,24 @@ class DispatchSteps(LayerNames):
         ctx.grow(arrivals, rows)
         return report[cfg.rank][0], report[cfg.rank][1], tuple(words[first:])
 
-    def _reject(self, again: bool = False, width: int | None = None) -> None:
+    def _reject(self, again: bool = False, scaled: bool = False) -> None:
         """Tell the other ranks that this one's arguments were refused, and keep its epochs in step.
 
-        again: the others send rows, and wait for this one's, whatever they are told. width: elements of their rows,
-        which this rank may have to pass on; None = the layer's.
+        again: the others send rows, and wait for this one's, whatever they are told. scaled: these are one-byte rows
+        with scales, which this rank may have to pass on.
         """
-        cfg = self.config
-        x = torch.empty(0, width or cfg.hidden, dtype=cfg.token_dtype, device=self.context.device)
-        idx = torch.empty(0, cfg.topk, dtype=torch.int32, device=self.context.device)
+        x, idx = self._nothing(scaled)
         try:
-            self._dispatch(dispatch_ops.Rows(x), idx, None, None, HOST_REJECTED, known_rows=-1 if again else None)
+            self._dispatch(x, idx, None, None, HOST_REJECTED, known_rows=-1 if again else None)
         except PeerFailed:
             # This rank's own rejection, seen in the exchange: the caller raises what caused it.
             return
+
+    def _nothing(self, scaled: bool) -> tuple[dispatch_ops.Rows, torch.Tensor]:
+        """Rows and ids of no token; scaled: of one byte, with scales."""
+        cfg, device = self.config, self.context.device
+        idx = torch.empty(0, cfg.topk, dtype=torch.int32, device=device)
+        if not scaled:
+            return dispatch_ops.Rows(torch.empty(0, cfg.hidden, dtype=cfg.token_dtype, device=device)), idx
+        data = torch.empty(0, cfg.hidden, dtype=torch.float8_e4m3fn, device=device)
+        return dispatch_ops.Rows(data, torch.empty(0, cfg.hidden // 32, dtype=torch.uint8, device=device)), idx

@@ -8,10 +8,13 @@ import torch
 
 from triton_ep.config import EPConfig
 from triton_ep.errors import ConfigError, InputError, PeerFailed, StaleHandleError
-from triton_ep.layout import HOST_REJECTED, HOST_SCATTER, HOST_SHORT, HOST_WEIGHTS
+from triton_ep.layout import HOST_REJECTED, HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.overlap import EPEvent
+
+ONE_BYTE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Elements of rows that travel with scales."""
 
 
 def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
@@ -21,7 +24,7 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
 
     Raises:
         PeerFailed: a rank rejected its arguments.
-        InputError: an id out of range, bad scatter indices, weights or short rows on some ranks only.
+        InputError: an id out of range, bad scatter indices, weights or scales on some ranks only.
     """
     for rank, row in enumerate(report):
         if row[5] & HOST_REJECTED:
@@ -44,11 +47,11 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
     if len(set(with_weights)) > 1:
         lacking = [rank for rank, has in enumerate(with_weights) if not has]
         raise InputError(f"dispatch got weights on some ranks only; without: {lacking}. Pass them on all or none.")
-    short = [rank for rank, row in enumerate(report) if row[5] & HOST_SHORT]
-    if 0 < len(short) < len(report):
+    scaled = [rank for rank, row in enumerate(report) if row[5] & HOST_SCALED]
+    if 0 < len(scaled) < len(report):
         raise InputError(
-            f"ranks {short} of {len(report)} dispatch rows that are shorter than the layer's {cfg.hidden} elements, "
-            "the others do not. Send rows of one kind (quantised, or not) on all ranks."
+            f"ranks {scaled} of {len(report)} dispatch one-byte rows with scales, the others {cfg.token_dtype} ones. "
+            "Send rows of one kind on all ranks."
         )
 
 
@@ -60,15 +63,13 @@ def check_dispatch(
     weights: Any,
     scatter: Any,
     known_tokens: int | None = None,
+    scale: Any = None,
 ) -> None:
     """Raise InputError unless the arguments of `EPAll2AllLayer.dispatch` fit the layer.
 
-    known_tokens: T, where the routing is given by an earlier dispatch.
+    known_tokens: T, where the routing is given by an earlier dispatch. scale: of one-byte rows.
     """
-    if isinstance(x, MXTensor):
-        _check_mx(cfg, device, x)
-    else:
-        _check_tensor(device, "input", x, (known_tokens, cfg.hidden), (cfg.token_dtype,))
+    check_rows(cfg, device, x, known_tokens, scale)
     num_tokens = x.shape[0]
     if num_tokens > cfg.max_tokens:
         raise InputError(
@@ -94,14 +95,22 @@ def check_dispatch(
         _check_tensor(device, "full_scatter_indices", scatter, shape, ids)
 
 
-def check_rows(cfg: EPConfig, device: torch.device, x: Any, num_tokens: int | None) -> None:
-    """Raise InputError unless `x` is rows of the layer as they are, `num_tokens` of them (None = any number)."""
+def check_rows(cfg: EPConfig, device: torch.device, x: Any, num_tokens: int | None, scale: Any = None) -> None:
+    """Raise InputError unless `x` is rows of the layer, `num_tokens` of them (None = any number).
+
+    scale: of one-byte rows, which a layer without payload takes in place of its own.
+    """
     if num_tokens is not None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] != num_tokens:
         raise InputError(
             f"input has {x.shape[0]} rows on rank {cfg.rank}, but the dispatch whose routing it is to take had "
             f"{num_tokens} tokens. Pass the descriptor that belongs to these rows."
         )
-    _check_tensor(device, "input", x, (num_tokens, cfg.hidden), (cfg.token_dtype,))
+    if scale is not None:
+        _check_scaled(cfg, device, x, scale)
+    elif isinstance(x, MXTensor):
+        _check_mx(cfg, device, x)
+    else:
+        _check_tensor(device, "input", x, (None, cfg.hidden), (cfg.token_dtype,))
 
 
 def check_compact_desc(call: str, layer_id: int, desc: Any) -> None:
@@ -171,8 +180,10 @@ def check_combine(cfg: EPConfig, device: torch.device, layer_id: int, y: Any, de
         _check_tensor(device, "weights", weights, (desc.num_recv_rows,), (torch.float32,))
 
 
-def check_again(cfg: EPConfig, device: torch.device, layer_id: int, x: Any, desc: Any, weights: Any) -> None:
-    """Raise unless the arguments of `dispatch_again` fit the layer.
+def check_again(
+    cfg: EPConfig, device: torch.device, layer_id: int, x: Any, desc: Any, weights: Any, scale: Any = None
+) -> None:
+    """Raise unless the arguments of `dispatch_again` fit the layer; scale: of one-byte rows.
 
     Raises:
         InputError: a tensor does not fit, or the order of the descriptor's rows is not kept.
@@ -189,7 +200,7 @@ def check_again(cfg: EPConfig, device: torch.device, layer_id: int, x: Any, desc
             "dispatch_again got a descriptor of a dispatch with full_scatter_indices, whose order of rows is not kept. "
             "Call dispatch with the same indices."
         )
-    check_dispatch(cfg, device, x, desc.topk_indices_tensor, weights, None, desc.num_dispatch_token_cur_rank)
+    check_dispatch(cfg, device, x, desc.topk_indices_tensor, weights, None, desc.num_dispatch_token_cur_rank, scale)
 
 
 def _check_descriptor(call: str, layer_id: int, desc: Any) -> None:
@@ -212,6 +223,20 @@ def _check_mx(cfg: EPConfig, device: torch.device, x: MXTensor) -> None:
         )
     _check_tensor(device, "input.qdata", x.qdata, (None, cfg.hidden), (torch.float8_e4m3fn,))
     _check_tensor(device, "input.scale", x.scale, (x.shape[0], cfg.hidden // 32), (torch.float8_e8m0fnu,))
+
+
+def _check_scaled(cfg: EPConfig, device: torch.device, data: Any, scale: Any) -> None:
+    """Raise InputError unless one-byte rows and their scales fit a layer of rows of H elements."""
+    _check_tensor(device, "input", data, (None, cfg.hidden), ONE_BYTE)
+    if not isinstance(scale, torch.Tensor):
+        raise InputError(f"scale must be a tensor, got {type(scale).__name__}.")
+    columns, rest = divmod(cfg.hidden, 32 * scale.dtype.itemsize)
+    if rest:
+        raise InputError(
+            f"one-byte rows have {cfg.hidden} values, but a scale of {scale.dtype} is for "
+            f"{32 * scale.dtype.itemsize}: a byte of scales per 32 values travels. Pad the rows, or pass bytes."
+        )
+    _check_tensor(device, "scale", scale, (data.shape[0], columns), (scale.dtype,))
 
 
 def _check_tensor(

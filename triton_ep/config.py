@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -170,6 +170,11 @@ class EPConfig:
         """Number of nodes."""
         return self.world_size // self.local_world_size
 
+    @cached_property
+    def for_scaled_rows(self) -> EPConfig:
+        """The same for one-byte rows with scales, which take the way of MXFP8 ones."""
+        return replace(self, payload="mxfp8")
+
     @property
     def topology(self) -> Topology:
         """Position of this rank."""
@@ -194,9 +199,3 @@ class EPConfig:
         dtype, half the bytes: the partial sums of ranks and of nodes are then rounded as well.
         """
         return self.token_dtype if self.enable_local_combine else torch.float32
-
-
-@lru_cache(maxsize=256)
-def with_hidden(config: EPConfig, hidden: int) -> EPConfig:
-    """The same for rows of `hidden` elements; kept, because calls ask for it each time."""
-    return replace(config, hidden=hidden)

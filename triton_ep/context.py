@@ -73,10 +73,10 @@ class DispatchCombineContext(ContextNames):
         self.no_floats = torch.zeros(4, dtype=torch.float32, device=self.device)
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
         self._pinned: torch.Tensor | None = None
-        self._side: tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event] | None = None
+        self._side: list[tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]] = []  # one, once it is used
         self._extern_libs: dict[str, str] | None = None
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
-        self._launchers_of = {(config.hidden, config.token_dtype): self._launchers}
+        self._of_rows: dict[tuple[Any, ...], tuple[layout.Sizes, dict[tuple[Any, ...], Launcher]]] = {}
         self._scratch: dict[str, torch.Tensor] = {}
         if aot is not None:
             aot.check(config.shape(self.network))
@@ -249,12 +249,18 @@ class DispatchCombineContext(ContextNames):
     def of_rows(self, config: EPConfig) -> DispatchCombineContext:
         """The same context, for other rows in its buffers: `config` may differ in their length, dtype and payload.
 
-        For one call, once buffers have grown for it. Not to fork, join or count epochs with.
+        For one call, once buffers have grown for it. Not to count epochs with.
         """
+        kind, held = (
+            (config.hidden, config.token_dtype, config.payload),
+            (self.sizes.arrival_rows, self.sizes.output_rows),
+        )
+        sizes, launchers = self._of_rows.get(kind, (None, {}))
+        if sizes is None or (sizes.arrival_rows, sizes.output_rows) != held:
+            sizes = layout.Sizes(config, *held)
+            self._of_rows[kind] = sizes, launchers
         other = copy.copy(self)
-        other.config = config
-        other.sizes = layout.Sizes(config, self.sizes.arrival_rows, self.sizes.output_rows)
-        other._launchers = self._launchers_of.setdefault((config.hidden, config.token_dtype), {})
+        other.config, other.sizes, other._launchers = config, sizes, launchers
         return other
 
     def launcher(self, key: tuple[Any, ...], plan: Callable[..., Plan], *args: Any) -> Launcher:
@@ -278,17 +284,17 @@ class DispatchCombineContext(ContextNames):
 
     def fork(self) -> torch.cuda.Stream:
         """A second stream that starts from where the current one is now; `join` must follow."""
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device), torch.cuda.Event(), torch.cuda.Event()
-        side, forked, _ = self._side
+        if not self._side:
+            self._side.append((torch.cuda.Stream(self.device), torch.cuda.Event(), torch.cuda.Event()))
+        side, forked, _ = self._side[0]
         forked.record(current_stream())
         side.wait_event(forked)
         return side
 
     def join(self) -> None:
         """Make the current stream wait for what was launched on the second stream."""
-        if self._side is not None:
-            side, _, joined = self._side
+        if self._side:
+            side, _, joined = self._side[0]
             joined.record(side)
             current_stream().wait_event(joined)
 

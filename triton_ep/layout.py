@@ -24,8 +24,8 @@ HOST_WEIGHTS = 2
 """Bit: this rank sends weights."""
 HOST_SCATTER = 4
 """Bit: this rank's scatter indices are no sort of its entries."""
-HOST_SHORT = 8
-"""Bit: this rank sends rows that are shorter than the layer's."""
+HOST_SCALED = 8
+"""Bit: this rank sends one-byte rows with scales, of a layer without payload."""
 STEPS = 8
 """Most steps of a dispatch or combine, after each of which other ranks may go on (kernels/device/tables.py)."""
 ALIGN_BYTES = 256

@@ -4,10 +4,11 @@ Protocol      As the expand kernel (intranode/dispatch.py, steps 3 and 4): wait 
               are a step further; with several nodes, when there is no further step, for the steps of the
               forwarding kernels (internode/dispatch.py). Then copy the arrival rows of the step, each to the output
               row of the same number, with its expert ids and weights
-Layout        stage_x, stage_meta, arrive_flag: as there. recv_x [R, row], recv_idx [R, K] local expert ids, -1 = an
-              expert of another rank, or none; recv_weights [R, K] float32, zero where recv_idx is -1. Rows by source
-              rank, then by token: that of the arrival rows. stage_meta says which expert-major rows the copies of an
-              arrival would be; the expert is the last one whose segment starts at or before that row.
+Layout        stage_x, stage_meta, arrive_flag: as there. recv_x [R, row], recv_scale [R, row / 32], recv_idx [R, K]
+              local expert ids, -1 = an expert of another rank, or none; recv_weights [R, K] float32, zero where
+              recv_idx is -1. Rows by source rank, then by token: that of the arrival rows. stage_meta says which
+              expert-major rows the copies of an arrival would be; the expert is the last one whose segment starts
+              at or before that row.
 Memory order  Acquires the releases of push and forward, which cover stage_x and stage_meta.
 Progress      Waits for other ranks' pushes and forwards only; its grid is independent of theirs. It may run beside
               this rank's own push and forward, if those are launched first.
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, buffer_ptr
 from ..device.groups import my_first, pick
-from ..device.rows import load_row_tile, wait_arrivals
+from ..device.rows import MX, WORDS, load_payload, store_scales, wait_arrivals, wire_sizes
 from ..device.tables import STEPS, expert_offsets_of
 
 _NO_ROW = tl.constexpr(2**31 - 1)
@@ -41,6 +42,7 @@ def _local_experts(dst, expert_offsets_ptr, experts_per_rank):
 @triton.jit
 def _copy_rows(
     recv_x_ptr,
+    recv_scale_ptr,
     recv_idx_ptr,
     recv_weights_ptr,
     expert_offsets_ptr,
@@ -54,6 +56,7 @@ def _copy_rows(
     rank,
     num_ranks,
     experts_per_rank,
+    HAS_SCALES: tl.constexpr,
     HAS_IDX: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -62,6 +65,10 @@ def _copy_rows(
     BLOCK_H: tl.constexpr,
 ):
     """Copy this program's share of some arrival rows. Shares are by position, as in the expand kernel."""
+    WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
+    stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
+    stage_bytes_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, tl.uint8)
     stage_x_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
     stage_rows_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.int32)
     stage_weights_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.float32) + KP
@@ -70,11 +77,21 @@ def _copy_rows(
     for tile in range(my_first(first, start // ROWS), end, tl.num_programs(0)):
         row = start + tile * ROWS + tl.arange(0, ROWS)
         alive = (row < start + num_rows) & (row < row_limit)
-        source = row.to(tl.int64) * row_words
         for h in range(0, row_words, BLOCK_H):
-            words = load_row_tile(stage_x_ptr + source, alive, h, row_words, BLOCK_H)
-            dest = recv_x_ptr + source[:, None] + h + offs[None, :]
+            words, scales = load_payload(
+                stage_x_ptr + row.to(tl.int64) * stride,
+                stage_bytes_ptr + row.to(tl.int64) * row_bytes + data_bytes,
+                alive,
+                h,
+                row_words,
+                PAYLOAD,
+                BLOCK_H,
+            )
+            dest = recv_x_ptr + row.to(tl.int64)[:, None] * row_words + h + offs[None, :]
             tl.store(dest, words, mask=alive[:, None] & (h + offs < row_words)[None, :])
+            if HAS_SCALES:
+                dest = recv_scale_ptr + row.to(tl.int64) * (data_bytes // 32)
+                store_scales(dest, alive, scales, h, row_words, WORD_BYTES)
         if HAS_IDX:
             mask = alive[:, None] & (ks < TOPK)
             meta = row.to(tl.int64)[:, None] * (2 * KP) + ks
@@ -90,6 +107,7 @@ def _copy_rows(
 @triton.jit(do_not_specialize=["row_limit", "rank", "num_ranks", "ranks_per_node", "experts_per_rank", "num_senders"])
 def compact_rows_kernel(
     recv_x_ptr,  # out [R, row_words] words
+    recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES
     recv_idx_ptr,  # out [R, K] int32 or int64, written if HAS_IDX
     recv_weights_ptr,  # out [R, K] float32, written if HAS_IDX and HAS_WEIGHTS
     placement_ptr,  # device/tables.py
@@ -102,6 +120,7 @@ def compact_rows_kernel(
     ranks_per_node,
     experts_per_rank,
     num_senders,  # programs of the push, and of the forward, kernel
+    HAS_SCALES: tl.constexpr,
     HAS_IDX: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -143,6 +162,7 @@ def compact_rows_kernel(
                 for local in range(ranks_per_node):
                     _copy_rows(
                         recv_x_ptr,
+                        recv_scale_ptr,
                         recv_idx_ptr,
                         recv_weights_ptr,
                         expert_offsets_of(placement_ptr, num_ranks),
@@ -156,6 +176,7 @@ def compact_rows_kernel(
                         rank,
                         num_ranks,
                         experts_per_rank,
+                        HAS_SCALES,
                         HAS_IDX,
                         HAS_WEIGHTS,
                         TOPK,

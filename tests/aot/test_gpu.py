@@ -18,12 +18,10 @@ import torch.distributed as dist
 
 from triton_ep import EPAll2AllLayer, MXTensor
 from triton_ep.aot.store import architectures, default_folder
-from triton_ep.plans.compact import fp8_elements
 from triton_ep.testing import Workload, apply_experts, make_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, TOPK, EXPERTS = 7168, 8, 256
-SHORT = fp8_elements(HIDDEN, HIDDEN // 128)
 
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {"enable_local_combine": True},
@@ -54,18 +52,19 @@ def _bits(x: torch.Tensor | MXTensor | None, rows: int) -> list[torch.Tensor]:
     return [part[:rows].contiguous().view(torch.uint8) for part in parts]
 
 
-def _of_compact(layer: EPAll2AllLayer, work: Workload, width: int) -> list[torch.Tensor]:
-    """A row per (token, rank) of both lengths, by a handle too, and back; shorter rows by expert."""
-    idx, weights, short = work.topk_idx, work.topk_weights, {"row_elements": width}
+def _of_compact(layer: EPAll2AllLayer, work: Workload) -> list[torch.Tensor]:
+    """A row per (token, rank) of bfloat16 and of one byte, by a handle too, and back; one-byte rows by expert."""
+    idx, weights = work.topk_idx, work.topk_weights
+    data, scale = work.x.to(torch.float8_e4m3fn), work.x[:, : HIDDEN // 128].float().contiguous()
     results: list[torch.Tensor] = []
-    for x, length in ((work.x, {}), (work.x[:, :width].contiguous(), short)):
-        rows = layer.dispatch_compact(x, idx, weights, **length)
+    for x, given in ((work.x, None), (data, scale)):
+        rows = layer.dispatch_compact(x, idx, weights, scale=given)
         assert rows.topk_weights is not None
-        results += [rows.x, rows.topk_idx, rows.topk_weights]
-        results.append(layer.dispatch_compact_again(x, rows.layout_desc, **length)[0])
+        results += [rows.x, rows.topk_idx, rows.topk_weights, *([] if rows.scale is None else [rows.scale])]
+        results += layer.dispatch_compact_again(x, rows.layout_desc, scale=given)[:-1]
         y = torch.ones(rows.x.shape[0], work.x.shape[1], dtype=work.x.dtype, device=work.x.device)
         results += [layer.combine(y, rows.layout_desc), layer.combine_topk(rows.topk_weights, rows.layout_desc)[0]]
-    return results + list(layer.dispatch_short(x, idx, weights, **short)[:2])
+    return results + list(layer.dispatch_scaled(data, scale, idx, weights)[:3])
 
 
 def _check_bits(rank: int, nodes: int, ranks_per_node: int, case: str, folder: str) -> None:
@@ -84,7 +83,7 @@ def _check_bits(rank: int, nodes: int, ranks_per_node: int, case: str, folder: s
                     rank, world, tokens, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS, seed=seed, device=device
                 )
                 if case == "compact":
-                    results += [result.clone() for result in _of_compact(layer, work, SHORT)]
+                    results += [result.clone() for result in _of_compact(layer, work)]
                     continue
                 recv_x, weights, desc = layer.dispatch(work.x, work.topk_idx, work.topk_weights)
                 rows = int(desc.expert_offsets[-1])

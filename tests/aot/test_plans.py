@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,13 +16,11 @@ from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep import Buffer, release
 from triton_ep.integrations.deep_ep.fp8 import quantize_rows
 from triton_ep.integrations.deep_ep.layers import layers_of
-from triton_ep.integrations.fp8_rows import pack_rows
 from triton_ep.kernels.spec import SPECS
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.compact import map_slots
 from triton_ep.plans import layers
 from triton_ep.plans.asked import Asked, ask
-from triton_ep.plans.compact import fp8_elements
 from triton_ep.plans.shape import Plan
 from triton_ep.testing import make_workload
 
@@ -149,21 +146,18 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
                 handle = buffer.low_latency_dispatch(x, ids, most, experts, **options)[2]
             buffer.low_latency_combine(buffer.get_next_low_latency_combine_buffer(handle).zero_(), ids, weights, handle)
         made = list(layers_of(group).made.values())
-        for data, scales in pairs:  # as HybridEPBuffer sends them
-            width = fp8_elements(hidden, scales.shape[1])
-            rows, short = pack_rows(data, scales, width), partial(made[0].dispatch_short, row_elements=width)
-            for ids, given in ((idx, weights), (idx.int(), None)):
-                desc = short(rows, ids, given)[2]
-                short(rows, None, given, layout_desc=desc)
+        for ids, given in ((idx, weights), (idx.int(), None)):  # as HybridEPBuffer sends them
+            desc = made[0].dispatch_scaled(*pairs[0], ids, given)[3]
+            made[0].dispatch_scaled(*pairs[0], None, given, layout_desc=desc)
         release(group)
         routing_map = torch.zeros(len(x), experts, dtype=torch.bool).scatter_(1, idx.clamp(0, experts - 1), True)
         for probs in (None, torch.rand(len(x), experts)):  # as HybridEPBuffer does
             for count_excess in (False, True):
                 map_slots(routing_map, probs, 3, count_excess)
-    assert len(made) == 1 + 4 * low_latency  # rows of three lengths, and those that carry weights
+    assert len(made) == 1 + 3 * low_latency  # rows of two kinds, and those that carry weights
     wanted = []
     for layer in made:
-        fp8 = ("f32", "ue8m0") if layer.config.hidden == hidden else ()
+        fp8 = layer.config.hidden == hidden
         how = {"slabs": True} if layer.config.low_latency else {"compact": True}
         uses = layers.Uses(fp8_rows=fp8, maps=True, **how)
         wanted += layers.layer(layer.config.shape(layer.context.network, interpreted=True), uses)

@@ -1,12 +1,13 @@
 """What a door costs: calls of deep_ep.Buffer, HybridEPBuffer and fused_a2a beside the layer's, the same rows and bits.
 
     python tests/bench/bench_doors.py --ranks 4 --csv docs/benchmarks/results/doors.csv
-    python tests/bench/bench_doors.py --ranks 2 --tokens 16 --hidden 64 --experts 8 --iters 2     # CPU, to try it
+    python tests/bench/bench_doors.py --ranks 2 --tokens 16 --hidden 128 --experts 8 --iters 2     # CPU, to try it
 
 Providers: triton_ep, expert-major rows (`mode` ...-expert-major), compact ones (...-compact), and expert-major ones
-padded to 16 without local combine (...-permuted); deep_ep and hybrid_ep, the doors, the latter by a routing map, by ids
-(...-permuted-ids), and with one-byte rows (...-permuted-fp8); and megatron, forward and backward of fused_dispatch and
-fused_combine. Each door is checked against the layer, bit for bit, before it is timed, and timed in turns with it.
+padded to 16 without local combine (...-permuted), with scales and one byte per value where it says -fp8; deep_ep and
+hybrid_ep, the doors, the latter by a routing map or by ids (...-permuted-ids); and megatron, forward and backward of
+fused_dispatch and fused_combine. Each door is checked against the layer, bit for bit, before it is timed, and timed in
+turns with it.
 Columns and method: docs/benchmarks/README.md.
 """
 
@@ -89,6 +90,13 @@ def _calls(args: argparse.Namespace, layer: EPAll2AllLayer, device: torch.device
     _same("combine", combined, layer.combine(rows.x, rows.layout_desc))
     _same("topk_weights of combine", back, weights)
     _same("dispatch with a handle", buffer.dispatch(x, handle=handle)[0], rows.x)
+    data, scale = _quantised(x)
+    routing = {"topk_idx": idx, "topk_weights": weights, "num_tokens_per_expert": per_expert}
+    found = buffer.dispatch((data, scale), **routing)[0]
+    one_byte = layer.dispatch_compact(data, idx, weights, scale=scale)
+    assert one_byte.scale is not None
+    _same("one-byte rows", found[0].view(torch.uint8), one_byte.x.view(torch.uint8))
+    _same("scales", found[1], one_byte.scale)
 
     probs, leaf = weights.clone().requires_grad_(), x.clone().requires_grad_()
 
@@ -104,9 +112,9 @@ def _calls(args: argparse.Namespace, layer: EPAll2AllLayer, device: torch.device
     return {
         ("dispatch", "triton_ep", "expert-major"): lambda: layer.dispatch(x, idx, weights),
         ("dispatch", "triton_ep", "compact"): lambda: layer.dispatch_compact(x, idx, weights),
-        ("dispatch", "deep_ep", "compact"): lambda: buffer.dispatch(
-            x, topk_idx=idx, topk_weights=weights, num_tokens_per_expert=per_expert
-        ),
+        ("dispatch", "triton_ep", "compact-fp8"): lambda: layer.dispatch_compact(data, idx, weights, scale=scale),
+        ("dispatch", "deep_ep", "compact"): lambda: buffer.dispatch(x, **routing),
+        ("dispatch", "deep_ep", "compact-fp8"): lambda: buffer.dispatch((data, scale), **routing),
         ("layout+dispatch", "deep_ep", "compact"): door_dispatch,
         ("combine", "triton_ep", "expert-major"): lambda: layer.combine(recv_x, desc),
         ("combine", "triton_ep", "compact"): lambda: layer.combine(rows.x, rows.layout_desc),
@@ -132,8 +140,8 @@ def _hybrid_calls(args: argparse.Namespace, layer: EPAll2AllLayer, buffer: Hybri
     probs = torch.zeros(args.tokens, args.experts, device=device).scatter_(1, idx.long(), weights)
     by_map = {"routing_map": routing_map, "probs": probs, "pad_multiple": PAD}
     by_ids = {"topk_idx": idx, "topk_weights": weights, "num_of_experts": args.experts, "pad_multiple": PAD}
-    whole = args.hidden // 128 * 128
-    fp8 = {"hidden": x.to(torch.float8_e4m3fn), "scaling_factor": torch.ones(args.tokens, whole // 128, device=device)}
+    data, scale = _quantised(x)
+    fp8 = {"hidden": data, "scaling_factor": scale}
 
     recv_x, recv_weights, desc = layer.dispatch(x, idx, weights)
     assert recv_weights is not None
@@ -163,11 +171,20 @@ def _hybrid_calls(args: argparse.Namespace, layer: EPAll2AllLayer, buffer: Hybri
         ("roundtrip", "triton_ep", "permuted"): lambda: layer.combine(*layer.dispatch(x, idx, weights)[::2]),
         ("roundtrip", "hybrid_ep", "permuted"): door_round,
     }
-    if whole == args.hidden:
-        one_byte = buffer.dispatch_with_permute(**fp8, **by_map)[0]
-        _same("one-byte rows", one_byte.view(torch.uint8), recv_x.to(torch.float8_e4m3fn).view(torch.uint8))
-        calls["dispatch", "hybrid_ep", "permuted-fp8"] = lambda: buffer.dispatch_with_permute(**fp8, **by_map)
+    one_byte, _, scales, _, _ = buffer.dispatch_with_permute(**fp8, **by_map)
+    want, want_scales, _, _ = layer.dispatch_scaled(data, scale, idx, weights)
+    assert scales is not None
+    _same("one-byte rows", one_byte.view(torch.uint8), want.view(torch.uint8))
+    _same("scaling_factor", scales, want_scales)
+    calls["dispatch", "triton_ep", "permuted-fp8"] = lambda: layer.dispatch_scaled(data, scale, idx, weights)
+    calls["dispatch", "hybrid_ep", "permuted-fp8"] = lambda: buffer.dispatch_with_permute(**fp8, **by_map)
     return calls
+
+
+def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of rows [T, H], and scales [T, H / 128] that say which token they are of."""
+    scale = torch.arange(len(x), device=x.device).float().add(0.5).unsqueeze(1)
+    return x.to(torch.float8_e4m3fn), scale.expand(len(x), x.shape[1] // 128).contiguous()
 
 
 def _round(layer: EPAll2AllLayer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -263,7 +280,7 @@ def _report(
         )
     print(bench_rows.table(found))
     for (op, provider, kind), timing in timings.items():
-        of_core = kind.removesuffix("-ids").removesuffix("-fp8")
+        of_core = kind.removesuffix("-ids")
         core = timings.get((op.removeprefix("layout+"), "triton_ep", of_core))
         if provider != "triton_ep" and core is not None:
             ratio = timing.median_us / core.median_us

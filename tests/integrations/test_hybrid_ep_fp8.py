@@ -77,7 +77,7 @@ def _check_one_byte(rank: int, nodes: int, ranks_per_node: int) -> None:
         ({"scaling_factor": None}, r"scaling_factor is None; .* need \[\d+, 2\] float32"),
         ({"scaling_factor": call["scaling_factor"].half()}, "float16"),
         ({"hidden": wide, "use_fp8": True}, "hidden is torch.bfloat16. Quantise"),
-        ({"hidden": wide if rank else call["hidden"]}, r"ranks \[0\] of 2 dispatch rows that are shorter"),
+        ({"hidden": wide if rank else call["hidden"]}, r"ranks \[0\] of 2 dispatch one-byte rows"),
     ):
         with pytest.raises(InputError, match=text):
             buffer.dispatch_with_permute(**{**call, **routing, **change})

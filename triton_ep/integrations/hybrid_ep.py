@@ -10,7 +10,7 @@
     combine_with_unpermute(hidden, handle)      layer.combine, a plain sum in float32
     ... probs=                                  one float32 per row back to its own (token, expert)
     dispatch, combine                           layer.dispatch_compact, layer.combine: one row per (token, rank)
-    hidden of uint8 or e4m3, scaling_factor     their bytes as shorter bf16 rows: layer.dispatch_short
+    hidden of uint8 or e4m3, scaling_factor     layer.dispatch_scaled
     handle[3], [4], [7], [-1]                   rows before permutation, their local experts, rows per expert without
                                                   padding, and layout_desc.overflow; the second is made when looked at
     fuse_permute_dispatch, num_blocks_*, ...    accepted; there is one way, and the same bits

@@ -1,4 +1,4 @@
-"""What a dispatch of HybridEPBuffer sends: rows as they are, or one-byte rows and their scales as shorter rows."""
+"""What a dispatch of HybridEPBuffer sends: rows as they are, or one-byte rows and their scales."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
+from triton_ep.checks import ONE_BYTE
 from triton_ep.errors import InputError
-from triton_ep.integrations.fp8_rows import CHANNELS, pack_rows, unpack_rows
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.plans.compact import fp8_elements
 
-_ONE_BYTE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+_CHANNELS = 128  # values that share a scale
 Arrived = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def dtype_of_layer(hidden: torch.Tensor) -> torch.dtype:
     """Rows of the layer that sends these."""
-    return torch.bfloat16 if hidden.dtype in _ONE_BYTE else hidden.dtype
+    return torch.bfloat16 if hidden.dtype in ONE_BYTE else hidden.dtype
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class SentRows:
 
     Attributes:
         hidden: [T, H].
-        scales: [T, H / 128] float32, strided as they like; None: rows travel as they are.
+        scales: [T, H / 128] float32; None: rows travel as they are.
     """
 
     hidden: torch.Tensor
@@ -45,7 +44,7 @@ class SentRows:
             InputError: one-byte rows where they were not asked for, or without such scales; others where the call asks
                 for one-byte rows.
         """
-        one_byte = hidden.dtype in _ONE_BYTE
+        one_byte = hidden.dtype in ONE_BYTE
         if not one_byte:
             if call_fp8:
                 raise InputError(f"use_fp8=True sends one-byte rows, but hidden is {hidden.dtype}. Quantise it first.")
@@ -55,9 +54,9 @@ class SentRows:
                 f"hidden is {hidden.dtype}, but use_fp8 is False. Make the buffer with use_fp8=True, or pass it."
             )
         tokens, width = hidden.shape
-        wanted = (tokens, width // CHANNELS)
-        if width % CHANNELS:
-            raise InputError(f"one-byte rows have {width} values; pad them to a multiple of {CHANNELS}.")
+        wanted = (tokens, width // _CHANNELS)
+        if width % _CHANNELS:
+            raise InputError(f"one-byte rows have {width} values; pad them to a multiple of {_CHANNELS}.")
         if (
             scaling_factor is None
             or tuple(scaling_factor.shape) != wanted
@@ -67,9 +66,9 @@ class SentRows:
             got = "None" if scaling_factor is None else f"{list(scaling_factor.shape)} {scaling_factor.dtype}"
             raise InputError(
                 f"scaling_factor is {got}; rows {list(hidden.shape)} {hidden.dtype} need {list(wanted)} float32 on "
-                f"{hidden.device}, one per {CHANNELS} values."
+                f"{hidden.device}, one per {_CHANNELS} values."
             )
-        return cls(hidden, scaling_factor)
+        return cls(hidden.contiguous(), scaling_factor.contiguous())
 
     def first(self, count: int) -> SentRows:
         """The first rows."""
@@ -90,9 +89,8 @@ class SentRows:
             recv_x, recv_weights, desc = layer.dispatch(self.hidden, idx, weights)
             assert isinstance(recv_x, torch.Tensor)
             return (recv_x, None), recv_weights, desc
-        packed = self._packed()
-        recv_x, recv_weights, desc = layer.dispatch_short(packed, idx, weights, row_elements=packed.shape[1])
-        return self._unpacked(recv_x), recv_weights, desc
+        recv_x, scales, recv_weights, desc = layer.dispatch_scaled(self.hidden, self.scales, idx, weights)
+        return (recv_x, scales), recv_weights, desc
 
     def again(
         self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None
@@ -102,30 +100,20 @@ class SentRows:
             recv_x, recv_weights = layer.dispatch_again(self.hidden, desc, weights)
             assert isinstance(recv_x, torch.Tensor)
             return (recv_x, None), recv_weights
-        packed = self._packed()
-        width = packed.shape[1]
-        recv_x, recv_weights, _ = layer.dispatch_short(packed, None, weights, row_elements=width, layout_desc=desc)
-        return self._unpacked(recv_x), recv_weights
+        recv_x, scales, recv_weights, _ = layer.dispatch_scaled(
+            self.hidden, self.scales, None, weights, layout_desc=desc
+        )
+        return (recv_x, scales), recv_weights
 
     def by_rank(
         self, layer: EPAll2AllLayer, idx: torch.Tensor, weights: torch.Tensor | None, num_rows: int | None
     ) -> tuple[Arrived, torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
         """Rows by rank and their scales, local expert ids, weights, and the descriptor."""
-        sent = self.hidden if self.scales is None else self._packed()
-        received = layer.dispatch_compact(sent, idx, weights, num_rows=num_rows, row_elements=sent.shape[1])
-        arrived = (received.x, None) if self.scales is None else self._unpacked(received.x)
-        return arrived, received.topk_idx, received.topk_weights, received.layout_desc
+        received = layer.dispatch_compact(self.hidden, idx, weights, scale=self.scales, num_rows=num_rows)
+        return (received.x, received.scale), received.topk_idx, received.topk_weights, received.layout_desc
 
     def by_rank_again(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> Arrived:
         """Rows by rank and their scales, by an earlier dispatch."""
-        sent = self.hidden if self.scales is None else self._packed()
-        rows, _ = layer.dispatch_compact_again(sent, desc, row_elements=sent.shape[1])
-        return (rows, None) if self.scales is None else self._unpacked(rows)
-
-    def _packed(self) -> torch.Tensor:
-        assert self.scales is not None
-        return pack_rows(self.hidden, self.scales, fp8_elements(self.hidden.shape[1], self.scales.shape[1]))
-
-    def _unpacked(self, rows: torch.Tensor) -> Arrived:
-        assert self.scales is not None
-        return unpack_rows(rows, self.hidden.shape[1], self.scales.shape[1], torch.float32, self.hidden.dtype)
+        if self.scales is None:
+            return layer.dispatch_compact_again(self.hidden, desc)[0], None
+        return layer.dispatch_compact_again(self.hidden, desc, scale=self.scales)[:2]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from triton_ep.config import with_hidden
 from triton_ep.context import DispatchCombineContext
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import combine as combine_ops
@@ -27,19 +26,16 @@ class Compact:
     """What `receive` writes.
 
     Attributes:
-        x: [R, H] of the token dtype, or of shorter rows.
+        x: [R, H] of the token dtype; with scale of one byte.
         topk_idx: [R, K] int32 or int64, local expert ids, -1 = not here; None = not wanted.
         topk_weights: [R, K] float32, or None.
+        scale: [R, H / 32] uint8, or None.
     """
 
     x: torch.Tensor
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
-
-
-def short_rows(ctx: DispatchCombineContext, width: int) -> DispatchCombineContext:
-    """The context for rows of `width` elements (`DispatchCombineContext.of_rows`); itself, if these are its own."""
-    return ctx if width == ctx.config.hidden else ctx.of_rows(with_hidden(ctx.config, width))
+    scale: torch.Tensor | None = None
 
 
 def make_compact(
@@ -50,9 +46,13 @@ def make_compact(
     idx_dtype: of the expert ids; None = neither ids nor weights are wanted.
     """
     cfg = ctx.config
-    x = torch.empty(num_rows, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
+    if cfg.payload is None:
+        x, scale = torch.empty(num_rows, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device), None
+    else:
+        x = torch.empty(num_rows, cfg.hidden, dtype=torch.float8_e4m3fn, device=ctx.device)
+        scale = torch.empty(num_rows, cfg.hidden // 32, dtype=torch.uint8, device=ctx.device)
     if idx_dtype is None:
-        return Compact(x, None, None)
+        return Compact(x, None, None, scale)
     shape = (num_rows, cfg.topk)
     idx = torch.empty(shape, dtype=idx_dtype, device=ctx.device)
     weights = torch.empty(shape, dtype=torch.float32, device=ctx.device) if has_weights else None
@@ -60,7 +60,7 @@ def make_compact(
         idx.fill_(-1)
         if weights is not None:
             weights.zero_()
-    return Compact(x, idx, weights)
+    return Compact(x, idx, weights, scale)
 
 
 def receive(
@@ -83,13 +83,15 @@ def receive(
 def _copy_out(
     ctx: DispatchCombineContext, received: Compact, placement: torch.Tensor, side: torch.cuda.Stream | None
 ) -> None:
-    cfg = ctx.config
-    words = as_words(received.x, ctx.sizes.payload_bytes)
-    row_words = ctx.sizes.payload_bytes // words.element_size()
-    kind = (received.topk_idx is not None, received.topk_weights is not None, row_words)
+    cfg, has_scales = ctx.config, received.scale is not None
+    row_bytes = cfg.hidden * received.x.element_size()
+    words = as_words(received.x, row_bytes)
+    row_words = row_bytes // words.element_size()
+    kind = (has_scales, received.topk_idx is not None, received.topk_weights is not None, row_words)
     ctx.launcher(("compact", *kind), plans.copy_out, *kind)(
         expanding_programs(cfg, ctx.device, overlapped=side is not None),
         words,
+        ctx.no_bytes if received.scale is None else received.scale,
         placement if received.topk_idx is None else received.topk_idx,
         ctx.no_floats if received.topk_weights is None else received.topk_weights,
         placement,

@@ -19,12 +19,26 @@ class Rows:
     """Rows to send, [T, H]: as they are, or quantised.
 
     Attributes:
-        data: of the token dtype, or e4m3.
+        data: of the token dtype, or e4m3, whatever the bytes are.
         scale: [T, H / 32] uint8, with e4m3 data only.
     """
 
     data: torch.Tensor
     scale: torch.Tensor | None = None
+
+    def as_bytes(self) -> Rows:
+        """The same with the dtypes above, of scales of any dtype."""
+        if self.scale is None:
+            return self
+        # Strides of no rows may be anything, and count as contiguous.
+        scale = self.scale if len(self.scale) else self.scale.new_empty(self.scale.shape)
+        return Rows(self.data.view(torch.float8_e4m3fn), scale.view(torch.uint8))
+
+    def like(self, given: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The data and scales, with the dtypes of those whose bytes were sent."""
+        if self.scale is None or given.scale is None:
+            return self.data, None
+        return self.data.view(given.data.dtype), self.scale.view(given.scale.dtype)
 
 
 def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:

@@ -22,12 +22,11 @@ _SUMMED_ROWS = plans.summed_rows(INTERPRETING)
 def dispatch(
     ctx: DispatchCombineContext, x: Rows, topk_idx: torch.Tensor, weights: torch.Tensor | None, host_word: int
 ) -> tuple[Rows, torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
-    """Push the rows of x [T, H], or shorter ones.
+    """Push the rows of x [T, H].
 
     Returns what `EPAll2AllLayer.dispatch` does, and the receiving half: launched, it lays out what arrives.
-    Advances the epochs of host and device. Waits for nothing on the host.
+    Advances the epoch of the device; the host has advanced its own. Waits for nothing on the host.
     """
-    ctx.epoch += 1
     cfg = ctx.config
     num_tokens = topk_idx.shape[0]
     ids = torch.empty(1, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)

@@ -6,14 +6,10 @@ from triton_ep.plans.exchange import watched_sources
 from triton_ep.plans.shape import Plan, Shape, next_power_of_2
 
 
-def fp8_elements(hidden: int, scale_words: int) -> int:
-    """2-byte elements of a row that holds `hidden` e4m3 values and then words of scales, padded to 16 bytes."""
-    return -(-(hidden + 4 * scale_words) // 16) * 8
-
-
-def copy_out(s: Shape, has_idx: bool, has_weights: bool, row_words: int) -> Plan:
+def copy_out(s: Shape, has_scales: bool, has_idx: bool, has_weights: bool, row_words: int) -> Plan:
     """Arrived rows as they are, with their expert ids and weights."""
     constexprs = {
+        "HAS_SCALES": has_scales,
         "HAS_IDX": has_idx,
         "HAS_WEIGHTS": has_weights,
         **s.common("TOPK", "KP", "SENDERS"),

@@ -10,9 +10,6 @@ from triton_ep.plans import compact, exchange, low_latency
 from triton_ep.plans.asked import Asked, ask
 from triton_ep.plans.shape import TOKEN_BYTES, WORD_BYTES, Shape, word_type
 
-FP8_SCALES = {"f32": 128, "ue8m0": 512}
-"""Values to a word of scales, by the name of a form (`Uses.fp8_rows`)."""
-
 
 @dataclass(frozen=True)
 class Uses:
@@ -25,8 +22,7 @@ class Uses:
         quantized: rows are passed as MXTensor, too (payload "mxfp8").
         gradients: gradients of routing weights are taken.
         compact: `dispatch_compact` is called, too, and `ops.compact.token_layout`.
-        fp8_rows: one-byte rows with scales are sent, too (`dispatch_short`, and with `compact` the calls of that):
-            "f32", a word per scale (float32, or int32), "ue8m0", four scales to an int32.
+        fp8_rows: one-byte rows with scales are sent, too (`dispatch_scaled`, and with `compact` the calls of that).
         maps: tokens come with routing maps, as to `HybridEPBuffer`, of `topk` experts per token.
         slabs: rows go to slabs of their experts, and back.
     """
@@ -37,7 +33,7 @@ class Uses:
     quantized: bool = True
     gradients: bool = True
     compact: bool = False
-    fp8_rows: tuple[str, ...] = ()
+    fp8_rows: bool = False
     maps: bool = False
     slabs: bool = False
 
@@ -54,8 +50,8 @@ def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
         found += [*_routing(s, uses), *_dispatch(s, uses), *_combine(s, uses)]
         if (uses.gradients or uses.compact) and (narrow := narrow_shape(s, s.topk)) is not None:
             found += _combine(narrow, Uses(weights=(False,), compact=uses.compact))
-        for short in _short(s, uses):
-            found += [*_places(short, uses), *_dispatch(short, uses)]
+        if uses.fp8_rows:
+            found += [*_places(_scaled(s), uses), *_dispatch(_scaled(s), uses, quantize=False)]
         if uses.compact:
             found += _compact_rows(s, uses, given)
     if uses.maps:
@@ -98,9 +94,9 @@ def _places(s: Shape, uses: Uses) -> Iterator[Asked]:
                 yield ask(exchange.place(s, weights, scatter), types, {"row_bytes": s.wire_bytes})
 
 
-def _short(s: Shape, uses: Uses) -> list[Shape]:
-    """The same for rows of the lengths that `fp8_rows` have."""
-    return [replace(s, hidden=compact.fp8_elements(s.hidden, words)) for words in _scale_words(s, uses)]
+def _scaled(s: Shape) -> Shape:
+    """The same for one-byte rows with scales, which take the way of MXFP8 ones."""
+    return replace(s, payload="mxfp8")
 
 
 def _words(row_bytes: int, pointer: str) -> tuple[dict[str, str], dict[str, int], int]:
@@ -110,10 +106,10 @@ def _words(row_bytes: int, pointer: str) -> tuple[dict[str, str], dict[str, int]
     return {pointer: f"*{word}"}, {"row_words": row_words}, row_words
 
 
-def _dispatch(s: Shape, uses: Uses) -> Iterator[Asked]:
+def _dispatch(s: Shape, uses: Uses, quantize: bool = True) -> Iterator[Asked]:
     payload = WORDS if s.payload is None else MX
     row_bytes = s.payload_bytes if s.payload is None else s.hidden
-    if payload == MX:
+    if payload == MX and quantize:
         types = {"x_ptr": f"*{s.token}", "elements_ptr": "*fp8e4nv"}
         yield ask(exchange.quantize(s, 1), types)
     types, numbers, row_words = _words(row_bytes, "x_ptr")
@@ -132,30 +128,20 @@ def _compact_rows(s: Shape, uses: Uses, given: Uses) -> Iterator[Asked]:
     """Arrived rows, one per (token, rank); ids and weights with them as given."""
     for ids in given.ids:
         yield ask(compact.token_layout(s.topk, s.world_size, s.interpreted), {"topk_idx_ptr": f"*{ids}"})
-    for rows in (s, *_short(s, uses)):
-        types, numbers, row_words = _words(rows.payload_bytes, "recv_x_ptr")
+    for scales, row_bytes in [(False, s.payload_bytes), (True, s.hidden)][: 1 + uses.fp8_rows]:
+        types, numbers, row_words = _words(row_bytes, "recv_x_ptr")
         # Where nobody wants ids, a pointer to int32 stands in for them.
-        yield ask(compact.copy_out(rows, False, False, row_words), types | {"recv_idx_ptr": "*i32"}, numbers)
+        yield ask(compact.copy_out(s, scales, False, False, row_words), types | {"recv_idx_ptr": "*i32"}, numbers)
         for ids in given.ids:
             for weights in given.weights:
                 kinds = types | {"recv_idx_ptr": f"*{ids}"}
-                yield ask(compact.copy_out(rows, True, weights, row_words), kinds, numbers)
-
-
-def _scale_words(s: Shape, uses: Uses) -> list[int]:
-    """Words of 4 bytes that the scales of a row take, in each form of `fp8_rows`."""
-    return [s.hidden // FP8_SCALES[form] for form in uses.fp8_rows]
-
-
-def _fp8_elements(s: Shape, uses: Uses) -> list[int]:
-    """2-byte elements of a row with its scales, in each form of `fp8_rows`."""
-    return [compact.fp8_elements(s.hidden, words) for words in _scale_words(s, uses)]
+                yield ask(compact.copy_out(s, scales, True, weights, row_words), kinds, numbers)
 
 
 def _slabs(s: Shape, uses: Uses) -> Iterator[Asked]:
     rows = [s.payload_bytes] if s.payload is None else [s.hidden, s.hidden // 32]
     if uses.fp8_rows:
-        rows += [s.hidden, *(4 * words for words in _scale_words(s, uses))]
+        rows += [s.hidden, s.hidden // 32]
     for pack, lengths in ((True, rows), (False, [s.payload_bytes])):
         for row_bytes in lengths:
             types, numbers, row_words = _words(row_bytes, "source_ptr")
@@ -188,16 +174,17 @@ def _sums(s: Shape, uses: Uses, copies: int) -> Iterator[Asked]:
 
 
 def _low_latency(s: Shape, uses: Uses) -> Iterator[Asked]:
-    for rows in (s, *_short(s, uses)):
-        yield from _low_latency_dispatch(rows, uses)
+    yield from _low_latency_dispatch(s, [WORDS] if s.payload is None else [QUANTISE, MX][: 1 + uses.quantized], uses)
+    if uses.fp8_rows:
+        yield from _low_latency_dispatch(_scaled(s), [MX], uses)
     hidden = {"hidden": s.hidden}
     for weights in uses.weights:
         yield ask(low_latency.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
     yield ask(low_latency.sum(s), {"out_ptr": f"*{s.token}"}, hidden)
 
 
-def _low_latency_dispatch(s: Shape, uses: Uses) -> Iterator[Asked]:
-    kinds = [WORDS] if s.payload is None else [QUANTISE, *([MX] if uses.quantized else [])]
+def _low_latency_dispatch(s: Shape, kinds: list[int], uses: Uses) -> Iterator[Asked]:
+    """kinds: of what the push is given (kernels/device/rows.py)."""
     for weights in uses.weights:
         for kind in kinds:
             if kind == QUANTISE:

@@ -239,7 +239,7 @@ class Buffer(LowLatencyCalls):
             layer = self._layer_of(handle)
             if pair is not None:
                 check_hidden(layer, pair)
-                again = partial(layer.dispatch_compact_again, layout_desc=handle.layout_desc, row_elements=pair.width)
+                again = partial(layer.dispatch_compact_again, layout_desc=handle.layout_desc)
                 (recv_x, _), event = pair.send(layer, again, (handle.layout_desc,), previous_event, async_finish)
             else:
                 order = self._order(previous_event, async_finish)
@@ -287,7 +287,7 @@ class Buffer(LowLatencyCalls):
         check_ids(topk_idx)
         num_sm = Buffer.num_sms if config is None else config.num_sms
         num_tokens, hidden = x.shape if pair is None else pair.data.shape
-        # What comes back for quantised rows is bfloat16, so the layer is for such, and they are shorter rows of it.
+        # What comes back for quantised rows is bfloat16, so the layer is for such.
         kind = Kind(x.dtype if pair is None else torch.bfloat16, hidden, topk_idx.shape[1], num_experts, num_sm)
         order = {} if pair is not None else self._order(previous_event, async_finish)
         while True:
@@ -299,10 +299,10 @@ class Buffer(LowLatencyCalls):
                 if pair is None:
                     rows = call(x, **order)
                 else:
-                    send = partial(fields_of, partial(call, row_elements=pair.width))
+                    send = partial(fields_of, call)
                     fields, event = pair.send(layer, send, (topk_idx, topk_weights), previous_event, async_finish)
                     arrived, ids, recv_weights, counts, desc = fields
-                    rows = CompactRows(arrived, ids, recv_weights, counts, desc, event)
+                    rows = CompactRows(arrived, ids, recv_weights, counts, desc, event=event)
             except CapacityError as error:
                 # The same on all ranks, before a row was sent.
                 self._layers.grow(kind, error.needed)

@@ -1,4 +1,4 @@
-"""e4m3 rows with a scale per 128 values, as DeepEP makes and sends them: quantising, rows with scales as bytes."""
+"""e4m3 rows with a scale per 128 values, as DeepEP makes and sends them: quantising, scales as bytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from triton_ep._compact import CompactRows
 from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_ep_event
-from triton_ep.integrations.fp8_rows import CHANNELS, pack_rows, unpack_rows
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.overlap import EPEvent
-from triton_ep.plans.compact import fp8_elements
 
+CHANNELS = 128
+"""Values that share a scale."""
 _MAX = 448.0  # of e4m3
 _LEAST_AMAX = 1e-4
 
@@ -48,6 +48,19 @@ def quantize_rows(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[
         factor = torch.full_like(amax, _MAX) / amax  # a number / tensor would multiply by the rounded reciprocal
     data = (values * factor.unsqueeze(2)).clamp(-_MAX, _MAX).to(torch.float8_e4m3fn)
     return data.flatten(1), scale
+
+
+def scale_bytes(scales: torch.Tensor, hidden: int) -> torch.Tensor:
+    """[T, H / 32] uint8, what a layer sends with rows of H bytes: scales [T, S], strided as they like, then zeros."""
+    # Strides of no rows may be anything, and count as contiguous.
+    given = (scales.contiguous() if len(scales) else scales.new_empty(scales.shape)).view(torch.uint8)
+    missing = hidden // 32 - given.shape[1]
+    return torch.nn.functional.pad(given, (0, missing)) if missing else given
+
+
+def scales_of_bytes(sent: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """[..., columns] of `dtype`, contiguous, from what `scale_bytes` made."""
+    return sent[..., : columns * dtype.itemsize].contiguous().view(dtype)
 
 
 def check_quantizable(x: Any, round_scale: bool, use_ue8m0: bool) -> None:
@@ -105,40 +118,35 @@ class QuantizedRows:
             raise InputError(f"rows are on {data.device}, scales on {scales.device}. Move one of them.")
         return cls(data, scales)
 
-    @property
-    def width(self) -> int:
-        """bfloat16 elements that hold a row and its scales, padded to 16 bytes."""
-        return fp8_elements(self.data.shape[1], self.scales.shape[1])
-
     def send(
         self,
         layer: EPAll2AllLayer,
-        call: Callable[[torch.Tensor], tuple[Any, ...]],
+        call: Callable[..., tuple[Any, ...]],
         arguments: tuple[object, ...],
         previous_event: EventOverlap | None,
         async_finish: bool,
     ) -> tuple[Any, EPEvent | None]:
-        """What `call` of the packed rows returns, with the pair in place of those that arrived, and the event.
+        """What `call` of the rows and `scale` returns, with a pair in place of those that arrived, and the event.
 
         arguments: what else the call reads.
         """
 
-        def packed() -> tuple[Any, ...]:
-            recv, *rest = call(pack_rows(self.data, self.scales, self.width))
-            return unpack_rows(recv, self.data.shape[1], self.scales.shape[1], self.scales.dtype), *rest
+        def sent() -> tuple[Any, ...]:
+            recv, scales, *rest = call(self.data, scale=scale_bytes(self.scales, self.data.shape[1]))
+            return (recv, scales_of_bytes(scales, self.scales.shape[1], self.scales.dtype)), *rest
 
         previous = to_ep_event(previous_event)
         if previous is not None:
             previous.current_stream_wait()
         if async_finish:
-            return layer.on_comm_stream(packed, (self.data, self.scales, *arguments))
-        return packed(), None
+            return layer.on_comm_stream(sent, (self.data, self.scales, *arguments))
+        return sent(), None
 
 
-def fields_of(call: Callable[[torch.Tensor], CompactRows], packed: torch.Tensor) -> tuple[Any, ...]:
-    """What `call` returns but its event, as a tuple, whose tensors a stream can be told of."""
-    rows = call(packed)
-    return rows.x, rows.topk_idx, rows.topk_weights, rows.num_recv_tokens_per_expert, rows.layout_desc
+def fields_of(call: Callable[..., CompactRows], data: torch.Tensor, scale: torch.Tensor) -> tuple[Any, ...]:
+    """What `call` returns but its event, as a tuple, whose tensors a stream can be told of; the scales second."""
+    rows = call(data, scale=scale)
+    return rows.x, rows.scale, rows.topk_idx, rows.topk_weights, rows.num_recv_tokens_per_expert, rows.layout_desc
 
 
 def check_hidden(layer: EPAll2AllLayer, rows: QuantizedRows) -> None:

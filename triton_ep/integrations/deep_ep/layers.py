@@ -26,7 +26,7 @@ class Kind(NamedTuple):
 
     Attributes:
         max_tokens: 0 = what calls need; low-latency layers are made for a number.
-        sent: elements of the rows that a low-latency layer sends, whose dispatches are all alike; 0 = H.
+        scaled: a low-latency layer, whose dispatches are all alike, sends one-byte rows with scales.
     """
 
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     num_experts: int
     num_sm: int
     max_tokens: int = 0
-    sent: int = 0
+    scaled: bool = False
 
 
 @dataclass

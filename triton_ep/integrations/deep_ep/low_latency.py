@@ -10,14 +10,19 @@ import torch
 from triton_ep.config import as_integer
 from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
 from triton_ep.integrations.deep_ep.config import low_latency_bytes
-from triton_ep.integrations.deep_ep.fp8 import CHANNELS, check_quantizable, pack_rows, quantize_rows, unpack_rows
+from triton_ep.integrations.deep_ep.fp8 import (
+    CHANNELS,
+    check_quantizable,
+    quantize_rows,
+    scale_bytes,
+    scales_of_bytes,
+)
 from triton_ep.integrations.deep_ep.handles import LowLatencyHandle
 from triton_ep.integrations.deep_ep.layers import GroupLayers, Kind
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.compact import from_slabs, to_slabs
-from triton_ep.plans.compact import fp8_elements
 
 _WEIGHTS_HIDDEN = 8
 """Elements of the rows that only accompany weights."""
@@ -101,11 +106,7 @@ class LowLatencyCalls:
         most = as_integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
         num_experts = as_integer("num_experts", num_experts)
         self._check_low_latency(most, x.shape[-1])
-        hidden = width = x.shape[1]
-        if use_fp8:
-            width = fp8_elements(hidden, hidden // CHANNELS // (4 if use_ue8m0 else 1))
-        sent = width if use_fp8 else 0
-        kind = Kind(x.dtype, hidden, topk_idx.shape[1], num_experts, self.num_sms, most, sent)
+        kind = Kind(x.dtype, x.shape[1], topk_idx.shape[1], num_experts, self.num_sms, most, use_fp8)
         layer = self._layers.get(kind, most, self._number)
         slab = (num_experts // self.group_size, self.group_size * most)
         stats = cumulative_local_expert_recv_stats
@@ -116,8 +117,12 @@ class LowLatencyCalls:
         slabs = _Slabs(slab, x, use_fp8, use_ue8m0)
 
         def send() -> tuple[EPAllToAllLayoutDesc, Callable[[], None]]:
-            rows = pack_rows(*quantize_rows(x, round_scale, use_ue8m0), width) if use_fp8 else x
-            flat, _, desc, hook = layer.dispatch_short(rows, topk_idx, row_elements=width, return_recv_hook=True)
+            if use_fp8:
+                data, scales = quantize_rows(x, round_scale, use_ue8m0)
+                sent = data, scale_bytes(scales, x.shape[1])
+                *flat, _, desc, hook = layer.dispatch_scaled(*sent, topk_idx, return_recv_hook=True)
+            else:
+                *flat, _, desc, hook = layer.dispatch(x, topk_idx, return_recv_hook=True)
 
             def receive() -> None:
                 hook()
@@ -187,7 +192,7 @@ class LowLatencyCalls:
                 f"out must be [{ids.shape[0]}, {kind.hidden}] {kind.dtype}, got {list(out.shape)} {out.dtype}."
             )
         companion = self._layers.get(
-            kind._replace(dtype=torch.bfloat16, hidden=_WEIGHTS_HIDDEN, sent=0), kind.max_tokens, self._number
+            kind._replace(dtype=torch.bfloat16, hidden=_WEIGHTS_HIDDEN, scaled=False), kind.max_tokens, self._number
         )
 
         def send() -> tuple[torch.Tensor, Callable[[], None]]:
@@ -264,17 +269,17 @@ class _Slabs:
         scales = torch.empty(experts, columns, rows, dtype=dtype, device=x.device).transpose(1, 2)
         self.result = self.tensors = (data, scales)
 
-    def fill(self, flat: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor) -> None:
-        """Copy expert-major rows [R, H], as they were sent, to their slabs."""
+    def fill(self, flat: list[torch.Tensor], offsets: torch.Tensor, counts: torch.Tensor) -> None:
+        """Copy expert-major rows [R, H], and with `use_fp8` bytes of scales [R, H / 32], to their slabs."""
+        rows, *sent = flat
         if isinstance(self.result, torch.Tensor):
-            to_slabs(flat, offsets, counts, self.result)
+            to_slabs(rows, offsets, counts, self.result)
             return
         data, scales = self.result
-        flat_data, flat_scales = unpack_rows(flat, data.shape[2], scales.shape[2], scales.dtype)
-        to_slabs(flat_data, offsets, counts, data)
-        row_major = torch.empty(scales.shape, dtype=scales.dtype, device=scales.device)
-        to_slabs(flat_scales, offsets, counts, row_major)
-        scales.copy_(row_major)
+        to_slabs(rows, offsets, counts, data)
+        row_major = torch.empty(*data.shape[:2], sent[0].shape[1], dtype=torch.uint8, device=data.device)
+        to_slabs(sent[0], offsets, counts, row_major)
+        scales.copy_(scales_of_bytes(row_major, scales.shape[2], scales.dtype))
 
 
 def _run(
