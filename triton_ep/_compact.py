@@ -222,8 +222,9 @@ class CompactCalls(DispatchSteps):
         """Raise what this rank sees in its arguments, on this rank as InputError, on the others as they learn of it."""
         ctx, cfg, scaled = self.context, self.config, scale is not None
         try:
-            checks.check_rows(cfg, ctx.device, x, None, scale)
-            if num_rows is not None or x.shape[0] <= cfg.max_tokens:
+            if num_rows is None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] > cfg.max_tokens:
+                checks.check_rows(cfg, ctx.device, x, None, scale)
+            else:
                 checks.check_dispatch(cfg, ctx.device, x, topk_idx, weights, None, scale=scale)
         except InputError:
             self._reject_compact(num_rows, HOST_REJECTED, scaled)
@@ -283,12 +284,15 @@ class CompactCalls(DispatchSteps):
             num_arrivals, ctx.unread = num_rows, self._unread(placement)
         moved = self._moved(rows)
         routing_ops.place(moved, routing, placement, weights, None)
-        received = compact_ops.make_compact(moved, num_arrivals, num_rows is None, idx_dtype, weights is not None)
+        exact = num_rows is None
+        make = partial(compact_ops.make_compact, moved, num_arrivals, exact, idx_dtype, weights is not None)
+        received = None if exact else make()
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, quantized=False, split=False)
         if not cfg.is_intra_node:
             dispatch_ops.send(moved, rows, weights, routing, placement)
         dispatch_ops.push(moved, rows, routing, placement)
+        received = received or make()  # what is not filled, while rows are on their way
         compact_ops.receive(moved, received, placement, forward, side)
         if side is not None:
             ctx.join()

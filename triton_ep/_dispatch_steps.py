@@ -136,6 +136,20 @@ class DispatchSteps(LayerNames):
         received = (*rows.like(sent), weights, desc)
         return (*received, self._recv_hook(receive, received)) if return_recv_hook else received
 
+    def dispatch_fitting(
+        self, rows: dispatch_ops.Rows, topk_idx: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[dispatch_ops.Rows, torch.Tensor | None, EPAllToAllLayoutDesc]:
+        """`dispatch` or `dispatch_scaled` of what is known to fit: nothing is looked at again. For front doors."""
+        ctx = self.context
+        ctx.check_open()
+        ctx.poll_status()
+        ctx.calls.check_dispatch()
+        sent = rows.as_bytes()
+        recv, recv_weights, desc, _ = self._dispatch(
+            sent, topk_idx, weights, None, HOST_SCALED if sent.scale is not None else 0
+        )
+        return dispatch_ops.Rows(*recv.like(rows)), recv_weights, desc
+
     def _checked_dispatch(
         self,
         arguments: tuple[Any, Any, Any, Any],
@@ -196,12 +210,15 @@ class DispatchSteps(LayerNames):
         num_rows, num_arrivals, offsets = self.init_output_buffer(placement, known_rows)
         moved = self._moved(x)
         routing_ops.place(moved, routing, placement, weights, scatter)
-        received = dispatch_ops.make_received(moved, num_rows, num_arrivals, has_weights)
+        exact = offsets is not None
+        make = partial(dispatch_ops.make_received, moved, num_rows, num_arrivals, has_weights, exact)
+        received = None if exact else make()
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, x is not given, split)
         if not cfg.is_intra_node:
             dispatch_ops.send(moved, x, weights, routing, placement)
         dispatch_ops.push(moved, x, routing, placement)
+        received = received or make()  # what is not filled, while rows are on their way
         receive = partial(dispatch_ops.receive, moved, received, placement, forward, side)
         if not split:
             receive()

@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from triton_ep import CapacityError, ConfigError, EPAll2AllLayer, InputError, StaleHandleError
 from triton_ep.distributed import current_heap
-from triton_ep.errors import PeerFailed
 from triton_ep.ops import compact as compact_ops
 from triton_ep.reference import compact as reference
 from triton_ep.runtime import INTERPRETING
@@ -170,74 +169,6 @@ def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
     """Too many tokens on one rank, other layers' and other dispatches' descriptors, rows that do not fit."""
     run_ranks(_check_errors, nodes, ranks_per_node)
-
-
-def _check_short(rank: int, nodes: int, ranks_per_node: int) -> None:
-    case, world_size, short = CASES["plain"], nodes * ranks_per_node, 24
-    work = _works(world_size, case, 0)[rank]
-    device = current_heap().device
-    x, idx, weights = work.x.to(device), work.topk_idx.to(device), work.topk_weights.to(device)
-    part = x[:, :short].contiguous()
-    with _layer(rank, nodes, ranks_per_node, case) as layer:
-        rows, row_weights, desc = layer.dispatch(x, idx, weights)
-        got, got_weights, short_desc = layer.dispatch_short(part, idx, weights, row_elements=short)
-        _equal(got, rows[:, :short].contiguous().cpu())
-        _equal(got_weights, row_weights.cpu())
-        _equal(layer.combine(rows, short_desc), layer.combine(rows, desc).cpu())
-        # One rank's mistake: the others go on without its rows, and are told by `check`; then all are in step.
-        if rank == 1:
-            with pytest.raises(InputError, match="float32"):
-                layer.dispatch_short(part.float(), None, row_elements=short, layout_desc=desc)
-        else:
-            layer.dispatch_short(part, None, row_elements=short, layout_desc=desc)
-        with pytest.raises(PeerFailed, match="rank 1 rejected"):
-            layer.check()
-        again, _, _ = layer.dispatch_short(part * 2, None, row_elements=short, layout_desc=desc)
-        _equal(again, (rows[:, :short] * 2).contiguous().cpu())
-        full, _, _ = layer.dispatch_short(x, None, row_elements=x.shape[1], layout_desc=short_desc)
-        _equal(full, rows.cpu())
-        with pytest.raises(InputError, match="row_elements is 65"):
-            layer.dispatch_short(x, idx, row_elements=65)
-        compact = layer.dispatch_compact(x, idx).layout_desc
-        with pytest.raises(InputError, match="not expert-major"):
-            layer.dispatch_short(part, None, row_elements=short, layout_desc=compact)
-        early, _, early_desc, hook = layer.dispatch_short(part, idx, row_elements=short, return_recv_hook=True)
-        with pytest.raises(InputError, match="before the hook"):
-            layer.dispatch_short(part, idx, row_elements=short)
-        hook()
-        _equal(early, got.cpu())
-        _equal(layer.combine(rows, early_desc), layer.combine(rows, desc).cpu())
-    if nodes == 1:
-        low = {"capacity": 200, "low_latency": True}
-        with (
-            _layer(rank, nodes, ranks_per_node, case, **low) as decoding,
-            _layer(rank, nodes, ranks_per_node, case, **low) as whole,
-        ):
-            few, few_weights, _ = decoding.dispatch_short(part[:5], idx[:5], weights[:5], row_elements=short)
-            full, full_weights, desc = whole.dispatch(x[:5], idx[:5], weights[:5])
-            with pytest.raises(InputError, match="one length: this one began with 24 elements, now they have 64"):
-                decoding.dispatch(x[:5], idx[:5])
-            with pytest.raises(InputError, match="began with 64 elements, now they have 24"):
-                whole.dispatch_short(part[:5], idx[:5], row_elements=short)
-            used = int(desc.expert_offsets[-1])
-            again, _, _ = whole.dispatch(x[:5], idx[:5])
-            _equal(again[:used], full[:used].cpu())
-            _equal(few[:used], full[:used, :short].contiguous().cpu())
-            _equal(few_weights, full_weights.cpu())
-            with pytest.raises(ConfigError, match="low_latency=True"):
-                decoding.dispatch_short(part[:5], None, row_elements=short, layout_desc=desc)
-    with (
-        _layer(rank, nodes, ranks_per_node, case, payload="mxfp8") as quantising,
-        pytest.raises(ConfigError, match="payload='mxfp8'"),
-    ):
-        quantising.dispatch_short(part, idx, row_elements=short)
-
-
-@pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1)])
-def test_short_rows_by_expert(run_ranks, nodes, ranks_per_node):
-    """The first elements of every row in the order of whole rows; by a descriptor, too; one rank's mistake."""
-    run_ranks(_check_short, nodes, ranks_per_node)
 
 
 def test_token_layout_counts_each_rank_once():

@@ -180,7 +180,23 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
         ):
             with pytest.raises(InputError, match=r"ranks \[0\] of 2 dispatch one-byte rows"):
                 (plain if rank else scaled)(exp_indices=idx)
-        assert layer.dispatch_scaled(data, scale, idx)[0].dtype == kind.data  # the layer goes on
+        want, *_, desc = layer.dispatch_scaled(data, scale, idx)
+        # By an earlier routing the others go on without its rows, and are told by `check`; then all are in step.
+        if rank == 0:
+            with pytest.raises(InputError, match=r"input must be torch\.uint8 or"):
+                layer.dispatch_scaled(x, scale, None, layout_desc=desc)
+        else:
+            layer.dispatch_scaled(data, scale, None, layout_desc=desc)
+        with pytest.raises(PeerFailed, match="rank 0 rejected"):
+            layer.check()
+        compact = layer.dispatch_compact(x, idx).layout_desc
+        with pytest.raises(InputError, match="not expert-major"):
+            layer.dispatch_scaled(data, scale, None, layout_desc=compact)
+        again, *_, hook = layer.dispatch_scaled(data, scale, idx, return_recv_hook=True)
+        with pytest.raises(InputError, match="before the hook"):
+            layer.dispatch_scaled(data, scale, idx)
+        hook()
+        assert torch.equal(again.view(torch.uint8), want.view(torch.uint8))
     refused = pytest.raises(ConfigError, match="quantise none, but this one has payload='mxfp8'")
     with _layer(kind, rank, nodes, ranks_per_node, payload="mxfp8") as layer, refused:
         layer.dispatch_scaled(data, scale, idx)

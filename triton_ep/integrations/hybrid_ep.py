@@ -187,7 +187,8 @@ class HybridEPBuffer(RoutingInputs):
         align = pad_multiple or 1
         sizes, known = (num_of_experts_per_rank, num_of_experts), (num_permuted_tokens is not None, non_blocking)
         try:
-            checks.check_budget(num_permuted_tokens, align, non_blocking)
+            if num_permuted_tokens is not None or non_blocking:
+                checks.check_budget(num_permuted_tokens, align, non_blocking)
             experts = checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
         except InputError:
@@ -197,7 +198,7 @@ class HybridEPBuffer(RoutingInputs):
 
         def send(idx: torch.Tensor, weights: torch.Tensor | None) -> tuple[EPAll2AllLayer, Any]:
             layer = self.layers.get(rows.dtype, idx.shape[1], align, num_permuted_tokens, experts)
-            return layer, (layer, *rows.first(len(idx)).dispatch(layer, idx, weights))
+            return layer, (layer, *rows.first(idx.shape[0]).dispatch(layer, idx, weights, routing_map is not None))
 
         sent, excess = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
         layer, (recv_x, scales), recv_probs, desc = sent
@@ -306,7 +307,7 @@ class HybridEPBuffer(RoutingInputs):
 
             def send(idx: torch.Tensor, weights: torch.Tensor | None) -> tuple[EPAll2AllLayer, Any]:
                 layer = self.layers.get(rows.dtype, idx.shape[1])
-                return layer, (layer, *rows.first(len(idx)).by_rank(layer, idx, weights, num_dispatched_tokens))
+                return layer, (layer, *rows.first(idx.shape[0]).by_rank(layer, idx, weights, num_dispatched_tokens))
 
             sent, _ = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
             layer, (arrived, scales), ids, recv_weights, desc = sent

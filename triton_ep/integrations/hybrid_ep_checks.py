@@ -130,24 +130,37 @@ def check_routing(
     """
     layers.check_open()
     experts = num_experts(layers, sizes)
-    width, tokens = layers.hidden, hidden.shape[0]
-    if hidden.dim() != 2 or hidden.shape[1] != width:
+    shape = hidden.shape
+    if len(shape) != 2 or shape[1] != layers.hidden:
         raise InputError(
-            f"hidden is {list(hidden.shape)}, but this buffer was made for hidden_dim={width}. Make a buffer for the "
+            f"hidden is {list(shape)}, but this buffer was made for hidden_dim={layers.hidden}. Make a buffer for the "
             "other size (Megatron: reset_hybrid_ep_buffer(), then init_hybrid_ep_buffer), on all ranks."
         )
     if routing_map is None and topk_idx is None:
         raise InputError("dispatch needs routing_map, topk_idx or a handle; it got none of them.")
-    for name, given, held in (
-        ("num_of_experts", sizes[1], experts),
-        ("columns of routing_map", None if routing_map is None else routing_map.shape[-1], experts),
-    ):
-        if given is not None and given != held:
-            raise InputError(
-                f"{name}: {given}, but this is for {held} experts on {layers.world_size} ranks. Say how many a rank "
-                "has with num_of_experts_per_rank, or make a buffer for them."
-            )
-    for name, tensor, dtype in (("routing_map", routing_map, torch.bool), ("probs", probs, torch.float32)):
-        if tensor is not None and (tensor.dtype != dtype or tensor.shape != (tokens, experts)):
-            raise InputError(f"{name} must be [{tokens}, {experts}] {dtype}, got {list(tensor.shape)} {tensor.dtype}.")
+    _check_experts(layers, "num_of_experts", sizes[1], experts)
+    wanted = (shape[0], experts)
+    if routing_map is not None:
+        _check_experts(layers, "columns of routing_map", routing_map.shape[-1], experts)
+        _check_table("routing_map", routing_map, wanted, torch.bool, hidden.device)
+    if probs is not None:
+        _check_table("probs", probs, wanted, torch.float32, hidden.device)
     return experts
+
+
+def _check_experts(layers: Layers, name: str, given: int | None, held: int) -> None:
+    if given is not None and given != held:
+        raise InputError(
+            f"{name}: {given}, but this is for {held} experts on {layers.world_size} ranks. Say how many a rank "
+            "has with num_of_experts_per_rank, or make a buffer for them."
+        )
+
+
+def _check_table(
+    name: str, table: torch.Tensor, wanted: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    if table.dtype != dtype or table.shape != wanted or table.device != device:
+        raise InputError(
+            f"{name} must be {list(wanted)} {dtype} on {device}, got {list(table.shape)} {table.dtype} on "
+            f"{table.device}."
+        )

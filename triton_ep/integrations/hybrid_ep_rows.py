@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,6 +10,7 @@ from triton_ep.checks import ONE_BYTE
 from triton_ep.errors import InputError
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.ops.dispatch import Rows
 
 _CHANNELS = 128  # values that share a scale
 Arrived = tuple[torch.Tensor, torch.Tensor | None]
@@ -20,8 +21,7 @@ def dtype_of_layer(hidden: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if hidden.dtype in ONE_BYTE else hidden.dtype
 
 
-@dataclass(frozen=True)
-class SentRows:
+class SentRows(NamedTuple):
     """Rows [T, H], and with one-byte values a scale for each 128 of them.
 
     Attributes:
@@ -72,7 +72,7 @@ class SentRows:
 
     def first(self, count: int) -> SentRows:
         """The first rows."""
-        if count == len(self.hidden):
+        if count == self.hidden.shape[0]:
             return self
         return SentRows(self.hidden[:count], None if self.scales is None else self.scales[:count])
 
@@ -82,9 +82,12 @@ class SentRows:
         return dtype_of_layer(self.hidden)
 
     def dispatch(
-        self, layer: EPAll2AllLayer, idx: torch.Tensor, weights: torch.Tensor | None
+        self, layer: EPAll2AllLayer, idx: torch.Tensor, weights: torch.Tensor | None, of_map: bool
     ) -> tuple[Arrived, torch.Tensor | None, EPAllToAllLayoutDesc]:
-        """Rows by expert and their scales, weights, and the descriptor."""
+        """Rows by expert and their scales, weights, and the descriptor; of_map: ids and weights are of our making."""
+        # What fits no layer at all is told by its own checks.
+        if of_map and type(self.hidden) is torch.Tensor and self.hidden.device == layer.context.device:
+            return layer.dispatch_fitting(Rows(*self), idx, weights)
         if self.scales is None:
             recv_x, recv_weights, desc = layer.dispatch(self.hidden, idx, weights)
             assert isinstance(recv_x, torch.Tensor)

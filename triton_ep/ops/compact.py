@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from triton_ep.plans import compact as plans
 from triton_ep.runtime import INTERPRETING, Launcher, default_aot
 
 
-@dataclass(frozen=True)
-class Compact:
+class Compact(NamedTuple):
     """What `receive` writes.
 
     Attributes:
@@ -168,8 +167,7 @@ def _move(
 # --- where tokens go ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TokenLayout:
+class TokenLayout(NamedTuple):
     """Where the tokens of this rank go.
 
     Attributes:
@@ -190,27 +188,26 @@ def token_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks
     num_tokens, topk = topk_idx.shape
     num_nodes = num_ranks // ranks_per_node
     counts = torch.zeros(num_ranks + num_nodes + num_experts, dtype=torch.int32, device=topk_idx.device)
-    in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.uint8, device=topk_idx.device)
+    in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=topk_idx.device)
     _launcher(plans.token_layout, topk, num_ranks)(
         -(-num_tokens // plans.token_layout_tokens(INTERPRETING)),
         topk_idx,
         counts,
-        in_rank,
+        in_rank.view(torch.uint8) if INTERPRETING else in_rank,
         num_tokens,
         num_experts,
         num_ranks,
         num_experts // num_ranks,
         ranks_per_node,
     )
-    ranks, nodes, experts = counts.split([num_ranks, num_nodes, num_experts])
-    return TokenLayout(ranks, nodes, experts, in_rank.view(torch.bool))
+    ranks, nodes, experts = counts.split_with_sizes([num_ranks, num_nodes, num_experts])
+    return TokenLayout(ranks, nodes, experts, in_rank)
 
 
 # --- routing maps ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MapSlots:
+class MapSlots(NamedTuple):
     """The experts that a routing map names.
 
     Attributes:

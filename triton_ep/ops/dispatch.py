@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs
 from triton_ep.plans import exchange
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows to send, [T, H]: as they are, or quantised.
 
     Attributes:
@@ -31,14 +30,16 @@ class Rows:
         if self.scale is None:
             return self
         # Strides of no rows may be anything, and count as contiguous.
-        scale = self.scale if len(self.scale) else self.scale.new_empty(self.scale.shape)
-        return Rows(self.data.view(torch.float8_e4m3fn), scale.view(torch.uint8))
+        scale = self.scale if self.scale.shape[0] else self.scale.new_empty(self.scale.shape)
+        data = self.data if self.data.dtype == torch.float8_e4m3fn else self.data.view(torch.float8_e4m3fn)
+        return Rows(data, scale.view(torch.uint8))
 
     def like(self, given: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The data and scales, with the dtypes of those whose bytes were sent."""
         if self.scale is None or given.scale is None:
             return self.data, None
-        return self.data.view(given.data.dtype), self.scale.view(given.scale.dtype)
+        same = given.data.dtype == self.data.dtype
+        return self.data if same else self.data.view(given.data.dtype), self.scale.view(given.scale.dtype)
 
 
 def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
@@ -155,8 +156,7 @@ def forward(
     )
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(NamedTuple):
     """What `expand` writes.
 
     Attributes:
@@ -170,8 +170,13 @@ class Received:
     copy_rows: torch.Tensor | None
 
 
-def make_received(ctx: DispatchCombineContext, num_rows: int, num_arrivals: int, has_weights: bool) -> Received:
-    """Memory for `num_rows` output rows from `num_arrivals` arrival rows."""
+def make_received(
+    ctx: DispatchCombineContext, num_rows: int, num_arrivals: int, has_weights: bool, exact: bool
+) -> Received:
+    """Memory for `num_rows` output rows from `num_arrivals` arrival rows.
+
+    exact: as many come. Otherwise weights are filled, behind what the current stream has been given.
+    """
     cfg = ctx.config
     has_scales = cfg.payload is not None
     dtype = torch.float8_e4m3fn if has_scales else cfg.token_dtype
@@ -179,7 +184,9 @@ def make_received(ctx: DispatchCombineContext, num_rows: int, num_arrivals: int,
     recv_scale = None
     if has_scales:
         recv_scale = torch.empty(num_rows, cfg.hidden // 32, dtype=torch.uint8, device=ctx.device)
-    weights = torch.zeros(num_rows, dtype=torch.float32, device=ctx.device) if has_weights else None
+    weights = None
+    if has_weights:
+        weights = (torch.empty if exact else torch.zeros)(num_rows, dtype=torch.float32, device=ctx.device)
     copy_rows = None
     if cfg.enable_local_combine:
         copy_rows = torch.empty(num_arrivals, cfg.topk, dtype=torch.int32, device=ctx.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ from triton_ep.plans import exchange
 from triton_ep.plans.shape import ROUTING_TOKENS
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """Tables of one dispatch, kernels/device/tables.py.
 
     Attributes:

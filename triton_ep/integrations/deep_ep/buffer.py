@@ -21,11 +21,11 @@ from triton_ep.integrations.deep_ep.arguments import (
     sum_of_counts,
 )
 from triton_ep.integrations.deep_ep.config import Config, longest_row
-from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, check_hidden, fields_of
+from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, check_hidden
 from triton_ep.integrations.deep_ep.handles import DispatchHandle
 from triton_ep.integrations.deep_ep.layers import Kind, layers_of
 from triton_ep.integrations.deep_ep.low_latency import LowLatencyCalls
-from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, to_ep_event, to_overlap
+from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.compact import token_layout
 
@@ -85,6 +85,7 @@ class Buffer(LowLatencyCalls):
         self._layers.timeout_s = timeout_s
         self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self._longest_row = longest_row(num_nvl_bytes, self.group_size)
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self._number = next(_numbers)
         self._closed = False
@@ -239,10 +240,9 @@ class Buffer(LowLatencyCalls):
             layer = self._layer_of(handle)
             if pair is not None:
                 check_hidden(layer, pair)
-                again = partial(layer.dispatch_compact_again, layout_desc=handle.layout_desc)
-                (recv_x, _), event = pair.send(layer, again, (handle.layout_desc,), previous_event, async_finish)
+                recv_x, event = pair.again(layer, handle.layout_desc, previous_event, async_finish)
             else:
-                order = self._order(previous_event, async_finish)
+                order = order_of(previous_event, async_finish)
                 recv_x, event = layer.dispatch_compact_again(x, handle.layout_desc, **order)
             return recv_x, None, None, None, None, to_overlap(event)
         num_experts, ids = check_counts(num_tokens_per_expert, expert_alignment), topk_idx
@@ -289,7 +289,7 @@ class Buffer(LowLatencyCalls):
         num_tokens, hidden = x.shape if pair is None else pair.data.shape
         # What comes back for quantised rows is bfloat16, so the layer is for such.
         kind = Kind(x.dtype if pair is None else torch.bfloat16, hidden, topk_idx.shape[1], num_experts, num_sm)
-        order = {} if pair is not None else self._order(previous_event, async_finish)
+        order = {} if pair is not None else order_of(previous_event, async_finish)
         while True:
             layer = self._latest = self._layers.get(kind, num_tokens, self._number)
             call = partial(
@@ -299,10 +299,7 @@ class Buffer(LowLatencyCalls):
                 if pair is None:
                     rows = call(x, **order)
                 else:
-                    send = partial(fields_of, call)
-                    fields, event = pair.send(layer, send, (topk_idx, topk_weights), previous_event, async_finish)
-                    arrived, ids, recv_weights, counts, desc = fields
-                    rows = CompactRows(arrived, ids, recv_weights, counts, desc, event=event)
+                    rows = pair.dispatch(layer, call, (topk_idx, topk_weights), previous_event, async_finish)
             except CapacityError as error:
                 # The same on all ranks, before a row was sent.
                 self._layers.grow(kind, error.needed)
@@ -340,7 +337,7 @@ class Buffer(LowLatencyCalls):
         self._check_open()
         layer, desc = self._layer_of(handle), handle.layout_desc
         biases = biases_of(bias, (desc.num_dispatch_token_cur_rank, layer.config.hidden), x)
-        order = self._order(previous_event, async_finish)
+        order = order_of(previous_event, async_finish)
         result: Any
         if biases:
 
@@ -367,12 +364,12 @@ class Buffer(LowLatencyCalls):
         x = x if pair is None else pair.data
         if not isinstance(x, torch.Tensor) or x.dim() != 2:
             raise InputError("x must be a tensor of rows [T, H], or a tuple of quantised rows and their scales.")
-        longest = longest_row(self.num_nvl_bytes, self.group_size)
-        if x.shape[1] * max(x.element_size(), 2) > longest:
+        nbytes = x.shape[1] * max(x.element_size(), 2)
+        if nbytes > self._longest_row:
             raise ConfigError(
-                f"rows of {x.shape[1] * max(x.element_size(), 2)} bytes do not fit: with num_nvl_bytes="
-                f"{self.num_nvl_bytes} this Buffer was made for up to {longest}. Make a new Buffer on all ranks, with "
-                "what Config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) says."
+                f"rows of {nbytes} bytes do not fit: with num_nvl_bytes={self.num_nvl_bytes} this Buffer was made for "
+                f"up to {self._longest_row}. Make a new Buffer on all ranks, with what "
+                "Config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) says."
             )
         return pair
 
@@ -384,12 +381,3 @@ class Buffer(LowLatencyCalls):
             raise StaleHandleError("the handle is of a dispatch over another group. Pass one of this Buffer's group.")
         self._latest = layer
         return layer
-
-    def _order(self, previous_event: EventOverlap | None, async_finish: bool) -> dict[str, Any]:
-        """When a call runs, in the layer's words."""
-        previous = to_ep_event(previous_event)
-        if async_finish:
-            return {"async_finish": True, "previous_event": previous}
-        if previous is not None:
-            previous.current_stream_wait()
-        return {}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from triton_ep._compact import CompactRows
 from triton_ep.errors import InputError
-from triton_ep.integrations.deep_ep.utils import EventOverlap, to_ep_event
+from triton_ep.integrations.deep_ep.utils import EventOverlap, order_of, to_ep_event
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.overlap import EPEvent
 
 CHANNELS = 128
@@ -78,17 +79,18 @@ def check_quantizable(x: Any, round_scale: bool, use_ue8m0: bool) -> None:
         )
 
 
-@dataclass(frozen=True)
-class QuantizedRows:
+class QuantizedRows(NamedTuple):
     """Rows with scales that the caller has made.
 
     Attributes:
         data: [T, H] float8_e4m3fn, contiguous.
         scales: [T, H / 128] float32 or int32, or [T, H / 512] int32, strided as they like.
+        as_sent: their bytes are what travels.
     """
 
     data: torch.Tensor
     scales: torch.Tensor
+    as_sent: bool
 
     @classmethod
     def of(cls, pair: tuple[Any, ...]) -> QuantizedRows:
@@ -97,9 +99,10 @@ class QuantizedRows:
         Raises:
             InputError: it is no such pair.
         """
-        if len(pair) != 2 or not all(isinstance(each, torch.Tensor) and each.dim() == 2 for each in pair):
+        data, scales = pair if len(pair) == 2 else (None, None)
+        tensors = isinstance(data, torch.Tensor) and isinstance(scales, torch.Tensor)
+        if data is None or scales is None or not tensors or data.dim() != 2 or scales.dim() != 2:
             raise InputError("x is a tuple, but not of rows [T, H] float8_e4m3fn and scales [T, H / 128] float32.")
-        data, scales = pair
         if data.dtype != torch.float8_e4m3fn or not data.is_contiguous():
             raise InputError(
                 f"quantised rows must be float8_e4m3fn and contiguous, got {data.dtype} with strides {data.stride()}. "
@@ -108,17 +111,49 @@ class QuantizedRows:
         rows, hidden = data.shape
         if hidden % CHANNELS:
             raise InputError(f"quantised rows have {hidden} values; pad them to a multiple of {CHANNELS}.")
-        columns = {torch.float32: (hidden // CHANNELS,), torch.int32: (hidden // CHANNELS, hidden / CHANNELS / 4)}
-        if scales.shape[0] != rows or scales.shape[1] not in columns.get(scales.dtype, ()):
+        words, shape, kind = hidden // CHANNELS, scales.shape, scales.dtype
+        one_per_word = shape[1] == words and kind in (torch.float32, torch.int32)
+        four_per_word = 4 * shape[1] == words and kind == torch.int32
+        if shape[0] != rows or not (one_per_word or four_per_word):
             raise InputError(
                 f"scales are {list(scales.shape)} {scales.dtype}; rows [{rows}, {hidden}] need [{rows}, "
                 f"{hidden // CHANNELS}] float32, one per {CHANNELS} values, or as int32, with one or four to a word."
             )
         if scales.device != data.device:
             raise InputError(f"rows are on {data.device}, scales on {scales.device}. Move one of them.")
-        return cls(data, scales)
+        return cls(data, scales, one_per_word and scales.is_contiguous())
 
-    def send(
+    def dispatch(
+        self,
+        layer: EPAll2AllLayer,
+        call: Callable[..., CompactRows],
+        arguments: tuple[object, ...],
+        previous_event: EventOverlap | None,
+        async_finish: bool,
+    ) -> CompactRows:
+        """What `call`, a `layer.dispatch_compact`, returns, with a pair as `x`; arguments: what else it reads."""
+        if self.as_sent:
+            rows = call(self.data, scale=self.scales, **order_of(previous_event, async_finish))
+            arrived: Any = rows.x, rows.scale
+            counts = rows.num_recv_tokens_per_expert
+            return CompactRows(arrived, rows.topk_idx, rows.topk_weights, counts, rows.layout_desc, event=rows.event)
+        send = partial(_fields_of_call, call)
+        fields, event = self._send(layer, send, arguments, previous_event, async_finish)
+        arrived, ids, recv_weights, counts, desc = fields
+        return CompactRows(arrived, ids, recv_weights, counts, desc, event=event)
+
+    def again(
+        self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, previous_event: EventOverlap | None, async_finish: bool
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], EPEvent | None]:
+        """The pair that arrives by an earlier dispatch, and the event."""
+        call: Callable[..., Any] = partial(layer.dispatch_compact_again, layout_desc=desc)
+        if self.as_sent:
+            recv, scales, sent = call(self.data, scale=self.scales, **order_of(previous_event, async_finish))
+            return (recv, scales), sent
+        (pair, _), event = self._send(layer, call, (desc,), previous_event, async_finish)
+        return pair, event
+
+    def _send(
         self,
         layer: EPAll2AllLayer,
         call: Callable[..., tuple[Any, ...]],
@@ -126,10 +161,7 @@ class QuantizedRows:
         previous_event: EventOverlap | None,
         async_finish: bool,
     ) -> tuple[Any, EPEvent | None]:
-        """What `call` of the rows and `scale` returns, with a pair in place of those that arrived, and the event.
-
-        arguments: what else the call reads.
-        """
+        """What `call` of the rows and of bytes of scales returns, with a pair of what arrived, and the event."""
 
         def sent() -> tuple[Any, ...]:
             recv, scales, *rest = call(self.data, scale=scale_bytes(self.scales, self.data.shape[1]))
@@ -143,7 +175,7 @@ class QuantizedRows:
         return sent(), None
 
 
-def fields_of(call: Callable[..., CompactRows], data: torch.Tensor, scale: torch.Tensor) -> tuple[Any, ...]:
+def _fields_of_call(call: Callable[..., CompactRows], data: torch.Tensor, scale: torch.Tensor) -> tuple[Any, ...]:
     """What `call` returns but its event, as a tuple, whose tensors a stream can be told of; the scales second."""
     rows = call(data, scale=scale)
     return rows.x, rows.scale, rows.topk_idx, rows.topk_weights, rows.num_recv_tokens_per_expert, rows.layout_desc

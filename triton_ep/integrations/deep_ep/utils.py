@@ -53,6 +53,16 @@ def to_ep_event(previous: Any) -> EPEvent | None:
     return None if handle is None else handle.ep_event
 
 
+def order_of(previous_event: Any, async_finish: bool) -> dict[str, Any]:
+    """When a call runs, in the layer's words; without `async_finish` the current stream waits for the event now."""
+    previous = to_ep_event(previous_event)
+    if async_finish:
+        return {"async_finish": True, "previous_event": previous}
+    if previous is not None:
+        previous.current_stream_wait()
+    return {}
+
+
 def to_overlap(event: EPEvent | None) -> EventOverlap:
     """An EventOverlap of an event, or of none."""
     return EventOverlap(None if event is None else EventHandle(event))
