@@ -43,19 +43,16 @@ class DispatchCombineContext(ContextNames):
     """
 
     def __init__(self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap, aot: Aot | None) -> None:
-        self.config, self.aot = config, aot
-        self.group = group
-        self.heap = heap
-        self.device = heap.device
-        self.sizes = sizes
+        self.config, self.sizes, self.aot = config, sizes, aot
+        self.group, self.heap, self.device = group, heap, heap.device
         self.layer_id = secrets.randbits(62)
-        self.epoch = 0
-        self.calls = OpenCalls()
+        self.epoch, self.calls = 0, OpenCalls()
         self.failure: str | None = None
         self.unread: torch.Tensor | None = None  # placement of the latest static dispatch, which no host has looked at
         self._closed = False
         self._blocks: dict[str, SymmTensor] = {}
         self._offsets: dict[str, tuple[str, int]] = {}
+        self._locals: dict[str, torch.Tensor] = {}  # what `local` has been asked for
         num_ranks, num_buffers = config.world_size, len(layout.BUFFERS)
         # What kernels see: kernels/device/buffers.py says what is where.
         self.tables = torch.zeros(2 * num_buffers + 1, num_ranks, dtype=torch.int64, device=self.device)
@@ -69,8 +66,8 @@ class DispatchCombineContext(ContextNames):
         self._alarm = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self.state[codes.ALARM] = self._alarm.data_ptr()
         self._alarmed = ctypes.c_int64.from_address(self._alarm.data_ptr())
-        self.no_floats = torch.zeros(4, dtype=torch.float32, device=self.device)
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
+        self.no_floats = self.no_bytes.view(torch.float32)
         self._pinned: torch.Tensor | None = None
         self._side: list[tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]] = []  # one, once it is used
         self._extern_libs: dict[str, str] | None = None
@@ -130,11 +127,14 @@ class DispatchCombineContext(ContextNames):
     def local(self, name: str) -> torch.Tensor:
         """This rank's copy of a buffer, as a tensor of the shape and dtype in triton_ep/layout.py."""
         self.check_open()
-        buffer = layout.BUFFERS[_INDEX[name]]
-        grows, offset = self._offsets[name]
-        shape, dtype = buffer.shape(self.sizes), buffer.dtype(self.config)
-        count = torch.Size(shape).numel() * dtype.itemsize
-        return self._blocks[grows].local[offset : offset + count].view(dtype).view(shape)
+        found = self._locals.get(name)
+        if found is None:
+            buffer = layout.BUFFERS[_INDEX[name]]
+            grows, offset = self._offsets[name]
+            shape, dtype = buffer.shape(self.sizes), buffer.dtype(self.config)
+            count = torch.Size(shape).numel() * dtype.itemsize
+            found = self._locals[name] = self._blocks[grows].local[offset : offset + count].view(dtype).view(shape)
+        return found
 
     def local_address(self, name: str) -> int:
         """Address of `local(name)`, at less cost."""
@@ -179,6 +179,7 @@ class DispatchCombineContext(ContextNames):
                 self.calls.check_growth(rows)
                 sizes = layout.Sizes(self.config, self.sizes.arrival_rows, rows)
             before = self.sizes
+            self._locals.clear()
             self.heap.free(self._blocks.pop(grows))
             self.sizes = sizes
             try:
@@ -225,6 +226,7 @@ class DispatchCombineContext(ContextNames):
         if self.failure is None:
             self._meet()
         self._closed = True
+        self._locals.clear()
         for block in self._blocks.values():
             self.heap.free(block)
         self._blocks.clear()
@@ -252,7 +254,7 @@ class DispatchCombineContext(ContextNames):
         """
         other = object.__new__(DispatchCombineContext)  # copy.copy takes three times as long
         other.__dict__.update(self.__dict__)
-        other.config, other.sizes = config, self.sizes.of_rows(config)
+        other.config, other.sizes, other._locals = config, self.sizes.of_rows(config), {}
         other._launchers = self._launchers_of.setdefault(layout.kind_of_rows(config), {})
         return other
 

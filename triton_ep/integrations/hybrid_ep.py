@@ -21,7 +21,6 @@ Source: deep_ep/hybrid_ep_buffer.py of DeepEP's branch hybrid-ep. docs/how-to/hy
 from __future__ import annotations
 
 from array import array
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,18 +30,12 @@ from triton_ep.errors import InputError
 from triton_ep.integrations import hybrid_ep_checks as checks
 from triton_ep.integrations.hybrid_ep_checks import Handle, Routing
 from triton_ep.integrations.hybrid_ep_layers import Layers, check_group
-from triton_ep.integrations.hybrid_ep_maps import (
-    indices_to_map,
-    map_of_rows,
-    map_of_slots,
-    weights_by_ids,
-    weights_of_slots,
-)
+from triton_ep.integrations.hybrid_ep_maps import indices_to_map, map_of_slots, weights_by_ids, weights_of_slots
 from triton_ep.integrations.hybrid_ep_routing import RoutingInputs
 from triton_ep.integrations.hybrid_ep_rows import SentRows, dtype_of_layer
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.ops.slots import copy_rows, known_copies, row_slots, to_slots
+from triton_ep.ops.slots import copy_rows, row_slots, to_slots
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
@@ -204,13 +197,8 @@ class HybridEPBuffer(RoutingInputs):
         layer, (recv_x, scales), recv_probs, desc = sent
         copies, counts = copy_rows(layer.context), _counts(desc, non_blocking)
         routing = Routing(self.layers, layer, desc, copies, counts, recv_probs is not None)
-        experts_of_rows = partial(_experts_of_rows, layer, desc, copies)
-        overflow = partial(getattr, desc, "overflow") if excess is None else desc.overflow + excess
-        per_expert = partial(getattr, desc, "num_recv_tokens_per_expert")
-        found = (partial(_arrived, desc, self.rank), experts_of_rows, None, None, per_expert)
-        tokens = hidden.shape[0]
-        made = Handle(routing, (None, None, None, *found, tokens, routing, tokens, overflow))
-        return recv_x, recv_probs, scales, counts, made
+        overflow = None if excess is None else desc.overflow + excess
+        return recv_x, recv_probs, scales, counts, Handle(routing, hidden.shape[0], overflow)
 
     def combine_with_unpermute(
         self,
@@ -320,9 +308,7 @@ class HybridEPBuffer(RoutingInputs):
             row_probs = node
         if handle is None:
             routing = Routing(self.layers, layer, desc, local_ids=ids)
-            tokens = hidden.shape[0]
-            found = (partial(_arrived, desc, self.rank), mine, tokens, routing, tokens)
-            handle = Handle(routing, (None, None, None, *found))
+            handle = Handle(routing, hidden.shape[0], experts_of_rows=mine)
         return arrived, row_probs, scales, handle
 
     def combine(
@@ -388,13 +374,3 @@ def _counts(desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
         return torch.frombuffer(array("q", desc.host_expert_offsets), dtype=torch.int64).diff()
     counts = desc.expert_offsets.diff().long()
     return counts if non_blocking else counts.cpu()
-
-
-def _arrived(desc: EPAllToAllLayoutDesc, rank: int) -> torch.Tensor:
-    """[] int32, rows that arrived at this rank before permutation, on the device."""
-    return desc.report[rank, 1]
-
-
-def _experts_of_rows(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, copies: torch.Tensor) -> torch.Tensor:
-    """[rows or more, e] bool: which local experts each row before permutation is for."""
-    return map_of_rows(known_copies(layer.context, desc, copies), desc.expert_offsets)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from triton_ep.errors import InputError, StaleHandleError
 from triton_ep.integrations.hybrid_ep_layers import Layers
+from triton_ep.integrations.hybrid_ep_maps import map_of_rows
 from triton_ep.integrations.lazy_items import LazyItems
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.ops.slots import known_copies
 
 _PLACE = {12: 9, 8: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen: setting attributes around that takes longer, and one is made per call
 class Routing:
     """What a handle knows: one dispatch with its layer.
 
@@ -45,24 +46,49 @@ class Routing:
         return self.layer.config.num_experts
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Handle(LazyItems):
     """What a dispatch leaves to later calls, with as many items as HybridEP's tuple: 12 for permuted rows, 8 by rank.
 
     Attributes:
         routing: what these calls need.
-        items: of the tuple, or functions that make them.
+        tokens: of this rank.
+        overflow: [1] int32, rows and experts that found no place, where they are two counts: made with the dispatch, so
+            that a CUDA graph makes it; None: that of the descriptor.
+        experts_of_rows: [N, e] bool, for which local experts rows by rank are.
     """
 
     routing: Routing
-    items: tuple[Any, ...]
+    tokens: int
+    overflow: torch.Tensor | None = None
+    experts_of_rows: torch.Tensor | None = None
 
     def _makers(self) -> tuple[Callable[[], Any], ...]:
-        return tuple(item if callable(item) else partial(_itself, item) for item in self.items)
+        arrived, routing, tokens = self._arrived, lambda: self.routing, lambda: self.tokens
+        if self.routing.counts is None:
+            return _nothing, _nothing, _nothing, arrived, lambda: self.experts_of_rows, tokens, routing, tokens
+        permuted = (_nothing, _nothing, self._per_expert, tokens, routing, tokens, self._overflow)
+        return _nothing, _nothing, _nothing, arrived, self._experts_of_rows, *permuted
+
+    def _arrived(self) -> torch.Tensor:
+        """[] int32, rows that arrived at this rank before permutation, on the device."""
+        return self.routing.desc.report[self.routing.owner.rank, 1]
+
+    def _experts_of_rows(self) -> torch.Tensor:
+        """[rows or more, e] bool: which local experts each row before permutation is for."""
+        routing = self.routing
+        copies = known_copies(routing.layer.context, routing.desc, routing.copies)
+        return map_of_rows(copies, routing.desc.expert_offsets)
+
+    def _per_expert(self) -> torch.Tensor:
+        return self.routing.desc.num_recv_tokens_per_expert
+
+    def _overflow(self) -> torch.Tensor:
+        return self.routing.desc.overflow if self.overflow is None else self.overflow
 
 
-def _itself(item: Any) -> Any:
-    return item
+def _nothing() -> None:
+    """Of an item that HybridEP's kernels need and these do not."""
 
 
 def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = 12) -> Routing:

@@ -25,7 +25,7 @@ def copy_rows(ctx: DispatchCombineContext) -> torch.Tensor:
 
     For `row_slots` at a later time: the next dispatch overwrites the table. Behind the arrivals it says nothing.
     """
-    return ctx.local("stage_meta")[:, : ctx.config.topk].clone()
+    return ctx.local("stage_meta").narrow(1, 0, ctx.config.topk).clone()
 
 
 def known_copies(

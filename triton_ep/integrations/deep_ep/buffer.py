@@ -265,7 +265,9 @@ class Buffer(LowLatencyCalls):
         counts = rows.num_recv_tokens_per_expert or []
         if topk_idx is None and counts and num_tokens_per_expert is not None:
             counts = sum_of_counts(num_tokens_per_expert, self.group)
-        aligned = [-(-count // int(expert_alignment)) * int(expert_alignment) for count in counts]
+        aligned = counts
+        if expert_alignment != 1:
+            aligned = [-(-count // int(expert_alignment)) * int(expert_alignment) for count in counts]
         recv_idx = None if topk_idx is None else rows.topk_idx
         return rows.x, recv_idx, rows.topk_weights, aligned, made, to_overlap(rows.event)
 
