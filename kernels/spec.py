@@ -79,9 +79,29 @@ def _mx_types(token: str, e5m2: bool) -> dict[str, str]:
 SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         routing.routing_count_kernel,
-        "topk_idx_ptr:*{IDX} entries_ptr:*i32 chunks_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 "
-        "experts_per_rank:i32 ranks_per_node:i32",
-        tuple(Variant({**_K8, "BLOCK_T": 16, "BLOCK_C": 256, "OTHERS": 16}, {"IDX": t}) for t in ("i32", "i64")),
+        "topk_idx_ptr:*{IDX} map_ptr:*u8 probs_ptr:*fp32 weights_ptr:*fp32 excess_ptr:*i32 entries_ptr:*i32 "
+        "chunks_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32",
+        tuple(
+            Variant(
+                {
+                    "FROM_MAP": from_map,
+                    "HAS_PROBS": probs,
+                    "COUNT_EXCESS": excess,
+                    **_K8,
+                    "BLOCK_T": 16,
+                    "BLOCK_C": 256,
+                    "BLOCK_E": 256,
+                    "OTHERS": 16,
+                },
+                {"IDX": idx},
+            )
+            for idx, from_map, probs, excess in (
+                ("i32", False, False, False),
+                ("i64", False, False, False),
+                ("i32", True, True, False),
+                ("i32", True, False, True),
+            )
+        ),
         num_warps=8,
     ),
     KernelSpec(

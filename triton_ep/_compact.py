@@ -16,7 +16,7 @@ import torch
 from triton_ep import checks
 from triton_ep._dispatch_steps import DispatchSteps, Received
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
-from triton_ep.layout import HOST_REJECTED, HOST_SCALED, HOST_WEIGHTS, placement_parts
+from triton_ep.layout import HOST_REJECTED, HOST_SCALED, placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import compact as compact_ops
 from triton_ep.ops import dispatch as dispatch_ops
@@ -274,8 +274,8 @@ class CompactCalls(DispatchSteps):
         if num_rows is not None and idx_dtype is not None:
             ctx.make_room_for_all()
         rows = given.as_bytes()
-        host_word |= HOST_WEIGHTS * (weights is not None) | HOST_SCALED * (rows.scale is not None)
-        routing, placement = self.preprocess(topk_idx, None, host_word)
+        host_word |= HOST_SCALED * (rows.scale is not None)
+        routing, placement = self.preprocess(topk_idx, weights, None, host_word)
         ctx.epoch += 1
         counts = None
         if num_rows is None:
@@ -283,14 +283,14 @@ class CompactCalls(DispatchSteps):
         else:
             num_arrivals, ctx.unread = num_rows, self._unread(placement)
         moved = self._moved(rows)
-        routing_ops.place(moved, routing, placement, weights, None)
+        routing_ops.place(moved, routing, placement, None)
         exact = num_rows is None
         make = partial(compact_ops.make_compact, moved, num_arrivals, exact, idx_dtype, weights is not None)
         received = None if exact else make()
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, quantized=False, split=False)
         if not cfg.is_intra_node:
-            dispatch_ops.send(moved, rows, weights, routing, placement)
+            dispatch_ops.send(moved, rows, routing, placement)
         dispatch_ops.push(moved, rows, routing, placement)
         received = received or make()  # what is not filled, while rows are on their way
         compact_ops.receive(moved, received, placement, forward, side)

@@ -136,18 +136,17 @@ class DispatchSteps(LayerNames):
         received = (*rows.like(sent), weights, desc)
         return (*received, self._recv_hook(receive, received)) if return_recv_hook else received
 
-    def dispatch_fitting(
-        self, rows: dispatch_ops.Rows, topk_idx: torch.Tensor, weights: torch.Tensor | None
+    def dispatch_by_map(
+        self, rows: dispatch_ops.Rows, routing_map: routing_ops.RoutingMap
     ) -> tuple[dispatch_ops.Rows, torch.Tensor | None, EPAllToAllLayoutDesc]:
-        """`dispatch` or `dispatch_scaled` of what is known to fit: nothing is looked at again. For front doors."""
+        """`dispatch` or `dispatch_scaled` by a routing map. For front doors, which have looked at the arguments."""
         ctx = self.context
         ctx.check_open()
         ctx.poll_status()
         ctx.calls.check_dispatch()
         sent = rows.as_bytes()
-        recv, recv_weights, desc, _ = self._dispatch(
-            sent, topk_idx, weights, None, HOST_SCALED if sent.scale is not None else 0
-        )
+        word = HOST_SCALED if sent.scale is not None else 0
+        recv, recv_weights, desc, _ = self._dispatch(sent, routing_map, None, None, word)
         return dispatch_ops.Rows(*recv.like(rows)), recv_weights, desc
 
     def _checked_dispatch(
@@ -184,7 +183,7 @@ class DispatchSteps(LayerNames):
     def _dispatch(
         self,
         x: dispatch_ops.Rows,
-        topk_idx: torch.Tensor,
+        topk_idx: torch.Tensor | routing_ops.RoutingMap,
         weights: torch.Tensor | None,
         scatter: torch.Tensor | None,
         host_word: int,
@@ -197,26 +196,27 @@ class DispatchSteps(LayerNames):
         """
         ctx, cfg = self.context, self.config
         if cfg.low_latency:
+            assert isinstance(topk_idx, torch.Tensor), "no front door has maps for it"
             ctx.epoch += 1
             result = low_latency_ops.dispatch(self._moved(x), x, topk_idx, weights, host_word)
             if not split:
                 result[-1]()
                 ctx.poll_status()
             return result
-        has_weights = weights is not None
         given, x = x, dispatch_ops.quantize(ctx, x)
-        routing, placement = self.preprocess(topk_idx, scatter, host_word | (HOST_WEIGHTS if has_weights else 0))
+        routing, placement = self.preprocess(topk_idx, weights, scatter, host_word)
+        has_weights = routing.weights is not None
         ctx.epoch += 1
         num_rows, num_arrivals, offsets = self.init_output_buffer(placement, known_rows)
         moved = self._moved(x)
-        routing_ops.place(moved, routing, placement, weights, scatter)
+        routing_ops.place(moved, routing, placement, scatter)
         exact = offsets is not None
         make = partial(dispatch_ops.make_received, moved, num_rows, num_arrivals, has_weights, exact)
         received = None if exact else make()
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, x is not given, split)
         if not cfg.is_intra_node:
-            dispatch_ops.send(moved, x, weights, routing, placement)
+            dispatch_ops.send(moved, x, routing, placement)
         dispatch_ops.push(moved, x, routing, placement)
         received = received or make()  # what is not filled, while rows are on their way
         receive = partial(dispatch_ops.receive, moved, received, placement, forward, side)
@@ -273,18 +273,23 @@ class DispatchSteps(LayerNames):
         self.context.poll_status()
 
     def preprocess(
-        self, topk_idx: torch.Tensor, scatter: torch.Tensor | None, host_word: int
+        self,
+        topk_idx: torch.Tensor | routing_ops.RoutingMap,
+        weights: torch.Tensor | None,
+        scatter: torch.Tensor | None,
+        host_word: int,
     ) -> tuple[routing_ops.Routing, torch.Tensor]:
         """Count, give slots, and exchange the splits of all ranks; what they say is the second."""
         ctx, num_experts = self.context, self.config.num_experts
         bad_scatter = None
-        if scatter is not None:
+        if scatter is not None and not isinstance(topk_idx, routing_ops.RoutingMap):
             good = routing_ops.legal_scatter(topk_idx, scatter, num_experts)
             # A bad table counts as no tokens at all: nobody may write by it. Illegal ids are still reported.
             legal = (topk_idx >= 0) & (topk_idx < num_experts)
             topk_idx = torch.where(legal & ~good, -1, topk_idx)
             bad_scatter = torch.where(good, 0, HOST_SCATTER).int().view(1)
-        routing = routing_ops.count(ctx, topk_idx)
+        routing = routing_ops.count(ctx, topk_idx, weights)
+        host_word |= 0 if routing.weights is None else HOST_WEIGHTS
         return routing, splits_ops.exchange(ctx, routing, host_word, bad_scatter)
 
     def init_output_buffer(self, placement: torch.Tensor, known_rows: int | None = None) -> Expected:

@@ -19,6 +19,8 @@ from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.kernels.spec import SPECS
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.compact import map_slots
+from triton_ep.ops.dispatch import Rows
+from triton_ep.ops.routing import RoutingMap
 from triton_ep.plans import layers
 from triton_ep.plans.asked import Asked, ask
 from triton_ep.plans.shape import Plan
@@ -149,11 +151,14 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
         for ids, given in ((idx, weights), (idx.int(), None)):  # as HybridEPBuffer sends them
             desc = made[0].dispatch_scaled(*pairs[0], ids, given)[3]
             made[0].dispatch_scaled(*pairs[0], None, given, layout_desc=desc)
+        routed = torch.zeros(len(x), experts, dtype=torch.bool).scatter_(1, idx.clamp(0, experts - 1), True)
+        for probs in (None, torch.rand(len(x), experts)):
+            for excess in (None, torch.zeros(1, dtype=torch.int32)):
+                made[0].dispatch_by_map(Rows(x), RoutingMap(routed, probs, excess))
         release(group)
         routing_map = torch.zeros(len(x), experts, dtype=torch.bool).scatter_(1, idx.clamp(0, experts - 1), True)
         for probs in (None, torch.rand(len(x), experts)):  # as HybridEPBuffer does
-            for count_excess in (False, True):
-                map_slots(routing_map, probs, 3, count_excess)
+            map_slots(routing_map, probs, 3)
     assert len(made) == 1 + 3 * low_latency  # rows of two kinds, and those that carry weights
     wanted = []
     for layer in made:

@@ -12,7 +12,10 @@ from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, PeerFailed, StaleHandleError
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer, indices_to_map
 from triton_ep.integrations.hybrid_ep_maps import weights_of_slots
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.ops import routing as routing_ops
 from triton_ep.ops.compact import map_slots
+from triton_ep.ops.routing import RoutingMap
 from triton_ep.runtime import INTERPRETING
 from triton_ep.testing import apply_expert
 
@@ -358,17 +361,45 @@ def test_slots_of_maps(tokens: int, experts: int, topk: int, share: float) -> No
     generator = torch.Generator().manual_seed(tokens)
     routing_map = torch.rand(tokens, experts, generator=generator) < max(share, topk / experts * (share > 0))
     probs = torch.rand(tokens, experts, generator=generator)
-    ids, excess = reference.slots_of_map(routing_map, topk)
-    seen = map_slots(routing_map.to(device), probs.to(device), topk, True)
-    assert seen.weights is not None and seen.excess is not None
-    same(seen.ids, ids)
-    same(seen.weights, weights_of_slots(probs, ids))
-    same(seen.excess, excess)
-    told = map_slots(routing_map.to(device), None, topk, False)
-    count = routing_map.sum(1)
+    ids, _ = reference.slots_of_map(routing_map, topk)
+    weights, count = weights_of_slots(probs, ids), routing_map.sum(1)
     ids[:, -1] = torch.where(count > topk, experts + count, ids[:, -1])
+    seen = map_slots(routing_map.to(device), probs.to(device), topk)
+    assert seen.weights is not None
+    same(seen.ids, ids)
+    same(seen.weights, weights)
+    told = map_slots(routing_map.to(device), None, topk)
     same(told.ids, ids)
-    assert told.weights is None and told.excess is None
+    assert told.weights is None
+
+
+def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world_size, device = nodes * ranks_per_node, current_heap().device
+    generator = torch.Generator().manual_seed(rank)
+    for tokens, experts, topk, share in ((0, 8, 2, 0.5), (300, 8, 2, 0.3), (37, 256, 8, 0.02), (19, 602, 32, 0.06)):
+        routing_map = torch.rand(tokens, experts, generator=generator) < share
+        probs = torch.rand(tokens, experts, generator=generator)
+        ids, excess = reference.slots_of_map(routing_map, topk)
+        routed, given = routing_map.to(device), probs.to(device)
+        sizes = (max(tokens, 1), HIDDEN, topk, rank, experts, ranks_per_node, world_size)
+        with EPAll2AllLayer(dist.group.WORLD, *sizes) as layer:
+            found = torch.zeros(1, dtype=torch.int32, device=device)
+            counted = routing_ops.count(layer.context, RoutingMap(routed, given, found))
+            assert counted.weights is not None
+            same(counted.entries[0], ids)
+            same(counted.weights[: tokens * topk].view(tokens, topk), weights_of_slots(probs, ids))
+            same(found, excess)
+            # Where nobody counts them, an expert too many makes the last slot one that is reported and not kept.
+            counted = routing_ops.count(layer.context, RoutingMap(routed, None, None))
+            ids[routing_map.sum(1) > topk, -1] = -1
+            same(counted.entries[0], ids)
+            assert counted.weights is None
+
+
+@pytest.mark.plain
+def test_counts_by_maps(run_ranks):
+    """Ids and weights that a dispatch by a map counts with, and experts without a slot, against plain torch."""
+    run_ranks(_check_counts_by_map, 1, 2)
 
 
 def test_ids_and_maps() -> None:

@@ -189,9 +189,9 @@ class HybridEPBuffer(RoutingInputs):
             self._reject(routing_map, topk_idx, known, kind)
             raise
 
-        def send(idx: torch.Tensor, weights: torch.Tensor | None) -> tuple[EPAll2AllLayer, Any]:
-            layer = self.layers.get(rows.dtype, idx.shape[1], align, num_permuted_tokens, experts)
-            return layer, (layer, *rows.first(idx.shape[0]).dispatch(layer, idx, weights, routing_map is not None))
+        def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
+            layer = self.layers.get(rows.dtype, topk, align, num_permuted_tokens, experts)
+            return layer, (layer, *rows.dispatch(layer, idx, weights))
 
         sent, excess = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
         layer, (recv_x, scales), recv_probs, desc = sent
@@ -293,9 +293,9 @@ class HybridEPBuffer(RoutingInputs):
                 self._reject(routing_map, topk_idx, known, kind)
                 raise
 
-            def send(idx: torch.Tensor, weights: torch.Tensor | None) -> tuple[EPAll2AllLayer, Any]:
-                layer = self.layers.get(rows.dtype, idx.shape[1])
-                return layer, (layer, *rows.first(idx.shape[0]).by_rank(layer, idx, weights, num_dispatched_tokens))
+            def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
+                layer = self.layers.get(rows.dtype, topk)
+                return layer, (layer, *rows.by_rank(layer, idx, weights, num_dispatched_tokens))
 
             sent, _ = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
             layer, (arrived, scales), ids, recv_weights, desc = sent

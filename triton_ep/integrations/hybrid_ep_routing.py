@@ -19,13 +19,14 @@ from triton_ep.errors import InputError, PeerFailed, WaitTimeout
 from triton_ep.integrations.hybrid_ep_layers import Layers
 from triton_ep.integrations.hybrid_ep_maps import weights_of_slots
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.compact import map_slots
+from triton_ep.ops.routing import RoutingMap
 
 _MOST_EXPERTS = 32  # per token, of a layer
 
 Sent = TypeVar("Sent")
-Send = Callable[[torch.Tensor, torch.Tensor | None], tuple[EPAll2AllLayer, Sent]]
-"""Dispatches by expert ids [T, K] and weights [T, K] or None, or refuses ids [1, K]; with the layer that it took."""
+Send = Callable[[torch.Tensor | RoutingMap, torch.Tensor | None, int], tuple[EPAll2AllLayer, Sent]]
+"""Dispatches by expert ids [T, K] and weights [T, K] or None, or by a routing map, which has its own, or refuses ids
+[1, K]; K is the last argument. Returns the layer that it took, too."""
 
 
 class RoutingInputs:
@@ -74,7 +75,8 @@ class RoutingInputs:
         self._make_room(topk_idx.shape[0], slots_per_rank)
         if probs is not None and topk_weights is None:
             topk_weights = weights_of_slots(probs, topk_idx)
-        self._last, sent = send(topk_idx.contiguous(), None if topk_weights is None else topk_weights.contiguous())
+        weights = None if topk_weights is None else topk_weights.contiguous()
+        self._last, sent = send(topk_idx.contiguous(), weights, topk_idx.shape[1])
         return sent
 
     def _by_map(
@@ -93,6 +95,7 @@ class RoutingInputs:
             InputError: a token has more experts than a layer takes; on all ranks, unless the number of rows is given.
         """
         budget, non_blocking = known
+        excess = torch.zeros(1, dtype=torch.int32, device=routing_map.device) if non_blocking else None
         if self._is_agreed_by_collective(*known):
             self._agree(routing_map, slots_per_rank)
             slots_per_rank = self.layers.max_tokens
@@ -103,13 +106,12 @@ class RoutingInputs:
             tokens = self._tokens_without_room(routing_map.shape[0], slots_per_rank, budget)
             if tokens:
                 # An id that tells of tokens is greater than any that tells of experts.
-                idx = torch.full((1, topk), 2 * routing_map.shape[1] + tokens, dtype=torch.int32)
-                idx, weights, excess = idx.to(routing_map.device), None, None
+                ids = torch.full((1, topk), 2 * routing_map.shape[1] + tokens, dtype=torch.int32)
+                given: torch.Tensor | RoutingMap = ids.to(routing_map.device)
             else:
-                slots = map_slots(routing_map, probs, topk, non_blocking)
-                idx, weights, excess = slots.ids, slots.weights, slots.excess
+                given = RoutingMap(routing_map.contiguous(), None if probs is None else probs.contiguous(), excess)
             try:
-                self._last, sent = send(idx, weights)
+                self._last, sent = send(given, None, topk)
                 return sent, excess
             except InputError as error:
                 if error.bad_id is None or error.bad_id <= routing_map.shape[1]:

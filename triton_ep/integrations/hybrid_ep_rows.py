@@ -10,10 +10,17 @@ from triton_ep.checks import ONE_BYTE
 from triton_ep.errors import InputError
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.ops.compact import map_slots
 from triton_ep.ops.dispatch import Rows
+from triton_ep.ops.routing import RoutingMap
 
 _CHANNELS = 128  # values that share a scale
 Arrived = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _slots(given: RoutingMap, topk: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ids [T, K] and weights [T, K] of a routing map."""
+    return map_slots(given.routed, given.probs, topk)
 
 
 def dtype_of_layer(hidden: torch.Tensor) -> torch.dtype:
@@ -70,8 +77,9 @@ class SentRows(NamedTuple):
             )
         return cls(hidden.contiguous(), scaling_factor.contiguous())
 
-    def first(self, count: int) -> SentRows:
-        """The first rows."""
+    def _of(self, idx: torch.Tensor) -> SentRows:
+        """The rows that these ids are of: the first ones, where a rank has ids that refuse a dispatch."""
+        count = idx.shape[0]
         if count == self.hidden.shape[0]:
             return self
         return SentRows(self.hidden[:count], None if self.scales is None else self.scales[:count])
@@ -82,17 +90,20 @@ class SentRows(NamedTuple):
         return dtype_of_layer(self.hidden)
 
     def dispatch(
-        self, layer: EPAll2AllLayer, idx: torch.Tensor, weights: torch.Tensor | None, of_map: bool
+        self, layer: EPAll2AllLayer, idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None
     ) -> tuple[Arrived, torch.Tensor | None, EPAllToAllLayoutDesc]:
-        """Rows by expert and their scales, weights, and the descriptor; of_map: ids and weights are of our making."""
-        # What fits no layer at all is told by its own checks.
-        if of_map and type(self.hidden) is torch.Tensor and self.hidden.device == layer.context.device:
-            return layer.dispatch_fitting(Rows(*self), idx, weights)
-        if self.scales is None:
-            recv_x, recv_weights, desc = layer.dispatch(self.hidden, idx, weights)
+        """Rows by expert and their scales, weights, and the descriptor; weights: None with a map."""
+        if isinstance(idx, RoutingMap):
+            cfg, rows = layer.config, self.hidden
+            if type(rows) is torch.Tensor and rows.device == layer.context.device and rows.shape[0] <= cfg.max_tokens:
+                return layer.dispatch_by_map(Rows(*self), idx)
+            idx, weights = _slots(idx, cfg.topk)  # the layer says what does not fit
+        sent = self._of(idx)
+        if sent.scales is None:
+            recv_x, recv_weights, desc = layer.dispatch(sent.hidden, idx, weights)
             assert isinstance(recv_x, torch.Tensor)
             return (recv_x, None), recv_weights, desc
-        recv_x, scales, recv_weights, desc = layer.dispatch_scaled(self.hidden, self.scales, idx, weights)
+        recv_x, scales, recv_weights, desc = layer.dispatch_scaled(sent.hidden, sent.scales, idx, weights)
         return (recv_x, scales), recv_weights, desc
 
     def again(
@@ -109,10 +120,13 @@ class SentRows(NamedTuple):
         return (recv_x, scales), recv_weights
 
     def by_rank(
-        self, layer: EPAll2AllLayer, idx: torch.Tensor, weights: torch.Tensor | None, num_rows: int | None
+        self, layer: EPAll2AllLayer, idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None, num_rows: int | None
     ) -> tuple[Arrived, torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
-        """Rows by rank and their scales, local expert ids, weights, and the descriptor."""
-        received = layer.dispatch_compact(self.hidden, idx, weights, scale=self.scales, num_rows=num_rows)
+        """Rows by rank and their scales, local expert ids, weights, and the descriptor; weights: None with a map."""
+        if isinstance(idx, RoutingMap):
+            idx, weights = _slots(idx, layer.config.topk)
+        sent = self._of(idx)
+        received = layer.dispatch_compact(sent.hidden, idx, weights, scale=sent.scales, num_rows=num_rows)
         return (received.x, received.scale), received.topk_idx, received.topk_weights, received.layout_desc
 
     def by_rank_again(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> Arrived:

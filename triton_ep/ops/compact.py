@@ -213,32 +213,30 @@ class MapSlots(NamedTuple):
     Attributes:
         ids: [T, K] int32, ascending, then -1.
         weights: [T, K] float32, then 0; None without probabilities.
-        excess: [1] int32, experts that found no slot, on the device. None: in the last slot of a token with n > K
-            experts `ids` has E + n, which no layer takes.
     """
 
     ids: torch.Tensor
     weights: torch.Tensor | None
-    excess: torch.Tensor | None
 
 
-def map_slots(routing_map: torch.Tensor, probs: torch.Tensor | None, topk: int, count_excess: bool) -> MapSlots:
-    """Slots of routing_map [T, E] bool, with probs [T, E] float32 or without; local, and the host waits for nothing."""
+def map_slots(routing_map: torch.Tensor, probs: torch.Tensor | None, topk: int) -> MapSlots:
+    """Slots of routing_map [T, E] bool, with probs [T, E] float32 or without; local, and the host waits for nothing.
+
+    In the last slot of a token with n > K experts there is the id E + n, which no layer takes.
+    """
     num_tokens, num_experts = routing_map.shape
     device = routing_map.device
     ids = torch.empty(num_tokens, topk, dtype=torch.int32, device=device)
     weights = None if probs is None else torch.empty(num_tokens, topk, dtype=torch.float32, device=device)
-    excess = torch.zeros(1, dtype=torch.int32, device=device) if count_excess else None
     some = ids.view(torch.float32) if weights is None else weights
-    _launcher(plans.map_slots, topk, probs is not None, count_excess)(
+    _launcher(plans.map_slots, topk, probs is not None)(
         -(-num_tokens // plans.map_slots_tokens(INTERPRETING)),
         routing_map.contiguous().view(torch.uint8),
         some if probs is None else probs.contiguous(),
         ids,
         some,
-        ids if excess is None else excess,
         num_tokens,
         num_experts,
         topk,
     )
-    return MapSlots(ids, weights, excess)
+    return MapSlots(ids, weights)

@@ -93,11 +93,9 @@ def push(ctx: DispatchCombineContext, x: Rows, routing: Routing, placement: torc
     )
 
 
-def send(
-    ctx: DispatchCombineContext, x: Rows, weights: torch.Tensor | None, routing: Routing, placement: torch.Tensor
-) -> None:
+def send(ctx: DispatchCombineContext, x: Rows, routing: Routing, placement: torch.Tensor) -> None:
     """Send each row of x [T, H] once to every other node that needs it."""
-    cfg = ctx.config
+    cfg, weights = ctx.config, routing.weights
     words, scale, row_words, payload = _source(ctx, x)
     kind = (payload, row_words, weights is not None)
     ctx.launcher(("send", *kind), exchange.send, *kind)(

@@ -10,6 +10,22 @@ from triton_ep.context import NO_LIMIT, DispatchCombineContext
 from triton_ep.layout import entry_fields
 from triton_ep.plans import exchange
 from triton_ep.plans.shape import ROUTING_TOKENS
+from triton_ep.runtime import INTERPRETING
+
+
+class RoutingMap(NamedTuple):
+    """What a routing map says of this rank's tokens, in place of expert ids [T, K] and weights [T, K].
+
+    Attributes:
+        routed: [T, E] bool, contiguous.
+        probs: [T, E] float32, contiguous, or None.
+        excess: [1] int32 on the device, to which experts are added that find no slot; None: in the last slot of a token
+            with n > K experts there is the id E + n, which no layer takes.
+    """
+
+    routed: torch.Tensor
+    probs: torch.Tensor | None
+    excess: torch.Tensor | None
 
 
 class Routing(NamedTuple):
@@ -19,11 +35,13 @@ class Routing(NamedTuple):
         entries: [F, T, K] int32; slots within the chunk, rows after `place`.
         chunks: int32, counts per chunk and what else is kept by chunk.
         push_addrs: [T, K] int64 and what is behind it, written by `place`.
+        weights: [T, K] float32, for this dispatch only; None: there are none.
     """
 
     entries: torch.Tensor
     chunks: torch.Tensor
     push_addrs: torch.Tensor
+    weights: torch.Tensor | None
 
     @property
     def num_tokens(self) -> int:
@@ -36,20 +54,32 @@ def num_chunks(num_tokens: int) -> int:
     return -(-num_tokens // ROUTING_TOKENS)
 
 
-def count(ctx: DispatchCombineContext, topk_idx: torch.Tensor) -> Routing:
-    """Count this rank's entries [T, K] and give each its slot within its chunk."""
+def count(
+    ctx: DispatchCombineContext, topk_idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None = None
+) -> Routing:
+    """Count this rank's entries [T, K] and give each its slot within its chunk.
+
+    weights: [T, K] float32; None with a routing map, which has its own.
+    """
     cfg, sizes = ctx.config, ctx.sizes
-    num_tokens = topk_idx.shape[0]
+    num_tokens = (topk_idx.routed if isinstance(topk_idx, RoutingMap) else topk_idx).shape[0]
     chunks = num_chunks(num_tokens)
     node_tokens = 0 if cfg.is_intra_node else cfg.num_nodes * cfg.max_tokens
     out = Routing(
         torch.empty(entry_fields(cfg), num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
         ctx.scratch("chunks", num_chunks(cfg.max_tokens) * (sizes.num_columns + 2) + node_tokens, torch.int32),
         ctx.scratch("push_addrs", cfg.max_tokens * cfg.topk, torch.int64),
+        weights,
     )
-    ctx.launcher(("count",), exchange.count)(
+    kind: tuple[bool, ...] = ()
+    given: tuple[torch.Tensor, ...]  # without a map pointers of the right type, which are not read
+    if isinstance(topk_idx, RoutingMap):
+        out, kind, given = _of_map(ctx, topk_idx, out)
+    else:
+        given = (topk_idx, ctx.no_bytes, ctx.no_floats, ctx.no_floats, out.chunks)
+    ctx.launcher(("count", *kind), exchange.count, *kind)(
         chunks,
-        topk_idx,
+        *given,
         out.entries,
         out.chunks,
         num_tokens,
@@ -59,6 +89,23 @@ def count(ctx: DispatchCombineContext, topk_idx: torch.Tensor) -> Routing:
         cfg.local_world_size,
     )
     return out
+
+
+def _of_map(
+    ctx: DispatchCombineContext, given: RoutingMap, out: Routing
+) -> tuple[Routing, tuple[bool, ...], tuple[torch.Tensor, ...]]:
+    """The tables with the weights of a routing map, the kind of kernel, and what it takes of the map."""
+    entries = ctx.config.max_tokens * ctx.config.topk
+    routed = given.routed.view(torch.uint8) if INTERPRETING else given.routed
+    weights = None if given.probs is None else ctx.scratch("map_weights", entries, torch.float32)
+    arguments = (
+        ctx.scratch("map_ids", entries, torch.int32),
+        routed,
+        ctx.no_floats if given.probs is None else given.probs,
+        ctx.no_floats if weights is None else weights,
+        out.chunks if given.excess is None else given.excess,
+    )
+    return out._replace(weights=weights), (True, weights is not None, given.excess is not None), arguments
 
 
 def legal_scatter(topk_idx: torch.Tensor, scatter: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -79,15 +126,9 @@ def legal_scatter(topk_idx: torch.Tensor, scatter: torch.Tensor, num_experts: in
     return (inside | ~kept).all() & (taken[:-1] <= 1).all()
 
 
-def place(
-    ctx: DispatchCombineContext,
-    routing: Routing,
-    placement: torch.Tensor,
-    weights: torch.Tensor | None,
-    scatter: torch.Tensor | None,
-) -> None:
-    """Turn slots into rows, in place, and tell the ranks of this node what will arrive; `weights` [T, K] float32."""
-    cfg = ctx.config
+def place(ctx: DispatchCombineContext, routing: Routing, placement: torch.Tensor, scatter: torch.Tensor | None) -> None:
+    """Turn slots into rows, in place, and tell the ranks of this node what will arrive."""
+    cfg, weights = ctx.config, routing.weights
     static = cfg.recv_capacity is not None
     make = (exchange.place, weights is not None, scatter is not None)
     ctx.launcher(("place", *make[1:]), *make)(

@@ -48,16 +48,14 @@ def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
         found += _low_latency(s, uses)
     else:
         found += [*_routing(s, uses), *_dispatch(s, uses), *_combine(s, uses)]
+        if uses.maps:
+            found += _maps(s, given)
         if (uses.gradients or uses.compact) and (narrow := narrow_shape(s, s.topk)) is not None:
             found += _combine(narrow, Uses(weights=(False,), compact=uses.compact))
         if uses.fp8_rows:
             found += [*_places(_scaled(s), uses), *_dispatch(_scaled(s), uses, quantize=False)]
         if uses.compact:
             found += _compact_rows(s, uses, given)
-    if uses.maps:
-        # The exact mode reports a token with too many experts, budgets count them.
-        both = [(probs, excess) for probs in given.weights for excess in (False, True)]
-        found += [ask(compact.map_slots(s.topk, *kinds, s.interpreted)) for kinds in both]
     if uses.slabs:
         found += _slabs(s, uses)
     return list({asked.signature(): asked for asked in found}.values())
@@ -84,6 +82,15 @@ def _routing(s: Shape, uses: Uses) -> Iterator[Asked]:
     for scatter in sorted({False, *uses.scatter}):
         yield ask(exchange.splits(s, scatter))
     yield from _places(s, uses)
+
+
+def _maps(s: Shape, given: Uses) -> Iterator[Asked]:
+    """Counts by routing maps, and the ids of maps where rows go by rank."""
+    for probs in given.weights:
+        # The exact mode reports a token with too many experts, budgets count them.
+        for excess in (False, True):
+            yield ask(exchange.count(s, True, probs, excess), {"topk_idx_ptr": "*i32"})
+        yield ask(compact.map_slots(s.topk, probs, s.interpreted))
 
 
 def _places(s: Shape, uses: Uses) -> Iterator[Asked]:
