@@ -130,24 +130,34 @@ class DispatchSteps(LayerNames):
             raise
         assert exp_indices is not None, "checked"
         sent = dispatch_ops.Rows(input, scale)
-        rows, weights, desc, receive = self._dispatch(
+        found, desc, receive = self._dispatch(
             sent.as_bytes(), exp_indices, weight, None, HOST_SCALED, return_recv_hook, known_rows
         )
-        received = (*rows.like(sent), weights, desc)
+        received = (*found.x.like(sent), found.weights, desc)
         return (*received, self._recv_hook(receive, received)) if return_recv_hook else received
 
-    def dispatch_by_map(
-        self, rows: dispatch_ops.Rows, routing_map: routing_ops.RoutingMap
-    ) -> tuple[dispatch_ops.Rows, torch.Tensor | None, EPAllToAllLayoutDesc]:
-        """`dispatch` or `dispatch_scaled` by a routing map. For front doors, which have looked at the arguments."""
+    def dispatch_noting(
+        self, rows: dispatch_ops.Rows, given: torch.Tensor | routing_ops.RoutingMap, weights: torch.Tensor | None
+    ) -> tuple[dispatch_ops.Rows, torch.Tensor | None, EPAllToAllLayoutDesc, torch.Tensor]:
+        """`dispatch` or `dispatch_scaled` for front doors, with output rows [C, K] int32 of each arrival row.
+
+        given: expert ids, or a routing map, with which the door has looked at all arguments.
+        """
         ctx = self.context
         ctx.check_open()
         ctx.poll_status()
         ctx.calls.check_dispatch()
+        if isinstance(given, torch.Tensor):
+            try:
+                checks.check_dispatch(self.config, ctx.device, rows.data, given, weights, None, scale=rows.scale)
+            except InputError:
+                self._reject(scaled=rows.scale is not None)
+                raise
         sent = rows.as_bytes()
         word = HOST_SCALED if sent.scale is not None else 0
-        recv, recv_weights, desc, _ = self._dispatch(sent, routing_map, None, None, word)
-        return dispatch_ops.Rows(*recv.like(rows)), recv_weights, desc
+        received, desc, _ = self._dispatch(sent, given, weights, None, word, keep_copies=True)
+        assert received.copy_rows is not None, "asked for"
+        return dispatch_ops.Rows(*received.x.like(rows)), received.weights, desc, received.copy_rows
 
     def _checked_dispatch(
         self,
@@ -171,14 +181,15 @@ class DispatchSteps(LayerNames):
         rows = dispatch_ops.Rows(x)
         if isinstance(x, MXTensor):
             rows = dispatch_ops.Rows(x.qdata, x.scale.view(torch.uint8))
-        recv, recv_weights, desc, receive = self._dispatch(
+        received, desc, receive = self._dispatch(
             rows, topk_idx, weights, scatter, 0, split=overlap[0], known_rows=known_rows
         )
+        recv = received.x
         if recv.scale is None:
-            return (recv.data, recv_weights, desc), receive
+            return (recv.data, received.weights, desc), receive
         scale = recv.scale.view(torch.float8_e8m0fnu)
         recv_x = MXTensor(recv.data, scale, torch.float8_e4m3fn, 32, self.config.token_dtype)
-        return (recv_x, recv_weights, desc), receive
+        return (recv_x, received.weights, desc), receive
 
     def _dispatch(
         self,
@@ -189,8 +200,9 @@ class DispatchSteps(LayerNames):
         host_word: int,
         split: bool = False,
         known_rows: int | None = None,
-    ) -> tuple[dispatch_ops.Rows, torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
-        """Rows, weights and descriptor of a dispatch, and its receiving half.
+        keep_copies: bool = False,
+    ) -> tuple[dispatch_ops.Received, EPAllToAllLayoutDesc, Callable[[], None]]:
+        """What a dispatch receives, its descriptor, and its receiving half.
 
         split: the caller launches that half; otherwise it has been launched.
         """
@@ -211,7 +223,7 @@ class DispatchSteps(LayerNames):
         moved = self._moved(x)
         routing_ops.place(moved, routing, placement, scatter)
         exact = offsets is not None
-        make = partial(dispatch_ops.make_received, moved, num_rows, num_arrivals, has_weights, exact)
+        make = partial(dispatch_ops.make_received, moved, num_rows, num_arrivals, has_weights, exact, keep_copies)
         received = None if exact else make()
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, x is not given, split)
@@ -232,11 +244,11 @@ class DispatchSteps(LayerNames):
             layer_id=ctx.layer_id,
             epoch=ctx.epoch,
             forward=forward,
-            skipped_token_topk_mapping_indices=received.copy_rows,
+            skipped_token_topk_mapping_indices=received.copy_rows if cfg.enable_local_combine else None,
             full_scatter=scatter is not None,
             host_expert_offsets=offsets,
         )
-        return received.x, received.weights, desc, receive
+        return received, desc, receive
 
     def _moved(self, x: dispatch_ops.Rows) -> DispatchCombineContext:
         """The context for rows on their way: as the layer's, or one-byte rows with scales through a layer without."""

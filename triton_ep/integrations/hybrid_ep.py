@@ -35,7 +35,7 @@ from triton_ep.integrations.hybrid_ep_routing import RoutingInputs
 from triton_ep.integrations.hybrid_ep_rows import SentRows, dtype_of_layer
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.ops.slots import copy_rows, row_slots, to_slots
+from triton_ep.ops.slots import row_slots, to_slots
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
@@ -194,8 +194,8 @@ class HybridEPBuffer(RoutingInputs):
             return layer, (layer, *rows.dispatch(layer, idx, weights))
 
         sent, excess = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
-        layer, (recv_x, scales), recv_probs, desc = sent
-        copies, counts = copy_rows(layer.context), _counts(desc, non_blocking)
+        layer, (recv_x, scales), recv_probs, desc, copies = sent
+        counts = _counts(desc, non_blocking)
         routing = Routing(self.layers, layer, desc, copies, counts, recv_probs is not None)
         overflow = None if excess is None else desc.overflow + excess
         return recv_x, recv_probs, scales, counts, Handle(routing, hidden.shape[0], overflow)

@@ -26,7 +26,7 @@ class Routing:
     Attributes:
         owner: `Layers` of the buffer.
         layer, desc: where the dispatch ran, and its descriptor.
-        copies: [W * M, K] int32, permuted row of each copy (`ops.slots.copy_rows`); None for rows by rank.
+        copies: [C, K] int32, permuted row of each copy of an arrival row; None for rows by rank.
         counts: [e] int64, permuted rows of each local expert, padding included; None for rows by rank.
         has_probs: the dispatch had probabilities.
         local_ids: [R, K] expert ids of rows by rank, -1 = elsewhere; None for permuted rows.

@@ -91,20 +91,16 @@ class SentRows(NamedTuple):
 
     def dispatch(
         self, layer: EPAll2AllLayer, idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None
-    ) -> tuple[Arrived, torch.Tensor | None, EPAllToAllLayoutDesc]:
-        """Rows by expert and their scales, weights, and the descriptor; weights: None with a map."""
+    ) -> tuple[Arrived, torch.Tensor | None, EPAllToAllLayoutDesc, torch.Tensor]:
+        """Rows by expert and their scales, weights, the descriptor, and where copies went; weights: None with a map."""
+        sent = self
         if isinstance(idx, RoutingMap):
             cfg, rows = layer.config, self.hidden
-            if type(rows) is torch.Tensor and rows.device == layer.context.device and rows.shape[0] <= cfg.max_tokens:
-                return layer.dispatch_by_map(Rows(*self), idx)
-            idx, weights = _slots(idx, cfg.topk)  # the layer says what does not fit
-        sent = self._of(idx)
-        if sent.scales is None:
-            recv_x, recv_weights, desc = layer.dispatch(sent.hidden, idx, weights)
-            assert isinstance(recv_x, torch.Tensor)
-            return (recv_x, None), recv_weights, desc
-        recv_x, scales, recv_weights, desc = layer.dispatch_scaled(sent.hidden, sent.scales, idx, weights)
-        return (recv_x, scales), recv_weights, desc
+            if type(rows) is not torch.Tensor or rows.device != layer.context.device or rows.shape[0] > cfg.max_tokens:
+                idx, weights = _slots(idx, cfg.topk)  # the layer says what does not fit
+        else:
+            sent = self._of(idx)
+        return layer.dispatch_noting(Rows(*sent), idx, weights)
 
     def again(
         self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None

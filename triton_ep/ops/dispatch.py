@@ -160,7 +160,7 @@ class Received(NamedTuple):
     Attributes:
         x: recv_x [R, H]. Rows behind the last expert's (static mode) are undefined.
         weights: [R] float32, or None; zero behind the last expert's rows.
-        copy_rows: with local combine [C, K] int32, the output rows of each arrival row.
+        copy_rows: with local combine, or where a caller keeps them, [C, K] int32, the output rows of each arrival row.
     """
 
     x: Rows
@@ -169,11 +169,12 @@ class Received(NamedTuple):
 
 
 def make_received(
-    ctx: DispatchCombineContext, num_rows: int, num_arrivals: int, has_weights: bool, exact: bool
+    ctx: DispatchCombineContext, num_rows: int, num_arrivals: int, has_weights: bool, exact: bool, keep_copies: bool
 ) -> Received:
     """Memory for `num_rows` output rows from `num_arrivals` arrival rows.
 
     exact: as many come. Otherwise weights are filled, behind what the current stream has been given.
+    keep_copies: the output rows of arrival rows are wanted, whatever combine needs.
     """
     cfg = ctx.config
     has_scales = cfg.payload is not None
@@ -186,7 +187,7 @@ def make_received(
     if has_weights:
         weights = (torch.empty if exact else torch.zeros)(num_rows, dtype=torch.float32, device=ctx.device)
     copy_rows = None
-    if cfg.enable_local_combine:
+    if cfg.enable_local_combine or keep_copies:
         copy_rows = torch.empty(num_arrivals, cfg.topk, dtype=torch.int32, device=ctx.device)
     return Received(Rows(recv_x, recv_scale), weights, copy_rows)
 
@@ -216,7 +217,8 @@ def receive(
     side: from `fork` before the push, so that first rows are laid out while the last are on their way.
     """
     if forward_tables is not None:
-        forward(ctx, forward_tables, received.weights is not None, received.copy_rows is not None, placement)
+        reduced = ctx.config.enable_local_combine
+        forward(ctx, forward_tables, received.weights is not None, reduced, placement)
     _expand(ctx, received, placement, side)
     if side is not None:
         ctx.join()
@@ -231,7 +233,7 @@ def _expand(
     row_bytes = cfg.hidden * recv_x.element_size()
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
-    kind = (recv_scale is not None, weights is not None, row_words)
+    kind = (recv_scale is not None, weights is not None, copy_rows is not None, row_words)
     ctx.launcher(("expand", *kind), exchange.expand, *kind)(
         expanding_programs(cfg, ctx.device, overlapped=side is not None),
         words,

@@ -11,7 +11,7 @@ from triton_ep.context import DispatchCombineContext
 from triton_ep.kernels.device.codes import MX, QUANTISE, WORDS
 from triton_ep.layout import HOST_WEIGHTS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.ops.dispatch import Rows
+from triton_ep.ops.dispatch import Received, Rows
 from triton_ep.ops.tuning import as_words
 from triton_ep.plans import low_latency as plans
 from triton_ep.runtime import INTERPRETING
@@ -21,10 +21,10 @@ _SUMMED_ROWS = plans.summed_rows(INTERPRETING)
 
 def dispatch(
     ctx: DispatchCombineContext, x: Rows, topk_idx: torch.Tensor, weights: torch.Tensor | None, host_word: int
-) -> tuple[Rows, torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
+) -> tuple[Received, EPAllToAllLayoutDesc, Callable[[], None]]:
     """Push the rows of x [T, H].
 
-    Returns what `EPAll2AllLayer.dispatch` does, and the receiving half: launched, it lays out what arrives.
+    Returns what is received, the descriptor, and the receiving half: launched, it lays out what arrives.
     Advances the epoch of the device; the host has advanced its own. Waits for nothing on the host.
     """
     cfg = ctx.config
@@ -44,7 +44,8 @@ def dispatch(
         epoch=ctx.epoch,
         skipped_token_topk_mapping_indices=copies,
     )
-    return recv, recv_weights, desc, partial(_expand, ctx, recv, recv_weights, copies, placement)
+    received = Received(recv, recv_weights, copies)
+    return received, desc, partial(_expand, ctx, recv, recv_weights, copies, placement)
 
 
 def combine(

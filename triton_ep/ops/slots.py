@@ -20,18 +20,10 @@ from triton_ep.ops import combine as combine_ops
 from triton_ep.plans.layers import narrow_shape
 
 
-def copy_rows(ctx: DispatchCombineContext) -> torch.Tensor:
-    """[W * M, K] int32, a copy of what the latest dispatch noted: output rows of each arrival row's copies.
-
-    For `row_slots` at a later time: the next dispatch overwrites the table. Behind the arrivals it says nothing.
-    """
-    return ctx.local("stage_meta").narrow(1, 0, ctx.config.topk).clone()
-
-
 def known_copies(
     ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[W * M, K] int32: output row of each arrival row's copies, R = none; arguments as in `row_slots`."""
+    """[C, K] int32: output row of each arrival row's copies, R = none; arguments as in `row_slots`."""
     if rows is None:
         rows = ctx.local("stage_meta")[:, : ctx.config.topk]
     arrivals = desc.report[ctx.config.rank, 1].clamp(max=ctx.sizes.arrival_rows)
@@ -45,7 +37,7 @@ def row_slots(
 ) -> torch.Tensor:
     """[R] int32: k of the copy in each row of a dispatch, -1 in rows without one.
 
-    rows: `copy_rows` of that dispatch; None: it is the latest one.
+    rows: [C, K] int32, what that dispatch has noted (`ops.dispatch.Received`); None: it is the latest one.
     """
     target = known_copies(ctx, desc, rows).long()
     slots = torch.full((desc.num_recv_rows + 1,), -1, dtype=torch.int32, device=ctx.device)

@@ -124,13 +124,13 @@ def forward(s: Shape, has_weights: bool, reduced: bool, row_words: int) -> Plan:
     return Plan("internode_forward_kernel", constexprs)
 
 
-def expand(s: Shape, has_scales: bool, has_weights: bool, row_words: int) -> Plan:
-    """Arrived rows, expert by expert."""
+def expand(s: Shape, has_scales: bool, has_weights: bool, keep_copies: bool, row_words: int) -> Plan:
+    """Arrived rows, expert by expert; `keep_copies`: noting where each went, as combine needs it in some layers."""
     constexprs = {
         "HAS_SCALES": has_scales,
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": s.alignment > 1,
-        "KEEP_COPY_ROWS": s.enable_local_combine,
+        "KEEP_COPY_ROWS": keep_copies,
         **s.common("TOPK", "KP", "SENDERS"),
         **s.tile(row_words, 1024),
     }

@@ -23,7 +23,8 @@ class Uses:
         gradients: gradients of routing weights are taken.
         compact: `dispatch_compact` is called, too, and `ops.compact.token_layout`.
         fp8_rows: one-byte rows with scales are sent, too (`dispatch_scaled`, and with `compact` the calls of that).
-        maps: tokens come with routing maps, as to `HybridEPBuffer`, of `topk` experts per token.
+        maps: calls are those of `HybridEPBuffer`: by routing maps of up to `topk` experts per token, or by ids, with
+            handles that know where the copies of a token went.
         slabs: rows go to slabs of their experts, and back.
     """
 
@@ -128,7 +129,8 @@ def _dispatch(s: Shape, uses: Uses, quantize: bool = True) -> Iterator[Asked]:
             for reduced in sorted({s.enable_local_combine, uses.compact or s.enable_local_combine}):
                 yield ask(exchange.forward(s, weights, reduced, wire_words), wire_types, wire_numbers)
         row_types, row_numbers, _ = _words(row_bytes, "recv_x_ptr")
-        yield ask(exchange.expand(s, payload == MX, weights, row_words), row_types, row_numbers)
+        for keep in sorted({s.enable_local_combine, s.enable_local_combine or uses.maps}):
+            yield ask(exchange.expand(s, payload == MX, weights, keep, row_words), row_types, row_numbers)
 
 
 def _compact_rows(s: Shape, uses: Uses, given: Uses) -> Iterator[Asked]:
