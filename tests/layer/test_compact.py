@@ -174,7 +174,7 @@ def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
 def test_token_layout_counts_each_rank_once():
     """Counts per rank, node and expert, and which ranks a token goes to, against counting one by one."""
     work = make_workload(0, 8, 70, hidden=8, topk=5, num_experts=24, routing="duplicates", drop=0.3)
-    got = compact_ops.token_layout(work.topk_idx.to(DEVICE), 24, 8, 4)
+    got = compact_ops.token_layout(work.topk_idx.to(DEVICE), 24, 8, 4, compact_ops.ZeroCounts())
     goes = torch.zeros(70, 8, dtype=torch.bool)
     experts = torch.zeros(24, dtype=torch.int32)
     for token, row in enumerate(work.topk_idx.tolist()):
@@ -186,6 +186,14 @@ def test_token_layout_counts_each_rank_once():
     assert torch.equal(got.tokens_per_rank.cpu(), goes.sum(0).int())
     assert torch.equal(got.tokens_per_node.cpu(), goes.view(70, 2, 4).any(2).sum(0).int())
     assert torch.equal(got.entries_per_expert.cpu(), experts)
+
+
+def test_counts_start_from_zero():
+    """Every piece, also when there were many, starts from zero and is nobody else's."""
+    zeros, device = compact_ops.ZeroCounts(), torch.device(DEVICE)
+    taken = [zeros.take(9, device).add_(number) for number in range(1, 150)]
+    assert [each.tolist() for each in taken] == [[number] * 12 for number in range(1, 150)]
+    assert all(each.data_ptr() % 16 == 0 for each in taken)
 
 
 def test_slabs_and_back():

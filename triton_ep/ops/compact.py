@@ -128,6 +128,9 @@ def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllT
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)[:, :topk].contiguous()
 
 
+_CLEARED = 64  # pieces of memory that are zeroed at once
+
+
 @functools.cache
 def _launcher(plan: Callable[..., Plan], *args: int | bool) -> Launcher:
     return Launcher.of(plan(*args, INTERPRETING), aot=default_aot())
@@ -183,11 +186,35 @@ class TokenLayout(NamedTuple):
     in_rank: torch.Tensor
 
 
-def token_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks_per_node: int) -> TokenLayout:
+class ZeroCounts:
+    """Memory for counts, cleared for many calls at once: clearing it is a launch, which takes longer than counting.
+
+    Each piece is handed out once, on the stream that cleared it.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[tuple[int, int | None, int], list[torch.Tensor]] = {}
+
+    def take(self, length: int, device: torch.device) -> torch.Tensor:
+        """[length or up to three more] int32 zeros that start at a multiple of 16 bytes."""
+        length = -(-length // 4) * 4
+        # What a graph captures must clear its own memory at each replay.
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return torch.zeros(length, dtype=torch.int32, device=device)
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        left = self._left.setdefault((length, device.index, stream), [])
+        if not left:
+            left += torch.zeros(_CLEARED, length, dtype=torch.int32, device=device).unbind()
+        return left.pop()
+
+
+def token_layout(
+    topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks_per_node: int, zeros: ZeroCounts
+) -> TokenLayout:
     """Count the destinations of topk_idx [T, K] int32 or int64, -1 = dropped; local, and the host waits for nothing."""
     num_tokens, topk = topk_idx.shape
     num_nodes = num_ranks // ranks_per_node
-    counts = torch.zeros(num_ranks + num_nodes + num_experts, dtype=torch.int32, device=topk_idx.device)
+    counts = zeros.take(num_ranks + num_nodes + num_experts, topk_idx.device)
     in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=topk_idx.device)
     _launcher(plans.token_layout, topk, num_ranks)(
         -(-num_tokens // plans.token_layout_tokens(INTERPRETING)),
@@ -200,7 +227,8 @@ def token_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks
         num_experts // num_ranks,
         ranks_per_node,
     )
-    ranks, nodes, experts = counts.split_with_sizes([num_ranks, num_nodes, num_experts])
+    used = [num_ranks, num_nodes, num_experts]
+    ranks, nodes, experts, _ = counts.split_with_sizes([*used, counts.shape[0] - sum(used)])
     return TokenLayout(ranks, nodes, experts, in_rank)
 
 

@@ -175,7 +175,8 @@ class Buffer(LowLatencyCalls):
         if previous_event is not None:
             previous_event.current_stream_wait()
         per_node = self._layers.ranks_per_node
-        found = token_layout(topk_idx, as_integer("num_experts", num_experts), self.group_size, per_node)
+        num_experts = as_integer("num_experts", num_experts)
+        found = token_layout(topk_idx, num_experts, self.group_size, per_node, self._layers.zeros)
         nodes = None if per_node == self.group_size else found.tokens_per_node
         event = Buffer.capture() if async_finish else EventOverlap()
         return found.tokens_per_rank, nodes, found.entries_per_expert, found.in_rank, event

@@ -17,6 +17,7 @@ from triton_ep.distributed import current_heap
 from triton_ep.errors import InputError
 from triton_ep.integrations.hybrid_ep_layers import check_group, ranks_per_node
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.ops.compact import ZeroCounts
 
 _STEP = 64  # max_tokens are multiples of this: small changes of a batch make no new layer
 
@@ -50,6 +51,7 @@ class GroupLayers:
         made: the layer of each kind.
         retired: layers that became too small, kept for their handles.
         users: numbers of the buffers that used a layer.
+        zeros: for counts of `get_dispatch_layout`.
     """
 
     group: Any
@@ -59,6 +61,7 @@ class GroupLayers:
     made: dict[Kind, EPAll2AllLayer] = field(default_factory=dict)
     retired: list[EPAll2AllLayer] = field(default_factory=list)
     users: dict[int, set[int]] = field(default_factory=dict)
+    zeros: ZeroCounts = field(default_factory=ZeroCounts)
 
     def get(self, kind: Kind, num_tokens: int, user: int) -> EPAll2AllLayer:
         """The layer of this kind; collective if there is none yet, and then made for the most tokens of any rank.
