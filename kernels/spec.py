@@ -63,6 +63,9 @@ _MX = (
     ("fp16", MODE_EVEN, False),
     ("bf16", MODE_CEIL, True),
 )
+_COUNT = {**_K8, "BLOCK_T": 16, "BLOCK_C": 256, "BLOCK_E": 256, "OTHERS": 16}
+_IDS = {"FROM_MAP": False, "HAS_PROBS": False, "COUNT_EXCESS": False}
+_MAP = {"FROM_MAP": True, "HAS_PROBS": True, "COUNT_EXCESS": True}
 _MX_COLUMNS = {"GP": 64, "BLOCK_H": 128, "STEPS": 4}
 
 
@@ -81,27 +84,7 @@ SPECS: tuple[KernelSpec, ...] = (
         routing.routing_count_kernel,
         "topk_idx_ptr:*{IDX} map_ptr:*u8 probs_ptr:*fp32 weights_ptr:*fp32 excess_ptr:*i32 entries_ptr:*i32 "
         "chunks_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32",
-        tuple(
-            Variant(
-                {
-                    "FROM_MAP": from_map,
-                    "HAS_PROBS": probs,
-                    "COUNT_EXCESS": excess,
-                    **_K8,
-                    "BLOCK_T": 16,
-                    "BLOCK_C": 256,
-                    "BLOCK_E": 256,
-                    "OTHERS": 16,
-                },
-                {"IDX": idx},
-            )
-            for idx, from_map, probs, excess in (
-                ("i32", False, False, False),
-                ("i64", False, False, False),
-                ("i32", True, True, False),
-                ("i32", True, False, True),
-            )
-        ),
+        tuple(Variant({**_COUNT, **kind}, {"IDX": idx}) for idx, kind in (("i32", _IDS), ("i64", _IDS), ("i32", _MAP))),
         num_warps=8,
     ),
     KernelSpec(

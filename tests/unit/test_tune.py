@@ -179,7 +179,7 @@ def test_kernels_take_what_the_entry_says() -> None:
 
     def plans_of(config: EPConfig, interpreted: bool) -> list[Plan]:
         s = config.shape(interpreted=interpreted)
-        push, expand = exchange.push(s, WORDS, 8), exchange.expand(s, False, False, 8)
+        push, expand = exchange.push(s, WORDS, 8), exchange.expand(s, False, False, False, 8)
         return [push, expand, exchange.reduce(s, False), exchange.pull(s, False, True)]
 
     found = plans_of(config, interpreted=False)
