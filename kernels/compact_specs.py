@@ -34,8 +34,13 @@ COMPACT_SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         map_slots.map_slots_kernel,
-        "map_ptr:*u8 probs_ptr:*fp32 ids_ptr:*i32 weights_ptr:*fp32 num_tokens:i32 num_experts:i32 topk:i32",
-        tuple(Variant({"HAS_PROBS": probs, "KP": 8, "BLOCK_T": 4, "BLOCK_E": 256}) for probs in (True, False)),
+        "map_ptr:*u8 probs_ptr:*fp32 ids_ptr:*i32 weights_ptr:*fp32 excess_ptr:*i32 num_tokens:i32 num_experts:i32 "
+        "topk:i32",
+        tuple(
+            Variant({"HAS_PROBS": probs, "COUNT_EXCESS": excess, "KP": 8, "BLOCK_T": 4, "BLOCK_E": 256})
+            for probs in (True, False)
+            for excess in (True, False)
+        ),
     ),
     KernelSpec(
         slab.slab_rows_kernel,

@@ -63,9 +63,6 @@ _MX = (
     ("fp16", MODE_EVEN, False),
     ("bf16", MODE_CEIL, True),
 )
-_COUNT = {**_K8, "BLOCK_T": 16, "BLOCK_C": 256, "BLOCK_E": 256, "OTHERS": 16}
-_IDS = {"FROM_MAP": False, "HAS_PROBS": False, "COUNT_EXCESS": False}
-_MAP = {"FROM_MAP": True, "HAS_PROBS": True, "COUNT_EXCESS": True}
 _MX_COLUMNS = {"GP": 64, "BLOCK_H": 128, "STEPS": 4}
 
 
@@ -82,9 +79,9 @@ def _mx_types(token: str, e5m2: bool) -> dict[str, str]:
 SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         routing.routing_count_kernel,
-        "topk_idx_ptr:*{IDX} map_ptr:*u8 probs_ptr:*fp32 weights_ptr:*fp32 excess_ptr:*i32 entries_ptr:*i32 "
-        "chunks_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32",
-        tuple(Variant({**_COUNT, **kind}, {"IDX": idx}) for idx, kind in (("i32", _IDS), ("i64", _IDS), ("i32", _MAP))),
+        "topk_idx_ptr:*{IDX} entries_ptr:*i32 chunks_ptr:*i32 num_tokens:i32 num_experts:i32 num_ranks:i32 "
+        "experts_per_rank:i32 ranks_per_node:i32",
+        tuple(Variant({**_K8, "BLOCK_T": 16, "BLOCK_C": 256, "OTHERS": 16}, {"IDX": t}) for t in ("i32", "i64")),
         num_warps=8,
     ),
     KernelSpec(

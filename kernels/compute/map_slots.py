@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def store_slots(
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "topk"])
+def map_slots_kernel(
     map_ptr,  # [T, E] uint8, 0 or 1
     probs_ptr,  # [T, E] float32, read if HAS_PROBS
     ids_ptr,  # out [T, K] int32
@@ -29,7 +29,6 @@ def store_slots(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Both steps, for this program's block of tokens."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     alive = token < num_tokens
     row = token.to(tl.int64)[:, None]
@@ -59,34 +58,3 @@ def store_slots(
         tl.debug_barrier()
         last = token.to(tl.int64) * topk + topk - 1
         tl.store(ids_ptr + last, num_experts + seen, mask=alive & (seen > topk))
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "topk"])
-def map_slots_kernel(
-    map_ptr,
-    probs_ptr,
-    ids_ptr,
-    weights_ptr,
-    num_tokens,
-    num_experts,
-    topk,
-    HAS_PROBS: tl.constexpr,
-    KP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    store_slots(
-        map_ptr,
-        probs_ptr,
-        ids_ptr,
-        weights_ptr,
-        ids_ptr,
-        num_tokens,
-        num_experts,
-        topk,
-        HAS_PROBS,
-        False,
-        KP,
-        BLOCK_T,
-        BLOCK_E,
-    )

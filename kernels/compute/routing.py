@@ -1,7 +1,6 @@
 """Routing of one rank: from expert ids to counts, stable slots and destination rows.
 
-Protocol      1 count: each chunk of tokens ranks its own entries and counts them per column. Where tokens come with
-              a routing map, it gives each of their experts a slot before (map_slots.py)
+Protocol      1 count: each chunk of tokens ranks its own entries and counts them per column
               (2 all ranks exchange their totals and derive where every segment starts: internode/splits.py)
               3 slots: every entry gets its row at its owner, every token its arrival row per rank. The ranks of
               this node are told which output rows each arrival row fills, and the push kernel
@@ -42,7 +41,6 @@ from ..device.tables import (
     part_begin,
     step_rows_of,
 )
-from .map_slots import store_slots
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
@@ -67,11 +65,7 @@ def _first_in_token(group, valid):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_ranks", "experts_per_rank", "ranks_per_node"])
 def routing_count_kernel(
-    topk_idx_ptr,  # [T, K] int32 or int64; -1 or E = dropped. FROM_MAP: out, int32
-    map_ptr,  # [T, E] uint8, read if FROM_MAP; so the next three, as in map_slots.py
-    probs_ptr,  # [T, E] float32, read if HAS_PROBS
-    weights_ptr,  # out [T, K] float32, if HAS_PROBS
-    excess_ptr,  # [1] int32, added to if COUNT_EXCESS
+    topk_idx_ptr,  # [T, K] int32 or int64; -1 or E = dropped
     entries_ptr,  # out [F, T, K] int32; of slots the index within the chunk
     chunks_ptr,  # out, see device/tables.py
     num_tokens,
@@ -79,33 +73,12 @@ def routing_count_kernel(
     num_ranks,
     experts_per_rank,
     ranks_per_node,
-    FROM_MAP: tl.constexpr,
-    HAS_PROBS: tl.constexpr,
-    COUNT_EXCESS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    if FROM_MAP:
-        store_slots(
-            map_ptr,
-            probs_ptr,
-            topk_idx_ptr,
-            weights_ptr,
-            excess_ptr,
-            num_tokens,
-            num_experts,
-            TOPK,
-            HAS_PROBS,
-            COUNT_EXCESS,
-            KP,
-            BLOCK_T,
-            BLOCK_E,
-        )
-        tl.debug_barrier()
     chunk = tl.program_id(0)
     num_columns = num_columns_of(num_ranks, experts_per_rank, ranks_per_node)
     _, _, offs, mask = _entries(num_tokens, TOPK, KP, BLOCK_T)

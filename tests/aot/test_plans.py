@@ -18,7 +18,6 @@ from triton_ep.integrations.deep_ep.fp8 import quantize_rows
 from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.kernels.spec import SPECS
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.ops.compact import map_slots
 from triton_ep.ops.dispatch import Rows
 from triton_ep.ops.routing import RoutingMap
 from triton_ep.plans import layers
@@ -156,9 +155,6 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
             for excess in (None, torch.zeros(1, dtype=torch.int32)):
                 made[0].dispatch_noting(Rows(x), RoutingMap(routed, probs, excess), None)
         release(group)
-        routing_map = torch.zeros(len(x), experts, dtype=torch.bool).scatter_(1, idx.clamp(0, experts - 1), True)
-        for probs in (None, torch.rand(len(x), experts)):  # as HybridEPBuffer does
-            map_slots(routing_map, probs, 3)
     assert len(made) == 1 + 3 * low_latency  # rows of two kinds, and those that carry weights
     wanted = []
     for layer in made:

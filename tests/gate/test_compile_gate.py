@@ -24,7 +24,6 @@ KERNELS = [spec.name for spec in SPECS]
 NARROW = {
     "splits_kernel": "sums tables of counts; posts one row of them, whose length need not be a multiple of 16 bytes",
     "routing_slots_kernel": "writes a few words per token",
-    "routing_count_kernel": "with a routing map does what the next one does",
     "map_slots_kernel": "picks a few words per token out of a row of bytes",
 }
 """Kernels that move no token rows and may use accesses narrower than 16 bytes."""

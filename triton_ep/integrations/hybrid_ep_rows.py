@@ -10,17 +10,20 @@ from triton_ep.checks import ONE_BYTE
 from triton_ep.errors import InputError
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.ops.compact import map_slots
 from triton_ep.ops.dispatch import Rows
-from triton_ep.ops.routing import RoutingMap
+from triton_ep.ops.routing import RoutingMap, map_slots
 
 _CHANNELS = 128  # values that share a scale
 Arrived = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def _slots(given: RoutingMap, topk: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _slots(given: RoutingMap, layer: EPAll2AllLayer) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Ids [T, K] and weights [T, K] of a routing map."""
-    return map_slots(given.routed, given.probs, topk)
+    shape, device = (given.routed.shape[0], layer.config.topk), given.routed.device
+    ids = torch.empty(shape, dtype=torch.int32, device=device)
+    weights = None if given.probs is None else torch.empty(shape, dtype=torch.float32, device=device)
+    map_slots(layer.context, given, ids, weights)
+    return ids, weights
 
 
 def dtype_of_layer(hidden: torch.Tensor) -> torch.dtype:
@@ -97,7 +100,7 @@ class SentRows(NamedTuple):
         if isinstance(idx, RoutingMap):
             cfg, rows = layer.config, self.hidden
             if type(rows) is not torch.Tensor or rows.device != layer.context.device or rows.shape[0] > cfg.max_tokens:
-                idx, weights = _slots(idx, cfg.topk)  # the layer says what does not fit
+                idx, weights = _slots(idx, layer)  # the layer says what does not fit
         else:
             sent = self._of(idx)
         return layer.dispatch_noting(Rows(*sent), idx, weights)
@@ -120,7 +123,7 @@ class SentRows(NamedTuple):
     ) -> tuple[Arrived, torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
         """Rows by rank and their scales, local expert ids, weights, and the descriptor; weights: None with a map."""
         if isinstance(idx, RoutingMap):
-            idx, weights = _slots(idx, layer.config.topk)
+            idx, weights = _slots(idx, layer)
         sent = self._of(idx)
         received = layer.dispatch_compact(sent.hidden, idx, weights, scale=sent.scales, num_rows=num_rows)
         return (received.x, received.scale), received.topk_idx, received.topk_weights, received.layout_desc

@@ -1,6 +1,5 @@
 """Compact rows (kernels/intranode/compact.py), slabs (kernels/compute/slab.py), where tokens go
-(kernels/compute/token_layout.py), routing maps (kernels/compute/map_slots.py): what front doors need beside
-expert-major rows."""
+(kernels/compute/token_layout.py): what front doors need beside expert-major rows."""
 
 from __future__ import annotations
 
@@ -230,41 +229,3 @@ def token_layout(
     used = [num_ranks, num_nodes, num_experts]
     ranks, nodes, experts, _ = counts.split_with_sizes([*used, counts.shape[0] - sum(used)])
     return TokenLayout(ranks, nodes, experts, in_rank)
-
-
-# --- routing maps ---------------------------------------------------------------------------------------
-
-
-class MapSlots(NamedTuple):
-    """The experts that a routing map names.
-
-    Attributes:
-        ids: [T, K] int32, ascending, then -1.
-        weights: [T, K] float32, then 0; None without probabilities.
-    """
-
-    ids: torch.Tensor
-    weights: torch.Tensor | None
-
-
-def map_slots(routing_map: torch.Tensor, probs: torch.Tensor | None, topk: int) -> MapSlots:
-    """Slots of routing_map [T, E] bool, with probs [T, E] float32 or without; local, and the host waits for nothing.
-
-    In the last slot of a token with n > K experts there is the id E + n, which no layer takes.
-    """
-    num_tokens, num_experts = routing_map.shape
-    device = routing_map.device
-    ids = torch.empty(num_tokens, topk, dtype=torch.int32, device=device)
-    weights = None if probs is None else torch.empty(num_tokens, topk, dtype=torch.float32, device=device)
-    some = ids.view(torch.float32) if weights is None else weights
-    _launcher(plans.map_slots, topk, probs is not None)(
-        -(-num_tokens // plans.map_slots_tokens(INTERPRETING)),
-        routing_map.contiguous().view(torch.uint8),
-        some if probs is None else probs.contiguous(),
-        ids,
-        some,
-        num_tokens,
-        num_experts,
-        topk,
-    )
-    return MapSlots(ids, weights)

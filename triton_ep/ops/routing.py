@@ -1,4 +1,5 @@
-"""Routing of one rank's tokens: counts and slots, then rows at their owners (kernels/compute/routing.py)."""
+"""Routing of one rank's tokens: ids of routing maps (kernels/compute/map_slots.py), counts and slots, then rows at
+their owners (kernels/compute/routing.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 
 from triton_ep.context import NO_LIMIT, DispatchCombineContext
 from triton_ep.layout import entry_fields
-from triton_ep.plans import exchange
+from triton_ep.plans import compact, exchange
 from triton_ep.plans.shape import ROUTING_TOKENS
 from triton_ep.runtime import INTERPRETING
 
@@ -71,15 +72,16 @@ def count(
         ctx.scratch("push_addrs", cfg.max_tokens * cfg.topk, torch.int64),
         weights,
     )
-    kind: tuple[bool, ...] = ()
-    given: tuple[torch.Tensor, ...]  # without a map pointers of the right type, which are not read
     if isinstance(topk_idx, RoutingMap):
-        out, kind, given = _of_map(ctx, topk_idx, out)
-    else:
-        given = (topk_idx, ctx.no_bytes, ctx.no_floats, ctx.no_floats, out.chunks)
-    ctx.launcher(("count", *kind), exchange.count, *kind)(
+        entries = cfg.max_tokens * cfg.topk
+        ids = ctx.scratch("map_ids", entries, torch.int32)
+        if topk_idx.probs is not None:
+            out = out._replace(weights=ctx.scratch("map_weights", entries, torch.float32))
+        map_slots(ctx, topk_idx, ids, out.weights)
+        topk_idx = ids
+    ctx.launcher(("count",), exchange.count)(
         chunks,
-        *given,
+        topk_idx,
         out.entries,
         out.chunks,
         num_tokens,
@@ -91,21 +93,22 @@ def count(
     return out
 
 
-def _of_map(
-    ctx: DispatchCombineContext, given: RoutingMap, out: Routing
-) -> tuple[Routing, tuple[bool, ...], tuple[torch.Tensor, ...]]:
-    """The tables with the weights of a routing map, the kind of kernel, and what it takes of the map."""
-    entries = ctx.config.max_tokens * ctx.config.topk
-    routed = given.routed.view(torch.uint8) if INTERPRETING else given.routed
-    weights = None if given.probs is None else ctx.scratch("map_weights", entries, torch.float32)
-    arguments = (
-        ctx.scratch("map_ids", entries, torch.int32),
-        routed,
+def map_slots(ctx: DispatchCombineContext, given: RoutingMap, ids: torch.Tensor, weights: torch.Tensor | None) -> None:
+    """Write the ids [T, K] int32 of a routing map, ascending, then -1, and its weights [T, K] float32, then 0."""
+    num_tokens, num_experts = given.routed.shape
+    kind = (given.probs is not None, given.excess is not None)
+    ctx.launcher(("map_slots", *kind), compact.map_slots, *kind)(
+        -(-num_tokens // compact.map_slots_tokens(INTERPRETING)),
+        given.routed.view(torch.uint8) if INTERPRETING else given.routed,
+        # Pointers of the right type; not read without.
         ctx.no_floats if given.probs is None else given.probs,
+        ids,
         ctx.no_floats if weights is None else weights,
-        out.chunks if given.excess is None else given.excess,
+        ids if given.excess is None else given.excess,
+        num_tokens,
+        num_experts,
+        ctx.config.topk,
     )
-    return out._replace(weights=weights), (True, weights is not None, given.excess is not None), arguments
 
 
 def legal_scatter(topk_idx: torch.Tensor, scatter: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triton_ep.plans.exchange import MAP_EXPERTS, watched_sources
+from triton_ep.plans.exchange import watched_sources
 from triton_ep.plans.shape import Plan, Shape, next_power_of_2
 
 
@@ -42,13 +42,14 @@ def map_slots_tokens(interpreted: bool) -> int:
     return 256 if interpreted else 4
 
 
-def map_slots(topk: int, has_probs: bool, interpreted: bool) -> Plan:
+def map_slots(s: Shape, has_probs: bool, count_excess: bool) -> Plan:
     """Ids and weights of the experts that a routing map names."""
     constexprs = {
         "HAS_PROBS": has_probs,
-        "KP": next_power_of_2(topk),
-        "BLOCK_T": map_slots_tokens(interpreted),
-        "BLOCK_E": MAP_EXPERTS,
+        "COUNT_EXCESS": count_excess,
+        "KP": s.kp,
+        "BLOCK_T": map_slots_tokens(s.interpreted),
+        "BLOCK_E": 256,
     }
     return Plan("map_slots_kernel", constexprs)
 

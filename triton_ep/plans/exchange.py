@@ -17,22 +17,16 @@ from triton_ep.plans.shape import CHUNK, ROUTING_TOKENS, Plan, Shape, next_power
 
 SPLITS_COLUMNS = 16
 """Columns of a program of the splits exchange."""
-MAP_EXPERTS = 256
-"""Experts of a routing map that are looked at at a time."""
 _SEGMENTS = 4096  # of a program's tile, at most, unless one owner has more
 
 
-def count(s: Shape, from_map: bool = False, has_probs: bool = False, count_excess: bool = False) -> Plan:
-    """Counts and slots of this rank's entries; `from_map`: of the experts that a routing map names."""
+def count(s: Shape) -> Plan:
+    """Counts and slots of this rank's entries."""
     # A larger table of comparisons is a longer program, and each instruction is fetched once.
     others = ROUTING_TOKENS * s.kp if s.interpreted else min(ROUTING_TOKENS * s.kp, 16)
     constexprs = {
-        "FROM_MAP": from_map,
-        "HAS_PROBS": has_probs,
-        "COUNT_EXCESS": count_excess,
         "BLOCK_T": ROUTING_TOKENS,
         "BLOCK_C": min(next_power_of_2(s.num_columns), 512),
-        "BLOCK_E": MAP_EXPERTS,
         "OTHERS": others,
         **s.common("TOPK", "KP"),
     }

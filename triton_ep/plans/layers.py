@@ -86,12 +86,11 @@ def _routing(s: Shape, uses: Uses) -> Iterator[Asked]:
 
 
 def _maps(s: Shape, given: Uses) -> Iterator[Asked]:
-    """Counts by routing maps, and the ids of maps where rows go by rank."""
+    """Ids and weights of routing maps."""
     for probs in given.weights:
         # The exact mode reports a token with too many experts, budgets count them.
         for excess in (False, True):
-            yield ask(exchange.count(s, True, probs, excess), {"topk_idx_ptr": "*i32"})
-        yield ask(compact.map_slots(s.topk, probs, s.interpreted))
+            yield ask(compact.map_slots(s, probs, excess))
 
 
 def _places(s: Shape, uses: Uses) -> Iterator[Asked]:
