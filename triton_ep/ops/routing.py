@@ -64,6 +64,11 @@ def count(
     """
     cfg, sizes = ctx.config, ctx.sizes
     num_tokens = (topk_idx.routed if isinstance(topk_idx, RoutingMap) else topk_idx).shape[0]
+    if isinstance(topk_idx, RoutingMap):  # first of all: the GPU has it done when the next launch comes
+        given, entries = topk_idx, cfg.max_tokens * cfg.topk
+        topk_idx = ctx.scratch("map_ids", entries, torch.int32)
+        weights = None if given.probs is None else ctx.scratch("map_weights", entries, torch.float32)
+        map_slots(ctx, given, topk_idx, weights)
     chunks = num_chunks(num_tokens)
     node_tokens = 0 if cfg.is_intra_node else cfg.num_nodes * cfg.max_tokens
     out = Routing(
@@ -72,13 +77,6 @@ def count(
         ctx.scratch("push_addrs", cfg.max_tokens * cfg.topk, torch.int64),
         weights,
     )
-    if isinstance(topk_idx, RoutingMap):
-        entries = cfg.max_tokens * cfg.topk
-        ids = ctx.scratch("map_ids", entries, torch.int32)
-        if topk_idx.probs is not None:
-            out = out._replace(weights=ctx.scratch("map_weights", entries, torch.float32))
-        map_slots(ctx, topk_idx, ids, out.weights)
-        topk_idx = ids
     ctx.launcher(("count",), exchange.count)(
         chunks,
         topk_idx,
