@@ -320,7 +320,7 @@ class CompactCalls(DispatchSteps):
         """
         ctx, cfg = self.context, self.config
         first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["num_recv"]
-        (words,) = ctx.read_back(placement[: first + count].view(1, -1))
+        words = ctx.read_back(placement, first + count)
         report = [words[8 * rank : 8 * rank + 8] for rank in range(cfg.world_size)]
         needed = max(row[5] >> _TOKENS_SHIFT for row in report)
         if needed:

@@ -321,7 +321,7 @@ class DispatchSteps(LayerNames):
             if num_rows is not None and num_rows >= 0:
                 return num_rows, ctx.sizes.arrival_rows, None
         first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["expert_offsets"]
-        (words,) = ctx.read_back(placement[: first + count].view(1, -1))
+        words = ctx.read_back(placement, first + count)
         report = [words[start : start + 8] for start in range(0, 8 * cfg.world_size, 8)]
         if known_rows is not None:
             return report[cfg.rank][0], ctx.sizes.arrival_rows, None

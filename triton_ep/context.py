@@ -68,7 +68,7 @@ class DispatchCombineContext(ContextNames):
         self._alarmed = ctypes.c_int64.from_address(self._alarm.data_ptr())
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
         self.no_floats = self.no_bytes.view(torch.float32)
-        self._pinned: torch.Tensor | None = None
+        self._told: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}  # where the host reads so many words
         self._side: list[tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]] = []  # one, once it is used
         self._extern_libs: dict[str, str] | None = None
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
@@ -307,20 +307,20 @@ class DispatchCombineContext(ContextNames):
         if self._alarmed.value != 0 and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self.check_status()
 
-    def read_back(self, report: torch.Tensor) -> list[list[int]]:
-        """Rows of int32 [n, m], such as the report, on the host, once the device has written them.
+    def read_back(self, placement: torch.Tensor, count: int) -> list[int]:
+        """The first `count` words of a dispatch's `placement` on the host, once the device has written them.
 
         Raises:
             WaitTimeout: the splits exchange did not finish.
         """
+        words = placement.narrow(0, 0, count)
         if self.device.type != "cuda":
             self.check_status()
-            return report.tolist()
-        if self._pinned is None or self._pinned.numel() < report.numel():
-            self._pinned = torch.empty(report.numel(), dtype=report.dtype, pin_memory=True)
-        told = self._pinned[: report.numel()]
-        told.copy_(report.view(-1), non_blocking=True)
-        done = torch.cuda.Event()
+            return words.tolist()
+        if count not in self._told:  # kept, because to make an event is a call of the driver
+            self._told[count] = torch.empty(count, dtype=words.dtype, pin_memory=True), torch.cuda.Event()
+        told, done = self._told[count]
+        told.copy_(words, non_blocking=True)
         done.record(current_stream())
         # The device bounds its own wait; twice that covers earlier work on the stream.
         deadline = time.monotonic() + 2 * self.config.timeout_s + 60
@@ -332,7 +332,7 @@ class DispatchCombineContext(ContextNames):
                     f"{self.config.rank}. Look for an earlier kernel on this stream that does not end."
                 )
         self.poll_status()
-        return told.view(report.shape).tolist()
+        return told.tolist()
 
     def raise_for_status(self, record: list[int]) -> None:
         """Turn a status record (kernels/device/waits.py) into an exception; nothing if it is clean."""

@@ -21,7 +21,7 @@ def _check_again(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None
         ctx, device = layer.context, current_heap().device
         world_size, read_backs = layer.config.world_size, []
         read_back = ctx.read_back
-        ctx.read_back = lambda report: read_backs.append(1) or read_back(report)
+        ctx.read_back = lambda *given: read_backs.append(1) or read_back(*given)
         first, second = workloads(case, world_size, 0), workloads(case, world_size, len(case.tokens))
         x, weights = second[rank].x.to(device), second[rank].topk_weights.to(device)
         assert (x.shape == first[rank].x.shape and not torch.equal(x, first[rank].x.to(device))) or not x.numel()
