@@ -345,10 +345,10 @@ class DispatchSteps(LayerNames):
             return
 
     def _nothing(self, scaled: bool) -> tuple[dispatch_ops.Rows, torch.Tensor]:
-        """Rows and ids of no token; scaled: of one byte, with scales."""
+        """Rows and ids of no token; scaled: of one byte, with scales, where rows of the layer can be such."""
         cfg, device = self.config, self.context.device
         idx = torch.empty(0, cfg.topk, dtype=torch.int32, device=device)
-        if not scaled:
+        if not scaled or cfg.hidden % 32:
             return dispatch_ops.Rows(torch.empty(0, cfg.hidden, dtype=cfg.token_dtype, device=device)), idx
         data = torch.empty(0, cfg.hidden, dtype=torch.float8_e4m3fn, device=device)
         return dispatch_ops.Rows(data, torch.empty(0, cfg.hidden // 32, dtype=torch.uint8, device=device)), idx

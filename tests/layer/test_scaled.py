@@ -1,6 +1,6 @@
 """One-byte rows with scales: bit for bit the rows that the plain-torch reference moves, whatever the bytes mean."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -197,6 +197,14 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
             layer.dispatch_scaled(data, scale, idx)
         hook()
         assert torch.equal(again.view(torch.uint8), want.view(torch.uint8))
+    with _layer(replace(kind, hidden=48), rank, nodes, ranks_per_node) as layer:
+        wrong = (data[:, :48].contiguous(), torch.zeros(len(data), 1, dtype=torch.uint8, device=data.device), idx)
+        if rank == 0:
+            with pytest.raises(InputError, match="one-byte rows have 48 values"):
+                layer.dispatch_scaled(*wrong)
+        else:
+            with pytest.raises(PeerFailed, match="rank 0 rejected"):
+                layer.dispatch(x[:, :48].contiguous(), idx)
     refused = pytest.raises(ConfigError, match="quantise none, but this one has payload='mxfp8'")
     with _layer(kind, rank, nodes, ranks_per_node, payload="mxfp8") as layer, refused:
         layer.dispatch_scaled(data, scale, idx)
