@@ -322,6 +322,9 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
         probs = mine.probs.half() if rank == 1 else mine.probs
         with pytest.raises(InputError if rank == 1 else PeerFailed, match=r"probs must be|rank 1 rejected"):
             wrong(hidden=mine.hidden, routing_map=mine.routing_map, probs=probs)
+        where = "meta" if rank == 1 else device
+        with pytest.raises(InputError if rank == 1 else PeerFailed, match=r"must be on .*, got meta|rank 1 rejected"):
+            wrong(hidden=mine.hidden.to(where), routing_map=mine.routing_map.to(where))
     by_ids = {"topk_idx": torch.zeros(len(mine.hidden), 1, dtype=torch.int32, device=device), "num_of_experts": 4}
     buffer.dispatch_with_permute(hidden=mine.hidden, **by_ids)
     with pytest.raises(InputError if rank == 1 else PeerFailed, match=r"num_of_experts: 3|rank 1 rejected"):

@@ -10,6 +10,7 @@ from triton_ep.checks import ONE_BYTE
 from triton_ep.errors import InputError
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.dispatch import Rows
 from triton_ep.ops.routing import RoutingMap, map_slots
 
@@ -18,8 +19,10 @@ Arrived = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def _slots(given: RoutingMap, layer: EPAll2AllLayer) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ids [T, K] and weights [T, K] of a routing map."""
+    """Ids [T, K] and weights [T, K] of a routing map; of one on another device ids that are, too: the layer says so."""
     shape, device = (given.routed.shape[0], layer.config.topk), given.routed.device
+    if device != layer.context.device:
+        return torch.full(shape, -1, dtype=torch.int32, device=device), None
     ids = torch.empty(shape, dtype=torch.int32, device=device)
     weights = None if given.probs is None else torch.empty(shape, dtype=torch.float32, device=device)
     map_slots(layer.context, given, ids, weights)
@@ -99,7 +102,7 @@ class SentRows(NamedTuple):
         sent = self
         if isinstance(idx, RoutingMap):
             cfg, rows = layer.config, self.hidden
-            if type(rows) is not torch.Tensor or rows.device != layer.context.device or rows.shape[0] > cfg.max_tokens:
+            if isinstance(rows, MXTensor) or rows.device != layer.context.device or rows.shape[0] > cfg.max_tokens:
                 idx, weights = _slots(idx, layer)  # the layer says what does not fit
         else:
             sent = self._of(idx)
