@@ -19,7 +19,7 @@ from triton_ep.ops.slots import known_copies
 _PLACE = {12: 9, 8: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank
 
 
-@dataclass(eq=False, slots=True)  # not frozen: setting attributes around that takes longer, and one is made per call
+@dataclass(eq=False)  # not frozen: setting attributes around that takes longer, and one is made per call
 class Routing:
     """What a handle knows: one dispatch with its layer.
 
@@ -46,7 +46,7 @@ class Routing:
         return self.layer.config.num_experts
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Handle(LazyItems):
     """What a dispatch leaves to later calls, with as many items as HybridEP's tuple: 12 for permuted rows, 8 by rank.
 
