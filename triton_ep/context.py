@@ -42,17 +42,16 @@ class DispatchCombineContext(ContextNames):
     a destructor, because freeing symmetric memory out of step hangs the other ranks.
     """
 
+    @torch.inference_mode(False)  # what it keeps is written outside of that mode, too
     def __init__(self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap, aot: Aot | None) -> None:
         self.config, self.sizes, self.aot = config, sizes, aot
         self.group, self.heap, self.device = group, heap, heap.device
         self.layer_id = secrets.randbits(62)
-        self.epoch, self.calls = 0, OpenCalls()
+        self.epoch, self.calls, self._closed = 0, OpenCalls(), False
         self.failure: str | None = None
         self.unread: torch.Tensor | None = None  # placement of the latest static dispatch, which no host has looked at
-        self._closed = False
         self._blocks: dict[str, SymmTensor] = {}
         self._offsets: dict[str, tuple[str, int]] = {}
-        self._locals: dict[str, torch.Tensor] = {}  # what `local` has been asked for
         num_ranks, num_buffers = config.world_size, len(layout.BUFFERS)
         # What kernels see: kernels/device/buffers.py says what is where.
         self.tables = torch.zeros(2 * num_buffers + 1, num_ranks, dtype=torch.int64, device=self.device)
@@ -111,6 +110,7 @@ class DispatchCombineContext(ContextNames):
 
     # --- memory -----------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def _allocate(self, grows: str) -> None:
         """Allocate the buffers of one growth class as one block and enter their addresses in the tables."""
         members = [buffer for buffer in layout.BUFFERS if buffer.grows == grows]
@@ -127,14 +127,11 @@ class DispatchCombineContext(ContextNames):
     def local(self, name: str) -> torch.Tensor:
         """This rank's copy of a buffer, as a tensor of the shape and dtype in triton_ep/layout.py."""
         self.check_open()
-        found = self._locals.get(name)
-        if found is None:
-            buffer = layout.BUFFERS[_INDEX[name]]
-            grows, offset = self._offsets[name]
-            shape, dtype = buffer.shape(self.sizes), buffer.dtype(self.config)
-            count = torch.Size(shape).numel() * dtype.itemsize
-            found = self._locals[name] = self._blocks[grows].local[offset : offset + count].view(dtype).view(shape)
-        return found
+        buffer = layout.BUFFERS[_INDEX[name]]
+        grows, offset = self._offsets[name]
+        shape, dtype = buffer.shape(self.sizes), buffer.dtype(self.config)
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return self._blocks[grows].local[offset : offset + count].view(dtype).view(shape)
 
     def local_address(self, name: str) -> int:
         """Address of `local(name)`, at less cost."""
@@ -179,7 +176,6 @@ class DispatchCombineContext(ContextNames):
                 self.calls.check_growth(rows)
                 sizes = layout.Sizes(self.config, self.sizes.arrival_rows, rows)
             before = self.sizes
-            self._locals.clear()
             self.heap.free(self._blocks.pop(grows))
             self.sizes = sizes
             try:
@@ -208,9 +204,7 @@ class DispatchCombineContext(ContextNames):
 
     def extern_libs(self) -> dict[str, str] | None:
         """Device bitcode for kernels that call NVSHMEM; None if this context has none of them."""
-        if self.network == codes.P2P:
-            return None
-        if self._extern_libs is None:
+        if self.network != codes.P2P and self._extern_libs is None:
             from triton_ep.heap.bitcode import pruned_bitcode
 
             self._extern_libs = {"libnvshmem_device": str(pruned_bitcode(codes.NVSHMEM_SYMBOLS))}
@@ -226,7 +220,6 @@ class DispatchCombineContext(ContextNames):
         if self.failure is None:
             self._meet()
         self._closed = True
-        self._locals.clear()
         for block in self._blocks.values():
             self.heap.free(block)
         self._blocks.clear()
@@ -254,7 +247,7 @@ class DispatchCombineContext(ContextNames):
         """
         other = object.__new__(DispatchCombineContext)  # copy.copy takes three times as long
         other.__dict__.update(self.__dict__)
-        other.config, other.sizes, other._locals = config, self.sizes.of_rows(config), {}
+        other.config, other.sizes = config, self.sizes.of_rows(config)
         other._launchers = self._launchers_of.setdefault(layout.kind_of_rows(config), {})
         return other
 
@@ -318,7 +311,8 @@ class DispatchCombineContext(ContextNames):
             self.check_status()
             return words.tolist()
         if count not in self._told:  # kept, because to make an event is a call of the driver
-            self._told[count] = torch.empty(count, dtype=words.dtype, pin_memory=True), torch.cuda.Event()
+            with torch.inference_mode(False):
+                self._told[count] = torch.empty(count, dtype=words.dtype, pin_memory=True), torch.cuda.Event()
         told, done = self._told[count]
         told.copy_(words, non_blocking=True)
         done.record(current_stream())

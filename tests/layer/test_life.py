@@ -42,6 +42,27 @@ def test_three_live_descriptors_of_four_ranks(run_ranks, nodes, ranks_per_node, 
     run_ranks(_three_live, nodes, ranks_per_node, order)
 
 
+def _evaluate_then_train(rank, nodes, ranks_per_node):
+    with torch.inference_mode():
+        layer = make_layer(SMALL, rank, nodes, ranks_per_node)
+        combine_and_check(layer, dispatch_and_check(layer, SMALL, 0))
+    with layer:
+        combine_and_check(layer, dispatch_and_check(layer, SMALL, 1))
+        rows, _ = layer.context.reallocate_dispatch_output_buf(layer.context.sizes.output_rows + 1)
+        assert not rows.is_inference()
+        with torch.inference_mode():
+            layer.context.reallocate_dispatch_output_buf(rows.shape[0] + 1)
+        assert not layer.context.local("dispatch_output_buf").is_inference()
+        combine_and_check(layer, dispatch_and_check(layer, SMALL, 2))
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_a_layer_made_in_inference_mode_trains(run_ranks, nodes, ranks_per_node):
+    """Its memory is written and grows outside of that mode as well, and what grew inside is no tensor of that mode."""
+    run_ranks(_evaluate_then_train, nodes, ranks_per_node)
+
+
 def _two_groups(rank, nodes, ranks_per_node):
     world = nodes * ranks_per_node
     halves = [list(range(0, world, 2)), list(range(1, world, 2))]

@@ -203,7 +203,8 @@ class ZeroCounts:
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         left = self._left.setdefault((length, device.index, stream), [])
         if not left:
-            left += torch.zeros(_CLEARED, length, dtype=torch.int32, device=device).unbind()
+            with torch.inference_mode(False):  # who gets a piece may be outside of that mode
+                left += torch.zeros(_CLEARED, length, dtype=torch.int32, device=device).unbind()
         return left.pop()
 
 
