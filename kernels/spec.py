@@ -86,8 +86,9 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         splits.splits_kernel,
-        f"chunks_ptr:*i32 placement_ptr:*i32 bad_scatter_ptr:*i32 {_STATE} num_chunks:i32 num_tokens:i32 host_word:i32 "
-        "rank:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 alignment:i32 recv_capacity:i32",
+        f"chunks_ptr:*i32 placement_ptr:*i32 bad_scatter_ptr:*i32 routed_ptr:*i32 {_STATE} num_chunks:i32 "
+        "num_tokens:i32 host_word:i32 rank:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 alignment:i32 "
+        "recv_capacity:i32",
         tuple(
             Variant(
                 {
@@ -215,7 +216,7 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         combine.combine_stage_kernel,
         f"y_ptr:*{{WORD}} weights_ptr:*fp32 placement_ptr:*i32 {_STATE} row_words:i32 row_capacity:i32 "
-        f"experts_per_rank:i32 {_WHERE}",
+        f"experts_per_rank:i32 {_WHERE} call:i32",
         tuple(Variant(_payload(_FLAGS, _ROW, HAS_WEIGHTS=w, WP=8), _WORD, ("row_words",)) for w in (False, True)),
         num_warps=16,
     ),
@@ -225,11 +226,16 @@ SPECS: tuple[KernelSpec, ...] = (
         (Variant({"WP": 8}),),
         num_warps=1,
     ),
-    KernelSpec(combine.combine_publish_kernel, f"{_STATE} {_WHERE}", (Variant(_FLAGS),), num_warps=1),
+    KernelSpec(
+        combine.combine_publish_kernel,
+        f"placement_ptr:*i32 {_STATE} experts_per_rank:i32 {_WHERE} call:i32",
+        (Variant(_FLAGS),),
+        num_warps=1,
+    ),
     KernelSpec(
         combine.combine_reduce_kernel,
         f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 {_STATE} hidden:i32 "
-        f"row_capacity:i32 {_WHERE} num_steps:i32",
+        f"row_capacity:i32 experts_per_rank:i32 {_WHERE} num_steps:i32 call:i32",
         tuple(
             Variant(_payload({"TOPK": k}, _FLAGS, {**_SUM, "ROWS": 1}, HAS_WEIGHTS=w, WP=8), _TOKEN, ("hidden",), warps)
             for w, k, warps in ((False, 8, None), (True, 8, None), (False, 1, 16))  # 1: of compact rows
@@ -239,7 +245,7 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         internode_combine.combine_partial_kernel,
         f"like_x_ptr:*{{TOKEN}} placement_ptr:*i32 forward_ptr:*i32 {_STATE} max_tokens:i32 hidden:i32 "
-        f"row_capacity:i32 experts_per_rank:i32 {_WHERE} num_stage_programs:i32",
+        f"row_capacity:i32 experts_per_rank:i32 {_WHERE} num_stage_programs:i32 call:i32",
         tuple(
             Variant(
                 _payload(
@@ -259,7 +265,7 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         combine.combine_pull_kernel,
         f"out_ptr:*{{TOKEN}} entries_ptr:*i32 placement_ptr:*i32 {_STATE} num_tokens:i32 max_tokens:i32 hidden:i32 "
-        f"row_capacity:i32 experts_per_rank:i32 {_WHERE} num_stage_programs:i32 num_steps:i32",
+        f"row_capacity:i32 experts_per_rank:i32 {_WHERE} num_stage_programs:i32 num_steps:i32 call:i32",
         tuple(
             Variant(
                 _payload(
@@ -329,8 +335,8 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         low_latency_combine.low_latency_reduce_kernel,
-        f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 {_STATE} max_tokens:i32 hidden:i32 rank:i32 "
-        "num_ranks:i32",
+        f"y_ptr:*{{TOKEN}} weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 {_STATE} max_tokens:i32 hidden:i32 "
+        "experts_per_rank:i32 rank:i32 num_ranks:i32 call:i32",
         tuple(
             Variant(
                 {"TOPK": 8, "WP": 8, "HAS_WEIGHTS": w, "ROWS": 1, "TILES": 1, "BLOCK_H": 8192},

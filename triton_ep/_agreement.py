@@ -47,11 +47,12 @@ def check_agreement(config: EPConfig, group: Any, heap: SymmetricHeap) -> None:
         if len(holders) > 1:
             raise ConfigError(
                 f"the ranks of the group were given different values of EPConfig.{name}: "
-                f"{'; '.join(f'{value} by {_named(who)}' for value, who in holders.items())}. Give all the same."
+                f"{'; '.join(f'{value} by {named(who)}' for value, who in holders.items())}. Give all the same."
             )
 
 
-def _named(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
+    """These ranks in words, the first ones by number."""
     shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
     more = len(ranks) - _SHOWN_RANKS
     return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {more} more" if more > 0 else "")

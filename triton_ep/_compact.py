@@ -16,7 +16,8 @@ import torch
 from triton_ep import checks
 from triton_ep._dispatch_steps import DispatchSteps, Received
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
-from triton_ep.layout import HOST_REJECTED, HOST_SCALED, placement_parts
+from triton_ep.kernels.device.codes import HOST_COMPACT, HOST_READS, HOST_REJECTED, HOST_SCALED, HOST_SHIFT
+from triton_ep.layout import placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import compact as compact_ops
 from triton_ep.ops import dispatch as dispatch_ops
@@ -24,9 +25,6 @@ from triton_ep.ops import routing as routing_ops
 from triton_ep.overlap import CommStream, EPEvent
 
 __all__ = ["CompactCalls", "CompactRows", "Received"]
-
-_TOKENS_SHIFT = 8
-"""Above the bits that say why arguments were rejected, the host word says how many tokens would have been needed."""
 
 
 _Fields = tuple[Any, Any, torch.Tensor | None, list[int] | None, EPAllToAllLayoutDesc, torch.Tensor | None]
@@ -155,7 +153,7 @@ class CompactCalls(DispatchSteps):
         except (InputError, StaleHandleError):
             self._reject_compact(0, HOST_REJECTED, scale is not None)
             raise
-        call = partial(self._dispatch_rows, dispatch_ops.Rows(input, scale), idx, None, num_rows, None)
+        call = partial(self._dispatch_rows, dispatch_ops.Rows(input, scale), idx, None, num_rows, None, again=desc)
         rows = self._compact_call(call, (input, desc, scale), async_finish, previous_event)
         return (rows.x, rows.event) if rows.scale is None else (rows.x, rows.scale, rows.event)
 
@@ -230,7 +228,7 @@ class CompactCalls(DispatchSteps):
             self._reject_compact(num_rows, HOST_REJECTED, scaled)
             raise
         if x.shape[0] > cfg.max_tokens:
-            self._reject_compact(None, HOST_REJECTED | x.shape[0] << _TOKENS_SHIFT, scaled)
+            self._reject_compact(None, HOST_REJECTED | x.shape[0] << HOST_SHIFT, scaled)
 
     def _reject_compact(self, num_rows: int | None, host_word: int, scaled: bool) -> None:
         """Tell the other ranks; with `num_rows` they go on without this one's rows, so it keeps in step.
@@ -265,17 +263,19 @@ class CompactCalls(DispatchSteps):
         num_rows: int | None,
         idx_dtype: torch.dtype | None,
         host_word: int = 0,
+        again: EPAllToAllLayoutDesc | None = None,
     ) -> _Fields:
         """The fields of `CompactRows`. idx_dtype: of expert ids; None = the caller has them already.
 
+        again: of the earlier dispatch whose routing is taken.
         num_rows: None = the host reads how many arrive, and what other ranks report.
         """
         ctx, cfg = self.context, self.config
         if num_rows is not None and idx_dtype is not None:
             ctx.make_room_for_all()
         rows = given.as_bytes()
-        host_word |= HOST_SCALED * (rows.scale is not None)
-        routing, placement = self.preprocess(topk_idx, weights, None, host_word)
+        host_word |= HOST_COMPACT | HOST_SCALED * (rows.scale is not None) | HOST_READS * (num_rows is None)
+        routing, placement = self.preprocess(topk_idx, weights, None, host_word, again)
         ctx.epoch += 1
         counts = None
         if num_rows is None:
@@ -322,7 +322,8 @@ class CompactCalls(DispatchSteps):
         first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["num_recv"]
         words = ctx.read_back(placement, first + count)
         report = [words[8 * rank : 8 * rank + 8] for rank in range(cfg.world_size)]
-        needed = max(row[5] >> _TOKENS_SHIFT for row in report)
+        # Of a rank that has too many tokens the host word says how many.
+        needed = max(row[5] >> HOST_SHIFT if row[5] & HOST_REJECTED else 0 for row in report)
         if needed:
             error = CapacityError(
                 f"a rank has {needed} tokens for one dispatch, the layer was made for max_tokens={cfg.max_tokens}. "

@@ -13,7 +13,16 @@ from triton_ep._names import LayerNames
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
 from triton_ep.errors import ConfigError, InputError, PeerFailed, StaleHandleError
-from triton_ep.layout import HOST_REJECTED, HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS, placement_parts
+from triton_ep.kernels.device.codes import (
+    HOST_AGAIN,
+    HOST_BACKWARD,
+    HOST_READS,
+    HOST_REJECTED,
+    HOST_SCALED,
+    HOST_SCATTER,
+    HOST_WEIGHTS,
+)
+from triton_ep.layout import placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import dispatch as dispatch_ops
@@ -69,9 +78,7 @@ class DispatchSteps(LayerNames):
             self._reject(again=True)
             raise
         arguments = (input, layout_desc.topk_indices_tensor, weight, None)
-        (recv_x, recv_weights, _), _ = self._checked_dispatch(
-            arguments, (False, False, None), layout_desc.num_recv_rows
-        )
+        (recv_x, recv_weights, _), _ = self._checked_dispatch(arguments, (False, False, None), layout_desc)
         return recv_x, recv_weights
 
     def dispatch_scaled(
@@ -114,7 +121,6 @@ class DispatchSteps(LayerNames):
         ctx.check_open()
         ctx.poll_status()
         ctx.calls.check_dispatch()
-        known_rows = None
         try:
             if scale is None:
                 raise InputError("scale must be a tensor, got NoneType. Rows without scales go by dispatch.")
@@ -122,7 +128,7 @@ class DispatchSteps(LayerNames):
                 checks.check_dispatch(cfg, ctx.device, input, exp_indices, weight, None, scale=scale)
             else:
                 checks.check_again(cfg, ctx.device, ctx.layer_id, input, layout_desc, weight, scale)
-                exp_indices, known_rows = layout_desc.topk_indices_tensor, layout_desc.num_recv_rows
+                exp_indices = layout_desc.topk_indices_tensor
             if cfg.low_latency:
                 self._check_kind(scaled=True)
         except (InputError, StaleHandleError):
@@ -131,7 +137,7 @@ class DispatchSteps(LayerNames):
         assert exp_indices is not None, "checked"
         sent = dispatch_ops.Rows(input, scale)
         found, desc, receive = self._dispatch(
-            sent.as_bytes(), exp_indices, weight, None, HOST_SCALED, return_recv_hook, known_rows
+            sent.as_bytes(), exp_indices, weight, None, HOST_SCALED, return_recv_hook, layout_desc
         )
         received = (*found.x.like(sent), found.weights, desc)
         return (*received, self._recv_hook(receive, received)) if return_recv_hook else received
@@ -163,11 +169,11 @@ class DispatchSteps(LayerNames):
         self,
         arguments: tuple[Any, Any, Any, Any],
         overlap: tuple[bool, bool, EPEvent | None],
-        known_rows: int | None = None,
+        again: EPAllToAllLayoutDesc | None = None,
     ) -> tuple[Received, Callable[[], None]]:
         """What `dispatch` returns, and its receiving half, which has been launched unless a hook was asked for.
 
-        known_rows: rows that arrive, where an earlier dispatch with the same ids has told.
+        again: of the earlier dispatch whose routing is taken.
         """
         x, topk_idx, weights, scatter = arguments
         try:
@@ -181,9 +187,7 @@ class DispatchSteps(LayerNames):
         rows = dispatch_ops.Rows(x)
         if isinstance(x, MXTensor):
             rows = dispatch_ops.Rows(x.qdata, x.scale.view(torch.uint8))
-        received, desc, receive = self._dispatch(
-            rows, topk_idx, weights, scatter, 0, split=overlap[0], known_rows=known_rows
-        )
+        received, desc, receive = self._dispatch(rows, topk_idx, weights, scatter, 0, split=overlap[0], again=again)
         recv = received.x
         if recv.scale is None:
             return (recv.data, received.weights, desc), receive
@@ -199,12 +203,14 @@ class DispatchSteps(LayerNames):
         scatter: torch.Tensor | None,
         host_word: int,
         split: bool = False,
-        known_rows: int | None = None,
+        again: EPAllToAllLayoutDesc | None = None,
         keep_copies: bool = False,
+        known_rows: int | None = None,
     ) -> tuple[dispatch_ops.Received, EPAllToAllLayoutDesc, Callable[[], None]]:
         """What a dispatch receives, its descriptor, and its receiving half.
 
-        split: the caller launches that half; otherwise it has been launched.
+        split: the caller launches that half; otherwise it has been launched. again: of the earlier dispatch whose
+        routing is taken. known_rows: without it, -1 if the other ranks know what comes.
         """
         ctx, cfg = self.context, self.config
         if cfg.low_latency:
@@ -216,7 +222,10 @@ class DispatchSteps(LayerNames):
                 ctx.poll_status()
             return result
         given, x = x, dispatch_ops.quantize(ctx, x)
-        routing, placement = self.preprocess(topk_idx, weights, scatter, host_word)
+        known_rows = known_rows if again is None else again.num_recv_rows
+        if cfg.recv_capacity is None and known_rows is None:
+            host_word |= HOST_READS
+        routing, placement = self.preprocess(topk_idx, weights, scatter, host_word, again)
         has_weights = routing.weights is not None
         ctx.epoch += 1
         num_rows, num_arrivals, offsets = self.init_output_buffer(placement, known_rows)
@@ -290,8 +299,12 @@ class DispatchSteps(LayerNames):
         weights: torch.Tensor | None,
         scatter: torch.Tensor | None,
         host_word: int,
+        again: EPAllToAllLayoutDesc | None = None,
     ) -> tuple[routing_ops.Routing, torch.Tensor]:
-        """Count, give slots, and exchange the splits of all ranks; what they say is the second."""
+        """Count, give slots, and exchange the splits of all ranks; what they say is the second.
+
+        again: of the earlier dispatch whose routing is taken, which must be the same on all ranks.
+        """
         ctx, num_experts = self.context, self.config.num_experts
         bad_scatter = None
         if scatter is not None and not isinstance(topk_idx, routing_ops.RoutingMap):
@@ -302,7 +315,9 @@ class DispatchSteps(LayerNames):
             bad_scatter = torch.where(good, 0, HOST_SCATTER).int().view(1)
         routing = routing_ops.count(ctx, topk_idx, weights)
         host_word |= 0 if routing.weights is None else HOST_WEIGHTS
-        return routing, splits_ops.exchange(ctx, routing, host_word, bad_scatter)
+        host_word |= (0 if again is None else HOST_AGAIN) | (HOST_BACKWARD if ctx.backward else 0)
+        routed = None if again is None else again.placement
+        return routing, splits_ops.exchange(ctx, routing, host_word, bad_scatter, routed)
 
     def init_output_buffer(self, placement: torch.Tensor, known_rows: int | None = None) -> Expected:
         """Rows of this rank's output, arrival rows to expect, and in exact mode, where the host reads what comes, the

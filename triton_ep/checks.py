@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
+from triton_ep._calls import dispatch_name, of_calls
 from triton_ep.config import EPConfig
 from triton_ep.errors import ConfigError, InputError, PeerFailed, StaleHandleError
-from triton_ep.layout import HOST_REJECTED, HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS
+from triton_ep.kernels.device.codes import HOST_REJECTED, HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.overlap import EPEvent
 
 ONE_BYTE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Elements of rows that travel with scales."""
-_NOTHING_WRONG = {0, HOST_WEIGHTS, HOST_SCALED, HOST_WEIGHTS | HOST_SCALED}
 
 
 def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
@@ -26,13 +26,17 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
     Raises:
         PeerFailed: a rank rejected its arguments.
         InputError: an id out of range, bad scatter indices, weights or scales on some ranks only.
+        CallMismatch: ranks are in different calls.
     """
     told = {row[5] for row in report}
-    if told <= _NOTHING_WRONG and len(told) == 1 and not any(row[3] for row in report):
+    if len(told) == 1 and not report[0][5] & (HOST_REJECTED | HOST_SCATTER) and not any(row[3] for row in report):
         return
     for rank, row in enumerate(report):
         if row[5] & HOST_REJECTED:
             raise PeerFailed(f"rank {rank} rejected its arguments to dispatch; see the InputError it raised.")
+    # Without what one call may have or not, the kind of call is left.
+    if len({row[5] & ~(HOST_WEIGHTS | HOST_SCALED | HOST_SCATTER) for row in report}) > 1:
+        raise of_calls({rank: row[5] for rank, row in enumerate(report)}, dispatch_name, failed=False)
     for rank, (_, _, _, bad, bad_id, word, *_) in enumerate(report):
         if word & HOST_SCATTER:
             raise InputError(

@@ -7,10 +7,11 @@ a status record that a kernel left behind into an exception.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from triton_ep import layout
 from triton_ep._agreement import check_agreement
+from triton_ep._calls import mismatch
 from triton_ep._names import ContextNames
 from triton_ep.aot.launch import Aot
 from triton_ep.config import EPConfig, as_integer
@@ -49,6 +51,7 @@ class DispatchCombineContext(ContextNames):
         self.layer_id = secrets.randbits(62)
         self.epoch, self.calls, self._closed = 0, OpenCalls(), False
         self.failure: str | None = None
+        self.backward = False  # calls made now send gradients
         self.unread: torch.Tensor | None = None  # placement of the latest static dispatch, which no host has looked at
         self._blocks: dict[str, SymmTensor] = {}
         self._offsets: dict[str, tuple[str, int]] = {}
@@ -57,7 +60,7 @@ class DispatchCombineContext(ContextNames):
         self.tables = torch.zeros(2 * num_buffers + 1, num_ranks, dtype=torch.int64, device=self.device)
         self._addrs, self._net_addrs = self.tables[:num_buffers], self.tables[num_buffers:-1]
         self.tables[-1] = heap.pes(group)
-        self.state = torch.zeros(codes.STATE_WORDS, dtype=torch.int64, device=self.device)
+        self.state = torch.zeros(codes.STATE_WORDS + num_ranks, dtype=torch.int64, device=self.device)
         self.state[codes.TIMEOUT_US] = int(config.timeout_s * 1e6)
         self.status = self.state[codes.STATUS :][:4]
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
@@ -286,10 +289,20 @@ class DispatchCombineContext(ContextNames):
             joined.record(side)
             current_stream().wait_event(joined)
 
+    @contextlib.contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Calls made inside send gradients; so they are told from those of a forward pass on another rank."""
+        before, self.backward = self.backward, True
+        try:
+            yield
+        finally:
+            self.backward = before
+
     def check_status(self) -> None:
         """Wait for the stream of this device and raise what a kernel reported.
 
         Raises:
+            CallMismatch: ranks are in different calls.
             WaitTimeout: naming the operation, the missing ranks, expected and seen epochs.
             PeerFailed: the wait expired, and the process of a rank has ended.
         """
@@ -333,10 +346,17 @@ class DispatchCombineContext(ContextNames):
         if record[0] == 0:
             return
         operation, index, expected, seen = record
+        if operation not in _OPERATIONS:
+            error = mismatch(operation, self.state[codes.STATE_WORDS :].tolist())
+            self.failure = str(error)
+            raise error
         what, flags = _OPERATIONS[operation]
         missing = sorted({self._sender(operation, index)} | self._late_senders(operation, index, expected))
-        if operation in (codes.WAIT_ARRIVALS, codes.WAIT_LL_ROWS):
-            expected, seen = expected >> 32, seen >> 32  # below: rows, or tokens (the kernels say)
+        # Below: rows, tokens, tags (the kernels say).
+        if operation in (codes.WAIT_ARRIVALS, codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS):
+            expected, seen = expected >> 32, seen >> 32
+        elif operation in (codes.WAIT_COMBINE_STAGED, codes.WAIT_NETWORK_PARTIALS):
+            expected, seen = expected >> codes.TAG_BITS, seen >> codes.TAG_BITS
         self.failure = f"{what} expired."
         if (gone := self.heap.failed_peer()) is not None:
             raise PeerFailed(
@@ -371,7 +391,7 @@ class DispatchCombineContext(ContextNames):
             return {self.config.topology.first_rank + i for i, v in enumerate(of_first_program) if v < expected}
         if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
             return set()
-        if operation == codes.WAIT_LL_ROWS:
+        if operation in (codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS):
             values = values[index // self.config.world_size]
         late = {rank for rank, value in enumerate(values.tolist()) if value < expected}
         if operation == codes.WAIT_NODE_BARRIER:

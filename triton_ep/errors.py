@@ -65,6 +65,10 @@ class AotNvshmemMismatch(EPError, RuntimeError):
     """Kernels of the ahead-of-time library contain device code of an NVSHMEM that this node's cannot serve."""
 
 
+class CallMismatch(EPError, RuntimeError):
+    """Ranks of one layer are in different calls, or in one call with other descriptors: says which call each was in."""
+
+
 class WaitTimeout(EPError, TimeoutError):
     """A bounded wait expired: names the operation, the missing ranks, expected and seen counters."""
 

@@ -19,14 +19,6 @@ import torch
 from triton_ep.config import EPConfig
 from triton_ep.plans.shape import Shape, next_power_of_2
 
-HOST_REJECTED = 1
-"""Bit of the host word in a splits row: the host refused this rank's arguments."""
-HOST_WEIGHTS = 2
-"""Bit: this rank sends weights."""
-HOST_SCATTER = 4
-"""Bit: this rank's scatter indices are no sort of its entries."""
-HOST_SCALED = 8
-"""Bit: this rank sends one-byte rows with scales, of a layer without payload."""
 STEPS = 8
 """Most steps of a dispatch or combine, after each of which other ranks may go on (kernels/device/tables.py)."""
 ALIGN_BYTES = 256
@@ -362,7 +354,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "ll_combine_flag",
-        _world,
+        lambda s: (2, s.config.world_size),
         _fixed(torch.int64),
         "low-latency reduce of every rank",
         "low-latency sum",

@@ -7,7 +7,8 @@ buffer holds, who writes and who reads it, is the table in triton_ep/layout.py, 
 with this one.
 
 The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record, a count of
-programs that came to their end, and the address of a word in host memory that says if there is a record.
+programs that came to their end, and the address of a word in host memory that says if there is a record. Behind
+them are [W] words for the tags of the ranks, where their calls differ (device/calls.py).
 """
 
 import triton
@@ -41,7 +42,7 @@ LL_COMBINE = tl.constexpr(22)
 LL_COMBINE_FLAG = tl.constexpr(23)
 NUM_BUFFERS = tl.constexpr(24)
 
-# Words of `state`. The status record (device/waits.py) has four, LL_TOLD two.
+# Words of `state`. The status record (device/waits.py) has four, LL_TOLD and LL_COMBINE_TOLD two each.
 EPOCH_DISPATCH = tl.constexpr(codes.EPOCH_DISPATCH)
 EPOCH_COMBINE = tl.constexpr(codes.EPOCH_COMBINE)
 EPOCH_BARRIER_ALL = tl.constexpr(codes.EPOCH_BARRIER_ALL)
@@ -55,6 +56,7 @@ LL_TOLD = tl.constexpr(codes.LL_TOLD)
 STATUS = tl.constexpr(codes.STATUS)
 PROGRAMS_DONE = tl.constexpr(codes.PROGRAMS_DONE)
 ALARM = tl.constexpr(codes.ALARM)
+LL_COMBINE_TOLD = tl.constexpr(codes.LL_COMBINE_TOLD)
 STATE_WORDS = tl.constexpr(codes.STATE_WORDS)
 
 

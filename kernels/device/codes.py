@@ -25,7 +25,39 @@ MODE_RCEIL_SATFINITE = 4
 BARRIER_FLAG = 9
 NODE_BARRIER_FLAG = 10
 
-# buffers.py: words of the state array. The status record (waits.py) has four, LL_TOLD two.
+# calls.py: the host word that a rank tells with its splits, or with its low-latency rows.
+HOST_REJECTED = 1
+"""The host refused this rank's arguments."""
+HOST_WEIGHTS = 2
+"""This rank sends weights."""
+HOST_SCATTER = 4
+"""This rank's scatter indices are no sort of its entries."""
+HOST_SCALED = 8
+"""This rank sends one-byte rows with scales, of a layer without payload."""
+HOST_AGAIN = 16
+"""Rows go by the routing of an earlier dispatch, whose number stands above HOST_SHIFT."""
+HOST_COMPACT = 32
+"""Rows arrive one per (token, rank)."""
+HOST_BACKWARD = 64
+"""A gradient is sent: the call belongs to a backward pass."""
+HOST_READS = 128
+"""This rank's host looks at the host words of all ranks before anything else is sent."""
+HOST_SHIFT = 8
+"""Above are the low bits of a number: of the dispatch (HOST_AGAIN), or of tokens (HOST_REJECTED)."""
+
+# calls.py: the tag of a combine; above COMBINE_SHIFT the low bits of the number of its dispatch.
+COMBINE_WEIGHTS = 1
+COMBINE_SLOTS = 2
+COMBINE_BACKWARD = 4
+COMBINE_SHIFT = 4
+EPOCH_BITS = 20
+"""Low bits of a dispatch's number that calls carry."""
+TAG_BITS = COMBINE_SHIFT + EPOCH_BITS
+"""Of flags that carry a tag: the low bits, below the count."""
+MIXED_TAG = 2**TAG_BITS - 1
+"""In place of the tag, for ranks of other nodes: the ranks of this node are in different combines."""
+
+# buffers.py: words of the state array. The status record (waits.py) has four, what was told (LL_*TOLD) two each.
 EPOCH_DISPATCH = 0
 EPOCH_COMBINE = 1
 EPOCH_BARRIER_ALL = 2
@@ -39,7 +71,9 @@ LL_TOLD = 9
 STATUS = 11
 PROGRAMS_DONE = 15
 ALARM = 16
-STATE_WORDS = 17
+LL_COMBINE_TOLD = 17
+STATE_WORDS = 19
+"""Behind them are as many words as there are ranks: the tag of each, plus one, where calls differ (calls.py)."""
 
 # waits.py: what a wait waited for.
 WAIT_SPLITS = 1
@@ -52,3 +86,9 @@ WAIT_BARRIER = 7
 WAIT_NODE_BARRIER = 8
 WAIT_LL_ROWS = 9
 WAIT_LL_PARTIALS = 10
+
+# calls.py: which calls differ, in place of what a wait waited for.
+CALLS_DISPATCH = 11
+CALLS_COMBINE = 12
+CALLS_LL_DISPATCH = 13
+CALLS_LL_COMBINE = 14

@@ -17,7 +17,8 @@ of the node after each, so that a receiver can work on the first rows while the 
 the tokens of its counterpart on each other node. The high 32 bits of the flag count steps since the layer was made,
 STEPS per call; the low 32 bits say how far the steps reach in the receiver's arrival rows of that source: their number
 (own tokens), or the row behind them (other nodes'). Rows of a combine are staged in steps, too, STEPS per call: each
-some rows of every source, or with several nodes first all rows of other nodes' tokens.
+some rows of every source, or with several nodes first all rows of other nodes' tokens. Their flags count those steps,
+and carry the tag of the combine (device/calls.py).
 """
 
 import triton
@@ -35,9 +36,10 @@ from .buffers import (
     buffer_ptr,
     buffer_ptrs,
 )
+from .calls import CALLS_COMBINE, report_calls
 from .mxfp8 import MODE_RCEIL, quantize_tile
 from .tables import STEPS
-from .waits import WAIT_ARRIVALS, WAIT_COMBINE_STAGED, release_flags, wait_flags, wait_values
+from .waits import TAG_BITS, TAGS, WAIT_ARRIVALS, WAIT_COMBINE_STAGED, release_flags, wait_tagged, wait_values
 
 
 @triton.jit
@@ -314,14 +316,29 @@ def wait_staged(
     ranks_per_node,
     num_stage_programs,
     steps,  # of STEPS
+    tag,  # int64, of this combine
     LWP: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
-    """Wait until every rank of this node has staged its rows of this combine up to a step."""
+    """Wait until every rank of this node has staged its rows of this combine up to a step: whether all have, and
+    whether one of them is in another combine."""
     flag = tl.arange(0, LWP * MAX_PROGRAMS)
     used = (flag // MAX_PROGRAMS < ranks_per_node) & (flag % MAX_PROGRAMS < num_stage_programs)
     flag_ptrs = buffer_ptr(tables_ptr, STAGED_FLAG, num_ranks, rank, tl.int64) + flag
-    return wait_flags(flag_ptrs, used, staged_steps(state_ptr) + steps, state_ptr, WAIT_COMBINE_STAGED)
+    before = staged_steps(state_ptr)
+    ready, differ, seen = wait_tagged(flag_ptrs, used, before + steps, before, tag, state_ptr, WAIT_COMBINE_STAGED)
+    if differ:
+        known = tags_of_rows(seen, used, before, LWP)
+        ranks = rank - rank % ranks_per_node + tl.arange(0, LWP)
+        report_calls(state_ptr, ranks, known, known >= 0, CALLS_COMBINE)
+    return ready, differ
+
+
+@triton.jit
+def tags_of_rows(seen, used, before, ROWS: tl.constexpr):
+    """[ROWS] the tag in each row of tagged flags; -1 where none counts more than `before`."""
+    tags = tl.where(used & ((seen >> TAG_BITS) > before), seen & TAGS, -1)
+    return tl.max(tl.reshape(tags, [ROWS, seen.numel // ROWS]), axis=1)
 
 
 @triton.jit

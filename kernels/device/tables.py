@@ -21,7 +21,8 @@ each node.
                       that id, host error code; then of the rows that arrive here from it the first, and their number
     expert_offsets    [e + 1]
     num_recv          [e]
-    overflow          [1] rows beyond the capacity on this rank
+    overflow          [1] rows beyond the capacity on this rank; behind it [1] low bits of the dispatch's number, which
+                      the device counts, so that they are those of the latest replay (device/calls.py)
     tokens_from_node  [N] tokens that my counterpart of each node sends to this node
     row               [S] my splits row, see internode/splits.py
     step_rows         [64, LW] my arrival rows at each rank of my node, of the tokens before a 64th of them

@@ -8,6 +8,8 @@ rank return at once; the host raises from the record (triton_ep/context.py).
 Status record, the words of the state array from STATUS on: [0] operation (0 = fine), [1] index of the first
 missing flag, [2] expected epoch, [3] epoch seen. A word in host memory then says that there is
 a record. The operation codes are `WAIT_*` below; the host names them (triton_ep/context.py).
+
+Flags of a combine carry the tag of the call below their count (device/calls.py).
 """
 
 import triton
@@ -27,6 +29,9 @@ WAIT_BARRIER = tl.constexpr(codes.WAIT_BARRIER)
 WAIT_NODE_BARRIER = tl.constexpr(codes.WAIT_NODE_BARRIER)
 WAIT_LL_ROWS = tl.constexpr(codes.WAIT_LL_ROWS)
 WAIT_LL_PARTIALS = tl.constexpr(codes.WAIT_LL_PARTIALS)
+
+TAG_BITS = tl.constexpr(codes.TAG_BITS)
+TAGS = tl.constexpr(2**codes.TAG_BITS - 1)
 
 
 @triton.jit
@@ -66,6 +71,41 @@ def wait_values(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, f
 
 
 @triton.jit
+def wait_tagged(flag_ptrs, mask, expected, before, tag, state_ptr, OPERATION: tl.constexpr, first_index=0):
+    """Wait until every masked flag counts at least `expected`, or one that counts more than `before` has another tag.
+
+    Such a flag is (count << TAG_BITS | tag). Those of this call count more than `before`, and their writers reach the
+    next call only when this one has ended here.
+    Returns whether all have come, with the same tag and in time, whether a tag is another one, and the flags.
+    """
+    limit = tl.load(state_ptr + TIMEOUT_US) * 1000
+    start = now_ns()
+    polls = 0
+    healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
+    wanted = expected << TAG_BITS
+    seen = _acquire(flag_ptrs, mask, wanted, state_ptr)
+    verdict = _verdict(seen, mask, wanted, before, tag)
+    while (verdict == 1) & healthy & (now_ns() - start < limit):
+        pause(polls)
+        polls += 1
+        seen = _acquire(flag_ptrs, mask, wanted, state_ptr)
+        verdict = _verdict(seen, mask, wanted, before, tag)
+        healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
+    if (verdict == 1) & healthy:
+        _report_expiry(seen, wanted, first_index, state_ptr, OPERATION)
+    # As in `wait_values`.
+    tl.debug_barrier()
+    return (verdict == 0) & healthy, verdict == 2, seen
+
+
+@triton.jit
+def _verdict(seen, mask, wanted, before, tag):
+    """0: all have come; 1: one is late; 2: one is of another call. One reduction, because every poll pays for it."""
+    other = mask & ((seen >> TAG_BITS) > before) & ((seen & TAGS) != tag)
+    return tl.max(tl.where(other, 2, tl.where(seen < wanted, 1, 0)))
+
+
+@triton.jit
 def _acquire(flag_ptrs, mask, expected, state_ptr):
     """The flags as they are, `expected` where masked off. By loads: atomics of many waiting programs queue up."""
     # Such a load takes no mask; the word that stands in for the others is not looked at.
@@ -79,12 +119,24 @@ def _report_expiry(seen, expected, first_index, state_ptr, OPERATION: tl.constex
     index = tl.arange(0, seen.numel)
     first = tl.min(tl.where(seen - expected < 0, index, seen.numel))
     value = tl.max(tl.where(index == first, seen, 0))
-    if tl.atomic_cas(state_ptr + STATUS, tl.cast(0, tl.int64), tl.cast(OPERATION, tl.int64)) == 0:
+    if take_record(state_ptr, OPERATION):
         tl.store(state_ptr + STATUS + 1, tl.cast(first_index + first, tl.int64))
         tl.store(state_ptr + STATUS + 2, expected)
         tl.store(state_ptr + STATUS + 3, value)
-        alarm_ptr = tl.load(state_ptr + ALARM).to(tl.pointer_type(tl.int64))
-        tl.store(alarm_ptr, tl.cast(OPERATION, tl.int64))
+        raise_alarm(state_ptr, OPERATION)
+
+
+@triton.jit
+def take_record(state_ptr, OPERATION: tl.constexpr):
+    """True in the first program of this rank that has something to report; from then on no wait waits."""
+    return tl.atomic_cas(state_ptr + STATUS, tl.cast(0, tl.int64), tl.cast(OPERATION, tl.int64)) == 0
+
+
+@triton.jit
+def raise_alarm(state_ptr, OPERATION: tl.constexpr):
+    """Tell the host that there is a record."""
+    alarm_ptr = tl.load(state_ptr + ALARM).to(tl.pointer_type(tl.int64))
+    tl.store(alarm_ptr, tl.cast(OPERATION, tl.int64))
 
 
 @triton.jit

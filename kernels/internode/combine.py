@@ -4,8 +4,9 @@ Protocol      1 wait until the ranks of this node have staged their rows (intran
               (reduced rows: the first half of their steps, which have all rows of other nodes' tokens)
               2 for the tokens that my counterpart of another node sent here: sum in float32, in k order,
               the rows that the ranks of this node hold, CHUNK tokens at a time, into partial_send
-              3 put the chunk into partial_recv of that counterpart, with its flag = epoch; it adds the
-              partial sums to its own (intranode/combine.py, step 4)
+              3 put the chunk into partial_recv of that counterpart, with its flag = epoch above the tag of the combine;
+              it adds the partial sums to its own (intranode/combine.py, step 4). The first chunk always goes, for its
+              tag; where ranks of this node are in different combines it says so (device/calls.py)
 Layout        partial_send, partial_recv [N, max_tokens, stride] of the partial dtype, by the other node,
               then by the token's slot; partial_flag [N, MAX_CHUNKS] int64.
 Memory order  3: put-with-signal orders data before flag; acquired in step 4 of intranode/combine.py.
@@ -27,9 +28,11 @@ from ..device.buffers import (
     net_address_of,
     pe_of,
 )
+from ..device.calls import MIXED_TAG, combine_tag
 from ..device.rows import other_node, pull_sum, wait_staged
 from ..device.tables import STEPS, tokens_from_node_of
 from ..device.transport import put_signal
+from ..device.waits import TAG_BITS
 
 
 @triton.jit(
@@ -41,6 +44,7 @@ from ..device.transport import put_signal
         "num_ranks",
         "ranks_per_node",
         "num_stage_programs",
+        "call",
     ]
 )
 def combine_partial_kernel(
@@ -57,6 +61,7 @@ def combine_partial_kernel(
     num_ranks,
     ranks_per_node,
     num_stage_programs,
+    call,  # intranode/combine.py
     REDUCED: tl.constexpr,  # intranode/combine.py
     PARTIAL_DTYPE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -69,7 +74,8 @@ def combine_partial_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    ready = wait_staged(
+    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
+    ready, differ = wait_staged(
         tables_ptr,
         state_ptr,
         rank,
@@ -77,10 +83,12 @@ def combine_partial_kernel(
         ranks_per_node,
         num_stage_programs,
         STEPS // 2 if REDUCED else STEPS,
+        tag,
         LWP,
         MAX_PROGRAMS,
     )
-    if ready:
+    if ready | differ:
+        tag = tl.where(differ, MIXED_TAG, tag)
         tokens_from_node_ptr = tokens_from_node_of(placement_ptr, num_ranks, experts_per_rank)
         num_entries = tl.cast(num_ranks // ranks_per_node, tl.int64) * max_tokens * TOPK
         row_table_ptr = forward_ptr + num_entries
@@ -95,6 +103,7 @@ def combine_partial_kernel(
             node, chunk = other_node(item, rank, num_ranks, ranks_per_node)
             tokens = tl.load(tokens_from_node_ptr + node)
             first = chunk * CHUNK
+            tokens = tl.where(ready, tokens, 0)
             if first < tokens:
                 for start in range(0, CHUNK, ROWS):
                     slot = first + start + tl.arange(0, ROWS)
@@ -123,6 +132,7 @@ def combine_partial_kernel(
                         mask = alive[:, None] & (h + offs < hidden)[None, :]
                         dest = send_ptr + row[:, None] * partial_stride + h + offs[None, :]
                         tl.store(dest, acc.to(PARTIAL_DTYPE), mask=mask)
+            if (first < tokens) | (chunk == 0):
                 peer = node * ranks_per_node + rank % ranks_per_node
                 dest_row = tl.cast(my_node * max_tokens + first, tl.int64)
                 source_row = (node * max_tokens + first).to(tl.int64)
@@ -130,9 +140,9 @@ def combine_partial_kernel(
                 put_signal(
                     net_address_of(tables_ptr, PARTIAL_RECV, num_ranks, peer) + dest_row * row_bytes,
                     address_of(tables_ptr, PARTIAL_SEND, num_ranks, rank) + source_row * row_bytes,
-                    tl.minimum(tokens - first, CHUNK).to(tl.int64) * row_bytes,
+                    tl.minimum(tl.maximum(tokens - first, 1), CHUNK).to(tl.int64) * row_bytes,
                     flag + (my_node * MAX_CHUNKS + chunk).to(tl.int64) * 8,
-                    epoch,
+                    epoch << TAG_BITS | tag,
                     pe_of(tables_ptr, num_ranks, peer),
                     NETWORK,
                     BLOCK_H,

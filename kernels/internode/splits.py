@@ -7,6 +7,7 @@ Protocol      1 scan: an exclusive prefix of the counts over this rank's chunks 
               3 post my splits row, then my flag = epoch, to every rank (device/post.py)
               4 wait until the flag of every rank is at least the epoch
               5 derive the first rows of all segments, here and at every other rank
+              6 compare the host words: where ranks are in different calls, nothing more is sent (device/calls.py)
 Layout        splits [2, W, S] int32, half chosen by the parity of the epoch; flags [W] int64, one per source.
               A splits row, int32 [S], S a multiple of 4, has C counts; at the end tokens, 1 + index of the first
               illegal id (0 = none), that id, host error code. What comes out is `placement` (device/tables.py).
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 
 from ..device.buffers import EPOCH_DISPATCH, SPLITS, SPLITS_FLAG, buffer_ptr
+from ..device.calls import CALLS_DISPATCH, dispatch_word, report_calls, store_epoch, words_differ
 from ..device.post import post_to_all
 from ..device.tables import (
     bases_of,
@@ -253,11 +255,12 @@ def splits_kernel(
     chunks_ptr,  # in: counts, out: exclusive prefix over chunks; device/tables.py
     placement_ptr,  # out, device/tables.py
     bad_scatter_ptr,  # [1] int32, read if HAS_SCATTER: added to the host word
+    routed_ptr,  # `placement` of the dispatch whose routing is taken; not read without HOST_AGAIN in the host word
     state_ptr,
     tables_ptr,
     num_chunks,
     num_tokens,
-    host_word,  # 0, or why the host rejected this rank's input (layout.HOST_*)
+    host_word,  # HOST_* (device/codes.py)
     rank,
     num_ranks,
     experts_per_rank,
@@ -280,14 +283,18 @@ def splits_kernel(
     _scan(chunks_ptr, row_ptr, num_chunks, num_columns, BLOCK_N, BLOCK_C)
     if tl.program_id(0) == 0:
         _clear(placement_ptr, num_ranks, experts_per_rank, ranks_per_node, row_length, BLOCK)
+        host_word = dispatch_word(host_word, routed_ptr, num_ranks, experts_per_rank)
         if HAS_SCATTER:
             host_word += tl.load(bad_scatter_ptr)
         _fill_tail(chunks_ptr, row_ptr, num_chunks, num_columns, row_length, num_tokens, host_word, BLOCK_N)
     if last_to_arrive(state_ptr):
         # Also after an expired wait: what is computed from old counts is bounded, what nobody computed is not.
         _exchange(row_ptr, state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, row_length, NETWORK, WP, LWP, BLOCK)
-        parity = tl.load(state_ptr + EPOCH_DISPATCH) & 1
-        splits_ptr = buffer_ptr(tables_ptr, SPLITS, num_ranks, rank, tl.int32) + parity * num_ranks * row_length
+        epoch = tl.load(state_ptr + EPOCH_DISPATCH)
+        splits_ptr = buffer_ptr(tables_ptr, SPLITS, num_ranks, rank, tl.int32) + (epoch & 1) * num_ranks * row_length
+        store_epoch(placement_ptr, epoch, num_ranks, experts_per_rank)
+        source = tl.arange(0, WP)
+        words = tl.load(splits_ptr + (source + 1) * row_length - 1, mask=source < num_ranks, other=0)
         earlier = tl.zeros([], tl.int32)
         for first_owner in range(0, num_ranks, OWNERS):
             earlier = _place_segments(
@@ -306,3 +313,5 @@ def splits_kernel(
                 EP,
                 OWNERS,
             )
+        if words_differ(words, source < num_ranks):
+            report_calls(state_ptr, source, words, source < num_ranks, CALLS_DISPATCH)

@@ -6,13 +6,15 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               rows of every source, or with several nodes first those of other nodes, then those of this one
               3 set staged_flag[my local rank, program] on every rank of the node, after each step
               (the caller may do step 2 himself: combine_free is step 1 alone, combine_publish step 3)
+              The flag carries the tag of the combine, and 4 compares: a rank in another one is reported, and its rows
+              are not read (device/calls.py)
               4 pull: wait for the staged flags of all local ranks (with several nodes also for the
               partial sums of the others: internode/combine.py), as far as the next tokens need them, then sum
               the rows of each token in float32 in k order, and round once
               5 the last program of the pull posts done_flag = epoch to every rank (device/post.py)
 Layout        combine_x [capacity, H]: by output row (stage) or by arrival row (reduce); combine_weight
               [capacity] float32, read by the pull if HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since
-              the layer was made, STEPS per combine.
+              the layer was made, STEPS per combine, above the tag.
 Memory order  3 is a system-scope release per program and step, acquired in 4. 5 comes after all pulls of its rank:
               the program that posts has acquired that the others are done.
 Progress      1 waits for step 5 of the previous call, which every rank posts without waiting for this call.
@@ -37,9 +39,10 @@ from ..device.buffers import (
     buffer_ptr,
     buffer_ptrs,
 )
+from ..device.calls import CALLS_COMBINE, combine_tag, report_calls
 from ..device.groups import my_first
 from ..device.post import post_to_all
-from ..device.rows import on_my_node, pull_sum, staged_part, staged_steps, wait_staged
+from ..device.rows import on_my_node, pull_sum, staged_part, staged_steps, tags_of_rows, wait_staged
 from ..device.tables import (
     DST_ROW,
     OWNER,
@@ -55,11 +58,13 @@ from ..device.tables import (
     tokens_per_node_of,
 )
 from ..device.waits import (
+    TAG_BITS,
     WAIT_COMBINE_FREE,
     WAIT_NETWORK_PARTIALS,
     last_to_arrive,
     release_flags,
     wait_flags,
+    wait_tagged,
 )
 
 
@@ -74,14 +79,15 @@ def _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP: tl.constexpr):
 
 @triton.jit
 def _release_staged(
-    tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, steps, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr
+    tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, steps, tag, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr
 ):
     local = tl.arange(0, LWP)
     mask = local < ranks_per_node
     peers = rank - rank % ranks_per_node + local
     flag_ptrs = buffer_ptrs(tables_ptr, STAGED_FLAG, num_ranks, peers, mask, tl.int64)
     flag_ptrs += rank % ranks_per_node * MAX_PROGRAMS + tl.program_id(0)
-    release_flags(flag_ptrs, mask, tl.zeros([LWP], tl.int64) + staged_steps(state_ptr) + steps)
+    value = (staged_steps(state_ptr) + steps) << TAG_BITS | tag
+    release_flags(flag_ptrs, mask, tl.zeros([LWP], tl.int64) + value)
 
 
 @triton.jit(do_not_specialize=["rank", "num_ranks"])
@@ -89,15 +95,25 @@ def combine_free_kernel(state_ptr, tables_ptr, rank, num_ranks, WP: tl.constexpr
     _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP)
 
 
-@triton.jit(do_not_specialize=["rank", "num_ranks", "ranks_per_node"])
+@triton.jit(do_not_specialize=["experts_per_rank", "rank", "num_ranks", "ranks_per_node", "call"])
 def combine_publish_kernel(
-    state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr
+    placement_ptr,  # device/tables.py
+    state_ptr,
+    tables_ptr,
+    experts_per_rank,
+    rank,
+    num_ranks,
+    ranks_per_node,
+    call,  # COMBINE_* (device/codes.py), as in the kernels below
+    LWP: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
 ):
+    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
     if tl.load(state_ptr + STATUS) == 0:
-        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, LWP, MAX_PROGRAMS)
+        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, tag, LWP, MAX_PROGRAMS)
 
 
-@triton.jit(do_not_specialize=["row_capacity", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"])
+@triton.jit(do_not_specialize=["row_capacity", "experts_per_rank", "rank", "num_ranks", "ranks_per_node", "call"])
 def combine_stage_kernel(
     y_ptr,  # [R, row_words] words
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
@@ -110,6 +126,7 @@ def combine_stage_kernel(
     rank,
     num_ranks,
     ranks_per_node,
+    call,
     HAS_WEIGHTS: tl.constexpr,
     WP: tl.constexpr,
     LWP: tl.constexpr,
@@ -117,6 +134,7 @@ def combine_stage_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
     if _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP):
         combine_ptr = buffer_ptr(tables_ptr, COMBINE_X, num_ranks, rank, y_ptr.dtype.element_ty)
         combine_weight_ptr = buffer_ptr(tables_ptr, COMBINE_WEIGHT, num_ranks, rank, tl.float32)
@@ -132,10 +150,12 @@ def combine_stage_kernel(
             if HAS_WEIGHTS:
                 weights = tl.load(weights_ptr + row, mask=row < num_rows, other=0.0)
                 tl.store(combine_weight_ptr + row, weights, mask=row < num_rows)
-        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, LWP, MAX_PROGRAMS)
+        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, tag, LWP, MAX_PROGRAMS)
 
 
-@triton.jit(do_not_specialize=["row_capacity", "rank", "num_ranks", "ranks_per_node", "num_steps"])
+@triton.jit(
+    do_not_specialize=["row_capacity", "experts_per_rank", "rank", "num_ranks", "ranks_per_node", "num_steps", "call"]
+)
 def combine_reduce_kernel(
     y_ptr,  # [R, H]
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
@@ -145,10 +165,12 @@ def combine_reduce_kernel(
     tables_ptr,
     hidden,
     row_capacity,
+    experts_per_rank,
     rank,
     num_ranks,
     ranks_per_node,
     num_steps,  # divides STEPS; with several nodes 2
+    call,
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     WP: tl.constexpr,
@@ -157,6 +179,7 @@ def combine_reduce_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
     if _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP):
         combine_ptr = buffer_ptr(tables_ptr, COMBINE_X, num_ranks, rank, y_ptr.dtype.element_ty)
         num_rows = tl.minimum(tl.load(placement_ptr + rank * 8 + 1), row_capacity)
@@ -194,7 +217,7 @@ def combine_reduce_kernel(
                         dest = combine_ptr + row.to(tl.int64)[:, None] * hidden + h + offs[None, :]
                         tl.store(dest, acc.to(y_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
                 tiles_before += tiles
-            _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, LWP, MAX_PROGRAMS)
+            _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, tag, LWP, MAX_PROGRAMS)
 
 
 @triton.jit
@@ -205,19 +228,26 @@ def _wait_partials(
     rank,
     num_ranks,
     ranks_per_node,
+    tag,
     NNP: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Wait for the partial sums that the other nodes owe for my tokens: flags [N, MAX_CHUNKS]."""
+    """Wait for the partial sums that the other nodes owe for my tokens: flags [N, MAX_CHUNKS], one of each at least."""
     flag = tl.arange(0, NNP * MAX_CHUNKS)
     node = flag // MAX_CHUNKS
     remote = (node < num_ranks // ranks_per_node) & (node != rank // ranks_per_node)
     tokens = tl.load(tokens_per_node_ptr + node, mask=remote, other=0)
-    used = remote & (flag % MAX_CHUNKS * CHUNK < tokens)
+    used = remote & (flag % MAX_CHUNKS * CHUNK < tl.maximum(tokens, 1))
     flag_ptrs = buffer_ptr(tables_ptr, PARTIAL_FLAG, num_ranks, rank, tl.int64) + flag
-    epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
-    return wait_flags(flag_ptrs, used, epoch, state_ptr, WAIT_NETWORK_PARTIALS)
+    before = tl.load(state_ptr + EPOCH_COMBINE)
+    ready, differ, seen = wait_tagged(flag_ptrs, used, before + 1, before, tag, state_ptr, WAIT_NETWORK_PARTIALS)
+    if differ:
+        nodes = tl.arange(0, NNP)
+        known = tl.where(nodes == rank // ranks_per_node, tag, tags_of_rows(seen, used, before, NNP))
+        ranks = nodes * ranks_per_node + rank % ranks_per_node
+        report_calls(state_ptr, ranks, known, known >= 0, CALLS_COMBINE)
+    return ready
 
 
 @triton.jit
@@ -255,6 +285,7 @@ def _steps_needed(
         "ranks_per_node",
         "num_stage_programs",
         "num_steps",
+        "call",
     ]
 )
 def combine_pull_kernel(
@@ -273,6 +304,7 @@ def combine_pull_kernel(
     ranks_per_node,
     num_stage_programs,
     num_steps,  # divides STEPS
+    call,
     REDUCED: tl.constexpr,  # rows were reduced: by arrival row, in steps; or staged: by output row
     PARTIAL_DTYPE: tl.constexpr,  # dtype of the other nodes' partial sums
     HAS_WEIGHTS: tl.constexpr,
@@ -295,10 +327,11 @@ def combine_pull_kernel(
     offs = tl.arange(0, BLOCK_H)
     partial_stride = (hidden + 7) // 8 * 8
     partial_ptr = buffer_ptr(tables_ptr, PARTIAL_RECV, num_ranks, rank, PARTIAL_DTYPE)
+    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
     ready = tl.load(state_ptr + STATUS) == 0
     if NNP > 1:
         if ready:
-            ready = wait_staged(
+            ready, _ = wait_staged(
                 tables_ptr,
                 state_ptr,
                 rank,
@@ -306,6 +339,7 @@ def combine_pull_kernel(
                 ranks_per_node,
                 num_stage_programs,
                 STEPS,
+                tag,
                 LWP,
                 MAX_PROGRAMS,
             )
@@ -316,6 +350,7 @@ def combine_pull_kernel(
             rank,
             num_ranks,
             ranks_per_node,
+            tag,
             NNP,
             MAX_CHUNKS,
             CHUNK,
@@ -329,7 +364,9 @@ def combine_pull_kernel(
                 steps = _steps_needed(
                     placement_ptr, reached * reached, rank, num_ranks, experts_per_rank, ranks_per_node, LWP
                 )
-            ready = wait_staged(
+                # In the end all ranks have been heard, whether they have rows for this one or not: for their tags.
+                steps = tl.maximum(steps, (turn + 1) // num_steps)
+            ready, _ = wait_staged(
                 tables_ptr,
                 state_ptr,
                 rank,
@@ -337,6 +374,7 @@ def combine_pull_kernel(
                 ranks_per_node,
                 num_stage_programs,
                 steps,
+                tag,
                 LWP,
                 MAX_PROGRAMS,
             )

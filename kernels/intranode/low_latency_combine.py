@@ -2,16 +2,20 @@
 
 Protocol      1 reduce: for each arrival row of the dispatch, the sum of its copies in float32, in k order, rounded once
               and stored at the token's rank
-              2 reduce: every program adds its rows to ll_combine_flag of their ranks, which get max_tokens each in all
-              3 sum: wait for the flags of all ranks; add the sums of each token in float32, in the order of the ranks
-              that it went to, and round
-Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token; ll_combine_flag [W] int64.
+              2 reduce: every program adds its rows to ll_combine_flag of their ranks, which get max_tokens each in all,
+              and the first program one more
+              3 sum: wait for the flags of all ranks; where their tags differ, ranks are in different combines
+              (device/calls.py); else add the sums of each token in float32, in the order of the ranks that it went to,
+              and round
+Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token; ll_combine_flag [2, W] int64:
+              (rows << 32 | tag), where max_tokens + 1 are added in every second call, and the first program exchanges
+              the lower half, as in low_latency_dispatch.py.
 Memory order  As in low_latency_dispatch.py: the adds are one release sequence; 3 acquires their total.
 Progress      1 and 2 wait for nobody. 3 waits for the reduces of all ranks, its own launched before.
 Replay        As in low_latency_dispatch.py, with the combine's own epoch: a rank that reduces for epoch n has ended
               its sum of n - 1, for which every rank had set its flag, each after its own sum of n - 2, the last
-              reader of the half that is written now. A rank without tokens waits as well. What reduce reads is the
-              caller's and the descriptor's, so descriptors may be combined in any order.
+              reader of the half that is written now, of sums and of flags. A rank without tokens waits as well. What
+              reduce reads is the caller's and the descriptor's, so descriptors may be combined in any order.
 """
 
 import triton
@@ -22,12 +26,16 @@ from ..device.buffers import (
     LL_COMBINE,
     LL_COMBINE_FLAG,
     LL_COMBINE_SENT,
+    LL_COMBINE_TOLD,
     STATUS,
     buffer_ptr,
     buffer_ptrs,
 )
+from ..device.calls import CALLS_LL_COMBINE, combine_tag, report_calls
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
-from ..device.waits import WAIT_LL_PARTIALS, wait_flags
+from ..device.waits import WAIT_LL_PARTIALS, wait_values
+
+_NO_TAG = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -40,17 +48,20 @@ def _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS: tl.
     return acc + value
 
 
-@triton.jit(do_not_specialize=["max_tokens", "rank", "num_ranks"])
+@triton.jit(do_not_specialize=["max_tokens", "experts_per_rank", "rank", "num_ranks", "call"])
 def low_latency_reduce_kernel(
     y_ptr,  # [R, H]
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
     copy_rows_ptr,  # [W * M, K] int32, of the expand kernel: copies first, then -1
+    placement_ptr,  # of the expand kernel, `small_ptr`
     state_ptr,
     tables_ptr,
     max_tokens,
     hidden,
+    experts_per_rank,
     rank,
     num_ranks,
+    call,  # COMBINE_* (device/codes.py)
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     WP: tl.constexpr,
@@ -61,7 +72,12 @@ def low_latency_reduce_kernel(
     # After a failure nothing is stored; an early return would make every load wait for this one.
     healthy = tl.load(state_ptr + STATUS) == 0
     epoch = tl.load(state_ptr + EPOCH_LL_COMBINE) + 1
-    part = (epoch & 1).to(tl.int32) * num_ranks + rank
+    parity = (epoch & 1).to(tl.int32)
+    part = parity * num_ranks + rank
+    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
+    is_first = tl.program_id(0) == 0
+    told_ptr = state_ptr + LL_COMBINE_TOLD + parity
+    told = tl.load(told_ptr, mask=is_first, other=tag)
     item = tl.program_id(0) + tl.arange(0, ROWS) * tl.num_programs(0)
     # Neighbours go to different ranks, and ranks begin with different ones.
     token = quotient(item, num_ranks)
@@ -73,8 +89,9 @@ def low_latency_reduce_kernel(
     offs = tl.arange(0, BLOCK_H)[None, :]
     peers = tl.arange(0, WP)
     mine = (source[:, None] == peers[None, :]) & (alive & healthy)[:, None]
-    count = tl.sum(mine.to(tl.int64), axis=0)
-    flag_ptrs = buffer_ptrs(tables_ptr, LL_COMBINE_FLAG, num_ranks, peers, count > 0, tl.int64) + rank
+    # The first program adds one more, so that no count is complete before its tag is there.
+    count = tl.sum(mine.to(tl.int64), axis=0) + tl.where((peers < num_ranks) & healthy & is_first, 1, 0)
+    flag_ptrs = buffer_ptrs(tables_ptr, LL_COMBINE_FLAG, num_ranks, peers, count > 0, tl.int64) + part
     dest = buffer_ptrs(tables_ptr, LL_COMBINE, num_ranks, source, came, y_ptr.dtype.element_ty)
     dest += (part * max_tokens + token).to(tl.int64) * hidden
     for t in tl.static_range(TILES):
@@ -89,9 +106,11 @@ def low_latency_reduce_kernel(
                     copy = tl.load(copy_ptrs + first + 1, mask=alive, other=-1)
                     acc = _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS)
         tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=(came & healthy)[:, None] & in_row)
-    if tl.program_id(0) == 0:
+    if is_first:
         tl.store(state_ptr + LL_COMBINE_SENT, epoch)
-    release_counts(flag_ptrs, count > 0, count)
+    release_counts(flag_ptrs, count > 0, (count << 32) + tl.where(is_first, tag - told, 0))
+    # Behind the barrier of the release: all threads have read what was told before.
+    tl.store(told_ptr, tag, mask=is_first & healthy)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks"])
@@ -125,10 +144,18 @@ def low_latency_sum_kernel(
     if tl.program_id(0) == 0:
         tl.store(state_ptr + EPOCH_LL_COMBINE, epoch)
     peers = tl.arange(0, WP)
-    flag_ptrs = buffer_ptr(tables_ptr, LL_COMBINE_FLAG, num_ranks, rank, tl.int64) + peers
+    in_group = peers < num_ranks
+    first = (epoch & 1).to(tl.int32) * num_ranks
+    flag_ptrs = buffer_ptr(tables_ptr, LL_COMBINE_FLAG, num_ranks, rank, tl.int64) + first + peers
     sums_ptr = buffer_ptr(tables_ptr, LL_COMBINE, num_ranks, rank, out_ptr.dtype.element_ty)
-    if wait_flags(flag_ptrs, peers < num_ranks, epoch * max_tokens, state_ptr, WAIT_LL_PARTIALS, 0):
-        first = (epoch & 1).to(tl.int32) * num_ranks
+    # Times that this half has been used.
+    expected = (((epoch + 1) >> 1) * (max_tokens + 1)) << 32
+    arrived, seen = wait_values(flag_ptrs, in_group, expected, state_ptr, WAIT_LL_PARTIALS, first)
+    tags = seen.to(tl.int32)
+    differ = tl.min(tl.where(in_group, tags, _NO_TAG)) < tl.max(tl.where(in_group, tags, -1))
+    if arrived & differ:
+        report_calls(state_ptr, peers, tags, in_group, CALLS_LL_COMBINE)
+    if arrived & (differ == 0):
         acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
         for peer in tl.static_range(WP):
             here = ((goes_to >> peer) & 1) > 0

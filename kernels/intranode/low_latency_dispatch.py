@@ -6,7 +6,8 @@ Protocol      1 push, one program per token: to every rank go the token's keys, 
               this rank for that expert, is counted by each program for its own token. The program that has the
               expert's last entry tells its owner the total
               2 push: every program adds to ll_flag of every rank, all of them together max_tokens
-              3 expand: wait until the flags of all ranks have their counts. From the totals of all sources follows
+              3 expand: wait until the flags of all ranks have their counts, and compare their host words: where ranks
+              are in different calls, nothing is copied (device/calls.py). From the totals of all sources follows
               where each source's rows of each expert begin; that plus the slot is the output row. Copy rows, note
               where they went (for combine), zero the padding
 Layout        ll_stage_x [2, W * M, row on the wire (device/rows.py)], arrival row = source rank * M + token;
@@ -41,6 +42,7 @@ from ..device.buffers import (
     buffer_ptr,
     buffer_ptrs,
 )
+from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_differ
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
 from ..device.rows import MX, WORDS, load_payload, load_row_tile, store_scales, wire_sizes, wire_tile
 from ..device.waits import WAIT_LL_ROWS, wait_values
@@ -48,7 +50,6 @@ from ..device.waits import WAIT_LL_ROWS, wait_values
 _SLOT_BITS = tl.constexpr(16)
 _SLOT_MASK = tl.constexpr(0xFFFF)
 _ONE_ABOVE = tl.constexpr(1 << 16)
-_HOST_WEIGHTS = tl.constexpr(2)  # triton_ep/layout.py
 _REST = tl.constexpr(64)
 
 
@@ -245,7 +246,7 @@ def low_latency_expand_kernel(
     recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES
     recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
     copy_rows_ptr,  # out [W * M, K] int32, rows of each arrival row's copies, -2 = beyond the capacity; then -1
-    small_ptr,  # out int32: report [W, 8], expert_offsets [e + 1], num_recv [e], overflow [1], each padded to 4 words
+    small_ptr,  # out int32, `placement` (device/tables.py) up to the number of the dispatch
     state_ptr,
     tables_ptr,
     row_words,
@@ -282,8 +283,11 @@ def low_latency_expand_kernel(
     in_group = source < num_ranks
     flag_ptrs = buffer_ptr(tables_ptr, LL_FLAG, num_ranks, rank, tl.int64) + first_source + source
     arrived, seen = wait_values(flag_ptrs, in_group, expected, state_ptr, WAIT_LL_ROWS, first_source)
-    if arrived:
-        word_of = tl.where(in_group, seen, 0).to(tl.int32)
+    word_of = tl.where(in_group, seen, 0).to(tl.int32)
+    differ = words_differ(word_of >> 16, in_group)
+    if arrived & differ:
+        report_calls(state_ptr, source, word_of >> 16, in_group, CALLS_LL_DISPATCH)
+    if arrived & (differ == 0):
         PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
         stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
         # Rows far from each other, so that programs share what few tokens there may be.
@@ -302,8 +306,7 @@ def low_latency_expand_kernel(
         meta = staged[:, None] * (2 * KP) + ks
         key = tl.load(meta_ptr + meta, mask=here[:, None], other=-1)
         if HAS_WEIGHTS:
-            sent = here & ((word >> 16) & _HOST_WEIGHTS > 0)
-            weights = tl.load(meta_weights_ptr + meta + KP, mask=sent[:, None], other=0.0)
+            weights = tl.load(meta_weights_ptr + meta + KP, mask=here[:, None], other=0.0)
 
         local = tl.arange(0, EP)
         # Words of no expert are never written: they carry no epoch.
@@ -374,3 +377,4 @@ def low_latency_expand_kernel(
             real = tl.minimum(start + total, capacity) - clamped
             tl.store(num_recv_ptr + local, real, mask=local < experts_per_rank)
             tl.store(num_recv_ptr + (experts_per_rank + 3) // 4 * 4, tl.maximum(rows - capacity, 0))
+            store_epoch(small_ptr, epoch, num_ranks, experts_per_rank)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = {
     "triton_ep._checkout": 0,
     "triton_ep._agreement": 3,
+    "triton_ep._calls": 3,
     "triton_ep._names": 2,
     "triton_ep.errors": 0,
     "triton_ep.kernels.device": 0,

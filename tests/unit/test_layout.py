@@ -43,7 +43,7 @@ def test_words_of_the_state_array_do_not_overlap() -> None:
     words += [buffers.EPOCH_LL_DISPATCH, buffers.EPOCH_LL_COMBINE, buffers.LL_DISPATCH_SENT, buffers.LL_COMBINE_SENT]
     single = [word.value for word in (*words, buffers.TIMEOUT_US, buffers.PROGRAMS_DONE, buffers.ALARM)]
     status = range(buffers.STATUS.value, buffers.STATUS.value + 4)
-    told = range(buffers.LL_TOLD.value, buffers.LL_TOLD.value + 2)
+    told = [word.value + half for word in (buffers.LL_TOLD, buffers.LL_COMBINE_TOLD) for half in range(2)]
     assert sorted([*single, *status, *told]) == list(range(buffers.STATE_WORDS.value))
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from triton_ep.context import DispatchCombineContext
+from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS
 from triton_ep.layout import STEPS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.tuning import as_words, exchange_programs, local_programs, overlaps, waiting_programs
@@ -26,10 +27,17 @@ def is_reduced(desc: EPAllToAllLayoutDesc) -> bool:
 
 
 def combine(
-    ctx: DispatchCombineContext, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc
+    ctx: DispatchCombineContext,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    desc: EPAllToAllLayoutDesc,
+    of_slots: bool = False,
 ) -> torch.Tensor:
-    """Publish expert outputs y [R, H], bring them back and sum them: [T, H]. weights: [R] float32."""
-    plan = _plan(ctx, desc)
+    """Publish expert outputs y [R, H], bring them back and sum them: [T, H]. weights: [R] float32.
+
+    of_slots: rows have a value per slot of their tokens, in place of expert outputs.
+    """
+    plan = _plan(ctx, desc, weights is not None, of_slots)
     # Rows are summed while the first sums are on their way.
     _publish(ctx, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
     out = _make_output(ctx, desc)
@@ -46,7 +54,7 @@ def send(
 
     Returns memory for the result [T, H], and the receiving half: launched, it brings there the sums.
     """
-    plan = _plan(ctx, desc)
+    plan = _plan(ctx, desc, weights is not None)
     _publish(ctx, y, weights, desc, plan)
     out = _make_output(ctx, desc)
     return out, partial(_receive, ctx, out, weights is not None, desc, plan)
@@ -59,20 +67,23 @@ class _Plan(NamedTuple):
         programs: that publish.
         num_steps: in which they do.
         overlapped: beside the kernels that pull, unless a hook parts them.
+        call: COMBINE_* (kernels/device/codes.py): what ranks do tell.
     """
 
     programs: int
     num_steps: int
     overlapped: bool
+    call: int
 
 
-def _plan(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> _Plan:
+def _plan(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, has_weights: bool, of_slots: bool = False) -> _Plan:
+    call = COMBINE_WEIGHTS * has_weights | COMBINE_SLOTS * of_slots | COMBINE_BACKWARD * ctx.backward
     overlapped = is_reduced(desc) and overlaps(ctx.config, ctx.device)
     programs = (waiting_programs if overlapped else local_programs)(ctx.device, ctx.config.num_sm)
     if not ctx.config.is_intra_node:
-        return _Plan(programs, 2, overlapped)
+        return _Plan(programs, 2, overlapped, call)
     # Only then is a step worth its releases; the interpreter takes two, so that steps are met there.
-    return _Plan(programs, STEPS if overlapped else 2 if INTERPRETING else 1, overlapped)
+    return _Plan(programs, STEPS if overlapped else 2 if INTERPRETING else 1, overlapped, call)
 
 
 def _make_output(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
@@ -84,7 +95,7 @@ def _receive(
     ctx: DispatchCombineContext, out: torch.Tensor, has_weights: bool, desc: EPAllToAllLayoutDesc, plan: _Plan
 ) -> None:
     if not ctx.config.is_intra_node:
-        _send_partials(ctx, has_weights, desc, plan.programs)
+        _send_partials(ctx, has_weights, desc, plan)
     _pull(ctx, out, has_weights, desc, plan)
 
 
@@ -107,21 +118,25 @@ def _publish(
         ctx.calls.end_loan(False)
         kind = (has_weights, copy_rows.shape[1])
         launcher = ctx.launcher(("reduce", *kind), exchange.reduce, *kind)
-        arguments = (copy_rows, desc.placement, *state, cfg.hidden, sizes.output_rows, *_where(ctx), plan.num_steps)
-        launcher(plan.programs, y, weights_arg, *arguments, stream=side)
+        rows_arg = (y, weights_arg, copy_rows, desc.placement)
+        sizes_arg = (cfg.hidden, sizes.output_rows, cfg.num_experts_per_rank)
+        how = (plan.num_steps, plan.call)
+        launcher(plan.programs, *rows_arg, *state, *sizes_arg, *_where(ctx), *how, stream=side)
         return
     in_place = y.data_ptr() == ctx.local_address("dispatch_output_buf")
     ctx.calls.end_loan(in_place)
     if in_place:
         if weights is not None:
             ctx.local("weight_recv_buf")[: weights.shape[0]].copy_(weights)
-        ctx.launcher(("publish",), exchange.publish)(plan.programs, *state, *_where(ctx))
+        ctx.launcher(("publish",), exchange.publish)(
+            plan.programs, desc.placement, *state, cfg.num_experts_per_rank, *_where(ctx), plan.call
+        )
         return
     words = as_words(y, sizes.payload_bytes)
     row_words = sizes.payload_bytes // words.element_size()
     launcher = ctx.launcher(("stage", has_weights, row_words), exchange.stage, has_weights, row_words)
     sizes_arg = (row_words, sizes.output_rows, cfg.num_experts_per_rank)
-    launcher(plan.programs, words, weights_arg, desc.placement, *state, *sizes_arg, *_where(ctx))
+    launcher(plan.programs, words, weights_arg, desc.placement, *state, *sizes_arg, *_where(ctx), plan.call)
 
 
 def lend_buffer(ctx: DispatchCombineContext) -> torch.Tensor:
@@ -131,7 +146,7 @@ def lend_buffer(ctx: DispatchCombineContext) -> torch.Tensor:
     return ctx.local("dispatch_output_buf")
 
 
-def _send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToAllLayoutDesc, publishing: int) -> None:
+def _send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToAllLayoutDesc, plan: _Plan) -> None:
     """Sum this node's rows of the tokens of other nodes and send the sums back."""
     cfg, sizes = ctx.config, ctx.sizes
     reduced = is_reduced(desc)
@@ -149,7 +164,8 @@ def _send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllTo
         sizes.output_rows,
         cfg.num_experts_per_rank,
         *_where(ctx),
-        publishing,
+        plan.programs,
+        plan.call,
     )
 
 
@@ -179,4 +195,5 @@ def _pull(
         *_where(ctx),
         plan.programs,
         plan.num_steps,
+        plan.call,
     )

@@ -123,7 +123,7 @@ def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllT
         columns = values[:, first : first + width]
         if columns.shape[1] < width:
             columns = torch.nn.functional.pad(columns, (0, width - columns.shape[1]))
-        parts.append(combine_ops.combine(narrow, columns.contiguous(), None, desc))
+        parts.append(combine_ops.combine(narrow, columns.contiguous(), None, desc, of_slots=True))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)[:, :topk].contiguous()
 
 

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from triton_ep.context import DispatchCombineContext
-from triton_ep.kernels.device.codes import MX, QUANTISE, WORDS
-from triton_ep.layout import HOST_WEIGHTS
+from triton_ep.kernels.device.codes import COMBINE_WEIGHTS, HOST_WEIGHTS, MX, QUANTISE, WORDS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.dispatch import Received, Rows
 from triton_ep.ops.tuning import as_words
@@ -64,12 +63,15 @@ def combine(
         # A pointer of the right type; not read without weights.
         ctx.no_floats if weights is None else weights,
         copy_rows,
+        desc.placement,
         ctx.state,
         ctx.tables,
         cfg.max_tokens,
         cfg.hidden,
+        cfg.num_experts_per_rank,
         cfg.rank,
         cfg.world_size,
+        COMBINE_WEIGHTS if weights is not None else 0,
     )
     out = torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
     return out, partial(_sum, ctx, out, desc)

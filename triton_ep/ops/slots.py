@@ -68,7 +68,7 @@ def to_slots(
         mine = (column >= 0) & (column < width)
         rows = torch.zeros(values.shape[0], width, dtype=torch.float32, device=values.device)
         rows.scatter_(1, column.clamp(0, width - 1).unsqueeze(1), torch.where(mine, values, 0.0).unsqueeze(1))
-        parts.append(combine_ops.combine(narrow, rows, None, desc))
+        parts.append(combine_ops.combine(narrow, rows, None, desc, of_slots=True))
     return torch.cat(parts, 1)[:, :topk].contiguous()
 
 

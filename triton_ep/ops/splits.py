@@ -10,12 +10,16 @@ from triton_ep.plans import exchange as plans
 
 
 def exchange(
-    ctx: DispatchCombineContext, routing: Routing, host_word: int, bad_scatter: torch.Tensor | None
+    ctx: DispatchCombineContext,
+    routing: Routing,
+    host_word: int,
+    bad_scatter: torch.Tensor | None,
+    routed: torch.Tensor | None,
 ) -> torch.Tensor:
     """Post this rank's counts to all ranks, wait for theirs, and derive where all segments start.
 
-    host_word goes out as it is, plus `bad_scatter` [1] int32 from the device. Advances the dispatch epoch. Returns
-    `placement`, int32 (kernels/device/tables.py).
+    host_word goes out as it is, plus `bad_scatter` [1] int32 from the device, and with HOST_AGAIN the number of the
+    dispatch that wrote `routed`. Advances the dispatch epoch. Returns `placement`, int32 (kernels/device/tables.py).
     """
     cfg, sizes = ctx.config, ctx.sizes
     placement = torch.empty(sizes.placement_length, dtype=torch.int32, device=ctx.device)
@@ -23,7 +27,9 @@ def exchange(
         -(-sizes.num_columns // plans.SPLITS_COLUMNS),
         routing.chunks,
         placement,
+        # Pointers of the right type; not read without.
         placement if bad_scatter is None else bad_scatter,
+        placement if routed is None else routed,
         ctx.state,
         ctx.tables,
         num_chunks(routing.num_tokens),

@@ -1,0 +1,102 @@
+"""Which call each rank is in: tags that ranks compare within the exchange, and what they do where these differ.
+
+All ranks of a layer make the same calls in the same order. A rank that does not would read rows of another call, or
+write where another one has room. So every call carries a tag of what must be the same on all ranks:
+
+dispatch   the host word of the splits row, or of the low-latency rows: kind, weights, scales; where rows go by the
+           routing of an earlier dispatch, its number. Compared before anything is written at other ranks; low-latency
+           rows fly first, each to a place of its own. Ranks that rejected their arguments are left out. Where the
+           hosts of all ranks read the words before rows are sent, nothing is recorded: they raise by themselves.
+combine    the number of the dispatch whose rows come back, weights, kind: in the low bits of the flags that ranks wait
+           for anyway (device/waits.py). Every rank waits for those of all ranks of its node. Between nodes the flags of
+           partial sums carry the tag; where the ranks of a node differ, they carry MIXED_TAG, so that the ranks of all
+           nodes hear of it.
+
+The number of a dispatch is that which the device counted, kept in `placement` (device/tables.py): it is the same on all
+ranks, whether a rank made the dispatch itself or replays a graph.
+
+Where tags differ, the rank writes the status record (operation CALLS_*) and, behind the state array, the tags that it
+knows. From then on it neither waits nor stores anything at other ranks; the host raises CallMismatch.
+"""
+
+import triton
+import triton.language as tl
+
+from . import codes
+from .buffers import STATE_WORDS
+from .tables import overflow_of
+from .waits import raise_alarm, take_record
+
+CALLS_DISPATCH = tl.constexpr(codes.CALLS_DISPATCH)
+CALLS_COMBINE = tl.constexpr(codes.CALLS_COMBINE)
+CALLS_LL_DISPATCH = tl.constexpr(codes.CALLS_LL_DISPATCH)
+CALLS_LL_COMBINE = tl.constexpr(codes.CALLS_LL_COMBINE)
+MIXED_TAG = tl.constexpr(codes.MIXED_TAG)
+
+_EPOCHS = tl.constexpr(2**codes.EPOCH_BITS - 1)
+_AGAIN = tl.constexpr(codes.HOST_AGAIN)
+_SHIFT = tl.constexpr(codes.HOST_SHIFT)
+_REJECTED = tl.constexpr(codes.HOST_REJECTED)
+_READS = tl.constexpr(codes.HOST_READS)
+_COMPARED = tl.constexpr(
+    (2**codes.EPOCH_BITS - 1) << codes.HOST_SHIFT
+    | codes.HOST_WEIGHTS
+    | codes.HOST_SCALED
+    | codes.HOST_AGAIN
+    | codes.HOST_COMPACT
+    | codes.HOST_BACKWARD
+    | codes.HOST_READS
+)
+_COMBINE_SHIFT = tl.constexpr(codes.COMBINE_SHIFT)
+_NO_WORD = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _epoch_ptr(placement_ptr, num_ranks, experts_per_rank):
+    return overflow_of(placement_ptr, num_ranks, experts_per_rank) + 1
+
+
+@triton.jit
+def store_epoch(placement_ptr, epoch, num_ranks, experts_per_rank):
+    """Note in `placement` of which dispatch it is; 0 of a single rank, whose outputs depend on its inputs alone."""
+    number = (epoch & _EPOCHS).to(tl.int32)
+    tl.store(_epoch_ptr(placement_ptr, num_ranks, experts_per_rank), tl.where(num_ranks > 1, number, 0))
+
+
+@triton.jit
+def dispatch_word(host_word, routed_ptr, num_ranks, experts_per_rank):
+    """The host word of a dispatch, with the number of the one by whose routing it goes, if there is one.
+
+    routed_ptr: `placement` of that dispatch.
+    """
+    again = host_word & _AGAIN > 0
+    number = tl.load(_epoch_ptr(routed_ptr, num_ranks, experts_per_rank), mask=again, other=0)
+    return host_word | number << _SHIFT
+
+
+@triton.jit
+def words_differ(words, mask):
+    """True if ranks have sent host words [ranks] of different calls, and not all of their hosts will see it in time."""
+    compared = mask & (words & _REJECTED == 0)
+    call = words & _COMPARED
+    most, least = tl.max(tl.where(compared, call, -1)), tl.min(tl.where(compared, call, _NO_WORD))
+    unread = tl.sum((compared & (words & _READS == 0)).to(tl.int32))
+    return (least < most) & (unread > 0)
+
+
+@triton.jit
+def combine_tag(call, placement_ptr, num_ranks, experts_per_rank):
+    """int64 tag of a combine. call: COMBINE_* bits; placement_ptr: of the dispatch whose rows come back."""
+    number = tl.load(_epoch_ptr(placement_ptr, num_ranks, experts_per_rank))
+    return (number << _COMBINE_SHIFT | call).to(tl.int64)
+
+
+@triton.jit
+def report_calls(state_ptr, ranks, tags, known, OPERATION: tl.constexpr):
+    """Write the status record, unless there is one: calls differ.
+
+    ranks, tags: blocks of the same shape; known: where there is a tag.
+    """
+    if take_record(state_ptr, OPERATION):
+        tl.store(state_ptr + STATE_WORDS + ranks, tags.to(tl.int64) + 1, mask=known)
+        raise_alarm(state_ptr, OPERATION)
