@@ -177,10 +177,11 @@ def _dispatch_backward(
     """Gradients of x [T, H] and of the weights [T, K] float32; empty if not wanted. One op, hence one order."""
     owner = layer_of(layer)
     layout_desc = _descriptor(owner, desc, grad_rows.shape[0])
-    grad_x = owner.combine(grad_rows, layout_desc) if want_x else grad_rows.new_empty(0)
-    if grad_weights is None:
-        return grad_x, grad_rows.new_empty(0, dtype=torch.float32)
-    return grad_x, slot_ops.to_slots(owner.context, grad_weights, slots, layout_desc)
+    with owner.context.backward_pass():
+        grad_x = owner.combine(grad_rows, layout_desc) if want_x else grad_rows.new_empty(0)
+        if grad_weights is None:
+            return grad_x, grad_rows.new_empty(0, dtype=torch.float32)
+        return grad_x, slot_ops.to_slots(owner.context, grad_weights, slots, layout_desc)
 
 
 @_dispatch_backward.register_fake
@@ -293,7 +294,9 @@ def _combine_backward(
 
     The same expert ids give the same rows, because no atomic decides a slot.
     """
-    rows, _, _ = layer_of(layer).dispatch(grad, entries[0])
+    owner = layer_of(layer)
+    with owner.context.backward_pass():
+        rows, _, _ = owner.dispatch(grad, entries[0])
     assert rows.shape[0] == num_rows, "dispatch is deterministic: the same expert ids give the same rows"
     return _parts(rows)
 

@@ -1,0 +1,321 @@
+"""Ranks in different calls: a named error on every rank that says who was in which, and nothing read or written by it.
+
+Right programs never see that error, whatever they mix: replays of graphs and plain calls, calls that were refused,
+calls in halves, buffers that grow, rows of every kind.
+"""
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer, workloads
+from tests.layer.test_large import _capture
+from triton_ep import CallMismatch, EPAll2AllLayer, EPError, InputError, autograd
+from triton_ep.distributed import current_heap
+from triton_ep.errors import WaitTimeout
+
+PLAIN = Case("tags", tokens=(6, 9), hidden=32, topk=2, experts=2)
+MODES = {
+    "exact": PLAIN,
+    "exact_local": replace(PLAIN, local_combine=True),
+    "static": replace(PLAIN, static=True),
+    "static_local": replace(PLAIN, static=True, local_combine=True),
+    "low_latency": replace(PLAIN, low_latency=True),
+}
+
+
+def _inputs(layer: EPAll2AllLayer, case: Case, call: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, ids and weights of this rank."""
+    mine, device = workloads(case, layer.config.world_size, call)[layer.config.rank], current_heap().device
+    return mine.x.to(device), mine.topk_idx.to(device), mine.topk_weights.to(device)
+
+
+def _rows(layer: EPAll2AllLayer, desc: object) -> torch.Tensor:
+    """A row of ones for each of a dispatch."""
+    return torch.ones(
+        desc.num_recv_rows, layer.config.hidden, dtype=layer.config.token_dtype, device=layer.context.device
+    )
+
+
+def _told(layer: EPAll2AllLayer, call: Callable[[], object]) -> str:
+    """What is raised by a call that other ranks meet with another, or by `check` behind it; the layer has failed."""
+
+    def checked() -> None:
+        call()
+        layer.check()
+
+    with pytest.raises(CallMismatch) as caught:
+        checked()
+    assert isinstance(caught.value, EPError)
+    with pytest.raises(WaitTimeout, match="different calls"):
+        layer.dispatch(*_inputs(layer, PLAIN))
+    return str(caught.value)
+
+
+def _end(layer: EPAll2AllLayer) -> None:
+    """Ranks have heard of it at different times: nobody's memory goes while another one is still at it."""
+    if layer.context.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    layer.finalize()
+    dist.barrier()
+
+
+def _in_different(
+    rank: int, nodes: int, ranks_per_node: int, case: Case, others: tuple[int, ...], differ: Callable[..., object]
+) -> str:
+    """What a rank hears where those of `others` call differ(layer, case, True), the rest differ(layer, case, False)."""
+    layer = make_layer(case, rank, nodes, ranks_per_node)
+    combine_and_check(layer, dispatch_and_check(layer, case, 0))
+    text = _told(layer, differ(layer, case, rank in others))
+    _end(layer)
+    return text
+
+
+# --- combine --------------------------------------------------------------------------------------------
+
+
+def _other_order(layer: EPAll2AllLayer, case: Case, other: bool) -> Callable[[], object]:
+    """Combines of two dispatches, alike but for their number, in different order."""
+    first, second = (layer.dispatch(*_inputs(layer, case))[2] for _ in range(2))
+    order = (second, first) if other else (first, second)
+    return lambda: [layer.combine(_rows(layer, desc), desc) for desc in order]
+
+
+def _other_weights(layer: EPAll2AllLayer, case: Case, other: bool) -> Callable[[], object]:
+    """Weights on some ranks only."""
+    _, weights, desc = layer.dispatch(*_inputs(layer, case))
+    return lambda: layer.combine(_rows(layer, desc), desc, weights if other else None)
+
+
+def _other_pass(layer: EPAll2AllLayer, case: Case, other: bool) -> Callable[[], object]:
+    """The backward pass of a dispatch, which is a combine, against a forward combine of the same dispatch."""
+    desc = layer.dispatch(*_inputs(layer, case))[2]
+
+    def call() -> None:
+        with layer.context.backward_pass() if other else nullcontext():
+            layer.combine(_rows(layer, desc), desc)
+
+    return call
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("mode", MODES)
+def test_combines_in_another_order(run_ranks, nodes, ranks_per_node, mode):
+    """Each rank says whose dispatch every rank was combining."""
+    for text in run_ranks(_in_different, nodes, ranks_per_node, MODES[mode], (1,), _other_order):
+        low = "low-latency " if mode == "low_latency" else ""
+        assert f"rank 0 in {low}combine of dispatch number 2 without weights" in text, text
+        assert f"rank 1 in {low}combine of dispatch number 3 without weights" in text, text
+        assert "finalize it on all ranks" in text
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("mode", ["exact", "static_local", "low_latency"])
+def test_weights_in_combine_on_some_ranks_only(run_ranks, nodes, ranks_per_node, mode):
+    """No row is multiplied by weights that an earlier call has left."""
+    for text in run_ranks(_in_different, nodes, ranks_per_node, MODES[mode], (0,), _other_weights):
+        assert "rank 0 in" in text and "number 2 with weights; rank 1 in" in text and "number 2 without" in text, text
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_a_backward_combine_meets_a_forward_one(run_ranks, nodes, ranks_per_node):
+    """Of the same dispatch, even: the rows are gradients on one rank."""
+    for text in run_ranks(_in_different, nodes, ranks_per_node, MODES["exact"], (1,), _other_pass):
+        assert "rank 1 in combine of dispatch number 2 without weights in a backward pass" in text, text
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node, others", [(1, 4, (2,)), (2, 2, (3,)), (2, 2, (0, 1))])
+@pytest.mark.parametrize("local_combine", [False, True])
+def test_every_rank_hears_of_a_combine_that_differs(run_ranks, nodes, ranks_per_node, others, local_combine):
+    """Ranks without tokens, too, and those that agree with their node and counterparts, whose nodes do not."""
+    case = replace(PLAIN, tokens=(0, 5, 3, 0), local_combine=local_combine, drop=0.0)
+    texts = run_ranks(_in_different, nodes, ranks_per_node, case, others, _other_order)
+    for rank, text in enumerate(texts):
+        assert "ranks of one layer are in different calls" in text, text
+        known = text.split(" All ranks")[0]
+        assert re.search(rf"\branks?\b[^;]*\b{rank}\b[^;]* in ", known), text
+        if others == (3,) and rank == 0:
+            assert "rank 2 in combines that differ within its node" in known, text
+
+
+# --- dispatch -------------------------------------------------------------------------------------------
+
+
+def _again_by_others(rank: int, nodes: int, ranks_per_node: int, static: bool) -> str:
+    """dispatch_again by a small dispatch on one rank, by a large one on the others: too many rows would come."""
+    case = replace(PLAIN, tokens=(1,), static=static)
+    capacity = {"capacity": 40} if static else {}
+    layer = make_layer(case, rank, nodes, ranks_per_node, max_tokens=9, **capacity)
+    large = replace(case, tokens=(9,), routing="one_expert", drop=0.0)
+    small_x, *_ = _inputs(layer, case)
+    large_x, *_ = _inputs(layer, large)
+    small, big = (layer.dispatch(*_inputs(layer, each)[:2])[2] for each in (case, large))
+    buffers = [layer.context.local(name) for name in ("stage_x", "stage_meta")]
+    if layer.context.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    before = [buffer.clone() for buffer in buffers]
+    dist.barrier()
+    mine = (small_x, small) if rank == 0 else (large_x, big)
+    text = _told(layer, lambda: layer.dispatch_again(*mine))
+    dist.barrier()
+    for buffer, kept in zip(buffers, before, strict=True):
+        assert torch.equal(buffer, kept), "rows, or tables of them, came from a rank in another call"
+    _end(layer)
+    return text
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("static", [False, True])
+def test_dispatch_again_by_descriptors_of_different_dispatches(run_ranks, nodes, ranks_per_node, static):
+    """It is seen before any row is sent, so that no rank gets more than it has room for."""
+    for text in run_ranks(_again_by_others, nodes, ranks_per_node, static):
+        assert "rank 0 in dispatch_again by the routing of dispatch number 1 without weights" in text, text
+        assert "rank 1 in dispatch_again by the routing of dispatch number 2 without weights" in text, text
+
+
+def _backward_meets_forward(rank: int, nodes: int, ranks_per_node: int, static: bool) -> str:
+    """One rank is in the backward pass of autograd's combine, the others in the forward pass of the next step."""
+    case = replace(PLAIN, static=static, drop=0.0)
+    layer = make_layer(case, rank, nodes, ranks_per_node)
+    x, idx, _ = _inputs(layer, case)
+    x.requires_grad_()
+    recv_x, _, desc = autograd.dispatch(layer, x, idx)
+    out = autograd.combine(layer, recv_x * 2, desc)
+
+    def call() -> None:
+        if rank == 0:
+            out.float().sum().backward()
+        else:
+            autograd.dispatch(layer, x.detach(), idx)
+
+    text = _told(layer, call) if static else None
+    if text is None:
+        with pytest.raises(CallMismatch) as caught:
+            call()
+        text = str(caught.value)
+    _end(layer)
+    return text
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_backward_pass_meets_a_forward_pass(run_ranks, nodes, ranks_per_node, static):
+    """No gradient is taken for a row, nor a row for a gradient."""
+    for text in run_ranks(_backward_meets_forward, nodes, ranks_per_node, static):
+        where = text.split("rank 0 in ")[1].split(";")[0]
+        assert where.startswith("dispatch") and where.endswith("in a backward pass"), text
+        assert "rank 1 in dispatch without weights." in text, text
+
+
+def _before_rows(rank: int, nodes: int, ranks_per_node: int) -> list[str]:
+    """Calls whose hosts all look before rows are sent: the layer lives on."""
+    texts = []
+    with make_layer(PLAIN, rank, nodes, ranks_per_node) as layer:
+        x, idx, _ = _inputs(layer, PLAIN)
+
+        def backward() -> None:
+            with layer.context.backward_pass() if rank == 1 else nullcontext():
+                layer.dispatch(x, idx)
+
+        def compact() -> None:
+            (layer.dispatch_compact if rank == 1 else layer.dispatch)(x, idx)
+
+        for call in (backward, compact):
+            with pytest.raises(CallMismatch) as caught:
+                call()
+            texts.append(str(caught.value))
+            combine_and_check(layer, dispatch_and_check(layer, PLAIN, 1))
+        layer.check()
+    return texts
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_what_hosts_see_before_rows_are_sent_leaves_the_layer_usable(run_ranks, nodes, ranks_per_node):
+    """Exact dispatches of different kinds raise on all ranks, and the next call is right."""
+    for backward, compact in run_ranks(_before_rows, nodes, ranks_per_node):
+        assert "rank 0 in dispatch without weights; rank 1 in dispatch without weights in a backward pass" in backward
+        assert "rank 1 in dispatch_compact without weights" in compact and "No row was sent" in compact
+
+
+def _weights_in_dispatch(rank: int, nodes: int, ranks_per_node: int, case: Case) -> str:
+    layer = make_layer(case, rank, nodes, ranks_per_node)
+    x, idx, weights = _inputs(layer, case)
+    text = _told(layer, lambda: layer.dispatch(x, idx, weights if rank == 0 else None))
+    _end(layer)
+    return text
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("mode", ["static", "low_latency"])
+def test_weights_in_dispatch_on_some_ranks_only(run_ranks, nodes, ranks_per_node, mode):
+    """Where no host looks before rows are sent, the devices do. (Exact layers: tests/layer/test_errors.py.)"""
+    for text in run_ranks(_weights_in_dispatch, nodes, ranks_per_node, MODES[mode]):
+        assert "dispatch with weights; rank 1" in text and "dispatch without weights" in text, text
+
+
+# --- no false alarm -------------------------------------------------------------------------------------
+
+
+class _Step:
+    """Dispatch and combine over fixed addresses: what one rank captures and another one calls."""
+
+    def __init__(self, layer: EPAll2AllLayer, case: Case) -> None:
+        self.layer, self.inputs = layer, _inputs(layer, case)
+        self.again = not layer.config.low_latency
+
+    def __call__(self) -> None:
+        self.recv_x, self.recv_weights, self.desc = self.layer.dispatch(*self.inputs)
+        if self.again:
+            self.layer.dispatch_again(self.inputs[0], self.desc)
+        self.out = self.layer.combine(_rows(self.layer, self.desc), self.desc)
+
+
+def _mixed(rank: int, nodes: int, ranks_per_node: int, case: Case) -> str:
+    layer = make_layer(case, rank, nodes, ranks_per_node)
+    step = _Step(layer, case)
+    step()
+    want, first = step.out.clone(), step.desc
+    replay = _capture(step, layer.context.device)
+    captured = step.desc
+    for _ in range(3):
+        replay()
+    if layer.context.device.type == "cpu":
+        layer.context.epoch += 3 * rank  # of calls that one host makes, and another one replays
+    layer.check()
+    for _ in range(2):  # the same call, replayed on some ranks and plain on others
+        (replay if rank % 2 else step)()
+    # Of the same dispatch: at every replay the tables of the captured one are written anew.
+    desc = captured if rank % 2 and layer.context.device.type == "cuda" else step.desc
+    layer.combine(_rows(layer, desc), desc)
+    if rank == 0:
+        with pytest.raises(InputError):
+            layer.dispatch(step.inputs[0][:, :31].contiguous(), step.inputs[1])
+    else:
+        layer.dispatch(*step.inputs)
+    combine_and_check(layer, dispatch_and_check(layer, case, 1))
+    replay()
+    out = layer.combine(_rows(layer, first), first)
+    assert torch.equal(out, want)
+    layer.check()
+    # And where calls do differ, a replayed one is found out as well.
+    text = _told(layer, replay if rank == 0 else lambda: layer.dispatch(*step.inputs[:2]))
+    _end(layer)
+    return text
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("mode", ["static", "static_local", "low_latency"])
+def test_replays_and_plain_calls_meet(run_ranks, nodes, ranks_per_node, mode):
+    """Graphs on some ranks and plain calls on others, refused calls in between: no alarm before calls differ."""
+    if mode == "low_latency" and nodes > 1:
+        pytest.skip("low latency has one node")
+    for text in run_ranks(_mixed, nodes, ranks_per_node, MODES[mode], timeout_s=120):
+        assert "dispatch with weights" in text and "dispatch without weights" in text, text
