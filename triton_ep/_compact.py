@@ -85,7 +85,8 @@ class CompactCalls(DispatchSteps):
 
         Raises:
             InputError: an argument does not fit; ids out of range, or weights or scales on some ranks only, on every
-                rank (with `num_rows`: from `check`).
+                rank (with `num_rows`: ids from `check`).
+            CallMismatch: other ranks are in other calls; with `num_rows`, weights or scales on some ranks only.
             CapacityError: some rank has more than `max_tokens` tokens, on every rank; `needed` is the largest number.
             ConfigError: a layer with payload, capacity or low_latency.
             PeerFailed, WaitTimeout: as `dispatch`.

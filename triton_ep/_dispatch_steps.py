@@ -66,6 +66,8 @@ class DispatchSteps(LayerNames):
             InputError: an argument does not fit; a dispatch with `full_scatter_indices`, whose order is not kept. On
                 the rank that got it only; what the others learn, `check` tells them, as in static mode.
             StaleHandleError: the descriptor is not of this layer.
+            CallMismatch: descriptors of different dispatches, weights on some ranks only, or another call on another
+                rank; before rows are sent (on a GPU: from a later call or `check`).
             WaitTimeout: a rank did not come within `timeout_s`.
         """
         ctx = self.context
@@ -107,8 +109,10 @@ class DispatchSteps(LayerNames):
             descriptor. Then the hook, if asked for. Rows that pad an expert's are zero, scales too.
 
         Raises:
-            InputError: an argument does not fit; weights or scales on some ranks only, on every rank (of a static
-                layer, or with `layout_desc`: from `check`); a low-latency layer that has sent rows of its dtype.
+            InputError: an argument does not fit; weights or scales on some ranks only, on every rank; a low-latency
+                layer that has sent rows of its dtype.
+            CallMismatch: of a static layer, or with `layout_desc`: weights or scales on some ranks only; as
+                `dispatch`, `dispatch_again`.
             ConfigError: a layer with payload; with `layout_desc` one with low_latency.
             StaleHandleError, PeerFailed, WaitTimeout: as `dispatch`, `dispatch_again`.
         """

@@ -199,6 +199,8 @@ class EPAll2AllLayer(CompactCalls):
             InputError: an argument does not fit, on the rank that got it; an id out of range, or weights on
                 some ranks only, on every rank. In static mode ids out of range are dropped instead, and
                 reported by `check`. The hook of the dispatch before has not been called.
+            CallMismatch: other ranks are in other calls; in static mode also of weights on some ranks only (on a GPU:
+                from a later call or `check`).
             PeerFailed: another rank rejected its arguments, or (CPU) died.
             WaitTimeout: a rank did not come within `timeout_s`.
         """
@@ -285,7 +287,8 @@ class EPAll2AllLayer(CompactCalls):
             InputError: an argument does not fit. The hook of this dispatch, or of the combine before, has not been
                 called.
             StaleHandleError: the descriptor is not of this layer.
-            WaitTimeout: a rank did not come within `timeout_s` (on a GPU: from a later call or `check`).
+            CallMismatch: ranks combine different dispatches, weights on some ranks only, or are in other calls;
+                WaitTimeout: a rank did not come within `timeout_s` (on a GPU: both from a later call or `check`).
         """
         ctx = self.context
         ctx.check_open()
@@ -346,6 +349,7 @@ class EPAll2AllLayer(CompactCalls):
 
         Raises:
             WaitTimeout: an expired wait.
+            CallMismatch: ranks were in different calls.
             InputError, PeerFailed: what the latest dispatch would have raised on all ranks had it waited for them; of
                 static layers that are not of low latency, outside of CUDA graphs.
         """
