@@ -15,6 +15,7 @@ import torch
 
 from triton_ep import checks
 from triton_ep._dispatch_steps import DispatchSteps, Received
+from triton_ep.context import told
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
 from triton_ep.layout import HOST_REJECTED, HOST_SCALED, placement_parts
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
@@ -257,6 +258,7 @@ class CompactCalls(DispatchSteps):
             return CompactRows(*result, event)
         return CompactRows(*call())
 
+    @told("dispatch", begun=False)
     def _dispatch_rows(
         self,
         given: dispatch_ops.Rows,

@@ -39,7 +39,8 @@ LL_TOLD = 9
 STATUS = 11
 PROGRAMS_DONE = 15
 ALARM = 16
-STATE_WORDS = 17
+OVERFLOW_TOTAL = 17
+STATE_WORDS = 18
 
 # waits.py: what a wait waited for.
 WAIT_SPLITS = 1
