@@ -286,22 +286,23 @@ def _(y: Any, weights: Any, desc: Any, num_rows: Any, layer: int) -> torch.Tenso
 @torch.library.custom_op(
     "triton_ep::combine_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor[] desc, SymInt num_rows, int layer) -> (Tensor, Tensor)",
+    schema="(Tensor grad, Tensor entries, Tensor placement, SymInt num_rows, int layer) -> (Tensor, Tensor)",
 )
 def _combine_backward(
-    grad: torch.Tensor, desc: list[torch.Tensor], num_rows: int, layer: int
+    grad: torch.Tensor, entries: torch.Tensor, placement: torch.Tensor, num_rows: int, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's copy of its token's gradient, [R, H], and its scale bytes: a dispatch by the same routing.
 
     The same expert ids give the same rows, because no atomic decides a slot, and the host need not wait for how many.
     """
     owner = layer_of(layer)
-    rows, _ = owner.dispatch_again(grad, _descriptor(owner, desc, num_rows))
+    # To send again takes less than to combine: neither forward tables nor copies.
+    rows, _ = owner.dispatch_again(grad, make_descriptor(owner, entries, placement, None, None, num_rows, epoch=0))
     return _parts(rows)
 
 
 @_combine_backward.register_fake
-def _(grad: Any, desc: Any, num_rows: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _(grad: Any, entries: Any, placement: Any, num_rows: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _fake_rows(grad, layer_of(layer), num_rows)
 
 
@@ -309,14 +310,13 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
     y, weights, desc, ctx.num_rows, ctx.layer = inputs
     ctx.num_desc = len(desc)
     with_weights = () if weights is None else (weights, y)
-    ctx.save_for_backward(*desc, *with_weights)
+    ctx.save_for_backward(desc[0], desc[1], *with_weights)
 
 
 def _backward_of_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    desc, with_weights = list(ctx.saved_tensors[: ctx.num_desc]), ctx.saved_tensors[ctx.num_desc :]
-    placement = desc[1]
+    entries, placement, *with_weights = ctx.saved_tensors
     cfg = layer_of(ctx.layer).config
-    data, scale = torch.ops.triton_ep.combine_backward(_plain(grad), desc, ctx.num_rows, ctx.layer)
+    data, scale = torch.ops.triton_ep.combine_backward(_plain(grad), entries, placement, ctx.num_rows, ctx.layer)
     if cfg.recv_capacity is not None:
         # Static mode leaves rows behind the last expert as they are.
         first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["expert_offsets"]
