@@ -64,8 +64,7 @@ def told(what: str, *, begun: bool) -> Callable[[_Call], _Call]:
             try:
                 return call(owner, *args, **kwargs)
             except Exception as error:
-                if begun or ctx.epoch != epoch:
-                    ctx.fail(what, error)
+                ctx.fail(what, error, begun or ctx.epoch != epoch)
                 raise
 
         return guarded  # type: ignore[return-value]
@@ -278,12 +277,20 @@ class DispatchCombineContext(ContextNames):
                 f"This layer failed before and its ranks are out of step: {self.failure} Finalize it and make another."
             )
 
-    def fail(self, what: str, error: Exception) -> None:
+    def fail(self, what: str, error: Exception, begun: bool) -> None:
         """Note that a call broke off here in the middle, and tell the ranks that wait for it, where the heap can.
 
         Nothing for errors that all ranks raise, or that are raised before anything is sent: those of this package.
+        What another rank has told this one is noted, and not told again.
+
+        begun: other ranks wait for this one.
         """
-        if self.failure is not None or (isinstance(error, EPError) and not isinstance(error, _OF_ONE_RANK)):
+        if self.failure is not None:
+            return
+        if isinstance(error, PeerFailed) and self.heap.failed_peer() is not None:
+            self.failure = f"{what} broke off: {error}"
+            return
+        if not begun or (isinstance(error, EPError) and not isinstance(error, _OF_ONE_RANK)):
             return
         self.failure = f"{what} broke off on rank {self.config.rank} with {type(error).__name__}: {error}"
         if self.heap.backend == "host":  # the others on GPUs learn it from their time limit

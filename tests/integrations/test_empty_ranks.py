@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.integrations import vllm_stand_in
 from tests.odd_strides import odd
+from triton_ep import pipeline
 from triton_ep.distributed import current_heap
 from triton_ep.integrations import deep_ep, megatron, megatron_hybrid, te, torchtitan, vllm
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer
@@ -51,10 +52,11 @@ def _weighted(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def _megatron() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
     def run(batch: _Batch) -> None:
-        rows, _, probs, _, handle = megatron.fused_dispatch(
+        rows, idx, probs, _, handle = megatron.fused_dispatch(
             batch.x, batch.idx, batch.weights, 2 * EXPERTS, dist.group.WORLD
         )
-        out, _ = megatron.fused_combine(_weighted(rows, probs.sum(1)), dist.group.WORLD, handle)
+        here = torch.where(idx >= 0, probs, 0.0).sum(1)
+        out, _ = megatron.fused_combine(_weighted(rows, here), dist.group.WORLD, handle)
         batch.check(out, batch.weights)
 
     return run, deep_ep.release
@@ -173,7 +175,30 @@ def _vllm(batched: bool) -> tuple[Callable[[_Batch], None], Callable[[], None]]:
     return run, close
 
 
+def _pipeline() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
+    """Stage by stage over collectives; the experts are the identity."""
+    weight = torch.eye(HIDDEN, dtype=torch.bfloat16, device=current_heap().device).repeat(EXPERTS, 1, 1)
+
+    def run(batch: _Batch) -> None:
+        counts = torch.bincount(batch.idx.flatten(), minlength=2 * EXPERTS)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts)
+        inputs, outputs = (each.view(2, EXPERTS).sum(1).tolist() for each in (counts, arriving))
+        sent = batch.x.repeat_interleave(TOPK, 0)[batch.idx.flatten().argsort(stable=True)]
+        rows = pipeline.a2a_dispatch(sent, outputs, inputs)
+        placed = pipeline.permute_and_pad(rows, arriving, 2, EXPERTS, 32)
+        y = pipeline.to_mxfp8_then_scaled_grouped_mm(placed.rows, weight.transpose(-2, -1), placed.group_offsets)
+        y = pipeline.unpermute(y, placed.permuted_indices, placed.padded_shape)
+        out = pipeline.a2a_combine(y, inputs, outputs)
+        assert torch.equal(out, torch.ones_like(out)) and len(out) == TOPK * len(batch.x)
+        out.sum().backward()
+        assert torch.equal(batch.x.grad, torch.full_like(batch.x, TOPK))
+
+    return run, lambda: None
+
+
 DOORS = {
+    "pipeline": _pipeline,
     "megatron": _megatron,
     "megatron_hybrid": _megatron_hybrid,
     "deep_ep": _deep_ep,
