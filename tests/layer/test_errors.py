@@ -111,7 +111,7 @@ def _exotic_inputs(rank, nodes, ranks_per_node, cfg):
     case = replace(CASE, dtype=torch.float32, **cfg)
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         x, idx, weights = _inputs(rank)
-        x = x.float()
+        x, idx = x.float(), idx % layer.config.num_experts
         calls = [lambda x: layer.dispatch(x, idx, weights), lambda x: autograd.dispatch(layer, x, idx, weights)]
         for number, (name, bad) in enumerate(_exotic(x)):
             call = calls[number % 2 if name.startswith("sparse") else 0]
