@@ -80,7 +80,7 @@ def as_words(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
     Copies need no dtype: one compiled kernel serves all, and the interpreter moves 8 bytes per element.
     """
     # torch wants a multiple of the words in front of the rows as well, where memory itself begins at an odd address.
-    offset = rows.storage_offset() * rows.element_size()
+    offset = int(rows.storage_offset()) * rows.element_size()
     return view_as(rows, _WORDS[word_type(row_bytes, rows.data_ptr() | offset)])
 
 
