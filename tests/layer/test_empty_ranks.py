@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.odd_strides import odd
+from tests.patience import LIMIT_S
 from triton_ep import EPAll2AllLayer, MXTensor, autograd
 from triton_ep.distributed import current_heap
 from triton_ep.errors import PeerFailed, WaitTimeout
@@ -28,7 +29,8 @@ KINDS = {
 def _layer(rank: int, nodes: int, ranks_per_node: int, **options) -> EPAll2AllLayer:
     world = nodes * ranks_per_node
     sizes = (8, HIDDEN, TOPK, rank, EXPERTS * world, ranks_per_node, world)
-    return EPAll2AllLayer(dist.group.WORLD, *sizes, **{"timeout_s": 60.0, **options})
+    limit_s = 60.0 if current_heap().device.type == "cuda" else LIMIT_S
+    return EPAll2AllLayer(dist.group.WORLD, *sizes, timeout_s=limit_s, **options)
 
 
 def _inputs(rank: int, tokens: tuple[int, ...], to_first: bool) -> tuple[torch.Tensor, ...]:
@@ -181,7 +183,7 @@ def test_what_breaks_off_on_one_rank_is_told_to_those_that_wait(backend, call):
     if backend != "host":
         pytest.skip("ranks on GPUs learn it from their time limit")
     with RankPool(2) as pool:  # one of its own: what is told cannot be taken back
-        told = pool.run(_check_broken_off, 1, 2, call)
+        told = pool.run(_check_broken_off, 1, 2, call, timeout_s=LIMIT_S)
     assert "rank 1 failed while rank 0 waited" in told[0] and "no memory left" in told[0]
 
 
