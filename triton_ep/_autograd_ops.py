@@ -269,46 +269,49 @@ def let_compile() -> None:
 @torch.library.custom_op(
     "triton_ep::combine",
     mutates_args=(),
-    schema="(Tensor y, Tensor? weights, Tensor[] desc, int layer) -> Tensor",
+    schema="(Tensor y, Tensor? weights, Tensor[] desc, SymInt num_rows, int layer) -> Tensor",
 )
-def _combine(y: torch.Tensor, weights: torch.Tensor | None, desc: list[torch.Tensor], layer: int) -> torch.Tensor:
-    """`EPAll2AllLayer.combine`."""
+def _combine(
+    y: torch.Tensor, weights: torch.Tensor | None, desc: list[torch.Tensor], num_rows: int, layer: int
+) -> torch.Tensor:
+    """`EPAll2AllLayer.combine`; num_rows: of the dispatch, which `y` must have too."""
     owner = layer_of(layer)
-    return owner.combine(y.contiguous(), _descriptor(owner, desc, y.shape[0]), weights)
+    return owner.combine(y.contiguous(), _descriptor(owner, desc, num_rows), weights)
 
 
 @_combine.register_fake
-def _(y: Any, weights: Any, desc: Any, layer: int) -> torch.Tensor:
+def _(y: Any, weights: Any, desc: Any, num_rows: Any, layer: int) -> torch.Tensor:
     return y.new_empty((desc[0].shape[1], y.shape[1]))
 
 
 @torch.library.custom_op(
     "triton_ep::combine_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor entries, SymInt num_rows, int layer) -> (Tensor, Tensor)",
+    schema="(Tensor grad, Tensor entries, Tensor placement, SymInt num_rows, int layer) -> (Tensor, Tensor)",
 )
 def _combine_backward(
-    grad: torch.Tensor, entries: torch.Tensor, num_rows: int, layer: int
+    grad: torch.Tensor, entries: torch.Tensor, placement: torch.Tensor, num_rows: int, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's copy of its token's gradient, [R, H], and its scale bytes: a dispatch by the same routing.
 
-    The same expert ids give the same rows, because no atomic decides a slot.
+    The same expert ids give the same rows, because no atomic decides a slot, and the host need not wait for how many.
     """
     owner = layer_of(layer)
+    # To send again takes less than to combine: neither forward tables nor copies.
+    desc = make_descriptor(owner, entries, placement, None, None, num_rows, epoch=0)
     with owner.context.backward_pass():
-        rows, _, _ = owner.dispatch(grad, entries[0])
-    assert rows.shape[0] == num_rows, "dispatch is deterministic: the same expert ids give the same rows"
+        rows, _ = owner.dispatch_again(grad, desc)
     return _parts(rows)
 
 
 @_combine_backward.register_fake
-def _(grad: Any, entries: Any, num_rows: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _(grad: Any, entries: Any, placement: Any, num_rows: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _fake_rows(grad, layer_of(layer), num_rows)
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    y, weights, desc, ctx.layer = inputs
-    ctx.num_rows, ctx.num_desc = y.shape[0], len(desc)
+    y, weights, desc, ctx.num_rows, ctx.layer = inputs
+    ctx.num_desc = len(desc)
     with_weights = () if weights is None else (weights, y)
     ctx.save_for_backward(desc[0], desc[1], *with_weights)
 
@@ -316,7 +319,7 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _backward_of_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     entries, placement, *with_weights = ctx.saved_tensors
     cfg = layer_of(ctx.layer).config
-    data, scale = torch.ops.triton_ep.combine_backward(_plain(grad), entries, ctx.num_rows, ctx.layer)
+    data, scale = torch.ops.triton_ep.combine_backward(_plain(grad), entries, placement, ctx.num_rows, ctx.layer)
     if cfg.recv_capacity is not None:
         # Static mode leaves rows behind the last expert as they are.
         first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["expert_offsets"]
@@ -325,14 +328,14 @@ def _backward_of_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         data, scale = _zero_unused(data, in_use), _zero_unused(scale, in_use) if cfg.payload else scale
     rows = data if cfg.payload is None else MXTensor.from_qdata_and_scales(data, scale, cfg.token_dtype)
     if not with_weights:
-        return rows, None, [None] * ctx.num_desc, None
+        return rows, None, [None] * ctx.num_desc, None, None
     weights, y = with_weights
     values = _plain(rows).float()
     grad_y, products = (values * weights.unsqueeze(1)).to(y.dtype), values * y.float()
     if cfg.recv_capacity is not None:
         # What stands in unused rows of the weights and of y may be no number.
         grad_y, products = _zero_unused(grad_y, in_use), _zero_unused(products, in_use)
-    return grad_y, products.sum(1), [None] * ctx.num_desc, None
+    return grad_y, products.sum(1), [None] * ctx.num_desc, None, None
 
 
 def _zero_unused(rows: torch.Tensor, in_use: torch.Tensor) -> torch.Tensor:

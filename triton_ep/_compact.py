@@ -15,6 +15,7 @@ import torch
 
 from triton_ep import checks
 from triton_ep._dispatch_steps import DispatchSteps, Received
+from triton_ep.context import told
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
 from triton_ep.kernels.device.codes import HOST_COMPACT, HOST_READS, HOST_REJECTED, HOST_SCALED, HOST_SHIFT
 from triton_ep.layout import placement_parts
@@ -256,6 +257,7 @@ class CompactCalls(DispatchSteps):
             return CompactRows(*result, event)
         return CompactRows(*call())
 
+    @told("dispatch", begun=False)
     def _dispatch_rows(
         self,
         given: dispatch_ops.Rows,

@@ -11,7 +11,7 @@ import torch
 from triton_ep import checks
 from triton_ep._names import LayerNames
 from triton_ep.config import EPConfig
-from triton_ep.context import DispatchCombineContext
+from triton_ep.context import DispatchCombineContext, told
 from triton_ep.errors import ConfigError, InputError, PeerFailed, StaleHandleError
 from triton_ep.kernels.device.codes import (
     HOST_AGAIN,
@@ -199,6 +199,7 @@ class DispatchSteps(LayerNames):
         recv_x = MXTensor(recv.data, scale, torch.float8_e4m3fn, 32, self.config.token_dtype)
         return (recv_x, received.weights, desc), receive
 
+    @told("dispatch", begun=False)
     def _dispatch(
         self,
         x: dispatch_ops.Rows,
@@ -291,6 +292,7 @@ class DispatchSteps(LayerNames):
         ctx.calls.dispatch = ctx.epoch
         return RecvHook(partial(self._end_dispatch, receive), received, ctx.device.type == "cuda")
 
+    @told("the hook of dispatch", begun=True)
     def _end_dispatch(self, receive: Callable[[], None]) -> None:
         self.context.check_open()
         self.context.calls.dispatch = 0

@@ -61,10 +61,11 @@ def dispatch(
         What `EPAll2AllLayer.dispatch` raises.
     """
     key = _key(layer)
+    if not torch.compiler.is_compiling() and not _passable(layer, x, topk_idx, topk_weights):
+        with torch.no_grad():
+            layer.dispatch(x, topk_idx, topk_weights)  # raises, and tells the other ranks
     want_slots = topk_weights is not None and topk_weights.requires_grad and torch.is_grad_enabled()
     if layer.config.payload is None:
-        if isinstance(x, MXTensor):
-            layer.dispatch(x, topk_idx, topk_weights)  # raises, and tells the other ranks
         recv_x, _, *outputs = torch.ops.triton_ep.dispatch(x, None, topk_idx, topk_weights, want_slots, key)
     else:
         recv_x, *outputs = ops.DispatchMX.apply(x, topk_idx, topk_weights, want_slots, key)
@@ -124,8 +125,20 @@ def combine(
             "autograd.combine got a descriptor of a dispatch with full_scatter_indices, but its backward pass would "
             "get rows in the computed order. Dispatch without them, or use layer.combine, which has no gradient."
         )
-    result: torch.Tensor = torch.ops.triton_ep.combine(y, weights, ops.tensors_of(layout_desc), _key(layer))
+    result: torch.Tensor = torch.ops.triton_ep.combine(
+        y, weights, ops.tensors_of(layout_desc), layout_desc.num_recv_rows, _key(layer)
+    )
     return result
+
+
+def _passable(layer: EPAll2AllLayer, x: object, *others: object) -> bool:
+    """Whether an op takes these arguments: others it would refuse by itself, and no other rank would be told."""
+    if layer.config.payload is None and isinstance(x, MXTensor):
+        return False
+    return all(
+        argument is None or (isinstance(argument, torch.Tensor) and argument.layout is torch.strided)
+        for argument in (x, *others)
+    )
 
 
 def _check_layer(layer: EPAll2AllLayer) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 
 from triton_ep._calls import dispatch_name, of_calls
 from triton_ep.config import EPConfig
-from triton_ep.errors import ConfigError, InputError, PeerFailed, StaleHandleError
+from triton_ep.errors import ConfigError, EPError, InputError, PeerFailed, StaleHandleError
 from triton_ep.kernels.device.codes import HOST_REJECTED, HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
@@ -16,6 +18,24 @@ from triton_ep.overlap import EPEvent
 
 ONE_BYTE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Elements of rows that travel with scales."""
+_Arguments = ParamSpec("_Arguments")
+
+
+def _refusing(check: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """The same check, which refuses what it cannot look at: kinds of tensors that raise errors of their own."""
+
+    @functools.wraps(check)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            check(*args, **kwargs)
+        except EPError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"an argument cannot be looked at ({type(error).__name__}: {error}). Pass plain strided tensors."
+            ) from error
+
+    return checked
 
 
 def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
@@ -63,6 +83,7 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
         )
 
 
+@_refusing
 def check_dispatch(
     cfg: EPConfig,
     device: torch.device,
@@ -103,6 +124,7 @@ def check_dispatch(
         _check_tensor(device, "full_scatter_indices", scatter, shape, ids)
 
 
+@_refusing
 def check_rows(cfg: EPConfig, device: torch.device, x: Any, num_tokens: int | None, scale: Any = None) -> None:
     """Raise InputError unless `x` is rows of the layer, `num_tokens` of them (None = any number).
 
@@ -135,6 +157,7 @@ def check_compact_desc(call: str, layer_id: int, desc: Any) -> None:
         )
 
 
+@_refusing
 def check_topk_values(cfg: EPConfig, device: torch.device, values: Any, num_rows: int) -> None:
     """Raise InputError unless `values` has a float32 per (compact row, k)."""
     _check_tensor(device, "values", values, (num_rows, cfg.topk), (torch.float32,))
@@ -175,6 +198,7 @@ def check_combine_buffer(cfg: EPConfig, num_rows: int, room: int) -> None:
         )
 
 
+@_refusing
 def check_combine(cfg: EPConfig, device: torch.device, layer_id: int, y: Any, desc: Any, weights: Any) -> None:
     """Raise unless the arguments of `EPAll2AllLayer.combine` fit the layer.
 
@@ -188,6 +212,7 @@ def check_combine(cfg: EPConfig, device: torch.device, layer_id: int, y: Any, de
         _check_tensor(device, "weights", weights, (desc.num_recv_rows,), (torch.float32,))
 
 
+@_refusing
 def check_again(
     cfg: EPConfig, device: torch.device, layer_id: int, x: Any, desc: Any, weights: Any, scale: Any = None
 ) -> None:
@@ -255,21 +280,30 @@ def _check_tensor(
     shape: of one or two extents.
     """
     # Nothing is put into words unless it is needed: this runs at every call.
-    if (
-        isinstance(tensor, torch.Tensor)
-        and tensor.dtype in dtypes
-        and len(tensor.shape) == len(shape)
-        and tensor.shape[-1] == shape[-1]
-        and (shape[0] is None or tensor.shape[0] == shape[0])
-        and tensor.device == device
-        and not isinstance(tensor, MXTensor)
-        and tensor.is_contiguous()
-    ):
-        return
+    try:
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype in dtypes
+            and len(tensor.shape) == len(shape)
+            and tensor.shape[-1] == shape[-1]
+            and (shape[0] is None or tensor.shape[0] == shape[0])
+            and tensor.device == device
+            and not isinstance(tensor, MXTensor)
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and (tensor.data_ptr() or not tensor.numel())
+        ):
+            return
+    except RuntimeError:
+        pass  # nested tensors have no shape; they are named below
     if isinstance(tensor, MXTensor):
         raise InputError(f"{name} must be a plain tensor, got an MXTensor; call .dequantize().")
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"{name} must be a tensor, got {type(tensor).__name__}.")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise InputError(f"{name} must be a plain strided tensor, got one that is {kind}; convert it, .to_dense() say.")
     wanted = "[" + ", ".join("any" if extent is None else str(extent) for extent in shape) + "]"
     fits = tensor.dim() == len(shape) and all(
         extent is None or extent == actual for extent, actual in zip(shape, tensor.shape, strict=True)
@@ -282,3 +316,10 @@ def _check_tensor(
         raise InputError(f"{name} must be on {device}, got {tensor.device}.")
     if not tensor.is_contiguous():
         raise InputError(f"{name} must be contiguous, got strides {tensor.stride()}; call .contiguous().")
+    if tensor.is_neg():
+        raise InputError(f"{name} is a view whose values are yet to be negated; call .resolve_neg().")
+    if not tensor.data_ptr() and tensor.numel():
+        raise InputError(
+            f"{name} has no memory: it is a {type(tensor).__name__} that stands for values (of a tracer, or zeros of "
+            "autograd). Pass a tensor that holds them; .clone() makes one of such zeros."
+        )

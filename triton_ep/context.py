@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,18 @@ from triton_ep._names import ContextNames
 from triton_ep.aot.launch import Aot
 from triton_ep.config import EPConfig, as_integer
 from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
-from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed, WaitTimeout
+from triton_ep.errors import (
+    AotArchMismatch,
+    AotCorrupted,
+    AotMiss,
+    ConfigError,
+    EPError,
+    FinalizedError,
+    HeapError,
+    LaunchError,
+    PeerFailed,
+    WaitTimeout,
+)
 from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.kernels.device import codes
 from triton_ep.overlap import OpenCalls, current_stream
@@ -35,6 +47,31 @@ _INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
 _SLACK_BYTES = 4096  # what a heap may add to one allocation to align it
 NO_LIMIT = 2**31 - 1
 """Row limit of kernels in exact mode, where buffers are grown before anything is written."""
+_OF_ONE_RANK = (AotArchMismatch, AotCorrupted, AotMiss, LaunchError)
+"""Errors of ours that may come in the middle of a call, and on one rank alone."""
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def told(what: str, *, begun: bool) -> Callable[[_Call], _Call]:
+    """Decorator of what a layer or context does in a collective call: if it breaks off, the layer has failed.
+
+    begun: other ranks wait for this one from the start; False: once the dispatch has its epoch.
+    """
+
+    def decorate(call: _Call) -> _Call:
+        @functools.wraps(call)
+        def guarded(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            ctx = getattr(owner, "context", owner)
+            epoch = ctx.epoch
+            try:
+                return call(owner, *args, **kwargs)
+            except Exception as error:
+                ctx.fail(what, error, begun or ctx.epoch != epoch)
+                raise
+
+        return guarded  # type: ignore[return-value]
+
+    return decorate
 
 
 class DispatchCombineContext(ContextNames):
@@ -242,6 +279,25 @@ class DispatchCombineContext(ContextNames):
             raise WaitTimeout(
                 f"This layer failed before and its ranks are out of step: {self.failure} Finalize it and make another."
             )
+
+    def fail(self, what: str, error: Exception, begun: bool) -> None:
+        """Note that a call broke off here in the middle, and tell the ranks that wait for it, where the heap can.
+
+        Nothing for errors that all ranks raise, or that are raised before anything is sent: those of this package.
+        What another rank has told this one is noted, and not told again.
+
+        begun: other ranks wait for this one.
+        """
+        if self.failure is not None:
+            return
+        if isinstance(error, PeerFailed) and self.heap.failed_peer() is not None:
+            self.failure = f"{what} broke off: {error}"
+            return
+        if not begun or (isinstance(error, EPError) and not isinstance(error, _OF_ONE_RANK)):
+            return
+        self.failure = f"{what} broke off on rank {self.config.rank} with {type(error).__name__}: {error}"
+        if self.heap.backend == "host":  # the others on GPUs learn it from their time limit
+            self.heap.abort(self.failure)
 
     def of_rows(self, config: EPConfig) -> DispatchCombineContext:
         """The same context, for other rows in its buffers: `config` may differ in their length, dtype and payload.

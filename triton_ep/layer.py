@@ -6,6 +6,7 @@ everything they launch is in triton_ep/ops, in the order of the protocol (docs/c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,10 @@ from triton_ep import checks
 from triton_ep._compact import CompactCalls, Received
 from triton_ep.barrier import BarrierAllContext
 from triton_ep.config import EPConfig
-from triton_ep.context import DispatchCombineContext
+from triton_ep.context import DispatchCombineContext, told
 from triton_ep.distributed import check_group, current_heap
 from triton_ep.errors import ConfigError
+from triton_ep.kernels.device import codes
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import combine as combine_ops
@@ -121,6 +123,7 @@ class EPAll2AllLayer(CompactCalls):
         self.context = DispatchCombineContext.create(self.config, group=ep_group, aot=kernels)
         self.barrier = BarrierAllContext(self.context)
         self._comm = CommStream(self.context.device)
+        self._warned, self._overflow_told = False, 0
 
     # --- the two calls ----------------------------------------------------------------------------------
 
@@ -207,6 +210,8 @@ class EPAll2AllLayer(CompactCalls):
         ctx = self.context
         ctx.check_open()
         ctx.poll_status()
+        if not self._warned and torch.is_grad_enabled():
+            self._warn_of_no_gradient("dispatch", input, weight)
         # Before anything is told to the other ranks: the open call still needs its epoch.
         ctx.calls.check_dispatch()
         call = partial(
@@ -293,6 +298,8 @@ class EPAll2AllLayer(CompactCalls):
         ctx = self.context
         ctx.check_open()
         ctx.poll_status()
+        if not self._warned and torch.is_grad_enabled():
+            self._warn_of_no_gradient("combine", input, weights)
         desc = ep_a2a_layout_desc
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
         checks.check_overlap(return_recv_hook, async_finish, previous_event)
@@ -302,8 +309,7 @@ class EPAll2AllLayer(CompactCalls):
             return self._comm.run(call, (input, weights, desc), previous_event)
         if not return_recv_hook:
             return self._combine(input, weights, desc)
-        send = low_latency_ops.combine if self.config.low_latency else combine_ops.send
-        out, receive = send(ctx, input, weights, desc)
+        out, receive = self._send_combine(input, weights, desc)
         ctx.calls.combine = True
         return out, RecvHook(partial(self._end_combine, receive), (out, desc), ctx.device.type == "cuda")
 
@@ -338,6 +344,15 @@ class EPAll2AllLayer(CompactCalls):
         when both wait for a multiprocessor. None on the CPU."""
         return self._comm.stream
 
+    @property
+    def overflow_total(self) -> int:
+        """Rows that did not fit `capacity` on this rank, in all dispatches of the layer so far: those of backward
+        passes and of every replay of a CUDA graph are counted, too. 0 without a capacity. Waits for this stream and
+        `comm_stream`."""
+        self.context.check_open()
+        self._comm.join()
+        return int(self.context.state[codes.OVERFLOW_TOTAL])
+
     # --- life -------------------------------------------------------------------------------------------
 
     def finalize(self) -> None:
@@ -346,6 +361,8 @@ class EPAll2AllLayer(CompactCalls):
 
     def check(self) -> None:
         """Wait for this stream and `comm_stream`, and raise what the device reported; nothing if all is well.
+
+        Warns if rows have not fitted `capacity` since the last check; `overflow_total` says how many there were.
 
         Raises:
             WaitTimeout: an expired wait.
@@ -360,6 +377,8 @@ class EPAll2AllLayer(CompactCalls):
         unread, ctx.unread = ctx.unread, None
         if unread is not None:
             checks.raise_for_ranks(self.config, unread[: 8 * self.config.world_size].view(-1, 8).tolist())
+        if self.config.recv_capacity is not None:
+            self._warn_of_overflow()
 
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
         """Barrier on `stream` over all ranks, or over those of this node (`BarrierAllContext.barrier_all`)."""
@@ -376,14 +395,47 @@ class EPAll2AllLayer(CompactCalls):
             self.context.failure = f"{type(error).__name__} left the layer's block."
         self.finalize()
 
+    # --- what a first program may not expect ------------------------------------------------------------
+
+    def _warn_of_no_gradient(self, call: str, *tensors: Any) -> None:
+        """Warn, once in the life of the layer, if `call` would cut a graph of autograd."""
+        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+            self._warned = True
+            warnings.warn(
+                f"layer.{call} got a tensor that requires a gradient, but what it returns has none: the graph ends "
+                f"here. For training call triton_ep.autograd.{call}(layer, ...); otherwise detach, or use "
+                "torch.no_grad().",
+                stacklevel=3,
+            )
+
+    def _warn_of_overflow(self) -> None:
+        total = self.overflow_total
+        new, self._overflow_told = total - self._overflow_told, total
+        if new:
+            warnings.warn(
+                f"{new} rows did not fit capacity={self.config.recv_capacity} of rank {self.config.rank} since the "
+                f"last check, {total} in all, and were left out. Raise the capacity, or make an exact layer "
+                "(capacity=None).",
+                stacklevel=3,
+            )
+
     # --- halves and streams -----------------------------------------------------------------------------
 
+    @told("the hook of combine", begun=True)
     def _end_combine(self, receive: Callable[[], None]) -> None:
         self.context.check_open()
         self.context.calls.combine = False
         receive()
         self.context.poll_status()
 
+    @told("combine", begun=True)
+    def _send_combine(
+        self, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        send = low_latency_ops.combine if self.config.low_latency else combine_ops.send
+        return send(self.context, y, weights, desc)
+
+    @told("combine", begun=True)
     def _combine(self, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
         ctx = self.context
         if self.config.low_latency:

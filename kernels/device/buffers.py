@@ -7,8 +7,9 @@ buffer holds, who writes and who reads it, is the table in triton_ep/layout.py, 
 with this one.
 
 The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record, a count of
-programs that came to their end, and the address of a word in host memory that says if there is a record. Behind
-them are [W] words for the tags of the ranks, where their calls differ (device/calls.py).
+programs that came to their end, the address of a word in host memory that says if there is a record, and how many
+rows have not fitted a static capacity. Behind them are [W] words for the tags of the ranks, where their calls differ
+(device/calls.py).
 """
 
 import triton
@@ -56,6 +57,7 @@ LL_TOLD = tl.constexpr(codes.LL_TOLD)
 STATUS = tl.constexpr(codes.STATUS)
 PROGRAMS_DONE = tl.constexpr(codes.PROGRAMS_DONE)
 ALARM = tl.constexpr(codes.ALARM)
+OVERFLOW_TOTAL = tl.constexpr(codes.OVERFLOW_TOTAL)
 LL_COMBINE_TOLD = tl.constexpr(codes.LL_COMBINE_TOLD)
 STATE_WORDS = tl.constexpr(codes.STATE_WORDS)
 
@@ -76,6 +78,14 @@ def net_address_of(tables_ptr, BUFFER: tl.constexpr, num_ranks, peer):
 def pe_of(tables_ptr, num_ranks, peer):
     """int32 number that NVSHMEM gives a rank."""
     return tl.load(tables_ptr + 2 * NUM_BUFFERS * num_ranks + peer).to(tl.int32)
+
+
+@triton.jit
+def count_overflow(state_ptr, num_rows):
+    """Add rows that did not fit to those of all calls; one program of a call does so, and nothing else writes there."""
+    total_ptr = state_ptr + OVERFLOW_TOTAL
+    there_are = num_rows > 0  # else memory is not touched
+    tl.store(total_ptr, tl.load(total_ptr, mask=there_are, other=0) + num_rows, mask=there_are)
 
 
 @triton.jit

@@ -71,8 +71,9 @@ LL_TOLD = 9
 STATUS = 11
 PROGRAMS_DONE = 15
 ALARM = 16
-LL_COMBINE_TOLD = 17
-STATE_WORDS = 19
+OVERFLOW_TOTAL = 17
+LL_COMBINE_TOLD = 18
+STATE_WORDS = 20
 """Behind them are as many words as there are ranks: the tag of each, plus one, where calls differ (calls.py)."""
 
 # waits.py: what a wait waited for.

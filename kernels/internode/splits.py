@@ -24,7 +24,7 @@ Replay        The epoch lives on the device and only grows; the last program set
 import triton
 import triton.language as tl
 
-from ..device.buffers import EPOCH_DISPATCH, SPLITS, SPLITS_FLAG, buffer_ptr
+from ..device.buffers import EPOCH_DISPATCH, SPLITS, SPLITS_FLAG, buffer_ptr, count_overflow
 from ..device.calls import CALLS_DISPATCH, dispatch_word, report_calls, store_epoch, words_differ
 from ..device.post import post_to_all
 from ..device.tables import (
@@ -186,6 +186,7 @@ def _report(
 def _place_segments(
     splits_ptr,
     placement_ptr,
+    state_ptr,
     first_owner,
     earlier,  # my entries for the experts of the ranks before `first_owner`
     rank,
@@ -233,7 +234,9 @@ def _place_segments(
     my_rows = tl.sum(tl.where(owner == rank, rows, 0))
     if (first_owner <= rank) & (rank < first_owner + OWNERS):
         tl.store(expert_offsets_ptr + experts_per_rank, tl.minimum(my_rows, recv_capacity))
-        tl.store(overflow_of(placement_ptr, num_ranks, experts_per_rank), tl.maximum(my_rows - recv_capacity, 0))
+        overflow = tl.maximum(my_rows - recv_capacity, 0)
+        tl.store(overflow_of(placement_ptr, num_ranks, experts_per_rank), overflow)
+        count_overflow(state_ptr, overflow)
     _report(splits_ptr, placement_ptr, owner, rows, rank, num_ranks, experts_per_rank, ranks_per_node, row_length, WP)
     return earlier + tl.sum(of_owner)
 
@@ -300,6 +303,7 @@ def splits_kernel(
             earlier = _place_segments(
                 splits_ptr,
                 placement_ptr,
+                state_ptr,
                 first_owner,
                 earlier,
                 rank,

@@ -41,6 +41,7 @@ from ..device.buffers import (
     STATUS,
     buffer_ptr,
     buffer_ptrs,
+    count_overflow,
 )
 from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_differ
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
@@ -376,5 +377,7 @@ def low_latency_expand_kernel(
             tl.store(offsets_ptr + experts_per_rank, tl.minimum(rows, capacity))
             real = tl.minimum(start + total, capacity) - clamped
             tl.store(num_recv_ptr + local, real, mask=local < experts_per_rank)
-            tl.store(num_recv_ptr + (experts_per_rank + 3) // 4 * 4, tl.maximum(rows - capacity, 0))
+            overflow = tl.maximum(rows - capacity, 0)
+            tl.store(num_recv_ptr + (experts_per_rank + 3) // 4 * 4, overflow)
+            count_overflow(state_ptr, overflow)
             store_epoch(small_ptr, epoch, num_ranks, experts_per_rank)

@@ -284,6 +284,68 @@ def test_microbatches_in_flight_do_not_disturb_each_other(run_ranks, chaos_seed,
     run_ranks(_check_microbatches, nodes, ranks_per_node, static)
 
 
+# --- what may go wrong ----------------------------------------------------------------------------------
+
+
+def _check_rows_of_combine(rank: int, nodes: int, ranks_per_node: int, static: bool) -> None:
+    case = Case("rows", static=static, dtype=torch.float32)
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        work, device = workloads(case, layer.config.world_size, 0)[rank], current_heap().device
+        x = work.x.to(device).requires_grad_()
+        recv_x, recv_weights, desc = autograd.dispatch(layer, x, work.topk_idx.to(device), work.topk_weights.to(device))
+        more = torch.cat([recv_x, recv_x[:1]])
+        for y, weights in ((recv_x[:-1], None), (recv_x[:0], None), (more, None), (recv_x, recv_weights[:-1])):
+            with pytest.raises(InputError, match=rf"must have shape \[{desc.num_recv_rows}"):
+                autograd.combine(layer, y, desc, weights)
+        autograd.combine(layer, recv_x, desc).sum().backward()
+        kept = ((work.topk_idx >= 0) & (work.topk_idx < layer.config.num_experts)).sum(1, keepdim=True)
+        assert torch.equal(x.grad.cpu(), kept.expand(x.shape).float())
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node, static", [(1, 2, False), (1, 2, True)])
+def test_combine_takes_as_many_rows_as_were_dispatched(run_ranks, nodes, ranks_per_node, static):
+    """Fewer would be read past their end; the same layer then goes on."""
+    run_ranks(_check_rows_of_combine, nodes, ranks_per_node, static)
+
+
+def _check_backward_of_combine(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        work, device = workloads(case, layer.config.world_size, 0)[rank], current_heap().device
+        topk_idx = work.topk_idx.to(device)
+        _, _, desc = layer.dispatch(work.x.to(device), topk_idx)
+        rows = int(desc.expert_offsets[-1])
+        grad = work.x.to(device).flip(0).contiguous()
+        want, _, _ = layer.dispatch(grad, topk_idx)
+        y = torch.zeros(desc.num_recv_rows, case.hidden, dtype=case.dtype, device=device).requires_grad_()
+        out = autograd.combine(layer, y, desc)
+        layer.context.read_back = None  # the host waits for no count
+        if case.payload is None:
+            out.backward(grad)
+            seen = y.grad
+        else:
+            (seen,) = torch.autograd.grad(out, y, grad)
+            want, seen = want.dequantize(), seen.dequantize()
+        del layer.context.read_back
+        assert torch.equal(seen[:rows], want[:rows]) and not seen[rows:].any()
+        layer.check()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, options",
+    [
+        (1, 2, {}),
+        (2, 2, {"static": True}),
+        (1, 2, {"payload": "mxfp8", "alignment": 16}),
+        (1, 2, {"local_combine": True}),
+    ],
+)
+def test_the_backward_pass_of_combine_waits_for_no_count(run_ranks, nodes, ranks_per_node, options):
+    """Bit for bit what a dispatch of the gradient brings, and nothing is read back."""
+    run_ranks(_check_backward_of_combine, nodes, ranks_per_node, Case("back", topk=4, experts=4, **options))
+
+
 # --- the table of layers --------------------------------------------------------------------------------
 
 

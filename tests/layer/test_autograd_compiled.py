@@ -48,10 +48,12 @@ def _check_ops(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
         tensors = _autograd_ops.tensors_of(desc)
         for each in (recv_weights, None) if case.payload is None else (recv_weights,):
             leaf = None if each is None else each.clone().requires_grad_()
-            torch.library.opcheck(ops.combine.default, (plain.clone().requires_grad_(), leaf, tensors, key))
+            torch.library.opcheck(
+                ops.combine.default, (plain.clone().requires_grad_(), leaf, tensors, plain.shape[0], key)
+            )
         torch.library.opcheck(ops.dispatch_backward.default, (plain, recv_weights, slots, tensors, True, key))
         grad = torch.ones_like(x).detach()
-        torch.library.opcheck(ops.combine_backward.default, (grad, tensors[0], plain.shape[0], key))
+        torch.library.opcheck(ops.combine_backward.default, (grad, *tensors[:2], plain.shape[0], key))
 
 
 @pytest.mark.plain

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
 from tests.layer.cases import Case, combine_and_check, dispatch_and_check, limit_of_calls, make_layer, workloads
 from tests.patience import LIMIT_S
-from triton_ep import EPAll2AllLayer, MXTensor
+from triton_ep import EPAll2AllLayer, MXTensor, autograd
 from triton_ep.distributed import current_heap
 from triton_ep.errors import (
     AotMiss,
@@ -91,6 +92,62 @@ def _raises_on_every_rank(run_ranks, nodes, ranks_per_node, name):
     assert caught[1][0] == "InputError" and BAD_INPUTS[name][1] in caught[1][1]
     for rank in (0, 2, 3):
         assert caught[rank][0] == "PeerFailed" and "rank 1" in caught[rank][1]
+
+
+def _exotic(x):
+    """Tensors that pass for rows, and cannot be sent as they are."""
+    with FakeTensorMode():
+        fake = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    yield "sparse_csr", x.to_sparse_csr()
+    yield "sparse_coo", x.to_sparse()
+    yield "nested", torch.nested.nested_tensor([x[:2], x[2:]])
+    yield "negated", torch._neg_view(x)
+    yield "no memory", torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device)
+    yield "no memory", fake
+    if x.device.type == "cpu":
+        yield "mkldnn", x.to_mkldnn()
+
+
+def _exotic_inputs(rank, nodes, ranks_per_node, cfg):
+    case = replace(CASE, dtype=torch.float32, **cfg)
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        x, idx, weights = _inputs(rank)
+        x, idx = x.float(), idx % layer.config.num_experts
+        calls = [lambda x: layer.dispatch(x, idx, weights), lambda x: autograd.dispatch(layer, x, idx, weights)]
+        for number, (name, bad) in enumerate(_exotic(x)):
+            call = calls[number % 2 if name.startswith("sparse") else 0]
+            if rank == 0:
+                with pytest.raises(InputError, match=f"input .*{name}"):
+                    call(bad)
+            else:
+                if layer.config.recv_capacity is None:
+                    with pytest.raises(PeerFailed, match="rank 0 rejected"):
+                        call(x)
+                else:
+                    call(x)
+                    with pytest.raises(PeerFailed, match="rank 0 rejected"):
+                        layer.check()
+            _, _, desc = layer.dispatch(x, idx, weights)
+            with pytest.raises(InputError, match="input"):
+                layer.combine(bad, desc)
+        if rank == 0:
+            with pytest.raises(InputError, match=r"exp_indices .*sparse"):
+                layer.dispatch(x, idx.to_sparse(), weights)
+        elif layer.config.recv_capacity is None:
+            with pytest.raises(PeerFailed, match="rank 0 rejected"):
+                layer.dispatch(x, idx, weights)
+        else:
+            layer.dispatch(x, idx, weights)
+        combine_and_check(layer, dispatch_and_check(layer, case, 1))
+
+
+@pytest.mark.plain
+@pytest.mark.filterwarnings("ignore")  # torch's, of such tensors
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("cfg", [{}, {"static": True}], ids=["exact", "static"])
+def test_tensors_that_cannot_be_sent_are_refused_on_every_rank(run_ranks, nodes, ranks_per_node, cfg):
+    """By name where the mistake is; the others learn of it, and the layer goes on."""
+    run_ranks(_exotic_inputs, nodes, ranks_per_node, cfg)
 
 
 def _bad_id(rank, nodes, ranks_per_node, value):

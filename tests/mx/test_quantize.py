@@ -235,3 +235,18 @@ def test_mistakes_are_named(call, text: str) -> None:
     """Shapes, dtypes and modes that cannot be, each with what was given."""
     with pytest.raises(InputError, match=text):
         call(torch.zeros(4, 64, device=DEVICE))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="of a GPU the host does not read offsets")
+@pytest.mark.parametrize("starts", [[-5, 3], [1, 4], [0, 4, 2, 5], [0, 6], [0, -1]])
+def test_wrong_offsets_are_refused_where_the_host_can_read_them(starts: list[int]) -> None:
+    """Before memory in front of the rows, or behind them, is touched."""
+    x, offsets = torch.zeros(5, 32), torch.tensor(starts, dtype=torch.int32)
+    elements, scale = ops.quantize_columns(x, torch.tensor([0] * len(starts), dtype=torch.int32))
+    for call in (
+        lambda: ops.quantize_columns(x, offsets),
+        lambda: ops.quantize_both(x, offsets),
+        lambda: ops.dequantize_columns(elements, scale, offsets),
+    ):
+        with pytest.raises(InputError, match="must begin with 0, never decrease, and end at 5 or before"):
+            call()

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from triton_ep._strides import view_as
 from triton_ep.errors import InputError
 
 FORMAT_VERSION = 1
@@ -185,7 +186,7 @@ def save_safetensors(
             file.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors.values():
                 if tensor.numel():
-                    file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                    file.write(view_as(tensor.cpu().contiguous().reshape(-1), torch.uint8).numpy().data)
         os.replace(partial, path)
     except BaseException:
         if os.path.exists(partial):

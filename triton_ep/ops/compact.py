@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from triton_ep.context import DispatchCombineContext
+from triton_ep._strides import view_as
+from triton_ep.context import DispatchCombineContext, told
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import dispatch as dispatch_ops
@@ -106,6 +107,7 @@ def _copy_out(
     )
 
 
+@told("combine", begun=True)
 def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
     """Sum values [R, K] float32 of compact rows per token: [T, K] float32. Collective.
 
@@ -158,7 +160,7 @@ def _move(
 ) -> None:
     num_experts, row_bytes = counts.shape[0], dest.shape[-1] * dest.element_size()
     words = as_words(source, row_bytes)
-    into = dest.view(words.dtype) if words.dtype.itemsize > 1 else as_words(dest, 1)
+    into = view_as(dest, words.dtype)
     row_words = row_bytes // words.element_size()
     programs = num_experts * max(local_programs(dest.device, 0) * 4 // num_experts, 1)
     _launcher(plans.slab_rows, pack, row_words)(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from triton_ep._strides import view_as
 from triton_ep.context import DispatchCombineContext
 from triton_ep.kernels.device.codes import MX, WORDS
 from triton_ep.mx.formats import BLOCK
@@ -29,10 +30,8 @@ class Rows(NamedTuple):
         """The same with the dtypes above, of scales of any dtype."""
         if self.scale is None:
             return self
-        # Strides of no rows may be anything, and count as contiguous.
-        scale = self.scale if self.scale.shape[0] else self.scale.new_empty(self.scale.shape)
         data = self.data if self.data.dtype == torch.float8_e4m3fn else self.data.view(torch.float8_e4m3fn)
-        return Rows(data, scale.view(torch.uint8))
+        return Rows(data, view_as(self.scale, torch.uint8))
 
     def like(self, given: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The data and scales, with the dtypes of those whose bytes were sent."""

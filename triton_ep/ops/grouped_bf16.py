@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from triton_ep._strides import dense
 from triton_ep.errors import InputError
 from triton_ep.plans.compute import LARGE, PLAIN, SMALL, WGRAD, Tile, gemm_constexprs, wgrad_constexprs
 from triton_ep.runtime import INTERPRETING, Boxes, launch
@@ -52,7 +53,7 @@ def group_ends(offs: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def _row_major(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else dense(x.contiguous())
 
 
 def _k_major(b_t: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -61,7 +62,7 @@ def _k_major(b_t: torch.Tensor) -> tuple[torch.Tensor, bool]:
         return b_t, True
     if b_t.stride(2) == 1 and b_t.stride(1) >= b_t.shape[2]:
         return b_t, False
-    return b_t.contiguous(), False
+    return dense(b_t.contiguous()), False
 
 
 def boxes(matrix: torch.Tensor, rows: int, width: int, stride: int, box: list[int]) -> Boxes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -128,8 +129,20 @@ def _groups(offsets: torch.Tensor | None, rows: torch.Tensor) -> tuple[int, torc
             f"offsets is {list(offsets.shape)} {offsets.dtype} on {offsets.device}; it must be [groups + 1] int32 "
             f"on {rows.device}: the first row of each group, then the end of the last."
         )
+    if offsets.device.type == "cpu":  # of a GPU the host would have to wait
+        _check_starts(offsets, rows.shape[0])
     groups = offsets.numel() - 1
     return groups, offsets.contiguous(), {"HAS_OFFSETS": True, "GP": next_power_of_2(groups + 1)}
+
+
+def _check_starts(offsets: torch.Tensor, num_rows: int) -> None:
+    """Raise InputError unless groups begin at 0, follow one another, and end within the rows."""
+    starts = offsets.tolist()
+    if starts[0] != 0 or starts[-1] > num_rows or any(first > second for first, second in pairwise(starts)):
+        raise InputError(
+            f"offsets is {starts} for {num_rows} rows; it must begin with 0, never decrease, and end at {num_rows} or "
+            "before."
+        )
 
 
 def _column_grid(rows: torch.Tensor, groups: int, has_offsets: bool) -> tuple[int, dict[str, int]]:
@@ -185,7 +198,8 @@ def quantize_columns(
     before; that is row // 32 where all groups are multiples of 32. Scale rows without a block are zero.
 
     Raises:
-        InputError: shape, dtype, or an unknown mode.
+        InputError: shape, dtype, or an unknown mode; on the CPU also offsets that do not begin with 0, decrease, or
+            pass the last row. On a GPU they are not looked at, and must be right.
     """
     elements, scale = _quantize_columns(x, offsets, *_format(elem_dtype, scaling_mode))
     return elements, scale

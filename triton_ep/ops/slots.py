@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from triton_ep.config import EPConfig
-from triton_ep.context import DispatchCombineContext
+from triton_ep.context import DispatchCombineContext, told
 from triton_ep.errors import ConfigError
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import combine as combine_ops
@@ -45,6 +45,7 @@ def row_slots(
     return slots.scatter_(0, target.flatten(), ks.flatten())[: desc.num_recv_rows]
 
 
+@told("combine", begun=True)
 def to_slots(
     ctx: DispatchCombineContext, values: torch.Tensor, slots: torch.Tensor, desc: EPAllToAllLayoutDesc
 ) -> torch.Tensor:

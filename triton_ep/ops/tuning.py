@@ -10,6 +10,7 @@ import functools
 
 import torch
 
+from triton_ep._strides import view_as
 from triton_ep.config import EPConfig
 from triton_ep.plans import compute
 from triton_ep.plans.shape import STAGE_PROGRAMS, word_type
@@ -78,7 +79,9 @@ def as_words(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
 
     Copies need no dtype: one compiled kernel serves all, and the interpreter moves 8 bytes per element.
     """
-    return rows.view(_WORDS[word_type(row_bytes, rows.data_ptr())])
+    # torch wants a multiple of the words in front of the rows as well, where memory itself begins at an odd address.
+    offset = int(rows.storage_offset()) * rows.element_size()
+    return view_as(rows, _WORDS[word_type(row_bytes, rows.data_ptr() | offset)])
 
 
 def mx_blocks(num_blocks: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from triton_ep._compact import CompactRows
+from triton_ep._strides import view_as
 from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep.utils import EventOverlap, order_of, to_ep_event
 from triton_ep.layer import EPAll2AllLayer
@@ -44,7 +45,7 @@ def quantize_rows(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[
         scale = (exponent << 23).view(torch.float32)
         factor = ((254 - exponent) << 23).view(torch.float32)
         if use_ue8m0:
-            scale = exponent.to(torch.uint8).view(torch.int32)
+            scale = view_as(exponent.to(torch.uint8), torch.int32)
     else:
         factor = torch.full_like(amax, _MAX) / amax  # a number / tensor would multiply by the rounded reciprocal
     data = (values * factor.unsqueeze(2)).clamp(-_MAX, _MAX).to(torch.float8_e4m3fn)
@@ -53,15 +54,14 @@ def quantize_rows(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[
 
 def scale_bytes(scales: torch.Tensor, hidden: int) -> torch.Tensor:
     """[T, H / 32] uint8, what a layer sends with rows of H bytes: scales [T, S], strided as they like, then zeros."""
-    # Strides of no rows may be anything, and count as contiguous.
-    given = (scales.contiguous() if len(scales) else scales.new_empty(scales.shape)).view(torch.uint8)
+    given = view_as(scales.contiguous(), torch.uint8)
     missing = hidden // 32 - given.shape[1]
     return torch.nn.functional.pad(given, (0, missing)) if missing else given
 
 
 def scales_of_bytes(sent: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """[..., columns] of `dtype`, contiguous, from what `scale_bytes` made."""
-    return sent[..., : columns * dtype.itemsize].contiguous().view(dtype)
+    return view_as(sent[..., : columns * dtype.itemsize].contiguous(), dtype)
 
 
 def check_quantizable(x: Any, round_scale: bool, use_ue8m0: bool) -> None:
