@@ -11,7 +11,7 @@
     ... probs=                                  one float32 per row back to its own (token, expert)
     dispatch, combine                           layer.dispatch_compact, layer.combine: one row per (token, rank)
     hidden of uint8 or e4m3, scaling_factor     layer.dispatch_scaled
-    handle[3], [4], [7], [-1]                   rows before permutation, their local experts, rows per expert without
+    handle[3], [4], [7], [10]                   rows before permutation, their local experts, rows per expert without
                                                   padding, and layout_desc.overflow; the second is made when looked at
     fuse_permute_dispatch, num_blocks_*, ...    accepted; there is one way, and the same bits
 
@@ -275,7 +275,7 @@ class HybridEPBuffer(RoutingInputs):
             As `dispatch_with_permute`.
         """
         if handle is not None:
-            routing = checks.open_handle(self.layers, handle, None, items=8)
+            routing = checks.open_handle(self.layers, handle, None, items=7)
             idx, layer = routing.desc.topk_indices_tensor, routing.layer
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
             weights = weights_by_ids(idx, probs, topk_idx, topk_weights, routing.num_experts)
@@ -326,7 +326,7 @@ class HybridEPBuffer(RoutingInputs):
         Raises:
             As `combine_with_unpermute`.
         """
-        routing = checks.open_handle(self.layers, handle, None, items=8)
+        routing = checks.open_handle(self.layers, handle, None, items=7)
         layer, desc, ids = routing.layer, routing.desc, routing.local_ids
         assert ids is not None
         combined = layer.combine(hidden.contiguous(), desc)

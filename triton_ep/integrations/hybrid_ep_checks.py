@@ -16,7 +16,7 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.slots import known_copies
 
-_PLACE = {12: 9, 8: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank
+_PLACE = {11: 9, 7: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank
 
 
 @dataclass(eq=False)  # not frozen: setting attributes around that takes longer, and one is made per call
@@ -48,7 +48,7 @@ class Routing:
 
 @dataclass(eq=False)
 class Handle(LazyItems):
-    """What a dispatch leaves to later calls, with as many items as HybridEP's tuple: 12 for permuted rows, 8 by rank.
+    """What a dispatch leaves to later calls, with as many items as HybridEP's tuple: 11 for permuted rows, 7 by rank.
 
     Attributes:
         routing: what these calls need.
@@ -66,8 +66,8 @@ class Handle(LazyItems):
     def _makers(self) -> tuple[Callable[[], Any], ...]:
         arrived, routing, tokens = self._arrived, lambda: self.routing, lambda: self.tokens
         if self.routing.counts is None:
-            return _nothing, _nothing, _nothing, arrived, lambda: self.experts_of_rows, tokens, routing, tokens
-        permuted = (_nothing, _nothing, self._per_expert, tokens, routing, tokens, self._overflow)
+            return _nothing, _nothing, _nothing, arrived, lambda: self.experts_of_rows, tokens, routing
+        permuted = (_nothing, _nothing, self._per_expert, tokens, routing, self._overflow)
         return _nothing, _nothing, _nothing, arrived, self._experts_of_rows, *permuted
 
     def _arrived(self) -> torch.Tensor:
@@ -91,7 +91,7 @@ def _nothing() -> None:
     """Of an item that HybridEP's kernels need and these do not."""
 
 
-def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = 12) -> Routing:
+def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = 11) -> Routing:
     """What is in a handle of the buffer with these layers; items: how many a handle of this kind has.
 
     Raises:
@@ -100,7 +100,7 @@ def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int
         StaleHandleError: a handle of another buffer.
     """
     owner.check_open()
-    call = "dispatch_with_permute" if items == 12 else "dispatch"
+    call = "dispatch_with_permute" if items == 11 else "dispatch"
     routing = None
     if isinstance(handle, Handle | tuple) and len(handle) == items:
         routing = handle.routing if isinstance(handle, Handle) else handle[_PLACE[items]]
