@@ -190,7 +190,7 @@ class MXFP8Quantizer:
         parts: dict[str, Any] = dict(given)
         parts.update(fp8_dtype=self.dtype, quantizer=self.copy(), with_gemm_swizzled_scales=self.optimize_for_gemm)
         if self.internal:
-            return MXFP8TensorStorage(**parts)
+            return MXFP8TensorStorage(**parts, fake_dtype=dtype)
         return MXFP8Tensor(shape, dtype, requires_grad=requires_grad, **parts)
 
     def _parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor | None]:
