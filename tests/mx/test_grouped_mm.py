@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import pytest
@@ -126,7 +126,7 @@ def test_only_what_is_asked_for() -> None:
     assert weights.grad is not None
 
 
-class _Preference(str, Enum):
+class _Preference(StrEnum):
     """As torchao's KernelPreference, whose members are true."""
 
     EMULATED = "emulated"

@@ -264,5 +264,5 @@ def test_storage_knows_what_it_stands_for() -> None:
     assert torch.equal(same.dequantize(), tensor.dequantize())
     with pytest.raises(InputError, match="fake_dtype is 'bf16'"):
         te.MXFP8TensorStorage(**{**parts, "fake_dtype": "bf16"})
-    with pytest.raises(InputError, match="fake_dtype is torch.float16"):
+    with pytest.raises(InputError, match=r"fake_dtype is torch\.float16"):
         _Named(tensor.shape, torch.bfloat16, **{**parts, "fake_dtype": torch.float16})
