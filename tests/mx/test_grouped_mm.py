@@ -171,7 +171,7 @@ def test_errors() -> None:
         ({"wgrad_with_hp": _Preference.EMULATED}, "must be True or False"),
         ({"out_dtype": torch.int8}, "out_dtype is torch.int8"),
         ({"B_t": None}, "B_t must be a tensor, got NoneType"),
-        ({"block_size": "32"}, "block_size is 32"),
+        ({"block_size": "32"}, "block_size is '32'"),
     ):
         with pytest.raises(InputError, match=text):
             grouped_mm(**{"A": a, "B_t": b_t, "offs": ends, **change})

@@ -28,7 +28,8 @@ import torch
 
 from triton_ep.config import EPConfig, as_integer
 from triton_ep.distributed import check_group
-from triton_ep.errors import InputError
+from triton_ep.errors import ConfigError, InputError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep_layers import ranks_per_node
 from triton_ep.integrations.vllm_placement import Placement, Placements
 from triton_ep.integrations.vllm_quantize import quantize_rows, scales_in_tiles
@@ -109,7 +110,15 @@ class PrepareFinalize:
         self.group, self.ranks = group, check_group(group)
         self.rank = torch.distributed.get_rank(group)
         self.max_tokens, self.hidden, self.topk = max_tokens, hidden, topk
-        self.batched, self.dtype = batched, dtype
+        self.batched, self.dtype = check.flag("batched", batched, ConfigError), check.dtype("dtype", dtype)
+        check.optional_integer("num_sm", num_sm, 1, ConfigError)
+        if formats is not None and (not isinstance(formats, tuple) or len(formats) != 2):
+            raise ConfigError(
+                f"formats must be FusedMoEActivationFormat and ExpertTokensMetadata, got {check.shown(formats)}."
+            )
+        for name, function in (("micro_batch", micro_batch), ("quantize", quantize)):
+            if function is not None and not callable(function):
+                raise ConfigError(f"{name} must be a function or None, got {check.shown(function)}.")
         self._per_node = ranks_per_node(group) if local_world_size is None else local_world_size
         self._given: dict[str, Any] = {"num_sm": num_sm, "timeout_s": timeout_s, "capacity": capacity}
         self.num_experts = as_integer("num_experts", num_experts)
@@ -228,6 +237,8 @@ class PrepareFinalize:
     ) -> tuple[Callable[[], None], Callable[[], tuple[Any, ...]]]:
         """The sending half of `prepare`; (hook, receiver): the receiving half, and then what `prepare` returns."""
         self._check(a1, topk_weights, topk_ids, num_experts)
+        apply_router_weight_on_input = check.flag("apply_router_weight_on_input", apply_router_weight_on_input)
+        defer_input_quant = check.flag("defer_input_quant", defer_input_quant)
         placement = self._placement(expert_map)
         weights = topk_weights.float()
         if apply_router_weight_on_input:
@@ -235,6 +246,11 @@ class PrepareFinalize:
                 raise InputError(
                     f"apply_router_weight_on_input is for one expert per token, topk_ids has {topk_ids.shape[1]}. Let "
                     "finalize apply the weights."
+                )
+            if topk_weights.shape != topk_ids.shape or a1.shape[0] != topk_ids.shape[0]:
+                raise InputError(
+                    f"a1 is {list(a1.shape)}, topk_weights {list(topk_weights.shape)}, topk_ids "
+                    f"{list(topk_ids.shape)}: they must have a row per token."
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
             weights = torch.ones_like(weights)
@@ -260,14 +276,13 @@ class PrepareFinalize:
 
     def _check(self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: Any) -> None:
         """Raise InputError for what the layer would not name; it checks the rest."""
-        if num_experts != self.num_experts:
+        if check.integer("num_experts", num_experts, 1) != self.num_experts:
             raise InputError(f"num_experts is {num_experts}, this object was made for {self.num_experts}.")
-        for name, given in (("a1", a1), ("topk_weights", topk_weights), ("topk_ids", topk_ids)):
-            if not isinstance(given, torch.Tensor) or given.dim() != 2:
-                got = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
-                raise InputError(f"{name} must be a tensor of two dimensions, got {got}.")
-        if topk_ids.dtype not in (torch.int32, torch.int64):
-            raise InputError(f"topk_ids must be torch.int32 or torch.int64, got {topk_ids.dtype}.")
+        check.tensor("a1", a1, 2)
+        check.tensor("topk_weights", topk_weights, 2)
+        check.tensor("topk_ids", topk_ids, 2, (torch.int32, torch.int64))
+        if not topk_weights.is_floating_point():
+            raise InputError(f"topk_weights must be of a floating-point dtype, got {topk_weights.dtype}.")
 
     def _placement(self, expert_map: Any) -> Placement:
         """Which rank has which expert; collective in the first call, which then knows how large layers must be."""
@@ -357,10 +372,18 @@ class PrepareFinalize:
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """The sending half of `finalize`; (hook, receiver): the receiving half, and then the copy into `output`."""
         batch = 0 if self._micro_batch is None else self._micro_batch()
-        prepared = self._prepared.pop(batch, None)
+        prepared = self._prepared.get(batch)
         if prepared is None:
             raise InputError(f"finalize came without a prepare before it (micro-batch {batch}).")
         layer, desc = prepared.layer, prepared.desc
+        _check_output(output, (desc.num_dispatch_token_cur_rank, self.hidden))
+        check.tensor("fused_expert_output", fused_expert_output)
+        apply_router_weight_on_input = check.flag("apply_router_weight_on_input", apply_router_weight_on_input)
+        if weight_and_reduce_impl is not None and not callable(getattr(weight_and_reduce_impl, "apply", None)):
+            raise InputError(
+                "weight_and_reduce_impl must be one of vLLM's TopKWeightAndReduce objects or None, got "
+                f"{check.shown(weight_and_reduce_impl)}."
+            )
         kind = type(weight_and_reduce_impl).__name__
         weights = None if apply_router_weight_on_input else prepared.weights
         rows = fused_expert_output
@@ -391,7 +414,8 @@ class PrepareFinalize:
         if rows.dim() == 3:
             rows = rows.reshape(-1, self.hidden)
         combined, hook = layer.combine(rows.to(self.dtype).contiguous(), desc, weights, return_recv_hook=True)
-        return hook, partial(_copy, output, combined)
+        del self._prepared[batch]  # what was refused above may be tried again
+        return hook, partial(output.copy_, combined)
 
     # --- life -------------------------------------------------------------------------------------------
 
@@ -433,10 +457,9 @@ def _is_small(c: EPConfig) -> bool:
     return c.max_tokens <= _LOW_LATENCY_TOKENS and c.num_experts <= 2048 and c.world_size <= 32 and c.is_intra_node
 
 
-def _copy(output: torch.Tensor, combined: torch.Tensor) -> None:
-    if output.shape != combined.shape:
-        raise InputError(f"output is {list(output.shape)}, but the tokens of prepare were {list(combined.shape)}.")
-    output.copy_(combined)
+def _check_output(output: Any, shape: tuple[int, int]) -> None:
+    if check.tensor("output", output).shape != shape:
+        raise InputError(f"output is {list(output.shape)}, but the tokens of prepare were {list(shape)}.")
 
 
 def _slabs(rows: torch.Tensor, desc: EPAllToAllLayoutDesc, experts: int, num_rows: int) -> torch.Tensor:

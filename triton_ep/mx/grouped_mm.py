@@ -119,8 +119,8 @@ def _check(a: Any, b_t: Any, block_size: Any) -> None:
         raise InputError(f"A must be [R, K] and B_t [E, K, N]; they are {list(a.shape)} and {list(b_t.shape)}.")
     if isinstance(b_t, MXTensor) or a.dtype != torch.bfloat16 or b_t.dtype != torch.bfloat16:
         raise InputError(f"A must be bfloat16 or an MXTensor that stands for it, B_t bfloat16: {a.dtype}, {b_t!r:.80}.")
-    if block_size != BLOCK:
-        raise InputError(f"block_size is {block_size}; MXFP8 has blocks of {BLOCK}.")
+    if not isinstance(block_size, int) or block_size != BLOCK:
+        raise InputError(f"block_size is {block_size!r:.40}; MXFP8 has blocks of {BLOCK}.")
     if b_t.shape[1] % BLOCK or b_t.shape[2] % BLOCK:
         raise InputError(f"K and N must be multiples of {BLOCK}; they are {b_t.shape[1]} and {b_t.shape[2]}.")
     if isinstance(a, MXTensor) and (a.block_dim != -1 or a.block_size != BLOCK):
