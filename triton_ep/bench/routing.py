@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from triton_ep.bench.settings import Shape
+from triton_ep.bench.settings import Shape, check_routing
 from triton_ep.errors import InputError
 
 
@@ -74,7 +74,11 @@ def draw(spec: str, shape: Shape, num_ranks: int, inputs: int, seed: int) -> lis
     """`inputs` routings, each the ids [T, K] of every rank; spec: "uniform", "zipf:S", "one-hot" or "file:PATH".
 
     One-hot ids start at the first expert of another rank each time. A file may hold fewer routings: they repeat.
+
+    Raises:
+        ConfigError: another spec, or a seed below 0. InputError: as `read_idx`.
     """
+    check_routing(spec, seed)
     kind, _, argument = spec.partition(":")
     if kind == "file":
         found = read_idx(argument, shape, num_ranks)

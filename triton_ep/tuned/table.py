@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from triton_ep.environment import read_environment
+from triton_ep.environment import Environment, read_environment
 from triton_ep.errors import ConfigError
 
 FORMAT = 1
@@ -250,14 +250,16 @@ def merged(old: Iterable[TunedEntry], new: Iterable[TunedEntry]) -> list[TunedEn
     return list({entry.key: entry for entry in (*old, *new)}.values())
 
 
-def tables() -> list[tuple[str, list[TunedEntry]]]:
+def tables(environment: Environment | None = None) -> list[tuple[str, list[TunedEntry]]]:
     """The tables in force, name and entries, in the order in which they are asked: TRITON_EP_TUNED, the package's.
+
+    environment: None = as it is now.
 
     Raises:
         ConfigError: a table is not there or malformed.
     """
     found = []
-    if (told := read_environment().tuned) is not None:
+    if (told := (environment or read_environment()).tuned) is not None:
         found.append((told, read_table(Path(told))))
     for file in sorted(resources.files("triton_ep.tuned").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".toml"):
