@@ -89,6 +89,29 @@ def dtype(name: str, value: Any) -> torch.dtype:
     return value
 
 
+def device(name: str, value: Any) -> torch.device:
+    """The device that `value` is, or names.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        return torch.device(value)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise InputError(f"{name} must be a device, got {shown(value)}.") from error
+
+
+def sizes(name: str, value: Any) -> tuple[int, ...]:
+    """`value` as a shape.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(value, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in value):
+        raise InputError(f"{name} must be a sequence of sizes, got {shown(value)}.")
+    return tuple(value)
+
+
 def seconds(name: str, value: Any) -> float:
     """`value`, which must be a time above 0.
 

@@ -264,6 +264,9 @@ def check_parts(data: torch.Tensor | None, scale: torch.Tensor | None, columnwis
     if data is None and scale is None:
         return
     which = "columnwise" if columnwise else "rowwise"
+    for part in (data, scale):
+        if part is not None and not isinstance(part, torch.Tensor):
+            raise InputError(f"{which} data and scale_inv must be tensors or None, got {type(part).__name__}.")
     if data is None or scale is None or data.dtype != torch.uint8 or scale.dtype != torch.uint8 or data.dim() < 1:
         raise InputError(f"{which} data and scale_inv must be uint8 tensors, both or neither.")
     expected = layouts.scale_shape(prod(data.shape[:-1]), data.shape[-1], columnwise)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from triton_ep.errors import InputError
 from triton_ep.integrations.te import layouts
-from triton_ep.integrations.te.storage import FP8_DTYPES, MXFP8TensorStorage, inferred
+from triton_ep.integrations.te.storage import FP8_DTYPES, MXFP8TensorStorage, check_parts, inferred
 from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import MXTensor
 
@@ -56,9 +56,13 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         """Wrap elements and scales; nothing is copied."""
         if fake_dtype not in (None, dtype):
             raise InputError(f"fake_dtype is {fake_dtype}, dtype {dtype}: a tensor stands for one. Pass one of them.")
+        if not isinstance(dtype, torch.dtype):
+            raise InputError(f"dtype must be a torch.dtype, got {type(dtype).__name__}.")
+        check_parts(rowwise_data, rowwise_scale_inv, False)
+        check_parts(columnwise_data, columnwise_scale_inv, True)
         data = rowwise_data if rowwise_data is not None else columnwise_data
         device = data.device if data is not None else None
-        shape = tuple(shape)
+        shape = _shape_of(shape)
         if data is not None and tuple(data.shape) != shape:
             raise InputError(f"shape is {list(shape)}, the data {list(data.shape)}.")
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
@@ -276,6 +280,13 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         # A subclass is named; torch.load(weights_only=True) asks its owner to allow it.
         subclass = () if type(self) is MXFP8Tensor else (type(self),)
         return _rebuild, (tuple(self.shape), self.dtype, parts, self.requires_grad, *subclass)
+
+
+def _shape_of(given: Any) -> tuple[int, ...]:
+    """Sizes, which under a compiler may be symbols."""
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
+        raise InputError(f"shape must be a sequence of sizes, got {type(given).__name__}.")
+    return tuple(given)
 
 
 def _rebuild(
