@@ -309,6 +309,8 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
         ({"num_of_experts_per_rank": 5}, "for 10 experts on 2 ranks"),
         ({"num_of_experts": 5}, "num_of_experts: 5"),
         ({"routing_map": None}, "got none of them"),
+        ({"topk_idx": torch.zeros(len(mine.hidden), 1, dtype=torch.int64, device=device)}, "routing_map and topk_idx"),
+        ({"topk_weights": mine.probs[:, :1]}, "topk_weights belong to topk_idx"),
         ({"non_blocking": True}, "needs num_permuted_tokens"),
         ({"non_blocking": True, "num_permuted_tokens": 40, "pad_multiple": 16}, "pad_multiple=16, 48 for example"),
         ({"num_of_tokens_per_rank": -1}, "num_of_tokens_per_rank is -1"),
