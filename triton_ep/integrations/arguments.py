@@ -128,5 +128,5 @@ def shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)} {value.dtype}"
     text = repr(value)
-    kind = "" if isinstance(value, int | float | str | None) else f"{type(value).__name__} "
+    kind = "" if isinstance(value, int | float | str | torch.dtype | None) else f"{type(value).__name__} "
     return f"{kind}{text if len(text) <= 60 else text[:57] + '...'}"
