@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import triton_ep.integrations.te as te
+from tests.patience import LIMIT_S
 from triton_ep import pipeline
 from triton_ep.distributed import current_heap
 from triton_ep.errors import EPError
@@ -80,7 +81,7 @@ def _deep_ep(rank: int, nodes: int, ranks_per_node: int) -> None:
     x, ids, weights = _tokens(sweep.device, experts)
     nbytes = deep_ep.Config().get_nvl_buffer_size_hint(2 * HIDDEN, ranks)
     rdma = deep_ep.Buffer.get_low_latency_rdma_size_hint(TOKENS, HIDDEN, ranks, experts)
-    made = {"num_nvl_bytes": nbytes, "num_rdma_bytes": rdma, "low_latency_mode": True, "timeout_s": 30.0}
+    made = {"num_nvl_bytes": nbytes, "num_rdma_bytes": rdma, "low_latency_mode": True, "timeout_s": LIMIT_S}
     sweep.over(deep_ep.Buffer, {"group": dist.group.WORLD, **made})
     sweep.over(deep_ep.Config, {"num_sms": 4})
     sweep.over(deep_ep.Config().get_nvl_buffer_size_hint, {"hidden_bytes": 4, "num_ranks": 2})
@@ -153,7 +154,7 @@ def _hybrid_ep(rank: int, nodes: int, ranks_per_node: int) -> None:
         "num_sms_combine_api": None,
         "num_of_hybrid_ep_ranks_per_nvlink_domain": ranks_per_node,
         "topk": None,
-        "timeout_s": 30.0,
+        "timeout_s": LIMIT_S,
         "use_fp8": False,
         "enable_local_combine": False,
     }
@@ -324,7 +325,7 @@ def _torchtitan(rank: int, nodes: int, ranks_per_node: int) -> None:
         "payload": None,
         "num_sm": None,
         "local_world_size": ranks_per_node,
-        "timeout_s": 30.0,
+        "timeout_s": LIMIT_S,
     }
 
     def make(ep_mesh: Any, **given: Any) -> torchtitan.TokenDispatch:
@@ -364,7 +365,7 @@ def _vllm(rank: int, nodes: int, ranks_per_node: int) -> None:
         "dtype": torch.bfloat16,
         "num_sm": None,
         "local_world_size": ranks_per_node,
-        "timeout_s": 30.0,
+        "timeout_s": LIMIT_S,
         "formats": None,
         "micro_batch": None,
         "quantize": None,
@@ -464,4 +465,4 @@ DOORS = {
 @pytest.mark.parametrize("door", DOORS)
 def test_wrong_arguments_are_named(run_ranks, door):
     """No argument of a door ends in an error that does not say which one it was."""
-    run_ranks(DOORS[door], 1, 2, timeout_s=240)
+    run_ranks(DOORS[door], 1, 2)
