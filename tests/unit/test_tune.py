@@ -112,7 +112,7 @@ def test_texts_and_numbers_of_anybody(tmp_path: Path) -> None:
     for value in ("1" + "0" * 400, "inf", "1e300"):
         with pytest.raises(ConfigError, match=r"^x:\d+: dispatch_us is"):
             parse_table(re.sub(r"dispatch_us = .*", f"dispatch_us = {value}", TEXT), "x")
-    with pytest.raises(ConfigError, match="^x: this is no table"):
+    with pytest.raises(ConfigError, match=r"^x: this is no table"):
         parse_table("x = " + "[" * 5000, "x")
 
 
