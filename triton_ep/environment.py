@@ -111,7 +111,7 @@ def read_what_can_be(variables: Mapping[str, str] | None = None) -> tuple[Enviro
 
     For `triton-ep doctor`, which says all of it at once.
     """
-    env, faults = dict(os.environ if variables is None else variables), []
+    env, faults = dict(os.environ if variables is None else variables), list[str]()
     while True:
         try:
             return read_environment(env), faults

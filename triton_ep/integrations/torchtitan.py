@@ -134,8 +134,10 @@ class TokenDispatch:
                     "(update_ep_token_dispatcher_config); elsewhere pass it."
                 )
         names = ("num_max_tokens_per_rank", "hidden_dim", "top_k", "num_experts")
-        *sizes, num_experts = [check.integer(name, getattr(self, name), 1, ConfigError) for name in names]
-        max_tokens, _, top_k = sizes
+        max_tokens, hidden, top_k, num_experts = (
+            check.integer(name, getattr(self, name), 1, ConfigError) for name in names
+        )
+        sizes = (max_tokens, hidden, top_k)
         group = self.ep_mesh.get_group()
         ranks = check_group(group)
         align = check.optional_integer("pad_multiple", self.pad_multiple, 0, ConfigError) or 1

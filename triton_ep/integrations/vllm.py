@@ -415,7 +415,7 @@ class PrepareFinalize:
             rows = rows.reshape(-1, self.hidden)
         combined, hook = layer.combine(rows.to(self.dtype).contiguous(), desc, weights, return_recv_hook=True)
         del self._prepared[batch]  # what was refused above may be tried again
-        return hook, partial(output.copy_, combined)
+        return hook, partial(_copy, output, combined)
 
     # --- life -------------------------------------------------------------------------------------------
 
@@ -455,6 +455,10 @@ class PrepareFinalize:
 def _is_small(c: EPConfig) -> bool:
     """Whether a layer of low latency takes these sizes."""
     return c.max_tokens <= _LOW_LATENCY_TOKENS and c.num_experts <= 2048 and c.world_size <= 32 and c.is_intra_node
+
+
+def _copy(output: torch.Tensor, combined: torch.Tensor) -> None:
+    output.copy_(combined)
 
 
 def _check_output(output: Any, shape: tuple[int, int]) -> None:

@@ -230,14 +230,12 @@ class EpBuffer:
         ):
             if check.integer(name, given, 1) != fixed:
                 raise InputError(f"EpBuffer got {name}={given}, ep_bootstrap fixed {fixed}.")
-        for name, given, most in (
-            ("max_tokens_per_rank", max_tokens_per_rank, group.max_tokens_per_rank),
-            ("recv_capacity_per_rank", recv_capacity_per_rank, group.recv_capacity_per_rank or 0),
-        ):
-            if given is None and name == "recv_capacity_per_rank":
-                continue
-            if check.integer(name, given, 1) > most:
-                raise InputError(f"EpBuffer got {name}={given}, more than the {most} of ep_bootstrap.")
+        limits: list[tuple[str, Any, int]] = [("max_tokens_per_rank", max_tokens_per_rank, group.max_tokens_per_rank)]
+        if recv_capacity_per_rank is not None:
+            limits.append(("recv_capacity_per_rank", recv_capacity_per_rank, group.recv_capacity_per_rank or 0))
+        for name, asked, most in limits:
+            if check.integer(name, asked, 1) > most:
+                raise InputError(f"EpBuffer got {name}={asked}, more than the {most} of ep_bootstrap.")
         self.top_k, self.alignment, self.max_tokens_per_rank = top_k, alignment, max_tokens_per_rank
         self.recv_capacity_per_rank = recv_capacity_per_rank
         self.hidden_dim, self.num_local_experts, self.payload_dtype = hidden_dim, num_local_experts, payload_dtype
@@ -284,7 +282,8 @@ def ep_dispatch(
         What `EPAll2AllLayer.dispatch` raises.
     """
     _check_buffer("ep_dispatch", buffer)
-    for name, given in (("tokens", tokens), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+    parts: list[tuple[str, Any]] = [("tokens", tokens), ("topk_idx", topk_idx), ("topk_weights", topk_weights)]
+    for name, given in parts:
         if not isinstance(given, MXFP8TensorStorage):
             check.tensor(name, given)
     if topk_weights.dtype != torch.float32:

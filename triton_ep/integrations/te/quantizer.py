@@ -154,8 +154,9 @@ class MXFP8Quantizer:
         """Fill an MXFP8 tensor with other values, in the directions and the order of scales that it has."""
         if not isinstance(dst, MXFP8TensorStorage):
             raise InputError(f"Cannot store quantized MXFP8 in {type(dst)} type.")
-        if not isinstance(src, MXFP8TensorStorage):
-            check.tensor("src", src)
+        given: Any = src
+        if not isinstance(given, MXFP8TensorStorage):
+            check.tensor("src", given)
         if noop_flag is not None and check.tensor("noop_flag", noop_flag).numel() != 1:
             raise InputError(f"noop_flag must be one number, got {check.shown(noop_flag)}.")
         dst._fp8_dtype = self.dtype
