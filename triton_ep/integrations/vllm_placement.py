@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from triton_ep.distributed import current_heap
 from triton_ep.errors import InputError
 
 
@@ -30,7 +31,7 @@ class Placement:
         elsewhere: id of an expert of another rank; -1 = there is none.
         own_map: [E] list, what this rank's map says.
         first: id of this rank's first expert, where ids are places on all ranks; None: they are not.
-        places: [E + 1] on the device of the first map, where ids are no places: of each id, -1 for id E.
+        places: [E + 1] int32 on the layers' device, where ids are no places: of each id, -1 for id E.
         own: [e, at least 1] int32 there: id of each expert of this rank.
     """
 
@@ -93,7 +94,7 @@ class Placements:
             raise InputError(f"expert_map is None on ranks {lacking} of {self.ranks} only. Pass it on all or none.")
         if lacking:
             told = [self._block(rank) for rank in range(self.ranks)]
-        self.known = self._placement(told, expert_map)
+        self.known = self._placement(told)
         if expert_map is not None:
             self._seen[expert_map] = _version(expert_map)
         return self.known
@@ -154,7 +155,7 @@ class Placements:
             )
         return [at - rank * size if at // size == rank else -1 for at in range(self.num_experts)]
 
-    def _placement(self, maps: list[list[int]], expert_map: torch.Tensor | None) -> Placement:
+    def _placement(self, maps: list[list[int]]) -> Placement:
         for expert, here in enumerate(zip(*maps, strict=True)):
             owners = [rank for rank, place in enumerate(here) if place >= 0]
             if len(owners) != 1:
@@ -168,8 +169,7 @@ class Placements:
         if slots == list(range(len(slots))) and len(set(counts)) == 1:
             return Placement(*sizes, first=self.rank * most)
         own = sorted((place, at) for at, place in enumerate(mine) if place >= 0)
-        assert expert_map is not None, "without one they are in blocks"
-        device = expert_map.device
+        device = current_heap().device
         return Placement(
             *sizes,
             first=None,
