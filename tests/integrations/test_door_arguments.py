@@ -22,6 +22,7 @@ from triton_ep.distributed import current_heap
 from triton_ep.errors import EPError
 from triton_ep.integrations import deep_ep, megatron, megatron_hybrid, torchtitan, vllm
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer, indices_to_map
+from triton_ep.layer import EPAll2AllLayer
 
 pytestmark = [pytest.mark.plain, pytest.mark.filterwarnings("ignore:MXFP8 is emulated")]
 
@@ -276,6 +277,9 @@ def _te(rank: int, nodes: int, ranks_per_node: int) -> None:
     sweep.over(te.ep_combine, back)
     assert torch.equal(te.ep_combine(**back), x * TOPK)
     te.ep_finalize()
+    with EPAll2AllLayer(dist.group.WORLD, TOKENS, 64, TOPK, rank, experts, ranks_per_node, ranks) as layer:
+        block = {"layer": layer, "ffn_hidden_size": 64, "activation": "swiglu", "bias": False, "router_seed": 0}
+        sweep.over(te.EPMoE, block)
     linear = {"in_features": 64, "out_features": 64, "bias": True, "params_dtype": torch.bfloat16, "device": None}
     sweep.over(te.Linear, {**linear, "init_method": None, "tp_group": None, "tp_size": 1})
     sweep.over(te.GroupedLinear, {**linear, "num_gemms": 2})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import numpy
 import torch
 
 from triton_ep.errors import ConfigError, EPError, InputError
@@ -66,14 +67,14 @@ def optional_integer(name: str, value: Any, least: int, error: type[EPError] = I
 
 
 def flag(name: str, value: Any, error: type[EPError] = InputError) -> bool:
-    """`value` as a bool; 0 and 1 are taken.
+    """`value` as a bool; 0, 1 and numpy's are taken.
 
     Raises:
         error: it is neither.
     """
     if value is True or value is False:
         return bool(value)
-    if not isinstance(value, int) or value not in (0, 1):
+    if not isinstance(value, int | numpy.bool_) or value not in (0, 1):
         raise error(f"{name} must be True or False, got {shown(value)}.")
     return bool(value)
 
