@@ -52,6 +52,10 @@ def read_manifest(path: Path) -> list[Asked]:
     if unknown or table.get("format") != FORMAT:
         raise ConfigError(f"{path}: format must be {FORMAT}, and {sorted(unknown)} mean nothing here.")
     models = table.get("models", {})
+    if not isinstance(models, dict) or not all(isinstance(values, dict) for values in models.values()):
+        raise ConfigError(f"{path}: models must be a table of tables, [models.NAME].")
+    for name in ("layer", "grouped_gemm", "mxfp8", "variant"):
+        _check_tables(table.get(name, []), name, path)
     found: list[Asked] = []
     for number, values in enumerate(table.get("layer", []), 1):
         name = values.pop("model", None)
@@ -70,6 +74,11 @@ def read_manifest(path: Path) -> list[Asked]:
     return unique(found)
 
 
+def _check_tables(given: Any, name: str, path: Path) -> None:
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise ConfigError(f"{path}: {name} must be a list of tables, [[{name}]].")
+
+
 def read_config(text: str) -> list[Asked]:
     """What one EPConfig needs; `text` is JSON, or the path of a TOML or JSON file.
 
@@ -82,6 +91,9 @@ def read_config(text: str) -> list[Asked]:
     inline = text.lstrip().startswith("{")
     where = "the configuration" if inline else text
     table = _json(text, where) if inline else _read(Path(text))
+    for name in ("grouped_gemm", "mxfp8"):
+        if name in table and not isinstance(table[name], dict):
+            raise ConfigError(f"{where}: {name} must be a table of fields.")
     products_of = {name: table.pop(name) for name in ("grouped_gemm", "mxfp8") if name in table}
     found = of_config(table, where)
     if "grouped_gemm" in products_of:
@@ -221,7 +233,7 @@ def unique(found: Iterable[Asked]) -> list[Asked]:
 def _checked(make: Any, values: Mapping[str, Any], where: str) -> list[Asked]:
     try:
         made: list[Asked] = make(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(f"{where}: {error}.") from None
     return made
 
@@ -234,16 +246,16 @@ def _variant(values: Any, where: str) -> Asked:
             raise TypeError("kernel is a name, constexprs and types are tables")
         if not all(_are(names, str) for names in lists):
             raise TypeError("aligned, ones and unaligned are lists of arguments")
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: no variant of a kernel: {error}.") from None
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{where:.200}: no variant of a kernel: {error}.") from None
     return asked
 
 
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where}: no JSON: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where:.200}: no JSON: {error}.") from None
 
 
 def _lines(path: Path) -> list[str]:
@@ -253,7 +265,7 @@ def _lines(path: Path) -> list[str]:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
 
 
@@ -266,5 +278,5 @@ def _read(path: Path) -> dict[str, Any]:
         return table
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: no TOML: {error}.") from None

@@ -18,8 +18,12 @@ def kernels_folder() -> Path:
 
 
 def source_hash(file: str) -> str:
-    """Hash of a file of `kernels/` (its path below that folder) and of all that it imports from there."""
-    return _hash(kernels_folder(), file)
+    """Hash of a file of `kernels/` (its path below that folder) and of all that it imports from there; "" if there is
+    no such file."""
+    try:
+        return _hash(kernels_folder(), file)
+    except OSError:
+        return ""
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ FORMAT = 1
 """Version of index.json; another one is not read."""
 INDEX = "index.json"
 _COMMAND = "python -m triton_ep.aot build"
+_ARCH = re.compile(r"sm_\d{2,3}")
+_SOURCE = re.compile(r"(?:\w+/)*\w+\.py")  # below kernels/, nowhere else
 _FIELDS = {"file": str, "sha256": str, "symbol": str, "threads": int, "shared": int}
 
 
@@ -38,7 +41,8 @@ def default_folder() -> Path:
 
 def architectures(folder: Path) -> list[str]:
     """Architectures ("sm_90") that a library has."""
-    return sorted((path.parent.name for path in folder.glob(f"sm_*/{INDEX}")), key=lambda name: int(name[3:]))
+    names = (path.parent.name for path in folder.glob(f"sm_*/{INDEX}"))
+    return sorted((name for name in names if _ARCH.fullmatch(name)), key=lambda name: int(name[3:]))
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,14 @@ class Library:
                 raise AotArchMismatch(self._wrong_arch(index["arch"]))
             for entry in self._entries.values():
                 check_entry(entry)
-                _ = self.kernels[entry["asked"]["kernel"]]["source"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+                kernel = self.kernels[entry["asked"]["kernel"]]
+                if (
+                    not kernel["source"]
+                    or not isinstance(kernel["source"], str)
+                    or not _SOURCE.fullmatch(kernel["file"])
+                ):
+                    raise TypeError(f"kernel {entry['asked']['kernel']} is {kernel!r}"[:200])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, AotCorrupted | AotArchMismatch):
                 raise
             raise AotCorrupted(f"{path} is no index of a library: {error!r}. {self._again()}") from error
@@ -196,6 +206,8 @@ def check_entry(entry: Any) -> None:
     """Raise KeyError or TypeError for what no build writes into an index."""
     if not isinstance(entry, dict) or not all(isinstance(entry[name], kind) for name, kind in _FIELDS.items()):
         raise TypeError(f"an entry is {entry!r}"[:200])
+    if Path(entry["file"]).name != entry["file"]:
+        raise TypeError(f"the file {entry['file']!r:.80} is not in the folder of the index")
     if not isinstance(entry["params"], list) or not isinstance(entry["asked"]["kernel"], str):
         raise TypeError(f"an entry of {entry['file']} lacks what it is for")
     Asked.from_dict(entry["asked"])

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def verify(folder: Path) -> tuple[list[str], int]:
         except EPError as error:
             faults.append(f"{arch}: {error}")
             continue
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             faults.append(f"{arch}: {FACTS} cannot be read: {error}. Build what is needed again; it is written then.")
             continue
         named = {entry.file for entry in library.entries}
@@ -70,12 +71,12 @@ def _of_entry(library: Library, entry: Entry, facts: Mapping[str, Any], arch: st
         return
     try:
         yield from _of_cubin(cubin, entry, arch)
-    except (ValueError, struct.error, IndexError) as error:
+    except (ValueError, struct.error, IndexError, OverflowError) as error:
         yield f"the cubin cannot be read: {error}"
     path = library.folder / library.arch / "ptx" / f"{Path(entry.file).stem}.ptx.gz"
     try:
         ptx = gzip.decompress(path.read_bytes()).decode()
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         yield f"{path.name} cannot be read: {error}"
         return
     if hashlib.sha256(ptx.encode()).hexdigest() != told["ptx_sha256"]:

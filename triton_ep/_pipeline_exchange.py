@@ -6,7 +6,7 @@ started before either is waited for. The collectives are torch's functional ones
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, cast
 
@@ -57,6 +57,8 @@ def combine(
     """`pipeline.a2a_combine`."""
     if isinstance(input, MXTensor):
         raise InputError("a2a_combine takes rows of a high-precision dtype, got an MXTensor; call .dequantize().")
+    if not isinstance(mxfp8_bwd, bool):
+        raise InputError(f"mxfp8_bwd must be True or False, got {type(mxfp8_bwd).__name__}.")
     name, outputs, inputs = _check("a2a_combine", input, output_splits, input_splits, group)
     if mxfp8_bwd:
         _check_blocks("a2a_combine", input, block_size)
@@ -90,6 +92,8 @@ def _check(
 ) -> tuple[str, list[int], list[int]]:
     """Name of the group and both splits as lists."""
     name, world_size = _resolve(group)
+    if not isinstance(input, torch.Tensor):
+        raise InputError(f"input of {what} must be a tensor, got {type(input).__name__}.")
     if input.dim() != 2:
         raise InputError(f"input of {what} must be [rows, row length]; it is {list(input.shape)}.")
     check_high_precision(input.dtype, f"dtype of the input of {what}")
@@ -108,7 +112,16 @@ def _check(
 def _as_list(what: str, label: str, splits: Any, world_size: int | None) -> list[int]:
     if isinstance(splits, torch.Tensor):
         raise InputError(f"{label} of {what} is a tensor; the host must know it: pass {label}.tolist().")
+    if isinstance(splits, str) or not isinstance(splits, Iterable):
+        raise InputError(
+            f"{label} of {what} must be a sequence of integers, rows per rank, got "
+            f"{type(splits).__name__} {splits!r:.40}."
+        )
     result = list(splits)
+    # A compiler has symbols in place of integers.
+    wrong = [entry for entry in result if not isinstance(entry, int | torch.SymInt) or isinstance(entry, bool)]
+    if wrong:
+        raise InputError(f"{label} of {what} has {wrong[0]!r:.40}; numbers of rows are integers.")
     if world_size is not None and len(result) != world_size:
         raise InputError(f"{label} of {what} has {len(result)} entries, the group has {world_size} ranks.")
     if any(entry < 0 for entry in result):
@@ -117,6 +130,10 @@ def _as_list(what: str, label: str, splits: Any, world_size: int | None) -> list
 
 
 def _check_blocks(what: str, input: torch.Tensor, block_size: int) -> None:
+    if not isinstance(block_size, int) or isinstance(block_size, bool):
+        raise InputError(
+            f"block_size of {what} must be an integer, got {type(block_size).__name__} {block_size!r:.40}."
+        )
     if block_size < 1 or input.shape[1] % block_size:
         raise InputError(
             f"rows of {what} have {input.shape[1]} elements, which must be a multiple of block_size, {block_size}. "

@@ -20,6 +20,8 @@ from triton_ep.errors import InputError
 from triton_ep.mx.tensor import MXTensor
 
 _WIDE = 8  # bytes moved as one number
+_MOST = 1 << 31  # of rows, experts and ranks
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 class PermuteIndices(NamedTuple):
@@ -76,12 +78,20 @@ def generate_permute_indices(
         InputError: shape, dtype or sizes that cannot be; on the CPU also a `max_len` that is too small.
     """
     counts = tokens_per_expert_group
+    _check_tensor("counts of rows", counts)
+    for name, number in (
+        ("experts_per_rank", experts_per_rank),
+        ("num_ranks", num_ranks),
+        ("max_len", max_len),
+        ("alignment", alignment),
+    ):
+        _check_integer(name, number)
     if experts_per_rank < 1 or num_ranks < 1 or alignment < 1 or max_len < 0:
         raise InputError(
             f"experts_per_rank is {experts_per_rank}, num_ranks {num_ranks}, alignment {alignment}, max_len {max_len}; "
             "the first three must be positive, the last one not negative."
         )
-    if counts.numel() != num_ranks * experts_per_rank or counts.is_floating_point():
+    if counts.numel() != num_ranks * experts_per_rank or counts.dtype not in _INTEGERS:
         raise InputError(
             f"counts of rows are {list(counts.shape)} {counts.dtype}; {num_ranks} ranks with {experts_per_rank} local "
             f"experts need {num_ranks * experts_per_rank} integers."
@@ -124,6 +134,8 @@ def permute(mx: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Sequ
     Raises:
         InputError: shapes that do not fit each other, or, on the CPU, an index out of range.
     """
+    _check_tensor("rows", mx)
+    _check_shape(padded_shape)
     if mx.dim() != 2 or tuple(padded_shape) != (mx.shape[0] + 1, mx.shape[1]):
         raise InputError(
             f"padded_shape is {list(padded_shape)} for rows {list(mx.shape)}; it must be [R, H] with one row more."
@@ -151,6 +163,9 @@ def unpermute(x: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Seq
     """
     if isinstance(x, MXTensor):
         raise InputError("unpermute takes rows of a high-precision dtype, got an MXTensor; call .dequantize().")
+    _check_tensor("x", x)
+    _check_tensor("permuted_indices", permuted_indices)
+    _check_shape(padded_shape)
     if x.dim() != 2 or x.shape[:1] != permuted_indices.shape:
         raise InputError(
             f"x is {list(x.shape)}, permuted_indices {list(permuted_indices.shape)}; they must be [P, N] and [P]."
@@ -177,13 +192,20 @@ def permute_and_pad(
     Raises:
         InputError: as `generate_permute_indices` and `permute`; on the CPU also counts whose sum is not R.
     """
+    _check_tensor("x", x)
+    if x.dim() != 2:
+        raise InputError(f"x must be [R, H]; it is {list(x.shape)}.")
     num_rows = x.shape[0]
     if not isinstance(num_tokens_per_expert, torch.Tensor):
         raise InputError(f"num_tokens_per_expert is {num_tokens_per_expert!r:.80}; it must be a tensor of integers.")
+    if num_tokens_per_expert.dtype not in _INTEGERS:
+        raise InputError(f"num_tokens_per_expert must hold integers, got {num_tokens_per_expert.dtype}.")
     if _readable(num_tokens_per_expert) and int(num_tokens_per_expert.sum()) != num_rows:
         raise InputError(
             f"num_tokens_per_expert adds up to {int(num_tokens_per_expert.sum())}, but there are {num_rows} rows."
         )
+    for name, number in (("alignment", alignment), ("num_local_experts", num_local_experts), ("ep_degree", ep_degree)):
+        _check_integer(name, number)
     if alignment < 1:
         raise InputError(f"the alignment of groups is {alignment}; it must be positive.")
     max_len = -(-(num_rows + num_local_experts * alignment) // alignment) * alignment
@@ -202,7 +224,24 @@ def _readable(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and type(x) is torch.Tensor and not torch.compiler.is_compiling()
 
 
+def _check_tensor(name: str, given: Any) -> None:
+    if not isinstance(given, torch.Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(given).__name__}.")
+
+
+def _check_integer(name: str, given: Any) -> None:
+    """Symbols are what a compiler has in place of integers."""
+    if not isinstance(given, int | torch.SymInt) or isinstance(given, bool) or given > _MOST:
+        raise InputError(f"{name} must be an integer of at most {_MOST}, got {type(given).__name__} {given!r:.40}.")
+
+
+def _check_shape(given: Any) -> None:
+    if not isinstance(given, Sequence) or not all(isinstance(size, int | torch.SymInt) for size in given):
+        raise InputError(f"padded_shape must be a sequence of integers, got {type(given).__name__} {given!r:.40}.")
+
+
 def _check_indices(indices: torch.Tensor, device: torch.device, num_rows: int) -> None:
+    _check_tensor("permuted_indices", indices)
     if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64) or indices.device != device:
         raise InputError(
             f"permuted_indices is {list(indices.shape)} {indices.dtype} on {indices.device}; it must be 1-D, int32 or "

@@ -106,6 +106,24 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     )
 
 
+def read_what_can_be(variables: Mapping[str, str] | None = None) -> tuple[Environment, list[str]]:
+    """`read_environment` without the variables that do not hold what they must, and what is wrong with each of those.
+
+    For `triton-ep doctor`, which says all of it at once.
+    """
+    env, faults = dict(os.environ if variables is None else variables), list[str]()
+    while True:
+        try:
+            return read_environment(env), faults
+        except ConfigError as error:
+            faults.append(str(error))
+            # Every error names its variable first.
+            named = [found for found in re.findall(r"\w+", str(error)) if found in env]
+            if not named:
+                return Environment(), faults
+            del env[named[0]]
+
+
 def set_defaults(defaults: Mapping[str, str]) -> None:
     """Set variables for a library that reads them in this process, where the user has not.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -104,7 +105,14 @@ def _meet_on_this_host(environment: Environment, timeout_s: float) -> dist.Store
         descriptor, draft = tempfile.mkstemp(prefix=note.name)
         with open(descriptor, "w") as file:
             file.write(f"{os.getpid()} {_start_ticks(os.getpid())} {store.port}")
-        os.replace(draft, note)  # complete or not there
+        try:
+            os.replace(draft, note)  # complete or not there
+        except OSError as error:
+            os.unlink(draft)
+            raise ConfigError(
+                f"the ranks of this host meet by the file {note}, which cannot be written: {error}. Remove what is "
+                "there, or set TMPDIR to a folder of your own on all ranks."
+            ) from error
         try:
             _await_all(store, environment, timeout_s)
         finally:
@@ -119,8 +127,10 @@ def _meet_on_this_host(environment: Environment, timeout_s: float) -> dist.Store
 def _read_note(note: Path, environment: Environment, timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError):
-            if note.stat().st_uid == os.getuid():
+        # What is no file of ours, or says something else, somebody else has put there: rank 0 replaces it, or says so.
+        with contextlib.suppress(OSError, ValueError):
+            told = note.lstat()
+            if told.st_uid == os.getuid() and stat.S_ISREG(told.st_mode):
                 pid, ticks, port = map(int, note.read_text().split())
                 # A note of a process that is gone was left behind by a job that was killed.
                 if ticks == _start_ticks(pid):

@@ -17,7 +17,7 @@ from triton_ep.aot import manifest
 from triton_ep.aot.build import build
 from triton_ep.aot.store import Library, architectures
 from triton_ep.aot.verify import verify
-from triton_ep.errors import ConfigError
+from triton_ep.errors import AotCorrupted, AotMiss, ConfigError
 from triton_ep.plans.asked import Asked
 
 pytestmark = pytest.mark.plain
@@ -211,3 +211,82 @@ def test_mistakes_in_a_configuration_are_told(change: dict[str, Any], text: str)
     assert manifest.of_config({**right, "fp8_rows": True, "compact": True}, "right")
     with pytest.raises(ConfigError, match=text):
         manifest.read_config(json.dumps({**right, **change}))
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"format = 1\nlayer = 3", r"layer must be a list of tables, \[\[layer\]\]"),
+        (b"format = 1\nlayer = [3]", "layer must be a list of tables"),
+        (b"format = 1\nmodels = 3", "models must be a table of tables"),
+        (b"format = 1\n[models]\nx = 3", "models must be a table of tables"),
+        (b"format = 1\ngrouped_gemm = 3", "grouped_gemm must be a list of tables"),
+        (b"format = 1\nmxfp8 = 'x'", "mxfp8 must be a list of tables"),
+        (b"format = 1\n[[variant]]\nkernel = 3", "no variant of a kernel"),
+        (b"format = 1\nx = " + b"[" * 5000, "no TOML"),
+    ],
+)
+def test_manifests_of_anybody_are_refused_by_name(text: bytes, match: str, tmp_path: Path) -> None:
+    """Whatever is in the file: a ConfigError that names it."""
+    path = tmp_path / "manifest.toml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=match):
+        manifest.read_manifest(path)
+
+
+def test_deep_json_is_refused_by_name(tmp_path: Path) -> None:
+    """Nested deeper than a parser goes."""
+    for read in (manifest.read_config, manifest.read_variants):
+        with pytest.raises(ConfigError, match="no JSON"):
+            read('{"a":' * 100000)
+
+
+_INDEX: dict[str, Any] = {
+    "format": 1,
+    "arch": "sm_90",
+    "versions": {},
+    "kernels": {"k": {"file": "barrier.py", "source": "0", "specialised": False}},
+    "entries": {
+        "s": {
+            "asked": {"kernel": "k", "constexprs": {}, "types": {}},
+            "file": "k-0.cubin",
+            "sha256": "0",
+            "symbol": "k",
+            "threads": 32,
+            "shared": 0,
+            "params": [],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"entries": []},
+        {"entries": {"s": 3}},
+        {"entries": {"s": {**_INDEX["entries"]["s"], "file": "../../k.cubin"}}},
+        {"kernels": []},
+        {"kernels": {"k": {"source": "0"}}},
+        {"kernels": {"k": {"source": "0", "file": "/etc/passwd"}}},
+        {"kernels": {"k": {"source": "0", "file": "../secret.py"}}},
+        {"kernels": {"k": {"source": "", "file": "barrier.py"}}},
+    ],
+    ids=str,
+)
+def test_libraries_of_anybody_are_refused_by_name(change: dict[str, Any], tmp_path: Path) -> None:
+    """A broken index is AotCorrupted, a folder of another name hides none, a missing source is another source."""
+    for name in ("sm_90", "sm_abc", "sm_"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.json").write_text(json.dumps(_INDEX))
+    assert architectures(tmp_path) == ["sm_90"]
+    library = Library(tmp_path, "sm_90")
+    (entry,) = library.entries
+    library.kernels["k"]["file"] = "no_such_file.py"
+    library._entries[entry.asked.signature()] = library._entries.pop("s")
+    with pytest.raises(AotMiss, match="built from other sources"):
+        library.find(entry.asked)
+    (tmp_path / "sm_90" / "index.json").write_text(json.dumps({**_INDEX, **change}))
+    with pytest.raises(AotCorrupted, match=r"index\.json is no index of a library"):
+        Library(tmp_path, "sm_90")

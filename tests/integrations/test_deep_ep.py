@@ -367,6 +367,12 @@ def test_install_makes_the_names_importable():
         assert topk_idx_t == torch.int64
         with EventOverlap(EventHandle()) as event:
             event.current_stream_wait()
+        held = EventOverlap(EventHandle(), (torch.ones(1),))
+        held.current_stream_wait()
+        assert held.event is not None and held.extra_tensors is not None
+        held.current_stream_wait(release_handle=True)
+        assert held.event is None and held.extra_tensors is None
+        held.current_stream_wait()
         assert Config(24).get_nvl_buffer_size_hint(14336, 8) >= Config().get_nvl_buffer_size_hint(7168, 8) > 0
         door.uninstall()
         assert not any(name.split(".")[0] == "deep_ep" for name in sys.modules)

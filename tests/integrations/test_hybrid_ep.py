@@ -108,11 +108,11 @@ def _check_way(rank: int, nodes: int, ranks_per_node: int, way: Way) -> None:
         # Rows before permutation, and which local experts each is for.
         own = slice(rank * EXPERTS, (rank + 1) * EXPERTS)
         routed = torch.cat([i.routing_map[i.routing_map[:, own].any(1), own] for i in inputs])
-        _, _, _, arrived, experts, _, _, real, tokens, _, valid, overflow = handle
-        assert (int(arrived), tokens, valid) == (routed.shape[0], mine.hidden.shape[0], mine.hidden.shape[0])
+        _, _, _, arrived, experts, _, _, real, tokens, _, overflow = handle
+        assert (len(handle), int(arrived), tokens) == (11, routed.shape[0], mine.hidden.shape[0])
         same(experts[: routed.shape[0]], routed)
         assert not experts[routed.shape[0] :].any()
-        assert real.tolist() == routed.sum(0).tolist() and overflow.data_ptr() == handle[-1].data_ptr()
+        assert real.tolist() == routed.sum(0).tolist() and overflow.data_ptr() == handle[10].data_ptr()
 
     # Both handles at once: rows of the first dispatch again, experts, back; then the second one.
     for seed, (inputs, mine, hidden, probs, handle) in enumerate(handles):
@@ -176,8 +176,9 @@ def _check_by_rank(rank: int, nodes: int, ranks_per_node: int) -> None:
         own = slice(rank * EXPERTS, (rank + 1) * EXPERTS)
         wanted = [i.routing_map[:, own].any(1) for i in inputs]
         same(hidden, torch.cat([i.hidden[w] for i, w in zip(inputs, wanted, strict=True)]))
-        same(handle[4], torch.cat([i.routing_map[w][:, own] for i, w in zip(inputs, wanted, strict=True)]))
-        assert scale is None and int(handle[3]) == hidden.shape[0] and handle[-1] == mine.hidden.shape[0]
+        _, _, _, arrived, experts, tokens, _ = handle
+        same(experts, torch.cat([i.routing_map[w][:, own] for i, w in zip(inputs, wanted, strict=True)]))
+        assert scale is None and int(arrived) == hidden.shape[0] and tokens == mine.hidden.shape[0]
         want = torch.zeros(hidden.shape[0], EXPERTS * ranks_per_node)
         want[:, first : first + EXPERTS] = torch.cat([i.probs[w][:, own] for i, w in zip(inputs, wanted, strict=True)])
         same(probs, want)
@@ -194,7 +195,7 @@ def _check_by_rank(rank: int, nodes: int, ranks_per_node: int) -> None:
         assert buffer.combine(hidden, handle=handle)[1] is None
         with pytest.raises(InputError, match="as dispatch returns them"):
             buffer.combine(hidden, probs[:, :1], handle)
-        with pytest.raises(InputError, match="got Handle of 8 items"):
+        with pytest.raises(InputError, match="got Handle of 7 items"):
             buffer.combine_with_unpermute(hidden=hidden, handle=handle)
     buffer.close()
 
@@ -308,6 +309,8 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
         ({"num_of_experts_per_rank": 5}, "for 10 experts on 2 ranks"),
         ({"num_of_experts": 5}, "num_of_experts: 5"),
         ({"routing_map": None}, "got none of them"),
+        ({"topk_idx": torch.zeros(len(mine.hidden), 1, dtype=torch.int64, device=device)}, "routing_map and topk_idx"),
+        ({"topk_weights": mine.probs[:, :1]}, "topk_weights belong to topk_idx"),
         ({"non_blocking": True}, "needs num_permuted_tokens"),
         ({"non_blocking": True, "num_permuted_tokens": 40, "pad_multiple": 16}, "pad_multiple=16, 48 for example"),
         ({"num_of_tokens_per_rank": -1}, "num_of_tokens_per_rank is -1"),

@@ -25,18 +25,19 @@ FP8 = SimpleNamespace(
 FP8_ONE_SCALE = SimpleNamespace(**{**vars(FP8), "per_act_token_quant": False})
 
 
-def _batch(rank: int, world_size: int, seed: int, topk: int = TOPK):
+def _batch(rank: int, world_size: int, seed: int, topk: int = TOPK, num_experts: int | None = None):
+    num_experts = num_experts or EXPERTS * world_size
     work = make_workload(
         rank,
         world_size,
         TOKENS[(rank + seed) % len(TOKENS)],
         hidden=HIDDEN,
         topk=topk,
-        num_experts=EXPERTS * world_size,
+        num_experts=num_experts,
         seed=seed,
     )
     device = current_heap().device
-    ids = torch.where(work.topk_idx == EXPERTS * world_size, -1, work.topk_idx)
+    ids = torch.where(work.topk_idx == num_experts, -1, work.topk_idx)
     return work.x.to(device), work.topk_weights.to(device), ids.to(device)
 
 
@@ -67,7 +68,8 @@ def _check_kernel(rank: int, nodes: int, ranks_per_node: int, case: str) -> None
         batched = options.get("batched", False)
         assert made.activation_format is vllm.FusedMoEActivationFormat["BatchedExperts" if batched else "Standard"]
         assert made.max_num_tokens_per_rank() == (max(TOKENS) if batched else None) and made.output_is_reduced()
-        experts = vllm.Experts(quant, getattr(vllm, f"TopKWeightAndReduce{reduce}")(), rank * EXPERTS)
+        expert_map = vllm.expert_map_of(rank, world_size, EXPERTS * world_size)
+        experts = vllm.Experts(quant, getattr(vllm, f"TopKWeightAndReduce{reduce}")(), expert_map)
         for seed in range(2):
             x, weights, ids = _batch(rank, world_size, seed)
             vllm.UBATCH.now = seed % 2  # two micro-batches, each with a layer of its own
@@ -117,13 +119,33 @@ def test_moe_in_vllms_call_sequence(run_ranks, backend, nodes, ranks_per_node, c
 def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
     world_size = nodes * ranks_per_node
     sizes = {"max_tokens": 12, "hidden": HIDDEN, "topk": 1, "num_experts": EXPERTS * world_size}
-    with pytest.raises(ConfigError, match="num_experts 3 is not a multiple"):
-        door.PrepareFinalize(dist.group.WORLD, **{**sizes, "num_experts": 3})
+    for change, text in (
+        ({"num_experts": "4"}, "num_experts must be an integer"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"hidden": "64"}, "hidden"),
+        ({"topk": 0}, "topk"),
+        ({"local_world_size": 0}, "local_world_size"),
+        ({"local_world_size": "2"}, "local_world_size"),
+        ({"capacity": "many"}, "capacity"),
+        ({"dtype": "bf16"}, "dtype"),
+        ({"timeout_s": "soon"}, "timeout_s"),
+        ({"batched": "no"}, "batched"),
+        ({"num_sm": "20"}, "num_sm"),
+        ({"micro_batch": 0}, "micro_batch"),
+        ({"formats": 3}, "formats"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            door.PrepareFinalize(dist.group.WORLD, **{**sizes, **change})
     made = door.PrepareFinalize(dist.group.WORLD, **sizes)
     x, weights, ids = _batch(rank, world_size, 0, topk=1)
     assert made.activation_format == "Standard"
     for change, text in (
         ({"num_experts": 99}, "num_experts is 99"),
+        ({"a1": None}, "a1 must be"),
+        ({"topk_ids": ids[0]}, "topk_ids must be"),
+        ({"topk_ids": ids.float()}, "topk_ids must be torch.int32 or torch.int64"),
+        ({"topk_weights": 1.0}, "topk_weights must be"),
+        ({"topk_weights": weights[:, :0]}, "topk_weights"),
         ({"quant_config": FP8}, "without vLLM's moe_kernel_quantize_input"),
         ({"quant_config": SimpleNamespace(quant_dtype="mxfp8", is_scale_swizzled=True)}, "is_scale_swizzled"),
         ({"apply_router_weight_on_input": True, "topk_ids": ids.expand(-1, 2)}, "topk_ids has 2"),
@@ -144,7 +166,8 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
         made.finalize(x, x, weights, ids, False, None)
 
     # Weights before the dispatch, of one expert per token: not again in combine.
-    experts = vllm.Experts(PLAIN, vllm.TopKWeightAndReduceDelegate(), rank * EXPERTS)
+    expert_map = vllm.expert_map_of(rank, world_size, EXPERTS * world_size)
+    experts = vllm.Experts(PLAIN, vllm.TopKWeightAndReduceDelegate(), expert_map)
     made._formats = (vllm.FusedMoEActivationFormat, vllm.ExpertTokensMetadata)
     out = vllm.kernel(made, experts, x, weights, ids, EXPERTS * world_size, on_input=True)
     want = _dense((x.float() * weights.bfloat16().float()).bfloat16(), torch.ones_like(weights), ids)
@@ -158,6 +181,94 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_mistakes_are_told(run_ranks):
     """Sizes, quantisation that is not served, finalize before prepare; weights on the input count once."""
     run_ranks(_check_mistakes, 1, 2)
+
+
+PLACED = {
+    "round_robin": (4, True, {}),
+    "round_robin_batched": (4, True, {"batched": True}),
+    "uneven": (5, False, {}),
+    "uneven_static": (5, False, {"capacity": 64}),
+    "uneven_round_robin_batched": (5, True, {"batched": True}),
+    "rank_without_experts_batched": (1, False, {"batched": True}),
+}
+
+
+def _check_placement(rank: int, nodes: int, ranks_per_node: int, case: str) -> None:
+    """Rows are scaled by the expert whose weights the rank holds, as the map says: a wrong expert is a wrong sum."""
+    num_experts, round_robin, options = PLACED[case]
+    world_size = nodes * ranks_per_node
+    topk = min(TOPK, num_experts)
+    made = door.PrepareFinalize(
+        dist.group.WORLD,
+        max_tokens=max(TOKENS),
+        hidden=HIDDEN,
+        topk=topk,
+        num_experts=num_experts,
+        local_world_size=ranks_per_node,
+        formats=(vllm.FusedMoEActivationFormat, vllm.ExpertTokensMetadata),
+        **options,
+    )
+    expert_map = vllm.expert_map_of(rank, world_size, num_experts, round_robin)
+    experts = vllm.Experts(PLAIN, vllm.TopKWeightAndReduceDelegate(), expert_map)
+    for seed in range(2):
+        x, weights, ids = _batch(rank, world_size, seed, topk, num_experts)
+        if seed:  # another tensor, which says the same; another number is dropped, too
+            experts = vllm.Experts(PLAIN, vllm.TopKWeightAndReduceDelegate(), expert_map.clone())
+            ids = torch.where(ids < 0, num_experts, ids).long()
+        out = vllm.kernel(made, experts, x, weights, ids, num_experts)
+        dense = _dense(x, weights, torch.where(ids == num_experts, -1, ids))
+        scale = dense.abs().amax().item() if dense.numel() else 1.0
+        torch.testing.assert_close(out.cpu().double(), dense, rtol=2**-7, atol=2**-7 * scale)
+    call = (x, weights, ids, num_experts)
+    other = experts.device_map.clone()
+    if int((other >= 0).sum()) > 1:
+        other[other >= 0] = other[other >= 0].flip(0)
+        with pytest.raises(InputError, match=r"expert_map places expert \d at 1, that of the first call at 0"):
+            made.prepare(*call, other, False, PLAIN)
+        experts.device_map.copy_(other)  # in place
+        with pytest.raises(InputError, match="an object serves one placement"):
+            made.prepare(*call, experts.device_map, False, PLAIN)
+    with pytest.raises(InputError, match="expert_map is None, but"):
+        made.prepare(*call, None, False, PLAIN)
+    bad = torch.full_like(ids, -1)
+    if rank == 0:
+        bad[0, 0] = num_experts + 1  # more than there are, though layers have more places where ranks are uneven
+    with pytest.raises(InputError, match="of rank 0 is "):
+        made.prepare(x, weights, bad, num_experts, expert_map.to(x.device), False, PLAIN)
+    made.close()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("case", PLACED)
+def test_experts_are_where_the_map_says(run_ranks, case):
+    """Round robin, ranks with more experts than others, a rank with none: the dense result; another map is refused."""
+    run_ranks(_check_placement, 1, 2, case)
+
+
+def _check_wrong_maps(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world_size = nodes * ranks_per_node
+    x, weights, ids = _batch(rank, world_size, 0)
+    blocks = vllm.expert_map_of(rank, world_size, EXPERTS * world_size).to(x.device)
+    for num_experts, given, text in (
+        (3, None, "num_experts is 3, no multiple of the 2 ranks, and expert_map is None"),
+        (4, blocks if rank else None, r"expert_map is None on ranks \[0\] of 2 only"),
+        (4, torch.arange(4, device=x.device), r"expert 0 is on ranks \[0, 1\]"),
+        (4, torch.full_like(blocks, -1), "expert 0 is on no rank"),
+        (4, blocks if rank else blocks.float(), r"rank 0: expert_map must be \[4\] int32, got \[4\] torch.float32"),
+        (4, blocks[:3] if rank else blocks, r"rank 1: expert_map must be \[4\] int32, got \[3\]"),
+        (4, blocks if rank else [0, 1], "rank 0: expert_map must be a tensor or None, got list"),
+        (4, blocks * 2 if rank else blocks, r"rank 1: expert_map has the places \[-2, -2, 0, 2\]"),
+    ):
+        made = door.PrepareFinalize(dist.group.WORLD, max_tokens=12, hidden=HIDDEN, topk=TOPK, num_experts=num_experts)
+        with pytest.raises(InputError, match=text):
+            made.prepare(x, weights, ids, num_experts, given, False, PLAIN)
+        made.close()
+
+
+@pytest.mark.plain
+def test_wrong_maps_are_told_to_all_ranks(run_ranks):
+    """Maps that make no placement, or of one rank only: the same InputError on every rank, and nobody waits."""
+    run_ranks(_check_wrong_maps, 1, 2)
 
 
 def _in_tiles(A, A_scale, quant_dtype, per_act_token_quant, block_shape, is_scale_swizzled=True):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from triton_ep.distributed import current_heap
 from triton_ep.testing import apply_expert
 
 PACKAGE = "vllm.model_executor.layers.fused_moe"
@@ -54,6 +55,17 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     def finalize(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+def expert_map_of(rank: int, ranks: int, num_experts: int, round_robin: bool = False) -> torch.Tensor:
+    """[E] int32, the place of each expert on this rank or -1, after determine_expert_map: the first ranks have one more
+    where the ranks cannot have alike; in blocks, or expert i on rank i % ranks."""
+    counts = [num_experts // ranks + (each < num_experts % ranks) for each in range(ranks)]
+    first = sum(counts[:rank])
+    own = range(rank, num_experts, ranks) if round_robin else range(first, first + counts[rank])
+    out = torch.full((num_experts,), -1, dtype=torch.int32)
+    out[list(own)] = torch.arange(counts[rank], dtype=torch.int32)
+    return out
+
+
 class TopKWeightAndReduceDelegate:
     def apply(self, **_: Any) -> torch.Tensor:
         raise RuntimeError("the prepare and finalize object is expected to do it")
@@ -83,8 +95,10 @@ def moe_kernel_quantize_input(
 class Experts:
     """Every row times the scale of its expert, `apply_expert`; the weights as `reduce` says."""
 
-    def __init__(self, quant_config: Any, reduce: Any, first_expert: int) -> None:
-        self.quant_config, self.reduce, self.first_expert = quant_config, reduce, first_expert
+    def __init__(self, quant_config: Any, reduce: Any, expert_map: torch.Tensor) -> None:
+        self.quant_config, self.reduce = quant_config, reduce
+        self.expert_map, self.device_map = expert_map, expert_map.to(current_heap().device)
+        self.own = [int((expert_map == at).nonzero()) for at in range(int(expert_map.amax()) + 1)]
 
     def apply(self, rows, scales, meta, topk_ids, topk_weights, expert_map) -> torch.Tensor:
         if scales is not None and scales.dtype == torch.uint8:
@@ -93,7 +107,7 @@ class Experts:
         out = torch.full_like(x, float("nan"))  # what is not a row must not count
         if x.dim() == 3:
             for local, count in enumerate(meta.expert_num_tokens.tolist()):
-                out[local, :count] = apply_expert(x[local, :count], self.first_expert + local)
+                out[local, :count] = apply_expert(x[local, :count], self.own[local])
             return out
         ids = topk_ids[:, 0].cpu()
         if (expert_map >= 0).all():  # one rank: nobody else has an expert
@@ -101,7 +115,7 @@ class Experts:
         else:
             assert ((ids >= 0) & (ids < expert_map.shape[0])).all()
             ids = torch.where(expert_map[ids.long()] < 0, -1, ids)
-        counts = torch.bincount(ids[ids >= 0] - self.first_expert, minlength=meta.expert_num_tokens.shape[0])
+        counts = torch.bincount(expert_map[ids[ids >= 0].long()], minlength=len(self.own))
         assert counts.tolist() == meta.expert_num_tokens.tolist()
         out[(ids >= 0).to(x.device)] = apply_expert(x[(ids >= 0).to(x.device)], ids[ids >= 0])
         if isinstance(self.reduce, TopKWeightAndReduceNoOP):
@@ -112,11 +126,8 @@ class Experts:
 def kernel(prepare_finalize, experts, x, topk_weights, topk_ids, num_experts, on_input=False) -> torch.Tensor:
     """FusedMoEKernel.apply for one micro-batch."""
     output = torch.empty_like(x)
-    expert_map = torch.full((num_experts,), -1, dtype=torch.int32)
-    per_rank = num_experts // prepare_finalize.num_dispatchers()
-    expert_map[experts.first_expert : experts.first_expert + per_rank] = torch.arange(per_rank, dtype=torch.int32)
-    device_map = expert_map.to(x.device)
-    arguments = (x, topk_weights, topk_ids, num_experts, device_map, on_input, experts.quant_config)
+    expert_map = experts.expert_map
+    arguments = (x, topk_weights, topk_ids, num_experts, experts.device_map, on_input, experts.quant_config)
     if prepare_finalize.supports_async():
         ret = prepare_finalize.prepare_async(*arguments, defer_input_quant=False)
         hook, receiver = ret if isinstance(ret, tuple) else (None, ret)

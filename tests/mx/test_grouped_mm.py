@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from enum import StrEnum
 from typing import Any
 
 import pytest
@@ -124,6 +126,32 @@ def test_only_what_is_asked_for() -> None:
     assert weights.grad is not None
 
 
+class _Preference(StrEnum):
+    """As torchao's KernelPreference, whose members are true."""
+
+    EMULATED = "emulated"
+
+
+def test_arguments_in_torchaos_order() -> None:
+    """A call by position means what it means in torchao; the names are its names, those of ours come last."""
+    names = ["A", "B_t", "offs", "bias", "out_dtype", "kernel_preference", "wgrad_with_hp", "scale_calculation_mode"]
+    assert list(inspect.signature(grouped_mm).parameters)[:9] == [*names, "pad_token_groups_for_grouped_mm"]
+    a, b_t, ends = operands(Case(SIZES, n=32, k=32))
+    b_t.requires_grad_()
+
+    def gradient(*rest: Any, **named: Any) -> torch.Tensor:
+        b_t.grad = None
+        grouped_mm(a, b_t, ends, *rest, **named).sum().backward()
+        assert b_t.grad is not None
+        return b_t.grad
+
+    emulated = gradient(None, torch.float32, _Preference.EMULATED, False, "floor", True)
+    assert torch.equal(emulated, gradient(out_dtype=torch.float32, scale_calculation_mode="floor"))
+    assert not torch.equal(emulated, gradient(wgrad_with_hp=True, scale_calculation_mode="floor"))
+    exact = gradient(None, torch.bfloat16, _Preference.EMULATED, True)
+    assert torch.equal(exact, gradient(wgrad_with_hp=True))
+
+
 def test_errors() -> None:
     """What cannot be quantised is refused, with the sizes."""
     a, b_t, ends = operands(Case((5, 4), n=32, k=64))
@@ -136,6 +164,17 @@ def test_errors() -> None:
     for bias in (b_t[0, 0, :8], b_t[:1, 0], b_t[:, :1]):
         with pytest.raises(InputError, match=r"bias is .*must be \[32\], or \[2, 32\]"):
             grouped_mm(a, b_t, ends, bias)
+    for change, text in (
+        ({"offs": None}, "offs is None"),
+        ({"bias": 3.0}, "bias must be a tensor or None, got float"),
+        ({"kernel_preference": True}, "wgrad_with_hp the seventh"),
+        ({"wgrad_with_hp": _Preference.EMULATED}, "must be True or False"),
+        ({"out_dtype": torch.int8}, "out_dtype is torch.int8"),
+        ({"B_t": None}, "B_t must be a tensor, got NoneType"),
+        ({"block_size": "32"}, "block_size is '32'"),
+    ):
+        with pytest.raises(InputError, match=text):
+            grouped_mm(**{"A": a, "B_t": b_t, "offs": ends, **change})
     with pytest.raises(InputError, match="offs is a list"):
         grouped_mm(a, b_t, [5, 9])
     with pytest.raises(InputError, match="A must be"):

@@ -188,6 +188,64 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         function(9, *arguments[1:])
 
 
+_ABOUT = {"dtype": "I32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        ("[1, 2]", "list where an object must be"),
+        ("{,", "cannot be read"),
+        ('{"a":' * 100000, "cannot be read"),
+        (json.dumps({"a": _ABOUT})[:-1] + ', "a": ' + json.dumps(_ABOUT) + "}", r"\['a'\] come twice"),
+        ({"a": 3}, "a of .* is 3"),
+        ({"a": {"dtype": "I32", "shape": [2]}}, "no shape and place"),
+        ({"a": {**_ABOUT, "dtype": ["I32"]}}, "no dtype of torch"),
+        ({"a": {**_ABOUT, "dtype": "I128"}}, "no dtype of torch"),
+        ({"a": {**_ABOUT, "shape": 2}}, "no shape and place"),
+        ({"a": {**_ABOUT, "shape": ["2"]}}, "no shape and place"),
+        ({"a": {**_ABOUT, "shape": [-1, -2]}}, "no shape and place"),
+        ({"a": {**_ABOUT, "shape": [True, 2]}}, "no shape and place"),
+        ({"a": {**_ABOUT, "data_offsets": [0]}}, "no shape and place"),
+        ({"a": {**_ABOUT, "data_offsets": [-8, 0]}}, "no shape and place"),
+        ({"a": {**_ABOUT, "data_offsets": [8, 16]}}, "does not fit the file"),
+        ({"a": {**_ABOUT, "shape": [0, 1 << 70], "data_offsets": [0, 0]}}, "has the shape"),
+        ({"a": {**_ABOUT, "shape": [1], "data_offsets": [0, 4]}}, "its tensors end at 4"),
+        ({"a": {**_ABOUT, "shape": [1], "data_offsets": [4, 8]}}, "begins at byte 4"),
+        ({"a": _ABOUT, "b": {**_ABOUT, "shape": [1], "data_offsets": [4, 8]}}, "must not overlap"),
+        ({"__metadata__": 3, "a": _ABOUT}, "__metadata__ of"),
+        ({"__metadata__": {"triton_ep": 3}, "a": _ABOUT}, "description of tensors cannot be read"),
+        ({"__metadata__": {"triton_ep": "{}"}, "a": _ABOUT}, "no version or no tensors"),
+        ({"__metadata__": {"triton_ep": '{"version": 1, "tensors": {"a": 3}}'}, "a": _ABOUT}, "described as 3"),
+        ({"__metadata__": {"triton_ep": '{"version": 1, "tensors": {"a": {"kind": "mx"}}}'}, "a": _ABOUT}, "described"),
+        (
+            {
+                "__metadata__": {"triton_ep": '{"version": 1, "tensors": {"w": {"kind": "mx", "parts": ["qdata"]}}}'},
+                "w.qdata": _ABOUT,
+            },
+            "described as",
+        ),
+    ],
+)
+def test_files_of_anybody_are_refused_by_name(header: Any, text: str, tmp_path: Path) -> None:
+    """Whatever a header says, the error is an InputError; what the format forbids is not read as something else."""
+    told = header if isinstance(header, str) else json.dumps(header)
+    (tmp_path / "s").write_bytes(len(told.encode()).to_bytes(8, "little") + told.encode() + bytes(8))
+    with pytest.raises(InputError, match=text):
+        load_safetensors(tmp_path / "s")
+
+
+def test_nothing_is_lost_without_a_word(tmp_path: Path) -> None:
+    """A tensor by the name of the header's text, and text that is none, are refused; nothing is written."""
+    for state, metadata, text in (
+        ({"__metadata__": torch.ones(2)}, None, "header's own name"),
+        ({"a": torch.ones(2)}, {"epoch": 3}, "text by text"),
+    ):
+        with pytest.raises(InputError, match=text):
+            save_safetensors(state, tmp_path / "s", metadata)
+    assert not list(tmp_path.iterdir())
+
+
 def test_other_files_stay_loadable(tmp_path: Path) -> None:
     """A safetensors file of plain tensors, with or without metadata of others."""
     _write(tmp_path / "s", {"a": {"dtype": "I32", "shape": [2], "data_offsets": [0, 8]}}, b"\1\0\0\0\2\0\0\0")

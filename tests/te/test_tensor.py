@@ -214,3 +214,55 @@ def test_kernels_follow_the_rule(elem_dtype: torch.dtype) -> None:
         assert torch.equal(scale[block : block + want_scale.shape[1]], want_scale.t())
         block += want_scale.shape[1]
     assert not data[96:].any() and not scale[block:].any() and bool((scale[:block] == 254).any())
+
+
+# --- subclasses, and what storage stands for ------------------------------------------------------------------
+
+
+class _Named(te.MXFP8Tensor):
+    """A subclass as frameworks make them: a name for their own tensors."""
+
+
+def test_a_subclass_stays_one() -> None:
+    """detach, clone, views, splits, copies and files keep the subclass; `torch.nn.Parameter` demands it of detach."""
+    plain = _quantised(_randn(64, 64))
+    tensor = _Named(plain.shape, plain.dtype, **plain.get_metadata())
+    parameter = torch.nn.Parameter(tensor)
+    made = [
+        tensor.detach(),
+        tensor.clone(),
+        tensor.view(2, 32, 64),
+        tensor.to(DEVICE),
+        tensor.to("cpu"),
+        *tensor.split(32),
+    ]
+    made += [parameter.detach(), parameter.data, copy.deepcopy(parameter), pickle.loads(pickle.dumps(tensor))]
+    made += [_Named.make_like(tensor)]
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    made += [_Named.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())]
+    assert [type(each) for each in made] == [_Named] * len(made)
+    _same(made[0], plain)
+    assert type(plain.detach()) is te.MXFP8Tensor
+
+
+def test_storage_knows_what_it_stands_for() -> None:
+    """`fake_dtype` is the dtype of `dequantize`, kept by views and set by a quantiser of internal tensors."""
+    tensor = _quantised(_randn(64, 64))
+    parts = tensor.get_metadata()
+    assert te.MXFP8TensorStorage(**parts).dequantize().dtype == torch.float32
+    half = te.MXFP8TensorStorage(**{**parts, "fake_dtype": torch.float16})
+    assert te.MXFP8TensorStorage(**half.get_metadata())._dtype == torch.float16
+    assert half.dequantize().dtype == half._dtype == half.to_mxtensor().dtype == torch.float16
+    assert half.view(2, 32, 64).dequantize().dtype == torch.float16
+    assert half.dequantize(dtype=torch.float32).dtype == torch.float32
+    quantizer = te.MXFP8Quantizer(E4M3)
+    quantizer.internal = True
+    internal = quantizer(_randn(64, 64))
+    assert type(internal) is te.MXFP8TensorStorage and internal._dtype == torch.bfloat16
+    same = te.MXFP8Tensor(tensor.shape, torch.bfloat16, **{**parts, "fake_dtype": torch.bfloat16})
+    assert torch.equal(same.dequantize(), tensor.dequantize())
+    with pytest.raises(InputError, match="fake_dtype is 'bf16'"):
+        te.MXFP8TensorStorage(**{**parts, "fake_dtype": "bf16"})
+    with pytest.raises(InputError, match=r"fake_dtype is torch\.float16"):
+        _Named(tensor.shape, torch.bfloat16, **{**parts, "fake_dtype": torch.float16})

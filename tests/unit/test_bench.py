@@ -328,6 +328,34 @@ def test_routing_from_a_file(tmp_path: Path) -> None:
         routing.read_idx(str(tmp_path / "ids.npy"), shape, 3)
 
 
+def test_routings_of_any_file_are_refused_by_name(tmp_path: Path) -> None:
+    """Ids as uint16 and uint64 are integers like others; what is no table of ids is told, whatever it promises."""
+    import numpy
+
+    shape, ids = Shape(5, 1, 2, 8, 1), numpy.arange(30).reshape(15, 2) % 8
+    path = str(tmp_path / "ids.npy")
+    for dtype in (numpy.uint16, numpy.uint64, numpy.int8):
+        numpy.save(path, ids.astype(dtype))
+        assert torch.cat(routing.read_idx(path, shape, 3)[0]).tolist() == ids.tolist()
+    far = ids.astype(numpy.uint64)
+    far[3, 1] = 2**64 - 1
+    numpy.save(path, far)
+    with pytest.raises(InputError, match="there are 8 experts"):
+        routing.read_idx(path, shape, 3)
+    for wrong in (ids.astype(numpy.float16), ids.astype(str), ids > 3, ids.astype("datetime64[s]")):
+        numpy.save(path, wrong)
+        with pytest.raises(InputError, match="ids are integers"):
+            routing.read_idx(path, shape, 3)
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000, 2), }"
+    (tmp_path / "ids.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(InputError, match="cannot be read"):
+        routing.read_idx(path, shape, 3)
+    for wrong in (torch.from_numpy(ids).to_sparse(), torch.from_numpy(ids).to("meta"), torch.ones(15, 2) > 0):
+        torch.save(wrong, tmp_path / "ids.pt")
+        with pytest.raises(InputError):
+            routing.read_idx(str(tmp_path / "ids.pt"), shape, 3)
+
+
 def test_an_installed_package_measures_and_stores_with_a_commit_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a checkout rows that are printed name the release; stored ones need --commit."""
     monkeypatch.setattr(rows, "commit_of_checkout", lambda: None)
@@ -542,3 +570,52 @@ def test_counters_of_nvlink_are_summed() -> None:
     assert link_bytes.sent_kib(text) == 42
     with pytest.raises(RuntimeError, match="does not show"):
         link_bytes.sent_kib("Unable to retrieve the counters")
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--routing", "nope"], "--routing nope is none of"),
+        (["--routing", "uniform:2"], "--routing uniform:2 is none of"),
+        (["--routing", "zipf:"], "--routing zipf:S needs a positive number"),
+        (["--routing", "zipf:abc"], "--routing zipf:S needs a positive number"),
+        (["--routing", "zipf:inf"], "--routing zipf:S needs a positive number"),
+        (["--routing", "uniform", "--seed", "-1"], "--seed is -1"),
+        (["--routing", "uniform", "--seed", str(2**70)], "--seed is 1180591620717411303424"),
+        (["--routing", "uniform", "--tokens", "0"], "--tokens is 0"),
+        (["--routing", "uniform", "--tokens", "-5"], "--tokens is -5"),
+        (["--routing", "uniform", "--topk", "999"], "--topk 999 exceeds the 256"),
+        (["--routing", "uniform", "--experts", "0"], "--experts is 0"),
+        (["--routing", "uniform", "--experts", "9"], "--experts 9 cannot be shared evenly by --ranks 8"),
+        (["--routing", "uniform", "--ranks", "0"], "--ranks is 0"),
+        (["--routing", "one-hot", "--ranks", "-1"], "--ranks is -1"),
+        (["BINARY"], "binary.csv cannot be read as rows of a benchmark"),
+        (["SHORT"], r"short.csv, line 2: a row has \d+ cells"),
+        (["WORDS"], "words.csv, line 2: tokens is 'many'"),
+    ],
+)
+def test_wrong_options_of_plot_are_named(words: list[str], match: str, tmp_path: Path) -> None:
+    """Nothing is drawn under a title that it does not deserve; every mistake names its option, or file and line."""
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "short.csv").write_text(f"{rows.HEADER}\ndispatch,triton_ep\n")
+    row = rows.make_row({"op": "dispatch", "tokens": "many", "median_us": "3"})
+    (tmp_path / "words.csv").write_text("\n".join([rows.HEADER, ",".join(row[name] for name in rows.COLUMNS)]))
+    files = {"BINARY": "binary.csv", "SHORT": "short.csv", "WORDS": "words.csv"}
+    given = [str(tmp_path / files[word]) if word in files else word for word in words]
+    out = tmp_path / "out.svg"
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    with pytest.raises(EPError, match=match):
+        cli.run(parser.parse_args(["plot", *given, "--out", str(out)]))
+    assert not out.exists()
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """Where a folder of the path is a file."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("")
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    words = ["plot", "--routing", "uniform", "--tokens", "8", "--ranks", "2", "--experts", "8"]
+    with pytest.raises(InputError, match="cannot be written"):
+        cli.run(parser.parse_args([*words, "--out", str(tmp_path / "file" / "out.svg")]))

@@ -183,3 +183,26 @@ def test_doctor_works_where_nothing_is_installed() -> None:
     assert done.returncode == 1, done.stderr
     assert "pip install 'torch>=2.11' 'triton>=3.6'" in done.stdout
     assert "pip install 'numpy>=1.26,<2.6'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["TRITON_EP_HEAP_SIZE=x", "MASTER_PORT=x", "OMPI_COMM_WORLD_RANK=x", "TRITON_EP_AOT=maybe", "MASTER_PORT=0"],
+)
+def test_a_malformed_variable_is_a_problem_of_the_page(
+    variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page and the JSON come all the same, with every variable that cannot be read among the problems."""
+    name, _, value = variable.partition("=")
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TRITON_EP_RANKS_PER_GPU", "0")
+    assert main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    problems = [problem["what"] for problem in told["plan"]["problems"]]
+    assert len(problems) == 2 and not told["ok"]
+    for each in (name, "TRITON_EP_RANKS_PER_GPU"):
+        assert any(what.startswith(f"{each}=") for what in problems), problems
+    assert told["tuned_tables"] and told["machine"]["torch"]
+    assert main(["doctor"]) == 1
+    page = capsys.readouterr().out
+    assert f"Problem: {name}=" in page and "do: mend the variable, or unset it" in page and "Software" in page

@@ -227,3 +227,37 @@ def test_what_cannot_be_is_refused(words: list[str], match: str) -> None:
     """With a ConfigError that names it."""
     with pytest.raises(ConfigError, match=match):
         scaling.tables(scaling.parse(words))
+
+
+def test_json_has_null_where_there_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of 33 elements have no MXFP8 time; JSON knows no NaN."""
+    assert main(["bench", "model", "--hidden", "33", "--ranks", "8", "--json"]) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    (row,) = json.loads(capsys.readouterr().out, parse_constant=refuse)["rows"]
+    assert row["mxfp8_us"] is None and row["bf16_us"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--ranks", "0"], "--ranks is 0"),
+        (["--ranks", "8", "--experts", "-8"], "--experts is -8"),
+        (["--ranks", "8", "--experts-per-rank", "0"], "--experts-per-rank is 0"),
+        (["--ranks", "8", "--hidden", "1" + "0" * 400], "hidden is 1000"),
+        (["--ranks", "1" + "0" * 400], "--ranks 1000"),
+        (["--nic-gbps", "inf"], "--nic-gbps is inf"),
+        (["--update", "BINARY"], "cannot be read as text"),
+        (["--measured", "BINARY"], "cannot be read as rows"),
+    ],
+)
+def test_wrong_options_are_named(
+    words: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each ends with one line that names the option or the file, and exit code 1."""
+    binary = tmp_path / "binary.csv"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert main(["bench", "model", *(str(binary) if word == "BINARY" else word for word in words)]) == 1
+    assert match in capsys.readouterr().err

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,18 @@ def test_a_malformed_table_is_refused(tmp_path: Path, old: str, new: str, line: 
     with pytest.raises(ConfigError, match=what) as error:
         read_table(path)
     assert str(error.value).startswith(f"{path}:{line}: ")
+
+
+def test_texts_and_numbers_of_anybody(tmp_path: Path) -> None:
+    """Control characters, quotes and backslashes come back as they were; numbers that are none are refused by line."""
+    odd = replace(ENTRY, commit='a"b\\c\n\x00\x1f\x7f\u00e9', date="\t")
+    (read,) = parse_table(format_table([odd]), "x")
+    assert (read.commit, read.date) == (odd.commit, odd.date)
+    for value in ("1" + "0" * 400, "inf", "1e300"):
+        with pytest.raises(ConfigError, match=r"^x:\d+: dispatch_us is"):
+            parse_table(re.sub(r"dispatch_us = .*", f"dispatch_us = {value}", TEXT), "x")
+    with pytest.raises(ConfigError, match=r"^x: this is no table"):
+        parse_table("x = " + "[" * 5000, "x")
 
 
 def test_the_second_entry_is_named_by_its_own_line() -> None:

@@ -72,8 +72,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "ranks_per_node", "experts", "tokens", "hidden", "topk", "alignment"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; at least 1 is needed.")
+            if not 1 <= getattr(self, name) < 2**31:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 to {2**31 - 1}.")
         if self.ranks % self.ranks_per_node:
             raise ConfigError(f"{self.ranks} ranks cannot be shared evenly by nodes of {self.ranks_per_node}.")
         if self.experts % self.ranks:

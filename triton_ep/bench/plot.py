@@ -13,12 +13,14 @@ from typing import Any
 
 from triton_ep.bench import rows as bench_rows
 from triton_ep.bench.record import Span
+from triton_ep.bench.settings import check_routing
 from triton_ep.errors import ConfigError, EPError, InputError
 
 _OPS = ("dispatch", "combine", "roundtrip", "low_latency")
 _SETTING = ("gpu", "ranks", "nodes", "hidden", "topk", "experts", "routing")
 _CONFIGURATION = ("op", "provider", "mode", "payload", "tokens", *_SETTING)
 _FLOORS = {"floor, bf16": ":", "floor, mxfp8": (0, (1, 4))}
+_MOST_TOKENS = 1 << 20  # per rank, of a routing that is drawn
 _PANEL = (4.6, 3.2)  # inches
 _PROGRAMS = re.compile(r"-sm(\d+)")
 
@@ -185,6 +187,8 @@ def draw_routing(arguments: argparse.Namespace, out: Path) -> None:
     from triton_ep.bench.settings import Shape
     from triton_ep.bench.traffic import Routing
 
+    check_picture(out)
+    _check_routing(arguments)
     shape = Shape(arguments.tokens, 1, arguments.topk, arguments.experts, 1)
     idxs = routing.draw(arguments.routing, shape, arguments.ranks, 1, arguments.seed)[0]
     tokens = Routing.of(idxs, shape.experts, arguments.ranks).tokens()
@@ -201,6 +205,18 @@ def draw_routing(arguments: argparse.Namespace, out: Path) -> None:
         axes.set_xticks(range(arguments.ranks))
         axes.set_yticks(range(arguments.ranks))
         figure.colorbar(image, ax=axes, label=f"of {shape.tokens}, top-{shape.topk} of {shape.experts}")
+
+
+def _check_routing(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError, naming the option, unless these sizes make a picture."""
+    for name, most in (("tokens", _MOST_TOKENS), ("topk", _MOST_TOKENS), ("experts", 65536), ("ranks", 128)):
+        if not 1 <= getattr(arguments, name) <= most:
+            raise ConfigError(f"--{name} is {getattr(arguments, name)}; it must be 1 to {most}.")
+    if arguments.experts % arguments.ranks:
+        raise ConfigError(f"--experts {arguments.experts} cannot be shared evenly by --ranks {arguments.ranks}.")
+    if arguments.topk > arguments.experts:
+        raise ConfigError(f"--topk {arguments.topk} exceeds the {arguments.experts} of --experts.")
+    check_routing(arguments.routing, arguments.seed)
 
 
 def draw_timelines(calls: Mapping[str, Sequence[Span]], out: Path) -> None:
@@ -256,5 +272,8 @@ def _figure(out: Path, width: float, height: float) -> Iterator[Any]:
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=120, metadata={"Date": None} if out.suffix == ".svg" else None)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(out, dpi=120, metadata={"Date": None} if out.suffix == ".svg" else None)
+        except OSError as error:
+            raise InputError(f"the picture {out} cannot be written: {error}. Name another file.") from error

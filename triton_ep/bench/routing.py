@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import zlib
 from pathlib import Path
 
 import torch
 
-from triton_ep.bench.settings import Shape
+from triton_ep.bench.settings import Shape, check_routing
 from triton_ep.errors import InputError
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def uniform_idx(rank: int, num_tokens: int, topk: int, num_experts: int, seed: int, drop: float = 0.0) -> torch.Tensor:
@@ -50,13 +53,25 @@ def read_idx(path: str, shape: Shape, num_ranks: int) -> list[list[torch.Tensor]
         if place.suffix == ".npy":
             import numpy
 
-            ids = torch.from_numpy(numpy.load(place))
+            # Mapped: a header that promises more than there is takes no memory.
+            found = numpy.load(place, mmap_mode="r")
+            kind = found.dtype.kind if isinstance(found, numpy.ndarray) else "?"
+            if kind not in "iu":
+                raise InputError(f"{path} holds {found.dtype if kind != '?' else 'several arrays'}; ids are integers.")
+            if found.dtype == numpy.uint64:  # what no other integer holds is no id
+                found = numpy.minimum(found, numpy.uint64(2**31))
+            ids = torch.from_numpy(found.astype(numpy.int64))
         else:
-            ids = torch.load(place, weights_only=True)
+            ids = torch.load(place, map_location="cpu", weights_only=True)
             ids = torch.stack(list(ids)) if isinstance(ids, list | tuple) else ids
-    except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except InputError:
+        raise
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError, MemoryError, OverflowError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dim() < 2:
+    except (pickle.UnpicklingError, KeyError, AttributeError, IndexError, RecursionError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    plain = isinstance(ids, torch.Tensor) and ids.layout == torch.strided and ids.device.type == "cpu"
+    if not plain or ids.dtype not in _INTEGERS or ids.dim() < 2:
         got = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise InputError(f"{path} holds {got}; expert ids are integers [{num_ranks * shape.tokens}, {shape.topk}].")
     one = num_ranks * shape.tokens * shape.topk
@@ -74,7 +89,11 @@ def draw(spec: str, shape: Shape, num_ranks: int, inputs: int, seed: int) -> lis
     """`inputs` routings, each the ids [T, K] of every rank; spec: "uniform", "zipf:S", "one-hot" or "file:PATH".
 
     One-hot ids start at the first expert of another rank each time. A file may hold fewer routings: they repeat.
+
+    Raises:
+        ConfigError: another spec, or a seed below 0. InputError: as `read_idx`.
     """
+    check_routing(spec, seed)
     kind, _, argument = spec.partition(":")
     if kind == "file":
         found = read_idx(argument, shape, num_ranks)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import datetime
+import math
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +25,10 @@ HEADER = (
 COLUMNS = HEADER.split(",")
 _SHOWN = ("op", "provider", "mode", "payload", "nodes", "ranks", "tokens", "hidden", "topk", "experts", "median_us")
 _SHOWN_TIMES = ("kernel_us", "host_us", "floor_us", "floor_ratio", "p80_us", "skew_pct", "gbps", "skip_reason")
+
+# Columns that pictures and comparisons compute with; a cell may be empty.
+_COUNTS = ("nodes", "ranks", "tokens", "hidden", "topk", "experts", "iters")
+_TIMES = ("median_us", "floor_us")
 
 Row = dict[str, str]
 
@@ -117,12 +123,33 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a file.
 
     Raises:
-        InputError: there is no such file, or it has other columns.
+        InputError: there is no such file, it is no text, has other columns, or no number where one must be.
     """
     if not path.is_file():
         raise InputError(f"there is no file {path}. `triton-ep bench dispatch --csv {path}` writes one.")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames != COLUMNS:
-            raise InputError(f"{path} has the columns {reader.fieldnames}, rows of this version have {COLUMNS}.")
-        return list(reader)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if reader.fieldnames != COLUMNS:
+                shown = str(reader.fieldnames)[:200]
+                raise InputError(f"{path} has the columns {shown}, rows of this version have {COLUMNS}.")
+            rows = []
+            for row in reader:
+                _check_row(row, f"{path}, line {reader.line_num}")
+                rows.append(row)
+            return rows
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path} cannot be read as rows of a benchmark: {error}.") from error
+
+
+def _check_row(row: Mapping[Any, Any], where: str) -> None:
+    """Raise InputError unless a row has a cell for every column, and numbers where numbers are computed with."""
+    if set(row) != set(COLUMNS) or None in row.values():
+        raise InputError(f"{where}: a row has {len(COLUMNS)} cells, this one has not.")
+    for name in (*_COUNTS, *_TIMES):
+        try:
+            number = float(int(row[name]) if name in _COUNTS else row[name]) if row[name] else 1.0
+        except (ValueError, OverflowError):
+            number = math.nan
+        if not 0 < number < math.inf:
+            raise InputError(f"{where}: {name} is {row[name]!r:.60}, which is no number above 0.")

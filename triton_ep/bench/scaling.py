@@ -28,6 +28,9 @@ def experts_for(ranks: int, experts: int, per_rank: int | None) -> int:
     Raises:
         ConfigError: they cannot be shared evenly.
     """
+    for name, number in (("--ranks", ranks), ("--experts", experts), ("--experts-per-rank", per_rank)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} is {number}; at least 1 is needed.")
     if per_rank is not None:
         return ranks * per_rank
     if experts >= ranks and experts % ranks:
@@ -158,11 +161,18 @@ def main(arguments: argparse.Namespace) -> None:
         page = Path(arguments.update)
         if not page.is_file():
             raise InputError(f"there is no page {page}.")
-        page.write_text(updated(page.read_text()))
+        try:
+            text = page.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{page} cannot be read as text: {error}.") from error
+        page.write_text(updated(text), encoding="utf-8")
         return
     rows, notes = tables(arguments)
     if arguments.json:
-        print(json.dumps({"machine": asdict(_machine(arguments)), "rows": rows, "notes": notes}, indent=1))
+        # JSON has no NaN: a time that does not exist is null.
+        plain = [{name: None if value is math.nan else value for name, value in row.items()} for row in rows]
+        found = {"machine": asdict(_machine(arguments)), "rows": plain, "notes": notes}
+        print(json.dumps(found, indent=1, allow_nan=False))
     else:
         print("\n".join([*lines_of(rows), *notes]))
 
@@ -220,6 +230,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def _machine(a: argparse.Namespace) -> Machine:
     told = {name: getattr(a, name) for name in ("nvlink_gbps", "nic_gbps", "memory_gbps")}
     for name, value in told.items():
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; a rate is above 0.")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; a rate is a finite number above 0.")
     return Machine(**{name: value for name, value in told.items() if value is not None})

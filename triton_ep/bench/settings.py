@@ -5,6 +5,7 @@ Imports nothing heavy: the command line reads it before it is known how kernels 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ PAIRS_PER_GRAPH = 10
 BARRIERS_PER_CALL = 10
 TUNED = -1
 """In place of a number of programs: the layer chooses, by the tuned tables or by its formula."""
+_MOST = 2**31 - 1  # of a size, and a seed
 _INPUTS = 4
 _INPUTS_INTERPRETED = 2
 _OPS = {
@@ -130,11 +132,7 @@ class Settings:
 
     def check(self) -> None:
         """Raise ConfigError, naming the option, if the run cannot work."""
-        kind, _, argument = self.routing.partition(":")
-        if kind not in ("uniform", "zipf", "one-hot", "file") or (kind in ("uniform", "one-hot") and argument):
-            raise ConfigError(f"--routing {self.routing} is none of uniform, zipf:S, one-hot, file:PATH.")
-        if kind == "zipf":
-            _positive_number(argument, "--routing zipf:S")
+        check_routing(self.routing, self.seed)
         if self.warmup < 0:
             raise ConfigError(f"--warmup is {self.warmup}; 0 calls or more are needed.")
         for name in ("ranks", "iters", "alignment"):
@@ -144,8 +142,9 @@ class Settings:
         if per_node is not None and (per_node < 1 or self.ranks % per_node):
             raise ConfigError(f"{self.ranks} ranks cannot be shared evenly by nodes of {per_node}.")
         for shape in self.shapes:
-            if min(shape.tokens, shape.hidden, shape.topk, shape.experts, shape.ffn) < 1:
-                raise ConfigError(f"every size of a shape must be at least 1: {shape}.")
+            sizes = (shape.tokens, shape.hidden, shape.topk, shape.experts, shape.ffn)
+            if min(sizes) < 1 or max(sizes) > _MOST:
+                raise ConfigError(f"every size of a shape must be at least 1 and at most {_MOST}: {shape}.")
             if shape.experts % self.ranks and self.command not in ("barrier", "quantise"):
                 raise ConfigError(f"{shape.experts} experts cannot be shared evenly by {self.ranks} ranks.")
             if shape.topk > shape.experts:
@@ -211,6 +210,17 @@ class Case:
         }
 
 
+def check_routing(spec: str, seed: int) -> None:
+    """Raise ConfigError unless `spec` says how tokens are routed, and `seed` what is drawn for it."""
+    kind, _, argument = spec.partition(":")
+    if kind not in ("uniform", "zipf", "one-hot", "file") or (kind in ("uniform", "one-hot") and argument):
+        raise ConfigError(f"--routing {spec} is none of uniform, zipf:S, one-hot, file:PATH.")
+    if kind == "zipf":
+        _positive_number(argument, "--routing zipf:S")
+    if not 0 <= seed <= _MOST:
+        raise ConfigError(f"--seed is {seed}; it must be 0 to {_MOST}.")
+
+
 def payloads_of(provider: str) -> tuple[str, ...]:
     """What rows of a provider can be made of on the wire."""
     return PAYLOADS if provider in ("triton_ep", "nccl", "nccl_dedup") else PAYLOADS[:1]
@@ -248,9 +258,12 @@ def parse_numbers(text: str, option: str) -> tuple[int, ...]:
         ConfigError: a part is no integer.
     """
     try:
-        return tuple(int(part) for part in text.split(","))
+        found = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"{option} {text} is no integer, nor several with commas between them.") from None
+        raise ConfigError(f"{option} {text:.60} is no integer, nor several with commas between them.") from None
+    if max(found) > _MOST:
+        raise ConfigError(f"{option} {text:.60}: {_MOST} is the most.")
+    return found
 
 
 def _how(settings: Settings) -> str:
@@ -262,6 +275,6 @@ def _positive_number(text: str, option: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise ConfigError(f"{option} needs a positive number, got {text!r}.")
     return value

@@ -7,6 +7,7 @@ from typing import Any
 
 import triton_ep
 from triton_ep.cli.machine import TESTED_TRITON, Machine, Plan, Problem, inspect_machine, judge, version_tuple
+from triton_ep.environment import read_what_can_be
 from triton_ep.errors import EPError
 from triton_ep.tuned import table as tuned_table
 from triton_ep.tuned.table import TunedEntry
@@ -58,7 +59,7 @@ def _try_runtime(plan: Plan) -> tuple[int | None, str]:
 def _tuned_tables(plan: Plan) -> list[tuple[str, list[TunedEntry]]]:
     """The tables that layers with num_sm=None ask, in order; one that cannot be read is added to the problems."""
     try:
-        return tuned_table.tables()
+        return tuned_table.tables(read_what_can_be()[0])
     except EPError as error:
         plan.problems.append(Problem(str(error), "mend the table, or unset TRITON_EP_TUNED"))
         return []

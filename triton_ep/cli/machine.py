@@ -48,6 +48,7 @@ class Machine:
         shared_memory: whether the kernel offers memfd and pidfd, which the host heap is made of.
         interpret: TRITON_INTERPRET of the environment, None where unset.
         launcher: what started this process: torchrun, mpirun, srun or none.
+        malformed: what is wrong with environment variables that do not hold what they must.
     """
 
     python: tuple[int, ...]
@@ -68,6 +69,7 @@ class Machine:
     launcher: str
     mpirun: str | None
     torchrun: str | None
+    malformed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def _find_torchrun() -> str | None:
 
 def inspect_machine() -> Machine:
     """Look at this machine. Imports torch where there is one; starts no rank and allocates nothing."""
-    from triton_ep.environment import read_environment
+    from triton_ep.environment import read_what_can_be
 
     cuda = None
     gpus: tuple[Gpu, ...] = ()
@@ -148,7 +150,7 @@ def inspect_machine() -> Machine:
             peers = tuple(
                 tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
             )
-    environment = read_environment()
+    environment, malformed = read_what_can_be()
     return Machine(
         python=sys.version_info[:3],
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -168,6 +170,7 @@ def inspect_machine() -> Machine:
         launcher=environment.launcher,
         mpirun=shutil.which("mpirun"),
         torchrun=_find_torchrun(),
+        malformed=tuple(malformed),
     )
 
 
@@ -231,7 +234,8 @@ def _nvshmem_problems(machine: Machine) -> list[Problem]:
 def judge(machine: Machine) -> Plan:
     """Decide what a run on this machine uses, and collect what stands in its way."""
     interpreting = machine.interpret if machine.interpret is not None else not machine.gpus
-    problems = _package_problems(machine)
+    problems = [Problem(what, "mend the variable, or unset it") for what in machine.malformed]
+    problems += _package_problems(machine)
     hints = []
     if machine.triton and version_tuple(machine.triton)[:2] not in TESTED_TRITON:
         tested = ", ".join(map(_dotted, TESTED_TRITON))

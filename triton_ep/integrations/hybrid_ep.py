@@ -11,7 +11,7 @@
     ... probs=                                  one float32 per row back to its own (token, expert)
     dispatch, combine                           layer.dispatch_compact, layer.combine: one row per (token, rank)
     hidden of uint8 or e4m3, scaling_factor     layer.dispatch_scaled
-    handle[3], [4], [7], [-1]                   rows before permutation, their local experts, rows per expert without
+    handle[3], [4], [7], [10]                   rows before permutation, their local experts, rows per expert without
                                                   padding, and layout_desc.overflow; the second is made when looked at
     fuse_permute_dispatch, num_blocks_*, ...    accepted; there is one way, and the same bits
 
@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from triton_ep.errors import InputError
+from triton_ep.errors import ConfigError, InputError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations import hybrid_ep_checks as checks
 from triton_ep.integrations.hybrid_ep_checks import Handle, Routing
 from triton_ep.integrations.hybrid_ep_layers import Layers, check_group
@@ -90,19 +91,35 @@ class HybridEPBuffer(RoutingInputs):
         timeout_s: float = 30.0,
     ) -> None:
         ranks = check_group(group)
-        num_sm = max((n for n in (num_sms_dispatch_api, num_sms_combine_api) if n is not None), default=None)
+        hidden_dim = check.integer("hidden_dim", hidden_dim, 1, ConfigError)
+        most = check.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0, ConfigError)
+        num_local_experts = check.integer("num_local_experts", num_local_experts, 1, ConfigError)
+        topk = check.optional_integer("topk", topk, 1, ConfigError)
+        nodes_of = check.optional_integer(
+            "num_of_hybrid_ep_ranks_per_nvlink_domain", num_of_hybrid_ep_ranks_per_nvlink_domain, 1, ConfigError
+        )
+        if nodes_of is not None and ranks % nodes_of:
+            raise ConfigError(
+                f"num_of_hybrid_ep_ranks_per_nvlink_domain is {nodes_of}; it must divide the {ranks} ranks of the "
+                "group."
+            )
+        enable_local_combine = check.flag("enable_local_combine", enable_local_combine, ConfigError)
+        asked = {"num_sms_dispatch_api": num_sms_dispatch_api, "num_sms_combine_api": num_sms_combine_api}
+        programs = [check.optional_integer(name, given, 1, ConfigError) for name, given in asked.items()]
+        num_sm = max((each for each in programs if each is not None), default=None)
+        check.seconds("timeout_s", timeout_s)
         self.group = group
         self.group_size = ranks
         layers = Layers(
             group,
             hidden_dim,
             num_local_experts * ranks,
-            max(max_num_of_tokens_per_rank, 1),
-            num_of_hybrid_ep_ranks_per_nvlink_domain,
+            max(most, 1),
+            nodes_of,
             {"num_sm": num_sm, "enable_local_combine": enable_local_combine, "timeout_s": timeout_s},
         )
         super().__init__(layers, topk)
-        self.use_fp8 = use_fp8
+        self.use_fp8 = check.flag("use_fp8", use_fp8, ConfigError)
         assert layers.nodes_of is not None, "it was found"
         self.num_of_hybrid_ep_ranks_per_nvlink_domain: int = layers.nodes_of
         self.num_of_nodes = ranks // layers.nodes_of
@@ -175,18 +192,33 @@ class HybridEPBuffer(RoutingInputs):
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         if handle is not None:
+            checks.check_numbers({"pad_multiple": pad_multiple, "num_permuted_tokens": num_permuted_tokens})
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
             return self._again(rows, handle, (topk_idx, topk_weights, probs), pad_multiple, num_permuted_tokens)
-        align = pad_multiple or 1
-        sizes, known = (num_of_experts_per_rank, num_of_experts), (num_permuted_tokens is not None, non_blocking)
+        sizes = (num_of_experts_per_rank, num_of_experts)
+        known = (num_permuted_tokens is not None, non_blocking is True)
         try:
+            check.flag("non_blocking", non_blocking)
+            checks.check_numbers(
+                {
+                    "pad_multiple": pad_multiple,
+                    "num_permuted_tokens": num_permuted_tokens,
+                    "num_of_tokens_per_rank": num_of_tokens_per_rank,
+                    "num_of_experts_per_rank": num_of_experts_per_rank,
+                    "num_of_experts": num_of_experts,
+                }
+            )
+            align = pad_multiple or 1
             if num_permuted_tokens is not None or non_blocking:
                 checks.check_budget(num_permuted_tokens, align, non_blocking)
-            experts = checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
+            experts = checks.check_routing(
+                self.layers, hidden, routing_map, topk_idx, probs, sizes, topk_weights=topk_weights
+            )
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
         except InputError:
-            kind = (dtype_of_layer(hidden), align, num_permuted_tokens, checks.num_experts(self.layers, sizes))
-            self._reject(routing_map, topk_idx, known, kind)
+            self._reject(
+                routing_map, topk_idx, known, (dtype_of_layer(hidden), pad_multiple, num_permuted_tokens, *sizes)
+            )
             raise
 
         def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
@@ -233,14 +265,12 @@ class HybridEPBuffer(RoutingInputs):
                 "they belong. Give probs to dispatch_with_permute, or none here."
             )
         layer, desc = routing.layer, routing.desc
+        check.tensor("hidden", hidden, 2)
+        if probs is not None:
+            checks.check_probs(probs, (desc.num_recv_rows,), layer.context.device, "one per permuted row")
         combined = layer.combine(hidden.contiguous(), desc)
         if probs is None:
             return combined, None
-        if probs.shape != (desc.num_recv_rows,) or probs.dtype != torch.float32:
-            raise InputError(
-                f"probs must be [{desc.num_recv_rows}] float32, one per permuted row, got {list(probs.shape)} "
-                f"{probs.dtype}."
-            )
         slots = row_slots(layer.context, desc, routing.copies)
         values = to_slots(layer.context, probs.contiguous(), slots, desc)
         return combined, map_of_slots(values, desc.topk_indices_tensor, routing.num_experts)
@@ -275,9 +305,10 @@ class HybridEPBuffer(RoutingInputs):
             As `dispatch_with_permute`.
         """
         if handle is not None:
-            routing = checks.open_handle(self.layers, handle, None, items=8)
+            routing = checks.open_handle(self.layers, handle, None, items=7)
             idx, layer = routing.desc.topk_indices_tensor, routing.layer
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
+            checks.check_weights(layer, idx, probs, topk_idx, topk_weights)
             weights = weights_by_ids(idx, probs, topk_idx, topk_weights, routing.num_experts)
             if weights is None:
                 arrived, scales = rows.by_rank_again(layer, routing.desc)
@@ -286,11 +317,19 @@ class HybridEPBuffer(RoutingInputs):
         else:
             sizes, known = (None, num_of_experts), (num_dispatched_tokens is not None, False)
             try:
-                checks.check_routing(self.layers, hidden, routing_map, topk_idx, probs, sizes)
+                checks.check_numbers(
+                    {
+                        "num_of_experts": num_of_experts,
+                        "num_dispatched_tokens": num_dispatched_tokens,
+                        "num_of_tokens_per_rank": num_of_tokens_per_rank,
+                    }
+                )
+                checks.check_routing(
+                    self.layers, hidden, routing_map, topk_idx, probs, sizes, topk_weights=topk_weights
+                )
                 rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
             except InputError:
-                kind = (dtype_of_layer(hidden), 1, None, self.layers.num_experts)
-                self._reject(routing_map, topk_idx, known, kind)
+                self._reject(routing_map, topk_idx, known, (dtype_of_layer(hidden), None, None, *sizes))
                 raise
 
             def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
@@ -326,18 +365,17 @@ class HybridEPBuffer(RoutingInputs):
         Raises:
             As `combine_with_unpermute`.
         """
-        routing = checks.open_handle(self.layers, handle, None, items=8)
+        routing = checks.open_handle(self.layers, handle, None, items=7)
         layer, desc, ids = routing.layer, routing.desc, routing.local_ids
         assert ids is not None
+        check.tensor("hidden", hidden, 2)
+        nodes_experts = layer.config.num_experts_per_rank * layer.config.local_world_size
+        if probs is not None:
+            wanted = (ids.shape[0], nodes_experts)
+            checks.check_probs(probs, wanted, layer.context.device, "as dispatch returns them")
         combined = layer.combine(hidden.contiguous(), desc)
         if probs is None:
             return combined, None
-        nodes_experts = layer.config.num_experts_per_rank * layer.config.local_world_size
-        if probs.shape != (ids.shape[0], nodes_experts) or probs.dtype != torch.float32:
-            raise InputError(
-                f"probs must be [{ids.shape[0]}, {nodes_experts}] float32, as dispatch returns them, got "
-                f"{list(probs.shape)} {probs.dtype}."
-            )
         first = self.local_rank * layer.config.num_experts_per_rank
         values, _ = layer.combine_topk(weights_of_slots(probs[:, first:], ids), desc)
         return combined, map_of_slots(values, desc.topk_indices_tensor, routing.num_experts)
@@ -362,6 +400,7 @@ class HybridEPBuffer(RoutingInputs):
                 f"{desc.num_recv_rows} permuted rows. Pass that number, or None."
             )
         topk_idx, topk_weights, probs = given
+        checks.check_weights(routing.layer, desc.topk_indices_tensor, probs, topk_idx, topk_weights)
         weights = weights_by_ids(desc.topk_indices_tensor, probs, topk_idx, topk_weights, routing.num_experts)
         (recv_x, scales), recv_probs = rows.again(routing.layer, desc, weights)
         return recv_x, recv_probs, scales, counts, handle

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from triton_ep.errors import InputError, StaleHandleError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep_layers import Layers
 from triton_ep.integrations.hybrid_ep_maps import map_of_rows
 from triton_ep.integrations.lazy_items import LazyItems
@@ -16,7 +17,7 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.slots import known_copies
 
-_PLACE = {12: 9, 8: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank
+_PLACE = {11: 9, 7: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank
 
 
 @dataclass(eq=False)  # not frozen: setting attributes around that takes longer, and one is made per call
@@ -48,7 +49,7 @@ class Routing:
 
 @dataclass(eq=False)
 class Handle(LazyItems):
-    """What a dispatch leaves to later calls, with as many items as HybridEP's tuple: 12 for permuted rows, 8 by rank.
+    """What a dispatch leaves to later calls, with as many items as HybridEP's tuple: 11 for permuted rows, 7 by rank.
 
     Attributes:
         routing: what these calls need.
@@ -66,8 +67,8 @@ class Handle(LazyItems):
     def _makers(self) -> tuple[Callable[[], Any], ...]:
         arrived, routing, tokens = self._arrived, lambda: self.routing, lambda: self.tokens
         if self.routing.counts is None:
-            return _nothing, _nothing, _nothing, arrived, lambda: self.experts_of_rows, tokens, routing, tokens
-        permuted = (_nothing, _nothing, self._per_expert, tokens, routing, tokens, self._overflow)
+            return _nothing, _nothing, _nothing, arrived, lambda: self.experts_of_rows, tokens, routing
+        permuted = (_nothing, _nothing, self._per_expert, tokens, routing, self._overflow)
         return _nothing, _nothing, _nothing, arrived, self._experts_of_rows, *permuted
 
     def _arrived(self) -> torch.Tensor:
@@ -91,7 +92,7 @@ def _nothing() -> None:
     """Of an item that HybridEP's kernels need and these do not."""
 
 
-def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = 12) -> Routing:
+def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = 11) -> Routing:
     """What is in a handle of the buffer with these layers; items: how many a handle of this kind has.
 
     Raises:
@@ -100,7 +101,7 @@ def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int
         StaleHandleError: a handle of another buffer.
     """
     owner.check_open()
-    call = "dispatch_with_permute" if items == 12 else "dispatch"
+    call = "dispatch_with_permute" if items == 11 else "dispatch"
     routing = None
     if isinstance(handle, Handle | tuple) and len(handle) == items:
         routing = handle.routing if isinstance(handle, Handle) else handle[_PLACE[items]]
@@ -113,6 +114,8 @@ def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int
         raise StaleHandleError(
             "the handle is of another HybridEPBuffer, or of one that was replaced. Pass one that this buffer returned."
         )
+    if pad_multiple is not None:
+        check.integer("pad_multiple", pad_multiple, 0)
     if pad_multiple is not None and (pad_multiple or 1) != routing.layer.config.alignment:
         raise InputError(
             f"pad_multiple is {pad_multiple}, but the dispatch of this handle padded to "
@@ -146,6 +149,8 @@ def check_routing(
     topk_idx: torch.Tensor | None,
     probs: torch.Tensor | None,
     sizes: tuple[int | None, int | None],
+    *,
+    topk_weights: torch.Tensor | None = None,
 ) -> int:
     """Experts over all ranks of a dispatch; the layer checks what it gets.
 
@@ -156,7 +161,7 @@ def check_routing(
     """
     layers.check_open()
     experts = num_experts(layers, sizes)
-    shape = hidden.shape
+    shape = check.tensor("hidden", hidden).shape
     if len(shape) != 2 or shape[1] != layers.hidden:
         raise InputError(
             f"hidden is {list(shape)}, but this buffer was made for hidden_dim={layers.hidden}. Make a buffer for the "
@@ -164,14 +169,54 @@ def check_routing(
         )
     if routing_map is None and topk_idx is None:
         raise InputError("dispatch needs routing_map, topk_idx or a handle; it got none of them.")
+    if routing_map is not None and topk_idx is not None:
+        raise InputError("dispatch got routing_map and topk_idx, which may say different things. Pass one of them.")
     _check_experts(layers, "num_of_experts", sizes[1], experts)
     wanted = (shape[0], experts)
     if routing_map is not None:
+        check.tensor("routing_map", routing_map, 2)
         _check_experts(layers, "columns of routing_map", routing_map.shape[-1], experts)
         _check_table("routing_map", routing_map, wanted, torch.bool, hidden.device)
+        if topk_weights is not None:
+            raise InputError("topk_weights belong to topk_idx, but the routing is a map: pass probs [T, E] with it.")
+    else:
+        check.tensor("topk_idx", topk_idx, 2, (torch.int32, torch.int64), hidden.device)
+        if topk_weights is not None:
+            given = check.tensor("topk_weights", topk_weights, 2, (torch.float32,), hidden.device)
+            if topk_idx is not None and given.shape != topk_idx.shape:
+                raise InputError(f"topk_weights are {list(given.shape)}, topk_idx {list(topk_idx.shape)}.")
     if probs is not None:
         _check_table("probs", probs, wanted, torch.float32, hidden.device)
     return experts
+
+
+def check_numbers(given: dict[str, int | None]) -> None:
+    """Raise InputError unless each is an integer or None; what they may be is checked where it is known."""
+    for name, value in given.items():
+        if value is not None:
+            check.integer(name, value, -(1 << 31))
+
+
+def check_probs(probs: Any, shape: tuple[int, ...], device: torch.device, what: str) -> None:
+    """Raise InputError unless these are float32 probabilities of that shape, for a combine; what: in words."""
+    if (
+        not isinstance(probs, torch.Tensor)
+        or probs.shape != shape
+        or probs.dtype != torch.float32
+        or probs.device != device
+    ):
+        raise InputError(f"probs must be {list(shape)} float32 on {device}, {what}, got {check.shown(probs)}.")
+
+
+def check_weights(layer: EPAll2AllLayer, topk_idx: torch.Tensor, probs: Any, given_idx: Any, topk_weights: Any) -> None:
+    """Raise InputError unless weights fit a dispatch whose ids these are; arguments as of `weights_by_ids`."""
+    if probs is not None:
+        wanted = (topk_idx.shape[0], layer.config.num_experts)
+        _check_table("probs", check.tensor("probs", probs), wanted, torch.float32, topk_idx.device)
+    if topk_weights is not None:
+        check.tensor("topk_weights", topk_weights, 2, (torch.float32,), topk_idx.device)
+    if given_idx is not None:
+        check.tensor("topk_idx", given_idx, 2, (torch.int32, torch.int64), topk_idx.device)
 
 
 def _check_experts(layers: Layers, name: str, given: int | None, held: int) -> None:
@@ -185,6 +230,7 @@ def _check_experts(layers: Layers, name: str, given: int | None, held: int) -> N
 def _check_table(
     name: str, table: torch.Tensor, wanted: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
+    check.tensor(name, table)
     if table.dtype != dtype or table.shape != wanted or table.device != device:
         raise InputError(
             f"{name} must be {list(wanted)} {dtype} on {device}, got {list(table.shape)} {table.dtype} on "

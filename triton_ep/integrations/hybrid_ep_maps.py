@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from triton_ep.errors import InputError
+from triton_ep.integrations import arguments as check
 
 
 def indices_to_map(
@@ -14,8 +15,22 @@ def indices_to_map(
 
     Ids outside of 0 to E - 1 are dropped; those of a token are distinct.
 
+    Raises:
+        InputError: no ids [T, K], or weights of another shape.
+
     Source: deep_ep.hybrid_ep_buffer.indices_to_map.
     """
+    check.tensor("topk_idx", topk_idx, 2, (torch.int32, torch.int64))
+    num_of_tokens = check.integer("num_of_tokens", num_of_tokens, 0)
+    num_of_experts = check.integer("num_of_experts", num_of_experts, 1, most=1 << 20)
+    if topk_idx.shape[0] != num_of_tokens:
+        raise InputError(f"num_of_tokens is {num_of_tokens}, topk_idx {list(topk_idx.shape)}.")
+    if topk_weights is not None:
+        check.tensor("topk_weights", topk_weights, 2, (), topk_idx.device)
+        if topk_weights.shape != topk_idx.shape or not topk_weights.is_floating_point():
+            raise InputError(
+                f"topk_weights are {list(topk_weights.shape)} {topk_weights.dtype}, topk_idx {list(topk_idx.shape)}."
+            )
     shape = (num_of_tokens, num_of_experts + 1)
     column = torch.where((topk_idx >= 0) & (topk_idx < num_of_experts), topk_idx, num_of_experts).long()
     routed = torch.zeros(shape, dtype=torch.bool, device=topk_idx.device).scatter_(1, column, True)

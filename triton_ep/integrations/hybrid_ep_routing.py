@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -175,17 +175,21 @@ class RoutingInputs:
         routing_map: torch.Tensor | None,
         topk_idx: torch.Tensor | None,
         known: tuple[bool, bool],
-        kind: tuple[torch.dtype, int, int | None, int],
+        kind: tuple[Any, ...],
     ) -> None:
         """This rank's arguments were refused: tell the others, who are about to agree or to dispatch.
 
-        kind: of the layer that they take, as far as this rank knows: dtype of rows, alignment, capacity, experts.
+        kind: of the layer that they take, as far as this rank knows, unchecked: dtype of rows, alignment, capacity,
+            experts per rank and over all ranks.
         """
         if isinstance(routing_map, torch.Tensor) and self._is_agreed_by_collective(*known):
             told = torch.tensor([0, 0, self.rank], device=routing_map.device)
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self.layers.group)
             return
-        dtype, alignment, capacity, experts = kind
+        # What is no number here is the mistake: the others have what they had before.
+        alignment, capacity, per_rank, _ = (each if isinstance(each, int) else None for each in kind[1:])
+        dtype, alignment = kind[0], alignment or 1
+        experts = self.layers.num_experts if per_rank is None else per_rank * self.layers.world_size
         topk = self._slots_of_map(experts, known[1])
         if isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2:
             topk = topk_idx.shape[1]

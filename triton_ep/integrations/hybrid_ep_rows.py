@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from triton_ep.checks import ONE_BYTE
 from triton_ep.errors import InputError
+from triton_ep.integrations import arguments as check
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
@@ -29,8 +30,10 @@ def _slots(given: RoutingMap, layer: EPAll2AllLayer) -> tuple[torch.Tensor, torc
     return ids, weights
 
 
-def dtype_of_layer(hidden: torch.Tensor) -> torch.dtype:
-    """Rows of the layer that sends these."""
+def dtype_of_layer(hidden: Any) -> torch.dtype:
+    """Rows of the layer that sends these; of what are no rows, the most usual."""
+    if not isinstance(hidden, torch.Tensor):
+        return torch.bfloat16
     return torch.bfloat16 if hidden.dtype in ONE_BYTE else hidden.dtype
 
 
@@ -57,6 +60,9 @@ class SentRows(NamedTuple):
             InputError: one-byte rows where they were not asked for, or without such scales; others where the call asks
                 for one-byte rows.
         """
+        check.tensor("hidden", hidden, 2)
+        if call_fp8 is not None:
+            call_fp8 = check.flag("use_fp8", call_fp8)
         one_byte = hidden.dtype in ONE_BYTE
         if not one_byte:
             if call_fp8:
@@ -71,14 +77,14 @@ class SentRows(NamedTuple):
         if width % _CHANNELS:
             raise InputError(f"one-byte rows have {width} values; pad them to a multiple of {_CHANNELS}.")
         if (
-            scaling_factor is None
+            not isinstance(scaling_factor, torch.Tensor)
             or tuple(scaling_factor.shape) != wanted
             or scaling_factor.dtype != torch.float32
             or scaling_factor.device != hidden.device
         ):
-            got = "None" if scaling_factor is None else f"{list(scaling_factor.shape)} {scaling_factor.dtype}"
             raise InputError(
-                f"scaling_factor is {got}; rows {list(hidden.shape)} {hidden.dtype} need {list(wanted)} float32 on "
+                f"scaling_factor is {check.shown(scaling_factor)}; rows {list(hidden.shape)} "
+                f"{hidden.dtype} need {list(wanted)} float32 on "
                 f"{hidden.device}, one per {_CHANNELS} values."
             )
         return cls(hidden.contiguous(), scaling_factor.contiguous())

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from triton_ep.errors import ConfigError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep import Buffer, EventHandle, EventOverlap
 from triton_ep.integrations.deep_ep.config import longest_row
 from triton_ep.integrations.deep_ep.handles import DispatchHandle
@@ -59,7 +61,12 @@ _buffer: Buffer | None = None
 
 
 def get_hidden_bytes(x: torch.Tensor) -> int:
-    """Bytes of a row of x [T, H]; those of 16-bit elements at least."""
+    """Bytes of a row of x [T, H]; those of 16-bit elements at least.
+
+    Raises:
+        InputError: x is no such tensor.
+    """
+    check.tensor("x", x, 2)
     return x.size(1) * max(x.element_size(), 2)
 
 
@@ -72,6 +79,7 @@ def get_buffer(group: Any, hidden_bytes: int) -> Buffer:
         ConfigError: an unknown group, or one that this process is not in.
     """
     global _buffer
+    hidden_bytes = check.integer("hidden_bytes", hidden_bytes, 1, ConfigError)
     if (
         _buffer is not None
         and _buffer.is_open
@@ -120,6 +128,7 @@ class FusedDispatch(torch.autograd.Function):
         Raises:
             What `integrations.deep_ep.Buffer.dispatch` raises.
         """
+        num_experts = check.integer("num_experts", num_experts, 1)
         buffer = get_buffer(group, get_hidden_bytes(x))
         rows, handle = buffer.dispatch_rows(
             x,
@@ -212,6 +221,7 @@ def fused_dispatch(
     allocate_on_comm_stream: bool = False,
 ) -> Any:
     """`FusedDispatch`, differentiable in x and token_probs."""
+    check.tensor("x", x, 2)
     return FusedDispatch.apply(
         x.contiguous(), token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
     )

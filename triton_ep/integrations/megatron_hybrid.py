@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.errors import ConfigError, FinalizedError, InputError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer
 from triton_ep.integrations.hybrid_ep_layers import check_group
 
@@ -80,6 +81,10 @@ def init_hybrid_ep_buffer(
     tokens = num_tokens if num_tokens is not None else seq_len
     if num_local_experts is None or tokens is None:
         raise InputError("num_local_experts is needed: the experts of this rank.")
+    # The buffer that there is stays where the new one cannot be made.
+    check_group(group)
+    for name, size in (("hidden_dim", hidden_dim), ("num_tokens", tokens), ("num_local_experts", num_local_experts)):
+        check.integer(name, size, 1, ConfigError)
     reset_hybrid_ep_buffer()
     _hybrid_ep_buffer = HybridEPBuffer(
         group,
@@ -153,6 +158,7 @@ class HybridEPDispatch(torch.autograd.Function):
         settings = _settings(rest)
         if _hybrid_ep_buffer is None:
             programs = (settings.get("dispatch"), settings.get("combine"))
+            check.tensor("x", x, 2)
             init_hybrid_ep_buffer(group, x.shape[-1], max(x.shape[-2], 1), num_local_experts, *programs)
         assert _hybrid_ep_buffer is not None
         _check_same_group(_hybrid_ep_buffer, group)

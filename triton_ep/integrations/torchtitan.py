@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from triton_ep import autograd
 from triton_ep.distributed import check_group
-from triton_ep.errors import ConfigError
+from triton_ep.errors import ConfigError, InputError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep_layers import ranks_per_node
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
@@ -112,6 +113,8 @@ class TokenDispatch:
                 "this token dispatcher is for expert parallelism, but ep_mesh is None (expert_parallel_degree=1). Use "
                 "torchtitan's own dispatcher then."
             )
+        if not callable(getattr(ep_mesh, "get_group", None)):
+            raise ConfigError(f"ep_mesh must be a DeviceMesh, got {check.shown(ep_mesh)}.")
         self.ep_mesh = ep_mesh
         self.init_buffer()
 
@@ -130,25 +133,41 @@ class TokenDispatch:
                     f"{name} is not set. torchtitan fills it from the model's and the training's configuration "
                     "(update_ep_token_dispatcher_config); elsewhere pass it."
                 )
-        assert self.hidden_dim is not None and self.num_max_tokens_per_rank is not None, "checked above"
+        names = ("num_max_tokens_per_rank", "hidden_dim", "top_k", "num_experts")
+        max_tokens, hidden, top_k, num_experts = (
+            check.integer(name, getattr(self, name), 1, ConfigError) for name in names
+        )
+        sizes = (max_tokens, hidden, top_k)
         group = self.ep_mesh.get_group()
         ranks = check_group(group)
-        align = self.pad_multiple or 1
-        per_node = self.local_world_size or ranks_per_node(group)
+        align = check.optional_integer("pad_multiple", self.pad_multiple, 0, ConfigError) or 1
+        per_node = check.optional_integer("local_world_size", self.local_world_size, 1, ConfigError)
+        per_node = ranks_per_node(group) if per_node is None else per_node
         capacity = None
-        if self.non_blocking_capacity_factor is not None:
-            most = self.num_max_tokens_per_rank * ranks * min(self.top_k, self.num_experts // ranks)
-            capacity = max(-(-int(most * self.non_blocking_capacity_factor) // align), 1) * align
-        sizes = (self.num_max_tokens_per_rank, self.hidden_dim, self.top_k)
+        factor = self.non_blocking_capacity_factor
+        if factor is not None:
+            if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1 << 31:
+                raise ConfigError(f"non_blocking_capacity_factor must be above 0, got {check.shown(factor)}.")
+            most = max_tokens * ranks * min(top_k, num_experts // ranks)
+            capacity = max(-(-int(most * factor) // align), 1) * align
+        self._check_options()
         options: dict[str, Any] = {"alignment": align, "capacity": capacity, **self.options}
         members = tuple(dist.get_process_group_ranks(group))
-        key = (members, *sizes, self.num_experts, per_node, self.dtype, *options.values())
+        key = (members, *sizes, num_experts, per_node, self.dtype, *options.values())
         if key not in _layers:
             _layers[key] = EPAll2AllLayer(
-                group, *sizes, dist.get_rank(group), self.num_experts, per_node, ranks, self.dtype, **options
+                group, *sizes, dist.get_rank(group), num_experts, per_node, ranks, self.dtype, **options
             )
         self.layer = _layers[key]
         autograd.enter(self.layer)  # so that torch.compile may trace the calls
+
+    def _check_options(self) -> None:
+        """Refuse what would not even be found among the layers made before."""
+        check.dtype("dtype", self.dtype)
+        check.optional_integer("num_sm", self.options["num_sm"], 1, ConfigError)
+        check.seconds("timeout_s", self.options["timeout_s"])
+        if self.options["payload"] is not None and not isinstance(self.options["payload"], str):
+            raise ConfigError(f'payload must be None or "mxfp8", got {check.shown(self.options["payload"])}.')
 
     def dispatch(
         self,
@@ -173,6 +192,12 @@ class TokenDispatch:
             ConfigError: before `wire_meshes`. Others: as `EPAll2AllLayer.dispatch`.
         """
         layer = self._made()
+        device = layer.context.device
+        check.tensor("x_TD", x_TD, 2, (), device)
+        check.tensor("topk_scores_TK", topk_scores_TK, 2, (), device)
+        check.tensor("topk_expert_ids_TK", topk_expert_ids_TK, 2, (torch.int32, torch.int64), device)
+        if not topk_scores_TK.is_floating_point():
+            raise InputError(f"topk_scores_TK must be of a floating-point dtype, got {topk_scores_TK.dtype}.")
         recv_x, scores, desc = autograd.dispatch(
             layer, x_TD.contiguous(), topk_expert_ids_TK.contiguous(), topk_scores_TK.float().contiguous()
         )
@@ -188,7 +213,9 @@ class TokenDispatch:
         Raises:
             ConfigError: before `wire_meshes`. Others: as `EPAll2AllLayer.combine`.
         """
-        rows = routed_output_RD.contiguous()
+        rows = check.tensor("routed_output_RD", routed_output_RD, 2, (), self._made().context.device).contiguous()
+        if not isinstance(metadata, DispatchMetadata):
+            raise InputError(f"metadata must be what dispatch returned, got {check.shown(metadata)}.")
         return autograd.combine(self._made(), rows, metadata.layout_desc, metadata.scores)
 
     def _made(self) -> EPAll2AllLayer:
@@ -237,6 +264,10 @@ def grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor, recipe: s
     Raises:
         ConfigError: another recipe. InputError: shapes or dtypes that do not go together.
     """
+    if not isinstance(recipe, str):
+        raise ConfigError(f'recipe must be "bf16" or "mxfp8", got {check.shown(recipe)}.')
+    for name, given, dim in (("A", A, 2), ("B_t", B_t, 3), ("offs", offs, 1)):
+        check.tensor(name, given, dim)
     if recipe == "mxfp8":
         return _to_mxfp8_then_scaled_grouped_mm(A, B_t, offs)
     if recipe != "bf16":

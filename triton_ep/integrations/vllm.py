@@ -11,6 +11,7 @@
     defer_input_quant, quant_config            rows travel in bf16 and are quantised by vLLM's function where they
                                                  arrive; quant_dtype "mxfp8": quantised on the way, half the bytes
     micro-batches (dual batch overlap)         a layer each, made at first use
+    expert_map                                 any placement, learnt by the first call: vllm_placement.py
 
 `TritonEPPrepareAndFinalize` is made of vLLM's class and needs it installed; the rest does not.
 Source: vllm/model_executor/layers/fused_moe/modular_kernel.py and prepare_finalize/; docs/how-to/vllm.md.
@@ -25,10 +26,12 @@ from typing import Any
 
 import torch
 
-from triton_ep.config import EPConfig
+from triton_ep.config import EPConfig, as_integer
 from triton_ep.distributed import check_group
-from triton_ep.errors import InputError
+from triton_ep.errors import ConfigError, InputError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep_layers import ranks_per_node
+from triton_ep.integrations.vllm_placement import Placement, Placements
 from triton_ep.integrations.vllm_quantize import quantize_rows, scales_in_tiles
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
@@ -55,11 +58,13 @@ class Prepared:
     Attributes:
         layer, desc: where the dispatch ran, and its descriptor.
         weights: [R] float32 of the received rows.
+        experts: e.
     """
 
     layer: EPAll2AllLayer
     desc: EPAllToAllLayoutDesc
     weights: torch.Tensor
+    experts: int
 
 
 class PrepareFinalize:
@@ -70,7 +75,8 @@ class PrepareFinalize:
     Args:
         group: the expert-parallel process group.
         max_tokens: most T per call.
-        hidden, topk, num_experts: H, K, experts over all ranks; rank r owns experts r e to (r + 1) e - 1.
+        hidden, topk, num_experts: H, K, experts over all ranks. Which rank has which is what the first `prepare` says
+            by its `expert_map`: in blocks, round robin, or anyhow; ranks may have different numbers of them.
         batched: the batched activation format; static, and of low latency where sizes allow.
         capacity: R in the standard format, for CUDA graphs. None: what arrives, and the host waits for the number.
         dtype: of rows.
@@ -103,23 +109,43 @@ class PrepareFinalize:
     ) -> None:
         self.group, self.ranks = group, check_group(group)
         self.rank = torch.distributed.get_rank(group)
-        self.max_tokens, self.hidden, self.topk, self.num_experts = max_tokens, hidden, topk, num_experts
-        self.batched, self.dtype = batched, dtype
-        self._per_node = local_world_size or ranks_per_node(group)
-        # Says what is wrong with the sizes before the first call does.
-        sizes = (max_tokens, hidden, topk, num_experts, self.rank, self.ranks, self._per_node, dtype)
-        config = EPConfig(*sizes, recv_capacity=capacity, timeout_s=timeout_s)
-        # What can arrive at most: a token with as many experts here as it can have.
-        most = self.ranks * max_tokens * min(topk, config.num_experts_per_rank)
-        self._options: dict[str, Any] = {
-            "num_sm": num_sm,
-            "timeout_s": timeout_s,
-            "capacity": most if batched else capacity,
-            "low_latency": batched and _is_small(config),
-        }
+        self.max_tokens, self.hidden, self.topk = max_tokens, hidden, topk
+        self.batched, self.dtype = check.flag("batched", batched, ConfigError), check.dtype("dtype", dtype)
+        check.optional_integer("num_sm", num_sm, 1, ConfigError)
+        if formats is not None and (not isinstance(formats, tuple) or len(formats) != 2):
+            raise ConfigError(
+                f"formats must be FusedMoEActivationFormat and ExpertTokensMetadata, got {check.shown(formats)}."
+            )
+        for name, function in (("micro_batch", micro_batch), ("quantize", quantize)):
+            if function is not None and not callable(function):
+                raise ConfigError(f"{name} must be a function or None, got {check.shown(function)}.")
+        self._per_node = ranks_per_node(group) if local_world_size is None else local_world_size
+        self._given: dict[str, Any] = {"num_sm": num_sm, "timeout_s": timeout_s, "capacity": capacity}
+        self.num_experts = as_integer("num_experts", num_experts)
+        self._placements = Placements(group, self.rank, self.ranks, self.num_experts)
+        # Says what is wrong with the sizes before the first call does, which learns how many experts a rank has.
+        self._configure(-(-self.num_experts // self.ranks))
         self._formats, self._micro_batch, self._quantize = formats, micro_batch, quantize
         self._layers: dict[tuple[int, str | None], EPAll2AllLayer] = {}
         self._prepared: dict[int, Prepared] = {}
+
+    def _configure(self, experts_per_rank: int) -> None:
+        """Sizes and options of the layers, by the most experts that a rank has.
+
+        Raises:
+            ConfigError: sizes that cannot work.
+        """
+        self._num_slots = experts_per_rank * self.ranks
+        sizes = (self.max_tokens, self.hidden, self.topk, self._num_slots, self.rank, self.ranks, self._per_node)
+        given = self._given
+        config = EPConfig(*sizes, self.dtype, recv_capacity=given["capacity"], timeout_s=given["timeout_s"])
+        # What can arrive at most: a token with as many experts here as it can have.
+        most = self.ranks * self.max_tokens * min(self.topk, experts_per_rank)
+        self._options: dict[str, Any] = {
+            **given,
+            "capacity": most if self.batched else given["capacity"],
+            "low_latency": self.batched and _is_small(config),
+        }
 
     # --- what vLLM asks ---------------------------------------------------------------------------------
 
@@ -167,7 +193,9 @@ class PrepareFinalize:
         Args:
             a1: [T, H]. topk_ids: [T, K] int32 or int64, global ids, -1 = dropped. topk_weights: [T, K].
             num_experts: as in the constructor.
-            expert_map: [E] int32, as vLLM has it: rank r owns experts r e to (r + 1) e - 1. Not read; see below.
+            expert_map: [E] int32, as vLLM has it: the place of each expert on this rank, 0 to e - 1, or -1. The first
+                call reads it on all ranks, a host synchronisation; so does one with a tensor not seen before or changed
+                in place, which must say the same. None: rank r has experts r e to (r + 1) e - 1.
             apply_router_weight_on_input: multiply rows by their weight before, with K = 1; combine then does not.
             quant_config: vLLM's; of it quant_dtype, a1_scale, per_act_token_quant, block_shape, is_scale_swizzled.
             defer_input_quant: rows stay as they are.
@@ -179,7 +207,8 @@ class PrepareFinalize:
             None, counts, None, None), M = max_tokens. counts: ExpertTokensMetadata on the device.
 
         Raises:
-            InputError: an argument does not fit, or a quantisation that is not served.
+            InputError: an argument does not fit, a quantisation that is not served, an expert that is on no rank or on
+                two, another placement than that of the first call.
             Others: as `EPAll2AllLayer.dispatch`.
         """
         hook, receiver = self.prepare_async(
@@ -207,14 +236,21 @@ class PrepareFinalize:
         defer_input_quant: bool = False,
     ) -> tuple[Callable[[], None], Callable[[], tuple[Any, ...]]]:
         """The sending half of `prepare`; (hook, receiver): the receiving half, and then what `prepare` returns."""
-        if num_experts != self.num_experts:
-            raise InputError(f"num_experts is {num_experts}, this object was made for {self.num_experts}.")
+        self._check(a1, topk_weights, topk_ids, num_experts)
+        apply_router_weight_on_input = check.flag("apply_router_weight_on_input", apply_router_weight_on_input)
+        defer_input_quant = check.flag("defer_input_quant", defer_input_quant)
+        placement = self._placement(expert_map)
         weights = topk_weights.float()
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
                 raise InputError(
                     f"apply_router_weight_on_input is for one expert per token, topk_ids has {topk_ids.shape[1]}. Let "
                     "finalize apply the weights."
+                )
+            if topk_weights.shape != topk_ids.shape or a1.shape[0] != topk_ids.shape[0]:
+                raise InputError(
+                    f"a1 is {list(a1.shape)}, topk_weights {list(topk_weights.shape)}, topk_ids "
+                    f"{list(topk_ids.shape)}: they must have a row per token."
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
             weights = torch.ones_like(weights)
@@ -229,32 +265,56 @@ class PrepareFinalize:
         batch = 0 if self._micro_batch is None else self._micro_batch()
         layer = self._layer(batch, payload)
         recv_x, recv_weights, desc, hook = layer.dispatch(
-            a1.contiguous(), topk_ids.contiguous(), weights.contiguous(), return_recv_hook=True
+            a1.contiguous(), placement.slots_of(topk_ids).contiguous(), weights.contiguous(), return_recv_hook=True
         )
         assert recv_weights is not None, "given on all ranks"
-        self._prepared[batch] = Prepared(layer, desc, recv_weights)
+        self._prepared[batch] = Prepared(layer, desc, recv_weights, placement.experts)
         # vLLM's kernels look every id up in an expert map: what is no row has an expert that it says is elsewhere.
-        nobody = -1 if expert_map is None or self.ranks == 1 else 0 if self.rank else self.num_experts - 1
-        return hook, partial(self._received, recv_x, self._prepared[batch], quant_config, wanted, nobody)
+        nobody = -1 if expert_map is None else placement.elsewhere
+        received = partial(self._received, recv_x, self._prepared[batch], quant_config, wanted, placement, nobody)
+        return hook, received
+
+    def _check(self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: Any) -> None:
+        """Raise InputError for what the layer would not name; it checks the rest."""
+        if check.integer("num_experts", num_experts, 1) != self.num_experts:
+            raise InputError(f"num_experts is {num_experts}, this object was made for {self.num_experts}.")
+        check.tensor("a1", a1, 2)
+        check.tensor("topk_weights", topk_weights, 2)
+        check.tensor("topk_ids", topk_ids, 2, (torch.int32, torch.int64))
+        if not topk_weights.is_floating_point():
+            raise InputError(f"topk_weights must be of a floating-point dtype, got {topk_weights.dtype}.")
+
+    def _placement(self, expert_map: Any) -> Placement:
+        """Which rank has which expert; collective in the first call, which then knows how large layers must be."""
+        if self._placements.known is None:
+            self._configure(self._placements.learn(expert_map).most)
+        return self._placements.check(expert_map)
 
     def _received(
-        self, recv_x: torch.Tensor | MXTensor, prepared: Prepared, quant_config: Any, wanted: Any, nobody: int
+        self,
+        recv_x: torch.Tensor | MXTensor,
+        prepared: Prepared,
+        quant_config: Any,
+        wanted: Any,
+        placement: Placement,
+        nobody: int,
     ) -> tuple[Any, ...]:
         """What `prepare` returns; nobody: the id of rows behind the last expert's."""
         desc = prepared.desc
-        counts = desc.num_recv_tokens_per_expert
+        # Behind the experts of this rank are places that only another rank has; nothing arrives for them.
+        counts = desc.num_recv_tokens_per_expert[: placement.experts]
         rows: torch.Tensor = recv_x
         scales: torch.Tensor | None = None
         if isinstance(recv_x, MXTensor):
             rows, scales = recv_x.qdata, recv_x.scale.view(torch.uint8)
         if self.batched:
             slab = self.max_tokens * self.ranks
-            rows = _slabs(rows, desc, slab)
+            rows = _slabs(rows, desc, placement.experts, slab)
             if scales is not None:
-                scales = _slabs(scales, desc, slab)
+                scales = _slabs(scales, desc, placement.experts, slab)
         if wanted not in (None, "mxfp8") and rows.numel():
             assert self._quantize is not None, "checked before the dispatch"
-            in_use = None if self._options["capacity"] is None else partial(self._in_use, rows.shape, desc)
+            in_use = None if self._options["capacity"] is None else partial(self._in_use, rows.shape, desc, counts)
             rows, scales = quantize_rows(self._quantize, rows, quant_config, in_use)
         meta = {"expert_num_tokens": counts, "expert_num_tokens_cpu": None}
         tokens = meta if self._formats is None else self._formats[1](**meta)
@@ -263,12 +323,12 @@ class PrepareFinalize:
         # One expert per row, by where the row is.
         at = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
         local = torch.searchsorted(desc.expert_offsets[1:].contiguous(), at, right=True, out_int32=True)
-        ids = torch.where(local < counts.shape[0], local + self.rank * counts.shape[0], nobody)
+        ids = placement.ids_of(local, nobody)
         return rows, scales, tokens, ids.unsqueeze(1), prepared.weights.unsqueeze(1)
 
-    def _in_use(self, shape: torch.Size, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+    def _in_use(self, shape: torch.Size, desc: EPAllToAllLayoutDesc, counts: torch.Tensor) -> torch.Tensor:
         """Which rows of the standard format [R], or of slabs [e, n], arrived; the others are undefined."""
-        last = desc.num_recv_tokens_per_expert.unsqueeze(1) if self.batched else desc.expert_offsets[-1]
+        last = counts.unsqueeze(1) if self.batched else desc.expert_offsets[-1]
         at = torch.arange(shape[-2], dtype=torch.int32, device=last.device)
         return at < last
 
@@ -312,10 +372,18 @@ class PrepareFinalize:
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """The sending half of `finalize`; (hook, receiver): the receiving half, and then the copy into `output`."""
         batch = 0 if self._micro_batch is None else self._micro_batch()
-        prepared = self._prepared.pop(batch, None)
+        prepared = self._prepared.get(batch)
         if prepared is None:
             raise InputError(f"finalize came without a prepare before it (micro-batch {batch}).")
         layer, desc = prepared.layer, prepared.desc
+        _check_output(output, (desc.num_dispatch_token_cur_rank, self.hidden))
+        check.tensor("fused_expert_output", fused_expert_output)
+        apply_router_weight_on_input = check.flag("apply_router_weight_on_input", apply_router_weight_on_input)
+        if weight_and_reduce_impl is not None and not callable(getattr(weight_and_reduce_impl, "apply", None)):
+            raise InputError(
+                "weight_and_reduce_impl must be one of vLLM's TopKWeightAndReduce objects or None, got "
+                f"{check.shown(weight_and_reduce_impl)}."
+            )
         kind = type(weight_and_reduce_impl).__name__
         weights = None if apply_router_weight_on_input else prepared.weights
         rows = fused_expert_output
@@ -334,14 +402,19 @@ class PrepareFinalize:
                 )
             weights = None
         if self.batched:
-            if rows.dim() != 3 or rows.shape[:2] != (desc.shape[2], self.max_tokens * self.ranks):
-                shape = [desc.shape[2], self.max_tokens * self.ranks, self.hidden]
+            experts = prepared.experts
+            if rows.dim() != 3 or rows.shape[:2] != (experts, self.max_tokens * self.ranks):
+                shape = [experts, self.max_tokens * self.ranks, self.hidden]
                 raise InputError(f"fused_expert_output must be {shape}, got {list(rows.shape)}.")
-            counts = desc.num_recv_tokens_per_expert
-            rows = from_slabs(rows.contiguous(), desc.expert_offsets, counts, desc.num_recv_rows)
+            counts, offsets = desc.num_recv_tokens_per_expert[:experts], desc.expert_offsets[: experts + 1]
+            if experts:
+                rows = from_slabs(rows.contiguous(), offsets, counts, desc.num_recv_rows)
+            else:
+                rows = rows.new_empty(desc.num_recv_rows, self.hidden)
         if rows.dim() == 3:
             rows = rows.reshape(-1, self.hidden)
         combined, hook = layer.combine(rows.to(self.dtype).contiguous(), desc, weights, return_recv_hook=True)
+        del self._prepared[batch]  # what was refused above may be tried again
         return hook, partial(_copy, output, combined)
 
     # --- life -------------------------------------------------------------------------------------------
@@ -369,7 +442,7 @@ class PrepareFinalize:
                 self.hidden,
                 self.topk,
                 self.rank,
-                self.num_experts,
+                self._num_slots,
                 self._per_node,
                 self.ranks,
                 self.dtype,
@@ -385,13 +458,17 @@ def _is_small(c: EPConfig) -> bool:
 
 
 def _copy(output: torch.Tensor, combined: torch.Tensor) -> None:
-    if output.shape != combined.shape:
-        raise InputError(f"output is {list(output.shape)}, but the tokens of prepare were {list(combined.shape)}.")
     output.copy_(combined)
 
 
-def _slabs(rows: torch.Tensor, desc: EPAllToAllLayoutDesc, num_rows: int) -> torch.Tensor:
+def _check_output(output: Any, shape: tuple[int, int]) -> None:
+    if check.tensor("output", output).shape != shape:
+        raise InputError(f"output is {list(output.shape)}, but the tokens of prepare were {list(shape)}.")
+
+
+def _slabs(rows: torch.Tensor, desc: EPAllToAllLayoutDesc, experts: int, num_rows: int) -> torch.Tensor:
     """[e, num_rows, H]: expert-major rows, those of each expert at the start of its slab; the rest undefined."""
-    slabs = rows.new_empty(desc.expert_offsets.shape[0] - 1, num_rows, rows.shape[1])
-    to_slabs(rows, desc.expert_offsets, desc.num_recv_tokens_per_expert, slabs)
+    slabs = rows.new_empty(experts, num_rows, rows.shape[1])
+    if experts:
+        to_slabs(rows, desc.expert_offsets[: experts + 1], desc.num_recv_tokens_per_expert[:experts], slabs)
     return slabs

@@ -98,13 +98,29 @@ class _GroupedMM(torch.autograd.Function):
         return da, db_t, None, None, None, None
 
 
-def _check(a: torch.Tensor, b_t: torch.Tensor, block_size: int) -> None:
+def _check_options(kernel_preference: Any, wgrad_with_hp: Any, out_dtype: Any) -> None:
+    """Refuse what a call by position would put into the wrong place without a word."""
+    if kernel_preference is not None and not isinstance(kernel_preference, Enum | str):
+        raise InputError(
+            f"kernel_preference is {kernel_preference!r}; it must be None, a name or a member of torchao's enum. It is "
+            "the sixth argument, and wgrad_with_hp the seventh."
+        )
+    if not isinstance(wgrad_with_hp, bool):
+        raise InputError(f"wgrad_with_hp is {wgrad_with_hp!r}; it must be True or False.")
+    if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise InputError(f"out_dtype is {out_dtype!r}; it must be torch.bfloat16, torch.float16 or torch.float32.")
+
+
+def _check(a: Any, b_t: Any, block_size: Any) -> None:
+    for name, given in (("A", a), ("B_t", b_t)):
+        if not isinstance(given, torch.Tensor):
+            raise InputError(f"{name} must be a tensor, got {type(given).__name__}.")
     if a.dim() != 2 or b_t.dim() != 3 or a.shape[1] != b_t.shape[1]:
         raise InputError(f"A must be [R, K] and B_t [E, K, N]; they are {list(a.shape)} and {list(b_t.shape)}.")
     if isinstance(b_t, MXTensor) or a.dtype != torch.bfloat16 or b_t.dtype != torch.bfloat16:
         raise InputError(f"A must be bfloat16 or an MXTensor that stands for it, B_t bfloat16: {a.dtype}, {b_t!r:.80}.")
-    if block_size != BLOCK:
-        raise InputError(f"block_size is {block_size}; MXFP8 has blocks of {BLOCK}.")
+    if not isinstance(block_size, int) or block_size != BLOCK:
+        raise InputError(f"block_size is {block_size!r:.40}; MXFP8 has blocks of {BLOCK}.")
     if b_t.shape[1] % BLOCK or b_t.shape[2] % BLOCK:
         raise InputError(f"K and N must be multiples of {BLOCK}; they are {b_t.shape[1]} and {b_t.shape[2]}.")
     if isinstance(a, MXTensor) and (a.block_dim != -1 or a.block_size != BLOCK):
@@ -125,16 +141,18 @@ def _add_bias(out: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> torc
 def _to_mxfp8_then_scaled_grouped_mm(
     A: torch.Tensor,
     B_t: torch.Tensor,
-    offs: torch.Tensor,
+    offs: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    kernel_preference: Enum | str | None = None,
     wgrad_with_hp: bool = False,
     scale_calculation_mode: ScalingMode | str | Enum = "rceil",
-    block_size: int = BLOCK,
     pad_token_groups_for_grouped_mm: bool = False,
-    kernel_preference: Any = None,
+    block_size: int = BLOCK,
 ) -> torch.Tensor:
     """[R, N]: rows of group e times B_t[e], of MXFP8 values; differentiable, gradients computed from such too.
+
+    Arguments are in torchao's order; `block_size`, which torchao's function does not have, comes last.
 
     Arguments:
         A: [R, K] bf16, or MXTensor quantised along K. Its gradient is bf16.
@@ -142,26 +160,31 @@ def _to_mxfp8_then_scaled_grouped_mm(
         offs: [E] int32 on the device, the row after the last one of each group, or [E + 1] with the starts.
         bias: [N], or [E, N] one per group; added to the rounded product.
         out_dtype: of the result: bf16, fp16 or fp32.
+        kernel_preference: accepted for callers of torchao, a member of its enum or a name; the device alone decides.
         wgrad_with_hp: the weights' gradient from dY (and A, if it is bf16) without quantisation along the rows.
         scale_calculation_mode: how scales follow from blocks: "rceil", "floor", "ceil", "even".
-        block_size: 32.
         pad_token_groups_for_grouped_mm: accepted and not needed: groups have any size, here and in the gradients.
-        kernel_preference: accepted for callers of torchao; the device alone decides.
+        block_size: 32.
 
     The incoming gradient may be an MXTensor; its values are used as they are.
     Rows after the last group: zeros, also in the gradient of A; they count for nothing in that of B_t.
 
     Raises:
-        InputError: K or N no multiple of 32, another dtype or shape.
+        InputError: no `offs`, K or N no multiple of 32, another dtype or shape, a preference or switch of another type.
 
     Source: torchao.prototype.moe_training, `_to_mxfp8_then_scaled_grouped_mm`.
     """
     _check(A, B_t, block_size)
+    _check_options(kernel_preference, wgrad_with_hp, out_dtype)
     num_experts, _, width = B_t.shape
+    if bias is not None and not isinstance(bias, torch.Tensor):
+        raise InputError(f"bias must be a tensor or None, got {type(bias).__name__}.")
     if bias is not None and tuple(bias.shape) not in ((width,), (num_experts, width)):
         raise InputError(
             f"bias is {list(bias.shape)}; it must be [{width}], or [{num_experts}, {width}], one per group."
         )
+    if offs is None:
+        raise InputError("offs is None; it must be the ends of the groups: [E] int32 on the device, or [E + 1] starts.")
     ends = group_ends(offs, num_experts)
     mode = ScalingMode.parse(scale_calculation_mode)
     out: torch.Tensor = _GroupedMM.apply(A, B_t, ends, out_dtype, wgrad_with_hp, mode)

@@ -31,6 +31,7 @@ NVFP4_PARTS = ("qdata", "scale", "per_tensor_scale")
 """Tensors that the two kinds are made of, in order; the last one may be missing."""
 
 _HEADER = "triton_ep"
+_TEXT = "__metadata__"  # of a safetensors header
 _MAX_HEADER = 100_000_000
 _SAFETENSORS = {
     "F64": torch.float64,
@@ -144,15 +145,43 @@ def unflatten_state_dict(
     Raises:
         InputError: a newer version, or parts that are missing or do not fit each other.
     """
-    about = json.loads((metadata or {}).get(_HEADER, '{"version": 1, "tensors": {}}'))
+    about = _json((metadata or {}).get(_HEADER, '{"version": 1, "tensors": {}}'), "the header's description of tensors")
+    described = about.get("tensors")
+    if type(about.get("version")) is not int or not isinstance(described, dict):
+        raise InputError(f"the header's description of tensors has no version or no tensors: {about!r:.200}.")
     state = dict(tensors)
-    for name, context in about["tensors"].items():
-        kind, names = context.pop("kind"), context.pop("parts")
-        if missing := [part for part in names if f"{name}.{part}" not in state]:
-            raise InputError(f"{name} lacks its parts {missing}; the file is not complete.")
-        parts = {part: state.pop(f"{name}.{part}") for part in names}
-        state[name] = rebuild(about["version"], kind, parts, context)
+    for name, context in described.items():
+        try:
+            rest = dict(context)
+            kind, names = rest.pop("kind"), rest.pop("parts")
+            if missing := [part for part in names if f"{name}.{part}" not in state]:
+                raise InputError(f"{name} lacks its parts {missing}; the file is not complete.")
+            parts = {part: state.pop(f"{name}.{part}") for part in names}
+            state[name] = rebuild(about["version"], kind, parts, rest)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{name} is described as {context!r:.200}, which is no tensor: {error}.") from error
     return state
+
+
+def _json(text: Any, what: str) -> dict[str, Any]:
+    """An object of JSON in which no name comes twice; what: what it is, in an error."""
+
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(found)
+        if len(values) != len(found):
+            names = [name for name, _ in found]
+            raise ValueError(f"{sorted({name for name in names if names.count(name) > 1})} come twice")
+        return values
+
+    try:
+        values = json.loads(text, object_pairs_hook=pairs)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"{what} cannot be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{what} is {type(values).__name__} where an object must be.")
+    return values
 
 
 def save_safetensors(
@@ -163,10 +192,15 @@ def save_safetensors(
     metadata: more text for the header.
 
     Raises:
-        InputError: a dtype that the format has no name for.
+        InputError: a dtype that the format has no name for, a tensor by the name of the header's text, or text that
+            is none.
     """
     tensors, header_text = flatten_state_dict(state)
-    header: dict[str, Any] = {"__metadata__": {**(metadata or {}), **header_text}}
+    if _TEXT in tensors:
+        raise InputError(f"a tensor is called {_TEXT!r}, which is the header's own name for text. Rename it.")
+    if not all(isinstance(part, str) for pair in (metadata or {}).items() for part in pair):
+        raise InputError("metadata must be text by text: a dictionary from str to str.")
+    header: dict[str, Any] = {_TEXT: {**(metadata or {}), **header_text}}
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
@@ -204,19 +238,56 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER, os.path.getsize(path)):
             raise InputError(f"{os.fspath(path)} is no safetensors file: its header would have {length} bytes.")
-        header = json.loads(file.read(length))
+        where = os.fspath(path)
+        header = _json(file.read(length), f"the header of {where!r}")
         rest = bytearray(file.read())
     data = torch.frombuffer(rest, dtype=torch.uint8) if rest else torch.empty(0, dtype=torch.uint8)
-    metadata = header.pop("__metadata__", None)
-    tensors = {}
+    metadata = header.pop(_TEXT, None)
+    if metadata is not None and not isinstance(metadata, dict):
+        raise InputError(f"{_TEXT} of {where!r} is {metadata!r:.200}; it must be text by text.")
+    tensors, places = {}, []
     for name, about in header.items():
-        first, end = about["data_offsets"]
-        dtype, shape = _SAFETENSORS.get(about["dtype"]), about["shape"]
-        if dtype is None or end - first != prod(shape) * dtype.itemsize or end > len(data):
-            raise InputError(f"{name} of {os.fspath(path)} is {about}; that does not fit the file or a dtype of torch.")
+        dtype, shape, (first, end) = _described(about, f"{name} of {where!r}")
+        if end - first != prod(shape) * dtype.itemsize or end > len(data):
+            raise InputError(f"{name} of {where!r} is {about!r:.200}; that does not fit the file.")
         # A copy: any dtype may start at any byte of a file.
-        values = torch.empty(shape, dtype=dtype)
+        try:
+            values = torch.empty(shape, dtype=dtype)
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise InputError(f"{name} of {where!r} has the shape {shape!r:.200}: {error}.") from error
         if end > first:
             values.view(-1).view(torch.uint8).copy_(data[first:end])
+            places.append((first, end, name))
         tensors[name] = values.to(device)
-    return unflatten_state_dict(tensors, metadata)
+    state = unflatten_state_dict(tensors, metadata)
+    _check_places(sorted(places), len(data), where)
+    return state
+
+
+def _described(about: Any, what: str) -> tuple[torch.dtype, list[int], tuple[int, int]]:
+    """Dtype, shape, first byte and the one after the last, of what a header says about a tensor.
+
+    Raises:
+        InputError: it says something else.
+    """
+    shape, places = (about.get("shape"), about.get("data_offsets")) if isinstance(about, dict) else (None, None)
+    dtype = _SAFETENSORS.get(str(about["dtype"])) if isinstance(about, dict) and "dtype" in about else None
+    numbers = all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in (shape, places))
+    if dtype is None or not numbers or len(places or ()) != 2:
+        raise InputError(f"{what} is {about!r:.200}; that is no dtype of torch, or no shape and place in the file.")
+    assert shape is not None and places is not None, "they are lists of numbers"
+    return dtype, shape, (places[0], places[1])
+
+
+def _check_places(places: list[tuple[int, int, str]], size: int, where: str) -> None:
+    """Raise InputError unless the tensors fill the file: one after the other, without a gap; places: in order."""
+    last = 0
+    for first, end, name in places:
+        if first != last:
+            raise InputError(
+                f"{name} of {where!r} begins at byte {first} of the data, the tensor before it ends at {last}: tensors "
+                "must not overlap, and leave no gap."
+            )
+        last = end
+    if last != size:
+        raise InputError(f"{where!r} has {size} bytes of data, its tensors end at {last}. The file is not whole.")

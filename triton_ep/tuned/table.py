@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from triton_ep.environment import read_environment
+from triton_ep.environment import Environment, read_environment
 from triton_ep.errors import ConfigError
 
 FORMAT = 1
@@ -99,6 +99,10 @@ class TunedEntry:
         return dataclasses.replace(self, **changes)
 
 
+_MOST = 2**53
+"""Of a number in a table."""
+_ESCAPED = re.compile(r'[\x00-\x1f\x7f"\\]')
+"""What a text in quotes must not have as it is."""
 _KEYS: dict[str, type] = {
     **{field.name: str if field.name in ("gpu", "payload") else int for field in dataclasses.fields(Key)},
     "num_sm": int,
@@ -133,6 +137,8 @@ def parse_table(text: str, source: str) -> list[TunedEntry]:
     """
     try:
         table = tomllib.loads(text)
+    except RecursionError as error:
+        raise ConfigError(f"{source}: this is no table: {error}.") from None
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         where = line[1] if line else str(text.count("\n") + 1)
@@ -194,8 +200,8 @@ class _Checker:
             kinds = (int, float) if kind is float else (kind,)
             if not isinstance(value, kinds) or isinstance(value, bool) != (kind is bool):
                 raise self.error(name, number, f"{name} is {value!r}, where {_WORDS[kind]} is needed.")
-            if isinstance(value, int | float) and not value > 0 and kind is not bool:
-                raise self.error(name, number, f"{name} is {value}; it must be above 0.")
+            if isinstance(value, int | float) and not 0 < value < _MOST and kind is not bool:
+                raise self.error(name, number, f"{name} is {value!r:.40}; it must be above 0, and below {_MOST}.")
         if values["payload"] not in _PAYLOADS:
             raise self.error("payload", number, f"payload is {values['payload']!r}, none of {', '.join(_PAYLOADS)}.")
         if not _is_power(values["tokens"]):
@@ -241,7 +247,7 @@ def _value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return '"' + _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", value) + '"'
     return str(value)
 
 
@@ -250,14 +256,16 @@ def merged(old: Iterable[TunedEntry], new: Iterable[TunedEntry]) -> list[TunedEn
     return list({entry.key: entry for entry in (*old, *new)}.values())
 
 
-def tables() -> list[tuple[str, list[TunedEntry]]]:
+def tables(environment: Environment | None = None) -> list[tuple[str, list[TunedEntry]]]:
     """The tables in force, name and entries, in the order in which they are asked: TRITON_EP_TUNED, the package's.
+
+    environment: None = as it is now.
 
     Raises:
         ConfigError: a table is not there or malformed.
     """
     found = []
-    if (told := read_environment().tuned) is not None:
+    if (told := (environment or read_environment()).tuned) is not None:
         found.append((told, read_table(Path(told))))
     for file in sorted(resources.files("triton_ep.tuned").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".toml"):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.errors import InputError
+from triton_ep.integrations import arguments as check
 
 
 def check_ids(topk_idx: Any) -> None:
@@ -22,7 +23,7 @@ def check_ids(topk_idx: Any) -> None:
         raise InputError(f"topk_idx must be contiguous, got strides {topk_idx.stride()}; call .contiguous().")
 
 
-def check_counts(num_tokens_per_expert: Any, expert_alignment: int) -> int:
+def check_counts(num_tokens_per_expert: Any, expert_alignment: Any) -> int:
     """Experts over all ranks: the length of that table.
 
     Raises:
@@ -33,8 +34,9 @@ def check_counts(num_tokens_per_expert: Any, expert_alignment: int) -> int:
             "dispatch without a handle needs num_tokens_per_expert [E] of get_dispatch_layout, whose length says how "
             "many experts there are, and topk_idx or is_token_in_rank."
         )
-    if expert_alignment < 1 or expert_alignment != int(expert_alignment):
-        raise InputError(f"expert_alignment is {expert_alignment}; it must be an integer of at least 1.")
+    check.integer("expert_alignment", expert_alignment, 1)
+    if num_tokens_per_expert.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"num_tokens_per_expert must be int32 or int64, got {num_tokens_per_expert.dtype}.")
     return num_tokens_per_expert.shape[0]
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from triton_ep._compact import CompactRows
-from triton_ep.config import as_integer
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import (
     add,
     biases_of,
@@ -74,7 +74,11 @@ class Buffer(LowLatencyCalls):
         *,
         timeout_s: float = 30.0,
     ) -> None:
-        if enable_shrink:
+        check.seconds("timeout_s", timeout_s)
+        low_latency_mode = check.flag("low_latency_mode", low_latency_mode, ConfigError)
+        num_nvl_bytes = check.integer("num_nvl_bytes", num_nvl_bytes, 0, ConfigError, most=1 << 62)
+        num_rdma_bytes = check.integer("num_rdma_bytes", num_rdma_bytes, 0, ConfigError, most=1 << 62)
+        if check.flag("enable_shrink", enable_shrink, ConfigError):
             raise ConfigError(
                 "enable_shrink=True masks ranks that do not answer; here they raise WaitTimeout. Pass False."
             )
@@ -116,7 +120,7 @@ class Buffer(LowLatencyCalls):
         Raises:
             ConfigError: an odd number, or none.
         """
-        if new_num_sms < 2 or new_num_sms % 2:
+        if check.integer("new_num_sms", new_num_sms, 2, ConfigError) % 2:
             raise ConfigError(f"set_num_sms got {new_num_sms}; it must be an even number of at least 2.")
         Buffer.num_sms = new_num_sms
 
@@ -170,12 +174,11 @@ class Buffer(LowLatencyCalls):
         """
         self._check_open()
         check_ids(topk_idx)
-        if num_experts < 1 or num_experts % self.group_size:
+        num_experts = check.integer("num_experts", num_experts, 1)
+        if num_experts % self.group_size:
             raise InputError(f"num_experts is {num_experts}; it must be a multiple of the {self.group_size} ranks.")
-        if previous_event is not None:
-            previous_event.current_stream_wait()
+        order_of(previous_event, False)
         per_node = self._layers.ranks_per_node
-        num_experts = as_integer("num_experts", num_experts)
         found = token_layout(topk_idx, num_experts, self.group_size, per_node, self._layers.zeros)
         nodes = None if per_node == self.group_size else found.tokens_per_node
         event = Buffer.capture() if async_finish else EventOverlap()
@@ -267,8 +270,9 @@ class Buffer(LowLatencyCalls):
         if topk_idx is None and counts and num_tokens_per_expert is not None:
             counts = sum_of_counts(num_tokens_per_expert, self.group)
         aligned = counts
-        if expert_alignment != 1:
-            aligned = [-(-count // int(expert_alignment)) * int(expert_alignment) for count in counts]
+        align = int(expert_alignment)
+        if align != 1:
+            aligned = [-(-count // align) * align for count in counts]
         recv_idx = None if topk_idx is None else rows.topk_idx
         return rows.x, recv_idx, rows.topk_weights, aligned, made, to_overlap(rows.event)
 
@@ -288,7 +292,8 @@ class Buffer(LowLatencyCalls):
         self._check_open()
         pair = self._check_rows(x)
         check_ids(topk_idx)
-        num_sm = Buffer.num_sms if config is None else config.num_sms
+        num_sm = Buffer.num_sms if config is None else _config(config).num_sms
+        num_worst_tokens = check.integer("num_worst_tokens", num_worst_tokens, 0)
         num_tokens, hidden = x.shape if pair is None else pair.data.shape
         # What comes back for quantised rows is bfloat16, so the layer is for such.
         kind = Kind(x.dtype if pair is None else torch.bfloat16, hidden, topk_idx.shape[1], num_experts, num_sm)
@@ -339,6 +344,7 @@ class Buffer(LowLatencyCalls):
         """
         self._check_open()
         layer, desc = self._layer_of(handle), handle.layout_desc
+        check.tensor("x", x, 2)
         biases = biases_of(bias, (desc.num_dispatch_token_cur_rank, layer.config.hidden), x)
         order = order_of(previous_event, async_finish)
         result: Any
@@ -347,8 +353,8 @@ class Buffer(LowLatencyCalls):
             def summed() -> torch.Tensor:
                 return add(layer.combine(x, desc), biases)
 
-            if async_finish and previous_event is not None:
-                previous_event.current_stream_wait()
+            if async_finish:
+                order_of(previous_event, False)
             result = layer.on_comm_stream(summed, (x, desc, *biases)) if async_finish else summed()
         else:
             result = layer.combine(x, desc, None, **order)
@@ -384,3 +390,9 @@ class Buffer(LowLatencyCalls):
             raise StaleHandleError("the handle is of a dispatch over another group. Pass one of this Buffer's group.")
         self._latest = layer
         return layer
+
+
+def _config(given: Any) -> Config:
+    if not isinstance(given, Config):
+        raise InputError(f"config must be a deep_ep.Config or None, got {check.shown(given)}.")
+    return given

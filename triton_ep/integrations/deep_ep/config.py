@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from triton_ep.errors import ConfigError
+from triton_ep.integrations.arguments import integer
 
 ROWS_PER_RANK = 256
 """What a byte count of a buffer stands for: this many rows from every rank. The layers' memory is sized by tokens."""
+
+
+_NUMBERS = (
+    "num_sms",
+    "num_max_nvl_chunked_send_tokens",
+    "num_max_nvl_chunked_recv_tokens",
+    "num_max_rdma_chunked_send_tokens",
+    "num_max_rdma_chunked_recv_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -25,12 +35,14 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = ROWS_PER_RANK
 
     def __post_init__(self) -> None:
-        if self.num_sms < 1:
-            raise ConfigError(f"Config.num_sms is {self.num_sms}; it must be at least 1.")
+        for name in _NUMBERS:
+            # num_sms moves rows; the others are kept for callers that look at them.
+            object.__setattr__(self, name, integer(f"Config.{name}", getattr(self, name), 1, ConfigError))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes to make a `Buffer` with, for rows of `hidden_bytes`: a number that says how long rows may be."""
-        return hidden_bytes * num_ranks * ROWS_PER_RANK
+        hidden_bytes = integer("hidden_bytes", hidden_bytes, 0, ConfigError)
+        return hidden_bytes * integer("num_ranks", num_ranks, 1, ConfigError) * ROWS_PER_RANK
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """0: what crosses nodes needs no number of its own."""

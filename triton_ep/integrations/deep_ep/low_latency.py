@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from triton_ep.config import as_integer
 from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.integrations import arguments as check
+from triton_ep.integrations.deep_ep.arguments import check_ids
 from triton_ep.integrations.deep_ep.config import low_latency_bytes
 from triton_ep.integrations.deep_ep.fp8 import (
     CHANNELS,
@@ -44,7 +45,11 @@ class LowLatencyCalls:
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """`num_rdma_bytes` of a buffer for low-latency calls of these sizes."""
-        return low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks)
+        return low_latency_bytes(
+            check.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1, ConfigError),
+            check.integer("hidden", hidden, 1, ConfigError),
+            check.integer("num_ranks", num_ranks, 1, ConfigError),
+        )
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing: flags only grow, and no call leaves anything to be cleared."""
@@ -95,6 +100,9 @@ class LowLatencyCalls:
             InputError: an argument does not fit.
             ConfigError: a buffer that was not made for it, or sizes that a low-latency layer does not take.
         """
+        check.tensor("x", x, 2)
+        check_ids(topk_idx)
+        use_fp8, round_scale = check.flag("use_fp8", use_fp8), check.flag("round_scale", round_scale)
         if use_fp8:
             check_quantizable(x, round_scale, use_ue8m0)
         elif round_scale or use_ue8m0:
@@ -103,13 +111,13 @@ class LowLatencyCalls:
             raise InputError("dispatch_wait_recv_cost_stats is not filled. Pass None.")
         if async_finish and return_recv_hook:
             raise InputError("async_finish=True and return_recv_hook=True were asked for in one call. Choose one.")
-        most = as_integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
-        num_experts = as_integer("num_experts", num_experts)
+        most = check.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        num_experts = check.integer("num_experts", num_experts, 1)
         self._check_low_latency(most, x.shape[-1])
         kind = Kind(x.dtype, x.shape[1], topk_idx.shape[1], num_experts, self.num_sms, most, use_fp8)
         layer = self._layers.get(kind, most, self._number)
         slab = (num_experts // self.group_size, self.group_size * most)
-        stats = cumulative_local_expert_recv_stats
+        stats = check.optional_tensor("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats)
         if stats is not None and (tuple(stats.shape), stats.dtype) != ((slab[0],), torch.int32):
             raise InputError(
                 f"cumulative_local_expert_recv_stats must be [{slab[0]}] int32, got {list(stats.shape)} {stats.dtype}."
@@ -180,6 +188,9 @@ class LowLatencyCalls:
         if async_finish and return_recv_hook:
             raise InputError("async_finish=True and return_recv_hook=True were asked for in one call. Choose one.")
         layer, desc, kind = handle.layer, handle.layout_desc, handle.kind
+        check.tensor("x", x)
+        check.tensor("topk_idx", topk_idx, 2)
+        check.optional_tensor("out", out)
         experts = desc.num_recv_tokens_per_expert.shape[0]
         wanted = (experts, self.group_size * kind.max_tokens, kind.hidden)
         if tuple(x.shape) != wanted or x.dtype != kind.dtype or not x.is_contiguous():
@@ -230,6 +241,8 @@ class LowLatencyCalls:
 
     def _check_low_latency(self, max_tokens: int, hidden: int) -> None:
         self._check_open()
+        max_tokens = check.integer("num_max_dispatch_tokens_per_rank", max_tokens, 1)
+        hidden = check.integer("hidden", hidden, 1)
         if not self.low_latency_mode:
             raise ConfigError("low-latency calls need a Buffer made with low_latency_mode=True. Make one on all ranks.")
         needed = low_latency_bytes(max_tokens, hidden, self.group_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from triton_ep.errors import InputError
 from triton_ep.overlap import EPEvent
 
 __all__ = ["EventHandle", "EventOverlap"]
@@ -14,6 +15,8 @@ class EventHandle:
     """A point of a stream: where the current one is now, or a given one."""
 
     def __init__(self, event: EPEvent | None = None) -> None:
+        if event is not None and not isinstance(event, EPEvent):
+            raise InputError(f"event must be an EPEvent or None, got {type(event).__name__}.")
         self.ep_event = EPEvent.record() if event is None else event
 
     def current_stream_wait(self) -> None:
@@ -30,13 +33,20 @@ class EventOverlap:
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
+        if event is not None and not isinstance(event, EventHandle):
+            raise InputError(f"event must be an EventHandle or None, got {type(event).__name__}.")
         self.event = event
         self.extra_tensors = extra_tensors
 
-    def current_stream_wait(self) -> None:
-        """Make the current stream wait for the event; nothing where there is none."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Make the current stream wait for the event; nothing where there is none.
+
+        release_handle: forget the event and `extra_tensors` then, so that their memory may be used again.
+        """
         if self.event is not None:
             self.event.current_stream_wait()
+        if release_handle:
+            self.event = self.extra_tensors = None
 
     def __enter__(self) -> EventOverlap:
         return self
@@ -48,8 +58,14 @@ class EventOverlap:
 
 
 def to_ep_event(previous: Any) -> EPEvent | None:
-    """The event in an EventOverlap; None where there is none."""
-    handle = getattr(previous, "event", None)
+    """The event in an EventOverlap; None where there is none.
+
+    Raises:
+        InputError: something else than an EventOverlap, an EventHandle or None.
+    """
+    if previous is not None and not isinstance(previous, EventOverlap | EventHandle):
+        raise InputError(f"previous_event must be an EventOverlap or None, got {type(previous).__name__}.")
+    handle = previous if isinstance(previous, EventHandle) else getattr(previous, "event", None)
     return None if handle is None else handle.ep_event
 
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from triton_ep import autograd
-from triton_ep.distributed import local_world_size
+from triton_ep.distributed import check_group, local_world_size
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.te.ep_outputs import GradientInto, Into, room
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling, Recipe
 from triton_ep.integrations.te.storage import MXFP8TensorStorage
@@ -104,8 +105,8 @@ def ep_bootstrap(
     """
     if _Registry.group is not None:
         raise EpStateError("ep_bootstrap was already called in this process")
+    size = check_group(dist.group.WORLD if ep_group is None else ep_group)
     ep_group = dist.group.WORLD if ep_group is None else ep_group
-    size = dist.get_world_size(ep_group)
     if size < 2:
         raise ConfigError(f"ep_bootstrap requires ep_group.size() >= 2 (got {size}).")
     num_experts = _integer("num_experts", num_experts, 1)
@@ -118,9 +119,9 @@ def ep_bootstrap(
         raise ConfigError(f"ep_bootstrap got num_topk={num_topk}, more than num_experts={num_experts}.")
     if num_experts % size:
         raise ConfigError(f"num_experts {num_experts} is not a multiple of the {size} ranks of ep_group.")
-    if zero_copy:
+    if check.flag("zero_copy", zero_copy, ConfigError):
         raise ConfigError("ep_bootstrap: zero_copy=True is not supported; pass False.")
-    if drop_on_overflow and recv_capacity_per_rank is None:
+    if check.flag("drop_on_overflow", drop_on_overflow, ConfigError) and recv_capacity_per_rank is None:
         raise ConfigError("ep_bootstrap: drop_on_overflow requires recv_capacity_per_rank")
     _require_bf16("max_token_dtype", max_token_dtype)
     _Registry.group = _Group(
@@ -139,10 +140,10 @@ def ep_bootstrap(
 def _integer(name: str, value: Any, least: int) -> int:
     try:
         number = operator.index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # of tensors without data, too
         number = least - 1
-    if number < least:
-        raise ConfigError(f"ep_bootstrap requires an integer {name} >= {least} (got {value!r}).")
+    if not least <= number < 1 << 31 or isinstance(value, bool):
+        raise ConfigError(f"ep_bootstrap requires an integer {name} >= {least} (got {check.shown(value)}).")
     return number
 
 
@@ -160,9 +161,9 @@ def ep_finalize() -> None:
             layer.finalize()
 
 
-def _require_bf16(name: str, dtype: torch.dtype) -> None:
-    if dtype != torch.bfloat16:
-        raise InputError(f"expert parallelism takes bfloat16 payloads; got {name}.dtype={dtype}.")
+def _require_bf16(name: str, dtype: Any) -> None:
+    if dtype is not torch.bfloat16:
+        raise InputError(f"expert parallelism takes bfloat16 payloads; got {name}.dtype={check.shown(dtype)}.")
 
 
 def _payload(recipe: Recipe | None, which: str) -> str | None:
@@ -211,8 +212,8 @@ class EpBuffer:
         group = _Registry.group
         if group is None:
             raise EpStateError("EpBuffer requires ep_bootstrap() to be called first.")
-        alignment = int(alignment)
-        if alignment < 0 or alignment & (alignment - 1):
+        alignment = check.integer("alignment", alignment, 0)
+        if alignment & (alignment - 1):
             raise InputError(f"alignment must be 0, 1, or a power of two (got {alignment}).")
         self.eager = group.recv_capacity_per_rank is None
         if not self.eager and recv_capacity_per_rank is None:
@@ -227,14 +228,14 @@ class EpBuffer:
             ("hidden_dim", hidden_dim, group.hidden_dim),
             ("num_local_experts", num_local_experts, local),
         ):
-            if given != fixed:
+            if check.integer(name, given, 1) != fixed:
                 raise InputError(f"EpBuffer got {name}={given}, ep_bootstrap fixed {fixed}.")
-        for name, given, most in (
-            ("max_tokens_per_rank", max_tokens_per_rank, group.max_tokens_per_rank),
-            ("recv_capacity_per_rank", recv_capacity_per_rank or 0, group.recv_capacity_per_rank or 0),
-        ):
-            if given > most:
-                raise InputError(f"EpBuffer got {name}={given}, more than the {most} of ep_bootstrap.")
+        limits: list[tuple[str, Any, int]] = [("max_tokens_per_rank", max_tokens_per_rank, group.max_tokens_per_rank)]
+        if recv_capacity_per_rank is not None:
+            limits.append(("recv_capacity_per_rank", recv_capacity_per_rank, group.recv_capacity_per_rank or 0))
+        for name, asked, most in limits:
+            if check.integer(name, asked, 1) > most:
+                raise InputError(f"EpBuffer got {name}={asked}, more than the {most} of ep_bootstrap.")
         self.top_k, self.alignment, self.max_tokens_per_rank = top_k, alignment, max_tokens_per_rank
         self.recv_capacity_per_rank = recv_capacity_per_rank
         self.hidden_dim, self.num_local_experts, self.payload_dtype = hidden_dim, num_local_experts, payload_dtype
@@ -280,6 +281,11 @@ def ep_dispatch(
         CapacityError: rows beyond the capacity, without drop_on_overflow.
         What `EPAll2AllLayer.dispatch` raises.
     """
+    _check_buffer("ep_dispatch", buffer)
+    parts: list[tuple[str, Any]] = [("tokens", tokens), ("topk_idx", topk_idx), ("topk_weights", topk_weights)]
+    for name, given in parts:
+        if not isinstance(given, MXFP8TensorStorage):
+            check.tensor(name, given)
     if topk_weights.dtype != torch.float32:
         raise InputError(
             f"topk_weights must be float32; got dtype={topk_weights.dtype}. "
@@ -291,6 +297,14 @@ def ep_dispatch(
             "is set; a tensor in MXFP8 is not accepted."
         )
     _require_bf16("tokens", tokens.dtype)
+    if min(tokens.dim(), topk_idx.dim(), topk_weights.dim()) < 2:
+        raise InputError(
+            f"tokens are {list(tokens.shape)}, topk_idx {list(topk_idx.shape)}, topk_weights "
+            f"{list(topk_weights.shape)}; they must be [..., H], [..., K] and [..., K]."
+        )
+    check.tensor("topk_idx", topk_idx, None, (torch.int32, torch.int64), buffer.device)
+    check.tensor("tokens", tokens, device=buffer.device)
+    check.tensor("topk_weights", topk_weights, device=buffer.device)
     if recv_tokens is not None and buffer.dispatch_fwd_quant_recipe is not None:
         raise InputError("rows arrive in MXFP8 with dispatch_fwd_quant_recipe, and recv_tokens cannot hold them.")
     least = buffer.recv_capacity_per_rank or 0
@@ -349,10 +363,14 @@ def ep_combine(
         EpStateError: no dispatch with this buffer.
         InputError: another dtype, fewer rows than there were tokens, or a grad_out that does not fit.
     """
+    _check_buffer("ep_combine", buffer)
     desc, topk_idx = buffer._desc, buffer._topk_idx
     if desc is None or topk_idx is None:
         raise EpStateError("ep_combine got a buffer without a dispatch. Call ep_dispatch with it first.")
+    check.tensor("expert_out", expert_out, device=buffer.device)
     _require_bf16("expert_out", expert_out.dtype)
+    if num_local_tokens is not None:
+        num_local_tokens = check.integer("num_local_tokens", num_local_tokens, 0)
     if grad_out is not None:
         if buffer.combine_bwd_quant_recipe is not None:
             raise InputError("the gradient is in MXFP8 with combine_bwd_quant_recipe, and grad_out cannot hold it.")
@@ -366,6 +384,11 @@ def ep_combine(
     else:
         out = _CombineBack.apply(expert_out, buffer, desc, topk_idx)
     return pad(out, (0, 0, 0, wanted - tokens)) if wanted > tokens else out
+
+
+def _check_buffer(call: str, buffer: Any) -> None:
+    if not isinstance(buffer, EpBuffer):
+        raise InputError(f"buffer of {call} must be an EpBuffer, got {check.shown(buffer)}.")
 
 
 class _CombineBack(torch.autograd.Function):

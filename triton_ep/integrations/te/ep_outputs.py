@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from triton_ep.errors import InputError
+from triton_ep.integrations import arguments as check
 
 
 def room(name: str, target: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -16,6 +17,7 @@ def room(name: str, target: torch.Tensor, shape: Sequence[int], dtype: torch.dty
     Raises:
         InputError: it has fewer, others, or another dtype.
     """
+    check.tensor(name, target)
     if (
         target.dtype != dtype
         or tuple(target.shape[1:]) != tuple(shape[1:])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from triton_ep.errors import InputError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.te import options, plan
 from triton_ep.integrations.te.function import Extra, linear
 from triton_ep.integrations.te.manager import FP8GlobalStateManager
@@ -50,8 +51,12 @@ class QuantisingModule(nn.Module):
     ) -> None:
         super().__init__()
         self._options = options.parse(type(self).__name__, others)
-        if in_features < 1 or out_features < 1 or num_gemms < 1:
-            raise InputError(f"sizes must be at least 1, got {num_gemms} of {in_features} to {out_features}.")
+        in_features = check.integer("in_features", in_features, 1)
+        out_features = check.integer("out_features", out_features, 1)
+        num_gemms = check.integer("num_gemms", num_gemms, 1)
+        bias, return_bias = check.flag("bias", bias), check.flag("return_bias", return_bias)
+        if init_method is not None and not callable(init_method):
+            raise InputError(f"init_method must be a function that fills a tensor, got {check.shown(init_method)}.")
         self.in_features, self.out_features, self.num_gemms = in_features, out_features, num_gemms
         self.use_bias, self.return_bias = bias, return_bias
         self.apply_bias = bias and not return_bias
@@ -69,7 +74,7 @@ class QuantisingModule(nn.Module):
         self._forward_code: int | None = None
         self._cached_weights: list[MXFP8Tensor] | None = None
         self._cached_code = plan.OFF
-        device = default_device() if device is None else torch.device(device)
+        device = default_device() if device is None else check.device("device", device)
         self._stored_by: MXFP8Quantizer | None = None
         if FP8GlobalStateManager.with_fp8_parameters():
             recipe = FP8GlobalStateManager.get_fp8_parameters_recipe()
@@ -215,6 +220,8 @@ class QuantisingModule(nn.Module):
         return self._cached_weights
 
     def _run(self, inp: torch.Tensor, ends: torch.Tensor | None, is_first_microbatch: bool | None) -> Any:
+        if not isinstance(inp, torch.Tensor):
+            raise InputError(f"inp must be a tensor, got {check.shown(inp)}.")
         code = self._code()
         self._check_input(inp, code)
         dtype = inp.dtype

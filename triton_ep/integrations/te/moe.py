@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from triton_ep import autograd
 from triton_ep.errors import InputError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.te.modules import GroupedLinear
 from triton_ep.layer import EPAll2AllLayer
 
@@ -63,8 +64,12 @@ class EPMoE(nn.Module):
         router_seed: int = 0,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise InputError(f"activation is {activation!r}; choose one of {', '.join(ACTIVATIONS)}.")
+        if not isinstance(layer, EPAll2AllLayer):
+            raise InputError(f"layer must be an EPAll2AllLayer, got {check.shown(layer)}.")
+        ffn_hidden_size = check.integer("ffn_hidden_size", ffn_hidden_size, 1)
+        router_seed = check.integer("router_seed", router_seed, 0)
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
+            raise InputError(f"activation is {check.shown(activation)}; choose one of {', '.join(ACTIVATIONS)}.")
         autograd.enter(layer)
         self.layer = layer
         self.activation = activation

@@ -240,6 +240,8 @@ def ends_of(m_splits: Sequence[int] | torch.Tensor, groups: int, inp: torch.Tens
     Raises:
         InputError: other numbers of groups or rows.
     """
+    if not isinstance(inp, torch.Tensor | MXFP8TensorStorage):
+        raise InputError(f"inp must be a tensor, got {type(inp).__name__}.")
     if inp.dim() < 2:
         raise InputError(f"inp is {list(inp.shape)}; it must be [..., in_features] with rows.")
     if isinstance(m_splits, torch.Tensor):
@@ -250,7 +252,7 @@ def ends_of(m_splits: Sequence[int] | torch.Tensor, groups: int, inp: torch.Tens
         return m_splits.to(inp.device).cumsum(0, dtype=torch.int32)
     try:
         splits, rows = [operator.index(size) for size in m_splits], prod(inp.shape[:-1])
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:
         raise InputError(f"m_splits is {m_splits!r:.80}; it must be {groups} integers, or a tensor of them.") from error
     if len(splits) != groups or sum(splits) != rows or min(splits) < 0:
         raise InputError(

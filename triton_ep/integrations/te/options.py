@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from triton_ep.errors import InputError
+from triton_ep.integrations import arguments as check
 
 _PARALLEL = ("sequence_parallel", "tp_group", "tp_size", "parallel_mode")
 _PARALLEL_MODES = (None, "column", "row")
@@ -86,7 +87,10 @@ def _check_parallel(module: str, given: dict[str, Any]) -> None:
     if mode not in _PARALLEL_MODES:
         raise InputError(f"{module} got parallel_mode={mode!r}; choose one of {_PARALLEL_MODES}.")
     group = given.get("tp_group")
-    size = given.get("tp_size", 1) if group is None else dist.get_world_size(group)
+    try:
+        size = check.integer("tp_size", given.get("tp_size", 1), 1) if group is None else dist.get_world_size(group)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise InputError(f"{module} got a tp_group that is no process group: {check.shown(group)}.") from error
     if size != 1:
         raise InputError(
             f"{module} got {'tp_size' if group is None else 'a tp_group'} of {size}: tensor parallelism is not part of "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from triton_ep.errors import InputError
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.te import arithmetic, layouts, support
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling
 from triton_ep.integrations.te.storage import DType, MXFP8TensorStorage, flatten
@@ -49,10 +50,10 @@ class MXFP8Quantizer:
         with_2d_quantization: bool = False,
     ) -> None:
         if fp8_dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
-            raise InputError(f"fp8_dtype is {fp8_dtype}; choose torch.float8_e4m3fn or torch.float8_e5m2.")
+            raise InputError(f"fp8_dtype is {check.shown(fp8_dtype)}; choose torch.float8_e4m3fn or torch.float8_e5m2.")
         self.dtype = fp8_dtype
-        self.rowwise_usage = rowwise
-        self.columnwise_usage = columnwise
+        self.rowwise_usage = check.flag("rowwise", rowwise)
+        self.columnwise_usage = check.flag("columnwise", columnwise)
         self.internal = False
         self.optimize_for_gemm = False
         self.with_2d_quantization = with_2d_quantization
@@ -131,6 +132,8 @@ class MXFP8Quantizer:
             raise InputError("the tensor is in MXFP8 already; dequantize it to quantise it anew.")
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"a quantiser takes a torch.Tensor, got {type(tensor).__name__}.")
+        if dtype is not None:
+            check.dtype("dtype", dtype)
         if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
             return _Quantize.apply(tensor, self, dtype)
         return self.quantize_impl(tensor, dtype)
@@ -151,6 +154,11 @@ class MXFP8Quantizer:
         """Fill an MXFP8 tensor with other values, in the directions and the order of scales that it has."""
         if not isinstance(dst, MXFP8TensorStorage):
             raise InputError(f"Cannot store quantized MXFP8 in {type(dst)} type.")
+        given: Any = src
+        if not isinstance(given, MXFP8TensorStorage):
+            check.tensor("src", given)
+        if noop_flag is not None and check.tensor("noop_flag", noop_flag).numel() != 1:
+            raise InputError(f"noop_flag must be one number, got {check.shown(noop_flag)}.")
         dst._fp8_dtype = self.dtype
         quantize_into(src, dst, noop_flag, self.with_2d_quantization)
         return dst
@@ -171,8 +179,10 @@ class MXFP8Quantizer:
         Raises:
             ShapeError: sizes that are no multiples of 32.
         """
-        shape = tuple(shape)
+        shape = check.sizes("shape", shape)
         check_shape(shape)
+        check.dtype("dtype", dtype)
+        device = None if device is None else check.device("device", device)
         parts: dict[str, Any] = {}
         for name, wanted, columnwise in (
             ("rowwise", self.rowwise_usage, False),
@@ -190,7 +200,7 @@ class MXFP8Quantizer:
         parts: dict[str, Any] = dict(given)
         parts.update(fp8_dtype=self.dtype, quantizer=self.copy(), with_gemm_swizzled_scales=self.optimize_for_gemm)
         if self.internal:
-            return MXFP8TensorStorage(**parts)
+            return MXFP8TensorStorage(**parts, fake_dtype=dtype)
         return MXFP8Tensor(shape, dtype, requires_grad=requires_grad, **parts)
 
     def _parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor | None]:

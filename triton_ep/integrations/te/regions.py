@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from triton_ep.integrations import arguments as check
 from triton_ep.integrations.te import state
 from triton_ep.integrations.te.recipe import Recipe
 
@@ -72,6 +73,7 @@ class autocast:
                 "autocast: this instance cannot be entered more than once concurrently, and its region has not ended. "
                 "Make another instance."
             )
+        check.flag("enabled", self.enabled)
         self._entry = state.enter_region(
             self.enabled, self.calibrating, self.recipe, self.amax_reduction_group, self._graph, self.strict
         )
@@ -123,7 +125,7 @@ def quantized_model_init(
     Raises:
         InputError: a recipe that is none, or another than MXFP8BlockScaling; before anything changes.
     """
-    if enabled:
+    if check.flag("enabled", enabled):
         state.check_recipe(recipe, strict=False)
     before = state.current_parameters()
     in_use = recipe or state.get_default_fp8_recipe()

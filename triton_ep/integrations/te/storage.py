@@ -39,6 +39,7 @@ class MXFP8TensorStorage:
         _fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         _quantizer: what made it, or None.
         _with_gemm_swizzled_scales: scales are in the order of `layouts.swizzle`, else compact.
+        _fake_dtype: what the bytes stand for, which `dequantize` gives unless told otherwise; None: float32.
 
     Arguments: the attributes without their underscore.
 
@@ -55,6 +56,7 @@ class MXFP8TensorStorage:
     _fp8_dtype: torch.dtype
     _quantizer: Any
     _with_gemm_swizzled_scales: bool
+    _fake_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -65,7 +67,12 @@ class MXFP8TensorStorage:
         fp8_dtype: torch.dtype,
         quantizer: Any = None,
         with_gemm_swizzled_scales: bool = False,
+        *,
+        fake_dtype: torch.dtype | None = None,
     ) -> None:
+        if fake_dtype is not None and not (isinstance(fake_dtype, torch.dtype) and fake_dtype.is_floating_point):
+            raise InputError(f"fake_dtype is {fake_dtype!r}; it must be a floating-point dtype or None.")
+        self._fake_dtype = fake_dtype
         self._set(
             rowwise_data,
             rowwise_scale_inv,
@@ -118,6 +125,7 @@ class MXFP8TensorStorage:
             "fp8_dtype": self._fp8_dtype,
             "quantizer": self._quantizer,
             "with_gemm_swizzled_scales": self._with_gemm_swizzled_scales,
+            "fake_dtype": self._fake_dtype,
         }
 
     def get_usages(self) -> dict[str, bool]:
@@ -211,15 +219,24 @@ class MXFP8TensorStorage:
         dequantize = arithmetic.dequantize_columns if columnwise else arithmetic.dequantize_rows
         return dequantize(data, scale, self._fp8_dtype, dtype).view(self._any_data.shape)
 
-    def dequantize(self, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values: of the rowwise elements if they are there. A float32 product each, rounded to `dtype`."""
-        return self.dequantized(dtype)
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What the bytes stand for."""
+        return self._fake_dtype or torch.float32
 
-    def to_mxtensor(self, *, columnwise: bool = False, dtype: torch.dtype = torch.bfloat16) -> MXTensor:
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values: of the rowwise elements if they are there. A float32 product each, rounded to `dtype`; None:
+        what the bytes stand for."""
+        return self.dequantized(self._dtype if dtype is None else dtype)
+
+    def to_mxtensor(self, *, columnwise: bool = False, dtype: torch.dtype | None = None) -> MXTensor:
         """The same elements and scales as an MXTensor that stands for `dtype`; nothing is copied if compact.
+
+        dtype: None = `fake_dtype`, or bfloat16 where there is none.
 
         Columnwise it has `block_dim` -2, and as many dimensions as this tensor only if these are two.
         """
+        dtype = dtype or self._fake_dtype or torch.bfloat16
         data, scale = self.compact(columnwise)
         if columnwise:
             return MXTensor(
@@ -247,6 +264,9 @@ def check_parts(data: torch.Tensor | None, scale: torch.Tensor | None, columnwis
     if data is None and scale is None:
         return
     which = "columnwise" if columnwise else "rowwise"
+    for part in (data, scale):
+        if part is not None and not isinstance(part, torch.Tensor):
+            raise InputError(f"{which} data and scale_inv must be tensors or None, got {type(part).__name__}.")
     if data is None or scale is None or data.dtype != torch.uint8 or scale.dtype != torch.uint8 or data.dim() < 1:
         raise InputError(f"{which} data and scale_inv must be uint8 tensors, both or neither.")
     expected = layouts.scale_shape(prod(data.shape[:-1]), data.shape[-1], columnwise)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from triton_ep.errors import InputError
 from triton_ep.integrations.te import layouts
-from triton_ep.integrations.te.storage import FP8_DTYPES, MXFP8TensorStorage, inferred
+from triton_ep.integrations.te.storage import FP8_DTYPES, MXFP8TensorStorage, check_parts, inferred
 from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import MXTensor
 
@@ -25,10 +25,13 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
     MXFP8Tensors with the same bytes; pieces of a split are copies. Any other operation computes on the dequantised
     values and gives plain tensors, which are copies: slices, `.to(dtype)` of another dtype, `.float()` among them.
     In place, its result is quantised again, and so is what is assigned to `data` or to a part by index.
+    Whatever gives an MXFP8Tensor gives one of its subclass for a subclass with the same constructor, which
+    `torch.nn.Parameter` demands of `detach`.
 
     Arguments:
         shape, dtype: of the tensor it stands for.
         requires_grad: whether it is a leaf that wants a gradient.
+        fake_dtype: None, or `dtype` once more, as TransformerEngine passes it.
         The others: as in `MXFP8TensorStorage`.
     """
 
@@ -48,11 +51,18 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         quantizer: Any = None,
         requires_grad: bool = False,
         with_gemm_swizzled_scales: bool = False,
+        fake_dtype: torch.dtype | None = None,
     ) -> MXFP8Tensor:
         """Wrap elements and scales; nothing is copied."""
+        if fake_dtype not in (None, dtype):
+            raise InputError(f"fake_dtype is {fake_dtype}, dtype {dtype}: a tensor stands for one. Pass one of them.")
+        if not isinstance(dtype, torch.dtype):
+            raise InputError(f"dtype must be a torch.dtype, got {type(dtype).__name__}.")
+        check_parts(rowwise_data, rowwise_scale_inv, False)
+        check_parts(columnwise_data, columnwise_scale_inv, True)
         data = rowwise_data if rowwise_data is not None else columnwise_data
         device = data.device if data is not None else None
-        shape = tuple(shape)
+        shape = _shape_of(shape)
         if data is not None and tuple(data.shape) != shape:
             raise InputError(f"shape is {list(shape)}, the data {list(data.shape)}.")
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
@@ -70,6 +80,7 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         quantizer: Any = None,
         requires_grad: bool = False,
         with_gemm_swizzled_scales: bool = False,
+        fake_dtype: torch.dtype | None = None,
     ) -> None:
         self._set(
             rowwise_data,
@@ -100,7 +111,9 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
             other: MXFP8Tensor = tensor if isinstance(tensor, MXFP8Tensor) else quantizer(tensor.detach())
             # The wrapper knows shape and dtype, the parts are attributes: both must change.
             torch.Tensor.data.__set__(self, other.detach())  # type: ignore[attr-defined]
-            self._set(*other.get_metadata().values())
+            parts = other.get_metadata()
+            del parts["fake_dtype"]
+            self._set(*parts.values())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         usages = [name for name, there in self.get_usages().items() if there]
@@ -218,7 +231,7 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
     def _like(self, fn: Any) -> MXFP8Tensor:
         """The same tensor with `fn` of each of its parts."""
         parts = {k: fn(v) if isinstance(v, torch.Tensor) else v for k, v in self.get_metadata().items()}
-        return MXFP8Tensor(self.shape, self.dtype, **parts)
+        return type(self)(self.shape, self.dtype, **parts)
 
     def _piece(self, start: int, end: int) -> MXFP8Tensor:
         """A copy of [start:end] of the first dimension, which is a multiple of 32 rows and begins with a block."""
@@ -237,7 +250,7 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
             parts[f"{name}_scale_inv"] = (
                 layouts.swizzle(scale, columnwise) if self._with_gemm_swizzled_scales else scale
             )
-        return MXFP8Tensor(shape, self.dtype, **parts)
+        return type(self)(shape, self.dtype, **parts)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -249,25 +262,42 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         parts = self.get_metadata()
         names = [f"_{name}" for name, part in parts.items() if isinstance(part, torch.Tensor)]
         rest = {name: part for name, part in parts.items() if not isinstance(part, torch.Tensor)}
-        return names, {"dtype": self.dtype, **rest}
+        return names, {"cls": type(self), "dtype": self.dtype, **rest}
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> MXFP8Tensor:
         parts = {name.removeprefix("_"): part for name, part in inner.items()}
-        return MXFP8Tensor(outer_size, **{**context, **parts})
+        rest = dict(context)
+        made: MXFP8Tensor = rest.pop("cls")(outer_size, **{**rest, **parts})
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts, made_by = self.get_metadata(), self._quantizer
         # As plain values, which torch.load(weights_only=True) takes.
         parts["quantizer"] = None if made_by is None else (made_by.get_usages(), made_by.with_2d_quantization)
-        return _rebuild, (tuple(self.shape), self.dtype, parts, self.requires_grad)
+        # A subclass is named; torch.load(weights_only=True) asks its owner to allow it.
+        subclass = () if type(self) is MXFP8Tensor else (type(self),)
+        return _rebuild, (tuple(self.shape), self.dtype, parts, self.requires_grad, *subclass)
 
 
-def _rebuild(shape: tuple[int, ...], dtype: torch.dtype, parts: dict[str, Any], requires_grad: bool) -> MXFP8Tensor:
+def _shape_of(given: Any) -> tuple[int, ...]:
+    """Sizes, which under a compiler may be symbols."""
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
+        raise InputError(f"shape must be a sequence of sizes, got {type(given).__name__}.")
+    return tuple(given)
+
+
+def _rebuild(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    parts: dict[str, Any],
+    requires_grad: bool,
+    made_as: type[MXFP8Tensor] = MXFP8Tensor,
+) -> MXFP8Tensor:
     """What `pickle` and `torch.load` call."""
-    tensor = MXFP8Tensor(shape, dtype, requires_grad=requires_grad, **{**parts, "quantizer": None})
+    tensor = made_as(shape, dtype, requires_grad=requires_grad, **{**parts, "quantizer": None})
     if parts["quantizer"] is not None:
         usages, tiles = parts["quantizer"]
         tensor._quantizer = tensor._get_quantizer()
@@ -313,7 +343,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in (aten.view.default, aten._unsafe_view.default):
             shape = inferred(args[1], first.numel())
             if shape[-1:] == first.shape[-1:]:
-                return MXFP8Tensor.make_like(first, shape=shape)
+                return type(first).make_like(first, shape=shape)
         if func is aten.split.Tensor and _splits_blocks(first, *args[1:], **kwargs):
             return [first._piece(at, min(at + args[1], first.shape[0])) for at in range(0, first.shape[0], args[1])]
         if func is aten.copy_.default and isinstance(args[1], MXFP8Tensor) and _same_format(first, args[1]):

@@ -1,0 +1,133 @@
+"""Arguments of the doors that no layer looks at, or looks at too late to name them. Nothing is put into words unless
+it is needed: these run at every call."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy
+import torch
+
+from triton_ep.errors import ConfigError, EPError, InputError
+
+
+def tensor(
+    name: str,
+    value: Any,
+    dim: int | None = None,
+    dtypes: tuple[torch.dtype, ...] = (),
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """`value`, which must be a tensor; dim: its dimensions, None = any; dtypes: those it may have, none = any; device:
+    where it must be, None = anywhere.
+
+    Raises:
+        InputError: it is none, or has others.
+    """
+    if isinstance(value, torch.Tensor):
+        if (dim is None or value.dim() == dim) and (not dtypes or value.dtype in dtypes):
+            if device is None or value.device == device:
+                return value
+            raise InputError(f"{name} must be on {device}, got {value.device}.")
+        wanted = "" if dim is None else f" of {dim} dimension{'s' * (dim != 1)}"
+        kinds = f", {' or '.join(map(str, dtypes))}" if dtypes else ""
+        raise InputError(f"{name} must be a tensor{wanted}{kinds}, got {list(value.shape)} {value.dtype}.")
+    raise InputError(f"{name} must be a tensor, got {shown(value)}.")
+
+
+def optional_tensor(
+    name: str, value: Any, dim: int | None = None, dtypes: tuple[torch.dtype, ...] = ()
+) -> torch.Tensor | None:
+    """As `tensor`, or None."""
+    return None if value is None else tensor(name, value, dim, dtypes)
+
+
+def integer(name: str, value: Any, least: int, error: type[EPError] = InputError, most: int = 1 << 31) -> int:
+    """`value` as an int from `least` to `most`: one of numpy, or a tensor with one integer, too.
+
+    Raises:
+        error: it is none, or is beyond them.
+    """
+    if type(value) is int and least <= value <= most:
+        return value
+    try:
+        number = operator.index(value)
+    except (TypeError, RuntimeError):
+        number = least - 1
+    if not least <= number <= most or isinstance(value, bool):
+        limit = f"at least {least}" if number <= most else f"at most {most}"
+        raise error(f"{name} must be an integer of {limit}, got {shown(value)}.")
+    return number
+
+
+def optional_integer(name: str, value: Any, least: int, error: type[EPError] = InputError) -> int | None:
+    """As `integer`, or None."""
+    return None if value is None else integer(name, value, least, error)
+
+
+def flag(name: str, value: Any, error: type[EPError] = InputError) -> bool:
+    """`value` as a bool; 0, 1 and numpy's are taken.
+
+    Raises:
+        error: it is neither.
+    """
+    if value is True or value is False:
+        return bool(value)
+    if not isinstance(value, int | numpy.bool_) or value not in (0, 1):
+        raise error(f"{name} must be True or False, got {shown(value)}.")
+    return bool(value)
+
+
+def dtype(name: str, value: Any) -> torch.dtype:
+    """`value`, which must be a dtype; which ones is for others to say.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(value, torch.dtype):
+        raise ConfigError(f"{name} must be a torch.dtype, got {shown(value)}.")
+    return value
+
+
+def device(name: str, value: Any) -> torch.device:
+    """The device that `value` is, or names.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        return torch.device(value)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise InputError(f"{name} must be a device, got {shown(value)}.") from error
+
+
+def sizes(name: str, value: Any) -> tuple[int, ...]:
+    """`value` as a shape.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(value, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in value):
+        raise InputError(f"{name} must be a sequence of sizes, got {shown(value)}.")
+    return tuple(value)
+
+
+def seconds(name: str, value: Any) -> float:
+    """`value`, which must be a time above 0.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 2000:
+        raise ConfigError(f"{name} must be above 0 and at most 2000 seconds, got {shown(value)}.")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value in an error: tensors by shape and dtype, others cut short."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} {value.dtype}"
+    text = repr(value)
+    kind = "" if isinstance(value, int | float | str | torch.dtype | None) else f"{type(value).__name__} "
+    return f"{kind}{text if len(text) <= 60 else text[:57] + '...'}"
