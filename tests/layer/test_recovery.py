@@ -8,12 +8,21 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.layer.cases import Case, check_sum, combine_and_check, dispatch_and_check, make_layer, workloads
+from tests.layer.cases import (
+    Case,
+    check_sum,
+    combine_and_check,
+    dispatch_and_check,
+    make_layer,
+    start_combine,
+    workloads,
+)
 from triton_ep import EPAll2AllLayer
 from triton_ep.distributed import current_heap
 from triton_ep.errors import FinalizedError, HeapError, PeerFailed, WaitTimeout
@@ -117,7 +126,7 @@ def _leave_by_exception(rank: int, nodes: int, ranks_per_node: int, case: Case, 
         with make_layer(case, rank, nodes, ranks_per_node) as layer:
             done = dispatch_and_check(layer, case, 0)
             if rank:
-                out, hook = layer.combine(done.recv_x, done.desc, return_recv_hook=True)
+                out, hook = start_combine(layer, done, return_recv_hook=True)
                 layer.check()  # a GPU has sent
                 Path(folder, f"sent{rank}").touch()
                 _await(Path(folder, "left"))
@@ -134,16 +143,17 @@ def _leave_by_exception(rank: int, nodes: int, ranks_per_node: int, case: Case, 
         # Without the others: whatever memory there is for this rank alone, none of it is the layer's.
         mine = heap.alloc((held,), torch.uint8, alone)
         mine.local.fill_(255)
+        if heap.device.type == "cuda":
+            torch.cuda.synchronize()
         if heap.backend == "host":
             with pytest.raises(HeapError, match=r"no room .* \d+ bytes more come back when ranks? 1.* finalize"):
                 heap.alloc((free - mine.nbytes,), torch.uint8, alone)
         Path(folder, "left").touch()
         heap.free(mine)
-    if rank == 0 and heap.backend == "host":
-        dist.destroy_process_group(alone)
-        return
     _check_new(case, rank, nodes, ranks_per_node)
     assert heap.available() == free
+    if rank == 0:
+        dist.destroy_process_group(alone)
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
@@ -212,7 +222,6 @@ def _meetings(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
             layer.check()
         layer.finalize()
     _check_new(EXACT, rank, nodes, ranks_per_node)
-    # Layers that the ranks end in different order: each waits for the other's, and says so.
     alone = dist.new_group([rank], use_local_synchronization=True)
     with make_layer(EXACT, 0, 1, 1, group=alone) as single:  # a group of one meets nobody
         combine_and_check(single, dispatch_and_check(single, EXACT, 0))
@@ -225,24 +234,23 @@ def test_ranks_in_different_meetings_say_so(run_ranks, nodes, ranks_per_node, tm
     run_ranks(_meetings, nodes, ranks_per_node, str(tmp_path), timeout_s=LIMIT_S)
 
 
-def _constructor_fails(rank: int, nodes: int, ranks_per_node: int, monkey: str) -> None:
+def _no_memory_here(*_args: Any) -> None:
+    raise HeapError("of this rank alone")
+
+
+def _constructor_fails(rank: int, nodes: int, ranks_per_node: int) -> None:
     heap, free = current_heap(), current_heap().available()
-    kept = EPAll2AllLayer.__init__
-    real = heap.require
     if rank == 1:
-        heap.require = lambda *_, **__: (_ for _ in ()).throw(HeapError("of this rank alone"))  # type: ignore[method-assign]
-    try:
-        with pytest.raises(HeapError if rank else PeerFailed, match="of this rank alone" if rank else "rank 1 has fin"):
-            make_layer(EXACT, rank, nodes, ranks_per_node)
-            raise AssertionError
-        assert kept
-    finally:
-        heap.require = real  # type: ignore[method-assign]
+        heap.require = _no_memory_here  # type: ignore[method-assign]
+    with pytest.raises(HeapError if rank else PeerFailed, match="of this rank alone" if rank else "rank 1 has finaliz"):
+        make_layer(EXACT, rank, nodes, ranks_per_node)
+    if rank == 1:
+        del heap.require
     _check_new(EXACT, rank, nodes, ranks_per_node)
     assert heap.available() == free
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_a_constructor_that_fails_on_one_rank_stops_the_others(run_ranks, nodes, ranks_per_node):
-    """They are told at their next meeting, which that rank does not come to; then a layer can be made."""
-    run_ranks(_constructor_fails, nodes, ranks_per_node, "")
+    """They are told when they meet that rank again; then a layer can be made."""
+    run_ranks(_constructor_fails, nodes, ranks_per_node, timeout_s=LIMIT_S)
