@@ -230,8 +230,8 @@ class DispatchCombineContext(ContextNames):
         Raises:
             WaitTimeout: it does not end.
         """
-        # The waits of our kernels have a bound each; this is for what else may be on the device.
-        limit_s = 2 * self.config.timeout_s + 60
+        # The waits of our kernels have a bound each; the rest is for what the program has given the device.
+        limit_s = 2 * self.config.timeout_s + max(60.0, self.heap.limit_s())
         try:
             self.heap.drain(limit_s, self.network != codes.P2P)
         except TimeoutError as error:

@@ -206,7 +206,12 @@ def _meetings(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
     else:
         with pytest.raises(PeerFailed, match="came to a barrier, but rank 0 to a collective of the program"):
             heap.barrier()
-    # Rank 1 is still at a meeting of the layer that rank 0 has given up, and is at the next one.
+    two = [make_layer(EXACT, rank, nodes, ranks_per_node) for _ in range(2)]
+    with pytest.raises(PeerFailed, match="a barrier of layer 1 by rank 0; a barrier of layer 2 by rank 1"):
+        two[rank].context.reallocate_dispatch_output_buf(1)
+    for layer in two:
+        layer.finalize()  # one of them has failed here, the other one there
+    # Rank 1 is still at a meeting of the layer that rank 0 has given up, and rank 0 at the next one.
     layer = make_layer(EXACT, rank, nodes, ranks_per_node)
     if rank == 0:
         layer.context.state[codes.TIMEOUT_US] = 300_000

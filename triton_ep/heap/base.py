@@ -114,7 +114,12 @@ class SymmetricHeap(ABC):
         self._arena = arena
         self._closed = False
         self._retired: dict[str, _Retired] = {}  # by layer
-        self._farewells = Farewells(dist.distributed_c10d._get_default_store(), self.rank)
+        store = dist.distributed_c10d._get_default_store()
+        if store is None:  # of MPI
+            raise HeapError(
+                "the process group of the world has no store. Let initialize_distributed make it, or make it with gloo."
+            )
+        self._farewells = Farewells(store, self.rank)
 
     @property
     def closed(self) -> bool:
@@ -409,10 +414,9 @@ class SymmetricHeap(ABC):
                     "failure; its own error says why. Finalize the layer here as well, and make another on all ranks."
                 )
             if not any(other.layer in ended for other in told):
-                calls = "; ".join(f"{call} by {_ranks(who)}" for call, who in _grouped(members, told).items())
                 raise PeerFailed(
-                    f"the ranks of a group are in different calls: {calls}. Make the same calls in the same order on "
-                    "all of them."
+                    f"the ranks of a group are in different calls: {_calls(members, told)}. Make the same calls in the "
+                    "same order on all of them."
                 )
 
     def _meet(self, own: _Told, members: Sequence[int], group: Any) -> list[_Told]:
@@ -481,12 +485,16 @@ def _lacking(pieces: Sequence[_Piece]) -> list[_Piece]:
     return [piece for piece in pieces if piece.offset is None]
 
 
-def _grouped(members: Sequence[int], told: Sequence[_Told]) -> dict[str, list[int]]:
-    """Ranks by the call that they are in."""
-    found: dict[str, list[int]] = {}
+def _calls(members: Sequence[int], told: Sequence[_Told]) -> str:
+    """Who is in which call. Layers have numbers where there are several, in the order of the first rank of each."""
+    found: dict[tuple[str, str], list[int]] = {}
     for rank, other in zip(members, told, strict=True):
-        found.setdefault(other.call, []).append(rank)
-    return found
+        found.setdefault((other.call, other.layer), []).append(rank)
+    layers = list(dict.fromkeys(layer for _, layer in found if layer))
+    return "; ".join(
+        f"{call}{f' of layer {layers.index(layer) + 1}' if len(layers) > 1 and layer else ''} by {_ranks(ranks)}"
+        for (call, layer), ranks in found.items()
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
