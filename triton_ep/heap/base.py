@@ -251,7 +251,8 @@ class SymmetricHeap(ABC):
     def limit_s(self, group: Any = None) -> float:
         """Seconds that host collectives of `group` wait at most."""
         try:
-            backend: Any = (group or dist.group.WORLD)._get_backend(self.device)
+            world: Any = dist.group.WORLD if group is None else group
+            backend = world._get_backend(self.device)
             return float(backend.options._timeout.total_seconds())
         except (AttributeError, RuntimeError):  # a backend without options, or no group any more
             return _DEFAULT_LIMIT_S
