@@ -17,7 +17,7 @@ PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist l
 SOURCES := triton_ep kernels aot tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks lint types docs aot bench test-gpu clean
+.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs aot bench test-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -28,7 +28,7 @@ demo: $(READY)  ## a small MoE layer on 4 ranks as 2 nodes x 2, compared with a 
 doctor: $(READY)  ## what this machine has, what will be used, what to install
 	$(RUN) -m triton_ep.cli doctor
 
-test: checks  ## lint, types, then every test that needs no GPU; those with ranks again in chaos mode
+test: checks kernels-of-tests  ## lint, types, then every test that needs no GPU; those with ranks again in chaos mode
 	$(RUN) -m pytest tests -m "$(CPU)" --chaos-seeds 1 $(PARALLEL)
 
 chaos: $(READY)  ## the tests with ranks in chaos mode, under three seeds
@@ -37,6 +37,9 @@ chaos: $(READY)  ## the tests with ranks in chaos mode, under three seeds
 checks: $(READY)
 	@if [ "$$(cat $(READY))" = own ]; then $(MAKE) --no-print-directory lint types; \
 	else echo "lint and types are left out: ruff and mypy are not installed beside this machine's torch"; fi
+
+kernels-of-tests: $(READY)  # what the compile gate looks at: every kernel, for every architecture, into build/
+	$(RUN) -m tests.aot.library
 
 lint: $(READY)  ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)

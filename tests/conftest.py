@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import triton_ep.runtime  # noqa: F401  before triton: decides whether kernels are interpreted or compiled
+from tests.patience import LIMIT_S
 from triton_ep.distributed import most_gpu_ranks
 from triton_ep.testing import RankPool
 
@@ -113,10 +114,10 @@ def _pools() -> Iterator[dict[tuple[int, str], RankPool]]:
 def run_ranks(
     _pools: dict[tuple[int, str], RankPool], backend: str, chaos_seed: int | None
 ) -> Callable[..., list[Any]]:
-    """Call it as run_ranks(function, nodes, ranks_per_node, *args, timeout_s=60, **kwargs).
+    """Call it as run_ranks(function, nodes, ranks_per_node, *args, **kwargs).
 
     Runs function(rank, nodes, ranks_per_node, *args, **kwargs) in nodes * ranks_per_node ranks and returns
-    what they return. `timeout_s` and `return_exceptions` are those of `RankPool.run`.
+    what they return. Other keywords are those of `RankPool.run`.
     """
 
     def run(function: Callable[..., Any], nodes: int, ranks_per_node: int, *args: Any, **kwargs: Any) -> list[Any]:
@@ -127,6 +128,9 @@ def run_ranks(
             while _pools and backend == "nvshmem":
                 _pools.popitem()[1].close()
             _pools[key] = RankPool(*key)
+        if backend == "host":  # on GPUs a hang costs more than patience is worth
+            kwargs.setdefault("timeout_s", LIMIT_S)
+            kwargs.setdefault("grace_s", 60.0)
         return _pools[key].run(function, nodes, ranks_per_node, *args, chaos_seed=chaos_seed, **kwargs)
 
     return run

@@ -19,6 +19,8 @@ import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.patience import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -44,7 +46,7 @@ class Program:
         self.pid, self._pidfd = self._template.fork((words, environment, str(cwd)), self._outputs)
         self.args = words
 
-    def wait(self, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
+    def wait(self, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """Its exit code and what it wrote. Once.
 
         Raises:
@@ -65,7 +67,7 @@ class Program:
 
 
 def run_program(
-    argv: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 180
+    argv: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     """`Program(argv, env, cwd).wait(timeout_s)`."""
     return Program(argv, env, cwd).wait(timeout_s)

@@ -23,6 +23,7 @@ from triton_ep.errors import ConfigError, InputError, PeerFailed
 
 # After the first failure the others get this long to notice (PeerFailed) before they are killed.
 GRACE_S = 3.0
+STACKS_S = 3.0
 
 
 class RankPool:
@@ -238,10 +239,16 @@ def _answer(rank: RankProcess, index: int) -> Any:
 
 def _stacks(ranks: list[RankProcess]) -> dict[int, str]:
     """Present Python stacks of running ranks, by rank."""
+    before = {rank.rank: rank.stack() for rank in ranks}
     for rank in ranks:
         rank.signal(signal.SIGUSR1)
-    time.sleep(0.3)  # the handlers write tens of lines each; a stopped process writes none, ever
-    return {rank.rank: "\n" + rank.stack() for rank in ranks}
+    # The handlers write tens of lines each, on a busy machine not at once; a stopped process writes none, ever.
+    deadline = time.monotonic() + STACKS_S
+    written, now = before, before
+    while time.monotonic() < deadline and (now != written or any(now[r] == before[r] for r in now)):
+        time.sleep(0.1)
+        written, now = now, {rank.rank: rank.stack() for rank in ranks}
+    return {rank: "\n" + text for rank, text in now.items()}
 
 
 def _raise_first(answers: list[Any], what: str) -> None:

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from triton_ep.distributed import die_with
 from triton_ep.errors import EPError
 
-START_TIMEOUT_S = {"host": 60.0, "nvshmem": 240.0}
+START_TIMEOUT_S = {"host": 300.0, "nvshmem": 240.0}
 CASE_TIMEOUT_S = {"host": 60.0, "nvshmem": 240.0}  # the first case of an nvshmem pool compiles kernels
 # torch.testing.assert_close imports torch.distributed.tensor, which takes a second: once here, not once per rank.
 PRELOAD = ("torch", "torch.distributed.tensor", "triton_ep.runtime", "triton_ep.distributed", "triton_ep.layer")
@@ -257,7 +257,7 @@ class _ForkServer:
         """A new rank; returns its pid and a pidfd of it."""
         socket.send_fds(self.control, [pickle.dumps(job)], [case_fd, stack_fd])
         while True:
-            kind, pid, fds = self._receive(10)
+            kind, pid, fds = self._receive(START_TIMEOUT_S["host"])
             if kind == "forked":
                 return pid, fds[0]
 

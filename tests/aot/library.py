@@ -1,7 +1,8 @@
-"""One build of the whole manifest for the tests of a session, whichever of them asks first.
+"""One build of the whole manifest for the compile gate and the tests of ahead-of-time kernels.
 
-Kernels of a test process are interpreted, so `python -m triton_ep.aot build` compiles them. The processes of
-pytest-xdist share what it makes: one builds, the others wait.
+`make test` makes it before the tests, with a progress bar: python -m tests.aot.library. Without that, whichever test
+asks first makes it, and the processes of pytest-xdist wait for it. Kernels of a test process are interpreted, so
+`python -m triton_ep.aot build` compiles them. What has not changed since the last build is kept.
 """
 
 import fcntl
@@ -9,18 +10,24 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
+from tests.patience import LIMIT_S
 from triton_ep.aot.store import Library, architectures
 from triton_ep.errors import HeapError
 from triton_ep.heap.bitcode import find_bitcode
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("sm_90", "sm_100")
+FOLDER = ROOT / "build" / "aot-of-tests"
+STUCK_S = 900.0
+"""Seconds without a kernel more after which the compiler counts as stuck. How long all take has no limit."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +39,18 @@ class Built:
     has_bitcode: bool
 
 
-def run_aot(*words: str | Path, root: Path = ROOT, timeout: int = 540) -> subprocess.CompletedProcess:
+def run_aot(*words: str | Path, root: Path = ROOT, timeout: float = LIMIT_S) -> subprocess.CompletedProcess:
     """`python -m triton_ep.aot` of the tree at `root`, in a process without this one's settings."""
+    return subprocess.run(**_aot(words, root), capture_output=True, text=True, timeout=timeout)
+
+
+def _aot(words: Sequence[object], root: Path) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    return subprocess.run(
-        [sys.executable, "-m", "triton_ep.aot", *map(str, words)],
-        cwd=root,
-        env={**environment, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    return {
+        "args": [sys.executable, "-m", "triton_ep.aot", *map(str, words)],
+        "cwd": root,
+        "env": {**environment, "PYTHONPATH": str(root)},
+    }
 
 
 def has_bitcode() -> bool:
@@ -55,19 +63,36 @@ def has_bitcode() -> bool:
 
 
 def build_once(factory: pytest.TempPathFactory) -> Built:
-    """The library of the package's manifest for all of ARCHS."""
+    """The library of the package's manifest for all of ARCHS, in build/."""
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # of this session; each process has a folder of its own in it
-    folder = base / "aot-library"
     log = base / "aot-library.log"
     with (base / "aot-library.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not log.exists():
-            words = [] if has_bitcode() else ["--no-nvshmem"]
-            done = run_aot("build", "--arch", ",".join(ARCHS), "--out", folder, "--jobs", "2", *words)
-            log.write_text(done.stdout + done.stderr)
-    return Built(folder, log.read_text(), has_bitcode())
+            unfinished = log.with_suffix(".part")
+            with unfinished.open("w") as file:
+                _build(file)
+            unfinished.rename(log)
+    return Built(FOLDER, log.read_text(), has_bitcode())
+
+
+def _build(log: TextIO) -> int:
+    """Build, and write into `log` what the build says; its exit code. Raises TimeoutError when it is stuck."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    words = ["build", "--arch", ",".join(ARCHS), "--out", FOLDER, "--only", "--jobs", os.cpu_count() or 1]
+    words += [] if has_bitcode() else ["--no-nvshmem"]
+    process = subprocess.Popen(**_aot(words, ROOT), stdout=log, stderr=log)
+    size, since = -1, time.monotonic()
+    while process.poll() is None:
+        time.sleep(0.2)
+        if (now := os.fstat(log.fileno()).st_size) != size:
+            size, since = now, time.monotonic()
+        elif time.monotonic() - since > STUCK_S:
+            process.kill()
+            raise TimeoutError(f"no kernel was compiled for {STUCK_S:g} s; the last words are in {log.name}")
+    return process.returncode
 
 
 def facts_of(folder: Path) -> list[dict[str, Any]]:
@@ -85,3 +110,7 @@ def facts_of(folder: Path) -> list[dict[str, Any]]:
             about = {"kernel": asked.kernel, "variant": text, "arch": int(arch[3:]), "whole": whole}
             found.append({**facts[asked.signature()], **about})
     return found
+
+
+if __name__ == "__main__":  # before the tests, where its progress can be seen
+    sys.exit(_build(sys.stderr))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.aot.library import ARCHS, ROOT, Built, run_aot
+from tests.patience import LIMIT_S
 from triton_ep.aot import manifest
 from triton_ep.aot.build import build
 from triton_ep.aot.store import Library, architectures
@@ -144,7 +145,7 @@ def test_a_build_needs_no_torch(tmp_path: Path) -> None:
             env={**environment, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT_S,
         )
         assert done.returncode == 0, done.stderr
     assert "barrier_kernel" in done.stdout
@@ -154,7 +155,12 @@ def test_the_example_runs() -> None:
     """It builds, verifies and shows a miss on any machine."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     done = subprocess.run(
-        [sys.executable, "examples/07_aot.py"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "examples/07_aot.py"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     assert "11 variants checked, 0 faults" in done.stdout

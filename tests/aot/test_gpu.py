@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.patience import LIMIT_S
 from triton_ep import EPAll2AllLayer, MXTensor
 from triton_ep.aot.store import architectures, default_folder
 from triton_ep.testing import Workload, apply_experts, make_workload
@@ -112,7 +113,7 @@ def test_layers_give_the_bits_of_the_jit(
     """Dispatch and combine of full, uneven and empty batches: rows, weights, offsets and sums."""
     if backend != "nvshmem":
         pytest.skip("cubins run on GPUs: --backend nvshmem")
-    run_ranks(_check_bits, nodes, ranks_per_node, case, str(library), timeout_s=200)
+    run_ranks(_check_bits, nodes, ranks_per_node, case, str(library))
 
 
 @pytest.mark.gpu
@@ -127,7 +128,7 @@ def test_products_give_the_bits_of_the_jit(library: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=LIMIT_S,
         )
         assert done.returncode == 0, done.stderr
         told.append(json.loads(done.stdout.splitlines()[-1]))

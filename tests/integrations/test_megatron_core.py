@@ -181,4 +181,4 @@ def _check(rank: int, nodes: int, ranks_per_node: int, mode: str, backend: str) 
 )
 def test_flex_dispatcher_equals_the_all_to_all_dispatcher(run_ranks, nodes, ranks_per_node, mode, manager):
     """Outputs and gradients of tokens and probabilities, bit for bit; twice with one dispatcher."""
-    run_ranks(_check, nodes, ranks_per_node, mode, manager, timeout_s=200)
+    run_ranks(_check, nodes, ranks_per_node, mode, manager)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from tests.patience import LIMIT_S, limit_after, stopwatch
 from triton_ep import EPAll2AllLayer, MXTensor
 from triton_ep.distributed import current_heap
 from triton_ep.reference import dispatch as dispatch_reference
@@ -122,7 +123,7 @@ def make_layer(case: Case, rank: int, nodes: int, ranks_per_node: int, group=Non
         "payload": case.payload,
         "capacity": total * case.topk + case.experts * case.alignment if case.static else None,
         "low_latency": case.low_latency,
-        "timeout_s": 60.0,
+        "timeout_s": 60.0 if current_heap().device.type == "cuda" else LIMIT_S,
         **kwargs,
     }
     return EPAll2AllLayer(
@@ -162,6 +163,18 @@ def dispatch_and_check(layer: EPAll2AllLayer, case: Case, call: int) -> Call:
     """Dispatch and compare bit for bit with the reference, in order."""
     works = workloads(case, layer.config.world_size, call)
     return check_dispatched(layer, case, works, *start_dispatch(layer, case, works))
+
+
+def limit_of_calls(case: Case, rank: int, nodes: int, ranks_per_node: int) -> float:
+    """Time limit for a layer of which a call must expire (tests/patience.py). Collective."""
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        for call in range(2):  # the first one may compile
+            dist.barrier()
+            with stopwatch() as took:
+                combine_and_check(layer, dispatch_and_check(layer, case, call))
+                layer.check()
+                seconds = took()
+    return limit_after(seconds)
 
 
 def start_dispatch(layer: EPAll2AllLayer, case: Case, works: list[Workload], **options) -> tuple:

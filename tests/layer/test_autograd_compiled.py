@@ -62,7 +62,7 @@ def _check_ops(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
 def test_opcheck_finds_nothing(run_ranks, static, local_combine, payload):
     """Schemas, fakes and gradients of the ops are what torch.compile takes them for."""
     case = Case("ops", tokens=(6,), hidden=32, drop=0.0, static=static, local_combine=local_combine, payload=payload)
-    run_ranks(_check_ops, 1, 1, replace(case, dtype=torch.bfloat16 if payload else torch.float32), timeout_s=120)
+    run_ranks(_check_ops, 1, 1, replace(case, dtype=torch.bfloat16 if payload else torch.float32))
 
 
 # --- torch.compile --------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_a_layer_compiles_into_one_graph(run_ranks, backend, nodes, ranks_per_no
     """fullgraph=True, forward and backward; a second number of tokens is the same graph or another one."""
     if backend == "host" and not on_cpu:
         pytest.skip("needs --backend nvshmem; on the CPU three cases stand for all, as tracing takes seconds")
-    run_ranks(_check_compiled, nodes, ranks_per_node, case, layers, timeout_s=240)
+    run_ranks(_check_compiled, nodes, ranks_per_node, case, layers)
 
 
 # --- CUDA graphs ----------------------------------------------------------------------------------------
@@ -284,4 +284,4 @@ def test_a_static_step_needs_no_host(run_ranks, backend, nodes, ranks_per_node, 
     if backend == "host" and not (on_cpu and check is _check_replays):
         pytest.skip("needs --backend nvshmem: CUDA graphs; on the CPU two cases run the step itself")
     case = STATIC_CASES[name]
-    run_ranks(check, nodes, ranks_per_node, replace(case, **ON_GPUS) if backend == "nvshmem" else case, timeout_s=240)
+    run_ranks(check, nodes, ranks_per_node, replace(case, **ON_GPUS) if backend == "nvshmem" else case)

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer, workloads
+from tests.layer.cases import Case, combine_and_check, dispatch_and_check, limit_of_calls, make_layer, workloads
+from tests.patience import LIMIT_S
 from triton_ep import EPAll2AllLayer, MXTensor
 from triton_ep.distributed import current_heap
 from triton_ep.errors import (
@@ -290,7 +291,8 @@ def test_lack_of_symmetric_memory_is_told_before_anything_is_allocated(run_ranks
 
 
 def _late(rank, nodes, ranks_per_node, where):
-    layer = make_layer(CASE, rank, nodes, ranks_per_node, timeout_s=1.0)
+    limit_s = limit_of_calls(CASE, rank, nodes, ranks_per_node)
+    layer = make_layer(CASE, rank, nodes, ranks_per_node, timeout_s=limit_s)
     device = current_heap().device
     done = dispatch_and_check(layer, CASE, 0)
     combine_and_check(layer, done)
@@ -316,7 +318,7 @@ def _late(rank, nodes, ranks_per_node, where):
     dist.barrier()
     layer.context.failure = layer.context.failure or "the other ranks gave up"
     layer.finalize()
-    return result, took
+    return result, took, limit_s
 
 
 @pytest.mark.plain
@@ -325,20 +327,19 @@ def _late(rank, nodes, ranks_per_node, where):
 def test_a_late_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_node, where):
     """Every waiting rank raises WaitTimeout; in combine, those that wait for the late rank's rows."""
     results = run_ranks(_late, nodes, ranks_per_node, where)
-    for rank, (caught, took) in enumerate(results):
+    for rank, (caught, took, limit_s) in enumerate(results):
         if rank == 1:
             continue
         assert caught[0] == "WaitTimeout" and "missing rank" in caught[1]
         if where == "dispatch" or rank // ranks_per_node == 1 // ranks_per_node:
             assert "missing rank 1;" in caught[1], caught[1]
-        assert 1 <= took < 10, "of the layer's time limit, not of the process group's"
-
-
-TIME_LIMIT_S = 8.0
+        assert limit_s <= took < LIMIT_S / 2, "of the layer's time limit, not of the process group's"
 
 
 def _killed(rank, nodes, ranks_per_node, where):
-    layer = make_layer(CASE, rank, nodes, ranks_per_node, timeout_s=TIME_LIMIT_S)
+    # A heap of the CPU sees that a process is gone; on a GPU the wait expires.
+    limit = {"timeout_s": 8.0} if current_heap().device.type == "cuda" else {}
+    layer = make_layer(CASE, rank, nodes, ranks_per_node, **limit)
     combine_and_check(layer, dispatch_and_check(layer, CASE, 0))
     done = dispatch_and_check(layer, CASE, 1)
     dist.barrier()
@@ -352,21 +353,18 @@ def _killed(rank, nodes, ranks_per_node, where):
         layer.dispatch(*_inputs(rank))
         layer.check()
 
-    start = time.monotonic()
-    caught = _caught(call, PeerFailed, WaitTimeout)
-    return caught, time.monotonic() - start
+    return _caught(call, PeerFailed, WaitTimeout)
 
 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
-def test_a_killed_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_node, where):
+def test_a_killed_rank_is_named(run_ranks, nodes, ranks_per_node, where):
     """Nobody waits for ever for a process that is gone."""
-    results = run_ranks(_killed, nodes, ranks_per_node, where, return_exceptions=True, grace_s=30)
+    results = run_ranks(_killed, nodes, ranks_per_node, where, return_exceptions=True, grace_s=LIMIT_S)
     assert isinstance(results[1], RankError)
     for rank, result in enumerate(results):
         if rank != 1:
             assert not isinstance(result, BaseException), result
-            (kind, text), took = result
+            kind, text = result
             assert kind in ("PeerFailed", "WaitTimeout") and "rank 1" in text, text
-            assert took < 2 * TIME_LIMIT_S + 5

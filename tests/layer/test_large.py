@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer
 from tests.layer.origins import apply_experts_in_place, combine_excess, drawn_weights, row_experts
+from tests.patience import LIMIT_S
 from triton_ep import EPAll2AllLayer, MXTensor
 from triton_ep.bench.origins import arrivals, coded_rows, first_difference
 from triton_ep.bench.routing import uniform_idx
@@ -43,7 +44,7 @@ def _layer(rank: int, nodes: int, ranks_per_node: int, tokens: int, hidden: int,
         experts,
         ranks_per_node,
         nodes * ranks_per_node,
-        timeout_s=120.0,
+        timeout_s=120.0 if current_heap().device.type == "cuda" else LIMIT_S,
         **kwargs,
     )
 
@@ -96,7 +97,7 @@ def _check_quantised(
 def test_model_size_is_exact(run_ranks, backend, nodes, ranks_per_node, local_combine, payload):
     """4096 tokens of 7168 to the top 8 of 256: rows and weights bit for bit, sums within their rounding."""
     sizes = (4096, 7168, 256) if backend == "nvshmem" else (20, 64, 64)
-    run_ranks(_model_size, nodes, ranks_per_node, *sizes, local_combine, payload, timeout_s=240)
+    run_ranks(_model_size, nodes, ranks_per_node, *sizes, local_combine, payload)
 
 
 # --- more than 2**31 elements --------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def _past_int32(rank, nodes, ranks_per_node, hidden, elements):
 def test_more_than_two_to_the_31_elements(run_ranks, backend, nodes, ranks_per_node):
     """Offsets of rows do not wrap: a receive buffer of 1.05 * 2**31 elements, every row checked, and its combine."""
     hidden, elements = (7168, 2**31) if backend == "nvshmem" else (40, 2**12)
-    symmetric = run_ranks(_past_int32, nodes, ranks_per_node, hidden, elements, timeout_s=240)
+    symmetric = run_ranks(_past_int32, nodes, ranks_per_node, hidden, elements)
     # All of it was one buffer of every rank's, at least as large as what arrived.
     assert min(symmetric) > elements * torch.bfloat16.itemsize
 
@@ -170,7 +171,7 @@ def test_two_thousand_random_calls(run_ranks, backend, nodes, ranks_per_node, lo
         pytest.skip("needs --backend nvshmem; the CPU has its many calls in test_life.py")
     calls = 1000 if backend == "nvshmem" else 3  # with and without local combine
     case = Case("many", hidden=64, topk=4, experts=4, local_combine=local_combine)
-    run_ranks(_random_calls, nodes, ranks_per_node, calls, case, timeout_s=240)
+    run_ranks(_random_calls, nodes, ranks_per_node, calls, case)
 
 
 # --- static mode without the host ----------------------------------------------------------------------------
@@ -296,11 +297,11 @@ def test_static_mode_never_waits_for_the_device(run_ranks, backend, nodes, ranks
     """With a capacity, torch sees no synchronising call between input and combined output."""
     if backend == "host":
         pytest.skip("needs --backend nvshmem: a CPU has no device to wait for; the next test checks what comes out")
-    run_ranks(_no_synchronisation, nodes, ranks_per_node, low_latency, *STATIC_SIZES[backend], timeout_s=240)
+    run_ranks(_no_synchronisation, nodes, ranks_per_node, low_latency, *STATIC_SIZES[backend])
 
 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node, low_latency", STATIC_LAYERS)
 def test_graph_replays_with_other_inputs(run_ranks, backend, nodes, ranks_per_node, low_latency):
     """A captured dispatch + combine gives right results for new inputs at each replay."""
-    run_ranks(_replays, nodes, ranks_per_node, low_latency, *STATIC_SIZES[backend], timeout_s=240)
+    run_ranks(_replays, nodes, ranks_per_node, low_latency, *STATIC_SIZES[backend])

@@ -34,4 +34,4 @@ def test_other_numbers_of_ranks(run_ranks, backend, nodes, ranks_per_node, case)
 def test_eight_ranks(run_ranks, nodes, ranks_per_node, name):
     """The same with eight ranks on one, two and four nodes."""
     (case,) = (case for case in CASES if case.name == name)
-    run_ranks(check_case, nodes, ranks_per_node, case, timeout_s=120)
+    run_ranks(check_case, nodes, ranks_per_node, case)

@@ -145,7 +145,7 @@ def test_many_calls_of_random_sizes(run_ranks, chaos_seed, backend, nodes, ranks
     if backend == "nvshmem":
         calls *= 2
     case = Case("random", hidden=16, topk=2, experts=2, local_combine=local_combine)
-    run_ranks(_many_calls, nodes, ranks_per_node, calls, calls, case, timeout_s=200)
+    run_ranks(_many_calls, nodes, ranks_per_node, calls, calls, case)
 
 
 def _static_overflow(rank, nodes, ranks_per_node, local_combine):

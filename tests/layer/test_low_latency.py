@@ -8,7 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.layer.cases import Case, check_case, combine_and_check, dispatch_and_check, make_layer, workloads
+from tests.layer.cases import (
+    Case,
+    check_case,
+    combine_and_check,
+    dispatch_and_check,
+    limit_of_calls,
+    make_layer,
+    workloads,
+)
 from triton_ep import EPConfig, MXTensor, autograd
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, InputError, StaleHandleError, WaitTimeout
@@ -95,7 +103,7 @@ def _many_calls(rank, nodes, ranks_per_node, calls):
 def test_many_calls_of_random_sizes(run_ranks, backend, chaos_seed, nodes, ranks_per_node):
     """State left behind by any call would show in a later one; descriptors combine in any order."""
     calls = 400 if backend == "nvshmem" else 4 if chaos_seed is not None else 12
-    run_ranks(_many_calls, nodes, ranks_per_node, calls, timeout_s=120)
+    run_ranks(_many_calls, nodes, ranks_per_node, calls)
 
 
 def _same_as_static(rank, nodes, ranks_per_node, payload):
@@ -164,7 +172,8 @@ def test_overflow_is_flagged_and_harmless(run_ranks, nodes, ranks_per_node):
 
 
 def _late(rank, nodes, ranks_per_node, where):
-    layer = make_layer(SMALL, rank, nodes, ranks_per_node, timeout_s=0.8)
+    limit_s = limit_of_calls(SMALL, rank, nodes, ranks_per_node)
+    layer = make_layer(SMALL, rank, nodes, ranks_per_node, timeout_s=limit_s)
     done = [dispatch_and_check(layer, SMALL, call) for call in range(3)][-1]
     combine_and_check(layer, done)
     if current_heap().device.type == "cuda":

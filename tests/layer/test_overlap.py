@@ -15,6 +15,7 @@ from tests.layer.cases import (
     combine_and_check,
     dispatch_and_check,
     expert_outputs,
+    limit_of_calls,
     make_layer,
     start_combine,
     start_dispatch,
@@ -123,7 +124,7 @@ def test_halves_in_any_order_equal_the_reference(run_ranks, backend, chaos_seed,
     if backend == "host" and (ranks_per_node > 2 or (nodes == 2 == ranks_per_node and case is not SMALL)):
         pytest.skip("needs --backend nvshmem; four CPU ranks take one case")
     steps = 80 if backend == "nvshmem" else 11 if chaos_seed is not None else 16
-    run_ranks(_any_order, nodes, ranks_per_node, case, steps, timeout_s=120)
+    run_ranks(_any_order, nodes, ranks_per_node, case, steps)
 
 
 def _two_micro_batches(rank, nodes, ranks_per_node, case, rounds):
@@ -241,7 +242,8 @@ def test_rows_that_others_still_read_are_not_given_up(run_ranks, nodes, ranks_pe
 
 
 def _late(rank, nodes, ranks_per_node, where):
-    layer = make_layer(LOW_LATENCY, rank, nodes, ranks_per_node, timeout_s=0.6)
+    limit_s = limit_of_calls(LOW_LATENCY, rank, nodes, ranks_per_node)
+    layer = make_layer(LOW_LATENCY, rank, nodes, ranks_per_node, timeout_s=limit_s)
     done = dispatch_and_check(layer, LOW_LATENCY, 0)
     dist.barrier()
     if rank != 1:
@@ -448,4 +450,4 @@ def test_a_graph_replays_halves_events_and_the_buffer(
         if nodes * ranks_per_node > 2 or tokens > 128 or (how == "hooks" and not low_latency):
             pytest.skip("needs --backend nvshmem")
         sizes = (low_latency, 6, 40, 16)
-    run_ranks(_replays, nodes, ranks_per_node, how, *sizes, timeout_s=120)
+    run_ranks(_replays, nodes, ranks_per_node, how, *sizes)

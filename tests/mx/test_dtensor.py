@@ -272,20 +272,20 @@ class _gathered:
 @WORLDS
 def test_shards_are_quantised_as_the_whole(run_ranks: Any, nodes: int, ranks_per_node: int) -> None:
     """Quantise after sharding equals sharding after quantise, bit for bit: formats, both dimensions, uneven shards."""
-    run_ranks(_check_shards, nodes, ranks_per_node, timeout_s=240)
+    run_ranks(_check_shards, nodes, ranks_per_node)
 
 
 @WORLDS
 @pytest.mark.parametrize("plan", PLANS)
 def test_parallel_layers_compute_what_one_does(run_ranks: Any, nodes: int, ranks_per_node: int, plan: str) -> None:
     """An MLP of MXLinear, tensor- and sequence-parallel: output, gradients of inputs and of weights."""
-    run_ranks(_check_parallel, nodes, ranks_per_node, plan, timeout_s=240)
+    run_ranks(_check_parallel, nodes, ranks_per_node, plan)
 
 
 @WORLDS
 def test_fsdp_gathers_in_mx(run_ranks: Any, nodes: int, ranks_per_node: int) -> None:
     """Same outputs bit for bit, three steps of training close to those in one process; uneven shards."""
-    run_ranks(_check_fsdp, nodes, ranks_per_node, timeout_s=240)
+    run_ranks(_check_fsdp, nodes, ranks_per_node)
 
 
 def test_gathering_needs_layers_that_are_there() -> None:

@@ -14,6 +14,7 @@ import torch
 
 import triton_ep
 from tests.mx.blocks import DEVICE, DTYPES, ELEMENTS, EVERY, MODES, assert_same_bytes, structured
+from tests.patience import LIMIT_S
 from triton_ep import MXTensor
 from triton_ep.errors import InputError
 from triton_ep.mx.swizzle import to_blocked
@@ -275,7 +276,7 @@ def test_loads_in_a_fresh_process(tmp_path: Path) -> None:
         "print(torch.load(sys.argv[1], weights_only=True).dequantize().double().sum().item())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "mx.pt"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, tmp_path / "mx.pt"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.splitlines()[-1]) == mx.dequantize().double().sum().item()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.mx.blocks import DEVICE
+from tests.patience import LIMIT_S
 from triton_ep.errors import InputError
 from triton_ep.mx import serialize
 from triton_ep.mx.convert import (
@@ -90,7 +91,7 @@ def test_a_fresh_process_loads_it(kind: str, tmp_path: Path) -> None:
     (save_safetensors if kind == "safetensors" else torch.save)(state, path)
     code = _LOAD_SAFETENSORS if kind == "safetensors" else _LOAD
     command = [sys.executable, "-c", code + _PRINT, path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     values = {name: x.dequantize() if hasattr(x, "block_dim") else x for name, x in state.items()}
     want = {name: (type(state[name]).__name__, x.double().sum().item()) for name, x in values.items()}

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ops.grouped import DEVICE
+from tests.patience import LIMIT_S
 from tests.pipeline.plain import device
 from triton_ep import MXTensor, pipeline
 from triton_ep.errors import InputError
@@ -58,7 +59,7 @@ def test_exchanges(run_ranks):
 
 def test_is_imported_first() -> None:
     """By a process that has imported nothing else, so nothing that brings Triton comes before its choice is made."""
-    subprocess.run([sys.executable, "-c", "import triton_ep.pipeline"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", "import triton_ep.pipeline"], check=True, timeout=LIMIT_S)
 
 
 def test_no_process_group() -> None:

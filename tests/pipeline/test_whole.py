@@ -214,4 +214,4 @@ def _check_compiled(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.parametrize("ranks_per_node", [1])
 def test_the_whole_compiles(run_ranks, ranks_per_node):
     """In one graph, forward and backward, for batches of any splits, with the group given by name."""
-    run_ranks(_check_compiled, 1, ranks_per_node, timeout_s=120)
+    run_ranks(_check_compiled, 1, ranks_per_node)

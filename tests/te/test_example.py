@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patience import LIMIT_S
 from tests.programs import environment_of_programs
 from triton_ep.runtime import INTERPRETING
 
@@ -26,7 +27,7 @@ def test_te_example_says_what_mxfp8_rounds() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     number = r"(\d+\.\d)"

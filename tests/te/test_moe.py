@@ -140,7 +140,7 @@ def test_moe_block_against_a_dense_computation(run_ranks, backend, nodes, ranks_
     case = _Case(payload=payload)
     if backend == "nvshmem":
         case = replace(case, **ON_GPUS)
-    run_ranks(_check_numbers, nodes, ranks_per_node, case, timeout_s=120)
+    run_ranks(_check_numbers, nodes, ranks_per_node, case)
 
 
 def _check_parity(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> None:
@@ -166,7 +166,7 @@ def _check_parity(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> No
 def test_the_block_is_the_core(run_ranks, backend, nodes, ranks_per_node):
     """Result and gradient of the input have the bits that dispatch, grouped products and combine give."""
     case = _Case() if backend == "host" else replace(_Case(), **ON_GPUS)
-    run_ranks(_check_parity, nodes, ranks_per_node, case, timeout_s=120)
+    run_ranks(_check_parity, nodes, ranks_per_node, case)
 
 
 class _Captured:
@@ -240,7 +240,7 @@ def test_moe_block_repeats_bit_for_bit(run_ranks, backend, nodes, ranks_per_node
     case = _Case(static=static, experts=1, tokens=(5, 3, 0, 4))
     if backend == "nvshmem":
         case = replace(case, **ON_GPUS)
-    run_ranks(_check_repeats, nodes, ranks_per_node, case, timeout_s=120)
+    run_ranks(_check_repeats, nodes, ranks_per_node, case)
 
 
 def _check_compiled(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> None:
@@ -273,4 +273,4 @@ def test_moe_block_compiles_into_one_graph(run_ranks, backend, nodes, ranks_per_
     case = _Case(payload=payload, static=True, tokens=(11, 6, 7, 9))
     if backend == "nvshmem":
         case = replace(case, **ON_GPUS)
-    run_ranks(_check_compiled, nodes, ranks_per_node, case, timeout_s=240)
+    run_ranks(_check_compiled, nodes, ranks_per_node, case)

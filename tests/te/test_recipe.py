@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import triton_ep.integrations.te as te
+from tests.patience import LIMIT_S
 from triton_ep.errors import InputError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -142,16 +143,16 @@ def test_threads_have_their_own_state() -> None:
     together, seen = threading.Barrier(3), {}
 
     def work(index: int) -> None:
-        together.wait(10)
+        together.wait(LIMIT_S)
         if index == 0:
-            together.wait(10)
+            together.wait(LIMIT_S)
             seen[0] = [_seen()]
-            together.wait(10)
+            together.wait(LIMIT_S)
             return
         with te.autocast(recipe=_recipe(index)):
-            together.wait(10)
+            together.wait(LIMIT_S)
             seen[index] = [_seen()]
-            together.wait(10)
+            together.wait(LIMIT_S)
             seen[index].append(_seen())
         seen[index].append(_seen())
 
@@ -160,7 +161,7 @@ def test_threads_have_their_own_state() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(LIMIT_S)
     assert seen == {0: [OUTSIDE], 1: [(True, 1, 1)] * 2 + [OUTSIDE], 2: [(True, 2, 1)] * 2 + [OUTSIDE]}
 
 
@@ -215,7 +216,7 @@ def test_a_region_that_ends_in_another_thread_leaves_both_alone() -> None:
     region = te.autocast(recipe=_recipe(1))
     thread = threading.Thread(target=region.__enter__)
     thread.start()
-    thread.join(10)
+    thread.join(LIMIT_S)
     with te.autocast(recipe=_recipe(2)):
         region.__exit__(None, None, None)
         assert _seen() == (True, 2, 1)
@@ -335,5 +336,5 @@ def test_emulation_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 te.MXFP8Quantizer(torch.float8_e4m3fn)(torch.zeros(32, 32))
         thread = threading.Thread(target=lambda: te.autocast().__enter__())
         thread.start()
-        thread.join(10)
+        thread.join(LIMIT_S)
     assert [str(each.message).split(":")[0] for each in caught] == ["MXFP8 is emulated on this device"]

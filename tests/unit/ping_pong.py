@@ -15,6 +15,7 @@ import time
 import torch
 
 import triton_ep.interpreter as interpreter
+from tests.patience import LIMIT_S
 
 interpreter.install()
 
@@ -31,7 +32,7 @@ def _meet(memory: torch.Tensor, page: int, rank: int) -> None:
     """Wait, outside of any kernel, until both ranks are at this case."""
     ready = [memory[page + r * HALF + 8 : page + r * HALF + 16].view(torch.int64) for r in range(2)]
     ready[rank].fill_(1)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while not ready[1 - rank].item():
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {rank}: the other rank did not reach page {page // PAGE}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import LIMIT_S
 from triton_ep.errors import HeapError
 from triton_ep.heap import bitcode
 from triton_ep.heap.bitcode import find_bitcode, pruned_bitcode
@@ -171,7 +172,7 @@ def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
             assert writer.stdin is not None
             writer.stdin.write("go\n")
             writer.stdin.flush()
-        lines = {writer.communicate(timeout=60)[0] for writer in writers}
+        lines = {writer.communicate(timeout=LIMIT_S)[0] for writer in writers}
     finally:
         for writer in writers:
             writer.kill()
@@ -215,7 +216,7 @@ def test_kernels_come_out_as_with_the_whole_bitcode(real: Path, tmp_path: Path) 
             env=environment | {"TRITON_INTERPRET": "0"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT_S,
         )
         assert done.returncode == 0, done.stderr
         outcomes.append(json.loads(done.stdout.splitlines()[-1]))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import LIMIT_S
 from tests.programs import run_program
 from triton_ep.cli import doctor, main
 from triton_ep.cli.machine import NVSHMEM_REQUIREMENTS, Gpu, Machine, inspect_machine, judge, version_tuple
@@ -178,7 +179,7 @@ def test_doctor_works_where_nothing_is_installed() -> None:
 
         sys.exit(main(["doctor"]))
     """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 1, done.stderr
     assert "pip install 'torch>=2.11' 'triton>=3.6'" in done.stdout
     assert "pip install 'numpy>=1.26,<2.6'" in done.stdout

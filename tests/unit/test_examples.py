@@ -11,6 +11,7 @@ from textwrap import indent
 import pytest
 import torch
 
+from tests.patience import LIMIT_S
 from tests.programs import environment_of_programs, run_program
 from triton_ep.runtime import INTERPRETING
 
@@ -36,7 +37,7 @@ def _run(command: Sequence[str | Path]) -> str:
     """
     environment = environment_of_programs()
     if Path(command[0]).name == "mpirun":
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     else:
         done = run_program(command, environment)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

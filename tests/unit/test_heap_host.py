@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.patience import LIMIT_S
 from triton_ep.distributed import current_heap, finalize_distributed
 from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed
 from triton_ep.heap.base import SymmTensor
@@ -193,14 +194,15 @@ def _fail(rank: int, nodes: int, ranks_per_node: int) -> None:
     heap.barrier()
     if rank == 1:
         heap.abort("token 7 goes to expert 99: " + "é" * 2000)
-        time.sleep(0.5)  # the others must learn of it while this process lives
+        dist.barrier()  # the others learn of it while this process lives
         raise ValueError("the cause")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LIMIT_S
     while heap.failed_peer() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert heap.failed_peer() == 1
     with pytest.raises(PeerFailed, match=r"rank 1 failed while rank 0 waited: token 7 goes to expert 99"):
         heap.check_peers()
+    dist.barrier()
     finalize_distributed()  # does not wait for a rank that has failed
 
 
@@ -213,7 +215,8 @@ def test_a_rank_that_aborts_is_heard(run_ranks: Run, nodes: int, ranks_per_node:
 
 
 def _wait_as_a_kernel(heap: HostHeap) -> None:
-    for _ in range(200):
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
         heap.check_peers()
         time.sleep(0.02)
 
@@ -224,10 +227,10 @@ def _die(rank: int, nodes: int, ranks_per_node: int) -> float:
     heap.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(PeerFailed, match="rank 0 met the other ranks in the symmetric heap, but rank 1 is gone"):
         heap.alloc([1], torch.int64)
     assert heap.failed_peer() == 1
+    started = time.monotonic()
     heap.check_peers()  # a grace: it may have sent what this rank waits for
     with pytest.raises(PeerFailed, match="the process of rank 1 ended while rank 0 waited"):
         _wait_as_a_kernel(heap)
@@ -244,7 +247,7 @@ def test_a_rank_that_dies_is_named(run_ranks: Run, nodes: int, ranks_per_node: i
     """By collectives on the host at once, by waiting kernels after a second; nobody waits for it to end a layer."""
     waited, _ = run_ranks(_die, nodes, ranks_per_node, return_exceptions=True)
     assert isinstance(waited, float), waited
-    assert 0.9 < waited < 5
+    assert waited > 0.9
 
 
 def _retire(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
@@ -311,7 +314,7 @@ def test_nothing_is_left_of_a_killed_job(tmp_path: Path) -> None:
         "    initialize_distributed()\n"
         "    current_heap().alloc([1 << 20], torch.int8).local.fill_(1)\n"
         "    print(f'{os.getpid()}\\n', end='', flush=True)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(100_000)\n"
         "if __name__ == '__main__':\n"
         "    run_ranks(main, 2)\n"
     )
@@ -325,7 +328,7 @@ def test_nothing_is_left_of_a_killed_job(tmp_path: Path) -> None:
         files = re.findall(r" rw-s .* (/\S+.*)$", text, re.MULTILINE)
         assert [name for name in files if "heap" in name] == ["/memfd:triton_ep-heap (deleted)"] * 2
         assert [name for name in files if not name.startswith("/memfd:")] == []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LIMIT_S
     while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(_runs(pid) for pid in pids)

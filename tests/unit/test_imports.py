@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import LIMIT_S
 from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,7 +225,7 @@ def _last_line(code: str) -> str:
 def test_importing_the_package_loads_neither_torch_nor_triton() -> None:
     """`import triton_ep`, and its errors, work where neither torch nor Triton is installed."""
     code = "import sys, triton_ep; triton_ep.EPError; print({'torch', 'triton', 'numpy'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.strip() == "set()", done.stderr
 
 
@@ -261,7 +262,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
 def test_kernels_refuse_to_be_a_top_level_package() -> None:
     """`import kernels` from the checkout's root says what to write instead of loading a second copy."""
     done = subprocess.run(
-        [sys.executable, "-c", "import kernels"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", "import kernels"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode != 0
     assert "triton_ep.kernels" in done.stderr

@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 
+from tests.patience import LIMIT_S
 from triton_ep import interpreter
 from triton_ep.interpreter.held import HeapRanges, HeldStores
 
@@ -59,7 +60,7 @@ def _ping_pong(cases: list[tuple[str, int | None]], rounds: int) -> list[list[in
         for rank in range(2)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=120) for process in ranks]
+        outputs = [process.communicate(timeout=LIMIT_S) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 
+from tests.patience import LIMIT_S
 from triton_ep import interpreter
 
 if not triton.knobs.runtime.interpret:
@@ -227,7 +228,7 @@ def test_self_test_passes_and_names_what_is_broken() -> None:
     interpreter.self_test()
     script = "from triton_ep.interpreter import selftest; selftest.run()"
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
     assert done.returncode != 0
     for name in (
@@ -255,7 +256,7 @@ def test_only_interpreted_processes_are_changed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=ROOT, env={"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True, text=True, check=True, timeout=100,
+        capture_output=True, text=True, check=True, timeout=LIMIT_S,
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert "set TRITON_INTERPRET=1" in lines[0]

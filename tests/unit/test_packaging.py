@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
 WHERE = "import triton_ep, triton_ep.kernels as k, triton_ep.aot as a; print(k.__file__, a.__file__, sep='\\n')"
@@ -22,7 +24,7 @@ WHERE = "import triton_ep, triton_ep.kernels as k, triton_ep.aot as a; print(k._
 def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
     """Output of a command that must succeed; `environment` is all it gets."""
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -1,0 +1,152 @@
+"""Two checkouts measured in one run, by turns: is the new one slower?
+
+    git worktree add build/old COMMIT
+    python tests/bench/compare_commits.py --old build/old --new . --repeats 5 \\
+        "roundtrip --capacity static --provider triton_ep --payload bf16,mxfp8" "low-latency --tokens 8,128"
+
+Each argument is a command line of `triton-ep bench`. Both checkouts start their ranks once, on the same GPUs, and then
+measure by turns; the one whose turn it is not sleeps. A row of the table has the median of the repeats of each
+checkout, their ratio, and the spread of the old one, (largest - smallest) / median. The exit code is 1 if a row is
+slower by more than `--limit` percent plus that spread.
+"""
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+SIDES = ("old", "new")
+KEY = ("op", "mode", "payload", "nodes", "ranks", "tokens", "hidden", "topk", "experts")
+
+
+def _measure(side: str, commands: list[str], repeats: int, folder: str) -> None:
+    """What a rank does: measure when it is this checkout's turn."""
+    import torch
+    import torch.distributed as dist
+
+    from triton_ep.bench.job import join
+    from triton_ep.bench.run import measure_all
+    from triton_ep.distributed import finalize_distributed
+
+    settings = [_settings(command) for command in commands]
+    rank = join(settings[0])
+    for repeat in range(repeats):
+        while _turn(folder) != f"{repeat} {side}":
+            time.sleep(0.05)
+        rows = [row for each in settings for row in measure_all(each).rows if row["op"] != "floor"]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        dist.all_gather_object([None] * dist.get_world_size(), rank)
+        if rank == 0:
+            (Path(folder) / f"{side}-{repeat}.json").write_text(json.dumps(rows))
+            last = side == SIDES[-1]
+            _give_turn(folder, f"{repeat + last} {SIDES[0] if last else SIDES[1]}")
+    finalize_distributed()
+
+
+def _settings(command: str) -> Any:
+    from triton_ep.cli import bench
+    from triton_ep.runtime import INTERPRETING
+
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    arguments = parser.parse_args(command.split())
+    ranks = 4
+    if not INTERPRETING:
+        import torch
+
+        ranks = torch.cuda.device_count()
+    return bench.settings_of(arguments, ranks, interpreting=INTERPRETING)
+
+
+def _turn(folder: str) -> str:
+    return (Path(folder) / "turn").read_text()
+
+
+def _give_turn(folder: str, turn: str) -> None:
+    path = Path(folder) / "turn"
+    path.with_suffix(".part").write_text(turn)
+    path.with_suffix(".part").rename(path)
+
+
+def _work(side: str, folder: str, repeats: int, commands: list[str]) -> None:
+    """A checkout's process, which starts its ranks."""
+    import triton_ep.runtime  # noqa: F401  before torch's Triton: decides whether kernels are interpreted
+    from triton_ep.distributed import run_ranks
+
+    run_ranks(_measure, _settings(commands[0]).ranks, side, commands, repeats, folder)
+
+
+def _table(folder: Path, repeats: int, limit_pct: float) -> tuple[list[dict[str, Any]], bool]:
+    """A line per row, and whether one of them is slower than allowed."""
+    found: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for side in SIDES:
+        for repeat in range(repeats):
+            for row in json.loads((folder / f"{side}-{repeat}.json").read_text()):
+                if row["median_us"]:
+                    found[tuple(str(row[name]) for name in KEY)][side].append(float(row["median_us"]))
+    lines, slower = [], False
+    for key, times in found.items():
+        old, new = (statistics.median(times[side]) if times[side] else float("nan") for side in SIDES)
+        spread = 100 * (max(times["old"]) - min(times["old"])) / old
+        change = 100 * (new / old - 1)
+        bad = not change <= limit_pct + spread
+        slower |= bad
+        line = {"old_us": f"{old:.1f}", "new_us": f"{new:.1f}", "change_pct": f"{change:+.2f}"}
+        line |= {"old_spread_pct": f"{spread:.2f}", "slower": "SLOWER" if bad else ""}
+        lines.append({**dict(zip(KEY, key, strict=True)), **line})
+    return lines, slower
+
+
+def main() -> int:
+    """Run both checkouts and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commands", nargs="+", metavar="COMMAND", help="of `triton-ep bench`, in quotes")
+    parser.add_argument("--old", required=True, metavar="DIR")
+    parser.add_argument("--new", default=".", metavar="DIR")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=1.0, metavar="PERCENT")
+    parser.add_argument("--csv", metavar="PATH", help="write the table there")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    a = parser.parse_args()
+    if a.side:
+        _work(a.side, a.folder, a.repeats, a.commands)
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        _give_turn(name, f"0 {SIDES[0]}")
+        processes = []
+        for side, checkout in zip(SIDES, (a.old, a.new), strict=True):
+            path = str(Path(checkout).resolve())
+            words = ["--old", a.old, "--repeats", str(a.repeats), "--side", side, "--folder", name, *a.commands]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
+            processes.append(subprocess.Popen([sys.executable, __file__, *words], cwd=path, env=environment))
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):  # the other one would wait for its turn
+                for process in processes:
+                    process.kill()
+            time.sleep(0.2)
+        if any(process.returncode for process in processes):
+            return 2
+        lines, slower = _table(Path(name), a.repeats, a.limit)
+    widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in lines[0]}
+    for line in [dict(zip(widths, widths, strict=True)), *lines]:
+        print("  ".join(f"{line[name]:>{width}}" for name, width in widths.items()))
+    if a.csv:
+        with open(a.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(lines[0]))
+            writer.writeheader()
+            writer.writerows(lines)
+    return int(slower)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
