@@ -5,21 +5,19 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
-from triton_ep.environment import Environment, read_environment
+from triton_ep.environment import Environment, as_integer, read_environment
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import P2P
 from triton_ep.plans.shape import Shape
 from triton_ep.topology import Topology
 from triton_ep.tuned.table import KERNELS, TunedEntry
 
-__all__ = ["EPConfig", "Environment", "read_environment"]
+__all__ = ["EPConfig", "Environment", "as_integer", "read_environment"]
 
 _TOKEN_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SHAPE = [field.name for field in fields(Shape) if field.name not in ("token", "network", "tuned", "interpreted")]
@@ -27,21 +25,6 @@ _POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local
 
 # Every program goes through the ids of all tokens of its rank; ranks are bits of a word.
 _LOW_LATENCY_MOST = {"max_tokens": 512, "num_experts": 2048, "world_size": 32}
-
-
-def as_integer(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int: of numpy, or a tensor with one integer, too.
-
-    Raises:
-        ConfigError: it is no integer, or below `least`.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}.")
-    return number
 
 
 @dataclass(frozen=True)
@@ -117,25 +100,28 @@ class EPConfig:
             raise ConfigError(f"EPConfig.topk {self.topk} exceeds 32, the most that the kernels unroll.")
         if self.num_sm > 1024:
             raise ConfigError(f"EPConfig.num_sm {self.num_sm} exceeds 1024.")
-        if self.token_dtype not in _TOKEN_DTYPES:
+        if not isinstance(self.token_dtype, torch.dtype) or self.token_dtype not in _TOKEN_DTYPES:
             raise ConfigError(
                 f"EPConfig.token_dtype {self.token_dtype!r} is none of {tuple(_TOKEN_DTYPES)}. For quantised rows pass "
                 'one of them, which combine takes, and payload="mxfp8".'
             )
-        if self.weight_dtype != torch.float32:
+        if self.weight_dtype is not torch.float32:
             raise ConfigError(f"EPConfig.weight_dtype {self.weight_dtype!r} is not torch.float32; convert the weights.")
-        if self.offset_dtype != torch.int32:
+        if self.offset_dtype is not torch.int32:
             raise ConfigError(f"EPConfig.offset_dtype {self.offset_dtype!r} is not torch.int32; leave it out.")
         if self.recv_capacity is not None:
             rows = as_integer("capacity (None for exact outputs, or a number of rows)", self.recv_capacity)
             object.__setattr__(self, "recv_capacity", rows)
-        if self.payload not in (None, "mxfp8"):
+        if not isinstance(self.payload, str | None) or self.payload not in (None, "mxfp8"):
             raise ConfigError(f'EPConfig.payload is {self.payload!r}; rows travel as they are (None) or as "mxfp8".')
         if self.payload and self.hidden % 32:
             raise ConfigError(f"EPConfig.hidden {self.hidden} is not a multiple of 32, the block of an MXFP8 scale.")
+        if self.tuned is not None and not isinstance(self.tuned, TunedEntry):
+            raise ConfigError(f"EPConfig.tuned must be a TunedEntry or None, got {type(self.tuned).__name__}.")
         if self.low_latency:
             self._check_low_latency()
-        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s <= 2000:
+        limit_s = self.timeout_s
+        if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= 2000:
             raise ConfigError(f"EPConfig.timeout_s must be above 0 and at most 2000 seconds, got {self.timeout_s!r}.")
 
     def _check_low_latency(self) -> None:

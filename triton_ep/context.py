@@ -42,6 +42,7 @@ from triton_ep.kernels.device import codes
 from triton_ep.overlap import OpenCalls, current_stream
 from triton_ep.plans import Plan
 from triton_ep.runtime import INTERPRETING, Launcher, aot_for
+from triton_ep.tuned.choose import Choice
 
 _INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
 _SLACK_BYTES = 4096  # what a heap may add to one allocation to align it
@@ -82,10 +83,13 @@ class DispatchCombineContext(ContextNames):
     """
 
     @torch.inference_mode(False)  # what it keeps is written outside of that mode, too
-    def __init__(self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap, aot: Aot | None) -> None:
+    def __init__(
+        self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap, aot: Aot | None, name: str
+    ) -> None:
         self.config, self.sizes, self.aot = config, sizes, aot
         self.group, self.heap, self.device = group, heap, heap.device
         self.layer_id = secrets.randbits(62)
+        self.name, self._members = name, heap.members(group)
         self.epoch, self.calls, self._closed = 0, OpenCalls(), False
         self.failure: str | None = None
         self.backward = False  # calls made now send gradients
@@ -113,12 +117,17 @@ class DispatchCombineContext(ContextNames):
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
         self._launchers_of = {layout.kind_of_rows(config): self._launchers}
         self._scratch: dict[str, torch.Tensor] = {}
-        if aot is not None:
-            aot.check(config.shape(self.network))
-        classes = ("", "arrival", "output")
-        heap.require(layout.estimate_bytes(sizes) + len(classes) * _SLACK_BYTES, group)
-        for grows in classes:
-            self._allocate(grows)
+        try:
+            if aot is not None:
+                aot.check(config.shape(self.network))
+            classes = ("", "arrival", "output")
+            heap.require(layout.estimate_bytes(sizes) + len(classes) * _SLACK_BYTES, group, name)
+            for grows in classes:
+                self._allocate(grows)
+        except BaseException as error:
+            self.failure = f"its constructor raised {type(error).__name__}."
+            self.finalize()  # other ranks may have gone on, and store here
+            raise
 
     @classmethod
     def create(
@@ -129,12 +138,14 @@ class DispatchCombineContext(ContextNames):
         group: Any = None,
         heap: SymmetricHeap | None = None,
         aot: Aot | None = None,
+        choice: Choice | None = None,
     ) -> DispatchCombineContext:
         """Allocate a context; collective over `group` (default: the whole world).
 
         capacity: room for received rows at the start, in multiples of the average max_tokens * topk; an
             exact context grows beyond it, a static one has `ep_config.recv_capacity` rows and ignores this.
         aot: library to take kernels from; None: as TRITON_EP_AOT says.
+        choice: what this rank found for `num_sm`, where it was not given.
 
         Raises:
             ConfigError: on every rank, if the group does not fit the configuration, or the ranks have different ones.
@@ -145,8 +156,8 @@ class DispatchCombineContext(ContextNames):
         aot = aot_for(None, None, heap) if aot is None else aot
         if not isinstance(capacity, int | float) or not capacity > 0:
             raise ConfigError(f"capacity must be a number above 0, got {capacity!r}.")
-        check_agreement(ep_config, group, heap)
-        return cls(ep_config, layout.initial_sizes(ep_config, capacity), group, heap, aot)
+        name = check_agreement(ep_config, group, heap, choice)
+        return cls(ep_config, layout.initial_sizes(ep_config, capacity), group, heap, aot, name)
 
     # --- memory -----------------------------------------------------------------------------------------
 
@@ -155,7 +166,7 @@ class DispatchCombineContext(ContextNames):
         """Allocate the buffers of one growth class as one block and enter their addresses in the tables."""
         members = [buffer for buffer in layout.BUFFERS if buffer.grows == grows]
         nbytes = sum(buffer.nbytes(self.sizes) for buffer in members)
-        block = self.heap.alloc((nbytes,), torch.uint8, self.group)
+        block = self.heap.alloc((nbytes,), torch.uint8, self.group, self.name)
         self._blocks[grows] = block
         offset = 0
         for buffer in members:
@@ -218,12 +229,13 @@ class DispatchCombineContext(ContextNames):
             before = self.sizes
             self.heap.free(self._blocks.pop(grows))
             self.sizes = sizes
-            try:
-                self._allocate(grows)
-            except HeapError:
-                self.sizes = before
-                self._allocate(grows)  # smaller calls still work
-                raise
+            with self._together():
+                try:
+                    self._allocate(grows)
+                except HeapError:
+                    self.sizes = before
+                    self._allocate(grows)  # smaller calls still work
+                    raise
 
     def make_room_for_all(self) -> None:
         """Make room for every token of every rank; collective where it is not there yet, the same on all ranks.
@@ -238,9 +250,39 @@ class DispatchCombineContext(ContextNames):
 
     def _meet(self) -> None:
         """Wait until no rank of the group has work under way that reaches into the buffers of another."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.heap.barrier(self.group)
+        self._drain()
+        with self._together():
+            self.heap.barrier(self.group, self.name)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """A meeting of the ranks. One that does not come about leaves the layer failed: it may lack a buffer."""
+        try:
+            yield
+        except PeerFailed as error:
+            self.failure = str(error)
+            raise
+
+    def _drain(self) -> None:
+        """Wait until the device has run what it was given, on any stream and in any graph.
+
+        Raises:
+            WaitTimeout: it does not end.
+        """
+        # The waits of our kernels have a bound each; the rest is for what the program has given the device.
+        limit_s = 2 * self.config.timeout_s + max(60.0, self.heap.limit_s())
+        try:
+            self.heap.drain(limit_s, self.network != codes.P2P)
+        except TimeoutError as error:
+            self.failure = "the GPU did not end its work."
+            raise WaitTimeout(
+                f"rank {self.config.rank} waited {limit_s:.0f} s on the host for its GPU to end what it was given. "
+                "Look for a kernel that does not end. The layer's memory stays reserved; finalize may be called again."
+            ) from error
+        except RuntimeError:
+            if self.failure is None:
+                raise
+            # A GPU with an error runs nothing any more, and the caller has the first report of it.
 
     def extern_libs(self) -> dict[str, str] | None:
         """Device bitcode for kernels that call NVSHMEM; None if this context has none of them."""
@@ -251,18 +293,26 @@ class DispatchCombineContext(ContextNames):
         return self._extern_libs
 
     def finalize(self) -> None:
-        """Free the symmetric memory; collective over the group, idempotent.
+        """Give the symmetric memory back, once the device has run what it was given; idempotent.
 
-        After a failure (an expired wait, a dead peer) the ranks no longer meet, so nothing is awaited.
+        A healthy layer waits until all ranks have ended it. After a failure (an expired wait, a dead peer, an exception
+        in the layer's block) nobody waits, and the memory comes back when every rank has ended the layer, or its
+        process has: those that were late still read and write there. No rank meets another here, so it does not matter
+        which of them saw the failure.
+
+        Raises:
+            PeerFailed: of a healthy layer, a rank has not ended it in time, or is dead.
+            WaitTimeout: the GPU does not end its work; finalize may be called again.
         """
         if self._closed:
             return
-        if self.failure is None:
-            self._meet()
+        if not self.heap.closed:
+            self._drain()
         self._closed = True
-        for block in self._blocks.values():
-            self.heap.free(block)
+        blocks = list(self._blocks.values())
         self._blocks.clear()
+        if not self.heap.closed:
+            self.heap.retire(blocks, self.name, self._members, wait=self.failure is None)
 
     # --- state ------------------------------------------------------------------------------------------
 
@@ -270,11 +320,16 @@ class DispatchCombineContext(ContextNames):
         """Raise if the context was finalized, or failed before.
 
         Raises:
-            FinalizedError: after `finalize`.
+            FinalizedError: after `finalize`, or `finalize_distributed`.
             WaitTimeout: after an expired wait; the ranks are out of step.
         """
         if self._closed:
             raise FinalizedError("This layer was finalized. Make a new EPAll2AllLayer on all ranks of its group.")
+        if self.heap.closed:
+            raise FinalizedError(
+                "finalize_distributed() was called, which ended this layer, too. Call initialize_distributed() and "
+                "make a new layer on all ranks."
+            )
         if self.failure is not None:
             raise WaitTimeout(
                 f"This layer failed before and its ranks are out of step: {self.failure} Finalize it and make another."

@@ -8,6 +8,7 @@ run_ranks                 starts the ranks of a program that was started bare
 from __future__ import annotations
 
 import multiprocessing
+import numbers
 import os
 import select
 import signal
@@ -28,13 +29,14 @@ import torch.distributed as dist
 # torch.compile's machinery say, they would keep the group and its threads to the end of the process, which aborts.
 import torch.distributed.nn
 
-from triton_ep.environment import read_environment
+from triton_ep.environment import MOST_BYTES, as_integer, read_environment
 from triton_ep.errors import ConfigError, EPError, PeerFailed
 from triton_ep.heap import host, nvshmem
 from triton_ep.heap.base import SymmetricHeap
 from triton_ep.rendezvous import Place, find_place, joining
 from triton_ep.runtime import INTERPRETING
 
+_TIMEOUTS_S = 1e-3, 1e6  # what torch's stores count in, and more than anybody waits
 _LEAVE_S = 10.0  # for a rank of run_ranks that is done: to write out what it printed, and end
 _GRACE_S = 0.5  # after the first failure, for the reports of the others, one of which may be the cause
 
@@ -91,10 +93,12 @@ def initialize_distributed(
         )
     chosen = _choose_backend(backend)
     environment = read_environment()
-    if heap_bytes is None:
-        heap_bytes = default_heap_bytes(chosen)
-    if heap_bytes < 1:
-        raise ConfigError(f"heap_bytes is {heap_bytes}; a symmetric heap has at least 1 byte.")
+    timeout_s = _as_seconds(timeout_s)
+    if local_world_size is not None:
+        local_world_size = as_integer("local_world_size", local_world_size)
+    heap_bytes = default_heap_bytes(chosen) if heap_bytes is None else as_integer("heap_bytes", heap_bytes)
+    if heap_bytes > MOST_BYTES:
+        raise ConfigError(f"heap_bytes is {heap_bytes}; a symmetric heap has at most {MOST_BYTES} bytes (64T).")
     owns_group = not dist.is_initialized()
     if owns_group:
         place = find_place(environment, _spawned, store, rank, world_size, timeout_s)
@@ -105,7 +109,8 @@ def initialize_distributed(
     elif (store, rank, world_size) != (None, None, None):
         raise ConfigError("a process group exists already, so store, rank and world_size must not be given.")
     try:
-        ranks_per_node = _ranks_per_node(local_world_size)
+        with joining(dist.get_rank(), dist.get_world_size(), timeout_s):
+            ranks_per_node = _ranks_per_node(local_world_size)
         heap = _make_heap(chosen, heap_bytes)
     except BaseException:
         if owns_group:
@@ -133,14 +138,22 @@ def most_gpu_ranks() -> int:
 
 
 def finalize_distributed() -> None:
-    """Close the heap, and the process group if `initialize_distributed` made it. Collective, idempotent."""
+    """Close the heap, and the process group if `initialize_distributed` made it. Collective, idempotent.
+
+    Raises:
+        PeerFailed: a rank did not come, or ended meanwhile.
+        ConfigError: the process group was destroyed before.
+        The job has ended on this rank all the same.
+    """
     global _job
     if _job is None:
         return
-    _job.heap.close()
-    if _job.owns_group:
-        dist.destroy_process_group()
-    _job = None
+    job, _job = _job, None
+    try:
+        job.heap.close()
+    finally:
+        if job.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def current_heap() -> SymmetricHeap:
@@ -266,8 +279,16 @@ def _ranks_per_node(told: int | None) -> int:
     return told
 
 
+def _as_seconds(value: Any) -> float:
+    shortest_s, longest_s = _TIMEOUTS_S
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not shortest_s <= float(value) <= longest_s:
+        raise ConfigError(f"timeout_s must be a number of seconds, {shortest_s:g} to {longest_s:g}, got {value!r}.")
+    return float(value)
+
+
 def _check_divides(told: int, world_size: int) -> None:
-    if told < 1 or world_size % told:
+    if world_size % told:
         raise ConfigError(f"local_world_size={told} does not divide the {world_size} ranks of the job.")
 
 

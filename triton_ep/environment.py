@@ -25,6 +25,7 @@ and these override a choice:
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ from triton_ep.errors import ConfigError
 
 _SLURM_OWN_STEPS = 0xFFFFFFF0  # from here on: what Slurm runs beside srun's steps, the shell of an salloc say
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+MOST_BYTES = 2**46
+"""Of a symmetric heap: half of what a process has addresses for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +143,31 @@ def parse_bytes(name: str, text: str) -> int:
         ConfigError: not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
-    size = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
+    size = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
     if size < 1:
-        raise ConfigError(f"{name}={text!r} is no size in bytes. Write a number, or one with K, M, G or T: 2G.")
-    return size
+        raise ConfigError(f"{name}={_short(text)!r} is no size in bytes. Write a number, or one with K, M, G or T: 2G.")
+    if size > MOST_BYTES:
+        raise ConfigError(f"{name}={_short(text)!r} is more than a symmetric heap may have, {MOST_BYTES} bytes (64T).")
+    return int(size)
+
+
+def as_integer(name: str, value: Any, least: int = 1) -> int:
+    """`value` as an int: of numpy, or a tensor with one integer, too.
+
+    Raises:
+        ConfigError: it is no integer, or below `least`.
+    """
+    try:
+        number = operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # of tensors without data, too
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    return number
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _read_launcher(env: Mapping[str, str]) -> dict[str, Any]:
@@ -192,7 +216,7 @@ def _integer(env: Mapping[str, str], name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"{name}={text!r} in the environment is no integer.") from None
+        raise ConfigError(f"{name}={_short(text)!r} in the environment is no integer.") from None
 
 
 def _aot(env: Mapping[str, str]) -> str | None:

@@ -29,7 +29,7 @@ from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.overlap import CommStream, EPEvent, RecvHook
 from triton_ep.runtime import aot_for
-from triton_ep.tuned.choose import choose
+from triton_ep.tuned.choose import Choice, choose
 from triton_ep.tuned.table import TunedEntry
 
 
@@ -96,6 +96,8 @@ class EPAll2AllLayer(CompactCalls):
         aot: str | None = None,
         aot_dir: str | Path | None = None,
     ) -> None:
+        if tuned is not None and not isinstance(tuned, TunedEntry):
+            raise ConfigError(f"tuned must be an entry of a tuned table (TunedEntry), got {type(tuned).__name__}.")
         if num_sm is not None and tuned is not None:
             raise ConfigError(f"num_sm={num_sm} and a tuned entry with {tuned.num_sm}: pass num_sm=None with `tuned`.")
         config = EPConfig(
@@ -118,9 +120,12 @@ class EPAll2AllLayer(CompactCalls):
             tuned=tuned,
         )
         check_group(torch.distributed.group.WORLD if ep_group is None else ep_group)
-        self.config = choose(config, current_heap().device, ep_group) if num_sm is None and tuned is None else config
-        kernels = aot_for(aot or use_aot, aot_dir, current_heap())
-        self.context = DispatchCombineContext.create(self.config, group=ep_group, aot=kernels)
+        choice: Choice | None = None
+        if num_sm is None and tuned is None:
+            config, choice = choose(config, current_heap().device)
+        self.config = config
+        kernels = aot_for(use_aot if aot is None else aot, aot_dir, current_heap())
+        self.context = DispatchCombineContext.create(config, group=ep_group, aot=kernels, choice=choice)
         self.barrier = BarrierAllContext(self.context)
         self._comm = CommStream(self.context.device)
         self._warned, self._overflow_told = False, 0
@@ -356,7 +361,15 @@ class EPAll2AllLayer(CompactCalls):
     # --- life -------------------------------------------------------------------------------------------
 
     def finalize(self) -> None:
-        """Free the symmetric memory of the layer. Collective, idempotent."""
+        """Free the symmetric memory of the layer. All ranks call it, in any state of the layer; idempotent.
+
+        Waits for the work of this rank's device, then, unless the layer has failed, until all ranks have come. After a
+        failure nothing more is awaited: the memory is used again when every rank has finalized the layer, or is dead.
+
+        Raises:
+            PeerFailed: a rank has not come within the time limit of host collectives, or is dead.
+            WaitTimeout: this rank's device does not end its work; finalize may be called again.
+        """
         self.context.finalize()
 
     def check(self) -> None:

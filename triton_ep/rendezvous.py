@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from triton_ep.environment import Environment
+from triton_ep.environment import Environment, as_integer
 from triton_ep.errors import ConfigError, PeerFailed
 
 
@@ -52,6 +52,9 @@ def find_place(
     if any(given):
         if store is None or rank is None or world_size is None:
             raise ConfigError("store, rank and world_size belong together: give all three or none.")
+        if not isinstance(store, dist.Store):
+            raise ConfigError(f"store must be a torch.distributed.Store, got {type(store).__name__}.")
+        rank, world_size = as_integer("rank", rank, 0), as_integer("world_size", world_size)
         _check_rank("the caller", rank, world_size)
         return Place(rank, world_size, None, lambda: store)
     if spawned is not None:

@@ -113,6 +113,10 @@ def aot_for(mode: str | bool | None, folder: Path | str | None, heap: Any = None
         AotArchMismatch: there is none for this GPU; not with "prefer".
         AotCorrupted: its index cannot be read.
     """
+    if not isinstance(mode, bool | str | None):
+        raise ConfigError(f'aot is of type {type(mode).__name__}; it is "require", "prefer" or None.')
+    if not isinstance(folder, str | os.PathLike | None):
+        raise ConfigError(f"aot_dir is of type {type(folder).__name__}; it is the path of a folder, or None.")
     mode = "require" if mode is True else mode or read_environment().aot
     if mode not in (None, "require", "prefer"):
         raise ConfigError(f'aot is {mode!r}; it is "require", "prefer" or None.')

@@ -72,12 +72,27 @@ def _check_agreement(rank: int, nodes: int, ranks_per_node: int) -> None:
         # More experts change no size of a buffer here, but where splits are written.
         ("num_tot_experts", 8, r"EPConfig.num_experts: 4 by rank 0; 8 by rank 1\. Give all"),
         ("num_sm", 3, "EPConfig.num_sm: 2 by rank 0; 3 by rank 1"),
+        ("num_sm", None, "EPConfig.num_sm: 2 by rank 0; None by rank 1"),
         ("capacity", 64, "EPConfig.recv_capacity: None by rank 0; 64 by rank 1"),
         ("rank", 0, "EPConfig says rank 0 of 2, but this process is rank 1"),
     ):
         given = {**right, name: wrong} if rank == 1 else right
         with pytest.raises(ConfigError, match=text):
             EPAll2AllLayer(dist.group.WORLD, **given)
+    for wrong_here, text in (
+        ({"tuned": "h200"}, "tuned must be an entry of a tuned table"),
+        ({"tuned": "h200", "num_sm": None}, "tuned must be an entry of a tuned table"),
+        ({"dtype": [torch.bfloat16]}, r"token_dtype \[torch.bfloat16\] is none of"),
+        ({"weight_dtype": torch.ones(2)}, "weight_dtype .* is not torch.float32"),
+        ({"payload": torch.ones(2)}, "payload is "),
+        ({"max_tokens": torch.ones((), dtype=torch.int32, device="meta")}, "max_tokens must be an integer"),
+        ({"capacity": torch.ones((), dtype=torch.int32, device="meta")}, "capacity .* must be an integer"),
+        ({"aot": torch.ones(2)}, "aot is of type Tensor"),
+        ({"use_aot": torch.ones(2)}, "aot is of type Tensor"),
+        ({"aot_dir": 3}, "aot_dir is of type int"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            EPAll2AllLayer(dist.group.WORLD, **{**right, **wrong_here})
     EPAll2AllLayer(dist.group.WORLD, **right, timeout_s=20.0 + rank).finalize()
 
 
@@ -97,6 +112,8 @@ def test_ranks_that_differ_are_told(run_ranks, nodes, ranks_per_node):
         ({"recv_capacity": 2.5}, "capacity .* must be an integer of at least 1, got 2.5"),
         ({"enable_local_combine": "yes"}, "enable_local_combine must be True or False, got 'yes'"),
         ({"timeout_s": "30"}, "at most 2000 seconds, got '30'"),
+        ({"timeout_s": True}, "at most 2000 seconds, got True"),
+        ({"tuned": "h200"}, "tuned must be a TunedEntry or None, got str"),
         ({"token_dtype": torch.float8_e4m3fn}, r"torch.float8_e4m3fn is none of .* payload=\"mxfp8\""),
         ({"weight_dtype": torch.bfloat16}, "is not torch.float32; convert the weights"),
     ],

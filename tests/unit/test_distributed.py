@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from tests.patience import LIMIT_S
 from tests.programs import Program, run_program
-from triton_ep import distributed
+from triton_ep import EPAll2AllLayer, distributed
 from triton_ep.distributed import (
     current_heap,
     default_heap_bytes,
@@ -141,15 +142,26 @@ def test_an_existing_process_group_is_used_and_outlives_us(tmp_path: Path) -> No
 
 
 def _refuse() -> None:
-    for wrong in (0, 2, -1):
-        with pytest.raises(ConfigError, match=f"local_world_size={wrong} does not divide the 3 ranks"):
-            initialize_distributed(local_world_size=wrong)
+    with pytest.raises(ConfigError, match="local_world_size=2 does not divide the 3 ranks"):
+        initialize_distributed(local_world_size=2)
+    wrong: list[dict[str, Any]] = [
+        *({"local_world_size": value} for value in (0, -1, "1", 1.0, True)),
+        *(
+            {"heap_bytes": value}
+            for value in (0, "8G", 1.5, 2**63, True, torch.ones(1, dtype=torch.int, device="meta"))
+        ),
+        *({"timeout_s": value} for value in ("60", None, float("nan"), 1e30, 0, -1, True)),
+        *({"store": dist.HashStore(), "world_size": 1, "rank": value} for value in ("0", 0.0, -1)),
+        {"store": "x", "rank": 0, "world_size": 1},
+    ]
+    for arguments in wrong:
+        named = "store" if arguments.get("store") == "x" else list(arguments)[-1]
+        with pytest.raises(ConfigError, match=f"{named} (must be|is) .*"):
+            initialize_distributed(**arguments)
     with pytest.raises(ConfigError, match=r"backend='nvshmem' does not fit.*TRITON_INTERPRET"):
         initialize_distributed("nvshmem")
     with pytest.raises(ConfigError, match=r"backend='mpi' is none of"):
         initialize_distributed("mpi")
-    with pytest.raises(ConfigError, match="heap_bytes is 0"):
-        initialize_distributed(heap_bytes=0)
     with pytest.raises(ConfigError, match="give all three or none"):
         initialize_distributed(rank=0, world_size=1)
     with pytest.raises(ConfigError, match="rank 5 of 3"):
@@ -162,6 +174,92 @@ def _refuse() -> None:
 def test_what_cannot_work_is_refused_before_anybody_waits() -> None:
     """ConfigError, each with what is wrong; the same processes then start well."""
     run_ranks(_refuse, 3)
+
+
+def _use_after_the_end(folder: str) -> None:
+    rank, world_size = initialize_distributed(timeout_s=60)
+    layers = [
+        EPAll2AllLayer(None, 4, 16, 1, rank, world_size, world_size, world_size, num_sm=1, capacity=capacity, **options)
+        for capacity, options in ((None, {}), (8, {}), (8, {"low_latency": True}))
+    ]
+    x, idx = torch.ones(4, 16, dtype=torch.bfloat16), torch.full((4, 1), rank, dtype=torch.int32)
+    made = [layer.dispatch(x, idx) for layer in layers]
+    heap = current_heap()
+    finalize_distributed()
+    for layer, (recv_x, _, desc) in zip(layers, made, strict=True):
+        uses = [
+            lambda: layer.dispatch(x, idx),  # noqa: B023
+            lambda: layer.dispatch(x, idx, return_recv_hook=True),  # noqa: B023
+            lambda: layer.dispatch_again(x, desc),  # noqa: B023
+            lambda: layer.dispatch_scaled(x.view(torch.uint8), torch.ones(4, 1), idx),  # noqa: B023
+            lambda: layer.combine(recv_x, desc),  # noqa: B023
+            lambda: layer.combine_buffer(1),  # noqa: B023
+            layer.check,
+            layer.ep_barrier_all,
+            lambda: layer.context.local("splits"),  # noqa: B023
+            lambda: layer.context.reallocate_dispatch_output_buf(100),  # noqa: B023
+        ]
+        if layer is layers[0]:  # static ones have no compact rows
+            uses.append(lambda: layer.dispatch_compact(x, idx, torch.ones(4, 1)))  # noqa: B023
+        for use in uses:
+            with pytest.raises(FinalizedError, match=r"finalize_distributed\(\) was called, which ended this layer"):
+                use()
+        layer.finalize()  # there is nothing left to give back
+        with pytest.raises(FinalizedError, match="This layer was finalized"):
+            layer.check()
+    for use in (heap.pes, heap.barrier, lambda: heap.require(1), lambda: heap.retire([], "x", [0], wait=True)):
+        with pytest.raises(FinalizedError, match="symmetric heap was closed"):
+            use()
+    # The process group goes first: told by name, and over all the same.
+    initialize_distributed(timeout_s=60)
+    with EPAll2AllLayer(None, 4, 16, 1, rank, world_size, world_size, world_size, num_sm=1) as layer:
+        layer.combine(*layer.dispatch(x, idx)[::2])
+        dist.destroy_process_group()
+        with pytest.raises(ConfigError, match="process group that was destroyed"):
+            layer.context.reallocate_dispatch_output_buf(100)
+    with pytest.raises(ConfigError, match=r"Call finalize_distributed\(\) before destroy_process_group\(\)"):
+        finalize_distributed()
+    finalize_distributed()
+    initialize_distributed(timeout_s=60)
+    assert _sum_of_ranks() == sum(range(world_size))
+    finalize_distributed()
+    Path(folder, f"{world_size}-{rank}").touch()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nothing_is_used_after_the_end_of_the_job(num_ranks: int, tmp_path: Path) -> None:
+    """FinalizedError from every call of every kind of layer, and of the heap; the group may not go before the heap."""
+    run_ranks(_use_after_the_end, num_ranks, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == num_ranks
+
+
+def _make_no_file() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if launched_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    with pytest.raises(HeapError, match=r"rank 1 cannot make 16777216 bytes .* File too large.*ulimit -f"):
+        initialize_distributed(timeout_s=60, heap_bytes=1 << 24)
+    assert not dist.is_initialized()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    initialize_distributed(timeout_s=60, heap_bytes=1 << 24)
+    finalize_distributed()
+
+
+def test_a_rank_that_may_make_no_memory_is_named() -> None:
+    """On all ranks, which can then start again."""
+    run_ranks(_make_no_file, 2)
+
+
+def test_a_rank_that_goes_while_the_job_joins_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever step of joining it is that torch reports."""
+
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_gather_object", fail)
+    with pytest.raises(PeerFailed, match="rank 0 of 1 joined, but not all others did within 20 s: Connection closed"):
+        initialize_distributed(store=dist.HashStore(), rank=0, world_size=1, timeout_s=20)
+    assert not dist.is_initialized()
 
 
 def _raise_on_rank_1() -> None:

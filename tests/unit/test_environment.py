@@ -136,6 +136,8 @@ def test_interpreter_switch(text: str, value: bool | None) -> None:
         ({"TRITON_EP_RANKS_PER_GPU": "0"}, "TRITON_EP_RANKS_PER_GPU=0"),
         ({"TRITON_EP_RANKS_PER_GPU": "two"}, "TRITON_EP_RANKS_PER_GPU='two'"),
         ({"TRITON_EP_HEAP_SIZE": "0.2"}, "TRITON_EP_HEAP_SIZE='0.2'"),
+        ({"TRITON_EP_HEAP_SIZE": "9" * 30}, f"TRITON_EP_HEAP_SIZE='{'9' * 30}' is more than a symmetric heap may have"),
+        ({"TRITON_EP_HEAP_SIZE": "9" * 400}, r"'9{60}\.\.\. \(400 characters\)' is more than .* 70368744177664 bytes"),
         ({"NVSHMEM_SYMMETRIC_SIZE": "-1G"}, "NVSHMEM_SYMMETRIC_SIZE='-1G'"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),

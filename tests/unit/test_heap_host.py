@@ -222,7 +222,8 @@ def _wait_as_a_kernel(heap: HostHeap) -> None:
 
 
 def _die(rank: int, nodes: int, ranks_per_node: int) -> float:
-    heap = _heap()
+    heap, free = _heap(), _heap().available()
+    quiet, failed = heap.alloc([1000], torch.int64, layer="quiet"), heap.alloc([1000], torch.int64, layer="failed")
     heap.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -233,15 +234,46 @@ def _die(rank: int, nodes: int, ranks_per_node: int) -> float:
     heap.check_peers()  # a grace: it may have sent what this rank waits for
     with pytest.raises(PeerFailed, match="the process of rank 1 ended while rank 0 waited"):
         _wait_as_a_kernel(heap)
-    return time.monotonic() - started
+    waited = time.monotonic() - started
+    with pytest.raises(PeerFailed, match="rank 0 ended a layer and waited for rank 1 to end it, too: rank 1 has ended"):
+        heap.retire([quiet], "quiet", [0, 1], wait=True)
+    heap.retire([failed], "failed", [0, 1], wait=False)
+    assert heap.available() == free  # a process that has ended stores nothing any more
+    return waited
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
 def test_a_rank_that_dies_is_named(run_ranks: Run, nodes: int, ranks_per_node: int) -> None:
-    """By collectives on the host at once, by waiting kernels after a second."""
+    """By collectives on the host at once, by waiting kernels after a second; nobody waits for it to end a layer."""
     waited, _ = run_ranks(_die, nodes, ranks_per_node, return_exceptions=True)
     assert isinstance(waited, float), waited
     assert waited > 0.9
+
+
+def _retire(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
+    heap, free = _heap(), _heap().available()
+    first, second = heap.alloc([1000], torch.int64, layer="a"), heap.alloc([1000], torch.int64, layer="b")
+    if rank == 0:
+        heap.retire([first], "a", [0, 1], wait=False)
+        assert heap.available() < free
+        first.local.fill_(7)  # still this rank's, and read by the other
+        Path(folder, "retired").touch()
+    else:
+        while not Path(folder, "retired").exists():
+            time.sleep(0.005)
+        assert _words_at(int(first.addrs[0]), 1000) == [7] * 1000
+        heap.retire([first], "a", [0, 1], wait=True)  # which does not wait: rank 0 has said it long ago
+    heap.retire([second], "b", [1, 0], wait=True)
+    third = heap.alloc([2000], torch.int64, layer="c")  # and what was retired without waiting comes back
+    assert third.offset == first.offset and third.local.count_nonzero() == 0
+    heap.free(third)
+    assert heap.available() == free and not heap._retired
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
+def test_memory_of_a_layer_comes_back_when_all_have_ended_it(run_ranks: Run, nodes, ranks_per_node, tmp_path) -> None:
+    """Not before, though nobody meets; it then holds zeros, and nothing is left to be asked about."""
+    run_ranks(_retire, nodes, ranks_per_node, str(tmp_path))
 
 
 def _close(rank: int, nodes: int, ranks_per_node: int) -> None:

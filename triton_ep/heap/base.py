@@ -3,10 +3,16 @@
 One protocol, two backends: host.py (shared memory of CPU ranks) and nvshmem.py (GPUs). A rank allocates from
 its own arena and the members of the group then tell each other where, so offsets may differ between ranks and
 two disjoint groups may allocate at the same time.
+
+Memory of a layer is used by all its ranks, so a piece goes back to the arena when every one of them has ended the layer
+and run what its device was given, or its process has ended (`retire`). Until then nobody gets it, however the layer
+ended: a rank that came late to a call may still store there, and read what it is to get.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,8 +24,14 @@ import torch.distributed as dist
 
 from triton_ep.errors import ConfigError, FinalizedError, HeapError, PeerFailed
 from triton_ep.heap.allocator import Arena
+from triton_ep.heap.bounded import within
+from triton_ep.heap.farewells import Farewells
 
 _DYING_S = 0.5
+_LONGEST_POLL_S = 0.02
+_ASK_EACH_S = 0.1  # between questions about single ranks, which cost a message each
+_LONGEST_WAIT_FOR_ROOM_S = 60.0
+_DEFAULT_LIMIT_S = 1800.0  # torch's own, where a process group does not say
 
 
 @dataclass(frozen=True)
@@ -45,13 +57,34 @@ class SymmTensor:
 
 
 class _Piece(NamedTuple):
-    """What a member says of its part in an allocation; bytes. `offset` is None where there was no room."""
+    """What a member says of its part in an allocation; bytes. `offset` is None where there was no room.
+
+    `held` bytes more are of layers that the ranks `late` have not ended.
+    """
 
     rank: int
     offset: int | None
     asked: int
     free: int
     size: int
+    held: int
+    late: tuple[int, ...]
+
+
+class _Told(NamedTuple):
+    """What a member says at a meeting: what it is there for, of which layer, and which layers it has ended."""
+
+    call: str
+    layer: str
+    ended: tuple[str, ...]
+    value: Any
+
+
+class _Retired(NamedTuple):
+    """Memory of a layer that this rank has ended and others have not: pieces of the arena (offset, bytes)."""
+
+    members: tuple[int, ...]
+    pieces: tuple[tuple[int, int], ...]
 
 
 class SymmetricHeap(ABC):
@@ -77,19 +110,33 @@ class SymmetricHeap(ABC):
     nvshmem_version: str | None = None
 
     def __init__(self, arena: Arena) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._arena = arena
         self._closed = False
+        self._retired: dict[str, _Retired] = {}  # by layer
+        store = dist.distributed_c10d._get_default_store()
+        if store is None:  # of MPI
+            raise HeapError(
+                "the process group of the world has no store. Let initialize_distributed make it, or make it with gloo."
+            )
+        self._farewells = Farewells(store, self.rank)
 
-    def alloc(self, shape: Sequence[int], dtype: torch.dtype, group: Any = None) -> SymmTensor:
+    @property
+    def closed(self) -> bool:
+        """`close` was called; nothing may use the memory any more."""
+        return self._closed
+
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype, group: Any = None, layer: str = "") -> SymmTensor:
         """Allocate a zero-filled tensor of that shape on every member; collective over `group` alone.
 
         group: process group, any sub-group of the world; None = the world.
+        layer: whose memory it will be, the same name on all members; for `retire`.
 
         Raises:
             HeapError: on all members, if one has no room: bytes asked, bytes free, what to do; or if they asked for
                 different sizes.
             ConfigError: this rank is not a member of `group`.
-            PeerFailed: a member is gone, or late.
+            PeerFailed: a member is gone, late, or in another call.
             FinalizedError: after `close`.
         """
         self._check_open()
@@ -99,12 +146,13 @@ class SymmetricHeap(ABC):
                 raise HeapError(f"a symmetric tensor cannot have the shape {list(shape)}.")
             count *= int(extent)
         nbytes = max(count * dtype.itemsize, 1)
-        pieces = self._reserve(nbytes, group)
+        pieces = self._reserve(nbytes, group, layer)
         members = [piece.rank for piece in pieces]
         offsets = [piece.offset for piece in pieces if piece.offset is not None]
         offset = offsets[members.index(self.rank)]
         local = self._zeroed(offset, nbytes)
-        self.barrier(group)  # a member that returns may store to the others, which must have their zeros by then
+        # A member that returns may store to the others, which must have their zeros by then.
+        self.gather(None, group, "the end of an allocation", layer)
         return SymmTensor(
             local=local[: count * dtype.itemsize].view(dtype).view(list(shape)),
             addrs=self._table(self._addresses(members, offsets)),
@@ -113,7 +161,7 @@ class SymmetricHeap(ABC):
             offset=offset,
         )
 
-    def require(self, nbytes: int, group: Any = None) -> None:
+    def require(self, nbytes: int, group: Any = None, layer: str = "") -> None:
         """Make sure that every member has room for `nbytes` more, in one piece; collective over `group`.
 
         Says what a user of several allocations needs in all before the first of them is made.
@@ -122,7 +170,7 @@ class SymmetricHeap(ABC):
             HeapError: on all members, if one has no room: bytes asked, bytes free, what to do.
         """
         self._check_open()
-        own = next(piece for piece in self._reserve(nbytes, group) if piece.rank == self.rank)
+        own = next(piece for piece in self._reserve(nbytes, group, layer) if piece.rank == self.rank)
         assert own.offset is not None  # _reserve raises where a member has none
         self._arena.give(own.offset, nbytes)
 
@@ -132,22 +180,100 @@ class SymmetricHeap(ABC):
         self._arena.give(tensor.offset, tensor.nbytes)
         self._discard(tensor.offset, tensor.nbytes)
 
+    def retire(self, tensors: Sequence[SymmTensor], layer: str, members: Sequence[int], wait: bool) -> None:
+        """Give back this rank's memory of a layer: it goes to the arena once all its ranks have ended the layer.
+
+        No meeting: a member may do this at any time, and go on to anything else. This rank's device must have run what
+        it was given of the layer (`drain`).
+
+        members: world ranks of the layer.
+        wait: return when all of them have ended it; without, this rank's memory comes back with a later allocation.
+
+        Raises:
+            PeerFailed: with `wait`, a member has not ended the layer within the limit of host collectives, and the
+                memory stays reserved; or it is gone, and the memory is back.
+            FinalizedError: after `close`.
+        """
+        self._check_open()
+        left = _Retired(tuple(members), tuple((tensor.offset, tensor.nbytes) for tensor in tensors))
+        self._retired[layer] = left
+        if left.members == (self.rank,):
+            self._release(layer)
+            return
+        limit_s = self.limit_s() if wait else 0.0
+        stop = threading.Event()
+        try:
+            late = within(limit_s + _LONGEST_WAIT_FOR_ROOM_S, lambda: self._end_layer(layer, limit_s, stop))
+        except (RuntimeError, TimeoutError) as error:
+            if not wait:
+                return  # the job is over: nobody can be told
+            raise PeerFailed(
+                f"rank {self.rank} ended a layer, but cannot tell the others: whoever serves the store of the job is "
+                f"gone, or stopped: {error}"
+            ) from error
+        finally:
+            stop.set()
+        if all(self._ended(rank) for rank in late):
+            self._release(layer)
+        if wait and late:
+            fates = [self._fate(rank) or "is late" for rank in late]
+            raise PeerFailed(
+                f"rank {self.rank} ended a layer and waited for {_ranks(late)} to end it, too: rank {late[0]} "
+                f"{fates[0]}. All ranks of a layer finalize it, within {limit_s:g} s of each other."
+            )
+
     def available(self) -> int:
         """Bytes of the largest allocation that would find room on this rank now."""
         return self._arena.largest_free()
 
     def pes(self, group: Any = None) -> torch.Tensor:
-        """[n] int32 on the device: world rank of every member of `group`; collective over it."""
-        return torch.tensor(self.gather(self.rank, group), dtype=torch.int32, device=self.device)
+        """[n] int32 on the device: world rank of every member of `group`."""
+        self._check_open()
+        return torch.tensor(self.members(group), dtype=torch.int32, device=self.device)
 
-    def barrier(self, group: Any = None) -> None:
+    def members(self, group: Any = None) -> list[int]:
+        """World rank of every member of `group`, in its order.
+
+        Raises:
+            ConfigError: this rank is not a member, or the group was destroyed.
+        """
+        try:
+            # torch returns at once from collectives of ranks that are no members, without the others.
+            if dist.get_world_size(group) > 0:
+                return list(dist.get_process_group_ranks(group))
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"rank {self.rank} meets other ranks through a process group that was destroyed. Call "
+                "finalize_distributed() before destroy_process_group()."
+            ) from error
+        raise ConfigError(f"rank {self.rank} takes part in a group it is not a member of.")
+
+    def limit_s(self, group: Any = None) -> float:
+        """Seconds that host collectives of `group` wait at most."""
+        try:
+            world: Any = dist.group.WORLD if group is None else group
+            backend = world._get_backend(self.device)
+            return float(backend.options._timeout.total_seconds())
+        except (AttributeError, RuntimeError):  # a backend without options, or no group any more
+            return _DEFAULT_LIMIT_S
+
+    def barrier(self, group: Any = None, layer: str = "") -> None:
         """Wait on the host until all members of `group` have come here; work on streams is not awaited.
 
         Raises:
-            PeerFailed: a member is gone, or late.
+            PeerFailed: a member is gone, late, or in another call.
         """
         self._check_open()
-        self.gather(None, group)  # not dist.barrier: with NCCL that would be a kernel
+        self.gather(None, group, "a barrier", layer)  # not dist.barrier: with NCCL that would be a kernel
+
+    def drain(self, limit_s: float, network: bool = False) -> None:  # noqa: B027  kernels of a CPU have ended
+        """Wait until this rank's device has run all that it was given, and its stores have arrived.
+
+        network: kernels may have called put functions.
+
+        Raises:
+            TimeoutError: it has not within `limit_s` seconds.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -163,22 +289,33 @@ class SymmetricHeap(ABC):
 
     # --- steps of alloc -----------------------------------------------------------------------------------
 
-    def _reserve(self, nbytes: int, group: Any) -> list[_Piece]:
+    def _reserve(self, nbytes: int, group: Any, layer: str) -> list[_Piece]:
         """Take a piece on every member, growing the heap if need be; HeapError on all if one has no room."""
-        pieces = self._take(nbytes, group)
+        pieces = self._take(nbytes, group, layer)
         if _lacking(pieces) and self._grow(nbytes, group):
-            pieces = self._take(nbytes, group)
+            pieces = self._take(nbytes, group, layer)
+        if any(piece.late for piece in _lacking(pieces)):
+            # The others come to the next meeting at once, and must not give up there.
+            pieces = self._take(nbytes, group, layer, min(self.limit_s(group) / 2, _LONGEST_WAIT_FOR_ROOM_S))
         if lacking := _lacking(pieces):
             raise self._no_room(lacking[0], nbytes)
         return pieces
 
-    def _take(self, nbytes: int, group: Any) -> list[_Piece]:
-        """Take a piece here and hear from all members; this rank's goes back if another has none."""
-        offset = self._arena.take(nbytes)
+    def _take(self, nbytes: int, group: Any, layer: str, patience_s: float = 0.0) -> list[_Piece]:
+        """Take a piece here and hear from all members; this rank's goes back if another has none.
+
+        patience_s: how long to wait for memory of layers that others have not ended.
+        """
+        deadline = time.monotonic() + patience_s
+        late = self._reclaim()
+        while (offset := self._arena.take(nbytes)) is None and late and time.monotonic() < deadline:
+            time.sleep(_LONGEST_POLL_S)
+            late = self._reclaim()
         sizes, lacking = None, True
         try:
-            own = _Piece(self.rank, offset, nbytes, self.available(), self._arena.size)
-            pieces = self.gather(own, group)
+            held = sum(size for left in self._retired.values() for _, size in left.pieces)
+            own = _Piece(self.rank, offset, nbytes, self.available(), self._arena.size, held, late)
+            pieces = self.gather(own, group, "an allocation", layer)
             sizes, lacking = sorted({piece.asked for piece in pieces}), bool(_lacking(pieces))
         finally:
             if offset is not None and (lacking or sizes != [nbytes]):
@@ -192,24 +329,101 @@ class SymmetricHeap(ABC):
 
     def _no_room(self, piece: _Piece, nbytes: int) -> HeapError:
         needed = -(-(piece.size - piece.free + nbytes) // 2**30)
+        held = (
+            f" {piece.held} bytes more come back when {_ranks(piece.late)} finalize"
+            f"{'s' * (len(piece.late) == 1)} the layers that the others have ended."
+            if piece.late
+            else ""
+        )
         return HeapError(
             f"no room for {nbytes} bytes of symmetric memory on rank {piece.rank}: {piece.free} of {piece.size} bytes "
-            f"are free in one piece. {self.remedy.format(gib=needed)}"
+            f"are free in one piece.{held} {self.remedy.format(gib=needed)}"
         )
 
-    def gather(self, value: Any, group: Any) -> list[Any]:
+    # --- memory of layers that not all ranks have ended ---------------------------------------------------
+
+    def _end_layer(self, layer: str, limit_s: float, stop: threading.Event) -> list[int]:
+        """Tell that this rank has ended the layer, and wait for the others; the members that did not come.
+
+        They are gone, or have failed, or the limit is over.
+        """
+        deadline, asked, pause_s = time.monotonic() + limit_s, time.monotonic(), 1e-4
+        members = self._retired[layer].members
+        self._farewells.say(layer, members)
+        while not self._farewells.all_said(layer):
+            now = time.monotonic()
+            if now >= deadline or now - asked >= _ASK_EACH_S or stop.is_set():
+                asked, late = now, self._farewells.silent(layer, members)
+                if now >= deadline or stop.is_set() or all(self._fate(rank) is not None for rank in late):
+                    return late
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        return []
+
+    def _reclaim(self) -> tuple[int, ...]:
+        """Give the arena the memory of layers that all their ranks have ended by now; the ranks still awaited."""
+        awaited: set[int] = set()
+        for layer, left in list(self._retired.items()):
+            try:
+                late = within(_LONGEST_WAIT_FOR_ROOM_S, lambda: self._late(layer, left.members))  # noqa: B023
+            except (RuntimeError, TimeoutError):
+                late = list(left.members)  # whoever serves the store is gone: nobody can tell
+            late = [rank for rank in late if rank != self.rank and not self._ended(rank)]
+            awaited.update(late)
+            if not late:
+                self._release(layer)
+        return tuple(sorted(awaited))
+
+    def _late(self, layer: str, members: Sequence[int]) -> list[int]:
+        return [] if self._farewells.all_said(layer) else self._farewells.silent(layer, members)
+
+    def _release(self, layer: str) -> None:
+        """Nobody uses the memory of this layer any more."""
+        left = self._retired.pop(layer)
+        for offset, nbytes in left.pieces:
+            self._arena.give(offset, nbytes)
+            self._discard(offset, nbytes)
+        if len(left.members) > 1:
+            with contextlib.suppress(RuntimeError, TimeoutError):  # notes then stay where nobody reads them
+                within(_LONGEST_WAIT_FOR_ROOM_S, lambda: self._farewells.forget(layer, left.members))
+
+    # --- meetings -----------------------------------------------------------------------------------------
+
+    def gather(self, value: Any, group: Any, call: str, layer: str = "") -> list[Any]:
         """What every member of `group` gave; collective over it.
 
+        Meetings of a group are told apart by their order alone, which ranks lose when a layer fails on some of them. So
+        everyone says what it is there for. Whoever comes for a layer that another has ended raises; the others go on to
+        the next meeting, to which those ranks will come for something else.
+
+        call: what this is for, as errors put it. layer: whose call it is.
+
         Raises:
-            ConfigError: this rank is not a member.
-            PeerFailed: a member is gone, or did not come within the process group's own time limit.
+            ConfigError: this rank is not a member, or the group was destroyed.
+            PeerFailed: a member is gone, in another call, has ended this layer, or did not come within the process
+                group's own time limit.
         """
-        size = dist.get_world_size(group)
-        if size < 1:  # torch would return at once, without the others
-            raise ConfigError(f"rank {self.rank} takes part in a group it is not a member of.")
-        told: list[Any] = [None] * size
+        members = self.members(group)
+        while True:
+            told = self._meet(_Told(call, layer, tuple(self._retired), value), members, group)
+            if all((other.call, other.layer) == (call, layer) for other in told):
+                return [other.value for other in told]
+            ended = {name: rank for rank, other in zip(members, told, strict=True) for name in other.ended}
+            if layer in ended:
+                raise PeerFailed(
+                    f"rank {self.rank} came to {call} of a layer that rank {ended[layer]} has finalized after a "
+                    "failure; its own error says why. Finalize the layer here as well, and make another on all ranks."
+                )
+            if not any(other.layer in ended for other in told):
+                raise PeerFailed(
+                    f"the ranks of a group are in different calls: {_calls(members, told)}. Make the same calls in the "
+                    "same order on all of them."
+                )
+
+    def _meet(self, own: _Told, members: Sequence[int], group: Any) -> list[_Told]:
+        told: list[Any] = [None] * len(members)
         try:
-            dist.all_gather_object(told, value, group=group)
+            dist.all_gather_object(told, own, group=group)
         except RuntimeError as error:
             peer = self._await_failed_peer()
             who = "a rank of the group" if peer is None else f"rank {peer}"
@@ -217,6 +431,12 @@ class SymmetricHeap(ABC):
                 f"rank {self.rank} met the other ranks in the symmetric heap, but {who} is gone or late (its own error "
                 f"says why): {error}"
             ) from error
+        strange = [rank for rank, other in zip(members, told, strict=True) if not isinstance(other, _Told)]
+        if strange:
+            raise PeerFailed(
+                f"rank {self.rank} came to {own.call}, but {_ranks(strange)} to a collective of the program on the "
+                "same process group. Make the same calls in the same order on all ranks."
+            )
         return told
 
     def _await_failed_peer(self) -> int | None:
@@ -238,8 +458,16 @@ class SymmetricHeap(ABC):
             raise FinalizedError("the symmetric heap was closed. Call initialize_distributed again.")
 
     @abstractmethod
+    def _ended(self, rank: int) -> bool:
+        """The process of that rank has ended, as far as this one can tell: it will store nothing any more."""
+
+    def _fate(self, rank: int) -> str | None:
+        """Why not to wait for a rank: a clause without its subject; None = it may still come."""
+        return "has ended" if self._ended(rank) else None
+
+    @abstractmethod
     def _zeroed(self, offset: int, nbytes: int) -> torch.Tensor:
-        """[nbytes] uint8: that piece of this rank's arena, all zeros, as peers will see it too."""
+        """[nbytes] uint8: that piece of this rank's arena, made all zeros, as peers will see it too."""
 
     @abstractmethod
     def _addresses(self, members: Sequence[int], offsets: Sequence[int]) -> list[int]:
@@ -256,3 +484,19 @@ class SymmetricHeap(ABC):
 
 def _lacking(pieces: Sequence[_Piece]) -> list[_Piece]:
     return [piece for piece in pieces if piece.offset is None]
+
+
+def _calls(members: Sequence[int], told: Sequence[_Told]) -> str:
+    """Who is in which call. Layers have numbers where there are several, in the order of the first rank of each."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank, other in zip(members, told, strict=True):
+        found.setdefault((other.call, other.layer), []).append(rank)
+    layers = list(dict.fromkeys(layer for _, layer in found if layer))
+    return "; ".join(
+        f"{call}{f' of layer {layers.index(layer) + 1}' if len(layers) > 1 and layer else ''} by {_ranks(ranks)}"
+        for (call, layer), ranks in found.items()
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from triton_ep import interpreter
 from triton_ep.errors import HeapError, PeerFailed
@@ -52,7 +51,6 @@ class HostHeap(SymmetricHeap):
     def __init__(self, heap_bytes: int = DEFAULT_BYTES) -> None:
         super().__init__(Arena(heap_bytes, mmap.PAGESIZE))
         self.device = torch.device("cpu")
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._maps: list[mmap.mmap] = []
         self._pidfds: list[int] = []
         self._gone_since: dict[int, float] = {}
@@ -71,15 +69,25 @@ class HostHeap(SymmetricHeap):
 
     def _map_all(self) -> None:
         """Make this rank's memory and map that of all ranks; collective over the world."""
-        os.ftruncate(self._fd, _CONTROL_BYTES + self._arena.size)
-        told = self.gather((socket.gethostname(), os.getpid(), self._fd, self._arena.size), None)
+        failure = None
+        try:
+            os.ftruncate(self._fd, _CONTROL_BYTES + self._arena.size)
+        except (OSError, OverflowError) as error:
+            failure = (
+                f"rank {self.rank} cannot make {self._arena.size} bytes of symmetric memory: {error}. Choose less with "
+                "TRITON_EP_HEAP_SIZE or heap_bytes, or raise the limit on file sizes (ulimit -f)."
+            )
+        place = socket.gethostname(), os.getpid(), self._fd, self._arena.size
+        answers = self.gather((failure, place), None, "the start of the heap")
+        if failures := [text for text, _ in answers if text]:
+            raise HeapError(failures[0])
+        told = [place for _, place in answers]
         hosts = sorted({host for host, *_ in told})
         if len(hosts) > 1:
             raise HeapError(
                 f"the host backend needs all ranks on one host, these are on {len(hosts)}: {', '.join(hosts)}. "
                 "Ranks of several hosts need GPUs and backend='nvshmem'."
             )
-        failure = None
         try:
             for _, pid, fd, size in told:
                 self._maps.append(_map_peer(pid, fd, _CONTROL_BYTES + size))
@@ -90,32 +98,36 @@ class HostHeap(SymmetricHeap):
                 if error.errno == errno.ENOMEM
                 else "The ranks must run as one user, in one container."
             )
-        failures = [text for text in self.gather(failure, None) if text]
-        if failures:
+        if failures := [text for text in self.gather(failure, None, "the mapping of the heap") if text]:
             raise HeapError(failures[0])
 
     def close(self) -> None:
         """Give all memory back; collective over the world unless a rank has failed; idempotent.
 
         Raises:
-            PeerFailed: a peer did not come to close, or ended meanwhile; this rank's memory is back all the same.
+            PeerFailed: a peer did not come to close, or ended meanwhile. ConfigError: the process group was destroyed
+                before. The heap is closed all the same, and its memory goes back when no rank maps it any more.
         """
         if self._closed:
             return
+        met = False
         try:
             if not self._aborted and self.failed_peer() is None:
-                self.barrier()
+                self.gather(None, None, "the end of the heap")
+                met = True
         finally:
-            self._end()
+            self._end(met)
 
-    def _end(self) -> None:
+    def _end(self, met: bool) -> None:
+        """met: no rank uses the memory of another any more."""
         self._closed = True
         interpreter.set_wait_hook(None)
         for base in self._bases:
             interpreter.unregister_heap(base)
         # Tensors over the memory may live on; their pages go, the mapping goes with the last of them. The control
         # page stays for peers that have yet to read why this rank failed.
-        self._maps[self.rank].madvise(mmap.MADV_REMOVE, _CONTROL_BYTES)
+        if met:
+            self._maps[self.rank].madvise(mmap.MADV_REMOVE, _CONTROL_BYTES)
         del self._memory
         self._let_go()
 
@@ -165,13 +177,18 @@ class HostHeap(SymmetricHeap):
             return None
         return page[_WORD.size : _WORD.size + word - 1].decode(errors="replace")
 
+    def _fate(self, rank: int) -> str | None:
+        reason = self._reason(rank)
+        return super()._fate(rank) if reason is None else f"failed: {reason}"
+
     def _ended(self, rank: int) -> bool:
         poll = select.poll()
         poll.register(self._pidfds[rank], select.POLLIN)
         return bool(poll.poll(0))
 
     def _zeroed(self, offset: int, nbytes: int) -> torch.Tensor:
-        return self._memory[offset : offset + nbytes]  # fresh pages, or pages that _discard took away
+        self._discard(offset, nbytes)  # a page that is missing reads as zeros, and costs nothing before it is used
+        return self._memory[offset : offset + nbytes]
 
     def _addresses(self, members: Sequence[int], offsets: Sequence[int]) -> list[int]:
         return [self._bases[rank] + offset for rank, offset in zip(members, offsets, strict=True)]

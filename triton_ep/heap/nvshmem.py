@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.environment import read_environment, set_defaults
-from triton_ep.errors import HeapError, PeerFailed
+from triton_ep.errors import ConfigError, HeapError, PeerFailed
 from triton_ep.heap.allocator import Arena
 from triton_ep.heap.base import SymmetricHeap
+from triton_ep.heap.bounded import within
 
 DEFAULT_BYTES = 4 * 2**30
 """Bytes of the first chunk, on every GPU."""
@@ -53,7 +54,6 @@ class NvshmemHeap(SymmetricHeap):
     def __init__(self, heap_bytes: int = DEFAULT_BYTES) -> None:
         super().__init__(Arena(0, _ALIGN_BYTES))
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._check_placement()
         settings = dict(_DEFAULTS)
         if self._one_host:
@@ -80,21 +80,29 @@ class NvshmemHeap(SymmetricHeap):
         """Give all memory back and end NVSHMEM; collective over the world, idempotent.
 
         If a peer is gone NVSHMEM cannot end, for that is collective; its memory then goes with the process.
+
+        Raises:
+            ConfigError: the process group was destroyed before; NVSHMEM's memory then goes with the process, too.
         """
         if self._closed:
             return
         if self._loads is not None:
             self._loads.remove(self._initialize_module)
         self._failed = self._failed or self.failed_peer() is not None
-        if not self._failed:
-            torch.cuda.synchronize(self.device)
-            try:
-                self.barrier()
-            except PeerFailed:
-                self._failed = True
-        self._closed = True
-        for fd in self._pidfds.values():
-            os.close(fd)
+        try:
+            if not self._failed:
+                self.drain(self.limit_s())
+                self.gather(None, None, "the end of the heap")
+        except (PeerFailed, TimeoutError):
+            self._failed = True
+        except ConfigError:
+            self._failed = True
+            raise
+        finally:
+            self._closed = True
+            for fd in self._pidfds.values():
+                os.close(fd)
+            self._pidfds.clear()
         if self._failed:
             return
         for _, addresses, _ in reversed(self._chunks):
@@ -104,12 +112,32 @@ class NvshmemHeap(SymmetricHeap):
 
     def failed_peer(self) -> int | None:
         """World rank of a peer of this host whose process has ended. Of other hosts an expired wait tells."""
-        for rank, fd in self._pidfds.items():
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            if poll.poll(0):
-                return rank
-        return None
+        return next((rank for rank in self._pidfds if self._ended(rank)), None)
+
+    def _ended(self, rank: int) -> bool:
+        if rank not in self._pidfds:  # of another host
+            return False
+        poll = select.poll()
+        poll.register(self._pidfds[rank], select.POLLIN)
+        return bool(poll.poll(0))
+
+    def drain(self, limit_s: float, network: bool = False) -> None:
+        """Wait until this rank's device has run all that it was given, and its stores have arrived.
+
+        network: kernels may have called put functions, which return before peers have what they sent.
+
+        Raises:
+            TimeoutError: it has not within `limit_s` seconds.
+        """
+
+        def work() -> None:
+            with torch.cuda.device(self.device):
+                torch.cuda.synchronize()
+                if network:
+                    self._bindings.quiet_on_stream(torch.cuda.current_stream().cuda_stream)
+                    torch.cuda.synchronize()
+
+        within(limit_s, work)
 
     def abort(self, reason: str) -> None:
         """Remember that this rank failed: `close` will not wait for the others, who run into their time limits."""
@@ -117,7 +145,7 @@ class NvshmemHeap(SymmetricHeap):
 
     def _check_placement(self) -> None:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        told = self.gather((socket.gethostname(), uuid, os.getpid()), None)
+        told = self.gather((socket.gethostname(), uuid, os.getpid()), None, "the placement of ranks")
         places = [(host, gpu) for host, gpu, _ in told]
         check_sharing(places, read_environment().ranks_per_gpu)
         self._one_host = len({host for host, _ in places}) == 1
@@ -135,7 +163,7 @@ class NvshmemHeap(SymmetricHeap):
             uid = nvshmem.core.get_unique_id(empty=self.rank != 0)
         except ImportError as error:
             failure = f"rank {self.rank} cannot load nvshmem4py: {error}"
-        told = self.gather((failure, uid), None)
+        told = self.gather((failure, uid), None, "the start of NVSHMEM")
         failures = [text for text, _ in told if text]
         if failures:
             major = (torch.version.cuda or "13").split(".")[0]
@@ -154,10 +182,10 @@ class NvshmemHeap(SymmetricHeap):
         torch.cuda.empty_cache()  # what torch keeps for itself but does not use
         free, _ = torch.cuda.mem_get_info(self.device)
         # nvshmem_malloc is collective and ends the process on a CUDA error: ask only for what is there.
-        if min(self.gather(free, None)) < size + _OWN_BYTES:
+        if min(self.gather(free, None, "the growth of the heap")) < size + _OWN_BYTES:
             return False
         base = self._bindings.malloc(size)
-        if min(self.gather(base, None)) == 0:
+        if min(self.gather(base, None, "the end of the growth of the heap")) == 0:
             if base:
                 raise HeapError(f"nvshmem_malloc({size}) succeeded on rank {self.rank} and failed on another.")
             return False

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from triton_ep.config import EPConfig
 from triton_ep.errors import ConfigError
@@ -41,12 +41,16 @@ def programs_for(link_gbps: float, multiprocessors: int) -> int:
     return max(min(wanted, multiprocessors // 4), 1)
 
 
-def choose(config: EPConfig, device: torch.device, group: Any) -> EPConfig:
-    """The configuration with num_sm and entry of a table, or with num_sm by the formula. Collective over `group`.
+class Choice(NamedTuple):
+    """What a rank would run with: number, where it comes from, or why it cannot choose."""
 
-    Raises:
-        ConfigError: on all ranks, if one cannot read a table, or if they find different choices.
-    """
+    num_sm: int
+    source: str
+    failure: str | None
+
+
+def choose(config: EPConfig, device: torch.device) -> tuple[EPConfig, Choice]:
+    """The configuration with num_sm and entry of a table, or with num_sm by the formula; ranks have yet to compare."""
     entry: TunedEntry | None = None
     failure = None
     try:
@@ -55,17 +59,23 @@ def choose(config: EPConfig, device: torch.device, group: Any) -> EPConfig:
         failure = str(error)
     num_sm = default_num_sm(device) if entry is None else entry.num_sm
     source = "by formula" if entry is None else entry.source
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (failure, num_sm, source), group=group)
-    if failure is not None:
-        raise ConfigError(failure)
-    for rank, (theirs, *_) in enumerate(told):
-        if theirs is not None:
-            raise ConfigError(f"rank {rank} cannot choose num_sm: {theirs}")
-    for rank, (_, number, where) in enumerate(told):
-        if number != num_sm:
+    return replace(config, num_sm=num_sm, tuned=entry), Choice(num_sm, source, failure)
+
+
+def check_choices(own: Choice, told: Sequence[Choice]) -> None:
+    """Raise unless all ranks of a group, in its order, would run with the same number.
+
+    Raises:
+        ConfigError: on all ranks, if one cannot read a table, or if they find different choices.
+    """
+    if own.failure is not None:
+        raise ConfigError(own.failure)
+    for rank, other in enumerate(told):
+        if other.failure is not None:
+            raise ConfigError(f"rank {rank} cannot choose num_sm: {other.failure}")
+    for rank, other in enumerate(told):
+        if other.num_sm != own.num_sm:
             raise ConfigError(
-                f"this rank would run with num_sm={num_sm} ({source}), rank {rank} with {number} ({where}). "
-                "Give all ranks the same TRITON_EP_TUNED and the same GPUs, or pass num_sm."
+                f"this rank would run with num_sm={own.num_sm} ({own.source}), rank {rank} with {other.num_sm} "
+                f"({other.source}). Give all ranks the same TRITON_EP_TUNED and the same GPUs, or pass num_sm."
             )
-    return replace(config, num_sm=num_sm, tuned=entry)

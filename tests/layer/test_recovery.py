@@ -1,0 +1,261 @@
+"""After a failure: whoever saw it, what others still use stays, and a new layer is right from its first call.
+
+No rank is late by time: it waits for a file that another makes when it has come far enough.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.layer.cases import (
+    Case,
+    check_sum,
+    combine_and_check,
+    dispatch_and_check,
+    make_layer,
+    start_combine,
+    workloads,
+)
+from triton_ep import EPAll2AllLayer
+from triton_ep.distributed import current_heap
+from triton_ep.errors import FinalizedError, HeapError, PeerFailed, WaitTimeout
+from triton_ep.kernels.device import codes
+
+pytestmark = pytest.mark.plain
+EXACT = Case("recover", hidden=32)
+CASES = [EXACT, Case("static", hidden=32, static=True), Case("low_latency", hidden=32, low_latency=True)]
+LIMIT_S = 100
+
+
+def _await(file: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not file.exists():
+        assert time.monotonic() < deadline, file
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def _in_turn(rank: int, file: Path) -> Iterator[None]:
+    """The block of rank 0 comes before those of the others."""
+    if rank:
+        _await(file)
+    yield
+    if rank == 0:
+        file.touch()
+
+
+def _bytes_of(layer: EPAll2AllLayer) -> torch.Tensor:
+    return torch.cat([block.local for block in layer.context._blocks.values()]).cpu()
+
+
+def _dispatch(layer: EPAll2AllLayer, case: Case, call: int) -> None:
+    work = workloads(case, layer.config.world_size, call)[layer.config.rank]
+    device = layer.context.device
+    weights = work.topk_weights.to(device) if case.weights else None
+    layer.dispatch(work.x.to(device), work.topk_idx.to(device), weights)
+    layer.check()
+
+
+def _check_new(case: Case, rank: int, nodes: int, ranks_per_node: int) -> None:
+    """A layer made now begins with zeros everywhere, though ranks come to it at different times, and is right."""
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        assert not _bytes_of(layer).any()
+        dist.barrier()  # nobody stores before all have looked
+        for call in range(2):
+            combine_and_check(layer, dispatch_and_check(layer, case, call))
+
+
+def _late(rank: int, nodes: int, ranks_per_node: int, case: Case, folder: str) -> dict[str, list[str]]:
+    """Rank 0 gives up, on all others it goes as it may; what each raised, by the call for which they were late."""
+    seen: dict[str, list[str]] = {}
+    free = current_heap().available()
+    for where in ("dispatch", "combine"):
+        layer = make_layer(case, rank, nodes, ranks_per_node)
+        done = dispatch_and_check(layer, case, 0)
+        combine_and_check(layer, done)
+        done = dispatch_and_check(layer, case, 1)
+        layer.check()
+        dist.barrier()  # so that no healthy call runs into the short limit
+        layer.context.state[codes.TIMEOUT_US] = 300_000
+        old = {block.offset for block in layer.context._blocks.values()}
+        with _in_turn(rank, Path(folder, where)):
+            try:
+                if where == "dispatch":
+                    _dispatch(layer, case, 2)
+                else:
+                    layer.combine(done.recv_x, done.desc)
+                    layer.check()
+                seen[where] = []
+            except WaitTimeout as error:
+                seen[where] = [str(error)]
+            if rank == 0:
+                layer.finalize()  # and on to the constructor, while the others store to what it had
+        layer.finalize()
+        with pytest.raises(FinalizedError):
+            layer.check()
+        _check_new(case, rank, nodes, ranks_per_node)
+        assert current_heap().available() == free and old  # nothing is lost
+    return seen
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_new_layer_is_right_after_a_rank_was_late(run_ranks, nodes, ranks_per_node, case, tmp_path):
+    """All ranks, or some, saw the failure; all finalize and make another, to whose memory no late call stores."""
+    if case.low_latency and nodes > 1:
+        pytest.skip("low latency has one node")
+    seen = run_ranks(_late, nodes, ranks_per_node, case, str(tmp_path), timeout_s=LIMIT_S)
+    assert all("missing rank" in seen[0][where][0] for where in ("dispatch", "combine"))
+    if (nodes, ranks_per_node) == (1, 2):
+        # The late rank found all that it needed of rank 0 in the combine, and the failure is rank 0's alone.
+        assert seen[1]["combine"] == []
+        assert bool(seen[1]["dispatch"]) is not case.low_latency
+
+
+def _leave_by_exception(rank: int, nodes: int, ranks_per_node: int, case: Case, folder: str) -> None:
+    heap, free = current_heap(), current_heap().available()
+    alone = dist.new_group([0], timeout=timedelta(seconds=2))
+    try:
+        with make_layer(case, rank, nodes, ranks_per_node) as layer:
+            done = dispatch_and_check(layer, case, 0)
+            if rank:
+                out, hook = start_combine(layer, done, return_recv_hook=True)
+                layer.check()  # a GPU has sent
+                Path(folder, f"sent{rank}").touch()
+                _await(Path(folder, "left"))
+                hook()  # what rank 0 has left behind is read now
+                check_sum(layer, done, out)
+            else:
+                for other in range(1, nodes * ranks_per_node):
+                    _await(Path(folder, f"sent{other}"))
+                combine_and_check(layer, done)
+                raise KeyError("of the program")
+    except KeyError:
+        held = free - heap.available()
+        assert held > 0
+        # Without the others: whatever memory there is for this rank alone, none of it is the layer's.
+        mine = heap.alloc((held,), torch.uint8, alone)
+        mine.local.fill_(255)
+        if heap.device.type == "cuda":
+            torch.cuda.synchronize()
+        if heap.backend == "host":
+            with pytest.raises(HeapError, match=r"no room .* \d+ bytes more come back when ranks? 1.* finalize"):
+                heap.alloc((free - mine.nbytes,), torch.uint8, alone)
+        Path(folder, "left").touch()
+        heap.free(mine)
+    _check_new(case, rank, nodes, ranks_per_node)
+    assert heap.available() == free
+    if rank == 0:
+        dist.destroy_process_group(alone)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_others_still_read_stays(run_ranks, nodes, ranks_per_node, case, tmp_path):
+    """A rank that leaves the layer's block by an exception takes nothing from the others, and gets none of it again."""
+    run_ranks(_leave_by_exception, nodes, ranks_per_node, case, str(tmp_path), timeout_s=LIMIT_S)
+
+
+def _without_the_late_rank(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
+    """Rank 0 goes on alone, and the late call of rank 1 stores to nothing that is in use."""
+    alone = dist.new_group([0])
+    layer = make_layer(EXACT, rank, nodes, ranks_per_node)
+    layer.context.state[codes.TIMEOUT_US] = 300_000
+    if rank == 0:
+        with pytest.raises(WaitTimeout):
+            _dispatch(layer, EXACT, 0)
+        layer.finalize()
+        with make_layer(EXACT, 0, 1, 1, group=alone) as single:
+            combine_and_check(single, dispatch_and_check(single, EXACT, 0))
+            before = _bytes_of(single)
+            Path(folder, "made").touch()
+            _await(Path(folder, "stored"))
+            assert torch.equal(_bytes_of(single), before)
+            combine_and_check(single, dispatch_and_check(single, EXACT, 1))
+    else:
+        _await(Path(folder, "made"))
+        with pytest.raises(WaitTimeout):
+            _dispatch(layer, EXACT, 0)
+        Path(folder, "stored").touch()
+        layer.finalize()
+    _check_new(EXACT, rank, nodes, ranks_per_node)
+    if rank == 0:
+        dist.destroy_process_group(alone)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_a_group_without_the_late_rank_is_safe_from_it(run_ranks, nodes, ranks_per_node, tmp_path):
+    """Memory is held back by the group of the layer that failed, not by that of the new one."""
+    run_ranks(_without_the_late_rank, nodes, ranks_per_node, str(tmp_path), timeout_s=LIMIT_S)
+
+
+def _meetings(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
+    heap = current_heap()
+    # One makes a layer, the other waits at a barrier; then one is in a collective of the program.
+    with pytest.raises(PeerFailed, match="different calls: a barrier by rank 0; the constructor of a layer by rank 1"):
+        heap.barrier() if rank == 0 else make_layer(EXACT, rank, nodes, ranks_per_node)
+    if rank == 0:
+        dist.all_gather_object([None, None], "of the program")
+    else:
+        with pytest.raises(PeerFailed, match="came to a barrier, but rank 0 to a collective of the program"):
+            heap.barrier()
+    two = [make_layer(EXACT, rank, nodes, ranks_per_node) for _ in range(2)]
+    with pytest.raises(PeerFailed, match="a barrier of layer 1 by rank 0; a barrier of layer 2 by rank 1"):
+        two[rank].context.reallocate_dispatch_output_buf(1)
+    for layer in two:
+        layer.finalize()  # one of them has failed here, the other one there
+    # Rank 1 is still at a meeting of the layer that rank 0 has given up, and rank 0 at the next one.
+    layer = make_layer(EXACT, rank, nodes, ranks_per_node)
+    if rank == 0:
+        layer.context.state[codes.TIMEOUT_US] = 300_000
+        with pytest.raises(WaitTimeout, match="missing rank 1;"):
+            _dispatch(layer, EXACT, 0)
+        layer.finalize()
+        Path(folder, "gone").touch()
+    else:
+        _await(Path(folder, "gone"))
+        with pytest.raises(PeerFailed, match="came to a barrier of a layer that rank 0 has finalized after a failure"):
+            layer.context.reallocate_dispatch_output_buf(1)
+        with pytest.raises(WaitTimeout, match="out of step"):
+            layer.check()
+        layer.finalize()
+    _check_new(EXACT, rank, nodes, ranks_per_node)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    with make_layer(EXACT, 0, 1, 1, group=alone) as single:  # a group of one meets nobody
+        combine_and_check(single, dispatch_and_check(single, EXACT, 0))
+    dist.destroy_process_group(alone)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_ranks_in_different_meetings_say_so(run_ranks, nodes, ranks_per_node, tmp_path):
+    """PeerFailed with who is where; a layer that one has given up is no reason for the other's new one to fail."""
+    run_ranks(_meetings, nodes, ranks_per_node, str(tmp_path), timeout_s=LIMIT_S)
+
+
+def _no_memory_here(*_args: Any) -> None:
+    raise HeapError("of this rank alone")
+
+
+def _constructor_fails(rank: int, nodes: int, ranks_per_node: int) -> None:
+    heap, free = current_heap(), current_heap().available()
+    if rank == 1:
+        heap.require = _no_memory_here  # type: ignore[method-assign]
+    with pytest.raises(HeapError if rank else PeerFailed, match="of this rank alone" if rank else "rank 1 has finaliz"):
+        make_layer(EXACT, rank, nodes, ranks_per_node)
+    if rank == 1:
+        del heap.require
+    _check_new(EXACT, rank, nodes, ranks_per_node)
+    assert heap.available() == free
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_a_constructor_that_fails_on_one_rank_stops_the_others(run_ranks, nodes, ranks_per_node):
+    """They are told when they meet that rank again; then a layer can be made."""
+    run_ranks(_constructor_fails, nodes, ranks_per_node, timeout_s=LIMIT_S)
