@@ -20,6 +20,7 @@ LAYERS = {
     "triton_ep._agreement": 3,
     "triton_ep._calls": 3,
     "triton_ep._names": 2,
+    "triton_ep._strides": 0,
     "triton_ep.errors": 0,
     "triton_ep.kernels.device": 0,
     "triton_ep.reference": 0,
