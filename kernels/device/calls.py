@@ -85,6 +85,12 @@ def words_differ(words, mask):
 
 
 @triton.jit
+def words_unlike(own, words):
+    """Which host words [ranks] are of another call than this rank's; none, where this one rejected its arguments."""
+    return (words & _REJECTED == 0) & (own & _REJECTED == 0) & ((words ^ own) & _COMPARED != 0)
+
+
+@triton.jit
 def combine_tag(call, placement_ptr, num_ranks, experts_per_rank):
     """int64 tag of a combine. call: COMBINE_* bits; placement_ptr: of the dispatch whose rows come back."""
     number = tl.load(_epoch_ptr(placement_ptr, num_ranks, experts_per_rank))

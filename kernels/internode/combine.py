@@ -29,7 +29,7 @@ from ..device.buffers import (
     pe_of,
 )
 from ..device.calls import MIXED_TAG, combine_tag
-from ..device.rows import other_node, pull_sum, wait_staged
+from ..device.rows import other_node, pull_sum, report_staged, wait_staged
 from ..device.tables import STEPS, tokens_from_node_of
 from ..device.transport import put_signal
 from ..device.waits import TAG_BITS
@@ -87,6 +87,10 @@ def combine_partial_kernel(
         LWP,
         MAX_PROGRAMS,
     )
+    if differ:
+        report_staged(
+            tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, num_stage_programs, tag, LWP, MAX_PROGRAMS
+        )
     if ready | differ:
         tag = tl.where(differ, MIXED_TAG, tag)
         tokens_from_node_ptr = tokens_from_node_of(placement_ptr, num_ranks, experts_per_rank)

@@ -42,7 +42,7 @@ from ..device.buffers import (
 from ..device.calls import CALLS_COMBINE, combine_tag, report_calls
 from ..device.groups import my_first
 from ..device.post import post_to_all
-from ..device.rows import on_my_node, pull_sum, staged_part, staged_steps, tags_of_rows, wait_staged
+from ..device.rows import on_my_node, pull_sum, report_staged, staged_part, staged_steps, tags_of_rows, wait_staged
 from ..device.tables import (
     DST_ROW,
     OWNER,
@@ -415,6 +415,10 @@ def combine_pull_kernel(
                             acc += part.to(tl.float32)
                     dest = out_ptr + token.to(tl.int64)[:, None] * hidden + h + offs[None, :]
                     tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
+    if not ready:
+        report_staged(
+            tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, num_stage_programs, tag, LWP, MAX_PROGRAMS
+        )
     if last_to_arrive(state_ptr):
         epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
         tl.debug_barrier()

@@ -4,9 +4,9 @@ Protocol      1 reduce: for each arrival row of the dispatch, the sum of its cop
               and stored at the token's rank
               2 reduce: every program adds its rows to ll_combine_flag of their ranks, which get max_tokens each in all,
               and the first program one more
-              3 sum: wait for the flags of all ranks; where their tags differ, ranks are in different combines
-              (device/calls.py); else add the sums of each token in float32, in the order of the ranks that it went to,
-              and round
+              3 sum: wait for the flags of all ranks; add the sums of each token in float32, in the order of the ranks
+              that it went to, and round. Where tags differ, ranks are in different combines (device/calls.py): the
+              first program reports it
 Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token; ll_combine_flag [2, W] int64:
               (rows << 32 | tag), where max_tokens + 1 are added in every second call, and the first program exchanges
               the lower half, as in low_latency_dispatch.py.
@@ -34,8 +34,6 @@ from ..device.buffers import (
 from ..device.calls import CALLS_LL_COMBINE, combine_tag, report_calls
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
 from ..device.waits import WAIT_LL_PARTIALS, wait_values
-
-_NO_TAG = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -141,6 +139,7 @@ def low_latency_sum_kernel(
     offs = (tl.program_id(0) % PARTS * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
     in_row = offs < hidden
     epoch = tl.load(state_ptr + LL_COMBINE_SENT)
+    own_tag = tl.load(state_ptr + LL_COMBINE_TOLD + (epoch & 1)).to(tl.int32)
     if tl.program_id(0) == 0:
         tl.store(state_ptr + EPOCH_LL_COMBINE, epoch)
     peers = tl.arange(0, WP)
@@ -151,11 +150,7 @@ def low_latency_sum_kernel(
     # Times that this half has been used.
     expected = (((epoch + 1) >> 1) * (max_tokens + 1)) << 32
     arrived, seen = wait_values(flag_ptrs, in_group, expected, state_ptr, WAIT_LL_PARTIALS, first)
-    tags = seen.to(tl.int32)
-    differ = tl.min(tl.where(in_group, tags, _NO_TAG)) < tl.max(tl.where(in_group, tags, -1))
-    if arrived & differ:
-        report_calls(state_ptr, peers, tags, in_group, CALLS_LL_COMBINE)
-    if arrived & (differ == 0):
+    if arrived:
         acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
         for peer in tl.static_range(WP):
             here = ((goes_to >> peer) & 1) > 0
@@ -163,3 +158,8 @@ def low_latency_sum_kernel(
             acc += tl.load(rows + offs, mask=here[:, None] & in_row, other=0.0).to(tl.float32)
         dest = out_ptr + token.to(tl.int64)[:, None] * hidden + offs
         tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
+    # All programs have seen the same tags. Sums of rows of different calls are not used: the host raises.
+    if arrived & (tl.program_id(0) == 0):
+        tags = seen.to(tl.int32)
+        if tl.max((in_group & (tags != own_tag)).to(tl.int32)) > 0:
+            report_calls(state_ptr, peers, tags, in_group, CALLS_LL_COMBINE)

@@ -43,7 +43,7 @@ from ..device.buffers import (
     buffer_ptrs,
     count_overflow,
 )
-from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_differ
+from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_unlike
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
 from ..device.rows import MX, WORDS, load_payload, load_row_tile, store_scales, wire_sizes, wire_tile
 from ..device.waits import WAIT_LL_ROWS, wait_values
@@ -275,6 +275,7 @@ def low_latency_expand_kernel(
     meta_weights_ptr = buffer_ptr(tables_ptr, LL_META, num_ranks, rank, tl.float32)
     counts_ptr = buffer_ptr(tables_ptr, LL_COUNTS, num_ranks, rank, tl.int64)
     epoch = tl.load(state_ptr + LL_DISPATCH_SENT)
+    own_word = (tl.load(state_ptr + LL_TOLD + (epoch & 1)) >> 16).to(tl.int32)
     if tl.program_id(0) == 0:
         tl.store(state_ptr + EPOCH_LL_DISPATCH, epoch)
     # Times that this half has been used.
@@ -285,10 +286,9 @@ def low_latency_expand_kernel(
     flag_ptrs = buffer_ptr(tables_ptr, LL_FLAG, num_ranks, rank, tl.int64) + first_source + source
     arrived, seen = wait_values(flag_ptrs, in_group, expected, state_ptr, WAIT_LL_ROWS, first_source)
     word_of = tl.where(in_group, seen, 0).to(tl.int32)
-    differ = words_differ(word_of >> 16, in_group)
-    if arrived & differ:
-        report_calls(state_ptr, source, word_of >> 16, in_group, CALLS_LL_DISPATCH)
-    if arrived & (differ == 0):
+    # The report stands at the end: most calls pass it, and none waits for it.
+    alike = tl.max((in_group & words_unlike(own_word, word_of >> 16)).to(tl.int32)) == 0
+    if arrived & alike:
         PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
         stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
         # Rows far from each other, so that programs share what few tokens there may be.
@@ -381,3 +381,5 @@ def low_latency_expand_kernel(
             tl.store(num_recv_ptr + (experts_per_rank + 3) // 4 * 4, overflow)
             count_overflow(state_ptr, overflow)
             store_epoch(small_ptr, epoch, num_ranks, experts_per_rank)
+    if arrived & (alike == 0):
+        report_calls(state_ptr, source, word_of >> 16, in_group, CALLS_LL_DISPATCH)
