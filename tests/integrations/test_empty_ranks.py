@@ -160,7 +160,8 @@ def _vllm(batched: bool) -> tuple[Callable[[_Batch], None], Callable[[], None]]:
     made = vllm.TritonEPPrepareAndFinalize(
         dist.group.WORLD, max_tokens=MOST, hidden=HIDDEN, topk=TOPK, num_experts=2 * EXPERTS, batched=batched
     )
-    experts = vllm_stand_in.Experts(quant, vllm_stand_in.TopKWeightAndReduceDelegate(), rank * EXPERTS)
+    expert_map = vllm_stand_in.expert_map_of(rank, 2, 2 * EXPERTS)
+    experts = vllm_stand_in.Experts(quant, vllm_stand_in.TopKWeightAndReduceDelegate(), expert_map)
 
     def run(batch: _Batch) -> None:
         x, weights, ids = batch.x.detach(), batch.weights.detach(), odd(batch.idx.int())
