@@ -1,0 +1,166 @@
+"""Oracle of the experts of a MoE layer: grouped products, the activation between them, and all gradients.
+
+Rows stand in segments, one per expert: `offs` [E + 1], first row of each expert's segment, then the end of the last.
+Everything is float64 and one expert after the other; roundings happen only where an operand is defined by them:
+
+    row scales  MXFP8 (RCEIL, blocks of 32 along the sum) whose elements are moved to the largest scale of their row. An
+                element keeps its bits unless it becomes subnormal; then it is rounded to nearest even.
+    activation  gated: act(g) * (u + up_offset) * weight; not gated: act(g) * weight; in float32.
+
+Rows behind the last segment are neither read nor written; results have zeros there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from triton_ep.reference import mxfp8
+
+
+class Activation(NamedTuple):
+    """What stands between the two products.
+
+    Attributes:
+        kind: "silu", "gelu" (by the error function), "relu" or "relu2".
+        gated: there is a second product, by which act(g) is multiplied.
+        limit: g is clamped from above, u from both sides; None: neither.
+        alpha: act(g) is g * sigmoid(alpha * g) for "silu".
+        up_offset: added to u.
+    """
+
+    kind: str = "silu"
+    gated: bool = True
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+
+def activate(pre: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """[R, F] of the first product [R, 2F], gate columns first (not gated: [R, F]); differentiable."""
+    g, u = pre.chunk(2, -1) if activation.gated else (pre, None)
+    if activation.limit is not None:
+        g = g.clamp(max=activation.limit)
+        u = None if u is None else u.clamp(-activation.limit, activation.limit)
+    if activation.kind == "silu":
+        value = g * torch.sigmoid(activation.alpha * g)
+    elif activation.kind == "gelu":
+        value = torch.nn.functional.gelu(g)
+    elif activation.kind in ("relu", "relu2"):
+        value = g.clamp(min=0) ** (2 if activation.kind == "relu2" else 1)
+    else:
+        raise ValueError(f"no such activation: {activation.kind!r}")
+    return value if u is None else value * (u + activation.up_offset)
+
+
+def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 [..., K] and scale bytes [..., K / 32] with one scale per row: e4m3 [..., K] and float32 [...].
+
+    Scale bytes 255 make the row's scale NaN.
+    """
+    largest = scale.amax(-1)
+    shift = (scale.long() - largest.long().unsqueeze(-1)).double()
+    values = qdata.float().double().unflatten(-1, (-1, 32)) * torch.exp2(shift).unsqueeze(-1)
+    elements = mxfp8._codes(mxfp8._round_to_format(values.flatten(-2), torch.float8_e4m3fn), torch.float8_e4m3fn)
+    row_scale = torch.where(largest == 255, torch.nan, torch.exp2(largest.double() - 127)).float()
+    return elements.view(torch.float8_e4m3fn), row_scale
+
+
+def row_values(x: torch.Tensor) -> torch.Tensor:
+    """Float64 values that the product of `x` [..., K] by FP8 sees: MXFP8 along the last dimension, moved to rows."""
+    qdata, scale = rebase_rows(*mxfp8.quantize(x))
+    return qdata.float().double() * scale.double().unsqueeze(-1)
+
+
+def mx_values(x: torch.Tensor) -> torch.Tensor:
+    """Float64 values of `x` [..., K] in MXFP8 along the last dimension."""
+    qdata, scale = mxfp8.quantize(x)
+    return mxfp8.dequantize(qdata, scale, torch.float32).double()
+
+
+def tile_table(offs: torch.Tensor, rows_per_tile: int = 128) -> list[tuple[int, int, int]]:
+    """(expert, first row, rows) of every tile, expert by expert; a tile holds rows of one expert."""
+    return [
+        (expert, first, min(rows_per_tile, end - first))
+        for expert, start, end in segments(offs)
+        for first in range(start, end, rows_per_tile)
+    ]
+
+
+def segments(offs: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """(expert, start, end) of every segment, of empty ones too."""
+    bounds = offs.tolist()
+    for expert in range(len(bounds) - 1):
+        yield expert, bounds[expert], bounds[expert + 1]
+
+
+def product(a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """[R, N] float64: rows of segment e of `a` [R, K] times w[e]^T, `w` [E, N, K]."""
+    out = torch.zeros(a.shape[0], w.shape[1], dtype=torch.float64, device=a.device)
+    for expert, start, end in segments(offs):
+        out[start:end] = a[start:end].double() @ w[expert].double().T
+    return out
+
+
+def weight_gradient(x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """[E, I, J] float64: x_e^T @ y_e over the rows of each segment."""
+    return torch.stack([x[a:b].double().T @ y[a:b].double() for _, a, b in segments(offs)])
+
+
+def bias_gradient(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """[E, I] float64: sums of the rows of each segment."""
+    return torch.stack([x[a:b].double().sum(0) for _, a, b in segments(offs)])
+
+
+class Gradients(NamedTuple):
+    """Of the block below, all float64.
+
+    Attributes:
+        pre: [R, 2F] of the first product's result.
+        act: [R, F], the weighted activation itself, which the second matrix's gradient needs.
+        weights: [R] of the rows' weights.
+    """
+
+    pre: torch.Tensor
+    act: torch.Tensor
+    weights: torch.Tensor
+
+
+def activation_backward(
+    dact: torch.Tensor, pre: torch.Tensor, row_weights: torch.Tensor | None, activation: Activation
+) -> Gradients:
+    """From the gradient [R, F] of the weighted activation: those of what it was made of."""
+    leaf = pre.double().detach().requires_grad_()
+    value = activate(leaf, activation)
+    weights = torch.ones(pre.shape[0], dtype=torch.float64) if row_weights is None else row_weights.double()
+    weights = weights.to(pre.device).unsqueeze(-1)
+    (dpre,) = torch.autograd.grad(value, leaf, dact.double() * weights)
+    value = value.detach()
+    return Gradients(dpre, value * weights, (dact.double() * value).sum(-1))
+
+
+def experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    offs: torch.Tensor,
+    row_weights: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[R, H] of rows `x` [R, H], `w13` [E, 2F, H], gate rows first, `w2` [E, H, F]; differentiable, in the dtype given.
+
+    row_weights: [R], which multiply each row's result, biases included. b13: [E, 2F], b2: [E, H].
+    """
+    out = []
+    for expert, start, end in segments(offs):
+        pre = x[start:end] @ w13[expert].T
+        pre = pre if b13 is None else pre + b13[expert]
+        y = activate(pre, activation or Activation()) @ w2[expert].T
+        y = y if b2 is None else y + b2[expert]
+        out.append(y if row_weights is None else y * row_weights[start:end, None].to(y.dtype))
+    behind = x.new_zeros(x.shape[0] - int(offs[-1]), w2.shape[1])
+    return torch.cat([*out, behind])
