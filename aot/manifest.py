@@ -32,6 +32,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "ids": ("i32", "i64"),
     "weights": (False, True),
     "scatter": (False, True),
+    "landing": ("row", "bf16"),
 }
 _NEEDED = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size")
 

@@ -25,7 +25,7 @@ from .device.buffers import (
     EPOCH_BARRIER_NODE,
     NODE_BARRIER_FLAG,
 )
-from .device.codes import NVSHMEM_SYMBOLS
+from .device.codes import LANDING_BF16, LANDING_MX, LANDING_ROW, LANDING_WORDS, NVSHMEM_SYMBOLS
 from .device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL, MODE_RCEIL_SATFINITE
 from .device.rows import MX, QUANTISE, WORDS
 from .device.transport import NVSHMEM, P2P
@@ -159,23 +159,29 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         dispatch.dispatch_expand_kernel,
-        f"recv_x_ptr:*{{WORD}} recv_scale_ptr:*u8 recv_weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 "
-        f"{_STATE} row_words:i32 {_WHERE} experts_per_rank:i32 stage_capacity:i32 num_senders:i32",
+        f"recv_x_ptr:*{{WORD}} recv_scale_ptr:*{{SCALE}} recv_weights_ptr:*fp32 copy_rows_ptr:*i32 tiles_ptr:*i32 "
+        f"placement_ptr:*i32 {_STATE} row_words:i32 {_WHERE} experts_per_rank:i32 stage_capacity:i32 num_senders:i32 "
+        "num_rows:i32",
         tuple(
             Variant(
                 _payload(
                     _K8,
-                    {"SOURCES": 8, "SENDERS": 32},
-                    {"ROWS": 1, "BLOCK_H": 1024 if s else 2048},
-                    HAS_SCALES=s,
+                    {"EP": 32, "SOURCES": 8, "SENDERS": 32},
+                    {"ROWS": 1, "BLOCK_H": block, "TILES": 1},
+                    LANDING=landing,
                     HAS_WEIGHTS=w,
                     HAS_PADDING=w,
                     KEEP_COPY_ROWS=w,
                 ),
-                _WORD,
+                {"WORD": word, "SCALE": scale},
                 ("row_words",),
             )
-            for s in (False, True)
+            for landing, block, word, scale in (
+                (LANDING_WORDS, 2048, "i64", "u8"),
+                (LANDING_MX, 1024, "i64", "u8"),
+                (LANDING_ROW, 2048, "i32", "fp32"),
+                (LANDING_BF16, 2048, "i64", "u8"),
+            )
             for w in (False, True)
         ),
         maxnreg=128,

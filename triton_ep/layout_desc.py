@@ -42,6 +42,9 @@ class EPAllToAllLayoutDesc:
             itself.
         host_expert_offsets: e + 1 numbers, `expert_offsets` as the host has read it; None where it has not: with a
             capacity, rows of `dispatch_again` or compact ones. Not part of the pytree.
+        tiles: [1 + n, 4] int32, the tile table of the rows: which rows every tile of a grouped product has
+            (kernels/device/tiles.py). Written with the rows. None with low latency, of compact rows, of front doors and
+            of triton_ep.autograd.
     """
 
     num_dispatch_token_cur_rank: int
@@ -58,6 +61,7 @@ class EPAllToAllLayoutDesc:
     full_scatter: bool = False
     compact: bool = False
     host_expert_offsets: tuple[int, ...] | None = None
+    tiles: torch.Tensor | None = None
 
     # Views, made when they are asked for: a dispatch whose descriptor goes straight into combine makes none. What a
     # low-latency dispatch leaves out, because its combine does not need it, is None.

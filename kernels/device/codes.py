@@ -14,12 +14,26 @@ WORDS = 0
 QUANTISE = 1
 MX = 2
 
+# intranode/dispatch.py: what the output rows of a dispatch are.
+LANDING_WORDS = 0
+"""Opaque words, as they travel."""
+LANDING_MX = 1
+"""Elements and their scale bytes, as they travel."""
+LANDING_ROW = 2
+"""Elements that share the largest scale of their row, a float32."""
+LANDING_BF16 = 3
+"""Values in bfloat16."""
+
 # mxfp8.py: how a scale is chosen.
 MODE_RCEIL = 0
 MODE_FLOOR = 1
 MODE_CEIL = 2
 MODE_EVEN = 3
 MODE_RCEIL_SATFINITE = 4
+
+# tiles.py: rows of a tile of the tile table, and words of one of its records.
+TILE_ROWS = 128
+TILE_WORDS = 4
 
 # buffers.py: two of the symmetric buffers.
 BARRIER_FLAG = 9
