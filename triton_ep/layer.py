@@ -235,7 +235,7 @@ class EPAll2AllLayer(CompactCalls):
             previous_event: with async_finish, what to wait for in place of the current stream.
 
         Returns:
-            recv_x [R, H] (with payload="mxfp8" as `landing` says), recv_weights [R] float32 or None, and the descriptor.
+            recv_x [R, H] (of payload="mxfp8" as `landing` says), recv_weights [R] float32 or None, and the descriptor.
             Rows are expert-major, inside an expert by source rank, inside a source rank by (token, k). All three are
             owned by the caller. Then the hook (`RecvHook`) or the event (`EPEvent`), if asked for.
 

@@ -78,7 +78,7 @@ def _value_bits(words, value, INDEX: tl.constexpr):
 
 @triton.jit
 def dequantize_words(words, scales):
-    """Values of words [ROWS, BLOCKS, 8] int32 of elements with scale bytes [ROWS, BLOCKS]: four bfloat16 to an int64."""
+    """Values of words [ROWS, BLOCKS, 8] int32 of elements with scale bytes [ROWS, BLOCKS]: int64 of four bfloat16."""
     value = scale_value(scales)[:, :, None]
     low = _value_bits(words, value, 0) | (_value_bits(words, value, 1) << 16)
     high = _value_bits(words, value, 2) | (_value_bits(words, value, 3) << 16)

@@ -172,7 +172,8 @@ def _land_tiles(
     BLOCK_H: tl.constexpr,
     TILES: tl.constexpr,  # of a row
 ):
-    """Convert arrival rows of MXFP8, and copy them to the output rows of their copies; the largest scale of each row."""
+    """Convert arrival rows of MXFP8, and copy them to the output rows of their copies. Returns each row's largest
+    scale byte."""
     BLOCKS: tl.constexpr = BLOCK_H // BLOCK_WORDS
     stride, data_bytes, row_bytes = wire_sizes(row_words, tl.int32, MX)
     source = (stage_ptr + row.to(tl.int64) * stride)[:, None, None]
@@ -196,6 +197,7 @@ def _land_tiles(
         landed = land_words(words, scales[tile], largest, LANDING)
         for k in tl.static_range(len(copies)):
             dst = copies[k]
+            # bfloat16 takes another layout on its way to memory, which without branches it does once.
             if LANDING == LANDING_BF16 or tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
                 dest = recv_x_ptr + dst.to(tl.int64)[:, None, None] * row_words + at
                 tl.store(dest, landed, mask=(dst >= 0)[:, None, None] & in_row)
