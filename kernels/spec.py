@@ -116,7 +116,7 @@ SPECS: tuple[KernelSpec, ...] = (
         f"push_addrs_ptr:*i64 {_STATE} num_tokens:i32 rank:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 "
         "row_bytes:i32 recv_capacity:i32 stage_capacity:i32",
         tuple(
-            Variant({**_K8, "LWP": 8, "BLOCK_T": 16, "HAS_SCATTER": s, "HAS_WEIGHTS": w}, {"IDX": "i32"})
+            Variant({**_K8, "LWP": 8, "EP": 32, "BLOCK_T": 16, "HAS_SCATTER": s, "HAS_WEIGHTS": w}, {"IDX": "i32"})
             for s in (False, True)
             for w in (False, True)
         ),
@@ -161,14 +161,13 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         dispatch.dispatch_expand_kernel,
-        f"recv_x_ptr:*{{WORD}} recv_scale_ptr:*{{SCALE}} recv_weights_ptr:*fp32 copy_rows_ptr:*i32 tiles_ptr:*i32 "
-        f"placement_ptr:*i32 {_STATE} row_words:i32 {_WHERE} experts_per_rank:i32 stage_capacity:i32 num_senders:i32 "
-        "num_rows:i32",
+        "recv_x_ptr:*{WORD} recv_scale_ptr:*{SCALE} recv_weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 "
+        f"{_STATE} row_words:i32 {_WHERE} experts_per_rank:i32 stage_capacity:i32 num_senders:i32",
         tuple(
             Variant(
                 _payload(
                     _K8,
-                    {"EP": 32, "SOURCES": 8, "SENDERS": 32},
+                    {"SOURCES": 8, "SENDERS": 32},
                     {"ROWS": 1, "BLOCK_H": block, "TILES": 1},
                     LANDING=landing,
                     HAS_WEIGHTS=w,

@@ -273,17 +273,8 @@ class DispatchSteps(LayerNames):
         moved = self._moved(x)
         routing_ops.place(moved, routing, placement, scatter)
         exact = offsets is not None
-        make = partial(
-            dispatch_ops.make_received,
-            moved,
-            num_rows,
-            num_arrivals,
-            has_weights,
-            exact,
-            keep_copies,
-            landing,
-            with_tiles=again is None and not keep_copies,
-        )
+        sizes = (num_rows, num_arrivals)
+        make = partial(dispatch_ops.make_received, moved, *sizes, has_weights, exact, keep_copies, landing)
         received = None if exact else make()
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, x is not given, split)
@@ -307,7 +298,6 @@ class DispatchSteps(LayerNames):
             skipped_token_topk_mapping_indices=received.copy_rows if cfg.enable_local_combine else None,
             full_scatter=scatter is not None,
             host_expert_offsets=offsets,
-            tiles=received.tiles,
         )
         return received, desc, receive
 

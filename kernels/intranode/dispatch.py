@@ -9,7 +9,7 @@ Protocol      1 push, in steps of consecutive tokens, each shorter than the one 
               there is no further step, for the steps of the forwarding kernels (internode/dispatch.py)
               4 expand: copy the arrival rows of the step to the output rows of their copies, then on to 3. MXFP8
               rows may be converted on the way, once for all copies (device/landing.py). The padding rows are zeroed
-              before, and the tile table (device/tiles.py) is written
+              before
 Layout        stage_x [capacity, row on the wire (device/rows.py)], by source rank, then by token; stage_meta
               [W * max_tokens, 2 * KP];
               recv_x [R, row], recv_scale [R, row / 32] or [R], expert-major, segments aligned; arrive_flag
@@ -41,7 +41,6 @@ from ..device.rows import (
     wire_sizes,
 )
 from ..device.tables import STEPS, expert_offsets_of, num_recv_of, part_begin, part_of_step, step_rows_of
-from ..device.tiles import TILE_ROWS, write_tile_table
 
 LANDING_MX = tl.constexpr(codes.LANDING_MX)
 LANDING_ROW = tl.constexpr(codes.LANDING_ROW)
@@ -323,7 +322,6 @@ def _zero_padding(
         "experts_per_rank",
         "stage_capacity",
         "num_senders",
-        "num_rows",
     ]
 )
 def dispatch_expand_kernel(
@@ -331,7 +329,6 @@ def dispatch_expand_kernel(
     recv_scale_ptr,  # out, written with LANDING_MX, [R, row bytes / 32] uint8, and with LANDING_ROW, [R] float32
     recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
     copy_rows_ptr,  # out [C, K] int32, output rows of each arrival row; written if KEEP_COPY_ROWS
-    tiles_ptr,  # out, tile table of the output rows (device/tiles.py), written if num_rows is not negative
     placement_ptr,  # device/tables.py
     state_ptr,
     tables_ptr,
@@ -342,14 +339,12 @@ def dispatch_expand_kernel(
     experts_per_rank,
     stage_capacity,
     num_senders,  # programs of the push, and of the forward, kernel
-    num_rows,  # R, or -1 where the tile table is not wanted
     LANDING: tl.constexpr,  # device/codes.py
     HAS_WEIGHTS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     KEEP_COPY_ROWS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
-    EP: tl.constexpr,
     SOURCES: tl.constexpr,  # device/rows.py
     SENDERS: tl.constexpr,  # likewise
     ROWS: tl.constexpr,
@@ -363,11 +358,6 @@ def dispatch_expand_kernel(
     flags_ptr = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64)
     arrived = tl.load(state_ptr + STATUS) == 0
     # While the first rows are on their way.
-    if (num_rows >= 0) & (tl.program_id(0) == tl.num_programs(0) - 1):
-        max_tiles = tl.cdiv(num_rows, TILE_ROWS) + experts_per_rank
-        # Of a dispatch that failed there are no rows.
-        rows = tl.where(arrived, num_rows, 0)
-        write_tile_table(tiles_ptr, expert_offsets_of(placement_ptr, num_ranks), rows, experts_per_rank, max_tiles, EP)
     if HAS_PADDING:
         if arrived:
             _zero_padding(

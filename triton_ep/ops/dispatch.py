@@ -15,8 +15,6 @@ from triton_ep.kernels.device.codes import (
     LANDING_ROW,
     LANDING_WORDS,
     MX,
-    TILE_ROWS,
-    TILE_WORDS,
     WORDS,
 )
 from triton_ep.mx.formats import BLOCK
@@ -173,13 +171,11 @@ class Received(NamedTuple):
         x: recv_x [R, H]. Rows behind the last expert's (static mode) are undefined.
         weights: [R] float32, or None; zero behind the last expert's rows.
         copy_rows: with local combine, or where a caller keeps them, [C, K] int32, the output rows of each arrival row.
-        tiles: [1 + n, 4] int32, tile table of the rows (kernels/device/tiles.py), where it is wanted.
     """
 
     x: Rows
     weights: torch.Tensor | None
     copy_rows: torch.Tensor | None
-    tiles: torch.Tensor | None = None
 
 
 def make_received(
@@ -190,13 +186,12 @@ def make_received(
     exact: bool,
     keep_copies: bool,
     landing: str | None,
-    with_tiles: bool,
 ) -> Received:
     """Memory for `num_rows` output rows from `num_arrivals` arrival rows.
 
     exact: as many come. Otherwise weights are filled, behind what the current stream has been given.
     keep_copies: the output rows of arrival rows are wanted, whatever combine needs.
-    landing: as in `EPAll2AllLayer.dispatch`. with_tiles: a tile table of the rows is wanted.
+    landing: as in `EPAll2AllLayer.dispatch`.
     """
     cfg = ctx.config
     weights = None
@@ -205,11 +200,7 @@ def make_received(
     copy_rows = None
     if cfg.enable_local_combine or keep_copies:
         copy_rows = torch.empty(num_arrivals, cfg.topk, dtype=torch.int32, device=ctx.device)
-    tiles = None
-    if with_tiles:
-        most = -(-num_rows // TILE_ROWS) + cfg.num_experts_per_rank
-        tiles = torch.empty(1 + most, TILE_WORDS, dtype=torch.int32, device=ctx.device)
-    return Received(_make_rows(ctx, num_rows, landing), weights, copy_rows, tiles)
+    return Received(_make_rows(ctx, num_rows, landing), weights, copy_rows)
 
 
 def _make_rows(ctx: DispatchCombineContext, num_rows: int, landing: str | None) -> Rows:
@@ -271,7 +262,7 @@ def _expand(
 ) -> None:
     cfg = ctx.config
     recv_x, recv_scale = received.x.data, received.x.scale
-    weights, copy_rows, tiles = received.weights, received.copy_rows, received.tiles
+    weights, copy_rows = received.weights, received.copy_rows
     landing = _landing_of(cfg, received.x)
     if landing in (LANDING_ROW, LANDING_BF16):
         word, row_words = landed_words(landing, cfg.hidden)
@@ -287,7 +278,6 @@ def _expand(
         ctx.no_bytes if recv_scale is None else recv_scale,
         ctx.no_floats if weights is None else weights,
         placement if copy_rows is None else copy_rows,
-        placement if tiles is None else tiles,
         placement,
         ctx.state,
         ctx.tables,
@@ -298,6 +288,5 @@ def _expand(
         cfg.num_experts_per_rank,
         ctx.sizes.arrival_rows,
         exchange_programs(cfg.num_sm),
-        -1 if tiles is None else recv_x.shape[0],
         stream=side,
     )

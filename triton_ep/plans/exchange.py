@@ -56,6 +56,7 @@ def place(s: Shape, has_weights: bool, has_scatter: bool) -> Plan:
     constexprs = {
         "HAS_SCATTER": has_scatter,
         "HAS_WEIGHTS": has_weights,
+        "EP": next_power_of_2(s.experts_per_rank),
         "BLOCK_T": ROUTING_TOKENS,
         **s.common("TOPK", "KP", "LWP"),
     }
@@ -130,7 +131,6 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": s.alignment > 1,
         "KEEP_COPY_ROWS": keep_copies,
-        "EP": next_power_of_2(s.experts_per_rank),
         **s.common("TOPK", "KP", "SENDERS"),
     }
     if landing in (LANDING_ROW, LANDING_BF16):
