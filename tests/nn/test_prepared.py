@@ -101,6 +101,7 @@ def test_weights_of_one_shape_have_names(made: list[str]) -> None:
         prepared.get(one, "fprop", name="w13")
         prepared.get(two, "fprop", name="w2")
     assert len(made) == 2
+    assert prepared.get(_weight(96), "fprop", name="w2").shape == (2, 96, 32)  # another model's
 
 
 @pytest.mark.parametrize("use", ["fprop", "dgrad"])

@@ -90,13 +90,13 @@ class PreparedWeights:
         key = (name or tuple(weight.shape), use)
         made_of = (*_identity(weight), self._changes)
         kept = self._kept.get(key)
-        if kept is not None and kept.made_of == made_of and kept.copy.device == weight.device:
+        if kept is not None and kept.made_of == made_of and _fits(kept.copy, weight, use):
             return kept.copy
         if _is_capturing(weight.device):
             state = "missing" if kept is None else "out of date"
             raise InputError(
                 f"the copy of a weight {list(weight.shape)} for {use} is {state}, and a CUDA graph is being captured, "
-                'whose replays would not make it. Run one step before the capture, or refresh, or choose prepared="none".'
+                'whose replays would not make it. Run a step before the capture, or refresh, or choose prepared="none".'
             )
         uses = [each for each in USES if each == use or self._is_stale((key[0], each), made_of)]
         old = {each: self._kept[key[0], each].copy for each in uses if (key[0], each) in self._kept}
@@ -123,12 +123,18 @@ class PreparedWeights:
     def _make(self, weight: torch.Tensor, uses: Any, old: dict[str, Copy]) -> dict[str, Copy]:
         """Copies for these uses, in the memory of old ones where they fit."""
         weight = weight.detach()
-        old = {use: copy for use, copy in old.items() if copy.device == weight.device}
+        old = {use: copy for use, copy in old.items() if _fits(copy, weight, use)}
         if self.precision == "exact":
             return {use: _values(weight, use, old.get(use)) for use in uses}
         out = tuple(copy if isinstance(copy := old.get(use), RowScaled) else None for use in USES)
         made = prepare_weights(weight, "both" if len(uses) == 2 else uses[0], out=(out[0], out[1]))
         return {use: copy for use, copy in zip(USES, made, strict=True) if copy is not None}
+
+
+def _fits(copy: Copy, weight: torch.Tensor, use: str) -> bool:
+    """True if the copy has the place and the shape of one of this weight."""
+    transposed = isinstance(copy, RowScaled) and use == "dgrad"
+    return copy.device == weight.device and copy.shape == (weight.transpose(1, 2) if transposed else weight).shape
 
 
 def _is_capturing(device: torch.device) -> bool:
