@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from ..kernel_spec import KernelSpec, Variant
-from . import weighted_rows
+from . import weighted_rows, wgrad
+
+
+def _wgrad(accumulate: bool) -> Variant:
+    types = {
+        "X": "tensordesc<bf16[64,128]>",
+        "Y": "tensordesc<bf16[64,256]>",
+        "OUT": "tensordesc<fp32[1,128,64]>" if accumulate else "tensordesc<bf16[1,128,128]>",
+    }
+    blocks = {"EP": 64, "BLOCK_I": 128, "BLOCK_J": 256, "BLOCK_R": 64, "BAND": 8, "STAGES": 4}
+    return Variant({"ACCUMULATE": accumulate, **blocks}, types, ("num_i", "num_j"))
+
 
 BACKWARD_SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
@@ -18,6 +29,12 @@ BACKWARD_SPECS: tuple[KernelSpec, ...] = (
             )
             for mx, rows, scale in ((False, "bf16", "bf16"), (True, "fp8e4nv", "u8"))
         ),
+    ),
+    KernelSpec(
+        wgrad.weight_gradient_kernel,
+        "x:{X} y:{Y} out:{OUT} offs_ptr:*i32 num_rows:i32 num_i:i32 num_j:i32 num_experts:i32",
+        (_wgrad(accumulate=False), _wgrad(accumulate=True)),
+        num_warps=8,
     ),
 )
 """What the backward pass of experts compiles to."""
