@@ -30,6 +30,7 @@ from .device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL, MODE_RCE
 from .device.rows import MX, QUANTISE, WORDS
 from .device.transport import NVSHMEM, P2P
 from .experts.backward_specs import BACKWARD_SPECS
+from .experts.specs import EXPERT_SPECS
 from .internode import barrier, splits
 from .internode import combine as internode_combine
 from .internode import dispatch as internode_dispatch
@@ -391,6 +392,7 @@ SPECS: tuple[KernelSpec, ...] = (
         (Variant({**_MX_COLUMNS, "HAS_OFFSETS": True}, _mx_types("bf16", False), ("hidden",)),),
     ),
     *GEMM_SPECS,
+    *EXPERT_SPECS,
     *COMPACT_SPECS,
     *MX_SPECS,
     *NVFP4_SPECS,
