@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..device.codes import ACT_SILU
 from ..kernel_spec import KernelSpec, Variant
-from . import weighted_rows, wgrad
+from . import bias_gradient, down_dgrad, weighted_rows, wgrad
 
 
 def _wgrad(accumulate: bool) -> Variant:
@@ -14,6 +15,24 @@ def _wgrad(accumulate: bool) -> Variant:
     }
     blocks = {"EP": 64, "BLOCK_I": 128, "BLOCK_J": 256, "BLOCK_R": 64, "BAND": 8, "STAGES": 4}
     return Variant({"ACCUMULATE": accumulate, **blocks}, types, ("num_i", "num_j"))
+
+
+_SWIGLU = {"KIND": ACT_SILU, "GATED": True, "CLAMP": False, "LIMIT": 0.0, "ALPHA": 1.0, "UP_OFFSET": 0.0}
+
+
+def _down(m: int, k: int, levels: int, warps: int, fp8: bool, promote: bool = False, k_major: bool = False) -> Variant:
+    n = 128 if promote else 256
+    stages = 4 if promote or not fp8 else 3
+    dtype = "fp8e4nv" if fp8 else "bf16"
+    scale = "fp32" if fp8 else "i32"
+    types = {
+        "DY": f"tensordesc<{dtype}[{m},{k}]>",
+        "W": f"tensordesc<{dtype}[1,{n},{k}]>" if k_major else f"tensordesc<{dtype}[1,{k},{n}]>",
+        "SCALE": scale,
+    }
+    about = {"FP8": fp8, "PROMOTE": promote, "K_MAJOR": k_major, "HAS_WEIGHTS": True, **_SWIGLU}
+    blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "LEVELS": levels, "BAND": 8, "STAGES": stages}
+    return Variant({**about, **blocks, "FLATTEN": not promote}, types, ("hidden", "ffn"), warps)
 
 
 BACKWARD_SPECS: tuple[KernelSpec, ...] = (
@@ -29,6 +48,34 @@ BACKWARD_SPECS: tuple[KernelSpec, ...] = (
             )
             for mx, rows, scale in ((False, "bf16", "bf16"), (True, "fp8e4nv", "u8"))
         ),
+    ),
+    KernelSpec(
+        down_dgrad.down_dgrad_kernel,
+        "dy:{DY} w:{W} dy_scale_ptr:*{SCALE} w_scale_ptr:*{SCALE} pre_ptr:*bf16 weights_ptr:*fp32 tiles_ptr:*i32 "
+        "dpre_ptr:*bf16 act_ptr:*bf16 shares_ptr:*fp32 num_rows:i32 hidden:i32 ffn:i32",
+        (
+            _down(128, 64, levels=3, warps=8, fp8=False),
+            _down(128, 64, levels=3, warps=8, fp8=False, k_major=True),
+            _down(64, 128, levels=2, warps=4, fp8=True, promote=True, k_major=True),
+            _down(128, 128, levels=3, warps=8, fp8=True, k_major=True),
+        ),
+    ),
+    KernelSpec(
+        down_dgrad.row_weight_gradient_kernel,
+        "shares_ptr:*fp32 dy_ptr:*{DY} dy_scale_ptr:*{SCALE} bias_ptr:*{BIAS} tiles_ptr:*i32 out_ptr:*fp32 num_rows:i32 "
+        "shares:i32 hidden:i32",
+        tuple(
+            Variant({"HAS_BIAS": bias, "FP8": fp8, "ROWS": 16, "BLOCK_H": 256}, types, ("hidden",))
+            for bias, fp8, types in (
+                (False, False, {"DY": "i32", "SCALE": "i32", "BIAS": "i32"}),
+                (True, True, {"DY": "fp8e4nv", "SCALE": "fp32", "BIAS": "bf16"}),
+            )
+        ),
+    ),
+    KernelSpec(
+        bias_gradient.bias_gradient_kernel,
+        "x_ptr:*bf16 offs_ptr:*i32 weights_ptr:*{WEIGHTS} out_ptr:*fp32 n:i32",
+        (Variant({"HAS_WEIGHTS": True, "BLOCK_R": 32, "BLOCK_N": 128}, {"WEIGHTS": "fp32"}, ("n",)),),
     ),
     KernelSpec(
         wgrad.weight_gradient_kernel,
