@@ -27,6 +27,13 @@ ACT_GELU = 1
 ACT_RELU = 2
 ACT_RELU2 = 3
 
+# experts/gate_up.py: how the activation leaves.
+ACT_OUT_BF16 = 0
+ACT_OUT_MX = 1
+"""Elements and scales of MXFP8."""
+ACT_OUT_MX_BF16 = 2
+"""Values of MXFP8, in bf16."""
+
 # tiles.py: rows of a tile of the tile table, and words of one of its records.
 TILE_ROWS = 128
 TILE_WORDS = 4
