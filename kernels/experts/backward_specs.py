@@ -20,19 +20,13 @@ def _wgrad(accumulate: bool) -> Variant:
 _SWIGLU = {"KIND": ACT_SILU, "GATED": True, "CLAMP": False, "LIMIT": 0.0, "ALPHA": 1.0, "UP_OFFSET": 0.0}
 
 
-def _down(m: int, k: int, levels: int, warps: int, fp8: bool, promote: bool = False, k_major: bool = False) -> Variant:
-    n = 128 if promote else 256
-    stages = 4 if promote or not fp8 else 3
-    dtype = "fp8e4nv" if fp8 else "bf16"
-    scale = "fp32" if fp8 else "i32"
-    types = {
-        "DY": f"tensordesc<{dtype}[{m},{k}]>",
-        "W": f"tensordesc<{dtype}[1,{n},{k}]>" if k_major else f"tensordesc<{dtype}[1,{k},{n}]>",
-        "SCALE": scale,
-    }
-    about = {"FP8": fp8, "PROMOTE": promote, "K_MAJOR": k_major, "HAS_WEIGHTS": True, **_SWIGLU}
-    blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "LEVELS": levels, "BAND": 8, "STAGES": stages}
-    return Variant({**about, **blocks, "FLATTEN": not promote}, types, ("hidden", "ffn"), warps)
+def _down(m: int, n: int, k: int, levels: int, warps: int, fp8: bool, promote: bool = False) -> Variant:
+    dtype, scale = ("fp8e4nv", "fp32") if fp8 else ("bf16", "i32")
+    box = f"[1,{n},{k}]" if fp8 else f"[1,{k},{n}]"
+    types = {"DY": f"tensordesc<{dtype}[{m},{k}]>", "W": f"tensordesc<{dtype}{box}>", "SCALE": scale}
+    about = {"FP8": fp8, "PROMOTE": promote, "K_MAJOR": fp8, "HAS_WEIGHTS": True, **_SWIGLU}
+    blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "LEVELS": levels, "BAND": 8, "STAGES": 4, "FLATTEN": False}
+    return Variant({**about, **blocks}, types, ("hidden", "ffn"), warps)
 
 
 BACKWARD_SPECS: tuple[KernelSpec, ...] = (
@@ -54,16 +48,15 @@ BACKWARD_SPECS: tuple[KernelSpec, ...] = (
         "dy:{DY} w:{W} dy_scale_ptr:*{SCALE} w_scale_ptr:*{SCALE} pre_ptr:*bf16 weights_ptr:*fp32 tiles_ptr:*i32 "
         "dpre_ptr:*bf16 act_ptr:*bf16 shares_ptr:*fp32 num_rows:i32 hidden:i32 ffn:i32",
         (
-            _down(128, 64, levels=3, warps=8, fp8=False),
-            _down(128, 64, levels=3, warps=8, fp8=False, k_major=True),
-            _down(64, 128, levels=2, warps=4, fp8=True, promote=True, k_major=True),
-            _down(128, 128, levels=3, warps=8, fp8=True, k_major=True),
+            _down(128, 256, 64, levels=3, warps=8, fp8=False),
+            _down(64, 128, 128, levels=2, warps=4, fp8=True, promote=True),
+            _down(128, 256, 128, levels=3, warps=8, fp8=True),
         ),
     ),
     KernelSpec(
         down_dgrad.row_weight_gradient_kernel,
-        "shares_ptr:*fp32 dy_ptr:*{DY} dy_scale_ptr:*{SCALE} bias_ptr:*{BIAS} tiles_ptr:*i32 out_ptr:*fp32 num_rows:i32 "
-        "shares:i32 hidden:i32",
+        "shares_ptr:*fp32 dy_ptr:*{DY} dy_scale_ptr:*{SCALE} bias_ptr:*{BIAS} tiles_ptr:*i32 out_ptr:*fp32 "
+        "num_rows:i32 shares:i32 hidden:i32",
         tuple(
             Variant({"HAS_BIAS": bias, "FP8": fp8, "ROWS": 16, "BLOCK_H": 256}, types, ("hidden",))
             for bias, fp8, types in (

@@ -20,9 +20,9 @@ Replay        Nothing is kept between calls.
 import triton
 import triton.language as tl
 
-from ..device.groups import in_bands
 from ..device.tiles import TILE_ROWS, TILE_WORDS
 from .activation import activation_gradients
+from .products import add_step, table_tile, table_tiles
 
 
 @triton.jit
@@ -38,8 +38,8 @@ def _finish(
     pre_ptr,
     dpre_ptr,
     act_ptr,
-    row,
     rows,
+    in_m,
     col,
     ffn,
     KIND: tl.constexpr,
@@ -48,17 +48,14 @@ def _finish(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
-    """Store what follows from a tile of dact; the sums of dact * activation over its columns, [BLOCK_M]."""
-    offs_m = tl.arange(0, BLOCK_M)
-    cols = (col + tl.arange(0, BLOCK_N))[None, :]
-    mask = (offs_m < rows)[:, None] & (cols < ffn)
+    """Store what follows from a tile [M, N] of dact; the sums of dact * activation over its columns, [M]."""
+    cols = (col + tl.arange(0, dact.shape[1]))[None, :]
+    mask = in_m[:, None] & (cols < ffn)
     width = ffn
     if GATED:
         width = 2 * ffn
-    at = (row + offs_m).to(tl.int64)[:, None] * width + cols
+    at = rows.to(tl.int64)[:, None] * width + cols
     g = tl.load(pre_ptr + at, mask=mask, other=0.0).to(tl.float32)
     u = g
     if GATED:
@@ -69,7 +66,7 @@ def _finish(
     tl.store(dpre_ptr + at, (scaled * slope_g).to(tl.bfloat16), mask=mask)
     if GATED:
         tl.store(dpre_ptr + at + ffn, (scaled * slope_u).to(tl.bfloat16), mask=mask)
-    at_act = (row + offs_m).to(tl.int64)[:, None] * ffn + cols
+    at_act = rows.to(tl.int64)[:, None] * ffn + cols
     tl.store(act_ptr + at_act, (value * weight[:, None]).to(tl.bfloat16), mask=mask)
     return share
 
@@ -107,40 +104,34 @@ def down_dgrad_kernel(
     STAGES: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    SUB: tl.constexpr = TILE_ROWS // BLOCK_M
     PART: tl.constexpr = BLOCK_N // 2**LEVELS
     tiles_n = tl.cdiv(ffn, BLOCK_N)
-    tiles_m = tl.load(tiles_ptr) * SUB
+    tiles_m = table_tiles(tiles_ptr, BLOCK_M)
     offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = in_bands(tile, tiles_m, tiles_n, BAND)
-        record = tiles_ptr + (1 + tile_m // SUB) * TILE_WORDS
-        expert = tl.load(record)
-        first = tile_m % SUB * BLOCK_M
-        row = tl.load(record + 1) + first
-        rows = tl.load(record + 2) - first
+        expert, row, end, tile_n = table_tile(tiles_ptr, tile, tiles_m, tiles_n, BLOCK_M, BAND)
         col = tile_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        rows = row + offs_m
+        in_m = rows < end
         terms = hidden
-        if SUB > 1:  # the tile may end before this part of it
-            terms = tl.where(rows > 0, hidden, 0)
+        if BLOCK_M < TILE_ROWS:  # the record may end before this part of it
+            terms = tl.where(row < end, hidden, 0)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
-            dy_tile = dy.load([row, k])
             if K_MAJOR:
                 w_tile = w.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T
             else:
                 w_tile = w.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N)
-            if PROMOTE:
-                acc += tl.dot(dy_tile, w_tile)
-            else:
-                acc = tl.dot(dy_tile, w_tile, acc)
+            acc = add_step(acc, dy.load([row, k]), w_tile, False, PROMOTE)
         weight = tl.full((BLOCK_M,), 1.0, tl.float32)
         if HAS_WEIGHTS:
-            weight = tl.load(weights_ptr + row + offs_m, mask=offs_m < rows, other=0.0)
+            weight = tl.load(weights_ptr + rows, mask=in_m, other=0.0)
         if FP8:
-            cols = col + tl.arange(0, BLOCK_N)
-            acc = acc * tl.load(w_scale_ptr + expert.to(tl.int64) * ffn + cols, mask=cols < ffn, other=0.0)[None, :]
-            acc = acc * tl.load(dy_scale_ptr + row + offs_m, mask=offs_m < rows, other=0.0)[:, None]
+            # One factor after the other: the product of two scales may leave float32 where the result does not.
+            acc = acc * tl.load(dy_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
+            w_scales = w_scale_ptr + expert.to(tl.int64) * ffn + col + offs_n
+            acc = acc * tl.load(w_scales, mask=col + offs_n < ffn, other=0.0)[None, :]
         parts = (acc,)
         for level in tl.static_range(LEVELS):
             halves = ()
@@ -155,8 +146,8 @@ def down_dgrad_kernel(
                 pre_ptr,
                 dpre_ptr,
                 act_ptr,
-                row,
                 rows,
+                in_m,
                 col + part * PART,
                 ffn,
                 KIND,
@@ -165,11 +156,9 @@ def down_dgrad_kernel(
                 LIMIT,
                 ALPHA,
                 UP_OFFSET,
-                BLOCK_M,
-                PART,
             )
         if HAS_WEIGHTS:
-            tl.store(shares_ptr + tile_n.to(tl.int64) * num_rows + row + offs_m, share, mask=offs_m < rows)
+            tl.store(shares_ptr + tile_n.to(tl.int64) * num_rows + rows, share, mask=in_m)
 
 
 @triton.jit(do_not_specialize=["num_rows", "shares"])

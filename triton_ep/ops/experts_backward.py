@@ -17,7 +17,7 @@ from triton_ep.ops.row_scales import RowScaled
 from triton_ep.ops.tiles import check_offsets, tile_table
 from triton_ep.ops.weighted_rows import weighted_rows_backward
 from triton_ep.plans import experts_backward as plans
-from triton_ep.plans.experts import max_tiles
+from triton_ep.plans.experts import max_tiles, most_programs
 from triton_ep.runtime import INTERPRETING, Boxes, launch
 
 __all__ = ["bias_gradient", "down_dgrad", "weight_gradient", "weighted_rows_backward"]
@@ -33,7 +33,7 @@ def _down_like(
     pre: torch.Tensor, weights: torch.Tensor | None, gated: bool, fp8: bool, fast: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (rows, width), ffn = pre.shape, pre.shape[1] // (2 if gated else 1)
-    tile = plans.down_tile(fp8, fast, INTERPRETING).tile
+    tile = plans.down_tile(fp8, fast, INTERPRETING)
     shares = 0 if weights is None else -(-ffn // tile.n)
     return pre.new_empty(rows, width), pre.new_empty(rows, ffn), pre.new_empty(shares, rows, dtype=torch.float32)
 
@@ -68,10 +68,9 @@ def _down_dgrad(
     if not pre.numel():
         return dpre, act, shares
     (num_rows, hidden), ffn, experts = dy.shape, act.shape[1], w.shape[0]
-    cut = plans.down_tile(fp8, fast, INTERPRETING)
-    tile = cut.tile
+    tile = plans.down_tile(fp8, fast, INTERPRETING)
     plan = plans.down_dgrad(
-        cut, fp8, k_major, weights is not None, activation_constexprs(Activation(kind, gated, limit, alpha, up_offset))
+        tile, fp8, k_major, weights is not None, activation_constexprs(Activation(kind, gated, limit, alpha, up_offset))
     )
     lines, length = (ffn, hidden) if k_major else (hidden, ffn)
     box = [1, tile.n, tile.k] if k_major else [1, tile.k, tile.n]
@@ -83,7 +82,7 @@ def _down_dgrad(
     optional = [tiles if each is None else each for each in (dy_scale, w_scale)]
     rows_weights, out_shares = (tiles, tiles) if weights is None else (weights, shares)
     arguments = (*operands, *optional, pre, rows_weights, tiles, dpre, act, out_shares, num_rows, hidden, ffn)
-    grid = programs(dy.device) * (1 if INTERPRETING else cut.per_sm)
+    grid = min(programs(dy.device) * tile.per_sm, most_programs(tile, num_rows, experts, ffn))
     launch(plan.kernel, grid, arguments, plan.constexprs, num_warps=plan.num_warps)
     return dpre, act, shares
 
@@ -199,8 +198,8 @@ def _misfit(name: str, x: torch.Tensor) -> str:
     unit = _BOX_BYTES // x.element_size()
     width = x.shape[-1]
     return (
-        f"{name} {list(x.shape)} with strides {list(x.stride())} fits no box: it must be contiguous, begin at a multiple "
-        f"of {_BOX_BYTES} bytes, and have rows of a multiple of {unit} values; the nearest above {width} is "
+        f"{name} {list(x.shape)} with strides {list(x.stride())} fits no box: it must be contiguous, begin at a "
+        f"multiple of {_BOX_BYTES} bytes, and have rows of a multiple of {unit} values; the nearest above {width} is "
         f"{-(-width // unit) * unit}."
     )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from triton_ep.kernels.device.codes import TILE_ROWS
 from triton_ep.plans.compute import BAND, Tile
+from triton_ep.plans.experts import ProductTile
 from triton_ep.plans.shape import Plan, next_power_of_2
 
 WGRAD = Tile(128, 256, 64, 4)
@@ -17,30 +17,12 @@ WEIGHTED_ROWS, WEIGHTED_COLUMNS = 2, 1024
 BIAS_ROWS, BIAS_COLUMNS = 32, 128
 ROW_WEIGHTS, ROW_WEIGHTS_COLUMNS = 16, 256
 
-
-@dataclass(frozen=True)
-class DownTile:
-    """How the gradient of the second product's rows is cut.
-
-    Attributes:
-        tile: rows, columns, step along the sum.
-        levels: how often the tile is halved on its way through the activation: fewer values live at once.
-        per_sm: programs of a multiprocessor.
-        flatten: steps of all tiles are one loop, so that loads go on under the activation.
-        promote: every step is added in float32.
-    """
-
-    tile: Tile
-    levels: int
-    per_sm: int = 1
-    flatten: bool = False
-    promote: bool = False
-
-
-DOWN_BF16 = DownTile(Tile(128, 256, 64, 4), levels=3, flatten=True)
-DOWN_FP8 = DownTile(Tile(64, 128, 128, 4, 4), levels=2, per_sm=2, promote=True)
-DOWN_FAST = DownTile(Tile(128, 256, 128, 3), levels=3, flatten=True)
-DOWN_INTERPRETED = DownTile(Tile(64, 64, 128, 1), levels=1)
+DOWN_BF16 = ProductTile(128, 256, 64, 4)
+DOWN_FP8 = ProductTile(64, 128, 128, 4, 4, per_sm=2, promote=True)
+DOWN_FAST = ProductTile(128, 256, 128, 4)
+DOWN_INTERPRETED = ProductTile(64, 64, 128, 1, promote=True)
+DOWN_COLUMNS = 32
+"""Of a tile on their way through the activation at once: more, and values spill."""
 
 
 def weight_gradient(num_experts: int, accumulate: bool, interpreted: bool) -> tuple[Plan, Tile]:
@@ -58,30 +40,30 @@ def weight_gradient(num_experts: int, accumulate: bool, interpreted: bool) -> tu
     return Plan("weight_gradient_kernel", constexprs, tile.warps), tile
 
 
-def down_tile(fp8: bool, fast: bool, interpreted: bool) -> DownTile:
+def down_tile(fp8: bool, fast: bool, interpreted: bool) -> ProductTile:
     """The tile for operands of one kind."""
     if interpreted:
         return DOWN_INTERPRETED
     return (DOWN_FAST if fast else DOWN_FP8) if fp8 else DOWN_BF16
 
 
-def down_dgrad(cut: DownTile, fp8: bool, k_major: bool, has_weights: bool, activation: Mapping[str, Any]) -> Plan:
+def down_dgrad(tile: ProductTile, fp8: bool, k_major: bool, has_weights: bool, activation: Mapping[str, Any]) -> Plan:
     """Gradient of the rows of the second product and of the activation; activation: its constexprs."""
     constexprs = {
         "FP8": fp8,
-        "PROMOTE": cut.promote,
+        "PROMOTE": tile.promote,
         "K_MAJOR": k_major,
         "HAS_WEIGHTS": has_weights,
         **activation,
-        "BLOCK_M": cut.tile.m,
-        "BLOCK_N": cut.tile.n,
-        "BLOCK_K": cut.tile.k,
-        "LEVELS": cut.levels,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "LEVELS": (tile.n // DOWN_COLUMNS).bit_length() - 1,
         "BAND": BAND,
-        "STAGES": cut.tile.stages,
-        "FLATTEN": cut.flatten,
+        "STAGES": tile.stages,
+        "FLATTEN": tile.flatten,
     }
-    return Plan("down_dgrad_kernel", constexprs, cut.tile.warps)
+    return Plan("down_dgrad_kernel", constexprs, tile.warps)
 
 
 def row_weight_gradient(hidden: int, has_bias: bool, fp8: bool, interpreted: bool) -> Plan:
