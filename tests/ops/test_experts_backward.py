@@ -159,8 +159,8 @@ def test_down_dgrad_errors() -> None:
         down_dgrad(dy, w2, pre, offs_of((4, 4)))
     with pytest.raises(InputError, match=r"row_weights must be \[8\]"):
         down_dgrad(dy, w2, pre, offs, row_weights=torch.ones(7))
-    with pytest.raises(InputError, match=r"tiles is torch.int32 \[4, 4\]"):
-        down_dgrad(dy, w2, pre, offs, tiles=tile_table(offs, 129))
+    with pytest.raises(InputError, match=r"tile_table returns; it is torch.int32 \[3, 3\]"):
+        down_dgrad(dy, w2, pre, offs, tiles=tile_table(offs, 8)[:, :3])
 
 
 # --- biases -----------------------------------------------------------------------------------------------
@@ -235,9 +235,9 @@ def test_weight_gradient_errors() -> None:
     """What is given and what is needed."""
     x, y, offs = rows(64, 16, 0), rows(64, 24, 1), offs_of((64,))
     for aligned in (False, True):
-        with pytest.raises(InputError, match=r"x has 64 rows, y.* 32"):
+        with pytest.raises(InputError, match=r"x has 64 rows on \w+, y 32"):
             weight_gradient(x, y[:32], offs, aligned=aligned)
-        with pytest.raises(InputError, match=r"out is \[2, 16, 24\]"):
+        with pytest.raises(InputError, match=r"out is torch.bfloat16 \[2, 16, 24\]"):
             weight_gradient(x, y, offs, out=x.new_empty(2, 16, 24), aligned=aligned)
         with pytest.raises(InputError, match="bfloat16"):
             weight_gradient(x.float(), y, offs, aligned=aligned)

@@ -10,6 +10,7 @@ import torch
 
 from triton_ep._strides import dense
 from triton_ep.errors import InputError
+from triton_ep.kernels.device.codes import TILE_WORDS
 from triton_ep.ops import library
 from triton_ep.ops.activation import Activation, activation_constexprs, check_activation
 from triton_ep.ops.grouped_bf16 import bf16_wgrad, fits_tma, programs
@@ -17,7 +18,7 @@ from triton_ep.ops.row_scales import RowScaled
 from triton_ep.ops.tiles import check_offsets, tile_table
 from triton_ep.ops.weighted_rows import weighted_rows_backward
 from triton_ep.plans import experts_backward as plans
-from triton_ep.plans.experts import max_tiles, most_programs
+from triton_ep.plans.experts import most_programs
 from triton_ep.runtime import INTERPRETING, Boxes, launch
 
 __all__ = ["bias_gradient", "down_dgrad", "weight_gradient", "weighted_rows_backward"]
@@ -162,8 +163,8 @@ def down_dgrad(
     _check_vector("row_weights", row_weights, [num_rows], (torch.float32,), rows)
     _check_vector("bias", bias, [experts, hidden], (torch.float32, torch.bfloat16), rows)
     table = tile_table(offs, num_rows) if tiles is None else tiles
-    if table.shape != (1 + max_tiles(num_rows, experts), 4) or table.dtype != torch.int32:
-        raise InputError(f"tiles is {table.dtype} {list(table.shape)}; pass tile_table(offs, {num_rows}), or nothing.")
+    if table.dtype != torch.int32 or table.shape != (table.shape[0], TILE_WORDS) or not table.is_contiguous():
+        raise InputError(f"tiles must be what tile_table returns; it is {table.dtype} {list(table.shape)}.")
     row_weights, bias = (None if each is None else each.contiguous() for each in (row_weights, bias))
     dpre, act, shares = _down_dgrad(
         rows, dy_scale, weights, w_scale, k_major, pre, row_weights, table, *activation, fast
