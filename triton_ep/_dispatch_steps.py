@@ -352,6 +352,18 @@ class DispatchSteps(LayerNames):
         ctx.grow(arrivals, rows)
         return report[cfg.rank][0], report[cfg.rank][1], tuple(words[first:])
 
+    def refuse(self) -> None:
+        """Take part in a `dispatch` of the other ranks without rows: this rank's arguments were refused.
+
+        They raise PeerFailed, as if `dispatch` had refused them. For callers that look at
+        arguments themselves. Collective with `dispatch`; the caller then raises.
+        """
+        ctx = self.context
+        ctx.check_open()
+        ctx.poll_status()
+        ctx.calls.check_dispatch()
+        self._reject()
+
     def _reject(self, again: bool = False, scaled: bool = False) -> None:
         """Tell the other ranks that this one's arguments were refused, and keep its epochs in step.
 
