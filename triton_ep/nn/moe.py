@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from triton_ep import autograd
+from triton_ep.checks import check_dispatch
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, EPError, InputError
 from triton_ep.layer import EPAll2AllLayer
@@ -160,6 +161,8 @@ class MoE(nn.Module):
         try:
             ids, weights = self._route(x, topk_idx, topk_weights)
             tokens = x.reshape(-1, self.hidden).contiguous()
+            check_dispatch(exchange.layer.config, exchange.layer.context.device, tokens, ids, weights, None)
+            self._check_gradient(exchange.layer)
         except Exception:
             with contextlib.suppress(EPError):
                 exchange.layer.refuse()
@@ -208,12 +211,13 @@ class MoE(nn.Module):
                 raise
             return autograd.combine(layer, y, desc)
 
+    def _check_gradient(self, layer: EPAll2AllLayer) -> None:
+        if layer.config.low_latency and torch.is_grad_enabled():
+            raise InputError("a MoE module with low_latency=True has no gradient. Call it under torch.no_grad().")
+
     def _decode(
         self, layer: EPAll2AllLayer, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            layer.refuse()
-            raise InputError("a MoE module with low_latency=True has no gradient. Call it under torch.no_grad().")
         rows, row_weights, desc = layer.dispatch(tokens, ids, weights)
         return layer.combine(self.experts(rows, desc.expert_offsets, row_weights), desc)
 
