@@ -29,6 +29,8 @@ from .device.codes import NVSHMEM_SYMBOLS
 from .device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL, MODE_RCEIL_SATFINITE
 from .device.rows import MX, QUANTISE, WORDS
 from .device.transport import NVSHMEM, P2P
+from .experts.backward_specs import BACKWARD_SPECS
+from .experts.specs import EXPERT_SPECS
 from .internode import barrier, splits
 from .internode import combine as internode_combine
 from .internode import dispatch as internode_dispatch
@@ -390,9 +392,11 @@ SPECS: tuple[KernelSpec, ...] = (
         (Variant({**_MX_COLUMNS, "HAS_OFFSETS": True}, _mx_types("bf16", False), ("hidden",)),),
     ),
     *GEMM_SPECS,
+    *EXPERT_SPECS,
     *COMPACT_SPECS,
     *MX_SPECS,
     *NVFP4_SPECS,
+    *BACKWARD_SPECS,
 )
 """Every kernel of the package."""
 

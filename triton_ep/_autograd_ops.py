@@ -20,6 +20,7 @@ from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import slots as slot_ops
+from triton_ep.ops.weighted_rows import weighted_rows_backward
 
 LAYERS: WeakValueDictionary[int, EPAll2AllLayer] = WeakValueDictionary()
 """Layers by their key, held weakly: what `triton_ep.autograd.enter` and `leave` change."""
@@ -320,22 +321,20 @@ def _backward_of_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     entries, placement, *with_weights = ctx.saved_tensors
     cfg = layer_of(ctx.layer).config
     data, scale = torch.ops.triton_ep.combine_backward(_plain(grad), entries, placement, ctx.num_rows, ctx.layer)
+    offs = None
     if cfg.recv_capacity is not None:
         # Static mode leaves rows behind the last expert as they are.
         first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["expert_offsets"]
-        end = placement[first + count - 1]
-        in_use = (torch.arange(ctx.num_rows, device=grad.device) < end).unsqueeze(1)
+        offs = placement[first : first + count]
+    if with_weights:
+        weights, y = with_weights
+        grads = weighted_rows_backward(data, y, weights, offs, scale=scale if cfg.payload else None)
+        return *grads, [None] * ctx.num_desc, None, None
+    if offs is not None:
+        in_use = (torch.arange(ctx.num_rows, device=grad.device) < offs[-1]).unsqueeze(1)
         data, scale = _zero_unused(data, in_use), _zero_unused(scale, in_use) if cfg.payload else scale
     rows = data if cfg.payload is None else MXTensor.from_qdata_and_scales(data, scale, cfg.token_dtype)
-    if not with_weights:
-        return rows, None, [None] * ctx.num_desc, None, None
-    weights, y = with_weights
-    values = _plain(rows).float()
-    grad_y, products = (values * weights.unsqueeze(1)).to(y.dtype), values * y.float()
-    if cfg.recv_capacity is not None:
-        # What stands in unused rows of the weights and of y may be no number.
-        grad_y, products = _zero_unused(grad_y, in_use), _zero_unused(products, in_use)
-    return grad_y, products.sum(1), [None] * ctx.num_desc, None, None
+    return rows, None, [None] * ctx.num_desc, None, None
 
 
 def _zero_unused(rows: torch.Tensor, in_use: torch.Tensor) -> torch.Tensor:

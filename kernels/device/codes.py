@@ -21,6 +21,23 @@ MODE_CEIL = 2
 MODE_EVEN = 3
 MODE_RCEIL_SATFINITE = 4
 
+# experts/activation.py: what stands between the two products of an expert.
+ACT_SILU = 0
+ACT_GELU = 1
+ACT_RELU = 2
+ACT_RELU2 = 3
+
+# experts/gate_up.py: how the activation leaves.
+ACT_OUT_BF16 = 0
+ACT_OUT_MX = 1
+"""Elements and scales of MXFP8."""
+ACT_OUT_MX_BF16 = 2
+"""Values of MXFP8, in bf16."""
+
+# tiles.py: rows of a tile of the tile table, and words of one of its records.
+TILE_ROWS = 128
+TILE_WORDS = 4
+
 # buffers.py: two of the symmetric buffers.
 BARRIER_FLAG = 9
 NODE_BARRIER_FLAG = 10

@@ -177,7 +177,7 @@ def test_a_miss_says_what_to_do(aot: Aot, built: Built, compiled_mode: None) -> 
     assert f"--arch sm_90 --out {built.folder} --variant" in str(raised.value)
     splits = runtime.Launcher.of(exchange.splits(SHAPE, False), None, aot)
     with pytest.raises(AotMiss, match=r"\"unaligned\":\[\"bad_scatter_ptr\""):
-        splits(1, *[torch.zeros(64, dtype=torch.int32)[1:]] * 3, *[torch.zeros(64, dtype=torch.int64)] * 2, *range(9))
+        splits(1, *[torch.zeros(64, dtype=torch.int32)[1:]] * 4, *[torch.zeros(64, dtype=torch.int64)] * 2, *range(9))
     with pytest.raises(AotMiss, match="no variant of that kernel"):
         runtime.Launcher("no_such_kernel", {}, None, aot=aot)
 

@@ -203,8 +203,8 @@ def _check_by_ranks(buffer: door.Buffer, rank: int, sent: _Sent, combined: torch
         ({"topk_weights": sent.work.topk_weights.to(device)}, "no topk_idx"),
         ({"num_tokens_per_expert": per_expert[:-1]}, "multiple of the 2 ranks"),
         ({"num_tokens_per_expert": None}, "num_tokens_per_expert"),
-        ({"expert_alignment": 0}, "expert_alignment is 0"),
-        ({"expert_alignment": 1.5}, "expert_alignment is 1.5"),
+        ({"expert_alignment": 0}, "expert_alignment must be an integer of at least 1, got 0"),
+        ({"expert_alignment": 1.5}, "expert_alignment must be an integer of at least 1, got 1.5"),
     ):
         with pytest.raises(InputError, match=message):
             buffer.dispatch(x, **{**given, **wrong})
@@ -267,7 +267,7 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         buffer.low_latency_dispatch(xs[rank].to(device), idx, most, num_experts)
     with pytest.raises(ConfigError, match="num_rdma_bytes"):
         buffer.low_latency_dispatch(xs[rank].to(device), idx, 10 * most, num_experts, use_fp8=False)
-    with pytest.raises(ConfigError, match=f"must be an integer of at least 1, got {most}.5"):
+    with pytest.raises(InputError, match=f"must be an integer of at least 1, got {most}.5"):
         buffer.low_latency_dispatch(xs[rank].to(device), idx, most + 0.5, num_experts, use_fp8=False)
     with pytest.raises(ConfigError, match="num_nvl_bytes=0"):
         buffer.dispatch(xs[rank].to(device), handle)

@@ -1,5 +1,6 @@
 """The fused_a2a door: the bits of the core, forward and backward; and the flex dispatcher's calls over `deep_ep`."""
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations import flex_stand_in
-from triton_ep import EPAll2AllLayer, autograd
+from triton_ep import CallMismatch, EPAll2AllLayer, autograd
 from triton_ep.context import DispatchCombineContext
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, StaleHandleError
@@ -145,6 +146,7 @@ def _check_helpers(rank: int, nodes: int, ranks_per_node: int) -> None:
     assert door.get_hidden_bytes(x) == 2 * HIDDEN
     assert door.get_hidden_bytes(x.to(torch.float8_e4m3fn)) == 2 * HIDDEN
     assert door.get_hidden_bytes(x.float()) == 4 * HIDDEN
+    door.get_buffer(dist.group.WORLD, 1).destroy()  # what another test has left may be for any row
     first = door.get_buffer(dist.group.WORLD, 2 * HIDDEN)
     assert door.get_buffer(dist.group.WORLD, HIDDEN) is first
     longer = door.get_buffer(dist.group.WORLD, 4 * HIDDEN)
@@ -165,6 +167,36 @@ def _check_helpers(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_buffers_are_made_when_they_must(run_ranks, nodes, ranks_per_node):
     """For another group or longer rows, and only then; an unknown group and no handle are named."""
     run_ranks(_check_helpers, nodes, ranks_per_node)
+
+
+def _backward_meets_forward(rank: int, nodes: int, ranks_per_node: int) -> str:
+    """The backward pass of a dispatch, which is a combine, on one rank; the combine of its rows on the other."""
+    batch = _Batch(rank, nodes * ranks_per_node, 0)
+    rows, _, _, _, handle = door.fused_dispatch(
+        batch.x, batch.idx, batch.probs.detach(), EXPERTS * dist.get_world_size(), dist.group.WORLD
+    )
+
+    def call() -> None:
+        if rank == 0:
+            rows.float().sum().backward()
+        else:
+            door.fused_combine(rows.detach(), dist.group.WORLD, handle)
+        handle.layer.check()
+
+    with pytest.raises(CallMismatch) as caught:
+        call()
+    dist.barrier()
+    deep_ep.release()
+    return str(caught.value)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_a_backward_pass_meets_a_forward_pass(run_ranks, nodes, ranks_per_node):
+    """Gradients are not taken for rows: every rank is told which one was in its backward pass."""
+    for text in run_ranks(_backward_meets_forward, nodes, ranks_per_node):
+        assert re.search(r"rank 0 in combine[^;]*in a backward pass", text), text
+        assert not re.search(r"rank 1 in combine[^;.]*in a backward pass", text), text
 
 
 def dense_layer(hidden: torch.Tensor, probs: torch.Tensor, experts: int) -> torch.Tensor:

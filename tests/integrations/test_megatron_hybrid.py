@@ -1,12 +1,15 @@
 """The HybridEP functions of Megatron's fused_a2a: the bits of the core, forward and backward."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.integrations.hybrid_reference import slots_of_map
 from tests.integrations.test_hybrid_ep import EXPERTS, HIDDEN, TOPK, make_inputs
-from triton_ep import EPAll2AllLayer, autograd
+from triton_ep import CallMismatch, EPAll2AllLayer, autograd
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError
 from triton_ep.integrations import megatron_hybrid as door
@@ -150,3 +153,38 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_mistakes_are_told(run_ranks):
     """Another group or hidden size, a freed buffer, a handle of another one: an error each, nothing is guessed."""
     run_ranks(_check_mistakes, 1, 2)
+
+
+def _backward_meets_forward(rank: int, nodes: int, ranks_per_node: int, of_combine: bool) -> str:
+    """The backward pass of a dispatch or a combine on one rank, the forward pass of the other on the other."""
+    batch, group = _Batch(rank, nodes * ranks_per_node, 0), dist.group.WORLD
+    dispatch = partial(
+        door.hybrid_ep_dispatch, routing_map=batch.map, probs=None, group=group, num_local_experts=EXPERTS
+    )
+    rows, *_, handle = dispatch(batch.x)
+    out = door.hybrid_ep_combine(rows, handle) if of_combine else rows
+    layer = handle[9].layer
+
+    def call() -> None:
+        if rank == 0:
+            out.float().sum().backward()
+        elif of_combine:
+            door.HybridEPDispatch.apply(batch.x, batch.map, None, group, EXPERTS)
+        else:
+            door.hybrid_ep_combine(rows.detach(), handle)
+        layer.check()
+
+    with pytest.raises(CallMismatch) as caught:
+        call()
+    dist.barrier()
+    door.reset_hybrid_ep_buffer()
+    return str(caught.value)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("of_combine", [False, True])
+def test_a_backward_pass_meets_a_forward_pass(run_ranks, of_combine):
+    """Gradients are not taken for rows: every rank is told which one was in its backward pass."""
+    for text in run_ranks(_backward_meets_forward, 1, 2, of_combine):
+        assert re.search(r"rank 0 in [^;]*in a backward pass", text), text
+        assert not re.search(r"rank 1 in [^;.]*in a backward pass", text), text

@@ -72,7 +72,8 @@ class TopKWeightAndReduceDelegate:
 
 
 class TopKWeightAndReduceNoOP:
-    pass
+    def apply(self, output, fused_expert_output, **_: Any) -> torch.Tensor:
+        return fused_expert_output
 
 
 class TopKWeightAndReduceContiguous:

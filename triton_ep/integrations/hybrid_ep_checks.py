@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,12 @@ class Handle(LazyItems):
 
 def _nothing() -> None:
     """Of an item that HybridEP's kernels need and these do not."""
+
+
+def backward_pass(handle: Any) -> AbstractContextManager[None]:
+    """Calls made inside, with this handle of permuted rows, send gradients (`DispatchCombineContext.backward_pass`)."""
+    routing = handle.routing if isinstance(handle, Handle) else handle[_PLACE[11]]
+    return routing.layer.context.backward_pass()
 
 
 def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = 11) -> Routing:

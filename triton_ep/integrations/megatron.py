@@ -158,13 +158,14 @@ class FusedDispatch(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """Gradients of x, summed over ranks in float32, and of the probabilities, exact per slot."""
         buffer = get_buffer(ctx.group, get_hidden_bytes(grad_output))
-        grad_x, grad_probs, event = buffer.combine(
-            grad_output.contiguous(),
-            ctx.handle,
-            topk_weights=grad_token_probs.float().contiguous() if ctx.needs_input_grad[2] else None,
-            previous_event=_previous(ctx.async_finish),
-            async_finish=ctx.async_finish,
-        )
+        with ctx.handle.layer.context.backward_pass():
+            grad_x, grad_probs, event = buffer.combine(
+                grad_output.contiguous(),
+                ctx.handle,
+                topk_weights=grad_token_probs.float().contiguous() if ctx.needs_input_grad[2] else None,
+                previous_event=_previous(ctx.async_finish),
+                async_finish=ctx.async_finish,
+            )
         if ctx.async_finish:
             event.current_stream_wait()
         return grad_x, None, grad_probs, None, None, None, None
@@ -200,12 +201,13 @@ class FusedCombine(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor, previous_event: Any = None) -> tuple[Any, ...]:
         """The gradient of each token, to the ranks that its rows came from; the host waits for nothing."""
         buffer = get_buffer(ctx.group, get_hidden_bytes(grad_output))
-        grad_x, *_, event = buffer.dispatch(
-            grad_output.contiguous(),
-            handle=ctx.handle,
-            previous_event=_previous(ctx.async_finish),
-            async_finish=ctx.async_finish,
-        )
+        with ctx.handle.layer.context.backward_pass():
+            grad_x, *_, event = buffer.dispatch(
+                grad_output.contiguous(),
+                handle=ctx.handle,
+                previous_event=_previous(ctx.async_finish),
+                async_finish=ctx.async_finish,
+            )
         if ctx.async_finish:
             event.current_stream_wait()
         return grad_x, None, None, None, None

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from triton_ep.errors import ConfigError, FinalizedError, InputError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer
+from triton_ep.integrations.hybrid_ep_checks import backward_pass
 from triton_ep.integrations.hybrid_ep_layers import check_group
 
 __all__ = [
@@ -179,12 +180,14 @@ class HybridEPDispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         """Gradients of x [T, H] and of probs [T, E], the latter exact in float32."""
-        grad_x, grad_probs = _buffer_of(ctx.handle).combine_with_unpermute(
-            hidden=grads[0],
-            probs=grads[1].float() if ctx.with_probs else None,
-            handle=ctx.handle,
-            pad_multiple=ctx.pad_multiple,
-        )
+        buffer = _buffer_of(ctx.handle)
+        with backward_pass(ctx.handle):
+            grad_x, grad_probs = buffer.combine_with_unpermute(
+                hidden=grads[0],
+                probs=grads[1].float() if ctx.with_probs else None,
+                handle=ctx.handle,
+                pad_multiple=ctx.pad_multiple,
+            )
         return (grad_x, None, grad_probs, *[None] * (ctx.num_inputs - 3))
 
 
@@ -208,12 +211,14 @@ class HybridEPCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradient of x [P, H]; rows of a budget behind the last expert's are undefined."""
-        grad, *_ = _buffer_of(ctx.handle).dispatch_with_permute(
-            hidden=grads[0],
-            handle=ctx.handle,
-            pad_multiple=ctx.pad_multiple,
-            num_permuted_tokens=ctx.num_permuted_tokens,
-        )
+        buffer = _buffer_of(ctx.handle)
+        with backward_pass(ctx.handle):
+            grad, *_ = buffer.dispatch_with_permute(
+                hidden=grads[0],
+                handle=ctx.handle,
+                pad_multiple=ctx.pad_multiple,
+                num_permuted_tokens=ctx.num_permuted_tokens,
+            )
         return grad, None, None, None, None
 
 

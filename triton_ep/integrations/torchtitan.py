@@ -264,13 +264,11 @@ def grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor, recipe: s
     Raises:
         ConfigError: another recipe. InputError: shapes or dtypes that do not go together.
     """
-    if not isinstance(recipe, str):
+    if not isinstance(recipe, str) or recipe not in ("bf16", "mxfp8"):
         raise ConfigError(f'recipe must be "bf16" or "mxfp8", got {check.shown(recipe)}.')
     for name, given, dim in (("A", A, 2), ("B_t", B_t, 3), ("offs", offs, 1)):
         check.tensor(name, given, dim)
     if recipe == "mxfp8":
         return _to_mxfp8_then_scaled_grouped_mm(A, B_t, offs)
-    if recipe != "bf16":
-        raise ConfigError(f'recipe is {recipe!r}; there are "bf16" and "mxfp8".')
     out: torch.Tensor = _GroupedMM.apply(A, B_t, offs)
     return out

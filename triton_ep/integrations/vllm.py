@@ -247,11 +247,6 @@ class PrepareFinalize:
                     f"apply_router_weight_on_input is for one expert per token, topk_ids has {topk_ids.shape[1]}. Let "
                     "finalize apply the weights."
                 )
-            if topk_weights.shape != topk_ids.shape or a1.shape[0] != topk_ids.shape[0]:
-                raise InputError(
-                    f"a1 is {list(a1.shape)}, topk_weights {list(topk_weights.shape)}, topk_ids "
-                    f"{list(topk_ids.shape)}: they must have a row per token."
-                )
             a1 = a1 * topk_weights.to(a1.dtype)
             weights = torch.ones_like(weights)
         wanted = None if defer_input_quant else getattr(quant_config, "quant_dtype", None)
@@ -283,6 +278,11 @@ class PrepareFinalize:
         check.tensor("topk_ids", topk_ids, 2, (torch.int32, torch.int64))
         if not topk_weights.is_floating_point():
             raise InputError(f"topk_weights must be of a floating-point dtype, got {topk_weights.dtype}.")
+        if topk_weights.shape != topk_ids.shape or a1.shape[0] != topk_ids.shape[0]:
+            raise InputError(
+                f"a1 is {list(a1.shape)}, topk_weights {list(topk_weights.shape)}, topk_ids {list(topk_ids.shape)}: "
+                "they must have a row per token, the last two of as many experts."
+            )
 
     def _placement(self, expert_map: Any) -> Placement:
         """Which rank has which expert; collective in the first call, which then knows how large layers must be."""

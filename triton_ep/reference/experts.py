@@ -114,6 +114,16 @@ def bias_gradient(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     return torch.stack([x[a:b].double().sum(0) for _, a, b in segments(offs)])
 
 
+def weighted_rows_backward(
+    dy: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of sum(weights[r] * y[r]): of y [R, H] and of the weights [R], float64; zeros from row `end` on."""
+    grad, grad_weights = torch.zeros_like(y, dtype=torch.float64), torch.zeros_like(weights, dtype=torch.float64)
+    grad[:end] = dy[:end].double() * weights[:end, None].double()
+    grad_weights[:end] = (dy[:end].double() * y[:end].double()).sum(1)
+    return grad, grad_weights
+
+
 class Gradients(NamedTuple):
     """Of the block below, all float64.
 

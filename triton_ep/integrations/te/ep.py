@@ -407,7 +407,8 @@ class _CombineBack(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (topk_idx,) = ctx.saved_tensors
         # The same expert ids give the same rows: no atomic decides a slot.
-        rows, _, _ = ctx.layer.dispatch(grads[0].contiguous(), topk_idx)
+        with ctx.layer.context.backward_pass():
+            rows, _, _ = ctx.layer.dispatch(grads[0].contiguous(), topk_idx)
         in_use = (torch.arange(rows.shape[0], device=rows.device) < ctx.used).unsqueeze(1)
         if not isinstance(rows, MXTensor):
             return torch.where(in_use, rows, 0.0), None, None, None

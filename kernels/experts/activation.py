@@ -1,0 +1,89 @@
+"""What stands between the two products of an expert, and its derivatives, on float32 tiles.
+
+    gated       act(g) * (u + up_offset)
+    not gated   act(g); u is not looked at
+    CLAMP       g is cut from above at `limit`, u at both sides, before anything else
+
+KIND: ACT_SILU g * sigmoid(alpha * g), ACT_GELU by the error function, ACT_RELU max(g, 0), ACT_RELU2 its square. Where a
+cut touches its bound, and where relu is at 0, the gradient passes, as that of torch.clamp does. A NaN stays one.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device import codes
+
+ACT_SILU = tl.constexpr(codes.ACT_SILU)
+ACT_GELU = tl.constexpr(codes.ACT_GELU)
+ACT_RELU = tl.constexpr(codes.ACT_RELU)
+ACT_RELU2 = tl.constexpr(codes.ACT_RELU2)
+
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # of the normal distribution
+
+
+@triton.jit
+def _at_most(x, limit):
+    # Not a minimum, which would drop a NaN.
+    return tl.where(x > limit, limit, x)
+
+
+@triton.jit
+def _kind_value(g, KIND: tl.constexpr, alpha):
+    if KIND == ACT_SILU:
+        return g * tl.sigmoid(alpha * g)
+    elif KIND == ACT_GELU:
+        return g * (0.5 + 0.5 * tl.erf(g * _SQRT_HALF))
+    else:
+        positive = tl.where(g < 0, 0.0, g)
+        if KIND == ACT_RELU2:
+            return positive * positive
+        else:
+            return positive
+
+
+@triton.jit
+def _kind_slope(g, KIND: tl.constexpr, alpha):
+    if KIND == ACT_SILU:
+        share = tl.sigmoid(alpha * g)
+        return share * (1.0 + alpha * g * (1.0 - share))
+    elif KIND == ACT_GELU:
+        return 0.5 + 0.5 * tl.erf(g * _SQRT_HALF) + g * (_DENSITY_AT_0 * tl.exp(-0.5 * g * g))
+    elif KIND == ACT_RELU2:
+        return tl.where(g < 0, 0.0, 2.0 * g)
+    else:
+        return tl.where(g < 0, 0.0, 1.0)
+
+
+@triton.jit
+def apply_activation(g, u, KIND: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, limit, alpha, up_offset):
+    """Value for float32 `g` and `u` of one shape; without GATED anything may stand for `u`."""
+    if CLAMP:
+        g = _at_most(g, limit)
+    value = _kind_value(g, KIND, alpha)
+    if GATED:
+        if CLAMP:
+            u = -_at_most(-_at_most(u, limit), limit)
+        value = value * (u + up_offset)
+    return value
+
+
+@triton.jit
+def activation_gradients(g, u, KIND: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, limit, alpha, up_offset):
+    """(value, d value / dg, d value / du), each float32 of the shape of `g`; without GATED the last is the first."""
+    passes_g = g
+    passes_u = u
+    if CLAMP:
+        g = _at_most(g, limit)
+    value = _kind_value(g, KIND, alpha)
+    slope = _kind_slope(g, KIND, alpha)
+    slope_u = value
+    if GATED:
+        if CLAMP:
+            u = -_at_most(-_at_most(u, limit), limit)
+            slope_u = tl.where((passes_u > limit) | (passes_u < -limit), 0.0, slope_u)
+        slope = slope * (u + up_offset)
+        value = value * (u + up_offset)
+    if CLAMP:
+        slope = tl.where(passes_g > limit, 0.0, slope)
+    return value, slope, slope_u

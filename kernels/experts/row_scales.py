@@ -1,0 +1,140 @@
+"""MXFP8 whose rows have one scale each, so that a product needs no scale inside its sum; and back.
+
+Protocol      A row's scale is the largest scale of its blocks of 32 columns, as RCEIL chooses them; elements move to
+              it: e4m3 values times 2^(own scale - row's scale), rounded to nearest even. An element keeps its bits
+              unless it becomes subnormal. A program reads ROWS rows twice, first for the largest, then to write;
+              the second time they come from L2. rebase_rows starts from MXFP8, quantize_to_rows from values, with
+              the result that MXFP8 and rebase_rows after it have.
+Layout        x [R, K] bf16 or fp32, elements [R, K] e4m3, all row-major; MX scales [R, K/32] uint8; row scales [R]
+              float32, powers of two, NaN where a block's scale byte is 255. HAS_OFFSETS: the rows in use are those
+              before the last of num_segments + 1 offsets; the others are neither read nor written.
+Memory order  Plain loads and stores; the kernels follow each other on one stream.
+Progress      No program waits.
+Replay        Nothing is kept between calls.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.mxfp8 import BLOCK, FORMAT_E4M3, MODE_RCEIL, block_amax, block_scale, quantize_tile, scale_value
+
+
+@triton.jit
+def rebased(elements, scale, largest):
+    """e4m3 `elements` of blocks with these int32 `scale` bytes, under the `largest` of their row.
+
+    All three of shapes that broadcast to that of the elements.
+    """
+    # A value more than 2^126 smaller than its neighbours is zero beside them in any case.
+    exponent = tl.maximum(127 + scale - largest, 0)
+    moved = elements.to(tl.float32) * (exponent << 23).to(tl.float32, bitcast=True)
+    return moved.to(tl.float8e4nv)
+
+
+@triton.jit
+def _rows_in_use(offs_ptr, num_rows, num_segments, HAS_OFFSETS: tl.constexpr):
+    if HAS_OFFSETS:
+        return tl.minimum(tl.load(offs_ptr + num_segments), num_rows)
+    else:
+        return num_rows
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+def rebase_rows_kernel(
+    elements_ptr,  # [R, K] e4m3
+    scale_ptr,  # [R, K/32] uint8
+    offs_ptr,  # [num_segments + 1] int32
+    out_ptr,  # out [R, K] e4m3
+    row_scale_ptr,  # out [R] float32
+    num_rows,
+    k,
+    num_segments,
+    HAS_OFFSETS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    in_use = _rows_in_use(offs_ptr, num_rows, num_segments, HAS_OFFSETS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_rows = row < in_use
+    blocks = k // BLOCK
+    scale_row = scale_ptr + row.to(tl.int64)[:, None] * blocks
+    offs_b = tl.arange(0, BLOCKS)
+    if tl.program_id(0) * ROWS < in_use:
+        largest = tl.zeros((ROWS,), dtype=tl.int32)
+        for first in range(0, blocks, BLOCKS):
+            block = (first + offs_b)[None, :]
+            scale = tl.load(scale_row + block, mask=in_rows[:, None] & (block < blocks), other=0).to(tl.int32)
+            largest = tl.maximum(largest, tl.max(scale, axis=1))
+        tl.store(row_scale_ptr + row, scale_value(largest), mask=in_rows)
+        for first in range(0, blocks, BLOCKS):
+            block = (first + offs_b)[None, :]
+            alive = in_rows[:, None] & (block < blocks)
+            scale = tl.load(scale_row + block, mask=alive, other=0).to(tl.int32)
+            at = row.to(tl.int64)[:, None, None] * k + (block * BLOCK)[:, :, None] + tl.arange(0, BLOCK)[None, None, :]
+            elements = tl.load(elements_ptr + at, mask=alive[:, :, None], other=0.0)
+            tl.store(out_ptr + at, rebased(elements, scale[:, :, None], largest[:, None, None]), mask=alive[:, :, None])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+def quantize_to_rows_kernel(
+    x_ptr,  # [R, K] bf16 or fp32
+    offs_ptr,  # [num_segments + 1] int32
+    out_ptr,  # out [R, K] e4m3
+    row_scale_ptr,  # out [R] float32
+    num_rows,
+    k,
+    num_segments,
+    HAS_OFFSETS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    in_use = _rows_in_use(offs_ptr, num_rows, num_segments, HAS_OFFSETS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_rows = row < in_use
+    blocks = k // BLOCK
+    x_row = x_ptr + row.to(tl.int64)[:, None, None] * k
+    offs_b = tl.arange(0, BLOCKS)[None, :]
+    offs_k = (offs_b * BLOCK)[:, :, None] + tl.arange(0, BLOCK)[None, None, :]
+    if tl.program_id(0) * ROWS < in_use:
+        amax = tl.zeros((ROWS, BLOCKS), dtype=tl.int32)
+        for first in range(0, blocks, BLOCKS):
+            alive = in_rows[:, None] & (first + offs_b < blocks)
+            x = tl.load(x_row + first * BLOCK + offs_k, mask=alive[:, :, None], other=0.0).to(tl.float32)
+            # As integers, among which a NaN is above infinity.
+            amax = tl.maximum(amax, block_amax(x, 2).to(tl.int32, bitcast=True))
+        # RCEIL never gives a larger magnitude a smaller scale, so the largest scale is that of the largest magnitude.
+        largest = block_scale(tl.max(amax, axis=1).to(tl.float32, bitcast=True), MODE_RCEIL, FORMAT_E4M3)
+        tl.store(row_scale_ptr + row, scale_value(largest), mask=in_rows)
+        for first in range(0, blocks, BLOCKS):
+            alive = in_rows[:, None] & (first + offs_b < blocks)
+            x = tl.load(x_row + first * BLOCK + offs_k, mask=alive[:, :, None], other=0.0).to(tl.float32)
+            elements, scale = quantize_tile(x, MODE_RCEIL, False)
+            moved = rebased(elements, scale.to(tl.int32)[:, :, None], largest[:, None, None])
+            at = row.to(tl.int64)[:, None, None] * k + first * BLOCK + offs_k
+            tl.store(out_ptr + at, moved, mask=alive[:, :, None])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+def dequantize_rows_in_use_kernel(
+    elements_ptr,  # [R, K] e4m3
+    row_scale_ptr,  # [R] float32
+    offs_ptr,  # [num_segments + 1] int32
+    out_ptr,  # out [R, K] bf16 or fp32
+    num_rows,
+    k,
+    num_segments,
+    HAS_OFFSETS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    in_use = _rows_in_use(offs_ptr, num_rows, num_segments, HAS_OFFSETS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_rows = row < in_use
+    offs_k = tl.arange(0, BLOCK_K)[None, :]
+    if tl.program_id(0) * ROWS < in_use:
+        scale = tl.load(row_scale_ptr + row, mask=in_rows, other=0.0)[:, None]
+        for first in range(0, k, BLOCK_K):
+            alive = in_rows[:, None] & (first + offs_k < k)
+            at = row.to(tl.int64)[:, None] * k + first + offs_k
+            values = tl.load(elements_ptr + at, mask=alive, other=0.0).to(tl.float32) * scale
+            tl.store(out_ptr + at, values.to(out_ptr.dtype.element_ty), mask=alive)

@@ -1,0 +1,25 @@
+"""The tile table of segments of rows, where the placement of a dispatch has not written it.
+
+Protocol      One program reads the offsets and writes every record that a tile has, then record 0.
+Layout        device/tiles.py.
+Memory order  Plain stores; kernels that read the table follow on the same stream.
+Progress      No program waits.
+Replay        Nothing is kept: a captured graph writes the table anew from the offsets it finds.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.tiles import write_tile_table
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments", "max_tiles"])
+def tile_table_kernel(
+    offs_ptr,  # [num_segments + 1] int32
+    table_ptr,  # out [1 + max_tiles, 4] int32
+    num_rows,
+    num_segments,
+    max_tiles,
+    SP: tl.constexpr,
+):
+    write_tile_table(table_ptr, offs_ptr, num_rows, num_segments, max_tiles, SP)

@@ -1,0 +1,66 @@
+"""Backward of a weighted sum of rows: the gradients of the rows and of their weights, in one pass.
+
+Protocol      Of every row r: grad[r] = dy[r] * weight[r], and grad_weight[r] = <dy[r], y[r]>, summed in float32 in
+              one order. Rows from the end of the last segment on get zeros, and nothing of theirs is read.
+Layout        dy, y, grad [R, H] row-major. IS_MX: dy is MXFP8, e4m3 [R, H] with scale bytes [R, H/32].
+Memory order  Plain loads and stores; the kernels follow each other on one stream.
+Progress      No program waits.
+Replay        Nothing is kept between calls.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.mxfp8 import BLOCK, dequantize_tile
+
+
+@triton.jit
+def _mx_tile(elements_ptr, scale_ptr, rows, in_use, first, hidden, ROWS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Values [ROWS, BLOCK_H] float32 from column `first` on; zeros where `in_use` is not."""
+    blocks = first // BLOCK + tl.arange(0, BLOCK_H // BLOCK)
+    num_blocks = hidden // BLOCK
+    at = rows.to(tl.int64)[:, None] * num_blocks + blocks[None, :]
+    mask = in_use[:, None] & (blocks < num_blocks)[None, :]
+    scale = tl.load(scale_ptr + at, mask=mask, other=0)
+    inside = tl.arange(0, BLOCK)[None, None, :]
+    elements = tl.load(elements_ptr + at[:, :, None] * BLOCK + inside, mask=mask[:, :, None], other=0.0)
+    return tl.reshape(dequantize_tile(elements, scale), (ROWS, BLOCK_H))
+
+
+@triton.jit(do_not_specialize=["num_rows", "last"])
+def weighted_rows_backward_kernel(
+    dy_ptr,  # [R, H]
+    dy_scale_ptr,  # with IS_MX [R, H/32] uint8, else anything
+    y_ptr,  # [R, H]
+    weights_ptr,  # [R] float32
+    offs_ptr,  # with HAS_OFFS int32 whose entry `last` is the end of the rows in use, else anything
+    grad_ptr,  # [R, H]
+    grad_weights_ptr,  # [R] float32
+    num_rows,
+    hidden,
+    last,
+    IS_MX: tl.constexpr,
+    HAS_OFFS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    end = num_rows
+    if HAS_OFFS:
+        end = tl.minimum(tl.load(offs_ptr + last), num_rows)
+    in_use = rows < end
+    weights = tl.load(weights_ptr + rows, mask=in_use, other=0.0)[:, None]
+    row_starts = rows.to(tl.int64)[:, None] * hidden
+    products = tl.zeros((ROWS, BLOCK_H), tl.float32)
+    for first in range(0, hidden, BLOCK_H):
+        cols = (first + tl.arange(0, BLOCK_H))[None, :]
+        in_h = cols < hidden
+        mask = in_use[:, None] & in_h
+        if IS_MX:
+            dy = _mx_tile(dy_ptr, dy_scale_ptr, rows, in_use, first, hidden, ROWS, BLOCK_H)
+        else:
+            dy = tl.load(dy_ptr + row_starts + cols, mask=mask, other=0.0).to(tl.float32)
+        products += dy * tl.load(y_ptr + row_starts + cols, mask=mask, other=0.0).to(tl.float32)
+        grad = (dy * weights).to(grad_ptr.dtype.element_ty)
+        tl.store(grad_ptr + row_starts + cols, grad, mask=(rows < num_rows)[:, None] & in_h)
+    tl.store(grad_weights_ptr + rows, tl.sum(products, axis=1), mask=rows < num_rows)

@@ -1,0 +1,55 @@
+"""What stands between the two products of an expert, as callers name it (kernels/experts/activation.py computes it)."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any, NamedTuple
+
+from triton_ep.errors import ConfigError
+from triton_ep.kernels.device.codes import ACT_GELU, ACT_RELU, ACT_RELU2, ACT_SILU
+
+KINDS = {"silu": ACT_SILU, "gelu": ACT_GELU, "relu": ACT_RELU, "relu2": ACT_RELU2}
+"""What the kernels call them."""
+
+
+class Activation(NamedTuple):
+    """act(g) * (u + up_offset) of the two halves g and u of the first product; not gated: act(g).
+
+    Attributes:
+        kind: "silu", "gelu" (by the error function), "relu" or "relu2" (its square).
+        gated: there is a second half u.
+        limit: g is clamped from above, u from both sides; None: neither.
+        alpha: act(g) is g * sigmoid(alpha * g) for "silu".
+        up_offset: added to u.
+    """
+
+    kind: str = "silu"
+    gated: bool = True
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+
+def check_activation(activation: Activation) -> None:
+    """Raise ConfigError for values that no kernel computes."""
+    kind, gated, limit, alpha, up_offset = activation
+    if kind not in KINDS:
+        raise ConfigError(f"Activation.kind is {kind!r}, choose from {', '.join(KINDS)}.")
+    if limit is not None and not (isfinite(limit) and limit > 0):
+        raise ConfigError(f"Activation.limit is {limit}; it must be positive and finite, or None.")
+    if not isfinite(alpha) or (alpha != 1.0 and kind != "silu"):
+        raise ConfigError(f"Activation.alpha is {alpha}; it must be finite, and 1.0 for {kind!r}.")
+    if not isfinite(up_offset) or (up_offset != 0.0 and not gated):
+        raise ConfigError(f"Activation.up_offset is {up_offset}; it must be finite, and 0.0 where nothing is gated.")
+
+
+def activation_constexprs(activation: Activation) -> dict[str, Any]:
+    """Constexprs of kernels that compute a checked activation or its gradients."""
+    return {
+        "KIND": KINDS[activation.kind],
+        "GATED": bool(activation.gated),
+        "CLAMP": activation.limit is not None,
+        "LIMIT": float(activation.limit or 0.0),
+        "ALPHA": float(activation.alpha),
+        "UP_OFFSET": float(activation.up_offset),
+    }

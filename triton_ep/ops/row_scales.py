@@ -1,0 +1,190 @@
+"""MXFP8 with one scale per row (kernels/experts/row_scales.py): what FP8 products of experts take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from triton_ep import runtime
+from triton_ep.errors import InputError
+from triton_ep.ops import library
+from triton_ep.ops.tiles import check_offsets
+from triton_ep.plans.experts import offsets_constexprs, row_scale_tile, row_tile
+from triton_ep.runtime import INTERPRETING
+
+_BLOCK = 32
+_QUANTISED = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class RowScaled:
+    """MXFP8 values moved to one scale per row: fp8 tensor cores need no scale inside a sum over the row.
+
+    Attributes:
+        qdata: [R, K] rows, or [E, N, K] weights; float8_e4m3fn, contiguous.
+        scale: [R] or [E, N] float32; powers of two, or NaN.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit each other.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+
+    def __post_init__(self) -> None:
+        """Check both parts."""
+        q, s = self.qdata, self.scale
+        if q.dtype != torch.float8_e4m3fn or q.dim() not in (2, 3) or not q.is_contiguous():
+            raise InputError(
+                f"qdata must be contiguous float8_e4m3fn [R, K] or [E, N, K]; it is {q.dtype} {list(q.shape)} with "
+                f"strides {list(q.stride())}."
+            )
+        if s.dtype != torch.float32 or s.shape != q.shape[:-1] or not s.is_contiguous() or s.device != q.device:
+            raise InputError(
+                f"scale must be contiguous float32 {list(q.shape[:-1])} on {q.device}; it is {s.dtype} "
+                f"{list(s.shape)} on {s.device}."
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the values."""
+        return self.qdata.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where both parts are."""
+        return self.qdata.device
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """All values, in bf16 or fp32; those of rows that are not in use mean nothing."""
+        flat = RowScaled(self.qdata.flatten(0, -2), self.scale.flatten())
+        return _values(flat, None, dtype).view(self.shape)
+
+
+def _launch(
+    name: str,
+    inputs: tuple[torch.Tensor, ...],
+    outputs: tuple[torch.Tensor, ...],
+    offs: torch.Tensor | None,
+    tile: dict[str, int],
+) -> None:
+    """Launch a kernel of row_scales.py over the rows of its first input [R, K], or those in use."""
+    rows, k = inputs[0].shape
+    if rows == 0 or k == 0:
+        return
+    stand_in = inputs[0] if offs is None else offs.contiguous()
+    num_segments = 0 if offs is None else offs.shape[0] - 1
+    arguments = (*inputs, stand_in, *outputs, rows, k, num_segments)
+    constexprs = {**offsets_constexprs(offs is not None), **tile}
+    runtime.launch(name, -(-rows // tile["ROWS"]), arguments, constexprs)
+
+
+def _like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@library.op("(Tensor qdata, Tensor scale, Tensor? offs) -> (Tensor, Tensor)", lambda qdata, *_: _like(qdata))
+def _rebase_rows(
+    qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, row_scale = _like(qdata)
+    k = qdata.shape[-1]
+    flat = (
+        (qdata.contiguous().view(-1, k), scale.contiguous().view(-1, k // _BLOCK)) if qdata.numel() else (qdata, scale)
+    )
+    if qdata.numel():
+        outputs = (out.view(-1, k), row_scale.view(-1))
+        _launch("rebase_rows_kernel", flat, outputs, offs, row_scale_tile(k, INTERPRETING))
+    return out, row_scale
+
+
+@library.op("(Tensor x, Tensor? offs) -> (Tensor, Tensor)", lambda x, _: _like(x))
+def _quantize_to_rows(x: torch.Tensor, offs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    out, row_scale = _like(x)
+    tile = row_scale_tile(x.shape[1], INTERPRETING)
+    _launch("quantize_to_rows_kernel", (x.contiguous(),), (out, row_scale), offs, tile)
+    return out, row_scale
+
+
+@library.op(
+    "(Tensor qdata, Tensor scale, Tensor? offs, ScalarType dtype) -> Tensor",
+    lambda qdata, _, __, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
+)
+def _dequantize_rows_in_use(
+    qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    out = qdata.new_empty(qdata.shape, dtype=dtype)
+    tile = row_tile(qdata.shape[1], INTERPRETING)
+    _launch("dequantize_rows_in_use_kernel", (qdata, scale), (out,), offs, tile)
+    return out
+
+
+def _values(x: RowScaled, offs: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if dtype not in _QUANTISED:
+        raise InputError(f"dtype is {dtype}, choose torch.bfloat16 or torch.float32.")
+    values: torch.Tensor = _dequantize_rows_in_use(x.qdata, x.scale, offs, dtype)
+    return values
+
+
+def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None = None) -> RowScaled:
+    """Give every row of MXFP8 the largest of its scales.
+
+    qdata: [R, K] or [E, N, K] float8_e4m3fn. scale: the same with K / 32, uint8 or float8_e8m0fnu. offs: [E + 1] int32:
+    of rows [R, K], only those before its last entry are read and written; the host does not read it.
+
+    An element keeps its bits unless it becomes subnormal under the larger scale s: then it is rounded to a multiple of
+    s * 2^-9, an error of at most s * 2^-10. A scale byte of 255 makes the scale of its row NaN.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit each other.
+    """
+    blocks = [*qdata.shape[:-1], qdata.shape[-1] // _BLOCK] if qdata.dim() else []
+    if qdata.dim() not in (2, 3) or qdata.dtype != torch.float8_e4m3fn or qdata.shape[-1] % _BLOCK:
+        raise InputError(
+            f"qdata must be float8_e4m3fn [R, K] or [E, N, K] with K a multiple of 32; it is {qdata.dtype} "
+            f"{list(qdata.shape)}."
+        )
+    if scale.element_size() != 1 or list(scale.shape) != blocks or scale.device != qdata.device:
+        raise InputError(
+            f"scale must be {blocks} bytes on {qdata.device}, one per 32 values; it is {scale.dtype} "
+            f"{list(scale.shape)} on {scale.device}."
+        )
+    _check_rows(offs, qdata)
+    return RowScaled(*_rebase_rows(qdata, scale.view(torch.uint8), offs))
+
+
+def quantize_to_rows(x: torch.Tensor, offs: torch.Tensor | None = None) -> RowScaled:
+    """MXFP8 (RCEIL, blocks of 32 columns) of [R, K] bf16 or fp32, moved to one scale per row, in one kernel.
+
+    The bits are those of `rebase_rows(*quantize_rows(x))`. offs: as for `rebase_rows`.
+
+    Raises:
+        InputError: shape or dtype.
+    """
+    if x.dim() != 2 or x.dtype not in _QUANTISED or x.shape[1] % _BLOCK:
+        raise InputError(f"x must be bf16 or fp32 [R, K] with K a multiple of 32; it is {x.dtype} {list(x.shape)}.")
+    _check_rows(offs, x)
+    return RowScaled(*_quantize_to_rows(x, offs))
+
+
+def dequantize_rows_in_use(x: RowScaled, offs: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """[R, K] values of rows, in bf16 or fp32; rows from offs[-1] on are neither read nor written.
+
+    Exact in bf16 where that reaches: scales of 2^-124 to 2^119.
+
+    Raises:
+        InputError: weights, another dtype, or offsets that are none.
+    """
+    if x.qdata.dim() != 2:
+        raise InputError(f"x must be rows [R, K]; it is {list(x.shape)}.")
+    _check_rows(offs, x.qdata)
+    return _values(x, offs, dtype)
+
+
+def _check_rows(offs: torch.Tensor | None, x: torch.Tensor) -> None:
+    if offs is None:
+        return
+    check_offsets(offs, device=x.device)
+    if x.dim() != 2:
+        raise InputError(f"offs goes with rows [R, K], not with {list(x.shape)}.")
