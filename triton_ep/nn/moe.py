@@ -221,6 +221,10 @@ class MoE(nn.Module):
         rows, row_weights, desc = layer.dispatch(tokens, ids, weights)
         return layer.combine(self.experts(rows, desc.expert_offsets, row_weights), desc)
 
+    def invalidate(self) -> None:
+        """The weights have changed, and torch's version counters do not show it: make what is kept of them anew."""
+        self.experts.invalidate()
+
     # --- the exchange ---------------------------------------------------------------------------------------
 
     @property

@@ -120,6 +120,11 @@ class SwiGLUExperts(nn.Module):
             return _local(self.b13)
         return self._joined_bias(_local(self.b1), _local(self.b3))
 
+    def invalidate(self) -> None:
+        """The weights have changed, and torch's version counters do not show it: make what is kept of them anew."""
+        self._joined_weight.invalidate()
+        self._joined_bias.invalidate()
+
     def forward(
         self, rows: torch.Tensor, expert_offsets: torch.Tensor, row_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
