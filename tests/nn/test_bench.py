@@ -37,7 +37,7 @@ def _measure(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) 
 
 
 def test_cases_of_a_run() -> None:
-    """Capacities and precisions of the module, one case of each other provider; the mode says what is not the default."""
+    """Capacities and precisions of the module, one case of each other provider; modes say what is not the default."""
     words = ["--payload", "bf16,mxfp8", "--capacity", "exact,static", "--precision", "default,exact"]
     cases = _settings(*words, "--provider", "triton_ep,nccl,gemm-only,deep_ep").cases()
     mode = "interpreted-{}-sm20-local-a128-ffn32"
