@@ -14,6 +14,16 @@ WORDS = 0
 QUANTISE = 1
 MX = 2
 
+# intranode/dispatch.py: what the output rows of a dispatch are.
+LANDING_WORDS = 0
+"""Opaque words, as they travel."""
+LANDING_MX = 1
+"""Elements and their scale bytes, as they travel."""
+LANDING_ROW = 2
+"""Elements that share the largest scale of their row, a float32."""
+LANDING_BF16 = 3
+"""Values in bfloat16."""
+
 # mxfp8.py: how a scale is chosen.
 MODE_RCEIL = 0
 MODE_FLOOR = 1

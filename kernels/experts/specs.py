@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernel_spec import KernelSpec, Variant
-from . import gate_up, row_scales, rows_product, tiles
+from . import gate_up, prepare, row_scales, rows_product, tiles
 
 _ROW_SCALE_TILE = {"ROWS": 4, "BLOCKS": 32}
 _BF16 = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 4, "BAND": 8}
@@ -88,6 +88,23 @@ EXPERT_SPECS: tuple[KernelSpec, ...] = (
         row_scales.dequantize_rows_in_use_kernel,
         "elements_ptr:*fp8e4nv row_scale_ptr:*fp32 offs_ptr:*{OFFS} out_ptr:*{OUT} num_rows:i32 k:i32 num_segments:i32",
         (Variant({"HAS_OFFSETS": True, "ROWS": 4, "BLOCK_K": 1024}, {"OFFS": "i32", "OUT": "bf16"}, ("k",)),),
+    ),
+    KernelSpec(
+        prepare.weight_maxima_kernel,
+        "w_ptr:*{W} row_max_ptr:*i32 column_max_ptr:*i32 n:i32 k:i32",
+        tuple(
+            Variant({"ROWS": rows, "BLOCK_N": 128, "BLOCK_K": 64}, {"W": w}, ("n", "k"))
+            for rows, w in ((True, "bf16"), (False, "fp32"))
+        ),
+    ),
+    KernelSpec(
+        prepare.prepare_weights_kernel,
+        "w_ptr:*{W} row_max_ptr:*i32 column_max_ptr:*i32 out_ptr:*fp8e4nv scale_ptr:*fp32 transposed_ptr:*fp8e4nv "
+        "transposed_scale_ptr:*fp32 n:i32 k:i32",
+        tuple(
+            Variant({"FPROP": rows, "DGRAD": True, "BLOCK_N": 128, "BLOCK_K": 64}, {"W": w}, ("n", "k"))
+            for rows, w in ((True, "bf16"), (False, "fp32"))
+        ),
     ),
     KernelSpec(
         gate_up.gate_up_kernel,

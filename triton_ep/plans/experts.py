@@ -39,6 +39,16 @@ def offsets_constexprs(has_offsets: bool) -> dict[str, Any]:
     return {"HAS_OFFSETS": has_offsets}
 
 
+def maxima_tile(interpreted: bool) -> dict[str, int]:
+    """BLOCK_N and BLOCK_K of the kernel that looks for the largest weights."""
+    return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64}
+
+
+def prepare_tile(interpreted: bool) -> dict[str, int]:
+    """BLOCK_N and BLOCK_K of the kernel that writes weights in both forms."""
+    return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64}
+
+
 # --- products ---------------------------------------------------------------------------------------------
 
 
