@@ -32,6 +32,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "ids": ("i32", "i64"),
     "weights": (False, True),
     "scatter": (False, True),
+    "landing": ("row", "bf16"),
 }
 _NEEDED = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size")
 
@@ -185,6 +186,8 @@ def _misfits(given: Mapping[str, Any], token: str) -> Iterator[str]:
         yield f'hidden {hidden} must be a multiple of 32 with payload "mxfp8"'
     if given.get("low_latency") and ranks != per_node:
         yield f"low_latency is for one node, but world_size is {ranks} and local_world_size {per_node}"
+    if given.get("landing") and (not given.get("payload") or given.get("low_latency")):
+        yield 'landing is for layers with payload "mxfp8" and without low_latency'
     if given.get("compact") and (given.get("payload") or given.get("low_latency")):
         yield "compact is for layers without payload and low_latency"
     if given.get("fp8_rows") and given.get("payload"):

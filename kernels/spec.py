@@ -25,7 +25,7 @@ from .device.buffers import (
     EPOCH_BARRIER_NODE,
     NODE_BARRIER_FLAG,
 )
-from .device.codes import NVSHMEM_SYMBOLS
+from .device.codes import LANDING_BF16, LANDING_MX, LANDING_ROW, LANDING_WORDS, NVSHMEM_SYMBOLS
 from .device.mxfp8 import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL, MODE_RCEIL_SATFINITE
 from .device.rows import MX, QUANTISE, WORDS
 from .device.transport import NVSHMEM, P2P
@@ -116,7 +116,7 @@ SPECS: tuple[KernelSpec, ...] = (
         f"push_addrs_ptr:*i64 {_STATE} num_tokens:i32 rank:i32 num_ranks:i32 experts_per_rank:i32 ranks_per_node:i32 "
         "row_bytes:i32 recv_capacity:i32 stage_capacity:i32",
         tuple(
-            Variant({**_K8, "LWP": 8, "BLOCK_T": 16, "HAS_SCATTER": s, "HAS_WEIGHTS": w}, {"IDX": "i32"})
+            Variant({**_K8, "LWP": 8, "EP": 32, "BLOCK_T": 16, "HAS_SCATTER": s, "HAS_WEIGHTS": w}, {"IDX": "i32"})
             for s in (False, True)
             for w in (False, True)
         ),
@@ -161,23 +161,28 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         dispatch.dispatch_expand_kernel,
-        f"recv_x_ptr:*{{WORD}} recv_scale_ptr:*u8 recv_weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 "
+        "recv_x_ptr:*{WORD} recv_scale_ptr:*{SCALE} recv_weights_ptr:*fp32 copy_rows_ptr:*i32 placement_ptr:*i32 "
         f"{_STATE} row_words:i32 {_WHERE} experts_per_rank:i32 stage_capacity:i32 num_senders:i32",
         tuple(
             Variant(
                 _payload(
                     _K8,
                     {"SOURCES": 8, "SENDERS": 32},
-                    {"ROWS": 1, "BLOCK_H": 1024 if s else 2048},
-                    HAS_SCALES=s,
+                    {"ROWS": 1, "BLOCK_H": block, "TILES": 1},
+                    LANDING=landing,
                     HAS_WEIGHTS=w,
                     HAS_PADDING=w,
                     KEEP_COPY_ROWS=w,
                 ),
-                _WORD,
+                {"WORD": word, "SCALE": scale},
                 ("row_words",),
             )
-            for s in (False, True)
+            for landing, block, word, scale in (
+                (LANDING_WORDS, 2048, "i64", "u8"),
+                (LANDING_MX, 1024, "i64", "u8"),
+                (LANDING_ROW, 2048, "i32", "fp32"),
+                (LANDING_BF16, 2048, "i64", "u8"),
+            )
             for w in (False, True)
         ),
         maxnreg=128,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -29,10 +29,12 @@ from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
 from triton_ep.ops import splits as splits_ops
+from triton_ep.ops.row_scales import RowScaled
 from triton_ep.overlap import EPEvent, RecvHook
 
 Expected = tuple[int, int, tuple[int, ...] | None]
 Received = tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc]
+ReceivedRows = tuple[RowScaled, torch.Tensor | None, EPAllToAllLayoutDesc]
 
 
 class DispatchSteps(LayerNames):
@@ -47,9 +49,44 @@ class DispatchSteps(LayerNames):
     context: DispatchCombineContext
     _scaled: bool | None = None  # whether a low-latency layer sends one-byte rows with scales, once there were some
 
+    @overload
     def dispatch_again(
-        self, input: torch.Tensor | MXTensor, layout_desc: EPAllToAllLayoutDesc, weight: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | MXTensor, torch.Tensor | None]:
+        self,
+        input: torch.Tensor | MXTensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        weight: torch.Tensor | None = None,
+        *,
+        landing: Literal["mx", "bf16"] | None = None,
+    ) -> tuple[torch.Tensor | MXTensor, torch.Tensor | None]: ...
+
+    @overload
+    def dispatch_again(
+        self,
+        input: torch.Tensor | MXTensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        weight: torch.Tensor | None = None,
+        *,
+        landing: Literal["row"],
+    ) -> tuple[RowScaled, torch.Tensor | None]: ...
+
+    @overload
+    def dispatch_again(
+        self,
+        input: torch.Tensor | MXTensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        weight: torch.Tensor | None = None,
+        *,
+        landing: str | None,
+    ) -> tuple[Any, torch.Tensor | None]: ...
+
+    def dispatch_again(
+        self,
+        input: torch.Tensor | MXTensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        weight: torch.Tensor | None = None,
+        *,
+        landing: str | None = None,
+    ) -> tuple[Any, torch.Tensor | None]:
         """Send other rows by the routing of an earlier dispatch. Collective; nothing waits for the host, in exact mode
         either: how many rows arrive is known.
 
@@ -57,6 +94,7 @@ class DispatchSteps(LayerNames):
             input: [T, H] as in `dispatch`, with the T of `layout_desc`.
             layout_desc: of the same earlier dispatch of this layer on all ranks, any that is still held.
             weight: [T, K] float32; on all ranks or on none.
+            landing: as in `dispatch`.
 
         Returns:
             recv_x [R, H] and recv_weights [R] or None, in the rows that `layout_desc` describes, which serves their
@@ -75,12 +113,13 @@ class DispatchSteps(LayerNames):
         ctx.poll_status()
         ctx.calls.check_dispatch()
         try:
+            checks.check_landing(self.config, landing)
             checks.check_again(self.config, ctx.device, ctx.layer_id, input, layout_desc, weight)
         except (InputError, StaleHandleError):
             self._reject(again=True)
             raise
         arguments = (input, layout_desc.topk_indices_tensor, weight, None)
-        (recv_x, recv_weights, _), _ = self._checked_dispatch(arguments, (False, False, None), layout_desc)
+        (recv_x, recv_weights, _), _ = self._checked_dispatch(arguments, (False, False, None), landing, layout_desc)
         return recv_x, recv_weights
 
     def dispatch_scaled(
@@ -173,8 +212,9 @@ class DispatchSteps(LayerNames):
         self,
         arguments: tuple[Any, Any, Any, Any],
         overlap: tuple[bool, bool, EPEvent | None],
+        landing: str | None,
         again: EPAllToAllLayoutDesc | None = None,
-    ) -> tuple[Received, Callable[[], None]]:
+    ) -> tuple[Received | ReceivedRows, Callable[[], None]]:
         """What `dispatch` returns, and its receiving half, which has been launched unless a hook was asked for.
 
         again: of the earlier dispatch whose routing is taken.
@@ -182,6 +222,7 @@ class DispatchSteps(LayerNames):
         x, topk_idx, weights, scatter = arguments
         try:
             checks.check_overlap(*overlap)
+            checks.check_landing(self.config, landing)
             checks.check_dispatch(self.config, self.context.device, x, topk_idx, weights, scatter)
             if self.config.low_latency:
                 self._check_kind(scaled=False)
@@ -191,10 +232,14 @@ class DispatchSteps(LayerNames):
         rows = dispatch_ops.Rows(x)
         if isinstance(x, MXTensor):
             rows = dispatch_ops.Rows(x.qdata, x.scale.view(torch.uint8))
-        received, desc, receive = self._dispatch(rows, topk_idx, weights, scatter, 0, split=overlap[0], again=again)
+        received, desc, receive = self._dispatch(
+            rows, topk_idx, weights, scatter, 0, split=overlap[0], again=again, landing=landing
+        )
         recv = received.x
         if recv.scale is None:
             return (recv.data, received.weights, desc), receive
+        if landing == "row":
+            return (RowScaled(recv.data, recv.scale), received.weights, desc), receive
         scale = recv.scale.view(torch.float8_e8m0fnu)
         recv_x = MXTensor(recv.data, scale, torch.float8_e4m3fn, 32, self.config.token_dtype)
         return (recv_x, received.weights, desc), receive
@@ -211,6 +256,7 @@ class DispatchSteps(LayerNames):
         again: EPAllToAllLayoutDesc | None = None,
         keep_copies: bool = False,
         known_rows: int | None = None,
+        landing: str | None = None,
     ) -> tuple[dispatch_ops.Received, EPAllToAllLayoutDesc, Callable[[], None]]:
         """What a dispatch receives, its descriptor, and its receiving half.
 
@@ -237,7 +283,8 @@ class DispatchSteps(LayerNames):
         moved = self._moved(x)
         routing_ops.place(moved, routing, placement, scatter)
         exact = offsets is not None
-        make = partial(dispatch_ops.make_received, moved, num_rows, num_arrivals, has_weights, exact, keep_copies)
+        sizes = (num_rows, num_arrivals)
+        make = partial(dispatch_ops.make_received, moved, *sizes, has_weights, exact, keep_copies, landing)
         received = None if exact else make()
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, x is not given, split)

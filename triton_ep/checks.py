@@ -15,6 +15,7 @@ from triton_ep.kernels.device.codes import HOST_REJECTED, HOST_SCALED, HOST_SCAT
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.overlap import EPEvent
+from triton_ep.plans.layers import LANDINGS
 
 ONE_BYTE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Elements of rows that travel with scales."""
@@ -176,6 +177,19 @@ def check_overlap(return_recv_hook: bool, async_finish: bool, previous_event: An
         )
     if previous_event is not None and not isinstance(previous_event, EPEvent):
         raise InputError(f"previous_event must be an EPEvent, got {type(previous_event).__name__}.")
+
+
+def check_landing(cfg: EPConfig, landing: Any) -> None:
+    """Raise InputError unless rows of the layer can land as `landing` says."""
+    if landing is None:
+        return
+    if not isinstance(landing, str) or landing not in LANDINGS:
+        raise InputError(f"landing is {landing!r}; rows land as {', '.join(map(repr, LANDINGS))}, or None.")
+    if cfg.payload is None or cfg.low_latency:
+        raise InputError(
+            f"landing={landing!r} was asked of a layer with payload={cfg.payload!r}, low_latency={cfg.low_latency}: it "
+            'converts rows of payload="mxfp8" without low latency. Pass None, or make such a layer.'
+        )
 
 
 def check_combine_buffer(cfg: EPConfig, num_rows: int, room: int) -> None:

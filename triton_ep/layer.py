@@ -17,6 +17,7 @@ import torch
 
 from triton_ep import checks
 from triton_ep._compact import CompactCalls, Received
+from triton_ep._dispatch_steps import ReceivedRows
 from triton_ep.barrier import BarrierAllContext
 from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext, told
@@ -140,6 +141,7 @@ class EPAll2AllLayer(CompactCalls):
         weight: torch.Tensor | None = None,
         full_scatter_indices: torch.Tensor | None = None,
         *,
+        landing: Literal["mx", "bf16"] | None = None,
         return_recv_hook: Literal[False] = False,
         async_finish: Literal[False] = False,
         previous_event: None = None,
@@ -153,6 +155,7 @@ class EPAll2AllLayer(CompactCalls):
         weight: torch.Tensor | None = None,
         full_scatter_indices: torch.Tensor | None = None,
         *,
+        landing: Literal["mx", "bf16"] | None = None,
         return_recv_hook: Literal[True],
         async_finish: Literal[False] = False,
         previous_event: None = None,
@@ -166,10 +169,39 @@ class EPAll2AllLayer(CompactCalls):
         weight: torch.Tensor | None = None,
         full_scatter_indices: torch.Tensor | None = None,
         *,
+        landing: Literal["mx", "bf16"] | None = None,
         return_recv_hook: Literal[False] = False,
         async_finish: Literal[True],
         previous_event: EPEvent | None = None,
     ) -> tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc, EPEvent]: ...
+
+    @overload
+    def dispatch(
+        self,
+        input: torch.Tensor | MXTensor,
+        exp_indices: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        full_scatter_indices: torch.Tensor | None = None,
+        *,
+        landing: Literal["row"],
+        return_recv_hook: Literal[False] = False,
+        async_finish: Literal[False] = False,
+        previous_event: None = None,
+    ) -> ReceivedRows: ...
+
+    @overload
+    def dispatch(
+        self,
+        input: torch.Tensor | MXTensor,
+        exp_indices: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        full_scatter_indices: torch.Tensor | None = None,
+        *,
+        landing: str | None,
+        return_recv_hook: bool = False,
+        async_finish: bool = False,
+        previous_event: EPEvent | None = None,
+    ) -> Any: ...
 
     def dispatch(
         self,
@@ -178,6 +210,7 @@ class EPAll2AllLayer(CompactCalls):
         weight: torch.Tensor | None = None,
         full_scatter_indices: torch.Tensor | None = None,
         *,
+        landing: str | None = None,
         return_recv_hook: bool = False,
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
@@ -191,6 +224,9 @@ class EPAll2AllLayer(CompactCalls):
             weight: [T, K] float32, contiguous; on all ranks or on none.
             full_scatter_indices: [T, K] int32 or int64: position of each kept entry in a stable sort of this
                 rank's entries by expert (dropped last); replaces the computed order.
+            landing: what rows of payload="mxfp8" become where they arrive, written in the same pass. None or "mx": an
+                `MXTensor`. "row": a `RowScaled`, e4m3 with one float32 scale per row. "bf16": a tensor of bfloat16, the
+                values of the `MXTensor`. Ranks need not agree.
             return_recv_hook: launch the sending half only. What comes back is valid after the hook, which launches
                 the receiving half on the stream that is current then; it is collective, and must be called before
                 the next dispatch of this layer and before the combine of this one.
@@ -199,7 +235,7 @@ class EPAll2AllLayer(CompactCalls):
             previous_event: with async_finish, what to wait for in place of the current stream.
 
         Returns:
-            recv_x [R, H] (with payload="mxfp8" an MXTensor), recv_weights [R] float32 or None, and the descriptor.
+            recv_x [R, H] (of payload="mxfp8" as `landing` says), recv_weights [R] float32 or None, and the descriptor.
             Rows are expert-major, inside an expert by source rank, inside a source rank by (token, k). All three are
             owned by the caller. Then the hook (`RecvHook`) or the event (`EPEvent`), if asked for.
 
@@ -223,6 +259,7 @@ class EPAll2AllLayer(CompactCalls):
             self._checked_dispatch,
             (input, exp_indices, weight, full_scatter_indices),
             (return_recv_hook, async_finish, previous_event),
+            landing,
         )
         if async_finish:
             (received, _), event = self._comm.run(

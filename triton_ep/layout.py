@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from triton_ep.config import EPConfig
+from triton_ep.kernels.device.codes import TILE_ROWS, TILE_WORDS
 from triton_ep.plans.shape import Shape, next_power_of_2
 
 STEPS = 8
@@ -39,6 +40,7 @@ def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) 
         ("row", _fours(num_experts + num_ranks + num_nodes) + 4),
         ("step_rows", STEPS**2 * ranks_per_node),
         ("bases", 2 * num_experts + num_ranks),
+        ("tiles", 0),  # as many as the rows need: `tile_words`
     ):
         parts[name] = (at, count)
         at += _fours(count)
@@ -47,6 +49,11 @@ def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) 
 
 def _fours(count: int) -> int:
     return -(-count // 4) * 4
+
+
+def tile_words(num_rows: int, experts_per_rank: int) -> int:
+    """int32 words of the tile table of up to `num_rows` output rows, at the end of `placement`."""
+    return TILE_WORDS * (1 + -(-num_rows // TILE_ROWS) + experts_per_rank)
 
 
 def entry_fields(config: EPConfig) -> int:
@@ -100,8 +107,10 @@ class Sizes:
     def placement_length(self) -> int:
         """int32 words of a dispatch's `placement`."""
         c = self.config
-        first, count = placement_parts(c.world_size, c.local_world_size, c.num_experts_per_rank)["bases"]
-        return first + count
+        # Made before it is known how many rows arrive.
+        most = c.world_size * c.max_tokens * c.topk + c.num_experts_per_rank * (c.alignment - 1)
+        first, _ = placement_parts(c.world_size, c.local_world_size, c.num_experts_per_rank)["tiles"]
+        return first + tile_words(most if c.recv_capacity is None else c.recv_capacity, c.num_experts_per_rank)
 
     @cached_property
     def max_programs(self) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from triton_ep.layout import placement_parts
+from triton_ep.kernels.device.codes import TILE_WORDS
+from triton_ep.layout import placement_parts, tile_words
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,6 +113,15 @@ class EPAllToAllLayoutDesc:
     def overflow(self) -> torch.Tensor:
         """[1] int32, rows that did not fit a static capacity on this rank; 0 = none."""
         return self._part("overflow")
+
+    @property
+    def tiles(self) -> torch.Tensor | None:
+        """[1 + ceil(R / 128) + e, 4] int32, tile table (kernels/device/tiles.py): which rows each tile of a grouped
+        product has. None of compact rows and with low latency."""
+        if self._low_latency or self.compact:
+            return None
+        first, _ = placement_parts(*self.shape)["tiles"]
+        return self.placement[first : first + tile_words(self.num_recv_rows, self.shape[2])].view(-1, TILE_WORDS)
 
     @property
     def tokens_from_node(self) -> torch.Tensor | None:

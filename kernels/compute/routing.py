@@ -4,7 +4,8 @@ Protocol      1 count: each chunk of tokens ranks its own entries and counts the
               (2 all ranks exchange their totals and derive where every segment starts: internode/splits.py)
               3 slots: every entry gets its row at its owner, every token its arrival row per rank. The ranks of
               this node are told which output rows each arrival row fills, and the push kernel
-              (intranode/dispatch.py) where to store each row
+              (intranode/dispatch.py) where to store each row. The last program, which has no chunk, writes the tile
+              table of this rank's output rows meanwhile (device/tiles.py)
 Layout        device/tables.py. A *column* is an expert, then a rank, then a node: C = E + W + N columns. An
               *entry* is one (token, k). A token counts once per destination rank and once per destination node,
               at the first k that goes there; this is where de-duplication is decided.
@@ -36,11 +37,14 @@ from ..device.tables import (
     bases_of,
     chunk_bad_of,
     entry_field,
+    expert_offsets_of,
     node_token_of,
     num_columns_of,
     part_begin,
     step_rows_of,
+    tiles_of,
 )
+from ..device.tiles import TILE_ROWS, write_tile_table
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
@@ -209,9 +213,14 @@ def routing_slots_kernel(
     TOPK: tl.constexpr,
     KP: tl.constexpr,
     LWP: tl.constexpr,
+    EP: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    if tl.load(state_ptr + STATUS) != 0:
+    num_chunks = tl.num_programs(0) - 1
+    failed = tl.load(state_ptr + STATUS) != 0
+    if tl.program_id(0) == num_chunks:
+        _write_tiles(placement_ptr, failed, num_ranks, experts_per_rank, ranks_per_node, EP)
+    if failed | (tl.program_id(0) == num_chunks):
         return
     num_experts = num_ranks * experts_per_rank
     num_columns = num_columns_of(num_ranks, experts_per_rank, ranks_per_node)
@@ -255,7 +264,7 @@ def routing_slots_kernel(
     tl.store(stage_row_ptr + offs, stage_row, mask=mask)
     tl.store(node_slot_ptr + offs, tl.where(first_of_node, slot, -1), mask=mask)
     if num_ranks > ranks_per_node:
-        node_token_ptr = node_token_of(chunks_ptr, tl.num_programs(0), num_columns)
+        node_token_ptr = node_token_of(chunks_ptr, num_chunks, num_columns)
         tokens = tl.broadcast_to(token, slot.shape)
         tl.store(node_token_ptr + node.to(tl.int64) * num_tokens + slot, tokens, mask=first_of_node)
         elsewhere = first_of_node & (node != rank // ranks_per_node)
@@ -287,6 +296,7 @@ def routing_slots_kernel(
     _store_step_rows(
         prefix_ptr + num_experts,
         step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node),
+        num_chunks,
         rank,
         ranks_per_node,
         LWP,
@@ -294,12 +304,22 @@ def routing_slots_kernel(
 
 
 @triton.jit
-def _store_step_rows(rows_ptr, step_rows_ptr, rank, ranks_per_node, LWP: tl.constexpr):
+def _write_tiles(placement_ptr, failed, num_ranks, experts_per_rank, ranks_per_node, EP: tl.constexpr):
+    """Write the tile table of this rank's output rows; of a dispatch that failed there are none."""
+    expert_offsets_ptr = expert_offsets_of(placement_ptr, num_ranks)
+    num_rows = tl.where(failed, 0, tl.load(expert_offsets_ptr + experts_per_rank))
+    max_tiles = tl.cdiv(num_rows, TILE_ROWS) + experts_per_rank
+    tiles_ptr = tiles_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
+    write_tile_table(tiles_ptr, expert_offsets_ptr, num_rows, experts_per_rank, max_tiles, EP)
+
+
+@triton.jit
+def _store_step_rows(rows_ptr, step_rows_ptr, num_chunks, rank, ranks_per_node, LWP: tl.constexpr):
     """Arrival rows of the tokens before this chunk, for the parts that begin here."""
     part = tl.arange(0, STEPS * STEPS)[:, None]
     local = tl.arange(0, LWP)[None, :]
     is_local = local < ranks_per_node
     rows = tl.load(rows_ptr + rank - rank % ranks_per_node + local, mask=is_local, other=0)
-    begins = part_begin(part, tl.num_programs(0)) == tl.program_id(0)
+    begins = part_begin(part, num_chunks) == tl.program_id(0)
     rows = tl.broadcast_to(rows, [STEPS * STEPS, LWP])
     tl.store(step_rows_ptr + part * ranks_per_node + local, rows, mask=begins & is_local)

@@ -14,6 +14,16 @@ WORDS = 0
 QUANTISE = 1
 MX = 2
 
+# intranode/dispatch.py: what the output rows of a dispatch are.
+LANDING_WORDS = 0
+"""Opaque words, as they travel."""
+LANDING_MX = 1
+"""Elements and their scale bytes, as they travel."""
+LANDING_ROW = 2
+"""Elements that share the largest scale of their row, a float32."""
+LANDING_BF16 = 3
+"""Values in bfloat16."""
+
 # mxfp8.py: how a scale is chosen.
 MODE_RCEIL = 0
 MODE_FLOOR = 1
@@ -26,6 +36,13 @@ ACT_SILU = 0
 ACT_GELU = 1
 ACT_RELU = 2
 ACT_RELU2 = 3
+
+# experts/gate_up.py: how the activation leaves.
+ACT_OUT_BF16 = 0
+ACT_OUT_MX = 1
+"""Elements and scales of MXFP8."""
+ACT_OUT_MX_BF16 = 2
+"""Values of MXFP8, in bf16."""
 
 # tiles.py: rows of a tile of the tile table, and words of one of its records.
 TILE_ROWS = 128

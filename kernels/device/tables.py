@@ -28,6 +28,7 @@ each node.
     step_rows         [64, LW] my arrival rows at each rank of my node, of the tokens before a 64th of them
     bases             [2 * E + W] of each expert the first row of my entries in its owner's output; of each expert
                       its first position in a sort of my entries; of each rank the first arrival row of my tokens
+    tiles             [1 + n, 4] tile table of the output rows of this rank (tiles.py)
 """
 
 import triton
@@ -137,3 +138,10 @@ def bases_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node):
     """Pointer to bases [2 * E + W]."""
     step_rows_ptr = step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
     return step_rows_ptr + STEPS * STEPS * ranks_per_node
+
+
+@triton.jit
+def tiles_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node):
+    """Pointer to the tile table [1 + n, 4]."""
+    bases_ptr = bases_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
+    return bases_ptr + _fours(2 * num_ranks * experts_per_rank + num_ranks)

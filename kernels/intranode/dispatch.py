@@ -7,11 +7,12 @@ Protocol      1 push, in steps of consecutive tokens, each shorter than the one 
               2 push, after each step: raise arrive_flag[my node, my local rank, program] on every rank of the node
               3 expand: wait until all programs of all local ranks are a step further; with several nodes, when
               there is no further step, for the steps of the forwarding kernels (internode/dispatch.py)
-              4 expand: copy the arrival rows of the step to the output rows of their copies, then on to 3. The
-              padding rows are zeroed before
+              4 expand: copy the arrival rows of the step to the output rows of their copies, then on to 3. MXFP8
+              rows may be converted on the way, once for all copies (device/landing.py). The padding rows are zeroed
+              before
 Layout        stage_x [capacity, row on the wire (device/rows.py)], by source rank, then by token; stage_meta
               [W * max_tokens, 2 * KP];
-              recv_x [R, row], recv_scale [R, row / 32], expert-major, segments aligned; arrive_flag
+              recv_x [R, row], recv_scale [R, row / 32] or [R], expert-major, segments aligned; arrive_flag
               [N, LW, SENDERS] int64, by the node of the tokens, then by the rank that pushed them here.
 Memory order  2 is one system-scope release per program and step, after a block barrier, and covers all its stores
               so far; 3 acquires. A release per row costs 3 times the bandwidth (8 x H200: 78 against
@@ -24,8 +25,11 @@ Replay        stage_x is free again when this rank posts its next splits row (in
 import triton
 import triton.language as tl
 
+from ..device import codes
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, buffer_ptr
 from ..device.groups import my_first, pick
+from ..device.landing import BLOCK_WORDS, block_words, land_words, load_block_scales
+from ..device.mxfp8 import BLOCK, scale_value
 from ..device.rows import (
     ALL_ROWS,
     MX,
@@ -37,6 +41,10 @@ from ..device.rows import (
     wire_sizes,
 )
 from ..device.tables import STEPS, expert_offsets_of, num_recv_of, part_begin, part_of_step, step_rows_of
+
+LANDING_MX = tl.constexpr(codes.LANDING_MX)
+LANDING_ROW = tl.constexpr(codes.LANDING_ROW)
+LANDING_BF16 = tl.constexpr(codes.LANDING_BF16)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"])
@@ -111,6 +119,91 @@ def dispatch_push_kernel(
 
 
 @triton.jit
+def _copy_tiles(
+    recv_x_ptr,
+    recv_scale_ptr,
+    stage_x_ptr,
+    stage_bytes_ptr,  # the same
+    copies,  # per k [ROWS] output rows, -1 = none
+    row,  # [ROWS] arrival rows
+    here,  # [ROWS]
+    row_words,
+    LANDING: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Copy arrival rows, as they are, to the output rows of their copies."""
+    WORD: tl.constexpr = recv_x_ptr.dtype.element_ty
+    PAYLOAD: tl.constexpr = MX if LANDING == LANDING_MX else WORDS
+    stride, data_bytes, row_bytes = wire_sizes(row_words, WORD, PAYLOAD)
+    offs = tl.arange(0, BLOCK_H)
+    for h in range(0, row_words, BLOCK_H):
+        in_row = (h + offs < row_words)[None, :]
+        words, scales = load_payload(
+            stage_x_ptr + row.to(tl.int64) * stride,
+            stage_bytes_ptr + row.to(tl.int64) * row_bytes + data_bytes,
+            here,
+            h,
+            row_words,
+            PAYLOAD,
+            BLOCK_H,
+        )
+        for k in tl.static_range(len(copies)):
+            dst = copies[k]
+            # Most k carry no copy: their addresses would be computed for nothing.
+            if tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
+                dest = recv_x_ptr + dst.to(tl.int64)[:, None] * row_words + h + offs[None, :]
+                tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
+                if LANDING == LANDING_MX:
+                    dest = recv_scale_ptr + dst.to(tl.int64) * (data_bytes // BLOCK)
+                    store_scales(dest, dst >= 0, scales, h, row_words, WORD.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _land_tiles(
+    recv_x_ptr,  # out [R, row_words] int32 or int64
+    stage_ptr,  # int32
+    stage_bytes_ptr,  # the same
+    copies,
+    row,
+    here,
+    row_words,  # of four elements
+    LANDING: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    TILES: tl.constexpr,  # of a row
+):
+    """Convert arrival rows of MXFP8, and copy them to the output rows of their copies. Returns each row's largest
+    scale byte."""
+    BLOCKS: tl.constexpr = BLOCK_H // BLOCK_WORDS
+    stride, data_bytes, row_bytes = wire_sizes(row_words, tl.int32, MX)
+    source = (stage_ptr + row.to(tl.int64) * stride)[:, None, None]
+    scale_ptrs = stage_bytes_ptr + row.to(tl.int64) * row_bytes + data_bytes
+    # The first tile is on its way before anything waits for the scales of the whole row.
+    at, in_row = block_words(0, row_words, BLOCKS)
+    words = tl.load(source + at, mask=here[:, None, None] & in_row, other=0)
+    scales = ()
+    for tile in tl.static_range(TILES):
+        scales += (load_block_scales(scale_ptrs, here, tile * BLOCK_H, row_words, BLOCKS),)
+    largest = tl.zeros(row.shape, tl.int32)
+    for tile in tl.static_range(TILES):
+        largest = tl.maximum(largest, tl.max(scales[tile], axis=1))
+    # Rows are whole blocks: the compiler is told that they begin at multiples of 16 bytes.
+    row_words = row_words // BLOCK_WORDS * BLOCK_WORDS
+    for tile in tl.static_range(TILES):
+        if tile > 0:
+            at, in_row = block_words(tile * BLOCK_H, row_words, BLOCKS)
+            words = tl.load(source + at, mask=here[:, None, None] & in_row, other=0)
+        # Once for all copies.
+        landed = land_words(words, scales[tile], largest, LANDING)
+        for k in tl.static_range(len(copies)):
+            dst = copies[k]
+            # bfloat16 takes another layout on its way to memory, which without branches it does once.
+            if LANDING == LANDING_BF16 or tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
+                dest = recv_x_ptr + dst.to(tl.int64)[:, None, None] * row_words + at
+                tl.store(dest, landed, mask=(dst >= 0)[:, None, None] & in_row)
+    return largest
+
+
+@triton.jit
 def _expand_rows(
     recv_x_ptr,
     recv_scale_ptr,
@@ -125,27 +218,26 @@ def _expand_rows(
     rank,
     num_ranks,
     stage_capacity,
-    HAS_SCALES: tl.constexpr,
+    LANDING: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     KEEP_COPY_ROWS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Copy this program's share of some arrival rows to the output rows of their copies.
 
     Shares are by position, not by progress: programs may see a source at different steps.
     """
     stage_x_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
+    stage_bytes_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, tl.uint8)
+    stage_words_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, tl.int32)
     stage_rows_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.int32)
     stage_weights_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.float32) + KP
     ks = tl.arange(0, KP)[None, :]
-    offs = tl.arange(0, BLOCK_H)
-    WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
-    PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
-    stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
-    stage_bytes_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, tl.uint8)
+    CONVERTED: tl.constexpr = LANDING == LANDING_ROW or LANDING == LANDING_BF16
     for tile in range(my_first(first, start // ROWS), end, tl.num_programs(0)):
         row = start + tile * ROWS + tl.arange(0, ROWS)
         alive = row < start + num_rows
@@ -156,33 +248,25 @@ def _expand_rows(
         copies = ()
         for k in tl.static_range(TOPK):
             copies += (tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1),)
-        for h in range(0, row_words, BLOCK_H):
-            in_row = (h + offs < row_words)[None, :]
-            words, scales = load_payload(
-                stage_x_ptr + row.to(tl.int64) * stride,
-                stage_bytes_ptr + row.to(tl.int64) * row_bytes + data_bytes,
-                here,
-                h,
-                row_words,
-                PAYLOAD,
-                BLOCK_H,
+        if CONVERTED:
+            largest = _land_tiles(
+                recv_x_ptr, stage_words_ptr, stage_bytes_ptr, copies, row, here, row_words, LANDING, BLOCK_H, TILES
             )
-            for k in tl.static_range(TOPK):
-                dst = copies[k]
-                # Most k carry no copy: their addresses would be computed for nothing.
-                if tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
-                    dest = recv_x_ptr + dst.to(tl.int64)[:, None] * row_words + h + offs[None, :]
-                    tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
-                    if HAS_SCALES:
-                        dest = recv_scale_ptr + dst.to(tl.int64) * (data_bytes // 32)
-                        store_scales(dest, dst >= 0, scales, h, row_words, WORD_BYTES)
-        if HAS_WEIGHTS or KEEP_COPY_ROWS:
+        else:
+            _copy_tiles(
+                recv_x_ptr, recv_scale_ptr, stage_x_ptr, stage_bytes_ptr, copies, row, here, row_words, LANDING, BLOCK_H
+            )
+        if HAS_WEIGHTS or KEEP_COPY_ROWS or LANDING == LANDING_ROW:
             mask = alive[:, None] & (ks < TOPK)
             dst = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
             if HAS_WEIGHTS:
                 weights = tl.load(stage_weights_ptr + meta[:, None] + ks, mask=mask, other=0.0)
                 weights = tl.where(here[:, None], weights, 0.0)
                 tl.store(recv_weights_ptr + dst, weights, mask=mask & (dst >= 0))
+            if LANDING == LANDING_ROW:
+                # A row that never came is a row of zeros, like padding.
+                scale = tl.where(here, scale_value(largest), 1.0)
+                tl.store(recv_scale_ptr + dst, tl.broadcast_to(scale[:, None], dst.shape), mask=mask & (dst >= 0))
             if KEEP_COPY_ROWS:
                 copy = row.to(tl.int64)[:, None] * TOPK + ks
                 tl.store(copy_rows_ptr + copy, dst, mask=mask & here[:, None])
@@ -197,14 +281,15 @@ def _zero_padding(
     row_words,
     num_ranks,
     experts_per_rank,
-    HAS_SCALES: tl.constexpr,
+    LANDING: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Zero data, scales and weights of the rows between an expert's last row and the next expert's first."""
+    """Zero data, scales and weights of the rows between an expert's last row and the next expert's first; scales of
+    whole rows become 1."""
     WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
-    no_scales = tl.zeros([ROWS, BLOCK_H * WORD_BYTES // 32 if HAS_SCALES else 1], tl.uint8)
+    no_scales = tl.zeros([ROWS, BLOCK_H * WORD_BYTES // 32 if LANDING == LANDING_MX else 1], tl.uint8)
     offs = tl.arange(0, BLOCK_H)
     zeros = tl.zeros([ROWS, BLOCK_H], recv_x_ptr.dtype.element_ty)
     expert_offsets_ptr = expert_offsets_of(placement_ptr, num_ranks)
@@ -220,9 +305,11 @@ def _zero_padding(
                 mask = (row < end)[:, None] & (h + offs < row_words)[None, :]
                 dest = recv_x_ptr + row.to(tl.int64)[:, None] * row_words + h + offs[None, :]
                 tl.store(dest, zeros, mask=mask)
-                if HAS_SCALES:
+                if LANDING == LANDING_MX:
                     dest = recv_scale_ptr + row.to(tl.int64) * (row_words * WORD_BYTES // 32)
                     store_scales(dest, row < end, no_scales, h, row_words, WORD_BYTES)
+            if LANDING == LANDING_ROW:
+                tl.store(recv_scale_ptr + row, tl.full([ROWS], 1.0, tl.float32), mask=row < end)
             if HAS_WEIGHTS:
                 tl.store(recv_weights_ptr + row, tl.zeros([ROWS], tl.float32), mask=row < end)
 
@@ -238,8 +325,8 @@ def _zero_padding(
     ]
 )
 def dispatch_expand_kernel(
-    recv_x_ptr,  # out [R, row_words] words
-    recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES
+    recv_x_ptr,  # out [R, row_words] words; with LANDING_ROW e4m3, with LANDING_BF16 bfloat16
+    recv_scale_ptr,  # out, written with LANDING_MX, [R, row bytes / 32] uint8, and with LANDING_ROW, [R] float32
     recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
     copy_rows_ptr,  # out [C, K] int32, output rows of each arrival row; written if KEEP_COPY_ROWS
     placement_ptr,  # device/tables.py
@@ -252,7 +339,7 @@ def dispatch_expand_kernel(
     experts_per_rank,
     stage_capacity,
     num_senders,  # programs of the push, and of the forward, kernel
-    HAS_SCALES: tl.constexpr,
+    LANDING: tl.constexpr,  # device/codes.py
     HAS_WEIGHTS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     KEEP_COPY_ROWS: tl.constexpr,
@@ -262,6 +349,7 @@ def dispatch_expand_kernel(
     SENDERS: tl.constexpr,  # likewise
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    TILES: tl.constexpr,  # of BLOCK_H words in a row
 ):
     source = tl.arange(0, SOURCES)
     in_node = source < ranks_per_node
@@ -280,7 +368,7 @@ def dispatch_expand_kernel(
                 row_words,
                 num_ranks,
                 experts_per_rank,
-                HAS_SCALES,
+                LANDING,
                 HAS_WEIGHTS,
                 ROWS,
                 BLOCK_H,
@@ -325,12 +413,13 @@ def dispatch_expand_kernel(
                         rank,
                         num_ranks,
                         stage_capacity,
-                        HAS_SCALES,
+                        LANDING,
                         HAS_WEIGHTS,
                         KEEP_COPY_ROWS,
                         TOPK,
                         KP,
                         ROWS,
                         BLOCK_H,
+                        TILES,
                     )
                 done = ready

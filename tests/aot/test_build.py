@@ -202,6 +202,8 @@ def test_names_of_variants_do_not_depend_on_order() -> None:
         ({"fp8_rows": True, "payload": "mxfp8"}, "fp8_rows are for layers without payload"),
         ({"fp8_rows": ["f32"], "compact": True}, r"fp8_rows must be true or false, got \['f32'\]"),
         ({"fp8_rows": True, "compact": True, "hidden": 48}, "hidden 48 must be a multiple of 32"),
+        ({"landing": ["row"]}, 'landing is for layers with payload "mxfp8"'),
+        ({"landing": ["mx"], "payload": "mxfp8"}, r"landing has \['mx'\]; there are \('row', 'bf16'\)"),
         ({"colour": 1}, r"unknown \['colour'\]"),
     ],
 )

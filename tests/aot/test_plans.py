@@ -80,6 +80,7 @@ def _assert_named(found: dict[str, str], wanted: list[Asked]) -> None:
 def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
     world = nodes * ranks_per_node
     layer = EPAll2AllLayer(dist.group.WORLD, 6, 64, 3, rank, 8, ranks_per_node, world, num_sm=2, **options)
+    uses = layers.Uses()
     with _noted() as found, layer:
         layer.barrier.barrier_all()
         layer.barrier.barrier_all(intra_node_only=True)
@@ -96,7 +97,12 @@ def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[st
             recv_x, recv_weights, desc = autograd.dispatch(layer, work.x, work.topk_idx, w)
             y = recv_x.dequantize(torch.bfloat16) if isinstance(recv_x, MXTensor) else recv_x
             autograd.combine(layer, y.detach(), desc, recv_weights).sum().backward()
-    _assert_named(found, layers.layer(layer.config.shape(layer.context.network, interpreted=True)))
+            landings = ("row", "bf16") if layer.config.payload else ()
+            for landing in landings:
+                desc = layer.dispatch(work.x, work.topk_idx, w.detach(), landing=landing)[2]
+                layer.dispatch_again(work.x, desc, landing=landing)
+            uses = layers.Uses(landing=landings)
+    _assert_named(found, layers.layer(layer.config.shape(layer.context.network, interpreted=True), uses))
 
 
 @pytest.mark.plain

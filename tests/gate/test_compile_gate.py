@@ -38,9 +38,11 @@ SPILLS = {
     ("dispatch_push_kernel", "BLOCK_H=512"): 448,
     ("dispatch_expand_kernel", "BLOCK_H=512"): 112,
     ("internode_forward_kernel", "BLOCK_H=1024"): 192,
+    ("gate_up_kernel", "OUT=1"): 224,
 }
-"""Kernels that spill with some tiles, and how much at most: MXFP8 rows of 4096, and MXFP8 rows that cross nodes. Their
-tiles were chosen for other rows; `triton-ep tune` may find better ones."""
+"""Kernels that spill with some tiles, and how much at most: MXFP8 rows of 4096, and MXFP8 rows that cross nodes, whose
+tiles were chosen for other rows (`triton-ep tune` may find better ones); on sm_100, behind the loop over a sum, where
+an activation is quantised."""
 
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that a program may have, on both architectures."""
@@ -162,7 +164,7 @@ def test_tiles_fit_shared_memory(results: list[dict[str, Any]], kernel: str) -> 
     )
 
 
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name.startswith("grouped_")])
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name.startswith(("grouped_", "gate_up_", "rows_prod"))])
 def test_products_run_at_full_rate(results: list[dict[str, Any]], kernel: str) -> None:
     """Every matrix product is the architecture's own instruction, and descriptors are read by the copy engine."""
     of_kernel = _of(results, kernel)

@@ -52,6 +52,7 @@ LAYERS = {
     "triton_ep._pipeline_exchange": 6,
     "triton_ep._pipeline_graph": 6,
     "triton_ep._pipeline_permute": 6,
+    "triton_ep.nn": 6,
     "triton_ep.pipeline": 6,
     "triton_ep._rank_pool": 7,
     "triton_ep._rank_process": 7,

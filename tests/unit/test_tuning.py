@@ -13,7 +13,7 @@ def test_no_flag_of_arrivals_is_read_by_two_threads(ranks_per_node, num_sm, num_
     """Of a tensor with fewer elements than threads some threads load the same one, at different times."""
     tuned = (("expand", 1, num_warps),)
     shape = Shape(64, 64, 2, 16, world_size=8, local_world_size=ranks_per_node, num_sm=num_sm, tuned=tuned)
-    plan = exchange.expand(shape, has_scales=False, has_weights=True, keep_copies=False, row_words=16)
+    plan = exchange.expand(shape, landing=0, has_weights=True, keep_copies=False, row_words=16)
     sources = plan.constexprs["SOURCES"]
     assert plan.num_warps == num_warps
     assert sources * plan.constexprs["SENDERS"] >= 32 * num_warps

@@ -7,20 +7,31 @@ from typing import NamedTuple
 import torch
 
 from triton_ep._strides import view_as
+from triton_ep.config import EPConfig
 from triton_ep.context import DispatchCombineContext
-from triton_ep.kernels.device.codes import MX, WORDS
+from triton_ep.kernels.device.codes import (
+    LANDING_BF16,
+    LANDING_MX,
+    LANDING_ROW,
+    LANDING_WORDS,
+    MX,
+    WORDS,
+)
 from triton_ep.mx.formats import BLOCK
 from triton_ep.ops.routing import Routing
 from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, mx_blocks, overlaps
 from triton_ep.plans import exchange
+from triton_ep.plans.layers import LANDINGS, landed_words
+
+_LANDED_WORDS = {"i32": torch.int32, "i64": torch.int64}
 
 
 class Rows(NamedTuple):
-    """Rows to send, [T, H]: as they are, or quantised.
+    """Rows to send, [T, H]: as they are, or quantised; or rows that were received.
 
     Attributes:
-        data: of the token dtype, or e4m3, whatever the bytes are.
-        scale: [T, H / 32] uint8, with e4m3 data only.
+        data: of the token dtype, or e4m3, whatever the bytes are; received ones also bfloat16.
+        scale: [T, H / 32] uint8, with e4m3 data only; of received ones also [R] float32.
     """
 
     data: torch.Tensor
@@ -168,27 +179,50 @@ class Received(NamedTuple):
 
 
 def make_received(
-    ctx: DispatchCombineContext, num_rows: int, num_arrivals: int, has_weights: bool, exact: bool, keep_copies: bool
+    ctx: DispatchCombineContext,
+    num_rows: int,
+    num_arrivals: int,
+    has_weights: bool,
+    exact: bool,
+    keep_copies: bool,
+    landing: str | None,
 ) -> Received:
     """Memory for `num_rows` output rows from `num_arrivals` arrival rows.
 
     exact: as many come. Otherwise weights are filled, behind what the current stream has been given.
     keep_copies: the output rows of arrival rows are wanted, whatever combine needs.
+    landing: as in `EPAll2AllLayer.dispatch`.
     """
     cfg = ctx.config
-    has_scales = cfg.payload is not None
-    dtype = torch.float8_e4m3fn if has_scales else cfg.token_dtype
-    recv_x = torch.empty(num_rows, cfg.hidden, dtype=dtype, device=ctx.device)
-    recv_scale = None
-    if has_scales:
-        recv_scale = torch.empty(num_rows, cfg.hidden // 32, dtype=torch.uint8, device=ctx.device)
     weights = None
     if has_weights:
         weights = (torch.empty if exact else torch.zeros)(num_rows, dtype=torch.float32, device=ctx.device)
     copy_rows = None
     if cfg.enable_local_combine or keep_copies:
         copy_rows = torch.empty(num_arrivals, cfg.topk, dtype=torch.int32, device=ctx.device)
-    return Received(Rows(recv_x, recv_scale), weights, copy_rows)
+    return Received(_make_rows(ctx, num_rows, landing), weights, copy_rows)
+
+
+def _make_rows(ctx: DispatchCombineContext, num_rows: int, landing: str | None) -> Rows:
+    cfg, device = ctx.config, ctx.device
+    if cfg.payload is None:
+        return Rows(torch.empty(num_rows, cfg.hidden, dtype=cfg.token_dtype, device=device))
+    code = LANDINGS[landing or "mx"]
+    if code == LANDING_BF16:
+        return Rows(torch.empty(num_rows, cfg.hidden, dtype=torch.bfloat16, device=device))
+    data = torch.empty(num_rows, cfg.hidden, dtype=torch.float8_e4m3fn, device=device)
+    if code == LANDING_ROW:
+        return Rows(data, torch.empty(num_rows, dtype=torch.float32, device=device))
+    return Rows(data, torch.empty(num_rows, cfg.hidden // BLOCK, dtype=torch.uint8, device=device))
+
+
+def _landing_of(cfg: EPConfig, rows: Rows) -> int:
+    """How these rows were asked for (kernels/device/codes.py)."""
+    if cfg.payload is None:
+        return LANDING_WORDS
+    if rows.scale is None:
+        return LANDING_BF16
+    return LANDING_ROW if rows.scale.dtype == torch.float32 else LANDING_MX
 
 
 def fork(ctx: DispatchCombineContext, quantized: bool, split: bool) -> torch.cuda.Stream | None:
@@ -229,10 +263,15 @@ def _expand(
     cfg = ctx.config
     recv_x, recv_scale = received.x.data, received.x.scale
     weights, copy_rows = received.weights, received.copy_rows
-    row_bytes = cfg.hidden * recv_x.element_size()
-    words = as_words(recv_x, row_bytes)
-    row_words = row_bytes // words.element_size()
-    kind = (recv_scale is not None, weights is not None, copy_rows is not None, row_words)
+    landing = _landing_of(cfg, received.x)
+    if landing in (LANDING_ROW, LANDING_BF16):
+        word, row_words = landed_words(landing, cfg.hidden)
+        words = view_as(recv_x, _LANDED_WORDS[word])
+    else:
+        row_bytes = cfg.hidden * recv_x.element_size()
+        words = as_words(recv_x, row_bytes)
+        row_words = row_bytes // words.element_size()
+    kind = (landing, weights is not None, copy_rows is not None, row_words)
     ctx.launcher(("expand", *kind), exchange.expand, *kind)(
         expanding_programs(cfg, ctx.device, overlapped=side is not None),
         words,

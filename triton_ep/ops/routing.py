@@ -128,12 +128,12 @@ def legal_scatter(topk_idx: torch.Tensor, scatter: torch.Tensor, num_experts: in
 
 
 def place(ctx: DispatchCombineContext, routing: Routing, placement: torch.Tensor, scatter: torch.Tensor | None) -> None:
-    """Turn slots into rows, in place, and tell the ranks of this node what will arrive."""
+    """Turn slots into rows, in place, and tell the ranks of this node what will arrive; write the tile table."""
     cfg, weights = ctx.config, routing.weights
     static = cfg.recv_capacity is not None
     make = (exchange.place, weights is not None, scatter is not None)
     ctx.launcher(("place", *make[1:]), *make)(
-        num_chunks(routing.num_tokens),
+        num_chunks(routing.num_tokens) + 1,
         routing.entries,
         routing.entries if scatter is None else scatter,
         # A pointer of the right type; not read without weights.

@@ -62,7 +62,7 @@ class RowScaled:
         return _values(flat, None, dtype).view(self.shape)
 
 
-def _launch(
+def launch_rows(
     name: str,
     inputs: tuple[torch.Tensor, ...],
     outputs: tuple[torch.Tensor, ...],
@@ -95,7 +95,7 @@ def _rebase_rows(
     )
     if qdata.numel():
         outputs = (out.view(-1, k), row_scale.view(-1))
-        _launch("rebase_rows_kernel", flat, outputs, offs, row_scale_tile(k, INTERPRETING))
+        launch_rows("rebase_rows_kernel", flat, outputs, offs, row_scale_tile(k, INTERPRETING))
     return out, row_scale
 
 
@@ -103,7 +103,7 @@ def _rebase_rows(
 def _quantize_to_rows(x: torch.Tensor, offs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     out, row_scale = _like(x)
     tile = row_scale_tile(x.shape[1], INTERPRETING)
-    _launch("quantize_to_rows_kernel", (x.contiguous(),), (out, row_scale), offs, tile)
+    launch_rows("quantize_to_rows_kernel", (x.contiguous(),), (out, row_scale), offs, tile)
     return out, row_scale
 
 
@@ -116,7 +116,7 @@ def _dequantize_rows_in_use(
 ) -> torch.Tensor:
     out = qdata.new_empty(qdata.shape, dtype=dtype)
     tile = row_tile(qdata.shape[1], INTERPRETING)
-    _launch("dequantize_rows_in_use_kernel", (qdata, scale), (out,), offs, tile)
+    launch_rows("dequantize_rows_in_use_kernel", (qdata, scale), (out,), offs, tile)
     return out
 
 

@@ -8,6 +8,8 @@ from triton_ep.kernels.device.codes import (
     BARRIER_FLAG,
     EPOCH_BARRIER_ALL,
     EPOCH_BARRIER_NODE,
+    LANDING_BF16,
+    LANDING_ROW,
     MODE_RCEIL,
     NODE_BARRIER_FLAG,
     WORDS,
@@ -54,6 +56,7 @@ def place(s: Shape, has_weights: bool, has_scatter: bool) -> Plan:
     constexprs = {
         "HAS_SCATTER": has_scatter,
         "HAS_WEIGHTS": has_weights,
+        "EP": next_power_of_2(s.experts_per_rank),
         "BLOCK_T": ROUTING_TOKENS,
         **s.common("TOPK", "KP", "LWP"),
     }
@@ -118,20 +121,29 @@ def forward(s: Shape, has_weights: bool, reduced: bool, row_words: int) -> Plan:
     return Plan("internode_forward_kernel", constexprs)
 
 
-def expand(s: Shape, has_scales: bool, has_weights: bool, keep_copies: bool, row_words: int) -> Plan:
-    """Arrived rows, expert by expert; `keep_copies`: noting where each went, as combine needs it in some layers."""
+def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_words: int) -> Plan:
+    """Arrived rows, expert by expert, as `landing` says (kernels/device/codes.py).
+
+    keep_copies: noting where each went, as combine needs it in some layers. row_words: of the output.
+    """
     constexprs = {
-        "HAS_SCALES": has_scales,
+        "LANDING": landing,
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": s.alignment > 1,
         "KEEP_COPY_ROWS": keep_copies,
         **s.common("TOPK", "KP", "SENDERS"),
-        **s.tile(row_words, 1024),
     }
-    rows, options = s.chosen("expand")
-    options = {"num_warps": 4} | options
+    if landing in (LANDING_ROW, LANDING_BF16):
+        # More rows of short ones would spill registers; what was tuned are rows as they travel.
+        tile, options = s.tile(row_words, 2048), {"num_warps": 4}
+        most = 4 if landing == LANDING_ROW else 2
+        tile["ROWS"] = tile["ROWS"] if s.interpreted else min(tile["ROWS"], most)
+    else:
+        rows, options = s.chosen("expand")
+        tile, options = s.tile(row_words, 1024) | rows, {"num_warps": 4} | options
+    constexprs |= {**tile, "TILES": -(-row_words // tile["BLOCK_H"])}
     constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
-    return Plan("dispatch_expand_kernel", constexprs | rows, **options)
+    return Plan("dispatch_expand_kernel", constexprs, **options)
 
 
 def watched_sources(s: Shape, num_warps: int) -> int:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from triton_ep.kernels.device.codes import MX, QUANTISE, WORDS
+from triton_ep.kernels.device.codes import (
+    LANDING_BF16,
+    LANDING_MX,
+    LANDING_ROW,
+    LANDING_WORDS,
+    MX,
+    QUANTISE,
+    WORDS,
+)
 from triton_ep.plans import compact, exchange, low_latency
 from triton_ep.plans.asked import Asked, ask
 from triton_ep.plans.shape import TOKEN_BYTES, WORD_BYTES, Shape, word_type
@@ -26,6 +34,7 @@ class Uses:
         maps: calls are those of `HybridEPBuffer`: by routing maps of up to `topk` experts per token, or by ids, with
             handles that know where the copies of a token went.
         slabs: rows go to slabs of their experts, and back.
+        landing: "row", "bf16": what rows of payload "mxfp8" become where they arrive, in some calls.
     """
 
     ids: tuple[str, ...] = ("i32", "i64")
@@ -37,6 +46,16 @@ class Uses:
     fp8_rows: bool = False
     maps: bool = False
     slabs: bool = False
+    landing: tuple[str, ...] = ()
+
+
+LANDINGS = {"mx": LANDING_MX, "row": LANDING_ROW, "bf16": LANDING_BF16}
+"""What rows of payload "mxfp8" may become where they arrive."""
+
+
+def landed_words(landing: int, hidden: int) -> tuple[str, int]:
+    """Type and number of the words of an output row into which MXFP8 rows are converted: of four elements each."""
+    return "i32" if landing == LANDING_ROW else "i64", hidden // 4
 
 
 def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
@@ -127,9 +146,21 @@ def _dispatch(s: Shape, uses: Uses, quantize: bool = True) -> Iterator[Asked]:
             wire_types, wire_numbers, wire_words = _words(s.wire_bytes, "word_ptr")
             for reduced in sorted({s.enable_local_combine, uses.compact or s.enable_local_combine}):
                 yield ask(exchange.forward(s, weights, reduced, wire_words), wire_types, wire_numbers)
-        row_types, row_numbers, _ = _words(row_bytes, "recv_x_ptr")
-        for keep in sorted({s.enable_local_combine, s.enable_local_combine or uses.maps}):
-            yield ask(exchange.expand(s, payload == MX, weights, keep, row_words), row_types, row_numbers)
+        yield from _expansions(s, uses, weights, row_bytes)
+
+
+def _expansions(s: Shape, uses: Uses, weights: bool, row_bytes: int) -> Iterator[Asked]:
+    types, numbers, row_words = _words(row_bytes, "recv_x_ptr")
+    scales = {"recv_scale_ptr": "*u8"}
+    landing = LANDING_WORDS if s.payload is None else LANDING_MX
+    for keep in sorted({s.enable_local_combine, s.enable_local_combine or uses.maps}):
+        yield ask(exchange.expand(s, landing, weights, keep, row_words), types | scales, numbers)
+    for name in uses.landing if s.payload is not None else ():
+        landing = LANDINGS[name]
+        word, row_words = landed_words(landing, s.hidden)
+        types = {"recv_x_ptr": f"*{word}", "recv_scale_ptr": "*fp32" if landing == LANDING_ROW else "*u8"}
+        plan = exchange.expand(s, landing, weights, s.enable_local_combine, row_words)
+        yield ask(plan, types, {"row_words": row_words})
 
 
 def _compact_rows(s: Shape, uses: Uses, given: Uses) -> Iterator[Asked]:

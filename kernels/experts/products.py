@@ -1,0 +1,65 @@
+"""What products over segments of rows share: which tile is whose, and one step along the sum.
+
+Tiles come from the tile table (TABLE: BLOCK_M divides its 128 rows), or, for tiles of few rows, from the segments'
+offsets, so that no program meets a part of a record that has no rows.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.groups import in_bands, pick
+from ..device.tiles import TILE_ROWS, TILE_WORDS, segment_rows
+
+
+@triton.jit
+def table_tiles(tiles_ptr, BLOCK_M: tl.constexpr):
+    """Rows of tiles of BLOCK_M that the records of a table have room for."""
+    return tl.load(tiles_ptr) * (TILE_ROWS // BLOCK_M)
+
+
+@triton.jit
+def table_tile(tiles_ptr, tile, tiles_m, tiles_n, BLOCK_M: tl.constexpr, BAND: tl.constexpr):
+    """(expert, first row, row after the last, column of tiles); without rows if the record has none for this part."""
+    PARTS: tl.constexpr = TILE_ROWS // BLOCK_M
+    tile_m, tile_n = in_bands(tile, tiles_m, tiles_n, BAND)
+    record = tiles_ptr + (1 + tile_m // PARTS) * TILE_WORDS
+    first = tl.load(record + 1)
+    return tl.load(record), first + tile_m % PARTS * BLOCK_M, first + tl.load(record + 2), tile_n
+
+
+@triton.jit
+def segment_tiles(offs_ptr, num_rows, num_experts, tiles_n, SP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(first rows, rows, tiles, tiles up to the segment's last) of all segments, [SP] each."""
+    starts, rows = segment_rows(offs_ptr, num_rows, num_experts, SP)
+    tiles = tl.cdiv(rows, BLOCK_M) * tiles_n
+    return starts, rows, tiles, tl.cumsum(tiles, 0)
+
+
+@triton.jit
+def segment_tile(starts, rows, tiles, after, tile, tiles_n, BLOCK_M: tl.constexpr, BAND: tl.constexpr):
+    """What `table_tile` returns, of segments that stand in registers."""
+    expert = tl.sum((after <= tile).to(tl.int32))
+    num_rows = pick(rows, expert)
+    tile_m, tile_n = in_bands(tile - pick(after - tiles, expert), tl.cdiv(num_rows, BLOCK_M), tiles_n, BAND)
+    first = pick(starts, expert)
+    return expert, first + tile_m * BLOCK_M, first + num_rows, tile_n
+
+
+@triton.jit
+def add_step(acc, x_tile, w_tile, SWAP: tl.constexpr, PROMOTE: tl.constexpr):
+    """acc + x_tile [M, K] times w_tile [K, N]; transposed with SWAP, where rows are few and the weights' fill a tile.
+
+    PROMOTE: the step is added in float32. Without it tensor cores add to `acc` themselves, on Hopper with fewer bits
+    where operands are e4m3.
+    """
+    if SWAP:
+        left = w_tile.T
+        right = x_tile.T
+    else:
+        left = x_tile
+        right = w_tile
+    if PROMOTE:
+        acc += tl.dot(left, right)
+    else:
+        acc = tl.dot(left, right, acc)
+    return acc

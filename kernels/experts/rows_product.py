@@ -1,0 +1,122 @@
+"""Second product of the experts, and the gradients of rows: rows in segments, one matrix per segment.
+
+Protocol      out[r] = a[r] @ w[expert of r]^T (+ bias, times row_weights[r]). Programs are persistent; each takes
+              every num_programs-th tile of the tile table, or of the segments. Sums are float32, results bf16. Rows
+              behind the last segment have no tiles, and are not written.
+Layout        a [R, K], contiguous; w [E, N, K] (K_MAJOR) or [E, K, N], contiguous; bf16, or (SCALED) e4m3 with scales
+              [R] and [E, N] float32, then K_MAJOR. out [R, N], rows stride_om apart. TMA: boxes of a and w may reach
+              into the next segment or expert: what is computed there is not stored. Without K_MAJOR, K must be a
+              multiple of BLOCK_K: a box that crosses K would bring the next expert's rows. BOX_STORES: results leave
+              through a descriptor, in two halves of a tile: for segments of multiples of 128 rows, because a box
+              would overwrite the first rows of the next segment. FLATTEN: one loop over tiles and steps, whose loads
+              go on under the epilogue; BLOCK_M is then 128, and nothing after the steps is conditional.
+Memory order  Plain loads and stores; the kernels follow each other on one stream.
+Progress      No program waits.
+Replay        Nothing is kept between calls.
+"""
+
+import triton
+import triton.language as tl
+
+from .products import add_step, segment_tile, segment_tiles, table_tile, table_tiles
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+def rows_product_kernel(
+    a,  # [R, K]: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K]
+    w,  # pointer, or a descriptor: [E*N, K], boxes [BLOCK_N, BLOCK_K], or [E*K, N], boxes [BLOCK_K, BLOCK_N]
+    out,  # with BOX_STORES a descriptor of [R, N], boxes [BLOCK_M, BLOCK_N / 2], else anything
+    a_scale_ptr,  # [R] float32
+    w_scale_ptr,  # [E, N] float32
+    bias_ptr,  # [E, N] float32 or bf16
+    row_weights_ptr,  # [R] float32
+    out_ptr,  # out [R, N] bf16
+    tiles_ptr,  # the tile table; without TABLE [E + 1] int32 offsets
+    num_rows,
+    n,
+    k,
+    num_experts,
+    stride_om,
+    TMA: tl.constexpr,
+    BOX_STORES: tl.constexpr,
+    K_MAJOR: tl.constexpr,
+    TABLE: tl.constexpr,
+    SP: tl.constexpr,
+    SCALED: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    SWAP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    if TABLE:
+        tiles_m = table_tiles(tiles_ptr, BLOCK_M)
+        num_tiles = tiles_m * tiles_n
+    else:
+        starts, sizes, tiles, after = segment_tiles(tiles_ptr, num_rows, num_experts, tiles_n, SP, BLOCK_M)
+        num_tiles = tl.sum(tiles)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN, num_stages=STAGES):
+        if TABLE:
+            expert, row, end, tile_n = table_tile(tiles_ptr, tile, tiles_m, tiles_n, BLOCK_M, BAND)
+        else:
+            expert, row, end, tile_n = segment_tile(starts, sizes, tiles, after, tile, tiles_n, BLOCK_M, BAND)
+        col = tile_n * BLOCK_N
+        rows = row + offs_m
+        cols = col + offs_n
+        in_m = rows < end
+        in_n = cols < n
+        terms = k
+        if TABLE and BLOCK_M < 128:
+            terms = tl.where(row < end, k, 0)
+        if SWAP:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if TMA:
+            for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
+                a_tile = a.load([row, k0])
+                if K_MAJOR:
+                    acc = add_step(acc, a_tile, w.load([expert * n + col, k0]).T, SWAP, PROMOTE)
+                else:
+                    acc = add_step(acc, a_tile, w.load([expert * k + k0, col]), SWAP, PROMOTE)
+        else:
+            a_ptrs = a + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
+            w_ptr = w + expert.to(tl.int64) * n * k
+            for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
+                in_k = k0 + offs_k < k
+                a_tile = tl.load(a_ptrs + k0, mask=in_m[:, None] & in_k[None, :], other=0.0)
+                if K_MAJOR:
+                    w_ptrs = w_ptr + cols.to(tl.int64)[:, None] * k + (k0 + offs_k)[None, :]
+                    w_tile = tl.load(w_ptrs, mask=in_n[:, None] & in_k[None, :], other=0.0).T
+                else:
+                    w_ptrs = w_ptr + (k0 + offs_k).to(tl.int64)[:, None] * n + cols[None, :]
+                    w_tile = tl.load(w_ptrs, mask=in_k[:, None] & in_n[None, :], other=0.0)
+                acc = add_step(acc, a_tile, w_tile, SWAP, PROMOTE)
+        if SWAP:
+            acc = acc.T
+        if SCALED:
+            # One factor after the other: the product of two scales may leave float32 where the result does not.
+            acc = acc * tl.load(a_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
+            acc = acc * tl.load(w_scale_ptr + expert.to(tl.int64) * n + cols, mask=in_n, other=0.0)[None, :]
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * n + cols, mask=in_n, other=0.0).to(tl.float32)[None, :]
+            if HAS_WEIGHTS:
+                bias = bias * tl.load(row_weights_ptr + rows, mask=in_m, other=0.0)[:, None]
+            acc += bias
+        result = acc.to(tl.bfloat16)
+        if BOX_STORES:
+            left, right = result.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+            out.store([row, col], left)
+            out.store([row, col + BLOCK_N // 2], right)
+        else:
+            out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_om + cols[None, :]
+            tl.store(out_ptrs, result, mask=in_m[:, None] & in_n[None, :])

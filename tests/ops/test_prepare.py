@@ -1,0 +1,79 @@
+"""Weights prepared for FP8 products, bit for bit against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.grouped import DEVICE
+from triton_ep.errors import InputError
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops.prepare import prepare_weights
+from triton_ep.ops.row_scales import RowScaled
+from triton_ep.reference import experts as oracle
+from triton_ep.reference import mxfp8
+
+
+def _weights(dtype: torch.dtype = torch.bfloat16, n: int = 160, k: int = 96) -> torch.Tensor:
+    """[2, n, k] whose blocks of 32 differ along both dimensions; with zeros, a NaN and an infinity."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(2, n, k, generator=generator)
+    w = w * 2.0 ** torch.randint(-9, 9, (2, n // 32, k // 32), generator=generator).repeat_interleave(
+        32, 1
+    ).repeat_interleave(32, 2)
+    w[0, 3], w[0, :, 5] = 0.0, 0.0
+    w[1, 40, 50], w[1, 70, 80] = torch.nan, -torch.inf
+    return w.to(dtype)
+
+
+def _assert_same(got: RowScaled | None, values: torch.Tensor) -> None:
+    """`got` is MXFP8 of `values` along the last dimension, moved to rows."""
+    assert got is not None
+    elements, scale = oracle.rebase_rows(*mxfp8.quantize(values))
+    assert torch.equal(got.qdata.cpu().view(torch.uint8), elements.view(torch.uint8))
+    torch.testing.assert_close(got.scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("uses", ["fprop", "dgrad", "both"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_both_forms_are_the_oracles(dtype: torch.dtype, uses: str) -> None:
+    """Along K as they are, along N transposed; what nobody asked for is not made; twice into the same memory."""
+    w = _weights(dtype)
+    made = prepare_weights(w.to(DEVICE), uses)
+    assert [each is not None for each in made] == [uses != "dgrad", uses != "fprop"]
+    for values in (w, w.flip(0) * 4):
+        again = prepare_weights(values.to(DEVICE).contiguous(), uses, out=made)
+        for one, two, along in zip(made, again, (values, values.transpose(1, 2)), strict=True):
+            if one is not None and two is not None:
+                assert one.qdata.data_ptr() == two.qdata.data_ptr() and one.scale.data_ptr() == two.scale.data_ptr()
+                _assert_same(two, along.contiguous())
+
+
+def test_weights_that_are_mxfp8() -> None:
+    """Their own elements for the product along K; for the other one their values are quantised anew."""
+    w = _weights()
+    given = MXTensor.to_mx(w.to(DEVICE))
+    fprop, dgrad = prepare_weights(given, "both")
+    _assert_same(fprop, w)
+    _assert_same(dgrad, given.dequantize(torch.bfloat16).cpu().transpose(1, 2).contiguous())
+    same, none = prepare_weights(given, "fprop", out=(fprop, None))
+    assert none is None and same is fprop
+
+
+def test_errors() -> None:
+    """Shapes that are no whole blocks are refused with the nearest that are."""
+    w = _weights().to(DEVICE)
+    made = prepare_weights(w, "fprop")
+    for call, match in (
+        (lambda: prepare_weights(w, "wgrad"), "choose from fprop"),
+        (lambda: prepare_weights(w[:, :, :40].contiguous(), "fprop"), "nearest above is 64"),
+        (lambda: prepare_weights(w[:, :70].contiguous(), "dgrad"), "nearest above is 96"),
+        (lambda: prepare_weights(w.transpose(1, 2), "fprop"), "contiguous"),
+        (lambda: prepare_weights(w.half(), "fprop"), "float16"),
+        (lambda: prepare_weights(w[:, :64].contiguous(), "fprop", out=made), r"out must be \[2, 64, 96\]"),
+        (lambda: prepare_weights(MXTensor.to_mx(w, block_dim=1), "fprop"), "along K"),
+    ):
+        with pytest.raises(InputError, match=match):
+            call()
+    # A dimension that is not summed over needs no blocks.
+    assert prepare_weights(w[:, :70].contiguous(), "fprop")[0] is not None

@@ -1,0 +1,1 @@
+"""MoE layers as torch modules."""

@@ -1,0 +1,172 @@
+"""Weights of experts as the products of an MXFP8 layer take them: made once per change of the weights, and kept."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from triton_ep.errors import ConfigError, InputError
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops.prepare import prepare_weights
+from triton_ep.ops.row_scales import RowScaled
+
+PREPARED = ("both", "fprop", "none")
+PRECISIONS = ("default", "fast", "exact")
+USES = ("fprop", "dgrad")
+
+Copy = RowScaled | torch.Tensor
+
+
+@dataclass
+class _Kept:
+    """One copy, and what it was made of."""
+
+    copy: Copy
+    made_of: tuple[int, int, int]
+
+
+class PreparedWeights:
+    """Copies of weights [E, N, K] for the products x w^T ("fprop", sums over K) and dy w ("dgrad", sums over N).
+
+    A copy is made at the first use after its weight has changed, and keeps its memory from then on: a captured CUDA
+    graph that reads it sees what later refreshes write there. It counts as changed when the weight's version counter or
+    address has moved, and after a step of any torch optimizer: some change weights behind the counter's back (FSDP's
+    all-gather, what writes to `.data`). Whatever else does so calls `invalidate`.
+
+    In the capture of a graph nothing can be brought up to date that replays would not do again, so a copy that is not
+    there, or not of the present weights, is refused: run one step before. When weights change between replays, call
+    `refresh` before the next one; a graph that contains the optimizer's step itself needs prepared="none".
+
+    Arguments:
+        prepared: "both": copies for both products are kept, 2 bytes per weight; "fprop": those for the other one are
+            made in every backward pass, and dropped; "none": both are made at every use.
+        precision: "default" or "fast": copies are `RowScaled`, [E, N, K] for "fprop", [E, K, N] for "dgrad". "exact":
+            bf16 values [E, N, K] of the weights in MXFP8, quantised along the sum of the product, 2 bytes each.
+
+    Raises:
+        ConfigError: another word.
+    """
+
+    def __init__(self, prepared: str = "both", precision: str = "default") -> None:
+        if prepared not in PREPARED:
+            raise ConfigError(f"prepared is {prepared!r}, choose from {', '.join(PREPARED)}.")
+        if precision not in PRECISIONS:
+            raise ConfigError(f"precision is {precision!r}, choose from {', '.join(PRECISIONS)}.")
+        self.prepared, self.precision = prepared, precision
+        self._kept: dict[tuple[Any, str], _Kept] = {}
+        self._changes = 0
+        handle = register_optimizer_step_post_hook(_invalidate(weakref.ref(self)))
+        weakref.finalize(self, handle.remove)
+
+    def __deepcopy__(self, memo: Any) -> PreparedWeights:
+        """Of a copied module: the same choices, nothing kept."""
+        return PreparedWeights(self.prepared, self.precision)
+
+    def __reduce__(self) -> Any:
+        """As `__deepcopy__`: what is kept can be made again."""
+        return PreparedWeights, (self.prepared, self.precision)
+
+    def get(self, weight: torch.Tensor, use: str, *, name: str = "") -> Copy:
+        """The copy of a weight for a product; not to be written to.
+
+        Arguments:
+            weight: [E, N, K] bf16 or fp32, contiguous, or MXTensor of e4m3 quantised along K.
+            use: "fprop" or "dgrad".
+            name: of the weight, where others have its shape.
+
+        Raises:
+            InputError: another use; a weight that cannot be prepared; or one whose copy would have to be made in the
+                capture of a CUDA graph.
+        """
+        if use not in USES:
+            raise InputError(f"use is {use!r}, choose from {', '.join(USES)}.")
+        if self.prepared == "none" or (self.prepared == "fprop" and use == "dgrad"):
+            return self._make(weight, (use,), {})[use]
+        key = (name or tuple(weight.shape), use)
+        made_of = (*_identity(weight), self._changes)
+        kept = self._kept.get(key)
+        if kept is not None and kept.made_of == made_of and _fits(kept.copy, weight, use):
+            return kept.copy
+        if _is_capturing(weight.device):
+            state = "missing" if kept is None else "out of date"
+            raise InputError(
+                f"the copy of a weight {list(weight.shape)} for {use} is {state}, and a CUDA graph is being captured, "
+                'whose replays would not make it. Run a step before the capture, or refresh, or choose prepared="none".'
+            )
+        uses = [each for each in USES if each == use or self._is_stale((key[0], each), made_of)]
+        old = {each: self._kept[key[0], each].copy for each in uses if (key[0], each) in self._kept}
+        for each, copy in self._make(weight, uses, old).items():
+            self._kept[key[0], each] = _Kept(copy, made_of)
+        return self._kept[key].copy
+
+    def refresh(self, weight: torch.Tensor, *, name: str = "") -> None:
+        """Bring the kept copies of a weight up to date, if it has changed: before a captured graph is replayed."""
+        for use in USES:
+            if (name or tuple(weight.shape), use) in self._kept:
+                self.get(weight, use, name=name)
+
+    def invalidate(self) -> None:
+        """Make copies anew at their next use: weights changed in a way that their version counters do not show."""
+        self._changes += 1
+
+    def _is_stale(self, key: tuple[Any, str], made_of: tuple[int, int, int]) -> bool:
+        """True for a copy that is kept, but of other values."""
+        kept = self._kept.get(key)
+        return kept is not None and kept.made_of != made_of
+
+    @torch.no_grad()
+    def _make(self, weight: torch.Tensor, uses: Any, old: dict[str, Copy]) -> dict[str, Copy]:
+        """Copies for these uses, in the memory of old ones where they fit."""
+        weight = weight.detach()
+        old = {use: copy for use, copy in old.items() if _fits(copy, weight, use)}
+        if self.precision == "exact":
+            return {use: _values(weight, use, old.get(use)) for use in uses}
+        out = tuple(copy if isinstance(copy := old.get(use), RowScaled) else None for use in USES)
+        made = prepare_weights(weight, "both" if len(uses) == 2 else uses[0], out=(out[0], out[1]))
+        return {use: copy for use, copy in zip(USES, made, strict=True) if copy is not None}
+
+
+def _fits(copy: Copy, weight: torch.Tensor, use: str) -> bool:
+    """True if the copy has the place and the shape of one of this weight."""
+    transposed = isinstance(copy, RowScaled) and use == "dgrad"
+    return copy.device == weight.device and copy.shape == (weight.transpose(1, 2) if transposed else weight).shape
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _identity(weight: torch.Tensor) -> tuple[int, int]:
+    """Address and version counter."""
+    memory = weight.qdata if isinstance(weight, MXTensor) else weight
+    return memory.data_ptr(), 0 if memory.is_inference() else memory._version
+
+
+def _values(weight: torch.Tensor, use: str, old: Copy | None) -> torch.Tensor:
+    """[E, N, K] bf16 values of a weight in MXFP8 along the sum of the product."""
+    if isinstance(weight, MXTensor):
+        values = weight.dequantize(torch.bfloat16)
+        if use == "dgrad":
+            values = MXTensor.to_mx(values, block_dim=1).dequantize(torch.bfloat16)
+    else:
+        values = MXTensor.to_mx(weight, block_dim=-1 if use == "fprop" else 1).dequantize(torch.bfloat16)
+    values = values.contiguous()
+    if isinstance(old, torch.Tensor) and old.shape == values.shape:
+        return old.copy_(values)
+    return values
+
+
+def _invalidate(prepared: weakref.ref[PreparedWeights]) -> Callable[..., None]:
+    """What is called after each step of an optimizer, as long as the copies are there."""
+
+    def after_step(*_: Any) -> None:
+        alive = prepared()
+        if alive is not None:
+            alive.invalidate()
+
+    return after_step

@@ -1,0 +1,428 @@
+"""The two products of the experts, forward (kernels/experts/gate_up.py and rows_product.py).
+
+Rows stand in segments, one per expert: `offs` [E + 1] int32 on the device, first row of each segment, then the end of
+the last. Nothing behind that end is computed or written. E experts, R rows, H hidden, F columns of the activation.
+
+Operands are bf16, or `RowScaled` (rows and weights both) for FP8 tensor cores. TMA reads what starts at multiples of
+16 bytes with rows of multiples of 16 bytes: H and F multiples of 8 in bf16, of 32 in FP8. Other bf16 shapes take a
+slower path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from triton_ep import runtime
+from triton_ep._strides import dense
+from triton_ep.errors import InputError
+from triton_ep.kernels.device.codes import ACT_OUT_BF16, ACT_OUT_MX, ACT_OUT_MX_BF16, TILE_ROWS, TILE_WORDS
+from triton_ep.ops import library
+from triton_ep.ops.activation import Activation, activation_constexprs, check_activation
+from triton_ep.ops.grouped_bf16 import boxes, fits_tma, programs
+from triton_ep.ops.row_scales import RowScaled, rebase_rows
+from triton_ep.ops.tiles import check_offsets, tile_table
+from triton_ep.plans.experts import ProductTile, most_programs, product_tile, tile_constexprs
+from triton_ep.runtime import INTERPRETING, Boxes
+
+ACT_OUT = {"bf16": ACT_OUT_BF16, "mx": ACT_OUT_MX, "mx_bf16": ACT_OUT_MX_BF16}
+"""How `gate_up` returns the activation, and what the kernel calls it."""
+
+_Operand = torch.Tensor | RowScaled
+
+
+# --- what both products share -----------------------------------------------------------------------------
+
+
+def _parts(x: _Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (x.qdata, x.scale) if isinstance(x, RowScaled) else (x, None)
+
+
+def _check_operands(rows: _Operand, weights: _Operand, names: tuple[str, str]) -> None:
+    """Both bf16 or both with row scales, [R, K] and [E, N, K] on one device."""
+    scaled = [isinstance(each, RowScaled) for each in (rows, weights)]
+    if scaled[0] != scaled[1]:
+        raise InputError(
+            f"{names[0]} and {names[1]} must both be bf16 or both RowScaled; {names[scaled.index(True)]} alone has "
+            "row scales."
+        )
+    for name, x, ndim in zip(names, (rows, weights), (2, 3), strict=True):
+        if not scaled[0] and (not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16):
+            raise InputError(f"{name} must be bfloat16 or RowScaled, it is {getattr(x, 'dtype', type(x).__name__)}.")
+        if len(x.shape) != ndim:
+            raise InputError(f"{name} must be {ndim}-D, it is {list(x.shape)}.")
+    if rows.shape[1] != weights.shape[2]:
+        raise InputError(f"{names[0]} has rows of {rows.shape[1]}, {names[1]} of {weights.shape[2]}.")
+    if rows.device != weights.device:
+        raise InputError(f"{names[0]} is on {rows.device}, {names[1]} on {weights.device}: move one of them.")
+    if scaled[0] and rows.shape[1] % 32:
+        k = rows.shape[1]
+        raise InputError(f"sums of {k} terms are no whole blocks of MXFP8; the nearest above is {-(-k // 32) * 32}.")
+
+
+def _check_vector(
+    name: str, x: torch.Tensor | None, shape: list[int], dtypes: tuple[torch.dtype, ...], like: Any
+) -> None:
+    if x is None:
+        return
+    if list(x.shape) != shape or x.dtype not in dtypes or x.device != like.device:
+        raise InputError(
+            f"{name} must be {shape} {dtypes} on {like.device}; it is {list(x.shape)} {x.dtype} on {x.device}."
+        )
+
+
+def _check_segments(offs: torch.Tensor, tiles: torch.Tensor | None, num_experts: int, rows: Any) -> None:
+    check_offsets(offs, num_experts, rows.device)
+    if tiles is None:
+        return
+    if tiles.dtype != torch.int32 or tiles.dim() != 2 or tiles.shape[1] != TILE_WORDS or not tiles.is_contiguous():
+        raise InputError(f"tiles must be what tile_table returns; it is {tiles.dtype} {list(tiles.shape)}.")
+
+
+def _choose(
+    product: str, rows: torch.Tensor, num_experts: int, scaled: bool, fast: bool, tma: bool, halves: int = 1
+) -> ProductTile:
+    arithmetic = ("fast" if fast else "fp8") if scaled else "bf16"
+    arch = None if INTERPRETING else runtime.architecture()
+    return product_tile(product, arithmetic, -(-rows.shape[0] // num_experts), arch, tma, halves)
+
+
+def _places(tile: ProductTile, offs: torch.Tensor, tiles: torch.Tensor | None, num_rows: int) -> torch.Tensor:
+    """What the kernel finds its tiles by."""
+    if not tile.table:
+        return offs.contiguous()
+    return tile_table(offs, num_rows) if tiles is None else tiles
+
+
+def _grid(tile: ProductTile, rows: torch.Tensor, num_experts: int, columns: int) -> int:
+    per_sm = 1 if INTERPRETING else tile.per_sm
+    return min(programs(rows.device) * per_sm, most_programs(tile, rows.shape[0], num_experts, columns))
+
+
+# --- gate and up --------------------------------------------------------------------------------------------
+
+
+def launch_gate_up(
+    x: _Operand,
+    w13: _Operand,
+    offs: torch.Tensor,
+    tiles: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    keep_pre: bool,
+    act: str,
+    fast: bool,
+    tile: ProductTile | None = None,
+    tma: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Activation, its scale bytes and what it was made of; the last two empty where nobody asked.
+
+    Operands are checked. tile, tma: None = by size, and wherever sizes and addresses allow.
+    """
+    (rows, x_scale), (w, w_scale) = _parts(x), _parts(w13)
+    (num_rows, k), (num_experts, width, _) = rows.shape, w.shape
+    halves = 2 if activation.gated else 1
+    f = width // halves
+    out, out_scale, pre = _gate_up_like(rows, w, activation.gated, keep_pre, act)
+    if num_rows == 0 or width == 0:
+        return out, out_scale, pre
+    rows = dense(rows.contiguous())
+    tma = fits_tma((rows, k), (w, k)) and not INTERPRETING if tma is None else tma
+    tile = tile or _choose("gate_up", rows, num_experts, x_scale is not None, fast, tma, halves)
+    places = _places(tile, offs, tiles, num_rows)
+    operands: tuple[Any, Any] = (rows, w)
+    if tma:
+        by_half = Boxes(w, [num_experts * halves, f, k], [f * k, k, 1], [halves, tile.n, tile.k])
+        operands = (boxes(rows, num_rows, k, k, [tile.m, tile.k]), by_half)
+    constexprs = {
+        **tile_constexprs(tile, num_experts, tma, x_scale is not None),
+        "HAS_BIAS": bias is not None,
+        "HAS_WEIGHTS": row_weights is not None,
+        "HAS_PRE": keep_pre,
+        "OUT": ACT_OUT[act],
+        **activation_constexprs(activation),
+    }
+    # Pointers that are not read are to the places of tiles.
+    optional = [places if each is None else each for each in (x_scale, w_scale, bias, row_weights)]
+    results = (out, out_scale if act == "mx" else places, pre if keep_pre else places)
+    arguments = (*operands, *optional, *results, places, num_rows, f, k, num_experts)
+    runtime.launch("gate_up_kernel", _grid(tile, rows, num_experts, f), arguments, constexprs, num_warps=tile.warps)
+    return out, out_scale, pre
+
+
+def _gate_up_like(
+    x: torch.Tensor, w: torch.Tensor, gated: bool, keep_pre: bool, act: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, width = x.shape[0], w.shape[1]
+    f = width // 2 if gated else width
+    dtype = torch.float8_e4m3fn if act == "mx" else torch.bfloat16
+    scale = x.new_empty((rows, f // 32) if act == "mx" else (0,), dtype=torch.uint8)
+    pre = x.new_empty((rows, width) if keep_pre else (0,), dtype=torch.bfloat16)
+    return x.new_empty((rows, f), dtype=dtype), scale, pre
+
+
+@library.op(
+    "(Tensor x, Tensor? x_scale, Tensor w, Tensor? w_scale, Tensor offs, Tensor? tiles, Tensor? row_weights, "
+    "Tensor? bias, str kind, bool gated, float? limit, float alpha, float up_offset, bool keep_pre, str act, "
+    "bool fast) -> (Tensor, Tensor, Tensor)",
+    lambda x, _, w, *rest: _gate_up_like(x, w, rest[6], rest[10], rest[11]),
+)
+def _gate_up(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor | None,
+    offs: torch.Tensor,
+    tiles: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+    gated: bool,
+    limit: float | None,
+    alpha: float,
+    up_offset: float,
+    keep_pre: bool,
+    act: str,
+    fast: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = x if x_scale is None else RowScaled(x, x_scale)
+    weights = w if w_scale is None else RowScaled(w, w_scale)
+    activation = Activation(kind, gated, limit, alpha, up_offset)
+    return launch_gate_up(rows, weights, offs, tiles, row_weights, bias, activation, keep_pre, act, fast)
+
+
+@torch.no_grad()
+def gate_up(
+    x: _Operand,
+    w13: _Operand,
+    offs: torch.Tensor,
+    *,
+    row_weights: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    bias: torch.Tensor | None = None,
+    keep_pre: bool = False,
+    act: str = "bf16",
+    fast: bool = False,
+    tiles: torch.Tensor | None = None,
+) -> tuple[_Operand, torch.Tensor | None]:
+    """First product of the experts and the activation of it, in one kernel. No gradient.
+
+    Arguments:
+        x: [R, H] bf16 or RowScaled.
+        w13: [E, 2F, H] of the same kind, contiguous, rows of gate before those of up; not gated: [E, F, H].
+        offs: [E + 1] int32, see the module.
+        row_weights: [R] float32, by which the activation is multiplied.
+        activation: None: SwiGLU.
+        bias: [E, 2F] float32 or bf16 ([E, F]), added to the product.
+        keep_pre: return the product, too.
+        act: "bf16"; "mx": MXFP8 (RCEIL, blocks of 32 along F) of the float32 values, moved to one scale per row;
+            "mx_bf16": the values of that MXFP8 in bf16. F is then a multiple of 32.
+        fast: FP8 tensor cores add up by themselves, on Hopper with about 14 bits: faster, and 12 % off where all
+            terms have one sign.
+        tiles: `tile_table(offs, R)`, where it is there already.
+
+    Returns the activation [R, F], bf16 or RowScaled ("mx"), and the product [R, 2F] ([R, F]) bf16, bias included, gate
+    columns first; or None.
+
+    Raises:
+        InputError: operands that do not fit each other. ConfigError: an activation that there is not.
+    """
+    activation = activation or Activation()
+    check_activation(activation)
+    if act not in ACT_OUT:
+        raise InputError(f"act is {act!r}, choose from {', '.join(ACT_OUT)}.")
+    _check_operands(x, w13, ("x", "w13"))
+    (rows, x_scale), (w, w_scale) = _parts(x), _parts(w13)
+    num_experts, width, _ = w.shape
+    _check_segments(offs, tiles, num_experts, rows)
+    if not w.is_contiguous():
+        raise InputError(f"w13 must be contiguous [E, 2F, H]; its strides are {list(w.stride())}.")
+    if activation.gated and width % 2:
+        raise InputError(f"w13 has {width} rows per expert; gate and up must have the same number.")
+    f = width // 2 if activation.gated else width
+    if act != "bf16" and f % 32:
+        raise InputError(f"act={act!r} quantises blocks of 32 of {f} columns; the nearest above is {-(-f // 32) * 32}.")
+    _check_vector("row_weights", row_weights, [rows.shape[0]], (torch.float32,), rows)
+    _check_vector("bias", bias, [num_experts, width], (torch.float32, torch.bfloat16), rows)
+    vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
+    value, scale, pre = _gate_up(x_scale=x_scale, w_scale=w_scale, x=rows, w=w, offs=offs, tiles=tiles,
+                                 row_weights=vectors[0], bias=vectors[1], **_spelled(activation),
+                                 keep_pre=keep_pre, act=act, fast=fast)  # fmt: skip
+    result: _Operand = rebase_rows(value, scale, offs) if act == "mx" else value
+    return result, pre if keep_pre else None
+
+
+def _spelled(activation: Activation) -> dict[str, Any]:
+    values = activation._asdict()
+    return {
+        name: float(v) if name in ("limit", "alpha", "up_offset") and v is not None else v for name, v in values.items()
+    }
+
+
+# --- rows times weights ---------------------------------------------------------------------------------------
+
+
+def launch_rows_product(
+    a: _Operand,
+    w: _Operand,
+    offs: torch.Tensor,
+    out: torch.Tensor,
+    tiles: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    fast: bool,
+    aligned: bool,
+    tile: ProductTile | None = None,
+    tma: bool | None = None,
+) -> None:
+    """Write the product to `out`. Operands are checked. tile, tma: None = by size, and wherever that is possible."""
+    (rows, a_scale), (weights, w_scale) = _parts(a), _parts(w)
+    (num_rows, k), (num_experts, n, _) = rows.shape, weights.shape
+    if num_rows == 0 or n == 0:
+        return
+    rows = dense(rows.contiguous())
+    k_major = weights.is_contiguous()
+    # All tiles step by as much, but for one of e4m3; a box that crosses K would bring the next expert's rows.
+    able = fits_tma((rows, k), (weights, k if k_major else n)) and (k_major or k % 64 == 0)
+    tma = able and not INTERPRETING if tma is None else tma
+    tile = tile or _choose("rows", rows, num_experts, a_scale is not None, fast, tma)
+    places = _places(tile, offs, tiles, num_rows)
+    operands: tuple[Any, Any, Any] = (rows, weights, out)
+    box_stores = tma and aligned and tile.table and tile.m == TILE_ROWS and fits_tma((out, out.stride(0)))
+    if tma:
+        box = [tile.n, tile.k] if k_major else [tile.k, tile.n]
+        lines, length = (n, k) if k_major else (k, n)
+        operands = (
+            boxes(rows, num_rows, k, k, [tile.m, tile.k]),
+            boxes(weights, num_experts * lines, length, length, box),
+            boxes(out, num_rows, n, out.stride(0), [tile.m, tile.n // 2]) if box_stores else out,
+        )
+    constexprs = {
+        **tile_constexprs(tile, num_experts, tma, a_scale is not None),
+        "BOX_STORES": box_stores,
+        "K_MAJOR": k_major,
+        "HAS_BIAS": bias is not None,
+        "HAS_WEIGHTS": row_weights is not None and bias is not None,
+    }
+    optional = [places if each is None else each for each in (a_scale, w_scale, bias, row_weights)]
+    arguments = (*operands, *optional, out, places, num_rows, n, k, num_experts, out.stride(0))
+    grid = _grid(tile, rows, num_experts, n)
+    runtime.launch("rows_product_kernel", grid, arguments, constexprs, num_warps=tile.warps)
+
+
+_OPERANDS = (
+    "(Tensor a, Tensor? a_scale, Tensor w, Tensor? w_scale, Tensor offs, Tensor? tiles, Tensor? row_weights, "
+    "Tensor? bias, bool fast, bool aligned"
+)
+
+
+@library.op(
+    f"{_OPERANDS}) -> Tensor", lambda a, _, w, *rest: a.new_empty((a.shape[0], w.shape[1]), dtype=torch.bfloat16)
+)
+def _rows_product(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor | None,
+    offs: torch.Tensor,
+    tiles: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    fast: bool,
+    aligned: bool,
+) -> torch.Tensor:
+    out = a.new_empty((a.shape[0], w.shape[1]), dtype=torch.bfloat16)
+    _run_rows_product(a, a_scale, w, w_scale, offs, tiles, row_weights, bias, fast, aligned, out)
+    return out
+
+
+@library.op(f"{_OPERANDS}, Tensor(a!) out) -> ()", lambda *_: None)
+def _rows_product_into(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor | None,
+    offs: torch.Tensor,
+    tiles: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    fast: bool,
+    aligned: bool,
+    out: torch.Tensor,
+) -> None:
+    _run_rows_product(a, a_scale, w, w_scale, offs, tiles, row_weights, bias, fast, aligned, out)
+
+
+def _run_rows_product(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor | None,
+    offs: torch.Tensor,
+    tiles: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    fast: bool,
+    aligned: bool,
+    out: torch.Tensor,
+) -> None:
+    rows = a if a_scale is None else RowScaled(a, a_scale)
+    weights = w if w_scale is None else RowScaled(w, w_scale)
+    launch_rows_product(rows, weights, offs, out, tiles, row_weights, bias, fast, aligned)
+
+
+@torch.no_grad()
+def rows_product(
+    a: _Operand,
+    w: _Operand,
+    offs: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    fast: bool = False,
+    aligned: bool = False,
+    tiles: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[R, N] bf16: rows of segment e times w[e]^T. Second product of the experts, or a gradient of rows. No gradient.
+
+    Arguments:
+        a: [R, K] bf16 or RowScaled.
+        w: [E, N, K] of the same kind, contiguous; or bf16 [E, N, K] that is the transpose of a contiguous [E, K, N].
+        offs: [E + 1] int32, see the module.
+        bias: [E, N] float32 or bf16, added. row_weights: [R] float32, which multiply the bias and nothing else.
+        out: [R, N] bf16 with consecutive columns, to be written; None: a new one. Rows behind the last segment are not
+            written.
+        aligned: every segment starts and ends at a multiple of 128 rows. That is a promise: rows of other segments come
+            out wrong where it is broken.
+        fast, tiles: as for `gate_up`.
+
+    Raises:
+        InputError: operands that do not fit each other.
+    """
+    _check_operands(a, w, ("a", "w"))
+    (rows, a_scale), (weights, w_scale) = _parts(a), _parts(w)
+    num_experts, n, _ = weights.shape
+    _check_segments(offs, tiles, num_experts, rows)
+    if not (weights.is_contiguous() or weights.transpose(1, 2).is_contiguous()):
+        raise InputError(f"w must be contiguous [E, N, K] or its transpose; its strides are {list(weights.stride())}.")
+    _check_vector("row_weights", row_weights, [rows.shape[0]], (torch.float32,), rows)
+    _check_vector("bias", bias, [num_experts, n], (torch.float32, torch.bfloat16), rows)
+    vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
+    operands = (rows, a_scale, weights, w_scale, offs, tiles, *vectors, fast, aligned)
+    if out is None:
+        made: torch.Tensor = _rows_product(*operands)
+        return made
+    shape = (rows.shape[0], n)
+    if out.shape != shape or out.dtype != torch.bfloat16 or out.device != rows.device or (n > 1 and out.stride(1) != 1):
+        raise InputError(
+            f"out must be bf16 {list(shape)} with consecutive columns on {rows.device}; it is {out.dtype} "
+            f"{list(out.shape)} with strides {list(out.stride())} on {out.device}."
+        )
+    _rows_product_into(*operands, out)
+    return out
+
+
+__all__ = ["ACT_OUT", "Activation", "RowScaled", "gate_up", "rows_product"]

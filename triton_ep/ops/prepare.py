@@ -1,0 +1,131 @@
+"""Weights of experts as FP8 products take them (kernels/experts/prepare.py): forward, and transposed for gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from triton_ep import runtime
+from triton_ep.errors import InputError
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops import library
+from triton_ep.ops.row_scales import RowScaled, launch_rows, rebase_rows
+from triton_ep.plans.experts import maxima_tile, prepare_tile, row_scale_tile
+from triton_ep.runtime import INTERPRETING
+
+USES = ("fprop", "dgrad", "both")
+
+Prepared = tuple[RowScaled | None, RowScaled | None]
+
+
+def _empty(w: torch.Tensor, transposed: bool) -> RowScaled:
+    experts, n, k = w.shape
+    rows, columns = (k, n) if transposed else (n, k)
+    qdata = w.new_empty((experts, rows, columns), dtype=torch.float8_e4m3fn)
+    return RowScaled(qdata, w.new_empty((experts, rows), dtype=torch.float32))
+
+
+@library.op(
+    "(Tensor w, Tensor(a!)? out, Tensor(b!)? scale, Tensor(c!) transposed, Tensor(d!) transposed_scale) -> ()",
+    lambda *_: None,
+)
+def _prepare_transposed(
+    w: torch.Tensor,
+    out: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    transposed: torch.Tensor,
+    transposed_scale: torch.Tensor,
+) -> None:
+    experts, n, k = w.shape
+    both = out is not None
+    column_max = torch.zeros(experts, k, dtype=torch.int32, device=w.device)
+    row_max = column_max.new_empty(experts, n) if both else column_max
+    tile = maxima_tile(INTERPRETING)
+    strips = -(-n // tile["BLOCK_N"])
+    arguments = (w, row_max, column_max, n, k)
+    runtime.launch("weight_maxima_kernel", experts * strips, arguments, {"ROWS": both, **tile})
+    tile = prepare_tile(INTERPRETING)
+    grid = experts * -(-n // tile["BLOCK_N"]) * -(-k // tile["BLOCK_K"])
+    first = (transposed, transposed_scale) if out is None else (out, scale)
+    results = (*first, transposed, transposed_scale)
+    runtime.launch(
+        "prepare_weights_kernel",
+        grid,
+        (w, row_max, column_max, *results, n, k),
+        {"FPROP": both, "DGRAD": True, **tile},
+    )
+
+
+@library.op("(Tensor w, Tensor(a!) out, Tensor(b!) scale) -> ()", lambda *_: None)
+def _prepare_rows(w: torch.Tensor, out: torch.Tensor, scale: torch.Tensor) -> None:
+    tile = row_scale_tile(w.shape[2], INTERPRETING)
+    launch_rows("quantize_to_rows_kernel", (w.flatten(0, 1),), (out, scale), None, tile)
+
+
+@torch.no_grad()
+def prepare_weights(w: torch.Tensor, uses: str, *, out: Prepared = (None, None)) -> Prepared:
+    """Quantise weights for the products that use them, each along the sum of its product, with one scale per row.
+
+    Arguments:
+        w: [E, N, K] bf16 or fp32, contiguous; or MXTensor of e4m3 quantised along K.
+        uses: "fprop", for x w^T; "dgrad", for dy w; or "both".
+        out: where to write what is asked for: results of an earlier call for a weight of this shape. None: new memory.
+
+    Returns (MXFP8 along K [E, N, K], MXFP8 along N transposed [E, K, N]); None for what was not asked for. The first of
+    an MXTensor has its own elements and scales, moved to rows; the second is quantised from its values in bf16.
+
+    Raises:
+        InputError: another shape, dtype or use; N or K that are no whole blocks of 32.
+    """
+    if uses not in USES:
+        raise InputError(f"uses is {uses!r}, choose from {', '.join(USES)}.")
+    fprop, dgrad = uses != "dgrad", uses != "fprop"
+    if isinstance(w, MXTensor):
+        return _of_mx(w, fprop, dgrad, out)
+    if w.dim() != 3 or w.dtype not in (torch.bfloat16, torch.float32) or not w.is_contiguous():
+        raise InputError(f"w must be contiguous bf16 or fp32 [E, N, K]; it is {w.dtype} {list(w.shape)} {w.stride()}.")
+    _check_blocks(w, fprop, dgrad)
+    made = [
+        (_empty(w, transposed) if given is None else _fitting(given, w, transposed)) if wanted else None
+        for transposed, wanted, given in zip((False, True), (fprop, dgrad), out, strict=True)
+    ]
+    if w.numel() == 0:
+        return made[0], made[1]
+    if made[1] is not None:
+        first = (None, None) if made[0] is None else (made[0].qdata, made[0].scale)
+        _prepare_transposed(w, *first, made[1].qdata, made[1].scale)
+    elif made[0] is not None:
+        _prepare_rows(w, made[0].qdata, made[0].scale)
+    return made[0], made[1]
+
+
+def _check_blocks(w: torch.Tensor, fprop: bool, dgrad: bool) -> None:
+    for dim, wanted in ((2, fprop), (1, dgrad)):
+        size = w.shape[dim]
+        if wanted and size % 32:
+            raise InputError(
+                f"w is {list(w.shape)}; its dimension {dim} is summed over in blocks of 32: the nearest above is "
+                f"{-(-size // 32) * 32}."
+            )
+
+
+def _fitting(given: RowScaled, w: torch.Tensor, transposed: bool) -> RowScaled:
+    shape = w.transpose(1, 2).shape if transposed else w.shape
+    if given.shape != shape or given.device != w.device:
+        raise InputError(f"out must be {list(shape)} on {w.device}; it is {list(given.shape)} on {given.device}.")
+    return given
+
+
+def _of_mx(w: MXTensor, fprop: bool, dgrad: bool, out: Prepared) -> Prepared:
+    if w.dim() != 3 or w.block_dim != -1 or w.block_size != 32 or w.elem_dtype != torch.float8_e4m3fn:
+        raise InputError(f"w must be float8_e4m3fn [E, N, K] in blocks of 32 along K; it is {w!r}.")
+    first, second = None, None
+    if fprop:
+        first = rebase_rows(w.qdata, w.scale)
+        if out[0] is not None:
+            given = _fitting(out[0], w, False)
+            given.qdata.copy_(first.qdata)
+            given.scale.copy_(first.scale)
+            first = given
+    if dgrad:
+        second = prepare_weights(w.dequantize(torch.bfloat16), "dgrad", out=(None, out[1]))[1]
+    return first, second
