@@ -10,7 +10,7 @@ from triton_ep.plans.asked import Asked
 from triton_ep.plans.compute import BAND, Tile, wgrad_constexprs
 from triton_ep.plans.compute import WGRAD as MASKED_WGRAD
 from triton_ep.plans.compute import WGRAD_ADDED as MASKED_WGRAD_ADDED
-from triton_ep.plans.experts import ProductTile
+from triton_ep.plans.experts import ProductTile, activation_constexprs
 from triton_ep.plans.shape import Plan, next_power_of_2
 
 WGRAD = Tile(128, 256, 64, 4)
@@ -103,7 +103,11 @@ def experts_backward(
     aligned: tuple[bool, ...] = (True,),
     main_grad: tuple[bool, ...] = (False, True),
     bias: str | None = None,
-    activation: Mapping[str, Any] | None = None,
+    kind: str = "silu",
+    gated: bool = True,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
 ) -> list[Asked]:
     """Gradients of the experts of a MoE layer and of a weighted combine, for sizes that are multiples of 64.
 
@@ -112,12 +116,13 @@ def experts_backward(
         weights: rows have weights. aligned: segments are multiples of 128 rows.
         main_grad: gradients of weights are added to float32 ones (True), or are new (False).
         bias: dtype of biases, "bf16" or "fp32"; None: there are none.
-        activation: its constexprs; None: SwiGLU.
+        kind, gated, limit, alpha, up_offset: the activation.
     """
+    activation = activation_constexprs(kind, gated, limit, alpha, up_offset)
     found = []
     for how in arithmetic:
         for weighted in weights:
-            found.append(_down(how, weighted, activation_constexprs() if activation is None else activation))
+            found.append(_down(how, weighted, activation))
             if weighted:
                 found.append(_row_weights(how != "bf16", bias))
     for whole in aligned:
