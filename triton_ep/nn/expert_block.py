@@ -13,9 +13,9 @@ Gradients of weights are bf16 products of rows in bf16, whatever the precision: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -180,11 +180,109 @@ def _forward(
     return y, pre
 
 
-# --- what is saved ------------------------------------------------------------------------------------------
+# --- the two passes -----------------------------------------------------------------------------------------
 
 
-def _parts(x: Rows) -> tuple[tuple[torch.Tensor, ...], Callable[..., Rows]]:
+class Saved(NamedTuple):
+    """What the backward pass needs of a forward pass, besides the weights.
+
+    Attributes:
+        rows: [R, H] as they were multiplied, in 8 bits where they were; None: the gradient of w13 is not wanted.
+        pre: [R, 2F] bf16 of the first product.
+        row_weights: [R] float32, or None.
+    """
+
+    rows: Rows | None
+    pre: torch.Tensor
+    row_weights: torch.Tensor | None
+
+
+class Weights(NamedTuple):
+    """Parameters of the experts, as `expert_block` takes them, or their gradients."""
+
+    w13: torch.Tensor | None
+    w2: torch.Tensor | None
+    b13: torch.Tensor | None
+    b2: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward and backward pass of the experts, without autograd.
+
+    Attributes:
+        prepared, offs, tiles, settings: as of `expert_block`.
+    """
+
+    prepared: PreparedWeights | None
+    offs: torch.Tensor
+    tiles: torch.Tensor
+    settings: ExpertSettings
+
+    def forward(
+        self, x_rows: Rows, row_weights: torch.Tensor | None, weights: Sequence[Any], keep: bool, keep_rows: bool = True
+    ) -> tuple[torch.Tensor, Saved | None]:
+        """[R, H] bf16, and what `backward` needs, if `keep`. weights: as of `Weights`."""
+        settings = self.settings
+        operand = _operand(x_rows, self.offs, settings)
+        rest = (self.prepared, self.offs, self.tiles, settings)
+        y, pre = _forward(operand, row_weights, *weights, *rest, keep_pre=keep)
+        if pre is None:
+            return y, None
+        # The rows are for the gradient of w13 alone; the smallest form of what was multiplied is kept.
+        rows = operand if settings.fp8 else x_rows
+        return y, Saved(rows if keep_rows else None, pre, row_weights)
+
+    def backward(
+        self, dy: Rows, saved: Saved, weights: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Callable[[], Weights]]:
+        """Gradients of the rows [R, H] bf16 and of their weights [R] float32, and what computes those of `weights`.
+
+        needs: of the rows, of their weights, and of each of `weights`; what is not needed is None. The gradients of
+        weights are computed apart because other ranks wait for that of the rows.
+        """
+        w13, w2, b13, b2 = weights
+        settings, offs = self.settings, self.offs
+        want_x, want_weights, want_w13, want_w2, want_b13, want_b2 = needs
+        dx = dweights = dpre = act = None
+        operand = _operand(dy, offs, settings)
+        if want_x or want_weights or want_w13 or want_w2 or want_b13:
+            dpre, act, dweights = down_dgrad(
+                operand,
+                _weight(w2, "dgrad", "w2", self.prepared),
+                saved.pre,
+                offs,
+                row_weights=saved.row_weights,
+                activation=settings.activation,
+                bias=b2 if want_weights else None,
+                fast=settings.fast,
+                tiles=self.tiles,
+            )
+        if want_x:
+            dx = _rows_gradient(dpre, w13, self.prepared, offs, self.tiles, settings)
+
+        def of_weights() -> Weights:
+            dw13 = dw2 = db13 = db2 = dy_values = None
+            if want_w2 or want_b2:
+                dy_values = _values(operand if isinstance(dy, MXTensor) else dy, offs)
+            if want_b2:
+                db2 = bias_gradient(dy_values, offs, saved.row_weights).to(b2.dtype)
+            if want_w2:
+                dw2 = _weight_gradient(w2, dy_values, act, offs, settings.aligned)
+            if want_b13:
+                db13 = bias_gradient(dpre, offs).to(b13.dtype)
+            if want_w13:
+                assert saved.rows is not None, "kept for it"
+                dw13 = _weight_gradient(w13, dpre, _values(saved.rows, offs), offs, settings.aligned)
+            return Weights(dw13, dw2, db13, db2)
+
+        return dx, dweights if want_weights else None, of_weights
+
+
+def _parts(x: Rows | None) -> tuple[tuple[torch.Tensor, ...], Callable[..., Any]]:
     """Plain tensors, and what makes the rows of them again: 8-bit rows are kept as they are."""
+    if x is None:
+        return (), lambda: None
     if isinstance(x, MXTensor):
         dtype = x.dtype
         return (x.qdata, x.scale), lambda *parts: MXTensor.from_qdata_and_scales(*parts, dtype)
@@ -209,50 +307,24 @@ class _ExpertBlock(torch.autograd.Function):
         settings: ExpertSettings,
     ) -> torch.Tensor:
         """The result; keeps the rows, the first product, and what was given."""
-        operand = _operand(x_rows, offs, settings)
-        rest = (row_weights, w13, w2, b13, b2, prepared, offs, tiles, settings)
-        y, pre = _forward(operand, *rest, keep_pre=True)
-        # The rows are for the gradient of w13 alone; the smallest form of what was multiplied is kept.
-        kept, ctx.rows_of = _parts(operand if settings.fp8 else x_rows) if ctx.needs_input_grad[2] else ((), None)
+        passes, weights = Passes(prepared, offs, tiles, settings), (w13, w2, b13, b2)
+        y, saved = passes.forward(x_rows, row_weights, weights, True, ctx.needs_input_grad[2])
+        assert saved is not None, "asked for"
+        kept, ctx.rows_of = _parts(saved.rows)
         ctx.num_kept = len(kept)
         ctx.prepared, ctx.settings = prepared, settings
-        ctx.save_for_backward(*kept, pre, row_weights, w13, w2, b13, b2, offs, tiles)
+        ctx.save_for_backward(*kept, saved.pre, row_weights, *weights, offs, tiles)
         return y
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Gradients of rows and weights; each only where it is needed."""
-        kept, (pre, row_weights, w13, w2, b13, b2, offs, tiles) = _split(ctx.saved_tensors, ctx.num_kept)
-        settings, prepared = ctx.settings, ctx.prepared
-        want_x, want_weights, want_w13, want_w2, want_b13, want_b2, *_ = ctx.needs_input_grad
-        dx = dweights = dw13 = dw2 = db13 = db2 = dy_values = None
-        operand = _operand(dy, offs, settings)
-        if want_w2 or want_b2:
-            dy_values = _values(operand if isinstance(dy, MXTensor) else dy, offs)
-        if want_b2:
-            db2 = bias_gradient(dy_values, offs, row_weights).to(b2.dtype)
-        if want_x or want_weights or want_w13 or want_w2 or want_b13:
-            dpre, act, dweights = down_dgrad(
-                operand,
-                _weight(w2, "dgrad", "w2", prepared),
-                pre,
-                offs,
-                row_weights=row_weights,
-                activation=settings.activation,
-                bias=b2 if want_weights else None,
-                fast=settings.fast,
-                tiles=tiles,
-            )
-            if want_x:  # first, because other ranks wait for it
-                dx = _rows_gradient(dpre, w13, prepared, offs, tiles, settings)
-            if want_w2:
-                dw2 = _weight_gradient(w2, dy_values, act, offs, settings.aligned)
-            if want_b13:
-                db13 = bias_gradient(dpre, offs).to(b13.dtype)
-            if want_w13:
-                dw13 = _weight_gradient(w13, dpre, _values(ctx.rows_of(*kept), offs), offs, settings.aligned)
-        return dx, dweights if want_weights else None, dw13, dw2, db13, db2, None, None, None, None
+        kept, (pre, row_weights, *weights, offs, tiles) = _split(ctx.saved_tensors, ctx.num_kept)
+        passes = Passes(ctx.prepared, offs, tiles, ctx.settings)
+        saved = Saved(ctx.rows_of(*kept), pre, row_weights)
+        dx, dweights, of_weights = passes.backward(dy, saved, weights, ctx.needs_input_grad[:6])
+        return dx, dweights, *of_weights(), None, None, None, None
 
 
 def _split(saved: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
