@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, PeerFailed, WaitTimeout
-from triton_ep.nn import MoE, exchanges, finalize_exchanges, new_exchange
+from triton_ep.nn import MoE, exchanges, expert_block, finalize_exchanges, new_exchange
 
 pytestmark = pytest.mark.plain
 HIDDEN = 128
@@ -123,11 +123,11 @@ class _Over(Exception):
 def _experts_fail(rank: int, nodes: int, ranks_per_node: int) -> None:
     moe, x = _moe(capacity=2.0), _x(rank)
     if rank == 1:
-        moe.experts.register_forward_pre_hook(lambda *_: 1 / 0)
+        expert_block.gate_up = lambda *_, **__: 1 / 0
         with pytest.raises(ZeroDivisionError):
             moe(x)
     else:
-        with pytest.raises(PeerFailed, match="a MoE module broke off on rank 1 with ZeroDivisionError"):
+        with pytest.raises(PeerFailed, match="the experts of a MoE layer broke off on rank 1 with ZeroDivisionError"):
             moe(x)
     dist.barrier()
     raise _Over
@@ -185,7 +185,7 @@ def test_one_pass_at_a_time(run_ranks):
     ("capacity", "low_latency", "rows"),
     [
         (None, False, None),
-        (300, False, 300),
+        (300, False, 384),
         (1.5, False, 1536 + 8 * 127 + 8),  # mean load 64 * 16, padding, a whole tile
         (100.0, False, 64 * 4 * 8 + 8 * 127 + 8),  # no more than can arrive: a token has 8 experts here at most
         (None, True, 64 * 4 * 8 + 8 * 127 + 8),

@@ -67,7 +67,7 @@ class _Linear:
         return ExpertGradients(
             dx.to(self.dtype) if needs.rows else None,
             dweights if needs.row_weights else None,
-            [da if needs.params[0] else None, db if needs.params[1] else None],
+            lambda: [da if needs.params[0] else None, db if needs.params[1] else None],
         )
 
 

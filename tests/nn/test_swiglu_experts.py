@@ -108,6 +108,9 @@ def test_options_that_do_not_go_together():
         ({"payload": "mxfp4"}, "payload is 'mxfp4'"),
         ({"precision": "exact"}, "payload=None sends bf16"),
         ({"separate": True, "gated": False}, "no w3"),
+        ({"payload": "mxfp8", "prepared": "all"}, "prepared is 'all'"),
     ):
         with pytest.raises(ConfigError, match=words):
             _experts(**options)
+    with pytest.raises(ConfigError, match=r"ffn is 100, but payload=.mxfp8. .* the nearest is 96 or 128"):
+        SwiGLUExperts(HIDDEN, 100, 2, payload="mxfp8")

@@ -80,7 +80,8 @@ def capacity_rows(
     capacity: int | float | None, low_latency: bool, num_experts: int, topk: int, max_tokens: int, world_size: int
 ) -> int | None:
     """Rows of a static exchange: as given, or a multiple of the mean load max_tokens * topk with padding for every
-    expert; never more than can arrive. None: exact; with low_latency, which has no exact mode, what can arrive.
+    expert, never more than can arrive; a multiple of ALIGNMENT, so that no segment ends inside of a tile. None: exact;
+    with low_latency, which has no exact mode, what can arrive.
 
     Raises:
         ConfigError: neither None, nor a number above 0.
@@ -89,16 +90,16 @@ def capacity_rows(
         return None
     per_rank = max(num_experts // world_size, 1)
     padding = per_rank * (ALIGNMENT - 1)
-    most = -(-(world_size * max_tokens * min(topk, per_rank) + padding) // ALIGNMENT) * ALIGNMENT
+    most = world_size * max_tokens * min(topk, per_rank) + padding
     if capacity is None:
-        return most
-    if isinstance(capacity, float):
+        rows = most
+    elif isinstance(capacity, float):
         if not 0 < capacity < 1 << 20:
-            raise ConfigError(
-                f"capacity={capacity} must be above 0: a multiple of max_tokens * topk, or rows as an int."
-            )
-        return min(-(-(int(capacity * max_tokens * topk) + padding) // ALIGNMENT) * ALIGNMENT, most)
-    return as_integer("capacity (rows; as a float a multiple of max_tokens * topk; None for exact outputs)", capacity)
+            raise ConfigError(f"capacity={capacity} must be above 0: it multiplies max_tokens * topk; an int is rows.")
+        rows = min(int(capacity * max_tokens * topk) + padding, most)
+    else:
+        rows = as_integer("capacity (rows; a float multiplies max_tokens * topk; None for exact outputs)", capacity)
+    return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
 def _make(group: Any, sizes: Sizes) -> EPAll2AllLayer:
@@ -349,6 +350,8 @@ def given_exchange(layer: Any, group: Any, sizes: Sizes) -> Exchange:
                 f"the exchange has {name}={has!r}, the module needs {value!r}. Make it with triton_ep.nn.new_exchange "
                 "and the arguments of the module."
             )
+    if cfg.recv_capacity is not None and cfg.recv_capacity % ALIGNMENT:
+        raise ConfigError(f"the exchange has capacity={cfg.recv_capacity}; modules need a multiple of {ALIGNMENT}.")
     if cfg.max_tokens < sizes.max_tokens:
         raise ConfigError(f"the exchange has max_tokens={cfg.max_tokens}, the module needs {sizes.max_tokens}.")
     members = [dist.get_process_group_ranks(one) for one in (layer.context.group, group)]

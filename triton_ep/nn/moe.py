@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from triton_ep import autograd
 from triton_ep.checks import check_dispatch
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, EPError, InputError
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.nn.exchanges import TIMEOUT_S, Connection, Sizes, capacity_rows
+from triton_ep.nn.exchanges import TIMEOUT_S, Connection, Exchange, Sizes, capacity_rows
 from triton_ep.nn.router import TopKRouter
 from triton_ep.nn.swiglu_experts import SwiGLUExperts, check_precision
 
@@ -48,7 +47,8 @@ class MoE(nn.Module):
         router: None: a `TopKRouter` with softmax scores. A callable: router(x) gives topk_idx [..., K], topk_weights
             [..., K] and, if it likes, a loss, kept as `last_aux`. False: none, the routing is always given.
         exchange: an exchange of its own (`new_exchange`); None: the shared one of these sizes.
-        dtype: of rows and of the experts' parameters.
+        dtype: of rows: bfloat16, which is what products of the experts give.
+        params_dtype: of the experts' parameters; None: as rows. With payload=None float32 ones are cast in every pass.
         group: expert-parallel group; None = the world.
         num_sm, timeout_s: of the exchange, as for `EPAll2AllLayer`.
         prepared, activation, gated, limit, alpha, up_offset, bias, separate: of `SwiGLUExperts`.
@@ -80,6 +80,7 @@ class MoE(nn.Module):
         router: Callable[..., Any] | bool | None = None,
         exchange: EPAll2AllLayer | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        params_dtype: torch.dtype | None = None,
         group: Any = None,
         num_sm: int | None = None,
         timeout_s: float = TIMEOUT_S,
@@ -95,6 +96,10 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         check_precision(payload, precision)
+        if dtype is not torch.bfloat16:
+            raise ConfigError(
+                f"dtype is {dtype}, but experts multiply bfloat16 rows. For parameters pass params_dtype."
+            )
         group = dist.group.WORLD if group is None else group
         world_size, rank = check_group(group), dist.get_rank(group)
         if num_experts % world_size:
@@ -130,7 +135,7 @@ class MoE(nn.Module):
             up_offset=up_offset,
             bias=bias,
             separate=separate,
-            dtype=dtype,
+            dtype=dtype if params_dtype is None else params_dtype,
             device=device,
         )
         self.hidden, self.topk = hidden, topk
@@ -162,12 +167,13 @@ class MoE(nn.Module):
             ids, weights = self._route(x, topk_idx, topk_weights)
             tokens = x.reshape(-1, self.hidden).contiguous()
             check_dispatch(exchange.layer.config, exchange.layer.context.device, tokens, ids, weights, None)
-            self._check_gradient(exchange.layer)
+            if exchange.layer.config.low_latency and torch.is_grad_enabled():
+                raise InputError("a MoE module with low_latency=True has no gradient. Call it under torch.no_grad().")
         except Exception:
             with contextlib.suppress(EPError):
                 exchange.layer.refuse()
             raise
-        y = self._exchanged(tokens, ids, weights)
+        y = self._exchanged(exchange, tokens, ids, weights)
         exchange.watch_overflow()
         return y.view(x.shape)
 
@@ -196,34 +202,20 @@ class MoE(nn.Module):
         return ids, topk_weights.reshape(-1, self.topk).float().contiguous()
 
     @torch.compiler.disable
-    def _exchanged(self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, H] of tokens [T, H]: dispatch, experts, combine."""
-        exchange = self._connection.exchange
-        layer = exchange.layer
-        with exchange.use("the forward pass of a MoE module"):
-            if layer.config.low_latency:
-                return self._decode(layer, tokens, ids, weights)
-            rows, row_weights, desc = autograd.dispatch(layer, tokens, ids, weights)
-            try:
-                y = self.experts(rows, desc.expert_offsets, row_weights)
-            except Exception as error:
-                layer.context.fail("a MoE module", error, True)
-                raise
-            return autograd.combine(layer, y, desc)
-
-    def _check_gradient(self, layer: EPAll2AllLayer) -> None:
-        if layer.config.low_latency and torch.is_grad_enabled():
-            raise InputError("a MoE module with low_latency=True has no gradient. Call it under torch.no_grad().")
-
-    def _decode(
-        self, layer: EPAll2AllLayer, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    def _exchanged(
+        self, exchange: Exchange, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        rows, row_weights, desc = layer.dispatch(tokens, ids, weights)
-        return layer.combine(self.experts(rows, desc.expert_offsets, row_weights), desc)
+        """[T, H] of tokens [T, H]. A call of the module, so that FSDP gathers its parameters where it shards them."""
+        y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
+        return y
 
     def invalidate(self) -> None:
         """The weights have changed, and torch's version counters do not show it: make what is kept of them anew."""
         self.experts.invalidate()
+
+    def refresh(self) -> None:
+        """Bring up to date what a captured CUDA graph reads of weights that have changed: before its next replay."""
+        self.experts.refresh()
 
     # --- the exchange ---------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,11 +10,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from triton_ep.errors import ConfigError, InputError
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.nn._moe_block import ExpertGradients, MoEBlock, Needs
+from triton_ep.nn.exchanges import Exchange
+from triton_ep.nn.expert_block import ExpertSettings, Passes, expert_block
 from triton_ep.nn.joined import Joined
-from triton_ep.reference.experts import Activation
-from triton_ep.reference.experts import experts as experts_reference
+from triton_ep.nn.prepared import PRECISIONS, PreparedWeights
+from triton_ep.ops.activation import Activation, check_activation
+from triton_ep.ops.row_scales import RowScaled
+from triton_ep.ops.tiles import tile_table
 
-PRECISIONS = ("default", "fast", "exact")
+Parameters = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class SwiGLUExperts(nn.Module):
@@ -67,6 +74,10 @@ class SwiGLUExperts(nn.Module):
     ) -> None:
         super().__init__()
         check_precision(payload, precision)
+        if prepared != "both" and payload is None:
+            raise ConfigError(
+                f'prepared={prepared!r} is for payload="mxfp8"; bf16 products read the weights themselves.'
+            )
         if separate and not gated:
             raise ConfigError("separate=True parts w13 of gated experts; with gated=False there is no w3.")
         self.hidden, self.ffn, self.num_local_experts = hidden, ffn, num_local_experts
@@ -74,6 +85,9 @@ class SwiGLUExperts(nn.Module):
         self.num_experts = num_local_experts if num_experts is None else num_experts
         self.payload, self.precision, self.separate = payload, precision, separate
         self.activation = Activation(activation, gated, limit, alpha, up_offset)
+        check_activation(self.activation)
+        _check_sizes(hidden, ffn, payload)
+        self.prepared = None if payload is None else PreparedWeights(prepared, precision)
         e = num_local_experts
         halves = {"1": ffn, "3": ffn} if separate else {"13": 2 * ffn if gated else ffn}
         for name, rows in halves.items():
@@ -124,26 +138,83 @@ class SwiGLUExperts(nn.Module):
         """The weights have changed, and torch's version counters do not show it: make what is kept of them anew."""
         self._joined_weight.invalidate()
         self._joined_bias.invalidate()
+        if self.prepared is not None:
+            self.prepared.invalidate()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make now what is kept of the weights and no longer of their present values, where a captured CUDA graph reads
+        it: before a replay, after the weights have changed."""
+        w13, w2, *_ = self.parameters_now()
+        if self.prepared is not None:
+            self.prepared.refresh(w13, name="w13")
+            self.prepared.refresh(w2, name="w2")
+
+    def parameters_now(self) -> Parameters:
+        """w13, w2, b13, b2 as the products take them; differentiable. For bf16 rows, other weights are cast."""
+        w13, w2 = self.gate_up_weight(), _local(self.w2)
+        if self.payload is None and w2.dtype != torch.bfloat16:
+            w13, w2 = w13.to(torch.bfloat16), w2.to(torch.bfloat16)
+        return w13, w2, self.gate_up_bias(), None if self.b2 is None else _local(self.b2)
 
     def forward(
-        self, rows: torch.Tensor, expert_offsets: torch.Tensor, row_weights: torch.Tensor | None = None
+        self,
+        x: torch.Tensor | RowScaled,
+        routing: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        *,
+        over: Exchange | None = None,
     ) -> torch.Tensor:
-        """[R, H] of rows [R, H]; differentiable in rows, row_weights and the parameters.
+        """What the experts make of rows that are here; or, over an exchange, of tokens, which it brings here and back.
 
         Arguments:
-            rows: bf16, or an MXTensor, as a dispatch gives them.
-            expert_offsets: [e + 1] int32, first row of each expert's segment, then the end of the last.
-            row_weights: [R] float32, which multiply each row's result; None: ones.
+            x: [R, H] bf16 rows, with payload="mxfp8" an MXTensor or RowScaled as well. Over an exchange: [T, H] bf16.
+            routing: [e + 1] int32, first row of each expert's segment, then the end of the last. Over an exchange:
+                experts of the tokens, [T, K] int32 or int64, -1 = dropped.
+            weights: [R] float32, which multiply each row's result; None: ones. Over an exchange: [T, K] float32.
 
-        Rows behind the last segment are neither read nor written: what stands there in the result has no meaning.
+        Returns:
+            [R, H] bf16; rows behind the last segment mean nothing. Over an exchange: [T, H], sums over k; collective,
+            and so is the backward pass. Differentiable in x, weights and the parameters.
+
+        Raises:
+            InputError: shapes or dtypes that do not fit; weights that changed since the copies were made of them that
+                a CUDA graph, which is being captured, would read.
+            What `EPAll2AllLayer.dispatch` and `combine` raise.
         """
-        b2 = None if self.b2 is None else _local(self.b2)
-        w13, w2, b13 = self.gate_up_weight(), _local(self.w2), self.gate_up_bias()
-        values = rows.dequantize() if hasattr(rows, "dequantize") and type(rows) is not torch.Tensor else rows
-        f = [None if t is None else t.float() for t in (w13, w2, b13, b2)]
-        weights = None if row_weights is None else row_weights
-        y = experts_reference(values.float(), f[0], f[1], expert_offsets, weights, self.activation, f[2], f[3])
-        return y.to(values.dtype)
+        if over is None:
+            parameters = self.parameters_now()
+            return expert_block(x, weights, *parameters, self.prepared, routing, None, self._settings(aligned=False))
+        try:
+            parameters = self.parameters_now()
+            self._check(parameters, x.device)
+        except Exception:
+            over.layer.refuse()
+            raise
+        layer, passes = over.layer, _Between(self.prepared, self._settings(aligned=True))
+        assert weights is not None, "the caller's"
+        if layer.config.low_latency:
+            with over.use("a pass of a MoE module"):
+                rows, row_weights, desc = layer.dispatch(x, routing, weights)
+                return layer.combine(passes.forward(rows, row_weights, parameters, desc, keep=False)[0], desc)
+        landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
+        return MoEBlock(layer, passes, landing, landing, over.use)(x, routing, weights, parameters)
+
+    def _check(self, parameters: Parameters, device: torch.device) -> None:
+        """Raise InputError unless nobody has put something else in the parameters' place."""
+        width = (2 if self.activation.gated else 1) * self.ffn
+        shapes = ((width, self.hidden), (self.hidden, self.ffn), (width,), (self.hidden,))
+        for name, value, shape in zip(("w13", "w2", "b13", "b2"), parameters, shapes, strict=True):
+            wanted = (self.num_local_experts, *shape)
+            if value is not None and (value.shape != wanted or value.device != device):
+                raise InputError(
+                    f"{name} of the experts must be {list(wanted)} on {device}, got {list(value.shape)} on "
+                    f"{value.device}."
+                )
+
+    def _settings(self, aligned: bool) -> ExpertSettings:
+        precision = None if self.payload is None else self.precision
+        return ExpertSettings(self.activation, precision, aligned)
 
     def extra_repr(self) -> str:
         """Sizes, and what is not the default."""
@@ -165,6 +236,45 @@ def check_precision(payload: Any, precision: Any) -> None:
             f"precision={precision!r} says how MXFP8 rows are multiplied, but payload=None sends bf16 ones. Pass "
             'payload="mxfp8", or leave precision out.'
         )
+
+
+def _check_sizes(hidden: int, ffn: int, payload: str | None) -> None:
+    """Raise ConfigError for sizes that no product takes, with the nearest that one does."""
+    step = 1 if payload is None else 32
+    for name, size in (("hidden", hidden), ("ffn", ffn)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}.")
+        if size % step:
+            above = -(-size // step) * step
+            nearest = f"{above - step} or {above}" if above > step else f"{above}"
+            raise ConfigError(
+                f'{name} is {size}, but payload="mxfp8" quantises whole blocks of 32: the nearest is {nearest}. Pad '
+                "it, or pass payload=None."
+            )
+
+
+class _Between:
+    """Both passes of the experts between a dispatch and its combine (`_moe_block.Experts`)."""
+
+    def __init__(self, prepared: PreparedWeights | None, settings: ExpertSettings) -> None:
+        self.prepared, self.settings = prepared, settings
+
+    def forward(
+        self, rows: Any, row_weights: torch.Tensor | None, params: Sequence[Any], desc: EPAllToAllLayoutDesc, keep: bool
+    ) -> tuple[torch.Tensor, Any]:
+        """[R, H] bf16, and what the backward pass needs."""
+        return self._passes(desc).forward(rows, row_weights, params, keep, keep and params[0].requires_grad)
+
+    def backward(
+        self, grad: Any, saved: Any, params: Sequence[Any], desc: EPAllToAllLayoutDesc, needs: Needs
+    ) -> ExpertGradients:
+        """Gradients, from that of the rows."""
+        wanted = (needs.rows, needs.row_weights, *needs.params)
+        return ExpertGradients(*self._passes(desc).backward(grad, saved, params, wanted))
+
+    def _passes(self, desc: EPAllToAllLayoutDesc) -> Passes:
+        tiles = tile_table(desc.expert_offsets, desc.num_recv_rows) if desc.tiles is None else desc.tiles
+        return Passes(self.prepared, desc.expert_offsets, tiles, self.settings)
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
