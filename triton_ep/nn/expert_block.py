@@ -34,6 +34,8 @@ PRECISIONS = (None, "default", "fast", "exact")
 
 Rows = torch.Tensor | RowScaled
 
+_SWIGLU = Activation()
+
 
 @dataclass(frozen=True)
 class ExpertSettings:
@@ -49,7 +51,7 @@ class ExpertSettings:
         ConfigError: another precision.
     """
 
-    activation: Activation = Activation()
+    activation: Activation = _SWIGLU
     precision: str | None = None
     aligned: bool = False
 
@@ -91,9 +93,10 @@ def expert_block(
             own, and "exact" takes the values as they are. RowScaled has no gradient.
         row_weights: [R] float32, or None: ones.
         w13: [E, 2F, H], rows of gate before those of up; not gated: [E, F, H]. w2: [E, H, F]. bf16, contiguous; with a
-            precision what `PreparedWeights` takes. One with a `main_grad` gets its gradient added there, in float32 where
-            that is, and nothing is returned for it; with the attribute `grad_added_to_main_grad` that is set to True,
-            and an empty gradient is returned for hooks to see (zeros with `zero_out_wgrad`), as Megatron-Core wants it.
+            precision what `PreparedWeights` takes. The gradient of one with a `main_grad` is added there, in float32 if
+            that is float32, and none is returned. If it has the attribute `grad_added_to_main_grad`, too, that becomes
+            True, and for hooks to see an uninitialised gradient is returned (zeros with `zero_out_wgrad`), which is
+            Megatron-Core's convention.
         b13, b2: [E, 2F] ([E, F]) and [E, H], bf16 or float32, or None.
         prepared: copies of the weights; None without a precision.
         offs: [E + 1] int32 on the device, first row of each expert's segment, then the end of the last.
