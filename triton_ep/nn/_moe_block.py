@@ -1,0 +1,236 @@
+"""Dispatch, experts and combine as one step of autograd, with a backward pass that the experts write by hand.
+
+Autograd hands a gradient to an op as a tensor of the op's input. Experts want theirs as the exchange delivers it: rows
+with one scale per row. So what lies between two exchanges is inside of one function, in both directions:
+
+    forward     dispatch x -> rows;  experts;  combine y -> out
+    backward    dispatch the gradient of out again -> rows;  experts;  combine -> gradient of x;  and each row's
+                gradient of its weight back to its (token, k)
+
+Every rank makes the same calls, so gradients must be asked for the same inputs on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree
+
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.ops import slots as slot_ops
+from triton_ep.ops.row_scales import RowScaled
+
+Params = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class ExpertGradients:
+    """What the backward pass of experts gives.
+
+    Attributes:
+        rows: [R, H] of the layer's dtype, of the rows that were received; rows without a copy may hold anything. None
+            where it was not asked for.
+        row_weights: [R] float32, of their weights, likewise.
+        params: of each parameter, or None: it needs none, or has been accumulated elsewhere (Megatron's main_grad).
+    """
+
+    rows: torch.Tensor | None
+    row_weights: torch.Tensor | None
+    params: Sequence[torch.Tensor | None]
+
+
+class Experts(Protocol):
+    """The experts of this rank, between a dispatch and its combine.
+
+    Rows are what `EPAll2AllLayer.dispatch` gives: tensors, MXTensors or `RowScaled`, by expert. Those behind
+    `desc.expert_offsets[-1]` mean nothing. Both calls run without autograd.
+    """
+
+    def forward(
+        self, rows: Any, row_weights: torch.Tensor, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
+    ) -> tuple[torch.Tensor, Any]:
+        """[R, H] of the layer's dtype, weighted; and what `backward` needs, if `keep`.
+
+        That is any nest of tuples, lists and dicts of tensors, `RowScaled` and plain values. Parameters need not be in
+        it.
+        """
+
+    def backward(
+        self, grad: Any, saved: Any, params: Params, desc: EPAllToAllLayoutDesc, needs: Needs
+    ) -> ExpertGradients:
+        """Gradients, from that of the rows that `forward` gave."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients are wanted: of the rows, of their weights, of each parameter."""
+
+    rows: bool
+    row_weights: bool
+    params: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class MoEBlock:
+    """Dispatch, experts, combine over one layer.
+
+    Attributes:
+        layer: any that is not of low latency.
+        experts: what lies between.
+        landing: how rows come to the experts (`EPAll2AllLayer.dispatch`).
+        grad_landing: how the gradients of their results do.
+    """
+
+    layer: EPAll2AllLayer
+    experts: Experts
+    landing: str | None = None
+    grad_landing: str | None = None
+
+    def __call__(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params
+    ) -> torch.Tensor:
+        """[T, H]: of each token the sum of what its experts give. Collective, and so is the backward pass.
+
+        Arguments:
+            x: [T, H] of the layer's dtype, differentiable.
+            topk_idx: [T, K] int32 or int64; -1 or num_tot_experts = dropped.
+            topk_weights: [T, K] float32, differentiable.
+            params: for the experts, differentiable.
+
+        Raises:
+            What `EPAll2AllLayer.dispatch` and `combine` raise, and the experts. An error of experts on one rank is told
+            to the others.
+        """
+        given = (x, topk_weights, *params)
+        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
+            out: torch.Tensor = _Block.apply(self, x, topk_idx, topk_weights, *params)
+            return out
+        out, _, _ = self._forward(x, topk_idx, topk_weights, params, keep=False)
+        return out
+
+    def _forward(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params, keep: bool
+    ) -> tuple[torch.Tensor, EPAllToAllLayoutDesc, Any]:
+        rows, row_weights, desc = self.layer.dispatch(x, topk_idx, topk_weights, landing=self.landing)
+        y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
+        return self.layer.combine(y, desc), desc, saved
+
+    def _of_experts(self, call: Callable[..., Any], *args: Any) -> Any:
+        """What the experts return; the other ranks are about to wait for this one."""
+        try:
+            return call(*args)
+        except Exception as error:
+            self.layer.context.fail("the experts of a MoE layer", error, begun=True)
+            raise
+
+    def _backward(
+        self,
+        grad: torch.Tensor,
+        desc: EPAllToAllLayoutDesc,
+        slots: torch.Tensor | None,
+        saved: Any,
+        params: Params,
+        needs: Needs,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Params]:
+        """Gradients of x [T, H], of topk_weights [T, K] and of the parameters.
+
+        slots: k of the copy in each row, [R] int32; None: as the descriptor says.
+        """
+        layer, ctx = self.layer, self.layer.context
+        with ctx.backward_pass():
+            grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
+            found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
+            grad_x = grad_weights = None
+            if needs.rows:
+                grad_x = layer.combine(found.rows, desc)
+            if needs.row_weights:
+                if slots is None:
+                    slots = slot_ops.row_slots(ctx, desc, desc.skipped_token_topk_mapping_indices)
+                grad_weights = slot_ops.to_slots(ctx, found.row_weights, slots, desc)
+        return grad_x, grad_weights, found.params
+
+
+def _as_sent(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient in memory of its own: autograd's may be expanded, transposed, negated, or zeros without memory."""
+    grad = grad.contiguous().resolve_neg()
+    return grad if grad.data_ptr() or not grad.numel() else grad.clone()
+
+
+class _Block(torch.autograd.Function):
+    """`MoEBlock` where a gradient will be taken."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        block: MoEBlock,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *params: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, H]."""
+        out, desc, saved = block._forward(x, topk_idx, topk_weights, params, keep=True)
+        slots = None
+        if ctx.needs_input_grad[3] and desc.skipped_token_topk_mapping_indices is None:
+            # Known of the latest dispatch only; with local combine the descriptor keeps it.
+            slots = slot_ops.row_slots(block.layer.context, desc)
+        ctx.block = block
+        tensors, ctx.rest = _split((desc, slots, saved))
+        # What hooks for saved tensors see, checkpointing and offloading among them; parameters are watched for changes.
+        ctx.save_for_backward(*params, *tensors)
+        ctx.num_params = len(params)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of all inputs."""
+        (grad,) = grads
+        kept = ctx.saved_tensors  # once: a checkpoint makes them anew
+        params, tensors = kept[: ctx.num_params], kept[ctx.num_params :]
+        desc, slots, saved = _join(tensors, ctx.rest)
+        _, x, _, weights, *of_params = ctx.needs_input_grad
+        needs = Needs(x, weights, tuple(of_params))
+        grad_x, grad_weights, grad_params = ctx.block._backward(grad, desc, slots, saved, params, needs)
+        return None, grad_x, None, grad_weights, *grad_params
+
+
+class _Rows:
+    """Stands for a `RowScaled`, whose two parts are among the tensors."""
+
+
+class _Tensor:
+    """Stands for a tensor."""
+
+
+def _split(value: Any) -> tuple[list[torch.Tensor], tuple[list[Any], Any]]:
+    """The tensors of a nest, and the rest of it."""
+    leaves, spec = _pytree.tree_flatten(value)
+    tensors: list[torch.Tensor] = []
+    rest: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, RowScaled):
+            tensors += [leaf.qdata, leaf.scale]
+            rest.append(_Rows)
+        elif isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            rest.append(_Tensor)
+        else:
+            rest.append(leaf)
+    return tensors, (rest, spec)
+
+
+def _join(tensors: Sequence[torch.Tensor], rest: tuple[list[Any], Any]) -> Any:
+    """What `_split` was given."""
+    found, (marks, spec) = iter(tensors), rest
+    leaves: list[Any] = []
+    for mark in marks:
+        if mark is _Rows:
+            leaves.append(RowScaled(next(found), next(found)))
+        else:
+            leaves.append(next(found) if mark is _Tensor else mark)
+    return _pytree.tree_unflatten(leaves, spec)
