@@ -4,6 +4,7 @@ The kernels' pointers, masks and values mostly are blocks of one shape, or scala
 what must be broadcast, converted or refused. As operators.py, this changes no value.
 """
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,14 @@ def _element(pointer: Any) -> Any:
     return None
 
 
+def _policies(method: str, others: int) -> tuple[None, ...]:
+    """What a builder's method takes for caches, which the interpreter has none of: two arguments, or one in 3.9."""
+    return (None,) * (len(inspect.signature(getattr(interpreter.InterpreterBuilder, method)).parameters) - others)
+
+
 def _load(stock: Operator) -> Operator:
     semantic = interpreter.interpreter_semantic
-    plain = (semantic._str_to_load_cache_modifier(""), semantic._str_to_eviction_policy(""))
+    policies = _policies("create_masked_load", 5)
 
     def call(
         pointer: Any, mask: Any = None, other: Any = None, *rest: Any, volatile: Any = False, **options: Any
@@ -57,12 +63,16 @@ def _load(stock: Operator) -> Operator:
             if mask is None:
                 if other is None:
                     everywhere, nothing = _filler(True, shape, tl.int1), _filler(0, shape, element)
-                    handle = semantic.builder.create_masked_load(pointer.handle, everywhere, nothing, *plain, volatile)
+                    handle = semantic.builder.create_masked_load(
+                        pointer.handle, everywhere, nothing, *policies, volatile
+                    )
                     return named(handle, like_of(element, shape))
             elif type(mask) is Value and mask.dtype.name == "int1" and shape is not None and _shape(mask) is shape:
                 filler = None if other is None else _other(other, shape, element)
                 if filler is not NotImplemented:
-                    handle = semantic.builder.create_masked_load(pointer.handle, mask.handle, filler, *plain, volatile)
+                    handle = semantic.builder.create_masked_load(
+                        pointer.handle, mask.handle, filler, *policies, volatile
+                    )
                     return named(handle, like_of(element, shape))
         return stock(pointer, mask, other, *rest, volatile=volatile, **options)
 
@@ -71,7 +81,7 @@ def _load(stock: Operator) -> Operator:
 
 def _store(stock: Operator) -> Operator:
     semantic = interpreter.interpreter_semantic
-    plain = (semantic._str_to_store_cache_modifier(""), semantic._str_to_eviction_policy(""))
+    policies = _policies("create_masked_store", 4)
 
     def call(pointer: Any, value: Any, mask: Any = None, *rest: Any, **options: Any) -> Any:
         element = None if rest or options else _element(pointer)
@@ -80,10 +90,10 @@ def _store(stock: Operator) -> Operator:
             if value.dtype.name == element.name and _shape(value) is shape:
                 if mask is None:
                     everywhere = _filler(True, shape, tl.int1)
-                    semantic.builder.create_masked_store(pointer.handle, value.handle, everywhere, *plain)
+                    semantic.builder.create_masked_store(pointer.handle, value.handle, everywhere, *policies)
                     return Value(None, tl.void)
                 if type(mask) is Value and mask.dtype.name == "int1" and _shape(mask) is shape:
-                    semantic.builder.create_masked_store(pointer.handle, value.handle, mask.handle, *plain)
+                    semantic.builder.create_masked_store(pointer.handle, value.handle, mask.handle, *policies)
                     return Value(None, tl.void)
         return stock(pointer, value, mask, *rest, **options)
 
