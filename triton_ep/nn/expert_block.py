@@ -206,12 +206,12 @@ class ExpertBlock:
         w13, w2, b13, b2 = params
         row_weights, aligned = saved["row_weights"], self.settings.aligned
         want_w13, want_w2, want_b13, want_b2 = needs.params
-        dx = dweights = dw13 = dw2 = db13 = db2 = grad_values = None
+        dx = dweights = dw13 = dw2 = db13 = db2 = values = None
         operand = self._operand(grad, offs)
         if want_w2 or want_b2:
-            grad_values = _values(operand if isinstance(grad, MXTensor) else grad, offs)
-        if b2 is not None and want_b2:
-            db2 = bias_gradient(grad_values, offs, row_weights).to(b2.dtype)
+            values = _values(operand if isinstance(grad, MXTensor) else grad, offs)
+        if values is not None and b2 is not None and want_b2:
+            db2 = bias_gradient(values, offs, row_weights).to(b2.dtype)
         if needs.rows or needs.row_weights or want_w13 or want_w2 or want_b13:
             dpre, act, dweights = down_dgrad(
                 operand,
@@ -226,8 +226,8 @@ class ExpertBlock:
             )
             if needs.rows:
                 dx = self._rows_gradient(dpre, w13, offs, tiles)
-            if want_w2:
-                dw2 = _weight_gradient(w2, grad_values, act, offs, aligned)
+            if values is not None and want_w2:
+                dw2 = _weight_gradient(w2, values, act, offs, aligned)
             if b13 is not None and want_b13:
                 db13 = bias_gradient(dpre, offs).to(b13.dtype)
             if want_w13:
@@ -310,7 +310,7 @@ class _Function(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         """Gradients of the rows, their weights and the parameters."""
         rows, scale, pre, row_weights, offs, tiles, *params = ctx.saved_tensors
