@@ -320,7 +320,7 @@ class _ExpertBlock(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Gradients of rows and weights; each only where it is needed."""
         kept, (pre, row_weights, *weights, offs, tiles) = _split(ctx.saved_tensors, ctx.num_kept)

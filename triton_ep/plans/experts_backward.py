@@ -153,9 +153,9 @@ def _down(how: str, weighted: bool, activation: Mapping[str, Any]) -> Asked:
         "w": f"tensordesc<{element}[1,{f'{tile.n},{tile.k}' if fp8 else f'{tile.k},{tile.n}'}]>",
         "dy_scale_ptr": scale,
         "w_scale_ptr": scale,
-        "weights_ptr": "*fp32" if weighted else "*i32",
-        "shares_ptr": "*fp32" if weighted else "*i32",
     }
+    if not weighted:
+        types |= {"weights_ptr": "*i32", "shares_ptr": "*i32"}
     return _asked(down_dgrad(tile, fp8, fp8, weighted, activation), types, ("ffn", "hidden"))
 
 
