@@ -1,4 +1,4 @@
-"""The MoE layer of `triton-ep demo` as a torch module, `triton_ep.nn.MoE`: result and gradient beside the dense one's."""
+"""The layer of `triton-ep demo` as a torch module, `triton_ep.nn.MoE`: result and gradient beside the dense one's."""
 
 import torch
 
