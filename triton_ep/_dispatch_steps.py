@@ -69,6 +69,16 @@ class DispatchSteps(LayerNames):
         landing: Literal["row"],
     ) -> tuple[RowScaled, torch.Tensor | None]: ...
 
+    @overload
+    def dispatch_again(
+        self,
+        input: torch.Tensor | MXTensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        weight: torch.Tensor | None = None,
+        *,
+        landing: str | None,
+    ) -> tuple[Any, torch.Tensor | None]: ...
+
     def dispatch_again(
         self,
         input: torch.Tensor | MXTensor,

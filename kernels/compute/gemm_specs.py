@@ -21,12 +21,13 @@ def _bf16(tile: dict[str, int], tma: bool, k_major: bool) -> Variant:
     return Variant({"TMA": tma, "K_MAJOR": k_major, **_COMMON, **tile}, types, _SIZES)
 
 
-def _fp8(m: int, n: int, stages: int, warps: int, tma: bool, hardware: bool = False) -> Variant:
+def _fp8(m: int, n: int, stages: int, warps: int, tma: bool, hardware: bool = False, rows: bool = False) -> Variant:
     types = {"A": "*fp8e4nv", "B": "*fp8e4nv", "OUT": "bf16", "SCALE": "u8" if hardware else "fp32"}
     if tma:
         types |= {"A": f"tensordesc<fp8e4nv[{m},128]>", "B": f"tensordesc<fp8e4nv[{n},128]>"}
     blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": 128, "STAGES": stages}
-    return Variant({"TMA": tma, "HARDWARE": hardware, **_COMMON, **blocks}, types, ("n", "k"), warps)
+    scales = {"HARDWARE": hardware, "ROW_SCALES": rows}
+    return Variant({"TMA": tma, **scales, **_COMMON, **blocks}, types, ("n", "k"), warps)
 
 
 def _wgrad(tma: bool, accumulate: bool = False) -> Variant:
@@ -75,6 +76,8 @@ GEMM_SPECS: tuple[KernelSpec, ...] = (
             _fp8(16, 128, 6, 4, tma=True),
             _fp8(32, 128, 6, 4, tma=True),
             _fp8(64, 256, 4, 8, tma=True),
+            _fp8(16, 128, 6, 4, tma=True, rows=True),
+            _fp8(128, 64, 4, 4, tma=True, rows=True),
             _fp8(16, 128, 6, 4, tma=False),
             _fp8(64, 256, 4, 8, tma=False),
             _fp8(128, 128, 3, 8, tma=True, hardware=True),

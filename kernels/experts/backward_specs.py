@@ -13,8 +13,8 @@ def _wgrad(accumulate: bool) -> Variant:
         "Y": "tensordesc<bf16[64,256]>",
         "OUT": "tensordesc<fp32[1,128,64]>" if accumulate else "tensordesc<bf16[1,128,128]>",
     }
-    blocks = {"EP": 64, "BLOCK_I": 128, "BLOCK_J": 256, "BLOCK_R": 64, "BAND": 8, "STAGES": 4}
-    return Variant({"ACCUMULATE": accumulate, **blocks}, types, ("num_i", "num_j"))
+    blocks = {"EP": 32, "BLOCK_I": 128, "BLOCK_J": 256, "BLOCK_R": 64, "BAND": 8, "STAGES": 4}
+    return Variant({"ACCUMULATE": accumulate, **blocks}, types, ("num_i", "num_j"), num_warps=8)
 
 
 _SWIGLU = {"KIND": ACT_SILU, "GATED": True, "CLAMP": False, "LIMIT": 0.0, "ALPHA": 1.0, "UP_OFFSET": 0.0}

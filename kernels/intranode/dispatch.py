@@ -183,8 +183,8 @@ def _land_tiles(
     scales = ()
     for tile in tl.static_range(TILES):
         scales += (load_block_scales(scale_ptrs, here, tile * BLOCK_H, row_words, BLOCKS),)
-    largest = tl.max(scales[0], axis=1)
-    for tile in tl.static_range(1, TILES):
+    largest = tl.zeros(row.shape, tl.int32)
+    for tile in tl.static_range(TILES):
         largest = tl.maximum(largest, tl.max(scales[tile], axis=1))
     # Rows are whole blocks: the compiler is told that they begin at multiples of 16 bytes.
     row_words = row_words // BLOCK_WORDS * BLOCK_WORDS

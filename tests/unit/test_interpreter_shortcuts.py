@@ -18,7 +18,7 @@ interpreter.install()
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter as stock  # noqa: E402
 
-from triton_ep.interpreter import shortcuts  # noqa: E402
+from triton_ep.interpreter import operators, shortcuts, speed  # noqa: E402
 from triton_ep.interpreter.narrow import FORMATS  # noqa: E402
 
 DTYPES = (
@@ -72,6 +72,12 @@ def _call(name: str, left: Any, right: Any) -> Any:
             result = getattr(semantic, name)(left, right, *rest)
     except Exception as error:
         return type(error).__name__
+    return _outcome(result)
+
+
+def _outcome(result: Any) -> Any:
+    if result.handle is None:  # of a store
+        return str(result.type)
     data = result.handle.data
     bits = np.ascontiguousarray(data).tobytes()
     return str(result.type), str(result.handle.dtype), tuple(result.shape), data.shape, data.dtype.str, bits
@@ -108,3 +114,172 @@ def test_every_pair_of_operands_gives_the_same_bits(name: str, monkeypatch: pyte
     wrong = [(pair, a, b) for pair, a, b in zip(_kinds(), seen, expected, strict=True) if a != b]
     assert wrong == []
     assert sum(isinstance(result, tuple) for result in seen) > 100
+
+
+# --- what the language's functions do in one step -----------------------------------------------------------
+
+
+def _stepwise() -> dict[tuple[Any, str], Any]:
+    """The language's functions as kernels see them, without the short ways, by their owner and name."""
+    patch = speed.LanguagePatch(stock._patch_lang._stock, lambda _owner, _name, same: same)
+    return {(owner, name): new for owner, name, _, new in patch.find_changes()}
+
+
+def _differences(owner: Any, name: str, calls: Iterator[tuple[Any, ...]], minimum: int) -> list[Any]:
+    """Calls of a function of the language that give something else than without its short way.
+
+    minimum: calls that must give a result at least, that the comparison be one.
+    """
+    stepwise = _stepwise()[owner, name]
+    with np.errstate(all="ignore"):
+        scope = stock._patch_lang(_kinds)
+        try:
+            ways = getattr(owner, name), stepwise
+            assert ways[0] is not stepwise
+            outcomes = []
+            for arguments in calls:
+                pair = []
+                for way in ways:
+                    try:
+                        pair.append(_outcome(way(*arguments)))
+                    except Exception as error:
+                        pair.append(type(error).__name__)
+                outcomes.append((arguments, pair))
+        finally:
+            scope.restore()
+    assert sum(isinstance(pair[1], tuple) or pair[1] == "void" for _, pair in outcomes) >= minimum
+    return [(arguments, pair) for arguments, pair in outcomes if pair[0] != pair[1]]
+
+
+def _compared(shape: tuple[int, ...]) -> Any:
+    """Truth values as comparisons give them: their handle has the type of what was compared."""
+    data = np.resize(VALUES, shape or (1,)) < 3
+    return tl.tensor(stock.TensorHandle(data, tl.int32), tl.block_type(tl.int1, list(shape)) if shape else tl.int1)
+
+
+def _pairs_of_a_value() -> Iterator[tuple[Any, Any]]:
+    for left, right in _kinds():
+        if isinstance(left, tl.tensor):
+            yield left, right
+            if not isinstance(right, tl.tensor):
+                yield left, tl.constexpr(right)
+    for left, right in product((tl.int32, tl.int64, tl.int1, tl.pointer_type(tl.int64)), repeat=2):
+        for shapes in product((*SHAPES, (1, 4, 2)), repeat=2):
+            yield _value(left, shapes[0]), _value(right, shapes[1])
+    for shapes in product(SHAPES, repeat=2):
+        yield _compared(shapes[0]), _compared(shapes[1])
+        yield _compared(shapes[0]), _value(tl.int1, shapes[1])
+        yield _value(tl.int32, shapes[0]), _compared(shapes[1])
+
+
+@pytest.mark.filterwarnings("ignore:Value .* exceeds the maximum bitwidth")
+@pytest.mark.parametrize("name", [*operators.OPERATORS, *operators.OF_CONSTANTS])
+def test_operators_in_one_step(name: str) -> None:
+    """Values, constants and constexprs of all kinds and shapes: the same type, shape and bits, or kind of error."""
+    assert _differences(tl.tensor, name, _pairs_of_a_value(), 150) == []
+
+
+def _every_value() -> Iterator[Any]:
+    for dtype, shape in product(DTYPES, SHAPES):
+        yield _value(dtype, shape)
+    yield from map(_compared, SHAPES)
+
+
+def test_other_members_in_one_step() -> None:
+    """Axes and conversions."""
+    axes = [(None, slice(None)), (slice(None), None), (slice(None), None, slice(None)), (None,), (slice(1, None), None)]
+    axes += [(slice(None), slice(None)), (slice(None),) * 3, (None, slice(None), None), None]
+    assert _differences(tl.tensor, "__getitem__", product(_every_value(), axes), 200) == []
+    targets = (*DTYPES, tl.pointer_type(tl.int64))
+    for owner, name in ((tl.tensor, "to"), (tl, "cast")):
+        assert _differences(owner, name, product(_every_value(), targets), 500) == []
+
+
+MEMORY = np.zeros(64, dtype=np.uint64)
+
+
+def _pointers(dtype: Any, shape: tuple[int, ...]) -> Any:
+    kind = tl.pointer_type(dtype)
+    places = np.arange(np.prod(shape, dtype=int) if shape else 1) * 8 + MEMORY.ctypes.data
+    data = places.astype(np.uint64).reshape(shape or (1,))
+    return tl.tensor(stock.TensorHandle(data, kind), tl.block_type(kind, list(shape)) if shape else kind)
+
+
+def _masks(shape: tuple[int, ...]) -> Iterator[Any]:
+    yield None
+    yield _value(tl.int1, shape)
+    yield _value(tl.int1, ())
+    yield _compared(shape)
+
+
+def test_loads_in_one_step() -> None:
+    """Of every type and shape, with and without mask and what stands in for lanes that are not loaded."""
+    MEMORY[:] = np.random.default_rng(0).integers(0, 2**62, MEMORY.shape)
+
+    def calls() -> Iterator[tuple[Any, ...]]:
+        for dtype, shape in product(DTYPES, SHAPES):
+            for mask in _masks(shape):
+                for other in (None, 0, -1, 3, 0.0, -0.0, 1.5, 2**40, _value(dtype, shape), _value(tl.int32, ())):
+                    yield _pointers(dtype, shape), mask, other
+
+    assert _differences(tl, "load", calls(), 800) == []
+    assert _differences(tl.core, "load", calls(), 800) == []
+
+
+def test_stores_in_one_step() -> None:
+    """What is in memory afterwards, too."""
+    seen: list[bytes] = []
+    stepwise = _stepwise()[tl, "store"]
+
+    def calls() -> Iterator[tuple[Any, ...]]:
+        for dtype, shape in product(DTYPES, SHAPES):
+            for mask in _masks(shape):
+                for value in (_value(dtype, shape), _value(dtype, ()), _value(tl.int32, shape), 3, 0.5):
+                    yield _pointers(dtype, shape), value, mask
+
+    with np.errstate(all="ignore"):
+        scope = stock._patch_lang(_kinds)
+        try:
+            for way in (tl.store, stepwise):
+                for number, arguments in enumerate(calls()):
+                    MEMORY[:] = number
+                    try:
+                        assert str(way(*arguments).type) == "void"
+                    except Exception as error:
+                        seen.append(type(error).__name__.encode())
+                    seen.append(MEMORY.tobytes())
+        finally:
+            scope.restore()
+    half = len(seen) // 2
+    assert seen[:half] == seen[half:] and half > 1000
+    assert len(set(seen[:half])) > 900
+
+
+def test_choices_and_blocks_in_one_step() -> None:
+    """Of values and constants on either side, by conditions of every shape; blocks of numbers, twice each."""
+
+    def choices() -> Iterator[tuple[Any, ...]]:
+        for condition in (
+            _value(tl.int1, (4,)),
+            _compared((4,)),
+            _value(tl.int1, (4, 2)),
+            _compared(()),
+        ):
+            sides = [_value(dtype, shape) for dtype, shape in product(DTYPES, ((), (4,), (4, 2)))]
+            for side in sides:
+                for other in (*CONSTANTS, tl.constexpr(3), sides[10], _value(side.dtype, ()), _value(side.dtype, (4,))):
+                    yield condition, side, other
+                    yield condition, other, side
+            yield from ((condition, x, y) for x, y in product((0, 1, -5, 0.5, True, 2**40), repeat=2))
+
+    assert _differences(tl, "where", choices(), 3000) == []
+    assert _differences(tl, "arange", iter([(0, 8), (0, tl.constexpr(8)), (0, 8), (8, 16), (0, 3)] * 2), 8) == []
+    blocks = [([8], 0, tl.int32), ((4, 2), 1.0, tl.float32), ([tl.constexpr(8)], 0, tl.bfloat16), ([8], 0.0, tl.int32)]
+    blocks += [
+        ([8], True, tl.int1),
+        ([8], 1, tl.int1),
+        ([8], -0.0, tl.float32),
+        ([8], 0.0, tl.float32),
+        ([], 0, tl.int32),
+    ]
+    assert _differences(tl, "full", iter([*blocks, ([8], _value(tl.int32, ()), tl.int32)] * 2), 18) == []

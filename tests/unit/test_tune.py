@@ -24,7 +24,7 @@ from triton_ep.cli import tune as cli
 from triton_ep.cli.machine import inspect_machine, judge
 from triton_ep.config import EPConfig
 from triton_ep.errors import ConfigError
-from triton_ep.kernels.device.codes import WORDS
+from triton_ep.kernels.device.codes import LANDING_WORDS, WORDS
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.plans import Plan, exchange
 from triton_ep.tuned import choose
@@ -192,7 +192,7 @@ def test_kernels_take_what_the_entry_says() -> None:
 
     def plans_of(config: EPConfig, interpreted: bool) -> list[Plan]:
         s = config.shape(interpreted=interpreted)
-        push, expand = exchange.push(s, WORDS, 8), exchange.expand(s, False, False, False, 8)
+        push, expand = exchange.push(s, WORDS, 8), exchange.expand(s, LANDING_WORDS, False, False, 8)
         return [push, expand, exchange.reduce(s, False), exchange.pull(s, False, True)]
 
     found = plans_of(config, interpreted=False)

@@ -3,7 +3,8 @@
 As shipped, each launch and each call of a device function searches triton.language for what to patch, each
 integer addition is repeated in int64 for a check whose outcome is thrown away, each look at a dtype builds a
 table, and each value makes its shape anew, as objects of objects. Here the search is done once and replayed,
-the check is off, and tables and shapes are kept. What single operations do sooner is in shortcuts.py.
+the check is off, and tables and shapes are kept. What single operations do sooner is in shortcuts.py, operators.py and
+memory.py.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from typing import Any
 import triton.language as tl
 from triton.runtime import interpreter
 
-from . import shortcuts
+from . import memory, operators, shortcuts
 
 
 def apply() -> None:
@@ -24,7 +25,7 @@ def apply() -> None:
     options = interpreter.interpreter_builder.options
     if not options.debug:  # without debug the check ends in a device_assert that returns at once
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    interpreter._patch_lang = _LanguagePatch(interpreter._patch_lang)
+    interpreter._patch_lang = LanguagePatch(interpreter._patch_lang, _quick)
     _keep_shapes()
     shortcuts.apply()
 
@@ -36,6 +37,12 @@ def translate_kernels() -> None:
             for value in list(vars(module).values()):  # rewriting adds names to the module
                 if isinstance(value, interpreter.InterpretedFunction):
                     value.rewrite()
+
+
+def _quick(owner: Any, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    if owner is tl.tensor:
+        return operators.quick(name, stock)
+    return memory.quick(name, stock) if owner in (tl, tl.core) else stock
 
 
 def _keep_shapes() -> None:
@@ -87,14 +94,15 @@ def _cached_np_dtype(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return get_np_dtype
 
 
-class _LanguagePatch:
+class LanguagePatch:
     """Stands in for the interpreter's `_patch_lang`: the same changes, found once, made once per launch.
 
     A device function called inside a launch finds the language patched already.
     """
 
-    def __init__(self, stock: Callable[[Any], Any]) -> None:
-        self._stock = stock
+    def __init__(self, stock: Callable[[Any], Any], quick: Callable[..., Any]) -> None:
+        """quick: a builtin that tries a short way before the given one, by its owner and name."""
+        self._stock, self._quick = stock, quick
         self._changes: list[tuple[Any, str, Any, Any]] | None = None
         self._applied = False
 
@@ -103,7 +111,7 @@ class _LanguagePatch:
         if self._applied:
             return _NOTHING
         if self._changes is None:
-            self._changes = self._find_changes()
+            self._changes = self.find_changes()
         for owner, name, _, new in self._changes:
             setattr(owner, name, new)
         self._applied = True
@@ -118,7 +126,7 @@ class _LanguagePatch:
                 setattr(owner, name, old)
         self._applied = False
 
-    def _find_changes(self) -> list[tuple[Any, str, Any, Any]]:
+    def find_changes(self) -> list[tuple[Any, str, Any, Any]]:
         """(owner, name, before, after) of all that the stock patch changes, for a function that sees all."""
         probe = FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
         scope = self._stock(probe)
@@ -127,7 +135,7 @@ class _LanguagePatch:
             new = getattr(owner, name)
             builtin = (getattr(new, "__kwdefaults__", None) or {}).get("member")
             if builtin is not None:
-                new = shortcuts.direct(builtin, interpreter.interpreter_semantic)
+                new = self._quick(owner, name, shortcuts.direct(builtin, interpreter.interpreter_semantic))
             first.setdefault((id(owner), name), (owner, name, old, new))
         scope.restore()
         # 3.6 converts the whole array, which numpy 2.4 refuses: `range(n)` and slices need one number.

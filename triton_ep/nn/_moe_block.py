@@ -240,7 +240,7 @@ def _split(value: Any) -> tuple[list[torch.Tensor], tuple[list[Any], Any]]:
 def _join(tensors: Sequence[torch.Tensor], rest: tuple[list[Any], Any]) -> Any:
     """What `_split` was given."""
     found, (marks, spec) = iter(tensors), rest
-    leaves = []
+    leaves: list[Any] = []
     for mark in marks:
         if mark is _Rows:
             leaves.append(RowScaled(next(found), next(found)))

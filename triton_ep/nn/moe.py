@@ -50,8 +50,8 @@ class MoE(nn.Module):
         dtype: of rows: bfloat16, which is what products of the experts give.
         params_dtype: of the experts' parameters; None: as rows. With payload=None float32 ones are cast in every pass.
         group: expert-parallel group; None = the world.
-        num_sm, timeout_s, local_world_size: of the exchange, as for `EPAll2AllLayer`; None: as tuned, and ranks per node
-            of the job.
+        num_sm, timeout_s, local_world_size: of the exchange, as for `EPAll2AllLayer`; None: as tuned, and as many ranks
+            per node as the job has.
         prepared, activation, gated, limit, alpha, up_offset, bias, separate: of `SwiGLUExperts`.
         device: of the parameters; None: that of the rank, or torch's default device if that is "meta".
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from triton_ep import runtime
 from triton_ep._strides import dense
 from triton_ep.errors import InputError
 from triton_ep.kernels.device.codes import TILE_WORDS
@@ -19,7 +20,7 @@ from triton_ep.ops.tiles import check_offsets, tile_table
 from triton_ep.ops.weighted_rows import weighted_rows_backward
 from triton_ep.plans import experts_backward as plans
 from triton_ep.plans.experts import most_programs
-from triton_ep.runtime import INTERPRETING, Boxes, launch
+from triton_ep.runtime import INTERPRETING, Boxes
 
 __all__ = ["bias_gradient", "down_dgrad", "weight_gradient", "weighted_rows_backward"]
 
@@ -84,7 +85,7 @@ def _down_dgrad(
     rows_weights, out_shares = (tiles, tiles) if weights is None else (weights, shares)
     arguments = (*operands, *optional, pre, rows_weights, tiles, dpre, act, out_shares, num_rows, hidden, ffn)
     grid = min(programs(dy.device) * tile.per_sm, most_programs(tile, num_rows, experts, ffn))
-    launch(plan.kernel, grid, arguments, plan.constexprs, num_warps=plan.num_warps)
+    runtime.launch(plan.kernel, grid, arguments, plan.constexprs, num_warps=plan.num_warps)
     return dpre, act, shares
 
 
@@ -105,7 +106,7 @@ def _row_weight_gradient(
     grid = (tiles.shape[0] - 1) * (plans.TILE_ROWS // plan.constexprs["ROWS"])
     given = (dy, tiles if dy_scale is None else dy_scale, bias) if bias is not None else (tiles, tiles, tiles)
     sizes = (out.shape[0], shares.shape[0], hidden)
-    launch(plan.kernel, grid if out.shape[0] else 0, (shares, *given, tiles, out, *sizes), plan.constexprs)
+    runtime.launch(plan.kernel, grid if out.shape[0] else 0, (shares, *given, tiles, out, *sizes), plan.constexprs)
     return out
 
 
@@ -228,7 +229,7 @@ def _bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tenso
     plan = plans.bias_gradient(n, row_weights is not None, INTERPRETING)
     weights = x if row_weights is None else row_weights.contiguous()
     grid = experts * -(-n // plan.constexprs["BLOCK_N"])
-    launch(plan.kernel, grid, (x.contiguous(), offs.contiguous(), weights, out, n), plan.constexprs)
+    runtime.launch(plan.kernel, grid, (x.contiguous(), offs.contiguous(), weights, out, n), plan.constexprs)
     return out
 
 
@@ -271,7 +272,7 @@ def _weight_gradient(
         Boxes(out, [num_experts, num_i, num_j], [num_i * num_j, num_j, 1], box),
     )
     arguments = (*operands, offs.contiguous(), num_rows, num_i, num_j, num_experts)
-    launch(plan.kernel, programs(x.device), arguments, plan.constexprs, num_warps=plan.num_warps)
+    runtime.launch(plan.kernel, programs(x.device), arguments, plan.constexprs, num_warps=plan.num_warps)
 
 
 @torch.no_grad()

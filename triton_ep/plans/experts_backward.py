@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from triton_ep.kernels.device.codes import TILE_ROWS
-from triton_ep.plans.compute import BAND, Tile
-from triton_ep.plans.experts import ProductTile
+from triton_ep.plans.asked import Asked
+from triton_ep.plans.compute import BAND, Tile, wgrad_constexprs
+from triton_ep.plans.compute import WGRAD as MASKED_WGRAD
+from triton_ep.plans.compute import WGRAD_ADDED as MASKED_WGRAD_ADDED
+from triton_ep.plans.experts import ProductTile, activation_constexprs
 from triton_ep.plans.shape import Plan, next_power_of_2
 
 WGRAD = Tile(128, 256, 64, 4)
@@ -88,3 +91,103 @@ def weighted_rows(num_rows: int, hidden: int, mx: bool, offs: bool, interpreted:
         rows, block = min(next_power_of_2(-(-num_rows // 2)), 32), min(max(next_power_of_2(hidden), 32), 1024)
     constexprs = {"IS_MX": mx, "HAS_OFFS": offs, "ROWS": rows, "BLOCK_H": block}
     return Plan("weighted_rows_backward_kernel", constexprs)
+
+
+# --- what an ahead-of-time library is asked for -----------------------------------------------------------------
+
+
+def experts_backward(
+    experts_per_rank: int,
+    arithmetic: tuple[str, ...] = ("bf16", "fp8"),
+    weights: tuple[bool, ...] = (True,),
+    aligned: tuple[bool, ...] = (True,),
+    main_grad: tuple[bool, ...] = (False, True),
+    bias: str | None = None,
+    kind: str = "silu",
+    gated: bool = True,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+) -> list[Asked]:
+    """Gradients of the experts of a MoE layer and of a weighted combine, for sizes that are multiples of 64.
+
+    Arguments:
+        arithmetic: "bf16"; "fp8" and "fast": MXFP8 with row scales, added in float32 or by tensor cores.
+        weights: rows have weights. aligned: segments are multiples of 128 rows.
+        main_grad: gradients of weights are added to float32 ones (True), or are new (False).
+        bias: dtype of biases, "bf16" or "fp32"; None: there are none.
+        kind, gated, limit, alpha, up_offset: the activation.
+    """
+    activation = activation_constexprs(kind, gated, limit, alpha, up_offset)
+    found = []
+    for how in arithmetic:
+        for weighted in weights:
+            found.append(_down(how, weighted, activation))
+            if weighted:
+                found.append(_row_weights(how != "bf16", bias))
+    for whole in aligned:
+        for added in main_grad:
+            found.append(_weights(experts_per_rank, added) if whole else _masked_weights(experts_per_rank, added))
+    if bias is not None:
+        for weighted in sorted({False, *weights}):
+            types = {"weights_ptr": "*fp32" if weighted else "*bf16"}
+            found.append(_asked(bias_gradient(1024, weighted, interpreted=False), types, ("n",)))
+    for mx in (False, True):
+        for offs in (False, True):
+            types = {"dy_ptr": "*fp8e4nv" if mx else "*bf16", "dy_scale_ptr": "*u8" if mx else "*bf16"}
+            types |= {"y_ptr": "*bf16", "grad_ptr": "*bf16", "offs_ptr": "*i32" if offs else "*fp32"}
+            found.append(_asked(weighted_rows(1024, 1024, mx, offs, interpreted=False), types, ("hidden",)))
+    return list({asked.signature(): asked for asked in found}.values())
+
+
+def _asked(plan: Plan, types: Mapping[str, str], aligned: tuple[str, ...], unaligned: tuple[str, ...] = ()) -> Asked:
+    return Asked(plan.kernel, plan.constexprs, types, aligned, unaligned=unaligned, num_warps=plan.num_warps)
+
+
+def _down(how: str, weighted: bool, activation: Mapping[str, Any]) -> Asked:
+    fp8 = how != "bf16"
+    tile = down_tile(fp8, how == "fast", interpreted=False)
+    element, scale = ("fp8e4nv", "*fp32") if fp8 else ("bf16", "*i32")
+    types = {
+        "dy": f"tensordesc<{element}[{tile.m},{tile.k}]>",
+        "w": f"tensordesc<{element}[1,{f'{tile.n},{tile.k}' if fp8 else f'{tile.k},{tile.n}'}]>",
+        "dy_scale_ptr": scale,
+        "w_scale_ptr": scale,
+    }
+    if not weighted:
+        types |= {"weights_ptr": "*i32", "shares_ptr": "*i32"}
+    return _asked(down_dgrad(tile, fp8, fp8, weighted, activation), types, ("ffn", "hidden"))
+
+
+def _row_weights(fp8: bool, bias: str | None) -> Asked:
+    plan = row_weight_gradient(1024, bias is not None, fp8, interpreted=False)
+    types = {
+        "dy_ptr": "*i32" if bias is None else "*fp8e4nv" if fp8 else "*bf16",
+        "dy_scale_ptr": "*fp32" if fp8 and bias is not None else "*i32",
+        "bias_ptr": "*i32" if bias is None else f"*{bias}",
+    }
+    return _asked(plan, types, ("hidden",))
+
+
+def _weights(experts: int, added: bool) -> Asked:
+    plan, tile = weight_gradient(experts, added, interpreted=False)
+    types = {
+        "x": f"tensordesc<bf16[{tile.k},{tile.m}]>",
+        "y": f"tensordesc<bf16[{tile.k},{tile.n}]>",
+        "out": f"tensordesc<fp32[1,{tile.m},{tile.n // 4}]>"
+        if added
+        else f"tensordesc<bf16[1,{tile.m},{tile.n // 2}]>",
+    }
+    return _asked(plan, types, ("num_i", "num_j"))
+
+
+def _masked_weights(experts: int, added: bool) -> Asked:
+    """Of segments of any length, whose ends stand one behind the start of their table."""
+    tile = MASKED_WGRAD_ADDED if added else MASKED_WGRAD
+    types = {
+        "x_desc": f"tensordesc<bf16[{tile.k},{tile.m}]>",
+        "y_desc": f"tensordesc<bf16[{tile.k},{tile.n}]>",
+        "out_ptr": "*fp32" if added else "*bf16",
+    }
+    plan = Plan("grouped_wgrad_kernel", wgrad_constexprs(experts, tile, True, added))
+    return _asked(plan, types, ("num_i", "num_j", "stride_xm", "stride_ym"), ("ends_ptr",))
