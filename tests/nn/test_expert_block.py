@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from tests.ops.grouped import DEVICE
 from triton_ep import MXTensor
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.nn import expert_block as module
-from triton_ep.nn.expert_block import ExpertSettings, Passes, expert_block
+from triton_ep.nn._moe_block import Needs
+from triton_ep.nn.expert_block import ExpertBlock, ExpertSettings, expert_block
 from triton_ep.nn.prepared import PreparedWeights
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.row_scales import quantize_to_rows
@@ -207,23 +209,27 @@ def test_between_two_exchanges(precision: str | None) -> None:
     """Forward and backward by hand, of rows and gradients as a dispatch delivers them: the same bits."""
     case = Case(precision, sizes=(9, 0, 4), biased=True)
     as_function = case.run(dy=case.dy if precision is None else quantize_to_rows(case.dy).dequantize())
-    prepared = None if precision is None else PreparedWeights("both", precision)
+    block = ExpertBlock(None if precision is None else PreparedWeights("both", precision), case.settings)
     params = [case.tensors[name].detach().requires_grad_() for name in NAMES[2:]]
     delivered = (lambda rows: rows) if precision is None else quantize_to_rows
-    passes = Passes(prepared, case.offs, tile_table(case.offs, case.x.shape[0]), case.settings)
-    row_weights = case.tensors["row_weights"]
-    with torch.no_grad():
-        y, saved = passes.forward(delivered(case.x), row_weights, params, keep=True)
-        assert saved is not None
-        needs = (True, True, True, True, True, False)
-        rows, weights, of_weights = passes.backward(delivered(case.dy), saved, params, needs)
-        assert passes.forward(delivered(case.x), row_weights, params, keep=False)[1] is None
-    w13, w2, b13, b2 = of_weights()
-    assert b2 is None
-    found = {"y": y, "x_rows": rows, "row_weights": weights, "w13": w13, "w2": w2, "b13": b13}
-    for name, value in found.items():
-        used = case.used if name in ("y", "x_rows", "row_weights") else None
-        assert torch.equal(value[:used], as_function[name][:used]), name
+    tiles = tile_table(case.offs, case.x.shape[0])
+    for table in (tiles, None):
+        desc: Any = SimpleNamespace(expert_offsets=case.offs, tiles=table, num_recv_rows=case.x.shape[0])
+        y, saved = block.forward(delivered(case.x), case.tensors["row_weights"], params, desc, keep=True)
+        needs = Needs(True, True, (True, True, True, False))
+        got = block.backward(delivered(case.dy), saved, params, desc, needs)
+        of_params = got.params()
+        assert of_params[3] is None and not y.requires_grad
+        found = {
+            "y": y,
+            "x_rows": got.rows,
+            "row_weights": got.row_weights,
+            **dict(zip(NAMES[2:5], of_params[:3], strict=True)),
+        }
+        for name, value in found.items():
+            used = case.used if name in ("y", "x_rows", "row_weights") else None
+            assert torch.equal(value[:used], as_function[name][:used]), name
+    assert block.forward(delivered(case.x), case.tensors["row_weights"], params, desc, keep=False)[1] == {}
 
 
 def test_no_rows() -> None:
@@ -274,5 +280,5 @@ def test_errors() -> None:
     tensors = case.tensors.values()
     with pytest.raises(InputError, match="precision='default', got NoneType"):
         expert_block(*tensors, None, case.offs, None, case.settings)
-    with pytest.raises(InputError, match="x_rows is an MXTensor"):
+    with pytest.raises(InputError, match="the rows are MXTensor"):
         expert_block(*tensors, None, case.offs, None, ExpertSettings())

@@ -67,7 +67,8 @@ def _all_parameters(moe: MoE, name: str) -> torch.Tensor:
 def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
     world, device = nodes * ranks_per_node, current_heap().device
     xs, ids, weights, grads = _inputs(world, 2 * world)
-    with _moe(world, router=False, **options) as moe:
+    with _moe(world, router=False, local_world_size=ranks_per_node, **options) as moe:
+        assert moe.exchange.config.num_nodes == nodes
         names = [name for name, _ in moe.experts.named_parameters()]
         for name in names:
             if name.startswith("b"):

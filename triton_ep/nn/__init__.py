@@ -12,8 +12,17 @@ docs/how-to/train-a-moe-layer.md shows training, docs/reference/nn.md has every 
 """
 
 from triton_ep.nn.exchanges import finalize_exchanges, new_exchange
+from triton_ep.nn.memory import MemoryEstimate, estimate_memory
 from triton_ep.nn.moe import MoE
 from triton_ep.nn.router import TopKRouter
 from triton_ep.nn.swiglu_experts import SwiGLUExperts
 
-__all__ = ["MoE", "SwiGLUExperts", "TopKRouter", "finalize_exchanges", "new_exchange"]
+__all__ = [
+    "MemoryEstimate",
+    "MoE",
+    "SwiGLUExperts",
+    "TopKRouter",
+    "estimate_memory",
+    "finalize_exchanges",
+    "new_exchange",
+]

@@ -31,6 +31,8 @@ ALIGNMENT = 128
 """Rows to which the segment of an expert is aligned: a tile of the grouped products holds rows of one expert."""
 TIMEOUT_S = 120.0
 """Bound of waits unless told: ranks may compile kernels for different times between a dispatch and its combine."""
+_FREE = ("max_tokens", "num_sm", "timeout_s", "local_world_size")
+"""Of these a given exchange may have others than the module names; more tokens only."""
 _FIELDS = {"capacity": "recv_capacity", "dtype": "token_dtype"}
 
 
@@ -47,6 +49,7 @@ class Sizes(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     num_sm: int | None = None
     timeout_s: float = TIMEOUT_S
+    local_world_size: int | None = None
 
 
 def new_exchange(
@@ -62,18 +65,19 @@ def new_exchange(
     group: Any = None,
     num_sm: int | None = None,
     timeout_s: float = TIMEOUT_S,
+    local_world_size: int | None = None,
 ) -> EPAll2AllLayer:
     """An exchange of its own, as a `MoE` of these sizes makes it: for a second micro-batch in flight. Collective.
 
-    The caller finalizes it. Arguments are those of `MoE`; num_sm and timeout_s are of `EPAll2AllLayer`.
+    The caller finalizes it. Arguments are those of `MoE`.
 
     Raises:
         ConfigError: sizes that cannot work, or that differ between ranks. HeapError: not enough symmetric memory.
     """
     group = dist.group.WORLD if group is None else group
     rows = capacity_rows(capacity, low_latency, num_experts, topk, max_tokens, check_group(group))
-    sizes = Sizes(hidden, num_experts, topk, max_tokens, payload, rows, low_latency, dtype, num_sm, timeout_s)
-    return _make(group, sizes)
+    options = (payload, rows, low_latency, dtype, num_sm, timeout_s, local_world_size)
+    return _make(group, Sizes(hidden, num_experts, topk, max_tokens, *options))
 
 
 def capacity_rows(
@@ -112,7 +116,7 @@ def _make(group: Any, sizes: Sizes) -> EPAll2AllLayer:
             sizes.topk,
             dist.get_rank(group),
             sizes.num_experts,
-            ranks_per_node(group),
+            sizes.local_world_size or ranks_per_node(group),
             dist.get_world_size(group),
             sizes.dtype,
             num_sm=sizes.num_sm,
@@ -338,9 +342,7 @@ def given_exchange(layer: Any, group: Any, sizes: Sizes) -> Exchange:
     if not isinstance(layer, EPAll2AllLayer):
         raise ConfigError(f"exchange must be an EPAll2AllLayer, as new_exchange makes it, got {type(layer).__name__}.")
     cfg = layer.config
-    wanted = {
-        name: value for name, value in sizes._asdict().items() if name not in ("max_tokens", "num_sm", "timeout_s")
-    }
+    wanted = {name: value for name, value in sizes._asdict().items() if name not in _FREE}
     if sizes.capacity is None:
         del wanted["capacity"]
     for name, value in {**wanted, "alignment": ALIGNMENT}.items():

@@ -13,15 +13,16 @@ Gradients of weights are bf16 products of rows in bf16, whatever the precision: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from triton_ep.errors import ConfigError, InputError
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
+from triton_ep.nn._moe_block import ExpertGradients, Needs, Params
 from triton_ep.nn.prepared import PreparedWeights
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.experts import gate_up, rows_product
@@ -33,6 +34,9 @@ from triton_ep.ops.tiles import tile_table
 PRECISIONS = (None, "default", "fast", "exact")
 
 Rows = torch.Tensor | RowScaled
+Saved = dict[str, Any]
+"""What the backward pass needs: "rows" as they came or were multiplied, the 8-bit form of them if there is one, and
+only for the gradient of w13; "pre", the first product; "row_weights"."""
 
 _SWIGLU = Activation()
 
@@ -89,8 +93,9 @@ def expert_block(
     Rows from offs[-1] on are neither read nor written, and have no gradients: what stands there means nothing.
 
     Arguments:
-        x_rows: [R, H] bf16; with a precision an MXTensor or RowScaled as well. Of bf16 rows FP8 products quantise their
-            own, and "exact" takes the values as they are. RowScaled has no gradient.
+        x_rows: [R, H] bf16; with a precision an MXTensor or RowScaled as well. RowScaled has no gradient. Of bf16 rows
+            FP8 products quantise their own, and "exact" takes the values as they are; so they do of the gradient of the
+            result, which may be bf16 or an MXTensor.
         row_weights: [R] float32, or None: ones.
         w13: [E, 2F, H], rows of gate before those of up; not gated: [E, F, H]. w2: [E, H, F]. bf16, contiguous; with a
             precision what `PreparedWeights` takes. The gradient of one with a `main_grad` is added there, in float32 if
@@ -105,30 +110,165 @@ def expert_block(
     Raises:
         InputError: operands that do not fit each other.
     """
-    if (prepared is None) != (settings.precision is None):
-        raise InputError(f"prepared goes with precision={settings.precision!r}, got {type(prepared).__name__}.")
-    if isinstance(x_rows, MXTensor | RowScaled) and settings.precision is None:
-        raise InputError(f"x_rows is an {type(x_rows).__name__}; products of bf16 rows need precision=None and bf16.")
     tiles = tile_table(offs, x_rows.shape[0]) if tiles is None else tiles
-    arguments = (x_rows, row_weights, w13, w2, b13, b2, prepared, offs, tiles, settings)
-    given = (x_rows, row_weights, w13, w2, b13, b2)
+    block = ExpertBlock(prepared, settings)
+    params = (w13, w2, b13, b2)
+    given = (x_rows, row_weights, *params)
     if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in given):
-        result: torch.Tensor = _ExpertBlock.apply(*arguments)
+        result: torch.Tensor = _Function.apply(block, offs, tiles, x_rows, row_weights, *params)
         return result
-    with torch.no_grad():
-        return _forward(_operand(x_rows, offs, settings), *arguments[1:], keep_pre=False)[0]
+    return block.run(x_rows, row_weights, params, offs, tiles, keep=False)[0]
 
 
-# --- operands -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ExpertBlock:
+    """Both directions of `expert_block` without autograd: the `Experts` of a `MoEBlock`. params: w13, w2, b13, b2.
+
+    Attributes:
+        prepared, settings: as of `expert_block`.
+
+    Raises:
+        InputError: copies of weights without a precision, or the other way.
+    """
+
+    prepared: PreparedWeights | None
+    settings: ExpertSettings
+
+    def __post_init__(self) -> None:
+        """Check that both go together."""
+        if (self.prepared is None) != (self.settings.precision is None):
+            given = type(self.prepared).__name__
+            raise InputError(f"prepared goes with precision={self.settings.precision!r}, got {given}.")
+
+    def forward(
+        self, rows: Rows, row_weights: torch.Tensor | None, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
+    ) -> tuple[torch.Tensor, Saved]:
+        """As `run`, of rows that a dispatch has delivered."""
+        return self.run(rows, row_weights, params, desc.expert_offsets, _tiles(desc), keep=keep)
+
+    def backward(
+        self, grad: Rows, saved: Saved, params: Params, desc: EPAllToAllLayoutDesc, needs: Needs
+    ) -> ExpertGradients:
+        """As `differentiate`, of gradients that a dispatch has delivered."""
+        return self.differentiate(grad, saved, params, desc.expert_offsets, _tiles(desc), needs)
+
+    @torch.no_grad()
+    def run(
+        self,
+        rows: Rows,
+        row_weights: torch.Tensor | None,
+        params: Params,
+        offs: torch.Tensor,
+        tiles: torch.Tensor,
+        *,
+        keep: bool,
+    ) -> tuple[torch.Tensor, Saved]:
+        """The result [R, H], and what `differentiate` needs if `keep`, else nothing."""
+        settings = self.settings
+        if isinstance(rows, MXTensor | RowScaled) and settings.precision is None:
+            raise InputError(f"the rows are {type(rows).__name__}; with precision=None they must be bf16.")
+        w13, w2, b13, b2 = params
+        operand = self._operand(rows, offs)
+        act, pre = gate_up(
+            operand,
+            self._weight(w13, "fprop", "w13"),
+            offs,
+            row_weights=row_weights,
+            activation=settings.activation,
+            bias=b13,
+            keep_pre=keep,
+            act="bf16" if settings.precision is None else "mx" if settings.fp8 else "mx_bf16",
+            fast=settings.fast,
+            tiles=tiles,
+        )
+        y = rows_product(
+            act,
+            self._weight(w2, "fprop", "w2"),
+            offs,
+            bias=b2,
+            row_weights=row_weights,
+            fast=settings.fast,
+            aligned=settings.aligned,
+            tiles=tiles,
+        )
+        if not keep:
+            return y, {}
+        kept = None
+        if w13 is not None and w13.requires_grad:
+            kept = operand if settings.fp8 else rows
+        return y, {"rows": kept, "pre": pre, "row_weights": row_weights}
+
+    @torch.no_grad()
+    def differentiate(
+        self, grad: Rows, saved: Saved, params: Params, offs: torch.Tensor, tiles: torch.Tensor, needs: Needs
+    ) -> ExpertGradients:
+        """Gradients from that of the result [R, H], bf16, MXTensor or RowScaled; each only where it is needed.
+
+        Those of the parameters are left to a call, because other ranks wait for that of the rows.
+        """
+        w13, w2, b13, b2 = params
+        row_weights, aligned = saved["row_weights"], self.settings.aligned
+        want_w13, want_w2, want_b13, want_b2 = needs.params
+        dx = dweights = dpre = act = None
+        operand = self._operand(grad, offs)
+        if needs.rows or needs.row_weights or want_w13 or want_w2 or want_b13:
+            dpre, act, dweights = down_dgrad(
+                operand,
+                self._weight(w2, "dgrad", "w2"),
+                saved["pre"],
+                offs,
+                row_weights=row_weights,
+                activation=self.settings.activation,
+                bias=b2 if needs.row_weights else None,
+                fast=self.settings.fast,
+                tiles=tiles,
+            )
+            if needs.rows:
+                dx = self._rows_gradient(dpre, w13, offs, tiles)
+
+        @torch.no_grad()
+        def of_params() -> Params:
+            dw13 = dw2 = db13 = db2 = None
+            values = _values(operand if isinstance(grad, MXTensor) else grad, offs) if want_w2 or want_b2 else None
+            if values is not None and b2 is not None and want_b2:
+                db2 = bias_gradient(values, offs, row_weights).to(b2.dtype)
+            if values is not None and act is not None and want_w2:
+                dw2 = _weight_gradient(w2, values, act, offs, aligned)
+            if dpre is not None and b13 is not None and want_b13:
+                db13 = bias_gradient(dpre, offs).to(b13.dtype)
+            if dpre is not None and want_w13:
+                dw13 = _weight_gradient(w13, dpre, _values(saved["rows"], offs), offs, aligned)
+            return dw13, dw2, db13, db2
+
+        return ExpertGradients(dx, dweights if needs.row_weights else None, of_params)
+
+    def _operand(self, x: Rows, offs: torch.Tensor) -> Rows:
+        """Rows as the products of this precision take them."""
+        if not self.settings.fp8:
+            return _values(x, offs)
+        if isinstance(x, MXTensor):
+            return rebase_rows(x.qdata, x.scale, offs)
+        return x if isinstance(x, RowScaled) else quantize_to_rows(x.contiguous(), offs)
+
+    def _weight(self, weight: torch.Tensor | None, use: str, name: str) -> Any:
+        """For x w^T [E, N, K]; for dy w RowScaled [E, K, N], or bf16 [E, N, K] as it is."""
+        assert weight is not None, "only biases may be left out"
+        return weight if self.prepared is None else self.prepared.get(weight, use, name=name)
+
+    def _rows_gradient(
+        self, dpre: torch.Tensor, w13: torch.Tensor | None, offs: torch.Tensor, tiles: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, H] bf16: dpre w13."""
+        settings, weight = self.settings, self._weight(w13, "dgrad", "w13")
+        if settings.precision == "exact":
+            dpre = dequantize_rows(*quantize_rows(dpre))
+        rows: Rows = quantize_to_rows(dpre, offs) if settings.fp8 else dpre
+        transposed = weight if isinstance(weight, RowScaled) else weight.transpose(1, 2)
+        return rows_product(rows, transposed, offs, fast=settings.fast, aligned=settings.aligned, tiles=tiles)
 
 
-def _operand(x: Rows, offs: torch.Tensor, settings: ExpertSettings) -> Rows:
-    """Rows as the products of this precision take them."""
-    if not settings.fp8:
-        return _values(x, offs)
-    if isinstance(x, MXTensor):
-        return rebase_rows(x.qdata, x.scale, offs)
-    return x if isinstance(x, RowScaled) else quantize_to_rows(x.contiguous(), offs)
+def _tiles(desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+    return tile_table(desc.expert_offsets, desc.num_recv_rows) if desc.tiles is None else desc.tiles
 
 
 def _values(x: Rows, offs: torch.Tensor) -> torch.Tensor:
@@ -138,221 +278,8 @@ def _values(x: Rows, offs: torch.Tensor) -> torch.Tensor:
     return dequantize_rows_in_use(x, offs) if isinstance(x, RowScaled) else x.contiguous()
 
 
-def _weight(weight: torch.Tensor, use: str, name: str, prepared: PreparedWeights | None) -> Any:
-    """The weight for a product: [E, N, K] for x w^T; for dy w, bf16 [E, N, K] or RowScaled [E, K, N]."""
-    return weight if prepared is None else prepared.get(weight, use, name=name)
-
-
-def _forward(
-    x: Rows,
-    row_weights: torch.Tensor | None,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    b13: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    prepared: PreparedWeights | None,
-    offs: torch.Tensor,
-    tiles: torch.Tensor,
-    settings: ExpertSettings,
-    *,
-    keep_pre: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Both products of an operand; also the first one's result, if it is to be kept."""
-    act, pre = gate_up(
-        x,
-        _weight(w13, "fprop", "w13", prepared),
-        offs,
-        row_weights=row_weights,
-        activation=settings.activation,
-        bias=b13,
-        keep_pre=keep_pre,
-        act="bf16" if settings.precision is None else "mx" if settings.fp8 else "mx_bf16",
-        fast=settings.fast,
-        tiles=tiles,
-    )
-    y = rows_product(
-        act,
-        _weight(w2, "fprop", "w2", prepared),
-        offs,
-        bias=b2,
-        row_weights=row_weights,
-        fast=settings.fast,
-        aligned=settings.aligned,
-        tiles=tiles,
-    )
-    return y, pre
-
-
-# --- the two passes -----------------------------------------------------------------------------------------
-
-
-class Saved(NamedTuple):
-    """What the backward pass needs of a forward pass, besides the weights.
-
-    Attributes:
-        rows: [R, H] as they were multiplied, in 8 bits where they were; None: the gradient of w13 is not wanted.
-        pre: [R, 2F] bf16 of the first product.
-        row_weights: [R] float32, or None.
-    """
-
-    rows: Rows | None
-    pre: torch.Tensor
-    row_weights: torch.Tensor | None
-
-
-class Weights(NamedTuple):
-    """Parameters of the experts, as `expert_block` takes them, or their gradients."""
-
-    w13: torch.Tensor | None
-    w2: torch.Tensor | None
-    b13: torch.Tensor | None
-    b2: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Forward and backward pass of the experts, without autograd.
-
-    Attributes:
-        prepared, offs, tiles, settings: as of `expert_block`.
-    """
-
-    prepared: PreparedWeights | None
-    offs: torch.Tensor
-    tiles: torch.Tensor
-    settings: ExpertSettings
-
-    def forward(
-        self, x_rows: Rows, row_weights: torch.Tensor | None, weights: Sequence[Any], keep: bool, keep_rows: bool = True
-    ) -> tuple[torch.Tensor, Saved | None]:
-        """[R, H] bf16, and what `backward` needs, if `keep`. weights: as of `Weights`."""
-        settings = self.settings
-        operand = _operand(x_rows, self.offs, settings)
-        rest = (self.prepared, self.offs, self.tiles, settings)
-        y, pre = _forward(operand, row_weights, *weights, *rest, keep_pre=keep)
-        if pre is None:
-            return y, None
-        # The rows are for the gradient of w13 alone; the smallest form of what was multiplied is kept.
-        rows = operand if settings.fp8 else x_rows
-        return y, Saved(rows if keep_rows else None, pre, row_weights)
-
-    def backward(
-        self, dy: Rows, saved: Saved, weights: Sequence[Any], needs: Sequence[bool]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Callable[[], Weights]]:
-        """Gradients of the rows [R, H] bf16 and of their weights [R] float32, and what computes those of `weights`.
-
-        needs: of the rows, of their weights, and of each of `weights`; what is not needed is None. The gradients of
-        weights are computed apart because other ranks wait for that of the rows.
-        """
-        w13, w2, b13, b2 = weights
-        settings, offs = self.settings, self.offs
-        want_x, want_weights, want_w13, want_w2, want_b13, want_b2 = needs
-        dx = dweights = dpre = act = None
-        operand = _operand(dy, offs, settings)
-        if want_x or want_weights or want_w13 or want_w2 or want_b13:
-            dpre, act, dweights = down_dgrad(
-                operand,
-                _weight(w2, "dgrad", "w2", self.prepared),
-                saved.pre,
-                offs,
-                row_weights=saved.row_weights,
-                activation=settings.activation,
-                bias=b2 if want_weights else None,
-                fast=settings.fast,
-                tiles=self.tiles,
-            )
-        if want_x:
-            dx = _rows_gradient(dpre, w13, self.prepared, offs, self.tiles, settings)
-
-        def of_weights() -> Weights:
-            dw13 = dw2 = db13 = db2 = dy_values = None
-            if want_w2 or want_b2:
-                dy_values = _values(operand if isinstance(dy, MXTensor) else dy, offs)
-            if want_b2:
-                db2 = bias_gradient(dy_values, offs, saved.row_weights).to(b2.dtype)
-            if want_w2:
-                dw2 = _weight_gradient(w2, dy_values, act, offs, settings.aligned)
-            if want_b13:
-                db13 = bias_gradient(dpre, offs).to(b13.dtype)
-            if want_w13:
-                assert saved.rows is not None, "kept for it"
-                dw13 = _weight_gradient(w13, dpre, _values(saved.rows, offs), offs, settings.aligned)
-            return Weights(dw13, dw2, db13, db2)
-
-        return dx, dweights if want_weights else None, of_weights
-
-
-def _parts(x: Rows | None) -> tuple[tuple[torch.Tensor, ...], Callable[..., Any]]:
-    """Plain tensors, and what makes the rows of them again: 8-bit rows are kept as they are."""
-    if x is None:
-        return (), lambda: None
-    if isinstance(x, MXTensor):
-        dtype = x.dtype
-        return (x.qdata, x.scale), lambda *parts: MXTensor.from_qdata_and_scales(*parts, dtype)
-    return ((x.qdata, x.scale), RowScaled) if isinstance(x, RowScaled) else ((x,), lambda rows: rows)
-
-
-class _ExpertBlock(torch.autograd.Function):
-    """`expert_block` where a gradient may be asked for."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_rows: Rows,
-        row_weights: torch.Tensor | None,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
-        b13: torch.Tensor | None,
-        b2: torch.Tensor | None,
-        prepared: PreparedWeights | None,
-        offs: torch.Tensor,
-        tiles: torch.Tensor,
-        settings: ExpertSettings,
-    ) -> torch.Tensor:
-        """The result; keeps the rows, the first product, and what was given."""
-        passes, weights = Passes(prepared, offs, tiles, settings), (w13, w2, b13, b2)
-        y, saved = passes.forward(x_rows, row_weights, weights, True, ctx.needs_input_grad[2])
-        assert saved is not None, "asked for"
-        kept, ctx.rows_of = _parts(saved.rows)
-        ctx.num_kept = len(kept)
-        ctx.prepared, ctx.settings = prepared, settings
-        ctx.save_for_backward(*kept, saved.pre, row_weights, *weights, offs, tiles)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        """Gradients of rows and weights; each only where it is needed."""
-        kept, (pre, row_weights, *weights, offs, tiles) = _split(ctx.saved_tensors, ctx.num_kept)
-        passes = Passes(ctx.prepared, offs, tiles, ctx.settings)
-        saved = Saved(ctx.rows_of(*kept), pre, row_weights)
-        dx, dweights, of_weights = passes.backward(dy, saved, weights, ctx.needs_input_grad[:6])
-        return dx, dweights, *of_weights(), None, None, None, None
-
-
-def _split(saved: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    return saved[:count], saved[count:]
-
-
-def _rows_gradient(
-    dpre: torch.Tensor,
-    w13: torch.Tensor,
-    prepared: PreparedWeights | None,
-    offs: torch.Tensor,
-    tiles: torch.Tensor,
-    settings: ExpertSettings,
-) -> torch.Tensor:
-    """[R, H] bf16: dpre w13."""
-    weight = _weight(w13, "dgrad", "w13", prepared)
-    if settings.precision == "exact":
-        dpre = dequantize_rows(*quantize_rows(dpre))
-    rows: Rows = quantize_to_rows(dpre, offs) if settings.fp8 else dpre
-    transposed = weight if isinstance(weight, RowScaled) else weight.transpose(1, 2)
-    return rows_product(rows, transposed, offs, fast=settings.fast, aligned=settings.aligned, tiles=tiles)
-
-
 def _weight_gradient(
-    weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, aligned: bool
+    weight: Any, x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, aligned: bool
 ) -> torch.Tensor | None:
     """x_e^T y_e as the gradient of a weight; or added to its `main_grad`."""
     main: torch.Tensor | None = getattr(weight, "main_grad", None)
@@ -367,3 +294,37 @@ def _weight_gradient(
     weight.grad_added_to_main_grad = True
     make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return make(weight, requires_grad=False)
+
+
+class _Function(torch.autograd.Function):
+    """`expert_block` where a gradient may be asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        block: ExpertBlock,
+        offs: torch.Tensor,
+        tiles: torch.Tensor,
+        x_rows: Rows,
+        row_weights: torch.Tensor | None,
+        *params: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The result."""
+        y, saved = block.run(x_rows, row_weights, params, offs, tiles, keep=True)
+        rows = saved.pop("rows")
+        ctx.block, ctx.scaled = block, isinstance(rows, RowScaled)
+        parts = (rows.qdata, rows.scale) if isinstance(rows, RowScaled) else (rows, None)
+        ctx.save_for_backward(*parts, saved["pre"], row_weights, offs, tiles, *params)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of the rows, their weights and the parameters."""
+        rows, scale, pre, row_weights, offs, tiles, *params = ctx.saved_tensors
+        saved = {"rows": RowScaled(rows, scale) if ctx.scaled else rows, "pre": pre, "row_weights": row_weights}
+        _, _, _, want_rows, want_weights, *of_params = ctx.needs_input_grad
+        found = ctx.block.differentiate(
+            grad, saved, params, offs, tiles, Needs(want_rows, want_weights, tuple(of_params))
+        )
+        return None, None, None, found.rows, found.row_weights, *found.params()

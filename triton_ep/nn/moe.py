@@ -41,8 +41,8 @@ class MoE(nn.Module):
             with the tensor core's own sums, which lose up to a tenth where all values have one sign; "exact": in bf16
             of the MXFP8 values.
         capacity: None: the host waits for the number of rows that arrive. n, or a float as a multiple of the mean load
-            max_tokens * K: so many rows are there, and nothing waits; those that do not fit are left out, counted
-            (`overflow_total`) and warned of. CUDA graphs need one.
+            max_tokens * K: so many rows are there, rounded up to 128, and nothing waits; those that do not fit are left
+            out, counted (`overflow_total`) and warned of. CUDA graphs need one.
         low_latency: for decoding, at most 512 tokens: two launches per exchange, no gradient; static.
         router: None: a `TopKRouter` with softmax scores. A callable: router(x) gives topk_idx [..., K], topk_weights
             [..., K] and, if it likes, a loss, kept as `last_aux`. False: none, the routing is always given.
@@ -50,7 +50,8 @@ class MoE(nn.Module):
         dtype: of rows: bfloat16, which is what products of the experts give.
         params_dtype: of the experts' parameters; None: as rows. With payload=None float32 ones are cast in every pass.
         group: expert-parallel group; None = the world.
-        num_sm, timeout_s: of the exchange, as for `EPAll2AllLayer`.
+        num_sm, timeout_s, local_world_size: of the exchange, as for `EPAll2AllLayer`; None: as tuned, and as many ranks
+            per node as the job has.
         prepared, activation, gated, limit, alpha, up_offset, bias, separate: of `SwiGLUExperts`.
         device: of the parameters; None: that of the rank, or torch's default device if that is "meta".
 
@@ -84,6 +85,7 @@ class MoE(nn.Module):
         group: Any = None,
         num_sm: int | None = None,
         timeout_s: float = TIMEOUT_S,
+        local_world_size: int | None = None,
         prepared: str = "both",
         activation: str = "silu",
         gated: bool = True,
@@ -110,7 +112,8 @@ class MoE(nn.Module):
         rows = capacity_rows(capacity, low_latency, num_experts, topk, max_tokens, world_size)
         if exchange is not None and capacity is None:
             rows = None  # the exchange decides
-        sizes = Sizes(hidden, num_experts, topk, max_tokens, payload, rows, low_latency, dtype, num_sm, timeout_s)
+        options = (payload, rows, low_latency, dtype, num_sm, timeout_s, local_world_size)
+        sizes = Sizes(hidden, num_experts, topk, max_tokens, *options)
         self._connection = Connection(group, sizes, exchange)
         device = self._default_device() if device is None else device
         if router is None:

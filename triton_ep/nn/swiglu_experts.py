@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,15 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from triton_ep.errors import ConfigError, InputError
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.nn._moe_block import ExpertGradients, MoEBlock, Needs
+from triton_ep.nn._moe_block import MoEBlock
 from triton_ep.nn.exchanges import Exchange
-from triton_ep.nn.expert_block import ExpertSettings, Passes, expert_block
+from triton_ep.nn.expert_block import ExpertBlock, ExpertSettings, expert_block
 from triton_ep.nn.joined import Joined
 from triton_ep.nn.prepared import PRECISIONS, PreparedWeights
 from triton_ep.ops.activation import Activation, check_activation
 from triton_ep.ops.row_scales import RowScaled
-from triton_ep.ops.tiles import tile_table
 
 Parameters = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -191,14 +188,14 @@ class SwiGLUExperts(nn.Module):
         except Exception:
             over.layer.refuse()
             raise
-        layer, passes = over.layer, _Between(self.prepared, self._settings(aligned=True))
+        layer, block = over.layer, ExpertBlock(self.prepared, self._settings(aligned=True))
         assert weights is not None, "the caller's"
         if layer.config.low_latency:
             with over.use("a pass of a MoE module"):
                 rows, row_weights, desc = layer.dispatch(x, routing, weights)
-                return layer.combine(passes.forward(rows, row_weights, parameters, desc, keep=False)[0], desc)
+                return layer.combine(block.forward(rows, row_weights, parameters, desc, keep=False)[0], desc)
         landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
-        return MoEBlock(layer, passes, landing, landing, over.use)(x, routing, weights, parameters)
+        return MoEBlock(layer, block, landing, landing, over.use)(x, routing, weights, parameters)
 
     def _check(self, parameters: Parameters, device: torch.device) -> None:
         """Raise InputError unless nobody has put something else in the parameters' place."""
@@ -251,30 +248,6 @@ def _check_sizes(hidden: int, ffn: int, payload: str | None) -> None:
                 f'{name} is {size}, but payload="mxfp8" quantises whole blocks of 32: the nearest is {nearest}. Pad '
                 "it, or pass payload=None."
             )
-
-
-class _Between:
-    """Both passes of the experts between a dispatch and its combine (`_moe_block.Experts`)."""
-
-    def __init__(self, prepared: PreparedWeights | None, settings: ExpertSettings) -> None:
-        self.prepared, self.settings = prepared, settings
-
-    def forward(
-        self, rows: Any, row_weights: torch.Tensor | None, params: Sequence[Any], desc: EPAllToAllLayoutDesc, keep: bool
-    ) -> tuple[torch.Tensor, Any]:
-        """[R, H] bf16, and what the backward pass needs."""
-        return self._passes(desc).forward(rows, row_weights, params, keep, keep and params[0].requires_grad)
-
-    def backward(
-        self, grad: Any, saved: Any, params: Sequence[Any], desc: EPAllToAllLayoutDesc, needs: Needs
-    ) -> ExpertGradients:
-        """Gradients, from that of the rows."""
-        wanted = (needs.rows, needs.row_weights, *needs.params)
-        return ExpertGradients(*self._passes(desc).backward(grad, saved, params, wanted))
-
-    def _passes(self, desc: EPAllToAllLayoutDesc) -> Passes:
-        tiles = tile_table(desc.expert_offsets, desc.num_recv_rows) if desc.tiles is None else desc.tiles
-        return Passes(self.prepared, desc.expert_offsets, tiles, self.settings)
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
