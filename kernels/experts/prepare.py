@@ -1,11 +1,11 @@
 """Weights in the two forms that FP8 products take: MXFP8 with one scale per row, as they are and transposed.
 
 Protocol      The product with w [N, K] sums over K, the one with its transpose over N, so each has scales along another
-              dimension: of every row the largest that MXFP8 (RCEIL) would give to one of its blocks of 32, which follows
-              from the row's largest magnitude. Elements are rounded once, under that scale: those of MXFP8 moved to rows
-              (row_scales.py), but nearer to the weight where they are subnormal. weight_maxima: a program takes BLOCK_N
-              rows of one expert; the largest magnitude of a row is its own affair, that of a column is a maximum over
-              programs. prepare_weights: every tile is read once and written in both forms.
+              dimension: of every row the largest that MXFP8 (RCEIL) would give to one of its blocks of 32, which
+              follows from the row's largest magnitude. Elements are rounded once, under that scale: those of MXFP8
+              moved to rows (row_scales.py), but nearer to the weight where they are subnormal. weight_maxima: a program
+              takes BLOCK_N rows of one expert; the largest magnitude of a row is its own affair, that of a column is a
+              maximum over programs. prepare_weights: every tile is read once and written in both forms.
 Layout        w [E, N, K] bf16 or fp32; row_max [E, N], column_max [E, K] int32: bits of float32 magnitudes, among which
               a NaN is the largest; column_max is 0 at first. FPROP: out [E, N, K] e4m3, its scales [E, N] float32.
               DGRAD: transposed [E, K, N] e4m3, its scales [E, K].

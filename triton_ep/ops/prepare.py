@@ -57,8 +57,8 @@ def _prepare(
 def prepare_weights(w: torch.Tensor, uses: str, *, out: Prepared = (None, None)) -> Prepared:
     """Quantise weights for the products that use them, each along the sum of its product, with one scale per row.
 
-    The scale is the largest of MXFP8 (RCEIL) in the row, and elements are rounded once under it: those of MXFP8 moved to
-    rows, but nearer to the weight where they are subnormal.
+    The scale is the largest of MXFP8 (RCEIL) in the row, and elements are rounded once under it: those of MXFP8 moved
+    to rows, but nearer to the weight where they are subnormal.
 
     Arguments:
         w: [E, N, K] bf16 or fp32, contiguous; or MXTensor of e4m3 quantised along K.
