@@ -14,7 +14,7 @@ from typing import Any
 
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import NVSHMEM, P2P
-from triton_ep.plans import experts, layers, products
+from triton_ep.plans import experts, experts_backward, layers, products
 from triton_ep.plans.asked import Asked
 from triton_ep.plans.shape import TOKEN_BYTES, Shape
 from triton_ep.tuned.table import KERNELS, Key, look_up
@@ -38,6 +38,7 @@ _PRODUCTS: dict[str, Any] = {
     "grouped_gemm": products.grouped_gemm,
     "mxfp8": products.mxfp8,
     "experts": experts.experts,
+    "experts_backward": experts_backward.experts_backward,
 }
 """What no layer owns."""
 _NEEDED = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size")
@@ -89,7 +90,7 @@ def read_config(text: str) -> list[Asked]:
     """What one EPConfig needs; `text` is JSON, or the path of a TOML or JSON file.
 
     Fields are those of EPConfig, and of triton_ep.plans.layers.Uses: how the layer is called. What is left out has the
-    default that it has there. `grouped_gemm`, `mxfp8` and `experts` are tables as in a manifest.
+    default that it has there. `grouped_gemm`, `mxfp8`, `experts` and `experts_backward` are tables as in a manifest.
 
     Raises:
         ConfigError: it cannot be read, or a field is missing or unknown.

@@ -30,12 +30,14 @@ def _fp8(m: int, n: int, stages: int, warps: int, tma: bool, hardware: bool = Fa
     return Variant({"TMA": tma, **scales, **_COMMON, **blocks}, types, ("n", "k"), warps)
 
 
-def _wgrad(tma: bool) -> Variant:
-    box = {"X": "tensordesc<bf16[64,128]>", "Y": "tensordesc<bf16[64,256]>", "OUT": "bf16"}
-    blocks = {"BLOCK_I": 128, "BLOCK_J": 256, "BLOCK_R": 64, "STAGES": 4}
+def _wgrad(tma: bool, accumulate: bool = False) -> Variant:
+    width = 128 if accumulate else 256
+    boxes = {"X": "tensordesc<bf16[64,128]>", "Y": f"tensordesc<bf16[64,{width}]>"}
+    types = boxes if tma else {"X": "*bf16", "Y": "*bf16"}
+    blocks = {"BLOCK_I": 128, "BLOCK_J": width, "BLOCK_R": 64, "STAGES": 4}
     return Variant(
-        {"TMA": tma, **_COMMON, **blocks},
-        box if tma else {"X": "*bf16", "Y": "*bf16", "OUT": "bf16"},
+        {"TMA": tma, "ACCUMULATE": accumulate, **_COMMON, **blocks},
+        types | {"OUT": "fp32" if accumulate else "bf16"},
         ("num_i", "num_j", "stride_xm", "stride_ym"),
     )
 
@@ -58,7 +60,7 @@ GEMM_SPECS: tuple[KernelSpec, ...] = (
         grouped_gemm.grouped_wgrad_kernel,
         "x_ptr:*bf16 y_ptr:*bf16 x_desc:{X} y_desc:{Y} out_ptr:*{OUT} ends_ptr:*i32 num_rows:i32 num_i:i32 num_j:i32 "
         "num_experts:i32 stride_xm:i32 stride_ym:i32",
-        (_wgrad(tma=True), _wgrad(tma=False)),
+        (_wgrad(tma=True), _wgrad(tma=False), _wgrad(tma=True, accumulate=True)),
         num_warps=8,
     ),
     KernelSpec(

@@ -40,6 +40,8 @@ SMALL = Tile(64, 128, 64, 6)
 PLAIN = Tile(128, 128, 64, 4)
 """Without TMA: addresses take the registers that a larger tile would need."""
 WGRAD = Tile(128, 256, 64, 4)
+WGRAD_ADDED = Tile(128, 128, 64, 4)
+"""Where it is added to what is there, which takes as many registers as the tile."""
 EQUALIZE_ROWS = 32
 HARDWARE_TILE = Tile(128, 128, 128, 3)
 FP8_TILES = (Tile(16, 128, 128, 6, 4), Tile(32, 128, 128, 6, 4), Tile(64, 256, 128, 4))
@@ -57,9 +59,10 @@ def gemm_constexprs(num_experts: int, tile: Tile, tma: bool, k_major: bool) -> d
     return {"TMA": tma, "K_MAJOR": k_major, **blocks, **_common(num_experts, tile)}
 
 
-def wgrad_constexprs(num_experts: int, tile: Tile, tma: bool) -> dict[str, Any]:
+def wgrad_constexprs(num_experts: int, tile: Tile, tma: bool, accumulate: bool = False) -> dict[str, Any]:
     """Constexprs of the gradient of its weights."""
-    return {"TMA": tma, "BLOCK_I": tile.m, "BLOCK_J": tile.n, "BLOCK_R": tile.k, **_common(num_experts, tile)}
+    blocks = {"BLOCK_I": tile.m, "BLOCK_J": tile.n, "BLOCK_R": tile.k}
+    return {"TMA": tma, "ACCUMULATE": accumulate, **blocks, **_common(num_experts, tile)}
 
 
 def gemm_fp8_constexprs(num_experts: int, tile: Tile, tma: bool, scales: str) -> dict[str, Any]:
