@@ -500,7 +500,7 @@ def run(options: argparse.Namespace) -> None:
     if done:
         print(table(done), flush=True)
     if "errors" in options.part:
-        print("\nerror of a product, as a share of its norm. MXFP8 itself and bf16: of the product of the values given;")
+        print("\nerror of a product, as a share of its norm. MXFP8 itself and bf16: of the product of what is given;")
         print("the others: of the exact product of their MXFP8; row scales: what the moved elements alone make of it")
         print(error_table(128, 128, options.terms, device), flush=True)
 

@@ -246,6 +246,7 @@ def test_errors() -> None:
         (lambda: gate_up(_row_scaled(x), w, offs), "x alone has row scales"),
         (lambda: gate_up(x.float(), w, offs), "x must be bfloat16"),
         (lambda: gate_up(x[:, :32], w, offs), "rows of 32, w13 of 64"),
+        (lambda: gate_up(x[:, :0], w[:, :, :0].contiguous(), offs), "nothing to sum over"),
         (lambda: gate_up(x, w.transpose(1, 2)[:, :64].transpose(1, 2)[:, ::2], offs), "contiguous"),
         (lambda: gate_up(x, w[:, :95].contiguous(), offs), "95 rows"),
         (lambda: gate_up(x, w, offs[:2]), "2 experts need 3"),

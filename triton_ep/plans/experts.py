@@ -125,7 +125,7 @@ PRODUCT_TILES: dict[str, dict[tuple[str, str], tuple[tuple[int, ProductTile], ..
     "sm_90": {
         ("gate_up", "bf16"): ((64, _BF16_FEW), (_ANY, ProductTile(128, 256, 64, 4))),
         ("gate_up", "fp8"): (*_FP8_FEW, (_ANY, _FP8)),
-        ("gate_up", "fast"): (*_FP8_FEW, (_ANY, _FP8_FAST)),
+        ("gate_up", "fast"): (*_FP8_FEW, (_ANY, replace(_FP8_FAST, flatten=False))),
         ("rows", "bf16"): ((64, _BF16_FEW), (_ANY, ProductTile(128, 256, 64, 3, flatten=True))),
         ("rows", "fp8"): (*_FP8_FEW, (_ANY, _FP8)),
         ("rows", "fast"): (*_FP8_FEW, (_ANY, _FP8_FAST)),
