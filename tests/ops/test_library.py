@@ -9,8 +9,10 @@ import torch
 
 from tests.ops.grouped import Case, operands
 from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops import experts_backward as backward
 from triton_ep.ops import grouped_gemm as gemm
 from triton_ep.ops import mxfp8
+from triton_ep.ops.tiles import tile_table
 from triton_ep.runtime import INTERPRETING
 
 OPS = torch.ops.triton_ep
@@ -58,6 +60,22 @@ def test_products() -> None:
     _check(OPS.grouped_fp8.default, (*equal, ends, torch.bfloat16))
     if INTERPRETING or torch.cuda.get_device_capability() >= (10, 0):
         _check(OPS.grouped_mx.default, (*left, *right, ends, torch.bfloat16))
+
+
+def test_gradients_of_experts() -> None:
+    """Of rows, weights, biases and rows' weights; what is written in place says so."""
+    dy, b_t, ends = operands(Case((3, 0, 34), n=96, k=64))
+    w2, offs = b_t.contiguous(), torch.nn.functional.pad(ends, (1, 0))  # H 64, F 96
+    pre, weights, tiles = torch.cat([dy, dy, dy], 1), dy[:, 0].float(), tile_table(offs, len(dy))
+    activation = ("silu", True, None, 1.0, 0.0, False)
+    for given in (weights, None):
+        _check(OPS.down_dgrad.default, (dy, None, w2, None, False, pre, given, tiles, *activation))
+    shares = OPS.down_dgrad(dy, None, w2, None, False, pre, weights, tiles, *activation)[2]
+    _check(OPS.row_weight_gradient.default, (shares, dy, None, w2[:, :, 0].contiguous(), tiles))
+    _check(OPS.bias_gradient.default, (dy, offs, weights))
+    out = backward.weight_gradient(dy, pre, offs).float()
+    _check(OPS.weight_gradient.default, (dy, pre, offs, out, True, False))
+    _check(OPS.weighted_rows_backward.default, (dy, None, pre[:, :64], weights, offs))
 
 
 @pytest.mark.parametrize("path", ["bf16", "fp8"])
