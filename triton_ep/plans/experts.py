@@ -137,7 +137,7 @@ tried on one H200 with 32 and 64 experts, K 7168 and 2048; other architectures t
 PLAIN_TILES = {"bf16": ProductTile(128, 128, 64, 4), "fp8": ProductTile(64, 128, 128, 3, 4, promote=True)}
 """Without TMA: addresses take the registers that a larger tile would need."""
 
-_INTERPRETED = (
+_INTERPRETED: tuple[tuple[int, ProductTile], ...] = (
     (16, ProductTile(16, 64, 128, 1, swap=True, promote=True, table=False)),
     (_ANY, ProductTile(64, 128, 128, 1, promote=True)),
 )
