@@ -163,7 +163,7 @@ def draw(path: str, runs: dict[str, list[float]]) -> str:
 def main() -> None:
     rank, world_size = initialize_distributed()
     args = arguments(on_gpu=current_heap().device.type == "cuda")
-    runs = {f"bf16, seed {seed}": train(args, None, seed) for seed in range(args.seeds)}
+    runs = {f"bf16 seed {seed}": train(args, None, seed) for seed in range(args.seeds)}
     runs["MXFP8"] = train(args, "mxfp8", 0)
     finalize_exchanges()
     if rank == 0:
