@@ -68,7 +68,7 @@ class _Run:
         found = [decibel(ys), decibel(dxs) if dxs else None]
         everyone: list[list[float | None]] = [[] for _ in range(self.job.num_ranks)]
         dist.all_gather_object(everyone, found)
-        worst = [min(values) if None not in values else None for values in zip(*everyone, strict=True)]  # type: ignore[type-var]
+        worst = [min(values) if None not in values else None for values in zip(*everyone, strict=True)]
         for name, seen, least in zip(("y", "dx"), worst, _LEAST_DB[self.case.payload], strict=True):
             if seen is not None and not seen >= least:
                 raise WrongResult(

@@ -92,7 +92,7 @@ class MoEBlock:
     experts: Experts
     landing: str | None = None
     grad_landing: str | None = None
-    turn: Callable[[str], AbstractContextManager[None]] = nullcontext
+    turn: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def __call__(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params

@@ -65,6 +65,8 @@ class MoE(nn.Module):
     """
 
     last_aux: torch.Tensor | None
+    experts: SwiGLUExperts
+    router: Any
 
     def __init__(
         self,

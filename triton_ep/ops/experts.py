@@ -60,8 +60,10 @@ def _check_operands(rows: _Operand, weights: _Operand, names: tuple[str, str]) -
         raise InputError(f"{names[0]} has rows of {rows.shape[1]}, {names[1]} of {weights.shape[2]}.")
     if rows.device != weights.device:
         raise InputError(f"{names[0]} is on {rows.device}, {names[1]} on {weights.device}: move one of them.")
-    if scaled[0] and rows.shape[1] % 32:
-        k = rows.shape[1]
+    k = rows.shape[1]
+    if k == 0:
+        raise InputError(f"{names[0]} is {list(rows.shape)}: there is nothing to sum over.")
+    if scaled[0] and k % 32:
         raise InputError(f"sums of {k} terms are no whole blocks of MXFP8; the nearest above is {-(-k // 32) * 32}.")
 
 

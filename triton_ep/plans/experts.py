@@ -125,7 +125,7 @@ PRODUCT_TILES: dict[str, dict[tuple[str, str], tuple[tuple[int, ProductTile], ..
     "sm_90": {
         ("gate_up", "bf16"): ((64, _BF16_FEW), (_ANY, ProductTile(128, 256, 64, 4))),
         ("gate_up", "fp8"): (*_FP8_FEW, (_ANY, _FP8)),
-        ("gate_up", "fast"): (*_FP8_FEW, (_ANY, _FP8_FAST)),
+        ("gate_up", "fast"): (*_FP8_FEW, (_ANY, replace(_FP8_FAST, flatten=False))),
         ("rows", "bf16"): ((64, _BF16_FEW), (_ANY, ProductTile(128, 256, 64, 3, flatten=True))),
         ("rows", "fp8"): (*_FP8_FEW, (_ANY, _FP8)),
         ("rows", "fast"): (*_FP8_FEW, (_ANY, _FP8_FAST)),
@@ -137,7 +137,7 @@ tried on one H200 with 32 and 64 experts, K 7168 and 2048; other architectures t
 PLAIN_TILES = {"bf16": ProductTile(128, 128, 64, 4), "fp8": ProductTile(64, 128, 128, 3, 4, promote=True)}
 """Without TMA: addresses take the registers that a larger tile would need."""
 
-_INTERPRETED = (
+_INTERPRETED: tuple[tuple[int, ProductTile], ...] = (
     (16, ProductTile(16, 64, 128, 1, swap=True, promote=True, table=False)),
     (_ANY, ProductTile(64, 128, 128, 1, promote=True)),
 )
