@@ -223,7 +223,9 @@ class Exchange:
         if torch.cuda.is_current_stream_capturing():
             return
         if turns.told is None or turns.event is None:
-            turns.told, turns.event = torch.zeros((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+            with torch.inference_mode(False):  # it is written outside of that mode, too
+                turns.told = torch.zeros((), dtype=torch.int64, pin_memory=True)
+            turns.event = torch.cuda.Event()
         elif not turns.event.query():
             return
         self._tell(int(turns.told))
