@@ -90,9 +90,10 @@ def _expected(case: Case) -> dict[str, torch.Tensor]:
     precision, offs, used = case.precision, case.offs, case.used
     kind = oracle.Activation(*case.activation)
     mx = {None: _bf16, "exact": oracle.mx_values}.get(precision, oracle.row_values)  # along the last dimension
+    prepared = {None: _bf16, "exact": oracle.mx_values}.get(precision, oracle.prepared_values)
 
     def columns(w: torch.Tensor) -> torch.Tensor:
-        return mx(w.transpose(1, 2))
+        return prepared(w.transpose(1, 2))
 
     w13, w2 = case.tensors["w13"], case.tensors["w2"]
     weights = case.tensors["row_weights"]
@@ -101,10 +102,10 @@ def _expected(case: Case) -> dict[str, torch.Tensor]:
     x, dy = mx(case.x[:used].float()), (_bf16 if precision == "exact" else mx)(case.dy[:used].float())
     b13, b2 = (0 if b is None else b.double().repeat_interleave(torch.tensor(case.sizes, device=DEVICE), 0)
                for b in (case.tensors["b13"], case.tensors["b2"]))  # fmt: skip
-    pre = oracle.product(x, mx(w13), offs) + b13
+    pre = oracle.product(x, prepared(w13), offs) + b13
     act = oracle.activate(pre, kind) * weights.double()[:, None]
     scaled_b2 = b2 * weights.double()[:, None]
-    y = oracle.product(mx(act.float()), mx(w2), offs) + scaled_b2
+    y = oracle.product(mx(act.float()), prepared(w2), offs) + scaled_b2
     grads = oracle.activation_backward(oracle.product(dy, columns(w2), offs), _bf16(pre), weights, kind)
     dpre = _bf16(grads.pre)
     # Gradients of w2 take the gradient as it came: nobody had to quantise it.

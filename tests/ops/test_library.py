@@ -79,9 +79,9 @@ def test_row_scales_and_prepared_weights() -> None:
         _check(OPS.dequantize_rows_in_use.default, (*OPS.quantize_to_rows(x, given), given, torch.bfloat16))
     fprop, dgrad = prepare_weights(w, "both")
     assert fprop is not None and dgrad is not None
-    _check(OPS.prepare_rows.default, (w, fprop.qdata, fprop.scale))
-    _check(OPS.prepare_transposed.default, (w, fprop.qdata, fprop.scale, dgrad.qdata, dgrad.scale))
-    _check(OPS.prepare_transposed.default, (w, None, None, dgrad.qdata, dgrad.scale))
+    rows, transposed = (fprop.qdata, fprop.scale), (dgrad.qdata, dgrad.scale)
+    for given in ((*rows, *transposed), (*rows, None, None), (None, None, *transposed)):
+        _check(OPS.prepare.default, (w, *given))
     _check(OPS.grouped_rows.default, (*OPS.quantize_to_rows(x, None), fprop.qdata, fprop.scale, ends, torch.bfloat16))
 
 

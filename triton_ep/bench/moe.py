@@ -97,12 +97,13 @@ class _Run:
         return dataclasses.replace(job.measure(timed, provider.meet, per_call), peak_bytes=peak)
 
     def _peak_bytes(self, call: Callable[[int], object], gradient_bytes: int) -> int | None:
-        """Memory that a call takes on the rank that takes most; None on the CPU. Collective.
+        """Memory that a call takes on the rank that takes most; None on the CPU and of GemmOnly. Collective.
 
         What is there between calls (parameters, prepared weights, inputs) is not in it, symmetric memory is.
         """
         device = self.job.device
-        if device.type != "cuda":
+        # The products alone keep nothing of what they give.
+        if device.type != "cuda" or isinstance(self.provider, GemmOnly):
             return None
         call(0)
         torch.cuda.synchronize(device)

@@ -329,9 +329,9 @@ def _row_scales(training: tuple[bool, ...]) -> list[Asked]:
         back = offsets_constexprs(True) | row_tile(1024, interpreted=False)
         types = {"offs_ptr": "*i32", "out_ptr": "*bf16"}
         found.append(Asked("dequantize_rows_in_use_kernel", back, types, ("k",)))
-        for both in (True, False):
-            maxima = {"ROWS": both, **maxima_tile(interpreted=False)}
-            copies = {"FPROP": both, "DGRAD": True, **prepare_tile(interpreted=False)}
+        for fprop, dgrad in ((True, True), (True, False), (False, True)):
+            maxima = {"ROWS": fprop, "COLUMNS": dgrad, **maxima_tile(interpreted=False)}
+            copies = {"FPROP": fprop, "DGRAD": dgrad, **prepare_tile(interpreted=False)}
             found.append(Asked("weight_maxima_kernel", maxima, {"w_ptr": "*bf16"}, ("k", "n")))
             found.append(Asked("prepare_weights_kernel", copies, {"w_ptr": "*bf16"}, ("k", "n")))
     return found
