@@ -69,7 +69,7 @@ bench: $(READY)  ## the standard table of benchmarks (GPUs): rows in ROWS=build/
 	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 24 --model qwen3-235b --csv $(ROWS)
 	$(BENCH) roundtrip --capacity static --enable-local-combine --num-sm 24 --model mixtral --csv $(ROWS)
 	$(BENCH) low-latency --payload bf16,mxfp8 --csv $(ROWS)
-	$(BENCH) moe-layer --capacity static --num-sm 24 --payload mxfp8 --csv $(ROWS)
+	$(BENCH) moe-layer --capacity exact,static --num-sm 24 --payload bf16,mxfp8 --backward --refresh-weights --csv $(ROWS)
 	$(BENCH) barrier --csv $(ROWS)
 	$(BENCH) quantise --csv $(ROWS)
 	$(BENCH) plot $(ROWS) --out $(ROWS:.csv=.svg)

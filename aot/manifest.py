@@ -14,7 +14,7 @@ from typing import Any
 
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import NVSHMEM, P2P
-from triton_ep.plans import layers, products
+from triton_ep.plans import experts, experts_backward, layers, products
 from triton_ep.plans.asked import Asked
 from triton_ep.plans.shape import TOKEN_BYTES, Shape
 from triton_ep.tuned.table import KERNELS, Key, look_up
@@ -34,6 +34,13 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "scatter": (False, True),
     "landing": ("row", "bf16"),
 }
+_PRODUCTS: dict[str, Any] = {
+    "grouped_gemm": products.grouped_gemm,
+    "mxfp8": products.mxfp8,
+    "experts": experts.experts,
+    "experts_backward": experts_backward.experts_backward,
+}
+"""What no layer owns."""
 _NEEDED = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size")
 
 
@@ -49,13 +56,13 @@ def read_manifest(path: Path) -> list[Asked]:
         ConfigError: it cannot be read, or names what there is not; with the entry.
     """
     table = _read(path)
-    unknown = set(table) - {"format", "models", "layer", "grouped_gemm", "mxfp8", "specs", "variant"}
+    unknown = set(table) - {"format", "models", "layer", "specs", "variant", *_PRODUCTS}
     if unknown or table.get("format") != FORMAT:
         raise ConfigError(f"{path}: format must be {FORMAT}, and {sorted(unknown)} mean nothing here.")
     models = table.get("models", {})
     if not isinstance(models, dict) or not all(isinstance(values, dict) for values in models.values()):
         raise ConfigError(f"{path}: models must be a table of tables, [models.NAME].")
-    for name in ("layer", "grouped_gemm", "mxfp8", "variant"):
+    for name in ("layer", "variant", *_PRODUCTS):
         _check_tables(table.get(name, []), name, path)
     found: list[Asked] = []
     for number, values in enumerate(table.get("layer", []), 1):
@@ -64,10 +71,9 @@ def read_manifest(path: Path) -> list[Asked]:
             raise ConfigError(f"{path}: layer {number} names the model {name!r}; there are {', '.join(models)}.")
         found += of_config({**models.get(name, {}), **values}, f"{path}: layer {number}")
     of_layers = {asked.kernel for asked in found}
-    for number, values in enumerate(table.get("grouped_gemm", []), 1):
-        found += _checked(products.grouped_gemm, values, f"{path}: grouped_gemm {number}")
-    for number, values in enumerate(table.get("mxfp8", []), 1):
-        found += _checked(products.mxfp8, values, f"{path}: mxfp8 {number}")
+    for name, make in _PRODUCTS.items():
+        for number, values in enumerate(table.get(name, []), 1):
+            found += _checked(make, values, f"{path}: {name} {number}")
     for number, values in enumerate(table.get("variant", []), 1):
         found.append(_variant(values, f"{path}: variant {number}"))
     if table.get("specs", False):
@@ -84,7 +90,7 @@ def read_config(text: str) -> list[Asked]:
     """What one EPConfig needs; `text` is JSON, or the path of a TOML or JSON file.
 
     Fields are those of EPConfig, and of triton_ep.plans.layers.Uses: how the layer is called. What is left out has the
-    default that it has there. `grouped_gemm` and `mxfp8` are tables as in a manifest.
+    default that it has there. `grouped_gemm`, `mxfp8`, `experts` and `experts_backward` are tables as in a manifest.
 
     Raises:
         ConfigError: it cannot be read, or a field is missing or unknown.
@@ -92,15 +98,12 @@ def read_config(text: str) -> list[Asked]:
     inline = text.lstrip().startswith("{")
     where = "the configuration" if inline else text
     table = _json(text, where) if inline else _read(Path(text))
-    for name in ("grouped_gemm", "mxfp8"):
-        if name in table and not isinstance(table[name], dict):
-            raise ConfigError(f"{where}: {name} must be a table of fields.")
-    products_of = {name: table.pop(name) for name in ("grouped_gemm", "mxfp8") if name in table}
+    given = {name: table.pop(name) for name in _PRODUCTS if name in table}
+    if unfit := [name for name, values in given.items() if not isinstance(values, dict)]:
+        raise ConfigError(f"{where}: {unfit[0]} must be a table of fields.")
     found = of_config(table, where)
-    if "grouped_gemm" in products_of:
-        found += _checked(products.grouped_gemm, products_of["grouped_gemm"], f"{where}: grouped_gemm")
-    if "mxfp8" in products_of:
-        found += _checked(products.mxfp8, products_of["mxfp8"], f"{where}: mxfp8")
+    for name, values in given.items():
+        found += _checked(_PRODUCTS[name], values, f"{where}: {name}")
     return unique(found)
 
 

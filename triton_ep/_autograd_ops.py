@@ -114,7 +114,12 @@ def _dispatch(
     given = x if scale is None else MXTensor.from_qdata_and_scales(x, scale, owner.config.token_dtype)
     recv_x, recv_weights, desc = owner.dispatch(given, topk_idx, weights)
     nothing = x.new_empty(0, dtype=torch.int32)
-    copies = desc.skipped_token_topk_mapping_indices
+    copies, tiles = desc.skipped_token_topk_mapping_indices, desc.tiles
+    assert tiles is not None, "neither compact nor low latency"
+    # Room for more tiles than these rows have: equal inputs must give equal outputs.
+    unused = desc.placement[tiles.storage_offset() + tiles.numel() :]
+    if unused.numel():
+        unused.zero_()
     return (
         *_parts(recv_x),
         recv_weights if recv_weights is not None else x.new_empty(0, dtype=torch.float32),

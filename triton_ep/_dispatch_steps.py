@@ -399,18 +399,21 @@ class DispatchSteps(LayerNames):
         ctx.grow(arrivals, rows)
         return report[cfg.rank][0], report[cfg.rank][1], tuple(words[first:])
 
-    def _reject(self, again: bool = False, scaled: bool = False) -> None:
+    def _reject(self, again: bool = False, scaled: bool = False) -> EPAllToAllLayoutDesc | None:
         """Tell the other ranks that this one's arguments were refused, and keep its epochs in step.
+
+        Returns the descriptor of a dispatch without rows, None where nothing comes of it on any rank.
 
         again: the others send rows, and wait for this one's, whatever they are told. scaled: these are one-byte rows
         with scales, which this rank may have to pass on.
         """
         x, idx = self._nothing(scaled)
         try:
-            self._dispatch(x, idx, None, None, HOST_REJECTED, known_rows=-1 if again else None)
+            _, desc, _ = self._dispatch(x, idx, None, None, HOST_REJECTED, known_rows=-1 if again else None)
         except PeerFailed:
             # This rank's own rejection, seen in the exchange: the caller raises what caused it.
-            return
+            return None
+        return desc
 
     def _nothing(self, scaled: bool) -> tuple[dispatch_ops.Rows, torch.Tensor]:
         """Rows and ids of no token; scaled: of one byte, with scales, where rows of the layer can be such."""

@@ -316,6 +316,11 @@ class DispatchCombineContext(ContextNames):
 
     # --- state ------------------------------------------------------------------------------------------
 
+    @property
+    def closed(self) -> bool:
+        """Whether `finalize` or `finalize_distributed` has ended it."""
+        return self._closed or self.heap.closed
+
     def check_open(self) -> None:
         """Raise if the context was finalized, or failed before.
 

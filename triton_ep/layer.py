@@ -428,7 +428,36 @@ class EPAll2AllLayer(CompactCalls):
         if unread is not None:
             checks.raise_for_ranks(self.config, unread[: 8 * self.config.world_size].view(-1, 8).tolist())
         if self.config.recv_capacity is not None:
-            self._warn_of_overflow()
+            self.warn_of_overflow()
+
+    def warn_of_overflow(self) -> None:
+        """Warn if rows have not fitted `capacity` of this rank since the last such call; waits as `overflow_total`."""
+        total = self.overflow_total
+        new, self._overflow_told = total - self._overflow_told, total
+        if new:
+            warnings.warn(
+                f"{new} rows did not fit capacity={self.config.recv_capacity} of rank {self.config.rank} since the "
+                f"last check, {total} in all, and were left out. Raise the capacity, or make an exact layer "
+                "(capacity=None).",
+                stacklevel=3,
+            )
+
+    def refuse(self) -> None:
+        """In place of a `dispatch` and its `combine`, where the caller has found arguments that do not fit. Collective.
+
+        The other ranks, which make both calls, learn what they would of a dispatch that refused its arguments: exact
+        layers raise PeerFailed from `dispatch`, others from `check`. No rank waits in combine for this one; what it
+        gives there is NaN, so that nobody takes the sums for whole. The caller then raises.
+        """
+        ctx = self.context
+        ctx.check_open()
+        ctx.poll_status()
+        ctx.calls.check_dispatch()
+        desc = self._reject()
+        if desc is not None:
+            shape = desc.num_recv_rows, self.config.hidden
+            self._combine(torch.full(shape, torch.nan, dtype=self.config.token_dtype, device=ctx.device), None, desc)
+            ctx.unread = None  # this rank knows
 
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
         """Barrier on `stream` over all ranks, or over those of this node (`BarrierAllContext.barrier_all`)."""
@@ -455,17 +484,6 @@ class EPAll2AllLayer(CompactCalls):
                 f"layer.{call} got a tensor that requires a gradient, but what it returns has none: the graph ends "
                 f"here. For training call triton_ep.autograd.{call}(layer, ...); otherwise detach, or use "
                 "torch.no_grad().",
-                stacklevel=3,
-            )
-
-    def _warn_of_overflow(self) -> None:
-        total = self.overflow_total
-        new, self._overflow_told = total - self._overflow_told, total
-        if new:
-            warnings.warn(
-                f"{new} rows did not fit capacity={self.config.recv_capacity} of rank {self.config.rank} since the "
-                f"last check, {total} in all, and were left out. Raise the capacity, or make an exact layer "
-                "(capacity=None).",
                 stacklevel=3,
             )
 

@@ -21,20 +21,23 @@ def _bf16(tile: dict[str, int], tma: bool, k_major: bool) -> Variant:
     return Variant({"TMA": tma, "K_MAJOR": k_major, **_COMMON, **tile}, types, _SIZES)
 
 
-def _fp8(m: int, n: int, stages: int, warps: int, tma: bool, hardware: bool = False) -> Variant:
+def _fp8(m: int, n: int, stages: int, warps: int, tma: bool, hardware: bool = False, rows: bool = False) -> Variant:
     types = {"A": "*fp8e4nv", "B": "*fp8e4nv", "OUT": "bf16", "SCALE": "u8" if hardware else "fp32"}
     if tma:
         types |= {"A": f"tensordesc<fp8e4nv[{m},128]>", "B": f"tensordesc<fp8e4nv[{n},128]>"}
     blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": 128, "STAGES": stages}
-    return Variant({"TMA": tma, "HARDWARE": hardware, **_COMMON, **blocks}, types, ("n", "k"), warps)
+    scales = {"HARDWARE": hardware, "ROW_SCALES": rows}
+    return Variant({"TMA": tma, **scales, **_COMMON, **blocks}, types, ("n", "k"), warps)
 
 
-def _wgrad(tma: bool) -> Variant:
-    box = {"X": "tensordesc<bf16[64,128]>", "Y": "tensordesc<bf16[64,256]>", "OUT": "bf16"}
-    blocks = {"BLOCK_I": 128, "BLOCK_J": 256, "BLOCK_R": 64, "STAGES": 4}
+def _wgrad(tma: bool, accumulate: bool = False) -> Variant:
+    width = 128 if accumulate else 256
+    boxes = {"X": "tensordesc<bf16[64,128]>", "Y": f"tensordesc<bf16[64,{width}]>"}
+    types = boxes if tma else {"X": "*bf16", "Y": "*bf16"}
+    blocks = {"BLOCK_I": 128, "BLOCK_J": width, "BLOCK_R": 64, "STAGES": 4}
     return Variant(
-        {"TMA": tma, **_COMMON, **blocks},
-        box if tma else {"X": "*bf16", "Y": "*bf16", "OUT": "bf16"},
+        {"TMA": tma, "ACCUMULATE": accumulate, **_COMMON, **blocks},
+        types | {"OUT": "fp32" if accumulate else "bf16"},
         ("num_i", "num_j", "stride_xm", "stride_ym"),
     )
 
@@ -57,7 +60,7 @@ GEMM_SPECS: tuple[KernelSpec, ...] = (
         grouped_gemm.grouped_wgrad_kernel,
         "x_ptr:*bf16 y_ptr:*bf16 x_desc:{X} y_desc:{Y} out_ptr:*{OUT} ends_ptr:*i32 num_rows:i32 num_i:i32 num_j:i32 "
         "num_experts:i32 stride_xm:i32 stride_ym:i32",
-        (_wgrad(tma=True), _wgrad(tma=False)),
+        (_wgrad(tma=True), _wgrad(tma=False), _wgrad(tma=True, accumulate=True)),
         num_warps=8,
     ),
     KernelSpec(
@@ -73,6 +76,8 @@ GEMM_SPECS: tuple[KernelSpec, ...] = (
             _fp8(16, 128, 6, 4, tma=True),
             _fp8(32, 128, 6, 4, tma=True),
             _fp8(64, 256, 4, 8, tma=True),
+            _fp8(16, 128, 6, 4, tma=True, rows=True),
+            _fp8(128, 64, 4, 4, tma=True, rows=True),
             _fp8(16, 128, 6, 4, tma=False),
             _fp8(64, 256, 4, 8, tma=False),
             _fp8(128, 128, 3, 8, tma=True, hardware=True),

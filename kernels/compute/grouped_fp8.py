@@ -2,13 +2,15 @@
 
 Protocol      equalize_scales: the four 32-blocks of every 128 values of K get the largest of their scales, and
               the values move into it; an e4m3 value keeps all its bits unless it becomes subnormal.
-              grouped_fp8, HARDWARE = False: both operands have equal scales along 128 of K, so a step of 128 is
-              one fp8 product, scaled once in float32. HARDWARE = True: the operands as they are, one scale per
-              32 values, into tensor cores that know them (sm_100; elsewhere the compiler emulates).
+              grouped_fp8: ROW_SCALES: one scale per row of both operands, so a step of 128 is one fp8 product,
+              added in float32, and the sum is scaled. HARDWARE: the operands as they are, one scale per 32 values,
+              into tensor cores that know them (sm_100; elsewhere the compiler emulates). Neither: equal scales along
+              128 of K, so a step's product is scaled before it is added.
               Weights are the rows of the tile and tokens its columns: 16 tokens fill a tile 16 wide. Tiles and
               groups as in grouped_gemm.py.
 Layout        a [R, K] e4m3, b [E, N, K] e4m3, both contiguous. MX scales are bytes 0..255 = 2^(s - 127), 255 = NaN:
-              [R, K/32] and [E, N, K/32]. Equal scales are float32, [K/128, R] and [E, K/128, N], K/128 rounded up:
+              [R, K/32] and [E, N, K/32]. Row scales are float32 [R] and [E, N]. Equal scales are float32,
+              [K/128, R] and [E, K/128, N], K/128 rounded up:
               a step reads them side by side, and 4 bytes are the least that a copy into shared memory moves, so
               that they are loaded ahead like the operands.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
@@ -73,6 +75,7 @@ def grouped_fp8_kernel(
     num_experts,
     TMA: tl.constexpr,
     HARDWARE: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     EP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -124,11 +127,18 @@ def grouped_fp8_kernel(
                 a_scale = tl.load(a_scales, mask=in_m[:, None] & (at_s < blocks), other=127)
                 b_scale = tl.load(b_scales, mask=in_n[:, None] & (at_s < blocks), other=127)
                 acc = tl.dot_scaled(b_tile, b_scale, _E4M3, a_tile.T, a_scale, _E4M3, acc)
+            elif ROW_SCALES:
+                acc += tl.dot(b_tile, a_tile.T)
             else:
                 a_scale = tl.load(a_scale_ptr + step * num_rows + out_rows, mask=in_m, other=0.0)
                 b_scale = tl.load(b_scale_ptr + expert.to(tl.int64) * steps * n + step * n + cols, mask=in_n, other=0.0)
                 # One factor after the other: the product of two scales may leave float32 where the result does not.
                 part = tl.dot(b_tile, a_tile.T) * b_scale[:, None]
                 acc += part * a_scale[None, :]
+        if ROW_SCALES:
+            acc = acc * tl.load(b_scale_ptr + weights, mask=in_n, other=0.0)[:, None]
+            acc = acc * tl.load(a_scale_ptr + out_rows, mask=in_m, other=0.0)[None, :]
+            # Rows after the last group have no scale, and no steps.
+            acc = tl.where(group < num_experts, acc, 0.0)
         out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * n + cols[None, :]
         tl.store(out_ptrs, acc.T.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])

@@ -5,7 +5,8 @@ Protocol      grouped_gemm: out[r, :] = a[r, :] @ b[group of r]. Programs are pe
               num_programs-th tile. Where a tile lies follows on the device from the groups' ends, so the
               host waits for nothing and a captured graph takes new groups. A tile holds rows of one group.
               Rows after the last group are a group without steps: they become zeros.
-              grouped_wgrad: out[e] = x_e^T @ y_e over the rows of group e; one program per tile.
+              grouped_wgrad: out[e] = x_e^T @ y_e over the rows of group e; one program per tile. ACCUMULATE adds to
+              what out holds, and leaves what belongs to an empty group alone.
               Accumulation in float32, one rounding to the output's type.
 Layout        a, x, y: row-major. b [E, K, N]: K_MAJOR = consecutive along K, else along N. Groups start
               anywhere and may be empty. TMA: operands come through descriptors, whose boxes may reach into
@@ -104,7 +105,7 @@ def grouped_wgrad_kernel(
     y_ptr,  # [R, J] bf16
     x_desc,  # with TMA a descriptor of boxes [BLOCK_R, BLOCK_I] of x, else anything
     y_desc,  # with TMA a descriptor of boxes [BLOCK_R, BLOCK_J] of y, else anything
-    out_ptr,  # [E, I, J] contiguous
+    out_ptr,  # [E, I, J] contiguous; in and out with ACCUMULATE
     ends_ptr,  # [E] int32
     num_rows,
     num_i,
@@ -113,6 +114,7 @@ def grouped_wgrad_kernel(
     stride_xm,
     stride_ym,
     TMA: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     EP: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -147,4 +149,8 @@ def grouped_wgrad_kernel(
             acc = tl.dot(x_tile.T, y_tile, acc)
     row = expert.to(tl.int64) * num_i + cols_i
     out_ptrs = out_ptr + row[:, None] * num_j + cols_j[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(cols_i < num_i)[:, None] & (cols_j < num_j)[None, :])
+    in_out = (cols_i < num_i)[:, None] & (cols_j < num_j)[None, :]
+    if ACCUMULATE:
+        in_out = in_out & (start < end)
+        acc += tl.load(out_ptrs, mask=in_out, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_out)

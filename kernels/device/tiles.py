@@ -3,7 +3,7 @@
 A table is int32 [1 + max_tiles, 4]. Record 0 is (tiles, rows in use, 0, 0), the rows in use being those before the end
 of the last segment. Record 1 + i is (expert, first row, rows, 0) of tile i: 1 to 128 rows of one segment; of the tiles
 of a segment all but the last have 128. Tiles come segment by segment. max_tiles = ceil(rows / 128) + segments suffices
-for any segments; records behind the last tile are not written.
+for any segments; records behind the last tile are zero, so that equal routings give equal tables.
 """
 
 import triton
@@ -13,6 +13,7 @@ from . import codes
 
 TILE_ROWS = tl.constexpr(codes.TILE_ROWS)
 TILE_WORDS = tl.constexpr(codes.TILE_WORDS)
+_CLEARED = tl.constexpr(256)
 
 
 @triton.jit
@@ -46,6 +47,10 @@ def write_tile_records(table_ptr, starts, rows, max_tiles):
         records = table_ptr + ((1 + tile) * TILE_WORDS)[:, None] + word[None, :]
         tl.store(records, tl.where(word[None, :] < 2, first, last), mask=alive[:, None])
     num_tiles = tl.minimum(tl.sum(tiles), max_tiles)
+    for left in range(num_tiles, max_tiles, _CLEARED):
+        tile = left + tl.arange(0, _CLEARED)
+        records = table_ptr + ((1 + tile) * TILE_WORDS)[:, None] + word[None, :]
+        tl.store(records, tl.zeros([_CLEARED, TILE_WORDS], tl.int32), mask=(tile < max_tiles)[:, None])
     rows_in_use = tl.max(tl.where(rows > 0, starts + rows, 0), 0)
     tl.store(table_ptr + word, tl.where(word == 0, num_tiles, tl.where(word == 1, rows_in_use, 0)))
 

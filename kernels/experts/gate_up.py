@@ -28,9 +28,23 @@ _MX = tl.constexpr(ACT_OUT_MX)
 
 
 @triton.jit
-def _of_columns(ptr, matrix, cols, f):
-    """[1, N] float32 of vectors [matrices, f]; zeros behind the last column."""
-    return tl.load(ptr + matrix.to(tl.int64) * f + cols, mask=cols < f, other=0.0).to(tl.float32)[None, :]
+def _of_matrix(x, scale_ptr, bias_ptr, matrix, col, f, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """A tile [M, N] from column `col` on of a product with one of the matrices [matrices, f, K]: scaled, with bias."""
+    cols = col + tl.arange(0, x.shape[1])
+    at = matrix.to(tl.int64) * f + cols
+    if SCALED:
+        x = x * tl.load(scale_ptr + at, mask=cols < f, other=0.0)[None, :]
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + at, mask=cols < f, other=0.0).to(tl.float32)[None, :]
+    return x
+
+
+@triton.jit
+def _store_pre(pre_ptr, x, rows, in_m, col, f, width):
+    """A tile [M, N] of bf16 from column `col` on, of f, into rows of `width`."""
+    cols = col + tl.arange(0, x.shape[1])
+    at = rows.to(tl.int64)[:, None] * width + cols[None, :]
+    tl.store(pre_ptr + at, x, mask=in_m[:, None] & (cols < f)[None, :])
 
 
 @triton.jit
@@ -138,31 +152,38 @@ def gate_up_kernel(
                 acc = add_step(acc, x_tile, w_tile.T, SWAP, PROMOTE)
         if SWAP:
             acc = acc.T
-        if GATED:
-            g, u = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-        else:
-            g = acc
-            u = acc
-        cols = col + tl.arange(0, BLOCK_N)
+        # Registers of a thread hold both halves of the columns: gate and up, or left and right.
+        first, second = acc.reshape(BLOCK_M, 2, WIDTH // 2).permute(0, 2, 1).split()
+        matrix = expert * HALVES
         if SCALED:
             # One factor after the other: the product of two scales may leave float32 where the result does not.
             x_scale = tl.load(x_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
-            g = g * x_scale * _of_columns(w_scale_ptr, expert * HALVES, cols, f)
-            if GATED:
-                u = u * x_scale * _of_columns(w_scale_ptr, expert * HALVES + 1, cols, f)
-        if HAS_BIAS:
-            g += _of_columns(bias_ptr, expert * HALVES, cols, f)
-            if GATED:
-                u += _of_columns(bias_ptr, expert * HALVES + 1, cols, f)
-        value = apply_activation(g, u, KIND, GATED, CLAMP, LIMIT, ALPHA, UP_OFFSET)
-        g_kept = g.to(tl.bfloat16)
-        u_kept = u.to(tl.bfloat16)
+            first = first * x_scale
+            second = second * x_scale
+        factor = 1.0
         if HAS_WEIGHTS:
-            value = value * tl.load(row_weights_ptr + rows, mask=in_m, other=0.0)[:, None]
-        _store_act(act_ptr, act_scale_ptr, value, rows, in_m, col, f, OUT)
-        if HAS_PRE:
-            inside = in_m[:, None] & (cols < f)[None, :]
-            at = rows.to(tl.int64)[:, None] * (HALVES * f) + cols[None, :]
-            tl.store(pre_ptr + at, g_kept, mask=inside)
-            if GATED:
-                tl.store(pre_ptr + f + at, u_kept, mask=inside)
+            factor = tl.load(row_weights_ptr + rows, mask=in_m, other=0.0)[:, None]
+        if GATED:
+            g = _of_matrix(first, w_scale_ptr, bias_ptr, matrix, col, f, SCALED, HAS_BIAS)
+            u = _of_matrix(second, w_scale_ptr, bias_ptr, matrix + 1, col, f, SCALED, HAS_BIAS)
+            value = apply_activation(g, u, KIND, True, CLAMP, LIMIT, ALPHA, UP_OFFSET)
+            # Few registers are left to those that wait for the activation to be stored.
+            g = g.to(tl.bfloat16)
+            u = u.to(tl.bfloat16)
+            _store_act(act_ptr, act_scale_ptr, value * factor, rows, in_m, col, f, OUT)
+            if HAS_PRE:
+                _store_pre(pre_ptr, g, rows, in_m, col, f, 2 * f)
+                _store_pre(pre_ptr + f, u, rows, in_m, col, f, 2 * f)
+        else:
+            for part in tl.static_range(2):
+                at = col + part * (BLOCK_N // 2)
+                if part == 0:
+                    g = first
+                else:
+                    g = second
+                g = _of_matrix(g, w_scale_ptr, bias_ptr, matrix, at, f, SCALED, HAS_BIAS)
+                value = apply_activation(g, g, KIND, False, CLAMP, LIMIT, ALPHA, UP_OFFSET)
+                g = g.to(tl.bfloat16)
+                _store_act(act_ptr, act_scale_ptr, value * factor, rows, in_m, at, f, OUT)
+                if HAS_PRE:
+                    _store_pre(pre_ptr, g, rows, in_m, at, f, f)

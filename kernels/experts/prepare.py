@@ -1,10 +1,11 @@
 """Weights in the two forms that FP8 products take: MXFP8 with one scale per row, as they are and transposed.
 
-Protocol      The product with w [N, K] sums over K, the one with its transpose over N, so each has MXFP8 along another
-              dimension (RCEIL, blocks of 32), moved to one scale per row as in row_scales.py. weight_maxima: a program
+Protocol      The product with w [N, K] sums over K, the one with its transpose over N, so each has scales along another
+              dimension: of every row the largest that MXFP8 (RCEIL) would give to one of its blocks of 32, which
+              follows from the row's largest magnitude. Elements are rounded once, under that scale: those of MXFP8
+              moved to rows (row_scales.py), but nearer to the weight where they are subnormal. weight_maxima: a program
               takes BLOCK_N rows of one expert; the largest magnitude of a row is its own affair, that of a column is a
-              maximum over programs. prepare_weights: every tile is read once and written in both forms; what its rows
-              and columns are moved to follows from the maxima.
+              maximum over programs. prepare_weights: every tile is read once and written in both forms.
 Layout        w [E, N, K] bf16 or fp32; row_max [E, N], column_max [E, K] int32: bits of float32 magnitudes, among which
               a NaN is the largest; column_max is 0 at first. FPROP: out [E, N, K] e4m3, its scales [E, N] float32.
               DGRAD: transposed [E, K, N] e4m3, its scales [E, K].
@@ -16,8 +17,7 @@ Replay        Nothing is kept between calls.
 import triton
 import triton.language as tl
 
-from ..device.mxfp8 import BLOCK, FORMAT_E4M3, MODE_RCEIL, block_amax, block_scale, quantize_tile, scale_value
-from .row_scales import rebased
+from ..device.mxfp8 import FORMAT_E4M3, MODE_RCEIL, block_amax, block_scale, scale_value, scaled_elements
 
 
 @triton.jit
@@ -28,6 +28,7 @@ def weight_maxima_kernel(
     n,
     k,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -39,8 +40,9 @@ def weight_maxima_kernel(
     for first in range(0, k, BLOCK_K):
         col = first + tl.arange(0, BLOCK_K)
         x = tl.load(w_rows + col[None, :], mask=(row < n)[:, None] & (col < k)[None, :], other=0.0).to(tl.float32)
-        of_columns = block_amax(x, 0).to(tl.int32, bitcast=True)
-        tl.atomic_max(column_max_ptr + expert * k + col, of_columns, mask=col < k, sem="relaxed")
+        if COLUMNS:
+            of_columns = block_amax(x, 0).to(tl.int32, bitcast=True)
+            tl.atomic_max(column_max_ptr + expert * k + col, of_columns, mask=col < k, sem="relaxed")
         if ROWS:
             largest = tl.maximum(largest, block_amax(x, 1).to(tl.int32, bitcast=True))
     if ROWS:
@@ -54,15 +56,12 @@ def _largest_scale(max_ptr, at, mask):
 
 
 @triton.jit
-def _store_moved(out_ptr, scale_ptr, x, rows, cols, in_rows, matrix, num_rows, num_cols, largest):
-    """Quantise a tile [M, N] of a matrix [num_rows, num_cols] along its rows and move them to scales `largest` [M]."""
-    M: tl.constexpr = x.shape[0]
-    BLOCKS: tl.constexpr = x.shape[1] // BLOCK
-    elements, scale = quantize_tile(x.to(tl.float32).reshape(M, BLOCKS, BLOCK), MODE_RCEIL, False)
-    moved = rebased(elements, scale.to(tl.int32)[:, :, None], largest[:, None, None]).reshape(M, BLOCKS * BLOCK)
+def _store_rows(out_ptr, scale_ptr, x, rows, cols, in_rows, matrix, num_rows, num_cols, largest):
+    """Elements of a tile [M, N] of a matrix [num_rows, num_cols] under scales `largest` [M], and these."""
+    elements = scaled_elements(x.to(tl.float32), largest[:, None], MODE_RCEIL, False)
     row = matrix * num_rows + rows
     inside = in_rows[:, None] & (cols < num_cols)[None, :]
-    tl.store(out_ptr + row[:, None] * num_cols + cols[None, :], moved, mask=inside)
+    tl.store(out_ptr + row[:, None] * num_cols + cols[None, :], elements, mask=inside)
     # Those at the left edge write the scales of their rows.
     tl.store(scale_ptr + row, scale_value(largest), mask=in_rows & (tl.min(cols, 0) == 0))
 
@@ -94,7 +93,7 @@ def prepare_weights_kernel(
     x = tl.load(w_ptr + (expert * n + row)[:, None] * k + col[None, :], mask=in_n[:, None] & in_k[None, :], other=0.0)
     if FPROP:
         largest = _largest_scale(row_max_ptr, expert * n + row, in_n)
-        _store_moved(out_ptr, scale_ptr, x, row, col, in_n, expert, n, k, largest)
+        _store_rows(out_ptr, scale_ptr, x, row, col, in_n, expert, n, k, largest)
     if DGRAD:
         largest = _largest_scale(column_max_ptr, expert * k + col, in_k)
-        _store_moved(transposed_ptr, transposed_scale_ptr, x.T, col, row, in_k, expert, k, n, largest)
+        _store_rows(transposed_ptr, transposed_scale_ptr, x.T, col, row, in_k, expert, k, n, largest)

@@ -35,6 +35,7 @@ from ..device.tables import (
     num_recv_of,
     overflow_of,
     row_of,
+    tiles_of,
     tokens_from_node_of,
 )
 from ..device.waits import WAIT_SPLITS, last_to_arrive, wait_flags
@@ -59,10 +60,10 @@ def _scan(chunks_ptr, row_ptr, num_chunks, num_columns, BLOCK_N: tl.constexpr, B
 
 @triton.jit
 def _clear(placement_ptr, num_ranks, experts_per_rank, ranks_per_node, row_length, BLOCK: tl.constexpr):
-    """Zeros in all of `placement` but the splits row: between its parts nothing else is written."""
+    """Zeros in `placement` before the tile table, but not in the splits row: between parts nothing else is written."""
     zero = tl.zeros([], tl.int32)
     row = row_of(zero, num_ranks, experts_per_rank, ranks_per_node)
-    end = bases_of(zero, num_ranks, experts_per_rank, ranks_per_node) + (2 * experts_per_rank + 1) * num_ranks
+    end = tiles_of(zero, num_ranks, experts_per_rank, ranks_per_node)
     for start in range(0, end, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         tl.store(placement_ptr + offs, 0, mask=(offs < end) & ((offs < row) | (offs >= row + row_length)))

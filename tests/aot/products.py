@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from itertools import chain
 
 EXPERTS = 32
 
@@ -47,6 +48,36 @@ def _results() -> Iterator[tuple[str, object]]:
             yield f"fp8 {rows} tma={tma}", grouped_fp8.fp8_gemm(left, right, ends, tma=tma)
 
 
+def _experts() -> Iterator[tuple[str, object]]:
+    """Both products of experts, forward and the gradient of rows; weights of the first come in boxes of three axes."""
+    import torch
+
+    from triton_ep.ops import experts, prepare, row_scales, tiles
+
+    torch.manual_seed(0)
+    rows, hidden, ffn = 256 * EXPERTS, 256, 384
+    offs = torch.arange(0, rows + 1, 256, dtype=torch.int32, device="cuda")
+    x, dpre = (torch.randn(rows, size, device="cuda").bfloat16() for size in (hidden, 2 * ffn))
+    w13 = torch.randn(EXPERTS, 2 * ffn, hidden, device="cuda").bfloat16()
+    w2 = torch.randn(EXPERTS, hidden, ffn, device="cuda").bfloat16()
+    given = {"row_weights": torch.rand(rows, device="cuda"), "tiles": tiles.tile_table(offs, rows)}
+    act, pre = experts.gate_up(x, w13, offs, keep_pre=True, **given)
+    yield "act", act
+    yield "pre", pre
+    yield "down", experts.rows_product(act, w2, offs, aligned=True, tiles=given["tiles"])
+    yield "dx", experts.rows_product(dpre, w13.transpose(1, 2), offs, aligned=True, tiles=given["tiles"])
+    x8 = row_scales.quantize_to_rows(x, offs)
+    (w13_rows, back), (w2_rows, _) = (prepare.prepare_weights(w, "both") for w in (w13, w2))
+    act8, _ = experts.gate_up(x8, w13_rows, offs, act="mx", **given)
+    dpre8 = row_scales.quantize_to_rows(dpre, offs)
+    for name, made in (("rows", x8), ("weights", w13_rows), ("transposed", back), ("act in fp8", act8)):
+        yield name, made.qdata.view(torch.uint8)
+        yield f"scales of {name}", made.scale
+    yield "down in fp8", experts.rows_product(act8, w2_rows, offs, aligned=True, tiles=given["tiles"])
+    yield "dx in fp8", experts.rows_product(dpre8, back, offs, aligned=True, tiles=given["tiles"])
+    yield "values", row_scales.dequantize_rows_in_use(x8, offs)
+
+
 def main() -> None:
     """Print a JSON list of [name, sha256]."""
     parser = argparse.ArgumentParser()
@@ -58,7 +89,7 @@ def main() -> None:
     import torch
 
     told = []
-    for name, result in _results():
+    for name, result in chain(_results(), _experts()):
         assert isinstance(result, torch.Tensor)
         told.append([name, hashlib.sha256(result.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()])
     print(json.dumps(told))

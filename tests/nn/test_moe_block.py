@@ -1,5 +1,6 @@
 """The block of dispatch, experts and combine: its gradients against those of the single ops of autograd."""
 
+import contextlib
 from itertools import pairwise
 
 import pytest
@@ -67,7 +68,7 @@ class _Linear:
         return ExpertGradients(
             dx.to(self.dtype) if needs.rows else None,
             dweights if needs.row_weights else None,
-            [da if needs.params[0] else None, db if needs.params[1] else None],
+            lambda: [da if needs.params[0] else None, db if needs.params[1] else None],
         )
 
 
@@ -175,6 +176,37 @@ def _check_uses(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_the_block_is_a_step_of_autograd_like_any_other(run_ranks):
     """Checkpoints, several open passes, frozen inputs, and parameters that changed in between."""
     run_ranks(_check_uses, 1, 2)
+
+
+def _check_order(rank: int, nodes: int, ranks_per_node: int) -> None:
+    case, done = CASES[0], []
+
+    class Noting(_Linear):
+        def backward(self, *args):
+            """Notes when the parameters' gradients are computed."""
+            found = super().backward(*args)
+            return ExpertGradients(found.rows, found.row_weights, lambda: done.append("parameters") or found.params())
+
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        idx, leaves = _leaves(case, layer, 0, True)
+        combine = layer.combine
+        layer.combine = lambda *args, **options: done.append("combine") or combine(*args, **options)
+        turns = []
+
+        @contextlib.contextmanager
+        def turn(name):
+            turns.append(name)
+            yield
+
+        _step(MoEBlock(layer, Noting(case.dtype, torch.Tensor), turn=turn), leaves, idx)
+        assert done == ["combine", "combine", "parameters"]
+        assert [name.split()[1] for name in turns] == ["forward", "backward"]
+
+
+@pytest.mark.plain
+def test_gradients_of_rows_leave_before_those_of_parameters_are_made(run_ranks):
+    """The second combine is that of the backward pass; each pass is a turn of its own."""
+    run_ranks(_check_order, 1, 1)
 
 
 class _Broken(_Linear):

@@ -8,6 +8,7 @@ import torch
 from tests.ops.grouped import CPU_GROUPS, DEVICE, check, ends_of
 from triton_ep.errors import InputError
 from triton_ep.ops.grouped_fp8 import EqualScales, equalize_scales, fp8_gemm, scaled_gemm
+from triton_ep.ops.row_scales import RowScaled, rebase_rows
 from triton_ep.reference import grouped_gemm as oracle
 from triton_ep.reference import mxfp8
 
@@ -85,6 +86,25 @@ def test_equal_scales_product(sizes: tuple[int, ...], tma: bool) -> None:
     assert not out[ends[-1] :].any()
 
 
+def _row_values(x: RowScaled) -> torch.Tensor:
+    return x.qdata.double() * x.scale.double().unsqueeze(-1)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("sizes", CPU_GROUPS[1:], ids=str)
+def test_row_scales_product(sizes: tuple[int, ...], tma: bool) -> None:
+    """The float64 product of operands with one scale per row; rows behind are zero, whatever their scales say."""
+    a, w = rebase_rows(*_mx(sum(sizes) + 3, 160)), rebase_rows(*_mx(len(sizes), 72, 160, seed=1))
+    a.scale[-3:] = torch.nan
+    ends = ends_of(sizes)
+    left, right = _row_values(a), _row_values(w).transpose(1, 2)
+    out = fp8_gemm(a, w, ends, tma=tma)
+    used = int(ends[-1])
+    unit = oracle.magnitude(left[:used], right, ends)
+    check(out[:used], oracle.grouped_gemm(left[:used], right, ends), unit, terms=160, steps=FP8_STEPS)
+    assert not out[used:].any()
+
+
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("sizes", CPU_GROUPS, ids=str)
 def test_scaled_product(sizes: tuple[int, ...], tma: bool) -> None:
@@ -125,5 +145,7 @@ def test_errors() -> None:
         scaled_gemm(a, a, ends)
     with pytest.raises(InputError, match="weights"):
         fp8_gemm(equalize_scales(*a), equalize_scales(*a), ends)
+    with pytest.raises(InputError, match="scales of one kind"):
+        fp8_gemm(equalize_scales(*a), rebase_rows(*_mx(1, 8, 64)), ends)
     with pytest.raises(InputError, match="out_dtype"):
         scaled_gemm(a, _mx(1, 8, 64), ends, out_dtype=torch.float64)

@@ -9,6 +9,8 @@ from tests.ops.grouped import CPU_GROUPS, DEVICE, Case, check, operands
 from triton_ep.errors import InputError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import grouped_gemm as ops
+from triton_ep.ops.prepare import prepare_weights
+from triton_ep.ops.row_scales import rebase_rows
 from triton_ep.reference import grouped_gemm as oracle
 from triton_ep.reference import mxfp8
 
@@ -71,6 +73,25 @@ def test_auto_is_exact_unless_weights_are_prepared() -> None:
     assert ops._choose(a[:128], prepared) == "fp8"
     assert ops._choose(a, prepared) == ops._choose(x[:8], prepared) == ops._choose(a[:8], b_t) == "bf16"
     assert torch.equal(ops.grouped_gemm(a, prepared, ends), ops.grouped_gemm(a, prepared, ends, path="bf16"))
+
+
+def test_weights_with_row_scales() -> None:
+    """MX rows are moved to row scales and multiplied in fp8, however many they are; bf16 rows meet values in bf16."""
+    x, w, ends = operands(Case((9, 0, 13), n=40, k=64))
+    (a, _), (b_t, _) = _mx(x), _mx(w, transposed=True)
+    prepared, _ = prepare_weights(w.transpose(1, 2).contiguous(), "fprop")
+    assert prepared is not None
+    moved = rebase_rows(a.qdata, a.scale)
+    out = ops.grouped_gemm(a, prepared, ends)
+    assert torch.equal(out, ops.grouped_gemm(moved, prepared, ends))
+    assert torch.equal(out, ops.grouped_gemm(moved, b_t, ends, path="fp8"))
+    values = prepared.dequantize().transpose(1, 2)
+    exact, unit = (oracle_of(moved.dequantize(), values, ends) for oracle_of in (oracle.grouped_gemm, oracle.magnitude))
+    check(out, exact, unit, terms=64, steps=FP8_STEPS)
+    unit = oracle.magnitude(x, values, ends)
+    check(ops.grouped_gemm(x, prepared, ends), oracle.grouped_gemm(x, values, ends), unit, terms=64)
+    with pytest.raises(InputError, match="give both of one kind"):
+        ops.grouped_gemm(ops.equal_scales(a), prepared, ends, path="fp8")
 
 
 def test_mixed_operands() -> None:

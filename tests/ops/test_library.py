@@ -9,8 +9,14 @@ import torch
 
 from tests.ops.grouped import Case, operands
 from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops import (
+    experts,  # noqa: F401  registers its ops
+    mxfp8,
+)
+from triton_ep.ops import experts_backward as backward
 from triton_ep.ops import grouped_gemm as gemm
-from triton_ep.ops import mxfp8
+from triton_ep.ops.prepare import prepare_weights
+from triton_ep.ops.tiles import tile_table
 from triton_ep.runtime import INTERPRETING
 
 OPS = torch.ops.triton_ep
@@ -58,6 +64,57 @@ def test_products() -> None:
     _check(OPS.grouped_fp8.default, (*equal, ends, torch.bfloat16))
     if INTERPRETING or torch.cuda.get_device_capability() >= (10, 0):
         _check(OPS.grouped_mx.default, (*left, *right, ends, torch.bfloat16))
+
+
+def test_row_scales_and_prepared_weights() -> None:
+    """Made, moved and taken apart, of all rows or of those in use; prepared in place."""
+    x, b_t, ends = operands(Case((3, 0, 34), n=96, k=64))
+    w, offs = b_t.transpose(1, 2).contiguous(), torch.nn.functional.pad(ends, (1, 0))
+    # Records without a tile are not written, so that results are not compared.
+    torch.library.opcheck(OPS.tile_table.default, (offs, 37), test_utils=["test_schema", "test_faketensor"])
+    mx = MXTensor.to_mx(x)
+    for given in (offs, None):
+        _check(OPS.quantize_to_rows.default, (x, given))
+        _check(OPS.rebase_rows.default, (mx.qdata, mx.scale.view(torch.uint8), given))
+        _check(OPS.dequantize_rows_in_use.default, (*OPS.quantize_to_rows(x, given), given, torch.bfloat16))
+    fprop, dgrad = prepare_weights(w, "both")
+    assert fprop is not None and dgrad is not None
+    rows, transposed = (fprop.qdata, fprop.scale), (dgrad.qdata, dgrad.scale)
+    for given in ((*rows, *transposed), (*rows, None, None), (None, None, *transposed)):
+        _check(OPS.prepare.default, (w, *given))
+    _check(OPS.grouped_rows.default, (*OPS.quantize_to_rows(x, None), fprop.qdata, fprop.scale, ends, torch.bfloat16))
+
+
+def test_products_of_experts() -> None:
+    """Both products, of bf16 and of row scales, with everything that may be added."""
+    x, b_t, ends = operands(Case((3, 0, 34), n=128, k=64))
+    w, offs = b_t.transpose(1, 2).contiguous(), torch.nn.functional.pad(ends, (1, 0))
+    weights, tiles, bias = x[:, 0].float(), tile_table(offs, len(x)), w[:, :, 0].contiguous()
+    fprop, _ = prepare_weights(w, "fprop")
+    assert fprop is not None
+    for rows, matrix in (((x, None), (w, None)), (OPS.quantize_to_rows(x, None), (fprop.qdata, fprop.scale))):
+        activation = ("silu", True, 7.0, 1.702, 1.0)
+        for act in ("bf16", "mx"):
+            _check(OPS.gate_up.default, (*rows, *matrix, offs, None, weights, bias, *activation, True, act, False))
+        operands_of = (*rows, *matrix, offs, tiles, weights, bias, False, False)
+        _check(OPS.rows_product.default, operands_of)
+        _check(OPS.rows_product_into.default, (*operands_of, x.new_zeros(len(x), 128)))
+
+
+def test_gradients_of_experts() -> None:
+    """Of rows, weights, biases and rows' weights; what is written in place says so."""
+    dy, b_t, ends = operands(Case((3, 0, 34), n=96, k=64))
+    w2, offs = b_t.contiguous(), torch.nn.functional.pad(ends, (1, 0))  # H 64, F 96
+    pre, weights, tiles = torch.cat([dy, dy, dy], 1), dy[:, 0].float(), tile_table(offs, len(dy))
+    activation = ("silu", True, None, 1.0, 0.0, False)
+    for given in (weights, None):
+        _check(OPS.down_dgrad.default, (dy, None, w2, None, False, pre, given, tiles, *activation))
+    shares = OPS.down_dgrad(dy, None, w2, None, False, pre, weights, tiles, *activation)[2]
+    _check(OPS.row_weight_gradient.default, (shares, dy, None, w2[:, :, 0].contiguous(), tiles))
+    _check(OPS.bias_gradient.default, (dy, offs, weights))
+    out = backward.weight_gradient(dy, pre, offs).float()
+    _check(OPS.weight_gradient.default, (dy, pre, offs, out, True, False))
+    _check(OPS.weighted_rows_backward.default, (dy, None, pre[:, :64], weights, offs))
 
 
 @pytest.mark.parametrize("path", ["bf16", "fp8"])

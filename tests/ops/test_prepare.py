@@ -27,9 +27,9 @@ def _weights(dtype: torch.dtype = torch.bfloat16, n: int = 160, k: int = 96) -> 
 
 
 def _assert_same(got: RowScaled | None, values: torch.Tensor) -> None:
-    """`got` is MXFP8 of `values` along the last dimension, moved to rows."""
+    """`got` is `values` prepared along the last dimension; no scale, and no element of a finite row, is a NaN's."""
     assert got is not None
-    elements, scale = oracle.rebase_rows(*mxfp8.quantize(values))
+    elements, scale = oracle.prepared_rows(values)
     assert torch.equal(got.qdata.cpu().view(torch.uint8), elements.view(torch.uint8))
     torch.testing.assert_close(got.scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
 
@@ -49,12 +49,26 @@ def test_both_forms_are_the_oracles(dtype: torch.dtype, uses: str) -> None:
                 _assert_same(two, along.contiguous())
 
 
+def test_elements_are_those_of_mxfp8_but_for_subnormal_ones() -> None:
+    """And those are nearer to the weight, by half of their step at most."""
+    w = _weights()[:1]
+    once, twice = oracle.prepared_rows(w), oracle.rebase_rows(*mxfp8.quantize(w))
+    assert torch.equal(once[1], twice[1])
+    one, two = (rows[0].float() for rows in (once, twice))
+    differ = one != two
+    assert differ.any() and two[differ].abs().max() <= 2.0**-6
+    scaled = w.float() / once[1].unsqueeze(-1)
+    assert ((one - scaled).abs() <= (two - scaled).abs()).all()
+
+
 def test_weights_that_are_mxfp8() -> None:
     """Their own elements for the product along K; for the other one their values are quantised anew."""
     w = _weights()
     given = MXTensor.to_mx(w.to(DEVICE))
     fprop, dgrad = prepare_weights(given, "both")
-    _assert_same(fprop, w)
+    elements, scale = oracle.rebase_rows(*mxfp8.quantize(w))
+    assert torch.equal(fprop.qdata.cpu().view(torch.uint8), elements.view(torch.uint8))
+    torch.testing.assert_close(fprop.scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
     _assert_same(dgrad, given.dequantize(torch.bfloat16).cpu().transpose(1, 2).contiguous())
     same, none = prepare_weights(given, "fprop", out=(fprop, None))
     assert none is None and same is fprop

@@ -1,6 +1,7 @@
 """`triton-ep demo`: the run, and that its counters and its verdict can tell right from wrong."""
 
 import dataclasses
+import re
 import struct
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from triton_ep.cli import demo, main
 from triton_ep.cli.demo import choose_ranks
 from triton_ep.cli.demo_report import (
     Comparison,
+    Noise,
     PayloadResult,
     RankResult,
     Traffic,
@@ -28,12 +30,17 @@ def test_demo_equals_the_dense_layer(tmp_path: Path, capfd: pytest.CaptureFixtur
     output = capfd.readouterr().out
     assert "PASS" in output
     assert "received" in output
+    of_layer = output.split("triton_ep.nn.MoE")[0]
     rows = {
-        line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip().startswith(("bf16", "mx"))
+        line.split()[0]: line.split()[1:] for line in of_layer.splitlines() if line.strip().startswith(("bf16", "mx"))
     }
     assert rows["bf16"][0] == "128" and rows["bf16"][3:5] == ["0.0%", "exact"]
     assert rows["mxfp8"][0] == "66" and rows["mxfp8"][3] == "48.4%"
     assert float(rows["mxfp8"][4]) > 30 and float(rows["mxfp8"][5]) > 28
+    module = output.split("triton_ep.nn.MoE")[1].split("routing picture")[0]
+    found = re.findall(r"^ *(bf16|mxfp8) +([\d.]+) +([\d.]+)$", module, re.MULTILINE)
+    assert [name for name, *_ in found] == ["bf16", "mxfp8"]
+    assert all(float(value) > least for (_, *values), least in zip(found, (36, 20), strict=True) for value in values)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -119,6 +126,17 @@ def test_a_wrong_result_fails(max_rel: float) -> None:
     assert failures(_results(), GOOD, GOOD, 4, 2) == []
     assert [text.split(":")[0] for text in failures(_results(), bad, GOOD, 4, 2)] == ["rank 3, bf16"]
     assert [text.split(":")[0] for text in failures(_results(), GOOD, bad, 4, 2)] == ["rank 3, mxfp8"]
+
+
+@pytest.mark.parametrize("noise", [1.0, float("nan")])
+def test_a_wrong_module_fails(noise: float) -> None:
+    """Noise past rounding, and a NaN, of one part of one rank."""
+    good = {name: {part: Noise(signal=1e4, noise=1.0) for part in ("result", "gradient")} for name in ("bf16", "mxfp8")}
+    results = [dataclasses.replace(result, module=good) for result in _results()]
+    assert failures(results, GOOD, GOOD, 4, 2) == []
+    worse = {**good, "mxfp8": {**good["mxfp8"], "gradient": Noise(signal=1.0, noise=noise * 1e3)}}
+    results[2] = dataclasses.replace(results[2], module=worse)
+    assert [text.split(" has")[0] for text in failures(results, GOOD, GOOD, 4, 2)] == ["module, mxfp8: its gradient"]
 
 
 @pytest.mark.parametrize("payload", ["bf16", "mxfp8"])

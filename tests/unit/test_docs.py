@@ -153,6 +153,18 @@ def test_layer_page_lists_every_argument() -> None:
     assert set(_first_column(page, "The descriptor")) <= fields | views
 
 
+def test_nn_page_lists_every_argument() -> None:
+    """docs/reference/nn.md has the arguments of the modules, and calls that there are."""
+    from triton_ep.nn import MoE, TopKRouter
+
+    page = ROOT / "docs/reference/nn.md"
+    for kind, heading in ((MoE, "Arguments of MoE"), (TopKRouter, "TopKRouter")):
+        assert sorted(_first_column(page, heading)) == sorted(list(inspect.signature(kind.__init__).parameters)[1:])
+    calls = page.read_text().split("## Calls of MoE\n")[1].split("\n## ")[0]
+    for name in re.findall(r"`moe\.(\w+)", calls):
+        assert hasattr(MoE, name) or name in ("router", "experts", "last_aux"), name
+
+
 def test_errors_page_lists_every_error() -> None:
     """docs/reference/errors.md has every error with its second base class."""
     from triton_ep import errors

@@ -37,6 +37,8 @@ class Measured:
         moved_bytes: payload bytes that leave the busiest rank (`quantise`: read and written by each).
         limit_bytes: of the busiest rank in its busier direction, from which a floor follows; 0: no floor.
         calls: spans of the recorded calls on this rank.
+        peak_bytes: of memory that a call takes on the rank that takes most; None: not known.
+        error_db: signal to noise of what it computes, worst rank; None: not measured.
     """
 
     timing: timing.Timing
@@ -45,6 +47,8 @@ class Measured:
     moved_bytes: int = 0
     limit_bytes: int = 0
     calls: list[list[record.Span]] = field(default_factory=list)
+    peak_bytes: int | None = None
+    error_db: float | None = None
 
 
 def join(settings: Settings) -> int:
@@ -114,9 +118,9 @@ class Job:
         """Rows that a rank receives at most, over all inputs."""
         return max(routing.most_rows() for routing in self.routings)
 
-    def capacity(self) -> int | None:
+    def capacity(self, case: Case) -> int | None:
         """Output rows in static mode: a quarter above the average, and room for these routings in any case."""
-        if self.settings.capacity == "exact":
+        if case.capacity == "exact":
             return None
         align = self.settings.alignment
         padding = self.shape.experts // self.num_ranks * (align - 1)
@@ -140,7 +144,7 @@ class Job:
             tuned=tuned,
             enable_local_combine=s.local_combine,
             alignment=s.alignment,
-            capacity=self.capacity(),
+            capacity=self.capacity(case),
             payload="mxfp8" if case.payload == "mxfp8" else None,
             low_latency=s.low_latency,
             timeout_s=120.0,  # ranks may compile for different times

@@ -1,126 +1,139 @@
-"""A MoE layer from router output to combined tokens: dispatch, SwiGLU experts as grouped GEMMs, combine.
+"""A MoE layer behind its router, and a training step of it: checked against dense experts, then timed.
 
-Expert weights are drawn by expert number, so that any rank can compute any token densely for the check.
+A step is a forward pass and the gradients of the tokens and of this rank's experts. With --refresh-weights both are
+timed once more with weights that have changed since the call before, so that what is made of them is made anew.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from collections.abc import Callable
 
 import torch
-from torch.nn.functional import silu
+import torch.distributed as dist
 
-from triton_ep import autograd
 from triton_ep.bench.job import Job, Measured, WrongResult, capture
-from triton_ep.bench.providers import Unavailable
+from triton_ep.bench.moe_providers import GemmOnly, MoeProvider, decibel, dense, make_moe_provider
 from triton_ep.bench.settings import Case
 from triton_ep.bench.timing import Call
-from triton_ep.layer import EPAll2AllLayer
-from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm as grouped_mm_mx
-from triton_ep.ops.grouped_gemm import grouped_gemm
 
 _CHECKED_TOKENS = 2
-# Rounding a tensor to e4m3 leaves 31.5 dB of it, and six of them make up the noise of a SwiGLU expert; bf16 leaves 50.
-_LEAST_DB = {"mxfp8": 20.0, "bf16": 36.0}
+# Rounding a tensor to e4m3 leaves 31.5 dB of it, and six of them make up the noise of a SwiGLU expert, eight that of a
+# gradient; bf16 leaves 50.
+_LEAST_DB = {"mxfp8": (20.0, 18.0), "bf16": (36.0, 36.0)}
 
 
-class _Experts:
-    """Weights of this rank's experts: w1, w3 [e, F, H] and w2 [e, H, F] bf16."""
+class _Run:
+    """The calls of one provider over the inputs of a job."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        per_rank = job.shape.experts // job.num_ranks
-        mine = [self.draw(job.rank * per_rank + local) for local in range(per_rank)]
-        self.w1, self.w3, self.w2 = (torch.stack(list(same)) for same in zip(*mine, strict=True))
+    def __init__(self, job: Job, case: Case, provider: MoeProvider) -> None:
+        self.job, self.case, self.provider = job, case, provider
+        shape, device = job.shape, job.device
+        generator = torch.Generator(device).manual_seed(job.rank)
+        self.weights = torch.rand(shape.tokens, shape.topk, generator=generator, device=device) + 0.5
+        self.grad = torch.randn(shape.tokens, shape.hidden, generator=generator, device=device).bfloat16()
 
-    def draw(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """w1, w3 [F, H] and w2 [H, F] of one expert, the same wherever they are drawn."""
-        shape, device = self.job.shape, self.job.device
-        generator = torch.Generator(device).manual_seed(expert + 1)
+    def forward(self, number: int) -> torch.Tensor:
+        """A forward pass of an input, no graph of autograd."""
+        x, idx = self.job.inputs[number % len(self.job.inputs)]
+        with torch.no_grad():
+            return self.provider.forward(x, idx, self.weights)
 
-        def normal(rows: int, columns: int) -> torch.Tensor:
-            values = torch.randn(rows, columns, generator=generator, device=device) / math.sqrt(columns)
-            return values.bfloat16()
+    def step(self, number: int) -> tuple[torch.Tensor, ...]:
+        """y, then the gradients of x, the router's weights and the parameters."""
+        x, idx = self.job.inputs[number % len(self.job.inputs)]
+        if isinstance(self.provider, GemmOnly):
+            y = self.provider.forward(x, idx, self.weights)
+            self.provider.backward()
+            return (y,)
+        leaves = [x.detach().requires_grad_(), self.weights.detach().requires_grad_()]
+        y = self.provider.forward(leaves[0], idx, leaves[1])
+        return y, *torch.autograd.grad(y, [*leaves, *self.provider.parameters], self.grad)
 
-        return normal(shape.ffn, shape.hidden), normal(shape.ffn, shape.hidden), normal(shape.hidden, shape.ffn)
+    def check(self, backward: bool) -> tuple[float | None, float | None]:
+        """Signal to noise of y and of dx, over a few tokens of every input; worst rank. Collective.
 
-    def run(self, rows: torch.Tensor, ends: torch.Tensor, payload: str) -> torch.Tensor:
-        """[R, H] bf16: every row through the expert whose segment it is in."""
-        transposed = [w.transpose(-2, -1) for w in (self.w1, self.w3, self.w2)]
-        if payload == "mxfp8":
-            gate, up = (grouped_mm_mx(rows, w, ends) for w in transposed[:2])
-            return grouped_mm_mx(silu(gate) * up, transposed[2], ends)
-        gate, up = (grouped_gemm(rows, w, ends) for w in transposed[:2])
-        return grouped_gemm(silu(gate) * up, transposed[2], ends)
+        Raises:
+            WrongResult: tokens differ from those of dense experts by more than rounding.
+        """
+        if not self.provider.exact:
+            return None, None
+        ys, dxs = [], []
+        num = min(_CHECKED_TOKENS, self.job.shape.tokens)
+        for number, (x, idx) in enumerate(self.job.inputs):
+            y, dx, *_ = self.step(number) if backward else (self.forward(number), None)
+            exact = dense(self.job, x[:num], idx[:num], self.weights[:num], self.grad[:num])
+            ys.append((y[:num], exact[0]))
+            dxs += [] if dx is None else [(dx[:num], exact[1])]
+        found = [decibel(ys), decibel(dxs) if dxs else None]
+        everyone: list[list[float | None]] = [[] for _ in range(self.job.num_ranks)]
+        dist.all_gather_object(everyone, found)
+        worst = [min(values) if None not in values else None for values in zip(*everyone, strict=True)]  # type: ignore[type-var]
+        for name, seen, least in zip(("y", "dx"), worst, _LEAST_DB[self.case.payload], strict=True):
+            if seen is not None and not seen >= least:
+                raise WrongResult(
+                    f"moe-layer, {self.case.provider} {self.case.mode}: {name} has {seen:.1f} dB against dense "
+                    f"experts, {least} are expected."
+                )
+        return worst[0], worst[1]
 
+    def measure(self, call: Callable[[int], object], gradient_bytes: int, refresh: bool) -> Measured:
+        """Time and memory of a call; collective. gradient_bytes: of parameters, which are not counted."""
+        job, provider = self.job, self.provider
 
-def _forward(
-    layer: EPAll2AllLayer, experts: _Experts, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, payload: str
-) -> torch.Tensor:
-    rows, row_weights, desc = autograd.dispatch(layer, x, idx, weights)
-    out = experts.run(rows, desc.expert_offsets[1:], payload)
-    return autograd.combine(layer, out, desc, row_weights)
+        def eager(number: int) -> None:
+            if refresh:
+                provider.refresh()
+            call(number)
 
+        timed: Call = eager
+        per_call, peak = 1, self._peak_bytes(eager, gradient_bytes)
+        if job.settings.graph and self.case.provider == "triton_ep":
+            per_call = len(job.inputs)
+            graph = capture(lambda: [call(number) for number in range(per_call)])
+            timed = lambda _: graph.replay()  # noqa: E731
+        return dataclasses.replace(job.measure(timed, provider.meet, per_call), peak_bytes=peak)
 
-def _check(job: Job, experts: _Experts, x: torch.Tensor, idx: torch.Tensor, y: torch.Tensor, payload: str) -> None:
-    """A few tokens of this rank against their experts in float32."""
-    num = min(_CHECKED_TOKENS, x.shape[0])
-    exact = torch.zeros(num, x.shape[1], device=job.device)
-    for token in range(num):
-        for expert in idx[token].tolist():
-            w1, w3, w2 = (w.float() for w in experts.draw(expert))
-            row = x[token].float()
-            exact[token] += w2 @ (silu(w1 @ row) * (w3 @ row)) / idx.shape[1]
-    noise = (exact - y[:num].float()).square().sum().item()
-    seen_db = 10 * math.log10(exact.square().sum().item() / max(noise, 1e-30))
-    if not seen_db >= _LEAST_DB[payload]:
-        raise WrongResult(
-            f"moe-layer on rank {job.rank}: {seen_db:.1f} dB against dense experts, {_LEAST_DB[payload]} are expected"
-        )
+    def _peak_bytes(self, call: Callable[[int], object], gradient_bytes: int) -> int | None:
+        """Memory that a call takes on the rank that takes most; None on the CPU and of GemmOnly. Collective.
+
+        What is there between calls (parameters, prepared weights, inputs) is not in it, symmetric memory is.
+        """
+        device = self.job.device
+        # The products alone keep nothing of what they give.
+        if device.type != "cuda" or isinstance(self.provider, GemmOnly):
+            return None
+        call(0)
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call(0)
+        torch.cuda.synchronize(device)
+        mine = torch.cuda.max_memory_allocated(device) - before - gradient_bytes + self.provider.other_bytes
+        everyone = [0] * self.job.num_ranks
+        dist.all_gather_object(everyone, mine)
+        return max(everyone)
 
 
 def measure_moe(job: Job, case: Case) -> dict[str, Measured]:
-    """Forward, and with `--backward` forward and backward; collective.
+    """Forward, and with `--backward` a step; collective.
 
     Raises:
         WrongResult: tokens differ from those of dense experts by more than rounding.
-        Unavailable: another provider than triton_ep, or a backward pass of bf16 experts.
+        Unavailable: the provider cannot run here.
     """
     s = job.settings
-    if case.provider != "triton_ep":
-        raise Unavailable("moe-layer measures triton_ep.")
-    if s.backward and case.payload != "mxfp8":
-        raise Unavailable("--backward needs --payload mxfp8: the grouped GEMM of bf16 rows has no gradient.")
-    experts = _Experts(job)
-    weights = torch.full((job.shape.tokens, job.shape.topk), 1 / job.shape.topk, device=job.device)
-    inputs = len(job.idxs)
-    found = {}
-    with job.layer(case) as layer:
-
-        def forward(number: int) -> torch.Tensor:
-            x, idx = job.inputs[number % inputs]
-            return _forward(layer, experts, x, idx, weights, case.payload)
-
-        with torch.no_grad():
-            for number, (x, idx) in enumerate(job.inputs):
-                _check(job, experts, x, idx, forward(number), case.payload)
-            call: Call = forward
-            per_call = 1
-            if s.graph:
-                graph = capture(lambda: [forward(number) for number in range(inputs)])
-                call, per_call = lambda _: graph.replay(), inputs
-            found["moe_layer_fwd"] = job.measure(call, layer.ep_barrier_all, per_call)
-        if s.backward:
-            leaves = [experts.w1, experts.w3, experts.w2]
-            for leaf in leaves:
-                leaf.requires_grad_()
-
-            def step(number: int) -> None:
-                x, idx = job.inputs[number % inputs]
-                leaf_x = x.detach().requires_grad_()
-                y = _forward(layer, experts, leaf_x, idx, weights, case.payload)
-                torch.autograd.grad(y, [leaf_x, *leaves], torch.ones_like(y))
-
-            found["moe_layer_step"] = job.measure(step, layer.ep_barrier_all)
-        autograd.leave(layer)
+    found: dict[str, Measured] = {}
+    with make_moe_provider(job, case) as provider:
+        run = _Run(job, case, provider)
+        errors = run.check(s.backward)
+        of_parameters = sum(w.numel() * w.element_size() for w in provider.parameters)
+        calls: dict[str, tuple[Callable[[int], object], int, float | None]] = {
+            "moe_layer_fwd": (run.forward, 0, errors[0]),
+            "moe_layer_step": (run.step, of_parameters, errors[1]),
+        }
+        for op in s.ops:
+            call, gradient_bytes, error = calls[op.removesuffix("_refresh")]
+            measured = run.measure(call, gradient_bytes, op.endswith("_refresh"))
+            found[op] = dataclasses.replace(measured, error_db=error)
     return found

@@ -53,7 +53,8 @@ class Results:
         else:
             for name, found in stages.items():
                 print(f"{name}, kernels on rank 0:\n{record.table(found)}\n")
-            print("\n".join([bench_rows.table(self.rows), *compared(self.rows)]), flush=True)
+            last = moe_table if s.command == "moe-layer" else compared
+            print("\n".join([bench_rows.table(self.rows), *last(self.rows)]), flush=True)
         if s.plot or s.timeline:
             from triton_ep.bench import plot
 
@@ -88,6 +89,37 @@ def compared(rows: Sequence[bench_rows.Row]) -> list[str]:
         what = ours["op"] if ours["op"] == "barrier" else f"{ours['op']} {ours['payload']}, {shape}"
         lines.append(f"{what}: {time:.1f} us ({ours['mode']}); speed is {others}")
     return lines
+
+
+def moe_table(rows: Sequence[bench_rows.Row]) -> list[str]:
+    """Rows of MoE layers as text: time, its ratios to the collectives' and the products' of this run, memory, error."""
+    measured = [row for row in rows if row["op"].startswith("moe_layer") and row["median_us"]]
+    names = ("nccl", "gloo"), ("gemm-only",)
+    base = {
+        (*(row[name] for name in _SHAPE if name != "payload"), ffn_of(row), column): float(row["median_us"])
+        for row in measured
+        for column, providers in enumerate(names)
+        if row["provider"] in providers
+    }
+    lines = [["op", "provider", "mode", "payload", "ms", "x nccl", "x gemm-only", "peak MiB", "error dB"]]
+    for row in measured:
+        key = (row["op"].removesuffix("_refresh"), *(row[name] for name in _SHAPE[2:]), ffn_of(row))
+        us = float(row["median_us"])
+        ratios = [f"{us / base[*key, column]:.3f}" if (*key, column) in base else "" for column in range(2)]
+        cells = [row[name] for name in ("op", "provider", "mode", "payload")]
+        lines.append([*cells, f"{us / 1e3:.3f}", *ratios, row["peak_mib"], row["error_db"]])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    shapes = dict.fromkeys(
+        tuple(row[name] for name in ("tokens", "hidden", "topk", "experts", "ranks")) for row in measured
+    )
+    title = "; ".join(f"{t} tokens per rank, hidden {h}, top-{k} of {e}, {w} ranks" for t, h, k, e, w in shapes)
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return ["", f"MoE layer, {title}:", *text]
+
+
+def ffn_of(row: bench_rows.Row) -> str:
+    """The part of a MoE layer's mode that names the width of its experts."""
+    return next((part for part in row["mode"].split("-") if part.startswith("ffn")), "")
 
 
 @contextlib.contextmanager

@@ -20,15 +20,18 @@ from triton_ep.errors import InputError
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = (
     "op,provider,mode,payload,nodes,ranks,tokens,hidden,topk,experts,routing,median_us,p20_us,p80_us,skew_pct,"
-    "bytes_out,gbps,gpu,driver,torch,triton,nvshmem,commit,date,skip_reason,host_us,kernel_us,floor_us,floor_ratio,iters"
+    "bytes_out,gbps,gpu,driver,torch,triton,nvshmem,commit,date,skip_reason,host_us,kernel_us,floor_us,floor_ratio,iters,"
+    "peak_mib,error_db"
 )
 COLUMNS = HEADER.split(",")
+_BEFORE = COLUMNS[: COLUMNS.index("peak_mib")]
+"""Columns of files from before the last two; theirs are empty there."""
 _SHOWN = ("op", "provider", "mode", "payload", "nodes", "ranks", "tokens", "hidden", "topk", "experts", "median_us")
-_SHOWN_TIMES = ("kernel_us", "host_us", "floor_us", "floor_ratio", "p80_us", "skew_pct", "gbps", "skip_reason")
+_SHOWN_TIMES = ("kernel_us", "host_us", "floor_us", "floor_ratio", "p80_us", "skew_pct", "gbps", "peak_mib", "error_db")
 
 # Columns that pictures and comparisons compute with; a cell may be empty.
 _COUNTS = ("nodes", "ranks", "tokens", "hidden", "topk", "experts", "iters")
-_TIMES = ("median_us", "floor_us")
+_TIMES = ("median_us", "floor_us", "peak_mib")
 
 Row = dict[str, str]
 
@@ -88,6 +91,8 @@ def make_row(values: Mapping[str, object]) -> Row:
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Append to the file, which is made, with its folder and header, if it is not there.
 
+    A file of an earlier version is written again, with the columns that it lacks.
+
     Raises:
         InputError: the file has other columns.
     """
@@ -95,7 +100,11 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
     if path.exists() and path.stat().st_size:
         with path.open(newline="") as file:
             header = next(csv.reader(file))
-        if header != COLUMNS:
+        if header == _BEFORE:
+            old = read_rows(path)
+            path.unlink()
+            append_rows(path, old)
+        elif header != COLUMNS:
             raise InputError(
                 f"{path} has the columns {header}, rows of this version have {COLUMNS}. Name another file."
             )
@@ -111,7 +120,7 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text in columns; those that are empty everywhere are left out."""
-    names = [name for name in (*_SHOWN, *_SHOWN_TIMES) if any(row[name] for row in rows)]
+    names = [name for name in (*_SHOWN, *_SHOWN_TIMES, "skip_reason") if any(row[name] for row in rows)]
     lines = [names, *([row[name] for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
     return "\n".join(
@@ -130,11 +139,13 @@ def read_rows(path: Path) -> list[Row]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            if reader.fieldnames != COLUMNS:
+            if reader.fieldnames not in (COLUMNS, _BEFORE):
                 shown = str(reader.fieldnames)[:200]
                 raise InputError(f"{path} has the columns {shown}, rows of this version have {COLUMNS}.")
             rows = []
             for row in reader:
+                if reader.fieldnames == _BEFORE:
+                    row.update(dict.fromkeys(COLUMNS[len(_BEFORE) :], ""))
                 _check_row(row, f"{path}, line {reader.line_num}")
                 rows.append(row)
             return rows

@@ -142,6 +142,10 @@ def rows_of(case: Case, place: Place, found: dict[str, Measured] | str, rate: fl
         columns |= {name: f"{value:.1f}" for name, value in asdict(result.timing).items()}
         for name, value in (("host_us", result.host_us), ("kernel_us", result.kernel_us)):
             columns[name] = "" if value is None else f"{value:.1f}"
+        if result.peak_bytes is not None:
+            columns["peak_mib"] = f"{result.peak_bytes / 2**20:.1f}"
+        if result.error_db is not None:
+            columns["error_db"] = f"{result.error_db:.1f}"
         if result.moved_bytes:
             columns["bytes_out"] = result.moved_bytes
             columns["gbps"] = f"{result.moved_bytes / result.timing.median_us / 1e3:.1f}"

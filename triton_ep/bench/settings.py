@@ -13,7 +13,10 @@ from triton_ep.errors import ConfigError
 
 COMMANDS = ("dispatch", "combine", "roundtrip", "low-latency", "barrier", "quantise", "moe-layer")
 PROVIDERS = ("triton_ep", "nccl", "nccl_dedup", "vdev", "deep_ep")
+MOE_PROVIDERS = ("triton_ep", "nccl", "gemm-only", "deep_ep")
 PAYLOADS = ("bf16", "mxfp8")
+PRECISIONS = ("default", "fast", "exact")
+CAPACITIES = ("exact", "static")
 MODELS = {
     "deepseek-v3": {"hidden": 7168, "topk": 8, "experts": 256, "ffn": 2048},
     "qwen3-235b": {"hidden": 4096, "topk": 8, "experts": 128, "ffn": 1536},
@@ -63,10 +66,12 @@ class Settings:
         ranks: of the whole job.
         local_world_size: ranks per node as told; None: those of a host.
         routing: "uniform", "zipf:S", "one-hot" or "file:PATH".
-        capacity: "exact" or "static".
+        capacities: "exact" or "static", or both for `moe-layer`.
         alignment: rows to which the segment of an expert is aligned.
         graph: the layer's calls are captured in a CUDA graph.
         backward: `moe-layer` measures a training step as well.
+        refresh_weights: and both with weights that have changed since the call before.
+        precisions: of products of MXFP8 rows in `moe-layer`.
         csv, plot, timeline: files to write; None: none.
     """
 
@@ -78,11 +83,13 @@ class Settings:
     routing: str
     payloads: tuple[str, ...]
     num_sm: tuple[int, ...]
-    capacity: str
+    capacities: tuple[str, ...]
     alignment: int
     graph: bool
     local_combine: bool
     backward: bool
+    refresh_weights: bool
+    precisions: tuple[str, ...]
     iters: int
     warmup: int
     providers: tuple[str, ...]
@@ -97,7 +104,13 @@ class Settings:
     @property
     def ops(self) -> tuple[str, ...]:
         """The ops that get a row, in order."""
-        return _OPS[self.command] + (("moe_layer_step",) if self.backward else ())
+        ops = _OPS[self.command] + (("moe_layer_step",) if self.backward else ())
+        return ops + tuple(f"{op}_refresh" for op in ops if self.refresh_weights)
+
+    @property
+    def capacity(self) -> str:
+        """The first of `capacities`; all there are, but for `moe-layer`."""
+        return self.capacities[0]
 
     @property
     def inputs(self) -> int:
@@ -112,12 +125,17 @@ class Settings:
         for shape in self.shapes:
             for payload in self.payloads:
                 for provider in self.providers:
-                    if payload not in payloads_of(provider):
+                    if payload not in payloads_of(provider, self.command):
                         continue
                     counts = self.num_sm if self._uses_num_sm(provider) else (0,)
                     if provider == "deep_ep":
                         counts = tuple(count for count in counts if count != TUNED)
-                    found += [Case(self, shape, provider, payload, num_sm) for num_sm in counts]
+                    found += [
+                        Case(self, shape, provider, payload, num_sm, capacity, precision)
+                        for num_sm in counts
+                        for capacity in (self.capacities if provider == "triton_ep" else self.capacities[:1])
+                        for precision in (self.precisions if payload == "mxfp8" else PRECISIONS[:1])
+                    ]
         return found
 
     @property
@@ -151,14 +169,20 @@ class Settings:
                 raise ConfigError(f"--topk {shape.topk} exceeds the {shape.experts} experts.")
             if "mxfp8" in self.payloads and shape.hidden % 32:
                 raise ConfigError(f"--payload mxfp8 needs a multiple of 32 as --hidden, it is {shape.hidden}.")
+        if len(self.capacities) > 1 and self.command != "moe-layer":
+            raise ConfigError("several --capacity are for moe-layer; choose exact or static.")
         if self.low_latency and self.capacity != "static":
             raise ConfigError("low-latency needs --capacity static.")
-        if self.graph and self.capacity != "static":
+        if self.graph and self.capacities != ("static",):
             raise ConfigError("--graph needs --capacity static: an exact dispatch waits on the host.")
+        if self.graph and self.refresh_weights:
+            raise ConfigError("--graph and --refresh-weights do not go together: a replay does not look at weights.")
         if self.graph and self.interpreting:
             raise ConfigError("--graph needs GPUs: there are no CUDA graphs in the interpreter.")
         if self.plot and self.command in ("barrier", "quantise", "moe-layer"):
             raise ConfigError(f"--plot draws exchanges; {self.command} has --csv and --timeline.")
+        if self.command == "moe-layer" and (self.alignment != 128 or not self.local_combine):
+            raise ConfigError("moe-layer measures triton_ep.nn.MoE, which aligns rows to 128 and combines locally.")
         if self.backward and self.command != "moe-layer":
             raise ConfigError("--backward is an option of moe-layer.")
 
@@ -172,6 +196,8 @@ class Case:
     provider: str
     payload: str
     num_sm: int
+    capacity: str
+    precision: str = PRECISIONS[0]
 
     @property
     def mode(self) -> str:
@@ -179,15 +205,27 @@ class Case:
         s = self.settings
         if s.command in ("barrier", "quantise"):
             return _how(s) if self.provider == "triton_ep" else "torch"
+        if s.command == "moe-layer":
+            return self._moe_mode()
         aligned = [f"a{s.alignment}"] if s.alignment > 1 else []
         if self.provider == "deep_ep":
             return f"exact-sm{self.num_sm}-unpermuted"
         if self.provider != "triton_ep":
             return "-".join(["torch-exact", *aligned])
         programs = "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
-        parts = [_how(s), s.capacity, "ll" if s.low_latency else programs]
-        parts += ["local"] if s.local_combine else []
-        parts += [*aligned, *([f"ffn{self.shape.ffn}"] if s.command == "moe-layer" else [])]
+        parts = [_how(s), self.capacity, "ll" if s.low_latency else programs]
+        parts += [*(["local"] if s.local_combine else []), *aligned]
+        return "-".join([*parts, "graph"] if s.graph else parts)
+
+    def _moe_mode(self) -> str:
+        s, width = self.settings, f"ffn{self.shape.ffn}"
+        if self.provider == "deep_ep":
+            return f"exact-sm{self.num_sm}-{width}"
+        if self.provider != "triton_ep":
+            return f"torch-exact-{width}"
+        programs = "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
+        parts = [_how(s), self.capacity, programs, "local", f"a{s.alignment}", width]
+        parts += [self.precision] if self.precision != PRECISIONS[0] else []
         return "-".join([*parts, "graph"] if s.graph else parts)
 
     def columns(self, op: str, ranks: int, ranks_per_node: int) -> dict[str, object]:
@@ -221,9 +259,10 @@ def check_routing(spec: str, seed: int) -> None:
         raise ConfigError(f"--seed is {seed}; it must be 0 to {_MOST}.")
 
 
-def payloads_of(provider: str) -> tuple[str, ...]:
+def payloads_of(provider: str, command: str) -> tuple[str, ...]:
     """What rows of a provider can be made of on the wire."""
-    return PAYLOADS if provider in ("triton_ep", "nccl", "nccl_dedup") else PAYLOADS[:1]
+    both = ("triton_ep",) if command == "moe-layer" else ("triton_ep", "nccl", "nccl_dedup")
+    return PAYLOADS if provider in both else PAYLOADS[:1]
 
 
 def parse_list(text: str, option: str, allowed: Sequence[str] = ()) -> tuple[str, ...]:

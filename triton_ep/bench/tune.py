@@ -173,7 +173,7 @@ class _Search:
     def _try(self, entry: TunedEntry, *ops: str) -> Trial:
         """Make a layer of the entry, check it, time the ops; collective."""
         job, settings = self.job, self.request.settings
-        case = Case(settings, job.shape, "triton_ep", self.payload, entry.num_sm)
+        case = Case(settings, job.shape, "triton_ep", self.payload, entry.num_sm, settings.capacity)
         choices = {name: entry.kernel(name) for name in _OP}
         text = ", ".join(f"{name} {c.rows} rows {c.warps} warps" for name, c in choices.items() if c is not None)
         self.step(f"{self.payload}, {job.shape}: num_sm {entry.num_sm}{', ' if text else ''}{text}")

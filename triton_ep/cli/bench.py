@@ -18,7 +18,7 @@ _HELP = {
     "low-latency": "both together, for few tokens, in a CUDA graph",
     "barrier": "barrier of all ranks on the device",
     "quantise": "rows to MXFP8",
-    "moe-layer": "dispatch, grouped GEMMs, combine",
+    "moe-layer": "triton_ep.nn.MoE after its router: dispatch, experts, combine; and a training step",
 }
 
 
@@ -55,17 +55,23 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--routing", default="uniform", help="uniform, zipf:S, one-hot, file:PATH (default uniform)")
     parser.add_argument("--payload", default="bf16", metavar="P,P", help="bf16, mxfp8 (default bf16)")
     parser.add_argument("--num-sm", default="20", help="programs of the exchange, or auto (default 20)", **many)
-    parser.add_argument("--capacity", choices=("exact", "static"), help="default exact; static for low-latency")
+    moe = name == "moe-layer"
+    text = "exact, static, or both" if moe else "default exact; static for low-latency"
+    parser.add_argument("--capacity", metavar="C,C" if moe else "C", help=text)
     align = 1 if name == "low-latency" else 128
     parser.add_argument("--alignment", default=align, help="rows of expert segments (default %(default)s)", **number)
     parser.add_argument("--graph", action="store_true", help="calls in a CUDA graph; needs --capacity static")
-    parser.add_argument("--enable-local-combine", action="store_true", help="sum a token's rows on the expert's rank")
-    if name == "moe-layer":
+    text = "sum a token's rows on the expert's rank" + (" (always)" if moe else "")
+    parser.add_argument("--enable-local-combine", action="store_true", default=moe, help=text)
+    if moe:
         parser.add_argument("--backward", action="store_true", help="measure a training step as well")
+        parser.add_argument("--refresh-weights", action="store_true", help="and with weights that have just changed")
+        text = f"of MXFP8 products: {', '.join(bench.PRECISIONS)} (default default)"
+        parser.add_argument("--precision", default="default", metavar="P,P", help=text)
     parser.add_argument("--iters", help="timed calls (default 50; 3 on the CPU)", **number)
     parser.add_argument("--warmup", help="calls before that (default 5; 1 on the CPU)", **number)
-    providers = "triton_ep" if name in ("quantise", "moe-layer") else "triton_ep,nccl"
-    text = f"{', '.join(bench.PROVIDERS)} (default {providers})"
+    providers = "triton_ep" if name == "quantise" else "triton_ep,nccl,gemm-only" if moe else "triton_ep,nccl"
+    text = f"{', '.join(_providers_of(name))} (default {providers})"
     parser.add_argument("--provider", default=providers, metavar="P,P", help=text)
     parser.add_argument("--ranks", help="of a bare start (default: one per GPU; 4 on the CPU)", **number)
     parser.add_argument("--local-world-size", help="ranks per node: fewer than those of a host make nodes", **number)
@@ -145,14 +151,20 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
         routing=a.routing,
         payloads=("mxfp8",) if command == "quantise" else bench.parse_list(a.payload, "--payload", bench.PAYLOADS),
         num_sm=bench.parse_programs(a.num_sm, "--num-sm"),
-        capacity=a.capacity or ("static" if low_latency else "exact"),
+        capacities=bench.parse_list(
+            a.capacity or ("static" if low_latency else "exact"), "--capacity", bench.CAPACITIES
+        ),
         alignment=a.alignment,
         graph=a.graph or (low_latency and not interpreting),
         local_combine=a.enable_local_combine,
         backward=command == "moe-layer" and a.backward,
+        refresh_weights=command == "moe-layer" and a.refresh_weights,
+        precisions=bench.parse_list(a.precision, "--precision", bench.PRECISIONS)
+        if command == "moe-layer"
+        else bench.PRECISIONS[:1],
         iters=a.iters if a.iters is not None else (3 if interpreting else 50),
         warmup=a.warmup if a.warmup is not None else (1 if interpreting else 5),
-        providers=bench.parse_list(a.provider, "--provider", bench.PROVIDERS),
+        providers=bench.parse_list(a.provider, "--provider", _providers_of(command)),
         seed=a.seed,
         commit=a.commit or _commit(stored=bool(a.csv or getattr(a, "out", None))),
         csv=a.csv,
@@ -163,6 +175,10 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
     )
     settings.check()
     return settings
+
+
+def _providers_of(command: str) -> tuple[str, ...]:
+    return bench.MOE_PROVIDERS if command == "moe-layer" else bench.PROVIDERS
 
 
 def _shapes(a: argparse.Namespace, interpreting: bool) -> tuple[bench.Shape, ...]:

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo. Returns 0 when every rank's result is the dense one up to bfloat16 rounding, else 1."""
     from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
     from triton_ep.cli.demo_moe import Settings, compare, load, run_and_save
-    from triton_ep.cli.demo_report import draw_routing, failures, payload_table, table
+    from triton_ep.cli.demo_report import draw_routing, failures, module_table, payload_table, table
     from triton_ep.distributed import run_ranks
     from triton_ep.environment import read_environment
 
@@ -80,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     mxfp8 = [compare(settings, rank, result.mxfp8, "mxfp8") for rank, result in enumerate(results)]
     print(table(results, bf16, settings.experts, ranks_per_node))
     print(f"\nThe same in MXFP8, over all ranks:\n\n{payload_table(results, bf16, mxfp8)}")
+    print("\nAs a torch module (triton_ep.nn.MoE), forward and backward, against the dense layer:\n")
+    print(module_table(results))
     not_drawn = draw_routing(arguments.picture, results, settings.experts)
     print(f"\nrouting picture: {not_drawn or Path(arguments.picture).resolve()}")
     wrong = failures(results, bf16, mxfp8, settings.experts, ranks_per_node)

@@ -120,7 +120,10 @@ def run_rank(s: Settings) -> RankResult:
                     combined=combined.cpu(),
                 )
             )
-    return RankResult(topk_idx=topk_idx, received=received, bf16=results[0], mxfp8=results[1])
+    from triton_ep.cli.demo_module import run_module
+
+    module = run_module(s, rank, device)
+    return RankResult(topk_idx=topk_idx, received=received, bf16=results[0], mxfp8=results[1], module=module)
 
 
 def row_bytes(rows: torch.Tensor) -> int:

@@ -3,7 +3,7 @@
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -92,6 +92,19 @@ class PayloadResult:
     combined: torch.Tensor
 
 
+MODULE_PARTS = ("result", "gradient")
+"""What is compared of the module: its result, and the gradient of its tokens."""
+_LEAST_DB = {"bf16": 36.0, "mxfp8": 20.0}  # bf16 leaves 50 dB of a tensor, e4m3 31.5; up to eight factors are rounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Sums of squares: of exact values, and of what others differ from them by."""
+
+    signal: float
+    noise: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
     """What one rank measured and made; tensors are on the CPU.
@@ -100,12 +113,14 @@ class RankResult:
         topk_idx: [T, K] int32, where its tokens went.
         received: rows its experts got, by `layout_desc.num_recv_tokens_per_expert`.
         bf16, mxfp8: by payload.
+        module: of the same layer as a torch module, by payload and part.
     """
 
     topk_idx: torch.Tensor
     received: int
     bf16: PayloadResult
     mxfp8: PayloadResult
+    module: dict[str, dict[str, Noise]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -196,7 +211,20 @@ def payload_table(
     return "\n".join([text[0], "-" * len(text[0]), *text[1:], _PAYLOAD_LEGEND])
 
 
-def decibels(parts: Sequence[PayloadResult] | Sequence[Comparison]) -> float:
+def module_table(results: Sequence[RankResult]) -> str:
+    """The module's result and gradient in both payloads, over all ranks."""
+    rows = [["payload", *(f"{part} dB" for part in MODULE_PARTS)]]
+    for name in _LEAST_DB:
+        rows.append([name, *(f"{_of_module(results, name, part):.1f}" for part in MODULE_PARTS)])
+    text = _aligned(rows)
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def _of_module(results: Sequence[RankResult], payload: str, part: str) -> float:
+    return decibels([result.module[payload][part] for result in results])
+
+
+def decibels(parts: Sequence[PayloadResult] | Sequence[Comparison] | Sequence[Noise]) -> float:
     """Signal-to-noise ratio of all parts together; infinite without noise."""
     noise = sum(part.noise for part in parts)
     return 10 * math.log10(sum(part.signal for part in parts) / noise) if noise else math.inf
@@ -222,6 +250,11 @@ def failures(
                 wrong.append(f"rank {rank}, {name}: relative error {error:.2e}, rounding explains {limit:.2e}")
             if payload.traffic != expected[rank]:
                 wrong.append(f"rank {rank}, {name}: {payload.traffic}, but the routing asks for {expected[rank]}")
+    for name, least in _LEAST_DB.items() if all(result.module for result in results) else ():
+        for part in MODULE_PARTS:
+            seen = _of_module(results, name, part)
+            if not seen >= least:
+                wrong.append(f"module, {name}: its {part} has {seen:.1f} dB, rounding explains {least:.0f}")
     return wrong
 
 

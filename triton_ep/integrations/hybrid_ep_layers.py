@@ -9,28 +9,11 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.distributed import check_group as check_group
-from triton_ep.distributed import local_world_size
-from triton_ep.errors import ConfigError, FinalizedError, InputError
+from triton_ep.distributed import ranks_per_node as ranks_per_node
+from triton_ep.errors import FinalizedError, InputError
 from triton_ep.layer import EPAll2AllLayer
 
 Key = tuple[torch.dtype, int, int, int | None, int]
-
-
-def ranks_per_node(group: Any) -> int:
-    """Ranks of a group on each node, by what `initialize_distributed` knows of the world.
-
-    Raises:
-        ConfigError: nodes have different numbers of them, or those of a node are not numbered in a row.
-    """
-    nodes = [rank // local_world_size() for rank in dist.get_process_group_ranks(group)]
-    count = nodes.count(nodes[0])
-    blocks = [nodes[start : start + count] for start in range(0, len(nodes), count)]
-    if any(len(set(block)) != 1 or len(block) != count for block in blocks) or len(blocks) != len(set(nodes)):
-        raise ConfigError(
-            f"the ranks of the group are on nodes {nodes}: every node must have the same number of them, numbered in a "
-            "row. Choose other groups, or say how many ranks make a node."
-        )
-    return count
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """Numeric fix-ups of Triton's interpreter: narrow floats behave as on a GPU.
 
 As shipped (3.6 to 3.9) the interpreter truncates float32 to bf16, loses mantissa carries and saturation on
-the way to float8, reads the NaN of e4m3 as 480, does bf16 arithmetic on the raw 16-bit integers, and makes a
-scalar condition a number where it meets a block. Here every operation on bf16 computes in float32 and rounds
-once, and every conversion goes through `narrow.py`.
+the way to float8, reads the NaN of e4m3 as 480, does bf16 arithmetic on the raw 16-bit integers, makes a scalar
+condition a number where it meets a block, and adds nothing through descriptors. Here every operation on bf16 computes
+in float32 and rounds once, and every conversion goes through `narrow.py`.
 Installed once per process, by `triton_ep.interpreter.install`, on the interpreter's own classes.
 """
 
@@ -32,6 +32,7 @@ def apply() -> None:
     _fix_reductions()
     _fix_dots()
     _fix_conditions()
+    _add_descriptor_sums()
     _silence_overflow()
 
 
@@ -185,6 +186,18 @@ def _fix_conditions() -> None:
         return stock_splat(self, to, Handle(scalar.data, tl.int1) if scalar.data.dtype == bool else scalar)
 
     Builder.create_splat = create_splat
+
+
+def _add_descriptor_sums() -> None:
+    """A box of float32 added to memory; not atomic, because the programs of a process run one after the other."""
+    add = interpreter._ir.DESCRIPTOR_REDUCE_KIND.ADD
+
+    def create_descriptor_reduce(self: Any, kind: Any, desc: Any, value: Any, indices: Any) -> Any:
+        assert kind == add and value.dtype.scalar == tl.float32, f"a box of {value.dtype} cannot be reduced by {kind}"
+        there = self.create_descriptor_load(desc, indices, None, None)
+        return self.create_descriptor_store(desc, Handle(there.data + value.data, there.dtype), indices)
+
+    Builder.create_descriptor_reduce = create_descriptor_reduce
 
 
 def _silence_overflow() -> None:

@@ -1,1 +1,28 @@
-"""MoE layers as torch modules."""
+"""MoE layers as torch modules: router, experts, and the exchange between ranks, shared by all layers of a model.
+
+    import triton_ep
+    from triton_ep.nn import MoE, finalize_exchanges
+
+    triton_ep.initialize_distributed()
+    moe = MoE(7168, 2048, num_experts=256, topk=8, max_tokens=4096, payload="mxfp8")
+    y = moe(x)                  # [..., 7168] bf16; collective, as the backward pass is
+    finalize_exchanges()        # at the end, on all ranks
+
+docs/how-to/train-a-moe-layer.md shows training, docs/reference/nn.md has every argument.
+"""
+
+from triton_ep.nn.exchanges import finalize_exchanges, new_exchange
+from triton_ep.nn.memory import MemoryEstimate, estimate_memory
+from triton_ep.nn.moe import MoE
+from triton_ep.nn.router import TopKRouter
+from triton_ep.nn.swiglu_experts import SwiGLUExperts
+
+__all__ = [
+    "MemoryEstimate",
+    "MoE",
+    "SwiGLUExperts",
+    "TopKRouter",
+    "estimate_memory",
+    "finalize_exchanges",
+    "new_exchange",
+]

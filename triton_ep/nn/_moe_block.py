@@ -13,6 +13,7 @@ Every rank makes the same calls, so gradients must be asked for the same inputs 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,12 +36,13 @@ class ExpertGradients:
         rows: [R, H] of the layer's dtype, of the rows that were received; rows without a copy may hold anything. None
             where it was not asked for.
         row_weights: [R] float32, of their weights, likewise.
-        params: of each parameter, or None: it needs none, or has been accumulated elsewhere (Megatron's main_grad).
+        params: computes those of the parameters, while the gradient of the rows is on its way. None for one that needs
+            none, or whose gradient has been accumulated elsewhere (Megatron's main_grad).
     """
 
     rows: torch.Tensor | None
     row_weights: torch.Tensor | None
-    params: Sequence[torch.Tensor | None]
+    params: Callable[[], Params]
 
 
 class Experts(Protocol):
@@ -83,12 +85,14 @@ class MoEBlock:
         experts: what lies between.
         landing: how rows come to the experts (`EPAll2AllLayer.dispatch`).
         grad_landing: how the gradients of their results do.
+        turn: around each pass, with its name: may refuse it.
     """
 
     layer: EPAll2AllLayer
     experts: Experts
     landing: str | None = None
     grad_landing: str | None = None
+    turn: Callable[[str], AbstractContextManager[None]] = nullcontext
 
     def __call__(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params
@@ -115,9 +119,10 @@ class MoEBlock:
     def _forward(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params, keep: bool
     ) -> tuple[torch.Tensor, EPAllToAllLayoutDesc, Any]:
-        rows, row_weights, desc = self.layer.dispatch(x, topk_idx, topk_weights, landing=self.landing)
-        y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
-        return self.layer.combine(y, desc), desc, saved
+        with self.turn("the forward pass of a MoE module"):
+            rows, row_weights, desc = self.layer.dispatch(x, topk_idx, topk_weights, landing=self.landing)
+            y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
+            return self.layer.combine(y, desc), desc, saved
 
     def _of_experts(self, call: Callable[..., Any], *args: Any) -> Any:
         """What the experts return; the other ranks are about to wait for this one."""
@@ -141,17 +146,22 @@ class MoEBlock:
         slots: k of the copy in each row, [R] int32; None: as the descriptor says.
         """
         layer, ctx = self.layer, self.layer.context
-        with ctx.backward_pass():
+        with self.turn("the backward pass of a MoE module"), ctx.backward_pass():
             grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
             found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
-            grad_x = grad_weights = None
+            grad_x = grad_weights = sent = None
             if needs.rows:
-                grad_x = layer.combine(found.rows, desc)
+                assert found.rows is not None, "asked for"
+                # On the layer's stream, beside the gradients of the weights, which need nothing from other ranks.
+                grad_x, sent = layer.combine(found.rows, desc, async_finish=True)
+            of_params = self._of_experts(found.params)
+            if sent is not None:
+                sent.current_stream_wait()
             if needs.row_weights:
                 if slots is None:
                     slots = slot_ops.row_slots(ctx, desc, desc.skipped_token_topk_mapping_indices)
                 grad_weights = slot_ops.to_slots(ctx, found.row_weights, slots, desc)
-        return grad_x, grad_weights, found.params
+        return grad_x, grad_weights, of_params
 
 
 def _as_sent(grad: torch.Tensor) -> torch.Tensor:
@@ -182,7 +192,8 @@ class _Block(torch.autograd.Function):
         tensors, ctx.rest = _split((desc, slots, saved))
         # What hooks for saved tensors see, checkpointing and offloading among them; parameters are watched for changes.
         ctx.save_for_backward(*params, *tensors)
-        ctx.num_params = len(params)
+        # A checkpoint hands out others in their place, without what Megatron has hung on them (main_grad).
+        ctx.params = [param if param is not None and param.is_leaf else None for param in params]
         return out
 
     @staticmethod
@@ -191,7 +202,9 @@ class _Block(torch.autograd.Function):
         """Gradients of all inputs."""
         (grad,) = grads
         kept = ctx.saved_tensors  # once: a checkpoint makes them anew
-        params, tensors = kept[: ctx.num_params], kept[ctx.num_params :]
+        num_params = len(ctx.params)
+        params, tensors = kept[:num_params], kept[num_params:]
+        params = [saved if own is None else own for own, saved in zip(ctx.params, params, strict=True)]
         desc, slots, saved = _join(tensors, ctx.rest)
         _, x, _, weights, *of_params = ctx.needs_input_grad
         needs = Needs(x, weights, tuple(of_params))

@@ -6,10 +6,8 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from triton_ep.errors import ConfigError
-from triton_ep.kernels.device.codes import ACT_GELU, ACT_RELU, ACT_RELU2, ACT_SILU
-
-KINDS = {"silu": ACT_SILU, "gelu": ACT_GELU, "relu": ACT_RELU, "relu2": ACT_RELU2}
-"""What the kernels call them."""
+from triton_ep.plans import experts as plans
+from triton_ep.plans.experts import KINDS
 
 
 class Activation(NamedTuple):
@@ -45,11 +43,4 @@ def check_activation(activation: Activation) -> None:
 
 def activation_constexprs(activation: Activation) -> dict[str, Any]:
     """Constexprs of kernels that compute a checked activation or its gradients."""
-    return {
-        "KIND": KINDS[activation.kind],
-        "GATED": bool(activation.gated),
-        "CLAMP": activation.limit is not None,
-        "LIMIT": float(activation.limit or 0.0),
-        "ALPHA": float(activation.alpha),
-        "UP_OFFSET": float(activation.up_offset),
-    }
+    return plans.activation_constexprs(*activation)

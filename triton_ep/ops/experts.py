@@ -17,17 +17,21 @@ import torch
 from triton_ep import runtime
 from triton_ep._strides import dense
 from triton_ep.errors import InputError
-from triton_ep.kernels.device.codes import ACT_OUT_BF16, ACT_OUT_MX, ACT_OUT_MX_BF16, TILE_ROWS, TILE_WORDS
+from triton_ep.kernels.device.codes import TILE_WORDS
 from triton_ep.ops import library
 from triton_ep.ops.activation import Activation, activation_constexprs, check_activation
 from triton_ep.ops.grouped_bf16 import boxes, fits_tma, programs
 from triton_ep.ops.row_scales import RowScaled, rebase_rows
 from triton_ep.ops.tiles import check_offsets, tile_table
-from triton_ep.plans.experts import ProductTile, most_programs, product_tile, tile_constexprs
+from triton_ep.plans.experts import (
+    ACT_OUT,
+    ProductTile,
+    gate_up_constexprs,
+    most_programs,
+    product_tile,
+    rows_constexprs,
+)
 from triton_ep.runtime import INTERPRETING, Boxes
-
-ACT_OUT = {"bf16": ACT_OUT_BF16, "mx": ACT_OUT_MX, "mx_bf16": ACT_OUT_MX_BF16}
-"""How `gate_up` returns the activation, and what the kernel calls it."""
 
 _Operand = torch.Tensor | RowScaled
 
@@ -56,8 +60,10 @@ def _check_operands(rows: _Operand, weights: _Operand, names: tuple[str, str]) -
         raise InputError(f"{names[0]} has rows of {rows.shape[1]}, {names[1]} of {weights.shape[2]}.")
     if rows.device != weights.device:
         raise InputError(f"{names[0]} is on {rows.device}, {names[1]} on {weights.device}: move one of them.")
-    if scaled[0] and rows.shape[1] % 32:
-        k = rows.shape[1]
+    k = rows.shape[1]
+    if k == 0:
+        raise InputError(f"{names[0]} is {list(rows.shape)}: there is nothing to sum over.")
+    if scaled[0] and k % 32:
         raise InputError(f"sums of {k} terms are no whole blocks of MXFP8; the nearest above is {-(-k // 32) * 32}.")
 
 
@@ -136,14 +142,9 @@ def launch_gate_up(
     if tma:
         by_half = Boxes(w, [num_experts * halves, f, k], [f * k, k, 1], [halves, tile.n, tile.k])
         operands = (boxes(rows, num_rows, k, k, [tile.m, tile.k]), by_half)
-    constexprs = {
-        **tile_constexprs(tile, num_experts, tma, x_scale is not None),
-        "HAS_BIAS": bias is not None,
-        "HAS_WEIGHTS": row_weights is not None,
-        "HAS_PRE": keep_pre,
-        "OUT": ACT_OUT[act],
-        **activation_constexprs(activation),
-    }
+    has = (bias is not None, row_weights is not None, keep_pre)
+    scaled = x_scale is not None
+    constexprs = gate_up_constexprs(tile, num_experts, tma, scaled, has, act, activation_constexprs(activation))
     # Pointers that are not read are to the places of tiles.
     optional = [places if each is None else each for each in (x_scale, w_scale, bias, row_weights)]
     results = (out, out_scale if act == "mx" else places, pre if keep_pre else places)
@@ -283,6 +284,7 @@ def launch_rows_product(
     if num_rows == 0 or n == 0:
         return
     rows = dense(rows.contiguous())
+    row_weights = None if bias is None else row_weights
     k_major = weights.is_contiguous()
     # All tiles step by as much, but for one of e4m3; a box that crosses K would bring the next expert's rows.
     able = fits_tma((rows, k), (weights, k if k_major else n)) and (k_major or k % 64 == 0)
@@ -290,7 +292,10 @@ def launch_rows_product(
     tile = tile or _choose("rows", rows, num_experts, a_scale is not None, fast, tma)
     places = _places(tile, offs, tiles, num_rows)
     operands: tuple[Any, Any, Any] = (rows, weights, out)
-    box_stores = tma and aligned and tile.table and tile.m == TILE_ROWS and fits_tma((out, out.stride(0)))
+    has = (bias is not None, row_weights is not None)
+    aligned = aligned and fits_tma((out, out.stride(0)))
+    constexprs = rows_constexprs(tile, num_experts, tma, a_scale is not None, k_major, aligned, has)
+    box_stores = constexprs["BOX_STORES"]
     if tma:
         box = [tile.n, tile.k] if k_major else [tile.k, tile.n]
         lines, length = (n, k) if k_major else (k, n)
@@ -299,13 +304,6 @@ def launch_rows_product(
             boxes(weights, num_experts * lines, length, length, box),
             boxes(out, num_rows, n, out.stride(0), [tile.m, tile.n // 2]) if box_stores else out,
         )
-    constexprs = {
-        **tile_constexprs(tile, num_experts, tma, a_scale is not None),
-        "BOX_STORES": box_stores,
-        "K_MAJOR": k_major,
-        "HAS_BIAS": bias is not None,
-        "HAS_WEIGHTS": row_weights is not None and bias is not None,
-    }
     optional = [places if each is None else each for each in (a_scale, w_scale, bias, row_weights)]
     arguments = (*operands, *optional, out, places, num_rows, n, k, num_experts, out.stride(0))
     grid = _grid(tile, rows, num_experts, n)
@@ -425,4 +423,4 @@ def rows_product(
     return out
 
 
-__all__ = ["ACT_OUT", "Activation", "RowScaled", "gate_up", "rows_product"]
+__all__ = ["Activation", "RowScaled", "gate_up", "rows_product"]

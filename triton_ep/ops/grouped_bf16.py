@@ -11,7 +11,16 @@ import torch
 
 from triton_ep._strides import dense
 from triton_ep.errors import InputError
-from triton_ep.plans.compute import LARGE, PLAIN, SMALL, WGRAD, Tile, gemm_constexprs, wgrad_constexprs
+from triton_ep.plans.compute import (
+    LARGE,
+    PLAIN,
+    SMALL,
+    WGRAD,
+    WGRAD_ADDED,
+    Tile,
+    gemm_constexprs,
+    wgrad_constexprs,
+)
 from triton_ep.runtime import INTERPRETING, Boxes, launch
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -152,13 +161,16 @@ def bf16_wgrad(
     num_experts: int,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
     tile: Tile | None = None,
     tma: bool | None = None,
 ) -> torch.Tensor:
     """[E, I, J] `out_dtype`: x_e^T @ y_e over the rows of each group; zeros for an empty one.
 
     x: [R, I] bf16, y: [R, J] bf16. With x = dY and y = A it is the gradient of W [E, N, K]; the other way
-    round, that of its transpose. tile, tma: as in `bf16_gemm`.
+    round, that of its transpose. out: [E, I, J] contiguous, of any of the dtypes, which then takes the place of
+    `out_dtype`; with `accumulate` the products are added to what it holds. tile, tma: as in `bf16_gemm`.
 
     Raises:
         InputError: shapes, dtypes or devices that do not fit each other.
@@ -167,17 +179,23 @@ def bf16_wgrad(
     _check("y", y, 2, x)
     if y.shape[0] != x.shape[0]:
         raise InputError(f"x has {x.shape[0]} rows, y has {y.shape[0]}.")
+    out_dtype = out_dtype if out is None else out.dtype
     if out_dtype not in OUT_DTYPES:
         raise InputError(f"out_dtype is {out_dtype}, choose from {OUT_DTYPES}.")
     ends = group_ends(offs, num_experts)
     if ends.device != x.device:
         raise InputError(f"offs is on {ends.device}, the rows are on {x.device}: move one of them.")
     (num_rows, num_i), num_j = x.shape, y.shape[1]
-    out = x.new_empty(num_experts, num_i, num_j, dtype=out_dtype)
+    if accumulate and out is None:
+        raise InputError("accumulate=True adds to out, which is missing.")
+    if out is None:
+        out = x.new_empty(num_experts, num_i, num_j, dtype=out_dtype)
+    elif out.shape != (num_experts, num_i, num_j) or not out.is_contiguous():
+        raise InputError(f"out is {list(out.shape)}; it must be contiguous [{num_experts}, {num_i}, {num_j}].")
     if out.numel() == 0 or num_rows == 0:
-        return out.zero_()
+        return out if accumulate else out.zero_()
     x, y = _row_major(x), _row_major(y)
-    tile = tile or (WGRAD_INTERPRETED if INTERPRETING else WGRAD)
+    tile = tile or (WGRAD_INTERPRETED if INTERPRETING else WGRAD_ADDED if accumulate else WGRAD)
     able = fits_tma((x, x.stride(0)), (y, y.stride(0)))
     tma = able and not INTERPRETING if tma is None else tma
     if tma and not able:
@@ -188,7 +206,7 @@ def bf16_wgrad(
             boxes(x, num_rows, num_i, x.stride(0), [tile.k, tile.m]),
             boxes(y, num_rows, num_j, y.stride(0), [tile.k, tile.n]),
         )
-    constexprs = wgrad_constexprs(num_experts, tile, tma)
+    constexprs = wgrad_constexprs(num_experts, tile, tma, accumulate)
     sizes = (num_rows, num_i, num_j, num_experts, x.stride(0), y.stride(0))
     grid = num_experts * -(-num_i // tile.m) * -(-num_j // tile.n)
     launch("grouped_wgrad_kernel", grid, (x, y, *descriptors, out, ends, *sizes), constexprs)

@@ -13,7 +13,16 @@ import torch
 from triton_ep.errors import InputError
 from triton_ep.ops.grouped_bf16 import OUT_DTYPES, boxes, fits_tma, group_ends, programs
 from triton_ep.ops.mxfp8 import dequantize_rows
-from triton_ep.plans.compute import EQUALIZE_ROWS, FP8_TILES, HARDWARE_TILE, Tile, gemm_fp8_constexprs
+from triton_ep.ops.row_scales import RowScaled
+from triton_ep.plans.compute import (
+    EQUALIZE_ROWS,
+    FP8_TILES,
+    HARDWARE_TILE,
+    PROGRAMS_OF_LAST,
+    ROW_SCALE_TILES,
+    Tile,
+    gemm_fp8_constexprs,
+)
 from triton_ep.runtime import INTERPRETING, launch
 
 _STEP = 128
@@ -73,10 +82,14 @@ def equalize_scales(qdata: torch.Tensor, scale: torch.Tensor) -> EqualScales:
     return EqualScales(out, out_scale)
 
 
-def _tile_for(num_rows: int, num_experts: int) -> Tile:
-    """By the mean rows of a group."""
+def _tile_for(num_rows: int, num_experts: int, scales: str) -> tuple[Tile, int]:
+    """By the mean rows of a group: tile, and programs per multiprocessor."""
+    if scales == "hardware":
+        return HARDWARE_TILE, 1
+    tiles = ROW_SCALE_TILES if scales == "rows" else FP8_TILES
     mean = -(-num_rows // num_experts)
-    return next((tile for tile in FP8_TILES if mean <= tile.m), FP8_TILES[-1])
+    tile = next((tile for tile in tiles if mean <= tile.m), tiles[-1])
+    return tile, PROGRAMS_OF_LAST if tile is ROW_SCALE_TILES[-1] and not INTERPRETING else 1
 
 
 def _launch(
@@ -86,7 +99,7 @@ def _launch(
     w_scale: torch.Tensor,
     offs: torch.Tensor,
     out_dtype: torch.dtype,
-    hardware: bool,
+    scales: str,
     tma: bool | None,
 ) -> torch.Tensor:
     (num_rows, k), (num_experts, n, k_of_w) = a.shape, w.shape
@@ -100,7 +113,7 @@ def _launch(
     out = a.new_empty(num_rows, n, dtype=out_dtype)
     if out.numel() == 0 or k == 0 or num_experts == 0:
         return out.zero_()
-    tile = HARDWARE_TILE if hardware else _tile_for(num_rows, num_experts)
+    tile, per_sm = _tile_for(num_rows, num_experts, scales)
     tma = fits_tma((a, k), (w, k)) and not INTERPRETING if tma is None else tma
     operands: tuple[Any, Any] = (a, w)
     if tma:
@@ -108,15 +121,15 @@ def _launch(
             boxes(a, num_rows, k, k, [tile.m, _STEP]),
             boxes(w, num_experts * n, k, k, [tile.n, _STEP]),
         )
-    constexprs = gemm_fp8_constexprs(num_experts, tile, tma, hardware)
+    constexprs = gemm_fp8_constexprs(num_experts, tile, tma, scales)
     arguments = (*operands, a_scale, w_scale, out, ends, num_rows, n, k, num_experts)
-    launch("grouped_fp8_kernel", programs(a.device), arguments, constexprs, num_warps=tile.warps)
+    launch("grouped_fp8_kernel", programs(a.device) * per_sm, arguments, constexprs, num_warps=tile.warps)
     return out
 
 
 def fp8_gemm(
-    a: EqualScales,
-    w: EqualScales,
+    a: EqualScales | RowScaled,
+    w: EqualScales | RowScaled,
     offs: torch.Tensor,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -124,15 +137,19 @@ def fp8_gemm(
 ) -> torch.Tensor:
     """[R, N]: rows of group e of `a` [R, K] times w[e]^T, w [E, N, K]; zeros in the rows after the last group.
 
-    One fp8 product per 128 of K, scaled and added in float32. Hopper's tensor cores keep about 14 bits of the
+    Both with equal scales along 128 of K, or both with one scale per row. One fp8 product per 128 of K, added in
+    float32. Hopper's tensor cores keep about 14 bits of the
     sums inside such a product; other devices and the interpreter all of float32.
 
     Raises:
         InputError: shapes, dtypes or devices that do not fit each other.
     """
+    if type(a) is not type(w):
+        raise InputError(f"a is {type(a).__name__}, w is {type(w).__name__}: give both scales of one kind.")
+    scales = "rows" if isinstance(a, RowScaled) else "equal"
     if a.qdata.ndim != 2 or w.qdata.ndim != 3:
         raise InputError(f"rows must be [R, K] and weights [E, N, K]: {list(a.qdata.shape)}, {list(w.qdata.shape)}.")
-    return _launch(a.qdata, a.scale, w.qdata, w.scale, offs, out_dtype, hardware=False, tma=tma)
+    return _launch(a.qdata, a.scale, w.qdata, w.scale, offs, out_dtype, scales, tma)
 
 
 def scaled_gemm(
@@ -153,4 +170,4 @@ def scaled_gemm(
     _check("a", *a, 2)
     _check("w", *w, 3)
     (a_q, a_s), (w_q, w_s) = ((q.contiguous(), s.view(torch.uint8).contiguous()) for q, s in (a, w))
-    return _launch(a_q, a_s, w_q, w_s, offs, out_dtype, hardware=True, tma=tma)
+    return _launch(a_q, a_s, w_q, w_s, offs, out_dtype, "hardware", tma)

@@ -5,8 +5,9 @@ Rows in groups, one weight matrix per group. R rows, E experts, N outputs, K ter
 "bf16"  MX operands become bf16 in a pass, then the bf16 kernel runs. Exact up to float32 accumulation and one
         rounding of the result: e4m3 times a power of two fits bf16 wherever that reaches, which is everywhere for
         scale bytes 3 to 246. Below, values under 2^-133 are rounded; above, values from 2^128 on become infinite.
-"fp8"   Scales are made equal along 128 of K (`equal_scales`, with its error), then fp8 tensor cores multiply. Half
-        the bytes of weights: for few rows per expert, with weights prepared once.
+"fp8"   Scales are made equal along 128 of K (`equal_scales`, with its error), or along whole rows where one operand is
+        `RowScaled` (`rebase_rows`), then fp8 tensor cores multiply. Half the bytes of weights, for weights prepared
+        once: with equal scales for few rows per expert, with row scales for any number.
 "mx"    Tensor cores that know MX scales (sm_100). Exact up to float32 accumulation and one rounding.
 """
 
@@ -21,6 +22,7 @@ from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import library
 from triton_ep.ops.grouped_bf16 import bf16_gemm, bf16_wgrad
 from triton_ep.ops.grouped_fp8 import EqualScales, equalize_scales, fp8_gemm, scaled_gemm
+from triton_ep.ops.row_scales import RowScaled, rebase_rows
 from triton_ep.runtime import INTERPRETING
 
 PATHS = ("auto", "bf16", "fp8", "mx")
@@ -81,6 +83,18 @@ def _grouped_fp8(
 
 
 @library.op(_SCALED, _product_like)
+def _grouped_rows(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return fp8_gemm(RowScaled(a, a_scale), RowScaled(w, w_scale), offs, out_dtype=out_dtype)
+
+
+@library.op(_SCALED, _product_like)
 def _grouped_mx(
     a: torch.Tensor,
     a_scale: torch.Tensor,
@@ -108,7 +122,10 @@ def equal_scales(x: MXTensor) -> EqualScales:
     return EqualScales(*_equalize_scales(*_parts(x, "x")))
 
 
-def _parts(x: torch.Tensor | EqualScales, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+Operand = torch.Tensor | EqualScales | RowScaled
+
+
+def _parts(x: Operand, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements and scales with K last: [R, K], or [E, N, K] for weights given as [E, K, N]."""
     if not isinstance(x, MXTensor):
         raise InputError(f"{name} is not an MXTensor; quantise it along K, or choose path='bf16'.")
@@ -120,19 +137,27 @@ def _parts(x: torch.Tensor | EqualScales, name: str) -> tuple[torch.Tensor, torc
     return x.qdata.transpose(-2, -1), x.scale.view(torch.uint8).transpose(-2, -1)
 
 
-def _values(x: torch.Tensor | EqualScales) -> torch.Tensor:
+def _values(x: Operand) -> torch.Tensor:
     """bf16 values; weights as [E, K, N]."""
-    if isinstance(x, EqualScales):
+    if isinstance(x, EqualScales | RowScaled):
         values = x.dequantize()
         return values.transpose(-2, -1) if values.dim() == 3 else values
     return x.dequantize(torch.bfloat16) if isinstance(x, MXTensor) else x
 
 
-def _scaled(x: torch.Tensor | EqualScales, name: str) -> EqualScales:
+def _equal(x: Operand, name: str) -> EqualScales:
     return x if isinstance(x, EqualScales) else EqualScales(*_equalize_scales(*_parts(x, name)))
 
 
-def _choose(a: torch.Tensor | EqualScales, b_t: torch.Tensor | EqualScales) -> str:
+def _by_row(x: Operand, name: str) -> RowScaled:
+    if isinstance(x, EqualScales):
+        raise InputError(f"{name} has equal scales along 128, the other operand one per row: give both of one kind.")
+    return x if isinstance(x, RowScaled) else rebase_rows(*_parts(x, name))
+
+
+def _choose(a: Operand, b_t: Operand) -> str:
+    if isinstance(b_t, RowScaled) and isinstance(a, MXTensor | RowScaled):
+        return "fp8"
     if isinstance(b_t, EqualScales) and isinstance(a, MXTensor | EqualScales):
         rows = a.shape[0] if isinstance(a, MXTensor) else a.qdata.shape[0]
         if rows <= FEW_ROWS * b_t.qdata.shape[0]:
@@ -142,8 +167,8 @@ def _choose(a: torch.Tensor | EqualScales, b_t: torch.Tensor | EqualScales) -> s
 
 @torch.no_grad()
 def grouped_gemm(
-    a: torch.Tensor | EqualScales,
-    b_t: torch.Tensor | EqualScales,
+    a: Operand,
+    b_t: Operand,
     offs: torch.Tensor,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -152,14 +177,15 @@ def grouped_gemm(
     """[R, N] `out_dtype`: rows of group e times b_t[e]; zeros in the rows after the last group. No gradient.
 
     Arguments:
-        a: [R, K] bf16, or MXTensor, or what `equal_scales` made of one.
-        b_t: [E, K, N], the same choice; typically `w.transpose(-2, -1)` with w [E, N, K], without a copy.
+        a: [R, K] bf16, or MXTensor, or what `equal_scales` or `rebase_rows` made of one.
+        b_t: [E, K, N], the same choice; typically `w.transpose(-2, -1)` with w [E, N, K], without a copy. Prepared
+            weights, of `equal_scales` or `prepare_weights(w, "fprop")`, are given as they are.
         offs: [E] int32 on the device, the row after the last one of each group; or [E + 1] with the starts,
             0 first. Groups may have any size. The host does not read it.
         out_dtype: bf16, fp16 or fp32.
-        path: see the module. "auto" is "fp8" for MX rows, weights with equal scales and R <= 128 E, else "bf16":
-            nothing is approximated unless the weights already are. The host knows only R / E, an upper bound of
-            the mean rows of a group.
+        path: see the module. "auto" is "fp8" for MX rows and weights with row scales, or with equal scales and
+            R <= 128 E; else "bf16": nothing is approximated unless the weights already are. The host knows only R / E,
+            an upper bound of the mean rows of a group.
 
     Raises:
         InputError: operands that do not fit each other, the path or the device.
@@ -171,8 +197,11 @@ def grouped_gemm(
     if chosen == "bf16":
         out = _grouped_bf16(_values(a), _values(b_t), offs, out_dtype)
     elif chosen == "fp8":
-        left, right = _scaled(a, "a"), _scaled(b_t, "b_t")
-        out = _grouped_fp8(left.qdata, left.scale, right.qdata, right.scale, offs, out_dtype)
+        by_row = isinstance(a, RowScaled) or isinstance(b_t, RowScaled)
+        scaled = _by_row if by_row else _equal
+        left, right = scaled(a, "a"), scaled(b_t, "b_t")
+        product = _grouped_rows if by_row else _grouped_fp8
+        out = product(left.qdata, left.scale, right.qdata, right.scale, offs, out_dtype)
     else:
         out = _grouped_mx(*_parts(a, "a"), *_parts(b_t, "b_t"), offs, out_dtype)
     return out
@@ -218,6 +247,7 @@ __all__ = [
     "FEW_ROWS",
     "PATHS",
     "EqualScales",
+    "RowScaled",
     "equal_scales",
     "grouped_gemm",
     "grouped_gemm_dgrad",

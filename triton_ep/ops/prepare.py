@@ -8,8 +8,8 @@ from triton_ep import runtime
 from triton_ep.errors import InputError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import library
-from triton_ep.ops.row_scales import RowScaled, launch_rows, rebase_rows
-from triton_ep.plans.experts import maxima_tile, prepare_tile, row_scale_tile
+from triton_ep.ops.row_scales import RowScaled, rebase_rows
+from triton_ep.plans.experts import maxima_tile, prepare_tile
 from triton_ep.runtime import INTERPRETING
 
 USES = ("fprop", "dgrad", "both")
@@ -25,53 +25,48 @@ def _empty(w: torch.Tensor, transposed: bool) -> RowScaled:
 
 
 @library.op(
-    "(Tensor w, Tensor(a!)? out, Tensor(b!)? scale, Tensor(c!) transposed, Tensor(d!) transposed_scale) -> ()",
+    "(Tensor w, Tensor(a!)? out, Tensor(b!)? scale, Tensor(c!)? transposed, Tensor(d!)? transposed_scale) -> ()",
     lambda *_: None,
 )
-def _prepare_transposed(
+def _prepare(
     w: torch.Tensor,
     out: torch.Tensor | None,
     scale: torch.Tensor | None,
-    transposed: torch.Tensor,
-    transposed_scale: torch.Tensor,
+    transposed: torch.Tensor | None,
+    transposed_scale: torch.Tensor | None,
 ) -> None:
     experts, n, k = w.shape
-    both = out is not None
-    column_max = torch.zeros(experts, k, dtype=torch.int32, device=w.device)
-    row_max = column_max.new_empty(experts, n) if both else column_max
+    fprop, dgrad = out is not None, transposed is not None
+    column_max = torch.zeros(experts, k if dgrad else 0, dtype=torch.int32, device=w.device)
+    row_max = column_max.new_empty(experts, n if fprop else 0)
     tile = maxima_tile(INTERPRETING)
-    strips = -(-n // tile["BLOCK_N"])
-    arguments = (w, row_max, column_max, n, k)
-    runtime.launch("weight_maxima_kernel", experts * strips, arguments, {"ROWS": both, **tile})
+    grid = experts * -(-n // tile["BLOCK_N"])
+    wanted = {"ROWS": fprop, "COLUMNS": dgrad}
+    runtime.launch("weight_maxima_kernel", grid, (w, row_max, column_max, n, k), {**wanted, **tile})
     tile = prepare_tile(INTERPRETING)
     grid = experts * -(-n // tile["BLOCK_N"]) * -(-k // tile["BLOCK_K"])
-    first = (transposed, transposed_scale) if out is None else (out, scale)
-    results = (*first, transposed, transposed_scale)
-    runtime.launch(
-        "prepare_weights_kernel",
-        grid,
-        (w, row_max, column_max, *results, n, k),
-        {"FPROP": both, "DGRAD": True, **tile},
-    )
-
-
-@library.op("(Tensor w, Tensor(a!) out, Tensor(b!) scale) -> ()", lambda *_: None)
-def _prepare_rows(w: torch.Tensor, out: torch.Tensor, scale: torch.Tensor) -> None:
-    tile = row_scale_tile(w.shape[2], INTERPRETING)
-    launch_rows("quantize_to_rows_kernel", (w.flatten(0, 1),), (out, scale), None, tile)
+    # What is not asked for has the memory of the other form, which nobody touches through it.
+    results = (out, scale, transposed, transposed_scale)
+    either = results[:2] if fprop else results[2:]
+    results = tuple(either[at % 2] if each is None else each for at, each in enumerate(results))
+    wanted = {"FPROP": fprop, "DGRAD": dgrad}
+    runtime.launch("prepare_weights_kernel", grid, (w, row_max, column_max, *results, n, k), {**wanted, **tile})
 
 
 @torch.no_grad()
 def prepare_weights(w: torch.Tensor, uses: str, *, out: Prepared = (None, None)) -> Prepared:
     """Quantise weights for the products that use them, each along the sum of its product, with one scale per row.
 
+    The scale is the largest of MXFP8 (RCEIL) in the row, and elements are rounded once under it: those of MXFP8 moved
+    to rows, but nearer to the weight where they are subnormal.
+
     Arguments:
         w: [E, N, K] bf16 or fp32, contiguous; or MXTensor of e4m3 quantised along K.
         uses: "fprop", for x w^T; "dgrad", for dy w; or "both".
         out: where to write what is asked for: results of an earlier call for a weight of this shape. None: new memory.
 
-    Returns (MXFP8 along K [E, N, K], MXFP8 along N transposed [E, K, N]); None for what was not asked for. The first of
-    an MXTensor has its own elements and scales, moved to rows; the second is quantised from its values in bf16.
+    Returns (along K [E, N, K], along N transposed [E, K, N]); None for what was not asked for. The first of an MXTensor
+    has its own elements and scales, moved to rows; the second is quantised from its values in bf16.
 
     Raises:
         InputError: another shape, dtype or use; N or K that are no whole blocks of 32.
@@ -90,11 +85,8 @@ def prepare_weights(w: torch.Tensor, uses: str, *, out: Prepared = (None, None))
     ]
     if w.numel() == 0:
         return made[0], made[1]
-    if made[1] is not None:
-        first = (None, None) if made[0] is None else (made[0].qdata, made[0].scale)
-        _prepare_transposed(w, *first, made[1].qdata, made[1].scale)
-    elif made[0] is not None:
-        _prepare_rows(w, made[0].qdata, made[0].scale)
+    parts = [(None, None) if each is None else (each.qdata, each.scale) for each in made]
+    _prepare(w, *parts[0], *parts[1])
     return made[0], made[1]
 
 

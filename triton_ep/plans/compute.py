@@ -40,11 +40,17 @@ SMALL = Tile(64, 128, 64, 6)
 PLAIN = Tile(128, 128, 64, 4)
 """Without TMA: addresses take the registers that a larger tile would need."""
 WGRAD = Tile(128, 256, 64, 4)
+WGRAD_ADDED = Tile(128, 128, 64, 4)
+"""Where it is added to what is there, which takes as many registers as the tile."""
 EQUALIZE_ROWS = 32
 HARDWARE_TILE = Tile(128, 128, 128, 3)
 FP8_TILES = (Tile(16, 128, 128, 6, 4), Tile(32, 128, 128, 6, 4), Tile(64, 256, 128, 4))
 """For up to 16, 32 and more rows per expert: the fastest of ten at 8, 16, 32, 64 and 128 (one H200, N = 4096,
 K = 7168)."""
+ROW_SCALE_TILES = (*FP8_TILES[:2], Tile(64, 256, 128, 4), Tile(128, 64, 128, 4, 4))
+"""For up to 16, 32, 64 and more rows per expert, of operands with one scale per row."""
+PROGRAMS_OF_LAST = 2
+"""Programs per multiprocessor of the last of them."""
 
 
 def gemm_constexprs(num_experts: int, tile: Tile, tma: bool, k_major: bool) -> dict[str, Any]:
@@ -53,15 +59,17 @@ def gemm_constexprs(num_experts: int, tile: Tile, tma: bool, k_major: bool) -> d
     return {"TMA": tma, "K_MAJOR": k_major, **blocks, **_common(num_experts, tile)}
 
 
-def wgrad_constexprs(num_experts: int, tile: Tile, tma: bool) -> dict[str, Any]:
+def wgrad_constexprs(num_experts: int, tile: Tile, tma: bool, accumulate: bool = False) -> dict[str, Any]:
     """Constexprs of the gradient of its weights."""
-    return {"TMA": tma, "BLOCK_I": tile.m, "BLOCK_J": tile.n, "BLOCK_R": tile.k, **_common(num_experts, tile)}
+    blocks = {"BLOCK_I": tile.m, "BLOCK_J": tile.n, "BLOCK_R": tile.k}
+    return {"TMA": tma, "ACCUMULATE": accumulate, **blocks, **_common(num_experts, tile)}
 
 
-def gemm_fp8_constexprs(num_experts: int, tile: Tile, tma: bool, hardware: bool) -> dict[str, Any]:
-    """Constexprs of the grouped GEMM of MXFP8 operands."""
+def gemm_fp8_constexprs(num_experts: int, tile: Tile, tma: bool, scales: str) -> dict[str, Any]:
+    """Constexprs of the grouped GEMM of MXFP8 operands with "equal" scales along 128, of "rows", or for "hardware"."""
     blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
-    return {"TMA": tma, "HARDWARE": hardware, **blocks, **_common(num_experts, tile)}
+    kind = {"HARDWARE": scales == "hardware", "ROW_SCALES": scales == "rows"}
+    return {"TMA": tma, **kind, **blocks, **_common(num_experts, tile)}
 
 
 def _common(num_experts: int, tile: Tile) -> dict[str, int]:

@@ -13,6 +13,7 @@ from triton_ep.plans.compute import (
     HARDWARE_TILE,
     LARGE,
     PLAIN,
+    ROW_SCALE_TILES,
     SMALL,
     WGRAD,
     gemm_constexprs,
@@ -51,7 +52,7 @@ def grouped_gemm(
         k_major: weights [E, N, K], or [E, K, N]: the backward pass has what the forward pass has not.
         few_rows: 64 rows per expert or fewer (True), more (False).
         gradients: of weights, too.
-        fp8: of MXFP8 operands with equal scales; hardware: by tensor cores that scale (sm_100).
+        fp8: of MXFP8 operands with equal scales, or one per row; hardware: by tensor cores that scale (sm_100).
     """
     found = []
     for dtype in out:
@@ -80,14 +81,14 @@ def _wgrad(experts: int, tma: bool, out: str) -> Asked:
 
 
 def _fp8(experts: int, tma: bool, out: str, hardware: bool) -> Iterator[Asked]:
-    for tile in (*FP8_TILES, *([HARDWARE_TILE] if hardware else [])):
-        by_scale = tile is HARDWARE_TILE
-        scale = "*u8" if by_scale else "*fp32"
+    tiles = [("equal", tile) for tile in FP8_TILES] + [("rows", tile) for tile in ROW_SCALE_TILES]
+    for scales, tile in [*tiles, *([("hardware", HARDWARE_TILE)] if hardware else [])]:
+        scale = "*u8" if scales == "hardware" else "*fp32"
         types = {"a": "*fp8e4nv", "b": "*fp8e4nv"}
         if tma:
             types = {"a": f"tensordesc<fp8e4nv[{tile.m},128]>", "b": f"tensordesc<fp8e4nv[{tile.n},128]>"}
         types |= {"a_scale_ptr": scale, "b_scale_ptr": scale, "out_ptr": f"*{out}"}
-        constexprs = gemm_fp8_constexprs(experts, tile, tma, by_scale)
+        constexprs = gemm_fp8_constexprs(experts, tile, tma, scales)
         yield Asked("grouped_fp8_kernel", constexprs, types, ("k", "n"), num_warps=tile.warps)
 
 

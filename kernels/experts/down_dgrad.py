@@ -1,0 +1,206 @@
+"""Gradient of the rows of an expert's second product, and at once that of the activation in front of it.
+
+Protocol      down_dgrad: dact = dy @ w2 over segments is the gradient of the weighted activation; it never leaves
+              registers. From a tile of it, of g and u in `pre` and of the rows' weights follow dpre = dact * weight *
+              derivatives (of g, then of u), act, the weighted activation once more, for the gradient of w2, and of each
+              row the sum of dact * activation over the tile's columns: its share of the gradient of the row's weight.
+              row_weight_gradient adds the shares in the order of tiles, and what the bias of the second product adds.
+              Programs are persistent; each takes every num_programs-th of the tile table's tiles times the columns.
+              FP8: both sides have one scale per row, so there is none inside the sum; PROMOTE adds the products of
+              every step in float32, outside of the tensor core, whose own sums are short.
+Layout        dy [R, H]; w [E, H, F], with K_MAJOR [E, F, H]; through descriptors, which cut boxes at H and F, so
+              that no box holds values of the next expert. Boxes of dy may reach into the next segment: what is computed
+              there is not stored. pre, dpre [R, 2F] (not GATED: [R, F]) and act [R, F] bf16 row-major; shares
+              [tiles of F, R] float32. Tiles: device/tiles.py. Rows behind the last segment are not written.
+Memory order  Plain loads and stores; the kernels follow each other on one stream.
+Progress      No program waits.
+Replay        Nothing is kept between calls.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.tiles import TILE_ROWS, TILE_WORDS
+from .activation import activation_gradients
+from .products import add_step, table_tile, table_tiles
+
+
+@triton.jit
+def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Left and right half of a tile [ROWS, COLUMNS], without moving a value to another thread."""
+    return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _finish(
+    dact,
+    weight,
+    pre_ptr,
+    dpre_ptr,
+    act_ptr,
+    rows,
+    in_m,
+    col,
+    ffn,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+):
+    """Store what follows from a tile [M, N] of dact; the sums of dact * activation over its columns, [M]."""
+    cols = (col + tl.arange(0, dact.shape[1]))[None, :]
+    mask = in_m[:, None] & (cols < ffn)
+    width = ffn
+    if GATED:
+        width = 2 * ffn
+    at = rows.to(tl.int64)[:, None] * width + cols
+    g = tl.load(pre_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    u = g
+    if GATED:
+        u = tl.load(pre_ptr + at + ffn, mask=mask, other=0.0).to(tl.float32)
+    value, slope_g, slope_u = activation_gradients(g, u, KIND, GATED, CLAMP, LIMIT, ALPHA, UP_OFFSET)
+    share = tl.sum(tl.where(mask, dact * value, 0.0), axis=1)
+    scaled = dact * weight[:, None]
+    tl.store(dpre_ptr + at, (scaled * slope_g).to(tl.bfloat16), mask=mask)
+    if GATED:
+        tl.store(dpre_ptr + at + ffn, (scaled * slope_u).to(tl.bfloat16), mask=mask)
+    at_act = rows.to(tl.int64)[:, None] * ffn + cols
+    tl.store(act_ptr + at_act, (value * weight[:, None]).to(tl.bfloat16), mask=mask)
+    return share
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def down_dgrad_kernel(
+    dy,  # [R, H] bf16 or e4m3: a descriptor of boxes [BLOCK_M, BLOCK_K]
+    w,  # [E, H, F]: boxes [1, BLOCK_K, BLOCK_N], or with K_MAJOR [E, F, H]: boxes [1, BLOCK_N, BLOCK_K]
+    dy_scale_ptr,  # with FP8 [R] float32, else anything
+    w_scale_ptr,  # with FP8 [E, F] float32, else anything
+    pre_ptr,  # [R, 2F] bf16
+    weights_ptr,  # with HAS_WEIGHTS [R] float32, else anything
+    tiles_ptr,  # tile table
+    dpre_ptr,  # out [R, 2F] bf16
+    act_ptr,  # out [R, F] bf16
+    shares_ptr,  # with HAS_WEIGHTS out [tiles of F, R] float32, else anything
+    num_rows,
+    hidden,
+    ffn,
+    FP8: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    K_MAJOR: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    PART: tl.constexpr = BLOCK_N // 2**LEVELS
+    tiles_n = tl.cdiv(ffn, BLOCK_N)
+    tiles_m = table_tiles(tiles_ptr, BLOCK_M)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        expert, row, end, tile_n = table_tile(tiles_ptr, tile, tiles_m, tiles_n, BLOCK_M, BAND)
+        col = tile_n * BLOCK_N
+        rows = row + offs_m
+        in_m = rows < end
+        terms = hidden
+        if BLOCK_M < TILE_ROWS:  # the record may end before this part of it
+            terms = tl.where(row < end, hidden, 0)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
+            if K_MAJOR:
+                w_tile = w.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T
+            else:
+                w_tile = w.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N)
+            acc = add_step(acc, dy.load([row, k]), w_tile, False, PROMOTE)
+        weight = tl.full((BLOCK_M,), 1.0, tl.float32)
+        if HAS_WEIGHTS:
+            weight = tl.load(weights_ptr + rows, mask=in_m, other=0.0)
+        if FP8:
+            # One factor after the other: the product of two scales may leave float32 where the result does not.
+            acc = acc * tl.load(dy_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
+            w_scales = w_scale_ptr + expert.to(tl.int64) * ffn + col + offs_n
+            acc = acc * tl.load(w_scales, mask=col + offs_n < ffn, other=0.0)[None, :]
+        parts = (acc,)
+        for level in tl.static_range(LEVELS):
+            halves = ()
+            for part in tl.static_range(2**level):
+                halves = halves + _halves(parts[part], BLOCK_M, BLOCK_N // 2**level)
+            parts = halves
+        share = tl.zeros((BLOCK_M,), tl.float32)
+        for part in tl.static_range(2**LEVELS):
+            share += _finish(
+                parts[part],
+                weight,
+                pre_ptr,
+                dpre_ptr,
+                act_ptr,
+                rows,
+                in_m,
+                col + part * PART,
+                ffn,
+                KIND,
+                GATED,
+                CLAMP,
+                LIMIT,
+                ALPHA,
+                UP_OFFSET,
+            )
+        if HAS_WEIGHTS:
+            tl.store(shares_ptr + tile_n.to(tl.int64) * num_rows + rows, share, mask=in_m)
+
+
+@triton.jit(do_not_specialize=["num_rows", "shares"])
+def row_weight_gradient_kernel(
+    shares_ptr,  # [shares, R] float32
+    dy_ptr,  # with HAS_BIAS [R, H] bf16 or e4m3, else anything
+    dy_scale_ptr,  # with FP8 [R] float32, else anything
+    bias_ptr,  # with HAS_BIAS [E, H] bf16 or float32, else anything
+    tiles_ptr,  # tile table
+    out_ptr,  # out [R] float32
+    num_rows,
+    shares,
+    hidden,
+    HAS_BIAS: tl.constexpr,
+    FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """ROWS rows of a tile per program."""
+    SUB: tl.constexpr = TILE_ROWS // ROWS
+    tile = tl.program_id(0) // SUB
+    if tile < tl.load(tiles_ptr):
+        record = tiles_ptr + (1 + tile) * TILE_WORDS
+        first = tl.program_id(0) % SUB * ROWS
+        rows = tl.load(record + 1) + first + tl.arange(0, ROWS)
+        in_tile = first + tl.arange(0, ROWS) < tl.load(record + 2)
+        total = tl.zeros((ROWS,), tl.float32)
+        share_ptrs = shares_ptr + rows
+        for _ in range(shares):
+            total += tl.load(share_ptrs, mask=in_tile, other=0.0)
+            share_ptrs += num_rows
+        if HAS_BIAS:
+            bias_row = bias_ptr + tl.load(record).to(tl.int64) * hidden
+            products = tl.zeros((ROWS, BLOCK_H), tl.float32)
+            for h in range(0, hidden, BLOCK_H):
+                cols = h + tl.arange(0, BLOCK_H)
+                bias = tl.load(bias_row + cols, mask=cols < hidden, other=0.0).to(tl.float32)
+                at = rows.to(tl.int64)[:, None] * hidden + cols[None, :]
+                dy = tl.load(dy_ptr + at, mask=in_tile[:, None] & (cols < hidden)[None, :], other=0.0).to(tl.float32)
+                products += dy * bias[None, :]
+            of_bias = tl.sum(products, axis=1)
+            if FP8:
+                of_bias *= tl.load(dy_scale_ptr + rows, mask=in_tile, other=0.0)
+            total += of_bias
+        tl.store(out_ptr + rows, total, mask=in_tile)

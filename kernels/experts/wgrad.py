@@ -1,0 +1,104 @@
+"""Gradient of the experts' weights: one product over the rows of every segment, out[e] = x_e^T @ y_e.
+
+Protocol      Every tile of every out[e] takes its segment's rows in steps of BLOCK_R. All steps of all tiles of a
+              program are one loop, so that the loads of the next tile run under the store of this one; program p takes
+              tiles p, p + num_programs and so on. The table of segments stays in registers: a load inside the loop
+              would keep the compiler from pipelining it.
+              A tile of an empty segment takes one step behind the last row, where a box holds zeros. With ACCUMULATE,
+              which adds to what out holds, empty segments have no tiles.
+Layout        x [R, I], y [R, J] bf16 row-major, out [E, I, J] contiguous: bf16, with ACCUMULATE float32. All of them
+              through descriptors, which cut boxes at I and J. Segments hold multiples of BLOCK_R rows, so that no
+              box reaches into the next one; where they start does not matter.
+Memory order  Boxes are read and written by the copy engine; the kernels follow each other on one stream. An element of
+              out is added to once, by one program, so that sums have one order.
+Progress      No program waits.
+Replay        Nothing is kept between calls.
+"""
+
+import triton
+import triton.language as tl
+
+from ..device.groups import in_bands, pick
+
+
+@triton.jit
+def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Left and right half of a tile [ROWS, COLUMNS], without moving a value to another thread."""
+    return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _store_half(out, half, expert, i, j, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store [ROWS, COLUMNS] as one box, or add it as two: float32 takes twice the room on its way."""
+    if ACCUMULATE:
+        left, right = _halves(half, ROWS, COLUMNS)
+        out.atomic_add([expert, i, j], left.reshape(1, ROWS, COLUMNS // 2))
+        out.atomic_add([expert, i, j + COLUMNS // 2], right.reshape(1, ROWS, COLUMNS // 2))
+    else:
+        out.store([expert, i, j], half.to(tl.bfloat16).reshape(1, ROWS, COLUMNS))
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+def weight_gradient_kernel(
+    x,  # [R, I] bf16: a descriptor of boxes [BLOCK_R, BLOCK_I]
+    y,  # [R, J] bf16: boxes [BLOCK_R, BLOCK_J]
+    out,  # [E, I, J]: boxes [1, BLOCK_I, BLOCK_J / 2], with ACCUMULATE [1, BLOCK_I, BLOCK_J / 4]
+    offs_ptr,  # [E + 1] int32
+    num_rows,
+    num_i,
+    num_j,
+    num_experts,
+    ACCUMULATE: tl.constexpr,
+    EP: tl.constexpr,  # a power of two, at least E
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    tiles_i = tl.cdiv(num_i, BLOCK_I)
+    tiles_j = tl.cdiv(num_j, BLOCK_J)
+    tiles = tiles_i * tiles_j
+
+    segment = tl.arange(0, EP)
+    first = tl.load(offs_ptr + segment, mask=segment < num_experts, other=0)
+    rows = tl.load(offs_ptr + segment + 1, mask=segment < num_experts, other=0) - first
+    counted = segment < num_experts
+    if ACCUMULATE:
+        counted = rows > 0
+    first = tl.where(rows > 0, first, num_rows)
+    end = first + tl.maximum(rows, 1)
+    upto = tl.cumsum(counted.to(tl.int32), 0)  # segments with tiles, this one included
+    before = upto - counted.to(tl.int32)
+    # Tiles below t that are this program's: those that are congruent to it.
+    mine = tl.cdiv(tl.maximum(upto * tiles - program, 0), programs)
+    mine -= tl.cdiv(tl.maximum(before * tiles - program, 0), programs)
+    steps = tl.sum(mine * tl.cdiv(end - first, BLOCK_R))
+
+    tile = program - programs
+    r = 0
+    last = 0
+    expert = 0
+    i = 0
+    j = 0
+    acc = tl.zeros((BLOCK_I, BLOCK_J), tl.float32)
+    for _ in tl.range(0, steps, num_stages=STAGES):
+        r += BLOCK_R
+        if r >= last:
+            tile += programs
+            expert = tile // tiles
+            if ACCUMULATE:
+                expert = tl.sum((upto <= tile // tiles).to(tl.int32))
+            tile_i, tile_j = in_bands(tile % tiles, tiles_i, tiles_j, BAND)
+            i = tile_i * BLOCK_I
+            j = tile_j * BLOCK_J
+            r = pick(first, expert)
+            last = pick(end, expert)
+        acc = tl.dot(x.load([r, i]).T, y.load([r, j]), acc)
+        if r + BLOCK_R >= last:
+            left, right = _halves(acc, BLOCK_I, BLOCK_J)
+            _store_half(out, left, expert, i, j, ACCUMULATE, BLOCK_I, BLOCK_J // 2)
+            _store_half(out, right, expert, i, j + BLOCK_J // 2, ACCUMULATE, BLOCK_I, BLOCK_J // 2)
+            acc = tl.zeros((BLOCK_I, BLOCK_J), tl.float32)

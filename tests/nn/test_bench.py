@@ -1,0 +1,213 @@
+"""`triton-ep bench moe-layer` on CPU ranks: all providers compute the layer; rows and table are what was asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_ep.bench import moe, moe_providers, report, rows, run
+from triton_ep.bench.job import Job, Place, WrongResult
+from triton_ep.bench.settings import Settings
+from triton_ep.cli import bench as cli
+from triton_ep.distributed import current_heap
+from triton_ep.errors import ConfigError
+
+pytestmark = pytest.mark.plain
+TINY = ["--ranks", "2", "--tokens", "6", "--hidden", "64", "--topk", "2", "--experts", "4", "--ffn", "32"]
+TINY += ["--commit", "abc1234", "--iters", "1", "--warmup", "0"]
+
+
+def _settings(*words: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.settings_of(parser.parse_args(["moe-layer", *TINY, *words]), 2, interpreting=True)
+
+
+def _measure(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) -> list[rows.Row]:
+    return run.measure_all(settings).rows
+
+
+def test_cases_of_a_run() -> None:
+    """Capacities and precisions of the module, one case of each other provider; modes say what is not the default."""
+    words = ["--payload", "bf16,mxfp8", "--capacity", "exact,static", "--precision", "default,exact"]
+    cases = _settings(*words, "--provider", "triton_ep,nccl,gemm-only,deep_ep").cases()
+    mode = "interpreted-{}-sm20-local-a128-ffn32"
+    exact, static = mode.format("exact"), mode.format("static")
+    assert [(case.provider, case.mode, case.payload) for case in cases] == [
+        ("triton_ep", exact, "bf16"),
+        ("triton_ep", static, "bf16"),
+        ("nccl", "torch-exact-ffn32", "bf16"),
+        ("gemm-only", "torch-exact-ffn32", "bf16"),
+        ("deep_ep", "exact-sm20-ffn32", "bf16"),
+        ("triton_ep", exact, "mxfp8"),
+        ("triton_ep", f"{exact}-exact", "mxfp8"),
+        ("triton_ep", static, "mxfp8"),
+        ("triton_ep", f"{static}-exact", "mxfp8"),
+    ]
+
+
+def test_every_provider_in_one_run(run_ranks: Callable[..., Any]) -> None:
+    """Forward and step, weights as they were and changed. Errors are of their payload, and the last table has ratios to
+    the collectives and to the products."""
+    words = ["--payload", "bf16,mxfp8", "--backward", "--refresh-weights", "--capacity", "static"]
+    settings = _settings(*words, "--provider", "triton_ep,nccl,gemm-only,deep_ep")
+    found = [row for row in run_ranks(_measure, 1, 2, settings)[0] if row["op"] != "floor"]
+    ops = ["moe_layer_fwd", "moe_layer_step", "moe_layer_fwd_refresh", "moe_layer_step_refresh"]
+    assert [row["op"] for row in found] == ops * 5
+    assert [row["provider"] for row in found[::4]] == ["triton_ep", "gloo", "gemm-only", "deep_ep", "triton_ep"]
+    assert {row["skip_reason"] for row in found if row["provider"] == "deep_ep"} == {"deep_ep is not installed."}
+    for row in found:
+        if row["provider"] in ("triton_ep", "gloo"):
+            low, high = (20, 35) if row["payload"] == "mxfp8" else (40, 60)
+            assert low < float(row["error_db"]) < high, row
+        else:
+            assert row["error_db"] == ""
+        assert row["peak_mib"] == "", "of the GPU's memory"
+    table = report.moe_table(found)
+    assert "x nccl" in table[2] and len(table) == 3 + len(found) - 4
+    us = {row["op"]: float(row["median_us"]) for row in found if row["provider"] == "gloo"}
+    mine = next(row for row in found if row["op"] == "moe_layer_step_refresh")
+    assert f"{float(mine['median_us']) / us['moe_layer_step']:.3f}" in table[6]
+
+
+def _dropped(rank: int, nodes: int, ranks_per_node: int) -> None:
+    """The collectives' layer with dropped copies, by itself: as the dense one, all gradients by autograd."""
+    place = Place(rank, 2, 2, current_heap().device, {})
+    settings = _settings()
+    job = Job(settings, settings.shapes[0], place)
+    provider = moe_providers.CollectiveMoe(job)
+    x, idx = job.inputs[0]
+    idx = torch.where(
+        torch.rand(idx.shape, generator=torch.Generator().manual_seed(rank)).to(idx.device) < 0.4, -1, idx
+    )
+    weights = torch.rand(idx.shape, device=x.device).requires_grad_()
+    leaf, grad = x.clone().requires_grad_(), torch.randn(x.shape, device=x.device).bfloat16()
+    y = provider.forward(leaf, idx, weights)
+    dx, dw, *_ = torch.autograd.grad(y, [leaf, weights, *provider.parameters], grad)
+    exact = moe_providers.dense(job, x, idx, weights.detach(), grad)
+    assert moe_providers.decibel([(y.detach(), exact[0])]) > 38 and moe_providers.decibel([(dx, exact[1])]) > 38
+    assert not dw[idx < 0].any() and dw[idx >= 0].all()
+
+
+def test_dropped_copies_by_the_collectives(run_ranks: Callable[..., Any]) -> None:
+    """They give nothing and get no gradient."""
+    run_ranks(_dropped, 1, 2)
+
+
+class _PeerBuffer:
+    """The part of deep_ep.Buffer that the benchmark calls, by collectives; rows by source rank and token."""
+
+    def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        assert (num_nvl_bytes, num_rdma_bytes) == (128 * 64, 0) and group is dist.group.WORLD
+
+    @staticmethod
+    def set_num_sms(num_sms: int) -> None:
+        assert num_sms == 20
+
+    @classmethod
+    def get_dispatch_config(cls, num_ranks: int) -> type[_PeerBuffer]:
+        assert num_ranks == 2
+        return cls
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def get_nvl_buffer_size_hint(hidden_bytes: int, num_ranks: int) -> int:
+        return 32 * hidden_bytes * num_ranks
+
+    def get_dispatch_layout(self, idx: torch.Tensor, experts: int) -> tuple[Any, ...]:
+        in_rank = torch.stack([(idx // (experts // 2) == rank).any(1) for rank in range(2)], dim=1)
+        return in_rank.sum(0).int(), None, torch.bincount(idx.flatten(), minlength=experts).int(), in_rank, None
+
+    def dispatch(self, x: torch.Tensor, *, handle: Any = None, **told: Any) -> tuple[Any, ...]:
+        me, everyone = dist.get_rank(), [None, None]
+        in_rank = told["is_token_in_rank"] if handle is None else handle[me]
+        dist.all_gather_object(everyone, (x, in_rank, told.get("topk_idx"), told.get("topk_weights")))
+        rows = torch.cat([x[here[:, me]] for x, here, _, _ in everyone])
+        if handle is not None:
+            return rows, None, None, [], handle, None
+        ids = torch.cat([idx[here[:, me]] for _, here, idx, _ in everyone])
+        weights = torch.cat([w[here[:, me]] for _, here, _, w in everyone])
+        mine = ids // 2 == me
+        ids, weights = torch.where(mine, ids - 2 * me, -1), torch.where(mine, weights, 0.0)
+        return rows, ids, weights, [], [here for _, here, _, _ in everyone], None
+
+    def combine(self, y: torch.Tensor, handle: list[torch.Tensor], topk_weights: Any = None) -> tuple[Any, ...]:
+        me, everyone = dist.get_rank(), [None, None]
+        dist.all_gather_object(everyone, (y, topk_weights))
+        found = []
+        for part in (0, 1):
+            if everyone[0][part] is None:
+                found.append(None)
+                continue
+            out = torch.zeros(handle[me].shape[0], everyone[0][part].shape[1])
+            for rank in range(2):
+                before = sum(int(handle[source][:, rank].sum()) for source in range(me))
+                here = handle[me][:, rank]
+                out[here] += everyone[rank][part][before : before + int(here.sum())].float()
+            found.append(out.to(everyone[0][part].dtype))
+        return found[0], found[1], None
+
+
+def _measure_peer(rank: int, nodes: int, ranks_per_node: int, settings: Settings) -> list[rows.Row]:
+    module = types.ModuleType("deep_ep")
+    module.__spec__ = importlib.machinery.ModuleSpec("deep_ep", None)
+    module.Buffer = _PeerBuffer  # type: ignore[attr-defined]
+    sys.modules["deep_ep"] = module
+    try:
+        return _measure(rank, nodes, ranks_per_node, settings)
+    finally:
+        del sys.modules["deep_ep"]
+
+
+def test_deep_ep_as_a_provider(run_ranks: Callable[..., Any]) -> None:
+    """Through a stand-in with its interface: the same tokens and gradients."""
+    found = run_ranks(_measure_peer, 1, 2, _settings("--provider", "deep_ep", "--backward"))[0]
+    found = [row for row in found if row["op"] != "floor"]
+    assert [row["op"] for row in found] == ["moe_layer_fwd", "moe_layer_step"]
+    assert all(float(row["error_db"]) > 40 for row in found)
+
+
+def _wrong(rank: int, nodes: int, ranks_per_node: int) -> None:
+    settings = _settings("--provider", "nccl")
+    job = Job(settings, settings.shapes[0], Place(rank, 2, 2, current_heap().device, {}))
+    provider = moe_providers.CollectiveMoe(job)
+    provider.parameters[1].data[0, 0] *= 3
+    with pytest.raises(WrongResult, match=r"y has \d+\.\d dB against dense experts, 36.0 are expected"):
+        moe._Run(job, settings.cases()[0], provider).check(False)
+
+
+def test_a_wrong_layer_is_not_timed(run_ranks: Callable[..., Any]) -> None:
+    """One row of one matrix is enough."""
+    run_ranks(_wrong, 1, 2)
+
+
+def test_files_from_before_memory_and_error_get_their_columns(tmp_path: Path) -> None:
+    """They are read, and appended to, with empty cells."""
+    path, old = tmp_path / "rows.csv", rows.make_row({"op": "dispatch", "median_us": 3})
+    before = [name for name in rows.COLUMNS if name not in ("peak_mib", "error_db")]
+    path.write_text(",".join(before) + "\n" + ",".join(old[name] for name in before) + "\n")
+    assert rows.read_rows(path) == [old]
+    new = rows.make_row({"op": "moe_layer_fwd", "median_us": 4, "peak_mib": 1.5, "error_db": 23.1})
+    rows.append_rows(path, [new])
+    assert rows.read_rows(path) == [old, new]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--alignment", "16"], ["--provider", "vdev"], ["--precision", "best"], ["--capacity", "none"]],
+    ids=lambda words: words[0],
+)
+def test_options_that_do_not_fit(words: Sequence[str]) -> None:
+    """Refused before any rank starts."""
+    with pytest.raises(ConfigError):
+        _settings(*words)

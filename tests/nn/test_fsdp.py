@@ -1,0 +1,68 @@
+"""Experts that FSDP shards over replicas of the expert-parallel group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from triton_ep.distributed import current_heap
+from triton_ep.nn import MoE, finalize_exchanges
+
+pytestmark = pytest.mark.plain
+SIZES: dict[str, Any] = {"num_experts": 4, "topk": 2, "max_tokens": 6, "timeout_s": 60.0, "router": False}
+
+
+def _steps(moe: MoE, rank: int, again: bool) -> list[torch.Tensor]:
+    """Outputs and gradients of two steps with an update of the weights in between."""
+    device, found = current_heap().device, []
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.5)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(6, 64, generator=generator).bfloat16().to(device).requires_grad_()
+        ids = torch.rand(6, 4, generator=generator).topk(2).indices.to(device)
+        weights = torch.rand(6, 2, generator=generator).to(device)
+        call = lambda x, ids=ids, weights=weights: moe(x, topk_idx=ids, topk_weights=weights)  # noqa: E731
+        y = checkpoint(call, x, use_reentrant=False) if again else call(x)
+        y.square().sum().backward()
+        found += [y.detach(), x.grad]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _check(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> None:
+    mesh = init_device_mesh(current_heap().device.type, (2, 2), mesh_dim_names=("replicas", "experts"))
+    group = mesh["experts"].get_group()
+
+    def make() -> MoE:
+        torch.manual_seed(3)
+        return MoE(64, 96, group=group, payload=payload, **SIZES)
+
+    def average(parameter: torch.Tensor) -> None:
+        dist.all_reduce(parameter.grad, group=mesh["replicas"].get_group())
+        parameter.grad.div_(2)
+
+    plain = make()
+    for parameter in plain.parameters():  # replicas have the same experts
+        parameter.register_post_accumulate_grad_hook(average)
+    want = _steps(plain, rank, False)
+    for again in (False, True):
+        sharded = make()
+        fully_shard(sharded.experts, mesh=mesh["replicas"])
+        assert isinstance(sharded.experts.w13, DTensor)
+        for seen, exact in zip(_steps(sharded, rank, again), want, strict=True):
+            torch.testing.assert_close(seen, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
+    finalize_exchanges()
+
+
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
+def test_sharded_experts_train_as_whole_ones(run_ranks, payload):
+    """FSDP gathers the weights for each pass and shards their gradients; after a step the new ones are multiplied."""
+    run_ranks(_check, 1, 4, payload)

@@ -1,0 +1,116 @@
+"""Parameters of the experts: what they begin with, and which checkpoints they take."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from triton_ep.errors import ConfigError, InputError
+from triton_ep.nn import SwiGLUExperts
+from triton_ep.nn.joined import Joined
+
+pytestmark = pytest.mark.plain
+HIDDEN, FFN = 128, 64
+
+
+def _experts(first: int = 0, number: int = 2, **options: Any) -> SwiGLUExperts:
+    torch.manual_seed(7)
+    return SwiGLUExperts(HIDDEN, FFN, number, first_expert=first, num_experts=4, device="cpu", **options)
+
+
+def test_what_experts_begin_with_depends_on_their_number_alone():
+    """Ranks seeded alike have other experts, and together the same, on however many ranks; of the stated variance."""
+    whole, halves = _experts(0, 4, bias=True), [_experts(first, bias=True) for first in (0, 2)]
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, torch.cat([getattr(half, name) for half in halves])), name
+    assert not torch.equal(whole.w13[0], whole.w13[1]) and not whole.b13.any() and not whole.b2.any()
+    torch.testing.assert_close(whole.w13.float().std().item(), HIDDEN**-0.5, rtol=0.02, atol=0)
+    torch.testing.assert_close(whole.w2.float().std().item(), FFN**-0.5, rtol=0.02, atol=0)
+    assert {name: list(p.shape) for name, p in halves[0].named_parameters()} == {
+        "w13": [2, 2 * FFN, HIDDEN],
+        "b13": [2, 2 * FFN],
+        "w2": [2, HIDDEN, FFN],
+        "b2": [2, HIDDEN],
+    }
+    assert list(_experts(gated=False).w13.shape) == [2, FFN, HIDDEN]
+    with torch.device("meta"):
+        assert SwiGLUExperts(HIDDEN, FFN, 2).w2.is_meta
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_state_dicts_of_either_form_and_of_all_experts(separate):
+    """w13 or w1 and w3, of this rank's experts or of all: the same module; and back."""
+    torch.manual_seed(0)
+    of_all = {
+        "w1": torch.randn(4, FFN, HIDDEN).bfloat16(),
+        "w3": torch.randn(4, FFN, HIDDEN).bfloat16(),
+        "w2": torch.randn(4, HIDDEN, FFN).bfloat16(),
+        "b1": torch.randn(4, FFN).bfloat16(),
+        "b3": torch.randn(4, FFN).bfloat16(),
+        "b2": torch.randn(4, HIDDEN).bfloat16(),
+    }
+    joined = {f"{letter}13": torch.cat([of_all[f"{letter}1"], of_all[f"{letter}3"]], 1) for letter in "wb"}
+    joined |= {name: of_all[name] for name in ("w2", "b2")}
+    for state in (of_all, joined, {name: value[2:] for name, value in of_all.items()}):
+        module = _experts(2, bias=True, separate=separate)
+        given = dict(state)
+        module.load_state_dict(given)
+        assert given.keys() == state.keys(), "the caller's is not changed"
+        assert torch.equal(module.gate_up_weight(), joined["w13"][2:])
+        assert torch.equal(module.gate_up_bias(), joined["b13"][2:])
+        assert torch.equal(module.w2, of_all["w2"][2:]) and torch.equal(module.b2, of_all["b2"][2:])
+        mine = of_all if separate else joined
+        assert module.state_dict().keys() == mine.keys()
+        assert all(torch.equal(value, mine[name][2:]) for name, value in module.state_dict().items())
+    with pytest.raises(InputError, match="w2 of the state dict has 3 experts; this rank has 2 of 4"):
+        _experts(separate=separate).load_state_dict({**of_all, "w2": of_all["w2"][:3]}, strict=False)
+
+
+def test_a_state_dict_of_experts_without_gates():
+    """w1 alone is w13 then."""
+    module = _experts(gated=False)
+    w1 = torch.randn(2, FFN, HIDDEN).bfloat16()
+    module.load_state_dict({"w1": w1, "w2": module.w2.detach()})
+    assert torch.equal(module.w13, w1)
+
+
+def test_the_joined_copy_follows_its_halves():
+    """Made once, at one address; again when a half changes, or when it is told; halves of the gradient go back."""
+    first, second = (torch.randn(2, 3, 4).requires_grad_() for _ in range(2))
+    kept = Joined()
+    both = kept(first, second)
+    address = both.data_ptr()
+    assert torch.equal(both, torch.cat([first, second], 1))
+    grad = torch.randn(2, 6, 4)
+    both.backward(grad)
+    assert torch.equal(first.grad, grad[:, :3]) and torch.equal(second.grad, grad[:, 3:])
+    version = kept(first, second)._version
+    assert kept(first, second)._version == version, "nothing was written"
+    with torch.no_grad():
+        second.mul_(2)
+    again = kept(first, second)
+    assert torch.equal(again, torch.cat([first, second], 1)) and again.data_ptr() == address
+    assert again._version > version
+    first.data.view(-1).numpy()[:] = 5  # nobody counts this
+    assert not torch.equal(kept(first, second), torch.cat([first, second], 1))
+    kept.invalidate()
+    assert torch.equal(kept(first, second), torch.cat([first, second], 1))
+    module = copy.deepcopy(_experts(separate=True))
+    assert module.gate_up_weight().shape == (2, 2 * FFN, HIDDEN)
+
+
+def test_options_that_do_not_go_together():
+    """Refused by name."""
+    for options, words in (
+        ({"payload": "mxfp4"}, "payload is 'mxfp4'"),
+        ({"precision": "exact"}, "payload=None sends bf16"),
+        ({"separate": True, "gated": False}, "no w3"),
+        ({"payload": "mxfp8", "prepared": "all"}, "prepared is 'all'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            _experts(**options)
+    with pytest.raises(ConfigError, match=r"ffn is 100, but payload=.mxfp8. .* the nearest is 96 or 128"):
+        SwiGLUExperts(HIDDEN, 100, 2, payload="mxfp8")

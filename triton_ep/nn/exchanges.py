@@ -1,0 +1,393 @@
+"""Exchanges of MoE layers: one EPAll2AllLayer for all layers with the same group and sizes.
+
+An exchange holds symmetric memory (0.9 GiB for 4096 tokens of 7168 on 8 GPUs) and nothing of a model, and any number of
+its dispatches may wait for their backward passes. So layers share it: `shared_exchange` finds the one that was made
+before. What must not happen on one exchange is two passes at a time, on two streams or in two threads: `Exchange.use`
+orders what it can and refuses the rest.
+
+The table of shared exchanges is the only state of this package that belongs to the process. It is changed by collective
+calls alone (`shared_exchange`, `Exchange.release`, `finalize_exchanges`), so it is the same on all ranks of a group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from triton_ep.config import as_integer
+from triton_ep.distributed import check_group, ranks_per_node
+from triton_ep.errors import ConfigError, EPError, FinalizedError, InputError
+from triton_ep.kernels.device import codes
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.overlap import current_stream
+
+ALIGNMENT = 128
+"""Rows to which the segment of an expert is aligned: a tile of the grouped products holds rows of one expert."""
+TIMEOUT_S = 120.0
+"""Bound of waits unless told: ranks may compile kernels for different times between a dispatch and its combine."""
+_FREE = ("max_tokens", "num_sm", "timeout_s", "local_world_size")
+"""Of these a given exchange may have others than the module names; more tokens only."""
+_FIELDS = {"capacity": "recv_capacity", "dtype": "token_dtype"}
+
+
+class Sizes(NamedTuple):
+    """What two layers must have alike to share an exchange; the fields are those of `new_exchange`."""
+
+    hidden: int
+    num_experts: int
+    topk: int
+    max_tokens: int
+    payload: str | None = None
+    capacity: int | None = None
+    low_latency: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    num_sm: int | None = None
+    timeout_s: float = TIMEOUT_S
+    local_world_size: int | None = None
+
+
+def new_exchange(
+    hidden: int,
+    *,
+    num_experts: int,
+    topk: int,
+    max_tokens: int,
+    payload: str | None = None,
+    capacity: int | float | None = None,
+    low_latency: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    group: Any = None,
+    num_sm: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+    local_world_size: int | None = None,
+) -> EPAll2AllLayer:
+    """An exchange of its own, as a `MoE` of these sizes makes it: for a second micro-batch in flight. Collective.
+
+    The caller finalizes it. Arguments are those of `MoE`.
+
+    Raises:
+        ConfigError: sizes that cannot work, or that differ between ranks. HeapError: not enough symmetric memory.
+    """
+    group = dist.group.WORLD if group is None else group
+    rows = capacity_rows(capacity, low_latency, num_experts, topk, max_tokens, check_group(group))
+    options = (payload, rows, low_latency, dtype, num_sm, timeout_s, local_world_size)
+    return _make(group, Sizes(hidden, num_experts, topk, max_tokens, *options))
+
+
+def capacity_rows(
+    capacity: int | float | None, low_latency: bool, num_experts: int, topk: int, max_tokens: int, world_size: int
+) -> int | None:
+    """Rows of a static exchange: as given, or a multiple of the mean load max_tokens * topk with padding for every
+    expert, never more than can arrive; a multiple of ALIGNMENT, so that no segment ends inside of a tile. None: exact;
+    with low_latency, which has no exact mode, what can arrive.
+
+    Raises:
+        ConfigError: neither None, nor a number above 0.
+    """
+    if capacity is None and not low_latency:
+        return None
+    per_rank = max(num_experts // world_size, 1)
+    padding = per_rank * (ALIGNMENT - 1)
+    most = world_size * max_tokens * min(topk, per_rank) + padding
+    if capacity is None:
+        rows = most
+    elif isinstance(capacity, float):
+        if not 0 < capacity < 1 << 20:
+            raise ConfigError(f"capacity={capacity} must be above 0: it multiplies max_tokens * topk; an int is rows.")
+        rows = min(int(capacity * max_tokens * topk) + padding, most)
+    else:
+        rows = as_integer("capacity (rows; a float multiplies max_tokens * topk; None for exact outputs)", capacity)
+    return -(-rows // ALIGNMENT) * ALIGNMENT
+
+
+def _make(group: Any, sizes: Sizes) -> EPAll2AllLayer:
+    # A model that is built on the meta device has its exchange on the real one.
+    with torch.device("cpu"):
+        return EPAll2AllLayer(
+            group,
+            sizes.max_tokens,
+            sizes.hidden,
+            sizes.topk,
+            dist.get_rank(group),
+            sizes.num_experts,
+            sizes.local_world_size or ranks_per_node(group),
+            dist.get_world_size(group),
+            sizes.dtype,
+            num_sm=sizes.num_sm,
+            enable_local_combine=True,
+            payload=sizes.payload,
+            alignment=ALIGNMENT,
+            capacity=sizes.capacity,
+            low_latency=sizes.low_latency,
+            timeout_s=sizes.timeout_s,
+        )
+
+
+# --- one pass at a time ---------------------------------------------------------------------------------
+
+
+class _Turns:
+    """Who uses a layer now, and on which stream; one per layer, whoever holds it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.what = ""
+        self.last: Any = None  # stream of the latest pass outside of a capture
+        self.captured: Any = None  # stream of all captures
+        self.told: torch.Tensor | None = None  # the overflow counter as the host has it, or will have it
+        self.event: torch.cuda.Event | None = None
+        self.seen = 0
+
+
+_turns: WeakKeyDictionary[EPAll2AllLayer, _Turns] = WeakKeyDictionary()
+
+
+def _stream_now(device: torch.device) -> tuple[Any, bool]:
+    """The current stream, None on the CPU, and whether it is being captured."""
+    if device.type != "cuda":
+        return None, False
+    return current_stream(), torch.cuda.is_current_stream_capturing()
+
+
+class Exchange:
+    """An EPAll2AllLayer and how many modules hold it.
+
+    Attributes:
+        layer: the layer.
+        key: under which it is shared; None: the caller's own, which is not finalized here.
+        holders: connections to it.
+    """
+
+    def __init__(self, layer: EPAll2AllLayer, key: tuple[Any, ...] | None = None) -> None:
+        self.layer, self.key, self.holders = layer, key, 1
+        self._turns = _turns.setdefault(layer, _Turns())
+
+    @contextlib.contextmanager
+    def use(self, what: str) -> Iterator[None]:
+        """The block is a pass (dispatch to combine) on this exchange; no other may be open.
+
+        On another stream than the pass before, it is ordered behind that.
+
+        Raises:
+            InputError: another pass is open, in another thread; a capture on another stream than captures before.
+        """
+        turns = self._turns
+        if not turns.lock.acquire(blocking=False):
+            raise InputError(
+                f"{what} began while {turns.what or 'another pass'} is open on the same exchange, whose rows it would "
+                "overwrite. Give the modules of each micro-batch an exchange of their own: exchange=new_exchange(...)."
+            )
+        try:
+            self._order(what)
+            turns.what = what
+            yield
+        finally:
+            turns.what = ""
+            turns.lock.release()
+
+    def _order(self, what: str) -> None:
+        turns = self._turns
+        stream, capturing = _stream_now(self.layer.context.device)
+        if not capturing:
+            if turns.last is not None and turns.last != stream:
+                stream.wait_stream(turns.last)
+            turns.last = stream
+            return
+        if turns.captured is not None and turns.captured != stream:
+            raise InputError(
+                f"{what} is captured on another stream than earlier captures on this exchange: the graphs could be "
+                "replayed at the same time. Capture on one stream (torch.cuda.graph(..., stream=s)), give the modules "
+                "an exchange of their own, or, if the other graphs are gone, call forget_captures()."
+            )
+        turns.captured = stream
+
+    def forget_captures(self) -> None:
+        """Allow captures on any stream again: no graph that was captured before will be replayed."""
+        self._turns.captured = None
+
+    def watch_overflow(self) -> None:
+        """Warn if rows have not fitted the capacity; on a GPU the host does not wait, but hears of it calls later."""
+        layer, turns = self.layer, self._turns
+        if layer.config.recv_capacity is None:
+            return
+        counter = layer.context.state[codes.OVERFLOW_TOTAL]
+        if counter.device.type != "cuda":
+            self._tell(int(counter))
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if turns.told is None or turns.event is None:
+            turns.told, turns.event = torch.zeros((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+        elif not turns.event.query():
+            return
+        self._tell(int(turns.told))
+        turns.told.copy_(counter, non_blocking=True)
+        turns.event.record(current_stream())
+
+    def _tell(self, total: int) -> None:
+        if total != self._turns.seen:
+            self._turns.seen = total
+            self.layer.warn_of_overflow()
+
+    def release(self) -> None:
+        """A module needs it no more; the memory of a shared one is freed with the last. Collective.
+
+        Raises:
+            PeerFailed, WaitTimeout: as `EPAll2AllLayer.finalize`.
+        """
+        self.holders -= 1
+        if self.holders <= 0 and self.key is not None:
+            _shared.pop(self.key, None)
+            _finalize(self)
+
+
+# --- shared ones ----------------------------------------------------------------------------------------
+
+_shared: dict[tuple[Any, ...], Exchange] = {}
+
+
+def shared_exchange(group: Any, sizes: Sizes) -> Exchange:
+    """The exchange of these sizes over this group, made if there is none. Collective.
+
+    Raises:
+        ConfigError, HeapError: as `new_exchange`.
+        WaitTimeout: the one there is has failed: call `finalize_exchanges` before.
+    """
+    check_group(group)
+    key = (tuple(dist.get_process_group_ranks(group)), sizes)
+    found = _shared.get(key)
+    if found is not None:
+        try:
+            found.layer.context.check_open()
+        except FinalizedError:
+            del _shared[key]
+        else:
+            found.holders += 1
+            return found
+    found = _shared[key] = Exchange(_make(group, sizes), key)
+    return found
+
+
+class Connection:
+    """A module's hold on its exchange: a shared one of these sizes, or one that the caller gave.
+
+    A copy of the module holds it as well. It cannot be pickled: the exchange is memory of running processes.
+    """
+
+    def __init__(self, group: Any, sizes: Sizes, given: Any = None) -> None:
+        self.group, self.sizes = group, sizes
+        self._exchange = shared_exchange(group, sizes) if given is None else given_exchange(given, group, sizes)
+
+    def __deepcopy__(self, memo: Any) -> Connection:
+        copy = object.__new__(Connection)
+        copy.__dict__.update(self.__dict__)
+        if copy._exchange is not None:
+            copy._exchange.holders += 1
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "a MoE module holds an exchange of running processes, so it cannot be pickled. Save its state_dict(), and "
+            "make the module anew where it is loaded."
+        )
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange, if it can be used.
+
+        Raises:
+            FinalizedError: it was finalized, by this module or `finalize_exchanges`.
+            WaitTimeout: it has failed.
+        """
+        found: Exchange | None = self._exchange
+        if found is None or found.layer.context.closed:
+            raise FinalizedError(
+                "the exchange of this MoE module was finalized. Call connect() on all ranks of its group for another."
+            )
+        found.layer.context.check_open()
+        return found
+
+    def connect(self, given: Any = None) -> None:
+        """Take a shared exchange, or the one given, in place of what there is; nothing if that is it. Collective."""
+        before: Exchange | None = self._exchange
+        if given is not None:
+            self._exchange = given_exchange(given, self.group, self.sizes)
+        elif before is None or before.key is None or before.layer.context.closed:
+            self._exchange = shared_exchange(self.group, self.sizes)
+        else:
+            return
+        if before is not None and not before.layer.context.closed:
+            before.release()
+
+    def release(self) -> None:
+        """Give it up; idempotent. Collective: the last that holds a shared exchange frees it."""
+        before: Exchange | None = self._exchange
+        self._exchange = None
+        if before is not None and not before.layer.context.closed:
+            before.release()
+
+
+def given_exchange(layer: Any, group: Any, sizes: Sizes) -> Exchange:
+    """A layer that the caller made, for modules of these sizes.
+
+    Raises:
+        ConfigError: it does not fit them.
+    """
+    if not isinstance(layer, EPAll2AllLayer):
+        raise ConfigError(f"exchange must be an EPAll2AllLayer, as new_exchange makes it, got {type(layer).__name__}.")
+    cfg = layer.config
+    wanted = {name: value for name, value in sizes._asdict().items() if name not in _FREE}
+    if sizes.capacity is None:
+        del wanted["capacity"]
+    for name, value in {**wanted, "alignment": ALIGNMENT}.items():
+        has = getattr(cfg, _FIELDS.get(name, name))
+        if has != value:
+            raise ConfigError(
+                f"the exchange has {name}={has!r}, the module needs {value!r}. Make it with triton_ep.nn.new_exchange "
+                "and the arguments of the module."
+            )
+    if cfg.recv_capacity is not None and cfg.recv_capacity % ALIGNMENT:
+        raise ConfigError(f"the exchange has capacity={cfg.recv_capacity}; modules need a multiple of {ALIGNMENT}.")
+    if cfg.max_tokens < sizes.max_tokens:
+        raise ConfigError(f"the exchange has max_tokens={cfg.max_tokens}, the module needs {sizes.max_tokens}.")
+    members = [dist.get_process_group_ranks(one) for one in (layer.context.group, group)]
+    if members[0] != members[1]:
+        raise ConfigError(f"the exchange is over ranks {members[0]}, the module over ranks {members[1]}.")
+    layer.context.check_open()
+    return Exchange(layer)
+
+
+def finalize_exchanges() -> None:
+    """Free the symmetric memory of all shared exchanges of this process. Collective, idempotent.
+
+    Call it at the end of training, before `finalize_distributed`, or after a failure. Modules can take new ones by
+    `connect()`. Exchanges that were passed as `exchange=` are left to who made them.
+
+    Raises:
+        PeerFailed, WaitTimeout: as `EPAll2AllLayer.finalize`, of the first exchange that could not be ended; the others
+            have been.
+    """
+    exchanges = list(_shared.values())
+    _shared.clear()
+    failure: EPError | None = None
+    for exchange in exchanges:
+        try:
+            _finalize(exchange)
+        except EPError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _finalize(exchange: Exchange) -> None:
+    ctx = exchange.layer.context
+    if ctx.failure is None and not ctx.heap.closed and exchange.layer.config.recv_capacity is not None:
+        with contextlib.suppress(FinalizedError):
+            exchange.layer.warn_of_overflow()
+    exchange.layer.finalize()

@@ -1,0 +1,330 @@
+"""The experts of one rank as one differentiable function: both products, the activation between them, all gradients.
+
+What is multiplied, by precision (R rows, E experts, H hidden, F ffn):
+
+    None       bf16 rows, bf16 weights.
+    "default"  FP8: rows and weights in MXFP8 along the sum of each product, moved to one scale per row; every 128 terms
+               are added in float32. The activation, and the gradients of both products, are quantised in the same way.
+    "fast"     the same, added up by the tensor cores.
+    "exact"    bf16 products of the MXFP8 values of the same operands.
+
+Gradients of weights are bf16 products of rows in bf16, whatever the precision: of MXFP8 rows, of their values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from triton_ep.errors import ConfigError, InputError
+from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.nn._moe_block import ExpertGradients, Needs, Params
+from triton_ep.nn.prepared import PreparedWeights
+from triton_ep.ops.activation import Activation
+from triton_ep.ops.experts import gate_up, rows_product
+from triton_ep.ops.experts_backward import bias_gradient, down_dgrad, weight_gradient
+from triton_ep.ops.mxfp8 import dequantize_rows, quantize_rows
+from triton_ep.ops.row_scales import RowScaled, dequantize_rows_in_use, quantize_to_rows, rebase_rows
+from triton_ep.ops.tiles import tile_table
+
+PRECISIONS = (None, "default", "fast", "exact")
+
+Rows = torch.Tensor | RowScaled
+Saved = dict[str, Any]
+"""What the backward pass needs: "rows" as they came or were multiplied, the 8-bit form of them if there is one, and
+only for the gradient of w13; "pre", the first product; "row_weights"."""
+
+_SWIGLU = Activation()
+
+
+@dataclass(frozen=True)
+class ExpertSettings:
+    """What does not change from call to call.
+
+    Attributes:
+        activation: between the two products.
+        precision: see the module.
+        aligned: every segment starts and ends at a multiple of 128 rows, which is faster. That is a promise: results
+            are wrong where it is broken.
+
+    Raises:
+        ConfigError: another precision.
+    """
+
+    activation: Activation = _SWIGLU
+    precision: str | None = None
+    aligned: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the precision."""
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"precision is {self.precision!r}, choose from {PRECISIONS}.")
+
+    @property
+    def fp8(self) -> bool:
+        """Products are of e4m3 operands."""
+        return self.precision in ("default", "fast")
+
+    @property
+    def fast(self) -> bool:
+        """Tensor cores add up by themselves."""
+        return self.precision == "fast"
+
+
+def expert_block(
+    x_rows: Rows,
+    row_weights: torch.Tensor | None,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    prepared: PreparedWeights | None,
+    offs: torch.Tensor,
+    tiles: torch.Tensor | None,
+    settings: ExpertSettings,
+) -> torch.Tensor:
+    """[R, H] bf16: activation(x w13^T + b13) times the row's weight, times w2^T, plus b2 times the row's weight.
+
+    Differentiable in all tensors but `offs` and `tiles`; what needs no gradient costs none. The same bits every time.
+    Rows from offs[-1] on are neither read nor written, and have no gradients: what stands there means nothing.
+
+    Arguments:
+        x_rows: [R, H] bf16; with a precision an MXTensor or RowScaled as well. RowScaled has no gradient. Of bf16 rows
+            FP8 products quantise their own, and "exact" takes the values as they are; so they do of the gradient of the
+            result, which may be bf16 or an MXTensor.
+        row_weights: [R] float32, or None: ones.
+        w13: [E, 2F, H], rows of gate before those of up; not gated: [E, F, H]. w2: [E, H, F]. bf16, contiguous; with a
+            precision what `PreparedWeights` takes. The gradient of one with a `main_grad` is added there, in float32 if
+            that is float32, and none is returned. If it has the attribute `grad_added_to_main_grad`, too, that becomes
+            True, and for hooks to see an uninitialised gradient is returned (zeros with `zero_out_wgrad`), which is
+            Megatron-Core's convention.
+        b13, b2: [E, 2F] ([E, F]) and [E, H], bf16 or float32, or None.
+        prepared: copies of the weights; None without a precision.
+        offs: [E + 1] int32 on the device, first row of each expert's segment, then the end of the last.
+        tiles: `tile_table(offs, R)`, where it is there already.
+
+    Raises:
+        InputError: operands that do not fit each other.
+    """
+    tiles = tile_table(offs, x_rows.shape[0]) if tiles is None else tiles
+    block = ExpertBlock(prepared, settings)
+    params = (w13, w2, b13, b2)
+    given = (x_rows, row_weights, *params)
+    if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in given):
+        result: torch.Tensor = _Function.apply(block, offs, tiles, x_rows, row_weights, *params)
+        return result
+    return block.run(x_rows, row_weights, params, offs, tiles, keep=False)[0]
+
+
+@dataclass(frozen=True)
+class ExpertBlock:
+    """Both directions of `expert_block` without autograd: the `Experts` of a `MoEBlock`. params: w13, w2, b13, b2.
+
+    Attributes:
+        prepared, settings: as of `expert_block`.
+
+    Raises:
+        InputError: copies of weights without a precision, or the other way.
+    """
+
+    prepared: PreparedWeights | None
+    settings: ExpertSettings
+
+    def __post_init__(self) -> None:
+        """Check that both go together."""
+        if (self.prepared is None) != (self.settings.precision is None):
+            given = type(self.prepared).__name__
+            raise InputError(f"prepared goes with precision={self.settings.precision!r}, got {given}.")
+
+    def forward(
+        self, rows: Rows, row_weights: torch.Tensor | None, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
+    ) -> tuple[torch.Tensor, Saved]:
+        """As `run`, of rows that a dispatch has delivered."""
+        return self.run(rows, row_weights, params, desc.expert_offsets, _tiles(desc), keep=keep)
+
+    def backward(
+        self, grad: Rows, saved: Saved, params: Params, desc: EPAllToAllLayoutDesc, needs: Needs
+    ) -> ExpertGradients:
+        """As `differentiate`, of gradients that a dispatch has delivered."""
+        return self.differentiate(grad, saved, params, desc.expert_offsets, _tiles(desc), needs)
+
+    @torch.no_grad()
+    def run(
+        self,
+        rows: Rows,
+        row_weights: torch.Tensor | None,
+        params: Params,
+        offs: torch.Tensor,
+        tiles: torch.Tensor,
+        *,
+        keep: bool,
+    ) -> tuple[torch.Tensor, Saved]:
+        """The result [R, H], and what `differentiate` needs if `keep`, else nothing."""
+        settings = self.settings
+        if isinstance(rows, MXTensor | RowScaled) and settings.precision is None:
+            raise InputError(f"the rows are {type(rows).__name__}; with precision=None they must be bf16.")
+        w13, w2, b13, b2 = params
+        operand = self._operand(rows, offs)
+        act, pre = gate_up(
+            operand,
+            self._weight(w13, "fprop", "w13"),
+            offs,
+            row_weights=row_weights,
+            activation=settings.activation,
+            bias=b13,
+            keep_pre=keep,
+            act="bf16" if settings.precision is None else "mx" if settings.fp8 else "mx_bf16",
+            fast=settings.fast,
+            tiles=tiles,
+        )
+        y = rows_product(
+            act,
+            self._weight(w2, "fprop", "w2"),
+            offs,
+            bias=b2,
+            row_weights=row_weights,
+            fast=settings.fast,
+            aligned=settings.aligned,
+            tiles=tiles,
+        )
+        if not keep:
+            return y, {}
+        kept = None
+        if w13 is not None and w13.requires_grad:
+            kept = operand if settings.fp8 else rows
+        return y, {"rows": kept, "pre": pre, "row_weights": row_weights}
+
+    @torch.no_grad()
+    def differentiate(
+        self, grad: Rows, saved: Saved, params: Params, offs: torch.Tensor, tiles: torch.Tensor, needs: Needs
+    ) -> ExpertGradients:
+        """Gradients from that of the result [R, H], bf16, MXTensor or RowScaled; each only where it is needed.
+
+        Those of the parameters are left to a call, because other ranks wait for that of the rows.
+        """
+        w13, w2, b13, b2 = params
+        row_weights, aligned = saved["row_weights"], self.settings.aligned
+        want_w13, want_w2, want_b13, want_b2 = needs.params
+        dx = dweights = dpre = act = None
+        operand = self._operand(grad, offs)
+        if needs.rows or needs.row_weights or want_w13 or want_w2 or want_b13:
+            dpre, act, dweights = down_dgrad(
+                operand,
+                self._weight(w2, "dgrad", "w2"),
+                saved["pre"],
+                offs,
+                row_weights=row_weights,
+                activation=self.settings.activation,
+                bias=b2 if needs.row_weights else None,
+                fast=self.settings.fast,
+                tiles=tiles,
+            )
+            if needs.rows:
+                dx = self._rows_gradient(dpre, w13, offs, tiles)
+
+        @torch.no_grad()
+        def of_params() -> Params:
+            dw13 = dw2 = db13 = db2 = None
+            values = _values(operand if isinstance(grad, MXTensor) else grad, offs) if want_w2 or want_b2 else None
+            if values is not None and b2 is not None and want_b2:
+                db2 = bias_gradient(values, offs, row_weights).to(b2.dtype)
+            if values is not None and act is not None and want_w2:
+                dw2 = _weight_gradient(w2, values, act, offs, aligned)
+            if dpre is not None and b13 is not None and want_b13:
+                db13 = bias_gradient(dpre, offs).to(b13.dtype)
+            if dpre is not None and want_w13:
+                dw13 = _weight_gradient(w13, dpre, _values(saved["rows"], offs), offs, aligned)
+            return dw13, dw2, db13, db2
+
+        return ExpertGradients(dx, dweights if needs.row_weights else None, of_params)
+
+    def _operand(self, x: Rows, offs: torch.Tensor) -> Rows:
+        """Rows as the products of this precision take them."""
+        if not self.settings.fp8:
+            return _values(x, offs)
+        if isinstance(x, MXTensor):
+            return rebase_rows(x.qdata, x.scale, offs)
+        return x if isinstance(x, RowScaled) else quantize_to_rows(x.contiguous(), offs)
+
+    def _weight(self, weight: torch.Tensor | None, use: str, name: str) -> Any:
+        """For x w^T [E, N, K]; for dy w RowScaled [E, K, N], or bf16 [E, N, K] as it is."""
+        assert weight is not None, "only biases may be left out"
+        return weight if self.prepared is None else self.prepared.get(weight, use, name=name)
+
+    def _rows_gradient(
+        self, dpre: torch.Tensor, w13: torch.Tensor | None, offs: torch.Tensor, tiles: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, H] bf16: dpre w13."""
+        settings, weight = self.settings, self._weight(w13, "dgrad", "w13")
+        if settings.precision == "exact":
+            dpre = dequantize_rows(*quantize_rows(dpre))
+        rows: Rows = quantize_to_rows(dpre, offs) if settings.fp8 else dpre
+        transposed = weight if isinstance(weight, RowScaled) else weight.transpose(1, 2)
+        return rows_product(rows, transposed, offs, fast=settings.fast, aligned=settings.aligned, tiles=tiles)
+
+
+def _tiles(desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+    return tile_table(desc.expert_offsets, desc.num_recv_rows) if desc.tiles is None else desc.tiles
+
+
+def _values(x: Rows, offs: torch.Tensor) -> torch.Tensor:
+    """Rows in bf16."""
+    if isinstance(x, MXTensor):
+        return x.dequantize(torch.bfloat16)
+    return dequantize_rows_in_use(x, offs) if isinstance(x, RowScaled) else x.contiguous()
+
+
+def _weight_gradient(
+    weight: Any, x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, aligned: bool
+) -> torch.Tensor | None:
+    """x_e^T y_e as the gradient of a weight; or added to its `main_grad`."""
+    main: torch.Tensor | None = getattr(weight, "main_grad", None)
+    if main is None:
+        return weight_gradient(x, y, offs, aligned=aligned).to(weight.dtype)
+    if main.dtype == torch.float32 and main.is_contiguous():
+        weight_gradient(x, y, offs, out=main.view(weight.shape), accumulate=True, aligned=aligned)
+    else:
+        main.view(weight.shape).add_(weight_gradient(x, y, offs, aligned=aligned))
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return make(weight, requires_grad=False)
+
+
+class _Function(torch.autograd.Function):
+    """`expert_block` where a gradient may be asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        block: ExpertBlock,
+        offs: torch.Tensor,
+        tiles: torch.Tensor,
+        x_rows: Rows,
+        row_weights: torch.Tensor | None,
+        *params: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The result."""
+        y, saved = block.run(x_rows, row_weights, params, offs, tiles, keep=True)
+        rows = saved.pop("rows")
+        ctx.block, ctx.scaled = block, isinstance(rows, RowScaled)
+        parts = (rows.qdata, rows.scale) if isinstance(rows, RowScaled) else (rows, None)
+        ctx.save_for_backward(*parts, saved["pre"], row_weights, offs, tiles, *params)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of the rows, their weights and the parameters."""
+        rows, scale, pre, row_weights, offs, tiles, *params = ctx.saved_tensors
+        saved = {"rows": RowScaled(rows, scale) if ctx.scaled else rows, "pre": pre, "row_weights": row_weights}
+        _, _, _, want_rows, want_weights, *of_params = ctx.needs_input_grad
+        found = ctx.block.differentiate(
+            grad, saved, params, offs, tiles, Needs(want_rows, want_weights, tuple(of_params))
+        )
+        return None, None, None, found.rows, found.row_weights, *found.params()

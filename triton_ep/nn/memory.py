@@ -1,0 +1,113 @@
+"""What MoE layers take of a GPU besides their parameters: computed, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triton_ep.config import EPConfig
+from triton_ep.layout import Sizes, entry_fields, estimate_bytes, initial_sizes
+from triton_ep.nn.exchanges import ALIGNMENT, capacity_rows
+from triton_ep.nn.swiglu_experts import check_precision
+
+_SCALE_BYTES = 4
+_TABLE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one GPU.
+
+    Attributes:
+        rows: received rows, padding included, that the rest is computed for.
+        exchange: symmetric memory of one exchange, which all layers of these sizes share.
+        prepared: quantised copies of the weights of one layer.
+        saved: what one layer keeps from its forward to its backward pass.
+    """
+
+    rows: int
+    exchange: int
+    prepared: int
+    saved: int
+
+    def total(self, layers: int, in_flight: int = 1) -> int:
+        """Of so many layers over one exchange; in_flight: micro-batches that wait for their backward pass."""
+        return self.exchange + layers * (self.prepared + in_flight * self.saved)
+
+
+def estimate_memory(
+    hidden: int,
+    ffn: int,
+    *,
+    num_experts: int,
+    topk: int,
+    max_tokens: int,
+    world_size: int,
+    local_world_size: int | None = None,
+    payload: str | None = None,
+    precision: str = "default",
+    prepared: str = "both",
+    gated: bool = True,
+    capacity: int | float | None = None,
+    num_sm: int = 24,
+) -> MemoryEstimate:
+    """Memory of `MoE` layers of these sizes, which are those of its constructor, on `world_size` GPUs.
+
+    local_world_size: GPUs per node; None: all are in one. Without a capacity rows and exchange are those of an even
+    routing: the exchange grows when more rows arrive.
+
+    Raises:
+        ConfigError: sizes that cannot work.
+    """
+    check_precision(payload, precision)
+    rows = capacity_rows(capacity, False, num_experts, topk, max_tokens, world_size)
+    config = EPConfig(
+        max_tokens=max_tokens,
+        hidden=hidden,
+        topk=topk,
+        num_experts=num_experts,
+        rank=0,
+        world_size=world_size,
+        local_world_size=local_world_size or world_size,
+        alignment=ALIGNMENT,
+        recv_capacity=rows,
+        num_sm=num_sm,
+        enable_local_combine=True,
+        payload=payload,
+    )
+    sizes = initial_sizes(config)
+    experts = config.num_experts_per_rank
+    if rows is None:
+        rows = max_tokens * topk + experts * ALIGNMENT // 2
+    return MemoryEstimate(
+        rows=rows,
+        exchange=estimate_bytes(sizes),
+        prepared=_prepared_bytes(experts, hidden, ffn, payload, precision, prepared, gated),
+        saved=_saved_bytes(rows, sizes, ffn, payload, precision, gated),
+    )
+
+
+def _prepared_bytes(
+    experts: int, hidden: int, ffn: int, payload: str | None, precision: str, prepared: str, gated: bool
+) -> int:
+    """A byte per value and a scale per row of what is multiplied (exact: two bytes per value), for each use."""
+    if payload is None:
+        return 0
+    width = (2 if gated else 1) * ffn
+    values = experts * hidden * (width + ffn)
+    uses = {"both": 2, "fprop": 1, "none": 0}[prepared]
+    if precision == "exact":
+        return 2 * values * uses
+    scales = experts * (width + hidden), experts * (hidden + ffn)  # rows of w13 and w2, of their transposes
+    return values * uses + _SCALE_BYTES * sum(scales[:uses])
+
+
+def _saved_bytes(rows: int, sizes: Sizes, ffn: int, payload: str | None, precision: str, gated: bool) -> int:
+    """Rows as they were multiplied, the first product in bf16, the rows' weights, and the tables of the exchange."""
+    config = sizes.config
+    row = 2 * config.hidden if payload is None or precision == "exact" else config.hidden + _SCALE_BYTES
+    pre = 2 * (2 if gated else 1) * ffn
+    tables = entry_fields(config) * config.max_tokens * config.topk  # of every (token, k)
+    tables += sizes.arrival_rows * config.topk + sizes.placement_length
+    if not config.is_intra_node:
+        tables += 2 * config.num_nodes * config.max_tokens * config.topk
+    return rows * (row + pre + 4) + _TABLE_BYTES * tables

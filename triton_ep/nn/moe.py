@@ -1,0 +1,272 @@
+"""MoE: a mixture-of-experts layer as a torch module, over an exchange that all layers of a model share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from triton_ep.checks import check_dispatch
+from triton_ep.distributed import check_group
+from triton_ep.errors import ConfigError, EPError, InputError
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.nn.exchanges import TIMEOUT_S, Connection, Exchange, Sizes, capacity_rows
+from triton_ep.nn.router import TopKRouter
+from triton_ep.nn.swiglu_experts import SwiGLUExperts, check_precision
+
+
+class MoE(nn.Module):
+    """Router, dispatch, experts, combine: [..., H] to [..., H]. All ranks of the group make it and call it alike.
+
+        moe = MoE(7168, 2048, num_experts=256, topk=8, max_tokens=4096, payload="mxfp8")
+        y = moe(x)                                              or, with a routing of your own,
+        y = moe(x, topk_idx=ids, topk_weights=weights)
+
+    Every rank has E / W of the experts. Calls are collective, and so are backward passes: all ranks make the same ones
+    in the same order; ranks may have different numbers of tokens, none too. Gradients of the experts are sums over the
+    tokens of all ranks, those of everything else over this rank's (docs/how-to/train-a-moe-layer.md).
+
+    Letters: T tokens of this rank, K top-k, H hidden, F ffn, E experts over all ranks, W ranks, e = E / W.
+
+    Arguments:
+        hidden, ffn: H, F.
+        num_experts, topk: E, K.
+        max_tokens: most tokens of a rank and call, the same on all ranks.
+        payload: how rows travel and are multiplied: None = bf16, "mxfp8" = quantised before they leave.
+        precision: of products of MXFP8 rows. "default": in FP8, summed in float32, as exact as MXFP8 is; "fast": in FP8
+            with the tensor core's own sums, which lose up to a tenth where all values have one sign; "exact": in bf16
+            of the MXFP8 values.
+        capacity: None: the host waits for the number of rows that arrive. n, or a float as a multiple of the mean load
+            max_tokens * K: so many rows are there, rounded up to 128, and nothing waits; those that do not fit are left
+            out, counted (`overflow_total`) and warned of. CUDA graphs need one.
+        low_latency: for decoding, at most 512 tokens: two launches per exchange, no gradient; static.
+        router: None: a `TopKRouter` with softmax scores. A callable: router(x) gives topk_idx [..., K], topk_weights
+            [..., K] and, if it likes, a loss, kept as `last_aux`. False: none, the routing is always given.
+        exchange: an exchange of its own (`new_exchange`); None: the shared one of these sizes.
+        dtype: of rows: bfloat16, which is what products of the experts give.
+        params_dtype: of the experts' parameters; None: as rows. With payload=None float32 ones are cast in every pass.
+        group: expert-parallel group; None = the world.
+        num_sm, timeout_s, local_world_size: of the exchange, as for `EPAll2AllLayer`; None: as tuned, and as many ranks
+            per node as the job has.
+        prepared, activation, gated, limit, alpha, up_offset, bias, separate: of `SwiGLUExperts`.
+        device: of the parameters; None: that of the rank, or torch's default device if that is "meta".
+
+    Attributes:
+        router, experts: modules.
+        last_aux: the loss that the router returned in the latest call, [], differentiable; else None.
+
+    Raises:
+        ConfigError: sizes or options that cannot work, or that differ between ranks.
+        HeapError: not enough symmetric memory for the exchange.
+    """
+
+    last_aux: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        *,
+        num_experts: int,
+        topk: int,
+        max_tokens: int,
+        payload: str | None = None,
+        precision: str = "default",
+        capacity: int | float | None = None,
+        low_latency: bool = False,
+        router: Callable[..., Any] | bool | None = None,
+        exchange: EPAll2AllLayer | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        params_dtype: torch.dtype | None = None,
+        group: Any = None,
+        num_sm: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+        local_world_size: int | None = None,
+        prepared: str = "both",
+        activation: str = "silu",
+        gated: bool = True,
+        limit: float | None = None,
+        alpha: float = 1.0,
+        up_offset: float = 0.0,
+        bias: bool = False,
+        separate: bool = False,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        check_precision(payload, precision)
+        if dtype is not torch.bfloat16:
+            raise ConfigError(
+                f"dtype is {dtype}, but experts multiply bfloat16 rows. For parameters pass params_dtype."
+            )
+        group = dist.group.WORLD if group is None else group
+        world_size, rank = check_group(group), dist.get_rank(group)
+        if num_experts % world_size:
+            raise ConfigError(
+                f"{num_experts} experts cannot be shared evenly by the {world_size} ranks of the group. Pad them to "
+                f"{-(-num_experts // world_size) * world_size}, or choose another group."
+            )
+        rows = capacity_rows(capacity, low_latency, num_experts, topk, max_tokens, world_size)
+        if exchange is not None and capacity is None:
+            rows = None  # the exchange decides
+        options = (payload, rows, low_latency, dtype, num_sm, timeout_s, local_world_size)
+        sizes = Sizes(hidden, num_experts, topk, max_tokens, *options)
+        self._connection = Connection(group, sizes, exchange)
+        device = self._default_device() if device is None else device
+        if router is None:
+            router = TopKRouter(hidden, num_experts, topk, device=device)
+        elif router is not False and not callable(router):
+            raise ConfigError(f"router must be callable, None or False, got {router!r}.")
+        self.router = None if router is False else router
+        e = num_experts // world_size
+        self.experts = SwiGLUExperts(
+            hidden,
+            ffn,
+            e,
+            first_expert=rank * e,
+            num_experts=num_experts,
+            payload=payload,
+            precision=precision,
+            prepared=prepared,
+            activation=activation,
+            gated=gated,
+            limit=limit,
+            alpha=alpha,
+            up_offset=up_offset,
+            bias=bias,
+            separate=separate,
+            dtype=dtype if params_dtype is None else params_dtype,
+            device=device,
+        )
+        self.hidden, self.topk = hidden, topk
+        self.last_aux = None
+
+    def forward(
+        self, x: torch.Tensor, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What the experts of every token of x make of it, weighted and summed. Collective.
+
+        Arguments:
+            x: [..., H] of the module's dtype, on its device.
+            topk_idx: [..., K] int32 or int64, -1 = dropped; None: the router decides.
+            topk_weights: [..., K] floating-point, with topk_idx; used as float32.
+
+        Returns:
+            [..., H]; a token whose copies were all dropped gets zeros.
+
+        Raises:
+            InputError: an argument does not fit, or the router's result, on the rank that has it; another pass is open
+                on the exchange; an id out of range, on every rank.
+            PeerFailed: another rank refused its arguments. In static mode `check` says so.
+            FinalizedError: the exchange was finalized: call `connect`.
+            WaitTimeout, CallMismatch: as `EPAll2AllLayer.dispatch` and `combine`.
+        """
+        exchange = self._connection.exchange
+        self.last_aux = None  # it may hold the graph of the step before
+        try:
+            ids, weights = self._route(x, topk_idx, topk_weights)
+            tokens = x.reshape(-1, self.hidden).contiguous()
+            check_dispatch(exchange.layer.config, exchange.layer.context.device, tokens, ids, weights, None)
+            if exchange.layer.config.low_latency and torch.is_grad_enabled():
+                raise InputError("a MoE module with low_latency=True has no gradient. Call it under torch.no_grad().")
+        except Exception:
+            with contextlib.suppress(EPError):
+                exchange.layer.refuse()
+            raise
+        y = self._exchanged(exchange, tokens, ids, weights)
+        exchange.watch_overflow()
+        return y.view(x.shape)
+
+    def _route(self, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts and weights [T, K], given or of the router; sets `last_aux`."""
+        if not isinstance(x, torch.Tensor) or x.shape[-1:] != (self.hidden,):
+            raise InputError(f"x must be a tensor [..., {self.hidden}], got {_shown(x)}.")
+        if (topk_idx is None) != (topk_weights is None):
+            raise InputError("topk_idx and topk_weights go together: pass both, or none and let the router decide.")
+        source = "the call"
+        if topk_idx is None:
+            if self.router is None:
+                raise InputError("this module was made with router=False: pass topk_idx and topk_weights.")
+            source = "the router"
+            found = self.router(x)
+            if not isinstance(found, tuple | list) or len(found) not in (2, 3):
+                raise InputError(f"the router must return (topk_idx, topk_weights[, aux]), got {_shown(found)}.")
+            topk_idx, topk_weights, self.last_aux = (*found, None)[:3]
+        wanted = (*x.shape[:-1], self.topk)
+        for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            if not isinstance(value, torch.Tensor) or value.shape != wanted:
+                raise InputError(f"{name} of {source} must be a tensor {list(wanted)}, got {_shown(value)}.")
+        if not topk_weights.is_floating_point():
+            raise InputError(f"topk_weights of {source} must be floating-point, got {topk_weights.dtype}.")
+        ids = topk_idx.reshape(-1, self.topk).contiguous()
+        return ids, topk_weights.reshape(-1, self.topk).float().contiguous()
+
+    @torch.compiler.disable
+    def _exchanged(
+        self, exchange: Exchange, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H] of tokens [T, H]. A call of the module, so that FSDP gathers its parameters where it shards them."""
+        y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
+        return y
+
+    def invalidate(self) -> None:
+        """The weights have changed, and torch's version counters do not show it: make what is kept of them anew."""
+        self.experts.invalidate()
+
+    def refresh(self) -> None:
+        """Bring up to date what a captured CUDA graph reads of weights that have changed: before its next replay."""
+        self.experts.refresh()
+
+    # --- the exchange ---------------------------------------------------------------------------------------
+
+    @property
+    def exchange(self) -> EPAll2AllLayer:
+        """The exchange; shared with all modules of the same group and sizes unless one was given.
+
+        Raises:
+            FinalizedError, WaitTimeout: it was finalized, or has failed.
+        """
+        return self._connection.exchange.layer
+
+    @property
+    def overflow_total(self) -> int:
+        """Rows that did not fit the capacity on this rank, in all passes of all modules that share the exchange, and in
+        all replays of CUDA graphs; 0 without a capacity. Waits for the current stream."""
+        return self.exchange.overflow_total
+
+    def check(self) -> None:
+        """Wait for the current stream, raise what the exchange's kernels reported, and warn if rows did not fit."""
+        self.exchange.check()
+
+    def forget_captures(self) -> None:
+        """No CUDA graph that was captured with this exchange will be replayed: others may be captured on any stream."""
+        self._connection.exchange.forget_captures()
+
+    def connect(self, exchange: EPAll2AllLayer | None = None) -> None:
+        """Take a shared exchange after `finalize` or `finalize_exchanges`, or another one at any time. Collective."""
+        self._connection.connect(exchange)
+
+    def finalize(self) -> None:
+        """Give up the exchange; the last module that holds a shared one frees its memory. Collective, idempotent."""
+        self._connection.release()
+
+    def _default_device(self) -> torch.device:
+        default = torch.get_default_device()
+        return default if default.type == "meta" else self.exchange.context.device
+
+    def extra_repr(self) -> str:
+        """Sizes of the exchange."""
+        sizes = self._connection.sizes
+        rows = "exact" if sizes.capacity is None else f"capacity={sizes.capacity}"
+        return f"top-{sizes.topk} of {sizes.num_experts}, max_tokens={sizes.max_tokens}, {rows}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {value.dtype}"
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__

@@ -1,0 +1,284 @@
+"""SwiGLUExperts: the experts of one rank, two grouped products with the activation between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from triton_ep.errors import ConfigError, InputError
+from triton_ep.nn._moe_block import MoEBlock
+from triton_ep.nn.exchanges import Exchange
+from triton_ep.nn.expert_block import ExpertBlock, ExpertSettings, expert_block
+from triton_ep.nn.joined import Joined
+from triton_ep.nn.prepared import PRECISIONS, PreparedWeights
+from triton_ep.ops.activation import Activation, check_activation
+from triton_ep.ops.row_scales import RowScaled
+
+Parameters = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+class SwiGLUExperts(nn.Module):
+    """Experts of this rank: act(x w1^T) * (x w3^T), times w2^T, for rows in segments, one segment per expert.
+
+    Letters: e experts of this rank, H hidden, F ffn, R rows.
+
+    Arguments:
+        hidden, ffn: H, F.
+        num_local_experts: e.
+        first_expert, num_experts: number of the first of them, and how many there are over all ranks: checkpoints may
+            hold all experts, and initial values do not depend on how many ranks there are. None: e.
+        payload, precision: as of `MoE`.
+        prepared: which quantised copies of the weights are kept, with payload="mxfp8": "both" (2 bytes per weight), for
+            the forward pass only ("fprop", 1 byte; those for the backward pass are made each time), or "none".
+        activation: "silu", "gelu" (by the error function), "relu" or "relu2" (its square).
+        gated: False: act(x w1^T) alone; w13 is then [e, F, H].
+        limit: x w1^T is clamped from above, x w3^T from both sides; None: neither.
+        alpha: of silu: g * sigmoid(alpha * g). up_offset: added to x w3^T. (gpt-oss: limit=7, alpha=1.702, up_offset=1)
+        bias: there are biases, b13 [e, 2F] and b2 [e, H].
+        separate: w1 and w3 [e, F, H] are parameters of their own (b1, b3 too) in place of w13, as existing checkpoints
+            and optimizers have them. Both products of a row are one, so a copy as w13 is kept beside them.
+        dtype, device: of the parameters.
+
+    State dicts may have w13, or w1 and w3, and all experts in place of this rank's: what fits is made of them.
+
+    Raises:
+        ConfigError: options that do not go together.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        num_local_experts: int,
+        *,
+        first_expert: int = 0,
+        num_experts: int | None = None,
+        payload: str | None = None,
+        precision: str = "default",
+        prepared: str = "both",
+        activation: str = "silu",
+        gated: bool = True,
+        limit: float | None = None,
+        alpha: float = 1.0,
+        up_offset: float = 0.0,
+        bias: bool = False,
+        separate: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        check_precision(payload, precision)
+        if prepared != "both" and payload is None:
+            raise ConfigError(
+                f'prepared={prepared!r} is for payload="mxfp8"; bf16 products read the weights themselves.'
+            )
+        if separate and not gated:
+            raise ConfigError("separate=True parts w13 of gated experts; with gated=False there is no w3.")
+        self.hidden, self.ffn, self.num_local_experts = hidden, ffn, num_local_experts
+        self.first_expert = first_expert
+        self.num_experts = num_local_experts if num_experts is None else num_experts
+        self.payload, self.precision, self.separate = payload, precision, separate
+        self.activation = Activation(activation, gated, limit, alpha, up_offset)
+        check_activation(self.activation)
+        _check_sizes(hidden, ffn, payload)
+        self.prepared = None if payload is None else PreparedWeights(prepared, precision)
+        e = num_local_experts
+        halves = {"1": ffn, "3": ffn} if separate else {"13": 2 * ffn if gated else ffn}
+        for name, rows in halves.items():
+            self.register_parameter(f"w{name}", nn.Parameter(torch.empty(e, rows, hidden, dtype=dtype, device=device)))
+            b = nn.Parameter(torch.empty(e, rows, dtype=dtype, device=device)) if bias else None
+            self.register_parameter(f"b{name}", b)
+        self._joined_weight, self._joined_bias = Joined(), Joined()
+        self.w2 = nn.Parameter(torch.empty(e, hidden, ffn, dtype=dtype, device=device))
+        b2 = nn.Parameter(torch.empty(e, hidden, dtype=dtype, device=device)) if bias else None
+        self.register_parameter("b2", b2)
+        self.register_load_state_dict_pre_hook(_fit_state_dict)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normally distributed weights with a variance of 1 / columns, zero biases.
+
+        One number comes from torch's generator, and what every expert gets follows from that and the expert's number:
+        ranks that were seeded alike begin with other experts, and together with the same, however many they are.
+        """
+        if self.w2.device.type == "meta":
+            return
+        seed = int(torch.randint(1 << 48, (), device="cpu"))
+        generator = torch.Generator(self.w2.device)
+        for local in range(self.num_local_experts):
+            generator.manual_seed(seed + self.first_expert + local)
+            for name, weight in self.named_parameters(recurse=False):
+                if name.startswith("b"):
+                    weight[local].zero_()
+                else:
+                    weight[local].normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+
+    def gate_up_weight(self) -> torch.Tensor:
+        """[e, 2F, H], gate rows first (not gated: [e, F, H]); differentiable."""
+        if not self.separate:
+            return _local(self.w13)
+        return self._joined_weight(_local(self.w1), _local(self.w3))
+
+    def gate_up_bias(self) -> torch.Tensor | None:
+        """[e, 2F], or None."""
+        if self.b2 is None:
+            return None
+        if not self.separate:
+            return _local(self.b13)
+        return self._joined_bias(_local(self.b1), _local(self.b3))
+
+    def invalidate(self) -> None:
+        """The weights have changed, and torch's version counters do not show it: make what is kept of them anew."""
+        self._joined_weight.invalidate()
+        self._joined_bias.invalidate()
+        if self.prepared is not None:
+            self.prepared.invalidate()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make now what is kept of the weights and no longer of their present values, where a captured CUDA graph reads
+        it: before a replay, after the weights have changed."""
+        w13, w2, *_ = self.parameters_now()
+        if self.prepared is not None:
+            self.prepared.refresh(w13, name="w13")
+            self.prepared.refresh(w2, name="w2")
+
+    def parameters_now(self) -> Parameters:
+        """w13, w2, b13, b2 as the products take them; differentiable. For bf16 rows, other weights are cast."""
+        w13, w2 = self.gate_up_weight(), _local(self.w2)
+        if self.payload is None and w2.dtype != torch.bfloat16:
+            w13, w2 = w13.to(torch.bfloat16), w2.to(torch.bfloat16)
+        return w13, w2, self.gate_up_bias(), None if self.b2 is None else _local(self.b2)
+
+    def forward(
+        self,
+        x: torch.Tensor | RowScaled,
+        routing: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        *,
+        over: Exchange | None = None,
+    ) -> torch.Tensor:
+        """What the experts make of rows that are here; or, over an exchange, of tokens, which it brings here and back.
+
+        Arguments:
+            x: [R, H] bf16 rows, with payload="mxfp8" an MXTensor or RowScaled as well. Over an exchange: [T, H] bf16.
+            routing: [e + 1] int32, first row of each expert's segment, then the end of the last. Over an exchange:
+                experts of the tokens, [T, K] int32 or int64, -1 = dropped.
+            weights: [R] float32, which multiply each row's result; None: ones. Over an exchange: [T, K] float32.
+
+        Returns:
+            [R, H] bf16; rows behind the last segment mean nothing. Over an exchange: [T, H], sums over k; collective,
+            and so is the backward pass. Differentiable in x, weights and the parameters.
+
+        Raises:
+            InputError: shapes or dtypes that do not fit; weights that changed since the copies were made of them that
+                a CUDA graph, which is being captured, would read.
+            What `EPAll2AllLayer.dispatch` and `combine` raise.
+        """
+        if over is None:
+            parameters = self.parameters_now()
+            return expert_block(x, weights, *parameters, self.prepared, routing, None, self._settings(aligned=False))
+        try:
+            parameters = self.parameters_now()
+            self._check(parameters, x.device)
+        except Exception:
+            over.layer.refuse()
+            raise
+        layer, block = over.layer, ExpertBlock(self.prepared, self._settings(aligned=True))
+        assert weights is not None, "the caller's"
+        if layer.config.low_latency:
+            with over.use("a pass of a MoE module"):
+                rows, row_weights, desc = layer.dispatch(x, routing, weights)
+                return layer.combine(block.forward(rows, row_weights, parameters, desc, keep=False)[0], desc)
+        landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
+        return MoEBlock(layer, block, landing, landing, over.use)(x, routing, weights, parameters)
+
+    def _check(self, parameters: Parameters, device: torch.device) -> None:
+        """Raise InputError unless nobody has put something else in the parameters' place."""
+        width = (2 if self.activation.gated else 1) * self.ffn
+        shapes = ((width, self.hidden), (self.hidden, self.ffn), (width,), (self.hidden,))
+        for name, value, shape in zip(("w13", "w2", "b13", "b2"), parameters, shapes, strict=True):
+            wanted = (self.num_local_experts, *shape)
+            if value is not None and (value.shape != wanted or value.device != device):
+                raise InputError(
+                    f"{name} of the experts must be {list(wanted)} on {device}, got {list(value.shape)} on "
+                    f"{value.device}."
+                )
+
+    def _settings(self, aligned: bool) -> ExpertSettings:
+        precision = None if self.payload is None else self.precision
+        return ExpertSettings(self.activation, precision, aligned)
+
+    def extra_repr(self) -> str:
+        """Sizes, and what is not the default."""
+        last = self.first_expert + self.num_local_experts - 1
+        text = f"{self.hidden}, {self.ffn}, experts {self.first_expert} to {last} of {self.num_experts}"
+        kind = self.activation.kind + "" if self.activation.gated else self.activation.kind + ", not gated"
+        how = "bf16" if self.payload is None else f"{self.payload}, {self.precision}"
+        return f"{text}, {kind}, {how}"
+
+
+def check_precision(payload: Any, precision: Any) -> None:
+    """Raise ConfigError unless rows that travel like this can be multiplied like that."""
+    if payload not in (None, "mxfp8"):
+        raise ConfigError(f'payload is {payload!r}; rows travel as they are (None) or as "mxfp8".')
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision is {precision!r}; there are {', '.join(map(repr, PRECISIONS))}.")
+    if payload is None and precision != "default":
+        raise ConfigError(
+            f"precision={precision!r} says how MXFP8 rows are multiplied, but payload=None sends bf16 ones. Pass "
+            'payload="mxfp8", or leave precision out.'
+        )
+
+
+def _check_sizes(hidden: int, ffn: int, payload: str | None) -> None:
+    """Raise ConfigError for sizes that no product takes, with the nearest that one does."""
+    step = 1 if payload is None else 32
+    for name, size in (("hidden", hidden), ("ffn", ffn)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}.")
+        if size % step:
+            above = -(-size // step) * step
+            nearest = f"{above - step} or {above}" if above > step else f"{above}"
+            raise ConfigError(
+                f'{name} is {size}, but payload="mxfp8" quantises whole blocks of 32: the nearest is {nearest}. Pad '
+                "it, or pass payload=None."
+            )
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _fit_state_dict(
+    module: SwiGLUExperts, state: dict[str, Any], prefix: str, _: Any, strict: bool, *rest: list[str]
+) -> None:
+    """Make the module's parameters of what a state dict has: w13 of w1 and w3, or the other way; its experts of all.
+
+    Raises:
+        InputError: another number of experts.
+    """
+    for letter in "wb":
+        names = [f"{prefix}{letter}{end}" for end in ("13", "1", "3")]
+        both, first, second = names
+        if not module.separate and first in state and both not in state:
+            parts = [state.pop(first), *([state.pop(second)] if second in state else [])]
+            state[both] = torch.cat(parts, 1)
+        elif module.separate and both in state:
+            state[first], state[second] = state.pop(both).chunk(2, 1)
+    for name, own in module.named_parameters(recurse=False):
+        given = state.get(prefix + name)
+        if not isinstance(given, torch.Tensor) or isinstance(given, DTensor) or isinstance(own, DTensor):
+            continue
+        experts = given.shape[0] if given.dim() else 0
+        if experts not in (module.num_local_experts, module.num_experts):
+            raise InputError(
+                f"{prefix}{name} of the state dict has {experts} experts; this rank has {module.num_local_experts} of "
+                f"{module.num_experts}. Pass those of this rank, or all."
+            )
+        if experts != module.num_local_experts:
+            state[prefix + name] = given[module.first_expert :][: module.num_local_experts]

@@ -1,0 +1,321 @@
+"""Launchers of the backward pass of experts (kernels/experts).
+
+Rows stand in segments, one per expert: `offs` [E + 1] int32 on the device, first row of each, then the end of the last.
+What stands behind it is neither read nor written. R rows, E experts, H hidden, F ffn.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from triton_ep import runtime
+from triton_ep._strides import dense
+from triton_ep.errors import InputError
+from triton_ep.kernels.device.codes import TILE_WORDS
+from triton_ep.ops import library
+from triton_ep.ops.activation import Activation, activation_constexprs, check_activation
+from triton_ep.ops.grouped_bf16 import bf16_wgrad, fits_tma, programs
+from triton_ep.ops.row_scales import RowScaled
+from triton_ep.ops.tiles import check_offsets, tile_table
+from triton_ep.ops.weighted_rows import weighted_rows_backward
+from triton_ep.plans import experts_backward as plans
+from triton_ep.plans.experts import most_programs
+from triton_ep.runtime import INTERPRETING, Boxes
+
+__all__ = ["bias_gradient", "down_dgrad", "weight_gradient", "weighted_rows_backward"]
+
+_BOX_BYTES = 16
+"""What the rows of a matrix that is read in boxes are multiples of."""
+
+
+# --- rows of the second product ---------------------------------------------------------------------------
+
+
+def _down_like(
+    pre: torch.Tensor, weights: torch.Tensor | None, gated: bool, fp8: bool, fast: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (rows, width), ffn = pre.shape, pre.shape[1] // (2 if gated else 1)
+    tile = plans.down_tile(fp8, fast, INTERPRETING)
+    shares = 0 if weights is None else -(-ffn // tile.n)
+    return pre.new_empty(rows, width), pre.new_empty(rows, ffn), pre.new_empty(shares, rows, dtype=torch.float32)
+
+
+@library.op(
+    "(Tensor dy, Tensor? dy_scale, Tensor w, Tensor? w_scale, bool k_major, Tensor pre, Tensor? weights, "
+    "Tensor tiles, str kind, bool gated, float? limit, float alpha, float up_offset, bool fast) "
+    "-> (Tensor, Tensor, Tensor)",
+    lambda dy, dy_scale, w, w_scale, k_major, pre, weights, tiles, kind, gated, limit, alpha, up_offset, fast: (
+        _down_like(pre, weights, gated, dy_scale is not None, fast)
+    ),
+)
+def _down_dgrad(
+    dy: torch.Tensor,
+    dy_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor | None,
+    k_major: bool,
+    pre: torch.Tensor,
+    weights: torch.Tensor | None,
+    tiles: torch.Tensor,
+    kind: str,
+    gated: bool,
+    limit: float | None,
+    alpha: float,
+    up_offset: float,
+    fast: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dpre, act and the shares of the rows' weights' gradients; w: [E, H, F], with k_major [E, F, H]."""
+    fp8 = dy_scale is not None
+    dpre, act, shares = _down_like(pre, weights, gated, fp8, fast)
+    if not pre.numel():
+        return dpre, act, shares
+    (num_rows, hidden), ffn, experts = dy.shape, act.shape[1], w.shape[0]
+    tile = plans.down_tile(fp8, fast, INTERPRETING)
+    plan = plans.down_dgrad(
+        tile, fp8, k_major, weights is not None, activation_constexprs(Activation(kind, gated, limit, alpha, up_offset))
+    )
+    lines, length = (ffn, hidden) if k_major else (hidden, ffn)
+    box = [1, tile.n, tile.k] if k_major else [1, tile.k, tile.n]
+    operands = (
+        Boxes(dy, [num_rows, hidden], [hidden, 1], [tile.m, tile.k]),
+        Boxes(w, [experts, lines, length], [lines * length, length, 1], box),
+    )
+    # Pointers that are not read are to the tiles.
+    optional = [tiles if each is None else each for each in (dy_scale, w_scale)]
+    rows_weights, out_shares = (tiles, tiles) if weights is None else (weights, shares)
+    arguments = (*operands, *optional, pre, rows_weights, tiles, dpre, act, out_shares, num_rows, hidden, ffn)
+    grid = min(programs(dy.device) * tile.per_sm, most_programs(tile, num_rows, experts, ffn))
+    runtime.launch(plan.kernel, grid, arguments, plan.constexprs, num_warps=plan.num_warps)
+    return dpre, act, shares
+
+
+@library.op(
+    "(Tensor shares, Tensor dy, Tensor? dy_scale, Tensor? bias, Tensor tiles) -> Tensor",
+    lambda shares, *_: shares.new_empty(shares.shape[1]),
+)
+def _row_weight_gradient(
+    shares: torch.Tensor,
+    dy: torch.Tensor,
+    dy_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    tiles: torch.Tensor,
+) -> torch.Tensor:
+    out = shares.new_empty(shares.shape[1])
+    hidden = dy.shape[1]
+    plan = plans.row_weight_gradient(hidden, bias is not None, dy_scale is not None, INTERPRETING)
+    grid = (tiles.shape[0] - 1) * (plans.TILE_ROWS // plan.constexprs["ROWS"])
+    given = (dy, tiles if dy_scale is None else dy_scale, bias) if bias is not None else (tiles, tiles, tiles)
+    sizes = (out.shape[0], shares.shape[0], hidden)
+    runtime.launch(plan.kernel, grid if out.shape[0] else 0, (shares, *given, tiles, out, *sizes), plan.constexprs)
+    return out
+
+
+@torch.no_grad()
+def down_dgrad(
+    dy: torch.Tensor | RowScaled,
+    w2: torch.Tensor | RowScaled,
+    pre: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    row_weights: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    bias: torch.Tensor | None = None,
+    fast: bool = False,
+    tiles: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Backward of `rows_product` of the activation, and of the activation, in one kernel. No gradient.
+
+    Arguments:
+        dy: [R, H] bf16 or RowScaled, the gradient of the second product.
+        w2: bf16 [E, H, F], contiguous, or the transpose of a contiguous [E, F, H]; of RowScaled rows, RowScaled
+            [E, F, H]: the weights quantised along H.
+        pre: [R, 2F] bf16 of `gate_up`, gate columns first; not gated: [R, F].
+        offs: [E + 1] int32, see the module.
+        row_weights: [R] float32, as they were given to `gate_up`.
+        activation: None: SwiGLU.
+        bias: [E, H] float32 or bf16 of the second product, which row weights multiplied, too: its part of their
+            gradient.
+        fast: FP8 tensor cores add up by themselves, on Hopper with about 14 bits: faster, and 12 % off where all
+            terms have one sign.
+        tiles: `tile_table(offs, R)`, where it is there already.
+
+    Returns dpre [R, 2F] bf16; act [R, F] bf16, the activation times the rows' weights once more, of what `pre` has kept
+    of it; and the gradient of the row weights [R] float32, or None without them. The latter is added up in one order.
+
+    Raises:
+        InputError: operands that do not fit each other, or rows that are no multiples of 16 bytes. ConfigError: an
+            activation that there is not.
+    """
+    activation = Activation() if activation is None else activation
+    check_activation(activation)
+    rows, dy_scale = (dy.qdata, dy.scale) if isinstance(dy, RowScaled) else (dy, None)
+    weights, w_scale = (w2.qdata, w2.scale) if isinstance(w2, RowScaled) else (w2, None)
+    _check_down(rows, weights, dy_scale is not None, w_scale is not None, pre, activation.gated)
+    num_rows, hidden = rows.shape
+    experts = weights.shape[0]
+    check_offsets(offs, experts, rows.device)
+    k_major = w_scale is not None or not weights.is_contiguous()
+    if w_scale is None and k_major:
+        weights = weights.transpose(1, 2)
+    rows, pre = dense(rows.contiguous()), pre.contiguous()
+    for name, each in (("dy", rows), ("w2", weights)):
+        if not weights.is_contiguous() or not fits_tma((each, each.shape[-1])):
+            raise InputError(_misfit(name, each))
+    _check_vector("row_weights", row_weights, [num_rows], (torch.float32,), rows)
+    _check_vector("bias", bias, [experts, hidden], (torch.float32, torch.bfloat16), rows)
+    table = tile_table(offs, num_rows) if tiles is None else tiles
+    if table.dtype != torch.int32 or table.shape != (table.shape[0], TILE_WORDS) or not table.is_contiguous():
+        raise InputError(f"tiles must be what tile_table returns; it is {table.dtype} {list(table.shape)}.")
+    row_weights, bias = (None if each is None else each.contiguous() for each in (row_weights, bias))
+    dpre, act, shares = _down_dgrad(
+        rows, dy_scale, weights, w_scale, k_major, pre, row_weights, table, *activation, fast
+    )
+    if row_weights is None:
+        return dpre, act, None
+    return dpre, act, _row_weight_gradient(shares, rows, dy_scale, bias, table)
+
+
+def _check_down(dy: torch.Tensor, w2: torch.Tensor, dy_fp8: bool, w2_fp8: bool, pre: torch.Tensor, gated: bool) -> None:
+    wanted = torch.float8_e4m3fn if dy_fp8 else torch.bfloat16
+    if dy_fp8 != w2_fp8 or dy.dtype != wanted or w2.dtype != wanted or pre.dtype != torch.bfloat16:
+        raise InputError(
+            f"dy is {dy.dtype}, w2 {w2.dtype}, pre {pre.dtype}; dy and w2 must be bfloat16, or both RowScaled, and pre "
+            "bfloat16."
+        )
+    if dy.ndim != 2 or w2.ndim != 3 or pre.ndim != 2:
+        raise InputError(f"dy, w2 and pre must have 2, 3 and 2 dimensions: {dy.ndim}, {w2.ndim} and {pre.ndim}.")
+    num_rows, hidden = dy.shape
+    ffn, of_w2 = (w2.shape[1], w2.shape[2]) if w2_fp8 else (w2.shape[2], w2.shape[1])
+    width = 2 * ffn if gated else ffn
+    if of_w2 != hidden or pre.shape != (num_rows, width):
+        raise InputError(
+            f"dy is {list(dy.shape)}, w2 {list(w2.shape)}, pre {list(pre.shape)}; for H = {hidden} and F = {ffn}, w2 "
+            f"must be {'[E, F, H]' if w2_fp8 else '[E, H, F]'} and pre {[num_rows, width]}."
+        )
+    if not dy.device == w2.device == pre.device:
+        raise InputError(f"dy, w2 and pre are on {dy.device}, {w2.device} and {pre.device}: move them.")
+
+
+def _misfit(name: str, x: torch.Tensor) -> str:
+    unit = _BOX_BYTES // x.element_size()
+    width = x.shape[-1]
+    return (
+        f"{name} {list(x.shape)} with strides {list(x.stride())} fits no box: it must be contiguous, begin at a "
+        f"multiple of {_BOX_BYTES} bytes, and have rows of a multiple of {unit} values; the nearest above {width} is "
+        f"{-(-width // unit) * unit}."
+    )
+
+
+def _check_vector(
+    name: str, x: torch.Tensor | None, shape: list[int], dtypes: tuple[torch.dtype, ...], like: torch.Tensor
+) -> None:
+    if x is not None and (list(x.shape) != shape or x.dtype not in dtypes or x.device != like.device):
+        raise InputError(
+            f"{name} must be {shape} of {', '.join(map(str, dtypes))} on {like.device}; it is {x.dtype} "
+            f"{list(x.shape)} on {x.device}."
+        )
+
+
+# --- biases -----------------------------------------------------------------------------------------------
+
+
+@library.op(
+    "(Tensor x, Tensor offs, Tensor? row_weights) -> Tensor",
+    lambda x, offs, _: x.new_empty((offs.shape[0] - 1, x.shape[1]), dtype=torch.float32),
+)
+def _bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
+    experts, n = offs.shape[0] - 1, x.shape[1]
+    out = x.new_empty((experts, n), dtype=torch.float32)
+    plan = plans.bias_gradient(n, row_weights is not None, INTERPRETING)
+    weights = x if row_weights is None else row_weights.contiguous()
+    grid = experts * -(-n // plan.constexprs["BLOCK_N"])
+    runtime.launch(plan.kernel, grid, (x.contiguous(), offs.contiguous(), weights, out, n), plan.constexprs)
+    return out
+
+
+@torch.no_grad()
+def bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tensor | None = None) -> torch.Tensor:
+    """[E, N] float32: sums of the rows [R, N] bf16 of each segment, each times its weight where there are weights [R].
+
+    Summed in one order. No gradient.
+
+    Raises:
+        InputError: operands that do not fit each other.
+    """
+    if x.ndim != 2 or x.dtype != torch.bfloat16:
+        raise InputError(f"x must be bfloat16 [R, N]; it is {x.dtype} {list(x.shape)}.")
+    check_offsets(offs, device=x.device)
+    _check_vector("row_weights", row_weights, [x.shape[0]], (torch.float32,), x)
+    made: torch.Tensor = _bias_gradient(x, offs, row_weights)
+    return made
+
+
+# --- weights ----------------------------------------------------------------------------------------------
+
+
+@library.op("(Tensor x, Tensor y, Tensor offs, Tensor(a!) out, bool accumulate, bool aligned) -> ()", lambda *_: None)
+def _weight_gradient(
+    x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, out: torch.Tensor, accumulate: bool, aligned: bool
+) -> None:
+    num_experts, num_i, num_j = out.shape
+    num_rows = x.shape[0]
+    fits = all(t.is_contiguous() and fits_tma((t, t.shape[-1])) for t in (x, y, out))
+    if not (aligned and fits and out.numel() and num_rows):
+        bf16_wgrad(x, y, offs, num_experts, out=out, accumulate=accumulate)
+        return
+    plan, tile = plans.weight_gradient(num_experts, accumulate, INTERPRETING)
+    # float32 is stored in twice as many boxes.
+    box = [1, tile.m, tile.n // (4 if accumulate else 2)]
+    operands = (
+        Boxes(x, [num_rows, num_i], [num_i, 1], [tile.k, tile.m]),
+        Boxes(y, [num_rows, num_j], [num_j, 1], [tile.k, tile.n]),
+        Boxes(out, [num_experts, num_i, num_j], [num_i * num_j, num_j, 1], box),
+    )
+    arguments = (*operands, offs.contiguous(), num_rows, num_i, num_j, num_experts)
+    runtime.launch(plan.kernel, programs(x.device), arguments, plan.constexprs, num_warps=plan.num_warps)
+
+
+@torch.no_grad()
+def weight_gradient(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    aligned: bool = False,
+) -> torch.Tensor:
+    """[E, I, J]: x_e^T @ y_e over the rows of each segment; zeros for an empty one. No gradient.
+
+    Arguments:
+        x, y: [R, I] and [R, J] bf16. With x = dY and y = A it is the gradient of W [E, N, K].
+        offs: [E + 1] int32, see the module.
+        out: [E, I, J] contiguous, where the result goes: bf16, or with `accumulate` float32; None: new, bf16.
+        accumulate: add the result to `out`; what belongs to an empty segment is not touched.
+        aligned: every segment holds a multiple of 64 rows: a fifth faster where rows are multiples of 16 bytes. That
+            is a promise: rows of other segments are added where it is broken.
+
+    Raises:
+        InputError: shapes, dtypes or devices that do not fit each other.
+    """
+    if x.ndim != 2 or y.ndim != 2 or x.dtype != torch.bfloat16 or y.dtype != torch.bfloat16:
+        raise InputError(
+            f"x and y must be bfloat16 [R, I] and [R, J]; they are {x.dtype} {list(x.shape)} and {y.dtype} "
+            f"{list(y.shape)}."
+        )
+    if y.shape[0] != x.shape[0] or y.device != x.device:
+        raise InputError(f"x has {x.shape[0]} rows on {x.device}, y {y.shape[0]} on {y.device}.")
+    check_offsets(offs, device=x.device)
+    wanted = torch.float32 if accumulate else torch.bfloat16
+    shape = (offs.shape[0] - 1, x.shape[1], y.shape[1])
+    if accumulate and out is None:
+        raise InputError("accumulate=True adds to a float32 out, which is missing.")
+    if out is None:
+        out = x.new_empty(shape)
+    elif out.shape != shape or out.dtype != wanted or not out.is_contiguous() or out.device != x.device:
+        raise InputError(
+            f"out is {out.dtype} {list(out.shape)} with strides {list(out.stride())} on {out.device}; with accumulate="
+            f"{accumulate} it must be contiguous {wanted} {list(shape)} on {x.device}."
+        )
+    _weight_gradient(x, y, offs, out, accumulate, aligned)
+    return out
