@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.bench.job import Job, Measured, WrongResult, capture
-from triton_ep.bench.moe_providers import GemmOnly, MoeProvider, decibel, dense, make_moe_provider
+from triton_ep.bench.moe_providers import GemmOnly, ModuleMoe, MoeProvider, decibel, dense, make_moe_provider
 from triton_ep.bench.settings import Case
 from triton_ep.bench.timing import Call
 
@@ -68,7 +68,7 @@ class _Run:
         found = [decibel(ys), decibel(dxs) if dxs else None]
         everyone: list[list[float | None]] = [[] for _ in range(self.job.num_ranks)]
         dist.all_gather_object(everyone, found)
-        worst = [min(values) if None not in values else None for values in zip(*everyone, strict=True)]  # type: ignore[type-var]
+        worst = [min(values) if None not in values else None for values in zip(*everyone, strict=True)]
         for name, seen, least in zip(("y", "dx"), worst, _LEAST_DB[self.case.payload], strict=True):
             if seen is not None and not seen >= least:
                 raise WrongResult(
@@ -90,6 +90,8 @@ class _Run:
         per_call, peak = 1, self._peak_bytes(eager, gradient_bytes)
         if job.settings.graph and self.case.provider == "triton_ep":
             per_call = len(job.inputs)
+            if isinstance(provider, ModuleMoe):
+                provider.moe.forget_captures()  # the graph of the op before is gone
             graph = capture(lambda: [call(number) for number in range(per_call)])
             timed = lambda _: graph.replay()  # noqa: E731
         return dataclasses.replace(job.measure(timed, provider.meet, per_call), peak_bytes=peak)

@@ -28,13 +28,15 @@ class MoeProvider(Protocol):
 
     Attributes:
         parameters: w13 [e, 2F, H] and w2 [e, H, F] bf16, which require gradients.
-        other_bytes: memory of the device that torch's allocator does not know of.
         exact: y is that of the dense layer; False: there is no exchange, so nothing to compare with.
     """
 
     parameters: list[torch.Tensor]
-    other_bytes: int
     exact: bool
+
+    @property
+    def other_bytes(self) -> int:
+        """Memory of the device that torch's allocator does not know of."""
 
     def forward(self, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[T, H] bf16 of x [T, H] bf16, idx [T, K] int32 and weights [T, K] float32; differentiable."""
@@ -104,7 +106,7 @@ class ModuleMoe:
 
     @property
     def other_bytes(self) -> int:
-        """Symmetric memory."""
+        """Symmetric memory, which an exact exchange may have grown."""
         return estimate_bytes(self.moe.exchange.context.sizes)
 
     def forward(self, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -133,7 +135,7 @@ def _module(job: Job, case: Case) -> Iterator[ModuleMoe]:
     }  # ranks compile for different times
     num_sm = None if case.num_sm == TUNED else case.num_sm
     with new_exchange(shape.hidden, **sizes, num_sm=num_sm) as layer:
-        options = {"precision": case.precision} if payload else {}
+        options: dict[str, Any] = {"precision": case.precision} if payload else {}
         moe = MoE(shape.hidden, shape.ffn, **sizes, **options, router=False, exchange=layer)
         yield ModuleMoe(moe, job)
         layer.check()

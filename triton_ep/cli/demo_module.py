@@ -41,7 +41,7 @@ def run_module(s: Settings, rank: int, device: torch.device) -> dict[str, dict[s
             module.experts.w13.copy_(moe.up[first : first + count].transpose(1, 2))
             module.experts.w2.copy_(moe.down[first : first + count].transpose(1, 2))
         tokens = x.to(device, copy=True).requires_grad_()
-        y = module(tokens, topk_idx=topk_idx.to(device), topk_weights=weights.to(device))
+        y: torch.Tensor = module(tokens, topk_idx=topk_idx.to(device), topk_weights=weights.to(device))
         y.backward(grad.to(device))
         assert tokens.grad is not None
         seen = dict(zip(MODULE_PARTS, (y.detach(), tokens.grad), strict=True))

@@ -24,6 +24,7 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import slots as slot_ops
 from triton_ep.ops.row_scales import RowScaled
+from triton_ep.overlap import current_stream
 
 Params = Sequence[torch.Tensor | None]
 
@@ -92,7 +93,7 @@ class MoEBlock:
     experts: Experts
     landing: str | None = None
     grad_landing: str | None = None
-    turn: Callable[[str], AbstractContextManager[None]] = nullcontext
+    turn: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def __call__(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params
@@ -149,19 +150,39 @@ class MoEBlock:
         with self.turn("the backward pass of a MoE module"), ctx.backward_pass():
             grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
             found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
-            grad_x = grad_weights = sent = None
+            grad_x = grad_weights = None
+            of_params: Params
             if needs.rows:
                 assert found.rows is not None, "asked for"
-                # On the layer's stream, beside the gradients of the weights, which need nothing from other ranks.
-                grad_x, sent = layer.combine(found.rows, desc, async_finish=True)
-            of_params = self._of_experts(found.params)
-            if sent is not None:
-                sent.current_stream_wait()
+                grad_x, of_params = self._combine_beside(found.rows, desc, found.params)
+            else:
+                of_params = self._of_experts(found.params)
             if needs.row_weights:
                 if slots is None:
                     slots = slot_ops.row_slots(ctx, desc, desc.skipped_token_topk_mapping_indices)
                 grad_weights = slot_ops.to_slots(ctx, found.row_weights, slots, desc)
         return grad_x, grad_weights, of_params
+
+    def _combine_beside(
+        self, rows: torch.Tensor, desc: EPAllToAllLayoutDesc, work: Callable[[], Params]
+    ) -> tuple[torch.Tensor, Params]:
+        """`layer.combine`, and what `work` gives, which needs nothing from other ranks: on a GPU at the same time.
+
+        The combine goes first, on the layer's own stream of high priority, so that its programs find a place.
+        """
+        side = self.layer.comm_stream
+        if side is None:
+            return self.layer.combine(rows, desc), self._of_experts(work)
+        current = current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            out = self.layer.combine(rows, desc)
+        done = self._of_experts(work)
+        current.wait_stream(side)  # before `rows` are freed: their memory belongs to the current stream
+        if not torch.cuda.is_current_stream_capturing():
+            # Memory of the other stream. In a capture nothing else can get it before that stream has waited again.
+            out.record_stream(current)
+        return out, done
 
 
 def _as_sent(grad: torch.Tensor) -> torch.Tensor:

@@ -223,7 +223,9 @@ class Exchange:
         if torch.cuda.is_current_stream_capturing():
             return
         if turns.told is None or turns.event is None:
-            turns.told, turns.event = torch.zeros((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+            with torch.inference_mode(False):  # it is written outside of that mode, too
+                turns.told = torch.zeros((), dtype=torch.int64, pin_memory=True)
+            turns.event = torch.cuda.Event()
         elif not turns.event.query():
             return
         self._tell(int(turns.told))
@@ -282,6 +284,7 @@ class Connection:
 
     def __init__(self, group: Any, sizes: Sizes, given: Any = None) -> None:
         self.group, self.sizes = group, sizes
+        self._exchange: Exchange | None
         self._exchange = shared_exchange(group, sizes) if given is None else given_exchange(given, group, sizes)
 
     def __deepcopy__(self, memo: Any) -> Connection:
@@ -305,7 +308,7 @@ class Connection:
             FinalizedError: it was finalized, by this module or `finalize_exchanges`.
             WaitTimeout: it has failed.
         """
-        found: Exchange | None = self._exchange
+        found = self._exchange
         if found is None or found.layer.context.closed:
             raise FinalizedError(
                 "the exchange of this MoE module was finalized. Call connect() on all ranks of its group for another."
@@ -315,7 +318,7 @@ class Connection:
 
     def connect(self, given: Any = None) -> None:
         """Take a shared exchange, or the one given, in place of what there is; nothing if that is it. Collective."""
-        before: Exchange | None = self._exchange
+        before = self._exchange
         if given is not None:
             self._exchange = given_exchange(given, self.group, self.sizes)
         elif before is None or before.key is None or before.layer.context.closed:
@@ -327,7 +330,7 @@ class Connection:
 
     def release(self) -> None:
         """Give it up; idempotent. Collective: the last that holds a shared exchange frees it."""
-        before: Exchange | None = self._exchange
+        before = self._exchange
         self._exchange = None
         if before is not None and not before.layer.context.closed:
             before.release()

@@ -228,12 +228,14 @@ class ExpertBlock:
 
         @torch.no_grad()
         def of_params() -> Params:
+            nonlocal act
             dw13 = dw2 = db13 = db2 = None
             values = _values(operand if isinstance(grad, MXTensor) else grad, offs) if want_w2 or want_b2 else None
             if values is not None and b2 is not None and want_b2:
                 db2 = bias_gradient(values, offs, row_weights).to(b2.dtype)
             if values is not None and act is not None and want_w2:
                 dw2 = _weight_gradient(w2, values, act, offs, aligned)
+            values = act = None  # the rows' values, below, take as much
             if dpre is not None and b13 is not None and want_b13:
                 db13 = bias_gradient(dpre, offs).to(b13.dtype)
             if dpre is not None and want_w13:

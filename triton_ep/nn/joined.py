@@ -29,6 +29,7 @@ class Joined:
         """Make it again at the next call: the values changed in a way that torch's version counters do not see."""
         self._made_of = None
 
+    @torch.inference_mode(False)  # what is kept is written outside of that mode, too
     @torch.no_grad()
     def values(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """The tensor, which is not to be written to."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without loading the compiler
 
 from triton_ep.checks import check_dispatch
 from triton_ep.distributed import check_group
@@ -65,6 +66,8 @@ class MoE(nn.Module):
     """
 
     last_aux: torch.Tensor | None
+    experts: SwiGLUExperts
+    router: Any
 
     def __init__(
         self,
@@ -204,7 +207,7 @@ class MoE(nn.Module):
         ids = topk_idx.reshape(-1, self.topk).contiguous()
         return ids, topk_weights.reshape(-1, self.topk).float().contiguous()
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _exchanged(
         self, exchange: Exchange, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:

@@ -48,6 +48,15 @@ class SwiGLUExperts(nn.Module):
         ConfigError: options that do not go together.
     """
 
+    w13: torch.Tensor
+    w1: torch.Tensor
+    w3: torch.Tensor
+    w2: torch.Tensor
+    b13: torch.Tensor
+    b1: torch.Tensor
+    b3: torch.Tensor
+    b2: torch.Tensor | None
+
     def __init__(
         self,
         hidden: int,
@@ -188,6 +197,7 @@ class SwiGLUExperts(nn.Module):
         except Exception:
             over.layer.refuse()
             raise
+        assert isinstance(x, torch.Tensor), "the caller's"
         layer, block = over.layer, ExpertBlock(self.prepared, self._settings(aligned=True))
         assert weights is not None, "the caller's"
         if layer.config.low_latency:
