@@ -28,7 +28,8 @@ demo: $(READY)  ## a small MoE layer on 4 ranks as 2 nodes x 2, compared with a 
 doctor: $(READY)  ## what this machine has, what will be used, what to install
 	$(RUN) -m triton_ep.cli doctor
 
-test: checks kernels-of-tests  ## lint, types, then every test that needs no GPU; those with ranks again in chaos mode
+test: $(READY)  ## lint, types, then every test that needs no GPU; those with ranks again in chaos mode
+	@$(MAKE) --no-print-directory -j 2 checks kernels-of-tests
 	$(RUN) -m pytest tests -m "$(CPU)" --chaos-seeds 1 $(PARALLEL)
 
 chaos: $(READY)  ## the tests with ranks in chaos mode, under three seeds

@@ -50,6 +50,12 @@ def _world_size(item: pytest.Item) -> int:
     return int(params.get("nodes", 1)) * int(params.get("ranks_per_node", 1))
 
 
+def _seed_of(item: pytest.Item) -> int | None:
+    """The chaos seed of a test."""
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("chaos_seed")
+
+
 def _place_of_file(item: pytest.Item) -> tuple[int, str]:
     """Where the file of a test comes in the order of files."""
     name = item.path.relative_to(Path(__file__).parent).as_posix()
@@ -73,6 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("cpu")
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} or more GPUs, there are {num_gpus}"))
+    chosen = [item for item in items if _seed_of(item) is None or not item.get_closest_marker("plain")]
+    if len(chosen) < len(items):  # some sets of parameters are marked `plain`
+        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+        items[:] = chosen
     items.sort(key=lambda item: (_world_size(item) if on_gpus else 0, _place_of_file(item), _world_size(item)))
 
 

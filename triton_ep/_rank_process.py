@@ -36,6 +36,8 @@ START_TIMEOUT_S = {"host": 300.0, "nvshmem": 240.0}
 CASE_TIMEOUT_S = {"host": 60.0, "nvshmem": 240.0}  # the first case of an nvshmem pool compiles kernels
 # torch.testing.assert_close imports torch.distributed.tensor, which takes a second: once here, not once per rank.
 PRELOAD = ("torch", "torch.distributed.tensor", "triton_ep.runtime", "triton_ep.distributed", "triton_ep.layer")
+# Under pytest, which each test module imports: the first autograd.Function of a rank would import dynamo, for a second.
+PRELOAD_OF_TESTS = ("pytest", "torch._dynamo", "triton_ep.autograd", "triton_ep.testing")
 
 
 class RankError(EPError, RuntimeError):
@@ -228,8 +230,7 @@ class _ForkServer:
     """The caller's handle on the fork server; one per process, started by the first host pool."""
 
     def __init__(self) -> None:
-        # pytest is in each test module: importing it once here spares every rank doing so.
-        preload = PRELOAD + (("pytest",) if "pytest" in sys.modules else ())
+        preload = PRELOAD + (PRELOAD_OF_TESTS if "pytest" in sys.modules else ())
         self.owner_pid = os.getpid()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         owner_fd = os.pidfd_open(os.getpid())

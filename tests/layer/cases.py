@@ -7,6 +7,7 @@ part of a case: every case runs on several.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -155,9 +156,7 @@ class Call:
     """One dispatch as the reference sees it, and what the layer returned for it."""
 
     case: Case
-    works: list[Workload]
-    expected: list[dispatch_reference.DispatchResult]
-    expected_rows: list[torch.Tensor]  # of every rank, in the token dtype
+    expected: Expected
     recv_x: torch.Tensor
     recv_weights: torch.Tensor | None
     desc: object
@@ -166,7 +165,7 @@ class Call:
 def dispatch_and_check(layer: EPAll2AllLayer, case: Case, call: int) -> Call:
     """Dispatch and compare bit for bit with the reference, in order."""
     works = workloads(case, layer.config.world_size, call)
-    return check_dispatched(layer, case, works, *start_dispatch(layer, case, works))
+    return check_dispatched(layer, case, call, *start_dispatch(layer, case, works))
 
 
 def limit_of_calls(case: Case, rank: int, nodes: int, ranks_per_node: int) -> float:
@@ -197,24 +196,51 @@ def start_dispatch(layer: EPAll2AllLayer, case: Case, works: list[Workload], **o
     )
 
 
-def check_dispatched(layer: EPAll2AllLayer, case: Case, works: list[Workload], recv_x, recv_weights, desc) -> Call:
-    """Compare what a dispatch returned bit for bit with the reference, in order."""
-    cfg = layer.config
+@dataclass
+class Expected:
+    """What the reference says of one dispatch of all ranks; kept for other topologies, so not to be written to."""
+
+    works: list[Workload]
+    results: list[dispatch_reference.DispatchResult]
+    scales: list[torch.Tensor] | None  # of the rows of every rank, where they travel with some
+    rows: list[torch.Tensor]  # of every rank, in the token dtype
+    outputs: list[torch.Tensor]  # of the experts of every rank
+
+
+@functools.lru_cache(maxsize=64)
+def _expected(case: Case, world_size: int, call: int) -> Expected:
+    works = workloads(case, world_size, call)
     weights = [w.topk_weights for w in works] if case.weights else None
     idxs = [w.topk_idx for w in works]
-    xs, scales = [w.x for w in works], None
-    if case.payload == "mxfp8":
-        xs, scales = map(list, zip(*(mxfp8_reference.quantize(w.x) for w in works), strict=True))
+    num_experts = case.experts * world_size
 
     def expect(rows: list[torch.Tensor]) -> list[dispatch_reference.DispatchResult]:
         return [
-            dispatch_reference.dispatch(rows, idxs, weights, r, cfg.num_experts, cfg.alignment)
-            for r in range(cfg.world_size)
+            dispatch_reference.dispatch(rows, idxs, weights, r, num_experts, case.alignment) for r in range(world_size)
         ]
 
-    expected = expect(xs)
-    expected_rows = [want.recv_x for want in expected]
-    want = expected[cfg.rank]
+    if case.payload == "mxfp8":
+        xs, factors = map(list, zip(*(mxfp8_reference.quantize(w.x) for w in works), strict=True))
+        results, scales = expect(xs), [result.recv_x for result in expect(factors)]
+        rows = [
+            mxfp8_reference.dequantize(result.recv_x, scale, case.dtype)
+            for result, scale in zip(results, scales, strict=True)
+        ]
+    else:
+        results, scales = expect([w.x for w in works]), None
+        rows = [result.recv_x for result in results]
+    outputs = [
+        apply_experts(own, result.expert_offsets, r * case.experts)
+        for r, (own, result) in enumerate(zip(rows, results, strict=True))
+    ]
+    return Expected(works, results, scales, rows, outputs)
+
+
+def check_dispatched(layer: EPAll2AllLayer, case: Case, call: int, recv_x, recv_weights, desc) -> Call:
+    """Compare what a dispatch of `workloads(case, .., call)` returned bit for bit with the reference, in order."""
+    cfg = layer.config
+    expected = _expected(case, cfg.world_size, call)
+    works, want = expected.works, expected.results[cfg.rank]
     rows = int(want.expert_offsets[-1])
     exact = {"rtol": 0, "atol": 0}
     torch.testing.assert_close(desc.expert_offsets.cpu(), want.expert_offsets, **exact)
@@ -226,24 +252,19 @@ def check_dispatched(layer: EPAll2AllLayer, case: Case, works: list[Workload], r
     torch.testing.assert_close(desc.num_input_tokens_per_rank.cpu(), tokens, **exact)
     assert int(desc.overflow) == 0 and desc.full_scatter == case.scatter
     assert recv_x.shape[0] == (cfg.recv_capacity if case.static else rows)
-    if scales is None:
+    if expected.scales is None:
         torch.testing.assert_close(recv_x[:rows].cpu(), want.recv_x, **exact)
     else:
         assert isinstance(recv_x, MXTensor) and recv_x.dtype == case.dtype
-        expected_scales = [result.recv_x for result in expect(scales)]
-        expected_rows = [
-            mxfp8_reference.dequantize(data, scale, case.dtype)
-            for data, scale in zip(expected_rows, expected_scales, strict=True)
-        ]
         assert torch.equal(recv_x.qdata[:rows].view(torch.uint8).cpu(), want.recv_x.view(torch.uint8))
-        assert torch.equal(recv_x.scale[:rows].view(torch.uint8).cpu(), expected_scales[cfg.rank])
+        assert torch.equal(recv_x.scale[:rows].view(torch.uint8).cpu(), expected.scales[cfg.rank])
         recv_x = recv_x.dequantize()
     if case.weights:
         assert recv_weights is not None
         torch.testing.assert_close(recv_weights[:rows].cpu(), want.recv_weights, **exact)
     else:
         assert recv_weights is None
-    return Call(case, works, expected, expected_rows, recv_x, recv_weights, desc)
+    return Call(case, expected, recv_x, recv_weights, desc)
 
 
 def combine_and_check(layer: EPAll2AllLayer, done: Call) -> torch.Tensor:
@@ -266,25 +287,21 @@ def start_combine(layer: EPAll2AllLayer, done: Call, **options):
 
 def check_sum(layer: EPAll2AllLayer, done: Call, out: torch.Tensor) -> None:
     """Compare what came back for `start_combine` with the exact sum."""
-    cfg = layer.config
-    ys = [
-        apply_experts(rows, want.expert_offsets, r * cfg.num_experts_per_rank)
-        for r, (rows, want) in enumerate(zip(done.expected_rows, done.expected, strict=True))
-    ]
-    check_combined(out.cpu(), ys, done, cfg)
+    check_combined(out.cpu(), done, layer.config)
 
 
-def check_combined(out: torch.Tensor, ys: list[torch.Tensor], done: Call, cfg) -> None:
+def check_combined(out: torch.Tensor, done: Call, cfg) -> None:
     """|out - exact sum| is at most one rounding to the dtype (with local combine: one per partial sum too)."""
-    case, mine = done.case, done.expected[cfg.rank]
+    case, results = done.case, done.expected.results
+    mine = results[cfg.rank]
     owner, row = mine.dst_rank[cfg.rank], mine.dst_row[cfg.rank]
     total = torch.zeros(row.shape[0], case.hidden, dtype=torch.float64)
     size = torch.zeros_like(total)
-    for r, y in enumerate(ys):
+    for r, y in enumerate(done.expected.outputs):
         token, k = torch.nonzero((owner == r) & (row >= 0), as_tuple=True)
         term = y[row[token, k]].double()
         if case.combine_weights:
-            term = term * done.expected[r].recv_weights[row[token, k]].double().unsqueeze(1)
+            term = term * results[r].recv_weights[row[token, k]].double().unsqueeze(1)
         total.index_add_(0, token, term)
         size.index_add_(0, token, term.abs())
     half_ulp = torch.finfo(case.dtype).eps / 2

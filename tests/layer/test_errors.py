@@ -74,7 +74,7 @@ def _bad_input(rank, nodes, ranks_per_node, name):
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES[:1])
 @pytest.mark.parametrize("name", BAD_INPUTS)
 def test_a_rejected_input_raises_on_every_rank(run_ranks, nodes, ranks_per_node, name):
     """InputError where the mistake is, PeerFailed naming that rank elsewhere; the next call works."""
@@ -83,7 +83,7 @@ def test_a_rejected_input_raises_on_every_rank(run_ranks, nodes, ranks_per_node,
 
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 def test_the_news_of_a_rejected_input_comes_in_any_order(run_ranks, chaos_seed, nodes, ranks_per_node):
-    """The same in chaos mode; ranks tell each other of all mistakes in one way, so one of them stands for all."""
+    """The same on two nodes and in chaos mode; ranks tell each other of all in one way, so one stands for all."""
     _raises_on_every_rank(run_ranks, nodes, ranks_per_node, "hidden")
 
 
@@ -161,7 +161,7 @@ def _bad_id(rank, nodes, ranks_per_node, value):
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
-@pytest.mark.parametrize("value", [-2, 9, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("value", [-2, *(pytest.param(n, marks=pytest.mark.plain) for n in (9, 2**31 - 1, -(2**31)))])
 def test_an_illegal_expert_id_names_the_token_on_every_rank(run_ranks, nodes, ranks_per_node, value):
     """Ids are checked on the device, before any row is sent."""
     for _, text in run_ranks(_bad_id, nodes, ranks_per_node, value):
@@ -202,7 +202,7 @@ def _bad_scatter(rank, nodes, ranks_per_node, same):
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
-@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("same", [pytest.param(False, marks=pytest.mark.plain), True])
 def test_wrong_scatter_indices_raise_on_every_rank(run_ranks, nodes, ranks_per_node, same):
     """A position out of range, or used twice, is found before anything is sent."""
     for _, text in run_ranks(_bad_scatter, nodes, ranks_per_node, same):
@@ -240,6 +240,7 @@ def _weights_on_some(rank, nodes, ranks_per_node):
     return caught
 
 
+@pytest.mark.plain  # told as a rejected input is
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 def test_weights_on_some_ranks_only_raise_everywhere(run_ranks, nodes, ranks_per_node):
     """All or none."""
@@ -272,7 +273,8 @@ def _combine_mistakes(rank, nodes, ranks_per_node):
     return len(texts)
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES[:1])  # before anything is sent
 def test_combine_refuses_what_does_not_fit(run_ranks, nodes, ranks_per_node):
     """Shapes, dtypes, foreign and stale descriptors, finalized layers; finalize is idempotent."""
     assert run_ranks(_combine_mistakes, nodes, ranks_per_node) == [9] * 4
@@ -379,7 +381,7 @@ def _late(rank, nodes, ranks_per_node, where):
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
 def test_a_late_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_node, where):
     """Every waiting rank raises WaitTimeout; in combine, those that wait for the late rank's rows."""
@@ -414,7 +416,7 @@ def _killed(rank, nodes, ranks_per_node, where):
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
 def test_a_killed_rank_is_named(run_ranks, nodes, ranks_per_node, where):
     """Nobody waits for ever for a process that is gone."""

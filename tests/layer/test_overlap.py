@@ -49,22 +49,22 @@ class _Halves:
 
     def next_works(self):
         self.calls += 1
-        return workloads(self.case, self.layer.config.world_size, self.calls - 1)
+        return self.calls - 1, workloads(self.case, self.layer.config.world_size, self.calls - 1)
 
     def dispatch(self):
-        works = self.next_works()
-        self.live.append(check_dispatched(self.layer, self.case, works, *start_dispatch(self.layer, self.case, works)))
+        call, works = self.next_works()
+        self.live.append(check_dispatched(self.layer, self.case, call, *start_dispatch(self.layer, self.case, works)))
 
     def send(self):
-        works = self.next_works()
+        call, works = self.next_works()
         *results, hook = start_dispatch(self.layer, self.case, works, return_recv_hook=True)
-        self.sent = works, results, hook
+        self.sent = call, results, hook
 
     def receive(self):
-        works, results, hook = self.sent
+        call, results, hook = self.sent
         hook()
         self.sent = None
-        self.live.append(check_dispatched(self.layer, self.case, works, *results))
+        self.live.append(check_dispatched(self.layer, self.case, call, *results))
 
     def combine(self):
         combine_and_check(self.layer, self.live.pop(0))
@@ -281,7 +281,7 @@ def _on_comm_stream(rank, nodes, ranks_per_node, case, calls):
             *results, event = start_dispatch(layer, case, works, async_finish=True)
             assert isinstance(event, EPEvent) and (event.event is not None) == on_gpu
             event.current_stream_wait()
-            done = check_dispatched(layer, case, works, *results)
+            done = check_dispatched(layer, case, call, *results)
             if call % 2:
                 y = done.recv_x.clone()
                 ready = EPEvent.record()

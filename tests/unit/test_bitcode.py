@@ -50,7 +50,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def real() -> Path:
     """The installed bitcode."""
     try:
@@ -181,9 +181,15 @@ def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     assert lines == {f"{path} {len(path.read_text())}\n"}
 
 
-def test_the_real_bitcode_becomes_small(real: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def pruned(real: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The installed bitcode, cut down to what kernels call."""
+    return pruned_bitcode(NVSHMEM_SYMBOLS, tmp_path_factory.mktemp("pruned"))
+
+
+def test_the_real_bitcode_becomes_small(real: Path, pruned: Path) -> None:
     """Some ten kilobytes of 30 megabytes; NVSHMEM's constants stay, and stay in use."""
-    text = pruned_bitcode(NVSHMEM_SYMBOLS, tmp_path).read_text()
+    text = pruned.read_text()
     assert len(text) < 200_000 < real.stat().st_size / 20
     (used,) = (line for line in text.splitlines() if line.startswith("@llvm.compiler.used"))
     for symbol in STATE:
@@ -197,29 +203,27 @@ from triton_ep.aot import compile, manifest
 from triton_ep.aot.build import calls_nvshmem
 
 found = (one for one in manifest.of_specs() if one.kernel == "combine_partial_kernel" and calls_nvshmem(one))
-compile.start()
-made = compile.compile_asked(next(found).as_dict(), "sm_90", sys.argv[1])
-compile.stop()
-print(json.dumps({**made["facts"], "bytes": len(made["cubin"]), **made["entry"]}))
+asked = next(found).as_dict()
+for path in sys.argv[1:]:
+    compile.start()
+    made = compile.compile_asked(asked, "sm_90", path)
+    compile.stop()
+    print(json.dumps({**made["facts"], "bytes": len(made["cubin"]), **made["entry"]}))
 """
 
 
-def test_kernels_come_out_as_with_the_whole_bitcode(real: Path, tmp_path: Path) -> None:
+def test_kernels_come_out_as_with_the_whole_bitcode(real: Path, pruned: Path) -> None:
     """Linked with the whole file or with the pruned one, a kernel is as large and carries the same constants."""
-    pruned = pruned_bitcode(NVSHMEM_SYMBOLS, tmp_path / "pruned")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    outcomes = []
-    for path in (real, pruned):
-        done = subprocess.run(
-            [sys.executable, "-c", COMPILE, str(path)],
-            cwd=ROOT,
-            env=environment | {"TRITON_INTERPRET": "0"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        assert done.returncode == 0, done.stderr
-        outcomes.append(json.loads(done.stdout.splitlines()[-1]))
-    whole, small = outcomes
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(real), str(pruned)],
+        cwd=ROOT,
+        env=environment | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    whole, small = map(json.loads, done.stdout.splitlines()[-2:])
     assert small["visible"] == list(STATE)
     assert small == whole

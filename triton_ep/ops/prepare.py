@@ -46,9 +46,8 @@ def _prepare(
     tile = prepare_tile(INTERPRETING)
     grid = experts * -(-n // tile["BLOCK_N"]) * -(-k // tile["BLOCK_K"])
     # What is not asked for has the memory of the other form, which nobody touches through it.
-    results = (out, scale, transposed, transposed_scale)
-    either = results[:2] if fprop else results[2:]
-    results = tuple(either[at % 2] if each is None else each for at, each in enumerate(results))
+    either = (out, scale) if fprop else (transposed, transposed_scale)
+    results = (*((out, scale) if fprop else either), *((transposed, transposed_scale) if dgrad else either))
     wanted = {"FPROP": fprop, "DGRAD": dgrad}
     runtime.launch("prepare_weights_kernel", grid, (w, row_max, column_max, *results, n, k), {**wanted, **tile})
 

@@ -27,7 +27,7 @@ def _weighted_rows_backward(
     grad, grad_weights = torch.empty_like(y), torch.empty_like(weights)
     if hidden == 0 or num_rows == 0:
         return grad, grad_weights.zero_()
-    plan = weighted_rows(num_rows, hidden, scale is not None, offs is not None, runtime.INTERPRETING)
+    plan = weighted_rows(hidden, scale is not None, offs is not None, runtime.INTERPRETING)
     runtime.launch(
         plan.kernel,
         -(-num_rows // plan.constexprs["ROWS"]),

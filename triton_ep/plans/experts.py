@@ -319,11 +319,10 @@ def _rows(
 def _row_scales(training: tuple[bool, ...]) -> list[Asked]:
     """What makes and takes apart row scales, of rows in use and of whole weights."""
     tile = row_scale_tile(1024, interpreted=False)
-    in_use, all_rows = (offsets_constexprs(has) | tile for has in (True, False))
+    in_use = offsets_constexprs(True) | tile
     found = [
         Asked("rebase_rows_kernel", in_use, {"offs_ptr": "*i32"}, ("k",)),
         Asked("quantize_to_rows_kernel", in_use, {"x_ptr": "*bf16", "offs_ptr": "*i32"}, ("k",)),
-        Asked("quantize_to_rows_kernel", all_rows, {"x_ptr": "*bf16", "offs_ptr": "*bf16"}, ("k",)),
     ]
     if any(training):
         back = offsets_constexprs(True) | row_tile(1024, interpreted=False)

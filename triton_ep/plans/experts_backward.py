@@ -84,11 +84,11 @@ def bias_gradient(n: int, has_weights: bool, interpreted: bool) -> Plan:
     return Plan("bias_gradient_kernel", {"HAS_WEIGHTS": has_weights, "BLOCK_R": rows, "BLOCK_N": block})
 
 
-def weighted_rows(num_rows: int, hidden: int, mx: bool, offs: bool, interpreted: bool) -> Plan:
+def weighted_rows(hidden: int, mx: bool, offs: bool, interpreted: bool) -> Plan:
     """Gradients of a weighted sum of rows."""
     rows, block = WEIGHTED_ROWS, WEIGHTED_COLUMNS
     if interpreted:
-        rows, block = min(next_power_of_2(-(-num_rows // 2)), 32), min(max(next_power_of_2(hidden), 32), 1024)
+        rows, block = 32, min(max(next_power_of_2(hidden), 32), 1024)
     constexprs = {"IS_MX": mx, "HAS_OFFS": offs, "ROWS": rows, "BLOCK_H": block}
     return Plan("weighted_rows_backward_kernel", constexprs)
 
@@ -136,7 +136,7 @@ def experts_backward(
         for offs in (False, True):
             types = {"dy_ptr": "*fp8e4nv" if mx else "*bf16", "dy_scale_ptr": "*u8" if mx else "*bf16"}
             types |= {"y_ptr": "*bf16", "grad_ptr": "*bf16", "offs_ptr": "*i32" if offs else "*fp32"}
-            found.append(_asked(weighted_rows(1024, 1024, mx, offs, interpreted=False), types, ("hidden",)))
+            found.append(_asked(weighted_rows(1024, mx, offs, interpreted=False), types, ("hidden",)))
     return list({asked.signature(): asked for asked in found}.values())
 
 

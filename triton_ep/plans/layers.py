@@ -14,7 +14,7 @@ from triton_ep.kernels.device.codes import (
     QUANTISE,
     WORDS,
 )
-from triton_ep.plans import compact, exchange, low_latency
+from triton_ep.plans import compact, exchange, experts_backward, low_latency
 from triton_ep.plans.asked import Asked, ask
 from triton_ep.plans.shape import TOKEN_BYTES, WORD_BYTES, Shape, word_type
 
@@ -72,6 +72,8 @@ def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
             found += _maps(s, given)
         if (uses.gradients or uses.compact) and (narrow := narrow_shape(s, s.topk)) is not None:
             found += _combine(narrow, Uses(weights=(False,), compact=uses.compact))
+        if uses.gradients and True in uses.weights:
+            found += _weighted_rows(s)
         if uses.fp8_rows:
             found += [*_places(_scaled(s), uses), *_dispatch(_scaled(s), uses, quantize=False)]
         if uses.compact:
@@ -79,6 +81,16 @@ def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
     if uses.slabs:
         found += _slabs(s, uses)
     return list({asked.signature(): asked for asked in found}.values())
+
+
+def _weighted_rows(s: Shape) -> Iterator[Asked]:
+    """Backward of a combine with weights; in static mode of the rows in use."""
+    mx = s.payload is not None
+    types = {"dy_ptr": "*fp8e4nv" if mx else f"*{s.token}", "dy_scale_ptr": "*u8" if mx else f"*{s.token}"}
+    types |= {"y_ptr": f"*{s.token}", "grad_ptr": f"*{s.token}"}
+    for offs in (False, True):
+        plan = experts_backward.weighted_rows(s.hidden, mx, offs, s.interpreted)
+        yield ask(plan, types | {"offs_ptr": "*i32" if offs else "*fp32"}, {"hidden": s.hidden})
 
 
 def narrow_shape(s: Shape, columns: int) -> Shape | None:

@@ -110,8 +110,8 @@ def _slots(kept: torch.Tensor, expert: torch.Tensor, counts: torch.Tensor, given
     if given is not None:
         return given.long() - (torch.cumsum(counts, 0) - counts)[expert]
     seen = [0] * counts.numel()
-    slot = torch.zeros_like(expert)
-    for token, k in torch.nonzero(kept).tolist():
-        slot[token, k] = seen[expert[token, k]]
-        seen[expert[token, k]] += 1
-    return slot
+    slot, experts = torch.zeros_like(expert).flatten().tolist(), expert.flatten().tolist()
+    for place in torch.nonzero(kept.flatten()).flatten().tolist():
+        slot[place] = seen[experts[place]]
+        seen[experts[place]] += 1
+    return torch.tensor(slot, dtype=expert.dtype).view_as(expert)
