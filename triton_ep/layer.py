@@ -442,22 +442,28 @@ class EPAll2AllLayer(CompactCalls):
                 stacklevel=3,
             )
 
-    def refuse(self) -> None:
+    def refuse(self, layout_desc: EPAllToAllLayoutDesc | None = None, *, combines: bool = True) -> None:
         """In place of a `dispatch` and its `combine`, where the caller has found arguments that do not fit. Collective.
 
         The other ranks, which make both calls, learn what they would of a dispatch that refused its arguments: exact
         layers raise PeerFailed from `dispatch`, others from `check`. No rank waits in combine for this one; what it
         gives there is NaN, so that nobody takes the sums for whole. The caller then raises.
+
+        Args:
+            layout_desc: the others make a `dispatch_again` with it, and combine with it.
+            combines: they combine.
         """
         ctx = self.context
         ctx.check_open()
         ctx.poll_status()
         ctx.calls.check_dispatch()
-        desc = self._reject()
-        if desc is not None:
+        desc = self._reject(again=layout_desc is not None)
+        if layout_desc is not None:
+            desc = layout_desc
+        if desc is not None and combines:
             shape = desc.num_recv_rows, self.config.hidden
             self._combine(torch.full(shape, torch.nan, dtype=self.config.token_dtype, device=ctx.device), None, desc)
-            ctx.unread = None  # this rank knows
+        ctx.unread = None  # this rank knows
 
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
         """Barrier on `stream` over all ranks, or over those of this node (`BarrierAllContext.barrier_all`)."""

@@ -226,7 +226,7 @@ def _small_capacity(rank: int, nodes: int, ranks_per_node: int) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(3):
             moe(x, topk_idx=ids, topk_weights=torch.ones(8, TOPK, device=device))
-            moe.exchange.ep_barrier_all()
+            assert moe.overflow_total >= 0  # waits: the module looks at what is there, and does not wait itself
         # The capacity is rounded up to 128 rows, and the segments of both experts of rank 0 take as many each.
         assert moe.overflow_total == (3 * 128 if rank == 0 else 0)
     return [str(w.message) for w in caught]

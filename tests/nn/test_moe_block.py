@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.layer.cases import Case, make_layer, workloads
-from triton_ep import MXTensor, WaitTimeout, autograd
+from triton_ep import InputError, MXTensor, PeerFailed, WaitTimeout, autograd
 from triton_ep.distributed import current_heap
 from triton_ep.nn._moe_block import ExpertGradients, MoEBlock, Needs
 from triton_ep.ops.row_scales import RowScaled
@@ -165,11 +165,23 @@ def _check_uses(rank: int, nodes: int, ranks_per_node: int) -> None:
             left = [want for i, want in enumerate((dx, dweights, da, db)) if leaves[i].requires_grad]
             assert len(grads) == len(left) and all(map(torch.equal, grads, left))
             leaves[frozen].requires_grad_()
-        out = block(x, idx, weights, [a, b])
-        with torch.no_grad():
-            a.add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
+        for changed in ([0, 1], [1]):
+            out = block(x, idx, weights, [a, b])
+            if rank in changed:
+                with torch.no_grad():
+                    a.add_(1)
+                with pytest.raises(InputError, match="changed in place between a forward pass and its backward pass"):
+                    out.sum().backward()
+                continue
+            # This rank's own gradients lack what the other one's experts would have given.
+            dx, dweights, da, _ = torch.autograd.grad(out.sum(), leaves)
+            there = (idx >= case.experts) & (idx < 2 * case.experts)
+            assert torch.equal(dx.isnan().any(1), there.any(1)) and torch.equal(dweights.isnan(), there)
+            assert da.isfinite().all()
+            with pytest.raises(PeerFailed, match="rank 1 rejected its arguments"):
+                layer.check()
+        _step(block, leaves, idx)
+        layer.check()
 
 
 @pytest.mark.plain

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree
 
+from triton_ep.errors import InputError
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import slots as slot_ops
@@ -158,10 +159,22 @@ class MoEBlock:
             else:
                 of_params = self._of_experts(found.params)
             if needs.row_weights:
-                if slots is None:
-                    slots = slot_ops.row_slots(ctx, desc, desc.skipped_token_topk_mapping_indices)
-                grad_weights = slot_ops.to_slots(ctx, found.row_weights, slots, desc)
+                grad_weights = slot_ops.to_slots(ctx, found.row_weights, self._slots(desc, slots), desc)
         return grad_x, grad_weights, of_params
+
+    def _refuse_backward(self, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs) -> None:
+        """In place of `_backward`: no rank waits for this one, gradients that it had a part in are NaN."""
+        layer, ctx = self.layer, self.layer.context
+        with self.turn("the backward pass of a MoE module"), ctx.backward_pass():
+            layer.refuse(desc, combines=needs.rows)
+            if needs.row_weights:
+                nothing = torch.full((desc.num_recv_rows,), torch.nan, device=ctx.device)
+                slot_ops.to_slots(ctx, nothing, self._slots(desc, slots), desc)
+
+    def _slots(self, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None) -> torch.Tensor:
+        if slots is not None:
+            return slots
+        return slot_ops.row_slots(self.layer.context, desc, desc.skipped_token_topk_mapping_indices)
 
     def _combine_beside(
         self, rows: torch.Tensor, desc: EPAllToAllLayoutDesc, work: Callable[[], Params]
@@ -211,10 +224,12 @@ class _Block(torch.autograd.Function):
             slots = slot_ops.row_slots(block.layer.context, desc)
         ctx.block = block
         tensors, ctx.rest = _split((desc, slots, saved))
-        # What hooks for saved tensors see, checkpointing and offloading among them; parameters are watched for changes.
-        ctx.save_for_backward(*params, *tensors)
-        # A checkpoint hands out others in their place, without what Megatron has hung on them (main_grad).
-        ctx.params = [param if param is not None and param.is_leaf else None for param in params]
+        # Parameters are not for hooks of saved tensors (checkpoints, offloading), which would hand out others in their
+        # place, without what Megatron has hung on them (main_grad). What was made of parameters is.
+        ctx.leaves = [param if param is not None and param.is_leaf else None for param in params]
+        ctx.versions = _versions(ctx.leaves)
+        made = [None if leaf is not None else param for leaf, param in zip(ctx.leaves, params, strict=True)]
+        ctx.save_for_backward(*made, *tensors)
         return out
 
     @staticmethod
@@ -223,14 +238,25 @@ class _Block(torch.autograd.Function):
         """Gradients of all inputs."""
         (grad,) = grads
         kept = ctx.saved_tensors  # once: a checkpoint makes them anew
-        num_params = len(ctx.params)
-        params, tensors = kept[:num_params], kept[num_params:]
-        params = [saved if own is None else own for own, saved in zip(ctx.params, params, strict=True)]
+        num_params = len(ctx.leaves)
+        made, tensors = kept[:num_params], kept[num_params:]
+        params = [saved if leaf is None else leaf for leaf, saved in zip(ctx.leaves, made, strict=True)]
         desc, slots, saved = _join(tensors, ctx.rest)
         _, x, _, weights, *of_params = ctx.needs_input_grad
         needs = Needs(x, weights, tuple(of_params))
+        if ctx.versions != _versions(ctx.leaves):
+            ctx.block._refuse_backward(desc, slots, needs)
+            raise InputError(
+                "weights of the experts were changed in place between a forward pass and its backward pass, whose "
+                "gradients would be of other values. Change them when the last backward pass is through."
+            )
         grad_x, grad_weights, grad_params = ctx.block._backward(grad, desc, slots, saved, params, needs)
         return None, grad_x, None, grad_weights, *grad_params
+
+
+def _versions(tensors: Params) -> list[int]:
+    """Version counters, which inference tensors lack."""
+    return [tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference()]
 
 
 class _Rows:

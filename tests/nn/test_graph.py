@@ -1,0 +1,106 @@
+"""A training step of the module without the host: replayed as a CUDA graph, on the CPU simply repeated."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from triton_ep.distributed import current_heap
+from triton_ep.errors import InputError
+from triton_ep.nn import MoE, finalize_exchanges
+
+pytestmark = pytest.mark.plain
+SIZES: dict[str, Any] = {"num_experts": 4, "topk": 2, "max_tokens": 12, "capacity": 2.0, "timeout_s": 60.0}
+OPTIONS = {"bf16": {}, "mxfp8": {"payload": "mxfp8"}, "mxfp8-none": {"payload": "mxfp8", "prepared": "none"}}
+
+
+class _Step:
+    """Forward and backward pass of a module with its router, at fixed addresses."""
+
+    def __init__(self, rank: int, options: dict[str, Any]) -> None:
+        torch.manual_seed(2)
+        self.rank, self.device = rank, current_heap().device
+        self.moe = MoE(64, 96, **SIZES, **options)
+        self.x, self.grad = (torch.empty(12, 64, dtype=torch.bfloat16, device=self.device) for _ in range(2))
+        self.x.requires_grad_()
+
+    def load(self, seed: int) -> None:
+        """Other inputs at the same addresses."""
+        generator = torch.Generator().manual_seed(10 * seed + self.rank)
+        with torch.no_grad():
+            for tensor in (self.x, self.grad):
+                tensor.copy_(torch.randn(12, 64, generator=generator))
+
+    def __call__(self) -> None:
+        y = self.moe(self.x)
+        grads = torch.autograd.grad(y, [self.x, *self.moe.parameters()], self.grad)
+        self.results = [y.detach(), *grads]
+
+    def eager(self) -> list[torch.Tensor]:
+        """Results of a step, safe from the next one."""
+        self()
+        return [each.clone() for each in self.results]
+
+
+def _captured(step: _Step, stream: Any) -> Callable[[], None]:
+    gc.collect()  # graphs of autograd of earlier steps
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
+def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
+    step = _Step(rank, options)
+    on_gpu = step.device.type == "cuda"
+    wanted = []
+    for seed in range(3):
+        step.load(seed)
+        wanted.append(step.eager())
+    assert not torch.equal(wanted[0][0], wanted[1][0])
+    replay: Callable[[], None] = step
+    if on_gpu:
+        torch.cuda.set_sync_debug_mode("error")
+        step()  # nothing waits for the device
+        torch.cuda.set_sync_debug_mode("default")
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        replay = _captured(step, stream)
+        with pytest.raises(InputError, match="captured on another stream"):
+            _captured(step, torch.cuda.Stream())
+    for seed in (2, 0, 1):
+        step.load(seed)
+        replay()
+        assert all(map(torch.equal, step.results, wanted[seed]))
+    captured = step.results
+
+    # The weights change: what the graph reads of them is brought up to date, and it gives what a step gives.
+    with torch.no_grad():
+        step.moe.experts.w13.mul_(0.5)
+        step.moe.experts.w2.add_(0.1)
+    if on_gpu and options.get("prepared") != "none" and options:
+        with pytest.raises(InputError, match="out of date"):
+            _captured(step, stream)
+        step.moe.forget_captures()
+    step.moe.refresh()
+    step.results = captured
+    replay()
+    replayed = [each.clone() for each in step.results]
+    assert all(map(torch.equal, replayed, step.eager()))
+    assert not torch.equal(replayed[0], wanted[1][0])
+    assert step.moe.overflow_total == 0
+    step.moe.check()
+    finalize_exchanges()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_step_is_replayed_with_other_inputs_and_other_weights(run_ranks, options):
+    """The bits of eager steps; a capture of stale weights, or on a second stream, is refused (GPUs)."""
+    run_ranks(_check, 1, 2, options)
