@@ -131,7 +131,9 @@ def _get_template() -> _Template:
 
 def _serve(control_fd: int) -> None:
     """Fork a program per request until the tests are over. Returns in no process but the programs, as they end."""
+    import sympy  # noqa: F401  what dynamo and torch.testing import besides, up to what would import Triton
     import torch
+    import torch.distributed.fsdp
 
     torch.set_num_threads(1)
     path = [entry for entry in sys.path if entry not in ("", str(ROOT))]

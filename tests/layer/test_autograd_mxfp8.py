@@ -80,8 +80,10 @@ def _check_routes(rank: int, nodes: int, ranks_per_node: int, case: Case) -> Non
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("case", ROUTES, ids=lambda case: case.name)
-def test_gradients_travel_quantised(run_ranks, nodes, ranks_per_node, case):
+def test_gradients_travel_quantised(run_ranks, backend, nodes, ranks_per_node, case):
     """Combine's backward gives an MXTensor, bit for bit; dispatch's backward sums it; dropped tokens get zero."""
+    if backend == "host" and ranks_per_node == 4:
+        pytest.skip("two CPU ranks on a node stand for four")
     run_ranks(_check_routes, nodes, ranks_per_node, case)
 
 
@@ -148,8 +150,10 @@ def _dense_product(works, xs, all_w, grads):
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("combine_weights", [False, True])
-def test_noise_of_a_moe_layer(run_ranks, nodes, ranks_per_node, combine_weights):
+def test_noise_of_a_moe_layer(run_ranks, backend, nodes, ranks_per_node, combine_weights):
     """Every product on MXFP8 operands, forward and backward, against float64: at least 28, 26 and 25 dB."""
+    if backend == "host" and ranks_per_node == 4:
+        pytest.skip("two CPU ranks on a node stand for four")
     for out, grad_x, grad_w, grad_weights in run_ranks(_check_noise, nodes, ranks_per_node, combine_weights):
         assert out >= 28
         assert grad_x >= 26

@@ -203,7 +203,7 @@ def test_cause_is_raised_rather_than_its_echo(pool: RankPool) -> None:
 def test_failure_frees_peers_in_a_collective(pool: RankPool) -> None:
     """A peer that nobody can wake is ended after the grace time, and the pool works again."""
     with pytest.raises(KeyError, match="rank one"):
-        pool.run(_fail_while_peer_is_in_a_collective, timeout_s=LIMIT_S)
+        pool.run(_fail_while_peer_is_in_a_collective, timeout_s=LIMIT_S, grace_s=0.5)
     assert len(pool.run(_pid)) == 2
 
 
