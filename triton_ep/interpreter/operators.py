@@ -145,36 +145,38 @@ def _binary(
     """compute: of numpy arrays. limits: of constants that go the short way, by type."""
 
     def call(self: Any, other: Any, _semantic: Any = None) -> Any:
-        name, second = self.dtype.name, other
+        name, second, own = self.dtype.name, other, self.type
         if name not in types:
             return stock(self, other)
-        left = self.handle
-        data, dtype, element = left.data, left.dtype, self.dtype
+        left, like = self.handle, self
+        data, dtype = left.data, left.dtype
         kind = type(second)
         if kind is _constexpr:
             second = second.value
             kind = type(second)
         if kind is Value:
-            shape, right = _common(self, second), second.handle.data
-            if second.dtype.name != name:
-                if name not in _SIGNED or second.dtype.name not in _SIGNED:
+            right = second.handle.data
+            if second.type is not own:
+                shape, element = _common(self, second), self.dtype
+                if second.dtype.name != name:
+                    if name not in _SIGNED or second.dtype.name not in _SIGNED:
+                        return stock(self, other)
+                    data, right, dtype, element = data.astype(np.int64), right.astype(np.int64), tl.int64, tl.int64
+                if shape is NotImplemented or (name == "int1" and (shape is None) is (type(own) is _block)):
                     return stock(self, other)
-                data, right, dtype, element = data.astype(np.int64), right.astype(np.int64), tl.int64, tl.int64
+                like = like_of(element, shape)
         elif kind is int and name in limits and limits[name][0] <= second < limits[name][1]:
-            shape, right = self.type.shape if type(self.type) is _block else None, constant(second, element).data
+            right = constant(second, self.dtype).data
         elif kind is bool and name == "int1":
-            shape, right = self.type.shape if type(self.type) is _block else None, _TRUTHS[second]
+            right = _TRUTHS[second]
         else:
             return stock(self, other)
         letter = data.dtype.char
-        if shape is NotImplemented or letter != right.dtype.char or type(dtype) is not tl.dtype:
+        if letter != right.dtype.char or type(dtype) is not tl.dtype or (letter not in _LETTERS and letter != "?"):
             return stock(self, other)
-        if letter not in _LETTERS and (
-            letter != "?" or name != "int1" or (shape is None) is (type(self.type) is _block)
-        ):
-            return stock(self, other)
-        # The handle of a truth value has the type of what was compared.
-        return made(like_of(tl.int1 if is_truth else element, shape), compute(data, right), dtype)
+        if is_truth:  # the handle of a truth value has the type of what was compared
+            like = like_of(tl.int1, like.type.shape if type(like.type) is _block else None)
+        return made(like, compute(data, right), dtype)
 
     return call
 
