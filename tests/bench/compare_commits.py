@@ -54,7 +54,7 @@ def _measure(side: str, commands: list[str], repeats: int, folder: str) -> None:
 
 def _settings(command: str) -> Any:
     from triton_ep.cli import bench
-    from triton_ep.runtime import INTERPRETING
+    from triton_ep.runtime.launch import INTERPRETING
 
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
@@ -79,7 +79,7 @@ def _give_turn(folder: str, turn: str) -> None:
 
 def _work(side: str, folder: str, repeats: int, commands: list[str]) -> None:
     """A checkout's process, which starts its ranks."""
-    import triton_ep.runtime  # noqa: F401  before torch's Triton: decides whether kernels are interpreted
+    import triton_ep.runtime.launch  # noqa: F401  before torch's Triton: decides whether kernels are interpreted
     from triton_ep.distributed import run_ranks
 
     run_ranks(_measure, _settings(commands[0]).ranks, side, commands, repeats, folder)

@@ -8,7 +8,7 @@ from triton_ep import CapacityError, ConfigError, EPAll2AllLayer, InputError, St
 from triton_ep.distributed import current_heap
 from triton_ep.ops import compact as compact_ops
 from triton_ep.reference import compact as reference
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.testing import Workload, make_workload
 
 DEVICE = "cpu" if INTERPRETING else "cuda"

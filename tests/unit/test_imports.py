@@ -16,65 +16,40 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # (module prefix, layer). The longest matching prefix decides; every module must match one.
 LAYERS = {
-    "triton_ep._checkout": 0,
-    "triton_ep._agreement": 3,
-    "triton_ep._calls": 3,
-    "triton_ep._names": 2,
-    "triton_ep._strides": 0,
     "triton_ep.errors": 0,
-    "triton_ep.kernels.device": 0,
     "triton_ep.reference": 0,
-    "triton_ep.environment": 0,
-    "triton_ep.config": 1,
-    "triton_ep.topology": 1,
-    "triton_ep.plans": 1,
-    "triton_ep.tuned": 1,
-    "triton_ep.kernels": 1,
-    "triton_ep.interpreter": 1,
+    "triton_ep.kernels": 0,
+    "triton_ep.runtime": 1,
+    "triton_ep.config": 2,
     "triton_ep.aot": 2,
     "triton_ep.heap": 2,
-    "triton_ep.runtime": 2,
-    "triton_ep.layout": 3,
-    "triton_ep.layout_desc": 3,
-    "triton_ep.context": 3,
-    "triton_ep.overlap": 3,
-    "triton_ep.rendezvous": 2,
     "triton_ep.distributed": 3,
-    "triton_ep.mx": 4,
-    "triton_ep.ops": 4,
-    "triton_ep.barrier": 5,  # launches, through ops
-    "triton_ep.checks": 5,
-    "triton_ep._compact": 5,
-    "triton_ep._dispatch_steps": 5,
-    "triton_ep.layer": 5,
-    "triton_ep._autograd_ops": 6,
-    "triton_ep.autograd": 6,
-    "triton_ep._pipeline_exchange": 6,
-    "triton_ep._pipeline_graph": 6,
-    "triton_ep._pipeline_permute": 6,
-    "triton_ep.nn": 6,
-    "triton_ep.pipeline": 6,
-    "triton_ep._rank_pool": 7,
-    "triton_ep._rank_process": 7,
-    "triton_ep.bench": 7,
-    "triton_ep.integrations": 7,
-    "triton_ep.testing": 7,
-    "triton_ep.cli": 7,
+    "triton_ep.context": 4,
+    "triton_ep.ops": 5,
+    "triton_ep.mx": 5,
+    "triton_ep.exchange": 6,
+    "triton_ep.layer": 7,
+    "triton_ep.autograd": 8,
+    "triton_ep.nn": 8,
+    "triton_ep.pipeline": 8,
+    "triton_ep.bench": 9,
+    "triton_ep.integrations": 9,
+    "triton_ep.testing": 9,
+    "triton_ep.cli": 9,
 }
 # Kernels are named by those who launch them. Constants of `kernels.device` (which wait is which, which
 # buffer is where) are shared with the host side that allocates and reports; front doors see neither.
 IMPORTERS_OF_KERNELS = (
     "triton_ep.ops",
     "triton_ep.runtime",
-    "triton_ep.interpreter",
     "triton_ep.kernels",
     "triton_ep.aot",
 )
-FRONT_DOOR = 7
+FRONT_DOOR = 9
 IMPORTERS_OF_NVSHMEM = {"triton_ep.heap.nvshmem", "triton_ep.heap.bitcode"}
-READERS_OF_ENVIRONMENT = {"triton_ep.environment"}
+READERS_OF_ENVIRONMENT = {"triton_ep.runtime.environment"}
 # These may set TRITON_INTERPRET, which Triton itself reads when it is imported.
-SETTERS_OF_INTERPRET = ("triton_ep.runtime", "triton_ep.interpreter", "triton_ep.aot")
+SETTERS_OF_INTERPRET = ("triton_ep.runtime.launch", "triton_ep.runtime.interpreter", "triton_ep.aot")
 
 
 def _modules() -> dict[str, Path]:
@@ -165,8 +140,8 @@ def test_imports_point_downwards() -> None:
         ("triton_ep.cli.doctor", "from triton_ep.heap.host import HostHeap"),
         ("triton_ep.testing", "from triton_ep.kernels.device.waits import WAIT_SPLITS"),
         ("triton_ep.layer", "from triton_ep.kernels.intranode.dispatch import dispatch_kernel"),
-        ("triton_ep.reference.dispatch", "from triton_ep.topology import Topology"),
-        ("triton_ep.heap.base", "from ..layout import TABLE"),
+        ("triton_ep.reference.dispatch", "from triton_ep.config import Topology"),
+        ("triton_ep.heap.base", "from ..context.layout import BUFFERS"),
         ("triton_ep.ops.dispatch", "from kernels.spec import KernelSpec"),
     ],
 )
@@ -198,7 +173,7 @@ def _is_interpret_switch(path: Path, line: int) -> bool:
 
 
 def test_environment_is_read_in_one_place() -> None:
-    """Only triton_ep.environment reads the environment; TRITON_INTERPRET is set where it must be."""
+    """Only triton_ep.runtime.environment reads the environment; TRITON_INTERPRET is set where it must be."""
     elsewhere = []
     for name, path in MODULES.items():
         if name in READERS_OF_ENVIRONMENT:
@@ -248,7 +223,18 @@ def test_public_names_are_there() -> None:
     assert sorted(typed) == sorted(__import__("triton_ep").__all__)
 
 
-@pytest.mark.parametrize("module", ["barrier", "cli.demo_moe", "context", "distributed", "layer", "ops", "testing"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "exchange.barrier",
+        "cli.demo_moe",
+        "context.context",
+        "distributed",
+        "layer",
+        "ops",
+        "testing",
+    ],
+)
 def test_any_module_may_be_imported_first(module: str) -> None:
     """Whichever comes first, kernels are set to be interpreted or compiled before Triton is imported."""
     assert _last_line(f"import sys; assert 'triton' not in sys.modules; import triton_ep.{module}; print('ok')") == "ok"

@@ -134,7 +134,7 @@ def _find_torchrun() -> str | None:
 
 def inspect_machine() -> Machine:
     """Look at this machine. Imports torch where there is one; starts no rank and allocates nothing."""
-    from triton_ep.environment import read_what_can_be
+    from triton_ep.runtime.environment import read_what_can_be
 
     cuda = None
     gpus: tuple[Gpu, ...] = ()

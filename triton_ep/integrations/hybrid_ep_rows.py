@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from triton_ep.checks import ONE_BYTE
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import InputError
+from triton_ep.exchange.checks import ONE_BYTE
 from triton_ep.integrations import arguments as check
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.dispatch import Rows
 from triton_ep.ops.routing import RoutingMap, map_slots

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from triton_ep._strides import view_as
 from triton_ep.errors import InputError
+from triton_ep.ops.strides import view_as
 
 FORMAT_VERSION = 1
 """Of what is written; whatever is newer is refused."""

@@ -23,7 +23,7 @@ from triton_ep.ops import library
 from triton_ep.ops.grouped_bf16 import bf16_gemm, bf16_wgrad
 from triton_ep.ops.grouped_fp8 import EqualScales, equalize_scales, fp8_gemm, scaled_gemm
 from triton_ep.ops.row_scales import RowScaled, rebase_rows
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 PATHS = ("auto", "bf16", "fp8", "mx")
 FEW_ROWS = 128

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from triton_ep import runtime  # before the kernels: decides whether they are interpreted
 from triton_ep.errors import InputError
 from triton_ep.kernels.device import mx_codes
 from triton_ep.mx.formats import (
@@ -30,6 +29,7 @@ from triton_ep.mx.formats import (
 from triton_ep.ops import library
 from triton_ep.ops.mxfp8 import MODES
 from triton_ep.ops.tuning import mx_blocks, mx_columns
+from triton_ep.runtime import launch as runtime  # before the kernels: decides whether they are interpreted
 
 BLOCK_SIZES = (16, 32, 64, 128)
 """What the kernels are made for."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from triton_ep import runtime
 from triton_ep.errors import InputError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import library
 from triton_ep.ops.row_scales import RowScaled, rebase_rows
-from triton_ep.plans.experts import maxima_tile, prepare_tile
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans.experts import maxima_tile, prepare_tile
 
 USES = ("fprop", "dgrad", "both")
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from triton_ep.context import NO_LIMIT, DispatchCombineContext
-from triton_ep.layout import entry_fields
-from triton_ep.plans import compact, exchange
-from triton_ep.plans.shape import ROUTING_TOKENS
-from triton_ep.runtime import INTERPRETING
+from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
+from triton_ep.context.layout import entry_fields
+from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans import compact, exchange
+from triton_ep.runtime.plans.shape import ROUTING_TOKENS
 
 
 class RoutingMap(NamedTuple):

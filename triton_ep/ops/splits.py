@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from triton_ep.context import NO_LIMIT, DispatchCombineContext
+from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
 from triton_ep.ops.routing import Routing, num_chunks
-from triton_ep.plans import exchange as plans
+from triton_ep.runtime.plans import exchange as plans
 
 
 def exchange(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_ep._compact import CompactRows
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
+from triton_ep.exchange.compact import CompactRows
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import (
     add,
