@@ -79,7 +79,7 @@ def combine(
 
 def _sum(ctx: DispatchCombineContext, out: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
     cfg, num_tokens = ctx.config, out.shape[0]
-    launcher = ctx.launcher(("ll_sum",), plans.sum)
+    launcher = ctx.launcher(("ll_sum",), plans.sum_ranks)
     launcher(
         max(-(-num_tokens // _SUMMED_ROWS), 1) * launcher.constexprs["PARTS"],
         out,
