@@ -1,4 +1,4 @@
-"""KernelSpec: what a launch needs to know of a kernel. The JIT, the compile gate and the docs all read it.
+"""KernelSpec: what a launch needs to know of a kernel. The JIT, the ahead-of-time build and the compile gate read it.
 
 A spec lists the run-time arguments with their types, the warps, and *variants*: representative choices of
 types and constexprs that the compile gate builds for every architecture without a GPU.

@@ -82,7 +82,7 @@ class DispatchCombineContext(ContextNames):
     a destructor, because freeing symmetric memory out of step hangs the other ranks.
     """
 
-    @torch.inference_mode(False)  # what it keeps is written outside of that mode, too
+    @torch.inference_mode(False)  # these tensors outlive inference mode and must stay writable outside it
     def __init__(
         self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap, aot: Aot | None, name: str
     ) -> None:
@@ -362,7 +362,7 @@ class DispatchCombineContext(ContextNames):
     def of_rows(self, config: EPConfig) -> DispatchCombineContext:
         """The same context, for other rows in its buffers: `config` may differ in their length, dtype and payload.
 
-        For one call, once buffers have grown for it. Not to count epochs with.
+        A view for a single call; grow the buffers first. Never advance `epoch` through it.
         """
         other = object.__new__(DispatchCombineContext)  # copy.copy takes three times as long
         other.__dict__.update(self.__dict__)
