@@ -1,1 +1,1 @@
-"""Kernels that may reach other nodes, by put and signal: splits, barrier (of single-node layers too), dispatch, combine."""
+"""Kernels that may reach other nodes, by put and signal: splits, barrier (in one node too), dispatch and combine."""

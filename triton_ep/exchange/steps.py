@@ -14,6 +14,7 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.names import LayerNames
 from triton_ep.context.overlap import EPEvent, RecvHook
+from triton_ep.context.rows import RowFormat
 from triton_ep.errors import ConfigError, InputError, PeerFailed, StaleHandleError
 from triton_ep.exchange import checks
 from triton_ep.kernels.device.codes import (
@@ -191,17 +192,27 @@ class DispatchSteps(LayerNames):
         """`dispatch` or `dispatch_scaled` for front doors, with output rows [C, K] int32 of each arrival row.
 
         given: expert ids, or a routing map, with which the door has looked at all arguments.
+
+        Raises:
+            CapacityError: a layer without capacity has room for fewer tokens than some rank has, or fewer slots than a
+                token of a routing map has experts; on all ranks, before a row is sent.
         """
-        ctx = self.context
+        ctx, cfg = self.context, self.config
         ctx.check_open()
         ctx.poll_status()
         ctx.calls.check_dispatch()
-        if isinstance(given, torch.Tensor):
-            try:
-                checks.check_dispatch(self.config, ctx.device, rows.data, given, weights, None, scale=rows.scale)
-            except InputError:
-                self._reject(scaled=rows.scale is not None)
-                raise
+        try:
+            if rows.data.shape[0] > cfg.max_tokens and cfg.recv_capacity is None:
+                checks.check_rows(cfg, ctx.device, rows.data, None, rows.scale)
+            elif isinstance(given, torch.Tensor):
+                checks.check_dispatch(cfg, ctx.device, rows.data, given, weights, None, scale=rows.scale)
+            else:
+                checks.check_num_tokens(cfg, rows.data.shape[0])
+        except InputError:
+            self._reject(scaled=rows.scale is not None)
+            raise
+        if rows.data.shape[0] > cfg.max_tokens:
+            self._reject(needed_tokens=rows.data.shape[0])
         sent = rows.as_bytes()
         word = HOST_SCALED if sent.scale is not None else 0
         received, desc, _ = self._dispatch(sent, given, weights, None, word, keep_copies=True)
@@ -257,6 +268,7 @@ class DispatchSteps(LayerNames):
         keep_copies: bool = False,
         known_rows: int | None = None,
         landing: str | None = None,
+        needed_tokens: int = 0,
     ) -> tuple[dispatch_ops.Received, EPAllToAllLayoutDesc, Callable[[], None]]:
         """What a dispatch receives, its descriptor, and its receiving half.
 
@@ -267,7 +279,7 @@ class DispatchSteps(LayerNames):
         if cfg.low_latency:
             assert isinstance(topk_idx, torch.Tensor), "no front door has maps for it"
             ctx.epoch += 1
-            result = low_latency_ops.dispatch(self._moved(x), x, topk_idx, weights, host_word)
+            result = low_latency_ops.dispatch(ctx, self._format(x), x, topk_idx, weights, host_word)
             if not split:
                 result[-1]()
                 ctx.poll_status()
@@ -276,23 +288,23 @@ class DispatchSteps(LayerNames):
         known_rows = known_rows if again is None else again.num_recv_rows
         if cfg.recv_capacity is None and known_rows is None:
             host_word |= HOST_READS
-        routing, placement = self.preprocess(topk_idx, weights, scatter, host_word, again)
+        routing, placement = self.preprocess(topk_idx, weights, scatter, host_word, again, needed_tokens)
         has_weights = routing.weights is not None
         ctx.epoch += 1
         num_rows, num_arrivals, offsets = self.init_output_buffer(placement, known_rows)
-        moved = self._moved(x)
-        routing_ops.place(moved, routing, placement, scatter)
+        fmt = self._format(x)
+        routing_ops.place(ctx, fmt, routing, placement, scatter)
         exact = offsets is not None
         sizes = (num_rows, num_arrivals)
-        make = partial(dispatch_ops.make_received, moved, *sizes, has_weights, exact, keep_copies, landing)
+        make = partial(dispatch_ops.make_received, ctx, fmt, *sizes, has_weights, exact, keep_copies, landing)
         received = None if exact else make()
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, x is not given, split)
         if not cfg.is_intra_node:
-            dispatch_ops.send(moved, x, routing, placement)
-        dispatch_ops.push(moved, x, routing, placement)
+            dispatch_ops.send(ctx, fmt, x, routing, placement)
+        dispatch_ops.push(ctx, fmt, x, routing, placement)
         received = received or make()  # what is not filled, while rows are on their way
-        receive = partial(dispatch_ops.receive, moved, received, placement, forward, side)
+        receive = partial(dispatch_ops.receive, ctx, fmt, received, placement, forward, side)
         if not split:
             receive()
             ctx.poll_status()
@@ -311,10 +323,10 @@ class DispatchSteps(LayerNames):
         )
         return received, desc, receive
 
-    def _moved(self, x: dispatch_ops.Rows) -> DispatchCombineContext:
-        """The context for rows on their way: as the layer's, or one-byte rows with scales through a layer without."""
-        ctx = self.context
-        return ctx if x.scale is None or ctx.config.payload is not None else ctx.of_rows(ctx.config.for_scaled_rows)
+    def _format(self, x: dispatch_ops.Rows) -> RowFormat:
+        """How these rows travel."""
+        formats = self.context.rows
+        return formats.own if x.scale is None else formats.scaled
 
     def _check_kind(self, scaled: bool) -> None:
         """Hold a low-latency layer to rows of one kind.
@@ -353,6 +365,7 @@ class DispatchSteps(LayerNames):
         scatter: torch.Tensor | None,
         host_word: int,
         again: EPAllToAllLayoutDesc | None = None,
+        needed_tokens: int = 0,
     ) -> tuple[routing_ops.Routing, torch.Tensor]:
         """Count, give slots, and exchange the splits of all ranks; what they say is the second.
 
@@ -370,7 +383,7 @@ class DispatchSteps(LayerNames):
         host_word |= 0 if routing.weights is None else HOST_WEIGHTS
         host_word |= (0 if again is None else HOST_AGAIN) | (HOST_BACKWARD if ctx.backward else 0)
         routed = None if again is None else again.placement
-        return routing, splits_ops.exchange(ctx, routing, host_word, bad_scatter, routed)
+        return routing, splits_ops.exchange(ctx, routing, host_word, bad_scatter, routed, needed_tokens)
 
     def init_output_buffer(self, placement: torch.Tensor, known_rows: int | None = None) -> Expected:
         """Rows of this rank's output, arrival rows to expect, and in exact mode, where the host reads what comes, the
@@ -399,17 +412,23 @@ class DispatchSteps(LayerNames):
         ctx.grow(arrivals, rows)
         return report[cfg.rank][0], report[cfg.rank][1], tuple(words[first:])
 
-    def _reject(self, again: bool = False, scaled: bool = False) -> EPAllToAllLayoutDesc | None:
+    def _reject(self, again: bool = False, scaled: bool = False, needed_tokens: int = 0) -> EPAllToAllLayoutDesc | None:
         """Tell the other ranks that this one's arguments were refused, and keep its epochs in step.
 
         Returns the descriptor of a dispatch without rows, None where nothing comes of it on any rank.
 
         again: the others send rows, and wait for this one's, whatever they are told. scaled: these are one-byte rows
-        with scales, which this rank may have to pass on.
+        with scales, which this rank may have to pass on. needed_tokens: of this rank, if these are more than the layer
+        has room for.
+
+        Raises:
+            CapacityError: the hosts wait, and some rank needs a larger layer; the same on all ranks.
         """
         x, idx = self._nothing(scaled)
         try:
-            _, desc, _ = self._dispatch(x, idx, None, None, HOST_REJECTED, known_rows=-1 if again else None)
+            _, desc, _ = self._dispatch(
+                x, idx, None, None, HOST_REJECTED, known_rows=-1 if again else None, needed_tokens=needed_tokens
+            )
         except PeerFailed:
             # This rank's own rejection, seen in the exchange: the caller raises what caused it.
             return None

@@ -310,7 +310,7 @@ class Buffer(LowLatencyCalls):
                     rows = pair.dispatch(layer, call, (topk_idx, topk_weights), previous_event, async_finish)
             except CapacityError as error:
                 # The same on all ranks, before a row was sent.
-                self._layers.grow(kind, error.needed)
+                self._layers.grow(kind, error.needed_tokens)
                 continue
             return rows, DispatchHandle(layer, rows.layout_desc)
 
