@@ -2,7 +2,7 @@
 
 A layer fixes top-k and max_tokens on all ranks; a routing map may exceed either. The ranks agree on top-k once, by a
 collective of their own, and then assume that it suffices. Where it does not on some rank, or where a rank has too many
-tokens, the layers of all ranks raise `CapacityError` before any row is sent, and all ranks try again with a larger layer.
+tokens, the layers of all ranks raise `CapacityError` before any row is sent, and all try again with a larger layer.
 """
 
 from __future__ import annotations
