@@ -17,6 +17,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from triton_ep.bench.tables import time_text
 from triton_ep.bench.timing import Call
 from triton_ep.runtime import launch as runtime
 
@@ -133,10 +134,15 @@ def _timed_launches(found: list[Span]) -> Iterator[None]:
         runtime._interpret = interpret
 
 
-def table(stages: Sequence[Stage]) -> str:
+def table(stages: Sequence[Stage], *, interpreting: bool = False) -> str:
     """The stages as text, with their sum."""
+    if not stages and interpreting:
+        return "  none: on the CPU the launches of this package's kernels are timed, and there were none"
     if not stages:
         return "  nothing was recorded: torch's profiler cannot see this GPU (CUPTI)"
     width = max(len(stage.name[:60]) for stage in stages)
-    lines = [f"  {s.name[:60]:{width}}  {s.per_call:6.2f} x {s.median_us:10.1f} us = {s.us:10.1f} us" for s in stages]
-    return "\n".join([*lines, f"  {'sum':{width}}  {'':6}   {'':10}      {sum(s.us for s in stages):10.1f} us"])
+    lines = [
+        f"  {s.name[:60]:{width}}  {s.per_call:6.2f} x {time_text(s.median_us):>8} = {time_text(s.us):>8}"
+        for s in stages
+    ]
+    return "\n".join([*lines, f"  {'sum':{width}}  {'':6}   {'':8}   {time_text(sum(s.us for s in stages)):>8}"])

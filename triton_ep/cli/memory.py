@@ -6,12 +6,15 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from triton_ep.bench.settings import MODELS
-from triton_ep.config import EPConfig
-from triton_ep.context.layout import BUFFERS, Sizes, estimate_bytes, initial_sizes
 from triton_ep.errors import ConfigError
 from triton_ep.runtime.environment import as_integer, parse_bytes
+
+if TYPE_CHECKING:  # they need torch, and `doctor` must run where there is none
+    from triton_ep.config import EPConfig
+    from triton_ep.context.layout import Sizes
 
 MOE_LAYERS = {"deepseek-v3": 58, "qwen3-235b": 94, "mixtral": 32}
 """MoE layers of each model."""
@@ -41,6 +44,12 @@ class Report:
     heap: int
     fit: int
     layers: int
+
+
+EXAMPLES = (
+    "triton-ep memory --model deepseek-v3 --ranks 64",
+    "triton-ep memory --model mixtral --ranks 8 --capacity 1.5x --payload mxfp8 --json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +91,8 @@ def config_of(arguments: argparse.Namespace) -> EPConfig:
     Raises:
         ConfigError: sizes that no layer can have.
     """
+    from triton_ep.config import EPConfig
+
     model = MODELS[arguments.model]
     ranks = as_integer("--ranks", arguments.ranks)
     tokens = arguments.tokens or (_LOW_LATENCY_TOKENS if arguments.low_latency else 4096)
@@ -119,6 +130,8 @@ def _capacity(text: str, mean: int, most: int, low_latency: bool) -> int | None:
 
 def report_of(config: EPConfig, layers: int, heap: int) -> Report:
     """Bytes of the buffers of one exchange of this configuration."""
+    from triton_ep.context.layout import BUFFERS, estimate_bytes, initial_sizes
+
     sizes = initial_sizes(config)
     total = estimate_bytes(sizes)
     buffers = {buffer.name: buffer.nbytes(sizes) for buffer in BUFFERS}
@@ -135,6 +148,8 @@ def report_of(config: EPConfig, layers: int, heap: int) -> Report:
 
 def _grown(config: EPConfig, sizes: Sizes) -> Sizes:
     """Sizes of an exact exchange after every token of every rank has gone to this rank's experts."""
+    from triton_ep.context.layout import Sizes
+
     if config.recv_capacity is not None:
         return sizes
     arrivals = config.world_size * config.max_tokens
