@@ -11,7 +11,7 @@ from triton_ep import EPAll2AllLayer
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import vllm as door
-from triton_ep.integrations.vllm_quantize import quantize_rows
+from triton_ep.integrations.vllm.quantize import quantize_rows
 from triton_ep.testing import apply_expert, apply_experts, make_workload
 
 HIDDEN, EXPERTS, TOPK = 64, 2, 2  # experts per rank

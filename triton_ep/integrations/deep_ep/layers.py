@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from triton_ep.distributed import current_heap
+from triton_ep.distributed import check_group, current_heap, ranks_per_node
 from triton_ep.errors import InputError
-from triton_ep.integrations.hybrid_ep_layers import check_group, ranks_per_node
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.compact import ZeroCounts
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.errors import InputError, PeerFailed, WaitTimeout
-from triton_ep.integrations.hybrid_ep_layers import Layers
-from triton_ep.integrations.hybrid_ep_maps import weights_of_slots
+from triton_ep.integrations.hybrid_ep.layers import Layers
+from triton_ep.integrations.hybrid_ep.maps import weights_of_slots
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.routing import RoutingMap
 

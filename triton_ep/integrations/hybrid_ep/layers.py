@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_ep.distributed import check_group as check_group
-from triton_ep.distributed import ranks_per_node as ranks_per_node
+from triton_ep.distributed import check_group, ranks_per_node
 from triton_ep.errors import FinalizedError, InputError
 from triton_ep.layer import EPAll2AllLayer
 

@@ -1,22 +1,4 @@
-"""HybridEPBuffer: DeepEP's HybridEP interface over EPAll2AllLayer. Rows arrive grouped by expert, padded, in one step.
-
-    HybridEP                                    here
-    HybridEPBuffer(group, hidden_dim, max_num_  layers over `group`, made when a call first needs one: by dtype, experts
-      of_tokens_per_rank, num_local_experts)      per token, `pad_multiple` and budget
-    dispatch_with_permute(...)                  layer.dispatch of the expert ids in the routing map, `alignment` =
-                                                  pad_multiple
-    non_blocking=True, num_permuted_tokens=n    layer with `capacity=n`: no host synchronisation, CUDA graphs
-    dispatch_with_permute(..., handle=)         layer.dispatch_again
-    combine_with_unpermute(hidden, handle)      layer.combine, a plain sum in float32
-    ... probs=                                  one float32 per row back to its own (token, expert)
-    dispatch, combine                           layer.dispatch_compact, layer.combine: one row per (token, rank)
-    hidden of uint8 or e4m3, scaling_factor     layer.dispatch_scaled
-    handle[3], [4], [7], [10]                   rows before permutation, their local experts, rows per expert without
-                                                  padding, and layout_desc.overflow; the second is made when looked at
-    fuse_permute_dispatch, num_blocks_*, ...    accepted; there is one way, and the same bits
-
-Source: deep_ep/hybrid_ep_buffer.py of DeepEP's branch hybrid-ep. docs/how-to/hybrid-ep.md has the details.
-"""
+"""HybridEPBuffer: dispatch and combine in HybridEP's calling convention."""
 
 from __future__ import annotations
 
@@ -27,18 +9,17 @@ from typing import Any
 import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import arguments as check
-from triton_ep.integrations import hybrid_ep_checks as checks
-from triton_ep.integrations.hybrid_ep_checks import Handle, Routing
-from triton_ep.integrations.hybrid_ep_layers import Layers, check_group
-from triton_ep.integrations.hybrid_ep_maps import indices_to_map, map_of_slots, weights_by_ids, weights_of_slots
-from triton_ep.integrations.hybrid_ep_routing import RoutingInputs
-from triton_ep.integrations.hybrid_ep_rows import SentRows, dtype_of_layer
+from triton_ep.integrations.hybrid_ep import arguments as checks
+from triton_ep.integrations.hybrid_ep.handle import Handle, Routing, open_handle
+from triton_ep.integrations.hybrid_ep.layers import Layers
+from triton_ep.integrations.hybrid_ep.maps import indices_to_map, map_of_slots, weights_by_ids, weights_of_slots
+from triton_ep.integrations.hybrid_ep.routing import RoutingInputs
+from triton_ep.integrations.hybrid_ep.rows import SentRows, dtype_of_layer
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.slots import row_slots, to_slots
-
-__all__ = ["HybridEPBuffer", "indices_to_map"]
 
 Permuted = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, Handle]
 
@@ -258,7 +239,7 @@ class HybridEPBuffer(RoutingInputs):
             InputError: an argument does not fit. StaleHandleError: a handle of another buffer. FinalizedError: the
             buffer was closed.
         """
-        routing = checks.open_handle(self.layers, handle, pad_multiple)
+        routing = open_handle(self.layers, handle, pad_multiple)
         if probs is not None and not routing.has_probs:
             raise InputError(
                 "combine_with_unpermute got probs, but the dispatch of this handle had none, so nobody knows where "
@@ -305,7 +286,7 @@ class HybridEPBuffer(RoutingInputs):
             As `dispatch_with_permute`.
         """
         if handle is not None:
-            routing = checks.open_handle(self.layers, handle, None, items=7)
+            routing = open_handle(self.layers, handle, None, items=7)
             idx, layer = routing.desc.topk_indices_tensor, routing.layer
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
             checks.check_weights(layer, idx, probs, topk_idx, topk_weights)
@@ -365,7 +346,7 @@ class HybridEPBuffer(RoutingInputs):
         Raises:
             As `combine_with_unpermute`.
         """
-        routing = checks.open_handle(self.layers, handle, None, items=7)
+        routing = open_handle(self.layers, handle, None, items=7)
         layer, desc, ids = routing.layer, routing.desc, routing.local_ids
         assert ids is not None
         check.tensor("hidden", hidden, 2)
@@ -391,7 +372,7 @@ class HybridEPBuffer(RoutingInputs):
         num_permuted_tokens: int | None,
     ) -> Permuted:
         """`dispatch_with_permute` by a handle; given: topk_idx, topk_weights, probs."""
-        routing = checks.open_handle(self.layers, handle, pad_multiple)
+        routing = open_handle(self.layers, handle, pad_multiple)
         desc, counts = routing.desc, routing.counts
         assert counts is not None, "permuted rows have them"
         if num_permuted_tokens not in (None, desc.num_recv_rows):

@@ -1,18 +1,4 @@
-"""torchtitan's MoE over EPAll2AllLayer: a token dispatcher, and the grouped product of the experts.
-
-    torchtitan                                 here
-    ...TokenDispatcher.Config(num_experts,     TritonEPTokenDispatcher.Config; torchtitan fills hidden_dim and
-      top_k, ...)                                num_max_tokens_per_rank, as for its HybridEP
-    wire_meshes(ep_mesh=), init_buffer()       one EPAll2AllLayer per kind, shared by all MoE layers of the model
-    dispatch(x, scores, ids, counts)           triton_ep.autograd.dispatch, `alignment` = pad_multiple
-    num_tokens_per_local_expert_e              layout_desc.expert_offsets.diff(), padding included
-    combine(rows, metadata, x)                 triton_ep.autograd.combine with the scores: product and sum in float32
-    non_blocking_capacity_factor               `capacity`: no host synchronisation; overflow is counted, not silent
-    GroupedExperts._grouped_mm                 triton_ep's grouped GEMM, in bf16 or MXFP8
-
-`TritonEPTokenDispatcher`, `TritonEPGroupedExperts` and `use_triton_ep` are made of torchtitan's classes and need it
-installed; the rest does not. Source: torchtitan/models/common/{token_dispatcher,moe}.py; docs/how-to/torchtitan.md.
-"""
+"""TokenDispatch: torchtitan's token dispatcher over EPAll2AllLayer."""
 
 from __future__ import annotations
 
@@ -24,26 +10,12 @@ import torch.distributed as dist
 
 from triton_ep import autograd
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.distributed import check_group
+from triton_ep.distributed import check_group, ranks_per_node
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import arguments as check
-from triton_ep.integrations.hybrid_ep_layers import ranks_per_node
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm
-from triton_ep.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 
-__all__ = ["DispatchMetadata", "TokenDispatch", "close_layers", "grouped_mm"]
-
-_OF_TORCHTITAN = ("TritonEPGroupedExperts", "TritonEPTokenDispatcher", "use_triton_ep")
 _layers: dict[tuple[Any, ...], EPAll2AllLayer] = {}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OF_TORCHTITAN:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from triton_ep.integrations import torchtitan_classes
-
-    return getattr(torchtitan_classes, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,45 +202,3 @@ def close_layers() -> None:
     _layers.clear()
     for layer in layers:
         layer.finalize()
-
-
-class _GroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(a, b_t, offs)
-        return grouped_gemm(a, b_t, offs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (dy,) = grads
-        a, b_t, offs = ctx.saved_tensors
-        dy = dy.contiguous()
-        da = grouped_gemm_dgrad(dy, b_t, offs) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return da, None, None
-        # As the weights are stored, [E, N, K], so that an optimizer's update copies nothing.
-        return da, grouped_gemm_wgrad(dy, a, offs, b_t.shape[0]).transpose(-2, -1), None
-
-
-def grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor, recipe: str = "bf16") -> torch.Tensor:
-    """[R, N] bf16: rows of expert e times B_t[e]; differentiable. What `GroupedExperts._grouped_mm` computes.
-
-    Args:
-        A: [R, K] bf16; with recipe="mxfp8" an `MXTensor` as well.
-        B_t: [e, K, N] bf16, a transposed view of [e, N, K].
-        offs: [e] int32 on the device, the row after the last one of each expert.
-        recipe: "bf16", or "mxfp8": all three products of a training step from operands quantised to MXFP8.
-
-    Rows after the last expert's: zeros, also in the gradient of A.
-
-    Raises:
-        ConfigError: another recipe. InputError: shapes or dtypes that do not go together.
-    """
-    if not isinstance(recipe, str) or recipe not in ("bf16", "mxfp8"):
-        raise ConfigError(f'recipe must be "bf16" or "mxfp8", got {check.shown(recipe)}.')
-    for name, given, dim in (("A", A, 2), ("B_t", B_t, 3), ("offs", offs, 1)):
-        check.tensor(name, given, dim)
-    if recipe == "mxfp8":
-        return _to_mxfp8_then_scaled_grouped_mm(A, B_t, offs)
-    out: torch.Tensor = _GroupedMM.apply(A, B_t, offs)
-    return out
