@@ -290,7 +290,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     ours = inputs[rank].to(device)
     hidden, *_ = uneven.dispatch_with_permute(hidden=ours.hidden, routing_map=ours.routing_map)
     same(hidden, reference.dispatch(inputs, rank, EXPERTS, 1)[0])
-    assert uneven.layers.max_tokens == 80 and not uneven.layers.retired
+    assert uneven.layers.max_tokens == 80 and not uneven.layers.pool.outgrown
     uneven.close()
 
     # Another number of experts than the buffer was made for: a layer of its own.

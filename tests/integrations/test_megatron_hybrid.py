@@ -84,7 +84,7 @@ def _check_parity(rank: int, nodes: int, ranks_per_node: int, pad: int, budget: 
         if step == "F":
             batches[number].forward(pad, budget)
             continue
-        (layer,) = door._hybrid_ep_buffer.layers.made.values()
+        (layer,) = door._hybrid_ep_buffer.layers.pool.layers.values()
         layer.context.read_back = None  # the host waits for no count
         results[number] = batches[number].backward()
         del layer.context.read_back

@@ -86,7 +86,7 @@ def _check_kernel(rank: int, nodes: int, ranks_per_node: int, case: str) -> None
                     recv_x, recv_weights, desc = layer.dispatch(x, ids, weights)
                     y = apply_experts(recv_x, desc.expert_offsets, rank * EXPERTS)
                     assert torch.equal(out, layer.combine(y, desc, recv_weights))
-        assert len(made._layers) == 2
+        assert len(made._pool.layers) == 2
         vllm.UBATCH.now = 0
         made.close()
 
@@ -200,7 +200,7 @@ PLACED = {
 def _prepare_and_check(made, x, weights, ids, expert_map):
     """With a static capacity no host waits for what the others say before `check`."""
     prepared = made.prepare(x, weights, ids, expert_map.numel(), expert_map.to(x.device), False, PLAIN)
-    for layer in made._layers.values():
+    for layer in made._pool.layers.values():
         layer.check()
     return prepared
 

@@ -23,11 +23,12 @@ from triton_ep.integrations.deep_ep.arguments import (
 from triton_ep.integrations.deep_ep.config import Config, longest_row
 from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, check_hidden
 from triton_ep.integrations.deep_ep.handles import DispatchHandle
-from triton_ep.integrations.deep_ep.layers import Kind, layers_of
+from triton_ep.integrations.deep_ep.layers import layers_of, room_for
 from triton_ep.integrations.deep_ep.low_latency import LowLatencyCalls
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
+from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.compact import token_layout
+from triton_ep.ops.compact import ZeroCounts, token_layout
 
 _numbers = itertools.count()
 Dispatched = tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]
@@ -85,8 +86,9 @@ class Buffer(LowLatencyCalls):
         if comm is not None:
             raise ConfigError("comm= is a communicator of mpi4py. Pass group=, a process group of torch.distributed.")
         self.group = group
-        self._layers = layers_of(group)
-        self._layers.timeout_s = timeout_s
+        self._pool = layers_of(group)
+        self._timeout_s = timeout_s
+        self._zeros = ZeroCounts()
         self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self._longest_row = longest_row(num_nvl_bytes, self.group_size)
@@ -100,7 +102,7 @@ class Buffer(LowLatencyCalls):
     def destroy(self) -> None:
         """Free the memory that no other buffer of the group used. Collective, idempotent; no call may follow."""
         if not self._closed:
-            self._layers.free(self._number)
+            self._pool.free(self._number)
         self._closed = True
 
     @property
@@ -178,8 +180,8 @@ class Buffer(LowLatencyCalls):
         if num_experts % self.group_size:
             raise InputError(f"num_experts is {num_experts}; it must be a multiple of the {self.group_size} ranks.")
         order_of(previous_event, False)
-        per_node = self._layers.ranks_per_node
-        found = token_layout(topk_idx, num_experts, self.group_size, per_node, self._layers.zeros)
+        per_node = self._pool.ranks_per_node
+        found = token_layout(topk_idx, num_experts, self.group_size, per_node, self._zeros)
         nodes = None if per_node == self.group_size else found.tokens_per_node
         event = Buffer.capture() if async_finish else EventOverlap()
         return found.tokens_per_rank, nodes, found.entries_per_expert, found.in_rank, event
@@ -296,10 +298,12 @@ class Buffer(LowLatencyCalls):
         num_worst_tokens = check.integer("num_worst_tokens", num_worst_tokens, 0)
         num_tokens, hidden = x.shape if pair is None else pair.data.shape
         # What comes back for quantised rows is bfloat16, so the layer is for such.
-        kind = Kind(x.dtype if pair is None else torch.bfloat16, hidden, topk_idx.shape[1], num_experts, num_sm)
+        dtype = x.dtype if pair is None else torch.bfloat16
+        sizes = self._sizes(hidden, topk_idx.shape[1], num_experts, dtype, num_sm)
         order = {} if pair is not None else order_of(previous_event, async_finish)
+        room = room_for(num_tokens)
         while True:
-            layer = self._latest = self._layers.get(kind, num_tokens, self._number)
+            layer = self._latest = self._pool.get(sizes, room, self._number)
             call = partial(
                 layer.dispatch_compact, exp_indices=topk_idx, weight=topk_weights, num_rows=num_worst_tokens or None
             )
@@ -310,7 +314,8 @@ class Buffer(LowLatencyCalls):
                     rows = pair.dispatch(layer, call, (topk_idx, topk_weights), previous_event, async_finish)
             except CapacityError as error:
                 # The same on all ranks, before a row was sent.
-                self._layers.grow(kind, error.needed)
+                room = room_for(error.needed + error.needed // 4)
+                self._pool.outgrow(sizes)
                 continue
             return rows, DispatchHandle(layer, rows.layout_desc)
 
@@ -367,6 +372,11 @@ class Buffer(LowLatencyCalls):
         return out, weights, to_overlap(event)
 
     # --- checks -----------------------------------------------------------------------------------------
+
+    def _sizes(self, hidden: int, topk: int, num_experts: int, dtype: torch.dtype, num_sm: int) -> LayerSizes:
+        # In one node this only changes how many rows there is room for: those by rank are fewer than those of experts.
+        one_node = self._pool.ranks_per_node == self.group_size
+        return LayerSizes(hidden, topk, num_experts, dtype, num_sm, self._timeout_s, enable_local_combine=one_node)
 
     def _check_rows(self, x: Any) -> QuantizedRows | None:
         pair = QuantizedRows.of(x) if isinstance(x, tuple) else None

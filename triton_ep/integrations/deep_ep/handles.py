@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.integrations.deep_ep.layers import Kind
 from triton_ep.integrations.lazy_items import LazyItems
 from triton_ep.layer import EPAll2AllLayer
 
@@ -89,16 +88,15 @@ class LowLatencyHandle(LazyItems):
 
     layer: EPAll2AllLayer
     layout_desc: EPAllToAllLayoutDesc
-    kind: Kind
 
     def _makers(self) -> tuple[Callable[[], Any], ...]:
-        kind = self.kind
+        cfg = self.layer.config
         return (
             self._source_tokens,
             self._layout_range,
-            lambda: kind.max_tokens,
-            lambda: kind.hidden,
-            lambda: kind.num_experts,
+            lambda: cfg.max_tokens,
+            lambda: cfg.hidden,
+            lambda: cfg.num_experts,
         )
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,11 +108,11 @@ class LowLatencyHandle(LazyItems):
         return row.flatten(), source.flatten()
 
     def _source_tokens(self) -> torch.Tensor:
-        desc, slab_rows = self.layout_desc, self.layer.config.world_size * self.kind.max_tokens
+        desc, cfg = self.layout_desc, self.layer.config
         row, source = self._rows()
         tokens = torch.full((desc.num_recv_rows + 1,), -1, dtype=torch.int32, device=row.device)
-        tokens.scatter_(0, row, (source % self.kind.max_tokens).int())
-        place = torch.arange(slab_rows, device=row.device)
+        tokens.scatter_(0, row, (source % cfg.max_tokens).int())
+        place = torch.arange(cfg.world_size * cfg.max_tokens, device=row.device)
         arrived = place < desc.num_recv_tokens_per_expert.unsqueeze(1)
         where = desc.expert_offsets[:-1].unsqueeze(1) + place
         return torch.where(arrived, tokens[where.clamp(max=desc.num_recv_rows)], -1)
@@ -126,6 +124,6 @@ class LowLatencyHandle(LazyItems):
         expert = torch.bucketize(row, desc.expert_offsets[1:].long(), right=True)
         counts = torch.zeros(experts + 1, ranks, dtype=torch.int64, device=row.device)
         ones = torch.where(row < desc.num_recv_rows, 1, 0)
-        cell = expert.clamp(max=experts) * ranks + source // self.kind.max_tokens
+        cell = expert.clamp(max=experts) * ranks + source // self.layer.config.max_tokens
         counts = counts.view(-1).scatter_add_(0, cell, ones).view(-1, ranks)[:experts]
         return (counts.cumsum(1) - counts) << 32 | counts

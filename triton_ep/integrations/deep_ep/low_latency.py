@@ -20,8 +20,8 @@ from triton_ep.integrations.deep_ep.fp8 import (
     scales_of_bytes,
 )
 from triton_ep.integrations.deep_ep.handles import LowLatencyHandle
-from triton_ep.integrations.deep_ep.layers import GroupLayers, Kind
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
+from triton_ep.integrations.layer_pool import LayerPool, LayerSizes
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.compact import from_slabs, to_slabs
 
@@ -36,7 +36,8 @@ class LowLatencyCalls:
     num_rdma_bytes: int
     low_latency_mode: bool
     num_sms: int
-    _layers: GroupLayers
+    _pool: LayerPool
+    _timeout_s: float
     _number: int
     _closed: bool
 
@@ -114,8 +115,9 @@ class LowLatencyCalls:
         most = check.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         num_experts = check.integer("num_experts", num_experts, 1)
         self._check_low_latency(most, x.shape[-1])
-        kind = Kind(x.dtype, x.shape[1], topk_idx.shape[1], num_experts, self.num_sms, most, use_fp8)
-        layer = self._layers.get(kind, most, self._number)
+        sizes = (topk_idx.shape[1], num_experts, x.dtype, self.num_sms, most)
+        # A low-latency layer sends rows with scales or rows without, so FP8 has a layer of its own.
+        layer = self._low_latency_layer(x.shape[1], *sizes, "fp8" if use_fp8 else None)
         slab = (num_experts // self.group_size, self.group_size * most)
         stats = check.optional_tensor("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats)
         if stats is not None and (tuple(stats.shape), stats.dtype) != ((slab[0],), torch.int32):
@@ -142,7 +144,7 @@ class LowLatencyCalls:
             return desc, receive
 
         desc, event, hook = _run(layer, send, (x, topk_idx, *slabs.tensors), async_finish, return_recv_hook)
-        handle = LowLatencyHandle(layer, desc, kind)
+        handle = LowLatencyHandle(layer, desc)
         return slabs.result, desc.num_recv_tokens_per_expert, handle, event, hook
 
     def low_latency_combine(
@@ -187,24 +189,23 @@ class LowLatencyCalls:
             raise InputError("combine_wait_recv_cost_stats is not filled. Pass None.")
         if async_finish and return_recv_hook:
             raise InputError("async_finish=True and return_recv_hook=True were asked for in one call. Choose one.")
-        layer, desc, kind = handle.layer, handle.layout_desc, handle.kind
+        layer, desc, cfg = handle.layer, handle.layout_desc, handle.layer.config
         check.tensor("x", x)
         check.tensor("topk_idx", topk_idx, 2)
         check.optional_tensor("out", out)
         experts = desc.num_recv_tokens_per_expert.shape[0]
-        wanted = (experts, self.group_size * kind.max_tokens, kind.hidden)
-        if tuple(x.shape) != wanted or x.dtype != kind.dtype or not x.is_contiguous():
-            raise InputError(f"x must be {list(wanted)} {kind.dtype}, contiguous; got {list(x.shape)} {x.dtype}.")
+        wanted = (experts, self.group_size * cfg.max_tokens, cfg.hidden)
+        if tuple(x.shape) != wanted or x.dtype != cfg.token_dtype or not x.is_contiguous():
+            raise InputError(f"x must be {list(wanted)} {cfg.token_dtype}, contiguous; got {list(x.shape)} {x.dtype}.")
         ids = desc.topk_indices_tensor
         if topk_idx.shape != ids.shape:
             raise InputError(f"topk_idx is {list(topk_idx.shape)}, that of the dispatch was {list(ids.shape)}.")
-        if out is not None and (tuple(out.shape) != (ids.shape[0], kind.hidden) or out.dtype != kind.dtype):
+        if out is not None and (tuple(out.shape) != (ids.shape[0], cfg.hidden) or out.dtype != cfg.token_dtype):
             raise InputError(
-                f"out must be [{ids.shape[0]}, {kind.hidden}] {kind.dtype}, got {list(out.shape)} {out.dtype}."
+                f"out must be [{ids.shape[0]}, {cfg.hidden}] {cfg.token_dtype}, got {list(out.shape)} {out.dtype}."
             )
-        companion = self._layers.get(
-            kind._replace(dtype=torch.bfloat16, hidden=_WEIGHTS_HIDDEN, scaled=False), kind.max_tokens, self._number
-        )
+        sizes = (cfg.topk, cfg.num_experts, torch.bfloat16, cfg.num_sm, cfg.max_tokens)
+        companion = self._low_latency_layer(_WEIGHTS_HIDDEN, *sizes)
 
         def send() -> tuple[torch.Tensor, Callable[[], None]]:
             flat = from_slabs(x, desc.expert_offsets, desc.num_recv_tokens_per_expert, desc.num_recv_rows)
@@ -230,9 +231,35 @@ class LowLatencyCalls:
             StaleHandleError: no handle of a low-latency dispatch.
         """
         self._check_handle(handle)
-        kind, experts = handle.kind, handle.layout_desc.num_recv_tokens_per_expert.shape[0]
-        shape = (experts, self.group_size * kind.max_tokens, kind.hidden)
-        return torch.empty(shape, dtype=kind.dtype, device=handle.layout_desc.placement.device)
+        cfg, experts = handle.layer.config, handle.layout_desc.num_recv_tokens_per_expert.shape[0]
+        shape = (experts, self.group_size * cfg.max_tokens, cfg.hidden)
+        return torch.empty(shape, dtype=cfg.token_dtype, device=handle.layout_desc.placement.device)
+
+    def _low_latency_layer(
+        self,
+        hidden: int,
+        topk: int,
+        num_experts: int,
+        dtype: torch.dtype,
+        num_sm: int,
+        max_tokens: int,
+        variant: str | None = None,
+    ) -> EPAll2AllLayer:
+        """The layer for slabs, which hold the most that can arrive."""
+        sizes = LayerSizes(
+            hidden,
+            topk,
+            num_experts,
+            dtype,
+            num_sm,
+            self._timeout_s,
+            capacity=self.group_size * max_tokens * min(topk, num_experts // self.group_size),
+            max_tokens=max_tokens,
+            low_latency=True,
+            enable_local_combine=True,
+            variant=variant,
+        )
+        return self._pool.get(sizes, user=self._number)
 
     def _check_handle(self, handle: Any) -> None:
         self._check_open()

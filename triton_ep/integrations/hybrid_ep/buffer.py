@@ -76,13 +76,13 @@ class HybridEPBuffer(RoutingInputs):
         most = check.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0, ConfigError)
         num_local_experts = check.integer("num_local_experts", num_local_experts, 1, ConfigError)
         topk = check.optional_integer("topk", topk, 1, ConfigError)
-        nodes_of = check.optional_integer(
+        ranks_per_node = check.optional_integer(
             "num_of_hybrid_ep_ranks_per_nvlink_domain", num_of_hybrid_ep_ranks_per_nvlink_domain, 1, ConfigError
         )
-        if nodes_of is not None and ranks % nodes_of:
+        if ranks_per_node is not None and ranks % ranks_per_node:
             raise ConfigError(
-                f"num_of_hybrid_ep_ranks_per_nvlink_domain is {nodes_of}; it must divide the {ranks} ranks of the "
-                "group."
+                f"num_of_hybrid_ep_ranks_per_nvlink_domain is {ranks_per_node}; it must divide the {ranks} ranks of "
+                "the group."
             )
         enable_local_combine = check.flag("enable_local_combine", enable_local_combine, ConfigError)
         asked = {"num_sms_dispatch_api": num_sms_dispatch_api, "num_sms_combine_api": num_sms_combine_api}
@@ -96,15 +96,17 @@ class HybridEPBuffer(RoutingInputs):
             hidden_dim,
             num_local_experts * ranks,
             max(most, 1),
-            nodes_of,
-            {"num_sm": num_sm, "enable_local_combine": enable_local_combine, "timeout_s": timeout_s},
+            ranks_per_node,
+            num_sm=num_sm,
+            enable_local_combine=enable_local_combine,
+            timeout_s=timeout_s,
         )
         super().__init__(layers, topk)
         self.use_fp8 = check.flag("use_fp8", use_fp8, ConfigError)
-        assert layers.nodes_of is not None, "it was found"
-        self.num_of_hybrid_ep_ranks_per_nvlink_domain: int = layers.nodes_of
-        self.num_of_nodes = ranks // layers.nodes_of
-        self.node_rank, self.local_rank = divmod(self.rank, layers.nodes_of)
+        ranks_per_node = layers.pool.ranks_per_node
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = ranks_per_node
+        self.num_of_nodes = ranks // ranks_per_node
+        self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)
 
     @property
     def configurer(self) -> Any:
@@ -203,7 +205,7 @@ class HybridEPBuffer(RoutingInputs):
             raise
 
         def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
-            layer = self.layers.get(rows.dtype, topk, align, num_permuted_tokens, experts)
+            layer = self.layers.get(self.layers.sizes(rows.dtype, topk, align, num_permuted_tokens, experts))
             return layer, (layer, *rows.dispatch(layer, idx, weights))
 
         sent, excess = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
@@ -314,7 +316,7 @@ class HybridEPBuffer(RoutingInputs):
                 raise
 
             def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
-                layer = self.layers.get(rows.dtype, topk)
+                layer = self.layers.get(self.layers.sizes(rows.dtype, topk))
                 return layer, (layer, *rows.by_rank(layer, idx, weights, num_dispatched_tokens))
 
             sent, _ = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)

@@ -157,7 +157,7 @@ class RoutingInputs:
             tokens = needed - experts
             # Ranks may have been made for different numbers: the layer that refused is for the largest of these.
             if tokens > self.layers.max_tokens:
-                self.layers.grow(tokens + tokens // 4)
+                self.layers.grow(tokens)
             return
         limit = self.topk or min(experts, _MOST_EXPERTS)
         if self.topk or needed > limit:
@@ -193,7 +193,7 @@ class RoutingInputs:
         topk = self._slots_of_map(experts, known[1])
         if isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2:
             topk = topk_idx.shape[1]
-        layer = self.layers.made.get((dtype, topk, alignment, capacity, experts), self._last)
+        layer = self.layers.pool.layers.get(self.layers.sizes(dtype, topk, alignment, capacity, experts), self._last)
         if layer is not None:
             nothing = torch.empty(0, device=layer.context.device)
             with contextlib.suppress(InputError, PeerFailed, WaitTimeout):  # the caller raises what caused it
@@ -208,4 +208,4 @@ class RoutingInputs:
         if needed < tokens:
             raise InputError(f"num_of_tokens_per_rank is {needed}, but rank {self.rank} has {tokens} tokens.")
         if needed > self.layers.max_tokens:
-            self.layers.grow(needed + needed // 4)
+            self.layers.grow(needed)

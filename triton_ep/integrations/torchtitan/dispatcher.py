@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from triton_ep import autograd
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.distributed import check_group, ranks_per_node
+from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import arguments as check
+from triton_ep.integrations.layer_pool import LayerSizes, free_shared, shared_pool
 from triton_ep.layer import EPAll2AllLayer
-
-_layers: dict[tuple[Any, ...], EPAll2AllLayer] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +107,10 @@ class TokenDispatch:
         max_tokens, hidden, top_k, num_experts = (
             check.integer(name, getattr(self, name), 1, ConfigError) for name in names
         )
-        sizes = (max_tokens, hidden, top_k)
         group = self.ep_mesh.get_group()
         ranks = check_group(group)
         align = check.optional_integer("pad_multiple", self.pad_multiple, 0, ConfigError) or 1
         per_node = check.optional_integer("local_world_size", self.local_world_size, 1, ConfigError)
-        per_node = ranks_per_node(group) if per_node is None else per_node
         capacity = None
         factor = self.non_blocking_capacity_factor
         if factor is not None:
@@ -123,14 +119,11 @@ class TokenDispatch:
             most = max_tokens * ranks * min(top_k, num_experts // ranks)
             capacity = max(-(-int(most * factor) // align), 1) * align
         self._check_options()
-        options: dict[str, Any] = {"alignment": align, "capacity": capacity, **self.options}
-        members = tuple(dist.get_process_group_ranks(group))
-        key = (members, *sizes, num_experts, per_node, self.dtype, *options.values())
-        if key not in _layers:
-            _layers[key] = EPAll2AllLayer(
-                group, *sizes, dist.get_rank(group), num_experts, per_node, ranks, self.dtype, **options
-            )
-        self.layer = _layers[key]
+        payload, num_sm, timeout_s = (self.options[name] for name in ("payload", "num_sm", "timeout_s"))
+        sizes = LayerSizes(
+            hidden, top_k, num_experts, self.dtype, num_sm, timeout_s, align, capacity, max_tokens, payload
+        )
+        self.layer = shared_pool("torchtitan", group, per_node).get(sizes)
         autograd.enter(self.layer)  # so that torch.compile may trace the calls
 
     def _check_options(self) -> None:
@@ -198,7 +191,4 @@ class TokenDispatch:
 
 def close_layers() -> None:
     """Free the symmetric memory of all layers that dispatchers made. Collective, idempotent; at the end of training."""
-    layers = list(_layers.values())
-    _layers.clear()
-    for layer in layers:
-        layer.finalize()
+    free_shared("torchtitan")
