@@ -59,6 +59,7 @@ def check_shape(shape: Iterable[int]) -> None:
 
 
 def check_quantizable(tensor: torch.Tensor) -> None:
+    """Refuse a tensor of another dtype than bf16, fp16 and fp32, or whose sizes are no multiples of 32."""
     if tensor.dtype not in HIGH_PRECISION:
         raise InputError(f"the tensor is {tensor.dtype}; MXFP8 is made of {', '.join(map(str, HIGH_PRECISION))}.")
     check_shape(tensor.shape)

@@ -66,7 +66,7 @@ class TokenDispatch:
         self.hidden_dim, self.num_max_tokens_per_rank, self.dtype = hidden_dim, num_max_tokens_per_rank, dtype
         self.pad_multiple = pad_multiple
         self.non_blocking_capacity_factor = non_blocking_capacity_factor
-        self.options = {"payload": payload, "num_sm": num_sm, "timeout_s": timeout_s}
+        self.payload, self.num_sm, self.timeout_s = payload, num_sm, timeout_s
         self.local_world_size = local_world_size
         self.ep_mesh: Any = None
         self.layer: EPAll2AllLayer | None = None
@@ -119,9 +119,17 @@ class TokenDispatch:
             most = max_tokens * ranks * min(top_k, num_experts // ranks)
             capacity = max(-(-int(most * factor) // align), 1) * align
         self._check_options()
-        payload, num_sm, timeout_s = (self.options[name] for name in ("payload", "num_sm", "timeout_s"))
         sizes = LayerSizes(
-            hidden, top_k, num_experts, self.dtype, num_sm, timeout_s, align, capacity, max_tokens, payload
+            hidden,
+            top_k,
+            num_experts,
+            self.dtype,
+            self.num_sm,
+            self.timeout_s,
+            alignment=align,
+            capacity=capacity,
+            max_tokens=max_tokens,
+            payload=self.payload,
         )
         self.layer = shared_pool("torchtitan", group, per_node).get(sizes)
         autograd.enter(self.layer)  # so that torch.compile may trace the calls
@@ -129,10 +137,10 @@ class TokenDispatch:
     def _check_options(self) -> None:
         """Refuse what would not even be found among the layers made before."""
         check.dtype("dtype", self.dtype)
-        check.optional_integer("num_sm", self.options["num_sm"], 1, ConfigError)
-        check.seconds("timeout_s", self.options["timeout_s"])
-        if self.options["payload"] is not None and not isinstance(self.options["payload"], str):
-            raise ConfigError(f'payload must be None or "mxfp8", got {check.shown(self.options["payload"])}.')
+        check.optional_integer("num_sm", self.num_sm, 1, ConfigError)
+        check.seconds("timeout_s", self.timeout_s)
+        if self.payload is not None and not isinstance(self.payload, str):
+            raise ConfigError(f'payload must be None or "mxfp8", got {check.shown(self.payload)}.')
 
     def dispatch(
         self,
