@@ -12,8 +12,8 @@ from triton_ep.config import EPConfig
 from triton_ep.context.calls import dispatch_name, of_calls
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import EPEvent
-from triton_ep.errors import ConfigError, EPError, InputError, PeerFailed, StaleHandleError
-from triton_ep.kernels.device.codes import HOST_REJECTED, HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS
+from triton_ep.errors import CapacityError, ConfigError, EPError, InputError, PeerFailed, StaleHandleError
+from triton_ep.kernels.device.codes import HOST_REJECTED, HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS, NEEDED_TOPK
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.runtime.plans.layers import LANDINGS
 
@@ -45,6 +45,7 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
     report: [W][8], as in EPAllToAllLayoutDesc.
 
     Raises:
+        CapacityError: a rank has more tokens than the layer has room for, or a token more experts.
         PeerFailed: a rank rejected its arguments.
         InputError: an id out of range, bad scatter indices, weights or scales on some ranks only.
         CallMismatch: ranks are in different calls.
@@ -52,6 +53,7 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
     told = {row[5] for row in report}
     if len(told) == 1 and not report[0][5] & (HOST_REJECTED | HOST_SCATTER) and not any(row[3] for row in report):
         return
+    _raise_for_capacity(cfg, report)
     for rank, row in enumerate(report):
         if row[5] & HOST_REJECTED:
             raise PeerFailed(f"rank {rank} rejected its arguments to dispatch; see the InputError it raised.")
@@ -66,12 +68,10 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
             )
         if bad:
             token, k = divmod(bad - 1, cfg.topk)
-            error = InputError(
+            raise InputError(
                 f"exp_indices[{token}, {k}] of rank {rank} is {bad_id}: expert ids are 0 to "
                 f"{cfg.num_experts - 1}; -1 or {cfg.num_experts} drops an entry."
             )
-            error.bad_id = bad_id
-            raise error
     with_weights = [bool(row[5] & HOST_WEIGHTS) for row in report]
     if len(set(with_weights)) > 1:
         lacking = [rank for rank, has in enumerate(with_weights) if not has]
@@ -81,6 +81,39 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
         raise InputError(
             f"ranks {scaled} of {len(report)} dispatch one-byte rows with scales, the others {cfg.token_dtype} ones. "
             "Send rows of one kind on all ranks."
+        )
+
+
+def _raise_for_capacity(cfg: EPConfig, report: list[list[int]]) -> None:
+    """Raise CapacityError if a rank needs a larger layer: a rank that sends nothing reports the tokens it has, a token
+    with more experts than slots is reported as its first illegal id.
+
+    report: [W][8], as in EPAllToAllLayoutDesc.
+    """
+    tokens = max(row[2] if row[5] & HOST_REJECTED else 0 for row in report)
+    # A caller's own illegal id may be anything; no token has more experts than there are.
+    topk = max(row[4] - NEEDED_TOPK if 0 < row[4] - NEEDED_TOPK <= cfg.num_experts else 0 for row in report)
+    if tokens:
+        raise CapacityError(
+            f"a rank has {tokens} tokens for one dispatch, the layer was made for max_tokens={cfg.max_tokens}. "
+            "Make a layer with more on all ranks, or split the batch.",
+            needed_tokens=tokens,
+            needed_topk=topk,
+        )
+    if topk:
+        raise CapacityError(
+            f"a token is routed to {topk} experts, the layer was made for topk={cfg.topk}. Make a layer with more on "
+            "all ranks.",
+            needed_topk=topk,
+        )
+
+
+def check_num_tokens(cfg: EPConfig, num_tokens: int) -> None:
+    """Raise InputError if this rank has more tokens than the layer has room for."""
+    if num_tokens > cfg.max_tokens:
+        raise InputError(
+            f"dispatch got {num_tokens} tokens on rank {cfg.rank}, the layer was made for max_tokens="
+            f"{cfg.max_tokens}. Raise max_tokens on all ranks, or split the batch."
         )
 
 
@@ -101,11 +134,7 @@ def check_dispatch(
     """
     check_rows(cfg, device, x, known_tokens, scale)
     num_tokens = x.shape[0]
-    if num_tokens > cfg.max_tokens:
-        raise InputError(
-            f"dispatch got {num_tokens} tokens on rank {cfg.rank}, the layer was made for max_tokens="
-            f"{cfg.max_tokens}. Raise max_tokens on all ranks, or split the batch."
-        )
+    check_num_tokens(cfg, num_tokens)
     shape, ids = (num_tokens, cfg.topk), (torch.int32, torch.int64)
     _check_tensor(device, "exp_indices", topk_idx, shape, ids)
     if weights is not None:

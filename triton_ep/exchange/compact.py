@@ -17,10 +17,10 @@ from triton_ep.context.context import told
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.overlap import CommStream, EPEvent
-from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
+from triton_ep.errors import ConfigError, InputError, StaleHandleError
 from triton_ep.exchange import checks
 from triton_ep.exchange.steps import DispatchSteps, Received
-from triton_ep.kernels.device.codes import HOST_COMPACT, HOST_READS, HOST_REJECTED, HOST_SCALED, HOST_SHIFT
+from triton_ep.kernels.device.codes import HOST_COMPACT, HOST_READS, HOST_REJECTED, HOST_SCALED
 from triton_ep.ops import compact as compact_ops
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import routing as routing_ops
@@ -230,16 +230,18 @@ class CompactCalls(DispatchSteps):
             self._reject_compact(num_rows, HOST_REJECTED, scaled)
             raise
         if x.shape[0] > cfg.max_tokens:
-            self._reject_compact(None, HOST_REJECTED | x.shape[0] << HOST_SHIFT, scaled)
+            self._reject_compact(None, HOST_REJECTED, scaled, x.shape[0])
 
-    def _reject_compact(self, num_rows: int | None, host_word: int, scaled: bool) -> None:
+    def _reject_compact(self, num_rows: int | None, host_word: int, scaled: bool, needed_tokens: int = 0) -> None:
         """Tell the other ranks; with `num_rows` they go on without this one's rows, so it keeps in step.
+
+        needed_tokens: of this rank, if these are more than the layer has room for.
 
         Raises:
             CapacityError: tokens did not fit, here or on another rank.
         """
-        if num_rows is None and host_word == HOST_REJECTED:
-            self._reject()
+        if num_rows is None:
+            self._reject(needed_tokens=needed_tokens)
             return
         x, idx = self._nothing(scaled)
         self._dispatch_rows(x, idx, None, num_rows, None, host_word)
@@ -325,15 +327,6 @@ class CompactCalls(DispatchSteps):
         first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["num_recv"]
         words = ctx.read_back(placement, first + count)
         report = [words[8 * rank : 8 * rank + 8] for rank in range(cfg.world_size)]
-        # Of a rank that has too many tokens the host word says how many.
-        needed = max(row[5] >> HOST_SHIFT if row[5] & HOST_REJECTED else 0 for row in report)
-        if needed:
-            error = CapacityError(
-                f"a rank has {needed} tokens for one dispatch, the layer was made for max_tokens={cfg.max_tokens}. "
-                "Make a layer with more on all ranks, or split the batch."
-            )
-            error.needed = needed
-            raise error
         checks.raise_for_ranks(cfg, report)
         arrivals = max(row[1] for row in report)
         ctx.grow(arrivals, arrivals)

@@ -191,17 +191,27 @@ class DispatchSteps(LayerNames):
         """`dispatch` or `dispatch_scaled` for front doors, with output rows [C, K] int32 of each arrival row.
 
         given: expert ids, or a routing map, with which the door has looked at all arguments.
+
+        Raises:
+            CapacityError: a layer without capacity has room for fewer tokens than some rank has, or fewer slots than a
+                token of a routing map has experts; on all ranks, before a row is sent.
         """
-        ctx = self.context
+        ctx, cfg = self.context, self.config
         ctx.check_open()
         ctx.poll_status()
         ctx.calls.check_dispatch()
-        if isinstance(given, torch.Tensor):
-            try:
-                checks.check_dispatch(self.config, ctx.device, rows.data, given, weights, None, scale=rows.scale)
-            except InputError:
-                self._reject(scaled=rows.scale is not None)
-                raise
+        try:
+            if rows.data.shape[0] > cfg.max_tokens and cfg.recv_capacity is None:
+                checks.check_rows(cfg, ctx.device, rows.data, None, rows.scale)
+            elif isinstance(given, torch.Tensor):
+                checks.check_dispatch(cfg, ctx.device, rows.data, given, weights, None, scale=rows.scale)
+            else:
+                checks.check_num_tokens(cfg, rows.data.shape[0])
+        except InputError:
+            self._reject(scaled=rows.scale is not None)
+            raise
+        if rows.data.shape[0] > cfg.max_tokens:
+            self._reject(needed_tokens=rows.data.shape[0])
         sent = rows.as_bytes()
         word = HOST_SCALED if sent.scale is not None else 0
         received, desc, _ = self._dispatch(sent, given, weights, None, word, keep_copies=True)
@@ -257,6 +267,7 @@ class DispatchSteps(LayerNames):
         keep_copies: bool = False,
         known_rows: int | None = None,
         landing: str | None = None,
+        needed_tokens: int = 0,
     ) -> tuple[dispatch_ops.Received, EPAllToAllLayoutDesc, Callable[[], None]]:
         """What a dispatch receives, its descriptor, and its receiving half.
 
@@ -276,7 +287,7 @@ class DispatchSteps(LayerNames):
         known_rows = known_rows if again is None else again.num_recv_rows
         if cfg.recv_capacity is None and known_rows is None:
             host_word |= HOST_READS
-        routing, placement = self.preprocess(topk_idx, weights, scatter, host_word, again)
+        routing, placement = self.preprocess(topk_idx, weights, scatter, host_word, again, needed_tokens)
         has_weights = routing.weights is not None
         ctx.epoch += 1
         num_rows, num_arrivals, offsets = self.init_output_buffer(placement, known_rows)
@@ -353,6 +364,7 @@ class DispatchSteps(LayerNames):
         scatter: torch.Tensor | None,
         host_word: int,
         again: EPAllToAllLayoutDesc | None = None,
+        needed_tokens: int = 0,
     ) -> tuple[routing_ops.Routing, torch.Tensor]:
         """Count, give slots, and exchange the splits of all ranks; what they say is the second.
 
@@ -370,7 +382,7 @@ class DispatchSteps(LayerNames):
         host_word |= 0 if routing.weights is None else HOST_WEIGHTS
         host_word |= (0 if again is None else HOST_AGAIN) | (HOST_BACKWARD if ctx.backward else 0)
         routed = None if again is None else again.placement
-        return routing, splits_ops.exchange(ctx, routing, host_word, bad_scatter, routed)
+        return routing, splits_ops.exchange(ctx, routing, host_word, bad_scatter, routed, needed_tokens)
 
     def init_output_buffer(self, placement: torch.Tensor, known_rows: int | None = None) -> Expected:
         """Rows of this rank's output, arrival rows to expect, and in exact mode, where the host reads what comes, the
@@ -399,17 +411,23 @@ class DispatchSteps(LayerNames):
         ctx.grow(arrivals, rows)
         return report[cfg.rank][0], report[cfg.rank][1], tuple(words[first:])
 
-    def _reject(self, again: bool = False, scaled: bool = False) -> EPAllToAllLayoutDesc | None:
+    def _reject(self, again: bool = False, scaled: bool = False, needed_tokens: int = 0) -> EPAllToAllLayoutDesc | None:
         """Tell the other ranks that this one's arguments were refused, and keep its epochs in step.
 
         Returns the descriptor of a dispatch without rows, None where nothing comes of it on any rank.
 
         again: the others send rows, and wait for this one's, whatever they are told. scaled: these are one-byte rows
-        with scales, which this rank may have to pass on.
+        with scales, which this rank may have to pass on. needed_tokens: of this rank, if these are more than the layer
+        has room for.
+
+        Raises:
+            CapacityError: the hosts wait, and some rank needs a larger layer; the same on all ranks.
         """
         x, idx = self._nothing(scaled)
         try:
-            _, desc, _ = self._dispatch(x, idx, None, None, HOST_REJECTED, known_rows=-1 if again else None)
+            _, desc, _ = self._dispatch(
+                x, idx, None, None, HOST_REJECTED, known_rows=-1 if again else None, needed_tokens=needed_tokens
+            )
         except PeerFailed:
             # This rank's own rejection, seen in the exchange: the caller raises what caused it.
             return None

@@ -20,8 +20,8 @@ class RoutingMap(NamedTuple):
     Attributes:
         routed: [T, E] bool, contiguous.
         probs: [T, E] float32, contiguous, or None.
-        excess: [1] int32 on the device, to which experts are added that find no slot; None: in the last slot of a token
-            with n > K experts there is the id E + n, which no layer takes.
+        excess: [1] int32 on the device, to which experts are added that find no slot; None: a token with more than K
+            experts is reported with the splits, from which hosts raise `CapacityError`.
     """
 
     routed: torch.Tensor

@@ -314,7 +314,7 @@ class Buffer(LowLatencyCalls):
                     rows = pair.dispatch(layer, call, (topk_idx, topk_weights), previous_event, async_finish)
             except CapacityError as error:
                 # The same on all ranks, before a row was sent.
-                room = room_for(error.needed + error.needed // 4)
+                room = room_for(error.needed_tokens + error.needed_tokens // 4)
                 self._pool.outgrow(sizes)
                 continue
             return rows, DispatchHandle(layer, rows.layout_desc)
