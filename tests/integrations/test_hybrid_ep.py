@@ -282,7 +282,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
         arrived, *_ = grown.dispatch(ours.hidden, routing_map=ours.routing_map)
         goes = [i.routing_map.view(-1, world_size, EXPERTS)[:, rank].any(1) for i in inputs]
         assert arrived.shape[0] == sum(int(tokens.sum()) for tokens in goes)
-    assert grown._agreed_topk == 4 and grown.layers.max_tokens >= 90
+    assert grown._sizes.agreed_topk == 4 and grown.layers.max_tokens >= 90
     grown.close()
     # Ranks are made for different numbers, and one has more than its own.
     uneven = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=(80, 4)[rank], topk=2)

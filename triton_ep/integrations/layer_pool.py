@@ -1,8 +1,8 @@
 """Layers behind integrations: one per group and sizes, made when a call first needs it.
 
-The packages served here make buffers for any call and drop them freely; a layer is made for fixed sizes, and its
-symmetric memory can only be freed by all ranks together. So layers belong to a pool. A layer stays until every user has
-freed it, or until `close`, so that descriptors which somebody holds stay good.
+Other packages make a buffer that serves calls of any size, and drop it at any time. A layer is made for fixed sizes,
+and only all ranks together can free its symmetric memory. So layers belong to a pool. A layer stays until every user
+frees it, or until `close`, so that its descriptors stay valid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LayerSizes(NamedTuple):
     """What a layer is made for: arguments of `EPAll2AllLayer`.
 
     Attributes:
-        max_tokens: most tokens per rank; 0: the most that a rank asks for when the layer is made.
+        max_tokens: most tokens per rank; 0: the largest number that a rank needs when the layer is made.
         variant: tells apart layers that are equal otherwise, such as those of micro-batches.
     """
 
@@ -53,7 +53,7 @@ class LayerPool:
         group, rank, world_size, ranks_per_node: of all layers.
         heap: of the job that the group belongs to.
         layers: the layer of each sizes.
-        outgrown: layers that became too small, kept for their descriptors.
+        outgrown: layers that became too small, kept because descriptors may refer to them.
 
     Raises:
         ConfigError: an unknown group, one that this process is not in, or nodes with different numbers of its ranks.
@@ -74,9 +74,9 @@ class LayerPool:
         """The layer of these sizes. Collective if there is none yet: all ranks ask for the same ones in the same order.
 
         Args:
-            num_tokens: tokens that this rank needs room for, where `sizes.max_tokens` is 0. Looked at when the layer is
-                made, for the largest number of any rank.
-            user: who must call `free` before the layer is freed; None: nobody.
+            num_tokens: tokens that this rank needs room for. Used only to make a layer whose `sizes.max_tokens` is 0:
+                it gets the largest number of any rank.
+            user: key of a user that will call `free`; None: the layer stays until `free_all` or `close`.
 
         Raises:
             FinalizedError: after `close`.
@@ -91,8 +91,8 @@ class LayerPool:
         return layer
 
     def outgrow(self, sizes: LayerSizes | None = None) -> None:
-        """Let the next `get` make a larger layer of these sizes; None: of all. Those that there are stay for their
-        descriptors. On all ranks in the same order."""
+        """Make the next `get` of these sizes (None: of any sizes) create a new, larger layer. The layers replaced stay
+        until they are freed. All ranks call it in the same order."""
         if sizes is None:
             self.outgrown += self.layers.values()
             self.layers.clear()

@@ -1,7 +1,7 @@
 """The layers behind buffers, shared by all buffers of a group.
 
-Frameworks drop a buffer and make another while handles of the first are still to be combined. Layers go when all
-buffers that used them are destroyed, or by `release`. Handles name their layer.
+Frameworks drop a buffer and make another before they have combined the handles of the first. A layer is freed when all
+buffers that used it are destroyed, or by `release`. A handle refers to its layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _STEP = 64
 
 
 def layers_of(group: Any) -> LayerPool:
-    """The layers of a group, none at first.
+    """The pool of layers of a group, empty at first.
 
     Raises:
         ConfigError: no process group, or one that this process is not in.
@@ -24,13 +24,14 @@ def layers_of(group: Any) -> LayerPool:
 
 
 def room_for(num_tokens: int) -> int:
-    """`max_tokens` of a layer for that many tokens: in steps, so that small changes of a batch make no new layer."""
+    """`max_tokens` of a layer for `num_tokens`: rounded up to a step, so that small changes of a batch need no new
+    layer."""
     return -(-max(num_tokens, 1) // _STEP) * _STEP
 
 
 def release(group: Any = None) -> None:
-    """Free the memory of all buffers over a group, those that were dropped too; None: over all groups. Collective.
+    """Free the memory of all buffers over a group, dropped ones too; None: over all groups. Collective.
 
-    Handles of these buffers can then not be combined any more.
+    Handles of these buffers become invalid.
     """
     free_shared("deep_ep", group)

@@ -13,10 +13,10 @@ from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep import arguments as checks
-from triton_ep.integrations.hybrid_ep.handle import Handle, Routing, open_handle
+from triton_ep.integrations.hybrid_ep.handle import RANK_ITEMS, Handle, Routing, open_handle
 from triton_ep.integrations.hybrid_ep.layers import Layers
 from triton_ep.integrations.hybrid_ep.maps import indices_to_map, map_of_slots, weights_by_ids, weights_of_slots
-from triton_ep.integrations.hybrid_ep.routing import RoutingInputs
+from triton_ep.integrations.hybrid_ep.routing import AgreedSizes, CallMode, GivenRouting
 from triton_ep.integrations.hybrid_ep.rows import SentRows, dtype_of_layer
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.slots import row_slots, to_slots
@@ -24,7 +24,7 @@ from triton_ep.ops.slots import row_slots, to_slots
 Permuted = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, Handle]
 
 
-class HybridEPBuffer(RoutingInputs):
+class HybridEPBuffer:
     """Dispatch and combine in HybridEP's calling convention. All calls are collective over the group.
 
     Letters: T tokens of this rank (any number, different on every rank, zero too), E experts over all ranks, e those of
@@ -91,7 +91,7 @@ class HybridEPBuffer(RoutingInputs):
         check.seconds("timeout_s", timeout_s)
         self.group = group
         self.group_size = ranks
-        layers = Layers(
+        self.layers = layers = Layers(
             group,
             hidden_dim,
             num_local_experts * ranks,
@@ -101,7 +101,8 @@ class HybridEPBuffer(RoutingInputs):
             enable_local_combine=enable_local_combine,
             timeout_s=timeout_s,
         )
-        super().__init__(layers, topk)
+        self._sizes = AgreedSizes(layers, topk)
+        self.topk, self.rank = topk, layers.rank
         self.use_fp8 = check.flag("use_fp8", use_fp8, ConfigError)
         ranks_per_node = layers.pool.ranks_per_node
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = ranks_per_node
@@ -179,7 +180,8 @@ class HybridEPBuffer(RoutingInputs):
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
             return self._again(rows, handle, (topk_idx, topk_weights, probs), pad_multiple, num_permuted_tokens)
         sizes = (num_of_experts_per_rank, num_of_experts)
-        known = (num_permuted_tokens is not None, non_blocking is True)
+        given = GivenRouting(routing_map, topk_idx, probs, topk_weights)
+        mode = CallMode(num_permuted_tokens is not None, non_blocking is True)
         try:
             check.flag("non_blocking", non_blocking)
             checks.check_numbers(
@@ -199,20 +201,19 @@ class HybridEPBuffer(RoutingInputs):
             )
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
         except InputError:
-            self._reject(
-                routing_map, topk_idx, known, (dtype_of_layer(hidden), pad_multiple, num_permuted_tokens, *sizes)
-            )
+            numbers = (pad_multiple, num_permuted_tokens, num_of_experts_per_rank)
+            self._sizes.refuse(given, mode, dtype_of_layer(hidden), numbers)
             raise
 
         def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
             layer = self.layers.get(self.layers.sizes(rows.dtype, topk, align, num_permuted_tokens, experts))
             return layer, (layer, *rows.dispatch(layer, idx, weights))
 
-        sent, excess = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
+        sent, dropped = self._sizes.dispatch(given, num_of_tokens_per_rank, mode, send)
         layer, (recv_x, scales), recv_probs, desc, copies = sent
         counts = _counts(desc, non_blocking)
         routing = Routing(self.layers, layer, desc, copies, counts, recv_probs is not None)
-        overflow = None if excess is None else desc.overflow + excess
+        overflow = None if dropped is None else desc.overflow + dropped
         return recv_x, recv_probs, scales, counts, Handle(routing, hidden.shape[0], overflow)
 
     def combine_with_unpermute(
@@ -288,7 +289,7 @@ class HybridEPBuffer(RoutingInputs):
             As `dispatch_with_permute`.
         """
         if handle is not None:
-            routing = open_handle(self.layers, handle, None, items=7)
+            routing = open_handle(self.layers, handle, None, items=RANK_ITEMS)
             idx, layer = routing.desc.topk_indices_tensor, routing.layer
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
             checks.check_weights(layer, idx, probs, topk_idx, topk_weights)
@@ -298,7 +299,8 @@ class HybridEPBuffer(RoutingInputs):
                 return arrived, None, scales, handle
             (arrived, scales), ids, recv_weights, desc = rows.by_rank(layer, idx, weights, routing.desc.num_recv_rows)
         else:
-            sizes, known = (None, num_of_experts), (num_dispatched_tokens is not None, False)
+            sizes, mode = (None, num_of_experts), CallMode(num_dispatched_tokens is not None, False)
+            given = GivenRouting(routing_map, topk_idx, probs, topk_weights)
             try:
                 checks.check_numbers(
                     {
@@ -312,14 +314,14 @@ class HybridEPBuffer(RoutingInputs):
                 )
                 rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
             except InputError:
-                self._reject(routing_map, topk_idx, known, (dtype_of_layer(hidden), None, None, *sizes))
+                self._sizes.refuse(given, mode, dtype_of_layer(hidden), (None, None, None))
                 raise
 
             def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
                 layer = self.layers.get(self.layers.sizes(rows.dtype, topk))
                 return layer, (layer, *rows.by_rank(layer, idx, weights, num_dispatched_tokens))
 
-            sent, _ = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
+            sent, _ = self._sizes.dispatch(given, num_of_tokens_per_rank, mode, send)
             layer, (arrived, scales), ids, recv_weights, desc = sent
         experts = layer.config.num_experts_per_rank
         mine, row_probs = indices_to_map(ids, recv_weights, ids.shape[0], experts)
@@ -348,7 +350,7 @@ class HybridEPBuffer(RoutingInputs):
         Raises:
             As `combine_with_unpermute`.
         """
-        routing = open_handle(self.layers, handle, None, items=7)
+        routing = open_handle(self.layers, handle, None, items=RANK_ITEMS)
         layer, desc, ids = routing.layer, routing.desc, routing.local_ids
         assert ids is not None
         check.tensor("hidden", hidden, 2)

@@ -18,7 +18,8 @@ from triton_ep.integrations.lazy_items import LazyItems
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.slots import known_copies
 
-_PLACE = {11: 9, 7: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank
+PERMUTED_ITEMS, RANK_ITEMS = 11, 7
+"""Items of a handle, as HybridEP's tuples have them: of permuted rows, and of rows by rank."""
 
 
 @dataclass(eq=False)  # not frozen: setting attributes around that takes longer, and one is made per call
@@ -95,11 +96,20 @@ def _nothing() -> None:
 
 def backward_pass(handle: Any) -> AbstractContextManager[None]:
     """Calls made inside, with this handle of permuted rows, send gradients (`DispatchCombineContext.backward_pass`)."""
-    routing = handle.routing if isinstance(handle, Handle) else handle[_PLACE[11]]
+    routing = _routing_of(handle)
+    assert routing is not None, "the forward pass took it"
     return routing.layer.context.backward_pass()
 
 
-def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = 11) -> Routing:
+def _routing_of(handle: Any) -> Routing | None:
+    """The routing in a handle, or in a tuple of its items; None: there is none."""
+    if isinstance(handle, Handle):
+        return handle.routing
+    items = handle if isinstance(handle, tuple) else ()
+    return next((item for item in items if isinstance(item, Routing)), None)
+
+
+def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = PERMUTED_ITEMS) -> Routing:
     """What is in a handle of the buffer with these layers; items: how many a handle of this kind has.
 
     Raises:
@@ -108,11 +118,9 @@ def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int
         StaleHandleError: a handle of another buffer.
     """
     owner.check_open()
-    call = "dispatch_with_permute" if items == 11 else "dispatch"
-    routing = None
-    if isinstance(handle, Handle | tuple) and len(handle) == items:
-        routing = handle.routing if isinstance(handle, Handle) else handle[_PLACE[items]]
-    if not isinstance(routing, Routing):
+    call = "dispatch_with_permute" if items == PERMUTED_ITEMS else "dispatch"
+    routing = _routing_of(handle)
+    if routing is None or len(handle) != items:
         raise InputError(
             f"the handle must be what {call} of this buffer returned, got {type(handle).__name__}"
             f"{f' of {len(handle)} items' if isinstance(handle, Handle | tuple) else ''}."
