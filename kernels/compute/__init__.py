@@ -1,1 +1,1 @@
-"""Kernels that touch this GPU only: routing."""
+"""Kernels of one GPU: routing, quantisation, grouped GEMM. Routing alone stores to peers, for the push after it."""

@@ -1,1 +1,1 @@
-"""Kernels whose peers are reached by plain stores: dispatch, combine, splits, barrier inside a node."""
+"""Kernels whose peers are reached by plain stores: dispatch and combine inside a node, also of few tokens."""
