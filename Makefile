@@ -14,10 +14,10 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # Two processes of tests, whose ranks wait for each other often enough to leave room for another's, files in the order
 # of tests/conftest.py; where there is no pytest-xdist, beside another environment's torch, one.
 PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist loadfile --no-loadscope-reorder" * bool(u.find_spec("xdist")))')
-SOURCES := triton_ep kernels aot tests examples
+SOURCES := triton_ep kernels aot tests examples docs/pictures
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs aot bench test-gpu clean
+.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures aot bench test-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ types: $(READY)  ## mypy on the installed tree
 
 docs: $(READY)  ## run the code blocks of the pages and follow their links
 	$(RUN) -m pytest tests/unit/test_docs.py
+
+pictures:  ## draw the pictures of the pages from the stored rows
+	$(PYTHON) docs/pictures/draw.py
 
 ARCH ?= sm_90
 

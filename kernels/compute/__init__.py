@@ -1,1 +1,1 @@
-"""Kernels of one GPU: routing, quantisation, grouped GEMM. Routing alone stores to peers, for the push after it."""
+"""Routing, grouped GEMM and MX formats. Only routing_slots stores to peers; the others touch this GPU alone."""

@@ -1,2 +1,1 @@
-"""Kernels that reach any rank, by store or by put and signal: splits exchange and barrier, which every layer runs, and
-dispatch and combine between nodes."""
+"""Kernels that may reach other nodes, by put and signal: splits, barrier (in one node too), dispatch and combine."""

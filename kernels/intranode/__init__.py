@@ -1,1 +1,1 @@
-"""Kernels whose peers are reached by plain stores: dispatch and combine inside a node, also of few tokens."""
+"""Kernels that reach peers of their node by plain loads and stores: dispatch, combine, low latency, compact rows."""

@@ -38,9 +38,9 @@ def local_programs(device: torch.device) -> int:
 
 
 def waiting_programs(device: torch.device, num_sm: int) -> int:
-    """Programs of such a kernel that may run beside one of `num_sm` programs, and waits for it; 0: it may not.
+    """Programs of such a kernel that waits for a concurrent one of `num_sm` programs; 0: they may not overlap.
 
-    It must leave room on the GPU for what it waits for, even if it is there first.
+    It spins on another kernel, so it must leave SMs free for that kernel even when scheduled first.
     """
     if INTERPRETING:
         return 0
@@ -51,9 +51,9 @@ def waiting_programs(device: torch.device, num_sm: int) -> int:
 def expanding_programs(config: EPConfig, device: torch.device, overlapped: bool) -> int:
     """Programs of the kernel that expands rows, alone or beside the push, for which it waits.
 
-    By their registers (kernels/spec.py) four of them fit on a multiprocessor, and a program of the push in place of
-    two. Of two layers that dispatch at once, at most 3 * (multiprocessors - num_sm) programs wait here: on `num_sm`
-    multiprocessors there is room for a push, whatever is there first.
+    By their registers (triton_ep/runtime/plans/exchange.py) four of them fit on a multiprocessor, and a program of the
+    push in place of two. Of two layers that dispatch at once, at most 3 * (multiprocessors - num_sm) programs wait
+    here: on `num_sm` multiprocessors there is room for a push, whatever is there first.
     """
     if INTERPRETING:
         return 2
