@@ -15,6 +15,7 @@ from triton_ep.bench import origins, rows, timing
 from triton_ep.bench import routing as routings
 from triton_ep.bench.routing import Routing
 from triton_ep.bench.settings import TUNED, Case, Settings, Shape
+from triton_ep.bench.timing import Span
 from triton_ep.distributed import initialize_distributed
 from triton_ep.errors import ConfigError, EPError
 from triton_ep.layer import EPAll2AllLayer
@@ -47,7 +48,7 @@ class Measured:
     kernel_us: float | None
     moved_bytes: int = 0
     limit_bytes: int = 0
-    calls: list[list[timing.Span]] = field(default_factory=list)
+    calls: list[list[Span]] = field(default_factory=list)
     peak_bytes: int | None = None
     error_db: float | None = None
 
