@@ -21,12 +21,12 @@ from triton_ep.bench import rows, run, tune
 from triton_ep.bench.settings import TUNED, Settings, parse_programs
 from triton_ep.cli import bench, doctor, main
 from triton_ep.cli import tune as cli
-from triton_ep.cli.machine import inspect_machine, judge
 from triton_ep.config import EPConfig
 from triton_ep.context import choice as choose
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import LANDING_WORDS, WORDS
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.runtime.machine import inspect_machine, judge
 from triton_ep.runtime.plans import Plan, exchange
 from triton_ep.runtime.tuned.table import (
     KernelChoice,

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import triton_ep
-from triton_ep.cli.machine import TESTED_TRITON, Machine, Plan, Problem, inspect_machine, judge, version_tuple
 from triton_ep.errors import EPError
 from triton_ep.runtime.environment import read_what_can_be
+from triton_ep.runtime.machine import TESTED_TRITON, Machine, Plan, Problem, inspect_machine, judge, version_tuple
 from triton_ep.runtime.tuned import table as tuned_table
 from triton_ep.runtime.tuned.table import TunedEntry
 

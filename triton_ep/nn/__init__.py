@@ -13,6 +13,7 @@ docs/how-to/train-a-moe-layer.md shows training, docs/reference/nn.md has every 
 
 from triton_ep.nn.checkpoints import sharded_state_dict
 from triton_ep.nn.exchanges import finalize_exchanges, new_exchange
+from triton_ep.nn.gradients import clip_grad_norm_
 from triton_ep.nn.huggingface import huggingface_state, load_huggingface
 from triton_ep.nn.memory import MemoryEstimate, estimate_memory
 from triton_ep.nn.moe import MoE
@@ -24,6 +25,7 @@ __all__ = [
     "MoE",
     "SwiGLUExperts",
     "TopKRouter",
+    "clip_grad_norm_",
     "estimate_memory",
     "finalize_exchanges",
     "huggingface_state",

@@ -16,7 +16,7 @@ from triton_ep.kernels.device.codes import (
     MX,
     WORDS,
 )
-from triton_ep.mx.formats import BLOCK
+from triton_ep.ops.element_formats import BLOCK
 from triton_ep.ops.routing import Routing
 from triton_ep.ops.strides import view_as
 from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, mx_blocks, overlaps

@@ -13,7 +13,8 @@ import torch
 
 from triton_ep.errors import InputError
 from triton_ep.kernels.device import mx_codes
-from triton_ep.mx.formats import (
+from triton_ep.ops import library
+from triton_ep.ops.element_formats import (
     BLOCK,
     E2M1,
     E2M1_PACKED,
@@ -26,7 +27,6 @@ from triton_ep.mx.formats import (
     check_high_precision,
     elem_format,
 )
-from triton_ep.ops import library
 from triton_ep.ops.mxfp8 import MODES
 from triton_ep.ops.tuning import mx_blocks, mx_columns
 from triton_ep.runtime import launch as runtime  # before the kernels: decides whether they are interpreted
