@@ -20,14 +20,17 @@ def _source_page(page: str, link: str) -> str | None:
     target = (DOCS / page).parent.joinpath(link).resolve()
     if target.is_relative_to(DOCS) or not target.is_relative_to(ROOT):
         return None
-    return f"source/{target.relative_to(ROOT)}.md"
+    name = str(target.relative_to(ROOT))
+    return f"source/{name}" if name.endswith(".md") else f"source/{name}.md"
 
 
 def _source_text(target: Path) -> str:
-    """A file as one block, a folder as a list of its files."""
+    """A page as it is, another file as one block, a folder as a list of its files."""
     name = target.relative_to(ROOT)
     if target.is_dir():
         return "\n".join([f"# {name}/", "", *(f"- `{each.name}`" for each in sorted(target.glob("*.py")))])
+    if target.suffix == ".md":
+        return target.read_text()
     kind = {".py": "python", ".toml": "toml"}.get(target.suffix, "text")
     return f"# {name}\n\n````{kind}\n{target.read_text()}\n````\n"
 
@@ -38,7 +41,7 @@ def on_files(files: Any, config: Any) -> Any:
         for link, _ in _LINK.findall(Path(file.abs_src_path).read_text()):
             address = _source_page(file.src_uri, link)
             if address and files.get_file_from_path(address) is None:
-                text = _source_text(ROOT / address.removeprefix("source/").removesuffix(".md"))
+                text = _source_text((DOCS / file.src_uri).parent.joinpath(link).resolve())
                 # Reached by links alone.
                 files.append(File.generated(config, address, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
