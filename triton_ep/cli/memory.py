@@ -12,7 +12,7 @@ from triton_ep.bench.settings import MODELS
 from triton_ep.errors import ConfigError
 from triton_ep.runtime.environment import as_integer, parse_bytes
 
-if TYPE_CHECKING:  # they need torch, and `doctor` must run where there is none
+if TYPE_CHECKING:  # they need torch, and the command line must start without it
     from triton_ep.config import EPConfig
     from triton_ep.context.layout import Sizes
 
@@ -148,10 +148,10 @@ def report_of(config: EPConfig, layers: int, heap: int) -> Report:
 
 def _grown(config: EPConfig, sizes: Sizes) -> Sizes:
     """Sizes of an exact exchange after every token of every rank has gone to this rank's experts."""
-    from triton_ep.context.layout import Sizes
-
     if config.recv_capacity is not None:
         return sizes
+    from triton_ep.context.layout import Sizes
+
     arrivals = config.world_size * config.max_tokens
     rows = arrivals * min(config.topk, config.num_experts_per_rank)
     rows += config.num_experts_per_rank * (config.alignment - 1)
