@@ -23,11 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 import triton_ep
 from tests.bench import link_bytes
 from tests.programs import run_program
-<<<<<<< HEAD
-from triton_ep.bench import exchange, plot, providers, record, routing, rows, run, tables, timing, traffic
-=======
-from triton_ep.bench import exchange, plot, providers, routing, rows, run, timing
->>>>>>> main
+from triton_ep.bench import exchange, plot, providers, routing, rows, run, tables, timing
 from triton_ep.bench.job import Job, Place, WrongResult, join
 from triton_ep.bench.origins import coded_rows, first_difference
 from triton_ep.bench.settings import Case, Settings, Shape
@@ -522,7 +518,7 @@ def test_kernel_times_are_read_from_the_profiler() -> None:
     spans = timing.spans_of(recorded.events(), DeviceType.CPU)
     found = {s.name: s for s in timing.stages_of([spans])}
     assert found["aten::mm"].per_call == 3 and found["aten::mm"].median_us > 0
-    assert "aten::mm" in timing.stage_table(list(found.values()))
+    assert "aten::mm" in tables.stage_table(list(found.values()), interpreting=False)
 
 
 def test_calls_are_told_apart_by_marks() -> None:

@@ -10,12 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-<<<<<<< HEAD
-from triton_ep.bench import record, tables
-=======
->>>>>>> main
 from triton_ep.bench import rows as bench_rows
-from triton_ep.bench import timing
+from triton_ep.bench import tables, timing
 from triton_ep.bench.job import Measured
 from triton_ep.bench.settings import Case, Settings
 
@@ -53,17 +49,11 @@ class Results:
             print(json.dumps({"rows": self.rows, "stages": plain}, indent=1), flush=True)
         else:
             for name, found in stages.items():
-<<<<<<< HEAD
-                print(f"{name}, kernels on rank 0:\n{record.table(found, interpreting=s.interpreting)}\n")
+                print(f"{name}, kernels on rank 0:\n{tables.stage_table(found, interpreting=s.interpreting)}\n")
             if s.interpreting:
                 print(f"{tables.CPU_NOTE}\n")
             last = tables.moe_table if s.command == "moe-layer" else tables.compared
             print("\n".join([tables.table(self.rows, tables.terminal_width()), *last(self.rows)]), flush=True)
-=======
-                print(f"{name}, kernels on rank 0:\n{timing.stage_table(found)}\n")
-            last = moe_table if s.command == "moe-layer" else compared
-            print("\n".join([bench_rows.table(self.rows), *last(self.rows)]), flush=True)
->>>>>>> main
         if s.plot or s.timeline:
             from triton_ep.bench import plot
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from triton_ep.bench.rows import Row
+from triton_ep.bench.timing import Stage
 
 CPU_NOTE = (
     "CPU ranks: kernels are interpreted. The rows show that all runs and is right; their times say nothing about GPUs."
@@ -155,3 +156,17 @@ def moe_table(rows: Sequence[Row]) -> list[str]:
 def _ffn_of(row: Row) -> str:
     """The part of a MoE layer's mode that names the width of its experts."""
     return next((part for part in row["mode"].split("-") if part.startswith("ffn")), "")
+
+
+def stage_table(stages: Sequence[Stage], *, interpreting: bool) -> str:
+    """Kernels of a call with their times, and the sum."""
+    if not stages and interpreting:
+        return "  none: on the CPU the launches of this package's kernels are timed, and there were none"
+    if not stages:
+        return "  nothing was recorded: torch's profiler cannot see this GPU (CUPTI)"
+    width = max(len(stage.name[:60]) for stage in stages)
+    lines = [
+        f"  {s.name[:60]:{width}}  {s.per_call:6.2f} x {time_text(s.median_us):>8} = {time_text(s.us):>8}"
+        for s in stages
+    ]
+    return "\n".join([*lines, f"  {'sum':{width}}  {'':6}   {'':8}   {time_text(sum(s.us for s in stages)):>8}"])
