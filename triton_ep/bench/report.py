@@ -37,7 +37,7 @@ class Results:
             else:
                 print(f"    {row['op']}: {tables.time_text(float(row['median_us']))}", file=sys.stderr, flush=True)
         for op, result in found.items():
-            if result.calls:
+            if any(result.calls):  # on the CPU only launches of kernels of this package are seen
                 self.calls[f"{op}, {case.provider_here} {case.mode} {case.payload}, {case.shape}"] = result.calls
 
     def finish(self) -> None:
@@ -48,8 +48,10 @@ class Results:
             plain = {name: [asdict(stage) for stage in found] for name, found in stages.items()}
             print(json.dumps({"rows": self.rows, "stages": plain}, indent=1), flush=True)
         else:
+            if s.stages and not stages:
+                print("No kernel was recorded: torch's profiler cannot see this GPU (CUPTI).\n")
             for name, found in stages.items():
-                print(f"{name}, kernels on rank 0:\n{tables.stage_table(found, interpreting=s.interpreting)}\n")
+                print(f"{name}, kernels on rank 0:\n{tables.stage_table(found)}\n")
             if s.interpreting:
                 print(f"{tables.CPU_NOTE}\n")
             last = tables.moe_table if s.command == "moe-layer" else tables.compared

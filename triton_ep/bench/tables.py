@@ -158,12 +158,8 @@ def _ffn_of(row: Row) -> str:
     return next((part for part in row["mode"].split("-") if part.startswith("ffn")), "")
 
 
-def stage_table(stages: Sequence[Stage], *, interpreting: bool) -> str:
+def stage_table(stages: Sequence[Stage]) -> str:
     """Kernels of a call with their times, and the sum."""
-    if not stages and interpreting:
-        return "  none: on the CPU the launches of this package's kernels are timed, and there were none"
-    if not stages:
-        return "  nothing was recorded: torch's profiler cannot see this GPU (CUPTI)"
     width = max(len(stage.name[:60]) for stage in stages)
     lines = [
         f"  {s.name[:60]:{width}}  {s.per_call:6.2f} x {time_text(s.median_us):>8} = {time_text(s.us):>8}"
