@@ -357,7 +357,7 @@ class EPAll2AllLayer(CompactCalls):
         return out, RecvHook(partial(self._end_combine, receive), (out, desc), ctx.device.type == "cuda")
 
     def combine_buffer(self, num_rows: int) -> torch.Tensor:
-        """Where `combine` would copy expert outputs to: written there in the first place, they need no copy.
+        """Symmetric buffer that `combine` reads; write expert outputs here to skip its staging copy.
 
         Waits, on the current stream, until no rank reads the rows of the combine before. Pass the whole tensor to the
         next combine, on the same stream or one that is ordered behind it; any other combine of this layer takes the
