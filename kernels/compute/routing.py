@@ -268,7 +268,7 @@ def routing_slots_kernel(
         tokens = tl.broadcast_to(token, slot.shape)
         tl.store(node_token_ptr + node.to(tl.int64) * num_tokens + slot, tokens, mask=first_of_node)
         elsewhere = first_of_node & (node != my_node(job))
-        partial = tl.where(elsewhere, slot * (num_nodes(job)) + node, -1)
+        partial = tl.where(elsewhere, slot * num_nodes(job) + node, -1)
         partial_ptr = entry_field(entries_ptr, PULL_PARTIAL, num_tokens, TOPK)
         tl.store(partial_ptr + offs - k + compact_position(elsewhere), partial, mask=mask)
 
@@ -276,9 +276,7 @@ def routing_slots_kernel(
     weights = dst_row
     if HAS_WEIGHTS:
         weights = tl.load(weights_ptr + offs, mask=mask, other=0.0)
-    push_meta(
-        weights, job.tables_ptr, tl.where(valid, owner, -1), dst_row, stage_row, here, job.num_ranks, HAS_WEIGHTS, KP
-    )
+    push_meta(job, weights, tl.where(valid, owner, -1), dst_row, stage_row, here, HAS_WEIGHTS, KP)
     fits = here & (stage_row < stage_capacity)
     _store_packed(job, push_addrs_ptr, entries_ptr, offs, owner, stage_row, fits, mask, num_tokens, row_bytes, TOPK)
     _store_step_rows(job, rank_columns_of(job, prefix_ptr), placement_ptr, num_chunks, LWP)

@@ -352,15 +352,7 @@ def combine_pull_kernel(
         if ready:
             steps = STEPS + tl.zeros([], tl.int32)
             if REDUCED:
-                steps = _steps_needed(
-                    placement_ptr,
-                    reached * reached,
-                    job.rank,
-                    job.num_ranks,
-                    job.experts_per_rank,
-                    job.ranks_per_node,
-                    LWP,
-                )
+                steps = _steps_needed(job, placement_ptr, reached * reached, LWP)
                 # In the end all ranks have been heard, whether they have rows for this one or not: for their tags.
                 steps = tl.maximum(steps, (turn + 1) // num_steps)
             ready, _ = wait_staged(
