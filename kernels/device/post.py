@@ -6,6 +6,8 @@ rank. All posts come before any wait (the caller waits afterwards), so ranks can
 a ring, whatever the order in which they run.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -13,6 +15,25 @@ from .buffers import BARRIER_SCRATCH, address_of, buffer_ptrs, net_address_of, o
 from .job import first_local, local_rank, my_node
 from .transport import put_signal
 from .waits import release_flags
+
+
+class Chunk(NamedTuple):
+    """Consecutive rows for another node, in a buffer [N, max_tokens, row_bytes].
+
+    Attributes:
+        node: where they go.
+        number: of the chunk among those for this node.
+        first: slot of its first row.
+        count: rows.
+        max_tokens, row_bytes: of the buffer; row_bytes int64.
+    """
+
+    node: Any
+    number: Any
+    first: Any
+    count: Any
+    max_tokens: Any
+    row_bytes: Any
 
 
 @triton.jit
@@ -75,13 +96,8 @@ def post_flag(
 @triton.jit
 def put_chunk(
     job,
-    node,
-    chunk,
-    first,  # slot of its first row
-    count,  # rows
-    max_tokens,
-    row_bytes,  # int64
-    value,  # int64, of the flag [N, MAX_CHUNKS] of the chunk there
+    chunk,  # Chunk
+    value,  # int64, of the chunk's flag there, one of [N, MAX_CHUNKS]
     SEND: tl.constexpr,  # buffer [N, max_tokens, row], by the other node
     RECV: tl.constexpr,  # likewise
     FLAGS: tl.constexpr,
@@ -90,15 +106,15 @@ def put_chunk(
     BLOCK: tl.constexpr,
 ):
     """Put rows for another node into its buffer, to the rank there that has my local rank, with the chunk's flag."""
-    peer = node * job.ranks_per_node + local_rank(job)
-    dest_row = tl.cast(my_node(job) * max_tokens + first, tl.int64)
-    source_row = (node * max_tokens + first).to(tl.int64)
+    peer = chunk.node * job.ranks_per_node + local_rank(job)
+    dest_row = tl.cast(my_node(job) * chunk.max_tokens + chunk.first, tl.int64)
+    source_row = (chunk.node * chunk.max_tokens + chunk.first).to(tl.int64)
     flag = net_address_of(job, FLAGS, peer)
     put_signal(
-        net_address_of(job, RECV, peer) + dest_row * row_bytes,
-        address_of(job, SEND, job.rank) + source_row * row_bytes,
-        count.to(tl.int64) * row_bytes,
-        flag + (my_node(job) * MAX_CHUNKS + chunk).to(tl.int64) * 8,
+        net_address_of(job, RECV, peer) + dest_row * chunk.row_bytes,
+        address_of(job, SEND, job.rank) + source_row * chunk.row_bytes,
+        chunk.count.to(tl.int64) * chunk.row_bytes,
+        flag + (my_node(job) * MAX_CHUNKS + chunk.number).to(tl.int64) * 8,
         value,
         pe_of(job, peer),
         NETWORK,

@@ -1,5 +1,7 @@
 """Pulling rows: sums of the rows that the ranks of this node hold for a token."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -32,6 +34,22 @@ def compact_position(here):
     return tl.where(here, before, _popcount(among) + k - before)
 
 
+class Held(NamedTuple):
+    """Where the ranks of this node hold rows of tokens.
+
+    Attributes:
+        rank_ptrs: [ROWS] pointers to K int32, ranks.
+        row_ptrs: [ROWS] pointers to K int32, rows in the combine buffers there, -1 = none.
+        hidden: elements of a row.
+        row_capacity: rows of a combine buffer.
+    """
+
+    rank_ptrs: Any
+    row_ptrs: Any
+    hidden: Any
+    row_capacity: Any
+
+
 @triton.constexpr_function
 def pull_batches(compact, topk, ranks_per_node):
     """Rows of one token that are loaded at once, and how many entries are looked at.
@@ -51,10 +69,7 @@ def pull_sum(
     acc,  # [ROWS, BLOCK_H] float32
     alive,  # [ROWS]
     h,  # first column of the tile
-    owner_ptrs,  # [ROWS] pointers to K int32
-    row_ptrs,  # [ROWS] pointers to K int32: row in the owner's combine buffer, -1 = none
-    hidden,
-    row_capacity,
+    held,  # Held
     DTYPE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     COMPACT: tl.constexpr,  # the rows of a token come first, then -1
@@ -67,7 +82,7 @@ def pull_sum(
     BATCH: tl.constexpr = BATCHES[0]
     LOOKED_AT: tl.constexpr = BATCHES[1]
     for first in tl.static_range(0, LOOKED_AT, BATCH):
-        row = tl.load(row_ptrs + first, mask=alive, other=-1)
+        row = tl.load(held.row_ptrs + first, mask=alive, other=-1)
         # Where rows come without gaps, there are few tokens with more than some.
         if first == 0 or (not COMPACT or tl.sum((row >= 0).to(tl.int32)) > 0):
             tiles = ()
@@ -75,13 +90,13 @@ def pull_sum(
             # As many in the last batch as in the others: a branch cannot change the length of a tuple.
             for k in tl.static_range(first, first + BATCH):
                 is_entry = alive & (k < TOPK)
-                peer = tl.load(owner_ptrs + k, mask=is_entry, other=-1)
-                row = tl.load(row_ptrs + k, mask=is_entry, other=-1)
-                here = (row >= 0) & (row < row_capacity) & on_my_node(job, peer)
+                peer = tl.load(held.rank_ptrs + k, mask=is_entry, other=-1)
+                row = tl.load(held.row_ptrs + k, mask=is_entry, other=-1)
+                here = (row >= 0) & (row < held.row_capacity) & on_my_node(job, peer)
                 source = buffer_ptrs(job, COMBINE_X, peer, here, DTYPE)
-                source += row.to(tl.int64) * hidden
+                source += row.to(tl.int64) * held.hidden
                 offs = h + tl.arange(0, BLOCK_H)
-                mask = here[:, None] & (offs < hidden)[None, :]
+                mask = here[:, None] & (offs < held.hidden)[None, :]
                 tiles += (tl.load(source[:, None] + offs[None, :], mask=mask, other=0.0),)
                 if HAS_WEIGHTS:
                     weight_ptrs = buffer_ptrs(job, COMBINE_WEIGHT, peer, here, tl.float32)

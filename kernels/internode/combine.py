@@ -20,8 +20,8 @@ import triton.language as tl
 from ..device.buffers import EPOCH_COMBINE, PARTIAL_FLAG, PARTIAL_RECV, PARTIAL_SEND, own_buffer
 from ..device.calls import MIXED_TAG, combine_tag
 from ..device.job import Job, num_nodes, other_node
-from ..device.post import put_chunk
-from ..device.pull import pull_sum
+from ..device.post import Chunk, put_chunk
+from ..device.pull import Held, pull_sum
 from ..device.staging import report_staged, wait_staged
 from ..device.tables import STEPS, partial_stride, tokens_from_node_of
 from ..device.waits import TAG_BITS
@@ -95,10 +95,7 @@ def combine_partial_kernel(
                             tl.zeros([ROWS, BLOCK_H], tl.float32),
                             alive,
                             h,
-                            forward_ptr + row * TOPK,
-                            row_table_ptr + row * TOPK,
-                            hidden,
-                            row_capacity,
+                            Held(forward_ptr + row * TOPK, row_table_ptr + row * TOPK, hidden, row_capacity),
                             like_x_ptr.dtype.element_ty,
                             HAS_WEIGHTS,
                             REDUCED,
@@ -109,14 +106,10 @@ def combine_partial_kernel(
                         dest = send_ptr + row[:, None] * stride + h + offs[None, :]
                         tl.store(dest, acc.to(PARTIAL_DTYPE), mask=mask)
             if (first < tokens) | (chunk == 0):
+                count = tl.minimum(tl.maximum(tokens - first, 1), CHUNK)
                 put_chunk(
                     job,
-                    node,
-                    chunk,
-                    first,
-                    tl.minimum(tl.maximum(tokens - first, 1), CHUNK),
-                    max_tokens,
-                    row_bytes,
+                    Chunk(node, chunk, first, count, max_tokens, row_bytes),
                     epoch << TAG_BITS | tag,
                     PARTIAL_SEND,
                     PARTIAL_RECV,

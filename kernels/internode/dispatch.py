@@ -36,7 +36,7 @@ from ..device.buffers import (
 from ..device.groups import my_first
 from ..device.job import Job, first_local, my_node, num_nodes, on_my_node, other_node
 from ..device.payload import WORDS, load_payload, store_scales, wire_of
-from ..device.post import put_chunk
+from ..device.post import Chunk, put_chunk
 from ..device.pull import compact_position
 from ..device.tables import (
     DST_ROW,
@@ -177,12 +177,7 @@ def internode_send_kernel(
                     tl.store(_meta_ptrs(messages, row, WEIGHTS, tl.float32, KP), weights, mask=mask)
             put_chunk(
                 job,
-                node,
-                chunk,
-                first,
-                tl.minimum(tokens - first, CHUNK),
-                max_tokens,
-                messages.row_bytes,
+                Chunk(node, chunk, first, tl.minimum(tokens - first, CHUNK), max_tokens, messages.row_bytes),
                 epoch,
                 NET_SEND,
                 NET_RECV,

@@ -40,7 +40,7 @@ from ..device.calls import CALLS_COMBINE, combine_tag, report_calls
 from ..device.groups import my_first
 from ..device.job import Job, first_local, local_rank, my_node, num_nodes, on_my_node
 from ..device.post import post_flag
-from ..device.pull import pull_sum
+from ..device.pull import Held, pull_sum
 from ..device.staging import release_staged, report_staged, staged_part, tags_of_rows, wait_staged
 from ..device.tables import (
     DST_ROW,
@@ -375,10 +375,7 @@ def combine_pull_kernel(
                         tl.zeros([ROWS, BLOCK_H], tl.float32),
                         alive,
                         h,
-                        rank_ptr + token * TOPK,
-                        row_ptr + token * TOPK,
-                        hidden,
-                        row_capacity,
+                        Held(rank_ptr + token * TOPK, row_ptr + token * TOPK, hidden, row_capacity),
                         out_ptr.dtype.element_ty,
                         HAS_WEIGHTS,
                         REDUCED,
