@@ -35,12 +35,12 @@ each node.
 
 Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank 0 go to the experts 0, 2, 3, those of
               rank 1 to 2, 1. Rank 1 gets rows for expert 2 from rank 0 and from itself, for expert 3 from rank 0. Its
-              first dispatch, with weights (HOST_WEIGHTS = 2), has there
+              first dispatch, with weights and a host that reads (HOST_WEIGHTS | HOST_READS = 130), has there
                   entries         KEPT 2 1, OWNER 1 0, DST_ROW 1 1, STAGE_ROW 2 1, NODE_SLOT 0 1, PULL_RANK 1 0,
                                   PULL_ROW 2 1
-                  report          (2, 2, 3, 0, 0, 2, 0, 2), (3, 3, 2, 0, 0, 2, 2, 1)
+                  report          (2, 2, 3, 0, 0, 130, 0, 2), (3, 3, 2, 0, 0, 130, 2, 1)
                   expert_offsets  0 2 3, num_recv 2 1, overflow 0 and number 1, tokens_from_node 2
-                  row             0 1 1 0 of experts, 1 1 of ranks, 2 of the node, 0 to a multiple of 4, tail 2 0 0 2
+                  row             0 1 1 0 of experts, 1 1 of ranks, 2 of the node, 0 to a multiple of 4, tail 2 0 0 130
                   bases           1 1 1 3, then 0 0 1 2, then 1 2
                   tiles           (2, 3, 0, 0), (0, 0, 2, 0), (1, 2, 1, 0)
 Parts         Steps of a dispatch begin and end at 64ths of a rank's tokens. Of 4 steps (`part_of_step`) they are 0, 28,
