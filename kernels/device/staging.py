@@ -46,13 +46,7 @@ def wait_staged(
 
 
 @triton.jit
-def report_staged(
-    job,
-    num_stage_programs,
-    tag,
-    LWP: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr,
-):
+def report_staged(job, num_stage_programs, tag, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr):
     """After a `wait_staged` that failed: report the calls, if ranks of this node are in different combines.
 
     Apart from the wait: inside the loop that pulls rows, it took registers from the rows in flight, and combine took a

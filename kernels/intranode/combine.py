@@ -250,13 +250,8 @@ def _wait_partials(job, placement_ptr, tag, NNP: tl.constexpr, MAX_CHUNKS: tl.co
 
 
 @triton.jit
-def _steps_needed(
-    job,
-    placement_ptr,
-    part,  # of PARTS of my tokens
-    LWP: tl.constexpr,
-):
-    """Steps after which every rank of this node has staged its rows of my tokens before a part."""
+def _steps_needed(job, placement_ptr, part, LWP: tl.constexpr):
+    """Steps after which every rank of this node has staged its rows of my tokens before a part (of PARTS)."""
     local = tl.arange(0, LWP)
     rows_ptr = rank_columns_of(job, row_of(job, placement_ptr)) + first_local(job)
     in_all = tl.load(rows_ptr + local, mask=local < job.ranks_per_node, other=0)
@@ -337,14 +332,7 @@ def combine_pull_kernel(
     ready = tl.load(job.state_ptr + STATUS) == 0
     if NNP > 1:
         if ready:
-            ready, _ = wait_staged(
-                job,
-                num_stage_programs,
-                STEPS,
-                tag,
-                LWP,
-                MAX_PROGRAMS,
-            )
+            ready, _ = wait_staged(job, num_stage_programs, STEPS, tag, LWP, MAX_PROGRAMS)
         ready &= _wait_partials(job, placement_ptr, tag, NNP, MAX_CHUNKS, CHUNK)
     for turn in range(num_steps):
         step = turn * STEPS // num_steps
@@ -355,14 +343,7 @@ def combine_pull_kernel(
                 steps = _steps_needed(job, placement_ptr, reached * reached, LWP)
                 # In the end all ranks have been heard, whether they have rows for this one or not: for their tags.
                 steps = tl.maximum(steps, (turn + 1) // num_steps)
-            ready, _ = wait_staged(
-                job,
-                num_stage_programs,
-                steps,
-                tag,
-                LWP,
-                MAX_PROGRAMS,
-            )
+            ready, _ = wait_staged(job, num_stage_programs, steps, tag, LWP, MAX_PROGRAMS)
         if ready:
             begin = part_begin(step * step, num_chunks) * BLOCK_T
             end = tl.minimum(part_begin(reached * reached, num_chunks) * BLOCK_T, num_tokens)
