@@ -207,6 +207,19 @@ def check_group(group: Any) -> int:
     return dist.get_world_size(group)
 
 
+def gather(value: Any, group: Any, purpose: str) -> list[Any]:
+    """What every rank of a group gave, in their order. Collective.
+
+    purpose: what this is for, as errors put it; ranks that meet for different purposes raise instead of mixing values.
+
+    Raises:
+        ConfigError: this rank is not a member, or the group was destroyed.
+        PeerFailed: a rank is gone, in another call, or did not come within the process group's own time limit.
+        EPError: `initialize_distributed` has not been called.
+    """
+    return current_heap().gather(value, group, purpose)
+
+
 def launched_by() -> str:
     """What started this process: "torchrun", "mpirun", "srun", "run_ranks" or "none"."""
     return "run_ranks" if _spawned is not None else read_environment().launcher
