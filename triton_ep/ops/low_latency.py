@@ -151,7 +151,7 @@ def _expand(
         recv_scale_ptr=ctx.no_bytes if scale is None else scale,
         recv_weights_ptr=ctx.no_floats if weights is None else weights,
         copy_rows_ptr=copies,
-        small_ptr=placement,
+        placement_ptr=placement,
         row_words=row_words,
         capacity=capacity,
         alignment=cfg.alignment,
