@@ -20,6 +20,7 @@ from triton_ep.context.choice import Choice, choose
 from triton_ep.context.context import DispatchCombineContext, told
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
+from triton_ep.context.records import read_reports
 from triton_ep.distributed import check_group, current_heap
 from triton_ep.errors import ConfigError
 from triton_ep.exchange import checks
@@ -426,7 +427,8 @@ class EPAll2AllLayer(CompactCalls):
         ctx.check_status()
         unread, ctx.unread = ctx.unread, None
         if unread is not None:
-            checks.raise_for_ranks(self.config, unread[: 8 * self.config.world_size].view(-1, 8).tolist())
+            words = unread[: codes.REPORT_WORDS * self.config.world_size].tolist()
+            checks.raise_for_ranks(self.config, read_reports(words, self.config.world_size))
         if self.config.recv_capacity is not None:
             self.warn_of_overflow()
 

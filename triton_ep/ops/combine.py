@@ -10,9 +10,8 @@ import torch
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.context.layout import STEPS
 from triton_ep.context.rows import RowFormat
-from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS
+from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS, STEPS
 from triton_ep.ops.tuning import as_words, exchange_programs, local_programs, overlaps, waiting_programs
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import exchange
@@ -86,7 +85,7 @@ class _Plan(NamedTuple):
 def _plan(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, has_weights: bool, of_slots: bool = False) -> _Plan:
     call = COMBINE_WEIGHTS * has_weights | COMBINE_SLOTS * of_slots | COMBINE_BACKWARD * ctx.backward
     overlapped = is_reduced(desc) and overlaps(ctx.config, ctx.device)
-    programs = (waiting_programs if overlapped else local_programs)(ctx.device, ctx.config.num_sm)
+    programs = waiting_programs(ctx.device, ctx.config.num_sm) if overlapped else local_programs(ctx.device)
     if not ctx.config.is_intra_node:
         return _Plan(programs, 2, overlapped, call)
     # Steps pay for their extra releases only when overlapped; the interpreter uses two to exercise the path.

@@ -30,7 +30,7 @@ def exchange_programs(num_sm: int) -> int:
     return min(num_sm, 2) if INTERPRETING else num_sm
 
 
-def local_programs(device: torch.device, num_sm: int) -> int:
+def local_programs(device: torch.device) -> int:
     """Programs of a kernel that only moves rows within this rank's memory, while nothing else runs."""
     if INTERPRETING:
         return 2
