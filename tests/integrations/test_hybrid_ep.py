@@ -265,6 +265,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     buffer = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=4)
     *_, handle = buffer.dispatch_with_permute(**call)  # 7 tokens on rank 0, none on rank 1
     assert buffer.configurer.buffer_config.max_num_of_tokens_per_rank >= 7
+    assert buffer.update_template_config(hidden_dim=1) == buffer.configurer.buffer_config
     more = make_inputs(world_size, tokens=(9, 30), topk=EXPERTS * world_size, idle=())
     more_mine = more[rank].to(device)
     hidden, *_ = buffer.dispatch_with_permute(hidden=more_mine.hidden, routing_map=more_mine.routing_map)

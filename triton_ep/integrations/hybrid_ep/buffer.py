@@ -121,6 +121,13 @@ class HybridEPBuffer:
         )
         return SimpleNamespace(buffer_config=sizes)
 
+    def update_template_config(self, *sizes: Any, **named_sizes: Any) -> Any:
+        """`configurer.buffer_config`. The arguments, sizes for HybridEP's JIT, have no effect."""
+        return self.configurer.buffer_config
+
+    def empty_jit_cache(self) -> None:
+        """No effect: kernels do not depend on a buffer."""
+
     def close(self) -> None:
         """Free the memory. Collective, idempotent. Later calls raise FinalizedError, in a backward pass as well."""
         self.layers.close()

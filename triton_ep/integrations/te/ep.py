@@ -146,6 +146,12 @@ def is_ep_bootstrapped() -> bool:
     return _Registry.group is not None
 
 
+def is_symm_backed(tensor: torch.Tensor) -> bool:
+    """False: outputs of `ep_dispatch` and inputs of `ep_combine` are ordinary tensors, never symmetric memory."""
+    check.tensor("tensor", tensor)
+    return False
+
+
 def ep_finalize() -> None:
     """Free the symmetric memory of all buffers. Collective, idempotent."""
     group, _Registry.group = _Registry.group, None

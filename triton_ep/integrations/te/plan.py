@@ -6,9 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from triton_ep.errors import InputError
 from triton_ep.integrations.te import state
-from triton_ep.integrations.te.recipe import BACKWARD_OVERRIDES, Format, MXFP8BlockScaling, Recipe
+from triton_ep.integrations.te.recipe import (
+    BACKWARD_OVERRIDES,
+    Format,
+    MXFP8BlockScaling,
+    Recipe,
+    check_recipe_support,
+)
 
 OFF = 0
 """Code of products in high precision."""
@@ -56,8 +61,8 @@ def encode(enabled: bool, recipe: Recipe | None) -> int:
     """
     if not enabled:
         return OFF
-    if not isinstance(recipe, MXFP8BlockScaling):
-        raise InputError(f"recipe is {recipe!r:.80}; this package runs MXFP8BlockScaling.")
+    check_recipe_support(recipe)
+    assert isinstance(recipe, MXFP8BlockScaling), "no other recipe is supported"
     return Plan(recipe.fp8_format == Format.HYBRID, recipe.backward_override, recipe.enable_2d_quantization).encoded
 
 
