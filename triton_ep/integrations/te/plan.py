@@ -1,4 +1,5 @@
-"""Plan: a recipe as one integer, which torch.library ops take, modules remember, and backward passes keep."""
+"""Plan: what a recipe asks of a product. As one integer, its code, it is an argument of torch.library ops, and modules
+and backward passes store it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from triton_ep.integrations.te.recipe import (
 OFF = 0
 """Code of products in high precision."""
 ASK = -1
-"""Code in a compiled graph of: whatever `autocast` says when the graph runs."""
+"""Code in a compiled graph: the plan is what `autocast` says when the graph runs."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class Plan:
 
     @property
     def encoded(self) -> int:
-        """A positive integer from which `Plan.decode` makes it again."""
+        """Code of the plan, a positive integer; `Plan.decode` reverses it."""
         return 1 | self.hybrid << 1 | BACKWARD_OVERRIDES.index(self.override) << 2 | self.tiles << 4
 
     @staticmethod
     def decode(code: int) -> Plan | None:
-        """The plan of a code; None for OFF."""
+        """Plan of a code; None for OFF."""
         if code == OFF:
             return None
         return Plan(bool(code >> 1 & 1), BACKWARD_OVERRIDES[code >> 2 & 3], bool(code >> 4 & 1))
@@ -73,6 +74,6 @@ def current_plan_code() -> int:
 
 
 def traced_plan_code() -> int:
-    """Code for a graph that torch.compile traces: known inside of a region that is traced too, else ASK."""
+    """Code in a graph that torch.compile traces: the plan's inside a region that is traced as well, else ASK."""
     now = state.traced_state()
     return ASK if now is None else encode(now.fp8_enabled, now.fp8_recipe)
