@@ -1,4 +1,4 @@
-"""The deep_ep door: rows, ids, weights, sums and gradients' way back against the plain-torch reference; its errors."""
+"""deep_ep.Buffer: rows, ids, weights, sums and gradients' way back against the plain-torch reference; its errors."""
 
 import sys
 import types
