@@ -304,7 +304,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
 
     for change, text in (
         ({"hidden": mine.hidden[:, :32]}, r"hidden_dim=64.*reset_hybrid_ep_buffer"),
-        ({"routing_map": mine.routing_map[:, :3]}, f"routing_map: 3, but this is for {EXPERTS * world_size} "),
+        ({"routing_map": mine.routing_map[:, :3]}, f"routing_map: 3, but this call has {EXPERTS * world_size} "),
         ({"routing_map": mine.routing_map.int()}, "torch.bool"),
         ({"probs": mine.probs.bfloat16()}, "probs must be"),
         ({"num_of_experts_per_rank": 5}, "for 10 experts on 2 ranks"),
