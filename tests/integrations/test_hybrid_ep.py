@@ -307,7 +307,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
         ({"routing_map": mine.routing_map[:, :3]}, f"routing_map: 3, but this call has {EXPERTS * world_size} "),
         ({"routing_map": mine.routing_map.int()}, "torch.bool"),
         ({"probs": mine.probs.bfloat16()}, "probs must be"),
-        ({"num_of_experts_per_rank": 5}, "for 10 experts on 2 ranks"),
+        ({"num_of_experts_per_rank": 5}, "has 10 experts on 2 ranks"),
         ({"num_of_experts": 5}, "num_of_experts: 5"),
         ({"routing_map": None}, "got none of them"),
         ({"topk_idx": torch.zeros(len(mine.hidden), 1, dtype=torch.int64, device=device)}, "routing_map and topk_idx"),
