@@ -23,6 +23,8 @@ LONG_SIGNATURES = {
     "experts",  # runtime/plans/experts.py
     # Those of another package, taken over argument by argument.
     "Buffer.dispatch",
+    "Buffer.low_latency_combine",
+    "Buffer.low_latency_dispatch",
     "HybridEPBuffer.__init__",
     "HybridEPBuffer.dispatch_with_permute",
     "hybrid_ep_dispatch",

@@ -212,6 +212,7 @@ class ZeroCounts:
         # What a graph captures must clear its own memory at each replay.
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return torch.zeros(length, dtype=torch.int32, device=device)
+        # Private, because torch.cuda.current_stream takes microseconds (triton_ep/runtime/launch.py).
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         left = self._left.setdefault((length, device.index, stream), [])
         if not left:
