@@ -23,7 +23,6 @@ from triton_ep.context import layout
 from triton_ep.context.agreement import check_agreement
 from triton_ep.context.calls import mismatch
 from triton_ep.context.choice import Choice
-from triton_ep.context.names import ContextNames
 from triton_ep.context.overlap import OpenCalls, current_stream
 from triton_ep.context.rows import RowFormat, RowFormats
 from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
@@ -57,18 +56,18 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 def told(what: str, *, begun: bool) -> Callable[[_Call], _Call]:
     """Decorator of what a layer or context does in a collective call: if it breaks off, the layer has failed.
 
-    begun: other ranks wait for this one from the start; False: once the dispatch has its epoch.
+    begun: other ranks wait for this one from the start; False: once the dispatch counts (`num_dispatches`).
     """
 
     def decorate(call: _Call) -> _Call:
         @functools.wraps(call)
         def guarded(owner: Any, *args: Any, **kwargs: Any) -> Any:
             ctx = getattr(owner, "context", owner)
-            epoch = ctx.epoch
+            before = ctx.num_dispatches
             try:
                 return call(owner, *args, **kwargs)
             except Exception as error:
-                ctx.fail(what, error, begun or ctx.epoch != epoch)
+                ctx.fail(what, error, begun or ctx.num_dispatches != before)
                 raise
 
         return guarded  # type: ignore[return-value]
@@ -76,8 +75,8 @@ def told(what: str, *, begun: bool) -> Callable[[_Call], _Call]:
     return decorate
 
 
-class DispatchCombineContext(ContextNames):
-    """Symmetric buffers, addresses, epochs and status of one layer on this rank.
+class DispatchCombineContext:
+    """Symmetric buffers, addresses, open calls and status of one layer on this rank.
 
     Made by `create`, collective over the group; ended by `finalize`, collective as well. Nothing is freed by
     a destructor, because freeing symmetric memory out of step hangs the other ranks.
@@ -91,7 +90,10 @@ class DispatchCombineContext(ContextNames):
         self.group, self.heap, self.device = group, heap, heap.device
         self.layer_id = secrets.randbits(62)
         self.name, self._members = name, heap.members(group)
-        self.epoch, self.calls, self._closed = 0, OpenCalls(), False
+        # Dispatches that this host has made, the number of each from 1. The device counts for itself, and further where
+        # a CUDA graph replays: what ranks compare is the device's number (kernels/device/calls.py).
+        self.num_dispatches = 0
+        self.calls, self._closed = OpenCalls(), False
         self.failure: str | None = None
         self.backward = False  # calls made now send gradients
         self.unread: torch.Tensor | None = None  # placement of the latest static dispatch, which no host has looked at
@@ -117,6 +119,7 @@ class DispatchCombineContext(ContextNames):
         self._extern_libs: dict[str, str] | None = None
         self.rows = RowFormats(config.shape(self.network, INTERPRETING), config.token_dtype)
         self._scratch: dict[str, torch.Tensor] = {}
+        self._identity_rows = torch.empty(0, 1, dtype=torch.int32, device=self.device)
         try:
             if aot is not None:
                 aot.check(config.shape(self.network))
@@ -159,6 +162,11 @@ class DispatchCombineContext(ContextNames):
         name = check_agreement(ep_config, group, heap, choice)
         return cls(ep_config, layout.initial_sizes(ep_config, capacity), group, heap, aot, name)
 
+    @property
+    def ep_config(self) -> EPConfig:
+        """`config`."""
+        return self.config
+
     # --- memory -----------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
@@ -194,6 +202,16 @@ class DispatchCombineContext(ContextNames):
         """Address of `local(name)`, at less cost."""
         grows, offset = self._offsets[name]
         return self._blocks[grows].local.data_ptr() + offset
+
+    @property
+    def dispatch_output_buf(self) -> torch.Tensor:
+        """[rows, H] of the token dtype: expert outputs, from which combine pulls; another one once it has grown."""
+        return self.local("dispatch_output_buf")
+
+    @property
+    def weight_recv_buf(self) -> torch.Tensor:
+        """[rows] float32: their weights; another one once it has grown."""
+        return self.local("weight_recv_buf")
 
     def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make room for `dispatch_recv_tokens` output rows on every rank; collective.
@@ -389,6 +407,14 @@ class DispatchCombineContext(ContextNames):
             if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
                 self._scratch[name] = found
         return found
+
+    def identity_rows(self, num_rows: int) -> torch.Tensor:
+        """[num_rows, 1] int32, each row's own number; a view of one table, which only grows."""
+        table = self._identity_rows
+        if table.shape[0] < num_rows:
+            size = max(num_rows, self.sizes.arrival_rows)
+            table = self._identity_rows = torch.arange(size, dtype=torch.int32, device=self.device).unsqueeze(1)
+        return table[:num_rows]
 
     def fork(self) -> torch.cuda.Stream:
         """A second stream that starts from where the current one is now; `join` must follow."""

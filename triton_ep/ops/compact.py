@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from triton_ep.context.context import DispatchCombineContext, told
+from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.ops import combine as combine_ops
@@ -76,12 +76,13 @@ def receive(
 ) -> None:
     """Pass on what came over the network, wait for the rows, as they come, and copy them out.
 
-    side: from `dispatch_ops.fork` before the push, so that first rows are copied while the last are on their way; the
-        caller joins it.
+    side: from `dispatch_ops.fork` before the push, so that first rows are copied while the last are on their way.
     """
     if forward_tables is not None:
         dispatch_ops.forward(ctx, fmt, forward_tables, received.topk_weights is not None, True, placement)
     _copy_out(ctx, fmt, received, placement, side)
+    if side is not None:
+        ctx.join()
 
 
 def _copy_out(
@@ -116,7 +117,6 @@ def _copy_out(
     )
 
 
-@told("combine", begun=True)
 def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
     """Sum values [R, K] float32 of compact rows per token: [T, K] float32. Collective.
 

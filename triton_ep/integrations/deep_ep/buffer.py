@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
-from triton_ep.exchange.compact import CompactRows
+from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import (
     add,
