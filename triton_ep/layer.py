@@ -1,8 +1,8 @@
 """EPAll2AllLayer: dispatch tokens to their experts, combine the results.
 
-All public calls are here. Each checks its arguments, tells the other ranks if it refuses them, makes a `Request`, and hands
-it to the steps that all dispatches take, triton_ep/exchange/steps.py; what they launch is in triton_ep/ops, in the order of
-the protocol (docs/concepts/protocol.md).
+All public calls are here. Each checks its arguments, tells the other ranks if it refuses them, and makes a `Request`.
+The steps that all dispatches take are in triton_ep/exchange/steps.py; what these launch is in triton_ep/ops, in the
+order of the protocol (docs/concepts/protocol.md).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from triton_ep.context.choice import Choice, choose
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
+from triton_ep.context.records import read_reports
 from triton_ep.distributed import check_group, current_heap
 from triton_ep.errors import ConfigError, InputError, StaleHandleError
 from triton_ep.exchange import checks, steps
 from triton_ep.exchange.barrier import BarrierAllContext
-from triton_ep.exchange.finish import Finish, InFlight
-from triton_ep.exchange.landings import CompactRows, Deduplicated, ExpertMajor
+from triton_ep.exchange.finish import Finisher, InFlight
+from triton_ep.exchange.landings import EXPERT_MAJOR, CompactRows, Deduplicated, ExpertMajor
 from triton_ep.exchange.request import Request, Sent, rows_of
 from triton_ep.kernels.device import codes
 from triton_ep.mx.tensor import MXTensor
@@ -142,6 +143,7 @@ class EPAll2AllLayer:
         self.context = DispatchCombineContext.create(config, group=ep_group, aot=kernels, choice=choice)
         self.barrier = BarrierAllContext(self.context)
         self._comm = CommStream(self.context.device)
+        self._finish = Finisher(self.context, self._comm)
         self._warned, self._overflow_told = False, 0
         self._sends_scaled: bool | None = None  # a low-latency layer, once it has sent rows: whether one-byte ones
 
@@ -281,26 +283,29 @@ class EPAll2AllLayer:
             WaitTimeout: a rank did not come within `timeout_s`.
         """
         self._begin()
-        self._warn_of_no_gradient("dispatch", input, weight)
-        finish, land = Finish(return_recv_hook, async_finish, previous_event), ExpertMajor(landing)
+        if not self._warned and torch.is_grad_enabled():
+            self._warn_of_no_gradient("dispatch", input, weight)
 
-        def send() -> InFlight[Any]:
+        def send() -> tuple[tuple[Any, torch.Tensor | None, EPAllToAllLayoutDesc], Callable[[], None]]:
             try:
-                checks.check_overlap(*finish)
+                checks.check_overlap(return_recv_hook, async_finish, previous_event)
                 checks.check_landing(self.config, landing)
                 checks.check_dispatch(
                     self.config, self.context.device, input, exp_indices, weight, full_scatter_indices
                 )
-                self._check_kind(scaled=False)
+                if self.config.low_latency:
+                    self._check_kind(scaled=False)
             except _Refused:
                 steps.refuse(self.context)
                 raise
+            land = EXPERT_MAJOR[landing]
             request = Request(rows_of(input), exp_indices, weight, full_scatter_indices)
             sent = self._send(request, land, split=return_recv_hook)
             rows, weights = sent.received.x, sent.received.weights
-            return self._in_flight((land.output(rows, self.config), weights, sent.desc), sent)
+            return (land.output(rows, self.config), weights, sent.desc), sent.receive
 
-        received, ending = finish.run(send, self._comm, (input, exp_indices, weight, full_scatter_indices))
+        arguments = (input, exp_indices, weight, full_scatter_indices)
+        received, ending = self._finish("dispatch", send, arguments, return_recv_hook, async_finish, previous_event)
         return received if ending is None else (*received, ending)
 
     @overload
@@ -363,14 +368,15 @@ class EPAll2AllLayer:
             WaitTimeout: a rank did not come within `timeout_s`.
         """
         self._begin()
-        land = ExpertMajor(landing)
         try:
             checks.check_landing(self.config, landing)
             checks.check_again(self.config, self.context.device, self.context.layer_id, input, layout_desc, weight)
-            self._check_kind(scaled=False)
+            if self.config.low_latency:
+                self._check_kind(scaled=False)
         except _Refused:
             steps.refuse(self.context, others_know=True)
             raise
+        land = EXPERT_MAJOR[landing]
         sent = self._send(_again(rows_of(input), layout_desc, weight), land)
         return land.output(sent.received.x, self.config), sent.received.weights
 
@@ -421,7 +427,8 @@ class EPAll2AllLayer:
                 checks.check_dispatch(cfg, ctx.device, input, exp_indices, weight, None, scale=scale)
             else:
                 checks.check_again(cfg, ctx.device, ctx.layer_id, input, layout_desc, weight, scale)
-            self._check_kind(scaled=True)
+            if self.config.low_latency:
+                self._check_kind(scaled=True)
         except _Refused:
             steps.refuse(ctx, scaled=True, others_know=layout_desc is not None)
             raise
@@ -431,9 +438,11 @@ class EPAll2AllLayer:
         else:
             assert exp_indices is not None, "checked"
             request = Request(given.as_bytes(), exp_indices, weight)
-        sent = self._send(request, ExpertMajor(), split=return_recv_hook)
+        sent = self._send(request, EXPERT_MAJOR[None], split=return_recv_hook)
         results = (*sent.received.x.like(given), sent.received.weights, sent.desc)
-        return (*results, self._in_flight(results, sent).hook()) if return_recv_hook else results
+        if not return_recv_hook:
+            return results
+        return *results, InFlight(ctx, "dispatch", sent.receive).hook(results)
 
     def dispatch_noting(
         self, rows: Rows, given: torch.Tensor | RoutingMap, weights: torch.Tensor | None
@@ -497,12 +506,12 @@ class EPAll2AllLayer:
             ConfigError: a layer with payload, capacity or low_latency.
             PeerFailed, WaitTimeout: as `dispatch`.
         """
-        self._begin_compact(num_rows)
-        finish = Finish(False, async_finish, previous_event)
+        checks.check_compact_layer(self.config, num_rows)
+        self._begin()
         given, ctx = Rows(input, scale), self.context
 
-        def send() -> InFlight[_CompactFields]:
-            self._check_compact(given, exp_indices, weight, num_rows, finish)
+        def send() -> tuple[_CompactFields, Callable[[], None]]:
+            self._check_compact(given, exp_indices, weight, num_rows, async_finish, previous_event)
             if num_rows is not None:
                 ctx.make_room_for_all()
             request = Request(given.as_bytes(), exp_indices, weight, num_rows=num_rows)
@@ -511,9 +520,11 @@ class EPAll2AllLayer:
             assert ids is not None, "asked for"
             x, scales = Rows(rows.x, rows.scale).like(given)
             counts = None if sent.host_counts is None else list(sent.host_counts)
-            return self._in_flight((x, ids, rows.topk_weights, counts, sent.desc, scales), sent)
+            return (x, ids, rows.topk_weights, counts, sent.desc, scales), sent.receive
 
-        fields, event = finish.run(send, self._comm, (input, exp_indices, weight, scale))
+        arguments = (input, exp_indices, weight, scale)
+        fields, event = self._finish("dispatch", send, arguments, False, async_finish, previous_event)
+        assert not isinstance(event, RecvHook), "not asked for"
         return CompactRows(*fields, event=event)
 
     @overload
@@ -564,13 +575,13 @@ class EPAll2AllLayer:
             StaleHandleError: the descriptor is not of this layer.
             WaitTimeout: a rank did not come within `timeout_s` (on a GPU: from a later call or `check`).
         """
-        self._begin_compact(None)
-        finish = Finish(False, async_finish, previous_event)
+        checks.check_compact_layer(self.config)
+        self._begin()
         given, ctx = Rows(input, scale), self.context
 
-        def send() -> InFlight[tuple[torch.Tensor, torch.Tensor | None]]:
+        def send() -> tuple[tuple[torch.Tensor, torch.Tensor | None], Callable[[], None]]:
             try:
-                checks.check_overlap(*finish)
+                checks.check_overlap(False, async_finish, previous_event)
                 checks.check_compact_desc("dispatch_compact_again", ctx.layer_id, layout_desc)
                 num_tokens = layout_desc.num_dispatch_token_cur_rank
                 checks.check_rows(self.config, ctx.device, input, num_tokens, scale)
@@ -578,9 +589,10 @@ class EPAll2AllLayer:
                 steps.refuse(ctx, Deduplicated(), scaled=scale is not None, num_rows=0)
                 raise
             sent = steps.dispatch(ctx, _again(given.as_bytes(), layout_desc), Deduplicated())
-            return self._in_flight(Rows(sent.received.x, sent.received.scale).like(given), sent)
+            return Rows(sent.received.x, sent.received.scale).like(given), sent.receive
 
-        (x, scales), event = finish.run(send, self._comm, (input, layout_desc, scale))
+        arguments = (input, layout_desc, scale)
+        (x, scales), event = self._finish("dispatch", send, arguments, False, async_finish, previous_event)
         return (x, event) if scales is None else (x, scales, event)
 
     @overload
@@ -654,17 +666,17 @@ class EPAll2AllLayer:
         ctx, desc = self.context, ep_a2a_layout_desc
         ctx.check_open()
         ctx.poll_status()
-        self._warn_of_no_gradient("combine", input, weights)
-        finish = Finish(return_recv_hook, async_finish, previous_event)
+        if not self._warned and torch.is_grad_enabled():
+            self._warn_of_no_gradient("combine", input, weights)
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
-        checks.check_overlap(*finish)
+        checks.check_overlap(return_recv_hook, async_finish, previous_event)
         ctx.calls.check_combine(desc.epoch)
 
-        def send() -> InFlight[torch.Tensor]:
-            out, receive = steps.combine(ctx, input, weights, desc, split=return_recv_hook)
-            return InFlight(ctx, "combine", out, receive, used=desc)
+        def send() -> tuple[torch.Tensor, Callable[[], None]]:
+            return steps.combine(ctx, input, weights, desc, split=return_recv_hook)
 
-        out, ending = finish.run(send, self._comm, (input, weights, desc))
+        arguments = (input, weights, desc)
+        out, ending = self._finish("combine", send, arguments, return_recv_hook, async_finish, previous_event)
         return out if ending is None else (out, ending)
 
     def combine_topk(
@@ -692,7 +704,8 @@ class EPAll2AllLayer:
             ConfigError: rows of the layer are shorter than one float32.
         """
         ctx, desc = self.context, layout_desc
-        self._begin_compact(None)
+        checks.check_compact_layer(self.config)
+        self._begin()
         checks.check_compact_desc("combine_topk", ctx.layer_id, desc)
         checks.check_topk_values(self.config, ctx.device, values, desc.num_recv_rows)
         ctx.calls.check_combine(desc.epoch)
@@ -778,7 +791,8 @@ class EPAll2AllLayer:
         ctx.check_status()
         unread, ctx.unread = ctx.unread, None
         if unread is not None:
-            checks.raise_for_ranks(self.config, unread[: 8 * self.config.world_size].view(-1, 8).tolist())
+            words = unread[: codes.REPORT_WORDS * self.config.world_size].tolist()
+            checks.raise_for_ranks(self.config, read_reports(words, self.config.world_size))
         if self.config.recv_capacity is not None:
             self.warn_of_overflow()
 
@@ -850,21 +864,8 @@ class EPAll2AllLayer:
         ctx.poll_status()
         ctx.calls.check_dispatch()
 
-    def _begin_compact(self, num_rows: int | None) -> None:
-        for name, value in (("payload", self.config.payload), ("capacity", self.config.recv_capacity)):
-            if value is not None:
-                raise ConfigError(
-                    f"compact rows are for layers that send rows as they are and size their outputs, but this one has "
-                    f"{name}={value!r}. Make a layer without; for outputs of a fixed size pass num_rows."
-                )
-        if num_rows is not None and num_rows < 0:
-            raise InputError(f"num_rows is {num_rows}; it must be None (exact) or a number of rows.")
-        self._begin()
-
     def _warn_of_no_gradient(self, call: str, *tensors: Any) -> None:
         """Warn, once in the life of the layer, if `call` would cut a graph of autograd."""
-        if self._warned or not torch.is_grad_enabled():
-            return
         if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
             self._warned = True
             warnings.warn(
@@ -875,31 +876,23 @@ class EPAll2AllLayer:
             )
 
     def _check_kind(self, scaled: bool) -> None:
-        """Hold a low-latency layer to rows of one kind.
-
-        Its arrivals have two halves, by the parity of the epoch, and where the second begins depends on the length of
-        rows: with others, rows of a dispatch would land among those of the one before, which a slower rank still reads.
-
-        Raises:
-            InputError: the first dispatch had rows of the other kind.
-        """
-        if not self.config.low_latency:
-            return
-        if self._sends_scaled not in (None, scaled):
-            kinds = (f"rows of {self.config.token_dtype}", "one-byte rows with scales")
-            raise InputError(
-                f"a low-latency layer sends rows of one kind: this one began with {kinds[not scaled]}, now there are "
-                f"{kinds[scaled]}. Make another layer for these, on all ranks."
-            )
+        """Hold a low-latency layer to rows of one kind."""
+        checks.check_kind(self.config, self._sends_scaled, scaled)
         self._sends_scaled = scaled
 
     def _check_compact(
-        self, rows: Rows, ids: torch.Tensor, weights: torch.Tensor | None, num_rows: int | None, finish: Finish
+        self,
+        rows: Rows,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        num_rows: int | None,
+        async_finish: bool,
+        previous_event: EPEvent | None,
     ) -> None:
         """Raise what this rank sees in its arguments, on this rank as InputError, on the others as they learn of it."""
         ctx, cfg, x, scaled = self.context, self.config, rows.data, rows.scale is not None
         try:
-            checks.check_overlap(*finish)
+            checks.check_overlap(False, async_finish, previous_event)
             if num_rows is None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] > cfg.max_tokens:
                 checks.check_rows(cfg, ctx.device, x, None, rows.scale)
             else:
@@ -918,9 +911,6 @@ class EPAll2AllLayer:
         if self.config.low_latency:
             return steps.dispatch_low_latency(self.context, request, split)
         return steps.dispatch(self.context, request, landing, split)
-
-    def _in_flight(self, results: _Result, sent: Sent[Any]) -> InFlight[_Result]:
-        return InFlight(self.context, "dispatch", results, sent.receive)
 
 
 _CompactFields = tuple[

@@ -3,66 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
 
+Call = Literal["dispatch", "combine"]
 Results = TypeVar("Results")
 
 
-@dataclass(slots=True)
-class InFlight(Generic[Results]):
-    """A call whose sending half has been launched.
+class InFlight:
+    """A call whose sending half has been launched, and not the other one.
 
-    Attributes:
-        call: its name.
-        results: what it returns; the receiving half writes their tensors.
-        receive: launches the receiving half; it has been launched unless a hook was asked for.
-        used: what the receiving half reads besides.
+    Making one begins it: until the hook is called the layer may not begin another such call.
+
+    Args:
+        receive: launches the receiving half.
     """
 
-    context: DispatchCombineContext
-    call: Literal["dispatch", "combine"]
-    results: Results
-    receive: Callable[[], None]
-    used: object = None
+    def __init__(self, context: DispatchCombineContext, call: Call, receive: Callable[[], None]) -> None:
+        self.context, self.call, self._receive = context, call, receive
+        context.calls.begin(call, context.num_dispatches)
 
-    def hook(self) -> RecvHook:
-        """The hook of this call; until it is called the layer may not begin another such call."""
-        ctx = self.context
-        ctx.calls.begin(self.call, ctx.num_dispatches)
-        return RecvHook(self._end, (self.results, self.used), ctx.device.type == "cuda")
+    def hook(self, *results: object) -> RecvHook:
+        """The hook that ends it. results: what the call returns, and what else its receiving half reads."""
+        return RecvHook(self._end, results, self.context.device.type == "cuda")
 
     def _end(self) -> None:
         ctx = self.context
         try:
             ctx.check_open()
             ctx.calls.end(self.call)
-            self.receive()
+            self._receive()
             ctx.poll_status()
         except Exception as error:
             ctx.fail(f"the hook of {self.call}", error, begun=True)
             raise
 
 
-class Finish(NamedTuple):
-    """What a caller asks of the end of a call; arguments of `EPAll2AllLayer.dispatch`."""
+class Finisher:
+    """Ends the calls of one layer as their callers ask."""
 
-    return_recv_hook: bool = False
-    async_finish: bool = False
-    previous_event: EPEvent | None = None
+    def __init__(self, context: DispatchCombineContext, comm: CommStream) -> None:
+        self._context, self._comm = context, comm
 
-    def run(
-        self, send: Callable[[], InFlight[Results]], comm: CommStream, arguments: tuple[object, ...]
+    def __call__(
+        self,
+        call: Call,
+        send: Callable[[], tuple[Results, Callable[[], None]]],
+        arguments: tuple[object, ...],
+        return_recv_hook: bool,
+        async_finish: bool,
+        previous_event: EPEvent | None,
     ) -> tuple[Results, RecvHook | EPEvent | None]:
         """What a call returns, and its hook or event, if one was asked for.
 
-        send: checks arguments and launches the call, all of it unless a hook was asked for.
-        arguments: what the call reads.
+        Args:
+            send: checks arguments and launches the call, of which it returns the results and the receiving half; the
+                latter has been launched unless a hook was asked for.
+            arguments: what the call reads.
         """
-        if self.async_finish:
-            return comm.run(lambda: send().results, arguments, self.previous_event)
-        call = send()
-        return call.results, call.hook() if self.return_recv_hook else None
+        if async_finish:
+            return self._comm.run(lambda: send()[0], arguments, previous_event)
+        results, receive = send()
+        if not return_recv_hook:
+            return results, None
+        return results, InFlight(self._context, call, receive).hook(results, arguments)

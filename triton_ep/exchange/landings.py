@@ -1,4 +1,4 @@
-"""How rows land: a row per expert (`ExpertMajor`), or one per (token, rank) with the ids of its experts (`Deduplicated`).
+"""How rows land: a row per expert (`ExpertMajor`), or a row per (token, rank) with its experts' ids (`Deduplicated`).
 
 Up to their arrival all rows take the same steps (triton_ep/exchange/steps.py). A landing says how many rows that makes,
 allocates them, writes them from what arrives, and what of them the combine needs. Low-latency layers have no steps
@@ -25,6 +25,7 @@ from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import compact as compact_ops
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops.row_scales import RowScaled
+from triton_ep.runtime.plans.layers import LANDINGS
 
 
 class Landing(ABC, Generic[Received]):
@@ -61,10 +62,6 @@ class Landing(ABC, Generic[Received]):
         side: torch.cuda.Stream | None,
     ) -> None:
         """Launch the receiving half; arguments as in `ops.dispatch.receive`."""
-
-    @abstractmethod
-    def copy_rows(self, ctx: DispatchCombineContext, received: Received, num_rows: int) -> torch.Tensor | None:
-        """[C, n] int32, output rows of each arrival row, which the combine sums first; None: it sums none there."""
 
 
 @dataclass(slots=True)
@@ -112,12 +109,6 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         """Forward, wait, and copy each arrived row to its output rows."""
         dispatch_ops.receive(ctx, fmt, received, placement, forward, side)
 
-    def copy_rows(
-        self, ctx: DispatchCombineContext, received: dispatch_ops.Received, num_rows: int
-    ) -> torch.Tensor | None:
-        """Those that the kernel has written, with local combine."""
-        return received.copy_rows if ctx.config.enable_local_combine else None
-
     def output(self, rows: dispatch_ops.Rows, config: EPConfig) -> torch.Tensor | MXTensor | RowScaled:
         """`recv_x` of a dispatch that received these rows."""
         if rows.scale is None:
@@ -126,6 +117,10 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
             return RowScaled(rows.data, rows.scale)
         scale = rows.scale.view(torch.float8_e8m0fnu)
         return MXTensor(rows.data, scale, torch.float8_e4m3fn, 32, config.token_dtype)
+
+
+EXPERT_MAJOR = {kind: ExpertMajor(kind) for kind in (None, *LANDINGS)}
+"""Expert-major landings by the `landing` of a dispatch."""
 
 
 @dataclass(slots=True)
@@ -168,12 +163,6 @@ class Deduplicated(Landing[compact_ops.Compact]):
     ) -> None:
         """Forward, wait, and copy each arrived row out as it is."""
         compact_ops.receive(ctx, fmt, received, placement, forward, side)
-
-    def copy_rows(
-        self, ctx: DispatchCombineContext, received: compact_ops.Compact, num_rows: int
-    ) -> torch.Tensor | None:
-        """Each row itself: the caller has summed a token's rows, and there is one."""
-        return ctx.identity_rows(num_rows)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops.compact import Compact
+from triton_ep.ops.dispatch import Received as Expanded
 from triton_ep.ops.dispatch import Rows
 from triton_ep.ops.routing import RoutingMap
 
-Received = TypeVar("Received")
+Received = TypeVar("Received", Expanded, Compact)
 """What a landing gives (triton_ep/exchange/landings.py)."""
 
 

@@ -1,8 +1,8 @@
 """The steps of a dispatch and of a combine, in the order of the protocol (docs/concepts/protocol.md).
 
-A dispatch: quantise · count · exchange of splits · read back, raise, grow · place · send · push · land. Every dispatch of a
-layer is one `Request` that goes through `dispatch`; where its rows land, and as what, a `Landing` says. Of a low-latency
-layer it goes through `dispatch_low_latency`: rows fly first, and counting comes after.
+A dispatch: quantise · count · exchange splits · read back, raise, grow · place · send · push · land. Every dispatch of
+a layer is one `Request` that goes through `dispatch`; a `Landing` says what becomes of its rows. That of a low-latency
+layer goes through `dispatch_low_latency`: rows fly first, and counting comes after.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from triton_ep.context.context import DispatchCombineContext, told
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.records import read_reports
-from triton_ep.context.rows import RowFormat
 from triton_ep.errors import PeerFailed
 from triton_ep.exchange import checks
-from triton_ep.exchange.landings import ExpertMajor, Landing
+from triton_ep.exchange.landings import EXPERT_MAJOR, Landing
 from triton_ep.exchange.request import Arrivals, Received, Request, Sent
 from triton_ep.kernels.device.codes import (
     HOST_AGAIN,
@@ -39,8 +38,6 @@ from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
 from triton_ep.ops import splits as splits_ops
 
-_EXPERT_MAJOR = ExpertMajor()
-
 
 @told("dispatch", begun=False)
 def dispatch(
@@ -55,7 +52,7 @@ def dispatch(
     # From here on the other ranks wait for this one: `told` sees it by this number.
     ctx.num_dispatches += 1
     arrivals = _count_arrivals(ctx, request, landing, placement)
-    fmt = format_of(ctx, rows)
+    fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
     routing_ops.place(ctx, fmt, routing, placement, request.scatter)
     has_weights = routing.weights is not None
     # What is not filled is allocated while rows are on their way.
@@ -71,9 +68,9 @@ def dispatch(
     if not split:
         receive()
         ctx.poll_status()
-    cfg = ctx.config
+    cfg, deduplicated = ctx.config, landing.deduplicated
     desc = EPAllToAllLayoutDesc(
-        num_dispatch_token_cur_rank=routing.num_tokens,
+        num_dispatch_token_cur_rank=rows.data.shape[0],
         num_recv_rows=arrivals.num_rows,
         entries=routing.entries,
         placement=placement,
@@ -81,17 +78,12 @@ def dispatch(
         layer_id=ctx.layer_id,
         epoch=ctx.num_dispatches,
         forward=forward,
-        skipped_token_topk_mapping_indices=landing.copy_rows(ctx, received, arrivals.num_rows),
+        skipped_token_topk_mapping_indices=received.copy_rows if cfg.enable_local_combine or deduplicated else None,
         full_scatter=request.scatter is not None,
-        compact=landing.deduplicated,
-        host_expert_offsets=None if landing.deduplicated else arrivals.host_counts,
+        compact=deduplicated,
+        host_expert_offsets=None if deduplicated else arrivals.host_counts,
     )
     return Sent(received, desc, arrivals.host_counts, receive)
-
-
-def format_of(ctx: DispatchCombineContext, rows: dispatch_ops.Rows) -> RowFormat:
-    """How these rows travel."""
-    return ctx.rows.own if rows.scale is None else ctx.rows.scaled
 
 
 def _exchange_splits(
@@ -130,8 +122,11 @@ def _host_word(ctx: DispatchCombineContext, request: Request, deduplicated: bool
 def _count_arrivals(
     ctx: DispatchCombineContext, request: Request, landing: Landing[Any], placement: torch.Tensor
 ) -> Arrivals:
-    """What arrives here. Where the host reads it, errors of any rank surface on all, before any row is sent, and buffers
-    grow, by the same numbers on all ranks; otherwise buffers are large enough, and errors are left to `check`."""
+    """What arrives here.
+
+    Where the host reads it, errors of any rank surface on all, before any row is sent, and buffers grow, by the same
+    numbers on all ranks; otherwise buffers are large enough, and errors are left to `check`.
+    """
     cfg = ctx.config
     num_rows = request.num_rows if cfg.recv_capacity is None else cfg.recv_capacity
     if num_rows is not None or request.others_know:
@@ -162,7 +157,7 @@ def dispatch_low_latency(
     ctx.num_dispatches += 1  # before the push, for which others wait; `told` as above
     scaled = rows.scale is not None and ctx.config.payload is None
     word = HOST_REJECTED * request.refused | HOST_SCALED * scaled
-    fmt = format_of(ctx, rows)
+    fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
     received, desc, receive = low_latency_ops.dispatch(ctx, fmt, rows, ids, request.weights, word)
     if not split:
         receive()
@@ -172,7 +167,7 @@ def dispatch_low_latency(
 
 def refuse(
     ctx: DispatchCombineContext,
-    landing: Landing[Any] = _EXPERT_MAJOR,
+    landing: Landing[Any] = EXPERT_MAJOR[None],
     *,
     scaled: bool = False,
     num_rows: int | None = None,

@@ -10,9 +10,8 @@ import torch
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.context.layout import STEPS
 from triton_ep.context.rows import RowFormat
-from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS
+from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS, STEPS
 from triton_ep.ops.tuning import as_words, exchange_programs, local_programs, overlaps, waiting_programs
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import exchange

@@ -29,12 +29,14 @@ class Compact(NamedTuple):
         topk_idx: [R, K] int32 or int64, local expert ids, -1 = not here; None = not wanted.
         topk_weights: [R, K] float32, or None.
         scale: [R, H / 32] uint8, or None.
+        copy_rows: [R, 1] int32, each row itself: what combine sums for it first.
     """
 
     x: torch.Tensor
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
-    scale: torch.Tensor | None = None
+    scale: torch.Tensor | None
+    copy_rows: torch.Tensor
 
 
 def make_compact(
@@ -55,7 +57,7 @@ def make_compact(
         x = torch.empty(num_rows, fmt.hidden, dtype=torch.float8_e4m3fn, device=ctx.device)
         scale = torch.empty(num_rows, fmt.hidden // 32, dtype=torch.uint8, device=ctx.device)
     if idx_dtype is None:
-        return Compact(x, None, None, scale)
+        return Compact(x, None, None, scale, ctx.identity_rows(num_rows))
     shape = (num_rows, ctx.config.topk)
     idx = torch.empty(shape, dtype=idx_dtype, device=ctx.device)
     weights = torch.empty(shape, dtype=torch.float32, device=ctx.device) if has_weights else None
@@ -63,7 +65,7 @@ def make_compact(
         idx.fill_(-1)
         if weights is not None:
             weights.zero_()
-    return Compact(x, idx, weights, scale)
+    return Compact(x, idx, weights, scale, ctx.identity_rows(num_rows))
 
 
 def receive(
