@@ -168,7 +168,7 @@ class EPAllToAllLayoutDesc:
         return self.placement[first : first + count]
 
 
-# What the host has read would make torch.compile compile anew for every routing.
+# Excluded: its values change every step and would trigger recompilation.
 _NAMES = tuple(field.name for field in fields(EPAllToAllLayoutDesc) if field.name != "host_expert_offsets")
 
 

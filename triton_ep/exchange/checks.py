@@ -361,7 +361,7 @@ def _check_tensor(
 
     shape: of one or two extents.
     """
-    # Nothing is put into words unless it is needed: this runs at every call.
+    # Hot path: format no message unless a check fails.
     try:
         if (
             isinstance(tensor, torch.Tensor)
