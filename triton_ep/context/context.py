@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.config import EPConfig, as_integer
-from triton_ep.context import layout
+from triton_ep.context import layout, status
 from triton_ep.context.agreement import check_agreement
 from triton_ep.context.calls import mismatch
 from triton_ep.context.choice import Choice
 from triton_ep.context.overlap import OpenCalls, current_stream
 from triton_ep.context.rows import RowFormat, RowFormats
+from triton_ep.context.status import StatusRecord
+from triton_ep.context.streams import SideStream
 from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
 from triton_ep.errors import (
     AotArchMismatch,
@@ -115,7 +117,8 @@ class DispatchCombineContext:
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
         self.no_floats = self.no_bytes.view(torch.float32)
         self._told: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}  # where the host reads so many words
-        self._side: list[tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]] = []  # one, once it is used
+        side = SideStream(self.device)
+        self.fork, self.join = side.fork, side.join
         self._extern_libs: dict[str, str] | None = None
         self.rows = RowFormats(config.shape(self.network, INTERPRETING), config.token_dtype)
         self._scratch: dict[str, torch.Tensor] = {}
@@ -416,22 +419,6 @@ class DispatchCombineContext:
             table = self._identity_rows = torch.arange(size, dtype=torch.int32, device=self.device).unsqueeze(1)
         return table[:num_rows]
 
-    def fork(self) -> torch.cuda.Stream:
-        """A second stream that starts from where the current one is now; `join` must follow."""
-        if not self._side:
-            self._side.append((torch.cuda.Stream(self.device), torch.cuda.Event(), torch.cuda.Event()))
-        side, forked, _ = self._side[0]
-        forked.record(current_stream())
-        side.wait_event(forked)
-        return side
-
-    def join(self) -> None:
-        """Make the current stream wait for what was launched on the second stream."""
-        if self._side:
-            side, _, joined = self._side[0]
-            joined.record(side)
-            current_stream().wait_event(joined)
-
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:
         """Calls made inside send gradients; so they are told from those of a forward pass on another rank."""
@@ -488,70 +475,11 @@ class DispatchCombineContext:
         """Turn a status record (kernels/device/waits.py) into an exception; nothing if it is clean."""
         if record[0] == 0:
             return
-        operation, index, expected, seen = record
-        if operation not in _OPERATIONS:
-            error = mismatch(operation, self.state[codes.STATE_WORDS :].tolist())
-            self.failure = str(error)
-            raise error
-        what, flags = _OPERATIONS[operation]
-        missing = sorted({self._sender(operation, index)} | self._late_senders(operation, index, expected))
-        # Below: rows, tokens, tags (the kernels say).
-        if operation in (codes.WAIT_ARRIVALS, codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS):
-            expected, seen = expected >> 32, seen >> 32
-        elif operation in (codes.WAIT_COMBINE_STAGED, codes.WAIT_NETWORK_PARTIALS):
-            expected, seen = expected >> codes.TAG_BITS, seen >> codes.TAG_BITS
-        self.failure = f"{what} expired."
-        if (gone := self.heap.failed_peer()) is not None:
-            raise PeerFailed(
-                f"rank {self.config.rank} of {self.config.world_size} waited {self.config.timeout_s:g} s for {what} in "
-                f"vain, and the process of rank {gone} of the world has ended. Start the job again."
-            )
-        raise WaitTimeout(
-            f"rank {self.config.rank} of {self.config.world_size} waited {self.config.timeout_s:g} s for {what}: "
-            f"missing rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}; {flags}[{index}] should "
-            f"be {expected}, is {seen}. Look at the missing ranks first (dead, late, in another call, or waiting "
-            "themselves: their own error says for whom); raise timeout_s if they are only slow."
-        )
-
-    def _sender(self, operation: int, index: int) -> int:
-        """Rank that sets flag `index` of an operation."""
-        topology, per = self.config.topology, self.sizes
-        if operation == codes.WAIT_ARRIVALS:
-            return topology.first_rank + index // per.senders % topology.local_world_size
-        if operation == codes.WAIT_COMBINE_STAGED:
-            return topology.first_rank + index // per.max_programs
-        if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
-            return topology.counterpart(index // per.max_chunks)
-        return index % topology.world_size
-
-    def _late_senders(self, operation: int, index: int, expected: int) -> set[int]:
-        """All ranks whose first flag is behind; the record itself names one only."""
-        values = self.local(_OPERATIONS[operation][1])
-        if operation in (codes.WAIT_ARRIVALS, codes.WAIT_COMBINE_STAGED):
-            if operation == codes.WAIT_ARRIVALS:
-                values = values[self.config.topology.node]
-            of_first_program = values[:, 0].tolist()
-            return {self.config.topology.first_rank + i for i, v in enumerate(of_first_program) if v < expected}
-        if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
-            return set()
-        if operation in (codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS):
-            values = values[index // self.config.world_size]
-        late = {rank for rank, value in enumerate(values.tolist()) if value < expected}
-        if operation == codes.WAIT_NODE_BARRIER:
-            first = self.config.topology.first_rank
-            return late & set(range(first, first + self.config.local_world_size))
-        return late
-
-
-_OPERATIONS = {
-    codes.WAIT_SPLITS: ("the splits of all ranks (dispatch)", "splits_flag"),
-    codes.WAIT_ARRIVALS: ("the rows of its node (dispatch)", "arrive_flag"),
-    codes.WAIT_NETWORK_ROWS: ("the rows of another node (dispatch)", "token_flag"),
-    codes.WAIT_COMBINE_FREE: ("all ranks to end the previous combine (combine)", "done_flag"),
-    codes.WAIT_COMBINE_STAGED: ("the expert outputs of its node (combine)", "staged_flag"),
-    codes.WAIT_NETWORK_PARTIALS: ("the partial sums of another node (combine)", "partial_flag"),
-    codes.WAIT_BARRIER: ("a barrier", "barrier_flag"),
-    codes.WAIT_NODE_BARRIER: ("a barrier of its node", "node_barrier_flag"),
-    codes.WAIT_LL_ROWS: ("the rows of all ranks (low-latency dispatch)", "ll_flag"),
-    codes.WAIT_LL_PARTIALS: ("the sums of all ranks (low-latency combine)", "ll_combine_flag"),
-}
+        found = StatusRecord(*record)
+        if found.operation not in status.OPERATIONS:
+            differ = mismatch(found.operation, self.state[codes.STATE_WORDS :].tolist())
+            self.failure = str(differ)
+            raise differ
+        error = status.expired_wait(found, self.sizes, self.local, self.heap.failed_peer())
+        self.failure = f"{status.OPERATIONS[found.operation].what} expired."
+        raise error
