@@ -23,7 +23,7 @@ from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
 from triton_ep.context.records import read_reports
 from triton_ep.distributed import current_heap, join_group, ranks_per_node
 from triton_ep.errors import ConfigError, InputError, StaleHandleError
-from triton_ep.exchange import checks, steps
+from triton_ep.exchange import checks, refusals, steps
 from triton_ep.exchange.barrier import BarrierAllContext
 from triton_ep.exchange.finish import Finisher, InFlight
 from triton_ep.exchange.landings import EXPERT_MAJOR, CompactRows, Deduplicated, ExpertMajor
@@ -304,7 +304,7 @@ class EPAll2AllLayer:
                 if self.config.low_latency:
                     self._check_kind(scaled=False)
             except _Refused:
-                steps.refuse(self.context)
+                refusals.refuse(self.context)
                 raise
             land = EXPERT_MAJOR[landing]
             request = Request(rows_of(input), exp_indices, weight, full_scatter_indices)
@@ -382,7 +382,7 @@ class EPAll2AllLayer:
             if self.config.low_latency:
                 self._check_kind(scaled=False)
         except _Refused:
-            steps.refuse(self.context, others_know=True)
+            refusals.refuse(self.context, others_know=True)
             raise
         land = EXPERT_MAJOR[landing]
         sent = self._send(_again(rows_of(input), layout_desc, weight), land)
@@ -438,7 +438,7 @@ class EPAll2AllLayer:
             if self.config.low_latency:
                 self._check_kind(scaled=True)
         except _Refused:
-            steps.refuse(ctx, scaled=True, others_know=layout_desc is not None)
+            refusals.refuse(ctx, scaled=True, others_know=layout_desc is not None)
             raise
         given = Rows(input, scale)
         if layout_desc is not None:
@@ -474,10 +474,10 @@ class EPAll2AllLayer:
             else:
                 checks.check_num_tokens(cfg, num_tokens)
         except InputError:
-            steps.refuse(ctx, scaled=scaled)
+            refusals.refuse(ctx, scaled=scaled)
             raise
         if num_tokens > cfg.max_tokens:
-            steps.refuse(ctx, needed_tokens=num_tokens)
+            refusals.refuse(ctx, needed_tokens=num_tokens)
         sent = self._send(Request(rows.as_bytes(), given, weights), ExpertMajor(keep_copies=True))
         assert sent.received.copy_rows is not None, "asked for"
         return Rows(*sent.received.x.like(rows)), sent.received.weights, sent.desc, sent.received.copy_rows
@@ -519,7 +519,8 @@ class EPAll2AllLayer:
         given, ctx = Rows(input, scale), self.context
 
         def send() -> tuple[_CompactFields, Callable[[], None]]:
-            self._check_compact(given, exp_indices, weight, num_rows, async_finish, previous_event)
+            checks.check_overlap(False, async_finish, previous_event)
+            refusals.check_compact(ctx, given, exp_indices, weight, num_rows)
             if num_rows is not None:
                 ctx.make_room_for_all()
             request = Request(given.as_bytes(), exp_indices, weight, num_rows=num_rows)
@@ -594,7 +595,7 @@ class EPAll2AllLayer:
                 num_tokens = layout_desc.num_dispatch_token_cur_rank
                 checks.check_rows(self.config, ctx.device, input, num_tokens, scale)
             except _Refused:
-                steps.refuse(ctx, Deduplicated(), scaled=scale is not None, num_rows=0)
+                refusals.refuse(ctx, Deduplicated(), scaled=scale is not None, num_rows=0)
                 raise
             sent = steps.dispatch(ctx, _again(given.as_bytes(), layout_desc), Deduplicated())
             return Rows(sent.received.x, sent.received.scale).like(given), sent.receive
@@ -829,7 +830,7 @@ class EPAll2AllLayer:
         """
         ctx = self.context
         self._begin()
-        desc = steps.refuse(ctx, others_know=layout_desc is not None)
+        desc = refusals.refuse(ctx, others_know=layout_desc is not None)
         if layout_desc is not None:
             desc = layout_desc
         if desc is not None and combines:
@@ -887,33 +888,6 @@ class EPAll2AllLayer:
         """Hold a low-latency layer to rows of one kind."""
         checks.check_kind(self.config, self._sends_scaled, scaled)
         self._sends_scaled = scaled
-
-    def _check_compact(
-        self,
-        rows: Rows,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        num_rows: int | None,
-        async_finish: bool,
-        previous_event: EPEvent | None,
-    ) -> None:
-        """Raise what this rank sees in its arguments, on this rank as InputError, on the others as they learn of it."""
-        ctx, cfg, x, scaled = self.context, self.config, rows.data, rows.scale is not None
-        try:
-            checks.check_overlap(False, async_finish, previous_event)
-            if num_rows is None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] > cfg.max_tokens:
-                checks.check_rows(cfg, ctx.device, x, None, rows.scale)
-            else:
-                checks.check_dispatch(cfg, ctx.device, x, ids, weights, None, scale=rows.scale)
-        except InputError:
-            if num_rows is None:
-                steps.refuse(ctx)
-            else:
-                # The others go on without this rank's rows, so it keeps in step.
-                steps.refuse(ctx, Deduplicated(), scaled=scaled, num_rows=num_rows)
-            raise
-        if x.shape[0] > cfg.max_tokens:
-            steps.refuse(ctx, needed_tokens=x.shape[0])
 
     def _send(self, request: Request, landing: ExpertMajor, split: bool = False) -> Sent[dispatch_ops.Received]:
         if self.config.low_latency:
