@@ -108,7 +108,7 @@ class DispatchCombineContext:
         self.tables[-1] = heap.pes(group)
         self.state = torch.zeros(codes.STATE_WORDS + num_ranks, dtype=torch.int64, device=self.device)
         self.state[codes.TIMEOUT_US] = int(config.timeout_s * 1e6)
-        self.status = self.state[codes.STATUS :][:4]
+        self.status = self.state[codes.STATUS :][: codes.STATUS_WORDS]
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
         # A word that the host can read at any time; the device sets it beside the status record.
         self._alarm = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
