@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import CapacityError, ConfigError, FinalizedError, InputError, StaleHandleError
-from triton_ep.exchange.compact import CompactRows
+from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import (
     add,
