@@ -392,7 +392,8 @@ class DispatchCombineContext(ContextNames):
     def fork(self) -> torch.cuda.Stream:
         """A second stream that starts from where the current one is now; `join` must follow."""
         if not self._side:
-            self._side.append((torch.cuda.Stream(self.device), torch.cuda.Event(), torch.cuda.Event()))
+            # As that of `async_finish`: what an exchange waits for must not wait behind the caller's own kernels.
+            self._side.append((torch.cuda.Stream(self.device, priority=-1), torch.cuda.Event(), torch.cuda.Event()))
         side, forked, _ = self._side[0]
         forked.record(current_stream())
         side.wait_event(forked)

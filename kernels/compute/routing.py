@@ -40,6 +40,7 @@ from ..device.tables import (
     expert_offsets_of,
     node_token_of,
     num_columns_of,
+    num_recv_of,
     part_begin,
     step_rows_of,
     tiles_of,
@@ -310,7 +311,8 @@ def _write_tiles(placement_ptr, failed, num_ranks, experts_per_rank, ranks_per_n
     num_rows = tl.where(failed, 0, tl.load(expert_offsets_ptr + experts_per_rank))
     max_tiles = tl.cdiv(num_rows, TILE_ROWS) + experts_per_rank
     tiles_ptr = tiles_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
-    write_tile_table(tiles_ptr, expert_offsets_ptr, num_rows, experts_per_rank, max_tiles, EP)
+    filled_ptr = num_recv_of(placement_ptr, num_ranks, experts_per_rank)
+    write_tile_table(tiles_ptr, expert_offsets_ptr, filled_ptr, num_rows, experts_per_rank, max_tiles, EP, True)
 
 
 @triton.jit

@@ -23,9 +23,15 @@ _SWIGLU = {"KIND": ACT_SILU, "GATED": True, "CLAMP": False, "LIMIT": 0.0, "ALPHA
 def _down(m: int, n: int, k: int, levels: int, warps: int, fp8: bool, promote: bool = False) -> Variant:
     dtype, scale = ("fp8e4nv", "fp32") if fp8 else ("bf16", "i32")
     box = f"[1,{n},{k}]" if fp8 else f"[1,{k},{n}]"
-    types = {"DY": f"tensordesc<{dtype}[{m},{k}]>", "W": f"tensordesc<{dtype}{box}>", "SCALE": scale}
+    split = promote and m == 128
+    types = {
+        "DY": f"tensordesc<{dtype}[{m // 2 if split else m},{k}]>",
+        "W": f"tensordesc<{dtype}{box}>",
+        "SCALE": scale,
+    }
     about = {"FP8": fp8, "PROMOTE": promote, "K_MAJOR": fp8, "HAS_WEIGHTS": True, **_SWIGLU}
-    blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "LEVELS": levels, "BAND": 8, "STAGES": 4, "FLATTEN": False}
+    blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "LEVELS": levels, "SPLIT": split, "FLATTEN": False}
+    blocks["STAGES"] = 3 if split else 4
     return Variant({**about, **blocks}, types, ("hidden", "ffn"), warps)
 
 
@@ -49,7 +55,7 @@ BACKWARD_SPECS: tuple[KernelSpec, ...] = (
         "dpre_ptr:*bf16 act_ptr:*bf16 shares_ptr:*fp32 num_rows:i32 hidden:i32 ffn:i32",
         (
             _down(128, 256, 64, levels=3, warps=8, fp8=False),
-            _down(64, 128, 128, levels=2, warps=4, fp8=True, promote=True),
+            _down(128, 128, 128, levels=2, warps=4, fp8=True, promote=True),
             _down(128, 256, 128, levels=3, warps=8, fp8=True),
         ),
     ),

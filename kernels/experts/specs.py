@@ -9,9 +9,9 @@ from . import gate_up, prepare, row_scales, rows_product, tiles
 
 _ROW_SCALE_TILE = {"ROWS": 4, "BLOCKS": 32}
 _BF16 = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 4, "BAND": 8}
-_FP8 = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 4, "BAND": 8, "PROMOTE": True}
+_FP8 = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 3, "BAND": 8, "PROMOTE": True, "SPLIT": True}
 _FAST = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "STAGES": 3, "BAND": 8, "FLATTEN": True}
-_FEW = {**_FP8, "BLOCK_M": 16, "STAGES": 6, "SWAP": True, "TABLE": False, "SP": 64}
+_FEW = {**_FP8, "BLOCK_M": 16, "STAGES": 6, "SWAP": True, "SPLIT": False, "TABLE": False, "SP": 64}
 _OF_PRODUCTS = {
     "TMA": True,
     "TABLE": True,
@@ -20,6 +20,7 @@ _OF_PRODUCTS = {
     "PROMOTE": False,
     "SWAP": False,
     "FLATTEN": False,
+    "SPLIT": False,
     "HAS_BIAS": False,
     "HAS_WEIGHTS": False,
 }
@@ -32,8 +33,9 @@ def _operands(tile: dict[str, Any], scaled: bool, tma: bool) -> tuple[str, str]:
     element = "fp8e4nv" if scaled else "bf16"
     if not tma:
         return f"*{element}", f"*{element}"
-    m, n, k = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
-    return f"tensordesc<{element}[{m},{k}]>", f"tensordesc<{element}[{n},{k}]>"
+    n, k = tile["BLOCK_N"], tile["BLOCK_K"]
+    rows = tile["BLOCK_M"] // 2 if tile.get("SPLIT") else tile["BLOCK_M"]
+    return f"tensordesc<{element}[{rows},{k}]>", f"tensordesc<{element}[{n},{k}]>"
 
 
 def _gate_up(tile: dict[str, Any], warps: int, types: dict[str, str], **constexprs: Any) -> Variant:
@@ -41,8 +43,8 @@ def _gate_up(tile: dict[str, Any], warps: int, types: dict[str, str], **constexp
     scaled, halves = constexprs.get("SCALED", False), 2 if constexprs.get("GATED", True) else 1
     tile = {**tile, "BLOCK_N": tile["BLOCK_N"] // halves}
     values = {**_OF_PRODUCTS, "HAS_PRE": False, "OUT": 0, **_SWIGLU, **tile, **constexprs}
-    x, _ = _operands(tile, scaled, values["TMA"])
-    w = x if not values["TMA"] else x.replace(x[x.index("[") : -1], f"[{halves},{tile['BLOCK_N']},{tile['BLOCK_K']}]")
+    x, w = _operands(tile, scaled, values["TMA"])
+    w = w.replace("[", f"[{halves},")
     types = {**_ABSENT, "X": x, "W": w, **({"SCALE": "fp32"} if scaled else {}), **types}
     return Variant(values, types, ("f", "k"), warps)
 

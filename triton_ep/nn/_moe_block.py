@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,9 +26,17 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import slots as slot_ops
 from triton_ep.ops.row_scales import RowScaled
-from triton_ep.overlap import current_stream
+from triton_ep.overlap import EPEvent, current_stream
 
 Params = Sequence[torch.Tensor | None]
+
+
+def _nothing() -> None:
+    """Where there is nothing to prepare."""
+
+
+def _no_work(params: Params) -> None:
+    """Where there is nothing to do before the rows are there."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +47,16 @@ class ExpertGradients:
         rows: [R, H] of the layer's dtype, of the rows that were received; rows without a copy may hold anything. None
             where it was not asked for.
         row_weights: [R] float32, of their weights, likewise.
-        params: computes those of the parameters, while the gradient of the rows is on its way. None for one that needs
-            none, or whose gradient has been accumulated elsewhere (Megatron's main_grad).
+        params: computes those of the parameters, called once the gradient of the rows has been sent. None for one that
+            needs none, or whose gradient has been accumulated elsewhere (Megatron's main_grad).
+        prepare: called before `params`, while the gradient of the rows is on its way: for what moves memory. A product
+            that fills the GPU would keep the exchange from its multiprocessors, and with it all other ranks.
     """
 
     rows: torch.Tensor | None
     row_weights: torch.Tensor | None
     params: Callable[[], Params]
+    prepare: Callable[[], None] = _nothing
 
 
 class Experts(Protocol):
@@ -88,6 +100,7 @@ class MoEBlock:
         landing: how rows come to the experts (`EPAll2AllLayer.dispatch`).
         grad_landing: how the gradients of their results do.
         turn: around each pass, with its name: may refuse it.
+        before: what the experts have to do that needs no rows, or None: done beside the dispatch of a forward pass.
     """
 
     layer: EPAll2AllLayer
@@ -95,6 +108,7 @@ class MoEBlock:
     landing: str | None = None
     grad_landing: str | None = None
     turn: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    before: Callable[[Params], Callable[[], None] | None] = _no_work
 
     def __call__(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params
@@ -122,9 +136,23 @@ class MoEBlock:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params, keep: bool
     ) -> tuple[torch.Tensor, EPAllToAllLayoutDesc, Any]:
         with self.turn("the forward pass of a MoE module"):
-            rows, row_weights, desc = self.layer.dispatch(x, topk_idx, topk_weights, landing=self.landing)
+            rows, row_weights, desc = self._dispatch(x, topk_idx, topk_weights, self.before(params))
             y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
             return self.layer.combine(y, desc), desc, saved
+
+    def _dispatch(self, *args: Any) -> tuple[Any, torch.Tensor, EPAllToAllLayoutDesc]:
+        """`layer.dispatch` of all arguments but the last, which is work of the experts that needs no rows, or None."""
+        *given, work = args
+        if work is None:
+            received: tuple[Any, torch.Tensor, EPAllToAllLayoutDesc] = self.layer.dispatch(*given, landing=self.landing)
+            return received
+        # Launched first, because a dispatch of exact sizes keeps the host; the exchange has a stream of high priority.
+        start = EPEvent.record()
+        self._of_experts(work)
+        *found, arrived = self.layer.dispatch(*given, landing=self.landing, async_finish=True, previous_event=start)
+        arrived.current_stream_wait()
+        rows, row_weights, desc = found
+        return rows, row_weights, desc
 
     def _of_experts(self, call: Callable[..., Any], *args: Any) -> Any:
         """What the experts return; the other ranks are about to wait for this one."""
@@ -151,16 +179,24 @@ class MoEBlock:
         with self.turn("the backward pass of a MoE module"), ctx.backward_pass():
             grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
             found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
-            grad_x = grad_weights = None
-            of_params: Params
-            if needs.rows:
-                assert found.rows is not None, "asked for"
-                grad_x, of_params = self._combine_beside(found.rows, desc, found.params)
-            else:
-                of_params = self._of_experts(found.params)
-            if needs.row_weights:
-                grad_weights = slot_ops.to_slots(ctx, found.row_weights, self._slots(desc, slots), desc)
-        return grad_x, grad_weights, of_params
+            grads = self._beside(partial(self._send_back, found, desc, slots, needs), found.prepare)
+            of_params = found.params
+            del found  # the gradient of the rows, which are more than x has, before the largest products
+            return *grads, self._of_experts(of_params)
+
+    def _send_back(
+        self, found: ExpertGradients, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of x and of topk_weights, on the ranks that those belong to."""
+        grad_x = grad_weights = None
+        if needs.rows:
+            assert found.rows is not None, "asked for"
+            grad_x = self.layer.combine(found.rows, desc)
+        if needs.row_weights:
+            assert found.row_weights is not None, "asked for"
+            ctx = self.layer.context
+            grad_weights = slot_ops.to_slots(ctx, found.row_weights, self._slots(desc, slots), desc)
+        return grad_x, grad_weights
 
     def _refuse_backward(self, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs) -> None:
         """In place of `_backward`: no rank waits for this one, gradients that it had a part in are NaN."""
@@ -176,26 +212,30 @@ class MoEBlock:
             return slots
         return slot_ops.row_slots(self.layer.context, desc, desc.skipped_token_topk_mapping_indices)
 
-    def _combine_beside(
-        self, rows: torch.Tensor, desc: EPAllToAllLayoutDesc, work: Callable[[], Params]
-    ) -> tuple[torch.Tensor, Params]:
-        """`layer.combine`, and what `work` gives, which needs nothing from other ranks: on a GPU at the same time.
+    def _beside(
+        self, exchange: Callable[[], tuple[torch.Tensor | None, ...]], work: Callable[[], None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """What `exchange` gives; `work`, which needs nothing from other ranks, is done at the same time on a GPU.
 
-        The combine goes first, on the layer's own stream of high priority, so that its programs find a place.
+        The exchange goes first, on the layer's own stream of high priority, so that its programs find a place.
         """
         side = self.layer.comm_stream
         if side is None:
-            return self.layer.combine(rows, desc), self._of_experts(work)
+            found = exchange()
+            self._of_experts(work)
+            return found
         current = current_stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            out = self.layer.combine(rows, desc)
-        done = self._of_experts(work)
-        current.wait_stream(side)  # before `rows` are freed: their memory belongs to the current stream
+            found = exchange()
+        self._of_experts(work)
+        current.wait_stream(side)  # before what was sent is freed: its memory belongs to the current stream
         if not torch.cuda.is_current_stream_capturing():
             # Memory of the other stream. In a capture nothing else can get it before that stream has waited again.
-            out.record_stream(current)
-        return out, done
+            for each in found:
+                if each is not None:
+                    each.record_stream(current)
+        return found
 
 
 def _as_sent(grad: torch.Tensor) -> torch.Tensor:

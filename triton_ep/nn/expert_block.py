@@ -13,6 +13,7 @@ Gradients of weights are bf16 products of rows in bf16, whatever the precision: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,22 @@ class ExpertBlock:
             given = type(self.prepared).__name__
             raise InputError(f"prepared goes with precision={self.settings.precision!r}, got {given}.")
 
+    def before(self, params: Params) -> Callable[[], None] | None:
+        """Brings copies of weights up to date that are kept, where they have changed: no row is needed for that."""
+        prepared, names = self.prepared, ("w13", "w2")
+        if prepared is None:
+            return None
+        weights = [(name, weight) for name, weight in zip(names, params, strict=False) if weight is not None]
+        stale = [(name, weight) for name, weight in weights if prepared.is_stale(weight, name=name)]
+        if not stale:
+            return None
+
+        def refresh() -> None:
+            for name, weight in stale:
+                prepared.refresh(weight, name=name)
+
+        return refresh
+
     def forward(
         self, rows: Rows, row_weights: torch.Tensor | None, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
     ) -> tuple[torch.Tensor, Saved]:
@@ -204,7 +221,7 @@ class ExpertBlock:
     ) -> ExpertGradients:
         """Gradients from that of the result [R, H], bf16, MXTensor or RowScaled; each only where it is needed.
 
-        Those of the parameters are left to a call, because other ranks wait for that of the rows.
+        Those of the parameters are left to calls, because other ranks wait for that of the rows.
         """
         w13, w2, b13, b2 = params
         row_weights, aligned = saved["row_weights"], self.settings.aligned
@@ -226,11 +243,20 @@ class ExpertBlock:
             if needs.rows:
                 dx = self._rows_gradient(dpre, w13, offs, tiles)
 
+        values: torch.Tensor | None = None
+
+        @torch.no_grad()
+        def prepare() -> None:
+            nonlocal values
+            if want_w2 or want_b2:
+                values = _values(operand if isinstance(grad, MXTensor) else grad, offs)
+
         @torch.no_grad()
         def of_params() -> Params:
-            nonlocal act
+            nonlocal act, values
             dw13 = dw2 = db13 = db2 = None
-            values = _values(operand if isinstance(grad, MXTensor) else grad, offs) if want_w2 or want_b2 else None
+            if values is None:
+                prepare()
             if values is not None and b2 is not None and want_b2:
                 db2 = bias_gradient(values, offs, row_weights).to(b2.dtype)
             if values is not None and act is not None and want_w2:
@@ -242,7 +268,7 @@ class ExpertBlock:
                 dw13 = _weight_gradient(w13, dpre, _values(saved["rows"], offs), offs, aligned)
             return dw13, dw2, db13, db2
 
-        return ExpertGradients(dx, dweights if needs.row_weights else None, of_params)
+        return ExpertGradients(dx, dweights if needs.row_weights else None, of_params, prepare)
 
     def _operand(self, x: Rows, offs: torch.Tensor) -> Rows:
         """Rows as the products of this precision take them."""

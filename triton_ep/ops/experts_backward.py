@@ -77,7 +77,7 @@ def _down_dgrad(
     lines, length = (ffn, hidden) if k_major else (hidden, ffn)
     box = [1, tile.n, tile.k] if k_major else [1, tile.k, tile.n]
     operands = (
-        Boxes(dy, [num_rows, hidden], [hidden, 1], [tile.m, tile.k]),
+        Boxes(dy, [num_rows, hidden], [hidden, 1], [tile.box_rows, tile.k]),
         Boxes(w, [experts, lines, length], [lines * length, length, 1], box),
     )
     # Pointers that are not read are to the tiles.

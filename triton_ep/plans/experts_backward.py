@@ -21,9 +21,10 @@ BIAS_ROWS, BIAS_COLUMNS = 32, 128
 ROW_WEIGHTS, ROW_WEIGHTS_COLUMNS = 16, 256
 
 DOWN_BF16 = ProductTile(128, 256, 64, 4)
-DOWN_FP8 = ProductTile(64, 128, 128, 4, 4, per_sm=2, promote=True)
+DOWN_FP8 = ProductTile(128, 128, 128, 3, 4, per_sm=2, promote=True, split=True)
 DOWN_FAST = ProductTile(128, 256, 128, 4)
 DOWN_INTERPRETED = ProductTile(64, 64, 128, 1, promote=True)
+DOWN_INTERPRETED_FP8 = ProductTile(128, 64, 128, 1, promote=True, split=True)
 DOWN_COLUMNS = 32
 """Of a tile on their way through the activation at once: more, and values spill."""
 
@@ -46,7 +47,7 @@ def weight_gradient(num_experts: int, accumulate: bool, interpreted: bool) -> tu
 def down_tile(fp8: bool, fast: bool, interpreted: bool) -> ProductTile:
     """The tile for operands of one kind."""
     if interpreted:
-        return DOWN_INTERPRETED
+        return DOWN_INTERPRETED_FP8 if fp8 else DOWN_INTERPRETED
     return (DOWN_FAST if fast else DOWN_FP8) if fp8 else DOWN_BF16
 
 
@@ -62,7 +63,7 @@ def down_dgrad(tile: ProductTile, fp8: bool, k_major: bool, has_weights: bool, a
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
         "LEVELS": (tile.n // DOWN_COLUMNS).bit_length() - 1,
-        "BAND": BAND,
+        "SPLIT": tile.split,
         "STAGES": tile.stages,
         "FLATTEN": tile.flatten,
     }
@@ -149,7 +150,7 @@ def _down(how: str, weighted: bool, activation: Mapping[str, Any]) -> Asked:
     tile = down_tile(fp8, how == "fast", interpreted=False)
     element, scale = ("fp8e4nv", "*fp32") if fp8 else ("bf16", "*i32")
     types = {
-        "dy": f"tensordesc<{element}[{tile.m},{tile.k}]>",
+        "dy": f"tensordesc<{element}[{tile.box_rows},{tile.k}]>",
         "w": f"tensordesc<{element}[1,{f'{tile.n},{tile.k}' if fp8 else f'{tile.k},{tile.n}'}]>",
         "dy_scale_ptr": scale,
         "w_scale_ptr": scale,
