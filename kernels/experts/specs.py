@@ -95,7 +95,7 @@ EXPERT_SPECS: tuple[KernelSpec, ...] = (
         prepare.weight_maxima_kernel,
         "w_ptr:*{W} row_max_ptr:*i32 column_max_ptr:*i32 n:i32 k:i32",
         tuple(
-            Variant({"ROWS": rows, "COLUMNS": True, "BLOCK_N": 128, "BLOCK_K": 64}, {"W": w}, ("n", "k"))
+            Variant({"ROWS": rows, "COLUMNS": True, "BLOCK_N": 128, "BLOCK_K": 64, "STAGES": 3}, {"W": w}, ("n", "k"))
             for rows, w in ((True, "bf16"), (False, "fp32"))
         ),
     ),

@@ -69,8 +69,8 @@ def offsets_constexprs(has_offsets: bool) -> dict[str, Any]:
 
 
 def maxima_tile(interpreted: bool) -> dict[str, int]:
-    """BLOCK_N and BLOCK_K of the kernel that looks for the largest weights."""
-    return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64}
+    """BLOCK_N and BLOCK_K of the kernel that looks for the largest weights, and how many loads are in flight."""
+    return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64, "STAGES": 1 if interpreted else 3}
 
 
 def prepare_tile(interpreted: bool) -> dict[str, int]:
