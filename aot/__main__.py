@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from triton_ep.aot import manifest
-from triton_ep.aot.store import Library, architectures, default_folder
 from triton_ep.errors import ConfigError, EPError
+from triton_ep.runtime.library import Library, architectures, default_folder
 
 _SHOWN_ERRORS = 3
 

@@ -20,11 +20,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from triton_ep.aot.sources import kernels_folder, source_hash
-from triton_ep.aot.store import FORMAT, INDEX, check_entry
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import NVSHMEM, NVSHMEM_SYMBOLS
-from triton_ep.plans.asked import Asked
+from triton_ep.runtime.library import FORMAT, INDEX, check_entry
+from triton_ep.runtime.plans.asked import Asked
+from triton_ep.runtime.sources import kernels_folder, source_hash
 
 FACTS = "facts.json"
 _BUILDER = 2

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from triton_ep.aot.ptx import local_bytes, narrow_accesses, parameters, without_places
 from triton_ep.kernels.spec import SPEC, KernelSpec, uses_nvshmem
-from triton_ep.plans.asked import Asked
+from triton_ep.runtime.plans.asked import Asked
 
 _LIBRARY = "libnvshmem_device"
 _STATE = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")

@@ -14,10 +14,10 @@ from typing import Any
 
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import NVSHMEM, P2P
-from triton_ep.plans import experts, experts_backward, layers, products
-from triton_ep.plans.asked import Asked
-from triton_ep.plans.shape import TOKEN_BYTES, Shape
-from triton_ep.tuned.table import KERNELS, Key, look_up
+from triton_ep.runtime.plans import experts, experts_backward, layers, products
+from triton_ep.runtime.plans.asked import Asked
+from triton_ep.runtime.plans.shape import TOKEN_BYTES, Shape
+from triton_ep.runtime.tuned.table import KERNELS, Key, look_up
 
 FORMAT = 1
 _TOKENS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -89,8 +89,8 @@ def _check_tables(given: Any, name: str, path: Path) -> None:
 def read_config(text: str) -> list[Asked]:
     """What one EPConfig needs; `text` is JSON, or the path of a TOML or JSON file.
 
-    Fields are those of EPConfig, and of triton_ep.plans.layers.Uses: how the layer is called. What is left out has the
-    default that it has there. `grouped_gemm`, `mxfp8`, `experts` and `experts_backward` are tables as in a manifest.
+    Fields are those of EPConfig, and of triton_ep.runtime.plans.layers.Uses: how the layer is called. What is left out
+    has the default that it has there. `grouped_gemm`, `mxfp8`, `experts`, `experts_backward`: tables as in a manifest.
 
     Raises:
         ConfigError: it cannot be read, or a field is missing or unknown.

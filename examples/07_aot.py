@@ -21,10 +21,10 @@ if __name__ in ("__main__", "__mp_main__"):
 import torch
 
 from triton_ep import AotMiss, EPAll2AllLayer, finalize_distributed, initialize_distributed
-from triton_ep.aot.store import Library
 from triton_ep.distributed import run_ranks
-from triton_ep.plans import Shape, exchange
-from triton_ep.plans.asked import ask
+from triton_ep.runtime.library import Library
+from triton_ep.runtime.plans import Shape, exchange
+from triton_ep.runtime.plans.asked import ask
 
 SIZES = {"max_tokens": 16, "hidden": 256, "topk": 2, "num_experts": 4, "num_sm": 8}
 RANKS = 2

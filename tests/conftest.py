@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import triton_ep.runtime  # noqa: F401  before triton: decides whether kernels are interpreted or compiled
+import triton_ep.runtime.launch  # noqa: F401  before triton: decides whether kernels are interpreted or compiled
 from tests.patience import LIMIT_S
 from triton_ep.distributed import most_gpu_ranks
 from triton_ep.testing import RankPool

@@ -4,18 +4,30 @@ The public names below are loaded at first use (PEP 562): `import triton_ep` its
 Triton, which is what lets tools inspect or build the package on a machine that has neither.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from triton_ep import _checkout
 
-_checkout.extend_path(__path__)
+def _find_siblings() -> None:
+    """Let a checkout that was never installed import `triton_ep.kernels` and `triton_ep.aot`.
+
+    The two folders stand beside `triton_ep/` and are mapped below it when the package is built (pyproject.toml,
+    `tool.setuptools.package-dir`), so that nothing named `kernels` or `aot` lands at the top of site-packages.
+    """
+    package = Path(__file__).resolve().parent
+    if not (package / "kernels").is_dir() and (package.parent / "kernels" / "__init__.py").is_file():
+        __path__.append(str(package.parent))
+
+
+_find_siblings()
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from triton_ep.barrier import BarrierAllContext
     from triton_ep.config import EPConfig
-    from triton_ep.context import DispatchCombineContext
+    from triton_ep.context.context import DispatchCombineContext
+    from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+    from triton_ep.context.overlap import EPEvent
     from triton_ep.distributed import finalize_distributed, initialize_distributed
     from triton_ep.errors import (
         AotArchMismatch,
@@ -34,10 +46,9 @@ if TYPE_CHECKING:
         StaleHandleError,
         WaitTimeout,
     )
+    from triton_ep.exchange.barrier import BarrierAllContext
     from triton_ep.layer import EPAll2AllLayer
-    from triton_ep.layout_desc import EPAllToAllLayoutDesc
     from triton_ep.mx.tensor import MXTensor
-    from triton_ep.overlap import EPEvent
 
 __all__ = [
     "AotArchMismatch",
@@ -67,12 +78,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "BarrierAllContext": "barrier",
-    "DispatchCombineContext": "context",
+    "BarrierAllContext": "exchange.barrier",
+    "DispatchCombineContext": "context.context",
     "EPAll2AllLayer": "layer",
-    "EPAllToAllLayoutDesc": "layout_desc",
+    "EPAllToAllLayoutDesc": "context.descriptor",
     "EPConfig": "config",
-    "EPEvent": "overlap",
+    "EPEvent": "context.overlap",
     "MXTensor": "mx.tensor",
     "finalize_distributed": "distributed",
     "initialize_distributed": "distributed",

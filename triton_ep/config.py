@@ -1,6 +1,6 @@
 """Configuration of one expert-parallel layer, validated once.
 
-`read_environment` is re-exported: environment variables are read in triton_ep/environment.py only.
+`read_environment` is re-exported: environment variables are read in triton_ep/runtime/environment.py only.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from functools import cached_property
 
 import torch
 
-from triton_ep.environment import Environment, as_integer, read_environment
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import P2P
-from triton_ep.plans.shape import Shape
-from triton_ep.topology import Topology
-from triton_ep.tuned.table import KERNELS, TunedEntry
+from triton_ep.runtime.environment import Environment, as_integer, read_environment
+from triton_ep.runtime.plans.shape import Shape
+from triton_ep.runtime.tuned.table import KERNELS, TunedEntry
 
 __all__ = ["EPConfig", "Environment", "as_integer", "read_environment"]
 
@@ -25,6 +24,42 @@ _POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local
 
 # Every program goes through the ids of all tokens of its rank; ranks are bits of a word.
 _LOW_LATENCY_MOST = {"max_tokens": 512, "num_experts": 2048, "world_size": 32}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Position of one rank among `world_size` ranks on nodes of `local_world_size` ranks each.
+
+    Ranks of a group are numbered node by node: node n has the ranks [n * local_world_size, (n + 1) * local_world_size).
+    """
+
+    rank: int
+    world_size: int
+    local_world_size: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.world_size // self.local_world_size
+
+    @property
+    def node(self) -> int:
+        """Node of this rank."""
+        return self.rank // self.local_world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this rank on its node."""
+        return self.rank % self.local_world_size
+
+    @property
+    def first_rank(self) -> int:
+        """Lowest rank of this node."""
+        return self.node * self.local_world_size
+
+    def counterpart(self, node: int) -> int:
+        """Rank of `node` with this rank's local rank: the one that network traffic goes through."""
+        return node * self.local_world_size + self.local_rank
 
 
 @dataclass(frozen=True)

@@ -14,23 +14,29 @@ class ConfigError(EPError, ValueError):
 
 
 class InputError(EPError, ValueError):
-    """An argument of a call that does not fit the configuration; raised before any remote write.
-
-    Attributes:
-        bad_id: the expert id that a rank was found to have passed, the same on all ranks; None = something else.
-    """
-
-    bad_id: int | None = None
+    """An argument of a call that does not fit the configuration; raised before any remote write."""
 
 
 class CapacityError(EPError, RuntimeError):
-    """More rows than the context holds, where it may not grow.
+    """A call needs more than its layer or buffer was made for.
+
+    A dispatch for which the host waits raises it on all ranks, with the same numbers, before any row is sent: make a
+    layer that is large enough by these numbers on all ranks, and call again.
 
     Attributes:
-        needed: rows, or tokens, that would have been enough; 0 = not said.
+        needed_tokens: `max_tokens` that the call needs, the largest number of tokens of any rank; 0 = there was room.
+        needed_topk: `topk` that the call needs: experts of one token that has too many. Another token may need more, so
+            the call with the larger layer may raise once more. 0 = no token was seen to have too many.
     """
 
-    needed = 0
+    def __init__(self, message: str = "", *, needed_tokens: int = 0, needed_topk: int = 0) -> None:
+        super().__init__(message)
+        self.needed_tokens, self.needed_topk = needed_tokens, needed_topk
+
+    @property
+    def needed(self) -> int:
+        """`needed_tokens`."""
+        return self.needed_tokens
 
 
 class HeapError(EPError, RuntimeError):

@@ -1,6 +1,6 @@
 """EPAll2AllLayer: dispatch tokens to their experts, combine the results.
 
-Reading order: `dispatch` and `combine` are the two calls; the steps of a dispatch are in triton_ep/_dispatch_steps.py;
+Reading order: `dispatch` and `combine` are the two calls; the steps of a dispatch are in triton_ep/exchange/steps.py;
 everything they launch is in triton_ep/ops, in the order of the protocol (docs/concepts/protocol.md).
 """
 
@@ -15,23 +15,23 @@ from typing import Any, Literal, overload
 
 import torch
 
-from triton_ep import checks
-from triton_ep._compact import CompactCalls, Received
-from triton_ep._dispatch_steps import ReceivedRows
-from triton_ep.barrier import BarrierAllContext
 from triton_ep.config import EPConfig
-from triton_ep.context import DispatchCombineContext, told
+from triton_ep.context.choice import Choice, choose
+from triton_ep.context.context import DispatchCombineContext, told
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
 from triton_ep.distributed import check_group, current_heap
 from triton_ep.errors import ConfigError
+from triton_ep.exchange import checks
+from triton_ep.exchange.barrier import BarrierAllContext
+from triton_ep.exchange.compact import CompactCalls, Received
+from triton_ep.exchange.steps import ReceivedRows
 from triton_ep.kernels.device import codes
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import low_latency as low_latency_ops
-from triton_ep.overlap import CommStream, EPEvent, RecvHook
-from triton_ep.runtime import aot_for
-from triton_ep.tuned.choose import Choice, choose
-from triton_ep.tuned.table import TunedEntry
+from triton_ep.runtime.launch import aot_for
+from triton_ep.runtime.tuned.table import TunedEntry
 
 
 class EPAll2AllLayer(CompactCalls):
@@ -62,7 +62,7 @@ class EPAll2AllLayer(CompactCalls):
         capacity: None (exact): outputs are sized to what arrives and the host waits for the count.
             n (static): n output rows, no host synchronisation; overflow is flagged in the descriptor.
         low_latency: two launches per call, for at most 512 tokens (decode): static, one node.
-        tuned: an entry of a tuned table (`triton_ep.tuned.table`), with num_sm=None only; the same on all ranks.
+        tuned: an entry of a tuned table (`triton_ep.runtime.tuned.table`), with num_sm=None only, the same everywhere.
         timeout_s: bound of every wait, in seconds.
 
     Raises:

@@ -12,6 +12,10 @@ Replay        With COUNT_EXCESS the caller zeroes `excess`.
 import triton
 import triton.language as tl
 
+from ..device import codes
+
+_NEEDED_TOPK = tl.constexpr(codes.NEEDED_TOPK)
+
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "topk"])
 def map_slots_kernel(
@@ -24,7 +28,7 @@ def map_slots_kernel(
     num_experts,
     topk,
     HAS_PROBS: tl.constexpr,
-    COUNT_EXCESS: tl.constexpr,  # else the last slot of such a token holds E + its number of experts
+    COUNT_EXCESS: tl.constexpr,  # else the last slot of such a token holds NEEDED_TOPK + its number of experts
     KP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -57,4 +61,4 @@ def map_slots_kernel(
     else:
         tl.debug_barrier()
         last = token.to(tl.int64) * topk + topk - 1
-        tl.store(ids_ptr + last, num_experts + seen, mask=alive & (seen > topk))
+        tl.store(ids_ptr + last, seen + _NEEDED_TOPK, mask=alive & (seen > topk))

@@ -3,7 +3,7 @@
 The table `tables` is int64 [2 * NUM_BUFFERS + 1, W]: first the address through which this rank loads and
 stores the copy of each rank (0 = not mapped: another node), one row per buffer; then the same for put
 functions; last NVSHMEM's number of each rank. The indices below are rows of the first two parts; what each
-buffer holds, who writes and who reads it, is the table in triton_ep/layout.py, whose order a test compares
+buffer holds, who writes and who reads it, is the table in triton_ep/context/layout.py, whose order a test compares
 with this one.
 
 The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record, a count of

@@ -72,7 +72,10 @@ HOST_BACKWARD = 64
 HOST_READS = 128
 """This rank's host looks at the host words of all ranks before anything else is sent."""
 HOST_SHIFT = 8
-"""Above are the low bits of a number: of the dispatch (HOST_AGAIN), or of tokens (HOST_REJECTED)."""
+"""Above are, with HOST_AGAIN, the low bits of the number of that dispatch."""
+NEEDED_TOPK = 2**30
+"""compute/map_slots.py: in the last slot of a token with n experts and fewer slots, NEEDED_TOPK + n. No expert has this
+id, so the entry is dropped and reported with the splits of its rank; the hosts read n from the report."""
 
 # calls.py: the tag of a combine; above COMBINE_SHIFT the low bits of the number of its dispatch.
 COMBINE_WEIGHTS = 1

@@ -37,7 +37,7 @@ _on_pause: Callable[[], None] | None = None
 def call_on_pause(function: Callable[[], None] | None) -> None:
     """Call `function` at every pause of an interpreted wait of this process; None: no more.
 
-    What it raises ends the kernel. Used by triton_ep.interpreter; compiled kernels never call it.
+    What it raises ends the kernel. Used by triton_ep.runtime.interpreter; compiled kernels never call it.
     """
     global _on_pause
     _on_pause = function

@@ -1,4 +1,4 @@
-"""Tables of one dispatch, as kernels see them. triton_ep/layout.py has the same arithmetic for the host.
+"""Tables of one dispatch, as kernels see them. triton_ep/context/layout.py has the same arithmetic for the host.
 
 `entries` [F, T, K] int32, F = 7, or 8 with several nodes, fields of every (token, k):
     KEPT        expert id, -1 = dropped

@@ -3,11 +3,11 @@
 A flag is an int64 in symmetric memory that only grows: its value is the epoch (number of the call) that
 its writer has reached (arrival flags: see device/rows.py), so nothing is ever cleared and a captured graph
 may replay. Every wait is bounded: on expiry one program writes a status record and all later waits of this
-rank return at once; the host raises from the record (triton_ep/context.py).
+rank return at once; the host raises from the record (triton_ep/context/context.py).
 
 Status record, the words of the state array from STATUS on: [0] operation (0 = fine), [1] index of the first
 missing flag, [2] expected epoch, [3] epoch seen. A word in host memory then says that there is
-a record. The operation codes are `WAIT_*` below; the host names them (triton_ep/context.py).
+a record. The operation codes are `WAIT_*` below; the host names them (triton_ep/context/context.py).
 
 Flags of a combine carry the tag of the call below their count (device/calls.py).
 """

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 import pytest
 
 from tests.patience import LIMIT_S
-from triton_ep.aot.store import Library, architectures
 from triton_ep.errors import HeapError
 from triton_ep.heap.bitcode import find_bitcode
+from triton_ep.runtime.library import Library, architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("sm_90", "sm_100")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 _BLOCK = "sys.modules['triton'] = None; sys.modules['triton.compiler'] = None; "
-_START = "from triton_ep import _rank_process; "
+_START = "from triton_ep.testing import process; "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,9 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _inject(code: str, before: bool) -> None:
     """Run `code` in every rank that compiles, before or after it has imported this package."""
-    from triton_ep import _rank_process
+    from triton_ep.testing import process
 
-    plain = _rank_process._python
+    plain = process._python
 
     def _python(call: str, *, interpret: bool) -> list[str]:
         command = plain(call, interpret=interpret)
@@ -52,7 +52,7 @@ def _inject(code: str, before: bool) -> None:
             command[-1] = command[-1].replace(_START, code + _START if before else _START + code)
         return command
 
-    _rank_process._python = _python
+    process._python = _python
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from triton_ep import runtime
 from triton_ep.config import EPConfig
-from triton_ep.context import DispatchCombineContext
-from triton_ep.plans.asked import Asked, ask
-from triton_ep.plans.layers import layer
-from triton_ep.plans.shape import Plan
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.plans.asked import Asked, ask
+from triton_ep.runtime.plans.layers import layer
+from triton_ep.runtime.plans.shape import Plan
 
 
 def asked_for(plan: Plan, spec: Any, args: Sequence[Any]) -> Asked:

@@ -15,10 +15,10 @@ from tests.aot.library import ARCHS, ROOT, Built, run_aot
 from tests.patience import LIMIT_S
 from triton_ep.aot import manifest
 from triton_ep.aot.build import build
-from triton_ep.aot.store import Library, architectures
 from triton_ep.aot.verify import verify
 from triton_ep.errors import AotCorrupted, AotMiss, ConfigError
-from triton_ep.plans.asked import Asked
+from triton_ep.runtime.library import Library, architectures
+from triton_ep.runtime.plans.asked import Asked
 
 pytestmark = pytest.mark.plain
 

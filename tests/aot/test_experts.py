@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from triton_ep import runtime
 from triton_ep.ops import experts, prepare, row_scales
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.row_scales import RowScaled
 from triton_ep.ops.tiles import tile_table
-from triton_ep.plans.asked import Asked, ask
-from triton_ep.plans.experts import experts as asked_of_experts
-from triton_ep.plans.shape import Plan
+from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.plans.asked import Asked, ask
+from triton_ep.runtime.plans.experts import experts as asked_of_experts
+from triton_ep.runtime.plans.shape import Plan
 
 EXPERTS, F, H = 4, 128, 192
 SPECIALISED = ("f", "k", "n", "stride_om")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from triton_ep import runtime
 from triton_ep.ops import experts_backward, grouped_bf16, weighted_rows
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.row_scales import RowScaled
-from triton_ep.plans.asked import Asked, ask
-from triton_ep.plans.experts_backward import experts_backward as asked_of_experts
-from triton_ep.plans.shape import Plan
+from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.plans.asked import Asked, ask
+from triton_ep.runtime.plans.experts_backward import experts_backward as asked_of_experts
+from triton_ep.runtime.plans.shape import Plan
 
 EXPERTS, F, H, ROWS = 4, 128, 192, 256
 SPECIALISED = ("ffn", "hidden", "n", "num_i", "num_j", "stride_xm", "stride_ym")

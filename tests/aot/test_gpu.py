@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.patience import LIMIT_S
 from triton_ep import EPAll2AllLayer, MXTensor
-from triton_ep.aot.store import architectures, default_folder
+from triton_ep.runtime.library import architectures, default_folder
 from triton_ep.testing import Workload, apply_experts, make_workload
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.aot.library import Built
-from triton_ep import EPAll2AllLayer, autograd, runtime
-from triton_ep.aot.store import Library
+from triton_ep import EPAll2AllLayer, autograd
 from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep import Buffer, release
 from triton_ep.integrations.deep_ep.fp8 import quantize_rows
@@ -20,9 +19,11 @@ from triton_ep.kernels.spec import SPECS
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.dispatch import Rows
 from triton_ep.ops.routing import RoutingMap
-from triton_ep.plans import layers
-from triton_ep.plans.asked import Asked, ask
-from triton_ep.plans.shape import Plan
+from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.library import Library
+from triton_ep.runtime.plans import layers
+from triton_ep.runtime.plans.asked import Asked, ask
+from triton_ep.runtime.plans.shape import Plan
 from triton_ep.testing import make_workload
 
 ON_HOST = "the interpreter is asked what is launched"

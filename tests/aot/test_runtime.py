@@ -15,10 +15,6 @@ import pytest
 import torch
 
 from tests.aot.library import Built
-from triton_ep import runtime
-from triton_ep.aot import launch
-from triton_ep.aot.launch import Aot, CompiledLibrary, choose
-from triton_ep.aot.store import Library
 from triton_ep.errors import (
     AotArchMismatch,
     AotCorrupted,
@@ -28,7 +24,11 @@ from triton_ep.errors import (
     LaunchError,
 )
 from triton_ep.ops import grouped_bf16
-from triton_ep.plans import Shape, exchange
+from triton_ep.runtime import cubins as launch
+from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.cubins import Aot, CompiledLibrary, choose
+from triton_ep.runtime.library import Library
+from triton_ep.runtime.plans import Shape, exchange
 
 pytestmark = pytest.mark.plain
 CODES = {"ptr": "Q", "i32": "i", "i64": "q", "tensormap": "128s"}
@@ -236,7 +236,7 @@ def test_older_sources_are_a_miss(built: Built, monkeypatch: pytest.MonkeyPatch)
     library = Library(built.folder, "sm_90")
     asked = library.entries[0].asked
     library.find(asked)
-    monkeypatch.setattr("triton_ep.aot.store.source_hash", lambda file: "another")
+    monkeypatch.setattr("triton_ep.runtime.library.source_hash", lambda file: "another")
     with pytest.raises(AotMiss, match="built from other sources"):
         library.find(asked)
 

@@ -247,9 +247,9 @@ def main() -> None:
         worker(options.started, options.worker, options.batches)
         return
     sys.path.insert(0, str(ROOT))
-    from triton_ep.aot.store import Library, default_folder
     from triton_ep.bench.rows import commit_of_checkout, environment
-    from triton_ep.runtime import INTERPRETING, architecture
+    from triton_ep.runtime.launch import INTERPRETING, architecture
+    from triton_ep.runtime.library import Library, default_folder
 
     if INTERPRETING:
         parser.exit(2, f"{parser.prog}: cubins need GPUs, there are none here\n")

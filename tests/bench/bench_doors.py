@@ -35,7 +35,7 @@ from triton_ep.bench.timing import Timer, Timing, over_ranks, slowest
 from triton_ep.integrations import megatron
 from triton_ep.integrations.deep_ep import Buffer, HybridEPBuffer, release
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 TURNS = 3
 PAD = 16  # rows of an expert, for HybridEP

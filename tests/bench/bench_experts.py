@@ -35,7 +35,7 @@ from triton_ep.ops.grouped_gemm import grouped_gemm
 from triton_ep.ops.prepare import prepare_weights
 from triton_ep.ops.row_scales import RowScaled, dequantize_rows_in_use, quantize_to_rows, rebase_rows
 from triton_ep.ops.tiles import tile_table
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 SHAPES = {
     "deepseek-v3-4": (64, 7168, 2048),

@@ -27,7 +27,7 @@ from triton_ep.errors import EPError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import grouped_gemm as ops
 from triton_ep.reference import grouped_gemm as oracle
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 SHAPES = {
     "deepseek-v3-up": (32, 4096, 7168),

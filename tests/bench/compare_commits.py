@@ -6,8 +6,8 @@
 
 Each argument is a command line of `triton-ep bench`. Both checkouts start their ranks once, on the same GPUs, and then
 measure by turns; the one whose turn it is not sleeps. A row of the table has the median of the repeats of each
-checkout, their ratio, and the spread of the old one, (largest - smallest) / median. The exit code is 1 if a row is
-slower by more than `--limit` percent plus that spread.
+checkout, their ratio, the spread of the old one, (largest - smallest) / median, and both host times of a call. The exit
+code is 1 if a row is slower by more than `--limit` percent plus that spread.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from typing import Any
 
 SIDES = ("old", "new")
 KEY = ("op", "mode", "payload", "nodes", "ranks", "tokens", "hidden", "topk", "experts")
+MACHINE = ("gpu", "driver", "torch", "triton", "nvshmem", "date")
 
 
 def _measure(side: str, commands: list[str], repeats: int, folder: str) -> None:
@@ -54,7 +55,7 @@ def _measure(side: str, commands: list[str], repeats: int, folder: str) -> None:
 
 def _settings(command: str) -> Any:
     from triton_ep.cli import bench
-    from triton_ep.runtime import INTERPRETING
+    from triton_ep.runtime.launch import INTERPRETING
 
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
@@ -79,20 +80,32 @@ def _give_turn(folder: str, turn: str) -> None:
 
 def _work(side: str, folder: str, repeats: int, commands: list[str]) -> None:
     """A checkout's process, which starts its ranks."""
-    import triton_ep.runtime  # noqa: F401  before torch's Triton: decides whether kernels are interpreted
+    import triton_ep.runtime.launch  # noqa: F401  before torch's Triton: decides whether kernels are interpreted
     from triton_ep.distributed import run_ranks
 
     run_ranks(_measure, _settings(commands[0]).ranks, side, commands, repeats, folder)
 
 
-def _table(folder: Path, repeats: int, limit_pct: float) -> tuple[list[dict[str, Any]], bool]:
-    """A line per row, and whether one of them is slower than allowed."""
+def _table(
+    folder: Path, repeats: int, limit_pct: float, commits: dict[str, str | None]
+) -> tuple[list[dict[str, Any]], bool]:
+    """A line per row, and whether one of them is slower than allowed.
+
+    commits: of the sides; None: as their rows say.
+    """
     found: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    host: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    of_side: dict[str, dict[str, Any]] = {}
     for side in SIDES:
         for repeat in range(repeats):
             for row in json.loads((folder / f"{side}-{repeat}.json").read_text()):
-                if row["median_us"]:
-                    found[tuple(str(row[name]) for name in KEY)][side].append(float(row["median_us"]))
+                of_side[side] = row
+                key = tuple(str(row[name]) for name in KEY)
+                for kept, name in ((found, "median_us"), (host, "host_us")):
+                    if row[name]:
+                        kept[key][side].append(float(row[name]))
+    about = {f"{side}_commit": commits[side] or of_side[side]["commit"] for side in SIDES}
+    about |= {name: of_side["new"][name] for name in MACHINE} | {"repeats": str(repeats)}
     lines, slower = [], False
     for key, times in found.items():
         old, new = (statistics.median(times[side]) if times[side] else float("nan") for side in SIDES)
@@ -102,7 +115,10 @@ def _table(folder: Path, repeats: int, limit_pct: float) -> tuple[list[dict[str,
         slower |= bad
         line = {"old_us": f"{old:.1f}", "new_us": f"{new:.1f}", "change_pct": f"{change:+.2f}"}
         line |= {"old_spread_pct": f"{spread:.2f}", "slower": "SLOWER" if bad else ""}
-        lines.append({**dict(zip(KEY, key, strict=True)), **line})
+        for side in SIDES:
+            times_of_host = host[key][side]
+            line[f"{side}_host_us"] = f"{statistics.median(times_of_host):.1f}" if times_of_host else ""
+        lines.append({**dict(zip(KEY, key, strict=True)), **line, **about})
     return lines, slower
 
 
@@ -112,6 +128,8 @@ def main() -> int:
     parser.add_argument("commands", nargs="+", metavar="COMMAND", help="of `triton-ep bench`, in quotes")
     parser.add_argument("--old", required=True, metavar="DIR")
     parser.add_argument("--new", default=".", metavar="DIR")
+    for side in SIDES:
+        parser.add_argument(f"--{side}-commit", help="of the table, where that checkout has no .git")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=float, default=1.0, metavar="PERCENT")
     parser.add_argument("--csv", metavar="PATH", help="write the table there")
@@ -136,8 +154,9 @@ def main() -> int:
             time.sleep(0.2)
         if any(process.returncode for process in processes):
             return 2
-        lines, slower = _table(Path(name), a.repeats, a.limit)
-    widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in lines[0]}
+        lines, slower = _table(Path(name), a.repeats, a.limit, {"old": a.old_commit, "new": a.new_commit})
+    shown = [name for name in lines[0] if name not in MACHINE and not name.endswith("_commit")]
+    widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in shown}
     for line in [dict(zip(widths, widths, strict=True)), *lines]:
         print("  ".join(f"{line[name]:>{width}}" for name, width in widths.items()))
     if a.csv:

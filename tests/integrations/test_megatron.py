@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.integrations import flex_stand_in
 from triton_ep import CallMismatch, EPAll2AllLayer, autograd
-from triton_ep.context import DispatchCombineContext
+from triton_ep.context.context import DispatchCombineContext
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, StaleHandleError
 from triton_ep.integrations import deep_ep

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.layer.cases import Case, make_layer, workloads
-from triton_ep import MXTensor, _autograd_ops, autograd
+from triton_ep import MXTensor, autograd
+from triton_ep.autograd import operations
 from triton_ep.distributed import current_heap
 from triton_ep.errors import FinalizedError, InputError, StaleHandleError
 
@@ -380,7 +381,7 @@ def _check_leaving(rank: int, nodes: int, ranks_per_node: int) -> None:
     key = autograd.enter(layer)
     del layer
     gc.collect()
-    assert key not in _autograd_ops.LAYERS
+    assert key not in operations.LAYERS
 
 
 @pytest.mark.plain

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from tests.layer.cases import Case, make_layer, workloads
-from triton_ep import MXTensor, _autograd_ops, autograd
+from triton_ep import MXTensor, autograd
+from triton_ep.autograd import operations
 from triton_ep.distributed import current_heap
 from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm as grouped_mm
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 BACKEND = "aot_eager" if INTERPRETING else "inductor"
 
@@ -45,7 +46,7 @@ def _check_ops(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
         slots = ops.dispatch(*(t.detach() if isinstance(t, torch.Tensor) else t for t in args))[3]
         recv_x, recv_weights, desc = autograd.dispatch(layer, x.detach(), topk_idx, weights.detach())
         plain = recv_x.dequantize() if isinstance(recv_x, MXTensor) else recv_x
-        tensors = _autograd_ops.tensors_of(desc)
+        tensors = operations.tensors_of(desc)
         for each in (recv_weights, None) if case.payload is None else (recv_weights,):
             leaf = None if each is None else each.clone().requires_grad_()
             torch.library.opcheck(

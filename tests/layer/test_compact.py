@@ -8,7 +8,7 @@ from triton_ep import CapacityError, ConfigError, EPAll2AllLayer, InputError, St
 from triton_ep.distributed import current_heap
 from triton_ep.ops import compact as compact_ops
 from triton_ep.reference import compact as reference
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.testing import Workload, make_workload
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -145,7 +145,7 @@ def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
         ids = torch.zeros(13 + rank, 2, dtype=idx.dtype, device=device)
         with pytest.raises(CapacityError, match="max_tokens=12") as caught:
             layer.dispatch_compact(many if rank == 1 else x, ids if rank == 1 else idx)
-        assert caught.value.needed == 14
+        assert caught.value.needed_tokens == caught.value.needed == 14
         got = layer.dispatch_compact(x, idx)
         with pytest.raises(StaleHandleError):
             other.dispatch_compact_again(x, got.layout_desc)

@@ -19,8 +19,8 @@ from tests.patience import LIMIT_S
 from triton_ep import EPAll2AllLayer, MXTensor
 from triton_ep.bench.origins import arrivals, coded_rows, first_difference
 from triton_ep.bench.routing import uniform_idx
+from triton_ep.context.layout import Sizes, estimate_bytes
 from triton_ep.distributed import current_heap
-from triton_ep.layout import Sizes, estimate_bytes
 from triton_ep.reference import mxfp8
 from triton_ep.testing import apply_expert
 

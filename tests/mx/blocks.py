@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
 """Where the kernels of this process run."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from triton_ep.bench.settings import MODELS
+from triton_ep.context.layout import estimate_bytes
 from triton_ep.distributed import current_heap
-from triton_ep.layout import estimate_bytes
 from triton_ep.nn import MoE, estimate_memory, finalize_exchanges
 from triton_ep.ops.row_scales import RowScaled
 

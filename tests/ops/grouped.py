@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton_ep.errors import ConfigError
 from triton_ep.ops.activation import Activation, activation_constexprs, check_activation
 from triton_ep.reference import experts as oracle
-from triton_ep.runtime import INTERPRETING  # before the kernels: decides how they run
+from triton_ep.runtime.launch import INTERPRETING  # before the kernels: decides how they run
 
 # isort: split
 from triton_ep.kernels.experts.activation import activation_gradients, apply_activation

@@ -16,10 +16,10 @@ from triton_ep.ops.activation import Activation
 from triton_ep.ops.experts import gate_up, launch_gate_up, launch_rows_product, rows_product
 from triton_ep.ops.row_scales import RowScaled, quantize_to_rows, rebase_rows
 from triton_ep.ops.tiles import tile_table
-from triton_ep.plans.experts import ProductTile
 from triton_ep.reference import experts as oracle
 from triton_ep.reference import grouped_gemm as product_oracle
 from triton_ep.reference import mxfp8
+from triton_ep.runtime.plans.experts import ProductTile
 
 SIZES = (0, 70, 1, 0, 130)
 """Segments: empty at the front and between, more than a tile of 64 and of 128, a single row."""

@@ -17,7 +17,7 @@ from triton_ep.ops import experts_backward as backward
 from triton_ep.ops import grouped_gemm as gemm
 from triton_ep.ops.prepare import prepare_weights
 from triton_ep.ops.tiles import tile_table
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 OPS = torch.ops.triton_ep
 

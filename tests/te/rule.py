@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.programs import Program, environment_of_programs
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2 if INTERPRETING else max(n for n in (1, 2, 4) if n <= torch.cuda.device_count())

@@ -14,7 +14,7 @@ from tests.te import rule
 from tests.te.rule import DEVICE
 from triton_ep import MXTensor
 from triton_ep.reference import grouped_gemm as oracle
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 BACKEND = "aot_eager" if INTERPRETING else "inductor"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

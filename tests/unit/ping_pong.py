@@ -14,7 +14,7 @@ import time
 
 import torch
 
-import triton_ep.interpreter as interpreter
+import triton_ep.runtime.interpreter as interpreter
 from tests.patience import LIMIT_S
 
 interpreter.install()

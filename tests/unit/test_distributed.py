@@ -31,7 +31,7 @@ from triton_ep.distributed import (
 )
 from triton_ep.errors import ConfigError, EPError, FinalizedError, HeapError, PeerFailed
 from triton_ep.heap.nvshmem import check_sharing
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("OMPI_", "PMI", "SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC_", "NVSHMEM_")

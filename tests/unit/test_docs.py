@@ -192,7 +192,7 @@ def test_layer_table_is_the_one_that_is_enforced() -> None:
 def test_buffer_table_is_that_of_the_source() -> None:
     """docs/concepts/layout.md has every symmetric buffer: shape, writer, reader, why it is free again."""
     from triton_ep import EPConfig
-    from triton_ep.layout import BUFFERS, Sizes
+    from triton_ep.context.layout import BUFFERS, Sizes
 
     page = (ROOT / "docs/concepts/layout.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| \[(.+)\] (\w+) \| (.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)

@@ -13,7 +13,7 @@ import pytest
 from tests.patience import LIMIT_S
 from tests.programs import run_program
 from triton_ep.cli import doctor, main
-from triton_ep.cli.machine import NVSHMEM_REQUIREMENTS, Gpu, Machine, inspect_machine, judge, version_tuple
+from triton_ep.runtime.machine import NVSHMEM_REQUIREMENTS, Gpu, Machine, inspect_machine, judge, version_tuple
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = Gpu(name="NVIDIA H200", sm=90, memory_bytes=141 * 2**30)

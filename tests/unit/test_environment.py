@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from triton_ep.environment import Environment, parse_bytes, read_environment, set_defaults
 from triton_ep.errors import ConfigError
+from triton_ep.runtime.environment import Environment, parse_bytes, read_environment, set_defaults
 
 TORCHRUN = {
     "RANK": "5",

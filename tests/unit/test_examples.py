@@ -13,7 +13,7 @@ import torch
 
 from tests.patience import LIMIT_S
 from tests.programs import environment_of_programs, run_program
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -14,14 +14,14 @@ import torch
 import triton
 
 from tests.patience import LIMIT_S
-from triton_ep import interpreter
-from triton_ep.interpreter.held import HeapRanges, HeldStores
+from triton_ep.runtime import interpreter
+from triton_ep.runtime.interpreter.held import HeapRanges, HeldStores
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("kernels are compiled in this process", allow_module_level=True)
 
-from triton_ep.interpreter import spinning
 from triton_ep.kernels.device import spin
+from triton_ep.runtime.interpreter import spinning
 
 from . import interpreter_kernels as kernels
 from . import ping_pong, wrong_kernels

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from tests.patience import LIMIT_S
-from triton_ep import interpreter
+from triton_ep.runtime import interpreter
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("kernels are compiled in this process", allow_module_level=True)
@@ -226,7 +226,7 @@ def test_float8_has_no_arithmetic() -> None:
 def test_self_test_passes_and_names_what_is_broken() -> None:
     """Fine here; an interpreter without fix-ups is refused, fix-up by fix-up."""
     interpreter.self_test()
-    script = "from triton_ep.interpreter import selftest; selftest.run()"
+    script = "from triton_ep.runtime.interpreter import selftest; selftest.run()"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
@@ -244,7 +244,7 @@ def test_self_test_passes_and_names_what_is_broken() -> None:
 def test_only_interpreted_processes_are_changed() -> None:
     """Importing the package imports no triton; installing without TRITON_INTERPRET names the remedy."""
     script = (
-        "import sys; from triton_ep import interpreter\n"
+        "import sys; from triton_ep.runtime import interpreter\n"
         "assert 'triton' not in sys.modules\n"
         "interpreter.set_chaos(None)\n"
         "for call in (interpreter.install, lambda: interpreter.set_chaos(1), interpreter.self_test):\n"

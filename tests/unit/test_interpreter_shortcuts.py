@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import triton
 
-from triton_ep import interpreter
+from triton_ep.runtime import interpreter
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("kernels are compiled in this process", allow_module_level=True)
@@ -18,8 +18,8 @@ interpreter.install()
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter as stock  # noqa: E402
 
-from triton_ep.interpreter import operators, shortcuts, speed  # noqa: E402
-from triton_ep.interpreter.narrow import FORMATS  # noqa: E402
+from triton_ep.runtime.interpreter import operators, shortcuts, speed  # noqa: E402
+from triton_ep.runtime.interpreter.narrow import FORMATS  # noqa: E402
 
 DTYPES = (
     *(tl.int1, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64),

@@ -12,8 +12,8 @@ import torch
 import triton
 
 from tests.patience import LIMIT_S
-from triton_ep import interpreter
 from triton_ep.errors import PeerFailed
+from triton_ep.runtime import interpreter
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("kernels are compiled in this process", allow_module_level=True)

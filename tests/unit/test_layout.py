@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from triton_ep import EPConfig
+from triton_ep.context.layout import ALIGN_BYTES, BUFFERS, Sizes, estimate_bytes, initial_sizes
 from triton_ep.kernels.device import buffers
 from triton_ep.kernels.device.rows import MX, QUANTISE, WORDS, wire_sizes
 from triton_ep.kernels.internode.dispatch import _message_sizes
-from triton_ep.layout import ALIGN_BYTES, BUFFERS, Sizes, estimate_bytes, initial_sizes
 from triton_ep.ops.tuning import as_words
 
 # What kernels call a buffer, where the public name says another role.

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-import triton_ep.runtime  # noqa: F401  before the kernels: decides how they run
+import triton_ep.runtime.launch  # noqa: F401  before the kernels: decides how they run
 from triton_ep.kernels.device.low_latency import owners, quotient, rank_bits
 
 

@@ -16,8 +16,8 @@ from triton_ep.bench.routing import draw
 from triton_ep.bench.settings import Shape
 from triton_ep.cli import main
 from triton_ep.config import EPConfig
+from triton_ep.context.layout import BUFFERS, Sizes
 from triton_ep.errors import ConfigError, InputError
-from triton_ep.layout import BUFFERS, Sizes
 
 pytestmark = pytest.mark.plain
 

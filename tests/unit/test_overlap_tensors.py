@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from triton_ep._compact import CompactRows
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.overlap import tensors_in
+from triton_ep.exchange.compact import CompactRows
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.overlap import tensors_in
 
 pytestmark = pytest.mark.plain
 

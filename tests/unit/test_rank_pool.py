@@ -114,7 +114,7 @@ def _fail_by_pytest(rank: int) -> None:
 
 
 def _record_chaos(rank: int) -> None:
-    import triton_ep.interpreter as interpreter
+    import triton_ep.runtime.interpreter as interpreter
 
     interpreter.seen_seeds = []
     interpreter.original_set_chaos, interpreter.set_chaos = (
@@ -124,7 +124,7 @@ def _record_chaos(rank: int) -> None:
 
 
 def _chaos_seen(rank: int) -> list[int | None]:
-    import triton_ep.interpreter as interpreter
+    import triton_ep.runtime.interpreter as interpreter
 
     interpreter.set_chaos = interpreter.original_set_chaos
     return interpreter.seen_seeds

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from triton_ep import rendezvous
-from triton_ep.environment import Environment
+from triton_ep.distributed import rendezvous
 from triton_ep.errors import ConfigError
+from triton_ep.runtime.environment import Environment
 
 pytestmark = pytest.mark.plain
 

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_ep.runtime import INTERPRETING  # before the kernels: decides how they run
+from triton_ep.runtime.launch import INTERPRETING  # before the kernels: decides how they run
 
 # isort: split
 from triton_ep.kernels.device.rows import compact_position

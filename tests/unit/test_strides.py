@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.odd_strides import odd
-from triton_ep._strides import dense, view_as
 from triton_ep.integrations.deep_ep.fp8 import scale_bytes, scales_of_bytes
 from triton_ep.mx.serialize import load_safetensors, save_safetensors
 from triton_ep.ops.grouped_bf16 import _row_major
+from triton_ep.ops.strides import dense, view_as
 from triton_ep.ops.tuning import as_words
 
 SHAPES = ((0, 8), (1, 8), (3, 1), (0,), (1,), (1, 2, 8), (0, 4, 8))

@@ -21,14 +21,14 @@ from triton_ep.bench import rows, run, tune
 from triton_ep.bench.settings import TUNED, Settings, parse_programs
 from triton_ep.cli import bench, doctor, main
 from triton_ep.cli import tune as cli
-from triton_ep.cli.machine import inspect_machine, judge
 from triton_ep.config import EPConfig
+from triton_ep.context import choice as choose
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import LANDING_WORDS, WORDS
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.plans import Plan, exchange
-from triton_ep.tuned import choose
-from triton_ep.tuned.table import (
+from triton_ep.runtime.machine import inspect_machine, judge
+from triton_ep.runtime.plans import Plan, exchange
+from triton_ep.runtime.tuned.table import (
     KernelChoice,
     Key,
     TunedEntry,
@@ -128,12 +128,12 @@ def test_the_second_entry_is_named_by_its_own_line() -> None:
 def test_tables_are_asked_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First that of TRITON_EP_TUNED, then those of the package."""
     packaged = tables()
-    assert [name for name, _ in packaged] == ["triton_ep/tuned/h200.toml"]
+    assert [name for name, _ in packaged] == ["triton_ep/runtime/tuned/h200.toml"]
     known = packaged[0][1][0]
     path = tmp_path / "mine.toml"
     path.write_text(format_table([replace(known, num_sm=known.num_sm + 8), ENTRY]))
     monkeypatch.setenv("TRITON_EP_TUNED", str(path))
-    assert [name for name, _ in tables()] == [str(path), "triton_ep/tuned/h200.toml"]
+    assert [name for name, _ in tables()] == [str(path), "triton_ep/runtime/tuned/h200.toml"]
     found = look_up(known.key)
     assert found is not None and (found.num_sm, found.source) == (known.num_sm + 8, str(path))
     assert look_up(packaged[0][1][-1].key) == packaged[0][1][-1]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from triton_ep.plans import exchange
-from triton_ep.plans.shape import Shape
+from triton_ep.runtime.plans import exchange
+from triton_ep.runtime.plans.shape import Shape
 
 
 @pytest.mark.parametrize("num_warps", [1, 4, 8])

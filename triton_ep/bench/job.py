@@ -15,10 +15,10 @@ from triton_ep.bench import origins, record, rows, timing, traffic
 from triton_ep.bench import routing as routings
 from triton_ep.bench.settings import TUNED, Case, Settings, Shape
 from triton_ep.distributed import initialize_distributed
-from triton_ep.environment import read_environment, set_defaults
 from triton_ep.errors import ConfigError, EPError
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.tuned.table import TunedEntry
+from triton_ep.runtime.environment import read_environment, set_defaults
+from triton_ep.runtime.tuned.table import TunedEntry
 
 _RECORDED_CALLS = 10  # at most, and no more than the timed calls
 

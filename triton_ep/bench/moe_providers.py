@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 from triton_ep.bench.job import Job
 from triton_ep.bench.providers import Unavailable, meet_by_collective
 from triton_ep.bench.settings import TUNED, Case
-from triton_ep.layout import estimate_bytes
+from triton_ep.context.layout import estimate_bytes
 from triton_ep.nn import MoE, new_exchange
 
 

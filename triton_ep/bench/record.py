@@ -17,8 +17,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from triton_ep import runtime
 from triton_ep.bench.timing import Call
+from triton_ep.runtime import launch as runtime
 
 _MARK = "spin_kernel"  # what torch.cuda._sleep launches
 _HOLD_CYCLES = 2_000_000  # about a millisecond, in which the host queues the whole call

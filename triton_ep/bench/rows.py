@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from triton_ep.cli.machine import inspect_machine
 from triton_ep.errors import InputError
+from triton_ep.runtime.machine import inspect_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = (

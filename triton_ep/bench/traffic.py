@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from triton_ep.topology import Topology
+from triton_ep.config import Topology
 
 
 @dataclass(frozen=True)

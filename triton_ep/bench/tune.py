@@ -21,8 +21,8 @@ from triton_ep.bench.exchange import checked_calls
 from triton_ep.bench.job import Job, Place, join
 from triton_ep.bench.providers import LayerProvider
 from triton_ep.bench.settings import Case, Settings, Shape
-from triton_ep.tuned.choose import key_of
-from triton_ep.tuned.table import KernelChoice, Key, TunedEntry, format_table, merged, read_table
+from triton_ep.context.choice import key_of
+from triton_ep.runtime.tuned.table import KernelChoice, Key, TunedEntry, format_table, merged, read_table
 
 NUM_SM = (8, 16, 20, 24, 32, 48, 64)
 _QUICK_NUM_SM = (16, 24, 32)

@@ -90,8 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.bench == "model":
         scaling.main(arguments)
         return 0
-    from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
     from triton_ep.bench import plot
+    from triton_ep.runtime import launch as runtime  # before torch's Triton: decides whether kernels are interpreted
 
     if arguments.bench == "plot":
         plot.main(arguments)
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     from triton_ep.bench.run import run as run_rank
     from triton_ep.bench.run import skip_all
     from triton_ep.distributed import run_ranks
-    from triton_ep.environment import read_environment
+    from triton_ep.runtime.environment import read_environment
 
     gpus = 0
     if not runtime.INTERPRETING:

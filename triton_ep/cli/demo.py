@@ -28,11 +28,11 @@ def choose_ranks(num_gpus: int) -> tuple[int, int]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo. Returns 0 when every rank's result is the dense one up to bfloat16 rounding, else 1."""
-    from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
     from triton_ep.cli.demo_moe import Settings, compare, load, run_and_save
     from triton_ep.cli.demo_report import draw_routing, failures, module_table, payload_table, table
     from triton_ep.distributed import run_ranks
-    from triton_ep.environment import read_environment
+    from triton_ep.runtime import launch as runtime  # before torch's Triton: decides whether kernels are interpreted
+    from triton_ep.runtime.environment import read_environment
 
     job = read_environment()
     if (job.world_size or 1) > 1:

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import triton_ep
-from triton_ep.cli.machine import TESTED_TRITON, Machine, Plan, Problem, inspect_machine, judge, version_tuple
-from triton_ep.environment import read_what_can_be
 from triton_ep.errors import EPError
-from triton_ep.tuned import table as tuned_table
-from triton_ep.tuned.table import TunedEntry
+from triton_ep.runtime.environment import read_what_can_be
+from triton_ep.runtime.machine import TESTED_TRITON, Machine, Plan, Problem, inspect_machine, judge, version_tuple
+from triton_ep.runtime.tuned import table as tuned_table
+from triton_ep.runtime.tuned.table import TunedEntry
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +41,13 @@ def _try_runtime(plan: Plan) -> tuple[int | None, str]:
         Bytes of the symmetric heap in force, and the outcome of the interpreter's self-test in words.
     """
     try:
-        from triton_ep import runtime
         from triton_ep.distributed import default_heap_bytes
+        from triton_ep.runtime import launch as runtime
 
         heap_bytes = default_heap_bytes(plan.backend)
         if not runtime.INTERPRETING:
             return heap_bytes, "not needed: kernels are compiled"
-        from triton_ep import interpreter
+        from triton_ep.runtime import interpreter
 
         interpreter.self_test()
     except EPError as error:

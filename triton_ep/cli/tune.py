@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from triton_ep.bench import settings as bench
 from triton_ep.cli.bench import settings_of
 from triton_ep.errors import ConfigError
-from triton_ep.tuned.table import read_table
+from triton_ep.runtime.tuned.table import read_table
 
 if TYPE_CHECKING:
     from triton_ep.bench.tune import Request
@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Tune: as a rank that a launcher started, or with ranks of its own."""
-    from triton_ep import runtime  # before torch's Triton: decides whether kernels are interpreted
     from triton_ep.bench import tune
     from triton_ep.distributed import run_ranks
-    from triton_ep.environment import read_environment
+    from triton_ep.runtime import launch as runtime  # before torch's Triton: decides whether kernels are interpreted
+    from triton_ep.runtime.environment import read_environment
 
     gpus = 0
     if not runtime.INTERPRETING:

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 
 import torch
 
-from triton_ep import interpreter
 from triton_ep.errors import HeapError, PeerFailed
 from triton_ep.heap.allocator import Arena
 from triton_ep.heap.base import SymmetricHeap
+from triton_ep.runtime import interpreter
 
 DEFAULT_BYTES = 8 * 2**30
 """Address space of a rank's arena; memory is taken as it is used."""

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_ep.environment import read_environment, set_defaults
 from triton_ep.errors import ConfigError, HeapError, PeerFailed
 from triton_ep.heap.allocator import Arena
 from triton_ep.heap.base import SymmetricHeap
 from triton_ep.heap.bounded import within
+from triton_ep.runtime.environment import read_environment, set_defaults
 
 DEFAULT_BYTES = 4 * 2**30
 """Bytes of the first chunk, on every GPU."""

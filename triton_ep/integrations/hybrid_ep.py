@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations import hybrid_ep_checks as checks
@@ -35,7 +36,6 @@ from triton_ep.integrations.hybrid_ep_maps import indices_to_map, map_of_slots, 
 from triton_ep.integrations.hybrid_ep_routing import RoutingInputs
 from triton_ep.integrations.hybrid_ep_rows import SentRows, dtype_of_layer
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.slots import row_slots, to_slots
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]

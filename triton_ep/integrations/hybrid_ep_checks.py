@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import InputError, StaleHandleError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep_layers import Layers
 from triton_ep.integrations.hybrid_ep_maps import map_of_rows
 from triton_ep.integrations.lazy_items import LazyItems
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.slots import known_copies
 
 _PLACE = {11: 9, 7: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank

@@ -2,8 +2,8 @@
 
 A layer has so many slots per token, and memory for so many tokens, the same on all ranks; a routing map has as many
 experts per token as it likes. The ranks agree on the slots once, by a collective of their own. From then on each takes
-it that they suffice. One where they do not, or which has too many tokens, passes an expert id that no layer takes and
-that says what it needs: the layers of all ranks refuse it before any row is sent, and all try again with larger ones.
+it that they suffice. Where they do not on some rank, or where it has too many tokens, the layers of all ranks raise
+`CapacityError` before any row is sent, and all try again with larger ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from triton_ep.errors import InputError, PeerFailed, WaitTimeout
+from triton_ep.errors import CapacityError, InputError, PeerFailed, WaitTimeout
 from triton_ep.integrations.hybrid_ep_layers import Layers
 from triton_ep.integrations.hybrid_ep_maps import weights_of_slots
 from triton_ep.layer import EPAll2AllLayer
@@ -103,20 +103,14 @@ class RoutingInputs:
             self._check_slots(routing_map, self.topk)
         while True:
             topk = self._slots_of_map(routing_map.shape[1], non_blocking)
-            tokens = self._tokens_without_room(routing_map.shape[0], slots_per_rank, budget)
-            if tokens:
-                # An id that tells of tokens is greater than any that tells of experts.
-                ids = torch.full((1, topk), 2 * routing_map.shape[1] + tokens, dtype=torch.int32)
-                given: torch.Tensor | RoutingMap = ids.to(routing_map.device)
-            else:
-                given = RoutingMap(routing_map.contiguous(), None if probs is None else probs.contiguous(), excess)
+            if slots_per_rank is not None or budget:
+                self._make_room(routing_map.shape[0], slots_per_rank)
+            given = RoutingMap(routing_map.contiguous(), None if probs is None else probs.contiguous(), excess)
             try:
                 self._last, sent = send(given, None, topk)
                 return sent, excess
-            except InputError as error:
-                if error.bad_id is None or error.bad_id <= routing_map.shape[1]:
-                    raise
-                self._grow_for(error.bad_id - routing_map.shape[1], routing_map.shape[1], error)
+            except CapacityError as error:
+                self._grow_for(error, routing_map.shape[1])
 
     def _is_agreed_by_collective(self, budget: bool, non_blocking: bool) -> bool:
         """Whether the ranks meet before a dispatch by map; the same on all of them."""
@@ -141,28 +135,20 @@ class RoutingInputs:
         if worst > topk:
             raise InputError(self._too_many(worst, topk))
 
-    def _tokens_without_room(self, tokens: int, slots_per_rank: int | None, budget: bool) -> int:
-        """Tokens of this rank, if the others must be told that there are too many; else 0."""
-        if slots_per_rank is not None or budget:
-            self._make_room(tokens, slots_per_rank)
-            return 0
-        return tokens if tokens > self.layers.max_tokens else 0
+    def _grow_for(self, error: CapacityError, experts: int) -> None:
+        """Make larger layers, as all ranks do, which have read the same numbers.
 
-    def _grow_for(self, needed: int, experts: int, error: InputError) -> None:
-        """Make larger layers, as all ranks do that have read the same number.
-
-        needed: experts of a token, or beyond `experts` tokens of a rank.
+        Raises:
+            InputError: a token has more experts than a layer takes.
         """
-        if needed > experts:
-            tokens = needed - experts
-            # Ranks may have been made for different numbers: the layer that refused is for the largest of these.
-            if tokens > self.layers.max_tokens:
-                self.layers.grow(tokens + tokens // 4)
-            return
+        # Ranks may have been made for different numbers: the layer that refused is for the largest of these.
+        tokens = error.needed_tokens
+        if tokens > self.layers.max_tokens:
+            self.layers.grow(tokens + tokens // 4)
         limit = self.topk or min(experts, _MOST_EXPERTS)
-        if self.topk or needed > limit:
-            raise InputError(self._too_many(needed, limit)) from error
-        self._agreed_topk = max(self._agreed_topk, needed)
+        if error.needed_topk > limit:
+            raise InputError(self._too_many(error.needed_topk, limit)) from error
+        self._agreed_topk = max(self._agreed_topk, error.needed_topk)
 
     def _too_many(self, worst: int, limit: int) -> str:
         return (

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from triton_ep.checks import ONE_BYTE
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import InputError
+from triton_ep.exchange.checks import ONE_BYTE
 from triton_ep.integrations import arguments as check
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.dispatch import Rows
 from triton_ep.ops.routing import RoutingMap, map_slots
@@ -89,13 +89,6 @@ class SentRows(NamedTuple):
             )
         return cls(hidden.contiguous(), scaling_factor.contiguous())
 
-    def _of(self, idx: torch.Tensor) -> SentRows:
-        """The rows that these ids are of: the first ones, where a rank has ids that refuse a dispatch."""
-        count = idx.shape[0]
-        if count == self.hidden.shape[0]:
-            return self
-        return SentRows(self.hidden[:count], None if self.scales is None else self.scales[:count])
-
     @property
     def dtype(self) -> torch.dtype:
         """Of the layer that sends them, and of the rows that `combine` takes."""
@@ -105,14 +98,11 @@ class SentRows(NamedTuple):
         self, layer: EPAll2AllLayer, idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None
     ) -> tuple[Arrived, torch.Tensor | None, EPAllToAllLayoutDesc, torch.Tensor]:
         """Rows by expert and their scales, weights, the descriptor, and where copies went; weights: None with a map."""
-        sent = self
-        if isinstance(idx, RoutingMap):
-            cfg, rows = layer.config, self.hidden
-            if isinstance(rows, MXTensor) or rows.device != layer.context.device or rows.shape[0] > cfg.max_tokens:
-                idx, weights = _slots(idx, layer)  # the layer says what does not fit
-        else:
-            sent = self._of(idx)
-        return layer.dispatch_noting(Rows(*sent), idx, weights)
+        if isinstance(idx, RoutingMap) and (
+            isinstance(self.hidden, MXTensor) or self.hidden.device != layer.context.device
+        ):
+            idx, weights = _slots(idx, layer)  # the layer says what does not fit
+        return layer.dispatch_noting(Rows(*self), idx, weights)
 
     def again(
         self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None
@@ -133,8 +123,7 @@ class SentRows(NamedTuple):
         """Rows by rank and their scales, local expert ids, weights, and the descriptor; weights: None with a map."""
         if isinstance(idx, RoutingMap):
             idx, weights = _slots(idx, layer)
-        sent = self._of(idx)
-        received = layer.dispatch_compact(sent.hidden, idx, weights, scale=sent.scales, num_rows=num_rows)
+        received = layer.dispatch_compact(self.hidden, idx, weights, scale=self.scales, num_rows=num_rows)
         return (received.x, received.scale), received.topk_idx, received.topk_weights, received.layout_desc
 
     def by_rank_again(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> Arrived:

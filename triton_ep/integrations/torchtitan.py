@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import autograd
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep_layers import ranks_per_node
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 from triton_ep.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 

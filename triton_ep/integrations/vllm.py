@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from triton_ep.config import EPConfig, as_integer
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import arguments as check
@@ -34,7 +35,6 @@ from triton_ep.integrations.hybrid_ep_layers import ranks_per_node
 from triton_ep.integrations.vllm_placement import Placement, Placements
 from triton_ep.integrations.vllm_quantize import quantize_rows, scales_in_tiles
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.compact import from_slabs, to_slabs
 

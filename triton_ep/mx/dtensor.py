@@ -9,13 +9,16 @@ parameter that FSDP gathers so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from triton_ep.errors import InputError
-from triton_ep.mx.tensor import MXTensor
+
+if TYPE_CHECKING:
+    from triton_ep.mx.tensor import MXTensor  # it quantises by what is here
 
 
 def _check_shards(
@@ -100,7 +103,7 @@ def redistribute(mx: MXTensor, placements: Sequence[Placement]) -> MXTensor:
     if not isinstance(mx.qdata, DTensor):
         raise InputError(f"redistribute takes an MXTensor that was made from a DTensor, not {mx!r}.")
     _check_shards(mx.shape, mx.qdata.device_mesh, placements, mx.block_dim, mx.block_size)
-    parts = []
+    parts: list[torch.Tensor] = []
     for part in (mx.qdata, mx.scale):
         assert isinstance(part, DTensor), "elements and scales are made together"
         # As bytes: not every backend sends float8.
@@ -109,4 +112,5 @@ def redistribute(mx: MXTensor, placements: Sequence[Placement]) -> MXTensor:
             placements=placements
         )
         parts.append(_placed(moved.to_local().view(dtype), mesh, moved.placements, part.shape))
-    return mx._with(parts[0], parts[1])
+    inner = dict(zip(("qdata", "scale"), parts, strict=True))
+    return mx.__tensor_unflatten__(inner, mx.__tensor_flatten__()[1], mx.shape, mx.stride())

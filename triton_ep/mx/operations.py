@@ -1,4 +1,4 @@
-"""What MXTensor and NVFP4Tensor answer to torch's operations alike; aten.py and nvfp4_aten.py have the rest.
+"""What MXTensor and NVFP4Tensor answer to torch's operations alike; tensor.py and nvfp4.py have the rest.
 
 Each kind has an `Operations`, the table from operations in their ATen form to functions, which its
 `__torch_dispatch__` runs, below autograd. An operation that is not in it is refused.
@@ -6,6 +6,7 @@ Each kind has an `Operations`, the table from operations in their ATen form to f
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Self
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from triton_ep.errors import InputError
+from triton_ep.mx.serialize import reduce_blocks
 
 aten = torch.ops.aten
 
@@ -35,7 +37,7 @@ def axis_of(x: torch.Tensor, dim: int) -> int:
     return dim if dim < 0 else dim - x.dim()
 
 
-def cuts_blocks(func: Any, x: Any) -> InputError:
+def cuts_blocks(func: Any, x: BlockTensor) -> InputError:
     """What to raise where an operation has no result of whole blocks."""
     return InputError(
         f"{func} would cut or reorder the blocks of {x.block_size} along dimension {x.block_dim} of an "
@@ -52,6 +54,56 @@ def is_dtensor(x: Any) -> bool:
     return isinstance(x, DTensor)
 
 
+class BlockTensor(torch.Tensor):
+    """Elements with scales per block, which act as a tensor of the dtype they were made from.
+
+    Attributes:
+        qdata: elements, as they are stored.
+        scale: one per `block_size` values along `block_dim`.
+        orig_dtype: what the tensor stands for, its dtype.
+        block_size: values that share a scale.
+        block_dim: dimension along which blocks lie, counted from the end.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    orig_dtype: torch.dtype
+    block_size: int
+    block_dim: int
+
+    # A result is a block-scaled tensor only where an implementation says so.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @abstractmethod
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]: ...
+
+    @abstractmethod
+    def _plain(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`dequantize` below autograd."""
+
+    @abstractmethod
+    def _with(self, qdata: torch.Tensor, scale: torch.Tensor, **changed: Any) -> Self:
+        """Other bytes in the same format, but for the attributes that `changed` names."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], block_dim: int | None = None) -> Self:
+        """What `fn` makes of the bytes of the elements, and of those of the scales."""
+        parts = fn(self.qdata.view(torch.uint8)), fn(self.scale.view(torch.uint8))
+        return self._with(*parts, block_dim=self.block_dim if block_dim is None else block_dim)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_blocks(self)
+
+    def share_memory_(self) -> Self:
+        """Move what the tensor consists of to shared memory."""
+        for part in _parts(self):
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether all of it is in shared memory, as CUDA memory always is."""
+        return all(part.is_shared() for part in _parts(self))
+
+
 class Operations:
     """Operations on one kind of tensor.
 
@@ -64,7 +116,7 @@ class Operations:
 
     def __init__(
         self,
-        kind: Any,
+        kind: type[BlockTensor],
         format: tuple[str, ...],
         *,
         by_value: str = "",
@@ -147,12 +199,12 @@ class Operations:
         parts = zip(accumulate(sizes), sizes, strict=True)
         return [self._handlers[aten.slice.Tensor](aten.slice.Tensor, x, dim, end - size, end) for end, size in parts]
 
-    def _unsqueeze(self, func: Any, x: Any, dim: int) -> Any:
+    def _unsqueeze(self, func: Any, x: BlockTensor, dim: int) -> Any:
         self._check(func, x)
         behind = dim if dim < 0 else dim - x.dim() - 1
         return x._apply(lambda part: part.unsqueeze(dim), x.block_dim - (behind > x.block_dim - 1))
 
-    def _squeeze(self, func: Any, x: Any, dims: int | Sequence[int] | None = None) -> Any:
+    def _squeeze(self, func: Any, x: BlockTensor, dims: int | Sequence[int] | None = None) -> Any:
         dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
         axes = {axis_of(x, dim) for dim in dims}
         gone = sorted(axis for axis in axes if x.shape[axis] == 1 and axis != x.block_dim)
@@ -161,7 +213,7 @@ class Operations:
         self._check(func, x)
         return x._apply(lambda part: part.squeeze(gone), x.block_dim + sum(axis > x.block_dim for axis in gone))
 
-    def _expand(self, func: Any, x: Any, size: Sequence[int], **kwargs: Any) -> Any:
+    def _expand(self, func: Any, x: BlockTensor, size: Sequence[int], **kwargs: Any) -> Any:
         self._check(func, x)
         size = list(size)
         if len(size) < -x.block_dim or size[x.block_dim] not in (-1, x.shape[x.block_dim]):
@@ -169,7 +221,7 @@ class Operations:
         size[x.block_dim] = -1
         return x._apply(lambda part: part.expand(size))
 
-    def _index(self, func: Any, x: Any, indices: Sequence[torch.Tensor | None]) -> Any:
+    def _index(self, func: Any, x: BlockTensor, indices: Sequence[torch.Tensor | None]) -> Any:
         self._check(func, x)
         each: list[torch.Tensor | None] = []
         for index in indices:
@@ -188,7 +240,7 @@ class Operations:
         num_dims = x.dim() - len(places) + len(new)
         return x._apply(lambda part: func(part, each), at - num_dims)
 
-    def _index_select(self, func: Any, x: Any, dim: int, index: torch.Tensor) -> Any:
+    def _index_select(self, func: Any, x: BlockTensor, dim: int, index: torch.Tensor) -> Any:
         self._check(func, x)
         axis = axis_of(x, dim)
         if axis == x.block_dim:
@@ -214,42 +266,28 @@ class Operations:
         return first._with(*(torch.cat(each, axis) for each in bytes_of))
 
 
-def _alike(x: Any, y: Any, names: tuple[str, ...]) -> bool:
+def _alike(x: BlockTensor, y: BlockTensor, names: tuple[str, ...]) -> bool:
     """Whether attributes are equal; where they are tensors, whether they are one, because values are on the device."""
     pairs = [(getattr(x, name), getattr(y, name)) for name in names]
     return all(a is b if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) else a == b for a, b in pairs)
 
 
-def _parts(x: Any) -> list[torch.Tensor]:
+def _parts(x: BlockTensor) -> list[torch.Tensor]:
     """What the tensor consists of, as dtypes that torch's operations take."""
     parts = (getattr(x, name) for name in x.__tensor_flatten__()[0])
     return [part if part.dtype.itemsize > 1 else part.view(torch.uint8) for part in parts]
 
 
-def _is_pinned(func: Any, x: Any, *args: Any, **kwargs: Any) -> bool:
+def _is_pinned(func: Any, x: BlockTensor, *args: Any, **kwargs: Any) -> bool:
     return all(func(part, *args, **kwargs) for part in _parts(x))
 
 
-def _record_stream(func: Any, x: Any, stream: Any) -> None:
+def _record_stream(func: Any, x: BlockTensor, stream: Any) -> None:
     for part in _parts(x):
         part.record_stream(stream)
 
 
-class SharedMemory(torch.Tensor):
-    """Sharing with other processes, for tensors made of others, which have no memory of their own."""
-
-    def share_memory_(self) -> Self:
-        """Move what the tensor consists of to shared memory."""
-        for part in _parts(self):
-            part.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether all of it is in shared memory, as CUDA memory always is."""
-        return all(part.is_shared() for part in _parts(self))
-
-
-def _like(func: Any, x: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _like(func: Any, x: BlockTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A plain tensor: what is written there later need not fit any scale."""
     shape_only = torch.empty_strided(x.shape, x.stride(), dtype=x.orig_dtype, device="meta")
     if kwargs.get("device") is None:

@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from triton_ep._strides import view_as
 from triton_ep.errors import InputError
+from triton_ep.mx.formats import elem_format
+from triton_ep.ops.strides import view_as
 
 FORMAT_VERSION = 1
 """Of what is written; whatever is newer is refused."""
-
-MX_PARTS = ("qdata", "scale")
-NVFP4_PARTS = ("qdata", "scale", "per_tensor_scale")
-"""Tensors that the two kinds are made of, in order; the last one may be missing."""
 
 _HEADER = "triton_ep"
 _TEXT = "__metadata__"  # of a safetensors header
@@ -50,17 +48,44 @@ _SAFETENSORS = {
 _NAMES = {dtype: name for name, dtype in _SAFETENSORS.items()}
 
 
-def _kinds() -> dict[str, type[torch.Tensor]]:
-    # They need this module.
-    from triton_ep.mx.nvfp4 import NVFP4Tensor
-    from triton_ep.mx.tensor import MXTensor
+@dataclass(frozen=True)
+class _Kind:
+    """A class of block-scaled tensors, as files know it.
 
-    return {"mx": MXTensor, "nvfp4": NVFP4Tensor}
+    Attributes:
+        cls: made of its parts and the context of `__tensor_flatten__`, by name.
+        parts: names of the tensors that it is made of.
+        scale_dtype: of its scales, which files have as bytes.
+    """
+
+    cls: type[torch.Tensor]
+    parts: tuple[str, ...]
+    scale_dtype: torch.dtype
+
+
+_KINDS: dict[str, _Kind] = {}
+
+_Class = TypeVar("_Class", bound=type[torch.Tensor])
+
+
+def saved_as(kind: str, *, parts: tuple[str, ...], scale_dtype: torch.dtype) -> Callable[[_Class], _Class]:
+    """Class decorator: tensors of the class are called `kind` in files.
+
+    Arguments:
+        parts: names of the tensors that one consists of; any but `qdata` and `scale` may be missing.
+        scale_dtype: dtype of its scales.
+    """
+
+    def register(cls: _Class) -> _Class:
+        _KINDS[kind] = _Kind(cls, parts, scale_dtype)
+        return cls
+
+    return register
 
 
 def _take_apart(blocks: Any) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
     """Kind, parts as plain tensors, and the rest as names and numbers."""
-    (kind,) = (name for name, cls in _kinds().items() if isinstance(blocks, cls))
+    (kind,) = (name for name, known in _KINDS.items() if isinstance(blocks, known.cls))
     names, context = blocks.__tensor_flatten__()
     parts = {name: getattr(blocks, name) for name in names}
     # As bytes: not every version of torch pickles every small float.
@@ -82,18 +107,16 @@ def rebuild(version: int, kind: str, parts: dict[str, torch.Tensor], context: di
             f"the file has version {version} of block-scaled tensors, this program knows {FORMAT_VERSION} and older; "
             "update triton_ep."
         )
-    known = {"mx": (MX_PARTS, torch.float8_e8m0fnu), "nvfp4": (NVFP4_PARTS, torch.float8_e4m3fn)}
-    if kind not in known or not set(parts) <= set(known[kind][0]):
-        raise InputError(f"the file has a tensor of kind {kind!r} with parts {sorted(parts)}; known: {known}.")
-    parts = dict(parts, scale=parts["scale"].view(known[kind][1]))
+    known = _KINDS.get(kind)
+    if known is None or not set(parts) <= set(known.parts):
+        kinds = {name: each.parts for name, each in _KINDS.items()}
+        raise InputError(f"the file has a tensor of kind {kind!r} with parts {sorted(parts)}; known: {kinds}.")
+    parts = dict(parts, scale=parts["scale"].view(known.scale_dtype))
     rest = dict(context, orig_dtype=getattr(torch, context["orig_dtype"]))
     if "elem_dtype" in rest:
-        from triton_ep.mx.formats import elem_format
-
         fmt = elem_format(rest["elem_dtype"])
         parts["qdata"], rest["elem_dtype"] = parts["qdata"].view(fmt.storage), fmt.dtype
-    made: torch.Tensor = _kinds()[kind](**parts, **rest)
-    return made
+    return known.cls(**parts, **rest)
 
 
 def rebuild_pickled(
@@ -122,7 +145,7 @@ def flatten_state_dict(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, tor
     Raises:
         InputError: two tensors would get the same name.
     """
-    kinds = tuple(_kinds().values())
+    kinds = tuple(known.cls for known in _KINDS.values())
     tensors: dict[str, torch.Tensor] = {}
     described: dict[str, Any] = {}
     for name, value in state.items():

@@ -1,8 +1,12 @@
-"""MXTensor: MX elements and their scales, standing for a high-precision tensor."""
+"""MXTensor: MX elements and their scales, standing for a high-precision tensor.
+
+The class first, then how blocks are made and turned back, then what torch's operations do to it beside what
+operations.py has: one that is in neither is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from enum import Enum
 from math import prod
 from operator import index
@@ -14,15 +18,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from triton_ep.errors import InputError
 from triton_ep.mx import arithmetic
 from triton_ep.mx.formats import BLOCK, ElemFormat, ScalingMode, check_high_precision, elem_format
-from triton_ep.mx.operations import SharedMemory
-from triton_ep.mx.serialize import reduce_blocks
+from triton_ep.mx.operations import BlockTensor, Operations, axis_of, cuts_blocks
+from triton_ep.mx.serialize import saved_as
 from triton_ep.mx.swizzle import from_blocked
 from triton_ep.ops import mx_formats, mxfp8
+from triton_ep.ops.element_formats import MXOperand
+
+aten = torch.ops.aten
 
 SCALE_DTYPE = torch.float8_e8m0fnu
 
 
-class MXTensor(SharedMemory):
+@saved_as("mx", parts=("qdata", "scale"), scale_dtype=SCALE_DTYPE)
+class MXTensor(BlockTensor, MXOperand):
     """Elements with one power-of-two scale per block, which acts as a tensor of the dtype it was made from.
 
     Shape, dtype and device are those of the high-precision tensor it stands for, so autograd takes it as a
@@ -54,9 +62,6 @@ class MXTensor(SharedMemory):
     block_size: int
     orig_dtype: torch.dtype
     block_dim: int
-
-    # A result is an MXTensor only where an implementation says so.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -208,34 +213,16 @@ class MXTensor(SharedMemory):
             values = mx_formats.dequantize(elements, scale, self.elem_dtype, dtype, block_size=self.block_size)
         return values if self.block_dim == -1 else values.movedim(-1, self.block_dim)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], block_dim: int | None = None) -> MXTensor:
-        """An MXTensor of what `fn` makes of the bytes of the elements, and of those of the scales."""
-        return self._with(fn(self.qdata.view(torch.uint8)), fn(self.scale.view(torch.uint8)), block_dim)
-
-    def _with(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        block_dim: int | None = None,
-        orig_dtype: torch.dtype | None = None,
-    ) -> MXTensor:
-        """Other bytes, in the same format."""
-        return MXTensor(
-            qdata.view(self.elem_format.storage),
-            scale.view(SCALE_DTYPE),
-            self.elem_dtype,
-            self.block_size,
-            self.orig_dtype if orig_dtype is None else orig_dtype,
-            block_dim=self.block_dim if block_dim is None else block_dim,
-        )
+    def _with(self, qdata: torch.Tensor, scale: torch.Tensor, **changed: Any) -> MXTensor:
+        """Other bytes in the same format, but for the attributes that `changed` names."""
+        context = {**self.__tensor_flatten__()[1], **changed}
+        return MXTensor(qdata.view(self.elem_format.storage), scale.view(SCALE_DTYPE), **context)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from triton_ep.mx.aten import run  # it needs this class
-
-        return run(func, args, kwargs or {})
+        return _OPERATIONS.run(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         names = ("elem_dtype", "block_size", "orig_dtype", "block_dim")
@@ -246,9 +233,6 @@ class MXTensor(SharedMemory):
         inner: dict[str, torch.Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> MXTensor:
         return MXTensor(inner["qdata"], inner["scale"], **context)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_blocks(self)
 
 
 def _as_values(qdata: torch.Tensor, fmt: ElemFormat, block_dim: int) -> tuple[list[int], list[int]]:
@@ -391,3 +375,102 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grads[0].to(ctx.orig_dtype), None
+
+
+_OPERATIONS = Operations(
+    MXTensor,
+    ("elem_dtype", "block_size", "block_dim", "orig_dtype"),
+    by_value="isfinite isclose allclose _grouped_mm",
+)
+_handles = _OPERATIONS.handles
+
+
+@_handles(aten.detach.default, aten.alias.default, aten.clone.default)
+def _same(func: Any, mx: MXTensor, **kwargs: Any) -> MXTensor:
+    return mx._apply(lambda part: func(part, **kwargs))
+
+
+@_handles(aten._to_copy.default)
+def _to_copy(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> MXTensor:
+    qdata, scale = (func(part.view(torch.uint8), **kwargs) for part in (mx.qdata, mx.scale))
+    return mx._with(qdata, scale, orig_dtype=mx.orig_dtype if dtype is None else dtype)
+
+
+@_handles(aten.copy_.default)
+def _copy(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(target, MXTensor):
+        assert isinstance(source, MXTensor), "one of the two is"
+        return func(target, source._plain(), non_blocking)
+    alike = isinstance(source, MXTensor) and all(
+        getattr(target, name) == getattr(source, name) for name in ("elem_dtype", "block_size", "block_dim", "shape")
+    )
+    if not alike:
+        raise InputError(f"copy_ into {target!r} takes an MXTensor of the same shape and format, not {source!r}.")
+    for name in ("qdata", "scale"):
+        getattr(target, name).view(torch.uint8).copy_(getattr(source, name).view(torch.uint8), non_blocking)
+    return target
+
+
+@_handles(aten._pin_memory.default)
+def _pin_memory(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> MXTensor:
+    return mx._apply(lambda part: func(part, *args, **kwargs))
+
+
+@_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
+    shape = list(torch.empty(mx.shape, device="meta").view(size).shape)
+    if shape == list(mx.shape):
+        return mx._apply(aten.alias.default)
+    # Blocks are runs of values that are `inner` apart, and stay so if a dimension of whole blocks lies over as many.
+    inner = prod(mx.shape[mx.dim() + mx.block_dim + 1 :])
+    fits = [d for d in range(-len(shape), 0) if prod(shape[len(shape) + d + 1 :]) == inner]
+    fits = [d for d in fits if shape[d] % mx.block_size == 0]
+    if not fits:
+        raise cuts_blocks(func, mx)
+    block_dim = mx.block_dim if mx.block_dim in fits else fits[-1]
+    sizes = []
+    for divisor in (mx.elem_format.per_byte, mx.block_size):
+        sizes.append(shape.copy())
+        sizes[-1][block_dim] //= divisor
+    # Scales of a slice may not be viewable where the elements are: they are few, a copy is right as well.
+    qdata, scale = mx.qdata.view(torch.uint8).view(sizes[0]), mx.scale.view(torch.uint8).reshape(sizes[1])
+    return mx._with(qdata, scale, block_dim=block_dim)
+
+
+@_handles(aten.as_strided.default)
+def _as_strided(
+    func: Any, mx: MXTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> MXTensor:
+    """The tensor itself, which is what FSDP asks for; nothing else has blocks."""
+    if list(size) != list(mx.shape) or list(stride) != list(mx.stride()) or storage_offset:
+        raise cuts_blocks(func, mx)
+    return mx._apply(aten.alias.default)
+
+
+@_handles(aten.permute.default)
+def _permute(func: Any, mx: MXTensor, order: Sequence[int]) -> MXTensor:
+    from_end = [axis_of(mx, dim) for dim in order]
+    return mx._apply(lambda part: part.permute(from_end), from_end.index(mx.block_dim) - mx.dim())
+
+
+@_handles(aten.slice.Tensor)
+def _slice(
+    func: Any, mx: MXTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> MXTensor:
+    axis = axis_of(mx, dim)
+    if axis != mx.block_dim:
+        return mx._apply(lambda part: func(part, axis, start, end, step))
+    first, last, _ = slice(start, end).indices(mx.shape[axis])
+    last = max(first, last)
+    if step != 1 or first % mx.block_size or last % mx.block_size:
+        raise cuts_blocks(func, mx)
+    parts = ((mx.qdata, mx.elem_format.per_byte), (mx.scale, mx.block_size))
+    return mx._with(*(func(part.view(torch.uint8), axis, first // n, last // n) for part, n in parts))
+
+
+@_handles(aten.select.int)
+def _select(func: Any, mx: MXTensor, dim: int, index: int) -> MXTensor:
+    axis = axis_of(mx, dim)
+    if axis == mx.block_dim:
+        raise cuts_blocks(func, mx)
+    return mx._apply(lambda part: part.select(axis, index), mx.block_dim + (axis > mx.block_dim))

@@ -11,7 +11,10 @@
 docs/how-to/train-a-moe-layer.md shows training, docs/reference/nn.md has every argument.
 """
 
+from triton_ep.nn.checkpoints import sharded_state_dict
 from triton_ep.nn.exchanges import finalize_exchanges, new_exchange
+from triton_ep.nn.gradients import clip_grad_norm_
+from triton_ep.nn.huggingface import huggingface_state, load_huggingface
 from triton_ep.nn.memory import MemoryEstimate, estimate_memory
 from triton_ep.nn.moe import MoE
 from triton_ep.nn.router import TopKRouter
@@ -22,7 +25,11 @@ __all__ = [
     "MoE",
     "SwiGLUExperts",
     "TopKRouter",
+    "clip_grad_norm_",
     "estimate_memory",
     "finalize_exchanges",
+    "huggingface_state",
+    "load_huggingface",
     "new_exchange",
+    "sharded_state_dict",
 ]

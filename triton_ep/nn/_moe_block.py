@@ -21,12 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree
 
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.overlap import EPEvent, current_stream
 from triton_ep.errors import InputError
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import slots as slot_ops
 from triton_ep.ops.row_scales import RowScaled
-from triton_ep.overlap import EPEvent, current_stream
 
 Params = Sequence[torch.Tensor | None]
 

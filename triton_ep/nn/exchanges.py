@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.config import as_integer
+from triton_ep.context.overlap import current_stream
 from triton_ep.distributed import check_group, ranks_per_node
 from triton_ep.errors import ConfigError, EPError, FinalizedError, InputError
 from triton_ep.kernels.device import codes
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.overlap import current_stream
 
 ALIGNMENT = 128
 """Rows to which the segment of an expert is aligned: a tile of the grouped products holds rows of one expert."""

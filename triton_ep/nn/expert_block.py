@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import ConfigError, InputError
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn._moe_block import ExpertGradients, Needs, Params
 from triton_ep.nn.prepared import PreparedWeights

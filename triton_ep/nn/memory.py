@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from triton_ep.config import EPConfig
-from triton_ep.layout import Sizes, entry_fields, estimate_bytes, initial_sizes
+from triton_ep.context.layout import Sizes, entry_fields, estimate_bytes, initial_sizes
 from triton_ep.nn.exchanges import ALIGNMENT, capacity_rows
 from triton_ep.nn.swiglu_experts import check_precision
 

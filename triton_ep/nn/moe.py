@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without loading the compiler
 
-from triton_ep.checks import check_dispatch
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, EPError, InputError
+from triton_ep.exchange.checks import check_dispatch
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.nn.exchanges import TIMEOUT_S, Connection, Exchange, Sizes, capacity_rows
 from triton_ep.nn.router import TopKRouter

@@ -6,8 +6,8 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from triton_ep.errors import ConfigError
-from triton_ep.plans import experts as plans
-from triton_ep.plans.experts import KINDS
+from triton_ep.runtime.plans import experts as plans
+from triton_ep.runtime.plans.experts import KINDS
 
 
 class Activation(NamedTuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from triton_ep.context import DispatchCombineContext
-from triton_ep.plans import exchange
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.runtime.plans import exchange
 
 
 def barrier_all(ctx: DispatchCombineContext, intra_node_only: bool = False) -> None:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from triton_ep.context import DispatchCombineContext
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.layout import STEPS
 from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS
-from triton_ep.layout import STEPS
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.tuning import as_words, exchange_programs, local_programs, overlaps, waiting_programs
-from triton_ep.plans import exchange
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans import exchange
 
 
 def _where(ctx: DispatchCombineContext) -> tuple[int, int, int]:

@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from triton_ep._strides import view_as
-from triton_ep.context import DispatchCombineContext, told
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
+from triton_ep.context.context import DispatchCombineContext, told
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops.slots import narrow_rows
+from triton_ep.ops.strides import view_as
 from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, local_programs
-from triton_ep.plans import Plan
-from triton_ep.plans import compact as plans
-from triton_ep.runtime import INTERPRETING, Launcher, default_aot
+from triton_ep.runtime.launch import INTERPRETING, Launcher, default_aot
+from triton_ep.runtime.plans import Plan
+from triton_ep.runtime.plans import compact as plans
 
 
 class Compact(NamedTuple):

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from triton_ep._strides import view_as
 from triton_ep.config import EPConfig
-from triton_ep.context import DispatchCombineContext
+from triton_ep.context.context import DispatchCombineContext
 from triton_ep.kernels.device.codes import (
     LANDING_BF16,
     LANDING_MX,
@@ -17,11 +16,12 @@ from triton_ep.kernels.device.codes import (
     MX,
     WORDS,
 )
-from triton_ep.mx.formats import BLOCK
+from triton_ep.ops.element_formats import BLOCK
 from triton_ep.ops.routing import Routing
+from triton_ep.ops.strides import view_as
 from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, mx_blocks, overlaps
-from triton_ep.plans import exchange
-from triton_ep.plans.layers import LANDINGS, landed_words
+from triton_ep.runtime.plans import exchange
+from triton_ep.runtime.plans.layers import LANDINGS, landed_words
 
 _LANDED_WORDS = {"i32": torch.int32, "i64": torch.int64}
 

@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
-from triton_ep import runtime
-from triton_ep._strides import dense
 from triton_ep.errors import InputError
 from triton_ep.kernels.device.codes import TILE_WORDS
 from triton_ep.ops import library
 from triton_ep.ops.activation import Activation, activation_constexprs, check_activation
 from triton_ep.ops.grouped_bf16 import boxes, fits_tma, programs
 from triton_ep.ops.row_scales import RowScaled, rebase_rows
+from triton_ep.ops.strides import dense
 from triton_ep.ops.tiles import check_offsets, tile_table
-from triton_ep.plans.experts import (
+from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.launch import INTERPRETING, Boxes
+from triton_ep.runtime.plans.experts import (
     ACT_OUT,
     ProductTile,
     gate_up_constexprs,
@@ -31,7 +32,6 @@ from triton_ep.plans.experts import (
     product_tile,
     rows_constexprs,
 )
-from triton_ep.runtime import INTERPRETING, Boxes
 
 _Operand = torch.Tensor | RowScaled
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from triton_ep import runtime
-from triton_ep._strides import dense
 from triton_ep.errors import InputError
 from triton_ep.kernels.device.codes import TILE_WORDS
 from triton_ep.ops import library
 from triton_ep.ops.activation import Activation, activation_constexprs, check_activation
 from triton_ep.ops.grouped_bf16 import bf16_wgrad, fits_tma, programs
 from triton_ep.ops.row_scales import RowScaled
+from triton_ep.ops.strides import dense
 from triton_ep.ops.tiles import check_offsets, tile_table
 from triton_ep.ops.weighted_rows import weighted_rows_backward
-from triton_ep.plans import experts_backward as plans
-from triton_ep.plans.experts import most_programs
-from triton_ep.runtime import INTERPRETING, Boxes
+from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.launch import INTERPRETING, Boxes
+from triton_ep.runtime.plans import experts_backward as plans
+from triton_ep.runtime.plans.experts import most_programs
 
 __all__ = ["bias_gradient", "down_dgrad", "weight_gradient", "weighted_rows_backward"]
 

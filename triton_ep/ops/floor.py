@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from triton_ep.errors import LaunchError
-from triton_ep.runtime import INTERPRETING, launch
+from triton_ep.runtime.launch import INTERPRETING, launch
 
 ROW_BYTES = 14336
 """Row of the push: 7168 bf16 values."""

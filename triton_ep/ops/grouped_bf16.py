@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from triton_ep._strides import dense
 from triton_ep.errors import InputError
-from triton_ep.plans.compute import (
+from triton_ep.ops.strides import dense
+from triton_ep.runtime.launch import INTERPRETING, Boxes, launch
+from triton_ep.runtime.plans.compute import (
     LARGE,
     PLAIN,
     SMALL,
@@ -21,7 +22,6 @@ from triton_ep.plans.compute import (
     gemm_constexprs,
     wgrad_constexprs,
 )
-from triton_ep.runtime import INTERPRETING, Boxes, launch
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -14,7 +14,8 @@ from triton_ep.errors import InputError
 from triton_ep.ops.grouped_bf16 import OUT_DTYPES, boxes, fits_tma, group_ends, programs
 from triton_ep.ops.mxfp8 import dequantize_rows
 from triton_ep.ops.row_scales import RowScaled
-from triton_ep.plans.compute import (
+from triton_ep.runtime.launch import INTERPRETING, launch
+from triton_ep.runtime.plans.compute import (
     EQUALIZE_ROWS,
     FP8_TILES,
     HARDWARE_TILE,
@@ -23,7 +24,6 @@ from triton_ep.plans.compute import (
     Tile,
     gemm_fp8_constexprs,
 )
-from triton_ep.runtime import INTERPRETING, launch
 
 _STEP = 128
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from triton_ep.errors import InputError
-from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import library
+from triton_ep.ops.element_formats import MXOperand
 from triton_ep.ops.grouped_bf16 import bf16_gemm, bf16_wgrad
 from triton_ep.ops.grouped_fp8 import EqualScales, equalize_scales, fp8_gemm, scaled_gemm
 from triton_ep.ops.row_scales import RowScaled, rebase_rows
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 PATHS = ("auto", "bf16", "fp8", "mx")
 FEW_ROWS = 128
@@ -111,7 +111,7 @@ def _grouped_mx(
 # --- the front door ---------------------------------------------------------------------------------------
 
 
-def equal_scales(x: MXTensor) -> EqualScales:
+def equal_scales(x: MXOperand) -> EqualScales:
     """Rows [R, K], or weights [E, K, N], quantised along K as e4m3, with one scale per 128 of K.
 
     For weights that stay the same over many calls: pass the result to `grouped_gemm` in their place.
@@ -127,7 +127,7 @@ Operand = torch.Tensor | EqualScales | RowScaled
 
 def _parts(x: Operand, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements and scales with K last: [R, K], or [E, N, K] for weights given as [E, K, N]."""
-    if not isinstance(x, MXTensor):
+    if not isinstance(x, MXOperand):
         raise InputError(f"{name} is not an MXTensor; quantise it along K, or choose path='bf16'.")
     along_k = -1 if x.dim() == 2 else -2
     if x.block_dim != along_k or x.block_size != 32 or x.elem_dtype != torch.float8_e4m3fn:
@@ -142,7 +142,7 @@ def _values(x: Operand) -> torch.Tensor:
     if isinstance(x, EqualScales | RowScaled):
         values = x.dequantize()
         return values.transpose(-2, -1) if values.dim() == 3 else values
-    return x.dequantize(torch.bfloat16) if isinstance(x, MXTensor) else x
+    return x.dequantize(torch.bfloat16) if isinstance(x, MXOperand) else x
 
 
 def _equal(x: Operand, name: str) -> EqualScales:
@@ -156,10 +156,10 @@ def _by_row(x: Operand, name: str) -> RowScaled:
 
 
 def _choose(a: Operand, b_t: Operand) -> str:
-    if isinstance(b_t, RowScaled) and isinstance(a, MXTensor | RowScaled):
+    if isinstance(b_t, RowScaled) and isinstance(a, MXOperand | RowScaled):
         return "fp8"
-    if isinstance(b_t, EqualScales) and isinstance(a, MXTensor | EqualScales):
-        rows = a.shape[0] if isinstance(a, MXTensor) else a.qdata.shape[0]
+    if isinstance(b_t, EqualScales) and isinstance(a, MXOperand | EqualScales):
+        rows = a.shape[0] if isinstance(a, MXOperand) else a.qdata.shape[0]
         if rows <= FEW_ROWS * b_t.qdata.shape[0]:
             return "fp8"
     return "bf16"

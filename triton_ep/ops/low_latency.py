@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 
-from triton_ep.context import DispatchCombineContext
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.kernels.device.codes import COMBINE_WEIGHTS, HOST_WEIGHTS, MX, QUANTISE, WORDS
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.dispatch import Received, Rows
 from triton_ep.ops.tuning import as_words
-from triton_ep.plans import low_latency as plans
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans import low_latency as plans
 
 _SUMMED_ROWS = plans.summed_rows(INTERPRETING)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from triton_ep import runtime  # before the kernels: decides whether they are interpreted
 from triton_ep.errors import InputError
 from triton_ep.kernels.device import mx_codes
-from triton_ep.mx.formats import (
+from triton_ep.ops import library
+from triton_ep.ops.element_formats import (
     BLOCK,
     E2M1,
     E2M1_PACKED,
@@ -27,9 +27,9 @@ from triton_ep.mx.formats import (
     check_high_precision,
     elem_format,
 )
-from triton_ep.ops import library
 from triton_ep.ops.mxfp8 import MODES
 from triton_ep.ops.tuning import mx_blocks, mx_columns
+from triton_ep.runtime import launch as runtime  # before the kernels: decides whether they are interpreted
 
 BLOCK_SIZES = (16, 32, 64, 128)
 """What the kernels are made for."""

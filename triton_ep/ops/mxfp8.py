@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from triton_ep import runtime  # before the kernels: decides whether they are interpreted
+from triton_ep.context.layout import next_power_of_2
 from triton_ep.errors import InputError
 from triton_ep.kernels.device.codes import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL, MODE_RCEIL_SATFINITE
-from triton_ep.layout import next_power_of_2
-from triton_ep.mx.formats import BLOCK, ScalingMode, check_high_precision, fp8_dtype
 from triton_ep.ops import library
+from triton_ep.ops.element_formats import BLOCK, ScalingMode, check_high_precision, fp8_dtype
 from triton_ep.ops.tuning import mx_blocks, mx_columns
+from triton_ep.runtime import launch as runtime  # before the kernels: decides whether they are interpreted
 
 MODES: dict[str, int] = {
     ScalingMode.RCEIL: MODE_RCEIL,

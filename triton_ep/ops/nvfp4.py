@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from triton_ep import runtime  # before the kernels: decides whether they are interpreted
+from triton_ep.context.layout import next_power_of_2
 from triton_ep.errors import InputError
-from triton_ep.layout import next_power_of_2
-from triton_ep.mx.formats import check_high_precision
 from triton_ep.ops import library
+from triton_ep.ops.element_formats import check_high_precision
+from triton_ep.runtime import launch as runtime  # before the kernels: decides whether they are interpreted
 
 BLOCK = 16
 

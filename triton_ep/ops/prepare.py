@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from triton_ep import runtime
 from triton_ep.errors import InputError
-from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import library
+from triton_ep.ops.element_formats import MXOperand
 from triton_ep.ops.row_scales import RowScaled, rebase_rows
-from triton_ep.plans.experts import maxima_tile, prepare_tile
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans.experts import maxima_tile, prepare_tile
 
 USES = ("fprop", "dgrad", "both")
 
@@ -73,7 +73,7 @@ def prepare_weights(w: torch.Tensor, uses: str, *, out: Prepared = (None, None))
     if uses not in USES:
         raise InputError(f"uses is {uses!r}, choose from {', '.join(USES)}.")
     fprop, dgrad = uses != "dgrad", uses != "fprop"
-    if isinstance(w, MXTensor):
+    if isinstance(w, MXOperand):
         return _of_mx(w, fprop, dgrad, out)
     if w.dim() != 3 or w.dtype not in (torch.bfloat16, torch.float32) or not w.is_contiguous():
         raise InputError(f"w must be contiguous bf16 or fp32 [E, N, K]; it is {w.dtype} {list(w.shape)} {w.stride()}.")
@@ -106,7 +106,7 @@ def _fitting(given: RowScaled, w: torch.Tensor, transposed: bool) -> RowScaled:
     return given
 
 
-def _of_mx(w: MXTensor, fprop: bool, dgrad: bool, out: Prepared) -> Prepared:
+def _of_mx(w: MXOperand, fprop: bool, dgrad: bool, out: Prepared) -> Prepared:
     if w.dim() != 3 or w.block_dim != -1 or w.block_size != 32 or w.elem_dtype != torch.float8_e4m3fn:
         raise InputError(f"w must be float8_e4m3fn [E, N, K] in blocks of 32 along K; it is {w!r}.")
     first, second = None, None

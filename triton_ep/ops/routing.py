@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from triton_ep.context import NO_LIMIT, DispatchCombineContext
-from triton_ep.layout import entry_fields
-from triton_ep.plans import compact, exchange
-from triton_ep.plans.shape import ROUTING_TOKENS
-from triton_ep.runtime import INTERPRETING
+from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
+from triton_ep.context.layout import entry_fields
+from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans import compact, exchange
+from triton_ep.runtime.plans.shape import ROUTING_TOKENS
 
 
 class RoutingMap(NamedTuple):
@@ -20,8 +20,8 @@ class RoutingMap(NamedTuple):
     Attributes:
         routed: [T, E] bool, contiguous.
         probs: [T, E] float32, contiguous, or None.
-        excess: [1] int32 on the device, to which experts are added that find no slot; None: in the last slot of a token
-            with n > K experts there is the id E + n, which no layer takes.
+        excess: [1] int32 on the device, to which experts are added that find no slot; None: a token with more than K
+            experts is reported with the splits, from which hosts raise `CapacityError`.
     """
 
     routed: torch.Tensor

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from triton_ep import runtime
 from triton_ep.errors import InputError
 from triton_ep.ops import library
 from triton_ep.ops.tiles import check_offsets
-from triton_ep.plans.experts import offsets_constexprs, row_scale_tile, row_tile
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans.experts import offsets_constexprs, row_scale_tile, row_tile
 
 _BLOCK = 32
 _QUANTISED = (torch.bfloat16, torch.float32)

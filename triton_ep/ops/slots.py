@@ -13,11 +13,11 @@ from functools import lru_cache
 import torch
 
 from triton_ep.config import EPConfig
-from triton_ep.context import DispatchCombineContext, told
+from triton_ep.context.context import DispatchCombineContext, told
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import ConfigError
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops import combine as combine_ops
-from triton_ep.plans.layers import narrow_shape
+from triton_ep.runtime.plans.layers import narrow_shape
 
 
 def known_copies(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from triton_ep.context import NO_LIMIT, DispatchCombineContext
+from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
 from triton_ep.ops.routing import Routing, num_chunks
-from triton_ep.plans import exchange as plans
+from triton_ep.runtime.plans import exchange as plans
 
 
 def exchange(
@@ -15,11 +15,15 @@ def exchange(
     host_word: int,
     bad_scatter: torch.Tensor | None,
     routed: torch.Tensor | None,
+    needed_tokens: int = 0,
 ) -> torch.Tensor:
     """Post this rank's counts to all ranks, wait for theirs, and derive where all segments start.
 
     host_word goes out as it is, plus `bad_scatter` [1] int32 from the device, and with HOST_AGAIN the number of the
-    dispatch that wrote `routed`. Advances the dispatch epoch. Returns `placement`, int32 (kernels/device/tables.py).
+    dispatch that wrote `routed`. needed_tokens: what a rank that sends nothing reports as its tokens, because they are
+    more than the layer has room for. Advances the dispatch epoch.
+
+    Returns `placement`, int32 (kernels/device/tables.py).
     """
     cfg, sizes = ctx.config, ctx.sizes
     placement = torch.empty(sizes.placement_length, dtype=torch.int32, device=ctx.device)
@@ -33,7 +37,7 @@ def exchange(
         ctx.state,
         ctx.tables,
         num_chunks(routing.num_tokens),
-        routing.num_tokens,
+        needed_tokens or routing.num_tokens,
         host_word,
         cfg.rank,
         cfg.world_size,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from triton_ep import runtime
 from triton_ep.errors import InputError
 from triton_ep.kernels.device.codes import TILE_WORDS
 from triton_ep.ops import library
-from triton_ep.plans.experts import max_tiles, segments_power
+from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.plans.experts import max_tiles, segments_power
 
 
 def check_offsets(offs: torch.Tensor, num_experts: int | None = None, device: torch.device | None = None) -> None:

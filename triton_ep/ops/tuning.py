@@ -10,11 +10,11 @@ import functools
 
 import torch
 
-from triton_ep._strides import view_as
 from triton_ep.config import EPConfig
-from triton_ep.plans import compute
-from triton_ep.plans.shape import STAGE_PROGRAMS, word_type
-from triton_ep.runtime import INTERPRETING
+from triton_ep.ops.strides import view_as
+from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans import compute
+from triton_ep.runtime.plans.shape import STAGE_PROGRAMS, word_type
 
 _LEAST_WAITING = 16
 """Fewer programs would take longer beside an exchange than all of them after it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from triton_ep import runtime  # before the kernels: decides whether they are interpreted
 from triton_ep.errors import InputError
-from triton_ep.mx.formats import BLOCK
 from triton_ep.ops import library
-from triton_ep.plans.experts_backward import weighted_rows
+from triton_ep.ops.element_formats import BLOCK
+from triton_ep.runtime import launch as runtime  # before the kernels: decides whether they are interpreted
+from triton_ep.runtime.plans.experts_backward import weighted_rows
 
 
 @library.op(

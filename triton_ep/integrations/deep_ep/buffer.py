@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_ep._compact import CompactRows
 from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
+from triton_ep.exchange.compact import CompactRows
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import (
     add,
@@ -310,7 +310,7 @@ class Buffer(LowLatencyCalls):
                     rows = pair.dispatch(layer, call, (topk_idx, topk_weights), previous_event, async_finish)
             except CapacityError as error:
                 # The same on all ranks, before a row was sent.
-                self._layers.grow(kind, error.needed)
+                self._layers.grow(kind, error.needed_tokens)
                 continue
             return rows, DispatchHandle(layer, rows.layout_desc)
 

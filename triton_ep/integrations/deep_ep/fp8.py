@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from triton_ep._compact import CompactRows
-from triton_ep._strides import view_as
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.overlap import EPEvent
 from triton_ep.errors import InputError
+from triton_ep.exchange.compact import CompactRows
 from triton_ep.integrations.deep_ep.utils import EventOverlap, order_of, to_ep_event
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
-from triton_ep.overlap import EPEvent
+from triton_ep.ops.strides import view_as
 
 CHANNELS = 128
 """Values that share a scale."""

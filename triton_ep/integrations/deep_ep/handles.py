@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.integrations.deep_ep.layers import Kind
 from triton_ep.integrations.lazy_items import LazyItems
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 
 
 def _nothing() -> None:

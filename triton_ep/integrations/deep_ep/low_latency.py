@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import check_ids
@@ -22,7 +23,6 @@ from triton_ep.integrations.deep_ep.handles import LowLatencyHandle
 from triton_ep.integrations.deep_ep.layers import GroupLayers, Kind
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.ops.compact import from_slabs, to_slabs
 
 _WEIGHTS_HIDDEN = 8

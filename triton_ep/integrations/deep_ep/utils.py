@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from triton_ep.context.overlap import EPEvent
 from triton_ep.errors import InputError
-from triton_ep.overlap import EPEvent
 
 __all__ = ["EventHandle", "EventOverlap"]
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from triton_ep import autograd
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.distributed import check_group, local_world_size
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError
 from triton_ep.integrations import arguments as check
@@ -23,7 +24,6 @@ from triton_ep.integrations.te.ep_outputs import GradientInto, Into, room
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling, Recipe
 from triton_ep.integrations.te.storage import MXFP8TensorStorage
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.layout_desc import EPAllToAllLayoutDesc
 from triton_ep.mx.tensor import MXTensor
 
 

@@ -13,7 +13,7 @@ import warnings
 import torch
 
 from triton_ep.errors import EPError, InputError
-from triton_ep.runtime import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING
 
 TOO_OLD = "Device compute capability 10.0 or higher required for MXFP8 execution."
 TOO_NEW = "MXFP8 (for all gemm layouts) is not supported on 12.0+ architectures yet."

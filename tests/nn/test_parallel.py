@@ -1,0 +1,193 @@
+"""MoE modules in parallel training: DDP, FSDP2 over replicas of the experts' group, clipping, autocast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.nn import dense
+from triton_ep.distributed import current_heap
+from triton_ep.errors import InputError
+from triton_ep.nn import MoE, clip_grad_norm_, finalize_exchanges
+
+pytestmark = pytest.mark.plain
+EXPERTS, HIDDEN, FFN, TOKENS = 4, 64, 96, 6
+SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": 2, "max_tokens": TOKENS, "timeout_s": 60.0, "router": False}
+
+
+class _Model(torch.nn.Module):
+    """A dense layer, then experts, with routing given: fp32 parameters that the products cast."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        device = current_heap().device
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN, device=device)
+        with torch.no_grad():
+            self.first.weight.normal_(std=HIDDEN**-0.5, generator=torch.Generator(device).manual_seed(seed))
+        self.moe = MoE(HIDDEN, FFN, params_dtype=torch.float32, **{**SIZES, **options})
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, H] float32."""
+        hidden = self.first(x)
+        return hidden + self.moe(hidden.bfloat16(), topk_idx=ids, topk_weights=weights).float()
+
+
+def _batch(rank: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, ids and weights of a rank's tokens; as many on every rank, so that means of means are means."""
+    g = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(TOKENS, HIDDEN, generator=g)
+    return x, torch.rand(TOKENS, EXPERTS, generator=g).topk(2).indices, torch.rand(TOKENS, 2, generator=g)
+
+
+def _step(model: torch.nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    """Loss of the rank's tokens, a mean; after its backward pass."""
+    loss = model(*(each.to(current_heap().device) for each in _batch(rank, step))).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def _exact_gradients(model: _Model, world: int, group: Any) -> dict[str, torch.Tensor]:
+    """What one process gets in float64 for the mean loss of all ranks' tokens. Called before anything is sharded."""
+    leaves = {}
+    for name, parameter in model.named_parameters():
+        own = parameter.detach().cpu()
+        if ".experts." in name:
+            parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, own, group=group)
+            own = torch.cat(parts)
+        leaves[name] = own.double().requires_grad_()
+    batches = [_batch(rank) for rank in range(world)]
+    hidden = [x.double() @ leaves["first.weight"].T + leaves["first.bias"] for x, _, _ in batches]
+    ys = dense.moe(
+        hidden, [ids for _, ids, _ in batches], [w.double() for _, _, w in batches],
+        leaves["moe.experts.w13"], leaves["moe.experts.w2"], model.moe.experts.activation,
+    )  # fmt: skip
+    torch.stack([(h + y).square().mean() for h, y in zip(hidden, ys, strict=True)]).mean().backward()
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def _check_gradients(model: torch.nn.Module, exact: dict[str, torch.Tensor], first: int, count: int) -> None:
+    """Gradients of dense parameters, and of this rank's experts: first, first + 1 and so on."""
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        wanted = exact[name.removeprefix("module.")]
+        if ".experts." in name:
+            grad, wanted = (grad.to_local() if isinstance(grad, DTensor) else grad), wanted[first : first + count]
+        elif isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+        assert grad.shape == wanted.shape, name
+        assert dense.decibel(grad, wanted) > 38.0, name
+
+
+def _ddp(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world = nodes * ranks_per_node
+    model = _Model(1)
+    exact = _exact_gradients(model, world, dist.group.WORLD)
+    experts = [name for name, _ in model.named_parameters() if ".experts." in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+    wrapped = DistributedDataParallel(model)
+    _step(wrapped, rank)
+    for parameter in model.moe.experts.parameters():
+        parameter.grad.div_(world)  # DDP has divided the others: the loss is a mean of means
+    count = EXPERTS // world
+    _check_gradients(wrapped, exact, rank * count, count)
+
+    norm = torch.cat([grad.flatten() for grad in exact.values()]).norm()
+    torch.testing.assert_close(clip_grad_norm_(model, 0.25).double().cpu(), norm, rtol=1e-2, atol=0)
+    _check_gradients(wrapped, {name: grad * 0.25 / norm for name, grad in exact.items()}, rank * count, count)
+    largest = max(float(grad.abs().max()) for grad in exact.values()) * 0.25 / float(norm)
+    assert clip_grad_norm_(model, 1e9, torch.inf).item() == pytest.approx(largest, rel=2e-2)
+    with pytest.raises(InputError, match="norm_type above 0"):
+        clip_grad_norm_(model, 1.0, 0)
+    finalize_exchanges()
+
+
+def test_gradients_beside_ddp_are_those_of_one_process(run_ranks):
+    """DDP averages what every rank has; experts are left to the exchange. Clipping counts all ranks' experts."""
+    run_ranks(_ddp, 1, 2)
+
+
+def _sharded(model: _Model, mesh: DeviceMesh) -> _Model:
+    """Experts over the replicas of their group, the rest over all ranks; all gradients divided by all ranks."""
+    fully_shard(model.moe.experts, mesh=mesh["replicas"])
+    model.moe.experts.set_gradient_divide_factor(mesh.size())
+    model.moe.experts.set_force_sum_reduction_for_comms(True)  # Gloo cannot multiply on the way
+    fully_shard(model, mesh=mesh["replicas", "experts"]._flatten("all"))
+    return model
+
+
+def _fsdp(rank: int, nodes: int, ranks_per_node: int) -> None:
+    world = nodes * ranks_per_node
+    mesh = init_device_mesh(current_heap().device.type, (2, world // 2), mesh_dim_names=("replicas", "experts"))
+    group = mesh["experts"].get_group()
+    model = _Model(2, group=group)
+    exact = _exact_gradients(model, world, group)
+    _sharded(model, mesh)
+    _step(model, rank)
+    of_rank = EXPERTS // (world // 2)
+    count = of_rank // 2  # of each of the two replicas
+    _check_gradients(
+        model, exact, mesh.get_local_rank("experts") * of_rank + mesh.get_local_rank("replicas") * count, count
+    )
+    norm = torch.cat([grad.flatten() for grad in exact.values()]).norm()
+    torch.testing.assert_close(clip_grad_norm_(model, 0.25).double().cpu(), norm, rtol=1e-2, atol=0)
+    finalize_exchanges()
+
+
+def test_gradients_under_fsdp_are_those_of_one_process(run_ranks):
+    """Experts sharded over 2 replicas of a group of 2; clipping counts every shard once."""
+    run_ranks(_fsdp, 1, 4)
+
+
+def _train(rank: int, nodes: int, ranks_per_node: int, steps: int) -> None:
+    mesh = init_device_mesh(current_heap().device.type, (2, 2), mesh_dim_names=("replicas", "experts"))
+    found = []
+    for prepared in ("both", "none"):
+        model = _sharded(_Model(3, group=mesh["experts"].get_group(), payload="mxfp8", prepared=prepared), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = []
+        for step in range(steps):
+            losses.append(_step(model, rank, step))
+            clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((torch.stack(losses), model.moe.experts.w13.to_local(), model.moe.experts.w2.to_local()))
+    for kept, made_anew in zip(*found, strict=True):
+        assert torch.equal(kept, made_anew)
+    assert not torch.equal(found[0][0][0], found[0][0][-1])
+    finalize_exchanges()
+
+
+def test_kept_copies_of_weights_change_no_bit(run_ranks):
+    """20 steps of experts times FSDP2 in MXFP8: quantised copies kept between passes, and made for each."""
+    run_ranks(_train, 1, 4, 20)
+
+
+def _autocast(rank: int, nodes: int, ranks_per_node: int) -> None:
+    device = current_heap().device
+    found = []
+    for enabled in (False, True):
+        model = _Model(4)
+        x, ids, weights = (each.to(device) for each in _batch(rank))
+        x = x.bfloat16().float().requires_grad_()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
+            y = model.moe(x.bfloat16(), topk_idx=ids, topk_weights=weights)
+        y.float().square().sum().backward()
+        found.append((y.detach(), x.grad, model.moe.experts.w13.grad, model.moe.experts.w2.grad))
+    for plain, cast in zip(*found, strict=True):
+        assert plain.dtype == cast.dtype
+        assert torch.equal(plain, cast)
+    finalize_exchanges()
+
+
+def test_autocast_changes_nothing(run_ranks):
+    """What a MoE module computes in is its payload's choice."""
+    run_ranks(_autocast, 1, 2)

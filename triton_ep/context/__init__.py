@@ -1,0 +1,1 @@
+"""What the calls of a layer share: symmetric buffers, launches, streams, status, descriptors."""

@@ -1,0 +1,85 @@
+"""What the ranks of a layer must have been given alike, compared before any of them allocates."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from triton_ep.config import EPConfig
+from triton_ep.context.choice import Choice, check_choices
+from triton_ep.distributed import check_group
+from triton_ep.errors import ConfigError
+from triton_ep.heap.base import SymmetricHeap
+
+_OWN = {"rank", "timeout_s", "tuned"}
+_SHOWN_RANKS = 8
+
+
+def check_agreement(config: EPConfig, group: Any, heap: SymmetricHeap, choice: Choice | None = None) -> str:
+    """Raise unless the group is as the configuration says, and that is the same on all its ranks. Collective.
+
+    Each rank may have a `timeout_s` of its own. choice: what this rank found, where num_sm was left to it.
+
+    Returns:
+        a name for what is made by this configuration: the same on all ranks, and no other's.
+
+    Raises:
+        ConfigError: on every rank, with the field and who has which value; no such group on this rank alone.
+        PeerFailed: a rank did not come, or is in another call.
+    """
+    ranks, rank = check_group(group), dist.get_rank(group)
+    mistake = None
+    if (ranks, rank) != (config.world_size, config.rank):
+        mistake = (
+            f"EPConfig says rank {config.rank} of {config.world_size}, but this process is rank {rank} of {ranks} in "
+            "the group. Take both from the group."
+        )
+    mine: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _OWN}
+    if choice is not None:
+        mine["num_sm"] = None
+    own = _Answer(mistake, mine, choice, config.shape().tuned, secrets.token_hex(8))
+    told: list[_Answer] = heap.gather(own, group, "the constructor of a layer")
+    if mistake is not None:
+        raise ConfigError(mistake)
+    for other, answer in enumerate(told):
+        if answer.mistake is not None:
+            raise ConfigError(f"rank {other} of the group cannot make this layer: {answer.mistake}")
+    for name in mine:
+        _compare(name, [answer.values[name] for answer in told])
+    if choice is not None:
+        check_choices(choice, [answer.choice for answer in told if answer.choice is not None])
+    _compare("tuned", [answer.tuned for answer in told])
+    return told[0].name
+
+
+class _Answer(NamedTuple):
+    """What a rank says of the layer that it is to make."""
+
+    mistake: str | None
+    values: dict[str, Any]
+    choice: Choice | None
+    tuned: Any
+    name: str
+
+
+def _compare(name: str, values: Sequence[Any]) -> None:
+    """Raise ConfigError unless a field of EPConfig has one value on all ranks."""
+    holders: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        holders.setdefault(value, []).append(rank)
+    if len(holders) > 1:
+        raise ConfigError(
+            f"the ranks of the group were given different values of EPConfig.{name}: "
+            f"{'; '.join(f'{value} by {named(who)}' for value, who in holders.items())}. Give all the same."
+        )
+
+
+def named(ranks: list[int]) -> str:
+    """These ranks in words, the first ones by number."""
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    more = len(ranks) - _SHOWN_RANKS
+    return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,168 @@
+"""EPAllToAllLayoutDesc: the routing facts of one dispatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from triton_ep.context.layout import placement_parts, tile_words
+from triton_ep.kernels.device.codes import TILE_WORDS
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EPAllToAllLayoutDesc:
+    """Routing facts of one dispatch, needed by its combine and by both backward passes.
+
+    Made by `EPAll2AllLayer.dispatch`. It owns its tensors: any number may be live, in any order, until the
+    layer is finalized. Holds tensors and ints only, so it is a pytree and passes through CUDA graphs.
+    Letters: T tokens of this rank, K top-k, W ranks, N nodes, M max_tokens, e local experts, C arrival rows.
+
+    Attributes:
+        num_dispatch_token_cur_rank: T.
+        num_recv_rows: rows of `recv_x`: what arrived with padding (exact), or the capacity (static).
+        entries: [F, T, K] int32, what is known of every (token, k), F = 7 or 8 fields; low latency: [1, T, K],
+            the ids only.
+        placement: int32, what the splits of all ranks say about this one; see the properties below. Low
+            latency: as far as `overflow`, and of the report only tokens, the host words (column 5) and the own rows.
+        shape: (W, LW, e), ranks, ranks per node, local experts: where the parts of `placement` are.
+        layer_id: identifies the layer that made it.
+        epoch: number of the dispatch on its layer, from 1.
+        forward: [2, N, M, K] int32, of the tokens that this rank forwards for other nodes, by their node and slot:
+            ranks, and rows there, in k order, -1 = dropped; with `enable_local_combine` the ranks of this node that
+            they go to, and their arrival rows there, then -1. None with one node.
+        send_reqs_recv_tensor: None; the protocol has no ranges of tokens.
+        skipped_token_mapping_indices: None; copies of a token are found through the next field.
+        skipped_token_topk_mapping_indices: [C, K] int32, rows in `recv_x` of the copies of each arrived
+            token, -1 = none; only with `enable_local_combine`. Low latency: C = W * M, a row per token of any rank,
+            copies first, -2 = one beyond the capacity.
+        full_scatter: `full_scatter_indices` gave the order of rows.
+        compact: rows are one per (token, rank), of `dispatch_compact`: R = C, and the field above is [C, 1], the row
+            itself.
+        host_expert_offsets: e + 1 numbers, `expert_offsets` as the host has read it; None where it has not: with a
+            capacity, rows of `dispatch_again` or compact ones. Not part of the pytree.
+    """
+
+    num_dispatch_token_cur_rank: int
+    num_recv_rows: int
+    entries: torch.Tensor
+    placement: torch.Tensor
+    shape: tuple[int, int, int]
+    layer_id: int
+    epoch: int
+    forward: torch.Tensor | None = None
+    send_reqs_recv_tensor: torch.Tensor | None = None
+    skipped_token_mapping_indices: torch.Tensor | None = None
+    skipped_token_topk_mapping_indices: torch.Tensor | None = None
+    full_scatter: bool = False
+    compact: bool = False
+    host_expert_offsets: tuple[int, ...] | None = None
+
+    # Views, made when they are asked for: a dispatch whose descriptor goes straight into combine makes none. What a
+    # low-latency dispatch leaves out, because its combine does not need it, is None.
+
+    @property
+    def topk_indices_tensor(self) -> torch.Tensor:
+        """[T, K] int32, expert ids, -1 = dropped."""
+        return self.entries[0]
+
+    @property
+    def owner_ranks(self) -> torch.Tensor | None:
+        """[T, K] int32, ranks that own the experts, -1 = dropped."""
+        return self._field(1)
+
+    @property
+    def token_dst_scatter_idx(self) -> torch.Tensor | None:
+        """[T, K] int32, row of each copy in its owner's `recv_x`, -1 = dropped."""
+        return self._field(2)
+
+    @property
+    def stage_row(self) -> torch.Tensor | None:
+        """[T, K] int32, arrival row of the token at each rank, at the first k that goes there, else -1."""
+        return self._field(3)
+
+    @property
+    def node_slot(self) -> torch.Tensor | None:
+        """[T, K] int32, the token's slot among those for that node, at the first k that goes there, else -1."""
+        return self._field(4)
+
+    @property
+    def report(self) -> torch.Tensor:
+        """[W, 8] int32: rows, arrival rows and tokens of every rank, ...; in columns 6 and 7 the first arrival row
+        here, and the number of arrival rows, of each source rank."""
+        return self._part("report").view(-1, 8)
+
+    @property
+    def num_input_tokens_per_rank(self) -> torch.Tensor:
+        """[W] int32, tokens that each rank dispatched."""
+        return self.report[:, 2]
+
+    @property
+    def expert_offsets(self) -> torch.Tensor:
+        """[e + 1] int32, first row of each local expert; the last entry = rows in use."""
+        return self._part("expert_offsets")
+
+    @property
+    def num_recv_tokens_per_expert(self) -> torch.Tensor:
+        """[e] int32, rows of each local expert without padding."""
+        return self._part("num_recv")
+
+    @property
+    def overflow(self) -> torch.Tensor:
+        """[1] int32, rows that did not fit a static capacity on this rank; 0 = none."""
+        return self._part("overflow")
+
+    @property
+    def tiles(self) -> torch.Tensor | None:
+        """[1 + ceil(R / 128) + e, 4] int32, tile table (kernels/device/tiles.py): which rows each tile of a grouped
+        product has. None of compact rows and with low latency."""
+        if self._low_latency or self.compact:
+            return None
+        first, _ = placement_parts(*self.shape)["tiles"]
+        return self.placement[first : first + tile_words(self.num_recv_rows, self.shape[2])].view(-1, TILE_WORDS)
+
+    @property
+    def tokens_from_node(self) -> torch.Tensor | None:
+        """[N] int32, tokens that this rank forwards for its counterpart of each node."""
+        return None if self._low_latency else self._part("tokens_from_node")
+
+    @property
+    def tokens_per_node(self) -> torch.Tensor | None:
+        """[N] int32, tokens of this rank for each node."""
+        if self._low_latency:
+            return None
+        ranks, per_node, experts = self.shape
+        return self._part("row")[ranks * experts + ranks :][: ranks // per_node]
+
+    @property
+    def _low_latency(self) -> bool:
+        return self.entries.shape[0] == 1
+
+    def _field(self, index: int) -> torch.Tensor | None:
+        return None if self._low_latency else self.entries[index]
+
+    def _part(self, name: str) -> torch.Tensor:
+        first, count = placement_parts(*self.shape)[name]
+        return self.placement[first : first + count]
+
+
+# What the host has read would make torch.compile compile anew for every routing.
+_NAMES = tuple(field.name for field in fields(EPAllToAllLayoutDesc) if field.name != "host_expert_offsets")
+
+
+def _flatten(desc: EPAllToAllLayoutDesc) -> tuple[list[Any], None]:
+    return [getattr(desc, name) for name in _NAMES], None
+
+
+def _unflatten(values: Any, _: None) -> EPAllToAllLayoutDesc:
+    return EPAllToAllLayoutDesc(**dict(zip(_NAMES, values, strict=True)))
+
+
+_pytree.register_pytree_node(
+    EPAllToAllLayoutDesc,
+    _flatten,
+    _unflatten,
+    serialized_type_name="triton_ep.EPAllToAllLayoutDesc",
+)

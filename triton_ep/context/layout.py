@@ -1,0 +1,396 @@
+"""The table of symmetric buffers: what each holds, who writes it, who reads it, and how it is reset.
+
+The context allocates by this table, device code finds a buffer by its position in it
+(kernels/device/buffers.py; a test compares the two), and docs/concepts/layout.md is checked against it.
+
+Letters: W ranks, LW ranks per node, N nodes, M max_tokens, H hidden, KP top-k rounded up to a power of two,
+S splits row length, P programs, Q chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from triton_ep.config import EPConfig
+from triton_ep.kernels.device.codes import TILE_ROWS, TILE_WORDS
+from triton_ep.runtime.plans.shape import Shape, next_power_of_2
+
+STEPS = 8
+"""Most steps of a dispatch or combine, after each of which other ranks may go on (kernels/device/tables.py)."""
+ALIGN_BYTES = 256
+"""Start of every symmetric buffer."""
+
+
+@lru_cache(maxsize=256)
+def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) -> Mapping[str, tuple[int, int]]:
+    """Parts of a dispatch's `placement`: first int32, and number of them (kernels/device/tables.py)."""
+    num_experts, num_nodes = num_ranks * experts_per_rank, num_ranks // ranks_per_node
+    parts, at = {}, 0
+    for name, count in (
+        ("report", num_ranks * 8),
+        ("expert_offsets", experts_per_rank + 1),
+        ("num_recv", experts_per_rank),
+        ("overflow", 1),
+        ("tokens_from_node", num_nodes),
+        ("row", _fours(num_experts + num_ranks + num_nodes) + 4),
+        ("step_rows", STEPS**2 * ranks_per_node),
+        ("bases", 2 * num_experts + num_ranks),
+        ("tiles", 0),  # as many as the rows need: `tile_words`
+    ):
+        parts[name] = (at, count)
+        at += _fours(count)
+    return parts
+
+
+def _fours(count: int) -> int:
+    return -(-count // 4) * 4
+
+
+def tile_words(num_rows: int, experts_per_rank: int) -> int:
+    """int32 words of the tile table of up to `num_rows` output rows, at the end of `placement`."""
+    return TILE_WORDS * (1 + -(-num_rows // TILE_ROWS) + experts_per_rank)
+
+
+def entry_fields(config: EPConfig) -> int:
+    """Fields of every (token, k) in a dispatch's `entries` (kernels/device/tables.py)."""
+    return 7 if config.is_intra_node else 8
+
+
+def kind_of_rows(config: EPConfig) -> tuple[int, torch.dtype, str | None]:
+    """What tells rows in the buffers of one layer apart."""
+    return config.hidden, config.token_dtype, config.payload
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Derived sizes of a layer's buffers; `arrival_rows` and `output_rows` may grow."""
+
+    config: EPConfig
+    arrival_rows: int
+    output_rows: int
+    _others: dict[tuple[Any, ...], Sizes] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def of_rows(self, config: EPConfig) -> Sizes:
+        """The same for other rows in the buffers; kept, because calls ask for it each time."""
+        kind = kind_of_rows(config)
+        found = self._others.get(kind)
+        if found is None:
+            found = self._others[kind] = Sizes(config, self.arrival_rows, self.output_rows)
+        return found
+
+    @cached_property
+    def shape(self) -> Shape:
+        """What of the sizes decides how kernels are compiled."""
+        return self.config.shape()
+
+    @cached_property
+    def kp(self) -> int:
+        """Top-k rounded up to a power of two."""
+        return self.shape.kp
+
+    @cached_property
+    def num_columns(self) -> int:
+        """Counts in a splits row: experts, ranks, nodes."""
+        return self.shape.num_columns
+
+    @cached_property
+    def row_length(self) -> int:
+        """int32 words of a splits row: counts padded to 4, then 4 words of tail."""
+        return self.shape.row_length
+
+    @cached_property
+    def placement_length(self) -> int:
+        """int32 words of a dispatch's `placement`."""
+        c = self.config
+        # Made before it is known how many rows arrive.
+        most = c.world_size * c.max_tokens * c.topk + c.num_experts_per_rank * (c.alignment - 1)
+        first, _ = placement_parts(c.world_size, c.local_world_size, c.num_experts_per_rank)["tiles"]
+        return first + tile_words(most if c.recv_capacity is None else c.recv_capacity, c.num_experts_per_rank)
+
+    @cached_property
+    def max_programs(self) -> int:
+        """Flags per rank that stages rows: a power of two."""
+        return self.shape.max_programs
+
+    @cached_property
+    def senders(self) -> int:
+        """Flags per sender of rows: a power of two."""
+        return self.shape.senders
+
+    @cached_property
+    def max_chunks(self) -> int:
+        """Flags per node of network messages: a power of two."""
+        return self.shape.max_chunks
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of one row of the token dtype."""
+        return self.shape.payload_bytes
+
+    @cached_property
+    def wire_bytes(self) -> int:
+        """Bytes of one row in dispatch: as it is, or e4m3 data and then scales, padded to 16 bytes."""
+        return self.shape.wire_bytes
+
+    @property
+    def message_meta_offset(self) -> int:
+        """Byte offset of the tables in a network message row."""
+        return -(-self.wire_bytes // 16) * 16
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of a network message row: payload, then expert ids, output rows, arrival rows, weights."""
+        return self.message_meta_offset + 4 * self.kp * 4
+
+    @property
+    def partial_stride(self) -> int:
+        """Elements per row of the partial sums, a multiple of 8."""
+        return -(-self.config.hidden // 8) * 8
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One row of the table."""
+
+    name: str
+    shape: Callable[[Sizes], tuple[int, ...]]
+    dtype: Callable[[EPConfig], torch.dtype]
+    writer: str
+    reader: str
+    reset: str
+    grows: str = ""
+    """"" = allocated once; "arrival" or "output" = reallocated with that number of rows."""
+
+    def nbytes(self, sizes: Sizes) -> int:
+        """Bytes this buffer takes, padding included."""
+        count = 1
+        for extent in self.shape(sizes):
+            count *= extent
+        return -(-count * self.dtype(sizes.config).itemsize // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _fixed(dtype: torch.dtype) -> Callable[[EPConfig], torch.dtype]:
+    return lambda _: dtype
+
+
+def _world(s: Sizes) -> tuple[int, ...]:
+    return (s.config.world_size,)
+
+
+def _node_rows(s: Sizes) -> int:
+    """Rows of a per-node network buffer; none with one node."""
+    return 0 if s.config.is_intra_node else s.config.num_nodes * s.config.max_tokens
+
+
+def _low_latency_rows(s: Sizes) -> int:
+    """Rows of a low-latency buffer: one per token of any rank; none in other layers."""
+    return s.config.world_size * s.config.max_tokens if s.config.low_latency else 0
+
+
+def _token(c: EPConfig) -> torch.dtype:
+    return c.token_dtype
+
+
+_EPOCH = "never: values only grow"
+_SPLITS = "none: free once this rank posts its next splits row"
+_HALVES = "none: two halves by parity of the epoch"
+_DONE = "none: free once every rank has posted done_flag"
+
+BUFFERS: tuple[Buffer, ...] = (
+    Buffer(
+        "splits",
+        lambda s: (2, s.config.world_size, s.row_length),
+        _fixed(torch.int32),
+        "splits exchange of every rank, row = source",
+        "routing offsets",
+        _HALVES,
+    ),
+    Buffer("splits_flag", _world, _fixed(torch.int64), "splits exchange of every rank", "splits exchange", _EPOCH),
+    Buffer(
+        "stage_x",
+        lambda s: (s.arrival_rows, s.wire_bytes),
+        _fixed(torch.uint8),
+        "dispatch push and forward of the ranks of this node",
+        "dispatch expand",
+        _SPLITS,
+        grows="arrival",
+    ),
+    Buffer(
+        "stage_meta",
+        lambda s: (s.config.world_size * s.config.max_tokens, 2 * s.kp),
+        _fixed(torch.int32),
+        "routing slots and dispatch forward of the ranks of this node",
+        "dispatch expand",
+        _SPLITS,
+    ),
+    Buffer(
+        "arrive_flag",
+        lambda s: (s.config.num_nodes, s.config.local_world_size, s.senders),
+        _fixed(torch.int64),
+        "dispatch push and forward of the ranks of this node",
+        "dispatch expand",
+        _EPOCH,
+    ),
+    Buffer(
+        "dispatch_output_buf",
+        lambda s: (s.output_rows, s.config.hidden),
+        _token,
+        "combine stage or reduce of this rank",
+        "combine pull and partial of the ranks of this node",
+        _DONE,
+        grows="output",
+    ),
+    Buffer(
+        "weight_recv_buf",
+        lambda s: (s.output_rows,),
+        lambda c: c.weight_dtype,
+        "combine stage of this rank",
+        "combine pull and partial of the ranks of this node",
+        _DONE,
+        grows="output",
+    ),
+    Buffer(
+        "staged_flag",
+        lambda s: (s.config.local_world_size, s.max_programs),
+        _fixed(torch.int64),
+        "combine stage or reduce of the ranks of this node",
+        "combine pull and partial",
+        _EPOCH,
+    ),
+    Buffer("done_flag", _world, _fixed(torch.int64), "end of combine of every rank", "combine stage or reduce", _EPOCH),
+    Buffer("barrier_flag", _world, _fixed(torch.int64), "barrier of every rank", "barrier", _EPOCH),
+    Buffer("node_barrier_flag", _world, _fixed(torch.int64), "barrier of the ranks of this node", "barrier", _EPOCH),
+    Buffer(
+        "barrier_scratch",
+        lambda s: (s.config.world_size, 4),
+        _fixed(torch.int32),
+        "barrier of every rank (payload without meaning)",
+        "barrier (source of its puts)",
+        "none: no meaning",
+    ),
+    Buffer(
+        "token_send_buf_rdma",
+        lambda s: (_node_rows(s), s.message_bytes),
+        _fixed(torch.uint8),
+        "inter-node send of this rank",
+        "inter-node send of this rank (source of its puts)",
+        "none: free when the put returns",
+    ),
+    Buffer(
+        "token_recv_buf_rdma",
+        lambda s: (_node_rows(s), s.message_bytes),
+        _fixed(torch.uint8),
+        "inter-node send of the counterpart on each node",
+        "inter-node forward",
+        _SPLITS,
+    ),
+    Buffer(
+        "token_flag",
+        lambda s: (s.config.num_nodes, s.max_chunks),
+        _fixed(torch.int64),
+        "inter-node send of the counterpart on each node",
+        "inter-node forward",
+        _EPOCH,
+    ),
+    Buffer(
+        "partial_send_buf",
+        lambda s: (_node_rows(s), s.partial_stride),
+        lambda c: c.partial_dtype,
+        "combine partial of this rank",
+        "combine partial of this rank (source of its puts)",
+        "none: free when the put returns",
+    ),
+    Buffer(
+        "partial_recv_buf",
+        lambda s: (_node_rows(s), s.partial_stride),
+        lambda c: c.partial_dtype,
+        "combine partial of the counterpart on each node",
+        "combine pull",
+        _DONE,
+    ),
+    Buffer(
+        "partial_flag",
+        lambda s: (s.config.num_nodes, s.max_chunks),
+        _fixed(torch.int64),
+        "combine partial of the counterpart on each node",
+        "combine pull",
+        _EPOCH,
+    ),
+    Buffer(
+        "ll_stage_x",
+        lambda s: (2, _low_latency_rows(s), s.wire_bytes),
+        _fixed(torch.uint8),
+        "low-latency push of every rank, part = source",
+        "low-latency expand",
+        _HALVES,
+    ),
+    Buffer(
+        "ll_meta",
+        lambda s: (2, _low_latency_rows(s), 2 * s.kp),
+        _fixed(torch.int32),
+        "low-latency push of every rank, part = source",
+        "low-latency expand",
+        _HALVES,
+    ),
+    Buffer(
+        "ll_counts",
+        lambda s: (2, s.config.world_size, next_power_of_2(s.config.num_experts_per_rank)),
+        _fixed(torch.int64),
+        "low-latency push of every rank, row = source",
+        "low-latency expand",
+        "never: values carry their epoch",
+    ),
+    Buffer(
+        "ll_flag",
+        lambda s: (2, s.config.world_size),
+        _fixed(torch.int64),
+        "low-latency push of every rank",
+        "low-latency expand",
+        _EPOCH,
+    ),
+    Buffer(
+        "ll_combine",
+        lambda s: (2, _low_latency_rows(s), s.config.hidden),
+        _token,
+        "low-latency reduce of every rank, part = the experts' rank",
+        "low-latency sum",
+        _HALVES,
+    ),
+    Buffer(
+        "ll_combine_flag",
+        lambda s: (2, s.config.world_size),
+        _fixed(torch.int64),
+        "low-latency reduce of every rank",
+        "low-latency sum",
+        _EPOCH,
+    ),
+)
+
+
+def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
+    """Rows at the start: all of a static context; of an exact one, room for `capacity` times the average load.
+
+    A token arrives once per rank, so a rank never gets more than W * M arrival rows.
+    """
+    if config.low_latency:
+        return Sizes(config, arrival_rows=1, output_rows=1)  # it has buffers of its own
+    worst = config.world_size * config.max_tokens
+    padding = config.num_experts_per_rank * (config.alignment - 1)
+    if config.recv_capacity is not None:
+        # Arrival rows are not ordered by expert: with fewer, a copy whose row fits could be left out, and its row,
+        # which counts as the expert's, would be undefined.
+        output, arrivals = config.recv_capacity, worst
+    else:
+        output = max(int(config.max_tokens * config.topk * capacity), 1) + padding
+        arrivals = min(worst, output)
+    return Sizes(config, arrival_rows=arrivals, output_rows=output if not config.enable_local_combine else arrivals)
+
+
+def estimate_bytes(sizes: Sizes) -> int:
+    """Symmetric memory that a context of these sizes takes on each rank, in bytes."""
+    return sum(buffer.nbytes(sizes) for buffer in BUFFERS)

@@ -1,0 +1,432 @@
+"""Starting a job: who this process is, its process group, and the symmetric heap.
+
+initialize_distributed    in every rank, however it was started: torchrun, mpirun, srun, run_ranks, a store,
+                          or a process group that is already there
+run_ranks                 starts the ranks of a program that was started bare
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import numbers
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Its functions take the world group of the moment of this import as a default argument: imported later, by
+# torch.compile's machinery say, they would keep the group and its threads to the end of the process, which aborts.
+import torch.distributed.nn
+
+from triton_ep.distributed.rendezvous import Place, find_place, joining
+from triton_ep.errors import ConfigError, EPError, PeerFailed
+from triton_ep.heap import host, nvshmem
+from triton_ep.heap.base import SymmetricHeap
+from triton_ep.runtime.environment import MOST_BYTES, as_integer, read_environment
+from triton_ep.runtime.launch import INTERPRETING
+
+_TIMEOUTS_S = 1e-3, 1e6  # what torch's stores count in, and more than anybody waits
+_LEAVE_S = 10.0  # for a rank of run_ranks that is done: to write out what it printed, and end
+_GRACE_S = 0.5  # after the first failure, for the reports of the others, one of which may be the cause
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What initialize_distributed made; the one per process."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    heap: SymmetricHeap
+    owns_group: bool
+
+
+_job: _Job | None = None
+_spawned: tuple[int, int, int] | None = None  # (rank, world_size, port) in a process that run_ranks started
+
+
+def initialize_distributed(
+    backend: str = "auto",
+    local_world_size: int | None = None,
+    timeout_s: float = 60,
+    *,
+    heap_bytes: int | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> tuple[int, int]:
+    """Join the job: choose the GPU, make the process group, start the symmetric heap. Collective.
+
+    A process group that exists already is used, and outlives `finalize_distributed`. Otherwise rank and size come
+    from the arguments, from torchrun, mpirun, srun, or `run_ranks`; a process started by none is a job of one.
+
+    Args:
+        backend: "nvshmem" (GPUs), "host" (CPU ranks of one host), or "auto": whichever fits how kernels run here.
+        local_world_size: ranks per node; None = ranks per host. Smaller than that, it makes virtual nodes.
+        timeout_s: bound on each step of joining, and on later host-side collectives, in seconds.
+        heap_bytes: symmetric memory per rank; None = what `default_heap_bytes` says.
+        store, rank, world_size: a torch store that all ranks share, and this process in the job; all or none.
+
+    Returns:
+        (rank, world_size).
+
+    Raises:
+        ConfigError: arguments or environment that cannot work.
+        HeapError: the heap could not be started.
+        PeerFailed: not all ranks came within `timeout_s`.
+    """
+    global _job
+    if _job is not None:
+        raise ConfigError(
+            "initialize_distributed was called twice. Call finalize_distributed() in between to start anew."
+        )
+    chosen = _choose_backend(backend)
+    environment = read_environment()
+    timeout_s = _as_seconds(timeout_s)
+    if local_world_size is not None:
+        local_world_size = as_integer("local_world_size", local_world_size)
+    heap_bytes = default_heap_bytes(chosen) if heap_bytes is None else as_integer("heap_bytes", heap_bytes)
+    if heap_bytes > MOST_BYTES:
+        raise ConfigError(f"heap_bytes is {heap_bytes}; a symmetric heap has at most {MOST_BYTES} bytes (64T).")
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        place = find_place(environment, _spawned, store, rank, world_size, timeout_s)
+        if local_world_size is not None:
+            _check_divides(local_world_size, place.world_size)
+        _choose_gpu(chosen, place.local_rank)
+        _make_group(chosen, place, timeout_s)
+    elif (store, rank, world_size) != (None, None, None):
+        raise ConfigError("a process group exists already, so store, rank and world_size must not be given.")
+    try:
+        with joining(dist.get_rank(), dist.get_world_size(), timeout_s):
+            ranks_per_node = _ranks_per_node(local_world_size)
+        heap = _make_heap(chosen, heap_bytes)
+    except BaseException:
+        if owns_group:
+            dist.destroy_process_group()
+        raise
+    _job = _Job(dist.get_rank(), dist.get_world_size(), ranks_per_node, heap, owns_group)
+    return _job.rank, _job.world_size
+
+
+def default_heap_bytes(backend: str = "auto") -> int:
+    """Bytes of symmetric heap per rank that `initialize_distributed` takes when it is not told.
+
+    TRITON_EP_HEAP_SIZE, else NVSHMEM_SYMMETRIC_SIZE, else the default of the backend.
+
+    Raises:
+        ConfigError: a variable holds no size, or the backend does not fit how kernels run here.
+    """
+    module = host if _choose_backend(backend) == "host" else nvshmem
+    return read_environment().heap_bytes or module.DEFAULT_BYTES
+
+
+def most_gpu_ranks() -> int:
+    """Ranks that this host can have on GPUs: one each, or TRITON_EP_RANKS_PER_GPU of them."""
+    return torch.cuda.device_count() * read_environment().ranks_per_gpu
+
+
+def finalize_distributed() -> None:
+    """Close the heap, and the process group if `initialize_distributed` made it. Collective, idempotent.
+
+    Raises:
+        PeerFailed: a rank did not come, or ended meanwhile.
+        ConfigError: the process group was destroyed before.
+        The job has ended on this rank all the same.
+    """
+    global _job
+    if _job is None:
+        return
+    job, _job = _job, None
+    try:
+        job.heap.close()
+    finally:
+        if job.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def current_heap() -> SymmetricHeap:
+    """The symmetric heap of this process.
+
+    Raises:
+        EPError: `initialize_distributed` has not been called.
+    """
+    return _current_job().heap
+
+
+def local_world_size() -> int:
+    """Ranks per node: what `initialize_distributed` was told, or ranks per host.
+
+    Raises:
+        EPError: `initialize_distributed` has not been called.
+    """
+    return _current_job().local_world_size
+
+
+def ranks_per_node(group: Any) -> int:
+    """Ranks of a group on each node, by what `initialize_distributed` knows of the world.
+
+    Raises:
+        ConfigError: nodes have different numbers of them, or those of a node are not numbered in a row.
+    """
+    nodes = [rank // local_world_size() for rank in dist.get_process_group_ranks(group)]
+    count = nodes.count(nodes[0])
+    blocks = [nodes[start : start + count] for start in range(0, len(nodes), count)]
+    if any(len(set(block)) != 1 or len(block) != count for block in blocks) or len(blocks) != len(set(nodes)):
+        raise ConfigError(
+            f"the ranks of the group are on nodes {nodes}: every node must have the same number of them, numbered in a "
+            "row. Choose other groups, or say how many ranks make a node."
+        )
+    return count
+
+
+def check_group(group: Any) -> int:
+    """Ranks of a process group that has this process as a member.
+
+    Raises:
+        ConfigError: it is none, or this process is not in it.
+    """
+    if not dist.is_initialized():
+        raise ConfigError("there is no process group yet. Call triton_ep.initialize_distributed() first.")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"group is {group!r}, which is no process group of this process. Pass the expert-parallel group, as "
+            "torch.distributed.new_group returned it (of a DeviceMesh get_group()), on its members only."
+        )
+    return dist.get_world_size(group)
+
+
+def launched_by() -> str:
+    """What started this process: "torchrun", "mpirun", "srun", "run_ranks" or "none"."""
+    return "run_ranks" if _spawned is not None else read_environment().launcher
+
+
+def _current_job() -> _Job:
+    if _job is None:
+        raise EPError("there is no symmetric heap yet. Call triton_ep.initialize_distributed() first.")
+    return _job
+
+
+# --- joining --------------------------------------------------------------------------------------------------
+
+
+def _choose_backend(asked: str) -> str:
+    fitting = "host" if INTERPRETING else "nvshmem"
+    if asked not in ("auto", "host", "nvshmem"):
+        raise ConfigError(f'backend={asked!r} is none of "auto", "host", "nvshmem".')
+    if asked not in ("auto", fitting):
+        how = "interpreted, on CPU tensors" if INTERPRETING else "compiled, for GPU tensors"
+        raise ConfigError(
+            f"backend={asked!r} does not fit: kernels of this process are {how}, which takes backend={fitting!r}. "
+            "TRITON_INTERPRET in the environment (1 or 0) decides which."
+        )
+    return fitting
+
+
+def _choose_gpu(backend: str, local_rank: int | None) -> None:
+    """Take the GPU with the number of this rank on its host; keep the current one where nobody says."""
+    if backend != "nvshmem" or local_rank is None:
+        return
+    count, places = torch.cuda.device_count(), most_gpu_ranks()
+    # A launcher may show every rank a GPU of its own, as the only one.
+    if local_rank >= places and places != 1:
+        raise ConfigError(
+            f"this is rank {local_rank} of its host, which shows {count} GPUs. Start at most one rank per GPU, or let "
+            "TRITON_EP_RANKS_PER_GPU of them share one, in time slices."
+        )
+    torch.cuda.set_device(local_rank % count)
+
+
+def _make_group(backend: str, place: Place, timeout_s: float) -> None:
+    with joining(place.rank, place.world_size, timeout_s):
+        store = place.store()
+        # A store may outlive a job, and a second one must not read what the first one left there.
+        start = store.add(f"triton_ep/starts/{place.rank}", 1)
+        dist.init_process_group(
+            _collectives(backend),
+            store=dist.PrefixStore(f"triton_ep/{start}", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+
+def _collectives(backend: str) -> str:
+    """Backends of a process group over a heap of this kind. NCCL takes one rank per GPU; Gloo copies to the host."""
+    shared = read_environment().ranks_per_gpu > 1
+    return "cpu:gloo,cuda:nccl" if backend == "nvshmem" and not shared else "gloo"
+
+
+def _ranks_per_node(told: int | None) -> int:
+    """Ranks per node: as told, or ranks per host. Collective.
+
+    Raises:
+        ConfigError: it does not divide the world, a node would span hosts, or hosts have different numbers of
+            ranks or interleaved ones.
+    """
+    world_size = dist.get_world_size()
+    hosts: list[Any] = [None] * world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    per_host = hosts.count(hosts[0])
+    if told is None:
+        if any(hosts[rank] != hosts[rank - rank % per_host] for rank in range(world_size)) or world_size % per_host:
+            raise ConfigError(
+                f"hosts have different numbers of ranks, or ranks of one host are not numbered in a row: {hosts}. "
+                "Start the same number on each host, or pass local_world_size."
+            )
+        return per_host
+    _check_divides(told, world_size)
+    for rank in range(world_size):
+        if hosts[rank] != hosts[rank - rank % told]:
+            raise ConfigError(
+                f"with local_world_size={told} ranks {rank - rank % told} and {rank} are on one node, but they run on "
+                f"{hosts[rank - rank % told]} and {hosts[rank]}. Pass at most the number of ranks per host."
+            )
+    return told
+
+
+def _as_seconds(value: Any) -> float:
+    shortest_s, longest_s = _TIMEOUTS_S
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not shortest_s <= float(value) <= longest_s:
+        raise ConfigError(f"timeout_s must be a number of seconds, {shortest_s:g} to {longest_s:g}, got {value!r}.")
+    return float(value)
+
+
+def _check_divides(told: int, world_size: int) -> None:
+    if world_size % told:
+        raise ConfigError(f"local_world_size={told} does not divide the {world_size} ranks of the job.")
+
+
+def _make_heap(backend: str, heap_bytes: int) -> SymmetricHeap:
+    return host.HostHeap(heap_bytes) if backend == "host" else nvshmem.NvshmemHeap(heap_bytes)
+
+
+# --- starting ranks -------------------------------------------------------------------------------------------
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int | None = None, *args: Any) -> None:
+    """Run function(*args) in `num_ranks` processes of this host, in which `initialize_distributed` works.
+
+    For programs that were started bare. The function must be importable by the child: at the top level of a
+    module, or of the script, which then needs its `if __name__ == "__main__":`. With GPUs rank r gets GPU r.
+
+    num_ranks: None = 4, or 2 or 1 where there are fewer GPUs than that.
+
+    Raises:
+        EPError: a rank raised or died; the message has its traceback. The other ranks are ended.
+        ConfigError: more ranks than GPUs.
+    """
+    num_gpus = 0 if INTERPRETING else most_gpu_ranks()
+    if num_ranks is None:
+        num_ranks = 4 if INTERPRETING else max(n for n in (1, 2, 4) if n <= max(num_gpus, 1))
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks is {num_ranks}; at least 1 is needed.")
+    if not INTERPRETING and num_ranks > num_gpus:
+        raise ConfigError(f"{num_ranks} ranks need {num_ranks} GPUs, there are {num_gpus}.")
+    # A process that has touched CUDA cannot be forked.
+    context: Any = multiprocessing.get_context("forkserver" if INTERPRETING else "spawn")
+    if INTERPRETING:
+        context.set_forkserver_preload(["torch", "triton_ep.layer"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    try:
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank,
+                args=(theirs, os.getpid(), (rank, num_ranks, store.port), function, args),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            ranks.append((process, ours))
+        _await_ranks(ranks)
+        for rank, (process, _) in enumerate(ranks):
+            process.join(_LEAVE_S)
+            if process.exitcode != 0:
+                raise EPError(f"rank {rank} of {num_ranks} was done, but then {_how_it_ended(process)}.")
+    finally:
+        for process, ours in ranks:
+            process.kill()
+            process.join()
+            ours.close()
+
+
+def _await_ranks(ranks: list[tuple[Any, Connection]]) -> None:
+    """Return when every rank has ended well.
+
+    Raises:
+        EPError: one has not; of several that failed, one that died comes first, one that saw a peer fail last.
+    """
+    left = {ours: rank for rank, (_, ours) in enumerate(ranks)}
+    failures: list[tuple[int, int, str]] = []  # (0 = died, 1 = raised, 2 = raised PeerFailed; rank; what happened)
+    while left and (ready := wait(list(left), _GRACE_S if failures else None)):
+        for ours in ready:
+            assert isinstance(ours, Connection)
+            rank = left.pop(ours)
+            try:
+                kind, text = ours.recv()
+            except (EOFError, ConnectionResetError):
+                kind, text = 0, _how_it_ended(ranks[rank][0])
+            if text:
+                failures.append((kind, rank, text))
+    if failures:
+        _, rank, text = min(failures, key=lambda failure: failure[0])
+        raise EPError(f"rank {rank} of {len(ranks)} failed:\n{text}")
+
+
+def _how_it_ended(process: Any) -> str:
+    process.join(_LEAVE_S)
+    code = process.exitcode
+    if code is None:
+        return f"its process did not end within {_LEAVE_S:g} s"
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"its process {how}"
+
+
+def _run_rank(
+    channel: Connection,
+    parent: int,
+    place: tuple[int, int, int],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Life of a rank: run, report a traceback or none."""
+    global _spawned
+    die_with(os.pidfd_open(parent))
+    _spawned = place
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place[1]))
+    try:
+        function(*args)
+    except BaseException as error:
+        channel.send((2 if isinstance(error, PeerFailed) else 1, traceback.format_exc()))
+        if _job is not None:
+            _job.heap.abort(traceback.format_exc(limit=0).strip())
+        sys.stdout.flush()
+        os._exit(1)
+    channel.send((1, ""))
+
+
+def die_with(owner_fd: int) -> None:
+    """End this process as soon as the one that `owner_fd` (a pidfd) names has ended."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(owner_fd, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="die-with-owner", daemon=True).start()

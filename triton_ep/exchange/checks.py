@@ -1,0 +1,368 @@
+"""Arguments of the layer's calls: what fits, and how every rank learns of a mistake that one of them sees."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import torch
+
+from triton_ep.config import EPConfig
+from triton_ep.context.calls import dispatch_name, of_calls
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.overlap import EPEvent
+from triton_ep.errors import CapacityError, ConfigError, EPError, InputError, PeerFailed, StaleHandleError
+from triton_ep.kernels.device.codes import HOST_REJECTED, HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS, NEEDED_TOPK
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.runtime.plans.layers import LANDINGS
+
+ONE_BYTE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Elements of rows that travel with scales."""
+_Arguments = ParamSpec("_Arguments")
+
+
+def _refusing(check: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """The same check, which refuses what it cannot look at: kinds of tensors that raise errors of their own."""
+
+    @functools.wraps(check)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            check(*args, **kwargs)
+        except EPError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"an argument cannot be looked at ({type(error).__name__}: {error}). Pass plain strided tensors."
+            ) from error
+
+    return checked
+
+
+def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
+    """Raise what the splits exchange told about the arguments of any rank; the same on all ranks.
+
+    report: [W][8], as in EPAllToAllLayoutDesc.
+
+    Raises:
+        CapacityError: a rank has more tokens than the layer has room for, or a token more experts.
+        PeerFailed: a rank rejected its arguments.
+        InputError: an id out of range, bad scatter indices, weights or scales on some ranks only.
+        CallMismatch: ranks are in different calls.
+    """
+    told = {row[5] for row in report}
+    if len(told) == 1 and not report[0][5] & (HOST_REJECTED | HOST_SCATTER) and not any(row[3] for row in report):
+        return
+    _raise_for_capacity(cfg, report)
+    for rank, row in enumerate(report):
+        if row[5] & HOST_REJECTED:
+            raise PeerFailed(f"rank {rank} rejected its arguments to dispatch; see the InputError it raised.")
+    # Without what one call may have or not, the kind of call is left.
+    if len({row[5] & ~(HOST_WEIGHTS | HOST_SCALED | HOST_SCATTER) for row in report}) > 1:
+        raise of_calls({rank: row[5] for rank, row in enumerate(report)}, dispatch_name, failed=False)
+    for rank, (_, _, _, bad, bad_id, word, *_) in enumerate(report):
+        if word & HOST_SCATTER:
+            raise InputError(
+                f"full_scatter_indices of rank {rank} is not a sort of its entries by expert: a kept entry lies "
+                "outside its expert's range, or two share a position. Pass None to have it computed."
+            )
+        if bad:
+            token, k = divmod(bad - 1, cfg.topk)
+            raise InputError(
+                f"exp_indices[{token}, {k}] of rank {rank} is {bad_id}: expert ids are 0 to "
+                f"{cfg.num_experts - 1}; -1 or {cfg.num_experts} drops an entry."
+            )
+    with_weights = [bool(row[5] & HOST_WEIGHTS) for row in report]
+    if len(set(with_weights)) > 1:
+        lacking = [rank for rank, has in enumerate(with_weights) if not has]
+        raise InputError(f"dispatch got weights on some ranks only; without: {lacking}. Pass them on all or none.")
+    scaled = [rank for rank, row in enumerate(report) if row[5] & HOST_SCALED]
+    if 0 < len(scaled) < len(report):
+        raise InputError(
+            f"ranks {scaled} of {len(report)} dispatch one-byte rows with scales, the others {cfg.token_dtype} ones. "
+            "Send rows of one kind on all ranks."
+        )
+
+
+def _raise_for_capacity(cfg: EPConfig, report: list[list[int]]) -> None:
+    """Raise CapacityError if a rank needs a larger layer: a rank that sends nothing reports the tokens it has, a token
+    with more experts than slots is reported as its first illegal id.
+
+    report: [W][8], as in EPAllToAllLayoutDesc.
+    """
+    tokens = max(row[2] if row[5] & HOST_REJECTED else 0 for row in report)
+    # A caller's own illegal id may be anything; no token has more experts than there are.
+    topk = max(row[4] - NEEDED_TOPK if 0 < row[4] - NEEDED_TOPK <= cfg.num_experts else 0 for row in report)
+    if tokens:
+        raise CapacityError(
+            f"a rank has {tokens} tokens for one dispatch, the layer was made for max_tokens={cfg.max_tokens}. "
+            "Make a layer with more on all ranks, or split the batch.",
+            needed_tokens=tokens,
+            needed_topk=topk,
+        )
+    if topk:
+        raise CapacityError(
+            f"a token is routed to {topk} experts, the layer was made for topk={cfg.topk}. Make a layer with more on "
+            "all ranks.",
+            needed_topk=topk,
+        )
+
+
+def check_num_tokens(cfg: EPConfig, num_tokens: int) -> None:
+    """Raise InputError if this rank has more tokens than the layer has room for."""
+    if num_tokens > cfg.max_tokens:
+        raise InputError(
+            f"dispatch got {num_tokens} tokens on rank {cfg.rank}, the layer was made for max_tokens="
+            f"{cfg.max_tokens}. Raise max_tokens on all ranks, or split the batch."
+        )
+
+
+@_refusing
+def check_dispatch(
+    cfg: EPConfig,
+    device: torch.device,
+    x: Any,
+    topk_idx: Any,
+    weights: Any,
+    scatter: Any,
+    known_tokens: int | None = None,
+    scale: Any = None,
+) -> None:
+    """Raise InputError unless the arguments of `EPAll2AllLayer.dispatch` fit the layer.
+
+    known_tokens: T, where the routing is given by an earlier dispatch. scale: of one-byte rows.
+    """
+    check_rows(cfg, device, x, known_tokens, scale)
+    num_tokens = x.shape[0]
+    check_num_tokens(cfg, num_tokens)
+    shape, ids = (num_tokens, cfg.topk), (torch.int32, torch.int64)
+    _check_tensor(device, "exp_indices", topk_idx, shape, ids)
+    if weights is not None:
+        _check_tensor(device, "weight", weights, shape, (cfg.weight_dtype,))
+    if scatter is not None and cfg.low_latency:
+        raise InputError(
+            "full_scatter_indices were given to a layer with low_latency=True, which computes the order while rows are "
+            "under way. Pass None, or make the layer with low_latency=False."
+        )
+    if scatter is not None:
+        if isinstance(scatter, torch.Tensor) and scatter.dim() == 2 and scatter.shape[0] > num_tokens:
+            raise InputError(
+                f"full_scatter_indices has {scatter.shape[0]} rows, but this rank has {num_tokens} tokens: it must "
+                "sort the entries of this rank alone. Of a table over all ranks take the own rows and pass "
+                "own.flatten().argsort().argsort().view_as(own), or None to have it computed."
+            )
+        _check_tensor(device, "full_scatter_indices", scatter, shape, ids)
+
+
+@_refusing
+def check_rows(cfg: EPConfig, device: torch.device, x: Any, num_tokens: int | None, scale: Any = None) -> None:
+    """Raise InputError unless `x` is rows of the layer, `num_tokens` of them (None = any number).
+
+    scale: of one-byte rows, which a layer without payload takes in place of its own.
+    """
+    if num_tokens is not None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] != num_tokens:
+        raise InputError(
+            f"input has {x.shape[0]} rows on rank {cfg.rank}, but the dispatch whose routing it is to take had "
+            f"{num_tokens} tokens. Pass the descriptor that belongs to these rows."
+        )
+    if scale is not None:
+        _check_scaled(cfg, device, x, scale)
+    elif isinstance(x, MXTensor):
+        _check_mx(cfg, device, x)
+    else:
+        _check_tensor(device, "input", x, (None, cfg.hidden), (cfg.token_dtype,))
+
+
+def check_compact_desc(call: str, layer_id: int, desc: Any) -> None:
+    """Raise unless `desc` is of a `dispatch_compact` of this layer.
+
+    Raises:
+        InputError: something else, or a descriptor of expert-major rows.
+        StaleHandleError: a descriptor of another layer.
+    """
+    _check_descriptor(call, layer_id, desc)
+    if not desc.compact:
+        raise InputError(
+            f"{call} got a descriptor of dispatch, whose rows are expert-major. Pass one of dispatch_compact."
+        )
+
+
+@_refusing
+def check_topk_values(cfg: EPConfig, device: torch.device, values: Any, num_rows: int) -> None:
+    """Raise InputError unless `values` has a float32 per (compact row, k)."""
+    _check_tensor(device, "values", values, (num_rows, cfg.topk), (torch.float32,))
+
+
+def check_overlap(return_recv_hook: bool, async_finish: bool, previous_event: Any) -> None:
+    """Raise InputError unless these arguments of `dispatch` and `combine` go together."""
+    if return_recv_hook and async_finish:
+        raise InputError(
+            "return_recv_hook=True and async_finish=True were asked for in one call. Choose one; for both halves on a "
+            "stream of your own, make it current and use the hook."
+        )
+    if previous_event is not None and not async_finish:
+        raise InputError(
+            "previous_event is for async_finish=True. Without it call previous_event.current_stream_wait() before."
+        )
+    if previous_event is not None and not isinstance(previous_event, EPEvent):
+        raise InputError(f"previous_event must be an EPEvent, got {type(previous_event).__name__}.")
+
+
+def check_landing(cfg: EPConfig, landing: Any) -> None:
+    """Raise InputError unless rows of the layer can land as `landing` says."""
+    if landing is None:
+        return
+    if not isinstance(landing, str) or landing not in LANDINGS:
+        raise InputError(f"landing is {landing!r}; rows land as {', '.join(map(repr, LANDINGS))}, or None.")
+    if cfg.payload is None or cfg.low_latency:
+        raise InputError(
+            f"landing={landing!r} was asked of a layer with payload={cfg.payload!r}, low_latency={cfg.low_latency}: it "
+            'converts rows of payload="mxfp8" without low latency. Pass None, or make such a layer.'
+        )
+
+
+def check_combine_buffer(cfg: EPConfig, num_rows: int, room: int) -> None:
+    """Raise unless `EPAll2AllLayer.combine_buffer` can lend `num_rows` of `room` rows.
+
+    Raises:
+        ConfigError: a layer whose combine stores sums.
+        InputError: too many rows.
+    """
+    if cfg.low_latency or cfg.enable_local_combine:
+        option = "low_latency" if cfg.low_latency else "enable_local_combine"
+        raise ConfigError(
+            f"combine_buffer is for layers that publish every row, but with {option}=True combine sums the rows of a "
+            "token before it stores them. Pass expert outputs to combine, or make the layer without."
+        )
+    if not 0 <= num_rows <= room:
+        raise InputError(
+            f"combine_buffer was asked for {num_rows} rows, the layer has {room}. Pass num_recv_rows of the descriptor "
+            "that will be combined, and call it after that dispatch."
+        )
+
+
+@_refusing
+def check_combine(cfg: EPConfig, device: torch.device, layer_id: int, y: Any, desc: Any, weights: Any) -> None:
+    """Raise unless the arguments of `EPAll2AllLayer.combine` fit the layer.
+
+    Raises:
+        InputError: a tensor does not fit.
+        StaleHandleError: the descriptor is not of this layer.
+    """
+    _check_descriptor("combine", layer_id, desc)
+    _check_tensor(device, "input", y, (desc.num_recv_rows, cfg.hidden), (cfg.token_dtype,))
+    if weights is not None:
+        _check_tensor(device, "weights", weights, (desc.num_recv_rows,), (torch.float32,))
+
+
+@_refusing
+def check_again(
+    cfg: EPConfig, device: torch.device, layer_id: int, x: Any, desc: Any, weights: Any, scale: Any = None
+) -> None:
+    """Raise unless the arguments of `dispatch_again` fit the layer; scale: of one-byte rows.
+
+    Raises:
+        InputError: a tensor does not fit, or the order of the descriptor's rows is not kept.
+        StaleHandleError: the descriptor is not of this layer.
+    """
+    _check_descriptor("dispatch_again", layer_id, desc)
+    if desc.compact:
+        raise InputError(
+            "dispatch_again got a descriptor of dispatch_compact, whose rows are not expert-major. Call "
+            "dispatch_compact_again."
+        )
+    if desc.full_scatter:
+        raise InputError(
+            "dispatch_again got a descriptor of a dispatch with full_scatter_indices, whose order of rows is not kept. "
+            "Call dispatch with the same indices."
+        )
+    check_dispatch(cfg, device, x, desc.topk_indices_tensor, weights, None, desc.num_dispatch_token_cur_rank, scale)
+
+
+def _check_descriptor(call: str, layer_id: int, desc: Any) -> None:
+    if not isinstance(desc, EPAllToAllLayoutDesc):
+        raise InputError(f"{call} needs the descriptor that dispatch returned, got {type(desc).__name__}.")
+    if desc.layer_id != layer_id:
+        raise StaleHandleError(
+            f"{call} got a descriptor of another layer, or of one that was finalized. Pass the one that this "
+            "layer's dispatch returned."
+        )
+
+
+def _check_mx(cfg: EPConfig, device: torch.device, x: MXTensor) -> None:
+    """Raise InputError unless quantised rows fit a layer with payload="mxfp8"."""
+    if cfg.payload is None:
+        raise InputError('input is an MXTensor, but the layer sends rows as they are; make it with payload="mxfp8".')
+    if x.elem_dtype != torch.float8_e4m3fn or x.block_size != 32:
+        raise InputError(
+            f"input must have e4m3 elements in blocks of 32, got {x.elem_dtype} in blocks of {x.block_size}."
+        )
+    _check_tensor(device, "input.qdata", x.qdata, (None, cfg.hidden), (torch.float8_e4m3fn,))
+    _check_tensor(device, "input.scale", x.scale, (x.shape[0], cfg.hidden // 32), (torch.float8_e8m0fnu,))
+
+
+def _check_scaled(cfg: EPConfig, device: torch.device, data: Any, scale: Any) -> None:
+    """Raise InputError unless one-byte rows and their scales fit a layer of rows of H elements."""
+    _check_tensor(device, "input", data, (None, cfg.hidden), ONE_BYTE)
+    if not isinstance(scale, torch.Tensor):
+        raise InputError(f"scale must be a tensor, got {type(scale).__name__}.")
+    columns, rest = divmod(cfg.hidden, 32 * scale.dtype.itemsize)
+    if rest:
+        raise InputError(
+            f"one-byte rows have {cfg.hidden} values, but a scale of {scale.dtype} is for "
+            f"{32 * scale.dtype.itemsize}: a byte of scales per 32 values travels. Pad the rows, or pass bytes."
+        )
+    _check_tensor(device, "scale", scale, (data.shape[0], columns), (scale.dtype,))
+
+
+def _check_tensor(
+    device: torch.device, name: str, tensor: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Raise InputError unless `tensor` has that shape (None = any), one of the dtypes, and the layer's device.
+
+    shape: of one or two extents.
+    """
+    # Nothing is put into words unless it is needed: this runs at every call.
+    try:
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype in dtypes
+            and len(tensor.shape) == len(shape)
+            and tensor.shape[-1] == shape[-1]
+            and (shape[0] is None or tensor.shape[0] == shape[0])
+            and tensor.device == device
+            and not isinstance(tensor, MXTensor)
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and (tensor.data_ptr() or not tensor.numel())
+        ):
+            return
+    except RuntimeError:
+        pass  # nested tensors have no shape; they are named below
+    if isinstance(tensor, MXTensor):
+        raise InputError(f"{name} must be a plain tensor, got an MXTensor; call .dequantize().")
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(tensor).__name__}.")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise InputError(f"{name} must be a plain strided tensor, got one that is {kind}; convert it, .to_dense() say.")
+    wanted = "[" + ", ".join("any" if extent is None else str(extent) for extent in shape) + "]"
+    fits = tensor.dim() == len(shape) and all(
+        extent is None or extent == actual for extent, actual in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        raise InputError(f"{name} must have shape {wanted}, got {list(tensor.shape)}.")
+    if tensor.dtype not in dtypes:
+        raise InputError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}.")
+    if tensor.device != device:
+        raise InputError(f"{name} must be on {device}, got {tensor.device}.")
+    if not tensor.is_contiguous():
+        raise InputError(f"{name} must be contiguous, got strides {tensor.stride()}; call .contiguous().")
+    if tensor.is_neg():
+        raise InputError(f"{name} is a view whose values are yet to be negated; call .resolve_neg().")
+    if not tensor.data_ptr() and tensor.numel():
+        raise InputError(
+            f"{name} has no memory: it is a {type(tensor).__name__} that stands for values (of a tracer, or zeros of "
+            "autograd). Pass a tensor that holds them; .clone() makes one of such zeros."
+        )

@@ -1,0 +1,76 @@
+"""Gradients of models with MoE modules, whose experts are different ones on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from triton_ep.errors import InputError
+from triton_ep.nn.moe import MoE
+
+
+@torch.no_grad()
+def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their norm, experts of all ranks included, is at most `max_norm`. Collective.
+
+    torch.nn.utils.clip_grad_norm_ counts the experts of its own rank only, so ranks would scale by different factors.
+
+    Arguments:
+        module: with MoE modules; every rank has the same other parameters, with the same gradients, or FSDP's shards.
+        max_norm: of all gradients together.
+        norm_type: p of the p-norm; inf: the largest magnitude.
+
+    Returns:
+        The norm before, [] float32, the same on all ranks; not finite where a gradient is not.
+
+    Raises:
+        InputError: max_norm is negative, or norm_type is not positive.
+    """
+    if max_norm < 0 or norm_type <= 0:
+        raise InputError(f"max_norm must be at least 0 and norm_type above 0, got {max_norm} and {norm_type}.")
+    moes = [each for each in module.modules() if isinstance(each, MoE)]
+    of_experts = {id(parameter) for moe in moes for parameter in moe.experts.parameters()}
+    dense = [p.grad for p in module.parameters() if p.grad is not None and id(p) not in of_experts]
+    norms = []
+    if dense:
+        norm = torch.nn.utils.get_total_norm(dense, norm_type)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norms += [_norm_of_experts(moe, norm_type) for moe in moes]
+    total = _norm([norm.float() for norm in norms], norm_type) if norms else torch.zeros(())
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            _local(parameter.grad).mul_(factor.to(parameter.device))
+    return total
+
+
+def _norm_of_experts(moe: MoE, norm_type: float) -> torch.Tensor:
+    """Of the gradients of all ranks' experts. Collective over the module's group, then over that of FSDP's shards."""
+    parameters = list(moe.experts.parameters())
+    local = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    device = _local(parameters[0]).device
+    norm = _norm([torch.linalg.vector_norm(grad.float(), norm_type) for grad in local], norm_type).to(device)
+    groups: list[Any] = [moe._connection.group]
+    mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
+    if mesh is not None:
+        groups += [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    largest = norm_type == torch.inf
+    share = norm if largest else norm**norm_type
+    for group in groups:
+        dist.all_reduce(share, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    return share if largest else share ** (1 / norm_type)
+
+
+def _norm(norms: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of tensors with these norms."""
+    found = list(norms)
+    return torch.linalg.vector_norm(torch.stack(found), norm_type) if found else torch.zeros(())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

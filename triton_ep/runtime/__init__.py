@@ -1,0 +1,1 @@
+"""How kernels run: launches, their plans, Triton's interpreter on CPU ranks, measured settings, the environment."""

@@ -1,0 +1,229 @@
+"""The ahead-of-time library on disk: a folder per architecture, cubins and an index. Look-up, and what is missing.
+
+    DIR/sm_90/index.json            kernels, entries, versions; relative paths only, so the folder may be moved
+    DIR/sm_90/<kernel>-<hash>.cubin
+    DIR/sm_90/facts.json, ptx/      what `verify` looks at; not needed at run time
+
+Needs neither torch, Triton nor CUDA.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from triton_ep.errors import AotArchMismatch, AotCorrupted, AotMiss
+from triton_ep.runtime.environment import read_environment
+from triton_ep.runtime.plans.asked import Asked
+from triton_ep.runtime.sources import source_hash
+
+FORMAT = 1
+"""Version of index.json; another one is not read."""
+INDEX = "index.json"
+_COMMAND = "python -m triton_ep.aot build"
+_ARCH = re.compile(r"sm_\d{2,3}")
+_SOURCE = re.compile(r"(?:\w+/)*\w+\.py")  # below kernels/, nowhere else
+_FIELDS = {"file": str, "sha256": str, "symbol": str, "threads": int, "shared": int}
+
+
+def default_folder() -> Path:
+    """Where the library is, unless a folder is named: TRITON_EP_AOT_DIR, or `cubins` beside this file."""
+    folder = read_environment().aot_dir
+    return Path(folder) if folder else Path(__file__).resolve().parent / "cubins"
+
+
+def architectures(folder: Path) -> list[str]:
+    """Architectures ("sm_90") that a library has."""
+    names = (path.parent.name for path in folder.glob(f"sm_*/{INDEX}"))
+    return sorted((name for name in names if _ARCH.fullmatch(name)), key=lambda name: int(name[3:]))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One compiled kernel.
+
+    Attributes:
+        asked: what it serves.
+        file: path of the cubin below the architecture's folder.
+        sha256: of the cubin.
+        symbol: name of the kernel in the cubin.
+        params: kinds of its parameters in order: "ptr", "i32", "i64", "tensormap"; the last two are Triton's scratch.
+        threads: of a program.
+        shared: bytes of dynamic shared memory of a program.
+        nvshmem: release of NVSHMEM whose device code it contains; "" if none.
+        descriptors: of each tensor descriptor, how it swizzles and what its elements are.
+    """
+
+    asked: Asked
+    file: str
+    sha256: str
+    symbol: str
+    params: tuple[str, ...]
+    threads: int
+    shared: int
+    nvshmem: str = ""
+    descriptors: tuple[Mapping[str, Any], ...] = ()
+
+
+class Library:
+    """What was built for one architecture.
+
+    Args:
+        folder: of the library; has one folder per architecture.
+        arch: "sm_90".
+
+    Raises:
+        AotMiss: the folder holds no library.
+        AotArchMismatch: it holds one for other architectures.
+        AotCorrupted: the index cannot be read, or is of another version.
+    """
+
+    def __init__(self, folder: Path, arch: str) -> None:
+        self.folder, self.arch = folder, arch
+        there = architectures(folder)
+        if not there:
+            raise AotMiss(
+                f"there is no ahead-of-time library in {folder}. Build it: {_COMMAND} --arch {arch} --out "
+                f"{shlex.quote(str(folder))}; or name another folder (aot_dir, TRITON_EP_AOT_DIR)."
+            )
+        if arch not in there:
+            raise AotArchMismatch(self._wrong_arch(", ".join(there)))
+        path = folder / arch / INDEX
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))
+            if index["format"] != FORMAT:
+                raise AotCorrupted(f"{path} has format {index['format']}, this version reads {FORMAT}. {self._again()}")
+            self.kernels: dict[str, dict[str, Any]] = index["kernels"]
+            self.versions: dict[str, str] = index["versions"]
+            self._entries: dict[str, dict[str, Any]] = index["entries"]
+            if index["arch"] != arch:
+                raise AotArchMismatch(self._wrong_arch(index["arch"]))
+            for entry in self._entries.values():
+                check_entry(entry)
+                kernel = self.kernels[entry["asked"]["kernel"]]
+                if (
+                    not kernel["source"]
+                    or not isinstance(kernel["source"], str)
+                    or not _SOURCE.fullmatch(kernel["file"])
+                ):
+                    raise TypeError(f"kernel {entry['asked']['kernel']} is {kernel!r}"[:200])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if isinstance(error, AotCorrupted | AotArchMismatch):
+                raise
+            raise AotCorrupted(f"{path} is no index of a library: {error!r}. {self._again()}") from error
+
+    def find(self, asked: Asked) -> Entry:
+        """The entry of exactly this variant.
+
+        Raises:
+            AotMiss: naming what was asked, the closest of what is there, and the command that builds it; or the
+                kernel's sources have changed since.
+        """
+        found = self._entries.get(asked.signature())
+        if found is None:
+            raise AotMiss(self.missing(asked))
+        kernel = self.kernels[asked.kernel]
+        if source_hash(kernel["file"]) != kernel["source"]:
+            raise AotMiss(
+                f"{asked.kernel} in {self.folder} ({self.arch}) was built from other sources than kernels/"
+                f"{kernel['file']} and what it imports. Build it again: {self.command()} --variant "
+                f"{shlex.quote(asked.text())}"
+            )
+        return self._entry(found)
+
+    def has(self, asked: Asked) -> bool:
+        """True if there is an entry for this variant."""
+        return asked.signature() in self._entries
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """All of them."""
+        return [self._entry(values) for _, values in sorted(self._entries.items())]
+
+    def read(self, entry: Entry) -> bytes:
+        """The cubin of an entry.
+
+        Raises:
+            AotCorrupted: there is none, or its hash is another one than the index says.
+        """
+        path = self.folder / self.arch / entry.file
+        try:
+            cubin = path.read_bytes()
+        except OSError as error:
+            raise AotCorrupted(
+                f"{path} of the ahead-of-time library cannot be read: {error}. {self._again()}"
+            ) from error
+        found = hashlib.sha256(cubin).hexdigest()
+        if found != entry.sha256:
+            raise AotCorrupted(
+                f"{path} is not what was built: its sha256 is {found[:16]}.., the index says {entry.sha256[:16]}.. "
+                f"({len(cubin)} bytes). {self._again()}"
+            )
+        return cubin
+
+    def missing(self, asked: Asked) -> str:
+        """What to tell whoever asked for a variant that is not there."""
+        same = [Asked.from_dict(entry["asked"]) for entry in self._entries.values() if _kernel(entry) == asked.kernel]
+        text = f"{asked.kernel} is not in the ahead-of-time library {self.folder} ({self.arch}) as {asked.text()}. "
+        if same:
+            closest = min(same, key=lambda other: len(_differences(asked, other)))
+            text += f"There are {len(same)} variants of it; the closest has {', '.join(_differences(asked, closest))}. "
+        else:
+            text += f"It has no variant of that kernel, and {len(self._entries)} of others. "
+        command = f"{self.command()} --variant {shlex.quote(asked.text())}"
+        return text + f'Build it: {command}; or let the JIT compile what is missing: aot="prefer".'
+
+    def command(self) -> str:
+        """The start of the command that adds to this library."""
+        return f"{_COMMAND} --arch {self.arch} --out {shlex.quote(str(self.folder))}"
+
+    def _entry(self, values: Mapping[str, Any]) -> Entry:
+        return Entry(
+            asked=Asked.from_dict(values["asked"]),
+            params=tuple(values["params"]),
+            descriptors=tuple(values.get("descriptors", ())),
+            **{name: values[name] for name in (*_FIELDS, "nvshmem") if name in values},
+        )
+
+    def _again(self) -> str:
+        return f"Build it again: {self.command()} --force"
+
+    def _wrong_arch(self, there: str) -> str:
+        return (
+            f"the ahead-of-time library {self.folder} is for {there}, asked for is {self.arch}: cubins run on "
+            f"the architecture that they were built for and on no other. Build it: {self.command()}"
+        )
+
+
+def check_entry(entry: Any) -> None:
+    """Raise KeyError or TypeError for what no build writes into an index."""
+    if not isinstance(entry, dict) or not all(isinstance(entry[name], kind) for name, kind in _FIELDS.items()):
+        raise TypeError(f"an entry is {entry!r}"[:200])
+    if Path(entry["file"]).name != entry["file"]:
+        raise TypeError(f"the file {entry['file']!r:.80} is not in the folder of the index")
+    if not isinstance(entry["params"], list) or not isinstance(entry["asked"]["kernel"], str):
+        raise TypeError(f"an entry of {entry['file']} lacks what it is for")
+    Asked.from_dict(entry["asked"])
+
+
+def _kernel(entry: Mapping[str, Any]) -> str:
+    return str(entry["asked"]["kernel"])
+
+
+def _flat(asked: Asked) -> dict[str, Any]:
+    values = asked.as_dict()
+    return {**values.pop("constexprs", {}), **values.pop("types", {}), **values}
+
+
+def _differences(asked: Asked, other: Asked) -> list[str]:
+    """Where `other` is different, as text: "KP=8 (asked: 4)"."""
+    mine, theirs = _flat(asked), _flat(other)
+    names = sorted({*mine, *theirs})
+    return [f"{n}={theirs.get(n)} (asked: {mine.get(n)})" for n in names if mine.get(n) != theirs.get(n)]

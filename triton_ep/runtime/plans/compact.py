@@ -1,0 +1,61 @@
+"""Plans of what front doors need beside expert-major rows: compact rows, slabs, where tokens go, routing maps."""
+
+from __future__ import annotations
+
+from triton_ep.runtime.plans.exchange import watched_sources
+from triton_ep.runtime.plans.shape import Plan, Shape, next_power_of_2
+
+
+def copy_out(s: Shape, has_scales: bool, has_idx: bool, has_weights: bool, row_words: int) -> Plan:
+    """Arrived rows as they are, with their expert ids and weights."""
+    constexprs = {
+        "HAS_SCALES": has_scales,
+        "HAS_IDX": has_idx,
+        "HAS_WEIGHTS": has_weights,
+        **s.common("TOPK", "KP", "SENDERS"),
+        **s.tile(row_words, 1024),
+    }
+    rows, options = s.chosen("expand")
+    options = {"num_warps": 4} | options
+    constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
+    return Plan("compact_rows_kernel", constexprs | rows, **options)
+
+
+def token_layout_tokens(interpreted: bool) -> int:
+    """Tokens of a program of `token_layout`."""
+    return 64 if interpreted else 16
+
+
+def token_layout(topk: int, num_ranks: int, interpreted: bool) -> Plan:
+    """Where the tokens of one rank go."""
+    constexprs = {
+        "TOPK": topk,
+        "KP": next_power_of_2(topk),
+        "GP": min(next_power_of_2(num_ranks), 8),
+        "BLOCK_T": token_layout_tokens(interpreted),
+    }
+    return Plan("token_layout_kernel", constexprs)
+
+
+def map_slots_tokens(interpreted: bool) -> int:
+    """Tokens of a program of `map_slots`."""
+    return 256 if interpreted else 4
+
+
+def map_slots(s: Shape, has_probs: bool, count_excess: bool) -> Plan:
+    """Ids and weights of the experts that a routing map names."""
+    constexprs = {
+        "HAS_PROBS": has_probs,
+        "COUNT_EXCESS": count_excess,
+        "KP": s.kp,
+        "BLOCK_T": map_slots_tokens(s.interpreted),
+        "BLOCK_E": 256,
+    }
+    return Plan("map_slots_kernel", constexprs)
+
+
+def slab_rows(pack: bool, row_words: int, interpreted: bool) -> Plan:
+    """Rows of experts to slabs, or back."""
+    block = min(next_power_of_2(row_words), 2048)
+    rows = 16 if interpreted else min(max(4096 // max(block, 128), 1), 16)
+    return Plan("slab_rows_kernel", {"PACK": pack, "ROWS": rows, "BLOCK_H": block if interpreted else max(block, 128)})

@@ -1,0 +1,345 @@
+"""Tile shapes and constexprs of the experts' kernels (kernels/experts), and what call sites ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from triton_ep.kernels.device.codes import (
+    ACT_GELU,
+    ACT_OUT_BF16,
+    ACT_OUT_MX,
+    ACT_OUT_MX_BF16,
+    ACT_RELU,
+    ACT_RELU2,
+    ACT_SILU,
+    TILE_ROWS,
+)
+from triton_ep.runtime.plans.asked import Asked
+from triton_ep.runtime.plans.compute import BAND
+from triton_ep.runtime.plans.shape import next_power_of_2
+
+KINDS = {"silu": ACT_SILU, "gelu": ACT_GELU, "relu": ACT_RELU, "relu2": ACT_RELU2}
+"""Activations, and what the kernels call them."""
+ACT_OUT = {"bf16": ACT_OUT_BF16, "mx": ACT_OUT_MX, "mx_bf16": ACT_OUT_MX_BF16}
+"""How the activation leaves the first product, and what the kernel calls it."""
+
+
+def activation_constexprs(
+    kind: str = "silu", gated: bool = True, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0
+) -> dict[str, Any]:
+    """Constexprs of kernels that compute an activation or its gradients."""
+    return {
+        "KIND": KINDS[kind],
+        "GATED": bool(gated),
+        "CLAMP": limit is not None,
+        "LIMIT": float(limit or 0.0),
+        "ALPHA": float(alpha),
+        "UP_OFFSET": float(up_offset),
+    }
+
+
+def max_tiles(num_rows: int, num_experts: int) -> int:
+    """Records that suffice for the tiles of `num_rows` rows in segments of any sizes."""
+    return -(-num_rows // TILE_ROWS) + num_experts
+
+
+def segments_power(num_experts: int) -> int:
+    """SP: experts rounded up to a power of two."""
+    return next_power_of_2(num_experts)
+
+
+def row_scale_tile(k: int, interpreted: bool) -> dict[str, int]:
+    """ROWS and BLOCKS of kernels that read whole rows of `k` values twice."""
+    if interpreted:
+        return {"ROWS": 32, "BLOCKS": min(next_power_of_2(k // 32), 16)}
+    return {"ROWS": 4, "BLOCKS": 32}
+
+
+def row_tile(k: int, interpreted: bool) -> dict[str, int]:
+    """ROWS and BLOCK_K of kernels that read rows of `k` values once."""
+    if interpreted:
+        return {"ROWS": 32, "BLOCK_K": min(next_power_of_2(k), 512)}
+    return {"ROWS": 4, "BLOCK_K": 1024}
+
+
+def offsets_constexprs(has_offsets: bool) -> dict[str, Any]:
+    """Constexprs of kernels that stop at the end of the last segment, where there are segments."""
+    return {"HAS_OFFSETS": has_offsets}
+
+
+def maxima_tile(interpreted: bool) -> dict[str, int]:
+    """BLOCK_N and BLOCK_K of the kernel that looks for the largest weights, and how many loads are in flight."""
+    return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64, "STAGES": 1 if interpreted else 3}
+
+
+def prepare_tile(interpreted: bool) -> dict[str, int]:
+    """BLOCK_N and BLOCK_K of the kernel that writes weights in both forms."""
+    return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64}
+
+
+# --- products ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class ProductTile:
+    """Tile of a product over segments of rows.
+
+    Attributes:
+        m, n, k: rows, columns, step along the sum. Of a gated first product, `n` columns of gate and as many of up.
+        stages: steps in flight.
+        warps: of a program. per_sm: programs on a multiprocessor.
+        promote: each step is added in float32, not by the tensor cores.
+        swap: the weights' rows are the rows of the product: for few rows.
+        flatten: one loop over tiles and steps.
+        table: tiles come from the tile table, else from the segments' offsets.
+        split: the tile is summed as two halves of its rows, one after the other: only one of them has a step's sum in
+            registers, and a half without rows costs nothing. With `promote`, TMA and weights [E, N, K].
+    """
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int = 8
+    per_sm: int = 1
+    promote: bool = False
+    swap: bool = False
+    flatten: bool = False
+    table: bool = True
+    split: bool = False
+
+    @property
+    def box_rows(self) -> int:
+        """Rows that are loaded at once."""
+        return self.m // 2 if self.split else self.m
+
+    def halved(self) -> ProductTile:
+        """For two matrices of half as many columns each."""
+        return replace(self, n=self.n // 2)
+
+
+_BF16_FEW = ProductTile(64, 128, 64, 6, table=False)
+_FP8_FEW = (
+    (16, ProductTile(16, 128, 128, 6, 4, promote=True, swap=True, table=False)),
+    (32, ProductTile(32, 128, 128, 6, 4, promote=True, swap=True, table=False)),
+    (64, ProductTile(64, 256, 128, 4, 8, promote=True, swap=True, table=False)),
+)
+_FP8 = ProductTile(128, 128, 128, 3, 4, per_sm=2, promote=True, split=True)
+_FP8_FAST = ProductTile(128, 256, 128, 3, 8, flatten=True)
+_ANY = 2**31
+
+PRODUCT_TILES: dict[str, dict[tuple[str, str], tuple[tuple[int, ProductTile], ...]]] = {
+    "sm_90": {
+        ("gate_up", "bf16"): ((64, _BF16_FEW), (_ANY, ProductTile(128, 256, 64, 4))),
+        ("gate_up", "fp8"): (*_FP8_FEW, (_ANY, _FP8)),
+        ("gate_up", "fast"): (*_FP8_FEW, (_ANY, replace(_FP8_FAST, flatten=False))),
+        ("rows", "bf16"): ((64, _BF16_FEW), (_ANY, ProductTile(128, 256, 64, 3, flatten=True))),
+        ("rows", "fp8"): (*_FP8_FEW, (_ANY, _FP8)),
+        ("rows", "fast"): (*_FP8_FEW, (_ANY, _FP8_FAST)),
+    }
+}
+"""By architecture, product and arithmetic: up to how many rows per expert which tile, of one matrix. Fastest of those
+tried on one H200 with 32 and 64 experts, K 7168 and 2048; other architectures take the same until they are measured."""
+
+PLAIN_TILES = {"bf16": ProductTile(128, 128, 64, 4), "fp8": ProductTile(64, 128, 128, 3, 4, promote=True)}
+"""Without TMA: addresses take the registers that a larger tile would need."""
+
+_INTERPRETED: tuple[tuple[int, ProductTile], ...] = (
+    (16, ProductTile(16, 64, 128, 1, swap=True, promote=True, table=False)),
+    (_ANY, ProductTile(64, 128, 128, 1, promote=True)),
+)
+
+
+def product_tile(
+    product: str, arithmetic: str, rows_per_expert: int, arch: str | None, tma: bool, halves: int = 1
+) -> ProductTile:
+    """Tile of a product.
+
+    Arguments:
+        product: "gate_up" or "rows".
+        arithmetic: "bf16", "fp8", or "fast" for e4m3 that tensor cores add up themselves.
+        rows_per_expert: mean, as far as the host knows it.
+        arch: "sm_90"; None: the interpreter.
+        halves: matrices of the first product.
+    """
+    if arch is None:
+        choices = _INTERPRETED
+    elif tma:
+        choices = PRODUCT_TILES.get(arch, PRODUCT_TILES["sm_90"])[product, arithmetic]
+    else:
+        choices = ((_ANY, PLAIN_TILES["bf16" if arithmetic == "bf16" else "fp8"]),)
+    tile = next(tile for most, tile in choices if rows_per_expert <= most)
+    return tile if halves == 1 else tile.halved()
+
+
+def tile_constexprs(tile: ProductTile, num_experts: int, tma: bool, scaled: bool) -> dict[str, Any]:
+    """Constexprs that both products have."""
+    return {
+        "TMA": tma,
+        "TABLE": tile.table,
+        "SP": 1 if tile.table else segments_power(num_experts),
+        "SCALED": scaled,
+        "PROMOTE": tile.promote,
+        "SWAP": tile.swap,
+        "FLATTEN": tile.flatten,
+        "SPLIT": tile.split,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "BAND": BAND,
+        "STAGES": tile.stages,
+    }
+
+
+def most_programs(tile: ProductTile, num_rows: int, num_experts: int, columns: int) -> int:
+    """Tiles that there can be at most."""
+    rows = (
+        max_tiles(num_rows, num_experts) * (TILE_ROWS // tile.m) if tile.table else -(-num_rows // tile.m) + num_experts
+    )
+    return rows * -(-columns // tile.n)
+
+
+def gate_up_constexprs(
+    tile: ProductTile,
+    num_experts: int,
+    tma: bool,
+    scaled: bool,
+    has: tuple[bool, bool, bool],
+    act: str,
+    activation: dict[str, Any],
+) -> dict[str, Any]:
+    """Constexprs of the first product. has: a bias, row weights, the product kept; activation: its constexprs."""
+    options = dict(zip(("HAS_BIAS", "HAS_WEIGHTS", "HAS_PRE"), has, strict=True))
+    return {**tile_constexprs(tile, num_experts, tma, scaled), **options, "OUT": ACT_OUT[act], **activation}
+
+
+def rows_constexprs(
+    tile: ProductTile, num_experts: int, tma: bool, scaled: bool, k_major: bool, aligned: bool, has: tuple[bool, bool]
+) -> dict[str, Any]:
+    """Constexprs of the other products of rows. aligned: results may leave in boxes; has: a bias, its row weights."""
+    box_stores = tma and aligned and tile.table and tile.box_rows == TILE_ROWS
+    options = {"BOX_STORES": box_stores, "K_MAJOR": k_major, "HAS_BIAS": has[0], "HAS_WEIGHTS": all(has)}
+    return {**tile_constexprs(tile, num_experts, tma, scaled), **options}
+
+
+# --- what an ahead-of-time library is asked for -----------------------------------------------------------------
+
+
+def experts(
+    experts_per_rank: int,
+    arithmetic: tuple[str, ...] = ("bf16", "fp8"),
+    training: tuple[bool, ...] = (True, False),
+    few_rows: tuple[bool, ...] = (False,),
+    weights: tuple[bool, ...] = (True,),
+    aligned: tuple[bool, ...] = (True,),
+    bias: str | None = None,
+    exact: bool = False,
+    kind: str = "silu",
+    gated: bool = True,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    arch: str = "sm_90",
+) -> list[Asked]:
+    """The experts of a MoE layer, forward and the gradients of rows, for sizes that are multiples of 64.
+
+    Arguments:
+        arithmetic: "bf16"; "fp8" and "fast": MXFP8 with row scales, added in float32 or by tensor cores.
+        training: the first product is kept for the backward pass (True), or not.
+        few_rows: 64 rows per expert or fewer (True), more (False).
+        weights: rows have weights. aligned: segments are multiples of 128 rows.
+        bias: dtype of biases, "bf16" or "fp32"; None: there are none.
+        exact: the activation is MXFP8 in bf16, too.
+        kind, gated, limit, alpha, up_offset: the activation.
+        arch: whose tiles.
+    """
+    activation = activation_constexprs(kind, gated, limit, alpha, up_offset)
+    found = [Asked("tile_table_kernel", {"SP": segments_power(experts_per_rank)})]
+    for how in arithmetic:
+        rows_of = {few: 1 if few else TILE_ROWS for few in few_rows}
+        for few, mean in rows_of.items():
+            means = [16, 32, 64] if few and how != "bf16" else [mean]
+            for rows in means:
+                acts = ["mx"] if how != "bf16" else ["bf16", "mx_bf16"] if exact else ["bf16"]
+                tile = product_tile("gate_up", how, rows, arch, True, 2 if gated else 1)
+                for act in acts:
+                    for pre in training:
+                        for weighted in weights:
+                            has = (bias is not None, weighted, pre)
+                            found.append(_gate_up(tile, experts_per_rank, how, has, act, activation, bias))
+                tile = product_tile("rows", how, rows, arch, True)
+                majors = [True, False] if how == "bf16" and any(training) else [True]
+                for k_major in majors:
+                    for whole in aligned:
+                        # A gradient of rows has no bias; its weights are read across in bf16, transposed in FP8.
+                        back = how != "bf16" and any(training)
+                        for given in {bias if k_major else None, *([None] if back else [])}:
+                            found.append(_rows(tile, experts_per_rank, how, k_major, whole, given, any(weights)))
+    if set(arithmetic) - {"bf16"}:
+        found += _row_scales(training)
+    return found
+
+
+def _gate_up(
+    tile: ProductTile,
+    experts: int,
+    how: str,
+    has: tuple[bool, bool, bool],
+    act: str,
+    activation: dict[str, Any],
+    bias: str | None,
+) -> Asked:
+    scaled, halves = how != "bf16", 2 if activation["GATED"] else 1
+    element = "fp8e4nv" if scaled else "bf16"
+    types = {
+        "x": f"tensordesc<{element}[{tile.box_rows},{tile.k}]>",
+        "w": f"tensordesc<{element}[{halves},{tile.n},{tile.k}]>",
+        "x_scale_ptr": "*fp32" if scaled else "*i32",
+        "w_scale_ptr": "*fp32" if scaled else "*i32",
+        "bias_ptr": f"*{bias}" if bias else "*i32",
+        "row_weights_ptr": "*fp32" if has[1] else "*i32",
+        "act_ptr": "*fp8e4nv" if act == "mx" else "*bf16",
+        "act_scale_ptr": "*u8" if act == "mx" else "*i32",
+        "pre_ptr": "*bf16" if has[2] else "*i32",
+    }
+    constexprs = gate_up_constexprs(tile, experts, True, scaled, has, act, activation)
+    return Asked("gate_up_kernel", constexprs, types, ("f", "k"), num_warps=tile.warps)
+
+
+def _rows(
+    tile: ProductTile, experts: int, how: str, k_major: bool, aligned: bool, bias: str | None, weighted: bool
+) -> Asked:
+    scaled = how != "bf16"
+    element = "fp8e4nv" if scaled else "bf16"
+    constexprs = rows_constexprs(tile, experts, True, scaled, k_major, aligned, (bias is not None, weighted))
+    types = {
+        "a": f"tensordesc<{element}[{tile.box_rows},{tile.k}]>",
+        "w": f"tensordesc<{element}[{f'{tile.n},{tile.k}' if k_major else f'{tile.k},{tile.n}'}]>",
+        "out": f"tensordesc<bf16[{tile.m},{tile.n // 2}]>" if constexprs["BOX_STORES"] else "*bf16",
+        "a_scale_ptr": "*fp32" if scaled else "*i32",
+        "w_scale_ptr": "*fp32" if scaled else "*i32",
+        "bias_ptr": f"*{bias}" if bias else "*i32",
+        "row_weights_ptr": "*fp32" if bias and weighted else "*i32",
+    }
+    return Asked("rows_product_kernel", constexprs, types, ("k", "n", "stride_om"), num_warps=tile.warps)
+
+
+def _row_scales(training: tuple[bool, ...]) -> list[Asked]:
+    """What makes and takes apart row scales, of rows in use and of whole weights."""
+    tile = row_scale_tile(1024, interpreted=False)
+    in_use = offsets_constexprs(True) | tile
+    found = [
+        Asked("rebase_rows_kernel", in_use, {"offs_ptr": "*i32"}, ("k",)),
+        Asked("quantize_to_rows_kernel", in_use, {"x_ptr": "*bf16", "offs_ptr": "*i32"}, ("k",)),
+    ]
+    if any(training):
+        back = offsets_constexprs(True) | row_tile(1024, interpreted=False)
+        types = {"offs_ptr": "*i32", "out_ptr": "*bf16"}
+        found.append(Asked("dequantize_rows_in_use_kernel", back, types, ("k",)))
+        for fprop, dgrad in ((True, True), (True, False), (False, True)):
+            maxima = {"ROWS": fprop, "COLUMNS": dgrad, **maxima_tile(interpreted=False)}
+            copies = {"FPROP": fprop, "DGRAD": dgrad, **prepare_tile(interpreted=False)}
+            found.append(Asked("weight_maxima_kernel", maxima, {"w_ptr": "*bf16"}, ("k", "n")))
+            found.append(Asked("prepare_weights_kernel", copies, {"w_ptr": "*bf16"}, ("k", "n")))
+    return found

@@ -1,0 +1,249 @@
+"""Everything that a layer of a given shape may ask for: what an ahead-of-time build compiles for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from triton_ep.kernels.device.codes import (
+    LANDING_BF16,
+    LANDING_MX,
+    LANDING_ROW,
+    LANDING_WORDS,
+    MX,
+    QUANTISE,
+    WORDS,
+)
+from triton_ep.runtime.plans import compact, exchange, experts_backward, low_latency
+from triton_ep.runtime.plans.asked import Asked, ask
+from triton_ep.runtime.plans.shape import TOKEN_BYTES, WORD_BYTES, Shape, word_type
+
+
+@dataclass(frozen=True)
+class Uses:
+    """How a layer is called; each True or tuple doubles some of its kernels.
+
+    Attributes:
+        ids: dtypes of expert ids: "i32", "i64". A rank that refuses its arguments sends int32 itself.
+        weights: with routing weights, without, or both. Without is always there: backward passes need it.
+        scatter: full_scatter_indices are passed.
+        quantized: rows are passed as MXTensor, too (payload "mxfp8").
+        gradients: gradients of routing weights are taken.
+        compact: `dispatch_compact` is called, too, and `ops.compact.token_layout`.
+        fp8_rows: one-byte rows with scales are sent, too (`dispatch_scaled`, and with `compact` the calls of that).
+        maps: calls are those of `HybridEPBuffer`: by routing maps of up to `topk` experts per token, or by ids, with
+            handles that know where the copies of a token went.
+        slabs: rows go to slabs of their experts, and back.
+        landing: "row", "bf16": what rows of payload "mxfp8" become where they arrive, in some calls.
+    """
+
+    ids: tuple[str, ...] = ("i32", "i64")
+    weights: tuple[bool, ...] = (False, True)
+    scatter: tuple[bool, ...] = (False,)
+    quantized: bool = True
+    gradients: bool = True
+    compact: bool = False
+    fp8_rows: bool = False
+    maps: bool = False
+    slabs: bool = False
+    landing: tuple[str, ...] = ()
+
+
+LANDINGS = {"mx": LANDING_MX, "row": LANDING_ROW, "bf16": LANDING_BF16}
+"""What rows of payload "mxfp8" may become where they arrive."""
+
+
+def landed_words(landing: int, hidden: int) -> tuple[str, int]:
+    """Type and number of the words of an output row into which MXFP8 rows are converted: of four elements each."""
+    return "i32" if landing == LANDING_ROW else "i64", hidden // 4
+
+
+def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
+    """What `EPAll2AllLayer` of this shape asks for, without repetition."""
+    given = uses = Uses() if uses is None else uses
+    # A refused call sends no rows, with int32 ids and without weights.
+    uses = replace(uses, weights=tuple(sorted({False, *uses.weights})), ids=tuple(sorted({"i32", *uses.ids})))
+    found = list(_barriers(s))
+    if s.low_latency:
+        found += _low_latency(s, uses)
+    else:
+        found += [*_routing(s, uses), *_dispatch(s, uses), *_combine(s, uses)]
+        if uses.maps:
+            found += _maps(s, given)
+        if (uses.gradients or uses.compact) and (narrow := narrow_shape(s, s.topk)) is not None:
+            found += _combine(narrow, Uses(weights=(False,), compact=uses.compact))
+        if uses.gradients and True in uses.weights:
+            found += _weighted_rows(s)
+        if uses.fp8_rows:
+            found += [*_places(_scaled(s), uses), *_dispatch(_scaled(s), uses, quantize=False)]
+        if uses.compact:
+            found += _compact_rows(s, uses, given)
+    if uses.slabs:
+        found += _slabs(s, uses)
+    return list({asked.signature(): asked for asked in found}.values())
+
+
+def _weighted_rows(s: Shape) -> Iterator[Asked]:
+    """Backward of a combine with weights; in static mode of the rows in use."""
+    mx = s.payload is not None
+    types = {"dy_ptr": "*fp8e4nv" if mx else f"*{s.token}", "dy_scale_ptr": "*u8" if mx else f"*{s.token}"}
+    types |= {"y_ptr": f"*{s.token}", "grad_ptr": f"*{s.token}"}
+    for offs in (False, True):
+        plan = experts_backward.weighted_rows(s.hidden, mx, offs, s.interpreted)
+        yield ask(plan, types | {"offs_ptr": "*i32" if offs else "*fp32"}, {"hidden": s.hidden})
+
+
+def narrow_shape(s: Shape, columns: int) -> Shape | None:
+    """The same for rows of up to `columns` float32 in the buffers of the layer; None: not even one fits in."""
+    width = min(columns, s.payload_bytes // 4)
+    if s.num_nodes > 1:
+        partial_bytes = -(-s.hidden // 8) * 8 * (TOKEN_BYTES[s.token] if s.enable_local_combine else 4)
+        while width and -(-width // 8) * 8 * 4 > partial_bytes:
+            width -= 1
+    return replace(s, hidden=width, token="fp32", payload=None) if width else None
+
+
+def _barriers(s: Shape) -> Iterator[Asked]:
+    for intra_node_only in (False, True):
+        yield ask(exchange.barrier(s, intra_node_only))
+
+
+def _routing(s: Shape, uses: Uses) -> Iterator[Asked]:
+    for ids in uses.ids:
+        yield ask(exchange.count(s), {"topk_idx_ptr": f"*{ids}"})
+    for scatter in sorted({False, *uses.scatter}):
+        yield ask(exchange.splits(s, scatter))
+    yield from _places(s, uses)
+
+
+def _maps(s: Shape, given: Uses) -> Iterator[Asked]:
+    """Ids and weights of routing maps."""
+    for probs in given.weights:
+        # The exact mode reports a token with too many experts, budgets count them.
+        for excess in (False, True):
+            yield ask(compact.map_slots(s, probs, excess))
+
+
+def _places(s: Shape, uses: Uses) -> Iterator[Asked]:
+    for scatter in sorted({False, *uses.scatter}):
+        for weights in uses.weights:
+            for kind in uses.ids if scatter else ("i32",):
+                types = {"scatter_idx_ptr": f"*{kind}"}
+                yield ask(exchange.place(s, weights, scatter), types, {"row_bytes": s.wire_bytes})
+
+
+def _scaled(s: Shape) -> Shape:
+    """The same for one-byte rows with scales, which take the way of MXFP8 ones."""
+    return replace(s, payload="mxfp8")
+
+
+def _words(row_bytes: int, pointer: str) -> tuple[dict[str, str], dict[str, int], int]:
+    """Types and integers of a kernel that takes rows in words, and the number of words."""
+    word = word_type(row_bytes)
+    row_words = row_bytes // WORD_BYTES[word]
+    return {pointer: f"*{word}"}, {"row_words": row_words}, row_words
+
+
+def _dispatch(s: Shape, uses: Uses, quantize: bool = True) -> Iterator[Asked]:
+    payload = WORDS if s.payload is None else MX
+    row_bytes = s.payload_bytes if s.payload is None else s.hidden
+    if payload == MX and quantize:
+        types = {"x_ptr": f"*{s.token}", "elements_ptr": "*fp8e4nv"}
+        yield ask(exchange.quantize(s, 1), types)
+    types, numbers, row_words = _words(row_bytes, "x_ptr")
+    yield ask(exchange.push(s, payload, row_words), types, numbers)
+    for weights in uses.weights:
+        if s.num_nodes > 1:
+            yield ask(exchange.send(s, payload, row_words, weights), types, numbers)
+            wire_types, wire_numbers, wire_words = _words(s.wire_bytes, "word_ptr")
+            for reduced in sorted({s.enable_local_combine, uses.compact or s.enable_local_combine}):
+                yield ask(exchange.forward(s, weights, reduced, wire_words), wire_types, wire_numbers)
+        yield from _expansions(s, uses, weights, row_bytes)
+
+
+def _expansions(s: Shape, uses: Uses, weights: bool, row_bytes: int) -> Iterator[Asked]:
+    types, numbers, row_words = _words(row_bytes, "recv_x_ptr")
+    scales = {"recv_scale_ptr": "*u8"}
+    landing = LANDING_WORDS if s.payload is None else LANDING_MX
+    for keep in sorted({s.enable_local_combine, s.enable_local_combine or uses.maps}):
+        yield ask(exchange.expand(s, landing, weights, keep, row_words), types | scales, numbers)
+    for name in uses.landing if s.payload is not None else ():
+        landing = LANDINGS[name]
+        word, row_words = landed_words(landing, s.hidden)
+        types = {"recv_x_ptr": f"*{word}", "recv_scale_ptr": "*fp32" if landing == LANDING_ROW else "*u8"}
+        plan = exchange.expand(s, landing, weights, s.enable_local_combine, row_words)
+        yield ask(plan, types, {"row_words": row_words})
+
+
+def _compact_rows(s: Shape, uses: Uses, given: Uses) -> Iterator[Asked]:
+    """Arrived rows, one per (token, rank); ids and weights with them as given."""
+    for ids in given.ids:
+        yield ask(compact.token_layout(s.topk, s.world_size, s.interpreted), {"topk_idx_ptr": f"*{ids}"})
+    for scales, row_bytes in [(False, s.payload_bytes), (True, s.hidden)][: 1 + uses.fp8_rows]:
+        types, numbers, row_words = _words(row_bytes, "recv_x_ptr")
+        # Where nobody wants ids, a pointer to int32 stands in for them.
+        yield ask(compact.copy_out(s, scales, False, False, row_words), types | {"recv_idx_ptr": "*i32"}, numbers)
+        for ids in given.ids:
+            for weights in given.weights:
+                kinds = types | {"recv_idx_ptr": f"*{ids}"}
+                yield ask(compact.copy_out(s, scales, True, weights, row_words), kinds, numbers)
+
+
+def _slabs(s: Shape, uses: Uses) -> Iterator[Asked]:
+    rows = [s.payload_bytes] if s.payload is None else [s.hidden, s.hidden // 32]
+    if uses.fp8_rows:
+        rows += [s.hidden, s.hidden // 32]
+    for pack, lengths in ((True, rows), (False, [s.payload_bytes])):
+        for row_bytes in lengths:
+            types, numbers, row_words = _words(row_bytes, "source_ptr")
+            plan = compact.slab_rows(pack, row_words, s.interpreted)
+            yield ask(plan, types | {"dest_ptr": types["source_ptr"]}, numbers)
+
+
+def _combine(s: Shape, uses: Uses) -> Iterator[Asked]:
+    kinds = [s.topk] if s.enable_local_combine else [0]
+    for copies in [*kinds, 1] if uses.compact else kinds:
+        yield from _sums(s, uses, copies)
+
+
+def _sums(s: Shape, uses: Uses, copies: int) -> Iterator[Asked]:
+    """copies: of a token that are summed before they are published, at most; 0: none is."""
+    reduced, hidden = copies > 0, {"hidden": s.hidden}
+    for weights in uses.weights:
+        if reduced:
+            yield ask(exchange.reduce(s, weights, copies), {"y_ptr": f"*{s.token}"}, hidden)
+        else:
+            types, numbers, row_words = _words(s.payload_bytes, "y_ptr")
+            yield ask(exchange.stage(s, weights, row_words), types, numbers)
+        summed = weights and not reduced
+        if s.num_nodes > 1:
+            yield ask(exchange.partial(s, summed, reduced), {"like_x_ptr": f"*{s.token}"}, hidden)
+        yield ask(exchange.pull(s, summed, reduced), {"out_ptr": f"*{s.token}"}, hidden)
+    if not reduced:
+        yield ask(exchange.publish(s))
+        yield ask(exchange.free(s))
+
+
+def _low_latency(s: Shape, uses: Uses) -> Iterator[Asked]:
+    yield from _low_latency_dispatch(s, [WORDS] if s.payload is None else [QUANTISE, MX][: 1 + uses.quantized], uses)
+    if uses.fp8_rows:
+        yield from _low_latency_dispatch(_scaled(s), [MX], uses)
+    hidden = {"hidden": s.hidden}
+    for weights in uses.weights:
+        yield ask(low_latency.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
+    yield ask(low_latency.sum(s), {"out_ptr": f"*{s.token}"}, hidden)
+
+
+def _low_latency_dispatch(s: Shape, kinds: list[int], uses: Uses) -> Iterator[Asked]:
+    """kinds: of what the push is given (kernels/device/rows.py)."""
+    for weights in uses.weights:
+        for kind in kinds:
+            if kind == QUANTISE:
+                types, numbers, row_words = {"x_ptr": f"*{s.token}"}, {"row_words": s.hidden}, s.hidden
+            else:
+                types, numbers, row_words = _words(s.payload_bytes if kind == WORDS else s.hidden, "x_ptr")
+            for ids in uses.ids:
+                given = types | {"topk_idx_ptr": f"*{ids}"}
+                yield ask(low_latency.push(s, kind, weights, row_words), given, numbers)
+        types, numbers, row_words = _words(s.payload_bytes if s.payload is None else s.hidden, "recv_x_ptr")
+        yield ask(low_latency.expand(s, weights, row_words), types, numbers)

@@ -1,0 +1,79 @@
+"""Plans of the low-latency dispatch and combine."""
+
+from __future__ import annotations
+
+from triton_ep.kernels.device.codes import QUANTISE
+from triton_ep.runtime.plans.shape import Plan, Shape, next_power_of_2
+
+_PUSH_WARPS = 8
+_EXPAND_WARPS = 4
+_REDUCE_WARPS = 8
+_SUM_WARPS = 8
+_SUM_PARTS = 2
+
+
+def expanded_rows(interpreted: bool) -> int:
+    """Rows of a program that expands."""
+    return 16 if interpreted else 1
+
+
+def summed_rows(interpreted: bool) -> int:
+    """Rows of a program that sums."""
+    return 16 if interpreted else 1
+
+
+def push(s: Shape, payload: int, has_weights: bool, row_words: int) -> Plan:
+    """Rows, and what is to be known of them, to all ranks."""
+    constexprs = {
+        "PAYLOAD": payload,
+        "HAS_WEIGHTS": has_weights,
+        "EP": next_power_of_2(s.experts_per_rank),
+        "BLOCK_N": min(max(next_power_of_2(s.max_tokens * s.topk), 16), 1024),
+        **_columns(s, row_words, 4096 if payload == QUANTISE else 1024),
+        **s.common("TOPK", "KP", "WP"),
+    }
+    return Plan("low_latency_push_kernel", constexprs, _PUSH_WARPS)
+
+
+def expand(s: Shape, has_weights: bool, row_words: int) -> Plan:
+    """Arrived rows, expert by expert."""
+    constexprs = {
+        "HAS_SCALES": s.payload is not None,
+        "HAS_WEIGHTS": has_weights,
+        "HAS_PADDING": s.alignment > 1,
+        "EP": next_power_of_2(s.experts_per_rank),
+        "ROWS": expanded_rows(s.interpreted),
+        **_columns(s, row_words, 2048),
+        **s.common("TOPK", "KP", "WP"),
+    }
+    return Plan("low_latency_expand_kernel", constexprs, _EXPAND_WARPS)
+
+
+def reduce(s: Shape, has_weights: bool) -> Plan:
+    """Expert outputs summed per token, and sent back."""
+    constexprs = {
+        "HAS_WEIGHTS": has_weights,
+        "ROWS": summed_rows(s.interpreted),
+        **_columns(s, s.hidden, 8192),
+        **s.common("TOPK", "WP"),
+    }
+    return Plan("low_latency_reduce_kernel", constexprs, _REDUCE_WARPS)
+
+
+def sum(s: Shape) -> Plan:
+    """Sums of all ranks, summed."""
+    block = next_power_of_2(-(-s.hidden // (1 if s.interpreted else _SUM_PARTS)))
+    block = min(max(block, 128), 8192)
+    constexprs = {
+        "PARTS": -(-s.hidden // block),
+        "ROWS": summed_rows(s.interpreted),
+        "BLOCK_H": block,
+        **s.common("TOPK", "KP", "WP"),
+    }
+    return Plan("low_latency_sum_kernel", constexprs, _SUM_WARPS)
+
+
+def _columns(s: Shape, row_words: int, most: int) -> dict[str, int]:
+    """TILES and BLOCK_H of a kernel that takes rows of `row_words` in one piece if they have no more than `most`."""
+    block = min(max(next_power_of_2(row_words), 32 if s.interpreted else 128), most)
+    return {"TILES": -(-row_words // block), "BLOCK_H": block}
