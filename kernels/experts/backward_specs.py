@@ -10,11 +10,11 @@ from . import bias_gradient, down_dgrad, weighted_rows, wgrad
 def _wgrad(accumulate: bool) -> Variant:
     types = {
         "X": "tensordesc<bf16[64,128]>",
-        "Y": "tensordesc<bf16[64,256]>",
-        "OUT": "tensordesc<fp32[1,128,64]>" if accumulate else "tensordesc<bf16[1,128,128]>",
+        "Y": "tensordesc<bf16[64,128]>",
+        "OUT": "tensordesc<fp32[1,128,32]>" if accumulate else "tensordesc<bf16[1,128,64]>",
     }
-    blocks = {"EP": 32, "BLOCK_I": 128, "BLOCK_J": 256, "BLOCK_R": 64, "BAND": 8, "STAGES": 4}
-    return Variant({"ACCUMULATE": accumulate, **blocks}, types, ("num_i", "num_j"), num_warps=8)
+    blocks = {"EP": 32, "BLOCK_I": 128, "BLOCK_J": 128, "BLOCK_R": 64, "BAND": 8, "STAGES": 3}
+    return Variant({"ACCUMULATE": accumulate, **blocks}, types, ("num_i", "num_j"), num_warps=4)
 
 
 _SWIGLU = {"KIND": ACT_SILU, "GATED": True, "CLAMP": False, "LIMIT": 0.0, "ALPHA": 1.0, "UP_OFFSET": 0.0}
@@ -78,7 +78,7 @@ BACKWARD_SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         wgrad.weight_gradient_kernel,
-        "x:{X} y:{Y} out:{OUT} offs_ptr:*i32 num_rows:i32 num_i:i32 num_j:i32 num_experts:i32",
+        "x:{X} y:{Y} out:{OUT} offs_ptr:*i32 filled_ptr:*i32 num_rows:i32 num_i:i32 num_j:i32 num_experts:i32",
         (_wgrad(accumulate=False), _wgrad(accumulate=True)),
         num_warps=8,
     ),

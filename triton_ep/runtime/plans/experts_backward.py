@@ -13,8 +13,10 @@ from triton_ep.runtime.plans.compute import WGRAD_ADDED as MASKED_WGRAD_ADDED
 from triton_ep.runtime.plans.experts import ProductTile, activation_constexprs
 from triton_ep.runtime.plans.shape import Plan, next_power_of_2
 
-WGRAD = Tile(128, 256, 64, 4)
+WGRAD = Tile(128, 128, 64, 3, 4)
 """Rows and columns of a weight, and rows of its segment per step: what segments hold multiples of."""
+WGRAD_PROGRAMS = 2
+"""Per multiprocessor: one stores a tile, or waits for a product, while the other multiplies."""
 WGRAD_INTERPRETED = Tile(64, 64, 64, 1)
 WEIGHTED_ROWS, WEIGHTED_COLUMNS = 2, 1024
 BIAS_ROWS, BIAS_COLUMNS = 32, 128
