@@ -59,7 +59,7 @@ def _build(arguments: argparse.Namespace, out: Path) -> int:
         raise ConfigError(f"--jobs must be at least 1, got {arguments.jobs}.")
     # Before kernels are imported: Triton decides then that they are to be compiled.
     os.environ["TRITON_INTERPRET"] = "0"
-    from triton_ep.aot.build import build, calls_nvshmem
+    from triton_ep.aot.build import build
 
     if arguments.for_config is not None:
         wanted = manifest.read_config(arguments.for_config)
@@ -68,7 +68,7 @@ def _build(arguments: argparse.Namespace, out: Path) -> int:
     else:
         wanted = manifest.read_manifest(arguments.manifest or manifest.default_manifest())
     if arguments.no_nvshmem:
-        wanted = [asked for asked in wanted if not calls_nvshmem(asked)]
+        wanted = [request for request in wanted if not request.calls_nvshmem]
     archs = list(dict.fromkeys(arguments.arch.split(",")))
     done = build(
         wanted, archs, out, jobs=arguments.jobs, force=arguments.force, only=arguments.only, progress=_progress
@@ -79,8 +79,8 @@ def _build(arguments: argparse.Namespace, out: Path) -> int:
             f"{summary.arch}: {summary.built} built, {summary.kept} kept, {summary.dropped} of older sources dropped, "
             f"{len(summary.errors)} failed; {summary.nbytes} bytes of cubins in {summary.folder}"
         )
-        for asked, text in summary.errors[:_SHOWN_ERRORS]:
-            print(f"{asked.kernel} {asked.text()} for {summary.arch}:\n{text}", file=sys.stderr)
+        for request, text in summary.errors[:_SHOWN_ERRORS]:
+            print(f"{request.kernel} {request.text()} for {summary.arch}:\n{text}", file=sys.stderr)
         failed = failed or bool(summary.errors)
     return 1 if failed else 0
 
@@ -110,11 +110,11 @@ def _list(out: Path) -> int:
         versions = ", ".join(f"{name} {version}" for name, version in sorted(library.versions.items()))
         print(f"{arch}: {len(library.entries)} variants, {versions}")
         for entry in library.entries:
-            asked = entry.asked
-            what = {**asked.constexprs, **asked.types}
+            request = entry.request
+            what = {**request.constexprs, **request.types}
             text = " ".join(f"{name}={value}" for name, value in what.items())
             warps, nvshmem = entry.threads // 32, f" nvshmem {entry.nvshmem}" if entry.nvshmem else ""
-            print(f"  {asked.kernel} [{text}] {warps} warps, {entry.shared} bytes shared{nvshmem}")
+            print(f"  {request.kernel} [{text}] {warps} warps, {entry.shared} bytes shared{nvshmem}")
     return 0
 
 

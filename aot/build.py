@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from triton_ep.errors import ConfigError
-from triton_ep.kernels.device.codes import NVSHMEM, NVSHMEM_SYMBOLS
+from triton_ep.kernels.device.codes import NVSHMEM_SYMBOLS
 from triton_ep.runtime.library import FORMAT, INDEX, check_entry
-from triton_ep.runtime.plans.asked import Asked
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.sources import kernels_folder, source_hash
 
 FACTS = "facts.json"
-_BUILDER = 2
+_BUILDER = 3
 """Part of every key; to be raised with every change of what a build writes."""
 _ARCH = re.compile(r"sm_(\d{2,3})$")
 
@@ -50,23 +50,18 @@ class Summary:
     kept: int = 0
     dropped: int = 0
     nbytes: int = 0
-    errors: list[tuple[Asked, str]] = field(default_factory=list)
+    errors: list[tuple[KernelRequest, str]] = field(default_factory=list)
 
 
 @dataclass
 class _Job:
-    asked: Asked
+    request: KernelRequest
     arch: str
     key: str
 
 
-def calls_nvshmem(asked: Asked) -> bool:
-    """True if this variant is linked with device code of NVSHMEM."""
-    return asked.constexprs.get("NETWORK") == NVSHMEM
-
-
 def build(
-    wanted: Sequence[Asked],
+    wanted: Sequence[KernelRequest],
     archs: Sequence[str],
     out: Path,
     *,
@@ -98,11 +93,11 @@ def build(
     except OSError as error:
         raise ConfigError(f"{out} cannot be written to: {error}. Name another folder: --out.") from None
     kernels = _kernels()
-    if unknown := sorted({asked.kernel for asked in wanted} - set(kernels)):
+    if unknown := sorted({request.kernel for request in wanted} - set(kernels)):
         raise ConfigError(f"there are no kernels {unknown}; there are {', '.join(sorted(kernels))}.")
     versions = {"triton": importlib.metadata.version("triton")}
     bitcode, bitcode_hash = None, ""
-    if any(calls_nvshmem(asked) for asked in wanted):
+    if any(request.calls_nvshmem for request in wanted):
         bitcode, bitcode_hash, versions["nvshmem"] = _bitcode()
     todo: list[_Job] = []
     states = []
@@ -124,8 +119,8 @@ def _run(todo: Sequence[_Job], jobs: int, bitcode: str | None) -> Iterable[tuple
     os.environ["TRITON_INTERPRET"] = "0"
     with ProcessPoolExecutor(min(jobs, len(todo)), get_context("spawn"), initializer=_start) as pool:
         # Those that take longest first, as far as their kernels tell.
-        order = sorted(todo, key=lambda job: (not calls_nvshmem(job.asked), job.asked.kernel, job.asked.text()))
-        futures = {pool.submit(_compile, job.asked.as_dict(), job.arch, bitcode): job for job in order}
+        order = sorted(todo, key=lambda job: (not job.request.calls_nvshmem, job.request.kernel, job.request.text()))
+        futures = {pool.submit(_compile, job.request.as_dict(), job.arch, bitcode): job for job in order}
         for future in as_completed(futures):
             try:
                 result = future.result()
@@ -149,18 +144,18 @@ def _start() -> None:
     atexit.register(compiler.stop)
 
 
-def _compile(asked: dict[str, Any], arch: str, bitcode: str | None) -> dict[str, Any]:
+def _compile(request: dict[str, Any], arch: str, bitcode: str | None) -> dict[str, Any]:
     from triton_ep.aot import compile as compiler
 
-    return compiler.compile_asked(asked, arch, bitcode)
+    return compiler.compile_request(request, arch, bitcode)
 
 
 def _kernels() -> dict[str, dict[str, Any]]:
     """What the run time has to know of each kernel, and the hash of its sources."""
-    from triton_ep.kernels.spec import SPECS
+    from triton_ep.kernels.spec import all_kernels
 
     found = {}
-    for spec in SPECS:
+    for spec in all_kernels().values():
         file = Path(spec.kernel.fn.__code__.co_filename).resolve().relative_to(kernels_folder().resolve())
         found[spec.name] = {
             "arguments": [list(item) for item in spec.arguments.items()],
@@ -193,14 +188,14 @@ class _Folder:
         self._entries: dict[str, dict[str, Any]] = {}
         self._facts: dict[str, dict[str, Any]] = {}
 
-    def plan(self, wanted: Sequence[Asked], force: bool, only: bool) -> list[_Job]:
+    def plan(self, wanted: Sequence[KernelRequest], force: bool, only: bool) -> list[_Job]:
         """What has to be compiled."""
         index, facts = _json(self.path / INDEX), _json(self.path / FACTS)
         # Without bitcode at hand, what calls NVSHMEM is judged by what was used when it was built.
         self._bitcode = self._bitcode or index.get("bitcode", "")
         self._versions = {**index.get("versions", {}), **self._versions}
         before = index.get("entries", {}) if index.get("format") == FORMAT else {}
-        names = {asked.signature() for asked in wanted}
+        names = {request.signature() for request in wanted}
         for signature, entry in before.items():
             fresh = signature in facts and self._is_fresh(entry)
             if not fresh or (only and signature not in names):
@@ -208,21 +203,21 @@ class _Folder:
             elif not force or signature not in names:
                 self._entries[signature], self._facts[signature] = entry, facts[signature]
         self.summary.kept = len(self._entries)
-        todo = [asked for asked in wanted if asked.signature() not in self._entries]
-        return [_Job(asked, self.arch, self._key(asked)) for asked in todo]
+        todo = [request for request in wanted if request.signature() not in self._entries]
+        return [_Job(request, self.arch, self._key(request)) for request in todo]
 
     def add(self, job: _Job, result: dict[str, Any]) -> None:
         """Write the files of a compiled variant."""
         if "error" in result:
-            self.summary.errors.append((job.asked, result["error"]))
+            self.summary.errors.append((job.request, result["error"]))
             return
-        signature = job.asked.signature()
-        name = f"{job.asked.kernel}-{signature[:16]}"
+        signature = job.request.signature()
+        name = f"{job.request.kernel}-{signature[:16]}"
         ptx = gzip.compress(result["ptx"].encode(), compresslevel=6, mtime=0)
         _write(self.path / f"{name}.cubin", result["cubin"])
         _write(self.path / "ptx" / f"{name}.ptx.gz", ptx)
         self._entries[signature] = {
-            "asked": job.asked.as_dict(),
+            "request": job.request.as_dict(),
             "key": job.key,
             "file": f"{name}.cubin",
             "sha256": hashlib.sha256(result["cubin"]).hexdigest(),
@@ -239,7 +234,7 @@ class _Folder:
 
     def write(self) -> Summary:
         """Write the index, and remove files that it does not name."""
-        used = {entry["asked"]["kernel"] for entry in self._entries.values()}
+        used = {entry["request"]["kernel"] for entry in self._entries.values()}
         index = {
             "format": FORMAT,
             "arch": self.arch,
@@ -259,11 +254,11 @@ class _Folder:
         self.summary.nbytes = sum((self.path / name).stat().st_size for name in files)
         return self.summary
 
-    def _key(self, asked: Asked) -> str:
+    def _key(self, request: KernelRequest) -> str:
         """Of all that decides the bytes of a variant."""
-        kernel = self._kernels[asked.kernel]
-        parts = [_BUILDER, asked.text(), self.arch, kernel["source"], kernel["options"], self._versions["triton"]]
-        if calls_nvshmem(asked):
+        kernel = self._kernels[request.kernel]
+        parts = [_BUILDER, request.text(), self.arch, kernel["source"], kernel["options"], self._versions["triton"]]
+        if request.calls_nvshmem:
             parts.append(self._bitcode)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
@@ -272,9 +267,9 @@ class _Folder:
             check_entry(entry)
         except (KeyError, TypeError):
             return False
-        asked = Asked.from_dict(entry["asked"])
+        request = KernelRequest.from_dict(entry["request"])
         path = self.path / entry["file"]
-        if asked.kernel not in self._kernels or entry.get("key") != self._key(asked) or not path.is_file():
+        if request.kernel not in self._kernels or entry.get("key") != self._key(request) or not path.is_file():
             return False
         ptx = self.path / "ptx" / f"{path.stem}.ptx.gz"
         return ptx.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == entry["sha256"]

@@ -19,8 +19,8 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
 from triton_ep.aot.ptx import local_bytes, narrow_accesses, parameters, without_places
-from triton_ep.kernels.spec import SPEC, KernelSpec, uses_nvshmem
-from triton_ep.runtime.plans.asked import Asked
+from triton_ep.kernels.spec import KernelSpec, all_kernels
+from triton_ep.runtime.plans.request import KernelRequest
 
 _LIBRARY = "libnvshmem_device"
 _STATE = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
@@ -40,26 +40,26 @@ def stop() -> None:
     shutil.rmtree(triton.knobs.cache.dir, ignore_errors=True)
 
 
-def source_of(spec: KernelSpec, asked: Asked) -> ASTSource:
+def source_of(spec: KernelSpec, request: KernelRequest) -> ASTSource:
     """The variant as Triton's compiler takes it, specialised as its JIT would.
 
     Raises:
         ValueError: what was asked does not fit the kernel.
     """
     parameters = [parameter.name for parameter in spec.kernel.params]
-    runtime = [name for name in parameters if name not in asked.constexprs]
-    if runtime != list(spec.arguments) or not set(asked.constexprs) <= set(parameters):
-        raise ValueError(f"the kernel takes {parameters}, the spec names {[*spec.arguments, *asked.constexprs]}")
+    runtime = [name for name in parameters if name not in request.constexprs]
+    if runtime != list(spec.arguments) or not set(request.constexprs) <= set(parameters):
+        raise ValueError(f"the kernel takes {parameters}, the spec names {[*spec.arguments, *request.constexprs]}")
     signature, constexprs, hints = {}, {}, {}
     for index, name in enumerate(parameters):
-        if name in asked.constexprs or name in asked.ones:
+        if name in request.constexprs or name in request.ones:
             signature[name] = "constexpr"
-            constexprs[(index,)] = _constexpr(asked.constexprs[name]) if name in asked.constexprs else 1
+            constexprs[(index,)] = _constexpr(request.constexprs[name]) if name in request.constexprs else 1
             continue
-        signature[name] = asked.types.get(name, spec.arguments[name])
+        signature[name] = request.types.get(name, spec.arguments[name])
         if "{" in signature[name]:
             raise ValueError(f"the type of {name} is open: {signature[name]}")
-        if (signature[name].startswith("*") and name not in asked.unaligned) or name in asked.aligned:
+        if (signature[name].startswith("*") and name not in request.unaligned) or name in request.aligned:
             hints[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(spec.kernel, signature, constexprs=constexprs, attrs=hints)
 
@@ -94,39 +94,42 @@ def _without_line_info(kept: dict[str, str]) -> Iterator[None]:
         CUDABackend.make_cubin = assemble
 
 
-def compile_asked(text: dict[str, Any], arch: str, bitcode: str | None) -> dict[str, Any]:
-    """What `Asked.as_dict` says, compiled: "cubin", "ptx", "entry" and "facts"; or "error" alone.
+def compile_request(text: dict[str, Any], arch: str, bitcode: str | None) -> dict[str, Any]:
+    """What `KernelRequest.as_dict` says, compiled: "cubin", "ptx", "entry" and "facts"; or "error" alone.
 
     arch: "sm_90". bitcode: for kernels that call NVSHMEM.
     """
-    asked = Asked.from_dict(text)
+    request = KernelRequest.from_dict(text)
     try:
-        return _compile(asked, int(arch.removeprefix("sm_")), bitcode)
+        return _compile(request, int(arch.removeprefix("sm_")), bitcode)
     except Exception:
         return {"error": traceback.format_exc(limit=-3)}
 
 
-def _compile(asked: Asked, arch: int, bitcode: str | None) -> dict[str, Any]:
-    spec = SPEC[asked.kernel]
-    warps = asked.num_warps or spec.num_warps
+def _compile(request: KernelRequest, arch: int, bitcode: str | None) -> dict[str, Any]:
+    spec = all_kernels()[request.kernel]
+    warps = request.num_warps or spec.num_warps
+    if warps is None:
+        raise ValueError(f"{request.kernel} declares no num_warps, so its plan must choose them")
     options: dict[str, Any] = {"num_warps": warps}
-    if limit := asked.maxnreg or spec.maxnreg:
+    if limit := request.maxnreg or spec.maxnreg:
         options["maxnreg"] = limit
-    nvshmem = uses_nvshmem(asked.constexprs)
-    if nvshmem:
+    if request.calls_nvshmem:
         options["extern_libs"] = {_LIBRARY: bitcode}
     kept: dict[str, str] = {}
     with _without_line_info(kept):
-        compiled = triton.compile(source_of(spec, asked), target=GPUTarget("cuda", arch, 32), options=options)
+        compiled = triton.compile(source_of(spec, request), target=GPUTarget("cuda", arch, 32), options=options)
     metadata, cubin = compiled.metadata, compiled.asm["cubin"]
     other = [name for name in _OTHER_LAUNCHES if getattr(metadata, name, 0)]
     if other or metadata.num_ctas != 1:
-        raise ValueError(f"{asked.kernel} wants a launch that the run time does not know: {other}, {metadata.num_ctas}")
+        raise ValueError(
+            f"{request.kernel} wants a launch that the run time does not know: {other}, {metadata.num_ctas}"
+        )
     descriptors = [_descriptor(told) for told in getattr(metadata, "tensordesc_meta", None) or []]
     kinds = parameters(compiled.asm["ptx"])
-    wanted = _kinds(asked, spec, descriptors)
+    wanted = _kinds(request, spec, descriptors)
     if kinds != wanted:
-        raise ValueError(f"{asked.kernel} has the parameters {kinds} in its PTX; by its arguments they are {wanted}")
+        raise ValueError(f"{request.kernel} has the parameters {kinds} in its PTX; by its arguments they are {wanted}")
     entry = {
         "symbol": metadata.name,
         "params": kinds,
@@ -134,7 +137,7 @@ def _compile(asked: Asked, arch: int, bitcode: str | None) -> dict[str, Any]:
         "shared": metadata.shared,
         "descriptors": descriptors,
     }
-    facts = _facts(spec, asked, compiled.asm["ttgir"], compiled.asm["ptx"], cubin, 32 * warps)
+    facts = _facts(spec, request, compiled.asm["ttgir"], compiled.asm["ptx"], cubin, 32 * warps)
     facts["shared_bytes"] = metadata.shared
     return {"cubin": cubin, "ptx": kept["ptx"], "entry": entry, "facts": facts}
 
@@ -148,13 +151,13 @@ def _descriptor(told: Any) -> dict[str, Any]:
     return {name: list(told[name]) if name == "block_size" else told[name] for name in names}
 
 
-def _kinds(asked: Asked, spec: KernelSpec, descriptors: list[dict[str, Any]]) -> list[str]:
+def _kinds(request: KernelRequest, spec: KernelSpec, descriptors: list[dict[str, Any]]) -> list[str]:
     """Kinds of the parameters by the launch interface of Triton: arguments in order, then two pointers to scratch."""
     kinds: list[str] = []
     boxes = iter(descriptors)
     for name, declared in spec.arguments.items():
-        kind = asked.types.get(name, declared)
-        if name in asked.ones:
+        kind = request.types.get(name, declared)
+        if name in request.ones:
             continue
         if kind.startswith("*"):
             kinds.append("ptr")
@@ -167,7 +170,9 @@ def _kinds(asked: Asked, spec: KernelSpec, descriptors: list[dict[str, Any]]) ->
     return [*kinds, "ptr", "ptr"]
 
 
-def _facts(spec: KernelSpec, asked: Asked, ttgir: str, ptx: str, cubin: bytes, threads: int) -> dict[str, Any]:
+def _facts(
+    spec: KernelSpec, request: KernelRequest, ttgir: str, ptx: str, cubin: bytes, threads: int
+) -> dict[str, Any]:
     """What the compile gate and `verify` look at; see aot/verify.py."""
     narrow, wide_stores = narrow_accesses(ttgir, ptx, threads)
     instructions = [set(name.split(".")) for name in re.findall(r"\b(?:atom|red|ld|st)\.[\w.:]+", ptx)]
@@ -175,8 +180,8 @@ def _facts(spec: KernelSpec, asked: Asked, ttgir: str, ptx: str, cubin: bytes, t
     code = [line.split("//")[0].lower() for line in ptx.splitlines() if not line.strip().startswith(".file")]
     visible = [line for line in ptx.splitlines() if line.startswith(".visible .const")]
     return {
-        "moves_rows": "{WORD}" in spec.args or "{TOKEN}" in spec.args,
-        "calls_nvshmem": uses_nvshmem(asked.constexprs),
+        "moves_rows": spec.moves_rows,
+        "calls_nvshmem": request.calls_nvshmem,
         "narrow": narrow,
         "wide_stores": wide_stores,
         "orders": {

@@ -1,6 +1,6 @@
 """What is built: the manifest (manifest.toml), one EPConfig, or single variants, as lists of what call sites ask for.
 
-Imports neither torch nor Triton, except for `of_specs`.
+Imports neither torch nor Triton, except for `declared_variants`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import NVSHMEM, P2P
 from triton_ep.runtime.plans import experts, experts_backward, layers, products
-from triton_ep.runtime.plans.asked import Asked
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import TOKEN_BYTES, Shape
 from triton_ep.runtime.tuned.table import KERNELS, Key, look_up
 
 FORMAT = 1
 _TOKENS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _SHAPE = {field.name for field in dataclasses.fields(Shape)} - {"network", "interpreted", "tuned", "token"}
-_USES = {field.name for field in dataclasses.fields(layers.Uses)}
+_USES = {field.name for field in dataclasses.fields(layers.LayerCalls)}
 _OTHER = {"token_dtype", "gpus", "ranks"}
 _IGNORED = {"rank", "recv_capacity", "timeout_s", "weight_dtype", "offset_dtype", "use_aot", "tuned"}
 """Fields of EPConfig that decide nothing about kernels, or are given otherwise."""
-_KINDS = {field.name: str(field.type) for kind in (Shape, layers.Uses) for field in dataclasses.fields(kind)}
+_KINDS = {field.name: str(field.type) for kind in (Shape, layers.LayerCalls) for field in dataclasses.fields(kind)}
 """Types of fields, as they are written there."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "ids": ("i32", "i64"),
@@ -49,14 +49,14 @@ def default_manifest() -> Path:
     return Path(__file__).resolve().parent / "manifest.toml"
 
 
-def read_manifest(path: Path) -> list[Asked]:
+def read_manifest(path: Path) -> list[KernelRequest]:
     """What a manifest names, without repetition.
 
     Raises:
         ConfigError: it cannot be read, or names what there is not; with the entry.
     """
     table = _read(path)
-    unknown = set(table) - {"format", "models", "layer", "specs", "variant", *_PRODUCTS}
+    unknown = set(table) - {"format", "models", "layer", "declared", "variant", *_PRODUCTS}
     if unknown or table.get("format") != FORMAT:
         raise ConfigError(f"{path}: format must be {FORMAT}, and {sorted(unknown)} mean nothing here.")
     models = table.get("models", {})
@@ -64,20 +64,19 @@ def read_manifest(path: Path) -> list[Asked]:
         raise ConfigError(f"{path}: models must be a table of tables, [models.NAME].")
     for name in ("layer", "variant", *_PRODUCTS):
         _check_tables(table.get(name, []), name, path)
-    found: list[Asked] = []
+    found: list[KernelRequest] = []
     for number, values in enumerate(table.get("layer", []), 1):
         name = values.pop("model", None)
         if name is not None and name not in models:
             raise ConfigError(f"{path}: layer {number} names the model {name!r}; there are {', '.join(models)}.")
         found += of_config({**models.get(name, {}), **values}, f"{path}: layer {number}")
-    of_layers = {asked.kernel for asked in found}
     for name, make in _PRODUCTS.items():
         for number, values in enumerate(table.get(name, []), 1):
             found += _checked(make, values, f"{path}: {name} {number}")
     for number, values in enumerate(table.get("variant", []), 1):
         found.append(_variant(values, f"{path}: variant {number}"))
-    if table.get("specs", False):
-        found += [asked for asked in of_specs() if asked.kernel not in of_layers]
+    if table.get("declared", False):
+        found += declared_variants()
     return unique(found)
 
 
@@ -86,11 +85,12 @@ def _check_tables(given: Any, name: str, path: Path) -> None:
         raise ConfigError(f"{path}: {name} must be a list of tables, [[{name}]].")
 
 
-def read_config(text: str) -> list[Asked]:
+def read_config(text: str) -> list[KernelRequest]:
     """What one EPConfig needs; `text` is JSON, or the path of a TOML or JSON file.
 
-    Fields are those of EPConfig, and of triton_ep.runtime.plans.layers.Uses: how the layer is called. What is left out
-    has the default that it has there. `grouped_gemm`, `mxfp8`, `experts`, `experts_backward`: tables as in a manifest.
+    Fields are those of EPConfig, and of triton_ep.runtime.plans.layers.LayerCalls: how the layer is called. What is
+    left out has the default that it has there. `grouped_gemm`, `mxfp8`, `experts`, `experts_backward`: tables as in a
+    manifest.
 
     Raises:
         ConfigError: it cannot be read, or a field is missing or unknown.
@@ -107,7 +107,7 @@ def read_config(text: str) -> list[Asked]:
     return unique(found)
 
 
-def read_variants(text: str) -> list[Asked]:
+def read_variants(text: str) -> list[KernelRequest]:
     """Single variants, as an `AotMiss` prints them: JSON of one, or the path of a file with one per line.
 
     Raises:
@@ -117,7 +117,7 @@ def read_variants(text: str) -> list[Asked]:
     return unique(_variant(_json(line, text), text) for line in lines)
 
 
-def of_config(values: Mapping[str, Any], where: str) -> list[Asked]:
+def of_config(values: Mapping[str, Any], where: str) -> list[KernelRequest]:
     """What a layer of these fields needs. `ranks` may be given for [ranks per node, nodes], `gpus` to take the choices
     of the tuned tables for these GPUs; payload "bf16" is None.
 
@@ -144,10 +144,10 @@ def of_config(values: Mapping[str, Any], where: str) -> list[Asked]:
     network = P2P if sizes["world_size"] == sizes["local_world_size"] else NVSHMEM
     shape = Shape(**sizes, token=token, network=network)
     calls: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items() if n in _USES}
-    uses = layers.Uses(**calls)
-    found = layers.layer(shape, uses)
+    uses = layers.LayerCalls(**calls)
+    found = layers.layer_requests(shape, uses)
     for gpu in given.get("gpus", []):
-        found += layers.layer(_tuned(shape, gpu), uses)
+        found += layers.layer_requests(_tuned(shape, gpu), uses)
     return found
 
 
@@ -216,45 +216,43 @@ def _tuned(s: Shape, gpu: str) -> Shape:
     return dataclasses.replace(s, num_sm=entry.num_sm, tuned=chosen)
 
 
-def of_specs() -> list[Asked]:
-    """The variants that KernelSpecs name themselves. Imports Triton."""
-    from triton_ep.kernels.spec import SPECS
+def declared_variants() -> list[KernelRequest]:
+    """The variants that kernels declare themselves (kernels/spec.py). Imports Triton."""
+    from triton_ep.kernels.spec import all_kernels
 
     found = []
-    for spec in SPECS:
+    for spec in all_kernels().values():
         for variant in spec.variants:
             types = {name: kind.format(**variant.types) for name, kind in spec.arguments.items() if "{" in kind}
-            constexprs = {name: getattr(value, "name", value) for name, value in variant.constexprs.items()}
-            aligned = tuple(sorted(variant.aligned))
-            found.append(Asked(spec.name, constexprs, types, aligned, num_warps=variant.num_warps))
+            found.append(KernelRequest(spec.name, variant.constexprs, types, tuple(sorted(variant.aligned))))
     return found
 
 
-def unique(found: Iterable[Asked]) -> list[Asked]:
+def unique(found: Iterable[KernelRequest]) -> list[KernelRequest]:
     """Without repetition, in order of kernels."""
-    by_signature = {asked.signature(): asked for asked in found}
-    return sorted(by_signature.values(), key=lambda asked: (asked.kernel, asked.text()))
+    by_signature = {request.signature(): request for request in found}
+    return sorted(by_signature.values(), key=lambda request: (request.kernel, request.text()))
 
 
-def _checked(make: Any, values: Mapping[str, Any], where: str) -> list[Asked]:
+def _checked(make: Any, values: Mapping[str, Any], where: str) -> list[KernelRequest]:
     try:
-        made: list[Asked] = make(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+        made: list[KernelRequest] = make(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
     except (TypeError, KeyError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(f"{where}: {error}.") from None
     return made
 
 
-def _variant(values: Any, where: str) -> Asked:
+def _variant(values: Any, where: str) -> KernelRequest:
     try:
-        asked = Asked.from_dict(values)
-        maps, lists = (asked.constexprs, asked.types), (asked.aligned, asked.ones, asked.unaligned)
-        if not isinstance(asked.kernel, str) or not all(isinstance(each, dict) for each in maps):
+        request = KernelRequest.from_dict(values)
+        maps, lists = (request.constexprs, request.types), (request.aligned, request.ones, request.unaligned)
+        if not isinstance(request.kernel, str) or not all(isinstance(each, dict) for each in maps):
             raise TypeError("kernel is a name, constexprs and types are tables")
         if not all(_are(names, str) for names in lists):
             raise TypeError("aligned, ones and unaligned are lists of arguments")
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"{where:.200}: no variant of a kernel: {error}.") from None
-    return asked
+    return request
 
 
 def _json(text: str, where: str) -> Any:

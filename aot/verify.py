@@ -57,10 +57,10 @@ def verify(folder: Path) -> tuple[list[str], int]:
 
 
 def _of_entry(library: Library, entry: Entry, facts: Mapping[str, Any], arch: str) -> Iterator[str]:
-    kernel = library.kernels.get(entry.asked.kernel)
+    kernel = library.kernels.get(entry.request.kernel)
     if kernel is None or source_hash(kernel["file"]) != kernel["source"]:
         yield "built from other sources than those of this package"
-    told = facts.get(entry.asked.signature()) if isinstance(facts, dict) else None
+    told = facts.get(entry.request.signature()) if isinstance(facts, dict) else None
     if not isinstance(told, dict) or not set(told) >= _NOTED:
         yield "nothing is noted about it"
         return
@@ -93,7 +93,7 @@ def _of_ptx(ptx: str, entry: Entry, told: Mapping[str, Any], specialised: bool) 
     if tuple(kinds) != entry.params:
         yield f"the PTX takes {kinds}, the index says {list(entry.params)}"
     # Rows whose length is no multiple of 16 can only be moved in smaller pieces.
-    whole = told["moves_rows"] and (bool(entry.asked.aligned) or not specialised) and not entry.asked.unaligned
+    whole = told["moves_rows"] and (bool(entry.request.aligned) or not specialised) and not entry.request.unaligned
     # Of short rows a thread of the program may have less than 16 bytes: then there is no wide store to be found.
     if whole and told["wide_stores"] and not _WIDE_STORE.search(ptx):
         yield "it stored rows of tokens 16 bytes at a time when it was built, but its PTX has no such store"

@@ -24,7 +24,7 @@ from triton_ep import AotMiss, EPAll2AllLayer, finalize_distributed, initialize_
 from triton_ep.distributed import run_ranks
 from triton_ep.runtime.library import Library
 from triton_ep.runtime.plans import Shape, exchange
-from triton_ep.runtime.plans.asked import ask
+from triton_ep.runtime.plans.request import KernelRequest
 
 SIZES = {"max_tokens": 16, "hidden": 256, "topk": 2, "num_experts": 4, "num_sm": 8}
 RANKS = 2
@@ -78,7 +78,7 @@ def main() -> None:
         print(f"{len(library.entries)} cubins, {sum(path.stat().st_size for path in folder.rglob('*.cubin'))} bytes")
         more = {**SIZES, "topk": 3, "world_size": RANKS, "local_world_size": RANKS}
         try:
-            library.find(ask(exchange.place(Shape(**more), True, False), {"scatter_idx_ptr": "*i32"}))
+            library.find(KernelRequest.of(exchange.place(Shape(**more), True, False), {"scatter_idx_ptr": "*i32"}))
         except AotMiss as miss:
             print(f"AotMiss: {str(miss)[:160]} ...")
         here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None

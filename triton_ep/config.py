@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -190,11 +190,6 @@ class EPConfig:
     def num_nodes(self) -> int:
         """Number of nodes."""
         return self.world_size // self.local_world_size
-
-    @cached_property
-    def for_scaled_rows(self) -> EPConfig:
-        """The same for one-byte rows with scales, which take the way of MXFP8 ones."""
-        return replace(self, payload="mxfp8")
 
     @property
     def topology(self) -> Topology:

@@ -506,8 +506,9 @@ class EPAll2AllLayer(CompactCalls):
     def _send_combine(
         self, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc
     ) -> tuple[torch.Tensor, Callable[[], None]]:
-        send = low_latency_ops.combine if self.config.low_latency else combine_ops.send
-        return send(self.context, y, weights, desc)
+        if self.config.low_latency:
+            return low_latency_ops.combine(self.context, y, weights, desc)
+        return combine_ops.send(self.context, self.context.rows.own, y, weights, desc)
 
     @told("combine", begun=True)
     def _combine(self, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
@@ -516,6 +517,6 @@ class EPAll2AllLayer(CompactCalls):
             out, receive = low_latency_ops.combine(ctx, y, weights, desc)
             receive()
         else:
-            out = combine_ops.combine(ctx, y, weights, desc)
+            out = combine_ops.combine(ctx, ctx.rows.own, y, weights, desc)
         ctx.poll_status()
         return out

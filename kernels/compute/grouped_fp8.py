@@ -18,16 +18,16 @@ Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
 
-import triton
 import triton.language as tl
 
 from ..device.groups import group_rows, in_bands, pick
 from ..device.mxfp8 import scale_value
+from ..spec import ep_kernel
 
 _E4M3 = tl.constexpr("e4m3")
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_per_matrix"])
+@ep_kernel(qdata_ptr="*fp8e4nv", scale_ptr="*u8", out_ptr="*fp8e4nv", out_scale_ptr="*fp32", specialised=("k",))
 def equalize_scales_kernel(
     qdata_ptr,  # [R, K] e4m3
     scale_ptr,  # [R, K/32] uint8
@@ -61,7 +61,16 @@ def equalize_scales_kernel(
     tl.store(out_scale_row + step * rows_per_matrix, scale_value(largest), mask=in_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+@ep_kernel(
+    a="{A}",
+    b="{B}",
+    a_scale_ptr="*{SCALE}",
+    b_scale_ptr="*{SCALE}",
+    out_ptr="*{OUT}",
+    ends_ptr="*i32",
+    specialised=("n", "k"),
+    num_warps=None,
+)
 def grouped_fp8_kernel(
     a,  # [R, K] e4m3: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K]
     b,  # [E, N, K] e4m3: pointer, or with TMA a descriptor of [E*N, K], boxes [BLOCK_N, BLOCK_K]

@@ -21,9 +21,17 @@ import triton
 import triton.language as tl
 
 from ..device.groups import group_rows, in_bands, pick
+from ..spec import ep_kernel
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+@ep_kernel(
+    a="{A}",
+    b="{B}",
+    out_ptr="*{OUT}",
+    ends_ptr="*i32",
+    specialised=("n", "k", "stride_am", "stride_be", "stride_bw", "stride_om"),
+    num_warps=8,
+)
 def grouped_gemm_kernel(
     a,  # [R, K] bf16: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K]
     b,  # [E, K, N] bf16: pointer, or a descriptor: [E*N, K], boxes [BLOCK_N, BLOCK_K], or [E*K, N], [BLOCK_K, BLOCK_N]
@@ -99,7 +107,16 @@ def _load_rows(ptr, rows, end, stride, cols, num_cols):
     return tl.load(ptrs, mask=(rows < end)[:, None] & (cols < num_cols)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+@ep_kernel(
+    x_ptr="*bf16",
+    y_ptr="*bf16",
+    x_desc="{X}",
+    y_desc="{Y}",
+    out_ptr="*{OUT}",
+    ends_ptr="*i32",
+    specialised=("num_i", "num_j", "stride_xm", "stride_ym"),
+    num_warps=8,
+)
 def grouped_wgrad_kernel(
     x_ptr,  # [R, I] bf16
     y_ptr,  # [R, J] bf16

@@ -9,15 +9,15 @@ Progress      No program waits.
 Replay        With COUNT_EXCESS the caller zeroes `excess`.
 """
 
-import triton
 import triton.language as tl
 
 from ..device import codes
+from ..spec import ep_kernel
 
 _NEEDED_TOPK = tl.constexpr(codes.NEEDED_TOPK)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "topk"])
+@ep_kernel(map_ptr="*u8", probs_ptr="*fp32", ids_ptr="*i32", weights_ptr="*fp32", excess_ptr="*i32")
 def map_slots_kernel(
     map_ptr,  # [T, E] uint8, 0 or 1
     probs_ptr,  # [T, E] float32, read if HAS_PROBS

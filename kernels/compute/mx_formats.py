@@ -11,13 +11,33 @@ Progress      No program waits.
 Replay        Nothing is kept between calls; every byte of the outputs is written once.
 """
 
-import triton
 import triton.language as tl
 
+from ..device import codes, mx_codes
 from ..device.mx_formats import dequantize_codes, quantize_codes
+from ..spec import Variant, ep_kernel
+
+_NIBBLES = ("bf16", codes.MODE_RCEIL, mx_codes.FORMAT_E2M1, True, 32)
+_WIDE = ("fp32", codes.MODE_FLOOR, mx_codes.FORMAT_E2M3, False, 32)
+_LONG = ("fp16", codes.MODE_EVEN, mx_codes.FORMAT_E3M2, False, 128)
+_SHORT = ("bf16", codes.MODE_CEIL, mx_codes.FORMAT_E5M2, False, 16)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+def _variant(choice, rows, back):
+    """Of a dtype, mode, format, packing and block size; `back`: from elements to values, which needs no mode."""
+    token, mode, fmt, packed, block = choice
+    tile = {"BLOCKS": mx_codes.row_blocks(block)} if rows else mx_codes.column_tile(block)
+    how = {} if back else {"MODE": mode}
+    constexprs = {**how, "FORMAT": fmt, "PACKED": packed, "BLOCK": block, **tile}
+    return Variant(constexprs, {"TOKEN": token}, aligned=() if rows else ("hidden",))
+
+
+@ep_kernel(
+    x_ptr="*{TOKEN}",
+    elements_ptr="*u8",
+    scale_ptr="*u8",
+    variants=tuple(_variant(choice, rows=True, back=False) for choice in (_NIBBLES, _WIDE, _LONG, _SHORT)),
+)
 def mx_quantize_rows_kernel(
     x_ptr,  # [num_blocks, BLOCK] bf16, fp16 or fp32
     elements_ptr,  # out [num_blocks, BLOCK / (1 + PACKED)] uint8
@@ -46,7 +66,12 @@ def mx_quantize_rows_kernel(
     tl.store(scale_ptr + block, scale, mask=alive)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@ep_kernel(
+    elements_ptr="*u8",
+    scale_ptr="*u8",
+    out_ptr="*{TOKEN}",
+    variants=tuple(_variant(choice, rows=True, back=True) for choice in (_NIBBLES, _WIDE)),
+)
 def mx_dequantize_rows_kernel(
     elements_ptr,  # [num_blocks, BLOCK / (1 + PACKED)] uint8
     scale_ptr,  # [num_blocks] uint8
@@ -72,7 +97,13 @@ def mx_dequantize_rows_kernel(
     tl.store(out_ptr + first * BLOCK + tl.arange(0, BLOCK)[None, :], values, mask=alive[:, None])
 
 
-@triton.jit
+@ep_kernel(
+    x_ptr="*{TOKEN}",
+    elements_ptr="*u8",
+    scale_ptr="*u8",
+    specialised=("hidden",),
+    variants=tuple(_variant(choice, rows=False, back=False) for choice in (_NIBBLES, _LONG)),
+)
 def mx_quantize_columns_kernel(
     x_ptr,  # [S * BLOCK, H] bf16, fp16 or fp32
     elements_ptr,  # out [S * BLOCK / (1 + PACKED), H] uint8
@@ -106,7 +137,13 @@ def mx_quantize_columns_kernel(
         columns += BLOCK_H
 
 
-@triton.jit
+@ep_kernel(
+    elements_ptr="*u8",
+    scale_ptr="*u8",
+    out_ptr="*{TOKEN}",
+    specialised=("hidden",),
+    variants=tuple(_variant(choice, rows=False, back=True) for choice in (_NIBBLES, _WIDE)),
+)
 def mx_dequantize_columns_kernel(
     elements_ptr,  # [S * BLOCK / (1 + PACKED), H] uint8
     scale_ptr,  # [S, H] uint8; S * ceil(H / (BLOCK_H * STEPS)) programs

@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 
 from ..device.mxfp8 import BLOCK, dequantize_tile, quantize_tile
+from ..spec import ep_kernel
 
 _END = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@ep_kernel(x_ptr="*{TOKEN}", elements_ptr="*{ELEMENT}", scale_ptr="*u8")
 def quantize_rows_kernel(
     x_ptr,  # [num_blocks, 32] bf16, fp16 or fp32
     elements_ptr,  # out [num_blocks, 32] float8
@@ -42,7 +43,7 @@ def quantize_rows_kernel(
     tl.store(scale_ptr + block, scale, mask=alive)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@ep_kernel(elements_ptr="*{ELEMENT}", scale_ptr="*u8", out_ptr="*{TOKEN}")
 def dequantize_rows_kernel(
     elements_ptr,  # [num_blocks, 32] float8
     scale_ptr,  # [num_blocks] uint8
@@ -86,7 +87,7 @@ def rows_of_block(offsets_ptr, block, num_rows, num_groups, HAS_OFFSETS: tl.cons
     return first, end, owned
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups", "num_scale_rows"])
+@ep_kernel(x_ptr="*{TOKEN}", offsets_ptr="*i32", elements_ptr="*{ELEMENT}", scale_ptr="*u8", specialised=("hidden",))
 def quantize_columns_kernel(
     x_ptr,  # [R, H] bf16, fp16 or fp32
     offsets_ptr,  # [groups + 1] int32, first row of each group, then their end; read if HAS_OFFSETS
@@ -119,7 +120,15 @@ def quantize_columns_kernel(
         columns += BLOCK_H
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups", "num_scale_rows"])
+@ep_kernel(
+    x_ptr="*{TOKEN}",
+    offsets_ptr="*i32",
+    row_elements_ptr="*{ELEMENT}",
+    row_scale_ptr="*u8",
+    column_elements_ptr="*{ELEMENT}",
+    column_scale_ptr="*u8",
+    specialised=("hidden",),
+)
 def quantize_both_kernel(
     x_ptr,  # [R, H] bf16, fp16 or fp32
     offsets_ptr,  # [groups + 1] int32, as in quantize_columns_kernel
@@ -163,7 +172,7 @@ def quantize_both_kernel(
         of_row += BLOCK_H // BLOCK
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups"])
+@ep_kernel(elements_ptr="*{ELEMENT}", scale_ptr="*u8", offsets_ptr="*i32", out_ptr="*{TOKEN}", specialised=("hidden",))
 def dequantize_columns_kernel(
     elements_ptr,  # [R, H] float8
     scale_ptr,  # [S, H] uint8

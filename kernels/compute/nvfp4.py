@@ -16,6 +16,8 @@ Replay        Nothing is kept between calls. Randomness is a function of the see
 import triton
 import triton.language as tl
 
+from ..spec import Variant, ep_kernel
+
 BLOCK = tl.constexpr(16)
 """Values that share a scale."""
 
@@ -91,7 +93,25 @@ def _scale_bits(wanted):
     return ((word + 0x7FFFF + ((word >> 20) & 1)) >> 20) - (120 << 3)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "blocks_per_scale", "signs"])
+def _variant(value, tensor_scale, hadamard, **more):
+    """BLOCKS: with 128 threads, each stores the 8 bytes of one block."""
+    return Variant(
+        {"HAS_TENSOR_SCALE": tensor_scale, "HADAMARD": hadamard, **more, "BLOCKS": 128}, types={"VALUE": value}
+    )
+
+
+@ep_kernel(
+    x_ptr="*{VALUE}",
+    tensor_scale_ptr="*fp32",
+    seed_ptr="*i64",
+    elements_ptr="*u8",
+    scale_ptr="*u8",
+    variants=(
+        _variant("bf16", tensor_scale=False, hadamard=False, STOCHASTIC=False),
+        _variant("bf16", tensor_scale=True, hadamard=True, STOCHASTIC=True),
+        _variant("fp32", tensor_scale=True, hadamard=False, STOCHASTIC=True),
+    ),
+)
 def quantize_nvfp4_kernel(
     x_ptr,  # [num_blocks, 16] bf16, fp16 or fp32
     tensor_scale_ptr,  # [ceil(num_blocks / blocks_per_scale)] fp32, read if HAS_TENSOR_SCALE
@@ -146,7 +166,16 @@ def quantize_nvfp4_kernel(
     tl.store(scale_ptr + block, tl.where(is_nan, _NAN_SCALE, bits).to(tl.uint8), mask=block < num_blocks)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "blocks_per_scale", "signs"])
+@ep_kernel(
+    elements_ptr="*u8",
+    scale_ptr="*u8",
+    tensor_scale_ptr="*fp32",
+    out_ptr="*{VALUE}",
+    variants=(
+        _variant("bf16", tensor_scale=True, hadamard=False),
+        _variant("fp32", tensor_scale=False, hadamard=True),
+    ),
+)
 def dequantize_nvfp4_kernel(
     elements_ptr,  # [num_blocks, 8] uint8
     scale_ptr,  # [num_blocks] uint8, bits of e4m3

@@ -46,6 +46,7 @@ from ..device.tables import (
     tiles_of,
 )
 from ..device.tiles import TILE_ROWS, write_tile_table
+from ..spec import ep_kernel
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
@@ -68,7 +69,7 @@ def _first_in_token(group, valid):
     return valid & (tl.sum(alike.to(tl.int32), axis=1) == 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_ranks", "experts_per_rank", "ranks_per_node"])
+@ep_kernel(topk_idx_ptr="*{IDX}", entries_ptr="*i32", chunks_ptr="*i32", num_warps=8)
 def routing_count_kernel(
     topk_idx_ptr,  # [T, K] int32 or int64; -1 or E = dropped
     entries_ptr,  # out [F, T, K] int32; of slots the index within the chunk
@@ -181,16 +182,13 @@ def _store_compact(
     tl.store(pull_row_ptr + at, tl.where(here, arrival, -1), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "rank",
-        "num_ranks",
-        "experts_per_rank",
-        "ranks_per_node",
-        "recv_capacity",
-        "stage_capacity",
-    ]
+@ep_kernel(
+    entries_ptr="*i32",
+    scatter_idx_ptr="*{IDX}",
+    weights_ptr="*fp32",
+    chunks_ptr="*i32",
+    push_addrs_ptr="*i64",
+    specialised=("row_bytes",),
 )
 def routing_slots_kernel(
     entries_ptr,  # in: of slots the index within the chunk, out: rows; [F, T, K] int32

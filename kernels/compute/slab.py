@@ -8,11 +8,12 @@ Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
 
-import triton
 import triton.language as tl
 
+from ..spec import ep_kernel
 
-@triton.jit(do_not_specialize=["num_experts", "slab_rows"])
+
+@ep_kernel(source_ptr="*{WORD}", dest_ptr="*{WORD}", offsets_ptr="*i32", counts_ptr="*i32", specialised=("row_words",))
 def slab_rows_kernel(
     source_ptr,  # words
     dest_ptr,  # out, words

@@ -11,6 +11,8 @@ Replay        The caller zeroes the counts.
 import triton
 import triton.language as tl
 
+from ..spec import ep_kernel
+
 
 @triton.jit
 def _count_groups(
@@ -28,7 +30,7 @@ def _count_groups(
         tl.atomic_add(counts_ptr + group, tl.sum(goes, axis=0), mask=group < num_groups)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_ranks", "experts_per_rank", "ranks_per_node"])
+@ep_kernel(topk_idx_ptr="*{IDX}", counts_ptr="*i32", in_rank_ptr="*u8")
 def token_layout_kernel(
     topk_idx_ptr,  # [T, K] int32 or int64; -1 = dropped, ids outside of [0, E) count nowhere
     counts_ptr,  # [W + N + E] int32, zero

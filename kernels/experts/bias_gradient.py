@@ -8,11 +8,12 @@ Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
 
-import triton
 import triton.language as tl
 
+from ..spec import ep_kernel
 
-@triton.jit
+
+@ep_kernel(x_ptr="*bf16", offs_ptr="*i32", weights_ptr="*{WEIGHTS}", out_ptr="*fp32", specialised=("n",))
 def bias_gradient_kernel(
     x_ptr,  # [R, N] bf16
     offs_ptr,  # [E + 1] int32

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from ..device.tiles import TILE_ROWS, TILE_WORDS
+from ..spec import ep_kernel
 from .activation import activation_gradients
 from .products import add_step, table_tile, table_tiles
 
@@ -141,7 +142,20 @@ def _finish_tile(
         tl.store(shares_ptr + tile_n.to(tl.int64) * num_rows + rows, share, mask=in_m)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@ep_kernel(
+    dy="{DY}",
+    w="{W}",
+    dy_scale_ptr="*{SCALE}",
+    w_scale_ptr="*{SCALE}",
+    pre_ptr="*bf16",
+    weights_ptr="*fp32",
+    tiles_ptr="*i32",
+    dpre_ptr="*bf16",
+    act_ptr="*bf16",
+    shares_ptr="*fp32",
+    specialised=("hidden", "ffn"),
+    num_warps=None,
+)
 def down_dgrad_kernel(
     dy,  # [R, H] bf16 or e4m3: a descriptor of boxes [BLOCK_M, BLOCK_K], with SPLIT half as many rows
     w,  # [E, H, F]: boxes [1, BLOCK_K, BLOCK_N], or with K_MAJOR [E, F, H]: boxes [1, BLOCK_N, BLOCK_K]
@@ -233,7 +247,15 @@ def down_dgrad_kernel(
             )
 
 
-@triton.jit(do_not_specialize=["num_rows", "shares"])
+@ep_kernel(
+    shares_ptr="*fp32",
+    dy_ptr="*{DY}",
+    dy_scale_ptr="*{SCALE}",
+    bias_ptr="*{BIAS}",
+    tiles_ptr="*i32",
+    out_ptr="*fp32",
+    specialised=("hidden",),
+)
 def row_weight_gradient_kernel(
     shares_ptr,  # [shares, R] float32
     dy_ptr,  # with HAS_BIAS [R, H] bf16 or e4m3, else anything

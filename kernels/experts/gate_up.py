@@ -20,6 +20,7 @@ import triton.language as tl
 
 from ..device.codes import ACT_OUT_BF16, ACT_OUT_MX
 from ..device.mxfp8 import BLOCK, MODE_RCEIL, dequantize_tile, quantize_tile
+from ..spec import ep_kernel
 from .activation import apply_activation
 from .products import add_step, segment_tile, segment_tiles, table_tile, table_tiles
 
@@ -139,7 +140,20 @@ def _finish(
                 _store_pre(pre_ptr, g, rows, in_m, at, f, f)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+@ep_kernel(
+    x="{X}",
+    w="{W}",
+    x_scale_ptr="*{SCALE}",
+    w_scale_ptr="*{SCALE}",
+    bias_ptr="*{BIAS}",
+    row_weights_ptr="*{WEIGHTS}",
+    act_ptr="*{ACT}",
+    act_scale_ptr="*{ACT_SCALE}",
+    pre_ptr="*{PRE}",
+    tiles_ptr="*i32",
+    specialised=("f", "k"),
+    num_warps=None,
+)
 def gate_up_kernel(
     x,  # [R, K]: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K], with SPLIT half as many rows
     w,  # [E, HALVES * F, K]: pointer, or a descriptor of [E * HALVES, F, K], boxes [HALVES, BLOCK_N, BLOCK_K]

@@ -18,9 +18,16 @@ import triton
 import triton.language as tl
 
 from ..device.mxfp8 import FORMAT_E4M3, MODE_RCEIL, block_amax, block_scale, scale_value, scaled_elements
+from ..spec import Variant, ep_kernel
 
 
-@triton.jit
+@ep_kernel(
+    w_ptr="*{W}",
+    row_max_ptr="*i32",
+    column_max_ptr="*i32",
+    specialised=("n", "k"),
+    variants=(Variant({"ROWS": False, "COLUMNS": True, "BLOCK_N": 128, "BLOCK_K": 64}, {"W": "fp32"}, ("n", "k")),),
+)
 def weight_maxima_kernel(
     w_ptr,  # [E, N, K] bf16 or fp32
     row_max_ptr,  # out [E, N] int32
@@ -67,7 +74,17 @@ def _store_rows(out_ptr, scale_ptr, x, rows, cols, in_rows, matrix, num_rows, nu
     tl.store(scale_ptr + row, scale_value(largest), mask=in_rows & (tl.min(cols, 0) == 0))
 
 
-@triton.jit
+@ep_kernel(
+    w_ptr="*{W}",
+    row_max_ptr="*i32",
+    column_max_ptr="*i32",
+    out_ptr="*fp8e4nv",
+    scale_ptr="*fp32",
+    transposed_ptr="*fp8e4nv",
+    transposed_scale_ptr="*fp32",
+    specialised=("n", "k"),
+    variants=(Variant({"FPROP": False, "DGRAD": True, "BLOCK_N": 128, "BLOCK_K": 64}, {"W": "fp32"}, ("n", "k")),),
+)
 def prepare_weights_kernel(
     w_ptr,  # [E, N, K] bf16 or fp32
     row_max_ptr,  # [E, N] int32

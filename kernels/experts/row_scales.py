@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ..device.mxfp8 import BLOCK, FORMAT_E4M3, MODE_RCEIL, block_amax, block_scale, quantize_tile, scale_value
+from ..spec import Variant, ep_kernel
 
 
 @triton.jit
@@ -39,7 +40,15 @@ def _rows_in_use(offs_ptr, num_rows, num_segments, HAS_OFFSETS: tl.constexpr):
         return num_rows
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+@ep_kernel(
+    elements_ptr="*fp8e4nv",
+    scale_ptr="*u8",
+    offs_ptr="*{OFFS}",
+    out_ptr="*fp8e4nv",
+    row_scale_ptr="*fp32",
+    specialised=("k",),
+    variants=(Variant({"HAS_OFFSETS": False, "ROWS": 4, "BLOCKS": 32}, {"OFFS": "fp8e4nv"}, ("k",)),),
+)
 def rebase_rows_kernel(
     elements_ptr,  # [R, K] e4m3
     scale_ptr,  # [R, K/32] uint8
@@ -75,7 +84,14 @@ def rebase_rows_kernel(
             tl.store(out_ptr + at, rebased(elements, scale[:, :, None], largest[:, None, None]), mask=alive[:, :, None])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+@ep_kernel(
+    x_ptr="*{X}",
+    offs_ptr="*{OFFS}",
+    out_ptr="*fp8e4nv",
+    row_scale_ptr="*fp32",
+    specialised=("k",),
+    variants=(Variant({"HAS_OFFSETS": False, "ROWS": 4, "BLOCKS": 32}, {"X": "fp32", "OFFS": "fp32"}, ("k",)),),
+)
 def quantize_to_rows_kernel(
     x_ptr,  # [R, K] bf16 or fp32
     offs_ptr,  # [num_segments + 1] int32
@@ -114,7 +130,7 @@ def quantize_to_rows_kernel(
             tl.store(out_ptr + at, moved, mask=alive[:, :, None])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+@ep_kernel(elements_ptr="*fp8e4nv", row_scale_ptr="*fp32", offs_ptr="*{OFFS}", out_ptr="*{OUT}", specialised=("k",))
 def dequantize_rows_in_use_kernel(
     elements_ptr,  # [R, K] e4m3
     row_scale_ptr,  # [R] float32

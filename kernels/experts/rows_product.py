@@ -18,6 +18,7 @@ Replay        Nothing is kept between calls.
 import triton
 import triton.language as tl
 
+from ..spec import ep_kernel
 from .products import add_step, segment_tile, segment_tiles, table_tile, table_tiles
 
 
@@ -51,7 +52,19 @@ def _finish(
     return acc.to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+@ep_kernel(
+    a="{A}",
+    w="{W}",
+    out="{OUT}",
+    a_scale_ptr="*{SCALE}",
+    w_scale_ptr="*{SCALE}",
+    bias_ptr="*{BIAS}",
+    row_weights_ptr="*{WEIGHTS}",
+    out_ptr="*bf16",
+    tiles_ptr="*i32",
+    specialised=("n", "k", "stride_om"),
+    num_warps=None,
+)
 def rows_product_kernel(
     a,  # [R, K]: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K], with SPLIT half as many rows
     w,  # pointer, or a descriptor: [E*N, K], boxes [BLOCK_N, BLOCK_K], or [E*K, N], boxes [BLOCK_K, BLOCK_N]

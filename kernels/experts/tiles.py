@@ -7,13 +7,13 @@ Progress      No program waits.
 Replay        Nothing is kept: a captured graph writes the table anew from the offsets it finds.
 """
 
-import triton
 import triton.language as tl
 
 from ..device.tiles import write_tile_table
+from ..spec import ep_kernel
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_segments", "max_tiles"])
+@ep_kernel(offs_ptr="*i32", table_ptr="*i32", num_warps=1)
 def tile_table_kernel(
     offs_ptr,  # [num_segments + 1] int32
     table_ptr,  # out [1 + max_tiles, 4] int32

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..device.mxfp8 import BLOCK, dequantize_tile
+from ..spec import ep_kernel
 
 
 @triton.jit
@@ -27,7 +28,16 @@ def _mx_tile(elements_ptr, scale_ptr, rows, in_use, first, hidden, ROWS: tl.cons
     return tl.reshape(dequantize_tile(elements, scale), (ROWS, BLOCK_H))
 
 
-@triton.jit(do_not_specialize=["num_rows", "last"])
+@ep_kernel(
+    dy_ptr="*{ROWS}",
+    dy_scale_ptr="*{SCALE}",
+    y_ptr="*{TOKEN}",
+    weights_ptr="*fp32",
+    offs_ptr="*{OFFS}",
+    grad_ptr="*{TOKEN}",
+    grad_weights_ptr="*fp32",
+    specialised=("hidden",),
+)
 def weighted_rows_backward_kernel(
     dy_ptr,  # [R, H]
     dy_scale_ptr,  # with IS_MX [R, H/32] uint8, else anything

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ..device.groups import in_bands, pick
+from ..spec import ep_kernel
 
 
 @triton.jit
@@ -39,7 +40,15 @@ def _store_half(out, half, expert, i, j, ACCUMULATE: tl.constexpr, ROWS: tl.cons
         out.store([expert, i, j], half.to(tl.bfloat16).reshape(1, ROWS, COLUMNS))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+@ep_kernel(
+    x="{X}",
+    y="{Y}",
+    out="{OUT}",
+    offs_ptr="*i32",
+    filled_ptr="*i32",
+    specialised=("num_i", "num_j"),
+    num_warps=None,
+)
 def weight_gradient_kernel(
     x,  # [R, I] bf16: a descriptor of boxes [BLOCK_R, BLOCK_I]
     y,  # [R, J] bf16: boxes [BLOCK_R, BLOCK_J]

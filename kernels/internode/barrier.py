@@ -11,15 +11,15 @@ Progress      One program; it posts before it waits.
 Replay        The epoch lives on the device and only grows, so a captured graph may replay.
 """
 
-import triton
 import triton.language as tl
 
 from ..device.buffers import BARRIER_SCRATCH, buffer_ptr
 from ..device.post import post_to_all
 from ..device.waits import WAIT_BARRIER, WAIT_NODE_BARRIER, wait_flags
+from ..spec import ep_kernel
 
 
-@triton.jit(do_not_specialize=["rank", "num_ranks", "ranks_per_node"])
+@ep_kernel(num_warps=1)
 def barrier_kernel(
     state_ptr,
     tables_ptr,

@@ -15,7 +15,6 @@ Progress      Waits for the stage kernels of this node only, which precede every
 Replay        partial_recv is free again when its owner has posted done_flag (intranode/combine.py, step 5).
 """
 
-import triton
 import triton.language as tl
 
 from ..device.buffers import (
@@ -33,20 +32,10 @@ from ..device.rows import other_node, pull_sum, report_staged, wait_staged
 from ..device.tables import STEPS, tokens_from_node_of
 from ..device.transport import put_signal
 from ..device.waits import TAG_BITS
+from ..spec import ep_kernel
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_tokens",
-        "row_capacity",
-        "experts_per_rank",
-        "rank",
-        "num_ranks",
-        "ranks_per_node",
-        "num_stage_programs",
-        "call",
-    ]
-)
+@ep_kernel(like_x_ptr="*{TOKEN}", forward_ptr="*i32", specialised=("hidden",), num_warps=32)
 def combine_partial_kernel(
     like_x_ptr,  # any pointer to the token dtype
     placement_ptr,  # device/tables.py

@@ -60,6 +60,7 @@ from ..device.tables import (
 )
 from ..device.transport import put_signal
 from ..device.waits import WAIT_NETWORK_ROWS, wait_flags
+from ..spec import ep_kernel
 
 
 @triton.jit
@@ -75,7 +76,15 @@ def _row_ptrs(base, rows, row_bytes, offset, DTYPE: tl.constexpr):
     return tl.multiple_of((base + rows * row_bytes + offset).to(tl.pointer_type(DTYPE)), 16)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"])
+@ep_kernel(
+    x_ptr="*{WORD}",
+    scale_ptr="*u8",
+    entries_ptr="*i32",
+    weights_ptr="*fp32",
+    chunks_ptr="*i32",
+    specialised=("row_words",),
+    num_warps=16,
+)
 def internode_send_kernel(
     x_ptr,  # [T, row_words] words
     scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
@@ -259,16 +268,7 @@ def _forward_rows(
                 tl.store(dest[:, None] + h + offs[None, :], data, mask=used[:, None] & in_row)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_tokens",
-        "stage_capacity",
-        "experts_per_rank",
-        "rank",
-        "num_ranks",
-        "ranks_per_node",
-    ]
-)
+@ep_kernel(word_ptr="*{WORD}", forward_ptr="*i32", specialised=("row_words",), num_warps=16)
 def internode_forward_kernel(
     word_ptr,  # any pointer to words of the payload: gives their type
     placement_ptr,  # device/tables.py

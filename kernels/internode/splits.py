@@ -39,6 +39,7 @@ from ..device.tables import (
     tokens_from_node_of,
 )
 from ..device.waits import WAIT_SPLITS, last_to_arrive, wait_flags
+from ..spec import ep_kernel
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
@@ -242,19 +243,7 @@ def _place_segments(
     return earlier + tl.sum(of_owner)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_chunks",
-        "num_tokens",
-        "host_word",
-        "rank",
-        "num_ranks",
-        "experts_per_rank",
-        "ranks_per_node",
-        "alignment",
-        "recv_capacity",
-    ]
-)
+@ep_kernel(chunks_ptr="*i32", bad_scatter_ptr="*i32", routed_ptr="*i32", num_warps=8)
 def splits_kernel(
     chunks_ptr,  # in: counts, out: exclusive prefix over chunks; device/tables.py
     placement_ptr,  # out, device/tables.py

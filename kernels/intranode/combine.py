@@ -66,6 +66,7 @@ from ..device.waits import (
     wait_flags,
     wait_tagged,
 )
+from ..spec import ep_kernel
 
 
 @triton.jit
@@ -90,12 +91,12 @@ def _release_staged(
     release_flags(flag_ptrs, mask, tl.zeros([LWP], tl.int64) + value)
 
 
-@triton.jit(do_not_specialize=["rank", "num_ranks"])
+@ep_kernel(num_warps=1)
 def combine_free_kernel(state_ptr, tables_ptr, rank, num_ranks, WP: tl.constexpr):
     _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP)
 
 
-@triton.jit(do_not_specialize=["experts_per_rank", "rank", "num_ranks", "ranks_per_node", "call"])
+@ep_kernel(num_warps=1)
 def combine_publish_kernel(
     placement_ptr,  # device/tables.py
     state_ptr,
@@ -113,7 +114,7 @@ def combine_publish_kernel(
         _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, tag, LWP, MAX_PROGRAMS)
 
 
-@triton.jit(do_not_specialize=["row_capacity", "experts_per_rank", "rank", "num_ranks", "ranks_per_node", "call"])
+@ep_kernel(y_ptr="*{WORD}", weights_ptr="*fp32", specialised=("row_words",), num_warps=16)
 def combine_stage_kernel(
     y_ptr,  # [R, row_words] words
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
@@ -153,9 +154,7 @@ def combine_stage_kernel(
         _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, tag, LWP, MAX_PROGRAMS)
 
 
-@triton.jit(
-    do_not_specialize=["row_capacity", "experts_per_rank", "rank", "num_ranks", "ranks_per_node", "num_steps", "call"]
-)
+@ep_kernel(y_ptr="*{TOKEN}", weights_ptr="*fp32", copy_rows_ptr="*i32", specialised=("hidden",), num_warps=32)
 def combine_reduce_kernel(
     y_ptr,  # [R, H]
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
@@ -274,20 +273,7 @@ def _steps_needed(
     return tl.max(tl.sum(short.to(tl.int32), axis=1))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "max_tokens",
-        "row_capacity",
-        "experts_per_rank",
-        "rank",
-        "num_ranks",
-        "ranks_per_node",
-        "num_stage_programs",
-        "num_steps",
-        "call",
-    ]
-)
+@ep_kernel(out_ptr="*{TOKEN}", entries_ptr="*i32", specialised=("hidden",), num_warps=32)
 def combine_pull_kernel(
     out_ptr,  # out [T, H]
     entries_ptr,  # [F, T, K] int32 (device/tables.py)

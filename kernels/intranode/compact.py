@@ -22,6 +22,7 @@ from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, buffer_pt
 from ..device.groups import my_first, pick
 from ..device.rows import MX, WORDS, load_payload, store_scales, wait_arrivals, wire_sizes
 from ..device.tables import STEPS, expert_offsets_of
+from ..spec import ep_kernel
 
 _NO_ROW = tl.constexpr(2**31 - 1)
 _EXPERTS = tl.constexpr(32)
@@ -104,7 +105,14 @@ def _copy_rows(
                 tl.store(recv_weights_ptr + out, tl.where(dst >= 0, weights, 0.0), mask=mask)
 
 
-@triton.jit(do_not_specialize=["row_limit", "rank", "num_ranks", "ranks_per_node", "experts_per_rank", "num_senders"])
+@ep_kernel(
+    recv_x_ptr="*{WORD}",
+    recv_scale_ptr="*u8",
+    recv_idx_ptr="*{IDX}",
+    recv_weights_ptr="*fp32",
+    specialised=("row_words",),
+    num_warps=None,
+)
 def compact_rows_kernel(
     recv_x_ptr,  # out [R, row_words] words
     recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES

@@ -41,13 +41,14 @@ from ..device.rows import (
     wire_sizes,
 )
 from ..device.tables import STEPS, expert_offsets_of, num_recv_of, part_begin, part_of_step, step_rows_of
+from ..spec import ep_kernel
 
 LANDING_MX = tl.constexpr(codes.LANDING_MX)
 LANDING_ROW = tl.constexpr(codes.LANDING_ROW)
 LANDING_BF16 = tl.constexpr(codes.LANDING_BF16)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "experts_per_rank", "rank", "num_ranks", "ranks_per_node"])
+@ep_kernel(x_ptr="*{WORD}", scale_ptr="*u8", push_addrs_ptr="*i64", specialised=("row_words",), num_warps=None)
 def dispatch_push_kernel(
     x_ptr,  # [T, row_words] words
     scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
@@ -314,15 +315,13 @@ def _zero_padding(
                 tl.store(recv_weights_ptr + row, tl.zeros([ROWS], tl.float32), mask=row < end)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rank",
-        "num_ranks",
-        "ranks_per_node",
-        "experts_per_rank",
-        "stage_capacity",
-        "num_senders",
-    ]
+@ep_kernel(
+    recv_x_ptr="*{WORD}",
+    recv_scale_ptr="*{SCALE}",
+    recv_weights_ptr="*fp32",
+    copy_rows_ptr="*i32",
+    specialised=("row_words",),
+    num_warps=None,
 )
 def dispatch_expand_kernel(
     recv_x_ptr,  # out [R, row_words] words; with LANDING_ROW e4m3, with LANDING_BF16 bfloat16

@@ -9,11 +9,18 @@ Progress      No program waits.
 Replay        The same rows land in the same places.
 """
 
-import triton
 import triton.language as tl
 
+from ..spec import Variant, ep_kernel
 
-@triton.jit(do_not_specialize=["num_rows", "rank", "num_ranks"])
+
+@ep_kernel(
+    source_ptr="*{WORD}",
+    addrs_ptr="*i64",
+    specialised=("row_words",),
+    num_warps=32,
+    variants=(Variant({"BLOCK": 2048}, {"WORD": "i64"}, aligned=("row_words",)),),
+)
 def floor_push_kernel(
     source_ptr,  # [num_rows, row_words] words of this rank
     addrs_ptr,  # [W] int64 -> destination of each rank, 16-byte aligned

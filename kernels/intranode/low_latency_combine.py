@@ -34,6 +34,7 @@ from ..device.buffers import (
 from ..device.calls import CALLS_LL_COMBINE, combine_tag, report_calls
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
 from ..device.waits import WAIT_LL_PARTIALS, wait_values
+from ..spec import ep_kernel
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS: tl.
     return acc + value
 
 
-@triton.jit(do_not_specialize=["max_tokens", "experts_per_rank", "rank", "num_ranks", "call"])
+@ep_kernel(y_ptr="*{TOKEN}", weights_ptr="*fp32", copy_rows_ptr="*i32", specialised=("hidden",), num_warps=8)
 def low_latency_reduce_kernel(
     y_ptr,  # [R, H]
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
@@ -111,7 +112,7 @@ def low_latency_reduce_kernel(
     tl.store(told_ptr, tag, mask=is_first & healthy)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks"])
+@ep_kernel(out_ptr="*{TOKEN}", kept_idx_ptr="*i32", specialised=("hidden",), num_warps=8)
 def low_latency_sum_kernel(
     out_ptr,  # out [T, H]
     kept_idx_ptr,  # [T, K] int32, of the push kernel

@@ -47,6 +47,7 @@ from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_u
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
 from ..device.rows import MX, WORDS, load_payload, load_row_tile, store_scales, wire_sizes, wire_tile
 from ..device.waits import WAIT_LL_ROWS, wait_values
+from ..spec import ep_kernel
 
 _SLOT_BITS = tl.constexpr(16)
 _SLOT_MASK = tl.constexpr(0xFFFF)
@@ -73,7 +74,15 @@ def _slots(topk_idx_ptr, mine, first, num_entries, num_experts, BLOCK_N: tl.cons
     return packed & _SLOT_MASK, packed >> _SLOT_BITS
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rank", "num_ranks", "host_word"])
+@ep_kernel(
+    x_ptr="*{WORD}",
+    scale_ptr="*u8",
+    topk_idx_ptr="*{IDX}",
+    weights_ptr="*fp32",
+    kept_idx_ptr="*i32",
+    specialised=("row_words",),
+    num_warps=8,
+)
 def low_latency_push_kernel(
     x_ptr,  # [T, row_words] words, or elements to quantise
     scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
@@ -241,7 +250,14 @@ def _zero_rest(
             tl.store(recv_weights_ptr + row, tl.zeros([_REST], tl.float32), mask=row < capacity)
 
 
-@triton.jit(do_not_specialize=["max_tokens", "experts_per_rank", "capacity", "alignment", "rank", "num_ranks"])
+@ep_kernel(
+    recv_x_ptr="*{WORD}",
+    recv_scale_ptr="*u8",
+    recv_weights_ptr="*fp32",
+    copy_rows_ptr="*i32",
+    small_ptr="*i32",
+    specialised=("row_words",),
+)
 def low_latency_expand_kernel(
     recv_x_ptr,  # out [R, row_words] words
     recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES

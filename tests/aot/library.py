@@ -103,12 +103,12 @@ def facts_of(folder: Path) -> list[dict[str, Any]]:
         facts = json.loads((folder / arch / "facts.json").read_text())
         library = Library(folder, arch)
         for entry in library.entries:
-            asked = entry.asked
-            named = {**asked.types, **asked.constexprs}
+            request = entry.request
+            named = {**request.types, **request.constexprs}
             text = " ".join(f"{name}={value}" for name, value in named.items())
-            whole = bool(asked.aligned) or not library.kernels[asked.kernel]["specialised"]
-            about = {"kernel": asked.kernel, "variant": text, "arch": int(arch[3:]), "whole": whole}
-            found.append({**facts[asked.signature()], **about})
+            whole = bool(request.aligned) or not library.kernels[request.kernel]["specialised"]
+            about = {"kernel": request.kernel, "variant": text, "arch": int(arch[3:]), "whole": whole}
+            found.append({**facts[request.signature()], **about})
     return found
 
 

@@ -9,12 +9,12 @@ import torch
 from triton_ep.config import EPConfig
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.runtime import launch as runtime
-from triton_ep.runtime.plans.asked import Asked, ask
-from triton_ep.runtime.plans.layers import layer
+from triton_ep.runtime.plans.layers import layer_requests
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan
 
 
-def asked_for(plan: Plan, spec: Any, args: Sequence[Any]) -> Asked:
+def request_of(plan: Plan, spec: Any, args: Sequence[Any]) -> KernelRequest:
     """The variant that a launch with these arguments asks for."""
     types, numbers, unaligned = {}, {}, []
     for (name, declared), arg in zip(spec.arguments.items(), args, strict=True):
@@ -33,15 +33,15 @@ def asked_for(plan: Plan, spec: Any, args: Sequence[Any]) -> Asked:
             numbers[name] = arg
     constexprs = {name: getattr(value, "name", value) for name, value in plan.constexprs.items()}
     plan = Plan(plan.kernel, constexprs, plan.num_warps, plan.maxnreg)
-    return ask(plan, types, numbers, unaligned)
+    return KernelRequest.of(plan, types, numbers, unaligned)
 
 
 def install(path: str) -> None:
     """From now on, append each variant to a file when it is first asked for."""
     seen: set[str] = set()
 
-    def note(asked: Asked) -> None:
-        text = asked.text()
+    def note(request: KernelRequest) -> None:
+        text = request.text()
         if text not in seen:
             seen.add(text)
             with open(path, "a") as file:
@@ -54,22 +54,22 @@ def install(path: str) -> None:
     def noted_make(self: DispatchCombineContext, config: EPConfig, *args: Any) -> None:
         make(self, config, *args)
         # A library must have some variant of every kernel of a layer, launched or not, when the layer is made.
-        of_kernels: dict[str, Asked] = {}
-        for asked in layer(config.shape(self.network)):
-            of_kernels.setdefault(asked.kernel, asked)
-        for asked in of_kernels.values():
-            note(asked)
+        of_kernels: dict[str, KernelRequest] = {}
+        for request in layer_requests(config.shape(self.network)):
+            of_kernels.setdefault(request.kernel, request)
+        for request in of_kernels.values():
+            note(request)
 
     def noted_call(self: runtime.Launcher, grid: int, *args: Any, **where: Any) -> None:
         if grid:
-            note(asked_for(self.plan, runtime.spec(self.name), args))
+            note(request_of(self.plan, runtime.spec(self.name), args))
         call(self, grid, *args, **where)
 
     def noted_launch(
         name: str, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any], num_warps: int | None = None
     ) -> None:
         if grid:
-            note(asked_for(Plan(name, dict(constexprs), num_warps), runtime.spec(name), args))
+            note(request_of(Plan(name, dict(constexprs), num_warps), runtime.spec(name), args))
         launch(name, grid, args, constexprs, num_warps)
 
     runtime.Launcher.__call__ = noted_call

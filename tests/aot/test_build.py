@@ -18,7 +18,7 @@ from triton_ep.aot.build import build
 from triton_ep.aot.verify import verify
 from triton_ep.errors import AotCorrupted, AotMiss, ConfigError
 from triton_ep.runtime.library import Library, architectures
-from triton_ep.runtime.plans.asked import Asked
+from triton_ep.runtime.plans.request import KernelRequest
 
 pytestmark = pytest.mark.plain
 
@@ -56,12 +56,12 @@ def test_another_folder_gives_the_same_bytes(built: Built, tmp_path: Path) -> No
     for folder in ("triton_ep", "kernels", "aot"):
         ignored = shutil.ignore_patterns("__pycache__", "cubins")
         shutil.copytree(ROOT / folder, tmp_path / "elsewhere" / folder, ignore=ignored)
-    chosen: dict[str, Asked] = {}
+    chosen: dict[str, KernelRequest] = {}
     library = Library(built.folder, "sm_90")
     for entry in sorted(library.entries, key=lambda entry: (built.folder / "sm_90" / entry.file).stat().st_size):
-        chosen.setdefault(library.kernels[entry.asked.kernel]["file"], entry.asked)
+        chosen.setdefault(library.kernels[entry.request.kernel]["file"], entry.request)
     listed = tmp_path / "variants"
-    listed.write_text("\n".join(asked.text() for asked in chosen.values()))
+    listed.write_text("\n".join(request.text() for request in chosen.values()))
     out = tmp_path / "another" / "library"
     done = run_aot(
         "build", "--arch", "sm_90", "--variant", listed, "--out", out, "--jobs", "2", root=tmp_path / "elsewhere"
@@ -94,7 +94,7 @@ def test_verify_finds_what_is_wrong(built: Built, tmp_path: Path) -> None:
     ptx = folder / "sm_90" / "ptx"
     shutil.copy(ptx / f"{files[3].stem}.ptx.gz", ptx / f"{files[2].stem}.ptx.gz")
     index = json.loads((folder / "sm_90" / "index.json").read_text())
-    index["entries"][entries[4].asked.signature()]["params"].append("i32")
+    index["entries"][entries[4].request.signature()]["params"].append("i32")
     (folder / "sm_90" / "index.json").write_text(json.dumps(index))
     done = run_aot("verify", "--out", folder)
     assert done.returncode == 1
@@ -115,7 +115,7 @@ def test_what_is_broken_is_built_anew(built: Built, tmp_path: Path, monkeypatch:
     first, *others = library.entries
     monkeypatch.setattr("triton_ep.aot.build._kernels", lambda: library.kernels)  # else from kernels that are compiled
     index = json.loads((folder / "sm_90" / "index.json").read_text())
-    del index["entries"][first.asked.signature()]["symbol"]
+    del index["entries"][first.request.signature()]["symbol"]
     (folder / "sm_90" / "index.json").write_text(json.dumps(index))
     (summary,) = build([], ["sm_90"], folder)
     assert (summary.kept, summary.dropped) == (len(others), 1)
@@ -187,11 +187,11 @@ def test_wrong_requests_are_refused(tmp_path: Path) -> None:
 
 def test_names_of_variants_do_not_depend_on_order() -> None:
     """The same variant has one signature, however it was put together."""
-    one = Asked("k", {"A": 1, "B": False}, {"x": "*i32"}, ("n", "m"))
-    other = Asked("k", {"B": False, "A": 1}, {"x": "*i32"}, ("m", "n"))
+    one = KernelRequest("k", {"A": 1, "B": False}, {"x": "*i32"}, ("n", "m"))
+    other = KernelRequest("k", {"B": False, "A": 1}, {"x": "*i32"}, ("m", "n"))
     assert one.signature() == other.signature()
-    assert Asked.from_dict(json.loads(one.text())).signature() == one.signature()
-    assert one.signature() != Asked("k", {"A": 1, "B": True}, {"x": "*i32"}, ("n", "m")).signature()
+    assert KernelRequest.from_dict(json.loads(one.text())).signature() == one.signature()
+    assert one.signature() != KernelRequest("k", {"A": 1, "B": True}, {"x": "*i32"}, ("n", "m")).signature()
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ _INDEX: dict[str, Any] = {
     "kernels": {"k": {"file": "barrier.py", "source": "0", "specialised": False}},
     "entries": {
         "s": {
-            "asked": {"kernel": "k", "constexprs": {}, "types": {}},
+            "request": {"kernel": "k", "constexprs": {}, "types": {}},
             "file": "k-0.cubin",
             "sha256": "0",
             "symbol": "k",
@@ -290,9 +290,9 @@ def test_libraries_of_anybody_are_refused_by_name(change: dict[str, Any], tmp_pa
     library = Library(tmp_path, "sm_90")
     (entry,) = library.entries
     library.kernels["k"]["file"] = "no_such_file.py"
-    library._entries[entry.asked.signature()] = library._entries.pop("s")
+    library._entries[entry.request.signature()] = library._entries.pop("s")
     with pytest.raises(AotMiss, match="built from other sources"):
-        library.find(entry.asked)
+        library.find(entry.request)
     (tmp_path / "sm_90" / "index.json").write_text(json.dumps({**_INDEX, **change}))
     with pytest.raises(AotCorrupted, match=r"index\.json is no index of a library"):
         Library(tmp_path, "sm_90")

@@ -13,8 +13,8 @@ from triton_ep.ops.activation import Activation
 from triton_ep.ops.row_scales import RowScaled
 from triton_ep.ops.tiles import tile_table
 from triton_ep.runtime import launch as runtime
-from triton_ep.runtime.plans.asked import Asked, ask
-from triton_ep.runtime.plans.experts import experts as asked_of_experts
+from triton_ep.runtime.plans.experts import experts as requests_of_experts
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan
 
 EXPERTS, F, H = 4, 128, 192
@@ -22,7 +22,7 @@ SPECIALISED = ("f", "k", "n", "stride_om")
 """Integers that the kernels are specialised by, which the interpreter does not know of them."""
 
 
-def _asked(plan: Plan, args: Sequence[Any]) -> Asked:
+def _request(plan: Plan, args: Sequence[Any]) -> KernelRequest:
     types, numbers = {}, {}
     for (name, declared), arg in zip(runtime.spec(plan.kernel).arguments.items(), args, strict=True):
         if isinstance(arg, runtime.Boxes):
@@ -31,7 +31,7 @@ def _asked(plan: Plan, args: Sequence[Any]) -> Asked:
             types[name] = f"*{runtime._TYPES[arg.dtype]}"
         elif name in SPECIALISED:
             numbers[name] = arg
-    return ask(plan, types, numbers)
+    return KernelRequest.of(plan, types, numbers)
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def launch(
         name: str, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any], num_warps: int | None = None
     ) -> None:
-        asked = _asked(Plan(name, dict(constexprs), num_warps), args)
-        found[asked.signature()] = asked.text()
+        request = _request(Plan(name, dict(constexprs), num_warps), args)
+        found[request.signature()] = request.text()
 
     monkeypatch.setattr(runtime, "launch", launch)
     monkeypatch.setattr(runtime, "architecture", lambda: "sm_90")
@@ -96,9 +96,9 @@ def test_experts_launch_what_is_built(launched: dict[str, str], how: str, few: b
     for training in (True, False):
         for rows in (8, 20, 40) if few else (200,):
             _steps(how, rows * EXPERTS, training, bias, Activation(**options))
-    wanted = asked_of_experts(
+    wanted = requests_of_experts(
         EXPERTS, (how,), few_rows=(few,), aligned=(True, False), bias="bf16" if gpt_oss else None, **options
     )
-    named = {asked.signature(): asked.text() for asked in wanted}
+    named = {request.signature(): request.text() for request in wanted}
     assert [text for signature, text in launched.items() if signature not in named] == []
     assert [text for signature, text in named.items() if signature not in launched] == []

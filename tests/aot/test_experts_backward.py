@@ -12,8 +12,8 @@ from triton_ep.ops import experts_backward, grouped_bf16, weighted_rows
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.row_scales import RowScaled
 from triton_ep.runtime import launch as runtime
-from triton_ep.runtime.plans.asked import Asked, ask
-from triton_ep.runtime.plans.experts_backward import experts_backward as asked_of_experts
+from triton_ep.runtime.plans.experts_backward import experts_backward as requests_of_experts
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan
 
 EXPERTS, F, H, ROWS = 4, 128, 192, 256
@@ -21,7 +21,7 @@ SPECIALISED = ("ffn", "hidden", "n", "num_i", "num_j", "stride_xm", "stride_ym")
 """Integers that the kernels are specialised by, which the interpreter does not know of them."""
 
 
-def _asked(plan: Plan, args: Sequence[Any]) -> Asked:
+def _request(plan: Plan, args: Sequence[Any]) -> KernelRequest:
     types, numbers, unaligned = {}, {}, []
     for (name, declared), arg in zip(runtime.spec(plan.kernel).arguments.items(), args, strict=True):
         if isinstance(arg, runtime.Boxes):
@@ -33,7 +33,7 @@ def _asked(plan: Plan, args: Sequence[Any]) -> Asked:
                 unaligned.append(name)
         elif name in SPECIALISED:
             numbers[name] = arg
-    return ask(plan, types, numbers, unaligned)
+    return KernelRequest.of(plan, types, numbers, unaligned)
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def launch(
         name: str, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any], num_warps: int | None = None
     ) -> None:
-        asked = _asked(Plan(name, dict(constexprs), num_warps), args)
-        found[asked.signature()] = asked.text()
+        request = _request(Plan(name, dict(constexprs), num_warps), args)
+        found[request.signature()] = request.text()
 
     monkeypatch.setattr(runtime, "launch", launch)
     monkeypatch.setattr(runtime, "INTERPRETING", False)
@@ -92,7 +92,7 @@ def test_the_backward_pass_launches_what_is_built(launched: dict[str, str], how:
         scale = torch.zeros(ROWS, H // 32, dtype=torch.uint8)
         weighted_rows.weighted_rows_backward(y.to(torch.float8_e4m3fn), y, weights, offs, scale=scale)
     bias = "bf16" if gpt_oss else None
-    wanted = asked_of_experts(EXPERTS, (how,), aligned=(True, False), bias=bias, **activation._asdict())
-    named = {asked.signature(): asked.text() for asked in wanted}
+    wanted = requests_of_experts(EXPERTS, (how,), aligned=(True, False), bias=bias, **activation._asdict())
+    named = {request.signature(): request.text() for request in wanted}
     assert [text for signature, text in launched.items() if signature not in named] == []
     assert [text for signature, text in named.items() if signature not in launched] == []

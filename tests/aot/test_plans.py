@@ -15,14 +15,14 @@ from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep import Buffer, release
 from triton_ep.integrations.deep_ep.fp8 import quantize_rows
 from triton_ep.integrations.deep_ep.layers import layers_of
-from triton_ep.kernels.spec import SPECS
+from triton_ep.kernels.spec import all_kernels
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.dispatch import Rows
 from triton_ep.ops.routing import RoutingMap
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.library import Library
 from triton_ep.runtime.plans import layers
-from triton_ep.runtime.plans.asked import Asked, ask
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan
 from triton_ep.testing import make_workload
 
@@ -31,7 +31,7 @@ SPECIALISED = {"row_words", "row_bytes", "hidden"}
 """Integers that the kernels of layers are specialised by; the last test compares."""
 
 
-def _asked(spec: Any, args: Any, constexprs: dict[str, Any]) -> Asked:
+def _request(spec: Any, args: Any, constexprs: dict[str, Any]) -> KernelRequest:
     types, numbers, unaligned = {}, {}, []
     for (name, declared), arg in zip(spec.arguments.items(), args, strict=True):
         if isinstance(arg, torch.Tensor):
@@ -43,13 +43,13 @@ def _asked(spec: Any, args: Any, constexprs: dict[str, Any]) -> Asked:
         elif name in SPECIALISED:
             numbers[name] = arg
     values = {name: getattr(value, "name", value) for name, value in constexprs.items()}
-    return ask(Plan(spec.name, values), types, numbers, unaligned)
+    return KernelRequest.of(Plan(spec.name, values), types, numbers, unaligned)
 
 
-def _comparable(asked: Asked) -> Asked:
+def _comparable(request: KernelRequest) -> KernelRequest:
     """Without what the interpreter does not have, warps, or has by the number of tokens: blocks to quantise."""
-    constexprs = {name: value for name, value in asked.constexprs.items() if name != "BLOCKS"}
-    return replace(asked, constexprs=constexprs, num_warps=None, maxnreg=None)
+    constexprs = {name: value for name, value in request.constexprs.items() if name != "BLOCKS"}
+    return replace(request, constexprs=constexprs, num_warps=None, maxnreg=None)
 
 
 @contextmanager
@@ -60,8 +60,8 @@ def _noted() -> Iterator[dict[str, str]]:
 
     def noting(spec: Any, grid: int, args: Any, constexprs: dict[str, Any]) -> None:
         if spec.name != "dequantize_rows_kernel":  # this test's own use of what arrived
-            asked = _comparable(_asked(spec, args, constexprs))
-            found[asked.signature()] = asked.text()
+            request = _comparable(_request(spec, args, constexprs))
+            found[request.signature()] = request.text()
         plain(spec, grid, args, constexprs)
 
     runtime._interpret = noting
@@ -71,7 +71,7 @@ def _noted() -> Iterator[dict[str, str]]:
         runtime._interpret = plain
 
 
-def _assert_named(found: dict[str, str], wanted: list[Asked]) -> None:
+def _assert_named(found: dict[str, str], wanted: list[KernelRequest]) -> None:
     named = {_comparable(one).signature() for one in wanted}
     assert len(found) > 5
     missing = [text for signature, text in found.items() if signature not in named]
@@ -81,7 +81,7 @@ def _assert_named(found: dict[str, str], wanted: list[Asked]) -> None:
 def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
     world = nodes * ranks_per_node
     layer = EPAll2AllLayer(dist.group.WORLD, 6, 64, 3, rank, 8, ranks_per_node, world, num_sm=2, **options)
-    uses = layers.Uses()
+    uses = layers.LayerCalls()
     with _noted() as found, layer:
         layer.barrier.barrier_all()
         layer.barrier.barrier_all(intra_node_only=True)
@@ -102,8 +102,8 @@ def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[st
             for landing in landings:
                 desc = layer.dispatch(work.x, work.topk_idx, w.detach(), landing=landing)[2]
                 layer.dispatch_again(work.x, desc, landing=landing)
-            uses = layers.Uses(landing=landings)
-    _assert_named(found, layers.layer(layer.config.shape(layer.context.network, interpreted=True), uses))
+            uses = layers.LayerCalls(landing=landings)
+    _assert_named(found, layers.layer_requests(layer.config.shape(layer.context.network, interpreted=True), uses))
 
 
 @pytest.mark.plain
@@ -167,8 +167,8 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
     for layer in made:
         fp8 = layer.config.hidden == hidden
         how = {"slabs": True} if layer.config.low_latency else {"compact": True}
-        uses = layers.Uses(fp8_rows=fp8, maps=True, **how)
-        wanted += layers.layer(layer.config.shape(layer.context.network, interpreted=True), uses)
+        uses = layers.LayerCalls(fp8_rows=fp8, maps=True, **how)
+        wanted += layers.layer_requests(layer.config.shape(layer.context.network, interpreted=True), uses)
     _assert_named(found, wanted)
 
 
@@ -183,12 +183,12 @@ def test_the_deepep_door_launches_what_is_built(
     run_ranks(_check_door, nodes, ranks_per_node)
 
 
-def test_the_index_says_what_the_specs_say(built: Built) -> None:
-    """The index tells the run time of the same arguments as the KernelSpecs do, and of the same integers."""
+def test_the_index_says_what_kernels_declare(built: Built) -> None:
+    """The index tells the run time of the same arguments as the declarations do, and of the same integers."""
     library = Library(built.folder, "sm_90")
-    specs = {spec.name: spec for spec in SPECS}
+    specs = all_kernels()
     for name, info in library.kernels.items():
         assert dict(info["arguments"]) == dict(specs[name].arguments)
         assert list(dict(info["arguments"])) == list(specs[name].arguments)
-    of_layers = {entry.asked.kernel for entry in library.entries if "LWP" in entry.asked.constexprs}
+    of_layers = {entry.request.kernel for entry in library.entries if "LWP" in entry.request.constexprs}
     assert {argument for name in of_layers for argument in library.kernels[name]["specialised"]} <= SPECIALISED

@@ -221,10 +221,10 @@ def test_corrupted_files_are_not_loaded(built: Built, driver: NotingDriver, tmp_
     path.write_bytes(data)
     compiled = CompiledLibrary(library, driver)  # type: ignore[arg-type]
     with pytest.raises(AotCorrupted, match=r"sha256 is .*Build it again"):
-        Aot(compiled, prefer=True, heap=NvshmemHeap("3.4.5")).kernel(entry.asked)
+        Aot(compiled, prefer=True, heap=NvshmemHeap("3.4.5")).kernel(entry.request)
     assert driver.loaded == []
     index = json.loads((tmp_path / "sm_90" / "index.json").read_text())
-    del index["entries"][entry.asked.signature()]["sha256"]
+    del index["entries"][entry.request.signature()]["sha256"]
     for text in (json.dumps(index), '{"format": 1', "[]"):
         (tmp_path / "sm_90" / "index.json").write_text(text)
         with pytest.raises(AotCorrupted, match="no index"):
@@ -234,11 +234,11 @@ def test_corrupted_files_are_not_loaded(built: Built, driver: NotingDriver, tmp_
 def test_older_sources_are_a_miss(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library of other kernels than this package has is not launched."""
     library = Library(built.folder, "sm_90")
-    asked = library.entries[0].asked
-    library.find(asked)
+    request = library.entries[0].request
+    library.find(request)
     monkeypatch.setattr("triton_ep.runtime.library.source_hash", lambda file: "another")
     with pytest.raises(AotMiss, match="built from other sources"):
-        library.find(asked)
+        library.find(request)
 
 
 @pytest.mark.parametrize(("host", "fits"), [("3.4.5", True), ("3.8.0", True), ("3.3.9", False), ("4.0.0", False)])
@@ -251,8 +251,10 @@ def test_nvshmem_of_the_node(built: Built, driver: NotingDriver, host: str, fits
     if fits:
         aot.check(NODES)
         launcher = runtime.Launcher.of(exchange.splits(NODES, False), None, aot)
-        asked = next(e.asked for e in aot.compiled.library.entries if dict(e.asked.constexprs) == launcher.constexprs)
-        assert aot.kernel(asked) is aot.kernel(asked)
+        request = next(
+            e.asked for e in aot.compiled.library.entries if dict(e.request.constexprs) == launcher.constexprs
+        )
+        assert aot.kernel(request) is aot.kernel(request)
         assert heap.initialized == [(1, "splits_kernel")]
         return
     with pytest.raises(AotNvshmemMismatch, match=rf"built with NVSHMEM 3\.4\.5, this node has {host}"):

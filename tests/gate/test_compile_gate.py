@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from tests.aot.library import ARCHS, ROOT, Built, facts_of, run_aot
-from triton_ep.aot import manifest
-from triton_ep.aot.build import calls_nvshmem
 from triton_ep.aot.ptx import accesses, narrow_accesses
-from triton_ep.kernels.spec import SPECS
+from triton_ep.kernels.device.codes import P2P
+from triton_ep.kernels.spec import all_kernels
+from triton_ep.runtime.plans import Shape
+from triton_ep.runtime.plans.layers import layer_requests
 
 NUMBERS = tuple(int(arch[3:]) for arch in ARCHS)
-KERNELS = [spec.name for spec in SPECS]
+KERNELS = list(all_kernels())
 
 NARROW = {
     "splits_kernel": "sums tables of counts; posts one row of them, whose length need not be a multiple of 16 bytes",
@@ -79,30 +80,30 @@ def _report(failures: Iterable[str]) -> None:
 
 
 def kernels_in(folder: Path) -> list[str]:
-    """Names of the functions decorated with `triton.jit` that end in `_kernel`, sorted."""
+    """Names of the functions compiled by Triton that end in `_kernel`, declared or not, sorted."""
     found = []
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 decorators = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
-                if any(ast.unparse(d) in ("triton.jit", "jit") for d in decorators):
+                if any(ast.unparse(d) in ("triton.jit", "jit", "ep_kernel") for d in decorators):
                     found.append(node.name)
     return sorted(found)
 
 
-def test_every_kernel_has_a_spec() -> None:
-    """A kernel that no spec names would be launched without ever having been compiled here."""
+def test_every_kernel_is_declared() -> None:
+    """A kernel that is not declared would be launched without ever having been compiled here."""
     assert kernels_in(ROOT / "kernels") == sorted(KERNELS)
 
 
-def test_a_kernel_without_a_spec_is_seen(tmp_path: Path) -> None:
+def test_a_kernel_that_is_not_declared_is_seen(tmp_path: Path) -> None:
     """Decorated with or without options, in a file at any depth; helpers and host functions are not kernels."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.py").write_text(
         "@triton.jit\ndef b_kernel(): ...\n@triton.jit(debug=True)\ndef a_kernel(): ...\n"
-        "@triton.jit\ndef helper(): ...\ndef run_kernel(): ...\n"
+        "@triton.jit\ndef helper(): ...\ndef run_kernel(): ...\n@ep_kernel(x_ptr='*i32')\ndef c_kernel(): ...\n"
     )
-    assert kernels_in(tmp_path) == ["a_kernel", "b_kernel"]
+    assert kernels_in(tmp_path) == ["a_kernel", "b_kernel", "c_kernel"]
 
 
 def test_everything_compiles(built: Built) -> None:
@@ -191,7 +192,7 @@ def test_no_nvshmem_where_puts_are_stores(results: list[dict[str, Any]], kernel:
     )
 
 
-@pytest.mark.parametrize("kernel", [spec.name for spec in SPECS if spec.may_use_network])
+@pytest.mark.parametrize("kernel", [name for name, spec in all_kernels().items() if "NETWORK" in spec.constexprs])
 def test_nvshmem_finds_its_state(results: list[dict[str, Any]], built: Built, kernel: str) -> None:
     """A kernel that calls NVSHMEM carries the two constants through which NVSHMEM initialises a module."""
     if not built.has_bitcode:
@@ -241,9 +242,10 @@ def test_a_missing_alignment_hint_is_seen(tmp_path: Path, file: str, kernel: str
     mutation = _DropHints()
     path.write_text(ast.unparse(mutation.visit(ast.parse(path.read_text()))))
     assert mutation.dropped > 0
-    asked = next(one for one in manifest.of_specs() if one.kernel == kernel and not calls_nvshmem(one))
+    shape = Shape(4096, 7168, 8, 256, world_size=16, local_world_size=8, num_sm=20, network=P2P)
+    request = next(one for one in layer_requests(shape) if one.kernel == kernel)
     out = tmp_path / "out"
-    words = ("build", "--arch", "sm_90", "--variant", asked.text(), "--out", out, "--jobs", "1")
+    words = ("build", "--arch", "sm_90", "--variant", request.text(), "--out", out, "--jobs", "1")
     done = run_aot(*words, root=tmp_path)
     assert done.returncode == 0, done.stderr
     (facts,) = facts_of(out)

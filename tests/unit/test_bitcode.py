@@ -200,13 +200,13 @@ def test_the_real_bitcode_becomes_small(real: Path, pruned: Path) -> None:
 COMPILE = """
 import json, sys
 from triton_ep.aot import compile, manifest
-from triton_ep.aot.build import calls_nvshmem
 
-found = (one for one in manifest.of_specs() if one.kernel == "combine_partial_kernel" and calls_nvshmem(one))
-asked = next(found).as_dict()
+wanted = manifest.read_manifest(manifest.default_manifest())
+found = (one for one in wanted if one.kernel == "combine_partial_kernel" and one.calls_nvshmem)
+request = next(found).as_dict()
 for path in sys.argv[1:]:
     compile.start()
-    made = compile.compile_asked(asked, "sm_90", path)
+    made = compile.compile_request(request, "sm_90", path)
     compile.stop()
     print(json.dumps({**made["facts"], "bytes": len(made["cubin"]), **made["entry"]}))
 """

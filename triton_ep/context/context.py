@@ -25,6 +25,7 @@ from triton_ep.context.calls import mismatch
 from triton_ep.context.choice import Choice
 from triton_ep.context.names import ContextNames
 from triton_ep.context.overlap import OpenCalls, current_stream
+from triton_ep.context.rows import RowFormat, RowFormats
 from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
 from triton_ep.errors import (
     AotArchMismatch,
@@ -114,8 +115,7 @@ class DispatchCombineContext(ContextNames):
         self._told: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}  # where the host reads so many words
         self._side: list[tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]] = []  # one, once it is used
         self._extern_libs: dict[str, str] | None = None
-        self._launchers: dict[tuple[Any, ...], Launcher] = {}
-        self._launchers_of = {layout.kind_of_rows(config): self._launchers}
+        self.rows = RowFormats(config.shape(self.network, INTERPRETING), config.token_dtype)
         self._scratch: dict[str, torch.Tensor] = {}
         try:
             if aot is not None:
@@ -183,6 +183,12 @@ class DispatchCombineContext(ContextNames):
         shape, dtype = buffer.shape(self.sizes), buffer.dtype(self.config)
         count = torch.Size(shape).numel() * dtype.itemsize
         return self._blocks[grows].local[offset : offset + count].view(dtype).view(shape)
+
+    def local_as(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """All memory of this rank's copy of a buffer, as elements of a dtype."""
+        grows, offset = self._offsets[name]
+        nbytes = layout.BUFFERS[_INDEX[name]].nbytes(self.sizes)
+        return self._blocks[grows].local[offset : offset + nbytes].view(dtype)
 
     def local_address(self, name: str) -> int:
         """Address of `local(name)`, at less cost."""
@@ -359,24 +365,19 @@ class DispatchCombineContext(ContextNames):
         if self.heap.backend == "host":  # the others on GPUs learn it from their time limit
             self.heap.abort(self.failure)
 
-    def of_rows(self, config: EPConfig) -> DispatchCombineContext:
-        """The same context, for other rows in its buffers: `config` may differ in their length, dtype and payload.
+    def launcher(
+        self, key: tuple[object, ...], plan: Callable[..., Plan], *args: Any, fmt: RowFormat | None = None
+    ) -> Launcher:
+        """The launcher of this key; at first it is made, from `plan(shape, *args)` of triton_ep/runtime/plans.
 
-        For one call, once buffers have grown for it. Not to count epochs with.
+        fmt: of the rows that the kernel moves; None: the layer's own, or it moves none.
         """
-        other = object.__new__(DispatchCombineContext)  # copy.copy takes three times as long
-        other.__dict__.update(self.__dict__)
-        other.config, other.sizes = config, self.sizes.of_rows(config)
-        other._launchers = self._launchers_of.setdefault(layout.kind_of_rows(config), {})
-        return other
-
-    def launcher(self, key: tuple[Any, ...], plan: Callable[..., Plan], *args: Any) -> Launcher:
-        """The launcher of this key; at first it is made, from `plan(shape, *args)` of triton_ep/plans."""
-        found = self._launchers.get(key)
+        rows = self.rows.own if fmt is None else fmt
+        found = rows.launchers.get(key)
         if found is None:
-            wanted = plan(self.config.shape(self.network, INTERPRETING), *args)
+            wanted = plan(rows.shape, *args)
             libs = self.extern_libs if wanted.constexprs.get("NETWORK") == codes.NVSHMEM else None
-            found = self._launchers[key] = Launcher.of(wanted, libs, self.aot)
+            found = rows.launchers[key] = Launcher.of(wanted, libs, self.aot)
         return found
 
     def scratch(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:

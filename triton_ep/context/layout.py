@@ -10,9 +10,8 @@ S splits row length, P programs, Q chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 
@@ -61,11 +60,6 @@ def entry_fields(config: EPConfig) -> int:
     return 7 if config.is_intra_node else 8
 
 
-def kind_of_rows(config: EPConfig) -> tuple[int, torch.dtype, str | None]:
-    """What tells rows in the buffers of one layer apart."""
-    return config.hidden, config.token_dtype, config.payload
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Derived sizes of a layer's buffers; `arrival_rows` and `output_rows` may grow."""
@@ -73,15 +67,6 @@ class Sizes:
     config: EPConfig
     arrival_rows: int
     output_rows: int
-    _others: dict[tuple[Any, ...], Sizes] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def of_rows(self, config: EPConfig) -> Sizes:
-        """The same for other rows in the buffers; kept, because calls ask for it each time."""
-        kind = kind_of_rows(config)
-        found = self._others.get(kind)
-        if found is None:
-            found = self._others[kind] = Sizes(config, self.arrival_rows, self.output_rows)
-        return found
 
     @cached_property
     def shape(self) -> Shape:

@@ -287,18 +287,18 @@ class CompactCalls(DispatchSteps):
             num_arrivals, counts = self._read_counts(placement)
         else:
             num_arrivals, ctx.unread = num_rows, self._unread(placement)
-        moved = self._moved(rows)
-        routing_ops.place(moved, routing, placement, None)
+        fmt = self._format(rows)
+        routing_ops.place(ctx, fmt, routing, placement, None)
         exact = num_rows is None
-        make = partial(compact_ops.make_compact, moved, num_arrivals, exact, idx_dtype, weights is not None)
+        make = partial(compact_ops.make_compact, ctx, fmt, num_arrivals, exact, idx_dtype, weights is not None)
         received = None if exact else make()
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, quantized=False, split=False)
         if not cfg.is_intra_node:
-            dispatch_ops.send(moved, rows, routing, placement)
-        dispatch_ops.push(moved, rows, routing, placement)
+            dispatch_ops.send(ctx, fmt, rows, routing, placement)
+        dispatch_ops.push(ctx, fmt, rows, routing, placement)
         received = received or make()  # what is not filled, while rows are on their way
-        compact_ops.receive(moved, received, placement, forward, side)
+        compact_ops.receive(ctx, fmt, received, placement, forward, side)
         if side is not None:
             ctx.join()
         ctx.poll_status()

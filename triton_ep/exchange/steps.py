@@ -14,6 +14,7 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.names import LayerNames
 from triton_ep.context.overlap import EPEvent, RecvHook
+from triton_ep.context.rows import RowFormat
 from triton_ep.errors import ConfigError, InputError, PeerFailed, StaleHandleError
 from triton_ep.exchange import checks
 from triton_ep.kernels.device.codes import (
@@ -278,7 +279,7 @@ class DispatchSteps(LayerNames):
         if cfg.low_latency:
             assert isinstance(topk_idx, torch.Tensor), "no front door has maps for it"
             ctx.epoch += 1
-            result = low_latency_ops.dispatch(self._moved(x), x, topk_idx, weights, host_word)
+            result = low_latency_ops.dispatch(ctx, self._format(x), x, topk_idx, weights, host_word)
             if not split:
                 result[-1]()
                 ctx.poll_status()
@@ -291,19 +292,19 @@ class DispatchSteps(LayerNames):
         has_weights = routing.weights is not None
         ctx.epoch += 1
         num_rows, num_arrivals, offsets = self.init_output_buffer(placement, known_rows)
-        moved = self._moved(x)
-        routing_ops.place(moved, routing, placement, scatter)
+        fmt = self._format(x)
+        routing_ops.place(ctx, fmt, routing, placement, scatter)
         exact = offsets is not None
         sizes = (num_rows, num_arrivals)
-        make = partial(dispatch_ops.make_received, moved, *sizes, has_weights, exact, keep_copies, landing)
+        make = partial(dispatch_ops.make_received, ctx, fmt, *sizes, has_weights, exact, keep_copies, landing)
         received = None if exact else make()
         forward = dispatch_ops.make_forward(ctx)
         side = dispatch_ops.fork(ctx, x is not given, split)
         if not cfg.is_intra_node:
-            dispatch_ops.send(moved, x, routing, placement)
-        dispatch_ops.push(moved, x, routing, placement)
+            dispatch_ops.send(ctx, fmt, x, routing, placement)
+        dispatch_ops.push(ctx, fmt, x, routing, placement)
         received = received or make()  # what is not filled, while rows are on their way
-        receive = partial(dispatch_ops.receive, moved, received, placement, forward, side)
+        receive = partial(dispatch_ops.receive, ctx, fmt, received, placement, forward, side)
         if not split:
             receive()
             ctx.poll_status()
@@ -322,10 +323,10 @@ class DispatchSteps(LayerNames):
         )
         return received, desc, receive
 
-    def _moved(self, x: dispatch_ops.Rows) -> DispatchCombineContext:
-        """The context for rows on their way: as the layer's, or one-byte rows with scales through a layer without."""
-        ctx = self.context
-        return ctx if x.scale is None or ctx.config.payload is not None else ctx.of_rows(ctx.config.for_scaled_rows)
+    def _format(self, x: dispatch_ops.Rows) -> RowFormat:
+        """How these rows travel."""
+        formats = self.context.rows
+        return formats.own if x.scale is None else formats.scaled
 
     def _check_kind(self, scaled: bool) -> None:
         """Hold a low-latency layer to rows of one kind.

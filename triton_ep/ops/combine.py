@@ -11,6 +11,7 @@ import torch
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import STEPS
+from triton_ep.context.rows import RowFormat
 from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS
 from triton_ep.ops.tuning import as_words, exchange_programs, local_programs, overlaps, waiting_programs
 from triton_ep.runtime.launch import INTERPRETING
@@ -28,36 +29,42 @@ def is_reduced(desc: EPAllToAllLayoutDesc) -> bool:
 
 def combine(
     ctx: DispatchCombineContext,
+    fmt: RowFormat,
     y: torch.Tensor,
     weights: torch.Tensor | None,
     desc: EPAllToAllLayoutDesc,
     of_slots: bool = False,
 ) -> torch.Tensor:
-    """Publish expert outputs y [R, H], bring them back and sum them: [T, H]. weights: [R] float32.
+    """Publish expert outputs y [R, H], bring them back and sum them: [T, H].
 
+    fmt: of `y` and the result. weights: [R] float32.
     of_slots: rows have a value per slot of their tokens, in place of expert outputs.
     """
     plan = _plan(ctx, desc, weights is not None, of_slots)
     # Rows are summed while the first sums are on their way.
-    _publish(ctx, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
-    out = _make_output(ctx, desc)
-    _receive(ctx, out, weights is not None, desc, plan)
+    _publish(ctx, fmt, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
+    out = _make_output(ctx, fmt, desc)
+    _receive(ctx, fmt, out, weights is not None, desc, plan)
     if plan.overlapped:
         ctx.join()
     return out
 
 
 def send(
-    ctx: DispatchCombineContext, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    desc: EPAllToAllLayoutDesc,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Publish expert outputs y [R, H] with weights [R] float32.
 
     Returns memory for the result [T, H], and the receiving half: launched, it brings there the sums.
     """
     plan = _plan(ctx, desc, weights is not None)
-    _publish(ctx, y, weights, desc, plan)
-    out = _make_output(ctx, desc)
-    return out, partial(_receive, ctx, out, weights is not None, desc, plan)
+    _publish(ctx, fmt, y, weights, desc, plan)
+    out = _make_output(ctx, fmt, desc)
+    return out, partial(_receive, ctx, fmt, out, weights is not None, desc, plan)
 
 
 class _Plan(NamedTuple):
@@ -86,21 +93,26 @@ def _plan(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, has_weights: 
     return _Plan(programs, STEPS if overlapped else 2 if INTERPRETING else 1, overlapped, call)
 
 
-def _make_output(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
-    cfg = ctx.config
-    return torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
+def _make_output(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
+    return torch.empty(desc.num_dispatch_token_cur_rank, fmt.hidden, dtype=fmt.dtype, device=ctx.device)
 
 
 def _receive(
-    ctx: DispatchCombineContext, out: torch.Tensor, has_weights: bool, desc: EPAllToAllLayoutDesc, plan: _Plan
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    out: torch.Tensor,
+    has_weights: bool,
+    desc: EPAllToAllLayoutDesc,
+    plan: _Plan,
 ) -> None:
     if not ctx.config.is_intra_node:
-        _send_partials(ctx, has_weights, desc, plan)
-    _pull(ctx, out, has_weights, desc, plan)
+        _send_partials(ctx, fmt, has_weights, desc, plan)
+    _pull(ctx, fmt, out, has_weights, desc, plan)
 
 
 def _publish(
     ctx: DispatchCombineContext,
+    fmt: RowFormat,
     y: torch.Tensor,
     weights: torch.Tensor | None,
     desc: EPAllToAllLayoutDesc,
@@ -117,9 +129,9 @@ def _publish(
     if copy_rows is not None:
         ctx.calls.end_loan(False)
         kind = (has_weights, copy_rows.shape[1])
-        launcher = ctx.launcher(("reduce", *kind), exchange.reduce, *kind)
+        launcher = ctx.launcher(("reduce", *kind), exchange.reduce, *kind, fmt=fmt)
         rows_arg = (y, weights_arg, copy_rows, desc.placement)
-        sizes_arg = (cfg.hidden, sizes.output_rows, cfg.num_experts_per_rank)
+        sizes_arg = (fmt.hidden, sizes.output_rows, cfg.num_experts_per_rank)
         how = (plan.num_steps, plan.call)
         launcher(plan.programs, *rows_arg, *state, *sizes_arg, *_where(ctx), *how, stream=side)
         return
@@ -132,9 +144,9 @@ def _publish(
             plan.programs, desc.placement, *state, cfg.num_experts_per_rank, *_where(ctx), plan.call
         )
         return
-    words = as_words(y, sizes.payload_bytes)
-    row_words = sizes.payload_bytes // words.element_size()
-    launcher = ctx.launcher(("stage", has_weights, row_words), exchange.stage, has_weights, row_words)
+    words = as_words(y, fmt.payload_bytes)
+    row_words = fmt.payload_bytes // words.element_size()
+    launcher = ctx.launcher(("stage", has_weights, row_words), exchange.stage, has_weights, row_words, fmt=fmt)
     sizes_arg = (row_words, sizes.output_rows, cfg.num_experts_per_rank)
     launcher(plan.programs, words, weights_arg, desc.placement, *state, *sizes_arg, *_where(ctx), plan.call)
 
@@ -146,21 +158,23 @@ def lend_buffer(ctx: DispatchCombineContext) -> torch.Tensor:
     return ctx.local("dispatch_output_buf")
 
 
-def _send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllToAllLayoutDesc, plan: _Plan) -> None:
+def _send_partials(
+    ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, desc: EPAllToAllLayoutDesc, plan: _Plan
+) -> None:
     """Sum this node's rows of the tokens of other nodes and send the sums back."""
     cfg, sizes = ctx.config, ctx.sizes
     reduced = is_reduced(desc)
     assert desc.forward is not None, "a descriptor of several nodes has forward tables"
     kind = (has_weights and not reduced, reduced)
-    ctx.launcher(("partial", *kind), exchange.partial, *kind)(
+    ctx.launcher(("partial", *kind), exchange.partial, *kind, fmt=fmt)(
         exchange_programs(cfg.num_sm),
-        ctx.local("dispatch_output_buf"),
+        ctx.local_as("dispatch_output_buf", fmt.dtype),
         desc.placement,
         desc.forward,
         ctx.state,
         ctx.tables,
         cfg.max_tokens,
-        cfg.hidden,
+        fmt.hidden,
         sizes.output_rows,
         cfg.num_experts_per_rank,
         *_where(ctx),
@@ -171,6 +185,7 @@ def _send_partials(ctx: DispatchCombineContext, has_weights: bool, desc: EPAllTo
 
 def _pull(
     ctx: DispatchCombineContext,
+    fmt: RowFormat,
     out: torch.Tensor,
     has_weights: bool,
     desc: EPAllToAllLayoutDesc,
@@ -180,7 +195,7 @@ def _pull(
     cfg, sizes = ctx.config, ctx.sizes
     reduced = is_reduced(desc)
     kind = (has_weights and not reduced, reduced)
-    ctx.launcher(("pull", *kind), exchange.pull, *kind)(
+    ctx.launcher(("pull", *kind), exchange.pull, *kind, fmt=fmt)(
         exchange_programs(cfg.num_sm),
         out,
         desc.entries,
@@ -189,7 +204,7 @@ def _pull(
         ctx.tables,
         out.shape[0],
         cfg.max_tokens,
-        cfg.hidden,
+        fmt.hidden,
         sizes.output_rows,
         cfg.num_experts_per_rank,
         *_where(ctx),

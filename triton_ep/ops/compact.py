@@ -11,9 +11,9 @@ import torch
 
 from triton_ep.context.context import DispatchCombineContext, told
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.rows import RowFormat
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import dispatch as dispatch_ops
-from triton_ep.ops.slots import narrow_rows
 from triton_ep.ops.strides import view_as
 from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, local_programs
 from triton_ep.runtime.launch import INTERPRETING, Launcher, default_aot
@@ -38,21 +38,25 @@ class Compact(NamedTuple):
 
 
 def make_compact(
-    ctx: DispatchCombineContext, num_rows: int, exact: bool, idx_dtype: torch.dtype | None, has_weights: bool
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    num_rows: int,
+    exact: bool,
+    idx_dtype: torch.dtype | None,
+    has_weights: bool,
 ) -> Compact:
     """Memory for `num_rows` rows; not `exact`: fewer may arrive, and ids and weights of the others are -1 and 0.
 
     idx_dtype: of the expert ids; None = neither ids nor weights are wanted.
     """
-    cfg = ctx.config
-    if cfg.payload is None:
-        x, scale = torch.empty(num_rows, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device), None
+    if fmt.payload is None:
+        x, scale = torch.empty(num_rows, fmt.hidden, dtype=fmt.dtype, device=ctx.device), None
     else:
-        x = torch.empty(num_rows, cfg.hidden, dtype=torch.float8_e4m3fn, device=ctx.device)
-        scale = torch.empty(num_rows, cfg.hidden // 32, dtype=torch.uint8, device=ctx.device)
+        x = torch.empty(num_rows, fmt.hidden, dtype=torch.float8_e4m3fn, device=ctx.device)
+        scale = torch.empty(num_rows, fmt.hidden // 32, dtype=torch.uint8, device=ctx.device)
     if idx_dtype is None:
         return Compact(x, None, None, scale)
-    shape = (num_rows, cfg.topk)
+    shape = (num_rows, ctx.config.topk)
     idx = torch.empty(shape, dtype=idx_dtype, device=ctx.device)
     weights = torch.empty(shape, dtype=torch.float32, device=ctx.device) if has_weights else None
     if not exact:
@@ -64,6 +68,7 @@ def make_compact(
 
 def receive(
     ctx: DispatchCombineContext,
+    fmt: RowFormat,
     received: Compact,
     placement: torch.Tensor,
     forward_tables: torch.Tensor | None,
@@ -75,19 +80,23 @@ def receive(
         caller joins it.
     """
     if forward_tables is not None:
-        dispatch_ops.forward(ctx, forward_tables, received.topk_weights is not None, True, placement)
-    _copy_out(ctx, received, placement, side)
+        dispatch_ops.forward(ctx, fmt, forward_tables, received.topk_weights is not None, True, placement)
+    _copy_out(ctx, fmt, received, placement, side)
 
 
 def _copy_out(
-    ctx: DispatchCombineContext, received: Compact, placement: torch.Tensor, side: torch.cuda.Stream | None
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    received: Compact,
+    placement: torch.Tensor,
+    side: torch.cuda.Stream | None,
 ) -> None:
     cfg, has_scales = ctx.config, received.scale is not None
-    row_bytes = cfg.hidden * received.x.element_size()
+    row_bytes = fmt.hidden * received.x.element_size()
     words = as_words(received.x, row_bytes)
     row_words = row_bytes // words.element_size()
     kind = (has_scales, received.topk_idx is not None, received.topk_weights is not None, row_words)
-    ctx.launcher(("compact", *kind), plans.copy_out, *kind)(
+    ctx.launcher(("compact", *kind), plans.copy_out, *kind, fmt=fmt)(
         expanding_programs(cfg, ctx.device, overlapped=side is not None),
         words,
         ctx.no_bytes if received.scale is None else received.scale,
@@ -118,14 +127,14 @@ def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllT
         ConfigError: rows of the layer are shorter than one float32.
     """
     topk = ctx.config.topk
-    narrow = narrow_rows(ctx, topk)
-    width = narrow.config.hidden
+    narrow = ctx.rows.narrow(topk)
+    width = narrow.hidden
     parts = []
     for first in range(0, topk, width):
         columns = values[:, first : first + width]
         if columns.shape[1] < width:
             columns = torch.nn.functional.pad(columns, (0, width - columns.shape[1]))
-        parts.append(combine_ops.combine(narrow, columns.contiguous(), None, desc, of_slots=True))
+        parts.append(combine_ops.combine(ctx, narrow, columns.contiguous(), None, desc, of_slots=True))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)[:, :topk].contiguous()
 
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from triton_ep.config import EPConfig
 from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.rows import RowFormat
 from triton_ep.kernels.device.codes import (
     LANDING_BF16,
     LANDING_MX,
@@ -72,9 +72,9 @@ def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
     return out
 
 
-def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _source(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """What kernels that send take of `rows`: data in words, scales, words per row, payload."""
-    row_bytes = ctx.config.hidden * rows.data.element_size()
+    row_bytes = fmt.hidden * rows.data.element_size()
     words = as_words(rows.data, row_bytes)
     row_words = row_bytes // words.element_size()
     if rows.scale is None:
@@ -82,11 +82,11 @@ def _source(ctx: DispatchCombineContext, rows: Rows) -> tuple[torch.Tensor, torc
     return words, rows.scale, row_words, MX
 
 
-def push(ctx: DispatchCombineContext, x: Rows, routing: Routing, placement: torch.Tensor) -> None:
+def push(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing, placement: torch.Tensor) -> None:
     """Push each row of x [T, H] once to every rank of this node that needs it, and release, step by step."""
     cfg = ctx.config
-    words, scale, row_words, payload = _source(ctx, x)
-    ctx.launcher(("push", payload, row_words), exchange.push, payload, row_words)(
+    words, scale, row_words, payload = _source(ctx, fmt, x)
+    ctx.launcher(("push", payload, row_words), exchange.push, payload, row_words, fmt=fmt)(
         exchange_programs(cfg.num_sm),
         words,
         scale,
@@ -103,12 +103,12 @@ def push(ctx: DispatchCombineContext, x: Rows, routing: Routing, placement: torc
     )
 
 
-def send(ctx: DispatchCombineContext, x: Rows, routing: Routing, placement: torch.Tensor) -> None:
+def send(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing, placement: torch.Tensor) -> None:
     """Send each row of x [T, H] once to every other node that needs it."""
     cfg, weights = ctx.config, routing.weights
-    words, scale, row_words, payload = _source(ctx, x)
+    words, scale, row_words, payload = _source(ctx, fmt, x)
     kind = (payload, row_words, weights is not None)
-    ctx.launcher(("send", *kind), exchange.send, *kind)(
+    ctx.launcher(("send", *kind), exchange.send, *kind, fmt=fmt)(
         exchange_programs(cfg.num_sm),
         words,
         scale,
@@ -137,17 +137,22 @@ def make_forward(ctx: DispatchCombineContext) -> torch.Tensor | None:
 
 
 def forward(
-    ctx: DispatchCombineContext, tables: torch.Tensor, has_weights: bool, reduced: bool, placement: torch.Tensor
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    tables: torch.Tensor,
+    has_weights: bool,
+    reduced: bool,
+    placement: torch.Tensor,
 ) -> None:
     """Push the rows that other nodes sent here on to the ranks of this node, and release.
 
     tables: from `make_forward`: where combine finds what was forwarded.
     reduced: that is one row per (token, rank).
     """
-    cfg, sizes = ctx.config, ctx.sizes
-    words = as_words(ctx.local("stage_x"), sizes.wire_bytes)
-    row_words = sizes.wire_bytes // words.element_size()
-    ctx.launcher(("forward", has_weights, reduced), exchange.forward, has_weights, reduced, row_words)(
+    cfg = ctx.config
+    words = as_words(ctx.local_as("stage_x", torch.uint8), fmt.wire_bytes)
+    row_words = fmt.wire_bytes // words.element_size()
+    ctx.launcher(("forward", has_weights, reduced), exchange.forward, has_weights, reduced, row_words, fmt=fmt)(
         exchange_programs(cfg.num_sm),
         words,
         placement,
@@ -156,7 +161,7 @@ def forward(
         ctx.tables,
         cfg.max_tokens,
         row_words,
-        sizes.arrival_rows,
+        ctx.sizes.arrival_rows,
         cfg.num_experts_per_rank,
         cfg.rank,
         cfg.world_size,
@@ -180,6 +185,7 @@ class Received(NamedTuple):
 
 def make_received(
     ctx: DispatchCombineContext,
+    fmt: RowFormat,
     num_rows: int,
     num_arrivals: int,
     has_weights: bool,
@@ -200,25 +206,24 @@ def make_received(
     copy_rows = None
     if cfg.enable_local_combine or keep_copies:
         copy_rows = torch.empty(num_arrivals, cfg.topk, dtype=torch.int32, device=ctx.device)
-    return Received(_make_rows(ctx, num_rows, landing), weights, copy_rows)
+    return Received(_make_rows(fmt, ctx.device, num_rows, landing), weights, copy_rows)
 
 
-def _make_rows(ctx: DispatchCombineContext, num_rows: int, landing: str | None) -> Rows:
-    cfg, device = ctx.config, ctx.device
-    if cfg.payload is None:
-        return Rows(torch.empty(num_rows, cfg.hidden, dtype=cfg.token_dtype, device=device))
+def _make_rows(fmt: RowFormat, device: torch.device, num_rows: int, landing: str | None) -> Rows:
+    if fmt.payload is None:
+        return Rows(torch.empty(num_rows, fmt.hidden, dtype=fmt.dtype, device=device))
     code = LANDINGS[landing or "mx"]
     if code == LANDING_BF16:
-        return Rows(torch.empty(num_rows, cfg.hidden, dtype=torch.bfloat16, device=device))
-    data = torch.empty(num_rows, cfg.hidden, dtype=torch.float8_e4m3fn, device=device)
+        return Rows(torch.empty(num_rows, fmt.hidden, dtype=torch.bfloat16, device=device))
+    data = torch.empty(num_rows, fmt.hidden, dtype=torch.float8_e4m3fn, device=device)
     if code == LANDING_ROW:
         return Rows(data, torch.empty(num_rows, dtype=torch.float32, device=device))
-    return Rows(data, torch.empty(num_rows, cfg.hidden // BLOCK, dtype=torch.uint8, device=device))
+    return Rows(data, torch.empty(num_rows, fmt.hidden // BLOCK, dtype=torch.uint8, device=device))
 
 
-def _landing_of(cfg: EPConfig, rows: Rows) -> int:
+def _landing_of(fmt: RowFormat, rows: Rows) -> int:
     """How these rows were asked for (kernels/device/codes.py)."""
-    if cfg.payload is None:
+    if fmt.payload is None:
         return LANDING_WORDS
     if rows.scale is None:
         return LANDING_BF16
@@ -240,6 +245,7 @@ def fork(ctx: DispatchCombineContext, quantized: bool, split: bool) -> torch.cud
 
 def receive(
     ctx: DispatchCombineContext,
+    fmt: RowFormat,
     received: Received,
     placement: torch.Tensor,
     forward_tables: torch.Tensor | None,
@@ -251,28 +257,32 @@ def receive(
     """
     if forward_tables is not None:
         reduced = ctx.config.enable_local_combine
-        forward(ctx, forward_tables, received.weights is not None, reduced, placement)
-    _expand(ctx, received, placement, side)
+        forward(ctx, fmt, forward_tables, received.weights is not None, reduced, placement)
+    _expand(ctx, fmt, received, placement, side)
     if side is not None:
         ctx.join()
 
 
 def _expand(
-    ctx: DispatchCombineContext, received: Received, placement: torch.Tensor, side: torch.cuda.Stream | None
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    received: Received,
+    placement: torch.Tensor,
+    side: torch.cuda.Stream | None,
 ) -> None:
     cfg = ctx.config
     recv_x, recv_scale = received.x.data, received.x.scale
     weights, copy_rows = received.weights, received.copy_rows
-    landing = _landing_of(cfg, received.x)
+    landing = _landing_of(fmt, received.x)
     if landing in (LANDING_ROW, LANDING_BF16):
-        word, row_words = landed_words(landing, cfg.hidden)
+        word, row_words = landed_words(landing, fmt.hidden)
         words = view_as(recv_x, _LANDED_WORDS[word])
     else:
-        row_bytes = cfg.hidden * recv_x.element_size()
+        row_bytes = fmt.hidden * recv_x.element_size()
         words = as_words(recv_x, row_bytes)
         row_words = row_bytes // words.element_size()
     kind = (landing, weights is not None, copy_rows is not None, row_words)
-    ctx.launcher(("expand", *kind), exchange.expand, *kind)(
+    ctx.launcher(("expand", *kind), exchange.expand, *kind, fmt=fmt)(
         expanding_programs(cfg, ctx.device, overlapped=side is not None),
         words,
         ctx.no_bytes if recv_scale is None else recv_scale,

@@ -9,6 +9,7 @@ import torch
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.rows import RowFormat
 from triton_ep.kernels.device.codes import COMBINE_WEIGHTS, HOST_WEIGHTS, MX, QUANTISE, WORDS
 from triton_ep.ops.dispatch import Received, Rows
 from triton_ep.ops.tuning import as_words
@@ -19,7 +20,12 @@ _SUMMED_ROWS = plans.summed_rows(INTERPRETING)
 
 
 def dispatch(
-    ctx: DispatchCombineContext, x: Rows, topk_idx: torch.Tensor, weights: torch.Tensor | None, host_word: int
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    x: Rows,
+    topk_idx: torch.Tensor,
+    weights: torch.Tensor | None,
+    host_word: int,
 ) -> tuple[Received, EPAllToAllLayoutDesc, Callable[[], None]]:
     """Push the rows of x [T, H].
 
@@ -31,8 +37,8 @@ def dispatch(
     ids = torch.empty(1, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
     copies = torch.empty(cfg.world_size * cfg.max_tokens, cfg.topk, dtype=torch.int32, device=ctx.device)
     placement = torch.empty(ctx.sizes.placement_length, dtype=torch.int32, device=ctx.device)
-    _push(ctx, x, topk_idx, weights, ids, host_word | (HOST_WEIGHTS if weights is not None else 0))
-    recv, recv_weights = _make_received(ctx, x.data.shape[1], weights is not None)
+    _push(ctx, fmt, x, topk_idx, weights, ids, host_word | (HOST_WEIGHTS if weights is not None else 0))
+    recv, recv_weights = _make_received(ctx, fmt, weights is not None)
     desc = EPAllToAllLayoutDesc(
         num_dispatch_token_cur_rank=num_tokens,
         num_recv_rows=recv.data.shape[0],
@@ -44,7 +50,7 @@ def dispatch(
         skipped_token_topk_mapping_indices=copies,
     )
     received = Received(recv, recv_weights, copies)
-    return received, desc, partial(_expand, ctx, recv, recv_weights, copies, placement)
+    return received, desc, partial(_expand, ctx, fmt, recv, recv_weights, copies, placement)
 
 
 def combine(
@@ -79,7 +85,7 @@ def combine(
 
 def _sum(ctx: DispatchCombineContext, out: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
     cfg, num_tokens = ctx.config, out.shape[0]
-    launcher = ctx.launcher(("ll_sum",), plans.sum)
+    launcher = ctx.launcher(("ll_sum",), plans.sum_ranks)
     launcher(
         max(-(-num_tokens // _SUMMED_ROWS), 1) * launcher.constexprs["PARTS"],
         out,
@@ -97,6 +103,7 @@ def _sum(ctx: DispatchCombineContext, out: torch.Tensor, desc: EPAllToAllLayoutD
 
 def _push(
     ctx: DispatchCombineContext,
+    fmt: RowFormat,
     x: Rows,
     topk_idx: torch.Tensor,
     weights: torch.Tensor | None,
@@ -105,13 +112,13 @@ def _push(
 ) -> None:
     cfg = ctx.config
     words, scale, payload = x.data, x.scale, QUANTISE
-    if cfg.payload is None or scale is not None:
+    if fmt.payload is None or scale is not None:
         words = as_words(x.data, x.data.shape[1] * x.data.element_size())
         payload = WORDS if scale is None else MX
     row_words = x.data.shape[1] * x.data.element_size() // words.element_size()
     num_tokens = topk_idx.shape[0]
     kind = (payload, weights is not None, row_words)
-    ctx.launcher(("ll_push", *kind), plans.push, *kind)(
+    ctx.launcher(("ll_push", *kind), plans.push, *kind, fmt=fmt)(
         max(num_tokens, 1),
         words,
         # Pointers of the right type; not read with other payloads, or without weights.
@@ -131,15 +138,14 @@ def _push(
     )
 
 
-def _make_received(ctx: DispatchCombineContext, width: int, has_weights: bool) -> tuple[Rows, torch.Tensor | None]:
-    cfg = ctx.config
-    capacity, has_scales = cfg.recv_capacity, cfg.payload is not None
+def _make_received(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool) -> tuple[Rows, torch.Tensor | None]:
+    capacity, has_scales = ctx.config.recv_capacity, fmt.payload is not None
     assert capacity is not None, "EPConfig refuses a low-latency layer without"
-    dtype = torch.float8_e4m3fn if has_scales else cfg.token_dtype
-    recv_x = torch.empty(capacity, width, dtype=dtype, device=ctx.device)
+    dtype = torch.float8_e4m3fn if has_scales else fmt.dtype
+    recv_x = torch.empty(capacity, fmt.hidden, dtype=dtype, device=ctx.device)
     scale = weights = None
     if has_scales:
-        scale = torch.empty(capacity, width // 32, dtype=torch.uint8, device=ctx.device)
+        scale = torch.empty(capacity, fmt.hidden // 32, dtype=torch.uint8, device=ctx.device)
     if has_weights:
         weights = torch.empty(capacity, dtype=torch.float32, device=ctx.device)
     return Rows(recv_x, scale), weights
@@ -147,6 +153,7 @@ def _make_received(ctx: DispatchCombineContext, width: int, has_weights: bool) -
 
 def _expand(
     ctx: DispatchCombineContext,
+    fmt: RowFormat,
     recv: Rows,
     weights: torch.Tensor | None,
     copies: torch.Tensor,
@@ -157,7 +164,7 @@ def _expand(
     row_bytes = recv_x.shape[1] * recv_x.element_size()
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
-    ctx.launcher(("ll_expand", has_weights, row_words), plans.expand, has_weights, row_words)(
+    ctx.launcher(("ll_expand", has_weights, row_words), plans.expand, has_weights, row_words, fmt=fmt)(
         -(-cfg.world_size * cfg.max_tokens // plans.expanded_rows(INTERPRETING)),
         words,
         ctx.no_bytes if scale is None else scale,

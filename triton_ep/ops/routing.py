@@ -9,6 +9,7 @@ import torch
 
 from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
 from triton_ep.context.layout import entry_fields
+from triton_ep.context.rows import RowFormat
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import compact, exchange
 from triton_ep.runtime.plans.shape import ROUTING_TOKENS
@@ -127,12 +128,18 @@ def legal_scatter(topk_idx: torch.Tensor, scatter: torch.Tensor, num_experts: in
     return (inside | ~kept).all() & (taken[:-1] <= 1).all()
 
 
-def place(ctx: DispatchCombineContext, routing: Routing, placement: torch.Tensor, scatter: torch.Tensor | None) -> None:
+def place(
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    routing: Routing,
+    placement: torch.Tensor,
+    scatter: torch.Tensor | None,
+) -> None:
     """Turn slots into rows, in place, and tell the ranks of this node what will arrive; write the tile table."""
     cfg, weights = ctx.config, routing.weights
     static = cfg.recv_capacity is not None
     make = (exchange.place, weights is not None, scatter is not None)
-    ctx.launcher(("place", *make[1:]), *make)(
+    ctx.launcher(("place", *make[1:]), *make, fmt=fmt)(
         num_chunks(routing.num_tokens) + 1,
         routing.entries,
         routing.entries if scatter is None else scatter,
@@ -148,7 +155,7 @@ def place(ctx: DispatchCombineContext, routing: Routing, placement: torch.Tensor
         cfg.world_size,
         cfg.num_experts_per_rank,
         cfg.local_world_size,
-        ctx.sizes.wire_bytes,
+        fmt.wire_bytes,
         cfg.recv_capacity if static else NO_LIMIT,
         ctx.sizes.arrival_rows,
     )

@@ -7,17 +7,11 @@ buffers and epochs as any other; no term but one is not zero, so the sum is exac
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
-
 import torch
 
-from triton_ep.config import EPConfig
 from triton_ep.context.context import DispatchCombineContext, told
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.errors import ConfigError
 from triton_ep.ops import combine as combine_ops
-from triton_ep.runtime.plans.layers import narrow_shape
 
 
 def known_copies(
@@ -61,29 +55,12 @@ def to_slots(
         ConfigError: rows of the layer are shorter than one float32.
     """
     topk = ctx.config.topk
-    narrow = narrow_rows(ctx, topk)
-    width = narrow.config.hidden
+    narrow = ctx.rows.narrow(topk)
+    width = narrow.hidden
     parts = []
     for first in range(0, topk, width):
         column = torch.arange(first, first + width, dtype=torch.int32, device=values.device)
         rows = torch.where(slots.unsqueeze(1) == column, values.unsqueeze(1), 0.0)
-        parts.append(combine_ops.combine(narrow, rows, None, desc, of_slots=True))
+        parts.append(combine_ops.combine(ctx, narrow, rows, None, desc, of_slots=True))
     whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return whole[:, :topk].contiguous()
-
-
-def narrow_rows(ctx: DispatchCombineContext, columns: int) -> DispatchCombineContext:
-    """The same context, with float32 rows of up to `columns` elements that fit into the rows of the buffers."""
-    return ctx.of_rows(_narrow(ctx.config, columns))
-
-
-@lru_cache(maxsize=256)
-def _narrow(config: EPConfig, columns: int) -> EPConfig:
-    """Kept, because every backward pass asks for it."""
-    shape = narrow_shape(config.shape(), columns)
-    if shape is None:
-        raise ConfigError(
-            f"rows of {config.hidden} {config.token_dtype} are too short to carry gradients of routing weights. "
-            "Use a larger hidden size, or float32 rows."
-        )
-    return replace(config, hidden=shape.hidden, token_dtype=torch.float32, payload=None)

@@ -51,9 +51,9 @@ def waiting_programs(device: torch.device, num_sm: int) -> int:
 def expanding_programs(config: EPConfig, device: torch.device, overlapped: bool) -> int:
     """Programs of the kernel that expands rows, alone or beside the push, for which it waits.
 
-    By their registers (kernels/spec.py) four of them fit on a multiprocessor, and a program of the push in place of
-    two. Of two layers that dispatch at once, at most 3 * (multiprocessors - num_sm) programs wait here: on `num_sm`
-    multiprocessors there is room for a push, whatever is there first.
+    By their registers (triton_ep/runtime/plans/exchange.py) four of them fit on a multiprocessor, and a program of the
+    push in place of two. Of two layers that dispatch at once, at most 3 * (multiprocessors - num_sm) programs wait
+    here: on `num_sm` multiprocessors there is room for a push, whatever is there first.
     """
     if INTERPRETING:
         return 2

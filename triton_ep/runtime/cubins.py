@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 from triton_ep.errors import AotArchMismatch, AotMiss, AotNvshmemMismatch
 from triton_ep.runtime.driver import Driver
 from triton_ep.runtime.library import Entry, Library, default_folder
-from triton_ep.runtime.plans.asked import Asked
-from triton_ep.runtime.plans.layers import layer
+from triton_ep.runtime.plans.layers import layer_requests
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Shape
 
 _log = logging.getLogger("triton_ep.aot")
@@ -91,7 +91,7 @@ class CompiledLibrary:
         self._of_owner: WeakKeyDictionary[Any, dict[str, Kernel]] = WeakKeyDictionary()
         self._loaded: list[Any] = []
 
-    def kernel(self, asked: Asked, heap: Any = None) -> Kernel:
+    def kernel(self, request: KernelRequest, heap: Any = None) -> Kernel:
         """The kernel for this variant.
 
         heap: with `nvshmem_version` and `initialize_library`, for kernels that call NVSHMEM.
@@ -102,7 +102,7 @@ class CompiledLibrary:
             AotArchMismatch: the driver cannot run it on this GPU.
             AotNvshmemMismatch: its device code does not fit the NVSHMEM of this process.
         """
-        entry = self.library.find(asked)
+        entry = self.library.find(request)
         kernels = self._kernels
         if entry.nvshmem:
             check_nvshmem(entry.nvshmem, heap, self.library)
@@ -179,10 +179,10 @@ class Aot:
         """
         if self.compiled is None or self.prefer:
             return
-        library, wanted = self.compiled.library, layer(shape)
-        for kernel in dict.fromkeys(asked.kernel for asked in wanted):
-            of_kernel = [asked for asked in wanted if asked.kernel == kernel]
-            there = [asked for asked in of_kernel if library.has(asked)]
+        library, wanted = self.compiled.library, layer_requests(shape)
+        for kernel in dict.fromkeys(request.kernel for request in wanted):
+            of_kernel = [request for request in wanted if request.kernel == kernel]
+            there = [request for request in of_kernel if library.has(request)]
             if not there:
                 raise AotMiss(library.missing(of_kernel[0]))
             if version := library.find(there[0]).nvshmem:
@@ -198,15 +198,15 @@ class Aot:
             return None
         found = self.compiled.library.kernels.get(kernel)
         if found is None:
-            self._fall_back(AotMiss(self.compiled.library.missing(Asked(kernel, {}))))
+            self._fall_back(AotMiss(self.compiled.library.missing(KernelRequest(kernel, {}))))
         return found
 
-    def kernel(self, asked: Asked) -> Kernel | None:
+    def kernel(self, request: KernelRequest) -> Kernel | None:
         """The compiled kernel; None: it is to be compiled by the JIT. Raises as `CompiledLibrary.kernel`."""
         if self.compiled is None:
             return None
         try:
-            return self.compiled.kernel(asked, self.heap)
+            return self.compiled.kernel(request, self.heap)
         except (AotMiss, AotNvshmemMismatch) as error:
             self._fall_back(error)
         return None

@@ -22,14 +22,14 @@ import torch
 from triton_ep.errors import AotMiss, ConfigError, EPError, LaunchError
 from triton_ep.runtime.cubins import Aot, Kernel, choose
 from triton_ep.runtime.environment import read_environment
-from triton_ep.runtime.plans.asked import ask
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan
 
 
 def _choose_interpreter() -> bool:
-    asked = read_environment().triton_interpret
-    interpret = asked if asked is not None else not torch.cuda.is_available()
-    if interpret and not asked:
+    wanted = read_environment().triton_interpret
+    interpret = wanted if wanted is not None else not torch.cuda.is_available()
+    if interpret and not wanted:
         if "triton" in sys.modules:
             raise LaunchError(
                 "triton was imported before triton_ep on a machine without a GPU, so its kernels can neither be "
@@ -69,10 +69,10 @@ _ADDRESS = torch.Tensor.data_ptr
 
 @functools.cache
 def _specs() -> Mapping[str, Any]:
-    """KernelSpecs by name. Loads Triton, and the kernels, which are decorated at import."""
-    from triton_ep.kernels.spec import SPEC
+    """KernelSpecs by name. Loads Triton, and the kernels, which are declared at import."""
+    from triton_ep.kernels.spec import all_kernels
 
-    return SPEC
+    return all_kernels()
 
 
 @functools.cache
@@ -319,7 +319,7 @@ class Launcher:
             if actual != declared:
                 types[name] = actual
         numbers = {self._names[i]: args[i] for i in self._special}
-        wanted = ask(self.plan, types, numbers, [self._names[i] for i in unaligned])
+        wanted = KernelRequest.of(self.plan, types, numbers, [self._names[i] for i in unaligned])
         assert self._aot is not None, "asked where there is a library"
         found = self._aot.kernel(wanted)
         return None if found is None else (found, tuple(self._names.index(name) for name in wanted.ones))

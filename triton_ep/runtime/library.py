@@ -21,10 +21,10 @@ from typing import Any
 
 from triton_ep.errors import AotArchMismatch, AotCorrupted, AotMiss
 from triton_ep.runtime.environment import read_environment
-from triton_ep.runtime.plans.asked import Asked
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.sources import source_hash
 
-FORMAT = 1
+FORMAT = 2
 """Version of index.json; another one is not read."""
 INDEX = "index.json"
 _COMMAND = "python -m triton_ep.aot build"
@@ -50,7 +50,7 @@ class Entry:
     """One compiled kernel.
 
     Attributes:
-        asked: what it serves.
+        request: what it serves.
         file: path of the cubin below the architecture's folder.
         sha256: of the cubin.
         symbol: name of the kernel in the cubin.
@@ -61,7 +61,7 @@ class Entry:
         descriptors: of each tensor descriptor, how it swizzles and what its elements are.
     """
 
-    asked: Asked
+    request: KernelRequest
     file: str
     sha256: str
     symbol: str
@@ -107,40 +107,40 @@ class Library:
                 raise AotArchMismatch(self._wrong_arch(index["arch"]))
             for entry in self._entries.values():
                 check_entry(entry)
-                kernel = self.kernels[entry["asked"]["kernel"]]
+                kernel = self.kernels[entry["request"]["kernel"]]
                 if (
                     not kernel["source"]
                     or not isinstance(kernel["source"], str)
                     or not _SOURCE.fullmatch(kernel["file"])
                 ):
-                    raise TypeError(f"kernel {entry['asked']['kernel']} is {kernel!r}"[:200])
+                    raise TypeError(f"kernel {entry['request']['kernel']} is {kernel!r}"[:200])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, AotCorrupted | AotArchMismatch):
                 raise
             raise AotCorrupted(f"{path} is no index of a library: {error!r}. {self._again()}") from error
 
-    def find(self, asked: Asked) -> Entry:
+    def find(self, request: KernelRequest) -> Entry:
         """The entry of exactly this variant.
 
         Raises:
             AotMiss: naming what was asked, the closest of what is there, and the command that builds it; or the
                 kernel's sources have changed since.
         """
-        found = self._entries.get(asked.signature())
+        found = self._entries.get(request.signature())
         if found is None:
-            raise AotMiss(self.missing(asked))
-        kernel = self.kernels[asked.kernel]
+            raise AotMiss(self.missing(request))
+        kernel = self.kernels[request.kernel]
         if source_hash(kernel["file"]) != kernel["source"]:
             raise AotMiss(
-                f"{asked.kernel} in {self.folder} ({self.arch}) was built from other sources than kernels/"
+                f"{request.kernel} in {self.folder} ({self.arch}) was built from other sources than kernels/"
                 f"{kernel['file']} and what it imports. Build it again: {self.command()} --variant "
-                f"{shlex.quote(asked.text())}"
+                f"{shlex.quote(request.text())}"
             )
         return self._entry(found)
 
-    def has(self, asked: Asked) -> bool:
+    def has(self, request: KernelRequest) -> bool:
         """True if there is an entry for this variant."""
-        return asked.signature() in self._entries
+        return request.signature() in self._entries
 
     @cached_property
     def entries(self) -> list[Entry]:
@@ -168,16 +168,22 @@ class Library:
             )
         return cubin
 
-    def missing(self, asked: Asked) -> str:
+    def missing(self, request: KernelRequest) -> str:
         """What to tell whoever asked for a variant that is not there."""
-        same = [Asked.from_dict(entry["asked"]) for entry in self._entries.values() if _kernel(entry) == asked.kernel]
-        text = f"{asked.kernel} is not in the ahead-of-time library {self.folder} ({self.arch}) as {asked.text()}. "
+        same = [
+            KernelRequest.from_dict(entry["request"])
+            for entry in self._entries.values()
+            if _kernel(entry) == request.kernel
+        ]
+        text = f"{request.kernel} is not in the ahead-of-time library {self.folder} ({self.arch}) as {request.text()}. "
         if same:
-            closest = min(same, key=lambda other: len(_differences(asked, other)))
-            text += f"There are {len(same)} variants of it; the closest has {', '.join(_differences(asked, closest))}. "
+            closest = min(same, key=lambda other: len(_differences(request, other)))
+            text += (
+                f"There are {len(same)} variants of it; the closest has {', '.join(_differences(request, closest))}. "
+            )
         else:
             text += f"It has no variant of that kernel, and {len(self._entries)} of others. "
-        command = f"{self.command()} --variant {shlex.quote(asked.text())}"
+        command = f"{self.command()} --variant {shlex.quote(request.text())}"
         return text + f'Build it: {command}; or let the JIT compile what is missing: aot="prefer".'
 
     def command(self) -> str:
@@ -186,7 +192,7 @@ class Library:
 
     def _entry(self, values: Mapping[str, Any]) -> Entry:
         return Entry(
-            asked=Asked.from_dict(values["asked"]),
+            request=KernelRequest.from_dict(values["request"]),
             params=tuple(values["params"]),
             descriptors=tuple(values.get("descriptors", ())),
             **{name: values[name] for name in (*_FIELDS, "nvshmem") if name in values},
@@ -208,22 +214,22 @@ def check_entry(entry: Any) -> None:
         raise TypeError(f"an entry is {entry!r}"[:200])
     if Path(entry["file"]).name != entry["file"]:
         raise TypeError(f"the file {entry['file']!r:.80} is not in the folder of the index")
-    if not isinstance(entry["params"], list) or not isinstance(entry["asked"]["kernel"], str):
+    if not isinstance(entry["params"], list) or not isinstance(entry["request"]["kernel"], str):
         raise TypeError(f"an entry of {entry['file']} lacks what it is for")
-    Asked.from_dict(entry["asked"])
+    KernelRequest.from_dict(entry["request"])
 
 
 def _kernel(entry: Mapping[str, Any]) -> str:
-    return str(entry["asked"]["kernel"])
+    return str(entry["request"]["kernel"])
 
 
-def _flat(asked: Asked) -> dict[str, Any]:
-    values = asked.as_dict()
+def _flat(request: KernelRequest) -> dict[str, Any]:
+    values = request.as_dict()
     return {**values.pop("constexprs", {}), **values.pop("types", {}), **values}
 
 
-def _differences(asked: Asked, other: Asked) -> list[str]:
+def _differences(request: KernelRequest, other: KernelRequest) -> list[str]:
     """Where `other` is different, as text: "KP=8 (asked: 4)"."""
-    mine, theirs = _flat(asked), _flat(other)
+    mine, theirs = _flat(request), _flat(other)
     names = sorted({*mine, *theirs})
     return [f"{n}={theirs.get(n)} (asked: {mine.get(n)})" for n in names if mine.get(n) != theirs.get(n)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triton_ep.runtime.plans.exchange import watched_sources
+from triton_ep.runtime.plans.exchange import EXPANDING, watched_sources
 from triton_ep.runtime.plans.shape import Plan, Shape, next_power_of_2
 
 
@@ -16,7 +16,7 @@ def copy_out(s: Shape, has_scales: bool, has_idx: bool, has_weights: bool, row_w
         **s.tile(row_words, 1024),
     }
     rows, options = s.chosen("expand")
-    options = {"num_warps": 4} | options
+    options = EXPANDING | options
     constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
     return Plan("compact_rows_kernel", constexprs | rows, **options)
 

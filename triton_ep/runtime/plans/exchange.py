@@ -20,6 +20,10 @@ from triton_ep.runtime.plans.shape import CHUNK, ROUTING_TOKENS, Plan, Shape, ne
 SPLITS_COLUMNS = 16
 """Columns of a program of the splits exchange."""
 _SEGMENTS = 4096  # of a program's tile, at most, unless one owner has more
+_PUSH_REGISTERS = 64
+"""Of a thread: a program fits beside programs of the kernel that expands rows, which wait for it."""
+EXPANDING = {"num_warps": 4, "maxnreg": 128}
+"""Warps and registers of kernels that lay out arrived rows: they fit beside the push, for which they wait."""
 
 
 def count(s: Shape) -> Plan:
@@ -92,7 +96,7 @@ def push(s: Shape, payload: int, row_words: int) -> Plan:
     }
     rows, options = s.chosen("push")
     # Pointers to scales take registers as well.
-    options = {"num_warps": 16 if payload == WORDS else 8} | options
+    options = {"num_warps": 16 if payload == WORDS else 8, "maxnreg": _PUSH_REGISTERS} | options
     return Plan("dispatch_push_kernel", constexprs | rows, **options)
 
 
@@ -135,12 +139,12 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
     }
     if landing in (LANDING_ROW, LANDING_BF16):
         # More rows of short ones would spill registers; what was tuned are rows as they travel.
-        tile, options = s.tile(row_words, 2048), {"num_warps": 4}
+        tile, options = s.tile(row_words, 2048), EXPANDING
         most = 4 if landing == LANDING_ROW else 2
         tile["ROWS"] = tile["ROWS"] if s.interpreted else min(tile["ROWS"], most)
     else:
         rows, options = s.chosen("expand")
-        tile, options = s.tile(row_words, 1024) | rows, {"num_warps": 4} | options
+        tile, options = s.tile(row_words, 1024) | rows, EXPANDING | options
     constexprs |= {**tile, "TILES": -(-row_words // tile["BLOCK_H"])}
     constexprs["SOURCES"] = watched_sources(s, options["num_warps"])
     return Plan("dispatch_expand_kernel", constexprs, **options)

@@ -15,8 +15,8 @@ from triton_ep.kernels.device.codes import (
     ACT_SILU,
     TILE_ROWS,
 )
-from triton_ep.runtime.plans.asked import Asked
 from triton_ep.runtime.plans.compute import BAND
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import next_power_of_2
 
 KINDS = {"silu": ACT_SILU, "gelu": ACT_GELU, "relu": ACT_RELU, "relu2": ACT_RELU2}
@@ -235,13 +235,14 @@ def experts(
     aligned: tuple[bool, ...] = (True,),
     bias: str | None = None,
     exact: bool = False,
+    tma: bool = True,
     kind: str = "silu",
     gated: bool = True,
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
     arch: str = "sm_90",
-) -> list[Asked]:
+) -> list[KernelRequest]:
     """The experts of a MoE layer, forward and the gradients of rows, for sizes that are multiples of 64.
 
     Arguments:
@@ -251,31 +252,32 @@ def experts(
         weights: rows have weights. aligned: segments are multiples of 128 rows.
         bias: dtype of biases, "bf16" or "fp32"; None: there are none.
         exact: the activation is MXFP8 in bf16, too.
+        tma: operands are read in boxes, or by addresses, where they fit no box.
         kind, gated, limit, alpha, up_offset: the activation.
         arch: whose tiles.
     """
     activation = activation_constexprs(kind, gated, limit, alpha, up_offset)
-    found = [Asked("tile_table_kernel", {"SP": segments_power(experts_per_rank)})]
+    found = [KernelRequest("tile_table_kernel", {"SP": segments_power(experts_per_rank)})]
     for how in arithmetic:
         rows_of = {few: 1 if few else TILE_ROWS for few in few_rows}
         for few, mean in rows_of.items():
             means = [16, 32, 64] if few and how != "bf16" else [mean]
             for rows in means:
                 acts = ["mx"] if how != "bf16" else ["bf16", "mx_bf16"] if exact else ["bf16"]
-                tile = product_tile("gate_up", how, rows, arch, True, 2 if gated else 1)
+                tile = product_tile("gate_up", how, rows, arch, tma, 2 if gated else 1)
                 for act in acts:
                     for pre in training:
                         for weighted in weights:
                             has = (bias is not None, weighted, pre)
-                            found.append(_gate_up(tile, experts_per_rank, how, has, act, activation, bias))
-                tile = product_tile("rows", how, rows, arch, True)
+                            found.append(_gate_up(tile, experts_per_rank, tma, how, has, act, activation, bias))
+                tile = product_tile("rows", how, rows, arch, tma)
                 majors = [True, False] if how == "bf16" and any(training) else [True]
                 for k_major in majors:
                     for whole in aligned:
                         # A gradient of rows has no bias; its weights are read across in bf16, transposed in FP8.
                         back = how != "bf16" and any(training)
                         for given in {bias if k_major else None, *([None] if back else [])}:
-                            found.append(_rows(tile, experts_per_rank, how, k_major, whole, given, any(weights)))
+                            found.append(_rows(tile, experts_per_rank, tma, how, k_major, whole, given, any(weights)))
     if set(arithmetic) - {"bf16"}:
         found += _row_scales(training)
     return found
@@ -284,17 +286,18 @@ def experts(
 def _gate_up(
     tile: ProductTile,
     experts: int,
+    tma: bool,
     how: str,
     has: tuple[bool, bool, bool],
     act: str,
     activation: dict[str, Any],
     bias: str | None,
-) -> Asked:
+) -> KernelRequest:
     scaled, halves = how != "bf16", 2 if activation["GATED"] else 1
     element = "fp8e4nv" if scaled else "bf16"
     types = {
-        "x": f"tensordesc<{element}[{tile.box_rows},{tile.k}]>",
-        "w": f"tensordesc<{element}[{halves},{tile.n},{tile.k}]>",
+        "x": _operand(element, tma, tile.box_rows, tile.k),
+        "w": _operand(element, tma, halves, tile.n, tile.k),
         "x_scale_ptr": "*fp32" if scaled else "*i32",
         "w_scale_ptr": "*fp32" if scaled else "*i32",
         "bias_ptr": f"*{bias}" if bias else "*i32",
@@ -303,43 +306,54 @@ def _gate_up(
         "act_scale_ptr": "*u8" if act == "mx" else "*i32",
         "pre_ptr": "*bf16" if has[2] else "*i32",
     }
-    constexprs = gate_up_constexprs(tile, experts, True, scaled, has, act, activation)
-    return Asked("gate_up_kernel", constexprs, types, ("f", "k"), num_warps=tile.warps)
+    constexprs = gate_up_constexprs(tile, experts, tma, scaled, has, act, activation)
+    return KernelRequest("gate_up_kernel", constexprs, types, ("f", "k"), num_warps=tile.warps)
+
+
+def _operand(element: str, tma: bool, *box: int) -> str:
+    return f"tensordesc<{element}[{','.join(map(str, box))}]>" if tma else f"*{element}"
 
 
 def _rows(
-    tile: ProductTile, experts: int, how: str, k_major: bool, aligned: bool, bias: str | None, weighted: bool
-) -> Asked:
+    tile: ProductTile,
+    experts: int,
+    tma: bool,
+    how: str,
+    k_major: bool,
+    aligned: bool,
+    bias: str | None,
+    weighted: bool,
+) -> KernelRequest:
     scaled = how != "bf16"
     element = "fp8e4nv" if scaled else "bf16"
-    constexprs = rows_constexprs(tile, experts, True, scaled, k_major, aligned, (bias is not None, weighted))
+    constexprs = rows_constexprs(tile, experts, tma, scaled, k_major, aligned, (bias is not None, weighted))
     types = {
-        "a": f"tensordesc<{element}[{tile.box_rows},{tile.k}]>",
-        "w": f"tensordesc<{element}[{f'{tile.n},{tile.k}' if k_major else f'{tile.k},{tile.n}'}]>",
+        "a": _operand(element, tma, tile.box_rows, tile.k),
+        "w": _operand(element, tma, *((tile.n, tile.k) if k_major else (tile.k, tile.n))),
         "out": f"tensordesc<bf16[{tile.m},{tile.n // 2}]>" if constexprs["BOX_STORES"] else "*bf16",
         "a_scale_ptr": "*fp32" if scaled else "*i32",
         "w_scale_ptr": "*fp32" if scaled else "*i32",
         "bias_ptr": f"*{bias}" if bias else "*i32",
         "row_weights_ptr": "*fp32" if bias and weighted else "*i32",
     }
-    return Asked("rows_product_kernel", constexprs, types, ("k", "n", "stride_om"), num_warps=tile.warps)
+    return KernelRequest("rows_product_kernel", constexprs, types, ("k", "n", "stride_om"), num_warps=tile.warps)
 
 
-def _row_scales(training: tuple[bool, ...]) -> list[Asked]:
+def _row_scales(training: tuple[bool, ...]) -> list[KernelRequest]:
     """What makes and takes apart row scales, of rows in use and of whole weights."""
     tile = row_scale_tile(1024, interpreted=False)
     in_use = offsets_constexprs(True) | tile
     found = [
-        Asked("rebase_rows_kernel", in_use, {"offs_ptr": "*i32"}, ("k",)),
-        Asked("quantize_to_rows_kernel", in_use, {"x_ptr": "*bf16", "offs_ptr": "*i32"}, ("k",)),
+        KernelRequest("rebase_rows_kernel", in_use, {"offs_ptr": "*i32"}, ("k",)),
+        KernelRequest("quantize_to_rows_kernel", in_use, {"x_ptr": "*bf16", "offs_ptr": "*i32"}, ("k",)),
     ]
     if any(training):
         back = offsets_constexprs(True) | row_tile(1024, interpreted=False)
         types = {"offs_ptr": "*i32", "out_ptr": "*bf16"}
-        found.append(Asked("dequantize_rows_in_use_kernel", back, types, ("k",)))
+        found.append(KernelRequest("dequantize_rows_in_use_kernel", back, types, ("k",)))
         for fprop, dgrad in ((True, True), (True, False), (False, True)):
             maxima = {"ROWS": fprop, "COLUMNS": dgrad, **maxima_tile(interpreted=False)}
             copies = {"FPROP": fprop, "DGRAD": dgrad, **prepare_tile(interpreted=False)}
-            found.append(Asked("weight_maxima_kernel", maxima, {"w_ptr": "*bf16"}, ("k", "n")))
-            found.append(Asked("prepare_weights_kernel", copies, {"w_ptr": "*bf16"}, ("k", "n")))
+            found.append(KernelRequest("weight_maxima_kernel", maxima, {"w_ptr": "*bf16"}, ("k", "n")))
+            found.append(KernelRequest("prepare_weights_kernel", copies, {"w_ptr": "*bf16"}, ("k", "n")))
     return found

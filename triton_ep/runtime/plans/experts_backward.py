@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from triton_ep.kernels.device.codes import TILE_ROWS
-from triton_ep.runtime.plans.asked import Asked
 from triton_ep.runtime.plans.compute import BAND, Tile, wgrad_constexprs
 from triton_ep.runtime.plans.compute import WGRAD as MASKED_WGRAD
 from triton_ep.runtime.plans.compute import WGRAD_ADDED as MASKED_WGRAD_ADDED
 from triton_ep.runtime.plans.experts import ProductTile, activation_constexprs
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan, next_power_of_2
 
 WGRAD = Tile(128, 128, 64, 3, 4)
@@ -111,7 +111,7 @@ def experts_backward(
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
-) -> list[Asked]:
+) -> list[KernelRequest]:
     """Gradients of the experts of a MoE layer and of a weighted combine, for sizes that are multiples of 64.
 
     Arguments:
@@ -134,20 +134,22 @@ def experts_backward(
     if bias is not None:
         for weighted in sorted({False, *weights}):
             types = {"weights_ptr": "*fp32" if weighted else "*bf16"}
-            found.append(_asked(bias_gradient(1024, weighted, interpreted=False), types, ("n",)))
+            found.append(_request(bias_gradient(1024, weighted, interpreted=False), types, ("n",)))
     for mx in (False, True):
         for offs in (False, True):
             types = {"dy_ptr": "*fp8e4nv" if mx else "*bf16", "dy_scale_ptr": "*u8" if mx else "*bf16"}
             types |= {"y_ptr": "*bf16", "grad_ptr": "*bf16", "offs_ptr": "*i32" if offs else "*fp32"}
-            found.append(_asked(weighted_rows(1024, mx, offs, interpreted=False), types, ("hidden",)))
-    return list({asked.signature(): asked for asked in found}.values())
+            found.append(_request(weighted_rows(1024, mx, offs, interpreted=False), types, ("hidden",)))
+    return list({request.signature(): request for request in found}.values())
 
 
-def _asked(plan: Plan, types: Mapping[str, str], aligned: tuple[str, ...], unaligned: tuple[str, ...] = ()) -> Asked:
-    return Asked(plan.kernel, plan.constexprs, types, aligned, unaligned=unaligned, num_warps=plan.num_warps)
+def _request(
+    plan: Plan, types: Mapping[str, str], aligned: tuple[str, ...], unaligned: tuple[str, ...] = ()
+) -> KernelRequest:
+    return KernelRequest(plan.kernel, plan.constexprs, types, aligned, unaligned=unaligned, num_warps=plan.num_warps)
 
 
-def _down(how: str, weighted: bool, activation: Mapping[str, Any]) -> Asked:
+def _down(how: str, weighted: bool, activation: Mapping[str, Any]) -> KernelRequest:
     fp8 = how != "bf16"
     tile = down_tile(fp8, how == "fast", interpreted=False)
     element, scale = ("fp8e4nv", "*fp32") if fp8 else ("bf16", "*i32")
@@ -159,20 +161,20 @@ def _down(how: str, weighted: bool, activation: Mapping[str, Any]) -> Asked:
     }
     if not weighted:
         types |= {"weights_ptr": "*i32", "shares_ptr": "*i32"}
-    return _asked(down_dgrad(tile, fp8, fp8, weighted, activation), types, ("ffn", "hidden"))
+    return _request(down_dgrad(tile, fp8, fp8, weighted, activation), types, ("ffn", "hidden"))
 
 
-def _row_weights(fp8: bool, bias: str | None) -> Asked:
+def _row_weights(fp8: bool, bias: str | None) -> KernelRequest:
     plan = row_weight_gradient(1024, bias is not None, fp8, interpreted=False)
     types = {
         "dy_ptr": "*i32" if bias is None else "*fp8e4nv" if fp8 else "*bf16",
         "dy_scale_ptr": "*fp32" if fp8 and bias is not None else "*i32",
         "bias_ptr": "*i32" if bias is None else f"*{bias}",
     }
-    return _asked(plan, types, ("hidden",))
+    return _request(plan, types, ("hidden",))
 
 
-def _weights(experts: int, added: bool) -> Asked:
+def _weights(experts: int, added: bool) -> KernelRequest:
     plan, tile = weight_gradient(experts, added, interpreted=False)
     types = {
         "x": f"tensordesc<bf16[{tile.k},{tile.m}]>",
@@ -181,10 +183,10 @@ def _weights(experts: int, added: bool) -> Asked:
         if added
         else f"tensordesc<bf16[1,{tile.m},{tile.n // 2}]>",
     }
-    return _asked(plan, types, ("num_i", "num_j"))
+    return _request(plan, types, ("num_i", "num_j"))
 
 
-def _masked_weights(experts: int, added: bool) -> Asked:
+def _masked_weights(experts: int, added: bool) -> KernelRequest:
     """Of segments of any length, whose ends stand one behind the start of their table."""
     tile = MASKED_WGRAD_ADDED if added else MASKED_WGRAD
     types = {
@@ -193,4 +195,4 @@ def _masked_weights(experts: int, added: bool) -> Asked:
         "out_ptr": "*fp32" if added else "*bf16",
     }
     plan = Plan("grouped_wgrad_kernel", wgrad_constexprs(experts, tile, True, added))
-    return _asked(plan, types, ("num_i", "num_j", "stride_xm", "stride_ym"), ("ends_ptr",))
+    return _request(plan, types, ("num_i", "num_j", "stride_xm", "stride_ym"), ("ends_ptr",))

@@ -15,12 +15,12 @@ from triton_ep.kernels.device.codes import (
     WORDS,
 )
 from triton_ep.runtime.plans import compact, exchange, experts_backward, low_latency
-from triton_ep.runtime.plans.asked import Asked, ask
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import TOKEN_BYTES, WORD_BYTES, Shape, word_type
 
 
 @dataclass(frozen=True)
-class Uses:
+class LayerCalls:
     """How a layer is called; each True or tuple doubles some of its kernels.
 
     Attributes:
@@ -58,9 +58,9 @@ def landed_words(landing: int, hidden: int) -> tuple[str, int]:
     return "i32" if landing == LANDING_ROW else "i64", hidden // 4
 
 
-def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
+def layer_requests(s: Shape, uses: LayerCalls | None = None) -> list[KernelRequest]:
     """What `EPAll2AllLayer` of this shape asks for, without repetition."""
-    given = uses = Uses() if uses is None else uses
+    given = uses = LayerCalls() if uses is None else uses
     # A refused call sends no rows, with int32 ids and without weights.
     uses = replace(uses, weights=tuple(sorted({False, *uses.weights})), ids=tuple(sorted({"i32", *uses.ids})))
     found = list(_barriers(s))
@@ -71,7 +71,7 @@ def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
         if uses.maps:
             found += _maps(s, given)
         if (uses.gradients or uses.compact) and (narrow := narrow_shape(s, s.topk)) is not None:
-            found += _combine(narrow, Uses(weights=(False,), compact=uses.compact))
+            found += _combine(narrow, LayerCalls(weights=(False,), compact=uses.compact))
         if uses.gradients and True in uses.weights:
             found += _weighted_rows(s)
         if uses.fp8_rows:
@@ -80,17 +80,17 @@ def layer(s: Shape, uses: Uses | None = None) -> list[Asked]:
             found += _compact_rows(s, uses, given)
     if uses.slabs:
         found += _slabs(s, uses)
-    return list({asked.signature(): asked for asked in found}.values())
+    return list({request.signature(): request for request in found}.values())
 
 
-def _weighted_rows(s: Shape) -> Iterator[Asked]:
+def _weighted_rows(s: Shape) -> Iterator[KernelRequest]:
     """Backward of a combine with weights; in static mode of the rows in use."""
     mx = s.payload is not None
     types = {"dy_ptr": "*fp8e4nv" if mx else f"*{s.token}", "dy_scale_ptr": "*u8" if mx else f"*{s.token}"}
     types |= {"y_ptr": f"*{s.token}", "grad_ptr": f"*{s.token}"}
     for offs in (False, True):
         plan = experts_backward.weighted_rows(s.hidden, mx, offs, s.interpreted)
-        yield ask(plan, types | {"offs_ptr": "*i32" if offs else "*fp32"}, {"hidden": s.hidden})
+        yield KernelRequest.of(plan, types | {"offs_ptr": "*i32" if offs else "*fp32"}, {"hidden": s.hidden})
 
 
 def narrow_shape(s: Shape, columns: int) -> Shape | None:
@@ -103,33 +103,33 @@ def narrow_shape(s: Shape, columns: int) -> Shape | None:
     return replace(s, hidden=width, token="fp32", payload=None) if width else None
 
 
-def _barriers(s: Shape) -> Iterator[Asked]:
+def _barriers(s: Shape) -> Iterator[KernelRequest]:
     for intra_node_only in (False, True):
-        yield ask(exchange.barrier(s, intra_node_only))
+        yield KernelRequest.of(exchange.barrier(s, intra_node_only))
 
 
-def _routing(s: Shape, uses: Uses) -> Iterator[Asked]:
+def _routing(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     for ids in uses.ids:
-        yield ask(exchange.count(s), {"topk_idx_ptr": f"*{ids}"})
+        yield KernelRequest.of(exchange.count(s), {"topk_idx_ptr": f"*{ids}"})
     for scatter in sorted({False, *uses.scatter}):
-        yield ask(exchange.splits(s, scatter))
+        yield KernelRequest.of(exchange.splits(s, scatter))
     yield from _places(s, uses)
 
 
-def _maps(s: Shape, given: Uses) -> Iterator[Asked]:
+def _maps(s: Shape, given: LayerCalls) -> Iterator[KernelRequest]:
     """Ids and weights of routing maps."""
     for probs in given.weights:
         # The exact mode reports a token with too many experts, budgets count them.
         for excess in (False, True):
-            yield ask(compact.map_slots(s, probs, excess))
+            yield KernelRequest.of(compact.map_slots(s, probs, excess))
 
 
-def _places(s: Shape, uses: Uses) -> Iterator[Asked]:
+def _places(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     for scatter in sorted({False, *uses.scatter}):
         for weights in uses.weights:
             for kind in uses.ids if scatter else ("i32",):
                 types = {"scatter_idx_ptr": f"*{kind}"}
-                yield ask(exchange.place(s, weights, scatter), types, {"row_bytes": s.wire_bytes})
+                yield KernelRequest.of(exchange.place(s, weights, scatter), types, {"row_bytes": s.wire_bytes})
 
 
 def _scaled(s: Shape) -> Shape:
@@ -144,52 +144,54 @@ def _words(row_bytes: int, pointer: str) -> tuple[dict[str, str], dict[str, int]
     return {pointer: f"*{word}"}, {"row_words": row_words}, row_words
 
 
-def _dispatch(s: Shape, uses: Uses, quantize: bool = True) -> Iterator[Asked]:
+def _dispatch(s: Shape, uses: LayerCalls, quantize: bool = True) -> Iterator[KernelRequest]:
     payload = WORDS if s.payload is None else MX
     row_bytes = s.payload_bytes if s.payload is None else s.hidden
     if payload == MX and quantize:
         types = {"x_ptr": f"*{s.token}", "elements_ptr": "*fp8e4nv"}
-        yield ask(exchange.quantize(s, 1), types)
+        yield KernelRequest.of(exchange.quantize(s, 1), types)
     types, numbers, row_words = _words(row_bytes, "x_ptr")
-    yield ask(exchange.push(s, payload, row_words), types, numbers)
+    yield KernelRequest.of(exchange.push(s, payload, row_words), types, numbers)
     for weights in uses.weights:
         if s.num_nodes > 1:
-            yield ask(exchange.send(s, payload, row_words, weights), types, numbers)
+            yield KernelRequest.of(exchange.send(s, payload, row_words, weights), types, numbers)
             wire_types, wire_numbers, wire_words = _words(s.wire_bytes, "word_ptr")
             for reduced in sorted({s.enable_local_combine, uses.compact or s.enable_local_combine}):
-                yield ask(exchange.forward(s, weights, reduced, wire_words), wire_types, wire_numbers)
+                yield KernelRequest.of(exchange.forward(s, weights, reduced, wire_words), wire_types, wire_numbers)
         yield from _expansions(s, uses, weights, row_bytes)
 
 
-def _expansions(s: Shape, uses: Uses, weights: bool, row_bytes: int) -> Iterator[Asked]:
+def _expansions(s: Shape, uses: LayerCalls, weights: bool, row_bytes: int) -> Iterator[KernelRequest]:
     types, numbers, row_words = _words(row_bytes, "recv_x_ptr")
     scales = {"recv_scale_ptr": "*u8"}
     landing = LANDING_WORDS if s.payload is None else LANDING_MX
     for keep in sorted({s.enable_local_combine, s.enable_local_combine or uses.maps}):
-        yield ask(exchange.expand(s, landing, weights, keep, row_words), types | scales, numbers)
+        yield KernelRequest.of(exchange.expand(s, landing, weights, keep, row_words), types | scales, numbers)
     for name in uses.landing if s.payload is not None else ():
         landing = LANDINGS[name]
         word, row_words = landed_words(landing, s.hidden)
         types = {"recv_x_ptr": f"*{word}", "recv_scale_ptr": "*fp32" if landing == LANDING_ROW else "*u8"}
         plan = exchange.expand(s, landing, weights, s.enable_local_combine, row_words)
-        yield ask(plan, types, {"row_words": row_words})
+        yield KernelRequest.of(plan, types, {"row_words": row_words})
 
 
-def _compact_rows(s: Shape, uses: Uses, given: Uses) -> Iterator[Asked]:
+def _compact_rows(s: Shape, uses: LayerCalls, given: LayerCalls) -> Iterator[KernelRequest]:
     """Arrived rows, one per (token, rank); ids and weights with them as given."""
     for ids in given.ids:
-        yield ask(compact.token_layout(s.topk, s.world_size, s.interpreted), {"topk_idx_ptr": f"*{ids}"})
+        yield KernelRequest.of(compact.token_layout(s.topk, s.world_size, s.interpreted), {"topk_idx_ptr": f"*{ids}"})
     for scales, row_bytes in [(False, s.payload_bytes), (True, s.hidden)][: 1 + uses.fp8_rows]:
         types, numbers, row_words = _words(row_bytes, "recv_x_ptr")
         # Where nobody wants ids, a pointer to int32 stands in for them.
-        yield ask(compact.copy_out(s, scales, False, False, row_words), types | {"recv_idx_ptr": "*i32"}, numbers)
+        yield KernelRequest.of(
+            compact.copy_out(s, scales, False, False, row_words), types | {"recv_idx_ptr": "*i32"}, numbers
+        )
         for ids in given.ids:
             for weights in given.weights:
                 kinds = types | {"recv_idx_ptr": f"*{ids}"}
-                yield ask(compact.copy_out(s, scales, True, weights, row_words), kinds, numbers)
+                yield KernelRequest.of(compact.copy_out(s, scales, True, weights, row_words), kinds, numbers)
 
 
-def _slabs(s: Shape, uses: Uses) -> Iterator[Asked]:
+def _slabs(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     rows = [s.payload_bytes] if s.payload is None else [s.hidden, s.hidden // 32]
     if uses.fp8_rows:
         rows += [s.hidden, s.hidden // 32]
@@ -197,44 +199,44 @@ def _slabs(s: Shape, uses: Uses) -> Iterator[Asked]:
         for row_bytes in lengths:
             types, numbers, row_words = _words(row_bytes, "source_ptr")
             plan = compact.slab_rows(pack, row_words, s.interpreted)
-            yield ask(plan, types | {"dest_ptr": types["source_ptr"]}, numbers)
+            yield KernelRequest.of(plan, types | {"dest_ptr": types["source_ptr"]}, numbers)
 
 
-def _combine(s: Shape, uses: Uses) -> Iterator[Asked]:
+def _combine(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     kinds = [s.topk] if s.enable_local_combine else [0]
     for copies in [*kinds, 1] if uses.compact else kinds:
         yield from _sums(s, uses, copies)
 
 
-def _sums(s: Shape, uses: Uses, copies: int) -> Iterator[Asked]:
+def _sums(s: Shape, uses: LayerCalls, copies: int) -> Iterator[KernelRequest]:
     """copies: of a token that are summed before they are published, at most; 0: none is."""
     reduced, hidden = copies > 0, {"hidden": s.hidden}
     for weights in uses.weights:
         if reduced:
-            yield ask(exchange.reduce(s, weights, copies), {"y_ptr": f"*{s.token}"}, hidden)
+            yield KernelRequest.of(exchange.reduce(s, weights, copies), {"y_ptr": f"*{s.token}"}, hidden)
         else:
             types, numbers, row_words = _words(s.payload_bytes, "y_ptr")
-            yield ask(exchange.stage(s, weights, row_words), types, numbers)
+            yield KernelRequest.of(exchange.stage(s, weights, row_words), types, numbers)
         summed = weights and not reduced
         if s.num_nodes > 1:
-            yield ask(exchange.partial(s, summed, reduced), {"like_x_ptr": f"*{s.token}"}, hidden)
-        yield ask(exchange.pull(s, summed, reduced), {"out_ptr": f"*{s.token}"}, hidden)
+            yield KernelRequest.of(exchange.partial(s, summed, reduced), {"like_x_ptr": f"*{s.token}"}, hidden)
+        yield KernelRequest.of(exchange.pull(s, summed, reduced), {"out_ptr": f"*{s.token}"}, hidden)
     if not reduced:
-        yield ask(exchange.publish(s))
-        yield ask(exchange.free(s))
+        yield KernelRequest.of(exchange.publish(s))
+        yield KernelRequest.of(exchange.free(s))
 
 
-def _low_latency(s: Shape, uses: Uses) -> Iterator[Asked]:
+def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     yield from _low_latency_dispatch(s, [WORDS] if s.payload is None else [QUANTISE, MX][: 1 + uses.quantized], uses)
     if uses.fp8_rows:
         yield from _low_latency_dispatch(_scaled(s), [MX], uses)
     hidden = {"hidden": s.hidden}
     for weights in uses.weights:
-        yield ask(low_latency.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
-    yield ask(low_latency.sum(s), {"out_ptr": f"*{s.token}"}, hidden)
+        yield KernelRequest.of(low_latency.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
+    yield KernelRequest.of(low_latency.sum_ranks(s), {"out_ptr": f"*{s.token}"}, hidden)
 
 
-def _low_latency_dispatch(s: Shape, kinds: list[int], uses: Uses) -> Iterator[Asked]:
+def _low_latency_dispatch(s: Shape, kinds: list[int], uses: LayerCalls) -> Iterator[KernelRequest]:
     """kinds: of what the push is given (kernels/device/rows.py)."""
     for weights in uses.weights:
         for kind in kinds:
@@ -244,6 +246,6 @@ def _low_latency_dispatch(s: Shape, kinds: list[int], uses: Uses) -> Iterator[As
                 types, numbers, row_words = _words(s.payload_bytes if kind == WORDS else s.hidden, "x_ptr")
             for ids in uses.ids:
                 given = types | {"topk_idx_ptr": f"*{ids}"}
-                yield ask(low_latency.push(s, kind, weights, row_words), given, numbers)
+                yield KernelRequest.of(low_latency.push(s, kind, weights, row_words), given, numbers)
         types, numbers, row_words = _words(s.payload_bytes if s.payload is None else s.hidden, "recv_x_ptr")
-        yield ask(low_latency.expand(s, weights, row_words), types, numbers)
+        yield KernelRequest.of(low_latency.expand(s, weights, row_words), types, numbers)

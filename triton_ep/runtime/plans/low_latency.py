@@ -5,10 +5,6 @@ from __future__ import annotations
 from triton_ep.kernels.device.codes import QUANTISE
 from triton_ep.runtime.plans.shape import Plan, Shape, next_power_of_2
 
-_PUSH_WARPS = 8
-_EXPAND_WARPS = 4
-_REDUCE_WARPS = 8
-_SUM_WARPS = 8
 _SUM_PARTS = 2
 
 
@@ -32,7 +28,7 @@ def push(s: Shape, payload: int, has_weights: bool, row_words: int) -> Plan:
         **_columns(s, row_words, 4096 if payload == QUANTISE else 1024),
         **s.common("TOPK", "KP", "WP"),
     }
-    return Plan("low_latency_push_kernel", constexprs, _PUSH_WARPS)
+    return Plan("low_latency_push_kernel", constexprs)
 
 
 def expand(s: Shape, has_weights: bool, row_words: int) -> Plan:
@@ -46,7 +42,7 @@ def expand(s: Shape, has_weights: bool, row_words: int) -> Plan:
         **_columns(s, row_words, 2048),
         **s.common("TOPK", "KP", "WP"),
     }
-    return Plan("low_latency_expand_kernel", constexprs, _EXPAND_WARPS)
+    return Plan("low_latency_expand_kernel", constexprs)
 
 
 def reduce(s: Shape, has_weights: bool) -> Plan:
@@ -57,10 +53,10 @@ def reduce(s: Shape, has_weights: bool) -> Plan:
         **_columns(s, s.hidden, 8192),
         **s.common("TOPK", "WP"),
     }
-    return Plan("low_latency_reduce_kernel", constexprs, _REDUCE_WARPS)
+    return Plan("low_latency_reduce_kernel", constexprs)
 
 
-def sum(s: Shape) -> Plan:
+def sum_ranks(s: Shape) -> Plan:
     """Sums of all ranks, summed."""
     block = next_power_of_2(-(-s.hidden // (1 if s.interpreted else _SUM_PARTS)))
     block = min(max(block, 128), 8192)
@@ -70,7 +66,7 @@ def sum(s: Shape) -> Plan:
         "BLOCK_H": block,
         **s.common("TOPK", "KP", "WP"),
     }
-    return Plan("low_latency_sum_kernel", constexprs, _SUM_WARPS)
+    return Plan("low_latency_sum_kernel", constexprs)
 
 
 def _columns(s: Shape, row_words: int, most: int) -> dict[str, int]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from triton_ep.kernels.device.codes import MODE_CEIL, MODE_EVEN, MODE_FLOOR, MODE_RCEIL, MODE_RCEIL_SATFINITE
-from triton_ep.runtime.plans.asked import Asked
 from triton_ep.runtime.plans.compute import (
     EQUALIZE_ROWS,
     FP8_TILES,
@@ -22,6 +21,7 @@ from triton_ep.runtime.plans.compute import (
     mx_columns,
     wgrad_constexprs,
 )
+from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import next_power_of_2
 
 _MODES = {
@@ -43,7 +43,7 @@ def grouped_gemm(
     gradients: bool = True,
     fp8: bool = False,
     hardware: bool = False,
-) -> list[Asked]:
+) -> list[KernelRequest]:
     """Products of rows in groups with one matrix per group, for sizes that are multiples of 64.
 
     Arguments:
@@ -63,24 +63,24 @@ def grouped_gemm(
                     box = f"[{tile.n},{tile.k}]" if major else f"[{tile.k},{tile.n}]"
                     operands = {"a": f"tensordesc<bf16[{tile.m},{tile.k}]>", "b": f"tensordesc<bf16{box}>"}
                     types = (operands if by_box else {"a": "*bf16", "b": "*bf16"}) | {"out_ptr": f"*{dtype}"}
-                    found.append(Asked("grouped_gemm_kernel", constexprs, types, _BF16_SIZES))
+                    found.append(KernelRequest("grouped_gemm_kernel", constexprs, types, _BF16_SIZES))
             if gradients:
                 found.append(_wgrad(experts_per_rank, by_box, dtype))
             if fp8:
                 found += _fp8(experts_per_rank, by_box, dtype, hardware)
     if fp8:
-        found.append(Asked("equalize_scales_kernel", {"ROWS": EQUALIZE_ROWS}, aligned=("k",)))
+        found.append(KernelRequest("equalize_scales_kernel", {"ROWS": EQUALIZE_ROWS}, aligned=("k",)))
     return found
 
 
-def _wgrad(experts: int, tma: bool, out: str) -> Asked:
+def _wgrad(experts: int, tma: bool, out: str) -> KernelRequest:
     boxes = {"x_desc": f"tensordesc<bf16[{WGRAD.k},{WGRAD.m}]>", "y_desc": f"tensordesc<bf16[{WGRAD.k},{WGRAD.n}]>"}
     types = (boxes if tma else {"x_desc": "*bf16", "y_desc": "*bf16"}) | {"out_ptr": f"*{out}"}
     sizes = ("num_i", "num_j", "stride_xm", "stride_ym")
-    return Asked("grouped_wgrad_kernel", wgrad_constexprs(experts, WGRAD, tma), types, sizes)
+    return KernelRequest("grouped_wgrad_kernel", wgrad_constexprs(experts, WGRAD, tma), types, sizes)
 
 
-def _fp8(experts: int, tma: bool, out: str, hardware: bool) -> Iterator[Asked]:
+def _fp8(experts: int, tma: bool, out: str, hardware: bool) -> Iterator[KernelRequest]:
     tiles = [("equal", tile) for tile in FP8_TILES] + [("rows", tile) for tile in ROW_SCALE_TILES]
     for scales, tile in [*tiles, *([("hardware", HARDWARE_TILE)] if hardware else [])]:
         scale = "*u8" if scales == "hardware" else "*fp32"
@@ -89,7 +89,7 @@ def _fp8(experts: int, tma: bool, out: str, hardware: bool) -> Iterator[Asked]:
             types = {"a": f"tensordesc<fp8e4nv[{tile.m},128]>", "b": f"tensordesc<fp8e4nv[{tile.n},128]>"}
         types |= {"a_scale_ptr": scale, "b_scale_ptr": scale, "out_ptr": f"*{out}"}
         constexprs = gemm_fp8_constexprs(experts, tile, tma, scales)
-        yield Asked("grouped_fp8_kernel", constexprs, types, ("k", "n"), num_warps=tile.warps)
+        yield KernelRequest("grouped_fp8_kernel", constexprs, types, ("k", "n"), num_warps=tile.warps)
 
 
 def mxfp8(
@@ -98,7 +98,7 @@ def mxfp8(
     modes: tuple[str, ...] = ("rceil",),
     e5m2: tuple[bool, ...] = (False,),
     offsets: tuple[bool, ...] = (True,),
-) -> list[Asked]:
+) -> list[KernelRequest]:
     """Quantisation to MXFP8 along rows, columns and both, and back, for hidden sizes that are multiples of 16.
 
     Arguments:
@@ -112,7 +112,9 @@ def mxfp8(
     for value in values:
         for wide in e5m2:
             element = "*fp8e5" if wide else "*fp8e4nv"
-            found.append(Asked("dequantize_rows_kernel", blocks, {"elements_ptr": element, "out_ptr": f"*{value}"}))
+            found.append(
+                KernelRequest("dequantize_rows_kernel", blocks, {"elements_ptr": element, "out_ptr": f"*{value}"})
+            )
             for grouped in offsets:
                 groups: dict[str, Any] = {"HAS_OFFSETS": grouped, "GP": next_power_of_2(experts_per_rank + 1)}
                 if not grouped:
@@ -121,12 +123,17 @@ def mxfp8(
                 stand_in = {} if grouped else {"offsets_ptr": f"*{value}"}
                 back = {} if grouped else {"offsets_ptr": element}
                 by_columns = {"elements_ptr": element, "out_ptr": f"*{value}"} | back
-                found.append(Asked("dequantize_columns_kernel", groups | tile, by_columns, ("hidden",)))
+                found.append(KernelRequest("dequantize_columns_kernel", groups | tile, by_columns, ("hidden",)))
                 for mode in modes:
                     how = {"MODE": _MODES[mode], "E5M2": wide}
                     types = {"x_ptr": f"*{value}", "elements_ptr": element}
-                    found.append(Asked("quantize_rows_kernel", how | blocks, types))
-                    columns = Asked("quantize_columns_kernel", how | groups | tile, types | stand_in, ("hidden",))
+                    found.append(KernelRequest("quantize_rows_kernel", how | blocks, types))
+                    columns = KernelRequest(
+                        "quantize_columns_kernel", how | groups | tile, types | stand_in, ("hidden",)
+                    )
                     both = {"x_ptr": f"*{value}", "row_elements_ptr": element, "column_elements_ptr": element}
-                    found += [columns, Asked("quantize_both_kernel", how | groups | tile, both | stand_in, ("hidden",))]
+                    found += [
+                        columns,
+                        KernelRequest("quantize_both_kernel", how | groups | tile, both | stand_in, ("hidden",)),
+                    ]
     return found

@@ -36,7 +36,7 @@ class Plan:
     Attributes:
         kernel: name.
         constexprs: all of them; dtypes by Triton's names ("fp32").
-        num_warps, maxnreg: None: as its KernelSpec says.
+        num_warps, maxnreg: None: as the kernel declares.
     """
 
     kernel: str

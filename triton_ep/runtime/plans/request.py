@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from triton_ep.kernels.device.codes import NVSHMEM
 from triton_ep.runtime.plans.shape import Plan
 
 WORD = 16
@@ -15,7 +16,7 @@ WORD = 16
 
 
 @dataclass(frozen=True)
-class Asked:
+class KernelRequest:
     """A plan, and what of the arguments decides machine code: what Triton's JIT specialises a kernel by.
 
     Attributes:
@@ -37,6 +38,32 @@ class Asked:
     num_warps: int | None = None
     maxnreg: int | None = None
 
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        types: Mapping[str, str] | None = None,
+        integers: Mapping[str, int] | None = None,
+        unaligned: Sequence[str] = (),
+    ) -> KernelRequest:
+        """A plan with the types of arguments, and the integers that the kernel is specialised by."""
+        numbers = {} if integers is None else integers
+        return cls(
+            plan.kernel,
+            dict(plan.constexprs),
+            {} if types is None else dict(types),
+            tuple(sorted(name for name, value in numbers.items() if value % WORD == 0)),
+            tuple(sorted(name for name, value in numbers.items() if value == 1)),
+            tuple(sorted(unaligned)),
+            plan.num_warps,
+            plan.maxnreg,
+        )
+
+    @property
+    def calls_nvshmem(self) -> bool:
+        """True if this variant is linked with device code of NVSHMEM."""
+        return self.constexprs.get("NETWORK") == NVSHMEM
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON: sorted, and without what is empty."""
         values = {name: value for name, value in asdict(self).items() if value not in (None, {}, ())}
@@ -46,7 +73,7 @@ class Asked:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Asked:
+    def from_dict(cls, values: Mapping[str, Any]) -> KernelRequest:
         """What `as_dict` wrote; KeyError or TypeError for anything else."""
         lists = {name: tuple(values[name]) for name in ("aligned", "ones", "unaligned") if name in values}
         return cls(**{"constexprs": {}, **values, **lists})
@@ -62,23 +89,3 @@ class Asked:
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, tuple) else value
-
-
-def ask(
-    plan: Plan,
-    types: Mapping[str, str] | None = None,
-    integers: Mapping[str, int] | None = None,
-    unaligned: Sequence[str] = (),
-) -> Asked:
-    """A plan with the types of arguments, and the integers that the kernel is specialised by."""
-    numbers = {} if integers is None else integers
-    return Asked(
-        plan.kernel,
-        dict(plan.constexprs),
-        {} if types is None else dict(types),
-        tuple(sorted(name for name, value in numbers.items() if value % WORD == 0)),
-        tuple(sorted(name for name, value in numbers.items() if value == 1)),
-        tuple(sorted(unaligned)),
-        plan.num_warps,
-        plan.maxnreg,
-    )

@@ -1,0 +1,72 @@
+"""RowFormat: what the rows are that a call sends through the buffers of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from triton_ep.errors import ConfigError
+from triton_ep.runtime.launch import Launcher
+from triton_ep.runtime.plans.layers import narrow_shape
+from triton_ep.runtime.plans.shape import Shape
+
+
+class RowFormat:
+    """Rows of one kind in the buffers of a layer.
+
+    A layer has rows of its own, as its configuration says. Through the same buffers go one-byte rows with scales, which
+    travel as MXFP8 rows do (`RowFormats.scaled`), and short float32 rows with a number per slot (`RowFormats.narrow`).
+
+    Example: own rows of 7168 bfloat16 take 14336 bytes; one-byte rows of such a layer 7168 and 224 of scales, 7392
+    bytes; narrow rows of its 8 slots 32 bytes.
+
+    Attributes:
+        hidden: elements per row.
+        dtype: of rows that are not quantised.
+        payload: how rows travel in dispatch: None = as they are, "mxfp8" = elements and scales.
+        payload_bytes: of a row of `dtype`.
+        wire_bytes: of a row in dispatch.
+        shape: what kernels for such rows are compiled by.
+        launchers: these kernels, by what their call sites name them.
+    """
+
+    __slots__ = ("dtype", "hidden", "launchers", "payload", "payload_bytes", "shape", "wire_bytes")
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.hidden, self.payload = shape.hidden, shape.payload
+        self.payload_bytes, self.wire_bytes = shape.payload_bytes, shape.wire_bytes
+        self.launchers: dict[tuple[object, ...], Launcher] = {}
+
+
+class RowFormats:
+    """The rows that one layer sends, each format made once.
+
+    Attributes:
+        own: rows of the layer's configuration.
+        scaled: one-byte rows with scales; those of a layer with payload="mxfp8" are its own.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        self.own = self.scaled = RowFormat(shape, dtype)
+        if shape.payload is None:
+            self.scaled = RowFormat(replace(shape, payload="mxfp8"), dtype)
+        self._narrow: dict[int, RowFormat] = {}
+
+    def narrow(self, columns: int) -> RowFormat:
+        """float32 rows of up to `columns` elements, as many as fit into the rows of the buffers.
+
+        Raises:
+            ConfigError: not even one fits.
+        """
+        found = self._narrow.get(columns)
+        if found is None:
+            shape = narrow_shape(self.own.shape, columns)
+            if shape is None:
+                raise ConfigError(
+                    f"rows of {self.own.hidden} {self.own.dtype} are too short to carry gradients of routing weights. "
+                    "Use a larger hidden size, or float32 rows."
+                )
+            found = self._narrow[columns] = RowFormat(shape, torch.float32)
+        return found
