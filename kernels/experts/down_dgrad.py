@@ -33,6 +33,15 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _weights_tile(w, expert, col, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr):
+    """[BLOCK_K, BLOCK_N] of an expert's weights."""
+    if K_MAJOR:
+        return w.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T
+    else:
+        return w.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N)
+
+
+@triton.jit
 def _finish(
     dact,
     weight,
@@ -200,11 +209,11 @@ def down_dgrad_kernel(
             # A half of padding is zero, and one without rows nothing.
             both = tl.where(row + HALF_M < filled, hidden, 0)
             for k in tl.range(0, both, BLOCK_K, num_stages=STAGES):
-                w_tile = w.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T
+                w_tile = _weights_tile(w, expert, col, k, BLOCK_N, BLOCK_K, K_MAJOR)
                 upper = add_step(upper, dy.load([row, k]), w_tile, False, PROMOTE)
                 lower = add_step(lower, dy.load([row + HALF_M, k]), w_tile, False, PROMOTE)
             for k in tl.range(both, hidden, BLOCK_K, num_stages=STAGES):
-                w_tile = w.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T
+                w_tile = _weights_tile(w, expert, col, k, BLOCK_N, BLOCK_K, K_MAJOR)
                 upper = add_step(upper, dy.load([row, k]), w_tile, False, PROMOTE)
             parts = (upper, lower)
         else:
@@ -213,10 +222,7 @@ def down_dgrad_kernel(
                 terms = tl.where(row < filled, hidden, 0)
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
-                if K_MAJOR:
-                    w_tile = w.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T
-                else:
-                    w_tile = w.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N)
+                w_tile = _weights_tile(w, expert, col, k, BLOCK_N, BLOCK_K, K_MAJOR)
                 acc = add_step(acc, dy.load([row, k]), w_tile, False, PROMOTE)
             parts = (acc,)
         for part in tl.static_range(2 if SPLIT else 1):

@@ -23,6 +23,15 @@ from .products import add_step, segment_tile, segment_tiles, table_tile, table_t
 
 
 @triton.jit
+def _weights_tile(w, expert, col, k0, n, k, K_MAJOR: tl.constexpr):
+    """[BLOCK_K, BLOCK_N] of an expert's weights, by descriptor."""
+    if K_MAJOR:
+        return w.load([expert * n + col, k0]).T
+    else:
+        return w.load([expert * k + k0, col])
+
+
+@triton.jit
 def _finish(
     acc,
     a_scale_ptr,
@@ -122,11 +131,11 @@ def rows_product_kernel(
             # A half of padding is zero, and one without rows nothing.
             both = tl.where(row + HALF_M < filled, k, 0)
             for k0 in tl.range(0, both, BLOCK_K, num_stages=STAGES):
-                w_tile = w.load([expert * n + col, k0]).T
+                w_tile = _weights_tile(w, expert, col, k0, n, k, K_MAJOR)
                 upper = add_step(upper, a.load([row, k0]), w_tile, False, PROMOTE)
                 lower = add_step(lower, a.load([row + HALF_M, k0]), w_tile, False, PROMOTE)
             for k0 in tl.range(both, k, BLOCK_K, num_stages=STAGES):
-                w_tile = w.load([expert * n + col, k0]).T
+                w_tile = _weights_tile(w, expert, col, k0, n, k, K_MAJOR)
                 upper = add_step(upper, a.load([row, k0]), w_tile, False, PROMOTE)
             parts = (upper, lower)
         else:
@@ -140,11 +149,8 @@ def rows_product_kernel(
                 acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             if TMA:
                 for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
-                    a_tile = a.load([row, k0])
-                    if K_MAJOR:
-                        acc = add_step(acc, a_tile, w.load([expert * n + col, k0]).T, SWAP, PROMOTE)
-                    else:
-                        acc = add_step(acc, a_tile, w.load([expert * k + k0, col]), SWAP, PROMOTE)
+                    w_tile = _weights_tile(w, expert, col, k0, n, k, K_MAJOR)
+                    acc = add_step(acc, a.load([row, k0]), w_tile, SWAP, PROMOTE)
             else:
                 a_ptrs = a + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
                 w_ptr = w + expert.to(tl.int64) * n * k

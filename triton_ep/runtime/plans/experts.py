@@ -94,7 +94,7 @@ class ProductTile:
         flatten: one loop over tiles and steps.
         table: tiles come from the tile table, else from the segments' offsets.
         split: the tile is summed as two halves of its rows, one after the other: only one of them has a step's sum in
-            registers, and a half without rows costs nothing. With `promote`, TMA and weights [E, N, K].
+            registers, and a half without rows costs nothing. With TMA.
     """
 
     m: int
