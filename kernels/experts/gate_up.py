@@ -115,16 +115,24 @@ def _finish(
     if HAS_WEIGHTS:
         factor = tl.load(row_weights_ptr + rows, mask=in_m, other=0.0)[:, None]
     if GATED:
-        g = _of_matrix(first, w_scale_ptr, bias_ptr, matrix, col, f, SCALED, HAS_BIAS)
-        u = _of_matrix(second, w_scale_ptr, bias_ptr, matrix + 1, col, f, SCALED, HAS_BIAS)
-        value = apply_activation(g, u, KIND, True, CLAMP, LIMIT, ALPHA, UP_OFFSET)
-        # Few registers are left to those that wait for the activation to be stored.
-        g = g.to(tl.bfloat16)
-        u = u.to(tl.bfloat16)
-        _store_act(act_ptr, act_scale_ptr, value * factor, rows, in_m, col, f, OUT)
-        if HAS_PRE:
-            _store_pre(pre_ptr, g, rows, in_m, col, f, 2 * f)
-            _store_pre(pre_ptr + f, u, rows, in_m, col, f, 2 * f)
+        gs = (first,)
+        us = (second,)
+        PARTS: tl.constexpr = 2 if WIDTH >= 128 else 1
+        if PARTS == 2:  # at once they would take the registers that the other half of the rows needs
+            gs = first.reshape(BLOCK_M, 2, WIDTH // 4).permute(0, 2, 1).split()
+            us = second.reshape(BLOCK_M, 2, WIDTH // 4).permute(0, 2, 1).split()
+        for part in tl.static_range(PARTS):
+            at = col + part * (WIDTH // 4)
+            g = _of_matrix(gs[part], w_scale_ptr, bias_ptr, matrix, at, f, SCALED, HAS_BIAS)
+            u = _of_matrix(us[part], w_scale_ptr, bias_ptr, matrix + 1, at, f, SCALED, HAS_BIAS)
+            value = apply_activation(g, u, KIND, True, CLAMP, LIMIT, ALPHA, UP_OFFSET)
+            # Few registers are left to those that wait for the activation to be stored.
+            g = g.to(tl.bfloat16)
+            u = u.to(tl.bfloat16)
+            _store_act(act_ptr, act_scale_ptr, value * factor, rows, in_m, at, f, OUT)
+            if HAS_PRE:
+                _store_pre(pre_ptr, g, rows, in_m, at, f, 2 * f)
+                _store_pre(pre_ptr + f, u, rows, in_m, at, f, 2 * f)
     else:
         for part in tl.static_range(2):
             at = col + part * (WIDTH // 2)
