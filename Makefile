@@ -1,8 +1,9 @@
 # Everything runs in .venv, which the first target that needs it creates; no environment variable is asked for.
 #   - On a machine whose python3 has torch, Triton and a CUDA GPU, .venv sees those and nothing is downloaded.
-#   - Elsewhere torch and Triton are installed into .venv. TORCH names what: a plain `torch` may pull gigabytes
-#     of CUDA libraries onto a machine that has no use for them.
-TORCH ?= torch==2.13.0 triton==3.7.1
+#   - Elsewhere torch and Triton are installed into .venv: the versions of triton_ep/supported.toml, and the build for
+#     CPUs where there is no NVIDIA driver and pip has no index of its own (tools/environment.py). TORCH names others:
+#     make TORCH='torch==2.11.0 triton==3.6.0' demo
+TORCH ?=
 PYTHON ?= python3
 
 VENV := .venv
@@ -14,16 +15,17 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # Two processes of tests, whose ranks wait for each other often enough to leave room for another's, files in the order
 # of tests/conftest.py; where there is no pytest-xdist, beside another environment's torch, one.
 PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist loadfile --no-loadscope-reorder" * bool(u.find_spec("xdist")))')
-SOURCES := triton_ep kernels aot tests examples
+SOURCES := triton_ep kernels aot tests examples tools docs/pictures
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs aot bench test-gpu clean
+.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures aot bench test-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY)  ## a small MoE layer on 4 ranks as 2 nodes x 2, compared with a dense computation
-	$(RUN) -m triton_ep.cli demo
+	@$(RUN) -m triton_ep.cli demo
+	@echo "next: . $(BIN)/activate && triton-ep doctor"
 
 doctor: $(READY)  ## what this machine has, what will be used, what to install
 	$(RUN) -m triton_ep.cli doctor
@@ -55,6 +57,9 @@ types: $(READY)  ## mypy on the installed tree
 docs: $(READY)  ## run the code blocks of the pages and follow their links
 	$(RUN) -m pytest tests/unit/test_docs.py
 
+pictures:  ## draw the pictures of the pages from the stored rows
+	$(PYTHON) docs/pictures/draw.py
+
 ARCH ?= sm_90
 
 aot: $(READY)  ## kernels ahead of time for ARCH=sm_90 (sm_90,sm_100, ...), no GPU needed, then verified
@@ -82,18 +87,4 @@ clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..."; exit 1; }
-	@if $(PYTHON) -c 'import sys, torch, triton; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-	  set -e; echo "using the torch of $$(command -v $(PYTHON)); nothing is downloaded"; \
-	  $(PYTHON) -m venv --clear --without-pip --system-site-packages $(VENV); \
-	  { pwd; $(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])'; } \
-	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout-and-torch.pth"; \
-	  echo host > $(READY); \
-	else \
-	  set -e; echo "creating $(VENV) with $(TORCH)"; \
-	  $(PYTHON) -m venv $(VENV); \
-	  $(BIN)/python -m pip install -q $(TORCH); \
-	  $(BIN)/python -m pip install -q -e '.[test]'; \
-	  echo own > $(READY); \
-	fi
+	@$(PYTHON) tools/environment.py $(VENV) $(if $(TORCH),--torch '$(TORCH)')

@@ -20,6 +20,7 @@ from triton_ep.context.choice import Choice, choose
 from triton_ep.context.context import DispatchCombineContext, told
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
+from triton_ep.context.records import read_reports
 from triton_ep.distributed import check_group, current_heap
 from triton_ep.errors import ConfigError
 from triton_ep.exchange import checks
@@ -356,7 +357,7 @@ class EPAll2AllLayer(CompactCalls):
         return out, RecvHook(partial(self._end_combine, receive), (out, desc), ctx.device.type == "cuda")
 
     def combine_buffer(self, num_rows: int) -> torch.Tensor:
-        """Where `combine` would copy expert outputs to: written there in the first place, they need no copy.
+        """Symmetric buffer that `combine` reads; write expert outputs here to skip its staging copy.
 
         Waits, on the current stream, until no rank reads the rows of the combine before. Pass the whole tensor to the
         next combine, on the same stream or one that is ordered behind it; any other combine of this layer takes the
@@ -426,7 +427,8 @@ class EPAll2AllLayer(CompactCalls):
         ctx.check_status()
         unread, ctx.unread = ctx.unread, None
         if unread is not None:
-            checks.raise_for_ranks(self.config, unread[: 8 * self.config.world_size].view(-1, 8).tolist())
+            words = unread[: codes.REPORT_WORDS * self.config.world_size].tolist()
+            checks.raise_for_ranks(self.config, read_reports(words, self.config.world_size))
         if self.config.recv_capacity is not None:
             self.warn_of_overflow()
 

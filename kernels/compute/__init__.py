@@ -1,1 +1,1 @@
-"""Kernels that touch this GPU only: routing."""
+"""Routing, grouped GEMM and MX formats. Only routing_slots stores to peers; the others touch this GPU alone."""

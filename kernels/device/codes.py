@@ -50,9 +50,78 @@ TILE_WORDS = 4
 BAND_TILES = 8
 """Tiles of rows that are computed together at most: they share the weights' tiles in L2."""
 
-# buffers.py: two of the symmetric buffers.
+# buffers.py: the symmetric buffers, by their row in the table of addresses. What each holds, who writes and who reads
+# it, is the table in triton_ep/context/layout.py, in the same order.
+SPLITS = 0
+SPLITS_FLAG = 1
+STAGE_X = 2
+STAGE_META = 3
+ARRIVE_FLAG = 4
+COMBINE_X = 5
+COMBINE_WEIGHT = 6
+STAGED_FLAG = 7
+DONE_FLAG = 8
 BARRIER_FLAG = 9
 NODE_BARRIER_FLAG = 10
+BARRIER_SCRATCH = 11
+NET_SEND = 12
+NET_RECV = 13
+NET_FLAG = 14
+PARTIAL_SEND = 15
+PARTIAL_RECV = 16
+PARTIAL_FLAG = 17
+LL_STAGE_X = 18
+LL_META = 19
+LL_COUNTS = 20
+LL_FLAG = 21
+LL_COMBINE = 22
+LL_COMBINE_FLAG = 23
+NUM_BUFFERS = 24
+
+# tables.py: `report`, int32 [W, REPORT_WORDS], the part of `placement` with one record per rank. The host reads it as
+# triton_ep.context.records.Report, whose fields have the same order.
+REPORT_ROWS = 0
+"""Output rows of that rank."""
+REPORT_ARRIVALS = 1
+"""Arrival rows of that rank: tokens that at least one of its experts gets."""
+REPORT_TOKENS = 2
+"""Tokens that it dispatches. From here on four words as the rank sent them at the end of its splits row."""
+REPORT_BAD_ENTRY = 3
+"""1 + index [T * K] of its first illegal expert id; 0 = none."""
+REPORT_BAD_ID = 4
+"""That id."""
+REPORT_HOST_WORD = 5
+"""HOST_* below."""
+REPORT_FIRST_ARRIVAL = 6
+"""First of the rows that arrive here from it."""
+REPORT_ARRIVALS_HERE = 7
+"""Number of them."""
+REPORT_WORDS = 8
+TAIL_WORDS = 4
+"""At the end of a splits row: what REPORT_TOKENS to REPORT_HOST_WORD say of its rank."""
+
+# tables.py: fields of `entries` [F, T, K].
+ENTRY_KEPT = 0
+ENTRY_OWNER = 1
+ENTRY_DST_ROW = 2
+ENTRY_STAGE_ROW = 3
+ENTRY_NODE_SLOT = 4
+ENTRY_PULL_RANK = 5
+ENTRY_PULL_ROW = 6
+ENTRY_PULL_PARTIAL = 7
+"""With several nodes only."""
+
+# tables.py: steps of a dispatch or combine.
+STEPS = 8
+"""Most steps of a call, after each of which other ranks may go on."""
+PARTS = STEPS**2
+"""Parts of a rank's tokens, in whose units steps begin and end."""
+
+
+def partial_stride(hidden):
+    """Elements from one row of partial sums to the next; for host and device, where it is compiled as it stands."""
+    return (hidden + 7) // 8 * 8
+
 
 # calls.py: the host word that a rank tells with its splits, or with its low-latency rows.
 HOST_REJECTED = 1

@@ -289,7 +289,7 @@ def wait_arrivals(
     of_source = tl.min(tl.reshape(seen, [SOURCES, SENDERS]), axis=1)
     ready = (of_source & ALL_ROWS).to(tl.int32) - tl.where(node == rank // ranks_per_node, 0, starts)
     ready = tl.where(ready < counts, ready // ROWS, tl.cdiv(counts, ROWS))
-    # Who forwards may not know how far he is (internode/dispatch.py).
+    # A forwarder that sent us nothing reports no progress, so keep the maximum (internode/dispatch.py).
     return arrived, tl.maximum(ready, done), (tl.min(of_source) >> 32) - before
 
 

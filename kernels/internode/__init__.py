@@ -1,1 +1,1 @@
-"""Kernels whose peers are reached by put and signal: dispatch and combine between nodes."""
+"""Kernels that may reach other nodes, by put and signal: splits, barrier (in one node too), dispatch and combine."""

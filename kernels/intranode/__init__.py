@@ -1,1 +1,1 @@
-"""Kernels whose peers are reached by plain stores: dispatch, combine, splits, barrier inside a node."""
+"""Kernels that reach peers of their node by plain loads and stores: dispatch, combine, low latency, compact rows."""

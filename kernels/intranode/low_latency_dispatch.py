@@ -166,7 +166,7 @@ def low_latency_push_kernel(
             tl.store(counts_ptrs + source * EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
             tl.store(kept_idx_ptr + token * TOPK + ks, mine, mask=entry)
 
-    # The first program adds for those that there are not, and tells what goes with them all.
+    # Program 0 also adds the counts of absent programs (T < max_tokens) and publishes the per-call word.
     is_first = token == 0
     told_ptr = state_ptr + LL_TOLD + parity
     telling = ((host_word << 16) + num_tokens).to(tl.int64)

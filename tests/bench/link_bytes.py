@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import EPAll2AllLayer, finalize_distributed, initialize_distributed
-from triton_ep.bench import traffic
 from triton_ep.bench.origins import coded_rows
-from triton_ep.bench.routing import uniform_idx
+from triton_ep.bench.routing import Routing, dispatch_bytes, out_of, uniform_idx
 from triton_ep.distributed import current_heap, launched_by, run_ranks
 
 TOPK = 8
@@ -54,7 +53,7 @@ def measure(tokens: int, hidden: int, experts: int, calls: int) -> list[dict[str
     world, rank, device = dist.get_world_size(), dist.get_rank(), current_heap().device
     idxs = [uniform_idx(r, tokens, TOPK, experts, 0) for r in range(world)]
     x, idx = coded_rows(rank, tokens, hidden, 0, device), idxs[rank].to(device)
-    routing = traffic.Routing.of(idxs, experts, world)
+    routing = Routing.of(idxs, experts, world)
     results: list[dict[str, object]] = []
     for payload in (None, "mxfp8"):
         row_bytes = hidden * 2 if payload is None else hidden + hidden // 32
@@ -82,7 +81,7 @@ def measure(tokens: int, hidden: int, experts: int, calls: int) -> list[dict[str
             dist.barrier()
             if rank == 0:
                 counted = (_read() - before) * 1024 / calls
-                wanted = traffic.out_of(traffic.dispatch_bytes(routing, row_bytes))[0]
+                wanted = out_of(dispatch_bytes(routing, row_bytes))[0]
                 results.append({"payload": payload or "bf16", "counted_bytes": counted, "payload_bytes": wanted})
             dist.barrier()
     return results

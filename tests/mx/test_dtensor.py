@@ -57,7 +57,8 @@ def _same_bytes(got: MXTensor, want: MXTensor) -> None:
 def _local(mx: MXTensor) -> MXTensor:
     """This rank's shard."""
     assert isinstance(mx.qdata, DTensor) and isinstance(mx.scale, DTensor)
-    return mx._with(mx.qdata.to_local(), mx.scale.to_local())
+    parts = mx.qdata.to_local(), mx.scale.to_local()
+    return MXTensor(*parts, mx.elem_dtype, mx.block_size, mx.orig_dtype, block_dim=mx.block_dim)
 
 
 def _check_shards(rank: int, nodes: int, ranks_per_node: int) -> None:

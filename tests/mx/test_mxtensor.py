@@ -17,6 +17,7 @@ from tests.mx.blocks import DEVICE, DTYPES, ELEMENTS, EVERY, MODES, assert_same_
 from tests.patience import LIMIT_S
 from triton_ep import MXTensor
 from triton_ep.errors import InputError
+from triton_ep.mx import tensor as mx_tensor
 from triton_ep.mx.swizzle import to_blocked
 from triton_ep.reference import mxfp8 as reference
 
@@ -365,3 +366,38 @@ def test_other_block_sizes() -> None:
     codes, scale = reference.quantize(x.cpu(), block_size=16)
     assert torch.equal(mx.dequantize().cpu(), reference.dequantize(codes, scale, x.dtype))
     _assert_is(mx[..., 16:48].t(), mx.dequantize()[..., 16:48].t())
+
+
+_LAYOUTS = {
+    "rows": (lambda x: x, -1),
+    "columns": (lambda x: x, -2),
+    "transposed": (lambda x: x.transpose(-2, -1), -2),
+    "outermost": (lambda x: x, -3),
+    "every other row": (lambda x: x[:, ::2], -2),
+}
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+@pytest.mark.parametrize("elem", EVERY)
+def test_kernels_and_torch_give_the_same(monkeypatch: pytest.MonkeyPatch, elem: str, layout: str) -> None:
+    """Bytes, values and layouts, whichever way takes a tensor; every kernel is met."""
+    change, block_dim = _LAYOUTS[layout]
+    x = change(_x(32, 128, 64))
+    made, ways = {}, []
+    choose = mx_tensor._choose
+
+    def noted(*arguments: Any) -> Any:
+        ways.append(choose(*arguments))
+        return ways[-1]
+
+    monkeypatch.setattr(mx_tensor, "_choose", noted)
+    for kernels in (False, True):
+        monkeypatch.setattr(mx_tensor, "_has_kernel", lambda *_, kernels=kernels: kernels)
+        mx = MXTensor.to_mx(x, EVERY[elem], block_dim=block_dim)
+        made[kernels] = mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8), mx.dequantize()
+    rows = mx_tensor._Way.MXFP8_ROWS if elem in ELEMENTS else mx_tensor._Way.ROWS
+    way = rows if layout in ("rows", "transposed") else mx_tensor._Way.COLUMNS
+    assert ways == [mx_tensor._Way.TORCH] * 2 + [way] * 2
+    for one, other in zip(made[False], made[True], strict=True):
+        assert torch.equal(one, other)
+    assert made[False][0].stride() == made[True][0].stride()

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 import triton_ep
 from tests.bench import link_bytes
 from tests.programs import run_program
-from triton_ep.bench import exchange, plot, providers, record, routing, rows, run, timing, traffic
+from triton_ep.bench import exchange, plot, providers, routing, rows, run, timing
 from triton_ep.bench.job import Job, Place, WrongResult, join
 from triton_ep.bench.origins import coded_rows, first_difference
 from triton_ep.bench.settings import Case, Settings, Shape
@@ -453,12 +453,12 @@ def test_bytes_are_those_of_the_protocol(ranks_per_node: int, local: bool) -> No
     """De-duplicated per rank inside a node and per node across; compared with a loop over tokens."""
     generator = torch.Generator().manual_seed(3)
     idxs = [torch.randint(-1, 12, (9, 5), generator=generator) for _ in range(4)]
-    where = traffic.Routing.of(idxs, 12, ranks_per_node)
+    where = routing.Routing.of(idxs, 12, ranks_per_node)
     there, back = _bytes_by_hand(idxs, 12, ranks_per_node, local)
-    assert traffic.out_of(traffic.dispatch_bytes(where, 1)) == there
-    assert traffic.out_of(traffic.combine_bytes(where, 1, 100, local_combine=local)) == back
+    assert routing.out_of(routing.dispatch_bytes(where, 1)) == there
+    assert routing.out_of(routing.combine_bytes(where, 1, 100, local_combine=local)) == back
     sent = [sum(int(((idx >= 0) & (idx // 3 != rank)).sum()) for idx in idxs[rank : rank + 1]) for rank in range(4)]
-    assert traffic.out_of(traffic.plain_bytes(where, 1)) == sent
+    assert routing.out_of(routing.plain_bytes(where, 1)) == sent
 
 
 def test_kernel_times_are_read_from_the_profiler() -> None:
@@ -467,27 +467,27 @@ def test_kernel_times_are_read_from_the_profiler() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         for _ in range(3):
             torch.mm(a, a)
-    spans = record.spans_of(recorded.events(), DeviceType.CPU)
-    found = {s.name: s for s in record.stages_of([spans])}
+    spans = timing.spans_of(recorded.events(), DeviceType.CPU)
+    found = {s.name: s for s in timing.stages_of([spans])}
     assert found["aten::mm"].per_call == 3 and found["aten::mm"].median_us > 0
-    assert "aten::mm" in record.table(list(found.values()))
+    assert "aten::mm" in timing.stage_table(list(found.values()))
 
 
 def test_calls_are_told_apart_by_marks() -> None:
     """A call is what starts between the second and third mark of its three; overlapping spans count once."""
 
-    def span(name: str, start: float, end: float) -> record.Span:
-        return record.Span(name, start, end)
+    def span(name: str, start: float, end: float) -> timing.Span:
+        return timing.Span(name, start, end)
 
-    def mark(at: float) -> record.Span:
+    def mark(at: float) -> timing.Span:
         return span("spin_kernel(long)", at, at)
 
     spans = [mark(0), span("flush", 1, 2), span("meet", 2, 3), mark(4), span("a", 5, 9), span("b", 7, 8), mark(12)]
     spans += [mark(20), span("meet", 21, 22), mark(23), span("a", 24, 26), span("b", 30, 31), mark(32)]
-    calls = record.split_calls(spans, 2)
+    calls = timing.split_calls(spans, 2)
     assert [[s.name for s in call] for call in calls] == [["a", "b"], ["a", "b"]]
-    assert [record.busy_us(call) for call in calls] == [4, 3]
-    assert record.split_calls(spans[1:], 2) == []
+    assert [timing.busy_us(call) for call in calls] == [4, 3]
+    assert timing.split_calls(spans[1:], 2) == []
 
 
 def test_check_names_the_row_that_is_wrong() -> None:

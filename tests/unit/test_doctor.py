@@ -73,10 +73,18 @@ def test_gpu_machine_compiles_over_nvshmem() -> None:
         (CPU_ONLY, {"python": (3, 10, 4)}, "use Python 3.11 or later"),
         (CPU_ONLY, {"shared_memory": False}, "use Linux 5.3 or later"),
         (CPU_ONLY, {"interpret": False}, "unset TRITON_INTERPRET"),
-        (EIGHT_GPUS, {"nvshmem4py": None}, "pip install nvshmem4py-cu13 'cuda-python>=13'"),
-        (EIGHT_GPUS, {"nvshmem4py": None, "cuda": "12.8"}, "pip install nvshmem4py-cu12 'cuda-python<13'"),
-        (EIGHT_GPUS, {"nvshmem": None}, "pip install nvidia-nvshmem-cu13"),
-        (EIGHT_GPUS, {"nvshmem_bitcode": ()}, "pip install --force-reinstall nvidia-nvshmem-cu13"),
+        (
+            EIGHT_GPUS,
+            {"nvshmem4py": None},
+            "pip install nvshmem4py-cu13 'nvidia-nvshmem-cu13>=3.4.5,<4' 'cuda-python>=13'",
+        ),
+        (
+            EIGHT_GPUS,
+            {"nvshmem4py": None, "cuda": "12.8"},
+            "pip install nvshmem4py-cu12 'nvidia-nvshmem-cu12>=3.4.5,<4' 'cuda-python<13'",
+        ),
+        (EIGHT_GPUS, {"nvshmem": None}, "pip install 'nvidia-nvshmem-cu13>=3.4.5,<4'"),
+        (EIGHT_GPUS, {"nvshmem_bitcode": ()}, "pip install --force-reinstall 'nvidia-nvshmem-cu13>=3.4.5,<4'"),
         (EIGHT_GPUS, {"cuda": "11.8"}, "install a torch built for CUDA 12 and 13"),
     ],
 )
@@ -92,6 +100,7 @@ def test_each_lack_is_one_problem_with_its_remedy(base: Machine, change: dict[st
         (CPU_ONLY, {"triton": "3.8.0"}, "has not been tested"),
         (CPU_ONLY, {"driver": True}, "torch was built for CPUs"),
         (EIGHT_GPUS, {"interpret": True}, "Unset it"),
+        (EIGHT_GPUS, {"nvshmem": "3.8.0"}, "NVSHMEM 3.8.0 has not been tested"),
         (EIGHT_GPUS, {"peer_access": ((True, False), (False, True))}, "cannot address each other"),
     ],
 )

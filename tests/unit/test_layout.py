@@ -7,7 +7,8 @@ import triton.language as tl
 
 from triton_ep import EPConfig
 from triton_ep.context.layout import ALIGN_BYTES, BUFFERS, Sizes, estimate_bytes, initial_sizes
-from triton_ep.kernels.device import buffers
+from triton_ep.context.records import Report
+from triton_ep.kernels.device import buffers, codes
 from triton_ep.kernels.device.rows import MX, QUANTISE, WORDS, wire_sizes
 from triton_ep.kernels.internode.dispatch import _message_sizes
 from triton_ep.ops.tuning import as_words
@@ -35,6 +36,11 @@ def test_buffers_have_the_same_numbers_on_host_and_device() -> None:
         name = DEVICE_NAMES.get(buffer.name, buffer.name.upper())
         assert getattr(buffers, name).value == index, buffer.name
     assert buffers.NUM_BUFFERS.value == len(BUFFERS)
+
+
+def test_reports_have_the_same_fields_on_host_and_device() -> None:
+    """The host reads a row of the report into a tuple, kernels address its words by number."""
+    assert [getattr(codes, f"REPORT_{name.upper()}") for name in Report._fields] == list(range(codes.REPORT_WORDS))
 
 
 def test_words_of_the_state_array_do_not_overlap() -> None:

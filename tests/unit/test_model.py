@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from triton_ep.bench import model, rows, scaling, traffic
+from triton_ep.bench import model, rows, scaling
 from triton_ep.bench.model import Machine, Workload
-from triton_ep.bench.routing import draw
+from triton_ep.bench.routing import Routing, combine_bytes, dispatch_bytes, draw
 from triton_ep.bench.settings import Shape
 from triton_ep.cli import main
 from triton_ep.config import EPConfig
@@ -45,10 +45,10 @@ def test_expected_ranks_and_nodes(ranks: int, per_node: int, experts: int, topk:
 def test_bytes_are_those_of_drawn_routings(ranks: int, per_node: int, local: bool) -> None:
     """On average over ranks what the benchmark counts from expert ids is what the model expects, within noise."""
     shape = Shape(tokens=2000, hidden=64, topk=4, experts=32, ffn=1)
-    routing = traffic.Routing.of(draw("uniform", shape, ranks, 1, 0)[0], shape.experts, per_node)
+    routing = Routing.of(draw("uniform", shape, ranks, 1, 0)[0], shape.experts, per_node)
     w = Workload(ranks=ranks, ranks_per_node=per_node, experts=32, tokens=2000, hidden=64, topk=4, local_combine=local)
-    there = traffic.dispatch_bytes(routing, w.wire_bytes("mxfp8"))
-    back = traffic.combine_bytes(routing, w.row_bytes, w.partial_bytes, local_combine=local)
+    there = dispatch_bytes(routing, w.wire_bytes("mxfp8"))
+    back = combine_bytes(routing, w.row_bytes, w.partial_bytes, local_combine=local)
     for between, found in ((there, model.dispatch_traffic(w, "mxfp8")), (back, model.combine_traffic(w))):
         inside = sum(
             int(between[a, b]) for a, b in itertools.product(range(ranks), repeat=2) if a // per_node == b // per_node

@@ -11,6 +11,23 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = sorted(path for folder in ("triton_ep", "kernels", "aot") for path in (ROOT / folder).rglob("*.py"))
 KERNEL_FILES = [path for path in PRODUCT if "kernels" in path.relative_to(ROOT).parts]
 MAX_RUNTIME_ARGUMENTS = 16
+MAX_LINES = 800
+MAX_PARAMETERS = 12
+# By class and function. Signatures that people call, where each argument is an option with a default.
+LONG_SIGNATURES = {
+    "EPAll2AllLayer.__init__",
+    "MoE.__init__",
+    "TopKRouter.__init__",
+    "SwiGLUExperts.__init__",
+    "estimate_memory",
+    "experts",  # runtime/plans/experts.py
+    # Those of another package, taken over argument by argument.
+    "Buffer.dispatch",
+    "HybridEPBuffer.__init__",
+    "HybridEPBuffer.dispatch_with_permute",
+    "hybrid_ep_dispatch",
+    "PrepareFinalize.__init__",
+}
 
 
 def _name(path: Path) -> str:
@@ -75,6 +92,39 @@ def test_kernel_has_few_arguments(path: Path) -> None:
     for kernel in _kernels(path):
         runtime = [a.arg for a in kernel.args.args if "constexpr" not in ast.unparse(a.annotation or ast.Constant(""))]
         assert len(runtime) <= MAX_RUNTIME_ARGUMENTS, f"{kernel.name} has {len(runtime)}: {runtime}"
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=_name)
+def test_a_file_has_one_subject(path: Path) -> None:
+    """What is longer has become two subjects; a shorter file is no aim."""
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def _many_parameters(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """Functions and methods of more than MAX_PARAMETERS, without those that implement an op: its schema says what it
+    takes, and has no records."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _many_parameters(node.body, f"{node.name}.")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if any(re.search(r"\b(op|custom_op|overload)\b", ast.unparse(each)) for each in node.decorator_list):
+                continue
+            arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            if len([a for a in arguments if a.arg not in ("self", "cls")]) > MAX_PARAMETERS:
+                yield f"{prefix}{node.name}"
+
+
+@pytest.mark.parametrize("path", [p for p in PRODUCT if p not in KERNEL_FILES], ids=_name)
+def test_function_has_few_parameters(path: Path) -> None:
+    """More of them are a record that has no name yet."""
+    assert set(_many_parameters(ast.parse(path.read_text()).body)) <= LONG_SIGNATURES
+
+
+def test_the_parameter_check_sees_a_breach() -> None:
+    """Functions and methods; not a method's own object."""
+    many = ", ".join(f"a{i}" for i in range(MAX_PARAMETERS + 1))
+    source = f"def f({many}): ...\nclass A:\n    def g(self, {many[4:]}): ...\n    def h(self, *, {many}): ...\n"
+    assert list(_many_parameters(ast.parse(source).body)) == ["f", "A.h"]
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=_name)

@@ -109,7 +109,7 @@ def _dispatch(
     want_slots: bool,
     layer: int,
 ) -> tuple[torch.Tensor, ...]:
-    """recv_x, its scale bytes, recv_weights, slots of rows, and the descriptor's tensors; what is not, is empty."""
+    """recv_x, its scale bytes, recv_weights, slots of rows, descriptor's tensors; absent outputs are empty tensors."""
     owner = layer_of(layer)
     given = x if scale is None else MXTensor.from_qdata_and_scales(x, scale, owner.config.token_dtype)
     recv_x, recv_weights, desc = owner.dispatch(given, topk_idx, weights)

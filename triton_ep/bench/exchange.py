@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from triton_ep.bench import origins, traffic
+from triton_ep.bench import origins
+from triton_ep.bench import routing as routings
 from triton_ep.bench.job import Job, Measured, WrongResult, capture
 from triton_ep.bench.providers import (
     CollectiveProvider,
@@ -171,15 +172,15 @@ def bytes_of(job: Job, case: Case) -> dict[str, tuple[int, int]]:
         if case.provider == "triton_ep":
             per_rank = s.local_combine or s.low_latency
             partial = row_bytes if per_rank else shape.hidden * torch.float32.itemsize
-            there = traffic.dispatch_bytes(routing, wire)
-            back = traffic.combine_bytes(routing, row_bytes, partial, local_combine=per_rank)
+            there = routings.dispatch_bytes(routing, wire)
+            back = routings.combine_bytes(routing, row_bytes, partial, local_combine=per_rank)
         elif case.provider in ("deep_ep", "nccl_dedup"):
-            flat = traffic.Routing(routing.copies, routing.num_ranks)  # they know no nodes
-            there = traffic.dispatch_bytes(flat, wire)
-            back = traffic.combine_bytes(flat, row_bytes, 0, local_combine=True)
+            flat = routings.Routing(routing.copies, routing.num_ranks)  # they know no nodes
+            there = routings.dispatch_bytes(flat, wire)
+            back = routings.combine_bytes(flat, row_bytes, 0, local_combine=True)
         else:
-            there, back = traffic.plain_bytes(routing, wire), traffic.plain_bytes(routing, row_bytes).T
-        both = [(max(traffic.out_of(between)), traffic.busiest(between)) for between in (there, back)]
+            there, back = routings.plain_bytes(routing, wire), routings.plain_bytes(routing, row_bytes).T
+        both = [(max(routings.out_of(between)), routings.busiest(between)) for between in (there, back)]
         found["dispatch"].append(both[0])
         found["combine"].append(both[1])
         found["roundtrip"].append((both[0][0] + both[1][0], both[0][1] + both[1][1]))

@@ -11,9 +11,11 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from triton_ep.bench import origins, record, rows, timing, traffic
+from triton_ep.bench import origins, rows, timing
 from triton_ep.bench import routing as routings
+from triton_ep.bench.routing import Routing
 from triton_ep.bench.settings import TUNED, Case, Settings, Shape
+from triton_ep.bench.timing import Span
 from triton_ep.distributed import initialize_distributed
 from triton_ep.errors import ConfigError, EPError
 from triton_ep.layer import EPAll2AllLayer
@@ -46,7 +48,7 @@ class Measured:
     kernel_us: float | None
     moved_bytes: int = 0
     limit_bytes: int = 0
-    calls: list[list[record.Span]] = field(default_factory=list)
+    calls: list[list[Span]] = field(default_factory=list)
     peak_bytes: int | None = None
     error_db: float | None = None
 
@@ -93,9 +95,9 @@ class Job:
         return routings.draw(s.routing, self.shape, self.num_ranks, s.inputs, s.seed)
 
     @cached_property
-    def routings(self) -> list[traffic.Routing]:
+    def routings(self) -> list[Routing]:
         """Where the tokens of each input go."""
-        return [traffic.Routing.of(idxs, self.shape.experts, self.place.ranks_per_node) for idxs in self.idxs]
+        return [Routing.of(idxs, self.shape.experts, self.place.ranks_per_node) for idxs in self.idxs]
 
     @cached_property
     def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -157,8 +159,8 @@ class Job:
         times = [us / per_call for us in self.timer.times(call, meet)]
         host_us = timing.slowest(self.timer.host_time(call, meet))
         repeats = min(_RECORDED_CALLS, self.settings.iters)
-        calls = record.record_calls(call, meet, self.timer.flush, repeats, self.device)
-        busy = [record.busy_us(spans) / per_call for spans in calls]
+        calls = timing.record_calls(call, meet, self.timer.flush, repeats, self.device)
+        busy = [timing.busy_us(spans) / per_call for spans in calls]
         everyone: list[list[float]] = [[] for _ in range(self.num_ranks)]
         dist.all_gather_object(everyone, busy)
         seen = all(len(found) == repeats and any(found) for found in everyone)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from triton_ep.bench import rows as bench_rows
-from triton_ep.bench.record import Span
 from triton_ep.bench.settings import check_routing
+from triton_ep.bench.timing import Span
 from triton_ep.errors import ConfigError, EPError, InputError
 
 _OPS = ("dispatch", "combine", "roundtrip", "low_latency")
@@ -185,13 +185,12 @@ def draw_routing(arguments: argparse.Namespace, out: Path) -> None:
     """
     from triton_ep.bench import routing
     from triton_ep.bench.settings import Shape
-    from triton_ep.bench.traffic import Routing
 
     check_picture(out)
     _check_routing(arguments)
     shape = Shape(arguments.tokens, 1, arguments.topk, arguments.experts, 1)
     idxs = routing.draw(arguments.routing, shape, arguments.ranks, 1, arguments.seed)[0]
-    tokens = Routing.of(idxs, shape.experts, arguments.ranks).tokens()
+    tokens = routing.Routing.of(idxs, shape.experts, arguments.ranks).tokens()
     size = 2.2 + 0.5 * arguments.ranks
     with _figure(out, size + 1.5, size) as figure:
         axes = figure.subplots()

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from triton_ep.bench import record
 from triton_ep.bench import rows as bench_rows
+from triton_ep.bench import timing
 from triton_ep.bench.job import Measured
 from triton_ep.bench.settings import Case, Settings
 
@@ -25,7 +25,7 @@ class Results:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.rows: list[bench_rows.Row] = []
-        self.calls: dict[str, list[list[record.Span]]] = {}
+        self.calls: dict[str, list[list[timing.Span]]] = {}
 
     def add_floors(self, new: list[bench_rows.Row]) -> None:
         """Rows of the floors."""
@@ -46,13 +46,13 @@ class Results:
     def finish(self) -> None:
         """Print everything, as tables or as one JSON object, and draw what was asked for."""
         s = self.settings
-        stages = {name: record.stages_of(calls) for name, calls in self.calls.items()} if s.stages else {}
+        stages = {name: timing.stages_of(calls) for name, calls in self.calls.items()} if s.stages else {}
         if s.json:
             plain = {name: [asdict(stage) for stage in found] for name, found in stages.items()}
             print(json.dumps({"rows": self.rows, "stages": plain}, indent=1), flush=True)
         else:
             for name, found in stages.items():
-                print(f"{name}, kernels on rank 0:\n{record.table(found)}\n")
+                print(f"{name}, kernels on rank 0:\n{timing.stage_table(found)}\n")
             last = moe_table if s.command == "moe-layer" else compared
             print("\n".join([bench_rows.table(self.rows), *last(self.rows)]), flush=True)
         if s.plot or s.timeline:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import distributed as ep_distributed
-from triton_ep.bench import exchange, floors, moe, report, single
+from triton_ep.bench import exchange, moe, report, single
 from triton_ep.bench import rows as bench_rows
 from triton_ep.bench.job import Job, Measured, Place, join
 from triton_ep.bench.providers import Unavailable
@@ -72,7 +72,7 @@ def _floors(settings: Settings, place: Place, results: report.Results) -> float 
     """The best rate of a link in 10^9 bytes per second, None if there is none; its rows go to the results."""
     if settings.command in ("barrier", "quantise"):
         return None
-    found = floors.measure_floors(place.device, place.rank, place.num_ranks)
+    found = single.measure_floors(place.device, place.rank, place.num_ranks)
     if isinstance(found, str):
         if place.rank == 0:
             print(f"no floor: {found}", file=sys.stderr, flush=True)
@@ -82,7 +82,7 @@ def _floors(settings: Settings, place: Place, results: report.Results) -> float 
     return max(floor.gbps for floor in found)
 
 
-def _floor_row(settings: Settings, place: Place, floor: floors.Floor) -> bench_rows.Row:
+def _floor_row(settings: Settings, place: Place, floor: single.Floor) -> bench_rows.Row:
     how = "interpreted" if settings.interpreting else "jit"
     return bench_rows.make_row(
         {

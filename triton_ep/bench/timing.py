@@ -3,20 +3,32 @@
 A call gets the number of its iteration, so that it can take another input each time. On a GPU events bracket it,
 so time in which the GPU waits for the host counts; on the CPU it is the wall clock. Before each iteration the L2
 cache is flushed and the ranks meet, so that no rank starts late.
+
+`record_calls` says what runs on the device during a call: kernels and copies with their times, from torch's profiler.
+On the CPU the wall clock around each launch of an interpreted kernel stands for it; copies by torch are missing there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from triton_ep.runtime import launch as runtime
 
 _FLUSH_BYTES = 2**28  # twice the largest L2 cache there is
 _HOST_CALLS = 20
+_MARK = "spin_kernel"  # what torch.cuda._sleep launches
+_HOLD_CYCLES = 2_000_000  # about a millisecond, in which the host queues the whole call
 
 Call = Callable[[int], object]
 
@@ -112,3 +124,121 @@ def summarize(times: list[list[float]]) -> Timing:
     medians = torch.quantile(table, 0.5, dim=1)
     fastest, slowest_median = medians.min().item(), medians.max().item()
     return Timing(median, p20, p80, (slowest_median - fastest) / slowest_median * 100)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kernel or copy: when it ran, in microseconds from any zero, and on which stream."""
+
+    name: str
+    start_us: float
+    end_us: float
+    stream: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """All kernels, or copies, of one name in a call.
+
+    Attributes:
+        per_call: launches in one call.
+        median_us: of one launch; a kernel that waits for other ranks includes that.
+    """
+
+    name: str
+    per_call: float
+    median_us: float
+
+    @property
+    def us(self) -> float:
+        """Microseconds of all its launches in one call."""
+        return self.per_call * self.median_us
+
+
+def record_calls(
+    call: Call, meet: Callable[[], None], flush: Callable[[], None], repeats: int, device: torch.device
+) -> list[list[Span]]:
+    """Spans of each of `repeats` calls on this rank; collective. Empty where the profiler sees nothing.
+
+    The device is held back while the host queues a call, so that it does not wait for the host between kernels.
+    """
+    if device.type != "cuda":
+        calls: list[list[Span]] = []
+        for number in range(repeats):
+            meet()
+            found: list[Span] = []
+            with _timed_launches(found):
+                call(number)
+            calls.append(found)
+        return calls
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        for number in range(repeats):
+            torch.cuda._sleep(_HOLD_CYCLES)
+            flush()
+            meet()
+            torch.cuda._sleep(1)
+            call(number)
+            torch.cuda._sleep(1)
+        torch.cuda.synchronize(device)
+    return split_calls(spans_of(record.events(), DeviceType.CUDA), repeats)
+
+
+def spans_of(events: Iterable[Any], kind: DeviceType) -> list[Span]:
+    """The profiler's events on one kind of device, in the order of their start."""
+    mine = (event for event in events if event.device_type == kind)
+    spans = [
+        Span(e.name, e.time_range.start, e.time_range.end, int(getattr(e, "device_resource_id", 0) or 0)) for e in mine
+    ]
+    return sorted(spans, key=lambda span: span.start_us)
+
+
+def split_calls(spans: Sequence[Span], repeats: int) -> list[list[Span]]:
+    """Spans of each call out of those of a record: what started between the second and third mark of each three."""
+    marks = [place for place, span in enumerate(spans) if _MARK in span.name]
+    if len(marks) != 3 * repeats:
+        return []
+    return [list(spans[begin + 1 : end]) for begin, end in zip(marks[1::3], marks[2::3], strict=True)]
+
+
+def busy_us(spans: Sequence[Span]) -> float:
+    """Microseconds during which at least one of them ran."""
+    total, until = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start_us):
+        total += max(0.0, span.end_us - max(span.start_us, until))
+        until = max(until, span.end_us)
+    return total
+
+
+def stages_of(calls: Sequence[Sequence[Span]]) -> list[Stage]:
+    """Stages by name, in the order in which they first came."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for span in (span for call in calls for span in call):
+        by_name[span.name].append(span.end_us - span.start_us)
+    return [Stage(name, len(times) / len(calls), statistics.median(times)) for name, times in by_name.items()]
+
+
+@contextlib.contextmanager
+def _timed_launches(found: list[Span]) -> Iterator[None]:
+    """Note every launch of an interpreted kernel. Interpreted launches all pass one function of `runtime`."""
+    interpret = runtime._interpret
+
+    def timed(kernel_spec: Any, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any]) -> None:
+        begin = time.perf_counter()
+        interpret(kernel_spec, grid, args, constexprs)
+        found.append(Span(kernel_spec.name, begin * 1e6, time.perf_counter() * 1e6))
+
+    runtime._interpret = timed
+    try:
+        yield
+    finally:
+        runtime._interpret = interpret
+
+
+def stage_table(stages: Sequence[Stage]) -> str:
+    """The stages as text, with their sum."""
+    if not stages:
+        return "  nothing was recorded: torch's profiler cannot see this GPU (CUPTI)"
+    width = max(len(stage.name[:60]) for stage in stages)
+    lines = [f"  {s.name[:60]:{width}}  {s.per_call:6.2f} x {s.median_us:10.1f} us = {s.us:10.1f} us" for s in stages]
+    return "\n".join([*lines, f"  {'sum':{width}}  {'':6}   {'':10}      {sum(s.us for s in stages):10.1f} us"])

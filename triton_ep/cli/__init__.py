@@ -1,5 +1,5 @@
 """The command line: `triton-ep doctor` says what this machine can run, `demo` runs something, `bench` measures,
-`tune` finds what runs best, `aot` builds kernels ahead of time."""
+`tune` finds what runs best, `memory` computes what buffers take, `aot` builds kernels ahead of time."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0 = all is well, 1 = the sub-command found or met a failure. Wrong usage ends the process
         with 2, as argparse does.
     """
-    from triton_ep.cli import aot, bench, demo, doctor, tune
+    from triton_ep.cli import aot, bench, demo, doctor, memory, tune
 
     parser = argparse.ArgumentParser(prog="triton-ep", description="Expert parallelism in Triton.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (demo, "demo", "a small MoE layer over several ranks, compared with a dense computation"),
         (bench, "bench", "times of dispatch, combine and their neighbours, beside other providers"),
         (tune, "tune", "find num_sm and how kernels run, for this machine and a shape"),
+        (memory, "memory", "symmetric memory that an exchange takes, and the heap to pass; arithmetic alone"),
         (aot, "aot", "build kernels ahead of time, list and verify them"),
     ):
         command = commands.add_parser(name, help=help_text, description=module.__doc__)

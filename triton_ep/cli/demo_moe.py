@@ -201,7 +201,7 @@ def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traff
         local=rows_to_peers(desc.owner_ranks, desc.stage_row),
         network=sum(count for other, count in enumerate(desc.tokens_per_node.tolist()) if other != node),
         forwarded=forwarded,
-        arrived=int(desc.report[rank, 1]),
+        arrived=int(desc.arrivals_of_rank[rank]),
     )
 
 

@@ -83,7 +83,7 @@ class DispatchCombineContext(ContextNames):
     a destructor, because freeing symmetric memory out of step hangs the other ranks.
     """
 
-    @torch.inference_mode(False)  # what it keeps is written outside of that mode, too
+    @torch.inference_mode(False)  # these tensors outlive inference mode and must stay writable outside it
     def __init__(
         self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap, aot: Aot | None, name: str
     ) -> None:

@@ -9,7 +9,18 @@ import torch
 from torch.utils import _pytree
 
 from triton_ep.context.layout import placement_parts, tile_words
-from triton_ep.kernels.device.codes import TILE_WORDS
+from triton_ep.kernels.device.codes import (
+    ENTRY_DST_ROW,
+    ENTRY_KEPT,
+    ENTRY_NODE_SLOT,
+    ENTRY_OWNER,
+    ENTRY_STAGE_ROW,
+    REPORT_ARRIVALS,
+    REPORT_ARRIVALS_HERE,
+    REPORT_TOKENS,
+    REPORT_WORDS,
+    TILE_WORDS,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,7 +37,7 @@ class EPAllToAllLayoutDesc:
         entries: [F, T, K] int32, what is known of every (token, k), F = 7 or 8 fields; low latency: [1, T, K],
             the ids only.
         placement: int32, what the splits of all ranks say about this one; see the properties below. Low
-            latency: as far as `overflow`, and of the report only tokens, the host words (column 5) and the own rows.
+            latency: as far as `overflow`, and of the report only tokens, the host words and the own rows.
         shape: (W, LW, e), ranks, ranks per node, local experts: where the parts of `placement` are.
         layer_id: identifies the layer that made it.
         epoch: number of the dispatch on its layer, from 1.
@@ -66,38 +77,47 @@ class EPAllToAllLayoutDesc:
     @property
     def topk_indices_tensor(self) -> torch.Tensor:
         """[T, K] int32, expert ids, -1 = dropped."""
-        return self.entries[0]
+        return self.entries[ENTRY_KEPT]
 
     @property
     def owner_ranks(self) -> torch.Tensor | None:
         """[T, K] int32, ranks that own the experts, -1 = dropped."""
-        return self._field(1)
+        return self._field(ENTRY_OWNER)
 
     @property
     def token_dst_scatter_idx(self) -> torch.Tensor | None:
         """[T, K] int32, row of each copy in its owner's `recv_x`, -1 = dropped."""
-        return self._field(2)
+        return self._field(ENTRY_DST_ROW)
 
     @property
     def stage_row(self) -> torch.Tensor | None:
         """[T, K] int32, arrival row of the token at each rank, at the first k that goes there, else -1."""
-        return self._field(3)
+        return self._field(ENTRY_STAGE_ROW)
 
     @property
     def node_slot(self) -> torch.Tensor | None:
         """[T, K] int32, the token's slot among those for that node, at the first k that goes there, else -1."""
-        return self._field(4)
+        return self._field(ENTRY_NODE_SLOT)
 
     @property
     def report(self) -> torch.Tensor:
-        """[W, 8] int32: rows, arrival rows and tokens of every rank, ...; in columns 6 and 7 the first arrival row
-        here, and the number of arrival rows, of each source rank."""
-        return self._part("report").view(-1, 8)
+        """[W, 8] int32, what the splits of every rank say: triton_ep.context.records.Report, columns REPORT_*."""
+        return self._part("report").view(-1, REPORT_WORDS)
 
     @property
     def num_input_tokens_per_rank(self) -> torch.Tensor:
         """[W] int32, tokens that each rank dispatched."""
-        return self.report[:, 2]
+        return self.report[:, REPORT_TOKENS]
+
+    @property
+    def arrivals_of_rank(self) -> torch.Tensor:
+        """[W] int32, arrival rows of each rank."""
+        return self.report[:, REPORT_ARRIVALS]
+
+    @property
+    def arrivals_from_rank(self) -> torch.Tensor:
+        """[W] int32, rows that arrive here from each rank."""
+        return self.report[:, REPORT_ARRIVALS_HERE]
 
     @property
     def expert_offsets(self) -> torch.Tensor:
@@ -148,7 +168,7 @@ class EPAllToAllLayoutDesc:
         return self.placement[first : first + count]
 
 
-# What the host has read would make torch.compile compile anew for every routing.
+# Excluded: its values change every step and would trigger recompilation.
 _NAMES = tuple(field.name for field in fields(EPAllToAllLayoutDesc) if field.name != "host_expert_offsets")
 
 

@@ -16,11 +16,17 @@ from functools import cached_property, lru_cache
 import torch
 
 from triton_ep.config import EPConfig
-from triton_ep.kernels.device.codes import TILE_ROWS, TILE_WORDS
+from triton_ep.kernels.device.codes import (
+    ENTRY_PULL_PARTIAL,
+    PARTS,
+    REPORT_WORDS,
+    TAIL_WORDS,
+    TILE_ROWS,
+    TILE_WORDS,
+    partial_stride,
+)
 from triton_ep.runtime.plans.shape import Shape, next_power_of_2
 
-STEPS = 8
-"""Most steps of a dispatch or combine, after each of which other ranks may go on (kernels/device/tables.py)."""
 ALIGN_BYTES = 256
 """Start of every symmetric buffer."""
 
@@ -31,13 +37,13 @@ def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) 
     num_experts, num_nodes = num_ranks * experts_per_rank, num_ranks // ranks_per_node
     parts, at = {}, 0
     for name, count in (
-        ("report", num_ranks * 8),
+        ("report", num_ranks * REPORT_WORDS),
         ("expert_offsets", experts_per_rank + 1),
         ("num_recv", experts_per_rank),
         ("overflow", 1),
         ("tokens_from_node", num_nodes),
-        ("row", _fours(num_experts + num_ranks + num_nodes) + 4),
-        ("step_rows", STEPS**2 * ranks_per_node),
+        ("row", _fours(num_experts + num_ranks + num_nodes) + TAIL_WORDS),
+        ("step_rows", PARTS * ranks_per_node),
         ("bases", 2 * num_experts + num_ranks),
         ("tiles", 0),  # as many as the rows need: `tile_words`
     ):
@@ -57,7 +63,7 @@ def tile_words(num_rows: int, experts_per_rank: int) -> int:
 
 def entry_fields(config: EPConfig) -> int:
     """Fields of every (token, k) in a dispatch's `entries` (kernels/device/tables.py)."""
-    return 7 if config.is_intra_node else 8
+    return ENTRY_PULL_PARTIAL + (0 if config.is_intra_node else 1)
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ class Sizes:
     @property
     def partial_stride(self) -> int:
         """Elements per row of the partial sums, a multiple of 8."""
-        return -(-self.config.hidden // 8) * 8
+        return partial_stride(self.config.hidden)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
 import torch
@@ -12,8 +12,9 @@ from triton_ep.config import EPConfig
 from triton_ep.context.calls import dispatch_name, of_calls
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import EPEvent
+from triton_ep.context.records import Report
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError, PeerFailed, StaleHandleError
-from triton_ep.kernels.device.codes import HOST_REJECTED, HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS, NEEDED_TOPK
+from triton_ep.kernels.device.codes import HOST_SCALED, HOST_SCATTER, HOST_WEIGHTS
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.runtime.plans.layers import LANDINGS
 
@@ -39,10 +40,10 @@ def _refusing(check: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
     return checked
 
 
-def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
+def raise_for_ranks(cfg: EPConfig, reports: Sequence[Report]) -> None:
     """Raise what the splits exchange told about the arguments of any rank; the same on all ranks.
 
-    report: [W][8], as in EPAllToAllLayoutDesc.
+    reports: of all W ranks.
 
     Raises:
         CapacityError: a rank has more tokens than the layer has room for, or a token more experts.
@@ -50,49 +51,49 @@ def raise_for_ranks(cfg: EPConfig, report: list[list[int]]) -> None:
         InputError: an id out of range, bad scatter indices, weights or scales on some ranks only.
         CallMismatch: ranks are in different calls.
     """
-    told = {row[5] for row in report}
-    if len(told) == 1 and not report[0][5] & (HOST_REJECTED | HOST_SCATTER) and not any(row[3] for row in report):
+    first = reports[0]
+    alike = all(report.host_word == first.host_word and not report.bad_entry for report in reports)
+    if alike and not first.is_rejected and not first.has_bad_scatter:
         return
-    _raise_for_capacity(cfg, report)
-    for rank, row in enumerate(report):
-        if row[5] & HOST_REJECTED:
+    _raise_for_capacity(cfg, reports)
+    for rank, report in enumerate(reports):
+        if report.is_rejected:
             raise PeerFailed(f"rank {rank} rejected its arguments to dispatch; see the InputError it raised.")
     # Without what one call may have or not, the kind of call is left.
-    if len({row[5] & ~(HOST_WEIGHTS | HOST_SCALED | HOST_SCATTER) for row in report}) > 1:
-        raise of_calls({rank: row[5] for rank, row in enumerate(report)}, dispatch_name, failed=False)
-    for rank, (_, _, _, bad, bad_id, word, *_) in enumerate(report):
-        if word & HOST_SCATTER:
+    if len({report.host_word & ~(HOST_WEIGHTS | HOST_SCALED | HOST_SCATTER) for report in reports}) > 1:
+        raise of_calls({rank: report.host_word for rank, report in enumerate(reports)}, dispatch_name, failed=False)
+    for rank, report in enumerate(reports):
+        if report.has_bad_scatter:
             raise InputError(
                 f"full_scatter_indices of rank {rank} is not a sort of its entries by expert: a kept entry lies "
                 "outside its expert's range, or two share a position. Pass None to have it computed."
             )
-        if bad:
-            token, k = divmod(bad - 1, cfg.topk)
+        if report.bad_entry:
+            token, k = divmod(report.bad_entry - 1, cfg.topk)
             raise InputError(
-                f"exp_indices[{token}, {k}] of rank {rank} is {bad_id}: expert ids are 0 to "
+                f"exp_indices[{token}, {k}] of rank {rank} is {report.bad_id}: expert ids are 0 to "
                 f"{cfg.num_experts - 1}; -1 or {cfg.num_experts} drops an entry."
             )
-    with_weights = [bool(row[5] & HOST_WEIGHTS) for row in report]
-    if len(set(with_weights)) > 1:
-        lacking = [rank for rank, has in enumerate(with_weights) if not has]
+    lacking = [rank for rank, report in enumerate(reports) if not report.has_weights]
+    if 0 < len(lacking) < len(reports):
         raise InputError(f"dispatch got weights on some ranks only; without: {lacking}. Pass them on all or none.")
-    scaled = [rank for rank, row in enumerate(report) if row[5] & HOST_SCALED]
-    if 0 < len(scaled) < len(report):
+    scaled = [rank for rank, report in enumerate(reports) if report.is_scaled]
+    if 0 < len(scaled) < len(reports):
         raise InputError(
-            f"ranks {scaled} of {len(report)} dispatch one-byte rows with scales, the others {cfg.token_dtype} ones. "
+            f"ranks {scaled} of {len(reports)} dispatch one-byte rows with scales, the others {cfg.token_dtype} ones. "
             "Send rows of one kind on all ranks."
         )
 
 
-def _raise_for_capacity(cfg: EPConfig, report: list[list[int]]) -> None:
+def _raise_for_capacity(cfg: EPConfig, reports: Sequence[Report]) -> None:
     """Raise CapacityError if a rank needs a larger layer: a rank that sends nothing reports the tokens it has, a token
     with more experts than slots is reported as its first illegal id.
 
-    report: [W][8], as in EPAllToAllLayoutDesc.
+    reports: of all W ranks.
     """
-    tokens = max(row[2] if row[5] & HOST_REJECTED else 0 for row in report)
+    tokens = max(report.tokens if report.is_rejected else 0 for report in reports)
     # A caller's own illegal id may be anything; no token has more experts than there are.
-    topk = max(row[4] - NEEDED_TOPK if 0 < row[4] - NEEDED_TOPK <= cfg.num_experts else 0 for row in report)
+    topk = max(report.needed_topk if report.needed_topk <= cfg.num_experts else 0 for report in reports)
     if tokens:
         raise CapacityError(
             f"a rank has {tokens} tokens for one dispatch, the layer was made for max_tokens={cfg.max_tokens}. "
@@ -322,7 +323,7 @@ def _check_tensor(
 
     shape: of one or two extents.
     """
-    # Nothing is put into words unless it is needed: this runs at every call.
+    # Hot path: format no message unless a check fails.
     try:
         if (
             isinstance(tensor, torch.Tensor)

@@ -17,6 +17,7 @@ from triton_ep.context.context import told
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.overlap import CommStream, EPEvent
+from triton_ep.context.records import read_reports
 from triton_ep.errors import ConfigError, InputError, StaleHandleError
 from triton_ep.exchange import checks
 from triton_ep.exchange.steps import DispatchSteps, Received
@@ -326,11 +327,11 @@ class CompactCalls(DispatchSteps):
         ctx, cfg = self.context, self.config
         first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["num_recv"]
         words = ctx.read_back(placement, first + count)
-        report = [words[8 * rank : 8 * rank + 8] for rank in range(cfg.world_size)]
-        checks.raise_for_ranks(cfg, report)
-        arrivals = max(row[1] for row in report)
+        reports = read_reports(words, cfg.world_size)
+        checks.raise_for_ranks(cfg, reports)
+        arrivals = max(report.arrivals for report in reports)
         ctx.grow(arrivals, arrivals)
-        return report[cfg.rank][1], words[first : first + count]
+        return reports[cfg.rank].arrivals, words[first : first + count]
 
     def _unread(self, placement: torch.Tensor) -> torch.Tensor | None:
         # What is captured has not run, and may never do so.

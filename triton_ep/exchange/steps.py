@@ -14,6 +14,7 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.names import LayerNames
 from triton_ep.context.overlap import EPEvent, RecvHook
+from triton_ep.context.records import read_reports
 from triton_ep.context.rows import RowFormat
 from triton_ep.errors import ConfigError, InputError, PeerFailed, StaleHandleError
 from triton_ep.exchange import checks
@@ -403,14 +404,15 @@ class DispatchSteps(LayerNames):
                 return num_rows, ctx.sizes.arrival_rows, None
         first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["expert_offsets"]
         words = ctx.read_back(placement, first + count)
-        report = [words[start : start + 8] for start in range(0, 8 * cfg.world_size, 8)]
+        reports = read_reports(words, cfg.world_size)
+        own = reports[cfg.rank]
         if known_rows is not None:
-            return report[cfg.rank][0], ctx.sizes.arrival_rows, None
-        checks.raise_for_ranks(cfg, report)
-        arrivals = max(row[1] for row in report)
-        rows = arrivals if cfg.enable_local_combine else max(row[0] for row in report)
+            return own.rows, ctx.sizes.arrival_rows, None
+        checks.raise_for_ranks(cfg, reports)
+        arrivals = max(report.arrivals for report in reports)
+        rows = arrivals if cfg.enable_local_combine else max(report.rows for report in reports)
         ctx.grow(arrivals, rows)
-        return report[cfg.rank][0], report[cfg.rank][1], tuple(words[first:])
+        return own.rows, own.arrivals, tuple(words[first:])
 
     def _reject(self, again: bool = False, scaled: bool = False, needed_tokens: int = 0) -> EPAllToAllLayoutDesc | None:
         """Tell the other ranks that this one's arguments were refused, and keep its epochs in step.

@@ -1,5 +1,5 @@
-"""Arguments of the doors that no layer looks at, or looks at too late to name them. Nothing is put into words unless
-it is needed: these run at every call."""
+"""Checks of arguments that no layer looks at, or looks at too late to name them. Hot path: no message is formatted
+unless a check fails."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Handle(LazyItems):
 
     def _arrived(self) -> torch.Tensor:
         """[] int32, rows that arrived at this rank before permutation, on the device."""
-        return self.routing.desc.report[self.routing.owner.rank, 1]
+        return self.routing.desc.arrivals_of_rank[self.routing.owner.rank]
 
     def _experts_of_rows(self) -> torch.Tensor:
         """[rows or more, e] bool: which local experts each row before permutation is for."""

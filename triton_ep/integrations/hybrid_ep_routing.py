@@ -1,9 +1,8 @@
 """What a HybridEPBuffer makes of the routing that it is given: expert ids, weights, and layers that are large enough.
 
-A layer has so many slots per token, and memory for so many tokens, the same on all ranks; a routing map has as many
-experts per token as it likes. The ranks agree on the slots once, by a collective of their own. From then on each takes
-it that they suffice. Where they do not on some rank, or where it has too many tokens, the layers of all ranks raise
-`CapacityError` before any row is sent, and all try again with larger ones.
+A layer fixes top-k and max_tokens on all ranks; a routing map may exceed either. The ranks agree on top-k once, by a
+collective of their own, and then assume that it suffices. Where it does not on some rank, or where a rank has too many
+tokens, the layers of all ranks raise `CapacityError` before any row is sent, and all try again with a larger layer.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class RoutingInputs:
         known: tuple[bool, bool],
         send: Send[Sent],
     ) -> tuple[Sent, torch.Tensor | None]:
-        """What `send` returned for the routing, and experts that found no slot (None: surely none).
+        """What `send` returned for the routing, and the number of dropped assignments; None if drops are impossible.
 
         slots_per_rank: `num_of_tokens_per_rank`. known: as in `_by_map`.
         """
@@ -87,7 +86,7 @@ class RoutingInputs:
         known: tuple[bool, bool],
         send: Send[Sent],
     ) -> tuple[Sent, torch.Tensor | None]:
-        """Send by a routing map; also [1] int32, experts that found no slot, where nobody is told (non_blocking).
+        """Send by a routing map; also [1] int32, the number of dropped assignments, if non_blocking, else None.
 
         known: whether the number of rows is given, so that the host does not read what the ranks report; non_blocking.
 

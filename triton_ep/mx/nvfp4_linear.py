@@ -64,7 +64,7 @@ def quantized(
         amax = x.abs().amax() if x.numel() else x.new_zeros(())
         outer = per_tensor_amax_to_scale(amax if signs is None else 4 * amax.float())
     made = NVFP4Tensor.to_nvfp4(filled, per_tensor_scale=outer, stochastic_rounding=stochastic, hadamard_signs=signs)
-    return made if signs is None else made._with(made.qdata, made.scale, hadamard_signs=None)
+    return made if signs is None else NVFP4Tensor(made.qdata, made.scale, made.orig_dtype, made.per_tensor_scale)
 
 
 class _NVFP4Linear(torch.autograd.Function):

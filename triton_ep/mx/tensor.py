@@ -198,16 +198,16 @@ class MXTensor(BlockTensor, MXOperand):
                     self.qdata, self.scale, self.shape, lambda *parts: self._with(*parts)._plain(dtype)
                 )
         scale = self.scale.view(torch.uint8)
-        # By columns where that saves a copy; a transposed row-major tensor is one of rows again.
-        if self.block_dim != -1 and self.qdata.is_contiguous() and _has_kernel(self.qdata, self.block_size):
+        way = _choose(self.qdata, self.elem_format, self.block_size, self.block_dim)
+        if way is _Way.COLUMNS:
             form = {"block_size": self.block_size, "dim": self.block_dim}
             return mx_formats.dequantize(self.qdata, scale, self.elem_dtype, dtype, **form)
         elements = self.qdata
         if self.block_dim != -1:
             elements, scale = elements.movedim(self.block_dim, -1), scale.movedim(self.block_dim, -1)
-        if not _has_kernel(elements, self.block_size):
+        if way is _Way.TORCH:
             values = arithmetic.dequantize(elements, scale, dtype, self.elem_format)
-        elif _is_mxfp8(self.elem_format, self.block_size):
+        elif way is _Way.MXFP8_ROWS:
             values = mxfp8.dequantize_rows(_as_rows(elements), _as_rows(scale), dtype).view(elements.shape)
         else:
             values = mx_formats.dequantize(elements, scale, self.elem_dtype, dtype, block_size=self.block_size)
@@ -296,8 +296,23 @@ def _has_kernel(x: torch.Tensor, block_size: int) -> bool:
     return x.is_cuda and block_size in mx_formats.BLOCK_SIZES
 
 
-def _is_mxfp8(fmt: ElemFormat, block_size: int) -> bool:
-    return fmt.bits == 8 and block_size == BLOCK
+class _Way(Enum):
+    """What quantises blocks, or turns them back: torch operations, or a kernel of one of three kinds."""
+
+    TORCH = "torch operations"
+    MXFP8_ROWS = "kernels/compute/mxfp8.py"
+    ROWS = "kernels/compute/mx_formats.py, by rows"
+    COLUMNS = "kernels/compute/mx_formats.py, by columns"
+
+
+def _choose(x: torch.Tensor, fmt: ElemFormat, block_size: int, block_dim: int) -> _Way:
+    """Which way takes `x`, values or elements, with blocks along `block_dim`."""
+    if not _has_kernel(x, block_size):
+        return _Way.TORCH
+    # By columns where that saves a copy; a transposed row-major tensor is one of rows again.
+    if block_dim != -1 and not x.movedim(block_dim, -1).is_contiguous():
+        return _Way.COLUMNS
+    return _Way.MXFP8_ROWS if fmt.bits == 8 and block_size == BLOCK else _Way.ROWS
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -306,12 +321,12 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_rows(
-    rows: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode
+    rows: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode, way: _Way
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements and scale bytes of blocks along the last dimension."""
-    if not _has_kernel(rows, block_size):
+    if way is _Way.TORCH:
         return arithmetic.quantize(rows, fmt, mode, block_size)
-    if not _is_mxfp8(fmt, block_size):
+    if way is _Way.ROWS:
         return mx_formats.quantize(rows, fmt.dtype, mode, block_size=block_size)
     if rows.dim() == 2:  # every view that is not made is host time before the launch
         return mxfp8.quantize_rows(rows, fmt.storage, mode)
@@ -323,15 +338,17 @@ def _quantize(
     x: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode, block_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements and scales of blocks along any dimension, laid out as `x` is."""
-    if block_dim == -1:
-        qdata, scale = _quantize_rows(x, fmt, block_size, mode)
-    elif (rows := x.movedim(block_dim, -1)).is_contiguous():
-        qdata, scale = (part.movedim(-1, block_dim) for part in _quantize_rows(rows, fmt, block_size, mode))
-    elif _has_kernel(x, block_size):
+    way = _choose(x, fmt, block_size, block_dim)
+    if way is _Way.COLUMNS:
         qdata, scale = mx_formats.quantize(x, fmt.dtype, mode, block_size=block_size, dim=block_dim)
+    elif block_dim == -1:
+        qdata, scale = _quantize_rows(x, fmt, block_size, mode, way)
     else:
-        parts = (part.view(torch.uint8) for part in arithmetic.quantize(rows, fmt, mode, block_size))
-        qdata, scale = (part.movedim(-1, block_dim).contiguous() for part in parts)
+        rows = x.movedim(block_dim, -1)
+        parts = (part.view(torch.uint8) for part in _quantize_rows(rows, fmt, block_size, mode, way))
+        qdata, scale = (part.movedim(-1, block_dim) for part in parts)
+        if not rows.is_contiguous():
+            qdata, scale = qdata.contiguous(), scale.contiguous()
     return qdata if qdata.dtype == fmt.storage else qdata.view(fmt.storage), scale.view(SCALE_DTYPE)
 
 

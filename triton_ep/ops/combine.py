@@ -10,9 +10,8 @@ import torch
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.context.layout import STEPS
 from triton_ep.context.rows import RowFormat
-from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS
+from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS, STEPS
 from triton_ep.ops.tuning import as_words, exchange_programs, local_programs, overlaps, waiting_programs
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import exchange
@@ -59,7 +58,7 @@ def send(
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Publish expert outputs y [R, H] with weights [R] float32.
 
-    Returns memory for the result [T, H], and the receiving half: launched, it brings there the sums.
+    Returns memory for the result [T, H], and a callable that launches the receiving half, which writes the sums there.
     """
     plan = _plan(ctx, desc, weights is not None)
     _publish(ctx, fmt, y, weights, desc, plan)
@@ -68,13 +67,13 @@ def send(
 
 
 class _Plan(NamedTuple):
-    """How rows are published: in two halves or in one, ranks must agree, and need not tell.
+    """How rows are published. Derived from the configuration alone, so ranks agree without communicating.
 
     Attributes:
-        programs: that publish.
-        num_steps: in which they do.
-        overlapped: beside the kernels that pull, unless a hook parts them.
-        call: COMBINE_* (kernels/device/codes.py): what ranks do tell.
+        programs: how many publish.
+        num_steps: steps in which they publish.
+        overlapped: publishing runs concurrently with the kernels that pull, unless a hook separates them.
+        call: COMBINE_* (kernels/device/codes.py), which ranks compare.
     """
 
     programs: int
@@ -86,10 +85,10 @@ class _Plan(NamedTuple):
 def _plan(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, has_weights: bool, of_slots: bool = False) -> _Plan:
     call = COMBINE_WEIGHTS * has_weights | COMBINE_SLOTS * of_slots | COMBINE_BACKWARD * ctx.backward
     overlapped = is_reduced(desc) and overlaps(ctx.config, ctx.device)
-    programs = (waiting_programs if overlapped else local_programs)(ctx.device, ctx.config.num_sm)
+    programs = waiting_programs(ctx.device, ctx.config.num_sm) if overlapped else local_programs(ctx.device)
     if not ctx.config.is_intra_node:
         return _Plan(programs, 2, overlapped, call)
-    # Only then is a step worth its releases; the interpreter takes two, so that steps are met there.
+    # Steps pay for their extra releases only when overlapped; the interpreter uses two to exercise the path.
     return _Plan(programs, STEPS if overlapped else 2 if INTERPRETING else 1, overlapped, call)
 
 

@@ -171,7 +171,7 @@ def _move(
     words = as_words(source, row_bytes)
     into = view_as(dest, words.dtype)
     row_words = row_bytes // words.element_size()
-    programs = num_experts * max(local_programs(dest.device, 0) * 4 // num_experts, 1)
+    programs = num_experts * max(local_programs(dest.device) * 4 // num_experts, 1)
     _launcher(plans.slab_rows, pack, row_words)(
         programs, words, into, offsets, counts, num_experts, slab_rows, row_words
     )

@@ -55,7 +55,7 @@ class Rows(NamedTuple):
 def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
     """Rows as they travel: with payload="mxfp8" e4m3 and scales by RCEIL, else `x` itself.
 
-    Runs beside what is launched on the current stream until `fork`, where there is enough of it.
+    Large batches quantise on the side stream, concurrently with routing; `fork` joins it.
     """
     if ctx.config.payload is None or x.scale is not None:
         return x

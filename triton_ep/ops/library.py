@@ -1,14 +1,20 @@
 """Launchers as torch.library ops, which is how torch.compile, CUDA graphs of it and fake tensors take them.
 
-Such an op has no gradient: those who differentiate call it from a torch.autograd.Function.
+Such an op has no gradient: those who differentiate call it from a torch.autograd.Function, and what they make of it
+enters a graph through `in_graph`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from triton_ep.runtime import launch as runtime  # noqa: F401  before Dynamo, which imports Triton: decides whether kernels are interpreted
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LIBRARY = torch.library.Library("triton_ep", "FRAGMENT")
 
@@ -29,3 +35,10 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
         return getattr(torch.ops.triton_ep, name).default
 
     return register
+
+
+def in_graph(function: Callable[P, R]) -> Callable[P, R]:
+    """The function as one call that Dynamo does not look into; AOTAutograd traces it, with the gradients that flow."""
+    from torch._dynamo import nonstrict_trace
+
+    return nonstrict_trace(function)

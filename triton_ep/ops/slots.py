@@ -20,7 +20,7 @@ def known_copies(
     """[C, K] int32: output row of each arrival row's copies, R = none; arguments as in `row_slots`."""
     if rows is None:
         rows = ctx.local("stage_meta")[:, : ctx.config.topk]
-    arrivals = desc.report[ctx.config.rank, 1].clamp(max=ctx.sizes.arrival_rows)
+    arrivals = desc.arrivals_of_rank[ctx.config.rank].clamp(max=ctx.sizes.arrival_rows)
     arrived = (torch.arange(rows.shape[0], device=ctx.device) < arrivals).unsqueeze(1)
     none = desc.num_recv_rows
     return torch.where(arrived & (rows >= 0) & (rows < none), rows, none)

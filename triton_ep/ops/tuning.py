@@ -30,7 +30,7 @@ def exchange_programs(num_sm: int) -> int:
     return min(num_sm, 2) if INTERPRETING else num_sm
 
 
-def local_programs(device: torch.device, num_sm: int) -> int:
+def local_programs(device: torch.device) -> int:
     """Programs of a kernel that only moves rows within this rank's memory, while nothing else runs."""
     if INTERPRETING:
         return 2
@@ -38,9 +38,9 @@ def local_programs(device: torch.device, num_sm: int) -> int:
 
 
 def waiting_programs(device: torch.device, num_sm: int) -> int:
-    """Programs of such a kernel that may run beside one of `num_sm` programs, and waits for it; 0: it may not.
+    """Programs of such a kernel that waits for a concurrent one of `num_sm` programs; 0: they may not overlap.
 
-    It must leave room on the GPU for what it waits for, even if it is there first.
+    It spins on another kernel, so it must leave SMs free for that kernel even when scheduled first.
     """
     if INTERPRETING:
         return 0

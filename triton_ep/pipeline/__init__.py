@@ -22,9 +22,9 @@ import torch
 from triton_ep.errors import InputError
 from triton_ep.mx import grouped_mm
 from triton_ep.mx.formats import BLOCK, ScalingMode
+from triton_ep.ops.library import in_graph
 from triton_ep.pipeline import exchange as exchange
 from triton_ep.pipeline.exchange import Group
-from triton_ep.pipeline.graph import in_graph
 from triton_ep.pipeline.permute import (
     Permuted,
     PermuteIndices,

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from triton_ep.errors import InputError
 from triton_ep.mx.formats import ScalingMode, check_high_precision
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.pipeline.graph import in_graph
+from triton_ep.ops.library import in_graph
 from triton_ep.pipeline.permute import plain
 
 Group = dist.ProcessGroup | str | None

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from triton_ep.errors import InputError
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.pipeline.graph import in_graph
+from triton_ep.ops.library import in_graph
 
 _WIDE = 8  # bytes moved as one number
 _MOST = 1 << 31  # of rows, experts and ranks

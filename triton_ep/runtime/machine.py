@@ -10,19 +10,40 @@ import platform
 import re
 import shutil
 import sys
+import tomllib
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-MIN_PYTHON = (3, 11)
-MIN_TORCH = (2, 11)
-MIN_TRITON = (3, 6)
-TESTED_TRITON = ((3, 6), (3, 7), (3, 9))
-MIN_NUMPY, BELOW_NUMPY = (1, 26), (2, 6)
+
+def version_tuple(text: str) -> tuple[int, ...]:
+    """Leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+SUPPORTED: dict[str, dict[str, Any]] = tomllib.loads(
+    (Path(__file__).resolve().parents[1] / "supported.toml").read_text(encoding="utf-8")
+)
+"""triton_ep/supported.toml: the versions that this release supports."""
+MIN_PYTHON = version_tuple(SUPPORTED["python"]["min"])
+MIN_TORCH = version_tuple(SUPPORTED["torch"]["min"])
+MIN_TRITON = version_tuple(SUPPORTED["triton"]["min"])
+TESTED_TRITON = tuple(map(version_tuple, SUPPORTED["triton"]["tested"]))
+TESTED_NVSHMEM = tuple(map(version_tuple, SUPPORTED["nvshmem"]["tested"]))
+MIN_NUMPY, BELOW_NUMPY = (version_tuple(SUPPORTED["numpy"][name]) for name in ("min", "below"))
+
+
+def nvshmem_library(major: int) -> str:
+    """Requirement of the NVSHMEM library for torch of this CUDA major version."""
+    return f"nvidia-nvshmem-cu{major}>={SUPPORTED['nvshmem']['min']},<{SUPPORTED['nvshmem']['below']}"
+
+
 # Requirements of the extras cu12 and cu13, by the CUDA major version that torch was built for.
 NVSHMEM_REQUIREMENTS = {
-    12: ("nvshmem4py-cu12", "cuda-python<13"),
-    13: ("nvshmem4py-cu13", "cuda-python>=13"),
+    12: ("nvshmem4py-cu12", nvshmem_library(12), "cuda-python<13"),
+    13: ("nvshmem4py-cu13", nvshmem_library(13), "cuda-python>=13"),
 }
 
 
@@ -97,12 +118,6 @@ class Plan:
     execution: str
     problems: list[Problem] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
-
-
-def version_tuple(text: str) -> tuple[int, ...]:
-    """Leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def _version(*distributions: str) -> str | None:
@@ -218,14 +233,14 @@ def _nvshmem_problems(machine: Machine) -> list[Problem]:
         problems.append(
             Problem(
                 "there are GPUs, but the NVSHMEM library is not installed",
-                _install(f"nvidia-nvshmem-cu{major}"),
+                _install(nvshmem_library(major)),
             )
         )
     elif not machine.nvshmem_bitcode:
         problems.append(
             Problem(
                 f"NVSHMEM {machine.nvshmem} is installed without device bitcode (libnvshmem_device*.bc)",
-                _install("--force-reinstall", f"nvidia-nvshmem-cu{major}"),
+                _install("--force-reinstall", nvshmem_library(major)),
             )
         )
     return problems
@@ -257,6 +272,9 @@ def judge(machine: Machine) -> Plan:
             problems.append(Problem("TRITON_INTERPRET=0 is set and there is no GPU", "unset TRITON_INTERPRET"))
         else:
             problems += _nvshmem_problems(machine)
+        if machine.nvshmem and version_tuple(machine.nvshmem) not in TESTED_NVSHMEM:
+            tested = ", ".join(map(_dotted, TESTED_NVSHMEM))
+            hints.append(f"NVSHMEM {machine.nvshmem} has not been tested with this version; tested are {tested}.")
         if not all(all(row) for row in machine.peer_access):
             hints.append("Some GPUs cannot address each other's memory; ranks on such a pair cannot share a node.")
     return Plan(backend, transport, execution, problems, hints)

@@ -1,7 +1,7 @@
 """Processes that play the ranks of a job, kept alive over many test cases.
 
 `RankPool` in pool.py hands functions to ranks and gathers what they return. Here are the rank's side
- (`_rank_main` joins the job and runs what it is handed), the fork server, and the handles on both.
+(`_rank_main` joins the job and runs what it is handed), the fork server, and the handles on both.
 
     host      Ranks are forked by a fork server, which has imported torch and triton_ep and translated the
               kernels for the interpreter, once for all: a pool of four starts in about 0.2 s. The server is

@@ -159,7 +159,7 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Where the tokens of this rank go. Local; `dispatch` needs of it the length of the third only.
+        """Where the tokens of this rank go. No communication. `dispatch` only uses len(num_tokens_per_expert).
 
         Args:
             topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped.

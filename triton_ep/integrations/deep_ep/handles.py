@@ -53,7 +53,7 @@ class DispatchHandle(LazyItems):
         )
 
     def _rank_prefix_sum(self) -> torch.Tensor:
-        return self.layout_desc.report[:, 7].cumsum(0, dtype=torch.int32)
+        return self.layout_desc.arrivals_from_rank.cumsum(0, dtype=torch.int32)
 
     def _rank_prefix_matrix(self) -> torch.Tensor:
         sums = self._rank_prefix_sum()

@@ -100,7 +100,7 @@ class QuantisingModule(nn.Module):
                 self.register_parameter(self._bias_name(index), None)
 
     def _put(self, name: str, values: torch.Tensor) -> nn.Parameter:
-        """A parameter in the place of that of this name, if there is one, which wants a gradient as that does."""
+        """Register `values` as parameter `name`, keeping the old parameter's requires_grad."""
         before = self._parameters.get(name)
         parameter = nn.Parameter(values, before is None or before.requires_grad)
         self.register_parameter(name, parameter)

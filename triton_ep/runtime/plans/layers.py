@@ -13,6 +13,7 @@ from triton_ep.kernels.device.codes import (
     MX,
     QUANTISE,
     WORDS,
+    partial_stride,
 )
 from triton_ep.runtime.plans import compact, exchange, experts_backward, low_latency
 from triton_ep.runtime.plans.request import KernelRequest
@@ -97,8 +98,8 @@ def narrow_shape(s: Shape, columns: int) -> Shape | None:
     """The same for rows of up to `columns` float32 in the buffers of the layer; None: not even one fits in."""
     width = min(columns, s.payload_bytes // 4)
     if s.num_nodes > 1:
-        partial_bytes = -(-s.hidden // 8) * 8 * (TOKEN_BYTES[s.token] if s.enable_local_combine else 4)
-        while width and -(-width // 8) * 8 * 4 > partial_bytes:
+        partial_bytes = partial_stride(s.hidden) * (TOKEN_BYTES[s.token] if s.enable_local_combine else 4)
+        while width and partial_stride(width) * 4 > partial_bytes:
             width -= 1
     return replace(s, hidden=width, token="fp32", payload=None) if width else None
 

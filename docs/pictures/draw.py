@@ -1,0 +1,27 @@
+"""Draw the pictures of these pages: `python docs/pictures/draw.py`, or `make pictures`.
+
+Standard library alone. tests/unit/test_pictures.py says when a stored picture is not what this draws.
+"""
+
+from pathlib import Path
+
+import architecture
+import layout
+import speed
+
+DOCS = Path(__file__).resolve().parents[1]
+PICTURES = {
+    DOCS / "concepts/architecture.svg": architecture.draw,
+    DOCS / "concepts/layout.svg": layout.draw,
+    DOCS / "pictures/speed.svg": speed.draw,
+}
+
+
+def main() -> None:
+    """Write every picture to its place."""
+    for path, draw in PICTURES.items():
+        path.write_text(draw().svg())
+
+
+if __name__ == "__main__":
+    main()

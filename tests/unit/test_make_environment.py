@@ -1,0 +1,76 @@
+"""tools/environment.py: which torch it asks pip for, on machines that are not here."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.patience import LIMIT_S
+from triton_ep.runtime.machine import MIN_PYTHON
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tools/environment.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    """The program as a module."""
+    spec = importlib.util.spec_from_file_location("make_environment", PROGRAM)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PLAIN = ["torch==2.13.0", "triton==3.7.1"]
+
+
+def test_cpu_wheels_where_there_is_no_driver(tool: ModuleType) -> None:
+    """The local version picks them, PyPI stays the first index; without an answer the build of PyPI is next."""
+    first, second = tool.torch_requirements("2.13.0", "3.7.1", driver=False, own_index=False)
+    assert first[-2:] == ["torch==2.13.0+cpu", "triton==3.7.1"]
+    assert first[first.index("--extra-index-url") + 1] == tool.CPU_WHEELS and "--index-url" not in first
+    assert second == PLAIN
+
+
+@pytest.mark.parametrize(("driver", "own_index"), [(True, False), (False, True), (True, True)])
+def test_the_index_decides_elsewhere(tool: ModuleType, driver: bool, own_index: bool) -> None:
+    """With a driver CUDA is wanted; with an index of one's own nothing is added to it."""
+    assert tool.torch_requirements("2.13.0", "3.7.1", driver=driver, own_index=own_index) == [PLAIN]
+
+
+@pytest.mark.parametrize(
+    ("config", "own"),
+    [
+        ("", False),
+        (":env:.default-timeout='180'\nglobal.cert='/etc/ssl/ca.crt'", False),
+        ("global.index-url='https://mirror.example.org/simple'", True),
+        (":env:.extra-index-url='https://mirror.example.org/simple'", True),
+        ("install.find-links='/opt/wheels'", True),
+        (":env:.no-index='1'", True),
+        ("global.trusted-host='index-url'", False),
+    ],
+)
+def test_where_pip_looks(tool: ModuleType, config: str, own: bool) -> None:
+    """Files and variables that name an index, and those that do not."""
+    assert tool.own_sources(config) is own
+
+
+def test_it_knows_the_least_python(tool: ModuleType) -> None:
+    """It cannot read the table before it knows that Python is new enough."""
+    assert tool.LEAST_PYTHON == MIN_PYTHON
+
+
+def test_it_says_at_once_what_it_will_download(tool: ModuleType, tmp_path: Path) -> None:
+    """The first lines come before pip is there; where pip fails, so does the program, and nothing is ready."""
+    folder = tmp_path / "venv"
+    command = [sys.executable, str(PROGRAM), str(folder), "--torch", "no-such-package==0.0"]
+    environment = {"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("looking whether") and lines[1].startswith(f"creating {folder} with no-such-package")
+    assert any(line.startswith("[1/2] pip install") for line in lines)
+    assert done.returncode != 0 and not (folder / ".ready").exists()

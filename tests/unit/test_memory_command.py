@@ -1,0 +1,119 @@
+"""`triton-ep memory` says what a layer takes: against a real heap, and in the table of the docs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from triton_ep import EPAll2AllLayer
+from triton_ep.cli import main, memory
+from triton_ep.context.layout import estimate_bytes
+from triton_ep.distributed import current_heap
+
+pytestmark = pytest.mark.plain
+PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/size-memory.md"
+
+
+def _report(*options: str) -> memory.Report:
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    arguments = parser.parse_args(options)
+    config = memory.config_of(arguments)
+    return memory.report_of(config, memory.MOE_LAYERS[arguments.model], 4 * 2**30)
+
+
+def _taken() -> int:
+    """Bytes of this rank's symmetric memory that somebody has."""
+    arena = current_heap()._arena
+    return sum(arena._taken.values())
+
+
+def _check_heap(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
+    before, world = _taken(), nodes * ranks_per_node
+    layer = EPAll2AllLayer(
+        dist.group.WORLD,
+        max_tokens=40,
+        hidden=96,
+        topk=3,
+        rank=rank,
+        num_tot_experts=2 * world,
+        local_world_size=ranks_per_node,
+        world_size=world,
+        **options,
+    )
+    taken, said = _taken() - before, estimate_bytes(layer.context.sizes)
+    blocks = [block.nbytes for block in layer.context._blocks.values()]
+    layer.finalize()
+    page = current_heap()._arena._align  # of the heap: what each block is rounded up to
+    assert sum(blocks) == said
+    assert taken == sum(-(-block // page) * page for block in blocks)
+    assert _taken() == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"payload": "mxfp8"}, {"capacity": 300, "enable_local_combine": True}, {"alignment": 16}],
+    ids=["exact", "mxfp8", "static-local", "aligned"],
+)
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1)])
+def test_a_layer_takes_what_estimate_bytes_says(
+    run_ranks: Any, nodes: int, ranks_per_node: int, options: dict[str, Any]
+) -> None:
+    """Bytes of the layer's blocks are those estimated; the heap gives out no more, and has them back after its end."""
+    run_ranks(_check_heap, nodes, ranks_per_node, options)
+
+
+def test_a_low_latency_layer_takes_what_estimate_bytes_says(run_ranks: Any) -> None:
+    """The same with the buffers of the low-latency path."""
+    run_ranks(_check_heap, 1, 2, {"low_latency": True, "capacity": 240})
+
+
+def test_the_heap_suggested_holds_one_exchange() -> None:
+    """heap_bytes is enough, by less than a step; the exchanges that fit are as many as there is room for."""
+    for ranks in ("8", "64", "256"):
+        report = _report("--ranks", ranks)
+        assert 0 <= report.heap_bytes - report.total < memory.HEAP_STEP
+        assert report.fit * report.total <= report.heap < (report.fit + 1) * report.total
+        assert sum(report.buffers.values()) == report.total <= report.most
+
+
+def test_static_worst_case_is_what_an_exact_exchange_may_grow_to() -> None:
+    """Growth ends where everything that can arrive has room."""
+    assert _report("--ranks", "8", "--capacity", "worst").total == _report("--ranks", "8").most
+
+
+def test_json_and_page_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """One set of numbers in two forms."""
+    assert main(["memory", "--ranks", "64", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert main(["memory", "--ranks", "64"]) == 0
+    page = capsys.readouterr().out
+    assert f"heap_bytes={said['heap_bytes']}" in page
+    assert re.search(rf"one exchange +{re.escape(memory.human(said['total']))}", page)
+
+
+@pytest.mark.parametrize("capacity", ["none", "x", "-3", "1.5y", "infx"])
+def test_a_wrong_capacity_is_refused(capacity: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1 and a message."""
+    assert main(["memory", f"--capacity={capacity}"]) == 1
+    assert "capacity" in capsys.readouterr().err
+
+
+def test_table_of_the_page_is_computed() -> None:
+    """docs/how-to/size-memory.md: three models, three sizes, GiB of one exchange, exact and static."""
+    rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (.+) \| (.+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 3 * 2
+    for model, payload, *cells in rows:
+        for ranks, cell in zip(("8", "64", "128"), cells, strict=True):
+            if cell == "too few experts":
+                assert model == "mixtral"
+                continue
+            options = ("--model", model, "--payload", payload, "--ranks", ranks)
+            exact, static = _report(*options), _report(*options, "--capacity", "1.5x", "--enable-local-combine")
+            assert cell == f"{exact.total / 2**30:.2f}, {static.total / 2**30:.2f}"

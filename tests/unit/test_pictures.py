@@ -1,0 +1,46 @@
+"""Pictures of the pages are what docs/pictures/draw.py draws, from stored rows."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module draw.py, with its folder on the path for the time of a test."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/pictures"))
+    before = set(sys.modules)
+    import draw
+
+    yield draw
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_stored_pictures_are_up_to_date(drawn: Any) -> None:
+    """`make pictures` would change nothing."""
+    assert [path.name for path, draw in drawn.PICTURES.items() if path.read_text() != draw().svg()] == []
+
+
+def test_pictures_are_legible_on_a_phone(drawn: Any) -> None:
+    """At 360 pixels no letter is below 11 pixels, and light and dark have colours of their own."""
+    for path, draw in drawn.PICTURES.items():
+        text = draw().svg()
+        assert 'viewBox="0 0 720 ' in text, path.name
+        assert min(map(int, re.findall(r'font-size="(\d+)"', text))) >= 22, path.name
+        assert "prefers-color-scheme: dark" in text
+
+
+def test_a_bar_without_a_row_is_refused(drawn: Any) -> None:
+    """A time comes from a stored row or from nowhere."""
+    import speed
+
+    wanted = {"op": "dispatch", "provider": "nccl", "ranks": "4", "commit": "a7519e2", "routing": "uniform:0"}
+    assert speed.median_us("dispatch_combine.csv", wanted) > 0
+    with pytest.raises(LookupError, match="no row"):
+        speed.median_us("dispatch_combine.csv", wanted | {"ranks": "8"})
