@@ -50,6 +50,7 @@ def _finish(
     act_ptr,
     rows,
     in_m,
+    filled,
     col,
     ffn,
     KIND: tl.constexpr,
@@ -59,17 +60,21 @@ def _finish(
     ALPHA: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):
-    """Store what follows from a tile [M, N] of dact; the sums of dact * activation over its columns, [M]."""
+    """Store what follows from a tile [M, N] of dact; the sums of dact * activation over its columns, [M].
+
+    filled: [M], rows that are not padding: of that dact is zero, and `pre` is not read.
+    """
     cols = (col + tl.arange(0, dact.shape[1]))[None, :]
     mask = in_m[:, None] & (cols < ffn)
+    known = filled[:, None] & (cols < ffn)
     width = ffn
     if GATED:
         width = 2 * ffn
     at = rows.to(tl.int64)[:, None] * width + cols
-    g = tl.load(pre_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(pre_ptr + at, mask=known, other=0.0).to(tl.float32)
     u = g
     if GATED:
-        u = tl.load(pre_ptr + at + ffn, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(pre_ptr + at + ffn, mask=known, other=0.0).to(tl.float32)
     value, slope_g, slope_u = activation_gradients(g, u, KIND, GATED, CLAMP, LIMIT, ALPHA, UP_OFFSET)
     share = tl.sum(tl.where(mask, dact * value, 0.0), axis=1)
     scaled = dact * weight[:, None]
@@ -95,6 +100,7 @@ def _finish_tile(
     expert,
     row,
     end,
+    filled,
     tile_n,
     ffn,
     FP8: tl.constexpr,
@@ -138,6 +144,7 @@ def _finish_tile(
             act_ptr,
             rows,
             in_m,
+            rows < filled,
             col + part * PART,
             ffn,
             KIND,
@@ -239,6 +246,7 @@ def down_dgrad_kernel(
                 expert,
                 row + part * HALF_M,
                 end,
+                filled,
                 tile_n,
                 ffn,
                 FP8,

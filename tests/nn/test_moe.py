@@ -97,7 +97,12 @@ def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) 
     with _moe(world, router=False, local_world_size=ranks_per_node, **options) as moe:
         assert moe.exchange.config.num_nodes == nodes
         names = [name for name, _ in moe.experts.named_parameters()]
-        _draw(moe)
+        if moe.experts.activation.limit is None:
+            for name in names:
+                if name.startswith("b"):
+                    getattr(moe.experts, name).data.uniform_(-1, 1)
+        else:
+            _draw(moe)
         x = xs[rank].to(device).requires_grad_()
         weight = weights[rank].to(device).requires_grad_()
         y = moe(x, topk_idx=ids[rank].to(device), topk_weights=weight)

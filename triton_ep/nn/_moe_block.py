@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -179,24 +178,63 @@ class MoEBlock:
         with self.turn("the backward pass of a MoE module"), ctx.backward_pass():
             grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
             found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
-            grads = self._beside(partial(self._send_back, found, desc, slots, needs), found.prepare)
-            of_params = found.params
-            del found  # the gradient of the rows, which are more than x has, before the largest products
-            return *grads, self._of_experts(of_params)
+            side = layer.comm_stream
+            if side is None:
+                grad_x = self._send_rows(found, desc, needs)
+                grad_weights = self._send_weights(found, desc, slots, needs)
+                self._of_experts(found.prepare)
+                return grad_x, grad_weights, self._of_experts(found.params)
+            return self._backward_beside(side, found, desc, slots, needs)
 
-    def _send_back(
+    def _backward_beside(
+        self,
+        side: torch.cuda.Stream,
+        found: ExpertGradients,
+        desc: EPAllToAllLayoutDesc,
+        slots: torch.Tensor | None,
+        needs: Needs,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Params]:
+        """What is left of `_backward`, with the exchanges on a stream of high priority.
+
+        The products for the parameters fill the GPU. They begin when the gradient of the rows has arrived: else they
+        would keep its programs, here or on other ranks, from multiprocessors. The few programs that bring the gradients
+        of the weights back find room beside them.
+        """
+        current = current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            grad_x = self._send_rows(found, desc, needs)
+            arrived = EPEvent.record()
+            grad_weights = self._send_weights(found, desc, slots, needs)
+        self._of_experts(found.prepare)
+        arrived.current_stream_wait()
+        of_params, row_weights = found.params, found.row_weights
+        del found  # the gradient of the rows, which are more than x has, before the largest products
+        grads = self._of_experts(of_params)
+        current.wait_stream(side)  # before what was sent is freed: its memory belongs to the current stream
+        del row_weights
+        if not torch.cuda.is_current_stream_capturing():
+            # Memory of the other stream. In a capture nothing else can get it before that stream has waited again.
+            for each in (grad_x, grad_weights):
+                if each is not None:
+                    each.record_stream(current)
+        return grad_x, grad_weights, grads
+
+    def _send_rows(self, found: ExpertGradients, desc: EPAllToAllLayoutDesc, needs: Needs) -> torch.Tensor | None:
+        """Gradient of x, on the rank that it belongs to."""
+        if not needs.rows:
+            return None
+        assert found.rows is not None, "asked for"
+        return self.layer.combine(found.rows, desc)
+
+    def _send_weights(
         self, found: ExpertGradients, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of x and of topk_weights, on the ranks that those belong to."""
-        grad_x = grad_weights = None
-        if needs.rows:
-            assert found.rows is not None, "asked for"
-            grad_x = self.layer.combine(found.rows, desc)
-        if needs.row_weights:
-            assert found.row_weights is not None, "asked for"
-            ctx = self.layer.context
-            grad_weights = slot_ops.to_slots(ctx, found.row_weights, self._slots(desc, slots), desc)
-        return grad_x, grad_weights
+    ) -> torch.Tensor | None:
+        """Gradient of topk_weights, on the rank that it belongs to."""
+        if not needs.row_weights:
+            return None
+        assert found.row_weights is not None, "asked for"
+        return slot_ops.to_slots(self.layer.context, found.row_weights, self._slots(desc, slots), desc)
 
     def _refuse_backward(self, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs) -> None:
         """In place of `_backward`: no rank waits for this one, gradients that it had a part in are NaN."""
@@ -211,31 +249,6 @@ class MoEBlock:
         if slots is not None:
             return slots
         return slot_ops.row_slots(self.layer.context, desc, desc.skipped_token_topk_mapping_indices)
-
-    def _beside(
-        self, exchange: Callable[[], tuple[torch.Tensor | None, ...]], work: Callable[[], None]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """What `exchange` gives; `work`, which needs nothing from other ranks, is done at the same time on a GPU.
-
-        The exchange goes first, on the layer's own stream of high priority, so that its programs find a place.
-        """
-        side = self.layer.comm_stream
-        if side is None:
-            found = exchange()
-            self._of_experts(work)
-            return found
-        current = current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            found = exchange()
-        self._of_experts(work)
-        current.wait_stream(side)  # before what was sent is freed: its memory belongs to the current stream
-        if not torch.cuda.is_current_stream_capturing():
-            # Memory of the other stream. In a capture nothing else can get it before that stream has waited again.
-            for each in found:
-                if each is not None:
-                    each.record_stream(current)
-        return found
 
 
 def _as_sent(grad: torch.Tensor) -> torch.Tensor:

@@ -282,7 +282,7 @@ def _weight_gradient(
     )
     filled = torch.diff(offs) if filled is None else filled.contiguous()
     arguments = (*operands, offs.contiguous(), filled, num_rows, num_i, num_j, num_experts)
-    grid = programs(x.device) * (1 if INTERPRETING else plans.WGRAD_PROGRAMS)
+    grid = programs(x.device) * (1 if INTERPRETING or accumulate else plans.WGRAD_PROGRAMS)
     runtime.launch(plan.kernel, grid, arguments, plan.constexprs, num_warps=plan.num_warps)
 
 

@@ -22,6 +22,9 @@ SPLITS_COLUMNS = 16
 _SEGMENTS = 4096  # of a program's tile, at most, unless one owner has more
 _PUSH_REGISTERS = 64
 """Of a thread: a program fits beside programs of the kernel that expands rows, which wait for it."""
+SHORT_ROW = 128
+"""Elements of rows that carry gradients of routing weights, at most: their programs are of 4 warps, so that they find
+room beside a product, and their rows are not those that tuned tiles were chosen for."""
 EXPANDING = {"num_warps": 4, "maxnreg": 128}
 """Warps and registers of kernels that lay out arrived rows: they fit beside the push, for which they wait."""
 
@@ -160,7 +163,9 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0) -> Plan:
     """Expert outputs summed per token, for the ranks of this node; `copies` at most: 1 of compact rows, 0 = top-k."""
     common = s.common("WP", "LWP", "MAX_PROGRAMS")
     rows, options = s.chosen("reduce")
-    if copies == 1:
+    if s.hidden <= SHORT_ROW:
+        rows, options = {}, {"num_warps": 4}
+    elif copies == 1:
         options = {"num_warps": 16} | options  # more would spill registers
     constexprs = {"HAS_WEIGHTS": has_weights, "TOPK": copies or s.topk, **common, **s.summing_tile(), **rows}
     return Plan("combine_reduce_kernel", constexprs, **options)
@@ -206,5 +211,7 @@ def partial(s: Shape, has_weights: bool, reduced: bool) -> Plan:
 def pull(s: Shape, has_weights: bool, reduced: bool) -> Plan:
     """Sums of this rank's tokens."""
     rows, options = s.chosen("pull")
+    if s.hidden <= SHORT_ROW:
+        rows, options = {}, {"num_warps": 4}
     constexprs = {**_sum(s, has_weights, reduced), **s.common("NNP"), "BLOCK_T": ROUTING_TOKENS, **rows}
     return Plan("combine_pull_kernel", constexprs, **options)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from triton_ep.kernels.device.codes import TILE_ROWS
-from triton_ep.runtime.plans.compute import BAND, Tile, wgrad_constexprs
+from triton_ep.runtime.plans.compute import Tile, wgrad_constexprs
 from triton_ep.runtime.plans.compute import WGRAD as MASKED_WGRAD
 from triton_ep.runtime.plans.compute import WGRAD_ADDED as MASKED_WGRAD_ADDED
 from triton_ep.runtime.plans.experts import ProductTile, activation_constexprs
@@ -17,6 +17,9 @@ WGRAD = Tile(128, 128, 64, 3, 4)
 """Rows and columns of a weight, and rows of its segment per step: what segments hold multiples of."""
 WGRAD_PROGRAMS = 2
 """Per multiprocessor: one stores a tile, or waits for a product, while the other multiplies."""
+WGRAD_ADDED = Tile(128, 256, 64, 4)
+"""Where it is added to float32, one program per multiprocessor: memory sets the pace."""
+WGRAD_BAND = 16
 WGRAD_INTERPRETED = Tile(64, 64, 64, 1)
 WEIGHTED_ROWS, WEIGHTED_COLUMNS = 2, 1024
 BIAS_ROWS, BIAS_COLUMNS = 32, 128
@@ -33,14 +36,14 @@ DOWN_COLUMNS = 32
 
 def weight_gradient(num_experts: int, accumulate: bool, interpreted: bool) -> tuple[Plan, Tile]:
     """Gradient of the weights of segments of whole tiles, and the tile."""
-    tile = WGRAD_INTERPRETED if interpreted else WGRAD
+    tile = WGRAD_INTERPRETED if interpreted else WGRAD_ADDED if accumulate else WGRAD
     constexprs = {
         "ACCUMULATE": accumulate,
         "EP": next_power_of_2(num_experts),
         "BLOCK_I": tile.m,
         "BLOCK_J": tile.n,
         "BLOCK_R": tile.k,
-        "BAND": BAND,
+        "BAND": WGRAD_BAND,
         "STAGES": tile.stages,
     }
     return Plan("weight_gradient_kernel", constexprs, tile.warps), tile
