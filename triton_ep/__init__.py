@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from triton_ep.context.context import DispatchCombineContext
     from triton_ep.context.descriptor import EPAllToAllLayoutDesc
     from triton_ep.context.overlap import EPEvent
-    from triton_ep.distributed import finalize_distributed, initialize_distributed
+    from triton_ep.distributed import finalize_distributed, initialize_distributed, is_initialized
     from triton_ep.errors import (
         AotArchMismatch,
         AotCorrupted,
@@ -75,6 +75,7 @@ __all__ = [
     "WaitTimeout",
     "finalize_distributed",
     "initialize_distributed",
+    "is_initialized",
 ]
 
 _HOME = {
@@ -87,6 +88,7 @@ _HOME = {
     "MXTensor": "mx.tensor",
     "finalize_distributed": "distributed",
     "initialize_distributed": "distributed",
+    "is_initialized": "distributed",
 }
 
 

@@ -159,6 +159,11 @@ class EPConfig:
         if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= 2000:
             raise ConfigError(f"EPConfig.timeout_s must be above 0 and at most 2000 seconds, got {self.timeout_s!r}.")
 
+    @property
+    def fits_low_latency(self) -> bool:
+        """Whether a layer with low_latency=True takes these sizes, given a static capacity."""
+        return self.is_intra_node and all(getattr(self, name) <= most for name, most in _LOW_LATENCY_MOST.items())
+
     def _check_low_latency(self) -> None:
         if self.recv_capacity is None:
             raise ConfigError(

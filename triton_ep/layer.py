@@ -21,7 +21,7 @@ from triton_ep.context.context import DispatchCombineContext, told
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
 from triton_ep.context.records import read_reports
-from triton_ep.distributed import check_group, current_heap
+from triton_ep.distributed import current_heap, join_group, ranks_per_node
 from triton_ep.errors import ConfigError
 from triton_ep.exchange import checks
 from triton_ep.exchange.barrier import BarrierAllContext
@@ -47,9 +47,10 @@ class EPAll2AllLayer(CompactCalls):
         max_tokens: most tokens per rank and dispatch.
         hidden: elements per row.
         topk: experts per token.
-        rank, world_size: this process in `ep_group`, and its size.
-        num_tot_experts: experts over all ranks.
-        local_world_size: ranks per node; smaller than the ranks of a host, it makes virtual nodes.
+        rank, world_size: this process in `ep_group`, and its size; None: as the group says.
+        num_tot_experts: experts over all ranks; must be given.
+        local_world_size: ranks per node; smaller than the ranks of a host, it makes virtual nodes. None: as
+            `initialize_distributed` was told, or ranks per host.
         dtype: dtype of rows: bfloat16, float16 or float32.
         weight_dtype: float32.
         num_sm: programs of the communication kernels. None: from `tuned`, else from the tuned table that has an
@@ -79,10 +80,10 @@ class EPAll2AllLayer(CompactCalls):
         max_tokens: int,
         hidden: int,
         topk: int,
-        rank: int,
-        num_tot_experts: int,
-        local_world_size: int,
-        world_size: int,
+        rank: int | None = None,
+        num_tot_experts: int | None = None,
+        local_world_size: int | None = None,
+        world_size: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         weight_dtype: torch.dtype = torch.float32,
         num_sm: int | None = 20,
@@ -102,6 +103,13 @@ class EPAll2AllLayer(CompactCalls):
             raise ConfigError(f"tuned must be an entry of a tuned table (TunedEntry), got {type(tuned).__name__}.")
         if num_sm is not None and tuned is not None:
             raise ConfigError(f"num_sm={num_sm} and a tuned entry with {tuned.num_sm}: pass num_sm=None with `tuned`.")
+        if num_tot_experts is None:
+            raise ConfigError("num_tot_experts is missing: the number of experts over all ranks.")
+        if rank is None or world_size is None or local_world_size is None:
+            group_size = join_group(ep_group)
+            rank = torch.distributed.get_rank(ep_group) if rank is None else rank
+            world_size = group_size if world_size is None else world_size
+            local_world_size = ranks_per_node(ep_group) if local_world_size is None else local_world_size
         config = EPConfig(
             max_tokens=max_tokens,
             hidden=hidden,
@@ -121,7 +129,7 @@ class EPAll2AllLayer(CompactCalls):
             low_latency=low_latency,
             tuned=tuned,
         )
-        check_group(torch.distributed.group.WORLD if ep_group is None else ep_group)
+        join_group(ep_group)
         choice: Choice | None = None
         if num_sm is None and tuned is None:
             config, choice = choose(config, current_heap().device)

@@ -153,7 +153,7 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
             for options in ({"use_fp8": False}, {}, {"round_scale": True, "use_ue8m0": True}):
                 handle = buffer.low_latency_dispatch(x, ids, most, experts, **options)[2]
             buffer.low_latency_combine(buffer.get_next_low_latency_combine_buffer(handle).zero_(), ids, weights, handle)
-        made = list(layers_of(group).made.values())
+        made = list(layers_of(group).layers.values())
         for ids, given in ((idx, weights), (idx.int(), None)):  # as HybridEPBuffer sends them
             desc = made[0].dispatch_scaled(*pairs[0], ids, given)[3]
             made[0].dispatch_scaled(*pairs[0], None, given, layout_desc=desc)

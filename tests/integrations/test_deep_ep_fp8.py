@@ -137,7 +137,8 @@ def _check_dispatch(rank: int, nodes: int, ranks_per_node: int) -> None:
     ranks = nodes * ranks_per_node
     num_experts, device = EXPERTS * ranks, current_heap().device
     size = door.Buffer.get_dispatch_config(ranks).get_nvl_buffer_size_hint(HIDDEN * 2, ranks)
-    layers_of(dist.group.WORLD).ranks_per_node = ranks_per_node  # virtual nodes, until `release`
+    pool = layers_of(dist.group.WORLD)
+    pool.ranks_per_node, before = ranks_per_node, pool.ranks_per_node  # virtual nodes
     buffer = door.Buffer(dist.group.WORLD, size)
     entries = torch.zeros(num_experts, dtype=torch.int32, device=device)
     # The last one needs a larger layer; int32 words are exponents.
@@ -184,6 +185,7 @@ def _check_dispatch(rank: int, nodes: int, ranks_per_node: int) -> None:
     equal(recv_scales[:arrived], expected_scales)
     _check_mistakes(buffer, rank, pair, routing, handle)
     door.release()
+    pool.ranks_per_node = before
 
 
 def _check_items(

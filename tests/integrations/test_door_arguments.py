@@ -20,7 +20,7 @@ from tests.patience import LIMIT_S
 from triton_ep import pipeline
 from triton_ep.distributed import current_heap
 from triton_ep.errors import EPError
-from triton_ep.integrations import deep_ep, megatron, megatron_hybrid, torchtitan, vllm
+from triton_ep.integrations import deep_ep, megatron, torchtitan, vllm
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer, indices_to_map
 from triton_ep.layer import EPAll2AllLayer
 
@@ -204,15 +204,15 @@ def _hybrid_ep(rank: int, nodes: int, ranks_per_node: int) -> None:
     buffer.close()
 
     make = {"group": dist.group.WORLD, "hidden_dim": HIDDEN, "num_tokens": TOKENS, "num_local_experts": 2}
-    sweep.over(megatron_hybrid.init_hybrid_ep_buffer, {**make, "num_sms_dispatch_api": None, "topk": None})
-    megatron_hybrid.reset_hybrid_ep_buffer()
+    sweep.over(megatron.init_hybrid_ep_buffer, {**make, "num_sms_dispatch_api": None, "topk": None})
+    megatron.reset_hybrid_ep_buffer()
     call = {"x": x, "routing_map": routing_map, "probs": probs, "group": dist.group.WORLD, "num_local_experts": 2}
-    sweep.over(megatron_hybrid.hybrid_ep_dispatch, {**call, "num_permuted_tokens": None, "pad_multiple": None})
-    megatron_hybrid.reset_hybrid_ep_buffer()
-    hidden, *_, handle = megatron_hybrid.hybrid_ep_dispatch(**call)
-    sweep.over(megatron_hybrid.hybrid_ep_combine, {"x": hidden, "handle": handle, "pad_multiple": None})
-    assert torch.equal(megatron_hybrid.hybrid_ep_combine(hidden, handle), x * TOPK)
-    megatron_hybrid.reset_hybrid_ep_buffer()
+    sweep.over(megatron.hybrid_ep_dispatch, {**call, "num_permuted_tokens": None, "pad_multiple": None})
+    megatron.reset_hybrid_ep_buffer()
+    hidden, *_, handle = megatron.hybrid_ep_dispatch(**call)
+    sweep.over(megatron.hybrid_ep_combine, {"x": hidden, "handle": handle, "pad_multiple": None})
+    assert torch.equal(megatron.hybrid_ep_combine(hidden, handle), x * TOPK)
+    megatron.reset_hybrid_ep_buffer()
     sweep.end(60)
 
 

@@ -12,7 +12,7 @@ from tests.integrations import vllm_stand_in
 from tests.odd_strides import odd
 from triton_ep import pipeline
 from triton_ep.distributed import current_heap
-from triton_ep.integrations import deep_ep, megatron, megatron_hybrid, te, torchtitan, vllm
+from triton_ep.integrations import deep_ep, megatron, te, torchtitan, vllm
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer
 from triton_ep.testing import apply_expert
 
@@ -64,12 +64,12 @@ def _megatron() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
 
 def _megatron_hybrid() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
     def run(batch: _Batch) -> None:
-        rows, probs, _, _, handle = megatron_hybrid.hybrid_ep_dispatch(
+        rows, probs, _, _, handle = megatron.hybrid_ep_dispatch(
             batch.x, batch.map, batch.probs, dist.group.WORLD, EXPERTS, 24, 24
         )
-        batch.check(megatron_hybrid.hybrid_ep_combine(_weighted(rows, probs), handle), batch.probs)
+        batch.check(megatron.hybrid_ep_combine(_weighted(rows, probs), handle), batch.probs)
 
-    return run, megatron_hybrid.reset_hybrid_ep_buffer
+    return run, megatron.reset_hybrid_ep_buffer
 
 
 def _deep_ep() -> tuple[Callable[[_Batch], None], Callable[[], None]]:

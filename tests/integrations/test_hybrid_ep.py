@@ -12,7 +12,7 @@ from tests.integrations import hybrid_reference as reference
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, PeerFailed, StaleHandleError
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer, indices_to_map
-from triton_ep.integrations.hybrid_ep_maps import weights_of_slots
+from triton_ep.integrations.hybrid_ep.maps import weights_of_slots
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops import routing as routing_ops
 from triton_ep.ops.routing import RoutingMap
@@ -282,7 +282,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
         arrived, *_ = grown.dispatch(ours.hidden, routing_map=ours.routing_map)
         goes = [i.routing_map.view(-1, world_size, EXPERTS)[:, rank].any(1) for i in inputs]
         assert arrived.shape[0] == sum(int(tokens.sum()) for tokens in goes)
-    assert grown._agreed_topk == 4 and grown.layers.max_tokens >= 90
+    assert grown._sizes.agreed_topk == 4 and grown.layers.max_tokens >= 90
     grown.close()
     # Ranks are made for different numbers, and one has more than its own.
     uneven = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=(80, 4)[rank], topk=2)
@@ -290,7 +290,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     ours = inputs[rank].to(device)
     hidden, *_ = uneven.dispatch_with_permute(hidden=ours.hidden, routing_map=ours.routing_map)
     same(hidden, reference.dispatch(inputs, rank, EXPERTS, 1)[0])
-    assert uneven.layers.max_tokens == 80 and not uneven.layers.retired
+    assert uneven.layers.max_tokens == 80 and not uneven.layers.pool.outgrown
     uneven.close()
 
     # Another number of experts than the buffer was made for: a layer of its own.

@@ -12,8 +12,8 @@ from tests.integrations.test_hybrid_ep import EXPERTS, HIDDEN, TOPK, make_inputs
 from triton_ep import CallMismatch, EPAll2AllLayer, autograd
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError
-from triton_ep.integrations import megatron_hybrid as door
-from triton_ep.integrations.hybrid_ep_maps import weights_of_slots
+from triton_ep.integrations.hybrid_ep.maps import weights_of_slots
+from triton_ep.integrations.megatron import hybrid_ep as door
 
 
 def _experts(rows: torch.Tensor, probs: torch.Tensor, counts: torch.Tensor, rank: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def _check_parity(rank: int, nodes: int, ranks_per_node: int, pad: int, budget: 
         if step == "F":
             batches[number].forward(pad, budget)
             continue
-        (layer,) = door._hybrid_ep_buffer.layers.made.values()
+        (layer,) = door._hybrid_ep_buffer.layers.pool.layers.values()
         layer.context.read_back = None  # the host waits for no count
         results[number] = batches[number].backward()
         del layer.context.read_back

@@ -11,7 +11,7 @@ from triton_ep import EPAll2AllLayer
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import vllm as door
-from triton_ep.integrations.vllm_quantize import quantize_rows
+from triton_ep.integrations.vllm.quantize import quantize_rows
 from triton_ep.testing import apply_expert, apply_experts, make_workload
 
 HIDDEN, EXPERTS, TOPK = 64, 2, 2  # experts per rank
@@ -86,7 +86,7 @@ def _check_kernel(rank: int, nodes: int, ranks_per_node: int, case: str) -> None
                     recv_x, recv_weights, desc = layer.dispatch(x, ids, weights)
                     y = apply_experts(recv_x, desc.expert_offsets, rank * EXPERTS)
                     assert torch.equal(out, layer.combine(y, desc, recv_weights))
-        assert len(made._layers) == 2
+        assert len(made._pool.layers) == 2
         vllm.UBATCH.now = 0
         made.close()
 
@@ -200,7 +200,7 @@ PLACED = {
 def _prepare_and_check(made, x, weights, ids, expert_map):
     """With a static capacity no host waits for what the others say before `check`."""
     prepared = made.prepare(x, weights, ids, expert_map.numel(), expert_map.to(x.device), False, PLAIN)
-    for layer in made._layers.values():
+    for layer in made._pool.layers.values():
         layer.check()
     return prepared
 

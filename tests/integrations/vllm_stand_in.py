@@ -180,5 +180,5 @@ def installed() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in [*names, "triton_ep.integrations.vllm_classes"]:
+        for name in [*names, "triton_ep.integrations.vllm.classes"]:
             sys.modules.pop(name, None)

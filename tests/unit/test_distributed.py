@@ -25,6 +25,7 @@ from triton_ep.distributed import (
     default_heap_bytes,
     finalize_distributed,
     initialize_distributed,
+    is_initialized,
     launched_by,
     local_world_size,
     run_ranks,
@@ -62,6 +63,11 @@ def _start_twice_and_again(folder: str) -> None:
         rank, world_size = initialize_distributed(local_world_size=local, timeout_s=LIMIT_S, heap_bytes=1 << 20)
         with pytest.raises(ConfigError, match=r"called twice. Call finalize_distributed\(\)"):
             initialize_distributed()
+        assert is_initialized()
+        assert initialize_distributed(exist_ok=True) == (rank, world_size)
+        assert initialize_distributed(local_world_size=local, heap_bytes=1 << 20, exist_ok=True) == (rank, world_size)
+        with pytest.raises(ConfigError, match=r"with heap_bytes 1048576; now it is 2097152"):
+            initialize_distributed(heap_bytes=2 << 20, exist_ok=True)
         heap = current_heap()
         assert (heap.backend, heap.world_size, heap.available()) == ("host", 2, 1 << 20)
         words = heap.alloc([1], torch.int64)
@@ -69,6 +75,7 @@ def _start_twice_and_again(folder: str) -> None:
         seen.append([rank, world_size, local_world_size(), _sum_of_ranks(), launched_by()])
         finalize_distributed()
         finalize_distributed()
+        assert not is_initialized()
         with pytest.raises(EPError, match=r"no symmetric heap yet. Call triton_ep.initialize_distributed\(\)"):
             current_heap()
         with pytest.raises(FinalizedError):
@@ -95,8 +102,32 @@ def _join_existing_group(folder: str, port: int) -> None:
     assert current_heap().pes().tolist() == [0, 1]
     finalize_distributed()
     assert _sum_of_ranks() == 1
+    _use_a_layer_at_once(rank)
     dist.destroy_process_group()
     Path(folder, f"{rank}").touch()
+
+
+def _use_a_layer_at_once(rank: int) -> None:
+    """After a plain init_process_group: the layer takes sizes from the group, and starts the heap for the world."""
+    sizes = {"max_tokens": 4, "hidden": 32, "topk": 1, "num_tot_experts": 4}
+    alone = [dist.new_group([member]) for member in range(2)][rank]
+    with pytest.raises(ConfigError, match=r"a group of 1 of the 2 ranks.*initialize_distributed\(\) on every rank"):
+        EPAll2AllLayer(alone, **sizes)
+    with pytest.raises(ConfigError, match="num_tot_experts is missing"):
+        EPAll2AllLayer(None, 4, 32, 1)
+    assert not is_initialized()
+    x = torch.full((3, 32), rank + 1.0, dtype=torch.bfloat16)
+    with EPAll2AllLayer(dist.group.WORLD, **sizes) as layer:
+        assert is_initialized() and initialize_distributed(exist_ok=True) == (rank, 2)
+        assert (layer.config.rank, layer.config.world_size, layer.config.local_world_size) == (rank, 2, 2)
+        rows, _, desc = layer.dispatch(x, torch.tensor([[0], [2], [3]], dtype=torch.int32))
+        assert rows[:, 0].tolist() == [[1, 2], [1, 2, 1, 2]][rank]
+        torch.testing.assert_close(layer.combine(rows, desc), x)
+    with EPAll2AllLayer(alone, **sizes) as layer:
+        assert (layer.config.rank, layer.config.world_size, layer.config.local_world_size) == (0, 1, 1)
+    with EPAll2AllLayer(None, **sizes, local_world_size=1) as layer:
+        assert (layer.config.num_nodes, layer.config.rank) == (2, rank)
+    finalize_distributed()
 
 
 @pytest.mark.parametrize(

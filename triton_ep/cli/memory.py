@@ -6,12 +6,15 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from triton_ep.bench.settings import MODELS
-from triton_ep.config import EPConfig
-from triton_ep.context.layout import BUFFERS, Sizes, estimate_bytes, initial_sizes
 from triton_ep.errors import ConfigError
 from triton_ep.runtime.environment import as_integer, parse_bytes
+
+if TYPE_CHECKING:  # they need torch, and the command line must start without it
+    from triton_ep.config import EPConfig
+    from triton_ep.context.layout import Sizes
 
 MOE_LAYERS = {"deepseek-v3": 58, "qwen3-235b": 94, "mixtral": 32}
 """MoE layers of each model."""
@@ -82,6 +85,8 @@ def config_of(arguments: argparse.Namespace) -> EPConfig:
     Raises:
         ConfigError: sizes that no layer can have.
     """
+    from triton_ep.config import EPConfig
+
     model = MODELS[arguments.model]
     ranks = as_integer("--ranks", arguments.ranks)
     tokens = arguments.tokens or (_LOW_LATENCY_TOKENS if arguments.low_latency else 4096)
@@ -119,6 +124,8 @@ def _capacity(text: str, mean: int, most: int, low_latency: bool) -> int | None:
 
 def report_of(config: EPConfig, layers: int, heap: int) -> Report:
     """Bytes of the buffers of one exchange of this configuration."""
+    from triton_ep.context.layout import BUFFERS, estimate_bytes, initial_sizes
+
     sizes = initial_sizes(config)
     total = estimate_bytes(sizes)
     buffers = {buffer.name: buffer.nbytes(sizes) for buffer in BUFFERS}
@@ -137,6 +144,8 @@ def _grown(config: EPConfig, sizes: Sizes) -> Sizes:
     """Sizes of an exact exchange after every token of every rank has gone to this rank's experts."""
     if config.recv_capacity is not None:
         return sizes
+    from triton_ep.context.layout import Sizes
+
     arrivals = config.world_size * config.max_tokens
     rows = arrivals * min(config.topk, config.num_experts_per_rank)
     rows += config.num_experts_per_rank * (config.alignment - 1)

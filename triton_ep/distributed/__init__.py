@@ -49,6 +49,7 @@ class _Job:
     world_size: int
     local_world_size: int
     heap: SymmetricHeap
+    heap_bytes: int
     owns_group: bool
 
 
@@ -65,6 +66,7 @@ def initialize_distributed(
     store: dist.Store | None = None,
     rank: int | None = None,
     world_size: int | None = None,
+    exist_ok: bool = False,
 ) -> tuple[int, int]:
     """Join the job: choose the GPU, make the process group, start the symmetric heap. Collective.
 
@@ -77,6 +79,8 @@ def initialize_distributed(
         timeout_s: bound on each step of joining, and on later host-side collectives, in seconds.
         heap_bytes: symmetric memory per rank; None = what `default_heap_bytes` says.
         store, rank, world_size: a torch store that all ranks share, and this process in the job; all or none.
+        exist_ok: where the job has been joined before, answer as then, and communicate nothing. The backend, ranks per
+            node and heap that were asked for then stay, so each must be what is asked for now, or left out.
 
     Returns:
         (rank, world_size).
@@ -87,18 +91,21 @@ def initialize_distributed(
         PeerFailed: not all ranks came within `timeout_s`.
     """
     global _job
-    if _job is not None:
+    if _job is not None and not exist_ok:
         raise ConfigError(
-            "initialize_distributed was called twice. Call finalize_distributed() in between to start anew."
+            "initialize_distributed was called twice. Call finalize_distributed() in between to start anew, or pass "
+            "exist_ok=True to keep what there is."
         )
     chosen = _choose_backend(backend)
     environment = read_environment()
     timeout_s = _as_seconds(timeout_s)
     if local_world_size is not None:
         local_world_size = as_integer("local_world_size", local_world_size)
-    heap_bytes = default_heap_bytes(chosen) if heap_bytes is None else as_integer("heap_bytes", heap_bytes)
-    if heap_bytes > MOST_BYTES:
+    if heap_bytes is not None and (heap_bytes := as_integer("heap_bytes", heap_bytes)) > MOST_BYTES:
         raise ConfigError(f"heap_bytes is {heap_bytes}; a symmetric heap has at most {MOST_BYTES} bytes (64T).")
+    if _job is not None:
+        return _as_joined(_job, local_world_size, heap_bytes, (rank, world_size))
+    heap_bytes = default_heap_bytes(chosen) if heap_bytes is None else heap_bytes
     owns_group = not dist.is_initialized()
     if owns_group:
         place = find_place(environment, _spawned, store, rank, world_size, timeout_s)
@@ -116,8 +123,53 @@ def initialize_distributed(
         if owns_group:
             dist.destroy_process_group()
         raise
-    _job = _Job(dist.get_rank(), dist.get_world_size(), ranks_per_node, heap, owns_group)
+    _job = _Job(dist.get_rank(), dist.get_world_size(), ranks_per_node, heap, heap_bytes, owns_group)
     return _job.rank, _job.world_size
+
+
+def _as_joined(
+    job: _Job, local_world_size: int | None, heap_bytes: int | None, place: tuple[int | None, int | None]
+) -> tuple[int, int]:
+    """(rank, world_size) of the job; ConfigError if one of what is asked for (None: nothing) is not what it has."""
+    pairs = (
+        ("local_world_size", local_world_size, job.local_world_size),
+        ("heap_bytes", heap_bytes, job.heap_bytes),
+        ("rank", place[0], job.rank),
+        ("world_size", place[1], job.world_size),
+    )
+    for name, asked, there in pairs:
+        if asked is not None and asked != there:
+            raise ConfigError(
+                f"initialize_distributed was called before, with {name} {there}; now it is {asked}. Leave it out, or "
+                "call finalize_distributed() in between to start anew."
+            )
+    return job.rank, job.world_size
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined a job with `initialize_distributed`, and not left it since."""
+    return _job is not None
+
+
+def join_group(group: Any = None) -> int:
+    """Ranks of a layer's group, None = the world, and a symmetric heap for them if there is none yet.
+
+    After a plain `torch.distributed.init_process_group` the heap is started here, with the defaults of
+    `initialize_distributed`. Collective over the world then, so only a group of all ranks may do so.
+
+    Raises:
+        ConfigError: no process group; this process is not in it; or it is smaller than the world, and there is no heap.
+        HeapError, PeerFailed: of `initialize_distributed`.
+    """
+    size = check_group(dist.group.WORLD if group is None else group)
+    if _job is None and size < dist.get_world_size():
+        raise ConfigError(
+            f"there is no symmetric heap yet, and a group of {size} of the {dist.get_world_size()} ranks cannot start "
+            "it for all. Call triton_ep.initialize_distributed() on every rank before the first layer."
+        )
+    if _job is None:
+        initialize_distributed()
+    return size
 
 
 def default_heap_bytes(backend: str = "auto") -> int:
@@ -175,12 +227,13 @@ def local_world_size() -> int:
 
 
 def ranks_per_node(group: Any) -> int:
-    """Ranks of a group on each node, by what `initialize_distributed` knows of the world.
+    """Ranks of a group, None = the world, on each node, by what `initialize_distributed` knows of the world.
 
     Raises:
         ConfigError: nodes have different numbers of them, or those of a node are not numbered in a row.
     """
-    nodes = [rank // local_world_size() for rank in dist.get_process_group_ranks(group)]
+    members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    nodes = [rank // local_world_size() for rank in members]
     count = nodes.count(nodes[0])
     blocks = [nodes[start : start + count] for start in range(0, len(nodes), count)]
     if any(len(set(block)) != 1 or len(block) != count for block in blocks) or len(blocks) != len(set(nodes)):
@@ -205,6 +258,19 @@ def check_group(group: Any) -> int:
             "torch.distributed.new_group returned it (of a DeviceMesh get_group()), on its members only."
         )
     return dist.get_world_size(group)
+
+
+def gather(value: Any, group: Any, purpose: str) -> list[Any]:
+    """What every rank of a group gave, in their order. Collective.
+
+    purpose: what this is for, as errors put it; ranks that meet for different purposes raise instead of mixing values.
+
+    Raises:
+        ConfigError: this rank is not a member, or the group was destroyed.
+        PeerFailed: a rank is gone, in another call, or did not come within the process group's own time limit.
+        EPError: `initialize_distributed` has not been called.
+    """
+    return current_heap().gather(value, group, purpose)
 
 
 def launched_by() -> str:

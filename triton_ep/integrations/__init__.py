@@ -1,2 +1,2 @@
-"""Front doors: triton_ep under the names and calling conventions of other packages. Each is a module of its own, which
-`import triton_ep` does not load, and imports its framework only when it is used."""
+"""Integrations: triton_ep under the names and calling conventions of other packages. Each integration is a package of
+its own. `import triton_ep` loads none of them, and each imports its framework only when it is used."""

@@ -1,5 +1,6 @@
-"""Checks of arguments that no layer looks at, or looks at too late to name them. Hot path: no message is formatted
-unless a check fails."""
+"""Checks of arguments that no layer checks, or that a layer could not name as the caller does.
+
+They run at every call: they format no message unless a check fails."""
 
 from __future__ import annotations
 
@@ -19,11 +20,15 @@ def tensor(
     dtypes: tuple[torch.dtype, ...] = (),
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """`value`, which must be a tensor; dim: its dimensions, None = any; dtypes: those it may have, none = any; device:
-    where it must be, None = anywhere.
+    """Return `value` if it is a tensor as described.
+
+    Args:
+        dim: number of dimensions; None: any.
+        dtypes: allowed dtypes; empty: any.
+        device: None: any.
 
     Raises:
-        InputError: it is none, or has others.
+        InputError: `value` is not such a tensor.
     """
     if isinstance(value, torch.Tensor):
         if (dim is None or value.dim() == dim) and (not dtypes or value.dtype in dtypes):
@@ -44,10 +49,10 @@ def optional_tensor(
 
 
 def integer(name: str, value: Any, least: int, error: type[EPError] = InputError, most: int = 1 << 31) -> int:
-    """`value` as an int from `least` to `most`: one of numpy, or a tensor with one integer, too.
+    """Return `value` as an int from `least` to `most`. Integers of numpy and tensors with one integer are accepted.
 
     Raises:
-        error: it is none, or is beyond them.
+        error: `value` is no integer, or is out of range.
     """
     if type(value) is int and least <= value <= most:
         return value
@@ -67,10 +72,10 @@ def optional_integer(name: str, value: Any, least: int, error: type[EPError] = I
 
 
 def flag(name: str, value: Any, error: type[EPError] = InputError) -> bool:
-    """`value` as a bool; 0, 1 and numpy's are taken.
+    """Return `value` as a bool; 0, 1 and bools of numpy are accepted.
 
     Raises:
-        error: it is neither.
+        error: `value` is something else.
     """
     if value is True or value is False:
         return bool(value)
@@ -80,10 +85,10 @@ def flag(name: str, value: Any, error: type[EPError] = InputError) -> bool:
 
 
 def dtype(name: str, value: Any) -> torch.dtype:
-    """`value`, which must be a dtype; which ones is for others to say.
+    """Return `value` if it is a torch.dtype, any.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not.
     """
     if not isinstance(value, torch.dtype):
         raise ConfigError(f"{name} must be a torch.dtype, got {shown(value)}.")
@@ -91,10 +96,10 @@ def dtype(name: str, value: Any) -> torch.dtype:
 
 
 def device(name: str, value: Any) -> torch.device:
-    """The device that `value` is, or names.
+    """Return `value`, a device or its name, as a torch.device.
 
     Raises:
-        InputError: it is none.
+        InputError: it is neither.
     """
     try:
         return torch.device(value)
@@ -103,10 +108,10 @@ def device(name: str, value: Any) -> torch.device:
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:
-    """`value` as a shape.
+    """Return `value` as a shape.
 
     Raises:
-        InputError: it is none.
+        InputError: it is no sequence of sizes.
     """
     if not isinstance(value, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in value):
         raise InputError(f"{name} must be a sequence of sizes, got {shown(value)}.")
@@ -114,10 +119,10 @@ def sizes(name: str, value: Any) -> tuple[int, ...]:
 
 
 def seconds(name: str, value: Any) -> float:
-    """`value`, which must be a time above 0.
+    """Return `value` if it is a time in seconds above 0 and up to 2000.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 2000:
         raise ConfigError(f"{name} must be above 0 and at most 2000 seconds, got {shown(value)}.")
@@ -125,7 +130,7 @@ def seconds(name: str, value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """A value in an error: tensors by shape and dtype, others cut short."""
+    """Format a value for an error message: tensors by shape and dtype, other values cut short."""
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)} {value.dtype}"
     text = repr(value)

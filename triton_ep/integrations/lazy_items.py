@@ -1,4 +1,4 @@
-"""Handles that look like the tuples of another package, whose items cost nothing until somebody asks for them."""
+"""Handles that look like the tuples of another package. An item costs nothing until it is read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, overload
 
 
 class LazyItems(Sequence[Any]):
-    """A sequence of fixed length that makes an item when it is asked for it, anew each time."""
+    """A sequence of fixed length that computes an item each time it is read."""
 
     @abstractmethod
     def _makers(self) -> tuple[Callable[[], Any], ...]:
-        """What makes each item."""
+        """One function per item, which computes it."""
 
     def __len__(self) -> int:
         return len(self._makers())

@@ -12,7 +12,7 @@
     HybridEPBuffer                              triton_ep.integrations.hybrid_ep
     deep_ep.utils.EventHandle, EventOverlap     triton_ep.EPEvent
 
-`install()` makes `import deep_ep` find this module. Source: deep_ep/buffer.py of DeepEP, version 1;
+`install()` makes `import deep_ep` return this module. Source: deep_ep/buffer.py of DeepEP, version 1;
 docs/how-to/deep-ep.md has the details.
 """
 
@@ -47,14 +47,15 @@ __all__ = [
 ]
 
 topk_idx_t = torch.int64
-"""Dtype of expert ids that frameworks ask for; int32 is taken as well."""
+"""Dtype of expert ids that frameworks look up; int32 is accepted as well."""
 
 
 _MODULES = {"deep_ep.buffer": buffer, "deep_ep.hybrid_ep_buffer": hybrid_ep_buffer, "deep_ep.utils": utils}
 
 
 def install() -> None:
-    """Make `import deep_ep` and of its modules find this one; idempotent. Before the framework's own import.
+    """Make `import deep_ep`, and imports of its modules, return this package. Idempotent. Call it before the framework
+    imports deep_ep.
 
     Raises:
         ConfigError: another `deep_ep` has been imported already.
@@ -71,7 +72,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install` for imports to come; idempotent."""
+    """Undo `install` for later imports; idempotent."""
     for name, module in {"deep_ep": sys.modules[__name__], **_MODULES}.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]

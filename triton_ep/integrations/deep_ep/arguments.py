@@ -1,4 +1,4 @@
-"""Arguments of Buffer's calls that the layer does not take as they are: ids, ranks in their place, biases."""
+"""Arguments of Buffer's calls that the layer does not take: ids, a rank mask in place of ids, biases."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def check_ids(topk_idx: Any) -> None:
 
 
 def check_counts(num_tokens_per_expert: Any, expert_alignment: Any) -> int:
-    """Experts over all ranks: the length of that table.
+    """Number of experts over all ranks: the length of `num_tokens_per_expert`.
 
     Raises:
-        InputError: no such table, or an alignment that is no integer of at least 1.
+        InputError: `num_tokens_per_expert` is no table [E], or `expert_alignment` is no integer of at least 1.
     """
     if not isinstance(num_tokens_per_expert, torch.Tensor) or num_tokens_per_expert.dim() != 1:
         raise InputError(
@@ -41,7 +41,7 @@ def check_counts(num_tokens_per_expert: Any, expert_alignment: Any) -> int:
 
 
 def sum_of_counts(num_tokens_per_expert: torch.Tensor, group: Any) -> list[int]:
-    """Entries of each expert of this rank, from all ranks. Collective."""
+    """Number of assignments to each expert of this rank, summed over all ranks. Collective."""
     counts = num_tokens_per_expert.clone()
     dist.all_reduce(counts, group=group)
     return [int(count) for count in counts.view(dist.get_world_size(group), -1)[dist.get_rank(group)].tolist()]
@@ -51,7 +51,7 @@ def ids_of_ranks(is_token_in_rank: Any, num_tokens: int, num_ranks: int, num_exp
     """[T, W] int64: the first expert of each rank that a token goes to, else -1.
 
     Raises:
-        InputError: no [T, W] bool, or experts that the ranks cannot share alike.
+        InputError: `is_token_in_rank` is not [T, W] bool, or W does not divide `num_experts`.
     """
     if (
         not isinstance(is_token_in_rank, torch.Tensor)
@@ -61,7 +61,7 @@ def ids_of_ranks(is_token_in_rank: Any, num_tokens: int, num_ranks: int, num_exp
         got = is_token_in_rank
         got = f"{list(got.shape)} {got.dtype}" if isinstance(got, torch.Tensor) else type(got).__name__
         raise InputError(
-            f"dispatch without topk_idx goes by is_token_in_rank, which must be [{num_tokens}, {num_ranks}] bool, got "
+            f"dispatch without topk_idx needs is_token_in_rank, which must be [{num_tokens}, {num_ranks}] bool, got "
             f"{got}. Pass topk_idx, or what get_dispatch_layout returned."
         )
     if num_experts < 1 or num_experts % num_ranks:
@@ -74,7 +74,7 @@ def biases_of(bias: Any, shape: tuple[int, int], like: torch.Tensor) -> tuple[to
     """The 0, 1 or 2 tensors in `bias`.
 
     Raises:
-        InputError: more, or one that is not `shape` of the dtype and device of `like`.
+        InputError: more than 2, or one that is not `shape` with the dtype and device of `like`.
     """
     given = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else bias
     if not isinstance(given, tuple | list) or len(given) > 2:

@@ -1,15 +1,17 @@
-"""deep_ep.Buffer over EPAll2AllLayer: dispatch and combine of rows that arrive once per rank."""
+"""deep_ep.Buffer over EPAll2AllLayer: rows once per rank, and low-latency calls with a slab per expert."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from triton_ep.errors import CapacityError, ConfigError, InputError, StaleHandleError
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.errors import CapacityError, ConfigError, FinalizedError, InputError, StaleHandleError
 from triton_ep.exchange.compact import CompactRows
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import (
@@ -20,20 +22,30 @@ from triton_ep.integrations.deep_ep.arguments import (
     ids_of_ranks,
     sum_of_counts,
 )
-from triton_ep.integrations.deep_ep.config import Config, longest_row
-from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, check_hidden
-from triton_ep.integrations.deep_ep.handles import DispatchHandle
-from triton_ep.integrations.deep_ep.layers import Kind, layers_of
-from triton_ep.integrations.deep_ep.low_latency import LowLatencyCalls
+from triton_ep.integrations.deep_ep.config import Config, longest_row, low_latency_bytes
+from triton_ep.integrations.deep_ep.fp8 import (
+    QuantizedRows,
+    check_hidden,
+    check_quantizable,
+    quantize_rows,
+    scale_bytes,
+)
+from triton_ep.integrations.deep_ep.handles import DispatchHandle, LowLatencyHandle
+from triton_ep.integrations.deep_ep.layers import layers_of, room_for
+from triton_ep.integrations.deep_ep.slabs import Slabs, run_halves
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
+from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.compact import token_layout
+from triton_ep.ops.compact import ZeroCounts, from_slabs, token_layout
+
+_WEIGHTS_HIDDEN = 8
+"""Elements of the rows that only accompany weights."""
 
 _numbers = itertools.count()
 Dispatched = tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]
 
 
-class Buffer(LowLatencyCalls):
+class Buffer:
     """Dispatch and combine in DeepEP's calling convention. All calls but the static ones are collective.
 
     Letters: T tokens of this rank (any number, different on every rank, zero too), K top-k, W ranks, E experts over all
@@ -41,14 +53,14 @@ class Buffer(LowLatencyCalls):
 
     Args:
         group: process group, any sub-group of the world.
-        num_nvl_bytes: says how long rows may be: what `Config.get_nvl_buffer_size_hint` returns for them. Memory is
-            taken by the first call that needs it, for the tokens that there are.
+        num_nvl_bytes: what `Config.get_nvl_buffer_size_hint` returns for the longest rows. Memory is allocated by the
+            first call that needs it, for the number of tokens of that call.
         num_rdma_bytes: at least `get_low_latency_rdma_size_hint(...)` for low-latency calls.
         low_latency_mode: allows the low-latency calls.
-        explicitly_destroy: kept as told. Memory is freed by `destroy` in any case, never by a destructor.
+        explicitly_destroy: stored only. `destroy` frees the memory in any case, a destructor never does.
         timeout_s: bound of every wait, in seconds.
 
-    The other arguments are settings of a transport that does not exist here; they are accepted and change nothing.
+    The other arguments are settings of DeepEP's transport; they are accepted and have no effect.
 
     Raises:
         ConfigError: an unknown group, or one that this process is not in; sizes that cannot work.
@@ -56,7 +68,7 @@ class Buffer(LowLatencyCalls):
     """
 
     num_sms: int = 20
-    """Programs of the exchange in calls without `config`."""
+    """CTAs of the communication kernels in calls without `config`."""
 
     def __init__(
         self,
@@ -85,8 +97,9 @@ class Buffer(LowLatencyCalls):
         if comm is not None:
             raise ConfigError("comm= is a communicator of mpi4py. Pass group=, a process group of torch.distributed.")
         self.group = group
-        self._layers = layers_of(group)
-        self._layers.timeout_s = timeout_s
+        self._pool = layers_of(group)
+        self._timeout_s = timeout_s
+        self._zeros = ZeroCounts()
         self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self._longest_row = longest_row(num_nvl_bytes, self.group_size)
@@ -98,9 +111,9 @@ class Buffer(LowLatencyCalls):
     # --- life and settings ------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Free the memory that no other buffer of the group used. Collective, idempotent; no call may follow."""
+        """Free the layers that no other buffer of the group used. Collective, idempotent; later calls raise."""
         if not self._closed:
-            self._layers.free(self._number)
+            self._pool.free(self._number)
         self._closed = True
 
     @property
@@ -110,15 +123,15 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """True: kernels are compiled for the GPU they run on."""
+        """True: kernels are compiled for the GPU that runs them."""
         return True
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
-        """Programs of the exchange in calls to come; another number takes layers of its own.
+        """Set the CTAs of the communication kernels for later calls. Each number has layers of its own.
 
         Raises:
-            ConfigError: an odd number, or none.
+            ConfigError: an odd number, or no integer.
         """
         if check.integer("new_num_sms", new_num_sms, 2, ConfigError) % 2:
             raise ConfigError(f"set_num_sms got {new_num_sms}; it must be an even number of at least 2.")
@@ -126,7 +139,7 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """The point that the current stream has come to."""
+        """The current point of the current stream."""
         return EventOverlap(EventHandle())
 
     @staticmethod
@@ -140,13 +153,15 @@ class Buffer(LowLatencyCalls):
         return Config(Buffer.num_sms)
 
     def get_comm_stream(self) -> torch.cuda.Stream | None:
-        """Stream of the calls with `async_finish` that came last; None on the CPU.
+        """Stream that the latest calls with `async_finish` use; None on the CPU.
 
         Raises:
             InputError: no call has been made yet.
         """
         if self._latest is None:
-            raise InputError("get_comm_stream: streams belong to layers, and no call has made one yet. Dispatch first.")
+            raise InputError(
+                "get_comm_stream: a stream belongs to a layer, and no call has made a layer yet. Dispatch first."
+            )
         return self._latest.comm_stream
 
     # --- calls ------------------------------------------------------------------------------------------
@@ -159,18 +174,19 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Where the tokens of this rank go. No communication. `dispatch` only uses len(num_tokens_per_expert).
+        """Count the destinations of this rank's tokens. No communication. `dispatch` only uses
+        len(num_tokens_per_expert).
 
         Args:
             topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped.
             num_experts: E.
 
         Returns:
-            Tokens per rank [W] int32, tokens per node [N] int32 (None with one node), entries per expert [E] int32,
-            [T, W] bool which token goes where, and the event.
+            Tokens per rank [W] int32, tokens per node [N] int32 (None with one node), assignments per expert [E]
+            int32, [T, W] bool which token goes to which rank, and the event.
 
         Raises:
-            InputError: ids that are no such table, or experts that the ranks cannot share alike.
+            InputError: `topk_idx` is no table of ids, or `num_experts` is no multiple of the number of ranks.
         """
         self._check_open()
         check_ids(topk_idx)
@@ -178,8 +194,8 @@ class Buffer(LowLatencyCalls):
         if num_experts % self.group_size:
             raise InputError(f"num_experts is {num_experts}; it must be a multiple of the {self.group_size} ranks.")
         order_of(previous_event, False)
-        per_node = self._layers.ranks_per_node
-        found = token_layout(topk_idx, num_experts, self.group_size, per_node, self._layers.zeros)
+        per_node = self._pool.ranks_per_node
+        found = token_layout(topk_idx, num_experts, self.group_size, per_node, self._zeros)
         nodes = None if per_node == self.group_size else found.tokens_per_node
         event = Buffer.capture() if async_finish else EventOverlap()
         return found.tokens_per_rank, nodes, found.entries_per_expert, found.in_rank, event
@@ -201,36 +217,36 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Dispatched:
-        """Send each row once to every rank that owns one of its experts. Collective.
+        """Send each row once to every rank that owns at least one of its experts. Collective.
 
         Args:
             x: [T, H] bfloat16, float16 or float32, contiguous; or a tuple of such float8_e4m3fn and scales
-                [T, H / 128] float32 (or int32, of [T, H / 512] too), strided as they like; so on all ranks or on none.
-            handle: of an earlier dispatch: its routing is taken, and the host waits for nothing.
-            num_tokens_per_expert: [E], from `get_dispatch_layout`; its length is E. The other three of that call are
-                counted anew, and not looked at where there is `topk_idx`.
-            topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped. None, on all ranks: rows go by
-                `is_token_in_rank` [T, W] bool, through a layer for that, and `num_tokens_per_expert` is summed over
-                the ranks in a collective of the group.
+                [T, H / 128] float32 (or int32, of [T, H / 512] too), with any strides; on all ranks or on none.
+            handle: of an earlier dispatch, whose routing is used again; the host does not wait.
+            num_tokens_per_expert: [E], from `get_dispatch_layout`; only its length is used. The other three results of
+                that call are ignored where there is `topk_idx`.
+            topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped. None, on all ranks:
+                `is_token_in_rank` [T, W] bool is the routing, and `num_tokens_per_expert` is summed over the ranks in
+                a collective of the group.
             topk_weights: [T, K] float32, contiguous; on all ranks or on none.
             expert_alignment: counts per expert are rounded up to a multiple of it; rows are not padded.
-            num_worst_tokens: n > 0: n rows on every rank, and the host waits for nothing; ids behind the arrivals are
-                -1. The first such call makes room for all tokens of all ranks, and waits for that.
+            num_worst_tokens: n > 0: return n rows on every rank; the host does not wait. Ids after the rows that
+                arrived are -1. The first such call allocates room for all tokens of all ranks, and waits for that.
             config: its `num_sms`; None: `Buffer.num_sms`.
             previous_event, async_finish: as `EPAll2AllLayer.dispatch`; without `async_finish` the current stream waits
                 for the event.
-            allocate_on_comm_stream: changes nothing: memory may be used and dropped on both streams.
+            allocate_on_comm_stream: no effect: memory may be used and dropped on both streams.
 
         Returns:
-            recv_x [R, H], rows by source rank, then by token, or a tuple of such and scales; recv_topk_idx [R, K],
-            local expert ids, -1 = elsewhere; recv_topk_weights [R, K] float32, zero there (None without `topk_idx`);
-            rows per local expert, a list (empty with `num_worst_tokens`); the handle; the event. With `handle` only
-            the first and the last.
+            recv_x [R, H], rows ordered by source rank, then by token, or a tuple of these and scales; recv_topk_idx [R,
+            K], local expert ids, -1 = another rank's; recv_topk_weights [R, K] float32, zero there (None without
+            `topk_idx`); rows per local expert, a list (empty with `num_worst_tokens`); the handle; the event. With
+            `handle` only the first and the last.
 
         Raises:
             InputError: an argument does not fit; ids out of range, on every rank.
             ConfigError: rows longer than the buffer was made for.
-            StaleHandleError: `handle` is of another group, or none.
+            StaleHandleError: `handle` is of another group, or no handle.
             FinalizedError: after `destroy`.
             PeerFailed, WaitTimeout: as `EPAll2AllLayer.dispatch`.
         """
@@ -288,18 +304,20 @@ class Buffer(LowLatencyCalls):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
     ) -> tuple[CompactRows, DispatchHandle]:
-        """`dispatch` of a routing that nobody has counted: rows (for a tuple `x` is one, too), and the handle."""
+        """`dispatch` without counts: the rows (`x` of these is a tuple if the argument is one), and the handle."""
         self._check_open()
         pair = self._check_rows(x)
         check_ids(topk_idx)
         num_sm = Buffer.num_sms if config is None else _config(config).num_sms
         num_worst_tokens = check.integer("num_worst_tokens", num_worst_tokens, 0)
         num_tokens, hidden = x.shape if pair is None else pair.data.shape
-        # What comes back for quantised rows is bfloat16, so the layer is for such.
-        kind = Kind(x.dtype if pair is None else torch.bfloat16, hidden, topk_idx.shape[1], num_experts, num_sm)
+        # combine takes bfloat16 rows for quantised ones, so the layer is for bfloat16.
+        dtype = x.dtype if pair is None else torch.bfloat16
+        sizes = self._sizes(hidden, topk_idx.shape[1], num_experts, dtype, num_sm)
         order = {} if pair is not None else order_of(previous_event, async_finish)
+        room = room_for(num_tokens)
         while True:
-            layer = self._latest = self._layers.get(kind, num_tokens, self._number)
+            layer = self._latest = self._pool.get(sizes, room, self._number)
             call = partial(
                 layer.dispatch_compact, exp_indices=topk_idx, weight=topk_weights, num_rows=num_worst_tokens or None
             )
@@ -310,7 +328,8 @@ class Buffer(LowLatencyCalls):
                     rows = pair.dispatch(layer, call, (topk_idx, topk_weights), previous_event, async_finish)
             except CapacityError as error:
                 # The same on all ranks, before a row was sent.
-                self._layers.grow(kind, error.needed_tokens)
+                room = room_for(error.needed_tokens + error.needed_tokens // 4)
+                self._pool.outgrow(sizes)
                 continue
             return rows, DispatchHandle(layer, rows.layout_desc)
 
@@ -325,15 +344,15 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Bring one row per (token, rank) back and sum them per token, in float32, rounded once. Collective.
+        """Send one row per (token, rank) back and sum these per token, in float32, rounded once. Collective.
 
         Args:
             x: [R, H], contiguous: one row per row of `recv_x`, summed over the experts of this rank.
             handle: of that dispatch.
-            topk_weights: [R, K] float32, contiguous: brought back and summed over ranks too; on all ranks or on none.
-            bias: up to two [T, H] of the dtype of x, added to the sums in float32, which are rounded once more for it;
-                the current stream waits for `previous_event` then, too.
-            config: changes nothing: the handle has its layer.
+            topk_weights: [R, K] float32, contiguous: sent back and summed over ranks as well; on all ranks or on none.
+            bias: up to two [T, H] of the dtype of x, added to the sums in float32, which are then rounded once more.
+                With a bias the current stream waits for `previous_event`.
+            config: no effect: the handle refers to its layer.
 
         Returns:
             [T, H], [T, K] float32 or None, the event.
@@ -366,7 +385,263 @@ class Buffer(LowLatencyCalls):
             weights, event = layer.combine_topk(topk_weights, desc, **order)
         return out, weights, to_overlap(event)
 
-    # --- checks -----------------------------------------------------------------------------------------
+    # --- low latency: M is the most tokens per rank, the same on all ranks -------------------------------
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """`num_rdma_bytes` of a buffer for low-latency calls of these sizes."""
+        return low_latency_bytes(
+            check.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1, ConfigError),
+            check.integer("hidden", hidden, 1, ConfigError),
+            check.integer("num_ranks", num_ranks, 1, ConfigError),
+        )
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """No effect: flags only grow, so there is nothing to clear."""
+        self._check_low_latency(num_max_dispatch_tokens_per_rank, hidden)
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[
+        torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        torch.Tensor,
+        LowLatencyHandle,
+        EventOverlap,
+        Callable[[], None],
+    ]:
+        """Send rows to their experts' slabs. Collective; the host does not wait.
+
+        Args:
+            x: [T, H] bfloat16, contiguous, T up to M.
+            topk_idx: [T, K] int64 or int32; -1 = dropped.
+            num_max_dispatch_tokens_per_rank: M, up to 512.
+            num_experts: E.
+            cumulative_local_expert_recv_stats: [e] int32; the counts are added to it.
+            use_fp8: quantise rows to e4m3 with a scale per 128 values (H a multiple of it) before they are sent; the
+                same on all ranks.
+            round_scale: scales are powers of two, rounded up.
+            use_ue8m0: exponents of such scales, four to an int32; H a multiple of 512.
+            async_finish: run on the communication stream.
+            return_recv_hook: launch the sending half only; the hook, the fifth result, launches the receiving half.
+
+        Returns:
+            [e, W * M, H]: the rows of each expert at the start of its slab, by source rank, then by token; the other
+            rows are undefined. With `use_fp8` they are float8_e4m3fn, with [e, W * M, H / 128] float32, or with
+            `use_ue8m0` [e, W * M, H / 512] int32, the scales, which multiply; rows are their fast dimension. [e] int32,
+            how many there are. The handle, the event, and the hook, which without `return_recv_hook` does nothing.
+
+        Raises:
+            InputError: an argument does not fit.
+            ConfigError: a buffer that was not made for it, or sizes that a low-latency layer does not take.
+        """
+        check.tensor("x", x, 2)
+        check_ids(topk_idx)
+        use_fp8, round_scale = check.flag("use_fp8", use_fp8), check.flag("round_scale", round_scale)
+        if use_fp8:
+            check_quantizable(x, round_scale, use_ue8m0)
+        elif round_scale or use_ue8m0:
+            raise InputError(
+                "round_scale and use_ue8m0 choose the format of scales, but use_fp8=False has no scales. Drop them."
+            )
+        if dispatch_wait_recv_cost_stats is not None:
+            raise InputError("dispatch_wait_recv_cost_stats is not supported. Pass None.")
+        if async_finish and return_recv_hook:
+            raise InputError("async_finish=True and return_recv_hook=True exclude each other. Choose one.")
+        most = check.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        num_experts = check.integer("num_experts", num_experts, 1)
+        self._check_low_latency(most, x.shape[-1])
+        sizes = (topk_idx.shape[1], num_experts, x.dtype, self.num_sms, most)
+        # A low-latency layer sends rows with scales or rows without, so FP8 has a layer of its own.
+        layer = self._low_latency_layer(x.shape[1], *sizes, "fp8" if use_fp8 else None)
+        slab = (num_experts // self.group_size, self.group_size * most)
+        stats = check.optional_tensor("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats)
+        if stats is not None and (tuple(stats.shape), stats.dtype) != ((slab[0],), torch.int32):
+            raise InputError(
+                f"cumulative_local_expert_recv_stats must be [{slab[0]}] int32, got {list(stats.shape)} {stats.dtype}."
+            )
+        slabs = Slabs(slab, x, use_fp8, use_ue8m0)
+
+        def send() -> tuple[EPAllToAllLayoutDesc, Callable[[], None]]:
+            if use_fp8:
+                data, scales = quantize_rows(x, round_scale, use_ue8m0)
+                sent = data, scale_bytes(scales, x.shape[1])
+                *flat, _, desc, hook = layer.dispatch_scaled(*sent, topk_idx, return_recv_hook=True)
+            else:
+                *flat, _, desc, hook = layer.dispatch(x, topk_idx, return_recv_hook=True)
+
+            def receive() -> None:
+                hook()
+                counts = desc.num_recv_tokens_per_expert
+                slabs.fill(flat, desc.expert_offsets, counts)
+                if stats is not None:
+                    stats.add_(counts)
+
+            return desc, receive
+
+        desc, event, hook = run_halves(layer, send, (x, topk_idx, *slabs.tensors), async_finish, return_recv_hook)
+        handle = LowLatencyHandle(layer, desc)
+        return slabs.result, desc.num_recv_tokens_per_expert, handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:
+        """Send the rows of slabs back, multiply them by their weights, and sum them per token. Collective; the host
+        does not wait.
+
+        The experts' rank multiplies and sums in float32, in k order, and rounds the sums; the sums of the ranks are
+        added in float32. A small dispatch of their own carries the weights first.
+
+        Args:
+            x: [e, W * M, H], outputs for the rows of that dispatch; contiguous.
+            topk_idx: [T, K] of that dispatch.
+            topk_weights: [T, K] float32, contiguous.
+            handle: of that dispatch.
+            use_logfmt: must be False.
+            zero_copy: no effect: `x` may be the tensor of `get_next_low_latency_combine_buffer` or any other.
+            async_finish, return_recv_hook: as in `low_latency_dispatch`.
+            out: [T, H], for the result.
+
+        Returns:
+            [T, H], the event, and the hook.
+
+        Raises:
+            InputError: an argument does not fit.
+            StaleHandleError: no handle of a low-latency dispatch.
+        """
+        self._check_handle(handle)
+        if use_logfmt:
+            raise InputError("low_latency_combine sends rows as they are. Pass use_logfmt=False.")
+        if combine_wait_recv_cost_stats is not None:
+            raise InputError("combine_wait_recv_cost_stats is not supported. Pass None.")
+        if async_finish and return_recv_hook:
+            raise InputError("async_finish=True and return_recv_hook=True exclude each other. Choose one.")
+        layer, desc, cfg = handle.layer, handle.layout_desc, handle.layer.config
+        check.tensor("x", x)
+        check.tensor("topk_idx", topk_idx, 2)
+        check.optional_tensor("out", out)
+        experts = desc.num_recv_tokens_per_expert.shape[0]
+        wanted = (experts, self.group_size * cfg.max_tokens, cfg.hidden)
+        if tuple(x.shape) != wanted or x.dtype != cfg.token_dtype or not x.is_contiguous():
+            raise InputError(f"x must be {list(wanted)} {cfg.token_dtype}, contiguous; got {list(x.shape)} {x.dtype}.")
+        ids = desc.topk_indices_tensor
+        if topk_idx.shape != ids.shape:
+            raise InputError(f"topk_idx is {list(topk_idx.shape)}, that of the dispatch was {list(ids.shape)}.")
+        if out is not None and (tuple(out.shape) != (ids.shape[0], cfg.hidden) or out.dtype != cfg.token_dtype):
+            raise InputError(
+                f"out must be [{ids.shape[0]}, {cfg.hidden}] {cfg.token_dtype}, got {list(out.shape)} {out.dtype}."
+            )
+        sizes = (cfg.topk, cfg.num_experts, torch.bfloat16, cfg.num_sm, cfg.max_tokens)
+        companion = self._low_latency_layer(_WEIGHTS_HIDDEN, *sizes)
+
+        def send() -> tuple[torch.Tensor, Callable[[], None]]:
+            flat = from_slabs(x, desc.expert_offsets, desc.num_recv_tokens_per_expert, desc.num_recv_rows)
+            nothing = torch.zeros(ids.shape[0], _WEIGHTS_HIDDEN, dtype=torch.bfloat16, device=x.device)
+            _, weights, _ = companion.dispatch(nothing, ids, topk_weights)
+            combined, hook = layer.combine(flat, desc, weights, return_recv_hook=True)
+
+            def receive() -> None:
+                hook()
+                if out is not None:
+                    out.copy_(combined)
+
+            return combined if out is None else out, receive
+
+        tensors = (x, topk_weights, desc) if out is None else (x, topk_weights, desc, out)
+        result, event, hook = run_halves(layer, send, tensors, async_finish, return_recv_hook)
+        return result, event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """[e, W * M, H], uninitialised, for the outputs that `low_latency_combine` takes.
+
+        Raises:
+            StaleHandleError: no handle of a low-latency dispatch.
+        """
+        self._check_handle(handle)
+        cfg, experts = handle.layer.config, handle.layout_desc.num_recv_tokens_per_expert.shape[0]
+        shape = (experts, self.group_size * cfg.max_tokens, cfg.hidden)
+        return torch.empty(shape, dtype=cfg.token_dtype, device=handle.layout_desc.placement.device)
+
+    # --- layers and checks ------------------------------------------------------------------------------
+
+    def _low_latency_layer(
+        self,
+        hidden: int,
+        topk: int,
+        num_experts: int,
+        dtype: torch.dtype,
+        num_sm: int,
+        max_tokens: int,
+        variant: str | None = None,
+    ) -> EPAll2AllLayer:
+        """The layer of slabs, with room for the most rows that can arrive."""
+        sizes = LayerSizes(
+            hidden,
+            topk,
+            num_experts,
+            dtype,
+            num_sm,
+            self._timeout_s,
+            capacity=self.group_size * max_tokens * min(topk, num_experts // self.group_size),
+            max_tokens=max_tokens,
+            low_latency=True,
+            enable_local_combine=True,
+            variant=variant,
+        )
+        return self._pool.get(sizes, user=self._number)
+
+    def _check_handle(self, handle: Any) -> None:
+        self._check_open()
+        if not isinstance(handle, LowLatencyHandle):
+            raise StaleHandleError(f"a handle of low_latency_dispatch is needed, got {type(handle).__name__}.")
+
+    def _check_low_latency(self, max_tokens: int, hidden: int) -> None:
+        self._check_open()
+        max_tokens = check.integer("num_max_dispatch_tokens_per_rank", max_tokens, 1)
+        hidden = check.integer("hidden", hidden, 1)
+        if not self.low_latency_mode:
+            raise ConfigError("low-latency calls need a Buffer made with low_latency_mode=True. Make one on all ranks.")
+        needed = low_latency_bytes(max_tokens, hidden, self.group_size)
+        if self.num_rdma_bytes < needed:
+            raise ConfigError(
+                f"{max_tokens} tokens of {hidden} elements per rank need {needed} bytes, this Buffer was made with "
+                f"num_rdma_bytes={self.num_rdma_bytes}. Make one with the size that "
+                "get_low_latency_rdma_size_hint returns."
+            )
+
+    def _check_open(self) -> None:
+        """Raise if the buffer was destroyed."""
+        if self._closed:
+            raise FinalizedError(
+                "this Buffer was destroyed, its memory is freed. Make a new one on all ranks of its group."
+            )
+
+    def _sizes(self, hidden: int, topk: int, num_experts: int, dtype: torch.dtype, num_sm: int) -> LayerSizes:
+        # In one node this only changes how many rows there is room for: those by rank are fewer than those of experts.
+        one_node = self._pool.ranks_per_node == self.group_size
+        return LayerSizes(hidden, topk, num_experts, dtype, num_sm, self._timeout_s, enable_local_combine=one_node)
 
     def _check_rows(self, x: Any) -> QuantizedRows | None:
         pair = QuantizedRows.of(x) if isinstance(x, tuple) else None

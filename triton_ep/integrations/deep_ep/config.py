@@ -1,4 +1,4 @@
-"""deep_ep.Config: how many programs move rows, and how large a buffer a row size asks for."""
+"""deep_ep.Config: how many CTAs move rows, and how many bytes a buffer for a row size has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton_ep.errors import ConfigError
 from triton_ep.integrations.arguments import integer
 
 ROWS_PER_RANK = 256
-"""What a byte count of a buffer stands for: this many rows from every rank. The layers' memory is sized by tokens."""
+"""A buffer's byte count stands for this many rows from every rank. Layers are sized by tokens, not by this number."""
 
 
 _NUMBERS = (
@@ -22,10 +22,10 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a call; only `num_sms` changes anything.
+    """Settings of a call; only `num_sms` has an effect.
 
     Attributes:
-        num_sms: programs of the kernels that talk to other ranks.
+        num_sms: CTAs of the communication kernels.
     """
 
     num_sms: int = 20
@@ -36,24 +36,24 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
-            # num_sms moves rows; the others are kept for callers that look at them.
+            # Only num_sms is used; callers may read the others.
             object.__setattr__(self, name, integer(f"Config.{name}", getattr(self, name), 1, ConfigError))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes to make a `Buffer` with, for rows of `hidden_bytes`: a number that says how long rows may be."""
+        """`num_nvl_bytes` of a `Buffer` for rows of `hidden_bytes`; it encodes how long rows may be."""
         hidden_bytes = integer("hidden_bytes", hidden_bytes, 0, ConfigError)
         return hidden_bytes * integer("num_ranks", num_ranks, 1, ConfigError) * ROWS_PER_RANK
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: what crosses nodes needs no number of its own."""
+        """0: the traffic between nodes needs no size of its own."""
         return 0
 
 
 def longest_row(num_nvl_bytes: int, num_ranks: int) -> int:
-    """Bytes of the longest row that a buffer of this size was made for."""
+    """Bytes of the longest row that a buffer of this size takes."""
     return num_nvl_bytes // (num_ranks * ROWS_PER_RANK)
 
 
 def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int) -> int:
-    """Bytes that arrivals and partial sums of bf16 rows take on a rank, in two halves each."""
+    """Bytes of arriving bf16 rows and of partial sums on a rank, double-buffered."""
     return 2 * 2 * num_ranks * max_tokens * hidden * 2

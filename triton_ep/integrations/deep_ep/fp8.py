@@ -1,4 +1,4 @@
-"""e4m3 rows with a scale per 128 values, as DeepEP makes and sends them: quantising, scales as bytes."""
+"""e4m3 rows with a scale per 128 values, as DeepEP makes and sends them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import EPEvent
 from triton_ep.errors import InputError
 from triton_ep.exchange.compact import CompactRows
-from triton_ep.integrations.deep_ep.utils import EventOverlap, order_of, to_ep_event
+from triton_ep.integrations.deep_ep.utils import EventOverlap, order_of
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.strides import view_as
 
@@ -85,12 +85,13 @@ class QuantizedRows(NamedTuple):
     Attributes:
         data: [T, H] float8_e4m3fn, contiguous.
         scales: [T, H / 128] float32 or int32, or [T, H / 512] int32, strided as they like.
-        as_sent: their bytes are what travels.
+        repack: a layer sends a byte of scales per 32 values, row after row. Four exponents to a word are fewer bytes,
+            and strided scales are not row after row: both are copied before they are sent, and cut where they arrive.
     """
 
     data: torch.Tensor
     scales: torch.Tensor
-    as_sent: bool
+    repack: bool
 
     @classmethod
     def of(cls, pair: tuple[Any, ...]) -> QuantizedRows:
@@ -121,7 +122,7 @@ class QuantizedRows(NamedTuple):
             )
         if scales.device != data.device:
             raise InputError(f"rows are on {data.device}, scales on {scales.device}. Move one of them.")
-        return cls(data, scales, one_per_word and scales.is_contiguous())
+        return cls(data, scales, not (one_per_word and scales.is_contiguous()))
 
     def dispatch(
         self,
@@ -131,27 +132,21 @@ class QuantizedRows(NamedTuple):
         previous_event: EventOverlap | None,
         async_finish: bool,
     ) -> CompactRows:
-        """What `call`, a `layer.dispatch_compact`, returns, with a pair as `x`; arguments: what else it reads."""
-        if self.as_sent:
-            rows = call(self.data, scale=self.scales, **order_of(previous_event, async_finish))
-            arrived: Any = rows.x, rows.scale
-            counts = rows.num_recv_tokens_per_expert
-            return CompactRows(arrived, rows.topk_idx, rows.topk_weights, counts, rows.layout_desc, event=rows.event)
+        """What `call`, a `layer.dispatch_compact`, returns, with a pair as `x`; arguments: other tensors that it
+        reads."""
         send = partial(_fields_of_call, call)
         fields, event = self._send(layer, send, arguments, previous_event, async_finish)
-        arrived, ids, recv_weights, counts, desc = fields
-        return CompactRows(arrived, ids, recv_weights, counts, desc, event=event)
+        recv, scales, ids, recv_weights, counts, desc = fields
+        pair: Any = (recv, scales)
+        return CompactRows(pair, ids, recv_weights, counts, desc, event=event)
 
     def again(
         self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, previous_event: EventOverlap | None, async_finish: bool
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], EPEvent | None]:
         """The pair that arrives by an earlier dispatch, and the event."""
-        call: Callable[..., Any] = partial(layer.dispatch_compact_again, layout_desc=desc)
-        if self.as_sent:
-            recv, scales, sent = call(self.data, scale=self.scales, **order_of(previous_event, async_finish))
-            return (recv, scales), sent
-        (pair, _), event = self._send(layer, call, (desc,), previous_event, async_finish)
-        return pair, event
+        send: Callable[..., Any] = partial(layer.dispatch_compact_again, layout_desc=desc)
+        (recv, scales), event = self._send(layer, send, (desc,), previous_event, async_finish)
+        return (recv, scales), event
 
     def _send(
         self,
@@ -161,24 +156,26 @@ class QuantizedRows(NamedTuple):
         previous_event: EventOverlap | None,
         async_finish: bool,
     ) -> tuple[Any, EPEvent | None]:
-        """What `call` of the rows and of bytes of scales returns, with a pair of what arrived, and the event."""
+        """What `call` of rows and scales returns (rows and scales that arrived, others, an event), and its event."""
+        if not self.repack:
+            *fields, event = call(self.data, scale=self.scales, **order_of(previous_event, async_finish))
+            return fields, event
 
-        def sent() -> tuple[Any, ...]:
-            recv, scales, *rest = call(self.data, scale=scale_bytes(self.scales, self.data.shape[1]))
-            return (recv, scales_of_bytes(scales, self.scales.shape[1], self.scales.dtype)), *rest
+        def repacked() -> tuple[Any, ...]:
+            recv, sent, *rest, _ = call(self.data, scale=scale_bytes(self.scales, self.data.shape[1]))
+            return recv, scales_of_bytes(sent, self.scales.shape[1], self.scales.dtype), *rest
 
-        previous = to_ep_event(previous_event)
-        if previous is not None:
-            previous.current_stream_wait()
+        order_of(previous_event, False)  # the current stream waits for the event
         if async_finish:
-            return layer.on_comm_stream(sent, (self.data, self.scales, *arguments))
-        return sent(), None
+            return layer.on_comm_stream(repacked, (self.data, self.scales, *arguments))
+        return repacked(), None
 
 
-def _fields_of_call(call: Callable[..., CompactRows], data: torch.Tensor, scale: torch.Tensor) -> tuple[Any, ...]:
-    """What `call` returns but its event, as a tuple, whose tensors a stream can be told of; the scales second."""
-    rows = call(data, scale=scale)
-    return rows.x, rows.scale, rows.topk_idx, rows.topk_weights, rows.num_recv_tokens_per_expert, rows.layout_desc
+def _fields_of_call(call: Callable[..., CompactRows], data: torch.Tensor, **options: Any) -> tuple[Any, ...]:
+    """What `call` returns, as a tuple whose tensors can be recorded on a stream: scales second, the event last."""
+    rows = call(data, **options)
+    counts = rows.num_recv_tokens_per_expert
+    return rows.x, rows.scale, rows.topk_idx, rows.topk_weights, counts, rows.layout_desc, rows.event
 
 
 def check_hidden(layer: EPAll2AllLayer, rows: QuantizedRows) -> None:

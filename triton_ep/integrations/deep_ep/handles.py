@@ -1,4 +1,4 @@
-"""Handles: what a dispatch leaves to its combine, and DeepEP's items of the same facts, made when somebody looks."""
+"""Handles: what a combine needs of its dispatch, with DeepEP's items, each computed when it is read."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from typing import Any
 import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.integrations.deep_ep.layers import Kind
 from triton_ep.integrations.lazy_items import LazyItems
 from triton_ep.layer import EPAll2AllLayer
 
 
 def _nothing() -> None:
-    """Of an item that DeepEP's transport needs and this one has not."""
+    """Value of an item that DeepEP's transport needs and this one does not."""
 
 
 @dataclass(frozen=True, eq=False)
 class DispatchHandle(LazyItems):
-    """What a dispatch leaves to its combine and to later dispatches by the same routing.
+    """What a combine, and later dispatches with the same routing, need of a dispatch.
 
-    Any number may be live, in any order. It stays good when the buffer that made it is dropped, until its memory is
-    freed (`Buffer.destroy`, `release`).
+    Any number of handles may be live, and they may be used in any order. A handle outlives the buffer that made it,
+    until the memory is freed (`Buffer.destroy`, `release`).
 
     Items, T tokens, W ranks, N nodes, on the device. Inside a node the 6 of DeepEP: rank_prefix_matrix [W, W] int32, in
     whose column of this rank row i is the number of rows from ranks up to i (-1 in the others), None, None, None,
     is_token_in_rank [T, W] bool, None. Between nodes the 10: is_token_in_rank, None, None, None,
-    recv_rdma_rank_prefix_sum [N] int32, tokens that this rank gets from nodes up to there, its own included, None,
-    recv_gbl_rank_prefix_sum [W] int32, rows from ranks up to there, None, None, None. What is None is about DeepEP's
-    channels, or about the tokens of other ranks, which rows do not carry.
+    recv_rdma_rank_prefix_sum [N] int32, tokens that this rank receives from nodes 0 to n, its own node included, None,
+    recv_gbl_rank_prefix_sum [W] int32, rows from ranks 0 to r, None, None, None. Items that are None describe DeepEP's
+    channels, or tokens of other ranks, which rows do not carry.
     """
 
     layer: EPAll2AllLayer
@@ -80,25 +79,24 @@ class DispatchHandle(LazyItems):
 
 @dataclass(frozen=True, eq=False)
 class LowLatencyHandle(LazyItems):
-    """What a low-latency dispatch leaves to its combine; complete behind the hook, and so are its items.
+    """What a combine needs of a low-latency dispatch. Valid, like its items, after the hook has run.
 
     Items, e local experts, W ranks, M most tokens per rank, as DeepEP's: [e, W * M] int32, the source's token of each
-    row in its slab, -1 behind the rows that arrived; [e, W] int64, first row << 32 | rows of each source rank; M; H;
+    row in its slab, -1 after the rows that arrived; [e, W] int64, first row << 32 | rows of each source rank; M; H;
     the number of experts.
     """
 
     layer: EPAll2AllLayer
     layout_desc: EPAllToAllLayoutDesc
-    kind: Kind
 
     def _makers(self) -> tuple[Callable[[], Any], ...]:
-        kind = self.kind
+        cfg = self.layer.config
         return (
             self._source_tokens,
             self._layout_range,
-            lambda: kind.max_tokens,
-            lambda: kind.hidden,
-            lambda: kind.num_experts,
+            lambda: cfg.max_tokens,
+            lambda: cfg.hidden,
+            lambda: cfg.num_experts,
         )
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,11 +108,11 @@ class LowLatencyHandle(LazyItems):
         return row.flatten(), source.flatten()
 
     def _source_tokens(self) -> torch.Tensor:
-        desc, slab_rows = self.layout_desc, self.layer.config.world_size * self.kind.max_tokens
+        desc, cfg = self.layout_desc, self.layer.config
         row, source = self._rows()
         tokens = torch.full((desc.num_recv_rows + 1,), -1, dtype=torch.int32, device=row.device)
-        tokens.scatter_(0, row, (source % self.kind.max_tokens).int())
-        place = torch.arange(slab_rows, device=row.device)
+        tokens.scatter_(0, row, (source % cfg.max_tokens).int())
+        place = torch.arange(cfg.world_size * cfg.max_tokens, device=row.device)
         arrived = place < desc.num_recv_tokens_per_expert.unsqueeze(1)
         where = desc.expert_offsets[:-1].unsqueeze(1) + place
         return torch.where(arrived, tokens[where.clamp(max=desc.num_recv_rows)], -1)
@@ -126,6 +124,6 @@ class LowLatencyHandle(LazyItems):
         expert = torch.bucketize(row, desc.expert_offsets[1:].long(), right=True)
         counts = torch.zeros(experts + 1, ranks, dtype=torch.int64, device=row.device)
         ones = torch.where(row < desc.num_recv_rows, 1, 0)
-        cell = expert.clamp(max=experts) * ranks + source // self.kind.max_tokens
+        cell = expert.clamp(max=experts) * ranks + source // self.layer.config.max_tokens
         counts = counts.view(-1).scatter_add_(0, cell, ones).view(-1, ranks)[:experts]
         return (counts.cumsum(1) - counts) << 32 | counts

@@ -12,7 +12,7 @@ __all__ = ["EventHandle", "EventOverlap"]
 
 
 class EventHandle:
-    """A point of a stream: where the current one is now, or a given one."""
+    """A point in a stream: the current point of the current stream, or the point of a given event."""
 
     def __init__(self, event: EPEvent | None = None) -> None:
         if event is not None and not isinstance(event, EPEvent):
@@ -20,16 +20,16 @@ class EventHandle:
         self.ep_event = EPEvent.record() if event is None else event
 
     def current_stream_wait(self) -> None:
-        """Make the current stream wait for it; the host goes on."""
+        """Make the current stream wait for this point; the host does not wait."""
         self.ep_event.current_stream_wait()
 
 
 class EventOverlap:
-    """What calls take as `previous_event` and return last; also a context that waits at its end.
+    """What calls take as `previous_event` and return last. As a context manager it waits on exit.
 
     Args:
-        event: the point to wait for; None = there is none to wait for.
-        extra_tensors: kept alive with it.
+        event: the point to wait for; None: no point.
+        extra_tensors: kept alive as long as this object.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
@@ -39,9 +39,9 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Make the current stream wait for the event; nothing where there is none.
+        """Make the current stream wait for the event, if there is one.
 
-        release_handle: forget the event and `extra_tensors` then, so that their memory may be used again.
+        release_handle: then drop the event and `extra_tensors`, so that their memory can be reused.
         """
         if self.event is not None:
             self.event.current_stream_wait()
@@ -58,10 +58,10 @@ class EventOverlap:
 
 
 def to_ep_event(previous: Any) -> EPEvent | None:
-    """The event in an EventOverlap; None where there is none.
+    """The event in an EventOverlap, or None.
 
     Raises:
-        InputError: something else than an EventOverlap, an EventHandle or None.
+        InputError: `previous` is no EventOverlap, EventHandle or None.
     """
     if previous is not None and not isinstance(previous, EventOverlap | EventHandle):
         raise InputError(f"previous_event must be an EventOverlap or None, got {type(previous).__name__}.")
@@ -70,7 +70,8 @@ def to_ep_event(previous: Any) -> EPEvent | None:
 
 
 def order_of(previous_event: Any, async_finish: bool) -> dict[str, Any]:
-    """When a call runs, in the layer's words; without `async_finish` the current stream waits for the event now."""
+    """`async_finish` and `previous_event` as arguments of a layer's call. Without `async_finish` the current stream
+    waits for the event at once, and no arguments are needed."""
     previous = to_ep_event(previous_event)
     if async_finish:
         return {"async_finish": True, "previous_event": previous}
@@ -80,5 +81,5 @@ def order_of(previous_event: Any, async_finish: bool) -> dict[str, Any]:
 
 
 def to_overlap(event: EPEvent | None) -> EventOverlap:
-    """An EventOverlap of an event, or of none."""
+    """An EventOverlap of an event or None."""
     return EventOverlap(None if event is None else EventHandle(event))

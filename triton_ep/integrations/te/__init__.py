@@ -24,7 +24,8 @@ from triton_ep.integrations.te.layouts import swizzle, unswizzle
 from triton_ep.integrations.te.manager import FP8GlobalStateManager
 from triton_ep.integrations.te.modules import GroupedLinear, Linear
 from triton_ep.integrations.te.moe import EPMoE
-from triton_ep.integrations.te.quantizer import MXFP8Quantizer, ShapeError
+from triton_ep.integrations.te.parts import ShapeError
+from triton_ep.integrations.te.quantizer import MXFP8Quantizer
 from triton_ep.integrations.te.recipe import Format, MXFP8BlockScaling, Recipe, RecipeError
 from triton_ep.integrations.te.recipe_state import MXFP8BlockScalingRecipeState, RecipeState, get_fp8_te_dtype
 from triton_ep.integrations.te.recompute import checkpoint, checkpoint_contexts

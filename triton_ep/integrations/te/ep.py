@@ -8,7 +8,7 @@ combine, so there is one per micro-batch in flight. Buffers with the same option
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch.nn.functional import pad
 
 from triton_ep import autograd
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.distributed import check_group, local_world_size
+from triton_ep.distributed import check_group
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError
 from triton_ep.integrations import arguments as check
+from triton_ep.integrations.layer_pool import LayerPool, LayerSizes
 from triton_ep.integrations.te.ep_outputs import GradientInto, Into, room
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling, Recipe
 from triton_ep.integrations.te.storage import MXFP8TensorStorage
@@ -31,11 +32,11 @@ class EpStateError(EPError, RuntimeError):
     """A call before `ep_bootstrap`, a second `ep_bootstrap`, or a combine without its dispatch."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Group:
-    """What `ep_bootstrap` was given, and the layers made since, by their options."""
+    """What `ep_bootstrap` was given, and the layers made since."""
 
-    ep_group: Any
+    pool: LayerPool
     num_experts: int
     max_tokens_per_rank: int
     hidden_dim: int
@@ -44,28 +45,21 @@ class _Group:
     max_num_sms: int
     drop_on_overflow: bool
     dtype: torch.dtype
-    layers: dict[tuple[str | None, int, int | None], EPAll2AllLayer] = field(default_factory=dict)
 
     def layer(self, payload: str | None, alignment: int, capacity: int | None) -> EPAll2AllLayer:
-        key = (payload, alignment, capacity)
-        if key not in self.layers:
-            size = dist.get_world_size(self.ep_group)
-            self.layers[key] = EPAll2AllLayer(
-                self.ep_group,
-                self.max_tokens_per_rank,
-                self.hidden_dim,
-                self.num_topk,
-                dist.get_rank(self.ep_group),
-                self.num_experts,
-                min(local_world_size(), size),
-                size,
-                dtype=self.dtype,
-                num_sm=self.max_num_sms or None,
-                payload=payload,
-                alignment=alignment,
-                capacity=capacity,
-            )
-        return self.layers[key]
+        """The layer of buffers with these options."""
+        sizes = LayerSizes(
+            self.hidden_dim,
+            self.num_topk,
+            self.num_experts,
+            self.dtype,
+            self.max_num_sms or None,
+            alignment=alignment,
+            capacity=capacity,
+            max_tokens=self.max_tokens_per_rank,
+            payload=payload,
+        )
+        return self.pool.get(sizes)
 
 
 class _Registry:
@@ -125,7 +119,7 @@ def ep_bootstrap(
         raise ConfigError("ep_bootstrap: drop_on_overflow requires recv_capacity_per_rank")
     _require_bf16("max_token_dtype", max_token_dtype)
     _Registry.group = _Group(
-        ep_group,
+        LayerPool(ep_group),
         num_experts,
         max_tokens_per_rank,
         hidden_dim,
@@ -156,9 +150,9 @@ def ep_finalize() -> None:
     """Free the symmetric memory of all buffers. Collective, idempotent."""
     group, _Registry.group = _Registry.group, None
     if group is not None:
-        for layer in group.layers.values():
+        for layer in group.pool.layers.values():
             autograd.leave(layer)
-            layer.finalize()
+        group.pool.close()
 
 
 def _require_bf16(name: str, dtype: Any) -> None:
@@ -222,7 +216,7 @@ class EpBuffer:
                 "(recv_capacity_per_rank omitted)."
             )
         _require_bf16("payload", payload_dtype)
-        local = group.num_experts // dist.get_world_size(group.ep_group)
+        local = group.num_experts // group.pool.world_size
         for name, given, fixed in (
             ("top_k", top_k, group.num_topk),
             ("hidden_dim", hidden_dim, group.hidden_dim),

@@ -160,14 +160,14 @@ class LinearFunction(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         ends: torch.Tensor | None,
-        code: int,
+        plan_code: int,
         out_dtype: torch.dtype,
         extra: Extra,
         num: int,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         """The result; x is kept quantised along columns where the weights' gradient takes it so."""
-        how = Plan.of_code(code)
+        how = Plan.decode(plan_code)
         weights, biases = parameters[:num], parameters[num:]
         out = forward(x, extra.cached or weights, biases, ends, how, out_dtype)
         ctx.how, ctx.out_dtype, ctx.extra, ctx.num, ctx.x_shape, ctx.x_dtype = (
@@ -235,7 +235,7 @@ def _mx(data: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> t
 
 
 @library.op(
-    "(Tensor x, Tensor? scale, Tensor[] weights, Tensor[] biases, Tensor? ends, int code, ScalarType out_dtype) "
+    "(Tensor x, Tensor? scale, Tensor[] weights, Tensor[] biases, Tensor? ends, int plan_code, ScalarType out_dtype) "
     "-> (Tensor, Tensor)",
     lambda x, _, weights, __, ___, ____, dtype: (
         x.new_empty((*x.shape[:-1], weights[0].shape[0]), dtype=dtype),
@@ -248,17 +248,26 @@ def _te_linear(
     weights: list[torch.Tensor],
     biases: list[torch.Tensor],
     ends: torch.Tensor | None,
-    code: int,
+    plan_code: int,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the code of the plan by which it was computed."""
-    code = plan.current_code() if code == plan.ASK else code
+    plan_code = plan.current_plan_code() if plan_code == plan.ASK else plan_code
     given = _mx(x, scale, out_dtype)
-    return forward(given, weights, biases, ends, Plan.of_code(code), out_dtype), torch.tensor(code)
+    return forward(given, weights, biases, ends, Plan.decode(plan_code), out_dtype), torch.tensor(plan_code)
 
 
 def _te_gradients_like(
-    dy: Any, _: Any, x: Any, __: Any, weights: Any, ends: Any, code: Any, x_dtype: Any, out_dtype: Any, *wanted: bool
+    dy: Any,
+    _: Any,
+    x: Any,
+    __: Any,
+    weights: Any,
+    ends: Any,
+    plan_code: Any,
+    x_dtype: Any,
+    out_dtype: Any,
+    *wanted: bool,
 ) -> tuple[torch.Tensor, ...]:
     want_x, want_w, want_b = wanted
     experts, (outputs, inputs) = len(weights), weights[0].shape
@@ -270,7 +279,7 @@ def _te_gradients_like(
 
 
 @library.op(
-    "(Tensor dy, Tensor? dy_scale, Tensor x, Tensor? scale, Tensor[] weights, Tensor? ends, Tensor code, "
+    "(Tensor dy, Tensor? dy_scale, Tensor x, Tensor? scale, Tensor[] weights, Tensor? ends, Tensor plan_code, "
     "ScalarType x_dtype, ScalarType out_dtype, bool want_x, bool want_w, bool want_b) -> (Tensor, Tensor, Tensor)",
     _te_gradients_like,
 )
@@ -281,7 +290,7 @@ def _te_linear_backward(
     scale: torch.Tensor | None,
     weights: list[torch.Tensor],
     ends: torch.Tensor | None,
-    code: torch.Tensor,
+    plan_code: torch.Tensor,
     x_dtype: torch.dtype,
     out_dtype: torch.dtype,
     want_x: bool,
@@ -294,7 +303,7 @@ def _te_linear_backward(
         _mx(x, scale, x_dtype),
         weights,
         ends,
-        Plan.of_code(int(code)),
+        Plan.decode(int(plan_code)),
         out_dtype,
         (x_dtype if want_x else None, weights[0].dtype if want_w else None, want_b),
     )
@@ -319,7 +328,7 @@ class TracedLinearFunction(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         ends: torch.Tensor | None,
-        code: int,
+        plan_code: int,
         out_dtype: torch.dtype,
         num: int,
         *parameters: torch.Tensor,
@@ -327,7 +336,7 @@ class TracedLinearFunction(torch.autograd.Function):
         """The result; x is kept as it is."""
         data, scale = _parts(x)
         weights, biases = list(parameters[:num]), list(parameters[num:])
-        out, ran = torch.ops.triton_ep.te_linear(data, scale, weights, biases, ends, code, out_dtype)
+        out, ran = torch.ops.triton_ep.te_linear(data, scale, weights, biases, ends, plan_code, out_dtype)
         ctx.save_for_backward(ran, data, scale, ends, *weights)
         ctx.x_dtype, ctx.out_dtype, ctx.num, ctx.x_shape = x.dtype, out_dtype, num, x.shape
         return out
@@ -352,7 +361,7 @@ def linear(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
     ends: torch.Tensor | None,
-    code: int,
+    plan_code: int,
     out_dtype: torch.dtype,
     extra: Extra,
 ) -> torch.Tensor:
@@ -361,7 +370,7 @@ def linear(
     Arguments:
         x: [..., K], high precision or in MXFP8. weights: [N, K] each. biases: [N] each, or none.
         ends: None with one weight; else [E] int32 on the device, the row after the last of each weight's rows.
-        code: of the plan.
+        plan_code: of the plan.
         extra: not used while torch.compile traces, which keeps x as it came.
 
     Raises:
@@ -373,5 +382,5 @@ def linear(
                 "torch.compile cannot trace fuse_wgrad_accumulation or delay_wgrad_compute: a graph has no attributes "
                 "of weights. Leave the module out of the compiled function (torch.compiler.disable)."
             )
-        return TracedLinearFunction.apply(x, ends, code, out_dtype, len(weights), *weights, *biases)
-    return LinearFunction.apply(x, ends, code, out_dtype, extra, len(weights), *weights, *biases)
+        return TracedLinearFunction.apply(x, ends, plan_code, out_dtype, len(weights), *weights, *biases)
+    return LinearFunction.apply(x, ends, plan_code, out_dtype, extra, len(weights), *weights, *biases)

@@ -70,10 +70,10 @@ class QuantisingModule(nn.Module):
         self._gradients = WeightGradients(fuse, delay) if fuse or delay else None
         self.tp_size, self.parallel_mode, self.sequence_parallel = 1, self._options.parallel_mode, False
         self.quantizers: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
-        self._quantizers_code = plan.OFF
-        self._forward_code: int | None = None
+        self._quantizers_plan_code = plan.OFF
+        self._forward_plan_code: int | None = None
         self._cached_weights: list[MXFP8Tensor] | None = None
-        self._cached_code = plan.OFF
+        self._cached_plan_code = plan.OFF
         device = default_device() if device is None else check.device("device", device)
         self._stored_by: MXFP8Quantizer | None = None
         if FP8GlobalStateManager.with_fp8_parameters():
@@ -92,15 +92,15 @@ class QuantisingModule(nn.Module):
             self.num_gemms, self.out_features, self.in_features, dtype=self.params_dtype, device=device
         )
         for index, weight in enumerate(weights.unbind()):
-            self._put(self._weight_name(index), weight)
+            self._replace_parameter(self._weight_name(index), weight)
             if self.use_bias:
                 bias = torch.empty(self.out_features, dtype=self.params_dtype, device=device)
-                self._put(self._bias_name(index), bias)
+                self._replace_parameter(self._bias_name(index), bias)
             else:
                 self.register_parameter(self._bias_name(index), None)
 
-    def _put(self, name: str, values: torch.Tensor) -> nn.Parameter:
-        """Register `values` as parameter `name`, keeping the old parameter's requires_grad."""
+    def _replace_parameter(self, name: str, values: torch.Tensor) -> nn.Parameter:
+        """Register `values` as parameter `name`; an older parameter of that name passes on its `requires_grad`."""
         before = self._parameters.get(name)
         parameter = nn.Parameter(values, before is None or before.requires_grad)
         self.register_parameter(name, parameter)
@@ -143,7 +143,7 @@ class QuantisingModule(nn.Module):
                 weight.copy_(values)
             elif self._stored_by is not None:
                 check_whole(weight)
-                quantised: Any = self._put(self._weight_name(index), self._stored_by(values))
+                quantised: Any = self._replace_parameter(self._weight_name(index), self._stored_by(values))
                 quantised._high_precision_init_val = values.cpu().clone() if self._keep_initial else None
         for bias in self._biases:
             bias.zero_()
@@ -160,14 +160,14 @@ class QuantisingModule(nn.Module):
 
     # --- forward ------------------------------------------------------------------------------------------
 
-    def _code(self) -> int:
-        """The plan of this forward pass; of a recomputation, that of the forward pass before.
+    def _choose_plan_code(self) -> int:
+        """Code of the plan (plan.py) for this forward pass. A recomputation takes the plan of its forward pass.
 
         Raises:
             MismatchError: weights in MXFP8 under another recipe.
         """
         if torch.compiler.is_compiling():
-            return plan.traced_code()
+            return plan.traced_plan_code()
         if FP8GlobalStateManager.is_fp8_enabled() and isinstance(self._weights[0], MXFP8Tensor):
             recipe = FP8GlobalStateManager.get_fp8_recipe()
             if not isinstance(recipe, MXFP8BlockScaling):
@@ -176,62 +176,62 @@ class QuantisingModule(nn.Module):
                     f"Recipe mismatch for '{weight}': it is quantised by MXFP8BlockScaling, the recipe is "
                     f"{type(recipe).__name__}. Use one recipe for quantized_model_init and autocast."
                 )
-        if is_own_recomputation() and self._forward_code is not None:
-            return self._forward_code
-        code = plan.current_code()
-        self._forward_code = code
-        if code != plan.OFF:
+        if is_own_recomputation() and self._forward_plan_code is not None:
+            return self._forward_plan_code
+        plan_code = plan.current_plan_code()
+        self._forward_plan_code = plan_code
+        if plan_code != plan.OFF:
             FP8GlobalStateManager.is_first_fp8_module()
-            self._make_quantizers(code)
-        return code
+            self._make_quantizers(plan_code)
+        return plan_code
 
-    def _make_quantizers(self, code: int) -> None:
-        if code == self._quantizers_code:
+    def _make_quantizers(self, plan_code: int) -> None:
+        if plan_code == self._quantizers_plan_code:
             return
         recipe = FP8GlobalStateManager.get_fp8_recipe()
         roles = ("input", "weight", "output") * self.num_gemms
         forward = RecipeState.create(recipe, mode="forward", num_quantizers=len(roles), roles=roles)
         backward = RecipeState.create(recipe, mode="backward", num_quantizers=2 * self.num_gemms)
         self.quantizers = {"scaling_fwd": forward.make_quantizers(), "scaling_bwd": backward.make_quantizers()}
-        self._quantizers_code = code
+        self._quantizers_plan_code = plan_code
 
-    def _check_input(self, inp: torch.Tensor, code: int) -> None:
+    def _check_input(self, inp: torch.Tensor, plan_code: int) -> None:
         if inp.dim() < 1 or inp.shape[-1] != self.in_features:
             raise InputError(f"inp is {list(inp.shape)}; its last dimension must be in_features, {self.in_features}.")
         if inp.dtype not in HIGH_PRECISION:
             raise InputError(f"inp is {inp.dtype}; it must be one of {HIGH_PRECISION}, or stand for one in MXFP8.")
-        if code != plan.OFF and (self.in_features % BLOCK or self.out_features % BLOCK):
+        if plan_code != plan.OFF and (self.in_features % BLOCK or self.out_features % BLOCK):
             raise InputError(
                 f"in_features {self.in_features} and out_features {self.out_features} must be multiples of {BLOCK} to "
                 "be quantised to MXFP8. Pad them, or leave this module out of autocast."
             )
 
-    def _cache(self, code: int, is_first_microbatch: bool | None) -> list[MXFP8Tensor] | None:
+    def _cache(self, plan_code: int, is_first_microbatch: bool | None) -> list[MXFP8Tensor] | None:
         """The weights in MXFP8 where the caller says that they stay the same over micro-batches."""
-        how = Plan.of_code(code) if code > plan.OFF else None
+        how = Plan.decode(plan_code) if plan_code > plan.OFF else None
         if is_first_microbatch is None or how is None or isinstance(self._weights[0], MXFP8Tensor):
             return None
         if how.override == "high_precision":
             return None
-        if is_first_microbatch or self._cached_weights is None or self._cached_code != code:
+        if is_first_microbatch or self._cached_weights is None or self._cached_plan_code != plan_code:
             quantizer = MXFP8Quantizer(torch.float8_e4m3fn, with_2d_quantization=how.tiles)
             self._cached_weights = [quantizer(weight.detach()) for weight in self._weights]
-            self._cached_code = code
+            self._cached_plan_code = plan_code
         return self._cached_weights
 
     def _run(self, inp: torch.Tensor, ends: torch.Tensor | None, is_first_microbatch: bool | None) -> Any:
         if not isinstance(inp, torch.Tensor):
             raise InputError(f"inp must be a tensor, got {check.shown(inp)}.")
-        code = self._code()
-        self._check_input(inp, code)
+        plan_code = self._choose_plan_code()
+        self._check_input(inp, plan_code)
         dtype = inp.dtype
         if torch.is_autocast_enabled(inp.device.type):
             dtype = torch.get_autocast_dtype(inp.device.type)
             inp = inp if quantised_already(inp) else inp.to(dtype)
-        cached = None if torch.compiler.is_compiling() else self._cache(code, is_first_microbatch)
+        cached = None if torch.compiler.is_compiling() else self._cache(plan_code, is_first_microbatch)
         biases = self._biases if self.apply_bias else []
         extra = Extra(cached, self._gradients, self._options.save_original_input, is_first_microbatch is True)
-        return linear(inp, self._weights, biases, ends, code, dtype, extra)
+        return linear(inp, self._weights, biases, ends, plan_code, dtype, extra)
 
     # --- backward, storage --------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from torch.nn.functional import pad
 
 from triton_ep.errors import InputError
 from triton_ep.integrations.te import arithmetic, support
-from triton_ep.integrations.te.storage import FP8_DTYPES, MXFP8TensorStorage, flatten
+from triton_ep.integrations.te.parts import FP8_DTYPES, flatten
+from triton_ep.integrations.te.storage import MXFP8TensorStorage
 from triton_ep.mx.swizzle import to_blocked
 from triton_ep.mx.tensor import SCALE_DTYPE, MXTensor
 from triton_ep.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad

@@ -31,12 +31,12 @@ class Plan:
     tiles: bool = False
 
     @property
-    def code(self) -> int:
-        """A positive integer from which `Plan.of_code` makes it again."""
+    def encoded(self) -> int:
+        """A positive integer from which `Plan.decode` makes it again."""
         return 1 | self.hybrid << 1 | BACKWARD_OVERRIDES.index(self.override) << 2 | self.tiles << 4
 
     @staticmethod
-    def of_code(code: int) -> Plan | None:
+    def decode(code: int) -> Plan | None:
         """The plan of a code; None for OFF."""
         if code == OFF:
             return None
@@ -48,7 +48,7 @@ class Plan:
         return torch.float8_e5m2 if self.hybrid else torch.float8_e4m3fn
 
 
-def code_of(enabled: bool, recipe: Recipe | None) -> int:
+def encode(enabled: bool, recipe: Recipe | None) -> int:
     """Code of a state of `autocast`.
 
     Raises:
@@ -58,16 +58,16 @@ def code_of(enabled: bool, recipe: Recipe | None) -> int:
         return OFF
     if not isinstance(recipe, MXFP8BlockScaling):
         raise InputError(f"recipe is {recipe!r:.80}; this package runs MXFP8BlockScaling.")
-    return Plan(recipe.fp8_format == Format.HYBRID, recipe.backward_override, recipe.enable_2d_quantization).code
+    return Plan(recipe.fp8_format == Format.HYBRID, recipe.backward_override, recipe.enable_2d_quantization).encoded
 
 
-def current_code() -> int:
+def current_plan_code() -> int:
     """Code of the innermost region of this context."""
     now = state.current_state()
-    return code_of(now.fp8_enabled, now.fp8_recipe)
+    return encode(now.fp8_enabled, now.fp8_recipe)
 
 
-def traced_code() -> int:
+def traced_plan_code() -> int:
     """Code for a graph that torch.compile traces: known inside of a region that is traced too, else ASK."""
     now = state.traced_state()
-    return ASK if now is None else code_of(now.fp8_enabled, now.fp8_recipe)
+    return ASK if now is None else encode(now.fp8_enabled, now.fp8_recipe)

@@ -10,16 +10,13 @@ import torch
 
 from triton_ep.errors import InputError
 from triton_ep.integrations import arguments as check
-from triton_ep.integrations.te import arithmetic, layouts, support
+from triton_ep.integrations.te import layouts, support
+from triton_ep.integrations.te.parts import check_quantizable, check_shape, quantized_parts
 from triton_ep.integrations.te.recipe import MXFP8BlockScaling
-from triton_ep.integrations.te.storage import DType, MXFP8TensorStorage, flatten
+from triton_ep.integrations.te.storage import DType, MXFP8TensorStorage, quantize_into
 from triton_ep.integrations.te.tensor import MXFP8Tensor
-from triton_ep.mx.formats import BLOCK, HIGH_PRECISION
+from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import MXTensor
-
-
-class ShapeError(InputError, AssertionError):
-    """Sizes that are no multiples of 32; TransformerEngine asserts in this place."""
 
 
 class MXFP8Quantizer:
@@ -144,7 +141,7 @@ class MXFP8Quantizer:
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
         """`quantize` below autograd."""
-        _check(tensor)
+        check_quantizable(tensor)
         support.warn_if_emulated()
         return self._wrap(tensor.shape, tensor.dtype if dtype is None else dtype, self._parts(tensor))
 
@@ -214,75 +211,6 @@ class MXFP8Quantizer:
         )
 
 
-def check_shape(shape: Iterable[int]) -> None:
-    """Refuse sizes that are no multiples of 32.
-
-    Raises:
-        ShapeError: in TransformerEngine's words.
-    """
-    sizes = tuple(shape)
-    if len(sizes) < 2 or sizes[-1] % BLOCK or prod(sizes[:-1]) % BLOCK:
-        raise ShapeError(f"Incorrect shape {sizes} for MXFP8. Tensor dims must be divisible by {BLOCK}")
-
-
-def _check(tensor: torch.Tensor) -> None:
-    if tensor.dtype not in HIGH_PRECISION:
-        raise InputError(f"the tensor is {tensor.dtype}; MXFP8 is made of {', '.join(map(str, HIGH_PRECISION))}.")
-    check_shape(tensor.shape)
-
-
-def quantized_parts(
-    tensor: torch.Tensor, elem_dtype: torch.dtype, rowwise: bool, columnwise: bool, swizzled: bool, tiles: bool
-) -> dict[str, torch.Tensor | None]:
-    """Elements and padded scales of [..., N] in the directions asked for, by constructor argument."""
-    flat = flatten(tensor)
-    shape = tensor.shape
-    parts: dict[str, torch.Tensor | None] = dict.fromkeys(
-        ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-    )
-    by_tile = arithmetic.quantize_tiles(flat, elem_dtype) if tiles else None
-    for name, wanted, along_columns in (("rowwise", rowwise, False), ("columnwise", columnwise, True)):
-        if not wanted:
-            continue
-        if by_tile is not None:
-            data, scale = by_tile[0].clone(), by_tile[1].repeat_interleave(BLOCK, 1 if along_columns else 0)
-        elif along_columns:
-            data, scale = arithmetic.quantize_columns(flat, elem_dtype)
-        else:
-            data, scale = arithmetic.quantize_rows(flat, elem_dtype)
-        scale = layouts.pad(scale, layouts.scale_shape(flat.shape[0], flat.shape[1], along_columns))
-        parts[f"{name}_data"] = data.view(shape)
-        parts[f"{name}_scale_inv"] = layouts.swizzle(scale, along_columns) if swizzled else scale
-    return parts
-
-
-@torch.no_grad()
-def quantize_into(
-    src: torch.Tensor, dst: MXFP8TensorStorage, noop_flag: torch.Tensor | None = None, tiles: bool | None = None
-) -> None:
-    """Fill `dst` with the values of `src`, in its directions and order of scales.
-
-    Raises:
-        InputError: another shape, or a dtype that cannot be quantised.
-    """
-    values = src.dequantize() if isinstance(src, MXFP8TensorStorage | MXTensor) else src.detach()
-    data = dst._any_data
-    if values.shape != data.shape:
-        raise InputError(f"the values are {list(values.shape)}, the MXFP8 tensor {list(data.shape)}.")
-    values = values.to(data.device)
-    _check(values)
-    if tiles is None:
-        tiles = dst._quantizer is not None and dst._quantizer.with_2d_quantization
-    usages = dst.get_usages()
-    parts = quantized_parts(
-        values, dst._fp8_dtype, usages["rowwise"], usages["columnwise"], dst._with_gemm_swizzled_scales, tiles
-    )
-    for name, part in parts.items():
-        if part is not None:
-            target = getattr(dst, f"_{name}")
-            target.copy_(part if noop_flag is None else torch.where(noop_flag.to(part.device) == 1, target, part))
-
-
 class _Quantize(torch.autograd.Function):
     """Straight-through: the gradient of the values is that of what was quantised."""
 
@@ -295,3 +223,6 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grads[0].to(ctx.dtype), None, None
+
+
+MXFP8TensorStorage._make_quantizer = MXFP8Quantizer

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
 from triton_ep.errors import InputError
 from triton_ep.integrations.te import arithmetic, layouts
+from triton_ep.integrations.te.parts import check_parts, check_quantizable, flatten, inferred, quantized_parts
 from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import SCALE_DTYPE, MXTensor
 
@@ -19,9 +19,6 @@ class DType:
 
     kFloat8E4M3 = torch.float8_e4m3fn
     kFloat8E5M2 = torch.float8_e5m2
-
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class UsageError(InputError, RuntimeError):
@@ -57,6 +54,7 @@ class MXFP8TensorStorage:
     _quantizer: Any
     _with_gemm_swizzled_scales: bool
     _fake_dtype: torch.dtype | None = None
+    _make_quantizer: ClassVar[Callable[..., Any]]  # set by quantizer.py, which makes tensors and so comes after them
 
     def __init__(
         self,
@@ -136,9 +134,7 @@ class MXFP8TensorStorage:
         """The quantiser that made this tensor, or a new one of its format and directions."""
         if self._quantizer is not None:
             return self._quantizer
-        from triton_ep.integrations.te.quantizer import MXFP8Quantizer
-
-        return MXFP8Quantizer(self._fp8_dtype, **self.get_usages())
+        return self._make_quantizer(self._fp8_dtype, **self.get_usages())
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Drop a direction with False; None leaves it as it is.
@@ -248,30 +244,28 @@ class MXFP8TensorStorage:
         return MXTensor(data.view(self._fp8_dtype), scale.view(SCALE_DTYPE), self._fp8_dtype, BLOCK, dtype)
 
 
-def flatten(data: torch.Tensor) -> torch.Tensor:
-    """[M, N] of [..., N]."""
-    return data.reshape(prod(data.shape[:-1]), data.shape[-1])
+@torch.no_grad()
+def quantize_into(
+    src: torch.Tensor, dst: MXFP8TensorStorage, noop_flag: torch.Tensor | None = None, tiles: bool | None = None
+) -> None:
+    """Fill `dst` with the values of `src`, in its directions and order of scales.
 
-
-def inferred(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """`shape` with the number that -1 stands for."""
-    known = prod(size for size in shape if size != -1)
-    return tuple(numel // known if size == -1 else size for size in shape)
-
-
-def check_parts(data: torch.Tensor | None, scale: torch.Tensor | None, columnwise: bool) -> None:
-    """Refuse elements and padded scales that do not fit each other; both may be None."""
-    if data is None and scale is None:
-        return
-    which = "columnwise" if columnwise else "rowwise"
-    for part in (data, scale):
-        if part is not None and not isinstance(part, torch.Tensor):
-            raise InputError(f"{which} data and scale_inv must be tensors or None, got {type(part).__name__}.")
-    if data is None or scale is None or data.dtype != torch.uint8 or scale.dtype != torch.uint8 or data.dim() < 1:
-        raise InputError(f"{which} data and scale_inv must be uint8 tensors, both or neither.")
-    expected = layouts.scale_shape(prod(data.shape[:-1]), data.shape[-1], columnwise)
-    if data.shape[-1] % BLOCK or tuple(scale.shape) != expected:
-        raise InputError(
-            f"{which} data is {list(data.shape)}, scale_inv {list(scale.shape)}; the last dimension must be a multiple "
-            f"of {BLOCK}, and scale_inv, padded, {list(expected)}."
-        )
+    Raises:
+        InputError: another shape, or a dtype that cannot be quantised.
+    """
+    values = src.dequantize() if isinstance(src, MXFP8TensorStorage | MXTensor) else src.detach()
+    data = dst._any_data
+    if values.shape != data.shape:
+        raise InputError(f"the values are {list(values.shape)}, the MXFP8 tensor {list(data.shape)}.")
+    values = values.to(data.device)
+    check_quantizable(values)
+    if tiles is None:
+        tiles = dst._quantizer is not None and dst._quantizer.with_2d_quantization
+    usages = dst.get_usages()
+    parts = quantized_parts(
+        values, dst._fp8_dtype, usages["rowwise"], usages["columnwise"], dst._with_gemm_swizzled_scales, tiles
+    )
+    for name, part in parts.items():
+        if part is not None:
+            target = getattr(dst, f"_{name}")
+            target.copy_(part if noop_flag is None else torch.where(noop_flag.to(part.device) == 1, target, part))

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map_only
 
 from triton_ep.errors import InputError
 from triton_ep.integrations.te import layouts
-from triton_ep.integrations.te.storage import FP8_DTYPES, MXFP8TensorStorage, check_parts, inferred
+from triton_ep.integrations.te.parts import FP8_DTYPES, check_parts, inferred
+from triton_ep.integrations.te.storage import MXFP8TensorStorage, quantize_into
 from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import MXTensor
 
@@ -158,8 +159,6 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
 
         noop_flag: a float32 scalar; where it is 1, nothing changes.
         """
-        from triton_ep.integrations.te.quantizer import quantize_into
-
         quantize_into(tensor, self, noop_flag)
         return self
 

@@ -1,134 +1,15 @@
-"""Arguments of HybridEPBuffer: what fits, and what a handle is."""
+"""Arguments of HybridEPBuffer that no layer checks, or that a layer could not name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.errors import InputError, StaleHandleError
+from triton_ep.errors import InputError
 from triton_ep.integrations import arguments as check
-from triton_ep.integrations.hybrid_ep_layers import Layers
-from triton_ep.integrations.hybrid_ep_maps import map_of_rows
-from triton_ep.integrations.lazy_items import LazyItems
+from triton_ep.integrations.hybrid_ep.layers import Layers
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.slots import known_copies
-
-_PLACE = {11: 9, 7: 6}  # of `Routing` in a handle, by the number of its items: permuted rows, rows by rank
-
-
-@dataclass(eq=False)  # not frozen: setting attributes around that takes longer, and one is made per call
-class Routing:
-    """What a handle knows: one dispatch with its layer.
-
-    Attributes:
-        owner: `Layers` of the buffer.
-        layer, desc: where the dispatch ran, and its descriptor.
-        copies: [C, K] int32, permuted row of each copy of an arrival row; None for rows by rank.
-        counts: [e] int64, permuted rows of each local expert, padding included; None for rows by rank.
-        has_probs: the dispatch had probabilities.
-        local_ids: [R, K] expert ids of rows by rank, -1 = elsewhere; None for permuted rows.
-    """
-
-    owner: Layers
-    layer: EPAll2AllLayer
-    desc: EPAllToAllLayoutDesc
-    copies: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
-    has_probs: bool = False
-    local_ids: torch.Tensor | None = None
-
-    @property
-    def num_experts(self) -> int:
-        """E over all ranks."""
-        return self.layer.config.num_experts
-
-
-@dataclass(eq=False)
-class Handle(LazyItems):
-    """What a dispatch leaves to later calls, with as many items as HybridEP's tuple: 11 for permuted rows, 7 by rank.
-
-    Attributes:
-        routing: what these calls need.
-        tokens: of this rank.
-        overflow: [1] int32, rows and experts that found no place, where they are two counts: made with the dispatch, so
-            that a CUDA graph makes it; None: that of the descriptor.
-        experts_of_rows: [N, e] bool, for which local experts rows by rank are.
-    """
-
-    routing: Routing
-    tokens: int
-    overflow: torch.Tensor | None = None
-    experts_of_rows: torch.Tensor | None = None
-
-    def _makers(self) -> tuple[Callable[[], Any], ...]:
-        arrived, routing, tokens = self._arrived, lambda: self.routing, lambda: self.tokens
-        if self.routing.counts is None:
-            return _nothing, _nothing, _nothing, arrived, lambda: self.experts_of_rows, tokens, routing
-        permuted = (_nothing, _nothing, self._per_expert, tokens, routing, self._overflow)
-        return _nothing, _nothing, _nothing, arrived, self._experts_of_rows, *permuted
-
-    def _arrived(self) -> torch.Tensor:
-        """[] int32, rows that arrived at this rank before permutation, on the device."""
-        return self.routing.desc.arrivals_of_rank[self.routing.owner.rank]
-
-    def _experts_of_rows(self) -> torch.Tensor:
-        """[rows or more, e] bool: which local experts each row before permutation is for."""
-        routing = self.routing
-        copies = known_copies(routing.layer.context, routing.desc, routing.copies)
-        return map_of_rows(copies, routing.desc.expert_offsets)
-
-    def _per_expert(self) -> torch.Tensor:
-        return self.routing.desc.num_recv_tokens_per_expert
-
-    def _overflow(self) -> torch.Tensor:
-        return self.routing.desc.overflow if self.overflow is None else self.overflow
-
-
-def _nothing() -> None:
-    """Of an item that HybridEP's kernels need and these do not."""
-
-
-def backward_pass(handle: Any) -> AbstractContextManager[None]:
-    """Calls made inside, with this handle of permuted rows, send gradients (`DispatchCombineContext.backward_pass`)."""
-    routing = handle.routing if isinstance(handle, Handle) else handle[_PLACE[11]]
-    return routing.layer.context.backward_pass()
-
-
-def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = 11) -> Routing:
-    """What is in a handle of the buffer with these layers; items: how many a handle of this kind has.
-
-    Raises:
-        FinalizedError: the buffer was closed.
-        InputError: no handle, one of the other kind of dispatch, another padding.
-        StaleHandleError: a handle of another buffer.
-    """
-    owner.check_open()
-    call = "dispatch_with_permute" if items == 11 else "dispatch"
-    routing = None
-    if isinstance(handle, Handle | tuple) and len(handle) == items:
-        routing = handle.routing if isinstance(handle, Handle) else handle[_PLACE[items]]
-    if not isinstance(routing, Routing):
-        raise InputError(
-            f"the handle must be what {call} of this buffer returned, got {type(handle).__name__}"
-            f"{f' of {len(handle)} items' if isinstance(handle, Handle | tuple) else ''}."
-        )
-    if routing.owner is not owner:
-        raise StaleHandleError(
-            "the handle is of another HybridEPBuffer, or of one that was replaced. Pass one that this buffer returned."
-        )
-    if pad_multiple is not None:
-        check.integer("pad_multiple", pad_multiple, 0)
-    if pad_multiple is not None and (pad_multiple or 1) != routing.layer.config.alignment:
-        raise InputError(
-            f"pad_multiple is {pad_multiple}, but the dispatch of this handle padded to "
-            f"{routing.layer.config.alignment}. Pass that, or None."
-        )
-    return routing
 
 
 def check_budget(num_permuted_tokens: int | None, align: int, non_blocking: bool) -> None:

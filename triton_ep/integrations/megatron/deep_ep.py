@@ -1,18 +1,4 @@
-"""megatron.core.transformer.moe.fused_a2a: its autograd functions, helpers and names over triton_ep.
-
-    megatron                                    here
-    get_buffer(group, hidden_bytes)             integrations.deep_ep.Buffer: one per process, made anew for another
-                                                  group or longer rows
-    fused_dispatch / FusedDispatch              Buffer.dispatch_rows; backward Buffer.combine with the gradient of the
-                                                  probabilities
-    fused_combine / FusedCombine                Buffer.combine; backward Buffer.dispatch with the handle, where the host
-                                                  waits for nothing
-    set_deepep_num_sms(n)                       Buffer.set_num_sms
-    hybrid_ep_dispatch, ... HybridEPCombine     integrations.megatron_hybrid
-
-An unmodified Megatron-Core uses `integrations.deep_ep.install()` instead. Source:
-megatron/core/transformer/moe/fused_a2a.py; docs/how-to/megatron.md has the argument lists.
-"""
+"""The DeepEP half of megatron.core.transformer.moe.fused_a2a: autograd functions over one Buffer."""
 
 from __future__ import annotations
 
@@ -21,41 +7,12 @@ from typing import Any
 
 import torch
 
+from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep import Buffer, EventHandle, EventOverlap
 from triton_ep.integrations.deep_ep.config import longest_row
 from triton_ep.integrations.deep_ep.handles import DispatchHandle
-from triton_ep.integrations.hybrid_ep_layers import check_group
-from triton_ep.integrations.megatron_hybrid import (
-    HybridEPCombine,
-    HybridEPDispatch,
-    hybrid_ep_combine,
-    hybrid_ep_dispatch,
-    init_hybrid_ep_buffer,
-    reset_hybrid_ep_buffer,
-)
-
-__all__ = [
-    "HAVE_DEEP_EP",
-    "HAVE_HYBRIDEP",
-    "FusedCombine",
-    "FusedDispatch",
-    "HybridEPCombine",
-    "HybridEPDispatch",
-    "fused_combine",
-    "fused_dispatch",
-    "get_buffer",
-    "get_hidden_bytes",
-    "hybrid_ep_combine",
-    "hybrid_ep_dispatch",
-    "init_hybrid_ep_buffer",
-    "reset_hybrid_ep_buffer",
-    "set_deepep_num_sms",
-]
-
-HAVE_DEEP_EP = True
-HAVE_HYBRIDEP = True
 
 _buffer: Buffer | None = None
 

@@ -1,24 +1,8 @@
-"""vLLM's modular MoE kernels over EPAll2AllLayer: prepare (dispatch) and finalize (combine), in both formats.
-
-    vLLM                                       here
-    FusedMoEPrepareAndFinalizeModular          TritonEPPrepareAndFinalize, over PrepareFinalize, which needs no vLLM
-    activation_format Standard                 rows [R, H] by expert; topk_ids and topk_weights [R, 1], one expert a row
-    activation_format BatchedExperts           rows [e, M * ranks, H], those of each expert at the start of its slab
-    ExpertTokensMetadata                       layout_desc.num_recv_tokens_per_expert, on the device
-    prepare / prepare_async                    layer.dispatch / its halves: (hook, receiver)
-    finalize / finalize_async                  layer.combine, weights and sum in float32 / its halves
-    TopKWeightAndReduceDelegate                weights are applied by combine
-    defer_input_quant, quant_config            rows travel in bf16 and are quantised by vLLM's function where they
-                                                 arrive; quant_dtype "mxfp8": quantised on the way, half the bytes
-    micro-batches (dual batch overlap)         a layer each, made at first use
-    expert_map                                 any placement, learnt by the first call: vllm_placement.py
-
-`TritonEPPrepareAndFinalize` is made of vLLM's class and needs it installed; the rest does not.
-Source: vllm/model_executor/layers/fused_moe/modular_kernel.py and prepare_finalize/; docs/how-to/vllm.md.
-"""
+"""PrepareFinalize: dispatch and combine with the methods of vLLM's modular prepare and finalize."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,24 +15,14 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import arguments as check
-from triton_ep.integrations.hybrid_ep_layers import ranks_per_node
-from triton_ep.integrations.vllm_placement import Placement, Placements
-from triton_ep.integrations.vllm_quantize import quantize_rows, scales_in_tiles
+from triton_ep.integrations.layer_pool import LayerSizes, shared_pool
+from triton_ep.integrations.vllm.placement import Placement, Placements
+from triton_ep.integrations.vllm.quantize import quantize_rows, scales_in_tiles
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.compact import from_slabs, to_slabs
 
-__all__ = ["PrepareFinalize"]
-
-_LOW_LATENCY_TOKENS = 512
-
-
-def __getattr__(name: str) -> Any:
-    if name != "TritonEPPrepareAndFinalize":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from triton_ep.integrations.vllm_classes import TritonEPPrepareAndFinalize
-
-    return TritonEPPrepareAndFinalize
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +43,9 @@ class Prepared:
 
 class PrepareFinalize:
     """Dispatch and combine with the methods of vLLM's modular prepare and finalize. All calls are collective.
+
+    Objects of equal sizes over one group share symmetric memory, a layer per micro-batch: the MoE layers of a model may
+    have one each. Calls of one micro-batch must not overlap on several streams.
 
     Letters: T tokens of this rank, K experts per token, H hidden, W ranks, e experts of this rank, R received rows.
 
@@ -112,6 +89,7 @@ class PrepareFinalize:
         self.max_tokens, self.hidden, self.topk = max_tokens, hidden, topk
         self.batched, self.dtype = check.flag("batched", batched, ConfigError), check.dtype("dtype", dtype)
         check.optional_integer("num_sm", num_sm, 1, ConfigError)
+        local_world_size = check.optional_integer("local_world_size", local_world_size, 1, ConfigError)
         if formats is not None and (not isinstance(formats, tuple) or len(formats) != 2):
             raise ConfigError(
                 f"formats must be FusedMoEActivationFormat and ExpertTokensMetadata, got {check.shown(formats)}."
@@ -119,14 +97,14 @@ class PrepareFinalize:
         for name, function in (("micro_batch", micro_batch), ("quantize", quantize)):
             if function is not None and not callable(function):
                 raise ConfigError(f"{name} must be a function or None, got {check.shown(function)}.")
-        self._per_node = ranks_per_node(group) if local_world_size is None else local_world_size
+        self._pool = shared_pool("vllm", group, local_world_size)
+        self._number = next(_numbers)  # of the layers it uses
         self._given: dict[str, Any] = {"num_sm": num_sm, "timeout_s": timeout_s, "capacity": capacity}
         self.num_experts = as_integer("num_experts", num_experts)
         self._placements = Placements(group, self.rank, self.ranks, self.num_experts)
         # Says what is wrong with the sizes before the first call does, which learns how many experts a rank has.
         self._configure(-(-self.num_experts // self.ranks))
         self._formats, self._micro_batch, self._quantize = formats, micro_batch, quantize
-        self._layers: dict[tuple[int, str | None], EPAll2AllLayer] = {}
         self._prepared: dict[int, Prepared] = {}
 
     def _configure(self, experts_per_rank: int) -> None:
@@ -136,7 +114,15 @@ class PrepareFinalize:
             ConfigError: sizes that cannot work.
         """
         self._num_slots = experts_per_rank * self.ranks
-        sizes = (self.max_tokens, self.hidden, self.topk, self._num_slots, self.rank, self.ranks, self._per_node)
+        sizes = (
+            self.max_tokens,
+            self.hidden,
+            self.topk,
+            self._num_slots,
+            self.rank,
+            self.ranks,
+            self._pool.ranks_per_node,
+        )
         given = self._given
         config = EPConfig(*sizes, self.dtype, recv_capacity=given["capacity"], timeout_s=given["timeout_s"])
         # What can arrive at most: a token with as many experts here as it can have.
@@ -144,7 +130,7 @@ class PrepareFinalize:
         self._options: dict[str, Any] = {
             **given,
             "capacity": most if self.batched else given["capacity"],
-            "low_latency": self.batched and _is_small(config),
+            "low_latency": self.batched and config.fits_low_latency,
         }
 
     # --- what vLLM asks ---------------------------------------------------------------------------------
@@ -420,41 +406,27 @@ class PrepareFinalize:
     # --- life -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the symmetric memory. Collective, idempotent."""
-        layers = list(self._layers.values())
-        self._layers.clear()
+        """Free the symmetric memory that no other object uses. Collective, idempotent."""
         self._prepared.clear()
-        for layer in layers:
-            layer.finalize()
+        self._pool.free(self._number)
 
     def _layer(self, batch: int, payload: str | None) -> EPAll2AllLayer:
         """The layer of a micro-batch and a payload; collective when it is made, at the first call of its kind."""
-        key = (batch, payload)
-        if key not in self._layers:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise InputError(
-                    f"a CUDA graph is being captured, but micro-batch {batch} with payload {payload} has no layer yet. "
-                    "Run the same calls once before the capture."
-                )
-            self._layers[key] = EPAll2AllLayer(
-                self.group,
-                self.max_tokens,
-                self.hidden,
-                self.topk,
-                self.rank,
-                self._num_slots,
-                self._per_node,
-                self.ranks,
-                self.dtype,
-                payload=payload,
-                **self._options,
-            )
-        return self._layers[key]
-
-
-def _is_small(c: EPConfig) -> bool:
-    """Whether a layer of low latency takes these sizes."""
-    return c.max_tokens <= _LOW_LATENCY_TOKENS and c.num_experts <= 2048 and c.world_size <= 32 and c.is_intra_node
+        options = self._options
+        sizes = LayerSizes(
+            self.hidden,
+            self.topk,
+            self._num_slots,
+            self.dtype,
+            options["num_sm"],
+            options["timeout_s"],
+            capacity=options["capacity"],
+            max_tokens=self.max_tokens,
+            payload=payload,
+            low_latency=options["low_latency"],
+            variant=batch,
+        )
+        return self._pool.get(sizes, user=self._number)
 
 
 def _copy(output: torch.Tensor, combined: torch.Tensor) -> None:

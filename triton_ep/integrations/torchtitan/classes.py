@@ -12,7 +12,8 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
 from triton_ep.errors import ConfigError
-from triton_ep.integrations.torchtitan import TokenDispatch, grouped_mm
+from triton_ep.integrations.torchtitan.dispatcher import TokenDispatch
+from triton_ep.integrations.torchtitan.experts import grouped_mm
 
 __all__ = ["TritonEPGroupedExperts", "TritonEPTokenDispatcher", "use_triton_ep"]
 

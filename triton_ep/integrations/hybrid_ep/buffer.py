@@ -1,22 +1,4 @@
-"""HybridEPBuffer: DeepEP's HybridEP interface over EPAll2AllLayer. Rows arrive grouped by expert, padded, in one step.
-
-    HybridEP                                    here
-    HybridEPBuffer(group, hidden_dim, max_num_  layers over `group`, made when a call first needs one: by dtype, experts
-      of_tokens_per_rank, num_local_experts)      per token, `pad_multiple` and budget
-    dispatch_with_permute(...)                  layer.dispatch of the expert ids in the routing map, `alignment` =
-                                                  pad_multiple
-    non_blocking=True, num_permuted_tokens=n    layer with `capacity=n`: no host synchronisation, CUDA graphs
-    dispatch_with_permute(..., handle=)         layer.dispatch_again
-    combine_with_unpermute(hidden, handle)      layer.combine, a plain sum in float32
-    ... probs=                                  one float32 per row back to its own (token, expert)
-    dispatch, combine                           layer.dispatch_compact, layer.combine: one row per (token, rank)
-    hidden of uint8 or e4m3, scaling_factor     layer.dispatch_scaled
-    handle[3], [4], [7], [10]                   rows before permutation, their local experts, rows per expert without
-                                                  padding, and layout_desc.overflow; the second is made when looked at
-    fuse_permute_dispatch, num_blocks_*, ...    accepted; there is one way, and the same bits
-
-Source: deep_ep/hybrid_ep_buffer.py of DeepEP's branch hybrid-ep. docs/how-to/hybrid-ep.md has the details.
-"""
+"""HybridEPBuffer: dispatch and combine in HybridEP's calling convention."""
 
 from __future__ import annotations
 
@@ -27,23 +9,22 @@ from typing import Any
 import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import arguments as check
-from triton_ep.integrations import hybrid_ep_checks as checks
-from triton_ep.integrations.hybrid_ep_checks import Handle, Routing
-from triton_ep.integrations.hybrid_ep_layers import Layers, check_group
-from triton_ep.integrations.hybrid_ep_maps import indices_to_map, map_of_slots, weights_by_ids, weights_of_slots
-from triton_ep.integrations.hybrid_ep_routing import RoutingInputs
-from triton_ep.integrations.hybrid_ep_rows import SentRows, dtype_of_layer
+from triton_ep.integrations.hybrid_ep import arguments as checks
+from triton_ep.integrations.hybrid_ep.handle import RANK_ITEMS, Handle, Routing, open_handle
+from triton_ep.integrations.hybrid_ep.layers import Layers
+from triton_ep.integrations.hybrid_ep.maps import indices_to_map, map_of_slots, weights_by_ids, weights_of_slots
+from triton_ep.integrations.hybrid_ep.routing import AgreedSizes, CallMode, GivenRouting
+from triton_ep.integrations.hybrid_ep.rows import SentRows, dtype_of_layer
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.slots import row_slots, to_slots
-
-__all__ = ["HybridEPBuffer", "indices_to_map"]
 
 Permuted = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, Handle]
 
 
-class HybridEPBuffer(RoutingInputs):
+class HybridEPBuffer:
     """Dispatch and combine in HybridEP's calling convention. All calls are collective over the group.
 
     Letters: T tokens of this rank (any number, different on every rank, zero too), E experts over all ranks, e those of
@@ -95,13 +76,13 @@ class HybridEPBuffer(RoutingInputs):
         most = check.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0, ConfigError)
         num_local_experts = check.integer("num_local_experts", num_local_experts, 1, ConfigError)
         topk = check.optional_integer("topk", topk, 1, ConfigError)
-        nodes_of = check.optional_integer(
+        ranks_per_node = check.optional_integer(
             "num_of_hybrid_ep_ranks_per_nvlink_domain", num_of_hybrid_ep_ranks_per_nvlink_domain, 1, ConfigError
         )
-        if nodes_of is not None and ranks % nodes_of:
+        if ranks_per_node is not None and ranks % ranks_per_node:
             raise ConfigError(
-                f"num_of_hybrid_ep_ranks_per_nvlink_domain is {nodes_of}; it must divide the {ranks} ranks of the "
-                "group."
+                f"num_of_hybrid_ep_ranks_per_nvlink_domain is {ranks_per_node}; it must divide the {ranks} ranks of "
+                "the group."
             )
         enable_local_combine = check.flag("enable_local_combine", enable_local_combine, ConfigError)
         asked = {"num_sms_dispatch_api": num_sms_dispatch_api, "num_sms_combine_api": num_sms_combine_api}
@@ -110,20 +91,23 @@ class HybridEPBuffer(RoutingInputs):
         check.seconds("timeout_s", timeout_s)
         self.group = group
         self.group_size = ranks
-        layers = Layers(
+        self.layers = layers = Layers(
             group,
             hidden_dim,
             num_local_experts * ranks,
             max(most, 1),
-            nodes_of,
-            {"num_sm": num_sm, "enable_local_combine": enable_local_combine, "timeout_s": timeout_s},
+            ranks_per_node,
+            num_sm=num_sm,
+            enable_local_combine=enable_local_combine,
+            timeout_s=timeout_s,
         )
-        super().__init__(layers, topk)
+        self._sizes = AgreedSizes(layers, topk)
+        self.topk, self.rank = topk, layers.rank
         self.use_fp8 = check.flag("use_fp8", use_fp8, ConfigError)
-        assert layers.nodes_of is not None, "it was found"
-        self.num_of_hybrid_ep_ranks_per_nvlink_domain: int = layers.nodes_of
-        self.num_of_nodes = ranks // layers.nodes_of
-        self.node_rank, self.local_rank = divmod(self.rank, layers.nodes_of)
+        ranks_per_node = layers.pool.ranks_per_node
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = ranks_per_node
+        self.num_of_nodes = ranks // ranks_per_node
+        self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)
 
     @property
     def configurer(self) -> Any:
@@ -196,7 +180,8 @@ class HybridEPBuffer(RoutingInputs):
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
             return self._again(rows, handle, (topk_idx, topk_weights, probs), pad_multiple, num_permuted_tokens)
         sizes = (num_of_experts_per_rank, num_of_experts)
-        known = (num_permuted_tokens is not None, non_blocking is True)
+        given = GivenRouting(routing_map, topk_idx, probs, topk_weights)
+        mode = CallMode(num_permuted_tokens is not None, non_blocking is True)
         try:
             check.flag("non_blocking", non_blocking)
             checks.check_numbers(
@@ -216,20 +201,19 @@ class HybridEPBuffer(RoutingInputs):
             )
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, use_fp8)
         except InputError:
-            self._reject(
-                routing_map, topk_idx, known, (dtype_of_layer(hidden), pad_multiple, num_permuted_tokens, *sizes)
-            )
+            numbers = (pad_multiple, num_permuted_tokens, num_of_experts_per_rank)
+            self._sizes.refuse(given, mode, dtype_of_layer(hidden), numbers)
             raise
 
         def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
-            layer = self.layers.get(rows.dtype, topk, align, num_permuted_tokens, experts)
+            layer = self.layers.get(self.layers.sizes(rows.dtype, topk, align, num_permuted_tokens, experts))
             return layer, (layer, *rows.dispatch(layer, idx, weights))
 
-        sent, excess = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
+        sent, dropped = self._sizes.dispatch(given, num_of_tokens_per_rank, mode, send)
         layer, (recv_x, scales), recv_probs, desc, copies = sent
         counts = _counts(desc, non_blocking)
         routing = Routing(self.layers, layer, desc, copies, counts, recv_probs is not None)
-        overflow = None if excess is None else desc.overflow + excess
+        overflow = None if dropped is None else desc.overflow + dropped
         return recv_x, recv_probs, scales, counts, Handle(routing, hidden.shape[0], overflow)
 
     def combine_with_unpermute(
@@ -258,7 +242,7 @@ class HybridEPBuffer(RoutingInputs):
             InputError: an argument does not fit. StaleHandleError: a handle of another buffer. FinalizedError: the
             buffer was closed.
         """
-        routing = checks.open_handle(self.layers, handle, pad_multiple)
+        routing = open_handle(self.layers, handle, pad_multiple)
         if probs is not None and not routing.has_probs:
             raise InputError(
                 "combine_with_unpermute got probs, but the dispatch of this handle had none, so nobody knows where "
@@ -305,7 +289,7 @@ class HybridEPBuffer(RoutingInputs):
             As `dispatch_with_permute`.
         """
         if handle is not None:
-            routing = checks.open_handle(self.layers, handle, None, items=7)
+            routing = open_handle(self.layers, handle, None, items=RANK_ITEMS)
             idx, layer = routing.desc.topk_indices_tensor, routing.layer
             rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
             checks.check_weights(layer, idx, probs, topk_idx, topk_weights)
@@ -315,7 +299,8 @@ class HybridEPBuffer(RoutingInputs):
                 return arrived, None, scales, handle
             (arrived, scales), ids, recv_weights, desc = rows.by_rank(layer, idx, weights, routing.desc.num_recv_rows)
         else:
-            sizes, known = (None, num_of_experts), (num_dispatched_tokens is not None, False)
+            sizes, mode = (None, num_of_experts), CallMode(num_dispatched_tokens is not None, False)
+            given = GivenRouting(routing_map, topk_idx, probs, topk_weights)
             try:
                 checks.check_numbers(
                     {
@@ -329,14 +314,14 @@ class HybridEPBuffer(RoutingInputs):
                 )
                 rows = SentRows.of(hidden, scaling_factor, self.use_fp8, None)
             except InputError:
-                self._reject(routing_map, topk_idx, known, (dtype_of_layer(hidden), None, None, *sizes))
+                self._sizes.refuse(given, mode, dtype_of_layer(hidden), (None, None, None))
                 raise
 
             def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
-                layer = self.layers.get(rows.dtype, topk)
+                layer = self.layers.get(self.layers.sizes(rows.dtype, topk))
                 return layer, (layer, *rows.by_rank(layer, idx, weights, num_dispatched_tokens))
 
-            sent, _ = self._send(routing_map, topk_idx, probs, topk_weights, num_of_tokens_per_rank, known, send)
+            sent, _ = self._sizes.dispatch(given, num_of_tokens_per_rank, mode, send)
             layer, (arrived, scales), ids, recv_weights, desc = sent
         experts = layer.config.num_experts_per_rank
         mine, row_probs = indices_to_map(ids, recv_weights, ids.shape[0], experts)
@@ -365,7 +350,7 @@ class HybridEPBuffer(RoutingInputs):
         Raises:
             As `combine_with_unpermute`.
         """
-        routing = checks.open_handle(self.layers, handle, None, items=7)
+        routing = open_handle(self.layers, handle, None, items=RANK_ITEMS)
         layer, desc, ids = routing.layer, routing.desc, routing.local_ids
         assert ids is not None
         check.tensor("hidden", hidden, 2)
@@ -391,7 +376,7 @@ class HybridEPBuffer(RoutingInputs):
         num_permuted_tokens: int | None,
     ) -> Permuted:
         """`dispatch_with_permute` by a handle; given: topk_idx, topk_weights, probs."""
-        routing = checks.open_handle(self.layers, handle, pad_multiple)
+        routing = open_handle(self.layers, handle, pad_multiple)
         desc, counts = routing.desc, routing.counts
         assert counts is not None, "permuted rows have them"
         if num_permuted_tokens not in (None, desc.num_recv_rows):

@@ -1,18 +1,4 @@
-"""torchtitan's MoE over EPAll2AllLayer: a token dispatcher, and the grouped product of the experts.
-
-    torchtitan                                 here
-    ...TokenDispatcher.Config(num_experts,     TritonEPTokenDispatcher.Config; torchtitan fills hidden_dim and
-      top_k, ...)                                num_max_tokens_per_rank, as for its HybridEP
-    wire_meshes(ep_mesh=), init_buffer()       one EPAll2AllLayer per kind, shared by all MoE layers of the model
-    dispatch(x, scores, ids, counts)           triton_ep.autograd.dispatch, `alignment` = pad_multiple
-    num_tokens_per_local_expert_e              layout_desc.expert_offsets.diff(), padding included
-    combine(rows, metadata, x)                 triton_ep.autograd.combine with the scores: product and sum in float32
-    non_blocking_capacity_factor               `capacity`: no host synchronisation; overflow is counted, not silent
-    GroupedExperts._grouped_mm                 triton_ep's grouped GEMM, in bf16 or MXFP8
-
-`TritonEPTokenDispatcher`, `TritonEPGroupedExperts` and `use_triton_ep` are made of torchtitan's classes and need it
-installed; the rest does not. Source: torchtitan/models/common/{token_dispatcher,moe}.py; docs/how-to/torchtitan.md.
-"""
+"""TokenDispatch: torchtitan's token dispatcher over EPAll2AllLayer."""
 
 from __future__ import annotations
 
@@ -20,30 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from triton_ep import autograd
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import arguments as check
-from triton_ep.integrations.hybrid_ep_layers import ranks_per_node
+from triton_ep.integrations.layer_pool import LayerSizes, free_shared, shared_pool
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.mx.grouped_mm import _to_mxfp8_then_scaled_grouped_mm
-from triton_ep.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
-
-__all__ = ["DispatchMetadata", "TokenDispatch", "close_layers", "grouped_mm"]
-
-_OF_TORCHTITAN = ("TritonEPGroupedExperts", "TritonEPTokenDispatcher", "use_triton_ep")
-_layers: dict[tuple[Any, ...], EPAll2AllLayer] = {}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OF_TORCHTITAN:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from triton_ep.integrations import torchtitan_classes
-
-    return getattr(torchtitan_classes, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +66,7 @@ class TokenDispatch:
         self.hidden_dim, self.num_max_tokens_per_rank, self.dtype = hidden_dim, num_max_tokens_per_rank, dtype
         self.pad_multiple = pad_multiple
         self.non_blocking_capacity_factor = non_blocking_capacity_factor
-        self.options = {"payload": payload, "num_sm": num_sm, "timeout_s": timeout_s}
+        self.payload, self.num_sm, self.timeout_s = payload, num_sm, timeout_s
         self.local_world_size = local_world_size
         self.ep_mesh: Any = None
         self.layer: EPAll2AllLayer | None = None
@@ -137,12 +107,10 @@ class TokenDispatch:
         max_tokens, hidden, top_k, num_experts = (
             check.integer(name, getattr(self, name), 1, ConfigError) for name in names
         )
-        sizes = (max_tokens, hidden, top_k)
         group = self.ep_mesh.get_group()
         ranks = check_group(group)
         align = check.optional_integer("pad_multiple", self.pad_multiple, 0, ConfigError) or 1
         per_node = check.optional_integer("local_world_size", self.local_world_size, 1, ConfigError)
-        per_node = ranks_per_node(group) if per_node is None else per_node
         capacity = None
         factor = self.non_blocking_capacity_factor
         if factor is not None:
@@ -151,23 +119,28 @@ class TokenDispatch:
             most = max_tokens * ranks * min(top_k, num_experts // ranks)
             capacity = max(-(-int(most * factor) // align), 1) * align
         self._check_options()
-        options: dict[str, Any] = {"alignment": align, "capacity": capacity, **self.options}
-        members = tuple(dist.get_process_group_ranks(group))
-        key = (members, *sizes, num_experts, per_node, self.dtype, *options.values())
-        if key not in _layers:
-            _layers[key] = EPAll2AllLayer(
-                group, *sizes, dist.get_rank(group), num_experts, per_node, ranks, self.dtype, **options
-            )
-        self.layer = _layers[key]
+        sizes = LayerSizes(
+            hidden,
+            top_k,
+            num_experts,
+            self.dtype,
+            self.num_sm,
+            self.timeout_s,
+            alignment=align,
+            capacity=capacity,
+            max_tokens=max_tokens,
+            payload=self.payload,
+        )
+        self.layer = shared_pool("torchtitan", group, per_node).get(sizes)
         autograd.enter(self.layer)  # so that torch.compile may trace the calls
 
     def _check_options(self) -> None:
         """Refuse what would not even be found among the layers made before."""
         check.dtype("dtype", self.dtype)
-        check.optional_integer("num_sm", self.options["num_sm"], 1, ConfigError)
-        check.seconds("timeout_s", self.options["timeout_s"])
-        if self.options["payload"] is not None and not isinstance(self.options["payload"], str):
-            raise ConfigError(f'payload must be None or "mxfp8", got {check.shown(self.options["payload"])}.')
+        check.optional_integer("num_sm", self.num_sm, 1, ConfigError)
+        check.seconds("timeout_s", self.timeout_s)
+        if self.payload is not None and not isinstance(self.payload, str):
+            raise ConfigError(f'payload must be None or "mxfp8", got {check.shown(self.payload)}.')
 
     def dispatch(
         self,
@@ -226,49 +199,4 @@ class TokenDispatch:
 
 def close_layers() -> None:
     """Free the symmetric memory of all layers that dispatchers made. Collective, idempotent; at the end of training."""
-    layers = list(_layers.values())
-    _layers.clear()
-    for layer in layers:
-        layer.finalize()
-
-
-class _GroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(a, b_t, offs)
-        return grouped_gemm(a, b_t, offs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (dy,) = grads
-        a, b_t, offs = ctx.saved_tensors
-        dy = dy.contiguous()
-        da = grouped_gemm_dgrad(dy, b_t, offs) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return da, None, None
-        # As the weights are stored, [E, N, K], so that an optimizer's update copies nothing.
-        return da, grouped_gemm_wgrad(dy, a, offs, b_t.shape[0]).transpose(-2, -1), None
-
-
-def grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor, recipe: str = "bf16") -> torch.Tensor:
-    """[R, N] bf16: rows of expert e times B_t[e]; differentiable. What `GroupedExperts._grouped_mm` computes.
-
-    Args:
-        A: [R, K] bf16; with recipe="mxfp8" an `MXTensor` as well.
-        B_t: [e, K, N] bf16, a transposed view of [e, N, K].
-        offs: [e] int32 on the device, the row after the last one of each expert.
-        recipe: "bf16", or "mxfp8": all three products of a training step from operands quantised to MXFP8.
-
-    Rows after the last expert's: zeros, also in the gradient of A.
-
-    Raises:
-        ConfigError: another recipe. InputError: shapes or dtypes that do not go together.
-    """
-    if not isinstance(recipe, str) or recipe not in ("bf16", "mxfp8"):
-        raise ConfigError(f'recipe must be "bf16" or "mxfp8", got {check.shown(recipe)}.')
-    for name, given, dim in (("A", A, 2), ("B_t", B_t, 3), ("offs", offs, 1)):
-        check.tensor(name, given, dim)
-    if recipe == "mxfp8":
-        return _to_mxfp8_then_scaled_grouped_mm(A, B_t, offs)
-    out: torch.Tensor = _GroupedMM.apply(A, B_t, offs)
-    return out
+    free_shared("torchtitan")

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from triton_ep.distributed import current_heap
+from triton_ep.distributed import current_heap, gather
 from triton_ep.errors import InputError
 
 
@@ -84,8 +83,7 @@ class Placements:
                 is no map and the ranks cannot have experts alike.
         """
         self._check_not_capturing()
-        told: list[Any] = [None] * self.ranks
-        dist.all_gather_object(told, self._own_map(expert_map), group=self.group)
+        told: list[Any] = gather(self._own_map(expert_map), self.group, "the placement of experts")
         for rank, given in enumerate(told):
             if isinstance(given, str):
                 raise InputError(f"rank {rank}: {given}")

@@ -10,7 +10,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_hook
 
-from triton_ep.integrations.vllm import PrepareFinalize
+from triton_ep.integrations.vllm.prepare_finalize import PrepareFinalize
 
 __all__ = ["TritonEPPrepareAndFinalize"]
 

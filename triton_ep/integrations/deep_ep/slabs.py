@@ -1,0 +1,84 @@
+"""Slabs of rows: the rows of each local expert at a fixed place, as DeepEP's low-latency calls have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from triton_ep.integrations.deep_ep.fp8 import CHANNELS, scales_of_bytes
+from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.ops.compact import to_slabs
+
+
+class Slabs:
+    """Memory for the rows of each expert at a fixed place, and with `use_fp8` for their scales.
+
+    Attributes:
+        result: what the call returns: [e, n, H], or with `use_fp8` that and the scales.
+        tensors: the same as a tuple.
+    """
+
+    def __init__(self, slab: tuple[int, int], x: torch.Tensor, use_fp8: bool, use_ue8m0: bool) -> None:
+        experts, rows = slab
+        self.result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+        if not use_fp8:
+            self.result = torch.empty(*slab, x.shape[1], dtype=x.dtype, device=x.device)
+            self.tensors: tuple[torch.Tensor, ...] = (self.result,)
+            return
+        data = torch.empty(*slab, x.shape[1], dtype=torch.float8_e4m3fn, device=x.device)
+        columns, dtype = x.shape[1] // CHANNELS, torch.float32
+        if use_ue8m0:
+            columns, dtype = columns // 4, torch.int32
+        scales = torch.empty(experts, columns, rows, dtype=dtype, device=x.device).transpose(1, 2)
+        self.result = self.tensors = (data, scales)
+
+    def fill(self, flat: list[torch.Tensor], offsets: torch.Tensor, counts: torch.Tensor) -> None:
+        """Copy expert-major rows [R, H], and with `use_fp8` bytes of scales [R, H / 32], to their slabs."""
+        rows, *sent = flat
+        if isinstance(self.result, torch.Tensor):
+            to_slabs(rows, offsets, counts, self.result)
+            return
+        data, scales = self.result
+        to_slabs(rows, offsets, counts, data)
+        row_major = torch.empty(*data.shape[:2], sent[0].shape[1], dtype=torch.uint8, device=data.device)
+        to_slabs(sent[0], offsets, counts, row_major)
+        scales.copy_(scales_of_bytes(row_major, scales.shape[2], scales.dtype))
+
+
+def run_halves(
+    layer: EPAll2AllLayer,
+    send: Callable[[], tuple[Any, Callable[[], None]]],
+    arguments: tuple[object, ...],
+    async_finish: bool,
+    return_recv_hook: bool,
+) -> tuple[Any, EventOverlap, Callable[[], None]]:
+    """Run a low-latency call in halves, or at once.
+
+    Args:
+        send: launches the sending half; returns the result and a function that launches the receiving half.
+        arguments: tensors that the call reads and writes.
+
+    Returns:
+        the result, the event, and the hook. With `return_recv_hook` the hook launches the receiving half; otherwise it
+        has been launched, and the hook does nothing.
+    """
+    if return_recv_hook:
+        result, receive = send()
+        return result, EventOverlap(), receive
+
+    def both() -> Any:
+        result, receive = send()
+        receive()
+        return result
+
+    if not async_finish:
+        return both(), EventOverlap(), _no_hook
+    result, event = layer.on_comm_stream(both, arguments)
+    return result, to_overlap(event), _no_hook
+
+
+def _no_hook() -> None:
+    """What has been received needs no second half."""

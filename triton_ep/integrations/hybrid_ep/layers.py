@@ -1,0 +1,80 @@
+"""The layers of one HybridEPBuffer: they differ in dtype, top-k, alignment, capacity and experts only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from triton_ep.integrations.layer_pool import LayerPool, LayerSizes
+from triton_ep.layer import EPAll2AllLayer
+
+
+class Layers:
+    """Layers of a buffer, made when a call first needs one. A buffer shares none with another: each may be used on a
+    stream of its own.
+
+    Args:
+        group: process group; this process is a member.
+        hidden: elements per row of all layers.
+        num_experts: over all ranks, of layers for which nothing else is said.
+        max_tokens: most tokens per rank of a layer that is made from now on; ranks may have different numbers until the
+            first layer is made, for the largest of them. `grow` raises it.
+        ranks_per_node: None: as `initialize_distributed` found them.
+        num_sm, enable_local_combine, timeout_s: as for `EPAll2AllLayer`.
+
+    Attributes:
+        pool: the layers.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        hidden: int,
+        num_experts: int,
+        max_tokens: int,
+        ranks_per_node: int | None,
+        *,
+        num_sm: int | None,
+        enable_local_combine: bool,
+        timeout_s: float,
+    ) -> None:
+        self.pool = LayerPool(group, ranks_per_node)
+        self.group, self.rank, self.world_size = group, self.pool.rank, self.pool.world_size
+        self.hidden, self.num_experts, self.max_tokens = hidden, num_experts, max_tokens
+        self._num_sm, self._enable_local_combine, self._timeout_s = num_sm, enable_local_combine, timeout_s
+
+    def sizes(
+        self, dtype: torch.dtype, topk: int, alignment: int = 1, capacity: int | None = None, experts: int | None = None
+    ) -> LayerSizes:
+        """What the layer for such calls is made for; experts: over all ranks, None = those of the buffer."""
+        return LayerSizes(
+            self.hidden,
+            topk,
+            self.num_experts if experts is None else experts,
+            dtype,
+            self._num_sm,
+            self._timeout_s,
+            alignment,
+            capacity,
+            enable_local_combine=self._enable_local_combine,
+        )
+
+    def get(self, sizes: LayerSizes) -> EPAll2AllLayer:
+        """The layer of these sizes; collective if there is none yet. Raises what `LayerPool.get` raises."""
+        layer = self.pool.get(sizes, self.max_tokens)
+        self.max_tokens = layer.config.max_tokens
+        return layer
+
+    def grow(self, num_tokens: int) -> None:
+        """Make the next layers for that many tokens and a quarter more; those there are stay for their descriptors."""
+        self.pool.outgrow()
+        self.max_tokens = num_tokens + num_tokens // 4
+
+    def check_open(self) -> None:
+        """Raise FinalizedError if `close` was called."""
+        self.pool.check_open()
+
+    def close(self) -> None:
+        """Free the symmetric memory of all layers. Collective, idempotent."""
+        self.pool.close()

@@ -1,0 +1,34 @@
+"""vLLM's modular MoE kernels over EPAll2AllLayer: prepare (dispatch) and finalize (combine), in both formats.
+
+    vLLM                                       here
+    FusedMoEPrepareAndFinalizeModular          TritonEPPrepareAndFinalize, over PrepareFinalize, which needs no vLLM
+    activation_format Standard                 rows [R, H] by expert; topk_ids and topk_weights [R, 1], one expert a row
+    activation_format BatchedExperts           rows [e, M * ranks, H], those of each expert at the start of its slab
+    ExpertTokensMetadata                       layout_desc.num_recv_tokens_per_expert, on the device
+    prepare / prepare_async                    layer.dispatch / its halves: (hook, receiver)
+    finalize / finalize_async                  layer.combine, weights and sum in float32 / its halves
+    TopKWeightAndReduceDelegate                weights are applied by combine
+    defer_input_quant, quant_config            rows travel in bf16 and are quantised by vLLM's function where they
+                                                 arrive; quant_dtype "mxfp8": quantised on the way, half the bytes
+    micro-batches (dual batch overlap)         a layer each, made at first use
+    expert_map                                 any placement, learnt by the first call: vllm/placement.py
+
+`TritonEPPrepareAndFinalize` is made of vLLM's class and needs it installed; the rest does not.
+Source: vllm/model_executor/layers/fused_moe/modular_kernel.py and prepare_finalize/; docs/how-to/vllm.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton_ep.integrations.vllm.prepare_finalize import PrepareFinalize
+
+__all__ = ["PrepareFinalize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "TritonEPPrepareAndFinalize":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from triton_ep.integrations.vllm.classes import TritonEPPrepareAndFinalize
+
+    return TritonEPPrepareAndFinalize
