@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from triton_ep.kernels.device.codes import TILE_ROWS
-from triton_ep.runtime.plans.compute import Tile, wgrad_constexprs
 from triton_ep.runtime.plans.compute import WGRAD as MASKED_WGRAD
 from triton_ep.runtime.plans.compute import WGRAD_ADDED as MASKED_WGRAD_ADDED
+from triton_ep.runtime.plans.compute import Tile, wgrad_constexprs
 from triton_ep.runtime.plans.experts import ProductTile, activation_constexprs
 from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan, next_power_of_2
