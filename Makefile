@@ -15,10 +15,10 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # Two processes of tests, whose ranks wait for each other often enough to leave room for another's, files in the order
 # of tests/conftest.py; where there is no pytest-xdist, beside another environment's torch, one.
 PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist loadfile --no-loadscope-reorder" * bool(u.find_spec("xdist")))')
-SOURCES := triton_ep kernels aot tests examples tools docs/pictures
+SOURCES := triton_ep kernels aot tests examples tools docs/pictures docs/site_hooks.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures aot bench test-gpu clean
+.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site aot bench test-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,11 @@ types: $(READY)  ## mypy on the installed tree
 
 docs: $(READY)  ## run the code blocks of the pages and follow their links
 	$(RUN) -m pytest tests/unit/test_docs.py
+
+# A .venv on a machine's own torch has no pip: there the site needs mkdocs beside that torch.
+site: $(READY)  ## the documentation as a site, in build/site; a warning is a failure
+	@$(BIN)/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 pictures:  ## draw the pictures of the pages from the stored rows
 	$(PYTHON) docs/pictures/draw.py

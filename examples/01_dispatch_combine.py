@@ -32,7 +32,12 @@ def main() -> None:
     topk_idx = experts_of(rank).to(device)
 
     layer = EPAll2AllLayer(
-        dist.group.WORLD, TOKENS, HIDDEN, TOPK, rank, EXPERTS, local_world_size=local_world_size, world_size=world_size
+        dist.group.WORLD,
+        max_tokens=TOKENS,
+        hidden=HIDDEN,
+        topk=TOPK,
+        num_tot_experts=EXPERTS,
+        local_world_size=local_world_size,
     )
     recv_x, _, layout_desc = layer.dispatch(x, topk_idx)
 
