@@ -178,47 +178,49 @@ class MoEBlock:
         with self.turn("the backward pass of a MoE module"), ctx.backward_pass():
             grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
             found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
-            side = layer.comm_stream
-            if side is None:
-                grad_x = self._send_rows(found, desc, needs)
-                grad_weights = self._send_weights(found, desc, slots, needs)
-                self._of_experts(found.prepare)
-                return grad_x, grad_weights, self._of_experts(found.params)
-            return self._backward_beside(side, found, desc, slots, needs)
+            grad_x, grad_weights = self._send_back(found, desc, slots, needs)
+            compute, row_weights = found.params, found.row_weights
+            del found  # the gradient of the rows, which are more than x has, before the largest products
+            of_params: Params = self._of_experts(compute)
+            self._join(grad_x, grad_weights)
+            del row_weights  # whose memory belongs to this stream
+        return grad_x, grad_weights, of_params
 
-    def _backward_beside(
-        self,
-        side: torch.cuda.Stream,
-        found: ExpertGradients,
-        desc: EPAllToAllLayoutDesc,
-        slots: torch.Tensor | None,
-        needs: Needs,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Params]:
-        """What is left of `_backward`, with the exchanges on a stream of high priority.
+    def _send_back(
+        self, found: ExpertGradients, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of x and of topk_weights, on the ranks that these belong to; on a GPU the latter after `_join`.
 
-        The products for the parameters fill the GPU. They begin when the gradient of the rows has arrived: else they
-        would keep its programs, here or on other ranks, from multiprocessors. The few programs that bring the gradients
-        of the weights back find room beside them.
+        There the exchanges have a stream of high priority. The products for the parameters, which come next, fill the
+        GPU. They begin when the gradient of the rows has arrived: else they would keep its programs, here or on other
+        ranks, from multiprocessors. The few that bring the gradients of the weights back find room beside them.
         """
-        current = current_stream()
-        side.wait_stream(current)
+        side = self.layer.comm_stream
+        if side is None:
+            grads = self._send_rows(found, desc, needs), self._send_weights(found, desc, slots, needs)
+            self._of_experts(found.prepare)
+            return grads
+        side.wait_stream(current_stream())
         with torch.cuda.stream(side):
             grad_x = self._send_rows(found, desc, needs)
             arrived = EPEvent.record()
             grad_weights = self._send_weights(found, desc, slots, needs)
         self._of_experts(found.prepare)
         arrived.current_stream_wait()
-        of_params, row_weights = found.params, found.row_weights
-        del found  # the gradient of the rows, which are more than x has, before the largest products
-        grads = self._of_experts(of_params)
-        current.wait_stream(side)  # before what was sent is freed: its memory belongs to the current stream
-        del row_weights
+        return grad_x, grad_weights
+
+    def _join(self, *grads: torch.Tensor | None) -> None:
+        """The current stream waits for what `_send_back` gave, which is memory of the other stream."""
+        side = self.layer.comm_stream
+        if side is None:
+            return
+        current = current_stream()
+        current.wait_stream(side)
         if not torch.cuda.is_current_stream_capturing():
-            # Memory of the other stream. In a capture nothing else can get it before that stream has waited again.
-            for each in (grad_x, grad_weights):
+            # In a capture nothing else can get it before that stream has waited again.
+            for each in grads:
                 if each is not None:
                     each.record_stream(current)
-        return grad_x, grad_weights, grads
 
     def _send_rows(self, found: ExpertGradients, desc: EPAllToAllLayoutDesc, needs: Needs) -> torch.Tensor | None:
         """Gradient of x, on the rank that it belongs to."""
