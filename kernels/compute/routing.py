@@ -22,26 +22,33 @@ Replay        Nothing is kept between calls. Slots follow (token, k), no atomic 
 import triton
 import triton.language as tl
 
+from ..device.arrivals import push_meta
 from ..device.buffers import STAGE_X, STATUS, address_of
-from ..device.rows import compact_position, on_my_node, push_meta
+from ..device.job import Job, first_local, my_node, num_nodes, on_my_node
+from ..device.pull import compact_position
 from ..device.tables import (
     DST_ROW,
     KEPT,
     NODE_SLOT,
     OWNER,
+    PARTS,
     PULL_PARTIAL,
     PULL_RANK,
     PULL_ROW,
     STAGE_ROW,
-    STEPS,
     bases_of,
     chunk_bad_of,
     entry_field,
     expert_offsets_of,
+    node_columns_of,
     node_token_of,
     num_columns_of,
     num_recv_of,
+    num_rows_of,
     part_begin,
+    rank_columns_of,
+    sort_bases_of,
+    stage_bases_of,
     step_rows_of,
     tiles_of,
 )
@@ -85,15 +92,16 @@ def routing_count_kernel(
     BLOCK_C: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
+    job = Job(num_ranks=num_ranks, ranks_per_node=ranks_per_node, experts_per_rank=experts_per_rank)
     chunk = tl.program_id(0)
-    num_columns = num_columns_of(num_ranks, experts_per_rank, ranks_per_node)
+    num_columns = num_columns_of(job)
     _, _, offs, mask = _entries(num_tokens, TOPK, KP, BLOCK_T)
     raw = tl.load(topk_idx_ptr + offs, mask=mask, other=-1).to(tl.int64)
     valid = (raw >= 0) & (raw < num_experts)
     bad = mask & (raw != -1) & (raw != num_experts) & (valid == 0)
     first_bad = tl.min(tl.where(bad, offs, _NO_INDEX))
     bad_id = tl.sum(tl.where(bad & (offs == first_bad), raw, 0))
-    bad_ptr = chunk_bad_of(chunks_ptr, tl.num_programs(0), num_columns) + chunk * 2
+    bad_ptr = chunk_bad_of(job, chunks_ptr, tl.num_programs(0)) + chunk * 2
     tl.store(bad_ptr, first_bad)
     tl.store(bad_ptr + 1, tl.minimum(tl.maximum(bad_id, -_NO_INDEX), _NO_INDEX).to(tl.int32))
 
@@ -105,21 +113,21 @@ def routing_count_kernel(
     tl.debug_barrier()
 
     expert = tl.where(valid, raw, -1).to(tl.int32)
-    rank = tl.maximum(expert, 0) // experts_per_rank
-    node = rank // ranks_per_node
+    owner = tl.maximum(expert, 0) // job.experts_per_rank
+    node = owner // job.ranks_per_node
     tl.store(entry_field(entries_ptr, KEPT, num_tokens, TOPK) + offs, expert, mask=mask)
-    tl.store(entry_field(entries_ptr, OWNER, num_tokens, TOPK) + offs, tl.where(valid, rank, -1), mask=mask)
+    tl.store(entry_field(entries_ptr, OWNER, num_tokens, TOPK) + offs, tl.where(valid, owner, -1), mask=mask)
     # Groups, or -1, where the slots will be: each entry is compared with those of all others.
     dst_row_ptr = entry_field(entries_ptr, DST_ROW, num_tokens, TOPK)
     stage_row_ptr = entry_field(entries_ptr, STAGE_ROW, num_tokens, TOPK)
     node_slot_ptr = entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK)
     tl.store(dst_row_ptr + offs, expert, mask=mask)
-    tl.store(stage_row_ptr + offs, tl.where(_first_in_token(rank, valid), rank, -1), mask=mask)
+    tl.store(stage_row_ptr + offs, tl.where(_first_in_token(owner, valid), owner, -1), mask=mask)
     tl.store(node_slot_ptr + offs, tl.where(_first_in_token(node, valid), node, -1), mask=mask)
     tl.debug_barrier()
     _rank_entries(dst_row_ptr, counts_ptr, num_tokens, TOPK, KP, BLOCK_T, OTHERS)
-    _rank_entries(stage_row_ptr, counts_ptr + num_experts, num_tokens, TOPK, KP, BLOCK_T, OTHERS)
-    _rank_entries(node_slot_ptr, counts_ptr + num_experts + num_ranks, num_tokens, TOPK, KP, BLOCK_T, OTHERS)
+    _rank_entries(stage_row_ptr, rank_columns_of(job, counts_ptr), num_tokens, TOPK, KP, BLOCK_T, OTHERS)
+    _rank_entries(node_slot_ptr, node_columns_of(job, counts_ptr), num_tokens, TOPK, KP, BLOCK_T, OTHERS)
 
 
 @triton.jit
@@ -156,24 +164,22 @@ def _rank_entries(
 
 
 @triton.jit
-def _store_compact(
+def _store_packed(
+    job,
     push_addrs_ptr,
     entries_ptr,
-    tables_ptr,
-    offs,
-    k,
+    entry,  # [T, KP] offsets into a [T, K] table
     owner,
     arrival,
     here,
     mask,
     num_tokens,
-    num_ranks,
     row_bytes,
     TOPK: tl.constexpr,
 ):
     """The entries of each token where `here`, without gaps, in k order: addresses to push to, ranks and rows."""
-    at = offs - k + compact_position(here)
-    addrs = address_of(tables_ptr, STAGE_X, num_ranks, tl.where(here, owner, 0))
+    at = entry - tl.arange(0, here.shape[1])[None, :] + compact_position(here)
+    addrs = address_of(job, STAGE_X, tl.where(here, owner, 0))
     addrs += arrival.to(tl.int64) * row_bytes
     tl.store(push_addrs_ptr + at, tl.where(here, addrs, 0), mask=mask)
     pull_rank_ptr = entry_field(entries_ptr, PULL_RANK, num_tokens, TOPK)
@@ -215,44 +221,40 @@ def routing_slots_kernel(
     EP: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     num_chunks = tl.num_programs(0) - 1
-    failed = tl.load(state_ptr + STATUS) != 0
+    failed = tl.load(job.state_ptr + STATUS) != 0
     if tl.program_id(0) == num_chunks:
-        _write_tiles(placement_ptr, failed, num_ranks, experts_per_rank, ranks_per_node, EP)
+        _write_tiles(job, placement_ptr, failed, EP)
     if failed | (tl.program_id(0) == num_chunks):
         return
-    num_experts = num_ranks * experts_per_rank
-    num_columns = num_columns_of(num_ranks, experts_per_rank, ranks_per_node)
-    bases_ptr = bases_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
-    sort_base_ptr = bases_ptr + num_experts
-    stage_base_ptr = sort_base_ptr + num_experts
     dst_row_ptr = entry_field(entries_ptr, DST_ROW, num_tokens, TOPK)
     stage_row_ptr = entry_field(entries_ptr, STAGE_ROW, num_tokens, TOPK)
     node_slot_ptr = entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK)
     token, k, offs, mask = _entries(num_tokens, TOPK, KP, BLOCK_T)
-    expert = tl.load(entries_ptr + offs, mask=mask, other=-1)
+    expert = tl.load(entry_field(entries_ptr, KEPT, num_tokens, TOPK) + offs, mask=mask, other=-1)
     valid = expert >= 0
-    owner = tl.maximum(expert, 0) // experts_per_rank
-    node = owner // ranks_per_node
-    prefix_ptr = chunks_ptr + tl.cast(tl.program_id(0), tl.int64) * num_columns
+    owner = tl.maximum(expert, 0) // job.experts_per_rank
+    node = owner // job.ranks_per_node
+    prefix_ptr = chunks_ptr + tl.cast(tl.program_id(0), tl.int64) * num_columns_of(job)
 
     if HAS_SCATTER:
         position = tl.load(scatter_idx_ptr + offs, mask=valid, other=0).to(tl.int32)
-        slot = position - tl.load(sort_base_ptr + expert, mask=valid, other=0)
+        slot = position - tl.load(sort_bases_of(job, placement_ptr) + expert, mask=valid, other=0)
     else:
         slot = tl.load(dst_row_ptr + offs, mask=valid, other=0)
         slot += tl.load(prefix_ptr + expert, mask=valid, other=0)
-    dst_row = slot + tl.load(bases_ptr + expert, mask=valid, other=0)
+    dst_row = slot + tl.load(bases_of(job, placement_ptr) + expert, mask=valid, other=0)
 
     slot = tl.load(stage_row_ptr + offs, mask=mask, other=-1)
     first = slot >= 0
-    stage_row = slot + tl.load(stage_base_ptr + owner, mask=first, other=0)
-    stage_row += tl.load(prefix_ptr + num_experts + owner, mask=first, other=0)
+    stage_row = slot + tl.load(stage_bases_of(job, placement_ptr) + owner, mask=first, other=0)
+    stage_row += tl.load(rank_columns_of(job, prefix_ptr) + owner, mask=first, other=0)
     stage_row = tl.where(first, stage_row, -1)
 
     slot = tl.load(node_slot_ptr + offs, mask=mask, other=-1)
     first_of_node = slot >= 0
-    slot += tl.load(prefix_ptr + num_experts + num_ranks + node, mask=first_of_node, other=0)
+    slot += tl.load(node_columns_of(job, prefix_ptr) + node, mask=first_of_node, other=0)
 
     # A copy exists if its row fits the output and the row of its token fits the arrival buffer.
     same = first[:, :, None] & (owner[:, :, None] == owner[:, None, :])
@@ -262,64 +264,43 @@ def routing_slots_kernel(
     tl.store(dst_row_ptr + offs, dst_row, mask=mask)
     tl.store(stage_row_ptr + offs, stage_row, mask=mask)
     tl.store(node_slot_ptr + offs, tl.where(first_of_node, slot, -1), mask=mask)
-    if num_ranks > ranks_per_node:
-        node_token_ptr = node_token_of(chunks_ptr, num_chunks, num_columns)
+    if job.num_ranks > job.ranks_per_node:
+        node_token_ptr = node_token_of(job, chunks_ptr, num_chunks)
         tokens = tl.broadcast_to(token, slot.shape)
         tl.store(node_token_ptr + node.to(tl.int64) * num_tokens + slot, tokens, mask=first_of_node)
-        elsewhere = first_of_node & (node != rank // ranks_per_node)
-        partial = tl.where(elsewhere, slot * (num_ranks // ranks_per_node) + node, -1)
+        elsewhere = first_of_node & (node != my_node(job))
+        partial = tl.where(elsewhere, slot * num_nodes(job) + node, -1)
         partial_ptr = entry_field(entries_ptr, PULL_PARTIAL, num_tokens, TOPK)
         tl.store(partial_ptr + offs - k + compact_position(elsewhere), partial, mask=mask)
 
-    here = first & on_my_node(owner, rank, ranks_per_node)
+    here = first & on_my_node(job, owner)
     weights = dst_row
     if HAS_WEIGHTS:
         weights = tl.load(weights_ptr + offs, mask=mask, other=0.0)
-    push_meta(weights, tables_ptr, tl.where(valid, owner, -1), dst_row, stage_row, here, num_ranks, HAS_WEIGHTS, KP)
+    push_meta(job, weights, tl.where(valid, owner, -1), dst_row, stage_row, here, HAS_WEIGHTS, KP)
     fits = here & (stage_row < stage_capacity)
-    _store_compact(
-        push_addrs_ptr,
-        entries_ptr,
-        tables_ptr,
-        offs,
-        k,
-        owner,
-        stage_row,
-        fits,
-        mask,
-        num_tokens,
-        num_ranks,
-        row_bytes,
-        TOPK,
-    )
-    _store_step_rows(
-        prefix_ptr + num_experts,
-        step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node),
-        num_chunks,
-        rank,
-        ranks_per_node,
-        LWP,
-    )
+    _store_packed(job, push_addrs_ptr, entries_ptr, offs, owner, stage_row, fits, mask, num_tokens, row_bytes, TOPK)
+    _store_step_rows(job, rank_columns_of(job, prefix_ptr), placement_ptr, num_chunks, LWP)
 
 
 @triton.jit
-def _write_tiles(placement_ptr, failed, num_ranks, experts_per_rank, ranks_per_node, EP: tl.constexpr):
+def _write_tiles(job, placement_ptr, failed, EP: tl.constexpr):
     """Write the tile table of this rank's output rows; of a dispatch that failed there are none."""
-    expert_offsets_ptr = expert_offsets_of(placement_ptr, num_ranks)
-    num_rows = tl.where(failed, 0, tl.load(expert_offsets_ptr + experts_per_rank))
-    max_tiles = tl.cdiv(num_rows, TILE_ROWS) + experts_per_rank
-    tiles_ptr = tiles_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
-    filled_ptr = num_recv_of(placement_ptr, num_ranks, experts_per_rank)
-    write_tile_table(tiles_ptr, expert_offsets_ptr, filled_ptr, num_rows, experts_per_rank, max_tiles, EP, True)
+    expert_offsets_ptr = expert_offsets_of(job, placement_ptr)
+    num_rows = tl.where(failed, 0, tl.load(num_rows_of(job, placement_ptr)))
+    max_tiles = tl.cdiv(num_rows, TILE_ROWS) + job.experts_per_rank
+    tiles_ptr = tiles_of(job, placement_ptr)
+    filled_ptr = num_recv_of(job, placement_ptr)
+    write_tile_table(tiles_ptr, expert_offsets_ptr, filled_ptr, num_rows, job.experts_per_rank, max_tiles, EP, True)
 
 
 @triton.jit
-def _store_step_rows(rows_ptr, step_rows_ptr, num_chunks, rank, ranks_per_node, LWP: tl.constexpr):
+def _store_step_rows(job, rows_ptr, placement_ptr, num_chunks, LWP: tl.constexpr):
     """Arrival rows of the tokens before this chunk, for the parts that begin here."""
-    part = tl.arange(0, STEPS * STEPS)[:, None]
+    part = tl.arange(0, PARTS)[:, None]
     local = tl.arange(0, LWP)[None, :]
-    is_local = local < ranks_per_node
-    rows = tl.load(rows_ptr + rank - rank % ranks_per_node + local, mask=is_local, other=0)
+    is_local = local < job.ranks_per_node
+    rows = tl.load(rows_ptr + first_local(job) + local, mask=is_local, other=0)
     begins = part_begin(part, num_chunks) == tl.program_id(0)
-    rows = tl.broadcast_to(rows, [STEPS * STEPS, LWP])
-    tl.store(step_rows_ptr + part * ranks_per_node + local, rows, mask=begins & is_local)
+    rows = tl.broadcast_to(rows, [PARTS, LWP])
+    tl.store(step_rows_of(job, placement_ptr) + part * job.ranks_per_node + local, rows, mask=begins & is_local)

@@ -1,1 +1,1 @@
-"""Helpers inlined into kernels: waits, transport, rows. All that intra-node and inter-node kernels share."""
+"""What kernels share, inlined into them: the device context (job.py), records, waits, transport, rows."""

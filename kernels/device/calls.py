@@ -52,25 +52,25 @@ _NO_WORD = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _epoch_ptr(placement_ptr, num_ranks, experts_per_rank):
-    return overflow_of(placement_ptr, num_ranks, experts_per_rank) + 1
+def _epoch_ptr(job, placement_ptr):
+    return overflow_of(job, placement_ptr) + 1
 
 
 @triton.jit
-def store_epoch(placement_ptr, epoch, num_ranks, experts_per_rank):
+def store_epoch(job, placement_ptr, epoch):
     """Note in `placement` of which dispatch it is; 0 of a single rank, whose outputs depend on its inputs alone."""
     number = (epoch & _EPOCHS).to(tl.int32)
-    tl.store(_epoch_ptr(placement_ptr, num_ranks, experts_per_rank), tl.where(num_ranks > 1, number, 0))
+    tl.store(_epoch_ptr(job, placement_ptr), tl.where(job.num_ranks > 1, number, 0))
 
 
 @triton.jit
-def dispatch_word(host_word, routed_ptr, num_ranks, experts_per_rank):
+def dispatch_word(job, host_word, routed_ptr):
     """The host word of a dispatch, with the number of the one by whose routing it goes, if there is one.
 
     routed_ptr: `placement` of that dispatch.
     """
     again = host_word & _AGAIN > 0
-    number = tl.load(_epoch_ptr(routed_ptr, num_ranks, experts_per_rank), mask=again, other=0)
+    number = tl.load(_epoch_ptr(job, routed_ptr), mask=again, other=0)
     return host_word | number << _SHIFT
 
 
@@ -91,18 +91,18 @@ def words_unlike(own, words):
 
 
 @triton.jit
-def combine_tag(call, placement_ptr, num_ranks, experts_per_rank):
+def combine_tag(job, call, placement_ptr):
     """int64 tag of a combine. call: COMBINE_* bits; placement_ptr: of the dispatch whose rows come back."""
-    number = tl.load(_epoch_ptr(placement_ptr, num_ranks, experts_per_rank))
+    number = tl.load(_epoch_ptr(job, placement_ptr))
     return (number << _COMBINE_SHIFT | call).to(tl.int64)
 
 
 @triton.jit
-def report_calls(state_ptr, ranks, tags, known, OPERATION: tl.constexpr):
+def report_calls(job, ranks, tags, known, OPERATION: tl.constexpr):
     """Write the status record, unless there is one: calls differ.
 
     ranks, tags: blocks of the same shape; known: where there is a tag.
     """
-    if take_record(state_ptr, OPERATION):
-        tl.store(state_ptr + STATE_WORDS + ranks, tags.to(tl.int64) + 1, mask=known)
-        raise_alarm(state_ptr, OPERATION)
+    if take_record(job, OPERATION):
+        tl.store(job.state_ptr + STATE_WORDS + ranks, tags.to(tl.int64) + 1, mask=known)
+        raise_alarm(job, OPERATION)

@@ -177,6 +177,34 @@ LL_COMBINE_TOLD = 18
 STATE_WORDS = 20
 """Behind them are as many words as there are ranks: the tag of each, plus one, where calls differ (calls.py)."""
 
+# intranode/low_latency_dispatch.py: a flag of a low-latency dispatch, int64, one per source and parity of the call.
+#
+#     63        32 31        16 15        0
+#     |  programs  | host word  |  tokens |
+#
+# The programs of a call add max_tokens to the upper half in all, so its bits count them since the layer was made; that
+# of token 0 also adds to the lower half what it publishes now less what it published in the last call of this parity.
+# With max_tokens = 4, of one parity: 3 tokens with weights (HOST_WEIGHTS = 2), then 1 token without, then 4 with:
+#
+#     call   added                        flag
+#      1     (4 << 32) + 0x20003          0x00000004_00020003
+#      3     (4 << 32) + 0x1 - 0x20003    0x00000008_00000001
+#      5     (4 << 32) + 0x20004 - 0x1    0x0000000c_00020004
+LL_WORD_SHIFT = 16
+LL_COUNT_SHIFT = 32
+"""Of a low-latency combine, too, where the tag of the combine is below."""
+
+# waits.py: the status record, int64 [STATUS_WORDS] of the state array from STATUS on; its first word is what a wait
+# waited for, or which calls differ; 0 = all is well. A rank that in its 7th dispatch waited in vain for the splits of
+# rank 2, which was in its 6th, has (WAIT_SPLITS, 2, 7, 6).
+STATUS_INDEX = 1
+"""Index of the first missing flag in its buffer."""
+STATUS_EXPECTED = 2
+"""What was expected of it at least."""
+STATUS_SEEN = 3
+"""What it was."""
+STATUS_WORDS = 4
+
 # waits.py: what a wait waited for.
 WAIT_SPLITS = 1
 WAIT_ARRIVALS = 2

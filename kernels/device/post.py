@@ -1,27 +1,47 @@
-"""Posting one row and one flag to every rank: the building block of the splits exchange and of barriers.
+"""Posting one row and one flag to every rank: the building block of the splits exchange and of barriers. And putting
+a chunk of rows with its flag to a rank of another node.
 
 Inside a node both are stores through mapped addresses; to other nodes they are one put-with-signal per
 rank. All posts come before any wait (the caller waits afterwards), so ranks cannot wait for each other in
 a ring, whatever the order in which they run.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from .buffers import address_of, buffer_ptr, buffer_ptrs, net_address_of, pe_of
+from .buffers import BARRIER_SCRATCH, address_of, buffer_ptrs, net_address_of, own_buffer, pe_of
+from .job import first_local, local_rank, my_node
 from .transport import put_signal
 from .waits import release_flags
 
 
+class Chunk(NamedTuple):
+    """Consecutive rows for another node, in a buffer [N, max_tokens, row_bytes].
+
+    Attributes:
+        node: where they go.
+        number: of the chunk among those for this node.
+        first: slot of its first row.
+        count: rows.
+        max_tokens, row_bytes: of the buffer; row_bytes int64.
+    """
+
+    node: Any
+    number: Any
+    first: Any
+    count: Any
+    max_tokens: Any
+    row_bytes: Any
+
+
 @triton.jit
 def post_to_all(
-    tables_ptr,
+    job,
     row_offset,  # int64, offset of my row in the buffer ROW_BUFFER, in bytes
     row_bytes,  # int64, multiple of 16
     epoch,  # int64, value of my flag: entry `rank` of the buffer FLAG_BUFFER [W] int64
-    rank,
-    num_ranks,
-    ranks_per_node,
     ROW_BUFFER: tl.constexpr,
     FLAG_BUFFER: tl.constexpr,
     COPY_ROW: tl.constexpr,  # False: the ranks of this node get the flag only
@@ -31,28 +51,72 @@ def post_to_all(
     BLOCK: tl.constexpr,
 ):
     """Send my row (read from my own copy of the buffer) and then my flag to all ranks, own rank included."""
-    first_rank = rank - rank % ranks_per_node
+    first_rank = first_local(job)
     if not SAME_NODE_ONLY:
-        source = address_of(tables_ptr, ROW_BUFFER, num_ranks, rank) + row_offset
-        flag_offset = tl.cast(rank, tl.int64) * 8
+        source = address_of(job, ROW_BUFFER, job.rank) + row_offset
+        flag_offset = tl.cast(job.rank, tl.int64) * 8
         # Start behind this node, so that the nodes do not all send to the same one first.
-        for step in range(ranks_per_node, num_ranks):
-            peer = (first_rank + step) % num_ranks
-            dest = net_address_of(tables_ptr, ROW_BUFFER, num_ranks, peer) + row_offset
-            flag = net_address_of(tables_ptr, FLAG_BUFFER, num_ranks, peer) + flag_offset
-            put_signal(dest, source, row_bytes, flag, epoch, pe_of(tables_ptr, num_ranks, peer), NETWORK, BLOCK)
+        for step in range(job.ranks_per_node, job.num_ranks):
+            peer = (first_rank + step) % job.num_ranks
+            dest = net_address_of(job, ROW_BUFFER, peer) + row_offset
+            flag = net_address_of(job, FLAG_BUFFER, peer) + flag_offset
+            put_signal(dest, source, row_bytes, flag, epoch, pe_of(job, peer), NETWORK, BLOCK)
 
     peers = first_rank + tl.arange(0, LWP)
-    local = tl.arange(0, LWP) < ranks_per_node
+    local = tl.arange(0, LWP) < job.ranks_per_node
     if COPY_ROW:
-        others = local & (peers != rank)
-        own_ptr = buffer_ptr(tables_ptr, ROW_BUFFER, num_ranks, rank, tl.int32) + row_offset // 4
-        dest = buffer_ptrs(tables_ptr, ROW_BUFFER, num_ranks, peers, others, tl.int32) + row_offset // 4
+        others = local & (peers != job.rank)
+        own_ptr = own_buffer(job, ROW_BUFFER, tl.int32) + row_offset // 4
+        dest = buffer_ptrs(job, ROW_BUFFER, peers, others, tl.int32) + row_offset // 4
         for start in range(0, (row_bytes // 4).to(tl.int32), BLOCK):
             offs = start + tl.arange(0, BLOCK)
             mask = offs < row_bytes // 4
             words = tl.load(own_ptr + offs, mask=mask, other=0)
             words = tl.broadcast_to(words[None, :], [LWP, BLOCK])
             tl.store(dest[:, None] + offs[None, :], words, mask=others[:, None] & mask[None, :])
-    flag_ptrs = buffer_ptrs(tables_ptr, FLAG_BUFFER, num_ranks, peers, local, tl.int64) + rank
+    flag_ptrs = buffer_ptrs(job, FLAG_BUFFER, peers, local, tl.int64) + job.rank
     release_flags(flag_ptrs, local, tl.zeros([LWP], tl.int64) + epoch)
+
+
+@triton.jit
+def post_flag(
+    job,
+    epoch,
+    FLAG_BUFFER: tl.constexpr,
+    SAME_NODE_ONLY: tl.constexpr,
+    NETWORK: tl.constexpr,
+    LWP: tl.constexpr,
+):
+    """Send my flag alone to all ranks; to other nodes with 16 bytes that mean nothing, for a put has to carry some."""
+    offset = tl.cast(job.rank, tl.int64) * 16
+    nbytes = tl.full([], 16, tl.int64)
+    post_to_all(job, offset, nbytes, epoch, BARRIER_SCRATCH, FLAG_BUFFER, False, SAME_NODE_ONLY, NETWORK, LWP, 16)
+
+
+@triton.jit
+def put_chunk(
+    job,
+    chunk,  # Chunk
+    value,  # int64, of the chunk's flag there, one of [N, MAX_CHUNKS]
+    SEND: tl.constexpr,  # buffer [N, max_tokens, row], by the other node
+    RECV: tl.constexpr,  # likewise
+    FLAGS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    NETWORK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Put rows for another node into its buffer, to the rank there that has my local rank, with the chunk's flag."""
+    peer = chunk.node * job.ranks_per_node + local_rank(job)
+    dest_row = tl.cast(my_node(job) * chunk.max_tokens + chunk.first, tl.int64)
+    source_row = (chunk.node * chunk.max_tokens + chunk.first).to(tl.int64)
+    flag = net_address_of(job, FLAGS, peer)
+    put_signal(
+        net_address_of(job, RECV, peer) + dest_row * chunk.row_bytes,
+        address_of(job, SEND, job.rank) + source_row * chunk.row_bytes,
+        chunk.count.to(tl.int64) * chunk.row_bytes,
+        flag + (my_node(job) * MAX_CHUNKS + chunk.number).to(tl.int64) * 8,
+        value,
+        pe_of(job, peer),
+        NETWORK,
+        BLOCK,
+    )

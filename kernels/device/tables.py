@@ -1,4 +1,7 @@
-"""Tables of one dispatch, as kernels see them. triton_ep/context/layout.py has the same arithmetic for the host.
+"""Tables of one dispatch, as kernels see them. triton_ep/context/layout.py has the same arithmetic for the host,
+triton_ep/context/records.py the rows of the report. The numbers of all fields are in codes.py.
+
+Letters: W ranks, LW per node, N nodes, E experts, e per rank, T tokens of this rank, K top-k, C columns, Q chunks.
 
 `entries` [F, T, K] int32, F = 7, or 8 with several nodes, fields of every (token, k):
     KEPT        expert id, -1 = dropped
@@ -17,47 +20,77 @@ and, with several nodes, for the other nodes that it goes to:
 each node.
 
 `placement` int32, what the splits of all ranks say about this one; parts start at multiples of 4:
-    report            [W, 8] of every rank: output rows, arrival rows, tokens, 1 + index of the first illegal id,
-                      that id, host error code; then of the rows that arrive here from it the first, and their number
+    report            [W, 8] of every rank the fields REPORT_*
     expert_offsets    [e + 1]
     num_recv          [e]
     overflow          [1] rows beyond the capacity on this rank; behind it [1] low bits of the dispatch's number, which
                       the device counts, so that they are those of the latest replay (device/calls.py)
     tokens_from_node  [N] tokens that my counterpart of each node sends to this node
-    row               [S] my splits row, see internode/splits.py
+    row               [S] my splits row: counts of experts, ranks, nodes, at the end the TAIL_WORDS that are
+                      REPORT_TOKENS to REPORT_HOST_WORD of my report
     step_rows         [64, LW] my arrival rows at each rank of my node, of the tokens before a 64th of them
     bases             [2 * E + W] of each expert the first row of my entries in its owner's output; of each expert
                       its first position in a sort of my entries; of each rank the first arrival row of my tokens
     tiles             [1 + n, 4] tile table of the output rows of this rank (tiles.py)
+
+Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank 0 go to the experts 0, 2, 3, those of
+              rank 1 to 2, 1. Rank 1 gets rows for expert 2 from rank 0 and from itself, for expert 3 from rank 0. Its
+              first dispatch, with weights and a host that reads (HOST_WEIGHTS | HOST_READS = 130), has there
+                  entries         KEPT 2 1, OWNER 1 0, DST_ROW 1 1, STAGE_ROW 2 1, NODE_SLOT 0 1, PULL_RANK 1 0,
+                                  PULL_ROW 2 1
+                  report          (2, 2, 3, 0, 0, 130, 0, 2), (3, 3, 2, 0, 0, 130, 2, 1)
+                  expert_offsets  0 2 3, num_recv 2 1, overflow 0 and number 1, tokens_from_node 2
+                  row             0 1 1 0 of experts, 1 1 of ranks, 2 of the node, 0 to a multiple of 4, tail 2 0 0 130
+                  bases           1 1 1 3, then 0 0 1 2, then 1 2
+                  tiles           (2, 3, 0, 0), (0, 0, 2, 0), (1, 2, 1, 0)
+Parts         Steps of a dispatch begin and end at 64ths of a rank's tokens. Of 4 steps (`part_of_step`) they are 0, 28,
+              48, 60, 64: of 128 chunks 56, 40, 24, 8. A combine stages of a source with 64 rows 1, 4, 9, 16, 25, 36,
+              49, 64 after each of its 8 steps (`staged_part`, staging.py).
 """
 
 import triton
 import triton.language as tl
 
-KEPT = tl.constexpr(0)
-OWNER = tl.constexpr(1)
-DST_ROW = tl.constexpr(2)
-STAGE_ROW = tl.constexpr(3)
-NODE_SLOT = tl.constexpr(4)
-PULL_RANK = tl.constexpr(5)
-PULL_ROW = tl.constexpr(6)
-PULL_PARTIAL = tl.constexpr(7)
+from . import codes
+from .job import num_experts, num_nodes
 
-STEPS = tl.constexpr(8)
-"""Most steps of a call, squared the parts of `step_rows`."""
+KEPT = tl.constexpr(codes.ENTRY_KEPT)
+OWNER = tl.constexpr(codes.ENTRY_OWNER)
+DST_ROW = tl.constexpr(codes.ENTRY_DST_ROW)
+STAGE_ROW = tl.constexpr(codes.ENTRY_STAGE_ROW)
+NODE_SLOT = tl.constexpr(codes.ENTRY_NODE_SLOT)
+PULL_RANK = tl.constexpr(codes.ENTRY_PULL_RANK)
+PULL_ROW = tl.constexpr(codes.ENTRY_PULL_ROW)
+PULL_PARTIAL = tl.constexpr(codes.ENTRY_PULL_PARTIAL)
+
+REPORT_ROWS = tl.constexpr(codes.REPORT_ROWS)
+REPORT_ARRIVALS = tl.constexpr(codes.REPORT_ARRIVALS)
+REPORT_TOKENS = tl.constexpr(codes.REPORT_TOKENS)
+REPORT_BAD_ENTRY = tl.constexpr(codes.REPORT_BAD_ENTRY)
+REPORT_BAD_ID = tl.constexpr(codes.REPORT_BAD_ID)
+REPORT_HOST_WORD = tl.constexpr(codes.REPORT_HOST_WORD)
+REPORT_FIRST_ARRIVAL = tl.constexpr(codes.REPORT_FIRST_ARRIVAL)
+REPORT_ARRIVALS_HERE = tl.constexpr(codes.REPORT_ARRIVALS_HERE)
+REPORT_WORDS = tl.constexpr(codes.REPORT_WORDS)
+TAIL_WORDS = tl.constexpr(codes.TAIL_WORDS)
+
+STEPS = tl.constexpr(codes.STEPS)
+PARTS = tl.constexpr(codes.PARTS)
+
+partial_stride = triton.jit(codes.partial_stride)
 
 
 @triton.jit
 def part_begin(part, num_chunks):
     """First chunk of a part of this rank's chunks, one of STEPS * STEPS."""
-    return num_chunks * part // (STEPS * STEPS)
+    return num_chunks * part // PARTS
 
 
 @triton.jit
 def part_of_step(step, num_steps):
     """Where a step of a dispatch begins, in 64ths of the rows. Steps get shorter, so that little is left at last."""
     left = (num_steps - step) * STEPS // num_steps
-    return STEPS * STEPS - left * left
+    return PARTS - left * left
 
 
 @triton.jit
@@ -67,21 +100,51 @@ def entry_field(entries_ptr, FIELD: tl.constexpr, num_tokens, TOPK: tl.constexpr
 
 
 @triton.jit
-def num_columns_of(num_ranks, experts_per_rank, ranks_per_node):
+def report_ptrs(placement_ptr, source, FIELD: tl.constexpr):
+    """Pointers to one field, REPORT_*, of what ranks [block] report."""
+    return placement_ptr + source * REPORT_WORDS + FIELD
+
+
+@triton.jit
+def num_columns_of(job):
     """Counts in a splits row: experts, ranks, nodes."""
-    return num_ranks * experts_per_rank + num_ranks + num_ranks // ranks_per_node
+    return num_experts(job) + job.num_ranks + num_nodes(job)
 
 
 @triton.jit
-def chunk_bad_of(chunks_ptr, num_chunks, num_columns):
+def rank_columns_of(job, row_ptr):
+    """Pointer to the counts per rank [W], behind those per expert."""
+    return row_ptr + num_experts(job)
+
+
+@triton.jit
+def node_columns_of(job, row_ptr):
+    """Pointer to the counts per node [N], behind those per expert and per rank."""
+    return row_ptr + num_experts(job) + job.num_ranks
+
+
+@triton.jit
+def row_length_of(job):
+    """S, words of a splits row: counts, up to a multiple of 4, and the tail."""
+    return _fours(num_columns_of(job)) + TAIL_WORDS
+
+
+@triton.jit
+def tail_ptr(job, row_ptr, FIELD: tl.constexpr):
+    """Pointer to one word of the tail of a splits row: the field REPORT_* that it becomes."""
+    return row_ptr + row_length_of(job) - TAIL_WORDS + (FIELD - REPORT_TOKENS)
+
+
+@triton.jit
+def chunk_bad_of(job, chunks_ptr, num_chunks):
     """Pointer to the first illegal entry of each chunk [Q, 2]."""
-    return chunks_ptr + tl.cast(num_chunks, tl.int64) * num_columns
+    return chunks_ptr + tl.cast(num_chunks, tl.int64) * num_columns_of(job)
 
 
 @triton.jit
-def node_token_of(chunks_ptr, num_chunks, num_columns):
+def node_token_of(job, chunks_ptr, num_chunks):
     """Pointer to node_token [N, T]."""
-    return chunks_ptr + tl.cast(num_chunks, tl.int64) * (num_columns + 2)
+    return chunks_ptr + tl.cast(num_chunks, tl.int64) * (num_columns_of(job) + 2)
 
 
 @triton.jit
@@ -90,58 +153,72 @@ def _fours(count):
 
 
 @triton.jit
-def expert_offsets_of(placement_ptr, num_ranks):
+def expert_offsets_of(job, placement_ptr):
     """Pointer to expert_offsets [e + 1]."""
-    return placement_ptr + 8 * num_ranks
+    return placement_ptr + REPORT_WORDS * job.num_ranks
 
 
 @triton.jit
-def num_recv_of(placement_ptr, num_ranks, experts_per_rank):
+def num_rows_of(job, placement_ptr):
+    """Pointer to the last of expert_offsets: output rows of this rank."""
+    return expert_offsets_of(job, placement_ptr) + job.experts_per_rank
+
+
+@triton.jit
+def num_recv_of(job, placement_ptr):
     """Pointer to num_recv [e]."""
-    return expert_offsets_of(placement_ptr, num_ranks) + _fours(experts_per_rank + 1)
+    return expert_offsets_of(job, placement_ptr) + _fours(job.experts_per_rank + 1)
 
 
 @triton.jit
-def overflow_of(placement_ptr, num_ranks, experts_per_rank):
+def overflow_of(job, placement_ptr):
     """Pointer to overflow [1]."""
-    return num_recv_of(placement_ptr, num_ranks, experts_per_rank) + _fours(experts_per_rank)
+    return num_recv_of(job, placement_ptr) + _fours(job.experts_per_rank)
 
 
 @triton.jit
-def tokens_from_node_of(placement_ptr, num_ranks, experts_per_rank):
+def tokens_from_node_of(job, placement_ptr):
     """Pointer to tokens_from_node [N]."""
-    return overflow_of(placement_ptr, num_ranks, experts_per_rank) + 4
+    return overflow_of(job, placement_ptr) + 4
 
 
 @triton.jit
-def row_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node):
+def row_of(job, placement_ptr):
     """Pointer to my splits row [S]."""
-    return tokens_from_node_of(placement_ptr, num_ranks, experts_per_rank) + _fours(num_ranks // ranks_per_node)
+    return tokens_from_node_of(job, placement_ptr) + _fours(num_nodes(job))
 
 
 @triton.jit
-def tokens_per_node_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node):
+def tokens_per_node_of(job, placement_ptr):
     """Pointer to my tokens for each node [N], a part of my splits row."""
-    row_ptr = row_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
-    return row_ptr + num_ranks * experts_per_rank + num_ranks
+    return node_columns_of(job, row_of(job, placement_ptr))
 
 
 @triton.jit
-def step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node):
-    """Pointer to step_rows [64, LW]."""
-    length = _fours(num_columns_of(num_ranks, experts_per_rank, ranks_per_node)) + 4
-    return row_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node) + length
+def step_rows_of(job, placement_ptr):
+    """Pointer to step_rows [PARTS, LW]."""
+    return row_of(job, placement_ptr) + row_length_of(job)
 
 
 @triton.jit
-def bases_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node):
-    """Pointer to bases [2 * E + W]."""
-    step_rows_ptr = step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
-    return step_rows_ptr + STEPS * STEPS * ranks_per_node
+def bases_of(job, placement_ptr):
+    """Pointer to bases [2 * E + W]: of each expert the first row of my entries."""
+    return step_rows_of(job, placement_ptr) + PARTS * job.ranks_per_node
 
 
 @triton.jit
-def tiles_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node):
+def sort_bases_of(job, placement_ptr):
+    """Pointer to the second part of bases [E]: of each expert its first position in a sort of my entries."""
+    return bases_of(job, placement_ptr) + num_experts(job)
+
+
+@triton.jit
+def stage_bases_of(job, placement_ptr):
+    """Pointer to the third part of bases [W]: of each rank the first arrival row of my tokens."""
+    return sort_bases_of(job, placement_ptr) + num_experts(job)
+
+
+@triton.jit
+def tiles_of(job, placement_ptr):
     """Pointer to the tile table [1 + n, 4]."""
-    bases_ptr = bases_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
-    return bases_ptr + _fours(2 * num_ranks * experts_per_rank + num_ranks)
+    return bases_of(job, placement_ptr) + _fours(2 * num_experts(job) + job.num_ranks)

@@ -1,13 +1,12 @@
 """Flags between ranks: the only places where device code waits, and where it releases.
 
 A flag is an int64 in symmetric memory that only grows: its value is the epoch (number of the call) that
-its writer has reached (arrival flags: see device/rows.py), so nothing is ever cleared and a captured graph
+its writer has reached (arrival flags: see device/arrivals.py), so nothing is ever cleared and a captured graph
 may replay. Every wait is bounded: on expiry one program writes a status record and all later waits of this
 rank return at once; the host raises from the record (triton_ep/context/context.py).
 
-Status record, the words of the state array from STATUS on: [0] operation (0 = fine), [1] index of the first
-missing flag, [2] expected epoch, [3] epoch seen. A word in host memory then says that there is
-a record. The operation codes are `WAIT_*` below; the host names them (triton_ep/context/context.py).
+Status record, STATUS_* of codes.py: four words of the state array from STATUS on. A word in host memory then says
+that there is a record. The operation codes are `WAIT_*` below; the host names them (triton_ep/context/context.py).
 
 Flags of a combine carry the tag of the call below their count (device/calls.py).
 """
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 
 from . import codes
-from .buffers import ALARM, PROGRAMS_DONE, STATUS, TIMEOUT_US
+from .buffers import ALARM, PROGRAMS_DONE, STATUS, STATUS_EXPECTED, STATUS_INDEX, STATUS_SEEN, TIMEOUT_US
 from .spin import acquire_loads, now_ns, pause
 
 WAIT_SPLITS = tl.constexpr(codes.WAIT_SPLITS)
@@ -35,7 +34,7 @@ TAGS = tl.constexpr(2**codes.TAG_BITS - 1)
 
 
 @triton.jit
-def wait_flags(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, first_index=0):
+def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
     """Wait until every masked flag is at least `expected` [scalar int64]; False when that did not happen in time.
 
     Flags may wrap: what is less than 2**63 ahead counts as reached. Low-latency dispatches count programs in the upper
@@ -43,56 +42,56 @@ def wait_flags(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, fi
     flag_ptrs: block of pointers to this rank's own flags, the first of which is flag `first_index` of its
     buffer, for the status record. Pairs with `release_flags` on the writer's side.
     """
-    arrived, _ = wait_values(flag_ptrs, mask, expected, state_ptr, OPERATION, first_index)
+    arrived, _ = wait_values(job, flag_ptrs, mask, expected, OPERATION, first_index)
     return arrived
 
 
 @triton.jit
-def wait_values(flag_ptrs, mask, expected, state_ptr, OPERATION: tl.constexpr, first_index=0):
+def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
     """`wait_flags`, and what the flags were when they were acquired; `expected` where masked off."""
-    limit = tl.load(state_ptr + TIMEOUT_US) * 1000
+    limit = tl.load(job.state_ptr + TIMEOUT_US) * 1000
     start = now_ns()
     polls = 0
     # After a first failure the rank's data are void: waiting again would only add time-outs up.
-    healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
-    seen = _acquire(flag_ptrs, mask, expected, state_ptr)
+    healthy = tl.load(job.state_ptr + STATUS, volatile=True) == 0
+    seen = _acquire(job, flag_ptrs, mask, expected)
     late = tl.sum((seen - expected < 0).to(tl.int32))
     while (late > 0) & healthy & (now_ns() - start < limit):
         pause(polls)
         polls += 1
-        seen = _acquire(flag_ptrs, mask, expected, state_ptr)
+        seen = _acquire(job, flag_ptrs, mask, expected)
         late = tl.sum((seen - expected < 0).to(tl.int32))
-        healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
+        healthy = tl.load(job.state_ptr + STATUS, volatile=True) == 0
     if (late > 0) & healthy:
-        _report_expiry(seen, expected, first_index, state_ptr, OPERATION)
+        _report_expiry(job, seen, expected, first_index, OPERATION)
     # The acquire pairs with the release of the flag's writer; the barrier hands the order on to the other threads.
     tl.debug_barrier()
     return (late == 0) & healthy, seen
 
 
 @triton.jit
-def wait_tagged(flag_ptrs, mask, expected, before, tag, state_ptr, OPERATION: tl.constexpr, first_index=0):
+def wait_tagged(job, flag_ptrs, mask, expected, before, tag, OPERATION: tl.constexpr, first_index=0):
     """Wait until every masked flag counts at least `expected`, or one that counts more than `before` has another tag.
 
     Such a flag is (count << TAG_BITS | tag). Those of this call count more than `before`, and their writers reach the
     next call only when this one has ended here.
     Returns whether all have come, with the same tag and in time, whether a tag is another one, and the flags.
     """
-    limit = tl.load(state_ptr + TIMEOUT_US) * 1000
+    limit = tl.load(job.state_ptr + TIMEOUT_US) * 1000
     start = now_ns()
     polls = 0
-    healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
+    healthy = tl.load(job.state_ptr + STATUS, volatile=True) == 0
     wanted = expected << TAG_BITS
-    seen = _acquire(flag_ptrs, mask, wanted, state_ptr)
+    seen = _acquire(job, flag_ptrs, mask, wanted)
     verdict = _verdict(seen, mask, wanted, before, tag)
     while (verdict == 1) & healthy & (now_ns() - start < limit):
         pause(polls)
         polls += 1
-        seen = _acquire(flag_ptrs, mask, wanted, state_ptr)
+        seen = _acquire(job, flag_ptrs, mask, wanted)
         verdict = _verdict(seen, mask, wanted, before, tag)
-        healthy = tl.load(state_ptr + STATUS, volatile=True) == 0
+        healthy = tl.load(job.state_ptr + STATUS, volatile=True) == 0
     if (verdict == 1) & healthy:
-        _report_expiry(seen, wanted, first_index, state_ptr, OPERATION)
+        _report_expiry(job, seen, wanted, first_index, OPERATION)
     # As in `wait_values`.
     tl.debug_barrier()
     return (verdict == 0) & healthy, verdict == 2, seen
@@ -106,36 +105,36 @@ def _verdict(seen, mask, wanted, before, tag):
 
 
 @triton.jit
-def _acquire(flag_ptrs, mask, expected, state_ptr):
+def _acquire(job, flag_ptrs, mask, expected):
     """The flags as they are, `expected` where masked off. By loads: atomics of many waiting programs queue up."""
     # Such a load takes no mask; the word that stands in for the others is not looked at.
-    seen = acquire_loads(tl.where(mask, flag_ptrs.to(tl.int64), state_ptr.to(tl.int64)))
+    seen = acquire_loads(tl.where(mask, flag_ptrs.to(tl.int64), job.state_ptr.to(tl.int64)))
     return tl.where(mask, seen, expected)
 
 
 @triton.jit
-def _report_expiry(seen, expected, first_index, state_ptr, OPERATION: tl.constexpr):
+def _report_expiry(job, seen, expected, first_index, OPERATION: tl.constexpr):
     """Write the status record, unless another program of this rank was first."""
     index = tl.arange(0, seen.numel)
     first = tl.min(tl.where(seen - expected < 0, index, seen.numel))
     value = tl.max(tl.where(index == first, seen, 0))
-    if take_record(state_ptr, OPERATION):
-        tl.store(state_ptr + STATUS + 1, tl.cast(first_index + first, tl.int64))
-        tl.store(state_ptr + STATUS + 2, expected)
-        tl.store(state_ptr + STATUS + 3, value)
-        raise_alarm(state_ptr, OPERATION)
+    if take_record(job, OPERATION):
+        tl.store(job.state_ptr + STATUS + STATUS_INDEX, tl.cast(first_index + first, tl.int64))
+        tl.store(job.state_ptr + STATUS + STATUS_EXPECTED, expected)
+        tl.store(job.state_ptr + STATUS + STATUS_SEEN, value)
+        raise_alarm(job, OPERATION)
 
 
 @triton.jit
-def take_record(state_ptr, OPERATION: tl.constexpr):
+def take_record(job, OPERATION: tl.constexpr):
     """True in the first program of this rank that has something to report; from then on no wait waits."""
-    return tl.atomic_cas(state_ptr + STATUS, tl.cast(0, tl.int64), tl.cast(OPERATION, tl.int64)) == 0
+    return tl.atomic_cas(job.state_ptr + STATUS, tl.cast(0, tl.int64), tl.cast(OPERATION, tl.int64)) == 0
 
 
 @triton.jit
-def raise_alarm(state_ptr, OPERATION: tl.constexpr):
+def raise_alarm(job, OPERATION: tl.constexpr):
     """Tell the host that there is a record."""
-    alarm_ptr = tl.load(state_ptr + ALARM).to(tl.pointer_type(tl.int64))
+    alarm_ptr = tl.load(job.state_ptr + ALARM).to(tl.pointer_type(tl.int64))
     tl.store(alarm_ptr, tl.cast(OPERATION, tl.int64))
 
 
@@ -151,15 +150,15 @@ def release_flags(flag_ptrs, mask, value):
 
 
 @triton.jit
-def last_to_arrive(state_ptr):
+def last_to_arrive(job):
     """True in the program of a grid that comes here last; it then sees what the others stored before.
 
     The last one sets the count back, for the next kernel on the stream.
     """
     tl.debug_barrier()
-    before = tl.atomic_add(state_ptr + PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
+    before = tl.atomic_add(job.state_ptr + PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
     last = before == tl.num_programs(0) - 1
     if last:
-        tl.store(state_ptr + PROGRAMS_DONE, 0)
+        tl.store(job.state_ptr + PROGRAMS_DONE, 0)
     tl.debug_barrier()
     return last

@@ -13,8 +13,9 @@ Replay        The epoch lives on the device and only grows, so a captured graph 
 
 import triton.language as tl
 
-from ..device.buffers import BARRIER_SCRATCH, buffer_ptr
-from ..device.post import post_to_all
+from ..device.buffers import own_buffer
+from ..device.job import Job, first_local
+from ..device.post import post_flag
 from ..device.waits import WAIT_BARRIER, WAIT_NODE_BARRIER, wait_flags
 from ..spec import ep_kernel
 
@@ -33,32 +34,17 @@ def barrier_kernel(
     WP: tl.constexpr,
     LWP: tl.constexpr,
 ):
-    epoch = tl.load(state_ptr + EPOCH) + 1
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node)
+    epoch = tl.load(job.state_ptr + EPOCH) + 1
     tl.debug_barrier()
-    tl.store(state_ptr + EPOCH, epoch)
-    post_to_all(
-        tables_ptr,
-        tl.cast(rank, tl.int64) * 16,
-        tl.full([], 16, tl.int64),
-        epoch,
-        rank,
-        num_ranks,
-        ranks_per_node,
-        BARRIER_SCRATCH,
-        FLAG_BUFFER,
-        False,
-        SAME_NODE_ONLY,
-        NETWORK,
-        LWP,
-        16,
-    )
+    tl.store(job.state_ptr + EPOCH, epoch)
+    post_flag(job, epoch, FLAG_BUFFER, SAME_NODE_ONLY, NETWORK, LWP)
     if SAME_NODE_ONLY:
-        peers = rank - rank % ranks_per_node + tl.arange(0, LWP)
-        mask = tl.arange(0, LWP) < ranks_per_node
-        flag_ptrs = buffer_ptr(tables_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
-        first = rank - rank % ranks_per_node
-        wait_flags(flag_ptrs, mask, epoch, state_ptr, WAIT_NODE_BARRIER, first)
+        peers = first_local(job) + tl.arange(0, LWP)
+        mask = tl.arange(0, LWP) < job.ranks_per_node
+        flag_ptrs = own_buffer(job, FLAG_BUFFER, tl.int64) + peers
+        wait_flags(job, flag_ptrs, mask, epoch, WAIT_NODE_BARRIER, first_local(job))
     else:
         peers = tl.arange(0, WP)
-        flag_ptrs = buffer_ptr(tables_ptr, FLAG_BUFFER, num_ranks, rank, tl.int64) + peers
-        wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_BARRIER)
+        flag_ptrs = own_buffer(job, FLAG_BUFFER, tl.int64) + peers
+        wait_flags(job, flag_ptrs, peers < job.num_ranks, epoch, WAIT_BARRIER)

@@ -17,20 +17,13 @@ Replay        partial_recv is free again when its owner has posted done_flag (in
 
 import triton.language as tl
 
-from ..device.buffers import (
-    EPOCH_COMBINE,
-    PARTIAL_FLAG,
-    PARTIAL_RECV,
-    PARTIAL_SEND,
-    address_of,
-    buffer_ptr,
-    net_address_of,
-    pe_of,
-)
+from ..device.buffers import EPOCH_COMBINE, PARTIAL_FLAG, PARTIAL_RECV, PARTIAL_SEND, own_buffer
 from ..device.calls import MIXED_TAG, combine_tag
-from ..device.rows import other_node, pull_sum, report_staged, wait_staged
-from ..device.tables import STEPS, tokens_from_node_of
-from ..device.transport import put_signal
+from ..device.job import Job, num_nodes, other_node
+from ..device.post import Chunk, put_chunk
+from ..device.pull import Held, pull_sum
+from ..device.staging import report_staged, wait_staged
+from ..device.tables import STEPS, partial_stride, tokens_from_node_of
 from ..device.waits import TAG_BITS
 from ..spec import ep_kernel
 
@@ -63,13 +56,10 @@ def combine_partial_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
+    tag = combine_tag(job, call, placement_ptr)
     ready, differ = wait_staged(
-        tables_ptr,
-        state_ptr,
-        rank,
-        num_ranks,
-        ranks_per_node,
+        job,
         num_stage_programs,
         STEPS // 2 if REDUCED else STEPS,
         tag,
@@ -77,23 +67,20 @@ def combine_partial_kernel(
         MAX_PROGRAMS,
     )
     if differ:
-        report_staged(
-            tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, num_stage_programs, tag, LWP, MAX_PROGRAMS
-        )
+        report_staged(job, num_stage_programs, tag, LWP, MAX_PROGRAMS)
     if ready | differ:
         tag = tl.where(differ, MIXED_TAG, tag)
-        tokens_from_node_ptr = tokens_from_node_of(placement_ptr, num_ranks, experts_per_rank)
-        num_entries = tl.cast(num_ranks // ranks_per_node, tl.int64) * max_tokens * TOPK
+        tokens_from_node_ptr = tokens_from_node_of(job, placement_ptr)
+        num_entries = tl.cast(num_nodes(job), tl.int64) * max_tokens * TOPK
         row_table_ptr = forward_ptr + num_entries
-        epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
-        my_node = rank // ranks_per_node
-        partial_stride = (hidden + 7) // 8 * 8
+        epoch = tl.load(job.state_ptr + EPOCH_COMBINE) + 1
+        stride = partial_stride(hidden)
         offs = tl.arange(0, BLOCK_H)
-        send_ptr = buffer_ptr(tables_ptr, PARTIAL_SEND, num_ranks, rank, PARTIAL_DTYPE)
-        row_bytes = tl.cast(partial_stride, tl.int64) * (PARTIAL_DTYPE.primitive_bitwidth // 8)
-        num_items = (num_ranks // ranks_per_node - 1) * tl.cdiv(max_tokens, CHUNK)
+        send_ptr = own_buffer(job, PARTIAL_SEND, PARTIAL_DTYPE)
+        row_bytes = tl.cast(stride, tl.int64) * (PARTIAL_DTYPE.primitive_bitwidth // 8)
+        num_items = (num_nodes(job) - 1) * tl.cdiv(max_tokens, CHUNK)
         for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-            node, chunk = other_node(item, rank, num_ranks, ranks_per_node)
+            node, chunk = other_node(job, item)
             tokens = tl.load(tokens_from_node_ptr + node)
             first = chunk * CHUNK
             tokens = tl.where(ready, tokens, 0)
@@ -104,39 +91,30 @@ def combine_partial_kernel(
                     row = (node * max_tokens + slot).to(tl.int64)
                     for h in range(0, hidden, BLOCK_H):
                         acc = pull_sum(
+                            job,
                             tl.zeros([ROWS, BLOCK_H], tl.float32),
                             alive,
                             h,
-                            forward_ptr + row * TOPK,
-                            row_table_ptr + row * TOPK,
-                            tables_ptr,
-                            hidden,
-                            row_capacity,
-                            rank,
-                            num_ranks,
-                            ranks_per_node,
+                            Held(forward_ptr + row * TOPK, row_table_ptr + row * TOPK, hidden, row_capacity),
                             like_x_ptr.dtype.element_ty,
                             HAS_WEIGHTS,
                             REDUCED,
                             TOPK,
                             LWP,
-                            BLOCK_H,
                         )
                         mask = alive[:, None] & (h + offs < hidden)[None, :]
-                        dest = send_ptr + row[:, None] * partial_stride + h + offs[None, :]
+                        dest = send_ptr + row[:, None] * stride + h + offs[None, :]
                         tl.store(dest, acc.to(PARTIAL_DTYPE), mask=mask)
             if (first < tokens) | (chunk == 0):
-                peer = node * ranks_per_node + rank % ranks_per_node
-                dest_row = tl.cast(my_node * max_tokens + first, tl.int64)
-                source_row = (node * max_tokens + first).to(tl.int64)
-                flag = net_address_of(tables_ptr, PARTIAL_FLAG, num_ranks, peer)
-                put_signal(
-                    net_address_of(tables_ptr, PARTIAL_RECV, num_ranks, peer) + dest_row * row_bytes,
-                    address_of(tables_ptr, PARTIAL_SEND, num_ranks, rank) + source_row * row_bytes,
-                    tl.minimum(tl.maximum(tokens - first, 1), CHUNK).to(tl.int64) * row_bytes,
-                    flag + (my_node * MAX_CHUNKS + chunk).to(tl.int64) * 8,
+                count = tl.minimum(tl.maximum(tokens - first, 1), CHUNK)
+                put_chunk(
+                    job,
+                    Chunk(node, chunk, first, count, max_tokens, row_bytes),
                     epoch << TAG_BITS | tag,
-                    pe_of(tables_ptr, num_ranks, peer),
+                    PARTIAL_SEND,
+                    PARTIAL_RECV,
+                    PARTIAL_FLAG,
+                    MAX_CHUNKS,
                     NETWORK,
                     BLOCK_H,
                 )

@@ -27,42 +27,46 @@ import triton
 import triton.language as tl
 
 from ..device.buffers import (
-    BARRIER_SCRATCH,
     COMBINE_WEIGHT,
     COMBINE_X,
     DONE_FLAG,
     EPOCH_COMBINE,
     PARTIAL_FLAG,
     PARTIAL_RECV,
-    STAGED_FLAG,
     STATUS,
-    buffer_ptr,
-    buffer_ptrs,
+    own_buffer,
 )
 from ..device.calls import CALLS_COMBINE, combine_tag, report_calls
 from ..device.groups import my_first
-from ..device.post import post_to_all
-from ..device.rows import on_my_node, pull_sum, report_staged, staged_part, staged_steps, tags_of_rows, wait_staged
+from ..device.job import Job, first_local, local_rank, my_node, num_nodes, on_my_node
+from ..device.post import post_flag
+from ..device.pull import Held, pull_sum
+from ..device.staging import release_staged, report_staged, staged_part, tags_of_rows, wait_staged
 from ..device.tables import (
     DST_ROW,
     OWNER,
+    PARTS,
     PULL_PARTIAL,
     PULL_RANK,
     PULL_ROW,
+    REPORT_ARRIVALS,
+    REPORT_ARRIVALS_HERE,
+    REPORT_FIRST_ARRIVAL,
     STEPS,
     entry_field,
-    expert_offsets_of,
+    num_rows_of,
     part_begin,
+    partial_stride,
+    rank_columns_of,
+    report_ptrs,
     row_of,
     step_rows_of,
     tokens_per_node_of,
 )
 from ..device.waits import (
-    TAG_BITS,
     WAIT_COMBINE_FREE,
     WAIT_NETWORK_PARTIALS,
     last_to_arrive,
-    release_flags,
     wait_flags,
     wait_tagged,
 )
@@ -70,30 +74,17 @@ from ..spec import ep_kernel
 
 
 @triton.jit
-def _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP: tl.constexpr):
+def _wait_free(job, WP: tl.constexpr):
     """Wait until no rank reads combine_x any more."""
-    epoch = tl.load(state_ptr + EPOCH_COMBINE)
+    epoch = tl.load(job.state_ptr + EPOCH_COMBINE)
     peers = tl.arange(0, WP)
-    flag_ptrs = buffer_ptr(tables_ptr, DONE_FLAG, num_ranks, rank, tl.int64) + peers
-    return wait_flags(flag_ptrs, peers < num_ranks, epoch, state_ptr, WAIT_COMBINE_FREE)
-
-
-@triton.jit
-def _release_staged(
-    tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, steps, tag, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr
-):
-    local = tl.arange(0, LWP)
-    mask = local < ranks_per_node
-    peers = rank - rank % ranks_per_node + local
-    flag_ptrs = buffer_ptrs(tables_ptr, STAGED_FLAG, num_ranks, peers, mask, tl.int64)
-    flag_ptrs += rank % ranks_per_node * MAX_PROGRAMS + tl.program_id(0)
-    value = (staged_steps(state_ptr) + steps) << TAG_BITS | tag
-    release_flags(flag_ptrs, mask, tl.zeros([LWP], tl.int64) + value)
+    flag_ptrs = own_buffer(job, DONE_FLAG, tl.int64) + peers
+    return wait_flags(job, flag_ptrs, peers < job.num_ranks, epoch, WAIT_COMBINE_FREE)
 
 
 @ep_kernel(num_warps=1)
 def combine_free_kernel(state_ptr, tables_ptr, rank, num_ranks, WP: tl.constexpr):
-    _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP)
+    _wait_free(Job(state_ptr, tables_ptr, rank, num_ranks), WP)
 
 
 @ep_kernel(num_warps=1)
@@ -109,9 +100,10 @@ def combine_publish_kernel(
     LWP: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
-    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
-    if tl.load(state_ptr + STATUS) == 0:
-        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, tag, LWP, MAX_PROGRAMS)
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
+    tag = combine_tag(job, call, placement_ptr)
+    if tl.load(job.state_ptr + STATUS) == 0:
+        release_staged(job, STEPS, tag, LWP, MAX_PROGRAMS)
 
 
 @ep_kernel(y_ptr="*{WORD}", weights_ptr="*fp32", specialised=("row_words",), num_warps=16)
@@ -135,12 +127,12 @@ def combine_stage_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
-    if _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP):
-        combine_ptr = buffer_ptr(tables_ptr, COMBINE_X, num_ranks, rank, y_ptr.dtype.element_ty)
-        combine_weight_ptr = buffer_ptr(tables_ptr, COMBINE_WEIGHT, num_ranks, rank, tl.float32)
-        num_rows_ptr = expert_offsets_of(placement_ptr, num_ranks) + experts_per_rank
-        num_rows = tl.minimum(tl.load(num_rows_ptr), row_capacity)
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
+    tag = combine_tag(job, call, placement_ptr)
+    if _wait_free(job, WP):
+        combine_ptr = own_buffer(job, COMBINE_X, y_ptr.dtype.element_ty)
+        combine_weight_ptr = own_buffer(job, COMBINE_WEIGHT, tl.float32)
+        num_rows = tl.minimum(tl.load(num_rows_of(job, placement_ptr)), row_capacity)
         offs = tl.arange(0, BLOCK_H)
         for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
             row = tile * ROWS + tl.arange(0, ROWS)
@@ -151,7 +143,35 @@ def combine_stage_kernel(
             if HAS_WEIGHTS:
                 weights = tl.load(weights_ptr + row, mask=row < num_rows, other=0.0)
                 tl.store(combine_weight_ptr + row, weights, mask=row < num_rows)
-        _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, STEPS, tag, LWP, MAX_PROGRAMS)
+        release_staged(job, STEPS, tag, LWP, MAX_PROGRAMS)
+
+
+@triton.jit
+def _reduce_rows(
+    y_ptr,
+    weights_ptr,
+    copies_ptrs,  # [ROWS] pointers to K rows of y, -1 = none
+    dest_ptrs,  # [ROWS]
+    alive,  # [ROWS]
+    hidden,
+    HAS_WEIGHTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Store sums of rows of y, in float32 and k order, rounded once."""
+    offs = tl.arange(0, BLOCK_H)
+    for h in range(0, hidden, BLOCK_H):
+        in_row = (h + offs < hidden)[None, :]
+        acc = tl.zeros([alive.shape[0], BLOCK_H], tl.float32)
+        for k in tl.static_range(TOPK):
+            copy = tl.load(copies_ptrs + k, mask=alive, other=-1)
+            rows = y_ptr + copy.to(tl.int64)[:, None] * hidden + h + offs[None, :]
+            part = tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
+            if HAS_WEIGHTS:
+                part *= tl.load(weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
+            acc += part
+        dest = dest_ptrs[:, None] + h + offs[None, :]
+        tl.store(dest, acc.to(y_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
 
 
 @ep_kernel(y_ptr="*{TOKEN}", weights_ptr="*fp32", copy_rows_ptr="*i32", specialised=("hidden",), num_warps=32)
@@ -178,21 +198,21 @@ def combine_reduce_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
-    if _wait_free(tables_ptr, state_ptr, rank, num_ranks, WP):
-        combine_ptr = buffer_ptr(tables_ptr, COMBINE_X, num_ranks, rank, y_ptr.dtype.element_ty)
-        num_rows = tl.minimum(tl.load(placement_ptr + rank * 8 + 1), row_capacity)
-        offs = tl.arange(0, BLOCK_H)
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
+    tag = combine_tag(job, call, placement_ptr)
+    if _wait_free(job, WP):
+        combine_ptr = own_buffer(job, COMBINE_X, y_ptr.dtype.element_ty)
+        num_rows = tl.minimum(tl.load(report_ptrs(placement_ptr, job.rank, REPORT_ARRIVALS)), row_capacity)
         tiles_before = tl.zeros([], tl.int32)
         for turn in range(num_steps):
             step = turn * STEPS // num_steps
             reached = step + STEPS // num_steps
-            for source in range(num_ranks):
-                first = tl.load(placement_ptr + source * 8 + 6)
-                count = tl.load(placement_ptr + source * 8 + 7)
-                if num_ranks > ranks_per_node:
+            for source in range(job.num_ranks):
+                first = tl.load(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL))
+                count = tl.load(report_ptrs(placement_ptr, source, REPORT_ARRIVALS_HERE))
+                if job.num_ranks > job.ranks_per_node:
                     # In two steps: what crosses the network once more comes first (internode/combine.py).
-                    mine = on_my_node(source, rank, ranks_per_node) == (turn == 1)
+                    mine = on_my_node(job, source) == (turn == 1)
                     begin = first
                     end = tl.minimum(first + tl.where(mine, count, 0), num_rows)
                 else:
@@ -203,74 +223,70 @@ def combine_reduce_kernel(
                 for tile in range(my_first(0, tiles_before), tiles, tl.num_programs(0)):
                     row = begin + tile * ROWS + tl.arange(0, ROWS)
                     alive = row < end
-                    for h in range(0, hidden, BLOCK_H):
-                        in_row = (h + offs < hidden)[None, :]
-                        acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
-                        for k in tl.static_range(TOPK):
-                            copy = tl.load(copy_rows_ptr + row.to(tl.int64) * TOPK + k, mask=alive, other=-1)
-                            rows = y_ptr + copy.to(tl.int64)[:, None] * hidden + h + offs[None, :]
-                            part = tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
-                            if HAS_WEIGHTS:
-                                part *= tl.load(weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
-                            acc += part
-                        dest = combine_ptr + row.to(tl.int64)[:, None] * hidden + h + offs[None, :]
-                        tl.store(dest, acc.to(y_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
+                    copies_ptrs = copy_rows_ptr + row.to(tl.int64) * TOPK
+                    dest_ptrs = combine_ptr + row.to(tl.int64) * hidden
+                    _reduce_rows(y_ptr, weights_ptr, copies_ptrs, dest_ptrs, alive, hidden, HAS_WEIGHTS, TOPK, BLOCK_H)
                 tiles_before += tiles
-            _release_staged(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, tag, LWP, MAX_PROGRAMS)
+            release_staged(job, reached, tag, LWP, MAX_PROGRAMS)
 
 
 @triton.jit
-def _wait_partials(
-    tokens_per_node_ptr,
-    tables_ptr,
-    state_ptr,
-    rank,
-    num_ranks,
-    ranks_per_node,
-    tag,
-    NNP: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def _wait_partials(job, placement_ptr, tag, NNP: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """Wait for the partial sums that the other nodes owe for my tokens: flags [N, MAX_CHUNKS], one of each at least."""
     flag = tl.arange(0, NNP * MAX_CHUNKS)
     node = flag // MAX_CHUNKS
-    remote = (node < num_ranks // ranks_per_node) & (node != rank // ranks_per_node)
-    tokens = tl.load(tokens_per_node_ptr + node, mask=remote, other=0)
+    remote = (node < num_nodes(job)) & (node != my_node(job))
+    tokens = tl.load(tokens_per_node_of(job, placement_ptr) + node, mask=remote, other=0)
     used = remote & (flag % MAX_CHUNKS * CHUNK < tl.maximum(tokens, 1))
-    flag_ptrs = buffer_ptr(tables_ptr, PARTIAL_FLAG, num_ranks, rank, tl.int64) + flag
-    before = tl.load(state_ptr + EPOCH_COMBINE)
-    ready, differ, seen = wait_tagged(flag_ptrs, used, before + 1, before, tag, state_ptr, WAIT_NETWORK_PARTIALS)
+    flag_ptrs = own_buffer(job, PARTIAL_FLAG, tl.int64) + flag
+    before = tl.load(job.state_ptr + EPOCH_COMBINE)
+    ready, differ, seen = wait_tagged(job, flag_ptrs, used, before + 1, before, tag, WAIT_NETWORK_PARTIALS)
     if differ:
         nodes = tl.arange(0, NNP)
-        known = tl.where(nodes == rank // ranks_per_node, tag, tags_of_rows(seen, used, before, NNP))
-        ranks = nodes * ranks_per_node + rank % ranks_per_node
-        report_calls(state_ptr, ranks, known, known >= 0, CALLS_COMBINE)
+        known = tl.where(nodes == my_node(job), tag, tags_of_rows(seen, used, before, NNP))
+        ranks = nodes * job.ranks_per_node + local_rank(job)
+        report_calls(job, ranks, known, known >= 0, CALLS_COMBINE)
     return ready
 
 
 @triton.jit
-def _steps_needed(
-    placement_ptr,
-    part,  # 64ths of my tokens
-    rank,
-    num_ranks,
-    experts_per_rank,
-    ranks_per_node,
-    LWP: tl.constexpr,
-):
-    """Steps after which every rank of this node has staged its rows of my tokens before a part."""
+def _steps_needed(job, placement_ptr, part, LWP: tl.constexpr):
+    """Steps after which every rank of this node has staged its rows of my tokens before a part (of PARTS)."""
     local = tl.arange(0, LWP)
-    first_rank = rank - rank % ranks_per_node
-    row_ptr = row_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node) + num_ranks * experts_per_rank
-    in_all = tl.load(row_ptr + first_rank + local, mask=local < ranks_per_node, other=0)
-    step_rows_ptr = step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
-    mask = (local < ranks_per_node) & (part < STEPS * STEPS)
-    needed = tl.load(step_rows_ptr + part * ranks_per_node + local, mask=mask, other=0)
-    needed = tl.where(part < STEPS * STEPS, needed, in_all)
+    rows_ptr = rank_columns_of(job, row_of(job, placement_ptr)) + first_local(job)
+    in_all = tl.load(rows_ptr + local, mask=local < job.ranks_per_node, other=0)
+    step_rows_ptr = step_rows_of(job, placement_ptr)
+    mask = (local < job.ranks_per_node) & (part < PARTS)
+    needed = tl.load(step_rows_ptr + part * job.ranks_per_node + local, mask=mask, other=0)
+    needed = tl.where(part < PARTS, needed, in_all)
     steps = tl.arange(0, STEPS)[None, :]
     short = staged_part(in_all[:, None], steps) < needed[:, None]
     return tl.max(tl.sum(short.to(tl.int32), axis=1))
+
+
+@triton.jit
+def _add_partials(
+    job,
+    acc,  # [ROWS, BLOCK_H] float32
+    alive,  # [ROWS]
+    h,  # first column of the tile
+    partial_ptr,  # [N, max_tokens, stride] partial sums of the other nodes
+    slot_ptrs,  # [ROWS] pointers to K int32, the field PULL_PARTIAL
+    max_tokens,
+    hidden,
+    TOPK: tl.constexpr,
+):
+    """Add to `acc` the partial sums that the other nodes have sent for each token."""
+    offs = h + tl.arange(0, acc.shape[1])
+    stride = partial_stride(hidden)
+    nodes = num_nodes(job)
+    for j in range(tl.minimum(nodes - 1, TOPK)):
+        partial = tl.load(slot_ptrs + j, mask=alive, other=-1)
+        source = (partial % nodes * max_tokens + partial // nodes).to(tl.int64)
+        source_ptrs = partial_ptr + (source * stride)[:, None] + offs[None, :]
+        part = tl.load(source_ptrs, mask=(partial >= 0)[:, None] & (offs < hidden)[None, :], other=0.0)
+        acc += part.to(tl.float32)
+    return acc
 
 
 @ep_kernel(out_ptr="*{TOKEN}", entries_ptr="*i32", specialised=("hidden",), num_warps=32)
@@ -305,65 +321,29 @@ def combine_pull_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     rank_ptr = entry_field(entries_ptr, PULL_RANK if REDUCED else OWNER, num_tokens, TOPK)
     row_ptr = entry_field(entries_ptr, PULL_ROW if REDUCED else DST_ROW, num_tokens, TOPK)
     partial_row_ptr = entry_field(entries_ptr, PULL_PARTIAL, num_tokens, TOPK)
-    most_partials = tl.minimum(num_ranks // ranks_per_node - 1, TOPK)
     num_chunks = tl.cdiv(num_tokens, BLOCK_T)
     offs = tl.arange(0, BLOCK_H)
-    partial_stride = (hidden + 7) // 8 * 8
-    partial_ptr = buffer_ptr(tables_ptr, PARTIAL_RECV, num_ranks, rank, PARTIAL_DTYPE)
-    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
-    ready = tl.load(state_ptr + STATUS) == 0
+    partial_ptr = own_buffer(job, PARTIAL_RECV, PARTIAL_DTYPE)
+    tag = combine_tag(job, call, placement_ptr)
+    ready = tl.load(job.state_ptr + STATUS) == 0
     if NNP > 1:
         if ready:
-            ready, _ = wait_staged(
-                tables_ptr,
-                state_ptr,
-                rank,
-                num_ranks,
-                ranks_per_node,
-                num_stage_programs,
-                STEPS,
-                tag,
-                LWP,
-                MAX_PROGRAMS,
-            )
-        ready &= _wait_partials(
-            tokens_per_node_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node),
-            tables_ptr,
-            state_ptr,
-            rank,
-            num_ranks,
-            ranks_per_node,
-            tag,
-            NNP,
-            MAX_CHUNKS,
-            CHUNK,
-        )
+            ready, _ = wait_staged(job, num_stage_programs, STEPS, tag, LWP, MAX_PROGRAMS)
+        ready &= _wait_partials(job, placement_ptr, tag, NNP, MAX_CHUNKS, CHUNK)
     for turn in range(num_steps):
         step = turn * STEPS // num_steps
         reached = step + STEPS // num_steps
         if ready:
             steps = STEPS + tl.zeros([], tl.int32)
             if REDUCED:
-                steps = _steps_needed(
-                    placement_ptr, reached * reached, rank, num_ranks, experts_per_rank, ranks_per_node, LWP
-                )
+                steps = _steps_needed(job, placement_ptr, reached * reached, LWP)
                 # In the end all ranks have been heard, whether they have rows for this one or not: for their tags.
                 steps = tl.maximum(steps, (turn + 1) // num_steps)
-            ready, _ = wait_staged(
-                tables_ptr,
-                state_ptr,
-                rank,
-                num_ranks,
-                ranks_per_node,
-                num_stage_programs,
-                steps,
-                tag,
-                LWP,
-                MAX_PROGRAMS,
-            )
+            ready, _ = wait_staged(job, num_stage_programs, steps, tag, LWP, MAX_PROGRAMS)
         if ready:
             begin = part_begin(step * step, num_chunks) * BLOCK_T
             end = tl.minimum(part_begin(reached * reached, num_chunks) * BLOCK_T, num_tokens)
@@ -372,56 +352,27 @@ def combine_pull_kernel(
                 alive = token < end
                 for h in range(0, hidden, BLOCK_H):
                     acc = pull_sum(
+                        job,
                         tl.zeros([ROWS, BLOCK_H], tl.float32),
                         alive,
                         h,
-                        rank_ptr + token * TOPK,
-                        row_ptr + token * TOPK,
-                        tables_ptr,
-                        hidden,
-                        row_capacity,
-                        rank,
-                        num_ranks,
-                        ranks_per_node,
+                        Held(rank_ptr + token * TOPK, row_ptr + token * TOPK, hidden, row_capacity),
                         out_ptr.dtype.element_ty,
                         HAS_WEIGHTS,
                         REDUCED,
                         TOPK,
                         LWP,
-                        BLOCK_H,
                     )
-                    in_row = (h + offs < hidden)[None, :]
                     if NNP > 1:
-                        for j in range(most_partials):
-                            partial = tl.load(partial_row_ptr + token * TOPK + j, mask=alive, other=-1)
-                            num_nodes = num_ranks // ranks_per_node
-                            source = (partial % num_nodes * max_tokens + partial // num_nodes).to(tl.int64)
-                            source_ptrs = partial_ptr + (source * partial_stride)[:, None] + h + offs[None, :]
-                            part = tl.load(source_ptrs, mask=(partial >= 0)[:, None] & in_row, other=0.0)
-                            acc += part.to(tl.float32)
+                        slot_ptrs = partial_row_ptr + token * TOPK
+                        acc = _add_partials(job, acc, alive, h, partial_ptr, slot_ptrs, max_tokens, hidden, TOPK)
+                    in_row = (h + offs < hidden)[None, :]
                     dest = out_ptr + token.to(tl.int64)[:, None] * hidden + h + offs[None, :]
                     tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
     if not ready:
-        report_staged(
-            tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, num_stage_programs, tag, LWP, MAX_PROGRAMS
-        )
-    if last_to_arrive(state_ptr):
-        epoch = tl.load(state_ptr + EPOCH_COMBINE) + 1
+        report_staged(job, num_stage_programs, tag, LWP, MAX_PROGRAMS)
+    if last_to_arrive(job):
+        epoch = tl.load(job.state_ptr + EPOCH_COMBINE) + 1
         tl.debug_barrier()
-        tl.store(state_ptr + EPOCH_COMBINE, epoch)
-        post_to_all(
-            tables_ptr,
-            tl.cast(rank, tl.int64) * 16,
-            tl.full([], 16, tl.int64),
-            epoch,
-            rank,
-            num_ranks,
-            ranks_per_node,
-            BARRIER_SCRATCH,
-            DONE_FLAG,
-            False,
-            False,
-            NETWORK,
-            LWP,
-            16,
-        )
+        tl.store(job.state_ptr + EPOCH_COMBINE, epoch)
+        post_flag(job, epoch, DONE_FLAG, False, NETWORK, LWP)

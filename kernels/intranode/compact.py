@@ -18,9 +18,11 @@ Replay        stage_x is free again when this rank posts its next splits row (in
 import triton
 import triton.language as tl
 
-from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, buffer_ptr
-from ..device.groups import my_first, pick
-from ..device.rows import MX, WORDS, load_payload, store_scales, wait_arrivals, wire_sizes
+from ..device.arrivals import share_of, sources_of, wait_arrivals
+from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
+from ..device.groups import my_first
+from ..device.job import Job, num_nodes
+from ..device.payload import MX, WORDS, Output, load_payload, staged_rows, store_scales, wire_of
 from ..device.tables import STEPS, expert_offsets_of
 from ..spec import ep_kernel
 
@@ -30,79 +32,66 @@ _EXPERTS = tl.constexpr(32)
 
 
 @triton.jit
-def _local_experts(dst, expert_offsets_ptr, experts_per_rank):
+def _local_experts(job, dst, placement_ptr):
     """Local expert of each expert-major row [ROWS, KP]; -1 where there is none."""
+    expert_offsets_ptr = expert_offsets_of(job, placement_ptr)
     found = tl.zeros(dst.shape, tl.int32)
-    for first in range(1, experts_per_rank, _EXPERTS):
+    for first in range(1, job.experts_per_rank, _EXPERTS):
         expert = first + tl.arange(0, _EXPERTS)
-        starts = tl.load(expert_offsets_ptr + expert, mask=expert < experts_per_rank, other=_NO_ROW)
+        starts = tl.load(expert_offsets_ptr + expert, mask=expert < job.experts_per_rank, other=_NO_ROW)
         found += tl.sum((dst[:, :, None] >= starts[None, None, :]).to(tl.int32), axis=2)
     return tl.where(dst >= 0, found, -1)
 
 
 @triton.jit
 def _copy_rows(
-    recv_x_ptr,
-    recv_scale_ptr,
-    recv_idx_ptr,
-    recv_weights_ptr,
-    expert_offsets_ptr,
-    tables_ptr,
-    start,  # first arrival row of a source
-    first,  # tiles of the source's rows from here
-    end,  # to before here
-    num_rows,  # of the source
-    row_words,
-    row_limit,
-    rank,
-    num_ranks,
-    experts_per_rank,
+    out,
+    row,  # [ROWS]
+    alive,  # [ROWS]
+    stage_ptr,  # bytes of arrival row 0
     HAS_SCALES: tl.constexpr,
-    HAS_IDX: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Copy arrival rows to the output rows of the same numbers."""
+    WORD: tl.constexpr = out.x_ptr.dtype.element_ty
+    PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
+    wire = wire_of(out.row_words, WORD, PAYLOAD)
+    row_ptrs, scale_ptrs = staged_rows(stage_ptr, row, wire, WORD)
+    offs = tl.arange(0, BLOCK_H)
+    for h in range(0, out.row_words, BLOCK_H):
+        words, scales = load_payload(row_ptrs, scale_ptrs, alive, h, out.row_words, PAYLOAD, BLOCK_H)
+        dest = out.x_ptr + row.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
+        tl.store(dest, words, mask=alive[:, None] & (h + offs < out.row_words)[None, :])
+        if HAS_SCALES:
+            dest = out.scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
+            store_scales(dest, alive, scales, h, out.row_words, WORD.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _store_experts(
+    job,
+    idx_ptr,
+    weights_ptr,
+    placement_ptr,
+    row,  # [ROWS]
+    alive,  # [ROWS]
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
 ):
-    """Copy this program's share of some arrival rows. Shares are by position, as in the expand kernel."""
-    WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
-    PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
-    stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
-    stage_bytes_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, tl.uint8)
-    stage_x_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
-    stage_rows_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.int32)
-    stage_weights_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.float32) + KP
+    """Store which local experts arrival rows are for, and their weights."""
+    stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
+    stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + KP
     ks = tl.arange(0, KP)[None, :]
-    offs = tl.arange(0, BLOCK_H)
-    for tile in range(my_first(first, start // ROWS), end, tl.num_programs(0)):
-        row = start + tile * ROWS + tl.arange(0, ROWS)
-        alive = (row < start + num_rows) & (row < row_limit)
-        for h in range(0, row_words, BLOCK_H):
-            words, scales = load_payload(
-                stage_x_ptr + row.to(tl.int64) * stride,
-                stage_bytes_ptr + row.to(tl.int64) * row_bytes + data_bytes,
-                alive,
-                h,
-                row_words,
-                PAYLOAD,
-                BLOCK_H,
-            )
-            dest = recv_x_ptr + row.to(tl.int64)[:, None] * row_words + h + offs[None, :]
-            tl.store(dest, words, mask=alive[:, None] & (h + offs < row_words)[None, :])
-            if HAS_SCALES:
-                dest = recv_scale_ptr + row.to(tl.int64) * (data_bytes // 32)
-                store_scales(dest, alive, scales, h, row_words, WORD_BYTES)
-        if HAS_IDX:
-            mask = alive[:, None] & (ks < TOPK)
-            meta = row.to(tl.int64)[:, None] * (2 * KP) + ks
-            out = row.to(tl.int64)[:, None] * TOPK + ks
-            dst = tl.load(stage_rows_ptr + meta, mask=mask, other=-1)
-            local = _local_experts(dst, expert_offsets_ptr, experts_per_rank)
-            tl.store(recv_idx_ptr + out, local.to(recv_idx_ptr.dtype.element_ty), mask=mask)
-            if HAS_WEIGHTS:
-                weights = tl.load(stage_weights_ptr + meta, mask=mask, other=0.0)
-                tl.store(recv_weights_ptr + out, tl.where(dst >= 0, weights, 0.0), mask=mask)
+    mask = alive[:, None] & (ks < TOPK)
+    meta = row.to(tl.int64)[:, None] * (2 * KP) + ks
+    at = row.to(tl.int64)[:, None] * TOPK + ks
+    dst = tl.load(stage_rows_ptr + meta, mask=mask, other=-1)
+    local = _local_experts(job, dst, placement_ptr)
+    tl.store(idx_ptr + at, local.to(idx_ptr.dtype.element_ty), mask=mask)
+    if HAS_WEIGHTS:
+        weights = tl.load(stage_weights_ptr + meta, mask=mask, other=0.0)
+        tl.store(weights_ptr + at, tl.where(dst >= 0, weights, 0.0), mask=mask)
 
 
 @ep_kernel(
@@ -133,63 +122,32 @@ def compact_rows_kernel(
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
-    SOURCES: tl.constexpr,  # device/rows.py
-    SENDERS: tl.constexpr,  # likewise
+    SOURCES: tl.constexpr,  # a power of two, at least LW
+    SENDERS: tl.constexpr,  # a power of two, at least the number of senders
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    source = tl.arange(0, SOURCES)
-    my_node = rank // ranks_per_node
-    num_nodes = num_ranks // ranks_per_node
-    flags_ptr = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64)
-    arrived = tl.load(state_ptr + STATUS) == 0
-    for index in range(num_nodes):
-        node = (my_node - index + num_nodes) % num_nodes
-        report_ptrs = placement_ptr + (node * ranks_per_node + source) * 8
-        starts = tl.load(report_ptrs + 6, mask=source < ranks_per_node, other=0)
-        counts = tl.load(report_ptrs + 7, mask=source < ranks_per_node, other=0)
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
+    out = Output(recv_x_ptr, recv_scale_ptr, recv_weights_ptr, row_words)
+    stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
+    flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
+    arrived = tl.load(job.state_ptr + STATUS) == 0
+    for index in range(num_nodes(job)):
+        sources = sources_of(job, placement_ptr, index, SOURCES)
         steps = tl.zeros([], tl.int64)
         done = tl.zeros([SOURCES], tl.int32)
         while (steps < STEPS) & arrived:
-            arrived, ready, steps = wait_arrivals(
-                flags_ptr,
-                node,
-                steps,
-                done,
-                starts,
-                counts,
-                state_ptr,
-                rank,
-                ranks_per_node,
-                num_senders,
-                SOURCES,
-                SENDERS,
-                ROWS,
-            )
+            arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, num_senders, SENDERS, ROWS)
             if arrived:
-                for local in range(ranks_per_node):
-                    _copy_rows(
-                        recv_x_ptr,
-                        recv_scale_ptr,
-                        recv_idx_ptr,
-                        recv_weights_ptr,
-                        expert_offsets_of(placement_ptr, num_ranks),
-                        tables_ptr,
-                        pick(starts, local),
-                        pick(done, local),
-                        pick(ready, local),
-                        pick(counts, local),
-                        row_words,
-                        row_limit,
-                        rank,
-                        num_ranks,
-                        experts_per_rank,
-                        HAS_SCALES,
-                        HAS_IDX,
-                        HAS_WEIGHTS,
-                        TOPK,
-                        KP,
-                        ROWS,
-                        BLOCK_H,
-                    )
+                for local in range(job.ranks_per_node):
+                    share = share_of(sources, done, ready, local)
+                    # Shares are by position, as in the expand kernel.
+                    for tile in range(my_first(share.first, share.start // ROWS), share.end, tl.num_programs(0)):
+                        row = share.start + tile * ROWS + tl.arange(0, ROWS)
+                        alive = (row < share.start + share.num_rows) & (row < row_limit)
+                        _copy_rows(out, row, alive, stage_ptr, HAS_SCALES, BLOCK_H)
+                        if HAS_IDX:
+                            _store_experts(
+                                job, recv_idx_ptr, recv_weights_ptr, placement_ptr, row, alive, HAS_WEIGHTS, TOPK, KP
+                            )
                 done = ready

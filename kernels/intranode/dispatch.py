@@ -10,7 +10,7 @@ Protocol      1 push, in steps of consecutive tokens, each shorter than the one 
               4 expand: copy the arrival rows of the step to the output rows of their copies, then on to 3. MXFP8
               rows may be converted on the way, once for all copies (device/landing.py). The padding rows are zeroed
               before
-Layout        stage_x [capacity, row on the wire (device/rows.py)], by source rank, then by token; stage_meta
+Layout        stage_x [capacity, row on the wire (device/payload.py)], by source rank, then by token; stage_meta
               [W * max_tokens, 2 * KP];
               recv_x [R, row], recv_scale [R, row / 32] or [R], expert-major, segments aligned; arrive_flag
               [N, LW, SENDERS] int64, by the node of the tokens, then by the rank that pushed them here.
@@ -26,20 +26,13 @@ import triton
 import triton.language as tl
 
 from ..device import codes
-from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, buffer_ptr
-from ..device.groups import my_first, pick
+from ..device.arrivals import ALL_ROWS, release_arrivals, share_of, sources_of, wait_arrivals
+from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
+from ..device.groups import my_first
+from ..device.job import Job, my_node, num_nodes
 from ..device.landing import BLOCK_WORDS, block_words, land_words, load_block_scales
 from ..device.mxfp8 import BLOCK, scale_value
-from ..device.rows import (
-    ALL_ROWS,
-    MX,
-    WORDS,
-    load_payload,
-    release_arrivals,
-    store_scales,
-    wait_arrivals,
-    wire_sizes,
-)
+from ..device.payload import MX, WORDS, Output, load_payload, staged_rows, store_scales, wire_of
 from ..device.tables import STEPS, expert_offsets_of, num_recv_of, part_begin, part_of_step, step_rows_of
 from ..spec import ep_kernel
 
@@ -62,7 +55,7 @@ def dispatch_push_kernel(
     rank,
     num_ranks,
     ranks_per_node,
-    PAYLOAD: tl.constexpr,  # device/rows.py
+    PAYLOAD: tl.constexpr,  # device/payload.py
     TOPK: tl.constexpr,
     LWP: tl.constexpr,
     SENDERS: tl.constexpr,  # a power of two, at least the number of programs
@@ -71,10 +64,11 @@ def dispatch_push_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    if tl.load(state_ptr + STATUS) != 0:
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
+    if tl.load(job.state_ptr + STATUS) != 0:
         return
-    _, data_bytes, _ = wire_sizes(row_words, x_ptr.dtype.element_ty, PAYLOAD)
-    step_rows_ptr = step_rows_of(placement_ptr, num_ranks, experts_per_rank, ranks_per_node)
+    data_bytes = wire_of(row_words, x_ptr.dtype.element_ty, PAYLOAD).data_bytes
+    step_rows_ptr = step_rows_of(job, placement_ptr)
     local = tl.arange(0, LWP)
     num_chunks = tl.cdiv(num_tokens, BLOCK_T)
     num_steps = tl.minimum(tl.maximum(num_chunks // STEP_CHUNKS, 1), STEPS)
@@ -112,62 +106,49 @@ def dispatch_push_kernel(
                             store_scales(dest, here, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
         # The last step may come before the STEPS-th: the flag then jumps.
         more = tl.cast(step + 1, tl.int32) < num_steps
-        mask = (local < ranks_per_node) & more
-        counts = tl.load(step_rows_ptr + next_part * ranks_per_node + local, mask=mask, other=ALL_ROWS)
+        mask = (local < job.ranks_per_node) & more
+        counts = tl.load(step_rows_ptr + next_part * job.ranks_per_node + local, mask=mask, other=ALL_ROWS)
         reached = tl.where(more, step + 1, STEPS)
-        node = rank // ranks_per_node
-        release_arrivals(tables_ptr, state_ptr, rank, num_ranks, ranks_per_node, reached, counts, node, LWP, SENDERS)
+        release_arrivals(job, reached, counts, my_node(job), LWP, SENDERS)
 
 
 @triton.jit
 def _copy_tiles(
-    recv_x_ptr,
-    recv_scale_ptr,
-    stage_x_ptr,
-    stage_bytes_ptr,  # the same
+    out,
+    stage_ptr,  # bytes of arrival row 0
     copies,  # per k [ROWS] output rows, -1 = none
     row,  # [ROWS] arrival rows
     here,  # [ROWS]
-    row_words,
     LANDING: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Copy arrival rows, as they are, to the output rows of their copies."""
-    WORD: tl.constexpr = recv_x_ptr.dtype.element_ty
+    WORD: tl.constexpr = out.x_ptr.dtype.element_ty
     PAYLOAD: tl.constexpr = MX if LANDING == LANDING_MX else WORDS
-    stride, data_bytes, row_bytes = wire_sizes(row_words, WORD, PAYLOAD)
+    wire = wire_of(out.row_words, WORD, PAYLOAD)
+    row_ptrs, scale_ptrs = staged_rows(stage_ptr, row, wire, WORD)
     offs = tl.arange(0, BLOCK_H)
-    for h in range(0, row_words, BLOCK_H):
-        in_row = (h + offs < row_words)[None, :]
-        words, scales = load_payload(
-            stage_x_ptr + row.to(tl.int64) * stride,
-            stage_bytes_ptr + row.to(tl.int64) * row_bytes + data_bytes,
-            here,
-            h,
-            row_words,
-            PAYLOAD,
-            BLOCK_H,
-        )
+    for h in range(0, out.row_words, BLOCK_H):
+        in_row = (h + offs < out.row_words)[None, :]
+        words, scales = load_payload(row_ptrs, scale_ptrs, here, h, out.row_words, PAYLOAD, BLOCK_H)
         for k in tl.static_range(len(copies)):
             dst = copies[k]
             # Most k carry no copy: their addresses would be computed for nothing.
             if tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
-                dest = recv_x_ptr + dst.to(tl.int64)[:, None] * row_words + h + offs[None, :]
+                dest = out.x_ptr + dst.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
                 tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
                 if LANDING == LANDING_MX:
-                    dest = recv_scale_ptr + dst.to(tl.int64) * (data_bytes // BLOCK)
-                    store_scales(dest, dst >= 0, scales, h, row_words, WORD.primitive_bitwidth // 8)
+                    dest = out.scale_ptr + dst.to(tl.int64) * (wire.data_bytes // BLOCK)
+                    store_scales(dest, dst >= 0, scales, h, out.row_words, WORD.primitive_bitwidth // 8)
 
 
 @triton.jit
 def _land_tiles(
-    recv_x_ptr,  # out [R, row_words] int32 or int64
-    stage_ptr,  # int32
-    stage_bytes_ptr,  # the same
+    out,  # of int32 or int64, a word per four elements
+    stage_ptr,  # as above
     copies,
     row,
     here,
-    row_words,  # of four elements
     LANDING: tl.constexpr,
     BLOCK_H: tl.constexpr,
     TILES: tl.constexpr,  # of a row
@@ -175,9 +156,9 @@ def _land_tiles(
     """Convert arrival rows of MXFP8, and copy them to the output rows of their copies. Returns each row's largest
     scale byte."""
     BLOCKS: tl.constexpr = BLOCK_H // BLOCK_WORDS
-    stride, data_bytes, row_bytes = wire_sizes(row_words, tl.int32, MX)
-    source = (stage_ptr + row.to(tl.int64) * stride)[:, None, None]
-    scale_ptrs = stage_bytes_ptr + row.to(tl.int64) * row_bytes + data_bytes
+    row_words = out.row_words
+    row_ptrs, scale_ptrs = staged_rows(stage_ptr, row, wire_of(row_words, tl.int32, MX), tl.int32)
+    source = row_ptrs[:, None, None]
     # The first tile is on its way before anything waits for the scales of the whole row.
     at, in_row = block_words(0, row_words, BLOCKS)
     words = tl.load(source + at, mask=here[:, None, None] & in_row, other=0)
@@ -199,25 +180,17 @@ def _land_tiles(
             dst = copies[k]
             # bfloat16 takes another layout on its way to memory, which without branches it does once.
             if LANDING == LANDING_BF16 or tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
-                dest = recv_x_ptr + dst.to(tl.int64)[:, None, None] * row_words + at
+                dest = out.x_ptr + dst.to(tl.int64)[:, None, None] * row_words + at
                 tl.store(dest, landed, mask=(dst >= 0)[:, None, None] & in_row)
     return largest
 
 
 @triton.jit
 def _expand_rows(
-    recv_x_ptr,
-    recv_scale_ptr,
-    recv_weights_ptr,
+    job,
+    out,
+    share,
     copy_rows_ptr,
-    tables_ptr,
-    start,  # first arrival row of a source
-    first,  # tiles of the source's rows from here
-    end,  # to before here
-    num_rows,  # of the source
-    row_words,
-    rank,
-    num_ranks,
     stage_capacity,
     LANDING: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -232,16 +205,14 @@ def _expand_rows(
 
     Shares are by position, not by progress: programs may see a source at different steps.
     """
-    stage_x_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
-    stage_bytes_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, tl.uint8)
-    stage_words_ptr = buffer_ptr(tables_ptr, STAGE_X, num_ranks, rank, tl.int32)
-    stage_rows_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.int32)
-    stage_weights_ptr = buffer_ptr(tables_ptr, STAGE_META, num_ranks, rank, tl.float32) + KP
+    stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
+    stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
+    stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + KP
     ks = tl.arange(0, KP)[None, :]
     CONVERTED: tl.constexpr = LANDING == LANDING_ROW or LANDING == LANDING_BF16
-    for tile in range(my_first(first, start // ROWS), end, tl.num_programs(0)):
-        row = start + tile * ROWS + tl.arange(0, ROWS)
-        alive = row < start + num_rows
+    for tile in range(my_first(share.first, share.start // ROWS), share.end, tl.num_programs(0)):
+        row = share.start + tile * ROWS + tl.arange(0, ROWS)
+        alive = row < share.start + share.num_rows
         meta = row.to(tl.int64) * (2 * KP)
         # An arrival row beyond the buffer never came (static overflow): its copies become zero rows.
         here = alive & (row < stage_capacity)
@@ -250,24 +221,20 @@ def _expand_rows(
         for k in tl.static_range(TOPK):
             copies += (tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1),)
         if CONVERTED:
-            largest = _land_tiles(
-                recv_x_ptr, stage_words_ptr, stage_bytes_ptr, copies, row, here, row_words, LANDING, BLOCK_H, TILES
-            )
+            largest = _land_tiles(out, stage_ptr, copies, row, here, LANDING, BLOCK_H, TILES)
         else:
-            _copy_tiles(
-                recv_x_ptr, recv_scale_ptr, stage_x_ptr, stage_bytes_ptr, copies, row, here, row_words, LANDING, BLOCK_H
-            )
+            _copy_tiles(out, stage_ptr, copies, row, here, LANDING, BLOCK_H)
         if HAS_WEIGHTS or KEEP_COPY_ROWS or LANDING == LANDING_ROW:
             mask = alive[:, None] & (ks < TOPK)
             dst = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
             if HAS_WEIGHTS:
                 weights = tl.load(stage_weights_ptr + meta[:, None] + ks, mask=mask, other=0.0)
                 weights = tl.where(here[:, None], weights, 0.0)
-                tl.store(recv_weights_ptr + dst, weights, mask=mask & (dst >= 0))
+                tl.store(out.weights_ptr + dst, weights, mask=mask & (dst >= 0))
             if LANDING == LANDING_ROW:
                 # A row that never came is a row of zeros, like padding.
                 scale = tl.where(here, scale_value(largest), 1.0)
-                tl.store(recv_scale_ptr + dst, tl.broadcast_to(scale[:, None], dst.shape), mask=mask & (dst >= 0))
+                tl.store(out.scale_ptr + dst, tl.broadcast_to(scale[:, None], dst.shape), mask=mask & (dst >= 0))
             if KEEP_COPY_ROWS:
                 copy = row.to(tl.int64)[:, None] * TOPK + ks
                 tl.store(copy_rows_ptr + copy, dst, mask=mask & here[:, None])
@@ -275,13 +242,9 @@ def _expand_rows(
 
 @triton.jit
 def _zero_padding(
-    recv_x_ptr,
-    recv_scale_ptr,
-    recv_weights_ptr,
+    job,
+    out,
     placement_ptr,
-    row_words,
-    num_ranks,
-    experts_per_rank,
     LANDING: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -289,30 +252,30 @@ def _zero_padding(
 ):
     """Zero data, scales and weights of the rows between an expert's last row and the next expert's first; scales of
     whole rows become 1."""
-    WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    WORD_BYTES: tl.constexpr = out.x_ptr.dtype.element_ty.primitive_bitwidth // 8
     no_scales = tl.zeros([ROWS, BLOCK_H * WORD_BYTES // 32 if LANDING == LANDING_MX else 1], tl.uint8)
     offs = tl.arange(0, BLOCK_H)
-    zeros = tl.zeros([ROWS, BLOCK_H], recv_x_ptr.dtype.element_ty)
-    expert_offsets_ptr = expert_offsets_of(placement_ptr, num_ranks)
-    num_recv_ptr = num_recv_of(placement_ptr, num_ranks, experts_per_rank)
-    shares = tl.maximum(tl.num_programs(0) // experts_per_rank, 1)
-    for item in range(tl.program_id(0), experts_per_rank * shares, tl.num_programs(0)):
-        expert, share = item % experts_per_rank, item // experts_per_rank
+    zeros = tl.zeros([ROWS, BLOCK_H], out.x_ptr.dtype.element_ty)
+    expert_offsets_ptr = expert_offsets_of(job, placement_ptr)
+    num_recv_ptr = num_recv_of(job, placement_ptr)
+    shares = tl.maximum(tl.num_programs(0) // job.experts_per_rank, 1)
+    for item in range(tl.program_id(0), job.experts_per_rank * shares, tl.num_programs(0)):
+        expert, share = item % job.experts_per_rank, item // job.experts_per_rank
         begin = tl.load(expert_offsets_ptr + expert) + tl.load(num_recv_ptr + expert)
         end = tl.load(expert_offsets_ptr + expert + 1)
         for first in range(begin + share * ROWS, end, shares * ROWS):
             row = first + tl.arange(0, ROWS)
-            for h in range(0, row_words, BLOCK_H):
-                mask = (row < end)[:, None] & (h + offs < row_words)[None, :]
-                dest = recv_x_ptr + row.to(tl.int64)[:, None] * row_words + h + offs[None, :]
+            for h in range(0, out.row_words, BLOCK_H):
+                mask = (row < end)[:, None] & (h + offs < out.row_words)[None, :]
+                dest = out.x_ptr + row.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
                 tl.store(dest, zeros, mask=mask)
                 if LANDING == LANDING_MX:
-                    dest = recv_scale_ptr + row.to(tl.int64) * (row_words * WORD_BYTES // 32)
-                    store_scales(dest, row < end, no_scales, h, row_words, WORD_BYTES)
+                    dest = out.scale_ptr + row.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
+                    store_scales(dest, row < end, no_scales, h, out.row_words, WORD_BYTES)
             if LANDING == LANDING_ROW:
-                tl.store(recv_scale_ptr + row, tl.full([ROWS], 1.0, tl.float32), mask=row < end)
+                tl.store(out.scale_ptr + row, tl.full([ROWS], 1.0, tl.float32), mask=row < end)
             if HAS_WEIGHTS:
-                tl.store(recv_weights_ptr + row, tl.zeros([ROWS], tl.float32), mask=row < end)
+                tl.store(out.weights_ptr + row, tl.zeros([ROWS], tl.float32), mask=row < end)
 
 
 @ep_kernel(
@@ -344,73 +307,33 @@ def dispatch_expand_kernel(
     KEEP_COPY_ROWS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
-    SOURCES: tl.constexpr,  # device/rows.py
-    SENDERS: tl.constexpr,  # likewise
+    SOURCES: tl.constexpr,  # a power of two, at least LW
+    SENDERS: tl.constexpr,  # a power of two, at least the number of senders
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     TILES: tl.constexpr,  # of BLOCK_H words in a row
 ):
-    source = tl.arange(0, SOURCES)
-    in_node = source < ranks_per_node
-    my_node = rank // ranks_per_node
-    num_nodes = num_ranks // ranks_per_node
-    flags_ptr = buffer_ptr(tables_ptr, ARRIVE_FLAG, num_ranks, rank, tl.int64)
-    arrived = tl.load(state_ptr + STATUS) == 0
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
+    out = Output(recv_x_ptr, recv_scale_ptr, recv_weights_ptr, row_words)
+    flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
+    arrived = tl.load(job.state_ptr + STATUS) == 0
     # While the first rows are on their way.
     if HAS_PADDING:
         if arrived:
-            _zero_padding(
-                recv_x_ptr,
-                recv_scale_ptr,
-                recv_weights_ptr,
-                placement_ptr,
-                row_words,
-                num_ranks,
-                experts_per_rank,
-                LANDING,
-                HAS_WEIGHTS,
-                ROWS,
-                BLOCK_H,
-            )
-    # Own node first, then in the order in which their tokens come.
-    for index in range(num_nodes):
-        node = (my_node - index + num_nodes) % num_nodes
-        report_ptrs = placement_ptr + (node * ranks_per_node + source) * 8
-        starts = tl.load(report_ptrs + 6, mask=in_node, other=0)
-        counts = tl.load(report_ptrs + 7, mask=in_node, other=0)
+            _zero_padding(job, out, placement_ptr, LANDING, HAS_WEIGHTS, ROWS, BLOCK_H)
+    for index in range(num_nodes(job)):
+        sources = sources_of(job, placement_ptr, index, SOURCES)
         steps = tl.zeros([], tl.int64)
         done = tl.zeros([SOURCES], tl.int32)
         while (steps < STEPS) & arrived:
-            arrived, ready, steps = wait_arrivals(
-                flags_ptr,
-                node,
-                steps,
-                done,
-                starts,
-                counts,
-                state_ptr,
-                rank,
-                ranks_per_node,
-                num_senders,
-                SOURCES,
-                SENDERS,
-                ROWS,
-            )
+            arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, num_senders, SENDERS, ROWS)
             if arrived:
-                for local in range(ranks_per_node):
+                for local in range(job.ranks_per_node):
                     _expand_rows(
-                        recv_x_ptr,
-                        recv_scale_ptr,
-                        recv_weights_ptr,
+                        job,
+                        out,
+                        share_of(sources, done, ready, local),
                         copy_rows_ptr,
-                        tables_ptr,
-                        pick(starts, local),
-                        pick(done, local),
-                        pick(ready, local),
-                        pick(counts, local),
-                        row_words,
-                        rank,
-                        num_ranks,
                         stage_capacity,
                         LANDING,
                         HAS_WEIGHTS,

@@ -8,8 +8,8 @@ Protocol      1 reduce: for each arrival row of the dispatch, the sum of its cop
               that it went to, and round. Where tags differ, ranks are in different combines (device/calls.py): the
               first program reports it
 Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token; ll_combine_flag [2, W] int64:
-              (rows << 32 | tag), where max_tokens + 1 are added in every second call, and the first program exchanges
-              the lower half, as in low_latency_dispatch.py.
+              (rows << LL_COUNT_SHIFT | tag), where max_tokens + 1 are added in every second call, and the first program
+              exchanges the lower half, as in low_latency_dispatch.py.
 Memory order  As in low_latency_dispatch.py: the adds are one release sequence; 3 acquires their total.
 Progress      1 and 2 wait for nobody. 3 waits for the reduces of all ranks, its own launched before.
 Replay        As in low_latency_dispatch.py, with the combine's own epoch: a rank that reduces for epoch n has ended
@@ -21,6 +21,7 @@ Replay        As in low_latency_dispatch.py, with the combine's own epoch: a ran
 import triton
 import triton.language as tl
 
+from ..device import codes
 from ..device.buffers import (
     EPOCH_LL_COMBINE,
     LL_COMBINE,
@@ -28,13 +29,16 @@ from ..device.buffers import (
     LL_COMBINE_SENT,
     LL_COMBINE_TOLD,
     STATUS,
-    buffer_ptr,
     buffer_ptrs,
+    own_buffer,
 )
 from ..device.calls import CALLS_LL_COMBINE, combine_tag, report_calls
+from ..device.job import Job
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
 from ..device.waits import WAIT_LL_PARTIALS, wait_values
 from ..spec import ep_kernel
+
+_COUNT_SHIFT = tl.constexpr(codes.LL_COUNT_SHIFT)
 
 
 @triton.jit
@@ -52,7 +56,7 @@ def low_latency_reduce_kernel(
     y_ptr,  # [R, H]
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
     copy_rows_ptr,  # [W * M, K] int32, of the expand kernel: copies first, then -1
-    placement_ptr,  # of the expand kernel, `small_ptr`
+    placement_ptr,  # of the expand kernel
     state_ptr,
     tables_ptr,
     max_tokens,
@@ -68,30 +72,31 @@ def low_latency_reduce_kernel(
     TILES: tl.constexpr,  # of BLOCK_H columns in a row
     BLOCK_H: tl.constexpr,
 ):
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, num_ranks, experts_per_rank)
     # After a failure nothing is stored; an early return would make every load wait for this one.
-    healthy = tl.load(state_ptr + STATUS) == 0
-    epoch = tl.load(state_ptr + EPOCH_LL_COMBINE) + 1
+    healthy = tl.load(job.state_ptr + STATUS) == 0
+    epoch = tl.load(job.state_ptr + EPOCH_LL_COMBINE) + 1
     parity = (epoch & 1).to(tl.int32)
-    part = parity * num_ranks + rank
-    tag = combine_tag(call, placement_ptr, num_ranks, experts_per_rank)
+    part = parity * job.num_ranks + job.rank
+    tag = combine_tag(job, call, placement_ptr)
     is_first = tl.program_id(0) == 0
-    told_ptr = state_ptr + LL_COMBINE_TOLD + parity
+    told_ptr = job.state_ptr + LL_COMBINE_TOLD + parity
     told = tl.load(told_ptr, mask=is_first, other=tag)
     item = tl.program_id(0) + tl.arange(0, ROWS) * tl.num_programs(0)
     # Neighbours go to different ranks, and ranks begin with different ones.
-    token = quotient(item, num_ranks)
-    source = rank + item - token * num_ranks
-    source = tl.where(source < num_ranks, source, source - num_ranks)
-    alive = item < num_ranks * max_tokens
+    token = quotient(item, job.num_ranks)
+    source = job.rank + item - token * job.num_ranks
+    source = tl.where(source < job.num_ranks, source, source - job.num_ranks)
+    alive = item < job.num_ranks * max_tokens
     copy_ptrs = copy_rows_ptr + (source * max_tokens + token) * TOPK
     came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
     offs = tl.arange(0, BLOCK_H)[None, :]
     peers = tl.arange(0, WP)
     mine = (source[:, None] == peers[None, :]) & (alive & healthy)[:, None]
     # The first program adds one more, so that no count is complete before its tag is there.
-    count = tl.sum(mine.to(tl.int64), axis=0) + tl.where((peers < num_ranks) & healthy & is_first, 1, 0)
-    flag_ptrs = buffer_ptrs(tables_ptr, LL_COMBINE_FLAG, num_ranks, peers, count > 0, tl.int64) + part
-    dest = buffer_ptrs(tables_ptr, LL_COMBINE, num_ranks, source, came, y_ptr.dtype.element_ty)
+    count = tl.sum(mine.to(tl.int64), axis=0) + tl.where((peers < job.num_ranks) & healthy & is_first, 1, 0)
+    flag_ptrs = buffer_ptrs(job, LL_COMBINE_FLAG, peers, count > 0, tl.int64) + part
+    dest = buffer_ptrs(job, LL_COMBINE, source, came, y_ptr.dtype.element_ty)
     dest += (part * max_tokens + token).to(tl.int64) * hidden
     for t in tl.static_range(TILES):
         h = t * BLOCK_H
@@ -106,8 +111,8 @@ def low_latency_reduce_kernel(
                     acc = _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS)
         tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=(came & healthy)[:, None] & in_row)
     if is_first:
-        tl.store(state_ptr + LL_COMBINE_SENT, epoch)
-    release_counts(flag_ptrs, count > 0, (count << 32) + tl.where(is_first, tag - told, 0))
+        tl.store(job.state_ptr + LL_COMBINE_SENT, epoch)
+    release_counts(flag_ptrs, count > 0, (count << _COUNT_SHIFT) + tl.where(is_first, tag - told, 0))
     # Behind the barrier of the release: all threads have read what was told before.
     tl.store(told_ptr, tag, mask=is_first & healthy)
 
@@ -131,26 +136,27 @@ def low_latency_sum_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, num_ranks, experts_per_rank)
     # Without tokens there is one program: it must wait all the same (Replay).
     token = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)
     alive = token < num_tokens
     ks = tl.arange(0, KP)[None, :]
     ids = tl.load(kept_idx_ptr + token[:, None] * TOPK + ks, mask=alive[:, None] & (ks < TOPK), other=-1)
-    goes_to = rank_bits(owners(ids, experts_per_rank), 1)
+    goes_to = rank_bits(owners(ids, job.experts_per_rank), 1)
     offs = (tl.program_id(0) % PARTS * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
     in_row = offs < hidden
-    epoch = tl.load(state_ptr + LL_COMBINE_SENT)
-    own_tag = tl.load(state_ptr + LL_COMBINE_TOLD + (epoch & 1)).to(tl.int32)
+    epoch = tl.load(job.state_ptr + LL_COMBINE_SENT)
+    own_tag = tl.load(job.state_ptr + LL_COMBINE_TOLD + (epoch & 1)).to(tl.int32)
     if tl.program_id(0) == 0:
-        tl.store(state_ptr + EPOCH_LL_COMBINE, epoch)
+        tl.store(job.state_ptr + EPOCH_LL_COMBINE, epoch)
     peers = tl.arange(0, WP)
-    in_group = peers < num_ranks
-    first = (epoch & 1).to(tl.int32) * num_ranks
-    flag_ptrs = buffer_ptr(tables_ptr, LL_COMBINE_FLAG, num_ranks, rank, tl.int64) + first + peers
-    sums_ptr = buffer_ptr(tables_ptr, LL_COMBINE, num_ranks, rank, out_ptr.dtype.element_ty)
+    in_group = peers < job.num_ranks
+    first = (epoch & 1).to(tl.int32) * job.num_ranks
+    flag_ptrs = own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers
+    sums_ptr = own_buffer(job, LL_COMBINE, out_ptr.dtype.element_ty)
     # Times that this half has been used.
-    expected = (((epoch + 1) >> 1) * (max_tokens + 1)) << 32
-    arrived, seen = wait_values(flag_ptrs, in_group, expected, state_ptr, WAIT_LL_PARTIALS, first)
+    expected = (((epoch + 1) >> 1) * (max_tokens + 1)) << _COUNT_SHIFT
+    arrived, seen = wait_values(job, flag_ptrs, in_group, expected, WAIT_LL_PARTIALS, first)
     if arrived:
         acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
         for peer in tl.static_range(WP):
@@ -163,4 +169,4 @@ def low_latency_sum_kernel(
     if arrived & (tl.program_id(0) == 0):
         tags = seen.to(tl.int32)
         if tl.max((in_group & (tags != own_tag)).to(tl.int32)) > 0:
-            report_calls(state_ptr, peers, tags, in_group, CALLS_LL_COMBINE)
+            report_calls(job, peers, tags, in_group, CALLS_LL_COMBINE)

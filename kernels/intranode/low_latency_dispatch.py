@@ -10,13 +10,13 @@ Protocol      1 push, one program per token: to every rank go the token's keys, 
               are in different calls, nothing is copied (device/calls.py). From the totals of all sources follows
               where each source's rows of each expert begin; that plus the slot is the output row. Copy rows, note
               where they went (for combine), zero the padding
-Layout        ll_stage_x [2, W * M, row on the wire (device/rows.py)], arrival row = source rank * M + token;
+Layout        ll_stage_x [2, W * M, row on the wire (device/payload.py)], arrival row = source rank * M + token;
               ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, EP] int64:
               (epoch << 16 | total), so that an old word counts as none and nothing need be cleared;
-              ll_flag [2, W] int64: (programs << 32 | host word << 16 | tokens), where max_tokens programs are added in
-              every second call, and the program of token 0 exchanges the lower half: it adds what was told now less
-              what was told before (LL_TOLD). Their first dimension is the parity of the epoch. W ranks, M max_tokens,
-              e experts per rank, KP top-k rounded up to a power of two.
+              ll_flag [2, W] int64: programs, host word and tokens (device/codes.py, LL_WORD_SHIFT), where max_tokens
+              programs are added in every second call, and the program of token 0 exchanges the lower half: it adds
+              what it publishes now less what it published before (LL_TOLD). Their first dimension is the parity of the
+              epoch. W ranks, M max_tokens, e experts per rank, KP top-k rounded up to a power of two.
 Memory order  All stores of a program come before a block barrier and its release adds, at system scope. The adds to a
               flag are one release sequence, so 3, which acquires their total, sees what all programs stored.
 Progress      1 and 2 wait for nobody. 3 waits for the pushes of all ranks, its own launched before.
@@ -30,6 +30,7 @@ Replay        The epoch lives on the device, in two words: push reads the first 
 import triton
 import triton.language as tl
 
+from ..device import codes
 from ..device.buffers import (
     EPOCH_LL_DISPATCH,
     LL_COUNTS,
@@ -39,13 +40,35 @@ from ..device.buffers import (
     LL_STAGE_X,
     LL_TOLD,
     STATUS,
-    buffer_ptr,
     buffer_ptrs,
     count_overflow,
+    own_buffer,
 )
 from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_unlike
+from ..device.job import Job, num_experts
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
-from ..device.rows import MX, WORDS, load_payload, load_row_tile, store_scales, wire_sizes, wire_tile
+from ..device.payload import (
+    MX,
+    WORDS,
+    Output,
+    load_payload,
+    load_row_tile,
+    staged_rows,
+    store_scales,
+    wire_of,
+    wire_tile,
+)
+from ..device.tables import (
+    REPORT_HOST_WORD,
+    REPORT_ROWS,
+    REPORT_TOKENS,
+    REPORT_WORDS,
+    expert_offsets_of,
+    num_recv_of,
+    num_rows_of,
+    overflow_of,
+    report_ptrs,
+)
 from ..device.waits import WAIT_LL_ROWS, wait_values
 from ..spec import ep_kernel
 
@@ -53,6 +76,8 @@ _SLOT_BITS = tl.constexpr(16)
 _SLOT_MASK = tl.constexpr(0xFFFF)
 _ONE_ABOVE = tl.constexpr(1 << 16)
 _REST = tl.constexpr(64)
+_WORD_SHIFT = tl.constexpr(codes.LL_WORD_SHIFT)
+_COUNT_SHIFT = tl.constexpr(codes.LL_COUNT_SHIFT)
 
 
 @triton.jit
@@ -98,7 +123,7 @@ def low_latency_push_kernel(
     rank,
     num_ranks,
     host_word,
-    PAYLOAD: tl.constexpr,  # device/rows.py
+    PAYLOAD: tl.constexpr,  # device/payload.py
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
@@ -108,111 +133,106 @@ def low_latency_push_kernel(
     TILES: tl.constexpr,  # of BLOCK_H words in a row
     BLOCK_H: tl.constexpr,
 ):
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, num_ranks, experts_per_rank)
     # After a failure nothing is stored; an early return would make every load wait for this one.
-    healthy = tl.load(state_ptr + STATUS) == 0
-    epoch = tl.load(state_ptr + EPOCH_LL_DISPATCH) + 1
+    healthy = tl.load(job.state_ptr + STATUS) == 0
+    epoch = tl.load(job.state_ptr + EPOCH_LL_DISPATCH) + 1
     parity = (epoch & 1).to(tl.int32)
     token = tl.program_id(0)  # without tokens there is one program, which only releases
     alive = token < num_tokens
     ks = tl.arange(0, KP)
     entry = alive & (ks < TOPK)
-    mine = _kept(tl.load(topk_idx_ptr + token * TOPK + ks, mask=entry, other=-1), num_ranks * experts_per_rank)
+    mine = _kept(tl.load(topk_idx_ptr + token * TOPK + ks, mask=entry, other=-1), num_experts(job))
     row = tl.arange(0, 1) + token
-    stride, data_bytes, row_bytes = wire_sizes(row_words, x_ptr.dtype.element_ty, PAYLOAD)
+    wire = wire_of(row_words, x_ptr.dtype.element_ty, PAYLOAD)
     row_ptrs = x_ptr + row.to(tl.int64) * row_words
-    scale_ptrs = scale_ptr + row.to(tl.int64) * (data_bytes // 32)
-    owner = owners(mine, experts_per_rank)
-    source = parity * num_ranks + rank
+    scale_ptrs = scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
+    owner = owners(mine, job.experts_per_rank)
+    source = parity * job.num_ranks + job.rank
     arrival = source * max_tokens + token
     peers = tl.arange(0, WP)
-    in_group = (peers < num_ranks) & healthy
+    in_group = (peers < job.num_ranks) & healthy
     tile = load_row_tile(row_ptrs, row < num_tokens, 0, row_words, BLOCK_H)
 
     # Ranks and tokens begin with different destinations, so that no link is everybody's first.
-    first_rank = rank + token - quotient(rank + token, num_ranks) * num_ranks
+    first_rank = job.rank + token - quotient(job.rank + token, job.num_ranks) * job.num_ranks
     dest_rank = first_rank + peers
-    dest_rank = tl.where(dest_rank < num_ranks, dest_rank, dest_rank - num_ranks)
-    goes_there = healthy & (peers < num_ranks) & (((rank_bits(owner, 0) >> dest_rank) & 1) > 0)
+    dest_rank = tl.where(dest_rank < job.num_ranks, dest_rank, dest_rank - job.num_ranks)
+    goes_there = healthy & (peers < job.num_ranks) & (((rank_bits(owner, 0) >> dest_rank) & 1) > 0)
     offs = tl.arange(0, BLOCK_H)[None, :]
     for t in tl.static_range(TILES):
         h = t * BLOCK_H
         if t > 0:
             tile = load_row_tile(row_ptrs, row < num_tokens, h, row_words, BLOCK_H)
         data, scales = wire_tile(tile, scale_ptrs, row < num_tokens, h, row_words, PAYLOAD)
-        dest = buffer_ptrs(tables_ptr, LL_STAGE_X, num_ranks, dest_rank, goes_there, data.dtype)
-        dest += arrival.to(tl.int64) * stride
+        dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, data.dtype)
+        dest += arrival.to(tl.int64) * wire.stride
         data = tl.broadcast_to(data, [WP, BLOCK_H])
         tl.store(dest[:, None] + h + offs, data, mask=goes_there[:, None] & (h + offs < row_words))
         if PAYLOAD != WORDS:
-            dest = buffer_ptrs(tables_ptr, LL_STAGE_X, num_ranks, dest_rank, goes_there, tl.uint8)
-            dest += arrival.to(tl.int64) * row_bytes + data_bytes
+            dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, tl.uint8)
+            dest += arrival.to(tl.int64) * wire.row_bytes + wire.data_bytes
             scales = tl.broadcast_to(scales, [WP, scales.shape[1]])
             store_scales(dest, goes_there, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
         if t == 0:  # while the stores of the first tile are on their way
-            num_experts = num_ranks * experts_per_rank
-            slot, total = _slots(topk_idx_ptr, mine, token * TOPK, num_tokens * TOPK, num_experts, BLOCK_N)
-            local = mine - owner * experts_per_rank
+            slot, total = _slots(topk_idx_ptr, mine, token * TOPK, num_tokens * TOPK, num_experts(job), BLOCK_N)
+            local = mine - owner * job.experts_per_rank
             to_all = alive & in_group
             meta = (arrival * (2 * KP) + ks)[None, :]
-            dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, to_all, tl.int32)[:, None] + meta
+            dest = buffer_ptrs(job, LL_META, peers, to_all, tl.int32)[:, None] + meta
             keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
             tl.store(dest, keys, mask=to_all[:, None])
             if HAS_WEIGHTS:
                 weights = tl.load(weights_ptr + token * TOPK + ks, mask=entry, other=0.0)
-                dest = buffer_ptrs(tables_ptr, LL_META, num_ranks, peers, to_all, tl.float32)[:, None] + meta + KP
+                dest = buffer_ptrs(job, LL_META, peers, to_all, tl.float32)[:, None] + meta + KP
                 tl.store(dest, tl.broadcast_to(weights[None, :], [WP, KP]), mask=to_all[:, None])
             is_last = (mine >= 0) & (slot + 1 == total) & healthy
-            counts_ptrs = buffer_ptrs(tables_ptr, LL_COUNTS, num_ranks, owner, is_last, tl.int64)
+            counts_ptrs = buffer_ptrs(job, LL_COUNTS, owner, is_last, tl.int64)
             tl.store(counts_ptrs + source * EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
             tl.store(kept_idx_ptr + token * TOPK + ks, mine, mask=entry)
 
     # Program 0 also adds the counts of absent programs (T < max_tokens) and publishes the per-call word.
     is_first = token == 0
-    told_ptr = state_ptr + LL_TOLD + parity
-    telling = ((host_word << 16) + num_tokens).to(tl.int64)
+    told_ptr = job.state_ptr + LL_TOLD + parity
+    telling = ((host_word << _WORD_SHIFT) + num_tokens).to(tl.int64)
     told = tl.load(told_ptr, mask=is_first, other=telling)
     count = tl.where(is_first, max_tokens + 1 - tl.num_programs(0), 1).to(tl.int64)
-    flag_ptrs = buffer_ptrs(tables_ptr, LL_FLAG, num_ranks, peers, in_group, tl.int64) + source
+    flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, in_group, tl.int64) + source
     tl.store(told_ptr, telling, mask=is_first & healthy)
-    tl.store(state_ptr + LL_DISPATCH_SENT, epoch, mask=is_first & healthy)
-    added = tl.where(is_first, telling - told, 0) + (count << 32)
+    tl.store(job.state_ptr + LL_DISPATCH_SENT, epoch, mask=is_first & healthy)
+    added = tl.where(is_first, telling - told, 0) + (count << _COUNT_SHIFT)
     release_counts(flag_ptrs, in_group, tl.zeros([WP], tl.int64) + added)
 
 
 @triton.jit
 def _store_copies(
-    recv_x_ptr,
-    recv_scale_ptr,
+    out,
     words,  # [ROWS, BLOCK_H]
     scales,
     h,
     copy_ptrs,  # [ROWS] pointers to K output rows of each arrival row, negative = none
     in_use,  # [ROWS]
-    row_words,
     HAS_SCALES: tl.constexpr,
     TOPK: tl.constexpr,
 ):
     """Store a tile of arrival rows to the output rows of their copies."""
-    WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    WORD_BYTES: tl.constexpr = out.x_ptr.dtype.element_ty.primitive_bitwidth // 8
     offs = (h + tl.arange(0, words.shape[1]))[None, :]
     for k in tl.static_range(TOPK):
         copy = tl.load(copy_ptrs + k, mask=in_use, other=-1)
         if tl.max(copy) >= 0:  # most rows have few copies, and they come first
-            dest = recv_x_ptr + copy.to(tl.int64)[:, None] * row_words + offs
-            tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < row_words))
+            dest = out.x_ptr + copy.to(tl.int64)[:, None] * out.row_words + offs
+            tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < out.row_words))
             if HAS_SCALES:
-                dest = recv_scale_ptr + copy.to(tl.int64) * (row_words * WORD_BYTES // 32)
-                store_scales(dest, copy >= 0, scales, h, row_words, WORD_BYTES)
+                dest = out.scale_ptr + copy.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
+                store_scales(dest, copy >= 0, scales, h, out.row_words, WORD_BYTES)
 
 
 @triton.jit
 def _zero_rest(
-    recv_x_ptr,
-    recv_scale_ptr,
-    recv_weights_ptr,
+    out,
     total,  # [EP] rows of each local expert
     padded,  # [EP] the same, rounded up
-    row_words,
     capacity,
     HAS_SCALES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -227,27 +247,61 @@ def _zero_rest(
     num_padding = tl.sum(padding)
     step = tl.num_programs(0)
     if HAS_PADDING:
-        WORD_BYTES: tl.constexpr = recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
+        WORD_BYTES: tl.constexpr = out.x_ptr.dtype.element_ty.primitive_bitwidth // 8
         no_scales = tl.zeros([ROWS, BLOCK_H * WORD_BYTES // 32 if HAS_SCALES else 1], tl.uint8)
-        zeros = tl.zeros([ROWS, BLOCK_H], recv_x_ptr.dtype.element_ty)
+        zeros = tl.zeros([ROWS, BLOCK_H], out.x_ptr.dtype.element_ty)
         offs = tl.arange(0, BLOCK_H)[None, :]
         for first in range(tl.program_id(0) * ROWS, num_padding, step * ROWS):
             number = first + tl.arange(0, ROWS)
             # Before it lie all other numbers below, and the copies of its expert and those before.
             row = number + tl.sum(tl.where(before <= number[:, None], total[None, :], 0), axis=1)
             inside = (number < num_padding) & (row < capacity)
-            for h in range(0, row_words, BLOCK_H):
-                dest = recv_x_ptr + row.to(tl.int64)[:, None] * row_words + h + offs
-                tl.store(dest, zeros, mask=inside[:, None] & (h + offs < row_words))
+            for h in range(0, out.row_words, BLOCK_H):
+                dest = out.x_ptr + row.to(tl.int64)[:, None] * out.row_words + h + offs
+                tl.store(dest, zeros, mask=inside[:, None] & (h + offs < out.row_words))
                 if HAS_SCALES:
-                    dest = recv_scale_ptr + row.to(tl.int64) * (row_words * WORD_BYTES // 32)
-                    store_scales(dest, inside, no_scales, h, row_words, WORD_BYTES)
+                    dest = out.scale_ptr + row.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
+                    store_scales(dest, inside, no_scales, h, out.row_words, WORD_BYTES)
     if HAS_WEIGHTS:
         num_rest = capacity - tl.sum(total)
         for first in range(tl.program_id(0) * _REST, num_rest, step * _REST):
             number = first + tl.arange(0, _REST)
             row = number + tl.sum(tl.where(before <= number[:, None], total[None, :], 0), axis=1)
-            tl.store(recv_weights_ptr + row, tl.zeros([_REST], tl.float32), mask=row < capacity)
+            tl.store(out.weights_ptr + row, tl.zeros([_REST], tl.float32), mask=row < capacity)
+
+
+@triton.jit
+def _store_placement(
+    job,
+    placement_ptr,
+    word_of,  # [WP] host word and tokens of each rank
+    total,  # [EP] rows of each local expert
+    padded,  # [EP] the same, rounded up
+    capacity,
+    epoch,
+):
+    """Write the parts of `placement` (device/tables.py) that a low-latency dispatch has: of the report tokens, host
+    words and the own rows; then up to the number of the dispatch."""
+    source = tl.arange(0, word_of.shape[0])
+    local = tl.arange(0, total.shape[0])
+    start = tl.cumsum(padded, axis=0) - padded
+    rows = tl.sum(padded)
+    clamped = tl.minimum(start, capacity)
+    field = tl.arange(0, REPORT_WORDS)[None, :]
+    tokens, host_word = (word_of & _SLOT_MASK)[:, None], (word_of >> _WORD_SHIFT)[:, None]
+    report = tl.where(field == REPORT_TOKENS, tokens, tl.where(field == REPORT_HOST_WORD, host_word, 0))
+    report = tl.where((field == REPORT_ROWS) & (source == job.rank)[:, None], rows, report)
+    ptrs = report_ptrs(placement_ptr, source[:, None], REPORT_ROWS) + field
+    tl.store(ptrs, report, mask=(source < job.num_ranks)[:, None])
+    is_local = local < job.experts_per_rank
+    tl.store(expert_offsets_of(job, placement_ptr) + local, clamped, mask=is_local)
+    tl.store(num_rows_of(job, placement_ptr), tl.minimum(rows, capacity))
+    real = tl.minimum(start + total, capacity) - clamped
+    tl.store(num_recv_of(job, placement_ptr) + local, real, mask=is_local)
+    overflow = tl.maximum(rows - capacity, 0)
+    tl.store(overflow_of(job, placement_ptr), overflow)
+    count_overflow(job, overflow)
+    store_epoch(job, placement_ptr, epoch)
 
 
 @ep_kernel(
@@ -255,7 +309,7 @@ def _zero_rest(
     recv_scale_ptr="*u8",
     recv_weights_ptr="*fp32",
     copy_rows_ptr="*i32",
-    small_ptr="*i32",
+    placement_ptr="*i32",
     specialised=("row_words",),
 )
 def low_latency_expand_kernel(
@@ -263,7 +317,7 @@ def low_latency_expand_kernel(
     recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES
     recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
     copy_rows_ptr,  # out [W * M, K] int32, rows of each arrival row's copies, -2 = beyond the capacity; then -1
-    small_ptr,  # out int32, `placement` (device/tables.py) up to the number of the dispatch
+    placement_ptr,  # out int32 (device/tables.py), up to the number of the dispatch
     state_ptr,
     tables_ptr,
     row_words,
@@ -284,39 +338,40 @@ def low_latency_expand_kernel(
     TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    job = Job(state_ptr, tables_ptr, rank, num_ranks, num_ranks, experts_per_rank)
+    out = Output(recv_x_ptr, recv_scale_ptr, recv_weights_ptr, row_words)
     # Addresses are loaded before the wait: its acquire empties L1.
-    stage_ptr = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, rank, recv_x_ptr.dtype.element_ty)
-    stage_bytes_ptr = buffer_ptr(tables_ptr, LL_STAGE_X, num_ranks, rank, tl.uint8)
-    meta_ptr = buffer_ptr(tables_ptr, LL_META, num_ranks, rank, tl.int32)
-    meta_weights_ptr = buffer_ptr(tables_ptr, LL_META, num_ranks, rank, tl.float32)
-    counts_ptr = buffer_ptr(tables_ptr, LL_COUNTS, num_ranks, rank, tl.int64)
-    epoch = tl.load(state_ptr + LL_DISPATCH_SENT)
-    own_word = (tl.load(state_ptr + LL_TOLD + (epoch & 1)) >> 16).to(tl.int32)
+    stage_ptr = own_buffer(job, LL_STAGE_X, tl.uint8)
+    meta_ptr = own_buffer(job, LL_META, tl.int32)
+    meta_weights_ptr = own_buffer(job, LL_META, tl.float32)
+    counts_ptr = own_buffer(job, LL_COUNTS, tl.int64)
+    epoch = tl.load(job.state_ptr + LL_DISPATCH_SENT)
+    own_word = (tl.load(job.state_ptr + LL_TOLD + (epoch & 1)) >> _WORD_SHIFT).to(tl.int32)
     if tl.program_id(0) == 0:
-        tl.store(state_ptr + EPOCH_LL_DISPATCH, epoch)
+        tl.store(job.state_ptr + EPOCH_LL_DISPATCH, epoch)
     # Times that this half has been used.
-    expected = (((epoch + 1) >> 1) * max_tokens) << 32
-    first_source = (epoch & 1).to(tl.int32) * num_ranks
+    expected = (((epoch + 1) >> 1) * max_tokens) << _COUNT_SHIFT
+    first_source = (epoch & 1).to(tl.int32) * job.num_ranks
     source = tl.arange(0, WP)
-    in_group = source < num_ranks
-    flag_ptrs = buffer_ptr(tables_ptr, LL_FLAG, num_ranks, rank, tl.int64) + first_source + source
-    arrived, seen = wait_values(flag_ptrs, in_group, expected, state_ptr, WAIT_LL_ROWS, first_source)
+    in_group = source < job.num_ranks
+    flag_ptrs = own_buffer(job, LL_FLAG, tl.int64) + first_source + source
+    arrived, seen = wait_values(job, flag_ptrs, in_group, expected, WAIT_LL_ROWS, first_source)
     word_of = tl.where(in_group, seen, 0).to(tl.int32)
     # The report stands at the end: most calls pass it, and none waits for it.
-    alike = tl.max((in_group & words_unlike(own_word, word_of >> 16)).to(tl.int32)) == 0
+    alike = tl.max((in_group & words_unlike(own_word, word_of >> _WORD_SHIFT)).to(tl.int32)) == 0
     if arrived & alike:
         PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
-        stride, data_bytes, row_bytes = wire_sizes(row_words, recv_x_ptr.dtype.element_ty, PAYLOAD)
+        WORD: tl.constexpr = recv_x_ptr.dtype.element_ty
+        wire = wire_of(row_words, WORD, PAYLOAD)
         # Rows far from each other, so that programs share what few tokens there may be.
-        num_arrivals = num_ranks * max_tokens
+        num_arrivals = job.num_ranks * max_tokens
         arrival = tl.program_id(0) + tl.arange(0, ROWS) * tl.num_programs(0)
         of_source = quotient(arrival, max_tokens)
         token = arrival - of_source * max_tokens
         word = tl.sum(tl.where(of_source[:, None] == source[None, :], word_of[None, :], 0), axis=1)
         here = (arrival < num_arrivals) & (token < (word & _SLOT_MASK))
         staged = first_source * max_tokens + arrival
-        row_ptrs = stage_ptr + staged.to(tl.int64) * stride
-        scale_ptrs = stage_bytes_ptr + staged.to(tl.int64) * row_bytes + data_bytes
+        row_ptrs, scale_ptrs = staged_rows(stage_ptr, staged, wire, WORD)
         # On their way while the output rows are computed.
         words, scales = load_payload(row_ptrs, scale_ptrs, here, 0, row_words, PAYLOAD, BLOCK_H)
         ks = tl.arange(0, KP)[None, :]
@@ -352,50 +407,10 @@ def low_latency_expand_kernel(
         for t in tl.static_range(TILES):
             if t > 0:
                 words, scales = load_payload(row_ptrs, scale_ptrs, here, t * BLOCK_H, row_words, PAYLOAD, BLOCK_H)
-            _store_copies(
-                recv_x_ptr,
-                recv_scale_ptr,
-                words,
-                scales,
-                t * BLOCK_H,
-                copy_rows_ptr + arrival * TOPK,
-                here,
-                row_words,
-                HAS_SCALES,
-                TOPK,
-            )
+            _store_copies(out, words, scales, t * BLOCK_H, copy_rows_ptr + arrival * TOPK, here, HAS_SCALES, TOPK)
         if HAS_PADDING or HAS_WEIGHTS:
-            _zero_rest(
-                recv_x_ptr,
-                recv_scale_ptr,
-                recv_weights_ptr,
-                total,
-                padded,
-                row_words,
-                capacity,
-                HAS_SCALES,
-                HAS_WEIGHTS,
-                HAS_PADDING,
-                ROWS,
-                BLOCK_H,
-            )
+            _zero_rest(out, total, padded, capacity, HAS_SCALES, HAS_WEIGHTS, HAS_PADDING, ROWS, BLOCK_H)
         if tl.program_id(0) == 0:
-            rows = tl.sum(padded)
-            clamped = tl.minimum(start, capacity)
-            field = tl.arange(0, 8)[None, :]
-            tokens, host_word = (word_of & _SLOT_MASK)[:, None], (word_of >> 16)[:, None]
-            report = tl.where(field == 2, tokens, tl.where(field == 5, host_word, 0))
-            report = tl.where((field == 0) & (source == rank)[:, None], rows, report)
-            tl.store(small_ptr + source[:, None] * 8 + field, report, mask=in_group[:, None])
-            offsets_ptr = small_ptr + num_ranks * 8
-            num_recv_ptr = offsets_ptr + (experts_per_rank + 4) // 4 * 4
-            tl.store(offsets_ptr + local, clamped, mask=local < experts_per_rank)
-            tl.store(offsets_ptr + experts_per_rank, tl.minimum(rows, capacity))
-            real = tl.minimum(start + total, capacity) - clamped
-            tl.store(num_recv_ptr + local, real, mask=local < experts_per_rank)
-            overflow = tl.maximum(rows - capacity, 0)
-            tl.store(num_recv_ptr + (experts_per_rank + 3) // 4 * 4, overflow)
-            count_overflow(state_ptr, overflow)
-            store_epoch(small_ptr, epoch, num_ranks, experts_per_rank)
+            _store_placement(job, placement_ptr, word_of, total, padded, capacity, epoch)
     if arrived & (alike == 0):
-        report_calls(state_ptr, source, word_of >> 16, in_group, CALLS_LL_DISPATCH)
+        report_calls(job, source, word_of >> _WORD_SHIFT, in_group, CALLS_LL_DISPATCH)

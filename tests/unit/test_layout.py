@@ -9,8 +9,8 @@ from triton_ep import EPConfig
 from triton_ep.context.layout import ALIGN_BYTES, BUFFERS, Sizes, estimate_bytes, initial_sizes
 from triton_ep.context.records import Report
 from triton_ep.kernels.device import buffers, codes
-from triton_ep.kernels.device.rows import MX, QUANTISE, WORDS, wire_sizes
-from triton_ep.kernels.internode.dispatch import _message_sizes
+from triton_ep.kernels.device.payload import MX, QUANTISE, WORDS, wire_of
+from triton_ep.kernels.internode.dispatch import messages_at
 from triton_ep.ops.tuning import as_words
 
 # What kernels call a buffer, where the public name says another role.
@@ -56,11 +56,11 @@ def test_words_of_the_state_array_do_not_overlap() -> None:
 
 @triton.jit
 def _message_sizes_probe(out_ptr, word_ptr, row_words, KP: tl.constexpr, PAYLOAD: tl.constexpr):
-    _, _, wire_bytes = wire_sizes(row_words, word_ptr.dtype.element_ty, PAYLOAD)
-    offset, total = _message_sizes(wire_bytes, KP)
-    tl.store(out_ptr, wire_bytes)
-    tl.store(out_ptr + 1, offset)
-    tl.store(out_ptr + 2, total)
+    wire = wire_of(row_words, word_ptr.dtype.element_ty, PAYLOAD)
+    messages = messages_at(tl.zeros([], tl.int64), wire.row_bytes, KP)
+    tl.store(out_ptr, wire.row_bytes)
+    tl.store(out_ptr + 1, messages.meta_offset)
+    tl.store(out_ptr + 2, messages.row_bytes)
 
 
 @pytest.mark.parametrize("payload", [None, "mxfp8"])

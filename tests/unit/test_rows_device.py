@@ -8,7 +8,7 @@ import triton.language as tl
 from triton_ep.runtime.launch import INTERPRETING  # before the kernels: decides how they run
 
 # isort: split
-from triton_ep.kernels.device.rows import compact_position
+from triton_ep.kernels.device.pull import compact_position
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
 

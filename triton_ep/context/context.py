@@ -104,7 +104,7 @@ class DispatchCombineContext(ContextNames):
         self.tables[-1] = heap.pes(group)
         self.state = torch.zeros(codes.STATE_WORDS + num_ranks, dtype=torch.int64, device=self.device)
         self.state[codes.TIMEOUT_US] = int(config.timeout_s * 1e6)
-        self.status = self.state[codes.STATUS :][:4]
+        self.status = self.state[codes.STATUS :][: codes.STATUS_WORDS]
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
         # A word that the host can read at any time; the device sets it beside the status record.
         self._alarm = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -461,9 +461,9 @@ class DispatchCombineContext(ContextNames):
 
     def raise_for_status(self, record: list[int]) -> None:
         """Turn a status record (kernels/device/waits.py) into an exception; nothing if it is clean."""
-        if record[0] == 0:
-            return
         operation, index, expected, seen = record
+        if operation == 0:
+            return
         if operation not in _OPERATIONS:
             error = mismatch(operation, self.state[codes.STATE_WORDS :].tolist())
             self.failure = str(error)

@@ -19,10 +19,10 @@ class Report(NamedTuple):
     """What the splits of one rank say: one row of `placement`'s report, REPORT_WORDS int32, in this order.
 
     Two ranks of two experts each, one expert per token: rank 0 sends its tokens to the experts 0, 2, 3, rank 1 to 2, 1.
-    On rank 1, whose experts are 2 and 3, and which sends weights (HOST_WEIGHTS = 2) like rank 0, the reports are
+    Both send weights, and their hosts read (HOST_WEIGHTS | HOST_READS = 130). On rank 1, of experts 2 and 3, that is
 
-        Report(rows=2, arrivals=2, tokens=3, bad_entry=0, bad_id=0, host_word=2, first_arrival=0, arrivals_here=2)
-        Report(rows=3, arrivals=3, tokens=2, bad_entry=0, bad_id=0, host_word=2, first_arrival=2, arrivals_here=1)
+        Report(rows=2, arrivals=2, tokens=3, bad_entry=0, bad_id=0, host_word=130, first_arrival=0, arrivals_here=2)
+        Report(rows=3, arrivals=3, tokens=2, bad_entry=0, bad_id=0, host_word=130, first_arrival=2, arrivals_here=1)
 
     Attributes:
         rows: output rows of that rank, padding included.

@@ -173,7 +173,7 @@ def join_group(group: Any = None) -> int:
 
 
 def default_heap_bytes(backend: str = "auto") -> int:
-    """Bytes of symmetric heap per rank that `initialize_distributed` takes when it is not told.
+    """Bytes of symmetric heap per rank that `initialize_distributed` takes by default.
 
     TRITON_EP_HEAP_SIZE, else NVSHMEM_SYMMETRIC_SIZE, else the default of the backend.
 
@@ -301,7 +301,7 @@ def _choose_backend(asked: str) -> str:
 
 
 def _choose_gpu(backend: str, local_rank: int | None) -> None:
-    """Take the GPU with the number of this rank on its host; keep the current one where nobody says."""
+    """Take the GPU with the number of this rank on its host; keep the current one where no launcher gives a number."""
     if backend != "nvshmem" or local_rank is None:
         return
     count, places = torch.cuda.device_count(), most_gpu_ranks()

@@ -1,4 +1,4 @@
-"""Arena: who has which bytes of one rank's symmetric memory. First fit, merged when given back."""
+"""Arena: which bytes of one rank's symmetric memory are taken. First fit; freed neighbours are merged."""
 
 from __future__ import annotations
 

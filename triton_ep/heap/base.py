@@ -1,12 +1,12 @@
 """The symmetric heap: memory that every rank of a group can address in all of them.
 
 One protocol, two backends: host.py (shared memory of CPU ranks) and nvshmem.py (GPUs). A rank allocates from
-its own arena and the members of the group then tell each other where, so offsets may differ between ranks and
-two disjoint groups may allocate at the same time.
+its own arena, and the members of the group then exchange offsets. So offsets may differ between ranks, and two
+disjoint groups may allocate at the same time.
 
-Memory of a layer is used by all its ranks, so a piece goes back to the arena when every one of them has ended the layer
-and run what its device was given, or its process has ended (`retire`). Until then nobody gets it, however the layer
-ended: a rank that came late to a call may still store there, and read what it is to get.
+All ranks of a layer use its memory. A piece returns to the arena when every rank has finalized the layer and its device
+has finished, or its process has ended (`retire`). Until then the piece stays reserved, however the layer ended: a rank
+that is late for a call may still store to it and read from it.
 """
 
 from __future__ import annotations
@@ -390,11 +390,11 @@ class SymmetricHeap(ABC):
     # --- meetings -----------------------------------------------------------------------------------------
 
     def gather(self, value: Any, group: Any, call: str, layer: str = "") -> list[Any]:
-        """What every member of `group` gave; collective over it.
+        """The value of every member of `group`; collective over `group`.
 
-        Meetings of a group are told apart by their order alone, which ranks lose when a layer fails on some of them. So
-        everyone says what it is there for. Whoever comes for a layer that another has ended raises; the others go on to
-        the next meeting, to which those ranks will come for something else.
+        Only their order tells the collectives of a group apart, and ranks lose that order when a layer fails on some of
+        them. So every rank sends the name of its call. A rank whose layer another rank has ended raises; the others
+        repeat the collective, in which the raising rank then takes part for its next call.
 
         call: what this is for, as errors put it. layer: whose call it is.
 
@@ -459,7 +459,7 @@ class SymmetricHeap(ABC):
 
     @abstractmethod
     def _ended(self, rank: int) -> bool:
-        """The process of that rank has ended, as far as this one can tell: it will store nothing any more."""
+        """The process of that rank is known to have ended, so it stores nothing any more."""
 
     def _fate(self, rank: int) -> str | None:
         """Why not to wait for a rank: a clause without its subject; None = it may still come."""

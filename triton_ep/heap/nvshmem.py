@@ -111,7 +111,7 @@ class NvshmemHeap(SymmetricHeap):
         self._nvshmem.finalize()
 
     def failed_peer(self) -> int | None:
-        """World rank of a peer of this host whose process has ended. Of other hosts an expired wait tells."""
+        """World rank of a peer of this host whose process has ended. An expired wait reveals peers of other hosts."""
         return next((rank for rank in self._pidfds if self._ended(rank)), None)
 
     def _ended(self, rank: int) -> bool:

@@ -238,7 +238,7 @@ def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
 
 
 def _low_latency_dispatch(s: Shape, kinds: list[int], uses: LayerCalls) -> Iterator[KernelRequest]:
-    """kinds: of what the push is given (kernels/device/rows.py)."""
+    """kinds: of what the push is given (kernels/device/payload.py)."""
     for weights in uses.weights:
         for kind in kinds:
             if kind == QUANTISE:

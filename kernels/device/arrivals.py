@@ -1,0 +1,155 @@
+"""Arrivals: telling the ranks of this node what came, up to which step, and waiting for it.
+
+Shared by the intra-node and the inter-node kernels. Arrival buffers of a rank: `stage_x` [capacity, row] holds one row
+per (token, rank); `stage_meta` [W * max_tokens, 2 * KP] int32 holds, for each of them, the output rows of its copies
+(-1 = none), then their weights as float32 bits. KP is top-k rounded up to a power of two.
+
+A rank pushes its tokens in up to STEPS steps, and each of its programs raises its arrival flag on every rank
+of the node after each, so that a receiver can work on the first rows while the last are on their way. So it does with
+the tokens of its counterpart on each other node. The high 32 bits of the flag count steps since the layer was made,
+STEPS per call; the low 32 bits say how far the steps reach in the receiver's arrival rows of that source: their number
+(own tokens), or the row behind them (other nodes'). In the second dispatch, after step 3 of 8 and 40 rows, the flag is
+(8 + 3) << 32 | 40; after the last step it is (8 + 8) << 32 | ALL_ROWS.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, buffer_ptrs
+from .groups import pick
+from .job import first_local, local_rank, my_node, num_nodes
+from .tables import REPORT_ARRIVALS_HERE, REPORT_FIRST_ARRIVAL, STEPS, report_ptrs
+from .waits import WAIT_ARRIVALS, release_flags, wait_values
+
+ALL_ROWS = tl.constexpr(2**31 - 1)
+
+
+class Sources(NamedTuple):
+    """Ranks of one node, whose tokens arrive here.
+
+    Attributes:
+        node: the tokens'.
+        starts: [SOURCES] first arrival row of each rank.
+        counts: [SOURCES] arrival rows of each.
+    """
+
+    node: Any
+    starts: Any
+    counts: Any
+
+
+class Share(NamedTuple):
+    """Arrival rows of one source.
+
+    Attributes:
+        start: first arrival row of the source.
+        first, end: tiles of its rows, from the first one to before the other.
+        num_rows: of the source, in all.
+    """
+
+    start: Any
+    first: Any
+    end: Any
+    num_rows: Any
+
+
+@triton.jit
+def push_meta(
+    job,
+    weights,  # [n, KP] float32, or any if not HAS_WEIGHTS
+    owner,  # [n, KP] ranks, -1 = dropped
+    dst_row,  # [n, KP] output rows, -1 = dropped
+    arrival,  # [n, KP] arrival rows
+    here,  # [n, KP] the first entry of each rank of this node
+    HAS_WEIGHTS: tl.constexpr,
+    KP: tl.constexpr,
+):
+    """Tell the rank of each entry, where `here`, which output rows its token fills there, and with what weights."""
+    mine = owner[:, :, None] == owner[:, None, :]
+    at = (arrival.to(tl.int64) * (2 * KP))[:, :, None] + tl.arange(0, KP)[None, None, :]
+    to_all = tl.broadcast_to(here[:, :, None], mine.shape)
+    addrs = tl.load(job.tables_ptr + STAGE_META * job.num_ranks + owner, mask=here, other=0)
+    dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.int32)), [16, 16])
+    tl.store(dest[:, :, None] + at, tl.where(mine, dst_row[:, None, :], -1), mask=to_all)
+    if HAS_WEIGHTS:
+        dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.float32)), [16, 16])
+        tl.store(dest[:, :, None] + at + KP, tl.where(mine, weights[:, None, :], 0.0), mask=to_all)
+
+
+@triton.jit
+def release_arrivals(
+    job,
+    step,  # 1 to STEPS, the last one
+    rows,  # [LWP] how far all programs have come by then at each rank of the node; ALL_ROWS with the last step
+    node,  # whose tokens they are
+    LWP: tl.constexpr,
+    SENDERS: tl.constexpr,
+):
+    """Raise arrive_flag[node, my local rank, this program] on every rank of my node."""
+    local = tl.arange(0, LWP)
+    peers = first_local(job) + local
+    mask = local < job.ranks_per_node
+    flag_ptrs = buffer_ptrs(job, ARRIVE_FLAG, peers, mask, tl.int64)
+    flag_ptrs += (node * job.ranks_per_node + local_rank(job)) * SENDERS + tl.program_id(0)
+    done = arrival_steps(job) + step
+    release_flags(flag_ptrs, mask, (done << 32) | rows.to(tl.int64))
+
+
+@triton.jit
+def sources_of(job, placement_ptr, index, SOURCES: tl.constexpr):
+    """Where the rows of a node's tokens arrive: own node first, then in the order in which they come."""
+    nodes = num_nodes(job)
+    node = (my_node(job) - index + nodes) % nodes
+    source = tl.arange(0, SOURCES)
+    first_ptrs = report_ptrs(placement_ptr, node * job.ranks_per_node + source, REPORT_FIRST_ARRIVAL)
+    starts = tl.load(first_ptrs, mask=source < job.ranks_per_node, other=0)
+    count_ptrs = report_ptrs(placement_ptr, node * job.ranks_per_node + source, REPORT_ARRIVALS_HERE)
+    counts = tl.load(count_ptrs, mask=source < job.ranks_per_node, other=0)
+    return Sources(node, starts, counts)
+
+
+@triton.jit
+def share_of(sources, done, ready, local):
+    """Of a rank of a node what came between two waits."""
+    return Share(pick(sources.starts, local), pick(done, local), pick(ready, local), pick(sources.counts, local))
+
+
+@triton.jit
+def wait_arrivals(
+    job,
+    flags_ptr,  # of this rank
+    sources,
+    steps,  # seen so far, int64
+    done,  # [SOURCES] tiles seen so far of each rank's rows
+    num_senders,  # programs that raise flags
+    SENDERS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Wait until the rows of a node's tokens are a step further: whether they came, tiles [SOURCES] and steps by now.
+
+    SOURCES and SENDERS are powers of two, at least `ranks_per_node` and `num_senders`, and their product is at least
+    the number of threads: a flag that two threads read while it changes would be two flags, and their warps would
+    disagree on what has been copied.
+    """
+    SOURCES: tl.constexpr = sources.starts.shape[0]
+    flag = tl.arange(0, SOURCES * SENDERS)
+    used = (flag // SENDERS < job.ranks_per_node) & (flag % SENDERS < num_senders)
+    first_flag = sources.node * job.ranks_per_node * SENDERS
+    before = arrival_steps(job)
+    expected = (before + steps + 1) << 32
+    arrived, seen = wait_values(job, flags_ptr + first_flag + flag, used, expected, WAIT_ARRIVALS, first_flag)
+    # Of each source what all its programs have; flags not in use are as far as the last one will be.
+    seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
+    of_source = tl.min(tl.reshape(seen, [SOURCES, SENDERS]), axis=1)
+    ready = (of_source & ALL_ROWS).to(tl.int32) - tl.where(sources.node == my_node(job), 0, sources.starts)
+    ready = tl.where(ready < sources.counts, ready // ROWS, tl.cdiv(sources.counts, ROWS))
+    # A forwarder that sent us nothing reports no progress, so keep the maximum (internode/dispatch.py).
+    return arrived, tl.maximum(ready, done), (tl.min(of_source) >> 32) - before
+
+
+@triton.jit
+def arrival_steps(job):
+    """Steps of all calls before this one, int64."""
+    return (tl.load(job.state_ptr + EPOCH_DISPATCH) - 1) * STEPS

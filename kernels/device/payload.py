@@ -1,0 +1,123 @@
+"""Rows on the wire: opaque words, or elements quantised to MXFP8 with their scales.
+
+A *tile* is [ROWS, BLOCK_H]: several rows at once, because one program then has several independent accesses in flight,
+and because the interpreter pays per operation, not per element.
+
+What travels is a *payload* of opaque words, or a row quantised to MXFP8: `hidden` e4m3 bytes, then one e8m0
+scale byte per 32 of them, padded to 16 bytes. A low-latency push quantises rows itself (QUANTISE); other kernels
+get them quantised (MX). A row of 96 elements is 192 bytes in bfloat16; quantised it is 96 bytes of data and 3 of
+scales, padded to 112: in words of 4 bytes, 24 words of data and 28 from one row to the next.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import codes
+from .mxfp8 import MODE_RCEIL, quantize_tile
+
+WORDS = tl.constexpr(codes.WORDS)
+QUANTISE = tl.constexpr(codes.QUANTISE)
+MX = tl.constexpr(codes.MX)
+_BLOCK = tl.constexpr(32)
+
+
+class Wire(NamedTuple):
+    """Sizes of a row on the wire, int64.
+
+    Attributes:
+        stride: words from one row to the next.
+        data_bytes: bytes of its data; scales, if there are any, begin behind them.
+        row_bytes: bytes of data, scales and padding.
+    """
+
+    stride: Any
+    data_bytes: Any
+    row_bytes: Any
+
+
+class Output(NamedTuple):
+    """Rows of this rank that a kernel writes.
+
+    Attributes:
+        x_ptr: [R, row_words] words.
+        scale_ptr: [R, row bytes / 32] uint8, or one float32 per row; written where rows have scales.
+        weights_ptr: [R] float32, or [R, K]; written where there are weights.
+        row_words: words of a row.
+    """
+
+    x_ptr: Any
+    scale_ptr: Any
+    weights_ptr: Any
+    row_words: Any
+
+
+@triton.jit
+def wire_of(row_words, WORD: tl.constexpr, PAYLOAD: tl.constexpr):
+    """Sizes of a row.
+
+    row_words: words of the data; with QUANTISE its elements, each of which becomes one byte.
+    """
+    WORD_BYTES: tl.constexpr = 1 if PAYLOAD == QUANTISE else WORD.primitive_bitwidth // 8
+    data_bytes = tl.cast(row_words, tl.int64) * WORD_BYTES
+    if PAYLOAD == WORDS:
+        return Wire(tl.cast(row_words, tl.int64), data_bytes, data_bytes)
+    else:
+        sixteens = (data_bytes + data_bytes // _BLOCK + 15) // 16
+        return Wire(sixteens * (16 // WORD_BYTES), data_bytes, sixteens * 16)
+
+
+@triton.jit
+def staged_rows(bytes_ptr, row, wire, WORD: tl.constexpr):
+    """Pointers to the data of rows [block] on the wire, and to their scales; bytes_ptr: to row 0."""
+    row = row.to(tl.int64)
+    words_ptr = tl.multiple_of(bytes_ptr.to(tl.pointer_type(WORD)), 16)
+    return words_ptr + row * wire.stride, bytes_ptr + row * wire.row_bytes + wire.data_bytes
+
+
+@triton.jit
+def load_payload(
+    row_ptrs,  # [ROWS] pointers to rows of words, or of elements to quantise
+    scale_ptrs,  # [ROWS] pointers to rows of uint8 scales; read with MX
+    alive,  # [ROWS]
+    h,  # first word of the tile
+    row_words,
+    PAYLOAD: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Tile [ROWS, BLOCK_H] of wire data and its scales [ROWS, BLOCK_H * word bytes / 32]; with WORDS the data twice."""
+    data = load_row_tile(row_ptrs, alive, h, row_words, BLOCK_H)
+    return wire_tile(data, scale_ptrs, alive, h, row_words, PAYLOAD)
+
+
+@triton.jit
+def load_row_tile(row_ptrs, alive, h, row_words, BLOCK_H: tl.constexpr):
+    """Words `h` and on of some rows, [ROWS, BLOCK_H]; zero outside of them."""
+    offs = h + tl.arange(0, BLOCK_H)
+    return tl.load(row_ptrs[:, None] + offs[None, :], mask=alive[:, None] & (offs < row_words)[None, :], other=0)
+
+
+@triton.jit
+def wire_tile(data, scale_ptrs, alive, h, row_words, PAYLOAD: tl.constexpr):
+    """What `load_payload` returns, from the words that `load_row_tile` loaded."""
+    BLOCK_H: tl.constexpr = data.shape[1]
+    if PAYLOAD == WORDS:
+        return data, data
+    elif PAYLOAD == QUANTISE:
+        blocks = tl.reshape(data.to(tl.float32), [data.shape[0], BLOCK_H // _BLOCK, _BLOCK])
+        codes, scales = quantize_tile(blocks, MODE_RCEIL, False)
+        return tl.reshape(codes, [data.shape[0], BLOCK_H]).to(tl.uint8, bitcast=True), scales
+    else:
+        WORD_BYTES: tl.constexpr = data.dtype.primitive_bitwidth // 8
+        at = h * WORD_BYTES // _BLOCK + tl.arange(0, BLOCK_H * WORD_BYTES // _BLOCK)
+        mask = alive[:, None] & (at < row_words * WORD_BYTES // _BLOCK)[None, :]
+        return data, tl.load(scale_ptrs[:, None] + at[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def store_scales(scale_ptrs, mask, scales, h, row_words, WORD_BYTES: tl.constexpr):
+    """Store scales [ROWS, n] of the tile that starts at word `h` to rows of scales at `scale_ptrs` [ROWS]."""
+    at = h * WORD_BYTES // _BLOCK + tl.arange(0, scales.shape[1])
+    mask = mask[:, None] & (at < row_words * WORD_BYTES // _BLOCK)[None, :]
+    tl.store(scale_ptrs[:, None] + at[None, :], scales, mask=mask)
