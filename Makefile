@@ -18,7 +18,7 @@ PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist l
 SOURCES := triton_ep kernels aot tests examples tools docs/pictures docs/site_hooks.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site aot bench test-gpu clean
+.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site site-browser site-test aot bench test-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -61,6 +61,14 @@ docs: $(READY)  ## run the code blocks of the pages and follow their links
 site: $(READY)  ## the documentation as a site, in build/site; a warning is a failure
 	@$(BIN)/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+site-browser: $(READY)  # Chromium from the system's packages, and what drives it
+	@command -v chromedriver > /dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver > /dev/null; }
+	@$(BIN)/python -c 'import selenium' 2>/dev/null || $(BIN)/python -m pip install -q selenium
+
+site-test: site site-browser  ## the site in headless Chromium: opened, searched, clicked
+	$(RUN) -m pytest tests/unit/test_site_browser.py
 
 pictures:  ## draw the pictures of the pages from the stored rows
 	$(PYTHON) docs/pictures/draw.py

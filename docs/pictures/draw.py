@@ -8,11 +8,13 @@ from pathlib import Path
 import architecture
 import layout
 import speed
+import timeline
 
 DOCS = Path(__file__).resolve().parents[1]
 PICTURES = {
     DOCS / "concepts/architecture.svg": architecture.draw,
     DOCS / "concepts/layout.svg": layout.draw,
+    DOCS / "concepts/timeline.svg": timeline.draw,
     DOCS / "pictures/speed.svg": speed.draw,
 }
 

@@ -27,6 +27,8 @@ from ..device.buffers import STAGE_X, STATUS, address_of
 from ..device.job import Job, first_local, my_node, num_nodes, on_my_node
 from ..device.pull import compact_position
 from ..device.tables import (
+    BAD_ENTRY,
+    BAD_ID,
     DST_ROW,
     KEPT,
     NODE_SLOT,
@@ -37,7 +39,7 @@ from ..device.tables import (
     PULL_ROW,
     STAGE_ROW,
     bases_of,
-    chunk_bad_of,
+    chunk_bad_ptrs,
     entry_field,
     expert_offsets_of,
     node_columns_of,
@@ -101,9 +103,9 @@ def routing_count_kernel(
     bad = mask & (raw != -1) & (raw != num_experts) & (valid == 0)
     first_bad = tl.min(tl.where(bad, offs, _NO_INDEX))
     bad_id = tl.sum(tl.where(bad & (offs == first_bad), raw, 0))
-    bad_ptr = chunk_bad_of(job, chunks_ptr, tl.num_programs(0)) + chunk * 2
-    tl.store(bad_ptr, first_bad)
-    tl.store(bad_ptr + 1, tl.minimum(tl.maximum(bad_id, -_NO_INDEX), _NO_INDEX).to(tl.int32))
+    bad_id = tl.minimum(tl.maximum(bad_id, -_NO_INDEX), _NO_INDEX).to(tl.int32)
+    tl.store(chunk_bad_ptrs(job, chunks_ptr, tl.num_programs(0), chunk, BAD_ENTRY), first_bad)
+    tl.store(chunk_bad_ptrs(job, chunks_ptr, tl.num_programs(0), chunk, BAD_ID), bad_id)
 
     counts_ptr = chunks_ptr + tl.cast(chunk, tl.int64) * num_columns
     columns = tl.arange(0, BLOCK_C)

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from . import codes
 from .buffers import STATE_WORDS
-from .tables import overflow_of
+from .tables import number_of
 from .waits import raise_alarm, take_record
 
 CALLS_DISPATCH = tl.constexpr(codes.CALLS_DISPATCH)
@@ -52,15 +52,10 @@ _NO_WORD = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _epoch_ptr(job, placement_ptr):
-    return overflow_of(job, placement_ptr) + 1
-
-
-@triton.jit
 def store_epoch(job, placement_ptr, epoch):
     """Note in `placement` of which dispatch it is; 0 of a single rank, whose outputs depend on its inputs alone."""
     number = (epoch & _EPOCHS).to(tl.int32)
-    tl.store(_epoch_ptr(job, placement_ptr), tl.where(job.num_ranks > 1, number, 0))
+    tl.store(number_of(job, placement_ptr), tl.where(job.num_ranks > 1, number, 0))
 
 
 @triton.jit
@@ -70,7 +65,7 @@ def dispatch_word(job, host_word, routed_ptr):
     routed_ptr: `placement` of that dispatch.
     """
     again = host_word & _AGAIN > 0
-    number = tl.load(_epoch_ptr(job, routed_ptr), mask=again, other=0)
+    number = tl.load(number_of(job, routed_ptr), mask=again, other=0)
     return host_word | number << _SHIFT
 
 
@@ -93,7 +88,7 @@ def words_unlike(own, words):
 @triton.jit
 def combine_tag(job, call, placement_ptr):
     """int64 tag of a combine. call: COMBINE_* bits; placement_ptr: of the dispatch whose rows come back."""
-    number = tl.load(_epoch_ptr(job, placement_ptr))
+    number = tl.load(number_of(job, placement_ptr))
     return (number << _COMBINE_SHIFT | call).to(tl.int64)
 
 

@@ -16,7 +16,7 @@ and, with several nodes, for the other nodes that it goes to:
     PULL_PARTIAL  slot among my tokens for that node, times N, plus the node; then -1
 
 `chunks` int32: counts [Q, C] per chunk of tokens, an exclusive prefix over the chunks once they are scanned;
-[Q, 2] first illegal entry of each chunk (2**31 - 1 = none) and its id; node_token [N, T], this rank's tokens for
+[Q, BAD_WORDS] first illegal entry of each chunk and its id; node_token [N, T], this rank's tokens for
 each node.
 
 `placement` int32, what the splits of all ranks say about this one; parts start at multiples of 4:
@@ -77,6 +77,12 @@ TAIL_WORDS = tl.constexpr(codes.TAIL_WORDS)
 STEPS = tl.constexpr(codes.STEPS)
 PARTS = tl.constexpr(codes.PARTS)
 
+BAD_ENTRY = tl.constexpr(0)
+"""Index of the first illegal entry of a chunk among this rank's T * K; 2**31 - 1 = none."""
+BAD_ID = tl.constexpr(1)
+"""Its expert id."""
+BAD_WORDS = tl.constexpr(2)
+
 partial_stride = triton.jit(codes.partial_stride)
 
 
@@ -136,15 +142,15 @@ def tail_ptr(job, row_ptr, FIELD: tl.constexpr):
 
 
 @triton.jit
-def chunk_bad_of(job, chunks_ptr, num_chunks):
-    """Pointer to the first illegal entry of each chunk [Q, 2]."""
-    return chunks_ptr + tl.cast(num_chunks, tl.int64) * num_columns_of(job)
+def chunk_bad_ptrs(job, chunks_ptr, num_chunks, chunk, FIELD: tl.constexpr):
+    """Pointers to what is known of the first illegal entry of chunks [block]: BAD_ENTRY or BAD_ID."""
+    return chunks_ptr + tl.cast(num_chunks, tl.int64) * num_columns_of(job) + chunk * BAD_WORDS + FIELD
 
 
 @triton.jit
 def node_token_of(job, chunks_ptr, num_chunks):
     """Pointer to node_token [N, T]."""
-    return chunks_ptr + tl.cast(num_chunks, tl.int64) * (num_columns_of(job) + 2)
+    return chunks_ptr + tl.cast(num_chunks, tl.int64) * (num_columns_of(job) + BAD_WORDS)
 
 
 @triton.jit
@@ -174,6 +180,12 @@ def num_recv_of(job, placement_ptr):
 def overflow_of(job, placement_ptr):
     """Pointer to overflow [1]."""
     return num_recv_of(job, placement_ptr) + _fours(job.experts_per_rank)
+
+
+@triton.jit
+def number_of(job, placement_ptr):
+    """Pointer to the low bits of the dispatch's number [1]."""
+    return overflow_of(job, placement_ptr) + 1
 
 
 @triton.jit

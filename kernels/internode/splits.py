@@ -29,6 +29,8 @@ from ..device.calls import CALLS_DISPATCH, dispatch_word, report_calls, store_ep
 from ..device.job import Job, local_rank, my_node
 from ..device.post import post_to_all
 from ..device.tables import (
+    BAD_ENTRY,
+    BAD_ID,
     REPORT_ARRIVALS,
     REPORT_ARRIVALS_HERE,
     REPORT_BAD_ENTRY,
@@ -39,7 +41,7 @@ from ..device.tables import (
     REPORT_TOKENS,
     TAIL_WORDS,
     bases_of,
-    chunk_bad_of,
+    chunk_bad_ptrs,
     expert_offsets_of,
     node_columns_of,
     num_columns_of,
@@ -92,14 +94,15 @@ def _clear(job, placement_ptr, BLOCK: tl.constexpr):
 @triton.jit
 def _fill_tail(job, chunks_ptr, row_ptr, num_chunks, num_tokens, host_word, BLOCK_N: tl.constexpr):
     """The tail of the splits row, and zeros between the counts and it."""
-    bad_ptr = chunk_bad_of(job, chunks_ptr, num_chunks)
     chunks = tl.arange(0, BLOCK_N)
     first_bad = tl.full([], _NO_INDEX, tl.int32)
     bad_id = tl.full([], 0, tl.int32)
     for start in range(0, num_chunks, BLOCK_N):
         mask = start + chunks < num_chunks
-        bad = tl.load(bad_ptr + (start + chunks) * 2, mask=mask, other=_NO_INDEX)
-        ids = tl.load(bad_ptr + (start + chunks) * 2 + 1, mask=mask, other=0)
+        bad_ptrs = chunk_bad_ptrs(job, chunks_ptr, num_chunks, start + chunks, BAD_ENTRY)
+        bad = tl.load(bad_ptrs, mask=mask, other=_NO_INDEX)
+        id_ptrs = chunk_bad_ptrs(job, chunks_ptr, num_chunks, start + chunks, BAD_ID)
+        ids = tl.load(id_ptrs, mask=mask, other=0)
         first_here = tl.min(bad)
         id_here = tl.sum(tl.where((bad == first_here) & (bad != _NO_INDEX), ids, 0))
         bad_id = tl.where(first_here < first_bad, id_here, bad_id)

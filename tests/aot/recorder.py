@@ -1,7 +1,7 @@
 """Notes every variant that layers and launches of this process ask for, where the JIT compiles them."""
 
 import fcntl
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def install(path: str) -> None:
                 fcntl.flock(file, fcntl.LOCK_EX)  # ranks share the file
                 file.write(text + "\n")
 
-    call, launch = runtime.Launcher.__call__, runtime.launch
+    launch = runtime.Launcher._launch
     make = DispatchCombineContext.__init__
 
     def noted_make(self: DispatchCombineContext, config: EPConfig, *args: Any) -> None:
@@ -60,22 +60,10 @@ def install(path: str) -> None:
         for request in of_kernels.values():
             note(request)
 
-    def noted_call(self: runtime.Launcher, grid: int, *args: Any, **where: Any) -> None:
+    def noted_launch(self: runtime.Launcher, grid: int, args: tuple[Any, ...], stream: Any) -> None:
         if grid:
-            note(request_of(self.plan, runtime.spec(self.name), args))
-        call(self, grid, *args, **where)
+            note(request_of(self.plan, runtime.spec(self.plan.kernel), args))
+        launch(self, grid, args, stream)
 
-    def noted_launch(
-        name: str, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any], num_warps: int | None = None
-    ) -> None:
-        if grid:
-            note(request_of(Plan(name, dict(constexprs), num_warps), runtime.spec(name), args))
-        launch(name, grid, args, constexprs, num_warps)
-
-    runtime.Launcher.__call__ = noted_call
-    runtime.launch = noted_launch
+    runtime.Launcher._launch = noted_launch
     DispatchCombineContext.__init__ = noted_make
-    from triton_ep.ops import floor, grouped_bf16, grouped_fp8
-
-    for module in (floor, grouped_bf16, grouped_fp8):
-        module.launch = noted_launch

@@ -17,7 +17,7 @@ from triton_ep.aot import manifest
 from triton_ep.aot.build import build
 from triton_ep.aot.verify import verify
 from triton_ep.errors import AotCorrupted, AotMiss, ConfigError
-from triton_ep.runtime.library import Library, architectures
+from triton_ep.runtime.library import FORMAT, Library, architectures
 from triton_ep.runtime.plans.request import KernelRequest
 
 pytestmark = pytest.mark.plain
@@ -249,7 +249,7 @@ def test_deep_json_is_refused_by_name(tmp_path: Path) -> None:
 
 
 _INDEX: dict[str, Any] = {
-    "format": 1,
+    "format": FORMAT,
     "arch": "sm_90",
     "versions": {},
     "kernels": {"k": {"file": "barrier.py", "source": "0", "specialised": False}},

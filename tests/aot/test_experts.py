@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -39,10 +39,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Signatures of what is launched, as if on an H200; nothing runs."""
     found: dict[str, str] = {}
 
-    def launch(
-        name: str, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any], num_warps: int | None = None
-    ) -> None:
-        request = _request(Plan(name, dict(constexprs), num_warps), args)
+    def launch(plan: Plan, grid: int, **arguments: Any) -> None:
+        request = _request(plan, [arguments[name] for name in runtime.spec(plan.kernel).arguments])
         found[request.signature()] = request.text()
 
     monkeypatch.setattr(runtime, "launch", launch)

@@ -28,7 +28,7 @@ from triton_ep.runtime import cubins as launch
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.cubins import Aot, CompiledLibrary, choose
 from triton_ep.runtime.library import Library
-from triton_ep.runtime.plans import Shape, exchange
+from triton_ep.runtime.plans import Plan, Shape, exchange
 
 pytestmark = pytest.mark.plain
 CODES = {"ptr": "Q", "i32": "i", "i64": "q", "tensormap": "128s"}
@@ -104,38 +104,70 @@ def compiled_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
 
 
-def _push_arguments(offset: int = 0) -> list[Any]:
-    dtypes = (torch.int64, torch.uint8, torch.int64, torch.int32, torch.int64, torch.int64)
-    return [*[torch.zeros(64, dtype=dtype)[offset:] for dtype in dtypes], 10, 1792, 32, 3, 8, 8]
+_INTEGERS = {
+    "num_tokens": 10,
+    "row_words": 1792,
+    "experts_per_rank": 32,
+    "rank": 3,
+    "num_ranks": 8,
+    "ranks_per_node": 8,
+}
+
+
+def _push_arguments() -> dict[str, Any]:
+    dtypes = {
+        "x_ptr": torch.int64,
+        "scale_ptr": torch.uint8,
+        "push_addrs_ptr": torch.int64,
+        "placement_ptr": torch.int32,
+        "state_ptr": torch.int64,
+        "tables_ptr": torch.int64,
+    }
+    return {name: torch.zeros(64, dtype=dtype) for name, dtype in dtypes.items()} | _INTEGERS
 
 
 def test_a_launch_hands_over_all_arguments(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:
     """Addresses, integers and Triton's two scratch pointers, in order; loaded once, launched as often as asked."""
-    launcher = runtime.Launcher.of(exchange.push(SHAPE, 0, 1792), None, aot)
+    launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), aot=aot)
     driver.kinds = (*["ptr"] * 6, *["i32"] * 6, "ptr", "ptr")
     for count in (10, -1):
-        arguments = _push_arguments()
-        arguments[6] = count
-        launcher(24, *arguments)
+        arguments = _push_arguments() | {"num_tokens": count}
+        launcher.launch(24, **arguments)
         function, grid, threads, stream, values = driver.launches[-1]
         assert (function, grid, threads, stream) == ("1:dispatch_push_kernel", 24, 32 * 16, 77)
-        assert values == [*[tensor.data_ptr() for tensor in arguments[:6]], *arguments[6:], 0, 0]
+        given = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments.values()]
+        assert values == [*given, 0, 0]
     assert len(driver.loaded) == 1
-    launcher(0, *arguments)
+    launcher.launch(0, **arguments)
     assert len(driver.launches) == 2
-    with pytest.raises(LaunchError, match="takes 12 arguments, got 3"):
-        launcher(1, *arguments[:3])
+
+
+def test_arguments_go_by_their_names(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:
+    """In any order; what is bound is not given again; a missing or unknown name is an error that says it."""
+    arguments = _push_arguments()
+    bound = {name: arguments.pop(name) for name in ("state_ptr", "rank", "num_ranks")}
+    launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), bound | {"call": 3}, aot=aot)
+    driver.kinds = (*["ptr"] * 6, *["i32"] * 6, "ptr", "ptr")
+    launcher.launch(24, **dict(reversed(arguments.items())))
+    values = driver.launches[-1][4]
+    assert (values[0], values[4]) == (arguments["x_ptr"].data_ptr(), bound["state_ptr"].data_ptr())
+    assert values[6:] == [*_INTEGERS.values(), 0, 0]
+    with pytest.raises(TypeError, match=r"dispatch_push_kernel\(\) missing .* 'num_tokens'"):
+        launcher.launch(24, **{name: value for name, value in arguments.items() if name != "num_tokens"})
+    for unknown in ("tokens", "rank"):
+        with pytest.raises(TypeError, match=rf"dispatch_push_kernel\(\) got an unexpected .* '{unknown}'"):
+            launcher.launch(24, **arguments, **{unknown: 1})
 
 
 def test_threads_do_not_mix_their_arguments(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:
     """A kept block of parameters serves one launch at a time."""
-    launcher = runtime.Launcher.of(exchange.push(SHAPE, 0, 1792), None, aot)
+    launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), aot=aot)
     driver.kinds = (*["ptr"] * 6, *["i32"] * 6, "ptr", "ptr")
 
     def run(number: int) -> None:
-        arguments = _push_arguments()
+        arguments = _push_arguments() | dict.fromkeys(_INTEGERS, number) | {"row_words": 1792}
         for _ in range(200):
-            launcher(number, *arguments[:6], number, 1792, number, number, number, number)
+            launcher.launch(number, **arguments)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in (1, 2, 3)]
     for thread in threads:
@@ -154,7 +186,7 @@ def test_products_pass_tensor_maps(
     monkeypatch.setattr(runtime, "default_aot", lambda: aot)
     monkeypatch.setattr(grouped_bf16, "INTERPRETING", False)
     monkeypatch.setattr(grouped_bf16, "programs", lambda device: 132)
-    runtime._kept.cache_clear()
+    runtime._launchers.clear()
     boxes = ("tensormap", "i32", "i32", "i64", "i64")
     driver.kinds = (*boxes, *boxes, "ptr", "ptr", *["i32"] * 8, "ptr", "ptr")
     a, w = torch.zeros(9000, 256, dtype=torch.bfloat16), torch.zeros(32, 512, 256, dtype=torch.bfloat16)
@@ -166,34 +198,36 @@ def test_products_pass_tensor_maps(
     assert values[1:5] == [9000, 256, 256, 1]
     assert values[6:10] == [32 * 512, 256, 256, 1]
     assert values[10:] == [out.data_ptr(), ends.data_ptr(), 9000, 512, 256, 32, 256, 512 * 256, 256, 512, 0, 0]
-    runtime._kept.cache_clear()
+    runtime._launchers.clear()
 
 
 def test_a_miss_says_what_to_do(aot: Aot, built: Built, compiled_mode: None) -> None:
     """What was asked, the closest of what is there, and a command that builds it."""
-    launcher = runtime.Launcher.of(exchange.push(replace(SHAPE, topk=3), 0, 1792), None, aot)
+    launcher = runtime.Launcher(exchange.push(replace(SHAPE, topk=3), 0, 1792), aot=aot)
     with pytest.raises(AotMiss, match=r"closest has TOPK=8 \(asked: 3\)") as raised:
-        launcher(24, *_push_arguments())
+        launcher.launch(24, **_push_arguments())
     assert f"--arch sm_90 --out {built.folder} --variant" in str(raised.value)
-    splits = runtime.Launcher.of(exchange.splits(SHAPE, False), None, aot)
+    splits = runtime.Launcher(exchange.splits(SHAPE, False), aot=aot)
+    counts, tables = torch.zeros(64, dtype=torch.int32)[1:], torch.zeros(64, dtype=torch.int64)
+    arguments = [*[counts] * 4, *[tables] * 2, *range(9)]
     with pytest.raises(AotMiss, match=r"\"unaligned\":\[\"bad_scatter_ptr\""):
-        splits(1, *[torch.zeros(64, dtype=torch.int32)[1:]] * 4, *[torch.zeros(64, dtype=torch.int64)] * 2, *range(9))
+        splits.launch(1, **dict(zip(splits._names, arguments, strict=True)))
     with pytest.raises(AotMiss, match="no variant of that kernel"):
-        runtime.Launcher("no_such_kernel", {}, None, aot=aot)
+        runtime.Launcher(Plan("no_such_kernel"), aot=aot)
 
 
 def test_preferring_is_the_only_fall_back(
     aot: Aot, compiled_mode: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With "prefer" the JIT gets what is missing, and the log says so."""
-    launcher = runtime.Launcher.of(exchange.push(replace(SHAPE, topk=3), 0, 1792), None, replace(aot, prefer=True))
+    launcher = runtime.Launcher(exchange.push(replace(SHAPE, topk=3), 0, 1792), aot=replace(aot, prefer=True))
 
     def compile_it() -> None:
         raise KeyError("the JIT")
 
     monkeypatch.setattr(launcher, "_use_jit", compile_it)
     with caplog.at_level(logging.WARNING, "triton_ep.aot"), pytest.raises(KeyError, match="the JIT"):
-        launcher(24, *_push_arguments())
+        launcher.launch(24, **_push_arguments())
     assert "compiled by the JIT: dispatch_push_kernel is not in" in caplog.text
 
 
@@ -250,10 +284,9 @@ def test_nvshmem_of_the_node(built: Built, driver: NotingDriver, host: str, fits
     aot = Aot(CompiledLibrary(Library(built.folder, "sm_90"), driver), heap=heap)  # type: ignore[arg-type]
     if fits:
         aot.check(NODES)
-        launcher = runtime.Launcher.of(exchange.splits(NODES, False), None, aot)
-        request = next(
-            e.asked for e in aot.compiled.library.entries if dict(e.request.constexprs) == launcher.constexprs
-        )
+        launcher = runtime.Launcher(exchange.splits(NODES, False), aot=aot)
+        wanted = dict(launcher.plan.constexprs)
+        request = next(e.request for e in aot.compiled.library.entries if dict(e.request.constexprs) == wanted)
         assert aot.kernel(request) is aot.kernel(request)
         assert heap.initialized == [(1, "splits_kernel")]
         return

@@ -13,8 +13,8 @@ from tests.ops.grouped import DEVICE
 from triton_ep import MXTensor
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.nn import expert_block as module
-from triton_ep.nn._moe_block import Needs
 from triton_ep.nn.expert_block import ExpertBlock, ExpertSettings, expert_block
+from triton_ep.nn.moe_block import Needs
 from triton_ep.nn.prepared import PreparedWeights
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.row_scales import quantize_to_rows

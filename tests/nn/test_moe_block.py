@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.layer.cases import Case, make_layer, workloads
 from triton_ep import InputError, MXTensor, PeerFailed, WaitTimeout, autograd
 from triton_ep.distributed import current_heap
-from triton_ep.nn._moe_block import ExpertGradients, MoEBlock, Needs
+from triton_ep.nn.moe_block import ExpertGradients, MoEBlock, Needs
 from triton_ep.ops.row_scales import RowScaled
 
 CASES = (

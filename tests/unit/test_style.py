@@ -100,6 +100,11 @@ def test_a_file_has_one_subject(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
+def test_no_module_is_named_as_private() -> None:
+    """An underscore said "the rest of that file". What is private is a name in a module, not a module."""
+    assert [_name(path) for path in PRODUCT if re.match(r"_(?!_)", path.name)] == []
+
+
 def _many_parameters(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
     """Functions and methods of more than MAX_PARAMETERS, without those that implement an op: its schema says what it
     takes, and has no records."""

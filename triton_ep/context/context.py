@@ -105,6 +105,15 @@ class DispatchCombineContext(ContextNames):
         self.state = torch.zeros(codes.STATE_WORDS + num_ranks, dtype=torch.int64, device=self.device)
         self.state[codes.TIMEOUT_US] = int(config.timeout_s * 1e6)
         self.status = self.state[codes.STATUS :][: codes.STATUS_WORDS]
+        self._bound = {
+            "state_ptr": self.state,
+            "tables_ptr": self.tables,
+            "rank": config.rank,
+            "num_ranks": config.world_size,
+            "ranks_per_node": config.local_world_size,
+            "experts_per_rank": config.num_experts_per_rank,
+            "max_tokens": config.max_tokens,
+        }
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
         # A word that the host can read at any time; the device sets it beside the status record.
         self._alarm = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -370,6 +379,8 @@ class DispatchCombineContext(ContextNames):
     ) -> Launcher:
         """The launcher of this key; at first it is made, from `plan(shape, *args)` of triton_ep/runtime/plans.
 
+        What is the same in all launches of a layer is bound to it: its state and tables, ranks, experts, most tokens.
+
         fmt: of the rows that the kernel moves; None: the layer's own, or it moves none.
         """
         rows = self.rows.own if fmt is None else fmt
@@ -377,7 +388,7 @@ class DispatchCombineContext(ContextNames):
         if found is None:
             wanted = plan(rows.shape, *args)
             libs = self.extern_libs if wanted.constexprs.get("NETWORK") == codes.NVSHMEM else None
-            found = rows.launchers[key] = Launcher.of(wanted, libs, self.aot)
+            found = rows.launchers[key] = Launcher(wanted, self._bound, libs, self.aot)
         return found
 
     def scratch(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.nn._moe_block import ExpertGradients, Needs, Params
+from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
 from triton_ep.nn.prepared import PreparedWeights
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.experts import gate_up, rows_product

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from triton_ep.errors import ConfigError, InputError
-from triton_ep.nn._moe_block import MoEBlock
 from triton_ep.nn.exchanges import Exchange
 from triton_ep.nn.expert_block import ExpertBlock, ExpertSettings, expert_block
 from triton_ep.nn.joined import Joined
+from triton_ep.nn.moe_block import MoEBlock
 from triton_ep.nn.prepared import PRECISIONS, PreparedWeights
 from triton_ep.ops.activation import Activation, check_activation
 from triton_ep.ops.row_scales import RowScaled

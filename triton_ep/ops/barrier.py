@@ -8,7 +8,4 @@ from triton_ep.runtime.plans import exchange
 
 def barrier_all(ctx: DispatchCombineContext, intra_node_only: bool = False) -> None:
     """Wait on the device until all ranks (of this node) have reached this point of their streams."""
-    cfg = ctx.config
-    ctx.launcher(("barrier", intra_node_only), exchange.barrier, intra_node_only)(
-        1, ctx.state, ctx.tables, cfg.rank, cfg.world_size, cfg.local_world_size
-    )
+    ctx.launcher(("barrier", intra_node_only), exchange.barrier, intra_node_only).launch(1)

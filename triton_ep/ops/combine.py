@@ -17,10 +17,6 @@ from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import exchange
 
 
-def _where(ctx: DispatchCombineContext) -> tuple[int, int, int]:
-    return ctx.config.rank, ctx.config.world_size, ctx.config.local_world_size
-
-
 def is_reduced(desc: EPAllToAllLayoutDesc) -> bool:
     """True if rows of one token are summed on the expert's rank first."""
     return desc.skipped_token_topk_mapping_indices is not None
@@ -120,40 +116,52 @@ def _publish(
 ) -> None:
     """Make expert outputs readable to the ranks of this node; with local combine, summed per token."""
     ctx.calls.check_combine(desc.epoch)
-    cfg, sizes = ctx.config, ctx.sizes
     has_weights = weights is not None
     weights_arg = ctx.no_floats if weights is None else weights
-    state = (ctx.state, ctx.tables)
     copy_rows = desc.skipped_token_topk_mapping_indices
     if copy_rows is not None:
         ctx.calls.end_loan(False)
         kind = (has_weights, copy_rows.shape[1])
         launcher = ctx.launcher(("reduce", *kind), exchange.reduce, *kind, fmt=fmt)
-        rows_arg = (y, weights_arg, copy_rows, desc.placement)
-        sizes_arg = (fmt.hidden, sizes.output_rows, cfg.num_experts_per_rank)
-        how = (plan.num_steps, plan.call)
-        launcher(plan.programs, *rows_arg, *state, *sizes_arg, *_where(ctx), *how, stream=side)
+        launcher.launch(
+            plan.programs,
+            y_ptr=y,
+            weights_ptr=weights_arg,
+            copy_rows_ptr=copy_rows,
+            placement_ptr=desc.placement,
+            hidden=fmt.hidden,
+            row_capacity=ctx.sizes.output_rows,
+            num_steps=plan.num_steps,
+            call=plan.call,
+            stream=side,
+        )
         return
     in_place = y.data_ptr() == ctx.local_address("dispatch_output_buf")
     ctx.calls.end_loan(in_place)
     if in_place:
         if weights is not None:
             ctx.local("weight_recv_buf")[: weights.shape[0]].copy_(weights)
-        ctx.launcher(("publish",), exchange.publish)(
-            plan.programs, desc.placement, *state, cfg.num_experts_per_rank, *_where(ctx), plan.call
-        )
+        publisher = ctx.launcher(("publish",), exchange.publish)
+        publisher.launch(plan.programs, placement_ptr=desc.placement, call=plan.call)
         return
     words = as_words(y, fmt.payload_bytes)
     row_words = fmt.payload_bytes // words.element_size()
     launcher = ctx.launcher(("stage", has_weights, row_words), exchange.stage, has_weights, row_words, fmt=fmt)
-    sizes_arg = (row_words, sizes.output_rows, cfg.num_experts_per_rank)
-    launcher(plan.programs, words, weights_arg, desc.placement, *state, *sizes_arg, *_where(ctx), plan.call)
+    launcher.launch(
+        plan.programs,
+        y_ptr=words,
+        weights_ptr=weights_arg,
+        placement_ptr=desc.placement,
+        row_words=row_words,
+        row_capacity=ctx.sizes.output_rows,
+        call=plan.call,
+    )
 
 
 def lend_buffer(ctx: DispatchCombineContext) -> torch.Tensor:
     """The combine buffer [rows, H], once no rank reads it any more: what is launched next may write there."""
     ctx.calls.lend()
-    ctx.launcher(("free",), exchange.free)(1, ctx.state, ctx.tables, ctx.config.rank, ctx.config.world_size)
+    ctx.launcher(("free",), exchange.free).launch(1)
     return ctx.local("dispatch_output_buf")
 
 
@@ -165,20 +173,15 @@ def _send_partials(
     reduced = is_reduced(desc)
     assert desc.forward is not None, "a descriptor of several nodes has forward tables"
     kind = (has_weights and not reduced, reduced)
-    ctx.launcher(("partial", *kind), exchange.partial, *kind, fmt=fmt)(
+    ctx.launcher(("partial", *kind), exchange.partial, *kind, fmt=fmt).launch(
         exchange_programs(cfg.num_sm),
-        ctx.local_as("dispatch_output_buf", fmt.dtype),
-        desc.placement,
-        desc.forward,
-        ctx.state,
-        ctx.tables,
-        cfg.max_tokens,
-        fmt.hidden,
-        sizes.output_rows,
-        cfg.num_experts_per_rank,
-        *_where(ctx),
-        plan.programs,
-        plan.call,
+        like_x_ptr=ctx.local_as("dispatch_output_buf", fmt.dtype),
+        placement_ptr=desc.placement,
+        forward_ptr=desc.forward,
+        hidden=fmt.hidden,
+        row_capacity=sizes.output_rows,
+        num_stage_programs=plan.programs,
+        call=plan.call,
     )
 
 
@@ -194,20 +197,15 @@ def _pull(
     cfg, sizes = ctx.config, ctx.sizes
     reduced = is_reduced(desc)
     kind = (has_weights and not reduced, reduced)
-    ctx.launcher(("pull", *kind), exchange.pull, *kind, fmt=fmt)(
+    ctx.launcher(("pull", *kind), exchange.pull, *kind, fmt=fmt).launch(
         exchange_programs(cfg.num_sm),
-        out,
-        desc.entries,
-        desc.placement,
-        ctx.state,
-        ctx.tables,
-        out.shape[0],
-        cfg.max_tokens,
-        fmt.hidden,
-        sizes.output_rows,
-        cfg.num_experts_per_rank,
-        *_where(ctx),
-        plan.programs,
-        plan.num_steps,
-        plan.call,
+        out_ptr=out,
+        entries_ptr=desc.entries,
+        placement_ptr=desc.placement,
+        num_tokens=out.shape[0],
+        hidden=fmt.hidden,
+        row_capacity=sizes.output_rows,
+        num_stage_programs=plan.programs,
+        num_steps=plan.num_steps,
+        call=plan.call,
     )

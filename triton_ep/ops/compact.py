@@ -96,22 +96,16 @@ def _copy_out(
     words = as_words(received.x, row_bytes)
     row_words = row_bytes // words.element_size()
     kind = (has_scales, received.topk_idx is not None, received.topk_weights is not None, row_words)
-    ctx.launcher(("compact", *kind), plans.copy_out, *kind, fmt=fmt)(
+    ctx.launcher(("compact", *kind), plans.copy_out, *kind, fmt=fmt).launch(
         expanding_programs(cfg, ctx.device, overlapped=side is not None),
-        words,
-        ctx.no_bytes if received.scale is None else received.scale,
-        placement if received.topk_idx is None else received.topk_idx,
-        ctx.no_floats if received.topk_weights is None else received.topk_weights,
-        placement,
-        ctx.state,
-        ctx.tables,
-        row_words,
-        received.x.shape[0],
-        cfg.rank,
-        cfg.world_size,
-        cfg.local_world_size,
-        cfg.num_experts_per_rank,
-        exchange_programs(cfg.num_sm),
+        recv_x_ptr=words,
+        recv_scale_ptr=ctx.no_bytes if received.scale is None else received.scale,
+        recv_idx_ptr=placement if received.topk_idx is None else received.topk_idx,
+        recv_weights_ptr=ctx.no_floats if received.topk_weights is None else received.topk_weights,
+        placement_ptr=placement,
+        row_words=row_words,
+        row_limit=received.x.shape[0],
+        num_senders=exchange_programs(cfg.num_sm),
         stream=side,
     )
 
@@ -143,7 +137,7 @@ _CLEARED = 64  # pieces of memory that are zeroed at once
 
 @functools.cache
 def _launcher(plan: Callable[..., Plan], *args: int | bool) -> Launcher:
-    return Launcher.of(plan(*args, INTERPRETING), aot=default_aot())
+    return Launcher(plan(*args, INTERPRETING), aot=default_aot())
 
 
 # --- slabs: rows of an expert at a fixed place ----------------------------------------------------------
@@ -172,8 +166,15 @@ def _move(
     into = view_as(dest, words.dtype)
     row_words = row_bytes // words.element_size()
     programs = num_experts * max(local_programs(dest.device) * 4 // num_experts, 1)
-    _launcher(plans.slab_rows, pack, row_words)(
-        programs, words, into, offsets, counts, num_experts, slab_rows, row_words
+    _launcher(plans.slab_rows, pack, row_words).launch(
+        programs,
+        source_ptr=words,
+        dest_ptr=into,
+        offsets_ptr=offsets,
+        counts_ptr=counts,
+        num_experts=num_experts,
+        slab_rows=slab_rows,
+        row_words=row_words,
     )
 
 
@@ -227,16 +228,16 @@ def token_layout(
     num_nodes = num_ranks // ranks_per_node
     counts = zeros.take(num_ranks + num_nodes + num_experts, topk_idx.device)
     in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=topk_idx.device)
-    _launcher(plans.token_layout, topk, num_ranks)(
+    _launcher(plans.token_layout, topk, num_ranks).launch(
         -(-num_tokens // plans.token_layout_tokens(INTERPRETING)),
-        topk_idx,
-        counts,
-        in_rank.view(torch.uint8) if INTERPRETING else in_rank,
-        num_tokens,
-        num_experts,
-        num_ranks,
-        num_experts // num_ranks,
-        ranks_per_node,
+        topk_idx_ptr=topk_idx,
+        counts_ptr=counts,
+        in_rank_ptr=in_rank.view(torch.uint8) if INTERPRETING else in_rank,
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        num_ranks=num_ranks,
+        experts_per_rank=num_experts // num_ranks,
+        ranks_per_node=ranks_per_node,
     )
     used = [num_ranks, num_nodes, num_experts]
     ranks, nodes, experts, _ = counts.split_with_sizes([*used, counts.shape[0] - sum(used)])

@@ -67,8 +67,14 @@ def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
     num_blocks = num_tokens * hidden // BLOCK
     blocks = mx_blocks(num_blocks)
     launcher = ctx.launcher(("quantize", blocks), exchange.quantize, num_blocks)
-    arguments = (-(-num_blocks // blocks), x.data, out.data, out.scale, num_blocks)
-    launcher(*arguments, stream=ctx.fork() if overlaps(ctx.config, ctx.device) else None)
+    launcher.launch(
+        -(-num_blocks // blocks),
+        x_ptr=x.data,
+        elements_ptr=out.data,
+        scale_ptr=out.scale,
+        num_blocks=num_blocks,
+        stream=ctx.fork() if overlaps(ctx.config, ctx.device) else None,
+    )
     return out
 
 
@@ -86,20 +92,14 @@ def push(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing,
     """Push each row of x [T, H] once to every rank of this node that needs it, and release, step by step."""
     cfg = ctx.config
     words, scale, row_words, payload = _source(ctx, fmt, x)
-    ctx.launcher(("push", payload, row_words), exchange.push, payload, row_words, fmt=fmt)(
+    ctx.launcher(("push", payload, row_words), exchange.push, payload, row_words, fmt=fmt).launch(
         exchange_programs(cfg.num_sm),
-        words,
-        scale,
-        routing.push_addrs,
-        placement,
-        ctx.state,
-        ctx.tables,
-        routing.num_tokens,
-        row_words,
-        cfg.num_experts_per_rank,
-        cfg.rank,
-        cfg.world_size,
-        cfg.local_world_size,
+        x_ptr=words,
+        scale_ptr=scale,
+        push_addrs_ptr=routing.push_addrs,
+        placement_ptr=placement,
+        num_tokens=routing.num_tokens,
+        row_words=row_words,
     )
 
 
@@ -108,23 +108,16 @@ def send(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing,
     cfg, weights = ctx.config, routing.weights
     words, scale, row_words, payload = _source(ctx, fmt, x)
     kind = (payload, row_words, weights is not None)
-    ctx.launcher(("send", *kind), exchange.send, *kind, fmt=fmt)(
+    ctx.launcher(("send", *kind), exchange.send, *kind, fmt=fmt).launch(
         exchange_programs(cfg.num_sm),
-        words,
-        scale,
-        routing.entries,
-        ctx.no_floats if weights is None else weights,
-        routing.chunks,
-        placement,
-        ctx.state,
-        ctx.tables,
-        routing.num_tokens,
-        cfg.max_tokens,
-        row_words,
-        cfg.num_experts_per_rank,
-        cfg.rank,
-        cfg.world_size,
-        cfg.local_world_size,
+        x_ptr=words,
+        scale_ptr=scale,
+        entries_ptr=routing.entries,
+        weights_ptr=ctx.no_floats if weights is None else weights,
+        chunks_ptr=routing.chunks,
+        placement_ptr=placement,
+        num_tokens=routing.num_tokens,
+        row_words=row_words,
     )
 
 
@@ -152,20 +145,13 @@ def forward(
     cfg = ctx.config
     words = as_words(ctx.local_as("stage_x", torch.uint8), fmt.wire_bytes)
     row_words = fmt.wire_bytes // words.element_size()
-    ctx.launcher(("forward", has_weights, reduced), exchange.forward, has_weights, reduced, row_words, fmt=fmt)(
+    ctx.launcher(("forward", has_weights, reduced), exchange.forward, has_weights, reduced, row_words, fmt=fmt).launch(
         exchange_programs(cfg.num_sm),
-        words,
-        placement,
-        tables,
-        ctx.state,
-        ctx.tables,
-        cfg.max_tokens,
-        row_words,
-        ctx.sizes.arrival_rows,
-        cfg.num_experts_per_rank,
-        cfg.rank,
-        cfg.world_size,
-        cfg.local_world_size,
+        word_ptr=words,
+        placement_ptr=placement,
+        forward_ptr=tables,
+        row_words=row_words,
+        stage_capacity=ctx.sizes.arrival_rows,
     )
 
 
@@ -282,21 +268,15 @@ def _expand(
         words = as_words(recv_x, row_bytes)
         row_words = row_bytes // words.element_size()
     kind = (landing, weights is not None, copy_rows is not None, row_words)
-    ctx.launcher(("expand", *kind), exchange.expand, *kind, fmt=fmt)(
+    ctx.launcher(("expand", *kind), exchange.expand, *kind, fmt=fmt).launch(
         expanding_programs(cfg, ctx.device, overlapped=side is not None),
-        words,
-        ctx.no_bytes if recv_scale is None else recv_scale,
-        ctx.no_floats if weights is None else weights,
-        placement if copy_rows is None else copy_rows,
-        placement,
-        ctx.state,
-        ctx.tables,
-        row_words,
-        cfg.rank,
-        cfg.world_size,
-        cfg.local_world_size,
-        cfg.num_experts_per_rank,
-        ctx.sizes.arrival_rows,
-        exchange_programs(cfg.num_sm),
+        recv_x_ptr=words,
+        recv_scale_ptr=ctx.no_bytes if recv_scale is None else recv_scale,
+        recv_weights_ptr=ctx.no_floats if weights is None else weights,
+        copy_rows_ptr=placement if copy_rows is None else copy_rows,
+        placement_ptr=placement,
+        row_words=row_words,
+        stage_capacity=ctx.sizes.arrival_rows,
+        num_senders=exchange_programs(cfg.num_sm),
         stream=side,
     )

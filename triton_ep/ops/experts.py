@@ -24,6 +24,7 @@ from triton_ep.ops.strides import dense
 from triton_ep.ops.tiles import check_offsets, tile_table
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.launch import INTERPRETING, Boxes
+from triton_ep.runtime.plans import Plan
 from triton_ep.runtime.plans.experts import (
     ACT_OUT,
     ProductTile,
@@ -145,11 +146,25 @@ def launch_gate_up(
     has = (bias is not None, row_weights is not None, keep_pre)
     scaled = x_scale is not None
     constexprs = gate_up_constexprs(tile, num_experts, tma, scaled, has, act, activation_constexprs(activation))
-    # Pointers that are not read are to the places of tiles.
-    optional = [places if each is None else each for each in (x_scale, w_scale, bias, row_weights)]
-    results = (out, out_scale if act == "mx" else places, pre if keep_pre else places)
-    arguments = (*operands, *optional, *results, places, num_rows, f, k, num_experts)
-    runtime.launch("gate_up_kernel", _grid(tile, rows, num_experts, f), arguments, constexprs, num_warps=tile.warps)
+    runtime.launch(
+        Plan("gate_up_kernel", constexprs, tile.warps),
+        _grid(tile, rows, num_experts, f),
+        x=operands[0],
+        w=operands[1],
+        # Pointers that are not read are to the places of tiles.
+        x_scale_ptr=places if x_scale is None else x_scale,
+        w_scale_ptr=places if w_scale is None else w_scale,
+        bias_ptr=places if bias is None else bias,
+        row_weights_ptr=places if row_weights is None else row_weights,
+        act_ptr=out,
+        act_scale_ptr=out_scale if act == "mx" else places,
+        pre_ptr=pre if keep_pre else places,
+        tiles_ptr=places,
+        num_rows=num_rows,
+        f=f,
+        k=k,
+        num_experts=num_experts,
+    )
     return out, out_scale, pre
 
 
@@ -304,10 +319,24 @@ def launch_rows_product(
             boxes(weights, num_experts * lines, length, length, box),
             boxes(out, num_rows, n, out.stride(0), [tile.m, tile.n // 2]) if box_stores else out,
         )
-    optional = [places if each is None else each for each in (a_scale, w_scale, bias, row_weights)]
-    arguments = (*operands, *optional, out, places, num_rows, n, k, num_experts, out.stride(0))
-    grid = _grid(tile, rows, num_experts, n)
-    runtime.launch("rows_product_kernel", grid, arguments, constexprs, num_warps=tile.warps)
+    runtime.launch(
+        Plan("rows_product_kernel", constexprs, tile.warps),
+        _grid(tile, rows, num_experts, n),
+        a=operands[0],
+        w=operands[1],
+        out=operands[2],
+        a_scale_ptr=places if a_scale is None else a_scale,
+        w_scale_ptr=places if w_scale is None else w_scale,
+        bias_ptr=places if bias is None else bias,
+        row_weights_ptr=places if row_weights is None else row_weights,
+        out_ptr=out,
+        tiles_ptr=places,
+        num_rows=num_rows,
+        n=n,
+        k=k,
+        num_experts=num_experts,
+        stride_om=out.stride(0),
+    )
 
 
 _OPERANDS = (

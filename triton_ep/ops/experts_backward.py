@@ -76,16 +76,24 @@ def _down_dgrad(
     )
     lines, length = (ffn, hidden) if k_major else (hidden, ffn)
     box = [1, tile.n, tile.k] if k_major else [1, tile.k, tile.n]
-    operands = (
-        Boxes(dy, [num_rows, hidden], [hidden, 1], [tile.box_rows, tile.k]),
-        Boxes(w, [experts, lines, length], [lines * length, length, 1], box),
+    runtime.launch(
+        plan,
+        min(programs(dy.device) * tile.per_sm, most_programs(tile, num_rows, experts, ffn)),
+        dy=Boxes(dy, [num_rows, hidden], [hidden, 1], [tile.box_rows, tile.k]),
+        w=Boxes(w, [experts, lines, length], [lines * length, length, 1], box),
+        # Pointers that are not read are to the tiles.
+        dy_scale_ptr=tiles if dy_scale is None else dy_scale,
+        w_scale_ptr=tiles if w_scale is None else w_scale,
+        pre_ptr=pre,
+        weights_ptr=tiles if weights is None else weights,
+        tiles_ptr=tiles,
+        dpre_ptr=dpre,
+        act_ptr=act,
+        shares_ptr=tiles if weights is None else shares,
+        num_rows=num_rows,
+        hidden=hidden,
+        ffn=ffn,
     )
-    # Pointers that are not read are to the tiles.
-    optional = [tiles if each is None else each for each in (dy_scale, w_scale)]
-    rows_weights, out_shares = (tiles, tiles) if weights is None else (weights, shares)
-    arguments = (*operands, *optional, pre, rows_weights, tiles, dpre, act, out_shares, num_rows, hidden, ffn)
-    grid = min(programs(dy.device) * tile.per_sm, most_programs(tile, num_rows, experts, ffn))
-    runtime.launch(plan.kernel, grid, arguments, plan.constexprs, num_warps=plan.num_warps)
     return dpre, act, shares
 
 
@@ -104,9 +112,20 @@ def _row_weight_gradient(
     hidden = dy.shape[1]
     plan = plans.row_weight_gradient(hidden, bias is not None, dy_scale is not None, INTERPRETING)
     grid = (tiles.shape[0] - 1) * (plans.TILE_ROWS // plan.constexprs["ROWS"])
-    given = (dy, tiles if dy_scale is None else dy_scale, bias) if bias is not None else (tiles, tiles, tiles)
-    sizes = (out.shape[0], shares.shape[0], hidden)
-    runtime.launch(plan.kernel, grid if out.shape[0] else 0, (shares, *given, tiles, out, *sizes), plan.constexprs)
+    runtime.launch(
+        plan,
+        grid if out.shape[0] else 0,
+        shares_ptr=shares,
+        # Gradients and their scales are read for a bias alone.
+        dy_ptr=tiles if bias is None else dy,
+        dy_scale_ptr=tiles if bias is None or dy_scale is None else dy_scale,
+        bias_ptr=tiles if bias is None else bias,
+        tiles_ptr=tiles,
+        out_ptr=out,
+        num_rows=out.shape[0],
+        shares=shares.shape[0],
+        hidden=hidden,
+    )
     return out
 
 
@@ -229,7 +248,7 @@ def _bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tenso
     plan = plans.bias_gradient(n, row_weights is not None, INTERPRETING)
     weights = x if row_weights is None else row_weights.contiguous()
     grid = experts * -(-n // plan.constexprs["BLOCK_N"])
-    runtime.launch(plan.kernel, grid, (x.contiguous(), offs.contiguous(), weights, out, n), plan.constexprs)
+    runtime.launch(plan, grid, x_ptr=x.contiguous(), offs_ptr=offs.contiguous(), weights_ptr=weights, out_ptr=out, n=n)
     return out
 
 
@@ -275,15 +294,19 @@ def _weight_gradient(
     plan, tile = plans.weight_gradient(num_experts, accumulate, INTERPRETING)
     # float32 is stored in twice as many boxes.
     box = [1, tile.m, tile.n // (4 if accumulate else 2)]
-    operands = (
-        Boxes(x, [num_rows, num_i], [num_i, 1], [tile.k, tile.m]),
-        Boxes(y, [num_rows, num_j], [num_j, 1], [tile.k, tile.n]),
-        Boxes(out, [num_experts, num_i, num_j], [num_i * num_j, num_j, 1], box),
+    runtime.launch(
+        plan,
+        programs(x.device) * (1 if INTERPRETING or accumulate else plans.WGRAD_PROGRAMS),
+        x=Boxes(x, [num_rows, num_i], [num_i, 1], [tile.k, tile.m]),
+        y=Boxes(y, [num_rows, num_j], [num_j, 1], [tile.k, tile.n]),
+        out=Boxes(out, [num_experts, num_i, num_j], [num_i * num_j, num_j, 1], box),
+        offs_ptr=offs.contiguous(),
+        filled_ptr=torch.diff(offs) if filled is None else filled.contiguous(),
+        num_rows=num_rows,
+        num_i=num_i,
+        num_j=num_j,
+        num_experts=num_experts,
     )
-    filled = torch.diff(offs) if filled is None else filled.contiguous()
-    arguments = (*operands, offs.contiguous(), filled, num_rows, num_i, num_j, num_experts)
-    grid = programs(x.device) * (1 if INTERPRETING or accumulate else plans.WGRAD_PROGRAMS)
-    runtime.launch(plan.kernel, grid, arguments, plan.constexprs, num_warps=plan.num_warps)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import torch
 
 from triton_ep.errors import LaunchError
 from triton_ep.runtime.launch import INTERPRETING, launch
+from triton_ep.runtime.plans import Plan
 
 ROW_BYTES = 14336
 """Row of the push: 7168 bf16 values."""
@@ -21,10 +22,14 @@ def push(source: torch.Tensor, addrs: torch.Tensor, rank: int, num_programs: int
     """
     num_rows, row_words = source.shape
     launch(
-        "floor_push_kernel",
+        Plan("floor_push_kernel", {"BLOCK": 2048}),
         num_programs,
-        (source, addrs, num_rows, row_words, rank, addrs.numel()),
-        {"BLOCK": 2048},
+        source_ptr=source,
+        addrs_ptr=addrs,
+        num_rows=num_rows,
+        row_words=row_words,
+        rank=rank,
+        num_ranks=addrs.numel(),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from triton_ep.errors import InputError
 from triton_ep.ops.strides import dense
 from triton_ep.runtime.launch import INTERPRETING, Boxes, launch
+from triton_ep.runtime.plans import Plan
 from triton_ep.runtime.plans.compute import (
     LARGE,
     PLAIN,
@@ -148,9 +149,22 @@ def bf16_gemm(
             boxes(b_t, num_experts * rows_of_b, k if k_major else n, wide, box),
         )
     constexprs = gemm_constexprs(num_experts, tile, tma, k_major)
-    sizes = (num_rows, n, k, num_experts)
-    strides = (a.stride(0), b_t.stride(0), wide, out.stride(0))
-    launch("grouped_gemm_kernel", programs(a.device), (*operands, out, ends, *sizes, *strides), constexprs)
+    launch(
+        Plan("grouped_gemm_kernel", constexprs),
+        programs(a.device),
+        a=operands[0],
+        b=operands[1],
+        out_ptr=out,
+        ends_ptr=ends,
+        num_rows=num_rows,
+        n=n,
+        k=k,
+        num_experts=num_experts,
+        stride_am=a.stride(0),
+        stride_be=b_t.stride(0),
+        stride_bw=wide,
+        stride_om=out.stride(0),
+    )
     return out
 
 
@@ -207,7 +221,20 @@ def bf16_wgrad(
             boxes(y, num_rows, num_j, y.stride(0), [tile.k, tile.n]),
         )
     constexprs = wgrad_constexprs(num_experts, tile, tma, accumulate)
-    sizes = (num_rows, num_i, num_j, num_experts, x.stride(0), y.stride(0))
-    grid = num_experts * -(-num_i // tile.m) * -(-num_j // tile.n)
-    launch("grouped_wgrad_kernel", grid, (x, y, *descriptors, out, ends, *sizes), constexprs)
+    launch(
+        Plan("grouped_wgrad_kernel", constexprs),
+        num_experts * -(-num_i // tile.m) * -(-num_j // tile.n),
+        x_ptr=x,
+        y_ptr=y,
+        x_desc=descriptors[0],
+        y_desc=descriptors[1],
+        out_ptr=out,
+        ends_ptr=ends,
+        num_rows=num_rows,
+        num_i=num_i,
+        num_j=num_j,
+        num_experts=num_experts,
+        stride_xm=x.stride(0),
+        stride_ym=y.stride(0),
+    )
     return out

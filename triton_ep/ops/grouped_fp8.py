@@ -15,6 +15,7 @@ from triton_ep.ops.grouped_bf16 import OUT_DTYPES, boxes, fits_tma, group_ends, 
 from triton_ep.ops.mxfp8 import dequantize_rows
 from triton_ep.ops.row_scales import RowScaled
 from triton_ep.runtime.launch import INTERPRETING, launch
+from triton_ep.runtime.plans import Plan
 from triton_ep.runtime.plans.compute import (
     EQUALIZE_ROWS,
     FP8_TILES,
@@ -77,8 +78,17 @@ def equalize_scales(qdata: torch.Tensor, scale: torch.Tensor) -> EqualScales:
     out = torch.empty_like(qdata)
     out_scale = scale.new_empty(*lead, -(-k // _STEP), rows, dtype=torch.float32)
     grid = -(-num_rows // EQUALIZE_ROWS) * -(-k // _STEP)
-    arguments = (qdata, scale, out, out_scale, num_rows, k, rows)
-    launch("equalize_scales_kernel", grid, arguments, {"ROWS": EQUALIZE_ROWS})
+    launch(
+        Plan("equalize_scales_kernel", {"ROWS": EQUALIZE_ROWS}),
+        grid,
+        qdata_ptr=qdata,
+        scale_ptr=scale,
+        out_ptr=out,
+        out_scale_ptr=out_scale,
+        num_rows=num_rows,
+        k=k,
+        rows_per_matrix=rows,
+    )
     return EqualScales(out, out_scale)
 
 
@@ -122,8 +132,20 @@ def _launch(
             boxes(w, num_experts * n, k, k, [tile.n, _STEP]),
         )
     constexprs = gemm_fp8_constexprs(num_experts, tile, tma, scales)
-    arguments = (*operands, a_scale, w_scale, out, ends, num_rows, n, k, num_experts)
-    launch("grouped_fp8_kernel", programs(a.device) * per_sm, arguments, constexprs, num_warps=tile.warps)
+    launch(
+        Plan("grouped_fp8_kernel", constexprs, tile.warps),
+        programs(a.device) * per_sm,
+        a=operands[0],
+        b=operands[1],
+        a_scale_ptr=a_scale,
+        b_scale_ptr=w_scale,
+        out_ptr=out,
+        ends_ptr=ends,
+        num_rows=num_rows,
+        n=n,
+        k=k,
+        num_experts=num_experts,
+    )
     return out
 
 

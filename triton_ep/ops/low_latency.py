@@ -63,21 +63,15 @@ def combine(
     cfg = ctx.config
     copy_rows = desc.skipped_token_topk_mapping_indices
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
-    ctx.launcher(("ll_reduce", weights is not None), plans.reduce, weights is not None)(
+    ctx.launcher(("ll_reduce", weights is not None), plans.reduce, weights is not None).launch(
         -(-copy_rows.shape[0] // _SUMMED_ROWS),
-        y,
+        y_ptr=y,
         # A pointer of the right type; not read without weights.
-        ctx.no_floats if weights is None else weights,
-        copy_rows,
-        desc.placement,
-        ctx.state,
-        ctx.tables,
-        cfg.max_tokens,
-        cfg.hidden,
-        cfg.num_experts_per_rank,
-        cfg.rank,
-        cfg.world_size,
-        COMBINE_WEIGHTS if weights is not None else 0,
+        weights_ptr=ctx.no_floats if weights is None else weights,
+        copy_rows_ptr=copy_rows,
+        placement_ptr=desc.placement,
+        hidden=cfg.hidden,
+        call=COMBINE_WEIGHTS if weights is not None else 0,
     )
     out = torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
     return out, partial(_sum, ctx, out, desc)
@@ -86,18 +80,12 @@ def combine(
 def _sum(ctx: DispatchCombineContext, out: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
     cfg, num_tokens = ctx.config, out.shape[0]
     launcher = ctx.launcher(("ll_sum",), plans.sum_ranks)
-    launcher(
-        max(-(-num_tokens // _SUMMED_ROWS), 1) * launcher.constexprs["PARTS"],
-        out,
-        desc.entries,
-        ctx.state,
-        ctx.tables,
-        num_tokens,
-        cfg.max_tokens,
-        cfg.hidden,
-        cfg.num_experts_per_rank,
-        cfg.rank,
-        cfg.world_size,
+    launcher.launch(
+        max(-(-num_tokens // _SUMMED_ROWS), 1) * launcher.plan.constexprs["PARTS"],
+        out_ptr=out,
+        kept_idx_ptr=desc.entries,
+        num_tokens=num_tokens,
+        hidden=cfg.hidden,
     )
 
 
@@ -110,7 +98,6 @@ def _push(
     ids: torch.Tensor,
     host_word: int,
 ) -> None:
-    cfg = ctx.config
     words, scale, payload = x.data, x.scale, QUANTISE
     if fmt.payload is None or scale is not None:
         words = as_words(x.data, x.data.shape[1] * x.data.element_size())
@@ -118,23 +105,17 @@ def _push(
     row_words = x.data.shape[1] * x.data.element_size() // words.element_size()
     num_tokens = topk_idx.shape[0]
     kind = (payload, weights is not None, row_words)
-    ctx.launcher(("ll_push", *kind), plans.push, *kind, fmt=fmt)(
+    ctx.launcher(("ll_push", *kind), plans.push, *kind, fmt=fmt).launch(
         max(num_tokens, 1),
-        words,
+        x_ptr=words,
         # Pointers of the right type; not read with other payloads, or without weights.
-        ctx.no_bytes if scale is None else scale,
-        topk_idx,
-        ctx.no_floats if weights is None else weights,
-        ids,
-        ctx.state,
-        ctx.tables,
-        num_tokens,
-        cfg.max_tokens,
-        row_words,
-        cfg.num_experts_per_rank,
-        cfg.rank,
-        cfg.world_size,
-        host_word,
+        scale_ptr=ctx.no_bytes if scale is None else scale,
+        topk_idx_ptr=topk_idx,
+        weights_ptr=ctx.no_floats if weights is None else weights,
+        kept_idx_ptr=ids,
+        num_tokens=num_tokens,
+        row_words=row_words,
+        host_word=host_word,
     )
 
 
@@ -164,20 +145,14 @@ def _expand(
     row_bytes = recv_x.shape[1] * recv_x.element_size()
     words = as_words(recv_x, row_bytes)
     row_words = row_bytes // words.element_size()
-    ctx.launcher(("ll_expand", has_weights, row_words), plans.expand, has_weights, row_words, fmt=fmt)(
+    ctx.launcher(("ll_expand", has_weights, row_words), plans.expand, has_weights, row_words, fmt=fmt).launch(
         -(-cfg.world_size * cfg.max_tokens // plans.expanded_rows(INTERPRETING)),
-        words,
-        ctx.no_bytes if scale is None else scale,
-        ctx.no_floats if weights is None else weights,
-        copies,
-        placement,
-        ctx.state,
-        ctx.tables,
-        row_words,
-        cfg.max_tokens,
-        cfg.num_experts_per_rank,
-        capacity,
-        cfg.alignment,
-        cfg.rank,
-        cfg.world_size,
+        recv_x_ptr=words,
+        recv_scale_ptr=ctx.no_bytes if scale is None else scale,
+        recv_weights_ptr=ctx.no_floats if weights is None else weights,
+        copy_rows_ptr=copies,
+        placement_ptr=placement,
+        row_words=row_words,
+        capacity=capacity,
+        alignment=cfg.alignment,
     )

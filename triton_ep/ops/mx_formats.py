@@ -30,6 +30,7 @@ from triton_ep.ops.element_formats import (
 from triton_ep.ops.mxfp8 import MODES
 from triton_ep.ops.tuning import mx_blocks, mx_columns
 from triton_ep.runtime import launch as runtime  # before the kernels: decides whether they are interpreted
+from triton_ep.runtime.plans import Plan
 
 BLOCK_SIZES = (16, 32, 64, 128)
 """What the kernels are made for."""
@@ -92,11 +93,13 @@ def _mx_quantize(x: torch.Tensor, elem: str, mode: str, block_size: int, dim: in
     elements, scale = _quantized_like(x, elem, block_size, dim)
     if dim == -1:
         grid, constexprs = _rows(constexprs, scale.numel())
-        runtime.launch("mx_quantize_rows_kernel", grid, (x, elements, scale, scale.numel()), constexprs)
+        plan = Plan("mx_quantize_rows_kernel", constexprs)
+        runtime.launch(plan, grid, x_ptr=x, elements_ptr=elements, scale_ptr=scale, num_blocks=scale.numel())
     else:
         lead, rows, width = _split(scale.shape, dim)
         grid, constexprs = _columns(constexprs, lead * rows, width)
-        runtime.launch("mx_quantize_columns_kernel", grid, (x, elements, scale, width), constexprs)
+        plan = Plan("mx_quantize_columns_kernel", constexprs)
+        runtime.launch(plan, grid, x_ptr=x, elements_ptr=elements, scale_ptr=scale, hidden=width)
     return elements, scale
 
 
@@ -147,11 +150,13 @@ def _mx_dequantize(
     out = _values_like(qdata, elem, dim, dtype)
     if dim == -1:
         grid, constexprs = _rows(constexprs, scale.numel())
-        runtime.launch("mx_dequantize_rows_kernel", grid, (qdata, scale, out, scale.numel()), constexprs)
+        plan = Plan("mx_dequantize_rows_kernel", constexprs)
+        runtime.launch(plan, grid, elements_ptr=qdata, scale_ptr=scale, out_ptr=out, num_blocks=scale.numel())
     else:
         lead, rows, width = _split(scale.shape, dim)
         grid, constexprs = _columns(constexprs, lead * rows, width)
-        runtime.launch("mx_dequantize_columns_kernel", grid, (qdata, scale, out, width), constexprs)
+        plan = Plan("mx_dequantize_columns_kernel", constexprs)
+        runtime.launch(plan, grid, elements_ptr=qdata, scale_ptr=scale, out_ptr=out, hidden=width)
     return out
 
 

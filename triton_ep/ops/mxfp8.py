@@ -15,6 +15,7 @@ from triton_ep.ops import library
 from triton_ep.ops.element_formats import BLOCK, ScalingMode, check_high_precision, fp8_dtype
 from triton_ep.ops.tuning import mx_blocks, mx_columns
 from triton_ep.runtime import launch as runtime  # before the kernels: decides whether they are interpreted
+from triton_ep.runtime.plans import Plan
 
 MODES: dict[str, int] = {
     ScalingMode.RCEIL: MODE_RCEIL,
@@ -63,10 +64,12 @@ def _quantize_rows(x: torch.Tensor, elem_dtype: torch.dtype, mode: str) -> tuple
     elements, scale = _rows_like(x, elem_dtype)
     blocks = mx_blocks(scale.numel())
     runtime.launch(
-        "quantize_rows_kernel",
+        Plan("quantize_rows_kernel", {**_constexprs(elem_dtype, mode), "BLOCKS": blocks}),
         -(-scale.numel() // blocks),
-        (x, elements, scale, scale.numel()),
-        {**_constexprs(elem_dtype, mode), "BLOCKS": blocks},
+        x_ptr=x,
+        elements_ptr=elements,
+        scale_ptr=scale,
+        num_blocks=scale.numel(),
     )
     return elements, scale
 
@@ -102,10 +105,12 @@ def _dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
     out = torch.empty_like(qdata, dtype=dtype)
     blocks = mx_blocks(scale.numel())
     runtime.launch(
-        "dequantize_rows_kernel",
+        Plan("dequantize_rows_kernel", {"BLOCKS": blocks}),
         -(-scale.numel() // blocks),
-        (qdata, scale, out, scale.numel()),
-        {"BLOCKS": blocks},
+        elements_ptr=qdata,
+        scale_ptr=scale,
+        out_ptr=out,
+        num_blocks=scale.numel(),
     )
     return out
 
@@ -172,10 +177,16 @@ def _quantize_columns(
     elements, scale = _columns_like(x, offsets, elem_dtype)
     grid, tile = _column_grid(x, groups, offsets is not None)
     runtime.launch(
-        "quantize_columns_kernel",
+        Plan("quantize_columns_kernel", {**_constexprs(elem_dtype, mode), **about_groups, **tile}),
         grid,
-        (x, starts, elements, scale, x.shape[0], x.shape[1], groups, scale.shape[0]),
-        {**_constexprs(elem_dtype, mode), **about_groups, **tile},
+        x_ptr=x,
+        offsets_ptr=starts,
+        elements_ptr=elements,
+        scale_ptr=scale,
+        num_rows=x.shape[0],
+        hidden=x.shape[1],
+        num_groups=groups,
+        num_scale_rows=scale.shape[0],
     )
     return elements, scale
 
@@ -217,12 +228,19 @@ def _quantize_both(
     row_elements, row_scale = _rows_like(x, elem_dtype)
     column_elements, column_scale = _columns_like(x, offsets, elem_dtype)
     grid, tile = _column_grid(x, groups, offsets is not None)
-    sizes = (*x.shape, groups, column_scale.shape[0])
     runtime.launch(
-        "quantize_both_kernel",
+        Plan("quantize_both_kernel", {**_constexprs(elem_dtype, mode), **about_groups, **tile}),
         grid,
-        (x, starts, row_elements, row_scale, column_elements, column_scale, *sizes),
-        {**_constexprs(elem_dtype, mode), **about_groups, **tile},
+        x_ptr=x,
+        offsets_ptr=starts,
+        row_elements_ptr=row_elements,
+        row_scale_ptr=row_scale,
+        column_elements_ptr=column_elements,
+        column_scale_ptr=column_scale,
+        num_rows=x.shape[0],
+        hidden=x.shape[1],
+        num_groups=groups,
+        num_scale_rows=column_scale.shape[0],
     )
     return row_elements, row_scale, column_elements, column_scale
 
@@ -260,10 +278,15 @@ def _dequantize_columns(
     out = torch.empty_like(qdata, dtype=dtype)
     grid, tile = _column_grid(qdata, groups, offsets is not None)
     runtime.launch(
-        "dequantize_columns_kernel",
+        Plan("dequantize_columns_kernel", {**about_groups, **tile}),
         grid,
-        (qdata, scale, starts, out, qdata.shape[0], qdata.shape[1], groups),
-        {**about_groups, **tile},
+        elements_ptr=qdata,
+        scale_ptr=scale,
+        offsets_ptr=starts,
+        out_ptr=out,
+        num_rows=qdata.shape[0],
+        hidden=qdata.shape[1],
+        num_groups=groups,
     )
     return out
 

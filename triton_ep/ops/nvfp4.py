@@ -9,6 +9,7 @@ from triton_ep.errors import InputError
 from triton_ep.ops import library
 from triton_ep.ops.element_formats import check_high_precision
 from triton_ep.runtime import launch as runtime  # before the kernels: decides whether they are interpreted
+from triton_ep.runtime.plans import Plan
 
 BLOCK = 16
 
@@ -48,25 +49,23 @@ def _nvfp4_quantize(
     x = x.contiguous()
     elements, scale = _quantized_like(x)
     blocks = _tile(scale.numel())
+    constexprs = {
+        "HAS_TENSOR_SCALE": tensor_scale is not None,
+        "STOCHASTIC": seed is not None,
+        "HADAMARD": signs >= 0,
+        "BLOCKS": blocks,
+    }
     runtime.launch(
-        "quantize_nvfp4_kernel",
+        Plan("quantize_nvfp4_kernel", constexprs),
         -(-scale.numel() // blocks),
-        (
-            x,
-            x if tensor_scale is None else tensor_scale.contiguous(),
-            x if seed is None else seed,
-            elements,
-            scale,
-            scale.numel(),
-            _blocks_per_scale(scale.numel(), tensor_scale),
-            max(signs, 0),
-        ),
-        {
-            "HAS_TENSOR_SCALE": tensor_scale is not None,
-            "STOCHASTIC": seed is not None,
-            "HADAMARD": signs >= 0,
-            "BLOCKS": blocks,
-        },
+        x_ptr=x,
+        tensor_scale_ptr=x if tensor_scale is None else tensor_scale.contiguous(),
+        seed_ptr=x if seed is None else seed,
+        elements_ptr=elements,
+        scale_ptr=scale,
+        num_blocks=scale.numel(),
+        blocks_per_scale=_blocks_per_scale(scale.numel(), tensor_scale),
+        signs=max(signs, 0),
     )
     return elements, scale
 
@@ -110,19 +109,17 @@ def _nvfp4_dequantize(
     qdata, scale = qdata.contiguous(), scale.contiguous()
     out = qdata.new_empty((*qdata.shape[:-1], 2 * qdata.shape[-1]), dtype=dtype)
     blocks = _tile(scale.numel())
+    constexprs = {"HAS_TENSOR_SCALE": tensor_scale is not None, "HADAMARD": signs >= 0, "BLOCKS": blocks}
     runtime.launch(
-        "dequantize_nvfp4_kernel",
+        Plan("dequantize_nvfp4_kernel", constexprs),
         -(-scale.numel() // blocks),
-        (
-            qdata,
-            scale,
-            out if tensor_scale is None else tensor_scale.contiguous(),
-            out,
-            scale.numel(),
-            _blocks_per_scale(scale.numel(), tensor_scale),
-            max(signs, 0),
-        ),
-        {"HAS_TENSOR_SCALE": tensor_scale is not None, "HADAMARD": signs >= 0, "BLOCKS": blocks},
+        elements_ptr=qdata,
+        scale_ptr=scale,
+        tensor_scale_ptr=out if tensor_scale is None else tensor_scale.contiguous(),
+        out_ptr=out,
+        num_blocks=scale.numel(),
+        blocks_per_scale=_blocks_per_scale(scale.numel(), tensor_scale),
+        signs=max(signs, 0),
     )
     return out
 

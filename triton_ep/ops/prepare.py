@@ -10,6 +10,7 @@ from triton_ep.ops.element_formats import MXOperand
 from triton_ep.ops.row_scales import RowScaled, rebase_rows
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans import Plan
 from triton_ep.runtime.plans.experts import maxima_tile, prepare_tile
 
 USES = ("fprop", "dgrad", "both")
@@ -41,15 +42,24 @@ def _prepare(
     row_max = column_max.new_empty(experts, n if fprop else 0)
     tile = maxima_tile(INTERPRETING)
     grid = experts * -(-n // tile["BLOCK_N"])
-    wanted = {"ROWS": fprop, "COLUMNS": dgrad}
-    runtime.launch("weight_maxima_kernel", grid, (w, row_max, column_max, n, k), {**wanted, **tile})
+    maxima = Plan("weight_maxima_kernel", {"ROWS": fprop, "COLUMNS": dgrad, **tile})
+    runtime.launch(maxima, grid, w_ptr=w, row_max_ptr=row_max, column_max_ptr=column_max, n=n, k=k)
     tile = prepare_tile(INTERPRETING)
     grid = experts * -(-n // tile["BLOCK_N"]) * -(-k // tile["BLOCK_K"])
     # What is not asked for has the memory of the other form, which nobody touches through it.
-    either = (out, scale) if fprop else (transposed, transposed_scale)
-    results = (*((out, scale) if fprop else either), *((transposed, transposed_scale) if dgrad else either))
-    wanted = {"FPROP": fprop, "DGRAD": dgrad}
-    runtime.launch("prepare_weights_kernel", grid, (w, row_max, column_max, *results, n, k), {**wanted, **tile})
+    runtime.launch(
+        Plan("prepare_weights_kernel", {"FPROP": fprop, "DGRAD": dgrad, **tile}),
+        grid,
+        w_ptr=w,
+        row_max_ptr=row_max,
+        column_max_ptr=column_max,
+        out_ptr=out if fprop else transposed,
+        scale_ptr=scale if fprop else transposed_scale,
+        transposed_ptr=transposed if dgrad else out,
+        transposed_scale_ptr=transposed_scale if dgrad else scale,
+        n=n,
+        k=k,
+    )
 
 
 @torch.no_grad()

@@ -78,16 +78,13 @@ def count(
         ctx.scratch("push_addrs", cfg.max_tokens * cfg.topk, torch.int64),
         weights,
     )
-    ctx.launcher(("count",), exchange.count)(
+    ctx.launcher(("count",), exchange.count).launch(
         chunks,
-        topk_idx,
-        out.entries,
-        out.chunks,
-        num_tokens,
-        cfg.num_experts,
-        cfg.world_size,
-        cfg.num_experts_per_rank,
-        cfg.local_world_size,
+        topk_idx_ptr=topk_idx,
+        entries_ptr=out.entries,
+        chunks_ptr=out.chunks,
+        num_tokens=num_tokens,
+        num_experts=cfg.num_experts,
     )
     return out
 
@@ -96,17 +93,17 @@ def map_slots(ctx: DispatchCombineContext, given: RoutingMap, ids: torch.Tensor,
     """Write the ids [T, K] int32 of a routing map, ascending, then -1, and its weights [T, K] float32, then 0."""
     num_tokens, num_experts = given.routed.shape
     kind = (given.probs is not None, given.excess is not None)
-    ctx.launcher(("map_slots", *kind), compact.map_slots, *kind)(
+    ctx.launcher(("map_slots", *kind), compact.map_slots, *kind).launch(
         -(-num_tokens // compact.map_slots_tokens(INTERPRETING)),
-        given.routed.view(torch.uint8) if INTERPRETING else given.routed,
+        map_ptr=given.routed.view(torch.uint8) if INTERPRETING else given.routed,
         # Pointers of the right type; not read without.
-        ctx.no_floats if given.probs is None else given.probs,
-        ids,
-        ctx.no_floats if weights is None else weights,
-        ids if given.excess is None else given.excess,
-        num_tokens,
-        num_experts,
-        ctx.config.topk,
+        probs_ptr=ctx.no_floats if given.probs is None else given.probs,
+        ids_ptr=ids,
+        weights_ptr=ctx.no_floats if weights is None else weights,
+        excess_ptr=ids if given.excess is None else given.excess,
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        topk=ctx.config.topk,
     )
 
 
@@ -139,23 +136,17 @@ def place(
     cfg, weights = ctx.config, routing.weights
     static = cfg.recv_capacity is not None
     make = (exchange.place, weights is not None, scatter is not None)
-    ctx.launcher(("place", *make[1:]), *make, fmt=fmt)(
+    ctx.launcher(("place", *make[1:]), *make, fmt=fmt).launch(
         num_chunks(routing.num_tokens) + 1,
-        routing.entries,
-        routing.entries if scatter is None else scatter,
+        entries_ptr=routing.entries,
+        scatter_idx_ptr=routing.entries if scatter is None else scatter,
         # A pointer of the right type; not read without weights.
-        ctx.no_floats if weights is None else weights,
-        routing.chunks,
-        placement,
-        routing.push_addrs,
-        ctx.state,
-        ctx.tables,
-        routing.num_tokens,
-        cfg.rank,
-        cfg.world_size,
-        cfg.num_experts_per_rank,
-        cfg.local_world_size,
-        fmt.wire_bytes,
-        cfg.recv_capacity if static else NO_LIMIT,
-        ctx.sizes.arrival_rows,
+        weights_ptr=ctx.no_floats if weights is None else weights,
+        chunks_ptr=routing.chunks,
+        placement_ptr=placement,
+        push_addrs_ptr=routing.push_addrs,
+        num_tokens=routing.num_tokens,
+        row_bytes=fmt.wire_bytes,
+        recv_capacity=cfg.recv_capacity if static else NO_LIMIT,
+        stage_capacity=ctx.sizes.arrival_rows,
     )

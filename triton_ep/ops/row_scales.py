@@ -11,6 +11,7 @@ from triton_ep.ops import library
 from triton_ep.ops.tiles import check_offsets
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans import Plan
 from triton_ep.runtime.plans.experts import offsets_constexprs, row_scale_tile, row_tile
 
 _BLOCK = 32
@@ -63,21 +64,21 @@ class RowScaled:
 
 
 def launch_rows(
-    name: str,
-    inputs: tuple[torch.Tensor, ...],
-    outputs: tuple[torch.Tensor, ...],
-    offs: torch.Tensor | None,
-    tile: dict[str, int],
+    name: str, rows: torch.Tensor, offs: torch.Tensor | None, tile: dict[str, int], **tensors: torch.Tensor
 ) -> None:
-    """Launch a kernel of row_scales.py over the rows of its first input [R, K], or those in use."""
-    rows, k = inputs[0].shape
-    if rows == 0 or k == 0:
+    """Launch a kernel of row_scales.py over rows [R, K], or those in use. tensors: by names of its parameters."""
+    num_rows, k = rows.shape
+    if num_rows == 0 or k == 0:
         return
-    stand_in = inputs[0] if offs is None else offs.contiguous()
-    num_segments = 0 if offs is None else offs.shape[0] - 1
-    arguments = (*inputs, stand_in, *outputs, rows, k, num_segments)
-    constexprs = {**offsets_constexprs(offs is not None), **tile}
-    runtime.launch(name, -(-rows // tile["ROWS"]), arguments, constexprs)
+    runtime.launch(
+        Plan(name, {**offsets_constexprs(offs is not None), **tile}),
+        -(-num_rows // tile["ROWS"]),
+        offs_ptr=rows if offs is None else offs.contiguous(),
+        **tensors,
+        num_rows=num_rows,
+        k=k,
+        num_segments=0 if offs is None else offs.shape[0] - 1,
+    )
 
 
 def _like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,12 +91,18 @@ def _rebase_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, row_scale = _like(qdata)
     k = qdata.shape[-1]
-    flat = (
-        (qdata.contiguous().view(-1, k), scale.contiguous().view(-1, k // _BLOCK)) if qdata.numel() else (qdata, scale)
-    )
     if qdata.numel():
-        outputs = (out.view(-1, k), row_scale.view(-1))
-        launch_rows("rebase_rows_kernel", flat, outputs, offs, row_scale_tile(k, INTERPRETING))
+        rows = qdata.contiguous().view(-1, k)
+        launch_rows(
+            "rebase_rows_kernel",
+            rows,
+            offs,
+            row_scale_tile(k, INTERPRETING),
+            elements_ptr=rows,
+            scale_ptr=scale.contiguous(),
+            out_ptr=out,
+            row_scale_ptr=row_scale,
+        )
     return out, row_scale
 
 
@@ -103,7 +110,8 @@ def _rebase_rows(
 def _quantize_to_rows(x: torch.Tensor, offs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     out, row_scale = _like(x)
     tile = row_scale_tile(x.shape[1], INTERPRETING)
-    launch_rows("quantize_to_rows_kernel", (x.contiguous(),), (out, row_scale), offs, tile)
+    x = x.contiguous()
+    launch_rows("quantize_to_rows_kernel", x, offs, tile, x_ptr=x, out_ptr=out, row_scale_ptr=row_scale)
     return out, row_scale
 
 
@@ -116,7 +124,9 @@ def _dequantize_rows_in_use(
 ) -> torch.Tensor:
     out = qdata.new_empty(qdata.shape, dtype=dtype)
     tile = row_tile(qdata.shape[1], INTERPRETING)
-    launch_rows("dequantize_rows_in_use_kernel", (qdata, scale), (out,), offs, tile)
+    launch_rows(
+        "dequantize_rows_in_use_kernel", qdata, offs, tile, elements_ptr=qdata, row_scale_ptr=scale, out_ptr=out
+    )
     return out
 
 

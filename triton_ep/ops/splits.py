@@ -27,23 +27,17 @@ def exchange(
     """
     cfg, sizes = ctx.config, ctx.sizes
     placement = torch.empty(sizes.placement_length, dtype=torch.int32, device=ctx.device)
-    ctx.launcher(("splits", bad_scatter is not None), plans.splits, bad_scatter is not None)(
+    ctx.launcher(("splits", bad_scatter is not None), plans.splits, bad_scatter is not None).launch(
         -(-sizes.num_columns // plans.SPLITS_COLUMNS),
-        routing.chunks,
-        placement,
+        chunks_ptr=routing.chunks,
+        placement_ptr=placement,
         # Pointers of the right type; not read without.
-        placement if bad_scatter is None else bad_scatter,
-        placement if routed is None else routed,
-        ctx.state,
-        ctx.tables,
-        num_chunks(routing.num_tokens),
-        needed_tokens or routing.num_tokens,
-        host_word,
-        cfg.rank,
-        cfg.world_size,
-        cfg.num_experts_per_rank,
-        cfg.local_world_size,
-        cfg.alignment,
-        NO_LIMIT if cfg.recv_capacity is None else cfg.recv_capacity,
+        bad_scatter_ptr=placement if bad_scatter is None else bad_scatter,
+        routed_ptr=placement if routed is None else routed,
+        num_chunks=num_chunks(routing.num_tokens),
+        num_tokens=needed_tokens or routing.num_tokens,
+        host_word=host_word,
+        alignment=cfg.alignment,
+        recv_capacity=NO_LIMIT if cfg.recv_capacity is None else cfg.recv_capacity,
     )
     return placement

@@ -8,6 +8,7 @@ from triton_ep.errors import InputError
 from triton_ep.kernels.device.codes import TILE_WORDS
 from triton_ep.ops import library
 from triton_ep.runtime import launch as runtime
+from triton_ep.runtime.plans import Plan
 from triton_ep.runtime.plans.experts import max_tiles, segments_power
 
 
@@ -34,8 +35,15 @@ def _tile_table(offs: torch.Tensor, num_rows: int) -> torch.Tensor:
     offs = offs.contiguous()
     table = _like(offs, num_rows)
     experts = offs.shape[0] - 1
-    sizes = (num_rows, experts, table.shape[0] - 1)
-    runtime.launch("tile_table_kernel", 1, (offs, table, *sizes), {"SP": segments_power(experts)})
+    runtime.launch(
+        Plan("tile_table_kernel", {"SP": segments_power(experts)}),
+        1,
+        offs_ptr=offs,
+        table_ptr=table,
+        num_rows=num_rows,
+        num_segments=experts,
+        max_tiles=table.shape[0] - 1,
+    )
     return table
 
 

@@ -29,21 +29,18 @@ def _weighted_rows_backward(
         return grad, grad_weights.zero_()
     plan = weighted_rows(hidden, scale is not None, offs is not None, runtime.INTERPRETING)
     runtime.launch(
-        plan.kernel,
+        plan,
         -(-num_rows // plan.constexprs["ROWS"]),
-        (
-            dy,
-            dy if scale is None else scale.contiguous(),
-            y,
-            weights,
-            weights if offs is None else offs.contiguous(),
-            grad,
-            grad_weights,
-            num_rows,
-            hidden,
-            0 if offs is None else offs.shape[0] - 1,
-        ),
-        plan.constexprs,
+        dy_ptr=dy,
+        dy_scale_ptr=dy if scale is None else scale.contiguous(),
+        y_ptr=y,
+        weights_ptr=weights,
+        offs_ptr=weights if offs is None else offs.contiguous(),
+        grad_ptr=grad,
+        grad_weights_ptr=grad_weights,
+        num_rows=num_rows,
+        hidden=hidden,
+        last=0 if offs is None else offs.shape[0] - 1,
     )
     return grad, grad_weights
 

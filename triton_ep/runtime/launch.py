@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from triton_ep.errors import AotMiss, ConfigError, EPError, LaunchError
-from triton_ep.runtime.cubins import Aot, Kernel, choose
+from triton_ep.runtime.cubins import Aot, choose
 from triton_ep.runtime.environment import read_environment
 from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan
@@ -158,6 +158,11 @@ class Boxes:
         """Triton's name for the type of its descriptor."""
         return f"tensordesc<{_TYPES[self.base.dtype]}[{','.join(map(str, self.block_shape))}]>"
 
+    @property
+    def dtype(self) -> tuple[Any, ...]:
+        """What a kernel is compiled for, as the dtype of a tensor is."""
+        return (self.base.dtype, *self.block_shape)
+
     def descriptor(self) -> Any:
         """As the JIT and the interpreter take it."""
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -165,226 +170,231 @@ class Boxes:
         return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape)
 
 
+Start = Callable[[int, int, Sequence[Any], Sequence[int]], None]
+"""Launches a compiled kernel: programs, address of a stream, addresses and `Boxes`, integers."""
+
+
+class _NoHooks:
+    calls = ()
+
+
 class Launcher:
-    """One kernel with its constexprs, ready to be launched any number of times.
+    """One kernel with its constexprs, ready to be launched any number of times, by the names of its arguments.
 
     Triton's own launch path binds and inspects every argument at each call. This one asks it once per kind of
     arguments and keeps the compiled kernel that it answers with; from then on it looks at what decides the kind:
-    the dtype of what pointers point to where the spec leaves it open, addresses that are no multiple of 16, and
-    integers that the kernel is specialised by. Pointers come before integers. A library of compiled kernels is asked
-    in the same way, by the same kinds.
+    the dtype of what pointers point to where the declaration leaves it open, addresses that are no multiple of 16, and
+    integers that the kernel is specialised by. A library of compiled kernels is asked in the same way, by the same
+    kinds.
 
     Args:
-        name: of the kernel.
-        constexprs: all of them; dtypes by name ("fp32").
+        plan: kernel, constexprs and options.
+        bound: arguments that are the same in every launch, by name; what the kernel does not take is left out.
         extern_libs: name and path of device bitcode, for variants that call NVSHMEM, or what returns them.
-        num_warps: warps of a program on a GPU, where it is not the number of the spec.
-        maxnreg: registers of a thread at most, where it is not the number of the spec.
         aot: library to take the kernel from; None: the JIT, or the interpreter.
+        any_arguments: dtypes and sizes are a caller's, so the kind has all of them, not only what is left open.
+
+    Attributes:
+        launch: launch(grid, *, stream=None, **arguments) launches `grid` programs; a grid of 0 launches nothing.
+            Tensors (or `Boxes`) and ints, by the names of the kernel's parameters. stream: where; None: the current
+            stream. To name it here takes a fraction of making it current.
+
+            Raises:
+                TypeError: an argument is missing, or the kernel has none of that name.
+                EPError: what a hook raised inside an interpreted kernel (`PeerFailed`).
+                LaunchError: the driver refused.
+                AotMiss: the library lacks the variant. AotCorrupted, AotArchMismatch, AotNvshmemMismatch: it is there,
+                    but cannot be used.
 
     Raises:
         AotMiss: the library has no variant of the kernel, and nothing else is allowed.
+        LaunchError: neither plan nor kernel says how many warps a program has.
     """
+
+    launch: Callable[..., None]
 
     def __init__(
         self,
-        name: str,
-        constexprs: Mapping[str, Any],
+        plan: Plan,
+        bound: Mapping[str, Any] | None = None,
         extern_libs: ExternLibs = None,
-        num_warps: int | None = None,
-        maxnreg: int | None = None,
         aot: Aot | None = None,
+        any_arguments: bool = False,
     ) -> None:
-        self.name = name
-        self.constexprs = dict(constexprs)
-        self.plan = Plan(name, self.constexprs, num_warps, maxnreg)
+        self.plan, self._any_arguments = plan, any_arguments
         self._extern_libs = extern_libs
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: dict[Any, Start] = {}
         self._aot = aot
-        info = None if self._aot is None else self._aot.info(name)
+        self._enter: Any = _NoHooks
+        self._exit: Any = _NoHooks
+        info = None if aot is None else aot.info(plan.kernel)
         if info is None:
-            self._aot = None
             self._use_jit()
-            self._set_arguments(self.spec.arguments, self._specialised)
+            self._set_arguments(self.spec.arguments, self.spec.specialised)
         else:
             self._set_arguments(dict(info["arguments"]), info["specialised"])
-
-    @classmethod
-    def of(cls, plan: Plan, extern_libs: ExternLibs = None, aot: Aot | None = None) -> Launcher:
-        """The launcher of a plan (triton_ep/plans)."""
-        return cls(plan.kernel, plan.constexprs, extern_libs, plan.num_warps, plan.maxnreg, aot)
+        self.launch = _by_name(plan.kernel, self._names, bound or {}, self._launch)
 
     def _set_arguments(self, arguments: Mapping[str, str], specialised: Sequence[str]) -> None:
         self._names = tuple(arguments)
         self._types = types = tuple(arguments.values())
-        self._num_args = len(types)
         self._num_pointers = sum(kind[0] in "*{" for kind in types)
-        self._typed = tuple(i for i, kind in enumerate(types) if "{" in kind)
+        self._typed = tuple(i for i in range(self._num_pointers) if self._any_arguments or "{" in types[i])
         self._special = tuple(i for i, argument in enumerate(arguments) if argument in specialised)
         self._kinds = bool(self._typed or self._special)
+        # Only an argument whose type is open altogether may be a matrix in boxes.
+        self._may_have_boxes = any(kind[0] == "{" for kind in types)
 
     def _use_jit(self) -> None:
         """Load Triton and the kernel, and what it is compiled with."""
-        self.spec = spec(self.name)
+        self._aot = None
+        self.spec = spec(self.plan.kernel)
         dtypes, self._enter, self._exit = _triton()
-        values = self.constexprs.items()
-        self.constexprs = {name: dtypes[value] if isinstance(value, str) else value for name, value in values}
-        self.options: dict[str, Any] = {"num_warps": self.plan.num_warps or self.spec.num_warps}
+        values = self.plan.constexprs.items()
+        self._constexprs = {name: dtypes[value] if isinstance(value, str) else value for name, value in values}
+        if INTERPRETING:
+            return
+        warps = self.plan.num_warps or self.spec.num_warps
+        if warps is None:
+            raise LaunchError(f"{self.plan.kernel} declares no num_warps, so its plan must choose them.")
+        self._options: dict[str, Any] = {"num_warps": warps}
         if limit := self.plan.maxnreg or self.spec.maxnreg:
-            self.options["maxnreg"] = limit
+            self._options["maxnreg"] = limit
         libs = self._extern_libs() if callable(self._extern_libs) else self._extern_libs
         if libs:
-            self.options["extern_libs"] = dict(libs)
-        self._specialised: tuple[str, ...] = ()
-        if not INTERPRETING:
-            self._specialised = self.spec.specialised
-            # Compiled kernels take their constexprs, too, in the order of the kernel's parameters.
-            params = self.spec.kernel.params
-            self._values = tuple(self.constexprs[p.name] for p in params if p.name in self.constexprs)
+            self._options["extern_libs"] = dict(libs)
+        # Compiled kernels take their constexprs, too, in the order of the kernel's parameters.
+        self._values = tuple(self._constexprs[name] for name in self.spec.constexprs)
 
-    def __call__(self, grid: int, *args: Any, stream: torch.cuda.Stream | None = None) -> None:
-        """Launch `grid` programs; a grid of 0 launches nothing.
-
-        args: tensors, then ints, in the order of the kernel's spec.
-        stream: where; None: the current stream. To name it here takes a fraction of making it current.
-
-        Raises:
-            EPError: what a hook raised inside an interpreted kernel (`PeerFailed`).
-            LaunchError: an argument count that does not fit the spec; the driver refused.
-            AotMiss: the library lacks the variant. AotCorrupted, AotArchMismatch, AotNvshmemMismatch: it is there, but
-                cannot be used.
-        """
-        if len(args) != self._num_args:
-            raise LaunchError(f"{self.name} takes {self._num_args} arguments, got {len(args)}.")
+    def _launch(self, grid: int, args: tuple[Any, ...], stream: torch.cuda.Stream | None) -> None:
         if grid == 0:
             return
         if INTERPRETING:
-            _interpret(self.spec, grid, args, self.constexprs)
+            _interpret(self.spec, grid, self._for_triton(args), self._constexprs)
             return
+        # Private, because torch.cuda.current_device and current_stream check and wrap what these return: together they
+        # take longer than the rest of a launch.
         device = torch._C._cuda_getDevice()
-        count = self._num_pointers
-        addresses = list(map(_ADDRESS, args[:count]))
+        pointers = self._addresses(args) if self._may_have_boxes else list(map(_ADDRESS, args[: self._num_pointers]))
         unaligned: tuple[int, ...] = ()
-        if functools.reduce(or_, addresses, 0) & 15:
-            unaligned = tuple([i for i, address in enumerate(addresses) if address & 15])
+        if self._may_have_boxes or functools.reduce(or_, pointers, 0) & 15:
+            unaligned = tuple([i for i, pointer in enumerate(pointers) if type(pointer) is int and pointer & 15])
         kind: Any = device
         if unaligned or self._kinds:
             kind = (device, unaligned, *[args[i].dtype for i in self._typed], *[args[i] for i in self._special])
-        compiled = self._compiled.get(kind)
-        if self._aot is not None:
-            if compiled is None and (compiled := self._look_up(args, unaligned)) is not None:
-                self._compiled[kind] = compiled
-            if compiled is not None:
-                kernel, ones = compiled
-                addresses += args[count:] if not ones else [args[i] for i in range(count, len(args)) if i not in ones]
-                where = torch._C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream
-                kernel.run(grid, where, addresses)
-                return
-            self._aot = None  # from here on the JIT compiles this one
+            if self._any_arguments:  # Triton gives an integer 64 bits where it needs them
+                kind += tuple([value >> 31 for value in args[self._num_pointers :]])
+        start = self._compiled.get(kind)
+        if start is None and self._aot is not None:
+            start = self._from_library(kind, args, unaligned)
+        if start is None or self._enter.calls or self._exit.calls:
+            self._by_triton(kind, grid, args, stream)
+            return
+        where = torch._C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream
+        start(grid, where, pointers, args[self._num_pointers :])
+
+    def _addresses(self, args: Sequence[Any]) -> list[Any]:
+        """Addresses of tensors, and `Boxes` as they are."""
+        return [arg if isinstance(arg, Boxes) else arg.data_ptr() for arg in args[: self._num_pointers]]
+
+    def _for_triton(self, args: Sequence[Any]) -> Sequence[Any]:
+        if not self._may_have_boxes:
+            return args
+        return [arg.descriptor() if isinstance(arg, Boxes) else arg for arg in args]
+
+    def _by_triton(self, kind: Any, grid: int, args: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
+        """Launch by Triton's own path, which compiles the kernel, and keep what it has made for this kind."""
+        with torch.cuda.stream(stream):
+            made = self.spec.kernel[(grid,)](*self._for_triton(args), **self._constexprs, **self._options)
+        run, function, metadata, values = made.run, made.function, made.packed_metadata, self._values
+
+        def start(grid: int, where: int, pointers: Sequence[Any], integers: Sequence[int]) -> None:
+            run(grid, 1, 1, where, function, metadata, None, None, None, *pointers, *integers, *values)
+
+        def start_with_boxes(grid: int, where: int, pointers: Sequence[Any], integers: Sequence[int]) -> None:
+            start(grid, where, self._for_triton(pointers), integers)
+
+        self._compiled[kind] = start_with_boxes if self._may_have_boxes else start
+
+    def _from_library(self, kind: Any, args: Sequence[Any], unaligned: Sequence[int]) -> Start | None:
+        """The library's kernel for arguments of this kind; None: from here on the JIT compiles this one."""
+        assert self._aot is not None, "asked where there is a library"
+        wanted = self._request(args, unaligned)
+        kernel = self._aot.kernel(wanted)
+        if kernel is None:
             self._compiled.clear()
             self._use_jit()
-            compiled = None
-        if compiled is None or self._enter.calls or self._exit.calls:
-            with torch.cuda.stream(stream):
-                made = self.spec.kernel[(grid,)](*args, **self.constexprs, **self.options)
-            self._compiled[kind] = made.run, made.function, made.packed_metadata
-            return
-        run, function, metadata = compiled
-        run(
-            grid,
-            1,
-            1,
-            torch._C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream,
-            function,
-            metadata,
-            None,
-            None,
-            None,
-            *addresses,
-            *args[count:],
-            *self._values,
-        )
+            return None
+        count = self._num_pointers
+        taken = tuple(i - count for i in range(count, len(self._names)) if self._names[i] not in wanted.ones)
+        run, describe = kernel.run, kernel.describe
 
-    def _look_up(self, args: Sequence[Any], unaligned: Sequence[int]) -> tuple[Kernel, tuple[int, ...]] | None:
-        """The library's kernel for these arguments, and the positions of integers that it does not take."""
+        def start(grid: int, where: int, pointers: Sequence[Any], integers: Sequence[int]) -> None:
+            run(grid, where, [*pointers, *(integers if not wanted.ones else [integers[i] for i in taken])])
+
+        def start_with_boxes(grid: int, where: int, pointers: Sequence[Any], integers: Sequence[int]) -> None:
+            flat: list[Any] = []
+            number = 0
+            for pointer in pointers:
+                if isinstance(pointer, Boxes):
+                    flat += describe(number, pointer)
+                    number += 1
+                else:
+                    flat.append(pointer)
+            start(grid, where, flat, integers)
+
+        self._compiled[kind] = start_with_boxes if self._may_have_boxes else start
+        return self._compiled[kind]
+
+    def _request(self, args: Sequence[Any], unaligned: Sequence[int]) -> KernelRequest:
+        """What a launch with these arguments asks a library for."""
         types = {}
-        for i, (name, declared) in enumerate(zip(self._names, self._types, strict=True)):
+        for arg, name, declared in zip(args, self._names, self._types, strict=True):
             actual = declared
-            if isinstance(args[i], Boxes):
-                actual = args[i].type
-            elif isinstance(args[i], torch.Tensor):
-                actual = f"*{_TYPES.get(args[i].dtype, args[i].dtype)}"
-            elif not -(2**31) <= args[i] < 2**31:
+            if isinstance(arg, Boxes):
+                actual = arg.type
+            elif isinstance(arg, torch.Tensor):
+                actual = f"*{_TYPES.get(arg.dtype, arg.dtype)}"
+            elif not -(2**31) <= arg < 2**31:
                 actual = "i64"
             if actual != declared:
                 types[name] = actual
         numbers = {self._names[i]: args[i] for i in self._special}
-        wanted = KernelRequest.of(self.plan, types, numbers, [self._names[i] for i in unaligned])
-        assert self._aot is not None, "asked where there is a library"
-        found = self._aot.kernel(wanted)
-        return None if found is None else (found, tuple(self._names.index(name) for name in wanted.ones))
-
-    def launch_boxes(self, grid: int, args: Sequence[Any]) -> bool:
-        """Launch the library's kernel with tensors, `Boxes` and ints; False: it is for the JIT."""
-        if self._aot is None:
-            return False
-        device = torch._C._cuda_getDevice()
-        flat: list[Any] = []
-        unaligned = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.data_ptr() & 15]
-        kinds = [arg.type if isinstance(arg, Boxes) else getattr(arg, "dtype", None) for arg in args]
-        kind = (device, *unaligned, *kinds, *[args[i] for i in self._special])
-        compiled = self._compiled.get(kind)
-        if compiled is None:
-            compiled = self._look_up(args, unaligned)
-            if compiled is None:
-                return False
-            self._compiled[kind] = compiled
-        kernel, ones = compiled
-        number = 0
-        for i, arg in enumerate(args):
-            if isinstance(arg, Boxes):
-                flat += kernel.describe(number, arg)
-                number += 1
-            elif i not in ones:
-                flat.append(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg)
-        kernel.run(grid, torch._C._cuda_getCurrentRawStream(device), flat)
-        return True
+        return KernelRequest.of(self.plan, types, numbers, [self._names[i] for i in unaligned])
 
 
-@functools.cache
-def _kept(name: str, constexprs: tuple[tuple[str, Any], ...], num_warps: int | None) -> Launcher:
-    return Launcher(name, dict(constexprs), None, num_warps, aot=default_aot())
+def _by_name(
+    kernel: str, names: Sequence[str], bound: Mapping[str, Any], launch: Callable[..., None]
+) -> Callable[..., None]:
+    """A function that takes a kernel's arguments by name and calls launch(grid, arguments in order, stream).
 
-
-def launch(
-    name: str, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any], num_warps: int | None = None
-) -> None:
-    """Launch `grid` programs of a kernel on the current stream; a grid of 0 launches nothing.
-
-    By Triton's own path, unless TRITON_EP_AOT says that kernels come from the ahead-of-time library.
-
-    args: tensors, `Boxes` and ints in the order of the kernel's spec.
-    num_warps: warps of a program on a GPU, where it is not the number of the spec.
-
-    Raises:
-        EPError: what a hook raised inside an interpreted kernel (`PeerFailed`).
-        LaunchError: an argument count that does not fit the spec.
-        AotMiss, AotCorrupted, AotArchMismatch: of the library.
+    It is written out for this kernel, so that Python itself matches the names, in a fraction of a microsecond; a
+    function of **arguments would build and search a dict at every launch.
     """
-    if default_aot() is not None:
-        launcher = _kept(name, tuple(constexprs.items()), num_warps)
-        if grid == 0 or launcher.launch_boxes(grid, args):
-            return
-    kernel_spec = spec(name)
-    if len(args) != len(kernel_spec.arguments):
-        raise LaunchError(f"{name} takes {len(kernel_spec.arguments)} arguments, got {len(args)}.")
-    if grid == 0:
-        return
-    args = [arg.descriptor() if isinstance(arg, Boxes) else arg for arg in args]
-    if INTERPRETING:
-        _interpret(kernel_spec, grid, args, constexprs)
-        return
-    kernel_spec.kernel[(grid,)](*args, **constexprs, num_warps=num_warps or kernel_spec.num_warps)
+    bound = {name: bound[name] for name in names if name in bound}
+    given = "".join(f"{name}, " for name in names if name not in bound)
+    source = f"lambda grid, *, {given}stream=None: launch(grid, ({', '.join(names)},), stream)"
+    function: Callable[..., None] = eval(source, {"launch": launch, **bound})
+    function.__name__ = function.__qualname__ = kernel
+    return function
+
+
+_launchers: dict[Any, Launcher] = {}
+"""Of `launch`, by plan."""
+
+
+def launch(plan: Plan, grid: int, **arguments: Any) -> None:
+    """Launch `grid` programs of a kernel that belongs to no layer, on the current stream; a grid of 0 launches nothing.
+
+    arguments: tensors, `Boxes` and ints, by the names of the kernel's parameters.
+
+    Raises: as `Launcher` and its `launch`.
+    """
+    key = plan.kernel, plan.num_warps, plan.maxnreg, *plan.constexprs.items()
+    launcher = _launchers.get(key)
+    if launcher is None:
+        launcher = _launchers[key] = Launcher(plan, aot=default_aot(), any_arguments=True)
+    launcher.launch(grid, **arguments)
 
 
 def _interpret(kernel_spec: Any, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any]) -> None:

@@ -1,0 +1,71 @@
+"""docs/how-to/add-a-kernel.md: its files, written into a copy of the checkout, are all that a kernel needs."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.aot.library import facts_of, run_aot
+from tests.patience import LIMIT_S
+from tests.programs import environment_of_programs
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "how-to" / "add-a-kernel.md"
+_FILE = re.compile(r"^```python no-run \(the file ([\w/.]+)\)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LIST = """
+from triton_ep.aot.manifest import declared_variants
+print("\\n".join(one.text() for one in declared_variants() if one.kernel == "scale_rows_kernel"))
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with the files of the page."""
+    folder = tmp_path_factory.mktemp("checkout")
+    ignored = shutil.ignore_patterns("__pycache__", "cubins")
+    for name in ("triton_ep", "kernels", "aot", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    files = dict(_FILE.findall(PAGE.read_text()))
+    assert [name.split("/")[0] for name in files] == ["kernels", "triton_ep", "tests"]
+    for name, text in files.items():
+        assert not (folder / name).exists()
+        (folder / name).write_text(text)
+    return folder
+
+
+def _python(copy: Path, *words: str) -> str:
+    """What a program that runs on the copy prints."""
+    environment = environment_of_programs() | {"PYTHONPATH": str(copy)}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.plain
+def test_its_test_and_the_checks_of_style_pass(copy: Path) -> None:
+    """The kernel computes what it should, and the checks of its folder see it and find no fault."""
+    pytest_of_copy = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    shown = _python(copy, *pytest_of_copy, "tests/ops/test_scale_rows.py")
+    assert re.search(r"\b7 passed", shown), shown
+    shown = _python(
+        copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_style.py", "-k", "scale_rows"
+    )
+    assert re.search(r"\b[1-9]\d* passed", shown), shown
+
+
+@pytest.mark.plain
+def test_it_is_built_ahead_of_time(copy: Path, tmp_path: Path) -> None:
+    """Its declaration alone makes the build compile it, into whole stores that fit the registers."""
+    listed = tmp_path / "variants"
+    listed.write_text(_python(copy, "-c", _LIST))
+    out = tmp_path / "library"
+    done = run_aot("build", "--arch", "sm_90", "--variant", listed, "--out", out, "--jobs", "1", root=copy)
+    assert done.returncode == 0, done.stderr
+    (facts,) = facts_of(out)
+    assert (facts["kernel"], facts["narrow"], facts["local_bytes"]) == ("scale_rows_kernel", [], 0)
+    assert facts["moves_rows"] and facts["wide_stores"]

@@ -1,0 +1,97 @@
+"""The site in a browser at the width of a phone: opened, searched, clicked. `make site-test` installs what it needs."""
+
+import importlib.util
+import shutil
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SITE = Path(__file__).resolve().parents[2] / "build/site"
+PATIENCE_S = 60
+
+pytestmark = [
+    pytest.mark.plain,
+    pytest.mark.skipif(
+        importlib.util.find_spec("selenium") is None, reason="selenium is not installed: make site-test"
+    ),
+    pytest.mark.skipif(shutil.which("chromedriver") is None, reason="there is no chromedriver: make site-test"),
+    pytest.mark.skipif(not (SITE / "index.html").exists(), reason="the site has not been built: make site"),
+]
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Say nothing of requests."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Where a server on this machine has the site."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(SITE)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium with a window as wide as it can be made narrow: 500 pixels."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    for option in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=500,900",
+    ):
+        options.add_argument(option)
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    driver.set_page_load_timeout(PATIENCE_S)
+    yield driver
+    driver.quit()
+
+
+def test_search_leads_to_a_page(browser: Any, address: str) -> None:
+    """A word typed into the search has results, and a click on the first opens a page that has the word."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get(f"{address}/index.html")
+    assert "triton_ep" in browser.title
+    browser.find_element(By.CSS_SELECTOR, "label.md-header__button[for='__search']").click()
+    field = browser.find_element(By.CSS_SELECTOR, "input.md-search__input")
+    wait = WebDriverWait(browser, PATIENCE_S)
+    wait.until(lambda _: field.is_displayed())
+    field.send_keys("WaitTimeout")
+    # In one script, because results are drawn again while the index is being read.
+    click = "const a = document.querySelector('a.md-search-result__link'); if (a) a.click(); return a !== null"
+    wait.until(lambda _: browser.execute_script(click))
+    wait.until(lambda _: not browser.current_url.endswith("/index.html"))
+    read = "return document.querySelector('article')?.textContent.includes('WaitTimeout') ?? false"
+    wait.until(lambda _: browser.execute_script(read))
+
+
+@pytest.mark.parametrize(
+    "page", ["concepts/architecture-in-a-page", "concepts/layout", "concepts/protocol", "performance"]
+)
+def test_pictures_fit_a_phone(browser: Any, address: str, page: str) -> None:
+    """Pictures are loaded, no wider than the window, and not shrunk below half of their letters' size."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get(f"{address}/{page}.html")
+    pictures = browser.find_elements(By.CSS_SELECTOR, "article img")
+    assert pictures
+    for picture in pictures:
+        loaded = partial(
+            browser.execute_script, "return arguments[0].complete && arguments[0].naturalWidth > 0", picture
+        )
+        WebDriverWait(browser, PATIENCE_S).until(lambda _, loaded=loaded: loaded())
+        assert 360 <= picture.size["width"] <= 500
