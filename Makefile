@@ -18,7 +18,7 @@ PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist l
 SOURCES := triton_ep kernels aot tests examples tools docs/pictures docs/site_hooks.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site site-browser site-test aot bench test-gpu clean
+.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site site-browser site-test aot bench test-gpu api clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -95,6 +95,12 @@ bench: $(READY)  ## the standard table of benchmarks (GPUs): rows in ROWS=build/
 
 test-gpu: $(READY)  ## the tests that need GPUs (those for more GPUs than there are, are skipped by name)
 	$(RUN) -m pytest tests --backend nvshmem -m "gpu or multi_gpu"
+
+# What callers of the last release would notice: names, arguments and defaults that are gone or different.
+BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD)
+
+api: $(READY)  ## what breaks in the public API since BASE (the last tag; without one, the last commit)
+	$(BIN)/griffe check triton_ep --search . --against $(BASE)
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

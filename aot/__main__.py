@@ -16,8 +16,8 @@ from triton_ep.runtime.library import Library, architectures, default_folder
 _SHOWN_ERRORS = 3
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of all three commands."""
+def add_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Arguments of all three commands; returns the parser of each, by name."""
     commands = parser.add_subparsers(dest="aot_command", required=True, metavar="COMMAND")
     build = commands.add_parser("build", help="compile what a manifest, a configuration or a variant asks for")
     build.add_argument("--arch", required=True, help="e.g. sm_90, or sm_90,sm_100")
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verified = commands.add_parser("verify", help="check files, parameters, widths of stores; exit code 1 on any fault")
     for command in (build, listed, verified):
         command.add_argument("--out", type=Path, help="folder; default: TRITON_EP_AOT_DIR, or the package")
+    return commands.choices
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,12 +78,24 @@ def _build(arguments: argparse.Namespace, out: Path) -> int:
     for summary in done:
         print(
             f"{summary.arch}: {summary.built} built, {summary.kept} kept, {summary.dropped} of older sources dropped, "
-            f"{len(summary.errors)} failed; {summary.nbytes} bytes of cubins in {summary.folder}"
+            f"{len(summary.errors)} failed; {summary.nbytes / 2**20:.1f} MiB of cubins in {summary.folder}"
         )
         for request, text in summary.errors[:_SHOWN_ERRORS]:
             print(f"{request.kernel} {request.text()} for {summary.arch}:\n{text}", file=sys.stderr)
         failed = failed or bool(summary.errors)
     return 1 if failed else 0
+
+
+def _need_bitcode() -> None:
+    """Say before anything is compiled how to get NVSHMEM's device bitcode, or do without."""
+    from triton_ep.heap.bitcode import find_bitcode
+
+    try:
+        find_bitcode()
+    except EPError as error:
+        raise ConfigError(
+            f"{error} `pip install 'triton-ep[aot]'` brings it and a progress bar; --no-nvshmem leaves them out."
+        ) from error
 
 
 def _progress(steps: Iterable[Any], total: int) -> Iterable[Any]:

@@ -1,41 +1,54 @@
 """EPAll2AllLayer: dispatch tokens to their experts, combine the results.
 
-Reading order: `dispatch` and `combine` are the two calls; the steps of a dispatch are in triton_ep/exchange/steps.py;
-everything they launch is in triton_ep/ops, in the order of the protocol (docs/concepts/protocol.md).
+All public calls are here. Each checks its arguments, tells the other ranks if it refuses them, and makes a `Request`.
+The steps that all dispatches take are in triton_ep/exchange/steps.py; what these launch is in triton_ep/ops, in the
+order of the protocol (docs/concepts/protocol.md).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 
 from triton_ep.config import EPConfig
 from triton_ep.context.choice import Choice, choose
-from triton_ep.context.context import DispatchCombineContext, told
+from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
 from triton_ep.context.records import read_reports
 from triton_ep.distributed import current_heap, join_group, ranks_per_node
-from triton_ep.errors import ConfigError
-from triton_ep.exchange import checks
+from triton_ep.errors import ConfigError, InputError, StaleHandleError
+from triton_ep.exchange import checks, refusals, steps
 from triton_ep.exchange.barrier import BarrierAllContext
-from triton_ep.exchange.compact import CompactCalls, Received
-from triton_ep.exchange.steps import ReceivedRows
+from triton_ep.exchange.finish import Finisher, InFlight
+from triton_ep.exchange.landings import EXPERT_MAJOR, CompactRows, Deduplicated, ExpertMajor
+from triton_ep.exchange.request import Request, Sent, rows_of
 from triton_ep.kernels.device import codes
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import combine as combine_ops
-from triton_ep.ops import low_latency as low_latency_ops
+from triton_ep.ops import dispatch as dispatch_ops
+from triton_ep.ops.dispatch import Rows
+from triton_ep.ops.routing import RoutingMap
+from triton_ep.ops.row_scales import RowScaled
 from triton_ep.runtime.launch import aot_for
 from triton_ep.runtime.tuned.table import TunedEntry
 
+Received = tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc]
+ReceivedRows = tuple[RowScaled, torch.Tensor | None, EPAllToAllLayoutDesc]
+_Refused = (InputError, StaleHandleError)
+_Result = TypeVar("_Result")
 
-class EPAll2AllLayer(CompactCalls):
+
+def _field(name: str) -> Any:
+    return property(lambda self: getattr(self.config, name), doc=f"`config.{name}`.")
+
+
+class EPAll2AllLayer:
     """Expert-parallel all-to-all: every token's row goes to the ranks that own its experts, and back summed.
 
     Made and finalized collectively by all ranks of `ep_group`; also a context manager. `dispatch` and
@@ -138,9 +151,29 @@ class EPAll2AllLayer(CompactCalls):
         self.context = DispatchCombineContext.create(config, group=ep_group, aot=kernels, choice=choice)
         self.barrier = BarrierAllContext(self.context)
         self._comm = CommStream(self.context.device)
+        self._finish = Finisher(self.context, self._comm)
         self._warned, self._overflow_told = False, 0
+        self._sends_scaled: bool | None = None  # a low-latency layer, once it has sent rows: whether one-byte ones
 
-    # --- the two calls ----------------------------------------------------------------------------------
+    # --- the constructor's arguments --------------------------------------------------------------------
+
+    rank, world_size, local_world_size = _field("rank"), _field("world_size"), _field("local_world_size")
+    max_tokens, hidden, topk = _field("max_tokens"), _field("hidden"), _field("topk")
+    num_tot_experts, num_sm = _field("num_experts"), _field("num_sm")
+    dtype, weight_dtype = _field("token_dtype"), _field("weight_dtype")
+    enable_local_combine, is_intra_node = _field("enable_local_combine"), _field("is_intra_node")
+
+    @property
+    def ep_group(self) -> Any:
+        """The process group."""
+        return self.context.group
+
+    @property
+    def ep_config(self) -> EPConfig:
+        """`config`."""
+        return self.config
+
+    # --- dispatch ----------------------------------------------------------------------------------
 
     @overload
     def dispatch(
@@ -257,26 +290,319 @@ class EPAll2AllLayer(CompactCalls):
             PeerFailed: another rank rejected its arguments, or (CPU) died.
             WaitTimeout: a rank did not come within `timeout_s`.
         """
-        ctx = self.context
-        ctx.check_open()
-        ctx.poll_status()
+        self._begin()
         if not self._warned and torch.is_grad_enabled():
             self._warn_of_no_gradient("dispatch", input, weight)
-        # Before anything is told to the other ranks: the open call still needs its epoch.
-        ctx.calls.check_dispatch()
-        call = partial(
-            self._checked_dispatch,
-            (input, exp_indices, weight, full_scatter_indices),
-            (return_recv_hook, async_finish, previous_event),
-            landing,
-        )
-        if async_finish:
-            (received, _), event = self._comm.run(
-                call, (input, exp_indices, weight, full_scatter_indices), previous_event
+
+        def send() -> tuple[tuple[Any, torch.Tensor | None, EPAllToAllLayoutDesc], Callable[[], None]]:
+            try:
+                checks.check_overlap(return_recv_hook, async_finish, previous_event)
+                checks.check_landing(self.config, landing)
+                checks.check_dispatch(
+                    self.config, self.context.device, input, exp_indices, weight, full_scatter_indices
+                )
+                if self.config.low_latency:
+                    self._check_kind(scaled=False)
+            except _Refused:
+                refusals.refuse(self.context)
+                raise
+            land = EXPERT_MAJOR[landing]
+            request = Request(rows_of(input), exp_indices, weight, full_scatter_indices)
+            sent = self._send(request, land, split=return_recv_hook)
+            rows, weights = sent.received.x, sent.received.weights
+            return (land.output(rows, self.config), weights, sent.desc), sent.receive
+
+        arguments = (input, exp_indices, weight, full_scatter_indices)
+        received, ending = self._finish("dispatch", send, arguments, return_recv_hook, async_finish, previous_event)
+        return received if ending is None else (*received, ending)
+
+    @overload
+    def dispatch_again(
+        self,
+        input: torch.Tensor | MXTensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        weight: torch.Tensor | None = None,
+        *,
+        landing: Literal["mx", "bf16"] | None = None,
+    ) -> tuple[torch.Tensor | MXTensor, torch.Tensor | None]: ...
+
+    @overload
+    def dispatch_again(
+        self,
+        input: torch.Tensor | MXTensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        weight: torch.Tensor | None = None,
+        *,
+        landing: Literal["row"],
+    ) -> tuple[RowScaled, torch.Tensor | None]: ...
+
+    @overload
+    def dispatch_again(
+        self,
+        input: torch.Tensor | MXTensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        weight: torch.Tensor | None = None,
+        *,
+        landing: str | None,
+    ) -> tuple[Any, torch.Tensor | None]: ...
+
+    def dispatch_again(
+        self,
+        input: torch.Tensor | MXTensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        weight: torch.Tensor | None = None,
+        *,
+        landing: str | None = None,
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Send other rows by the routing of an earlier dispatch. Collective; nothing waits for the host, in exact mode
+        either: how many rows arrive is known.
+
+        Args:
+            input: [T, H] as in `dispatch`, with the T of `layout_desc`.
+            layout_desc: of the same earlier dispatch of this layer on all ranks, any that is still held.
+            weight: [T, K] float32; on all ranks or on none.
+            landing: as in `dispatch`.
+
+        Returns:
+            recv_x [R, H] and recv_weights [R] or None, in the rows that `layout_desc` describes, which serves their
+            combine as well.
+
+        Raises:
+            InputError: an argument does not fit; a dispatch with `full_scatter_indices`, whose order is not kept. On
+                the rank that got it only; what the others learn, `check` tells them, as in static mode.
+            StaleHandleError: the descriptor is not of this layer.
+            CallMismatch: descriptors of different dispatches, weights on some ranks only, or another call on another
+                rank; before rows are sent (on a GPU: from a later call or `check`).
+            WaitTimeout: a rank did not come within `timeout_s`.
+        """
+        self._begin()
+        try:
+            checks.check_landing(self.config, landing)
+            checks.check_again(self.config, self.context.device, self.context.layer_id, input, layout_desc, weight)
+            if self.config.low_latency:
+                self._check_kind(scaled=False)
+        except _Refused:
+            refusals.refuse(self.context, others_know=True)
+            raise
+        land = EXPERT_MAJOR[landing]
+        sent = self._send(_again(rows_of(input), layout_desc, weight), land)
+        return land.output(sent.received.x, self.config), sent.received.weights
+
+    def dispatch_scaled(
+        self,
+        input: torch.Tensor,
+        scale: torch.Tensor,
+        exp_indices: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        *,
+        layout_desc: EPAllToAllLayoutDesc | None = None,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, ...]:
+        """`dispatch`, expert-major, of rows that somebody has quantised: bytes with their scales. Collective.
+
+        They travel as they are, and nothing looks at what they hold. `combine` takes rows of the layer's dtype.
+
+        Args:
+            input: [T, H] float8_e4m3fn, float8_e5m2 or uint8, contiguous.
+            scale: [T, S] of any dtype, contiguous, a byte per 32 values: [T, H / 32] uint8, [T, H / 128] float32.
+            exp_indices, weight: as in `dispatch`; ids are None with `layout_desc`.
+            layout_desc: of an earlier dispatch, whose routing is taken; the host waits for nothing (`dispatch_again`).
+            return_recv_hook: as in `dispatch`.
+
+        Returns:
+            recv_x [R, H] and recv_scale [R, S] of the dtypes given, recv_weights [R] float32 or None, and the
+            descriptor. Then the hook, if asked for. Rows that pad an expert's are zero, scales too.
+
+        Raises:
+            InputError: an argument does not fit; weights or scales on some ranks only, on every rank; a low-latency
+                layer that has sent rows of its dtype.
+            CallMismatch: of a static layer, or with `layout_desc`: weights or scales on some ranks only; as
+                `dispatch`, `dispatch_again`.
+            ConfigError: a layer with payload; with `layout_desc` one with low_latency.
+            StaleHandleError, PeerFailed, WaitTimeout: as `dispatch`, `dispatch_again`.
+        """
+        cfg, ctx = self.config, self.context
+        if cfg.payload is not None or (cfg.low_latency and layout_desc is not None):
+            raise ConfigError(
+                f"rows with scales are for layers that quantise none, but this one has payload={cfg.payload!r}, "
+                f"low_latency={cfg.low_latency} (refused with layout_desc). Make a layer without."
             )
-            return *received, event
-        received, receive = call()
-        return (*received, self._recv_hook(receive, received)) if return_recv_hook else received
+        self._begin()
+        try:
+            if scale is None:
+                raise InputError("scale must be a tensor, got NoneType. Rows without scales go by dispatch.")
+            if layout_desc is None:
+                checks.check_dispatch(cfg, ctx.device, input, exp_indices, weight, None, scale=scale)
+            else:
+                checks.check_again(cfg, ctx.device, ctx.layer_id, input, layout_desc, weight, scale)
+            if self.config.low_latency:
+                self._check_kind(scaled=True)
+        except _Refused:
+            refusals.refuse(ctx, scaled=True, others_know=layout_desc is not None)
+            raise
+        given = Rows(input, scale)
+        if layout_desc is not None:
+            request = _again(given.as_bytes(), layout_desc, weight)
+        else:
+            assert exp_indices is not None, "checked"
+            request = Request(given.as_bytes(), exp_indices, weight)
+        sent = self._send(request, EXPERT_MAJOR[None], split=return_recv_hook)
+        results = (*sent.received.x.like(given), sent.received.weights, sent.desc)
+        if not return_recv_hook:
+            return results
+        return *results, InFlight(ctx, "dispatch", sent.receive).hook(results)
+
+    def dispatch_noting(
+        self, rows: Rows, given: torch.Tensor | RoutingMap, weights: torch.Tensor | None
+    ) -> tuple[Rows, torch.Tensor | None, EPAllToAllLayoutDesc, torch.Tensor]:
+        """`dispatch` or `dispatch_scaled` for front doors, with output rows [C, K] int32 of each arrival row.
+
+        given: expert ids, or a routing map, with which the door has looked at all arguments.
+
+        Raises:
+            CapacityError: a layer without capacity has room for fewer tokens than some rank has, or fewer slots than a
+                token of a routing map has experts; on all ranks, before a row is sent.
+        """
+        cfg, ctx = self.config, self.context
+        self._begin()
+        num_tokens, scaled = rows.data.shape[0], rows.scale is not None
+        try:
+            if num_tokens > cfg.max_tokens and cfg.recv_capacity is None:
+                checks.check_rows(cfg, ctx.device, rows.data, None, rows.scale)
+            elif isinstance(given, torch.Tensor):
+                checks.check_dispatch(cfg, ctx.device, rows.data, given, weights, None, scale=rows.scale)
+            else:
+                checks.check_num_tokens(cfg, num_tokens)
+        except InputError:
+            refusals.refuse(ctx, scaled=scaled)
+            raise
+        if num_tokens > cfg.max_tokens:
+            refusals.refuse(ctx, needed_tokens=num_tokens)
+        sent = self._send(Request(rows.as_bytes(), given, weights), ExpertMajor(keep_copies=True))
+        assert sent.received.copy_rows is not None, "asked for"
+        return Rows(*sent.received.x.like(rows)), sent.received.weights, sent.desc, sent.received.copy_rows
+
+    def dispatch_compact(
+        self,
+        input: torch.Tensor,
+        exp_indices: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        *,
+        scale: torch.Tensor | None = None,
+        num_rows: int | None = None,
+        async_finish: bool = False,
+        previous_event: EPEvent | None = None,
+    ) -> CompactRows:
+        """`dispatch`, but a token that several experts of a rank want arrives there once. Collective.
+
+        `combine` of the descriptor takes [R, H], one row per row of `x`, already summed over the experts of this rank,
+        and adds those of all ranks in float32.
+
+        Args:
+            input, exp_indices, weight: as in `dispatch`.
+            scale: of one-byte rows, as in `dispatch_scaled`; on all ranks or on none.
+            num_rows: None: as many rows as arrive, for which the host waits. n: n rows on every rank, and the host
+                waits for nothing; ids in rows behind the arrivals are -1, their weights 0. The first such call makes
+                room for the most that can arrive, and waits for that. Arrivals from row n on are left out.
+            async_finish, previous_event: as in `dispatch`.
+
+        Raises:
+            InputError: an argument does not fit; ids out of range, or weights or scales on some ranks only, on every
+                rank (with `num_rows`: ids from `check`).
+            CallMismatch: other ranks are in other calls; with `num_rows`, weights or scales on some ranks only.
+            CapacityError: some rank has more than `max_tokens` tokens, on every rank; `needed` is the largest number.
+            ConfigError: a layer with payload, capacity or low_latency.
+            PeerFailed, WaitTimeout: as `dispatch`.
+        """
+        checks.check_compact_layer(self.config, num_rows)
+        self._begin()
+        given, ctx = Rows(input, scale), self.context
+
+        def send() -> tuple[_CompactFields, Callable[[], None]]:
+            checks.check_overlap(False, async_finish, previous_event)
+            refusals.check_compact(ctx, given, exp_indices, weight, num_rows)
+            if num_rows is not None:
+                ctx.make_room_for_all()
+            request = Request(given.as_bytes(), exp_indices, weight, num_rows=num_rows)
+            sent = steps.dispatch(ctx, request, Deduplicated(exp_indices.dtype))
+            rows, ids = sent.received, sent.received.topk_idx
+            assert ids is not None, "asked for"
+            x, scales = Rows(rows.x, rows.scale).like(given)
+            counts = None if sent.host_counts is None else list(sent.host_counts)
+            return (x, ids, rows.topk_weights, counts, sent.desc, scales), sent.receive
+
+        arguments = (input, exp_indices, weight, scale)
+        fields, event = self._finish("dispatch", send, arguments, False, async_finish, previous_event)
+        assert not isinstance(event, RecvHook), "not asked for"
+        return CompactRows(*fields, event=event)
+
+    @overload
+    def dispatch_compact_again(
+        self,
+        input: torch.Tensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        *,
+        scale: None = None,
+        async_finish: bool = False,
+        previous_event: EPEvent | None = None,
+    ) -> tuple[torch.Tensor, EPEvent | None]: ...
+
+    @overload
+    def dispatch_compact_again(
+        self,
+        input: torch.Tensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        *,
+        scale: torch.Tensor,
+        async_finish: bool = False,
+        previous_event: EPEvent | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, EPEvent | None]: ...
+
+    def dispatch_compact_again(
+        self,
+        input: torch.Tensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        *,
+        scale: torch.Tensor | None = None,
+        async_finish: bool = False,
+        previous_event: EPEvent | None = None,
+    ) -> tuple[Any, ...]:
+        """Send other rows by the routing of a `dispatch_compact`. Collective; the host waits for nothing.
+
+        This is the backward pass of `combine` of that descriptor.
+
+        Args:
+            input: [T, H] of the layer's dtype, contiguous, T as in that dispatch.
+            layout_desc: of that dispatch.
+            scale: of one-byte rows, whatever was sent then; on all ranks or on none.
+
+        Returns:
+            [R, H], rows as there, with `scale` [R, S], and with async_finish the event, otherwise None.
+
+        Raises:
+            InputError: an argument does not fit.
+            StaleHandleError: the descriptor is not of this layer.
+            WaitTimeout: a rank did not come within `timeout_s` (on a GPU: from a later call or `check`).
+        """
+        checks.check_compact_layer(self.config)
+        self._begin()
+        given, ctx = Rows(input, scale), self.context
+
+        def send() -> tuple[tuple[torch.Tensor, torch.Tensor | None], Callable[[], None]]:
+            try:
+                checks.check_overlap(False, async_finish, previous_event)
+                checks.check_compact_desc("dispatch_compact_again", ctx.layer_id, layout_desc)
+                num_tokens = layout_desc.num_dispatch_token_cur_rank
+                checks.check_rows(self.config, ctx.device, input, num_tokens, scale)
+            except _Refused:
+                refusals.refuse(ctx, Deduplicated(), scaled=scale is not None, num_rows=0)
+                raise
+            sent = steps.dispatch(ctx, _again(given.as_bytes(), layout_desc), Deduplicated())
+            return Rows(sent.received.x, sent.received.scale).like(given), sent.receive
+
+        arguments = (input, layout_desc, scale)
+        (x, scales), event = self._finish("dispatch", send, arguments, False, async_finish, previous_event)
+        return (x, event) if scales is None else (x, scales, event)
 
     @overload
     def combine(
@@ -346,23 +672,55 @@ class EPAll2AllLayer(CompactCalls):
             CallMismatch: ranks combine different dispatches, weights on some ranks only, or are in other calls;
                 WaitTimeout: a rank did not come within `timeout_s` (on a GPU: both from a later call or `check`).
         """
-        ctx = self.context
+        ctx, desc = self.context, ep_a2a_layout_desc
         ctx.check_open()
         ctx.poll_status()
         if not self._warned and torch.is_grad_enabled():
             self._warn_of_no_gradient("combine", input, weights)
-        desc = ep_a2a_layout_desc
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
         checks.check_overlap(return_recv_hook, async_finish, previous_event)
         ctx.calls.check_combine(desc.epoch)
-        if async_finish:
-            call = partial(self._combine, input, weights, desc)
-            return self._comm.run(call, (input, weights, desc), previous_event)
-        if not return_recv_hook:
-            return self._combine(input, weights, desc)
-        out, receive = self._send_combine(input, weights, desc)
-        ctx.calls.combine = True
-        return out, RecvHook(partial(self._end_combine, receive), (out, desc), ctx.device.type == "cuda")
+
+        def send() -> tuple[torch.Tensor, Callable[[], None]]:
+            return steps.combine(ctx, input, weights, desc, split=return_recv_hook)
+
+        arguments = (input, weights, desc)
+        out, ending = self._finish("combine", send, arguments, return_recv_hook, async_finish, previous_event)
+        return out if ending is None else (out, ending)
+
+    def combine_topk(
+        self,
+        values: torch.Tensor,
+        layout_desc: EPAllToAllLayoutDesc,
+        *,
+        async_finish: bool = False,
+        previous_event: EPEvent | None = None,
+    ) -> tuple[torch.Tensor, EPEvent | None]:
+        """Bring a number per (row, k) back to its (token, k), summed over ranks in float32. Collective.
+
+        With zeros where `topk_idx` of the dispatch is -1 every entry gets the number of its own slot exactly, and
+        zero where it was dropped: the gradient of the routing weights.
+
+        Args:
+            values: [R, K] float32, contiguous.
+            layout_desc: of a `dispatch_compact`.
+
+        Returns:
+            [T, K] float32, and with async_finish the event.
+
+        Raises:
+            InputError, StaleHandleError, WaitTimeout: as `combine`.
+            ConfigError: rows of the layer are shorter than one float32.
+        """
+        ctx, desc = self.context, layout_desc
+        checks.check_compact_layer(self.config)
+        self._begin()
+        checks.check_compact_desc("combine_topk", ctx.layer_id, desc)
+        checks.check_topk_values(self.config, ctx.device, values, desc.num_recv_rows)
+        ctx.calls.check_combine(desc.epoch)
+        if not async_finish:
+            return steps.combine_topk(ctx, values, desc), None
+        return self._comm.run(lambda: steps.combine_topk(ctx, values, desc), (values, desc), previous_event)
 
     def combine_buffer(self, num_rows: int) -> torch.Tensor:
         """Symmetric buffer that `combine` reads; write expert outputs here to skip its staging copy.
@@ -394,6 +752,13 @@ class EPAll2AllLayer(CompactCalls):
         """The stream of calls with `async_finish`, made at first use; its programs go before those of other streams
         when both wait for a multiprocessor. None on the CPU."""
         return self._comm.stream
+
+    def on_comm_stream(self, call: Callable[[], _Result], arguments: tuple[object, ...]) -> tuple[_Result, EPEvent]:
+        """What `call` returns on `comm_stream`, behind the current stream, and the event of its end.
+
+        arguments: what the call reads, which may then be dropped on the current stream.
+        """
+        return self._comm.run(call, arguments, None)
 
     @property
     def overflow_total(self) -> int:
@@ -464,15 +829,15 @@ class EPAll2AllLayer(CompactCalls):
             combines: they combine.
         """
         ctx = self.context
-        ctx.check_open()
-        ctx.poll_status()
-        ctx.calls.check_dispatch()
-        desc = self._reject(again=layout_desc is not None)
+        self._begin()
+        desc = refusals.refuse(ctx, others_know=layout_desc is not None)
         if layout_desc is not None:
             desc = layout_desc
         if desc is not None and combines:
             shape = desc.num_recv_rows, self.config.hidden
-            self._combine(torch.full(shape, torch.nan, dtype=self.config.token_dtype, device=ctx.device), None, desc)
+            steps.combine(
+                ctx, torch.full(shape, torch.nan, dtype=self.config.token_dtype, device=ctx.device), None, desc
+            )
         ctx.unread = None  # this rank knows
 
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
@@ -490,7 +855,23 @@ class EPAll2AllLayer(CompactCalls):
             self.context.failure = f"{type(error).__name__} left the layer's block."
         self.finalize()
 
-    # --- what a first program may not expect ------------------------------------------------------------
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "a layer holds symmetric memory of running processes, so it can be neither copied nor pickled. Make "
+            "another on all ranks; in a module that is copied or saved keep it outside, and set it anew."
+        )
+
+    # --- what calls have in common ----------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Raise if a dispatch may not begin: before the other ranks are told anything, because an open one counts."""
+        ctx = self.context
+        ctx.check_open()
+        ctx.poll_status()
+        ctx.calls.check_dispatch()
 
     def _warn_of_no_gradient(self, call: str, *tensors: Any) -> None:
         """Warn, once in the life of the layer, if `call` would cut a graph of autograd."""
@@ -503,30 +884,22 @@ class EPAll2AllLayer(CompactCalls):
                 stacklevel=3,
             )
 
-    # --- halves and streams -----------------------------------------------------------------------------
+    def _check_kind(self, scaled: bool) -> None:
+        """Hold a low-latency layer to rows of one kind."""
+        checks.check_kind(self.config, self._sends_scaled, scaled)
+        self._sends_scaled = scaled
 
-    @told("the hook of combine", begun=True)
-    def _end_combine(self, receive: Callable[[], None]) -> None:
-        self.context.check_open()
-        self.context.calls.combine = False
-        receive()
-        self.context.poll_status()
-
-    @told("combine", begun=True)
-    def _send_combine(
-        self, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
+    def _send(self, request: Request, landing: ExpertMajor, split: bool = False) -> Sent[dispatch_ops.Received]:
         if self.config.low_latency:
-            return low_latency_ops.combine(self.context, y, weights, desc)
-        return combine_ops.send(self.context, self.context.rows.own, y, weights, desc)
+            return steps.dispatch_low_latency(self.context, request, split)
+        return steps.dispatch(self.context, request, landing, split)
 
-    @told("combine", begun=True)
-    def _combine(self, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
-        ctx = self.context
-        if self.config.low_latency:
-            out, receive = low_latency_ops.combine(ctx, y, weights, desc)
-            receive()
-        else:
-            out = combine_ops.combine(ctx, ctx.rows.own, y, weights, desc)
-        ctx.poll_status()
-        return out
+
+_CompactFields = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor | None, list[int] | None, EPAllToAllLayoutDesc, torch.Tensor | None
+]
+
+
+def _again(rows: Rows, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None = None) -> Request:
+    """Rows that go by the routing of an earlier dispatch; the host knows how many arrive."""
+    return Request(rows, desc.topk_indices_tensor, weights, routed=desc, num_rows=desc.num_recv_rows)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from triton_ep import distributed as ep_distributed
 from triton_ep.bench import rows as bench_rows
+from triton_ep.bench import tables
 from triton_ep.bench.origins import coded_rows
 from triton_ep.bench.providers import meet_by_collective
 from triton_ep.bench.routing import uniform_idx
@@ -278,7 +279,7 @@ def _report(
                 }
             )
         )
-    print(bench_rows.table(found))
+    print(tables.table(found))
     for (op, provider, kind), timing in timings.items():
         of_core = kind.removesuffix("-ids")
         core = timings.get((op.removeprefix("layout+"), "triton_ep", of_core))

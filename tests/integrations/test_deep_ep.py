@@ -1,4 +1,4 @@
-"""The deep_ep door: rows, ids, weights, sums and gradients' way back against the plain-torch reference; its errors."""
+"""deep_ep.Buffer: rows, ids, weights, sums and gradients' way back against the plain-torch reference; its errors."""
 
 import sys
 import types
@@ -279,6 +279,20 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         )
     with pytest.raises(StaleHandleError):
         buffer.get_next_low_latency_combine_buffer(object())
+    for name, value in (("use_nvfp4", True), ("x_global_scale", topk_weights), ("topk_weights", topk_weights)):
+        with pytest.raises(InputError, match=f"low_latency_dispatch does not support {name}"):
+            buffer.low_latency_dispatch(xs[rank].to(device), idx, most, num_experts, **{name: value})
+    with pytest.raises(InputError, match="low_latency_combine does not support overlap"):
+        buffer.low_latency_combine(lent, idx, topk_weights, handle, overlap=True, src_signals=count)
+    masked = torch.ones(ranks, dtype=torch.int32, device=device)
+    buffer.low_latency_update_mask_buffer(0)
+    buffer.low_latency_query_mask_buffer(masked)
+    equal(masked, torch.zeros(ranks, dtype=torch.int32))
+    with pytest.raises(ConfigError, match="rank 1 cannot be masked"):
+        buffer.low_latency_update_mask_buffer(1, True)
+    with pytest.raises(ConfigError, match="get_local_buffer_tensor is not supported"):
+        buffer.get_local_buffer_tensor(torch.uint8)
+    assert door.Buffer.internode_dispatch is door.Buffer.dispatch
     with pytest.raises(InputError, match="out must be"):
         buffer.low_latency_combine(lent, idx, topk_weights, handle, out=xs[rank].to(device)[:, 1:])
     buffer.destroy()

@@ -1,4 +1,4 @@
-"""FP8 rows through the deep_ep door: values and scales against the formulas, rows in the order of bf16 ones."""
+"""FP8 rows through deep_ep.Buffer: values and scales against the formulas, rows in the order of bf16 ones."""
 
 from typing import Any
 

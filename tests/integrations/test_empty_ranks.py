@@ -1,4 +1,4 @@
-"""Ranks without tokens, or that get none, through every door: `.sum()` losses, forward and backward."""
+"""Ranks without tokens, or that get none, through every integration: `.sum()` losses, forward and backward."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -198,7 +198,7 @@ def _pipeline() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
     return run, lambda: None
 
 
-DOORS = {
+INTEGRATIONS = {
     "pipeline": _pipeline,
     "megatron": _megatron,
     "megatron_hybrid": _megatron_hybrid,
@@ -211,8 +211,8 @@ DOORS = {
 }
 
 
-def _check(rank: int, nodes: int, ranks_per_node: int, door: str) -> None:
-    run, close = DOORS[door]()
+def _check(rank: int, nodes: int, ranks_per_node: int, integration: str) -> None:
+    run, close = INTEGRATIONS[integration]()
     for tokens, to_first in BATCHES:
         run(_Batch(rank, tokens, to_first))
     close()
@@ -221,7 +221,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, door: str) -> None:
 @pytest.mark.plain
 @pytest.mark.filterwarnings("ignore:MXFP8 is emulated")
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
-@pytest.mark.parametrize("door", DOORS)
-def test_ranks_with_nothing_to_do_hold_nobody_up(run_ranks, nodes, ranks_per_node, door):
+@pytest.mark.parametrize("integration", INTEGRATIONS)
+def test_ranks_with_nothing_to_do_hold_nobody_up(run_ranks, nodes, ranks_per_node, integration):
     """No token here, none anywhere, a single one, none received: rows, sums and gradients are right on both ranks."""
-    run_ranks(_check, nodes, ranks_per_node, door)
+    run_ranks(_check, nodes, ranks_per_node, integration)

@@ -265,6 +265,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     buffer = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=4)
     *_, handle = buffer.dispatch_with_permute(**call)  # 7 tokens on rank 0, none on rank 1
     assert buffer.configurer.buffer_config.max_num_of_tokens_per_rank >= 7
+    assert buffer.update_template_config(hidden_dim=1) == buffer.configurer.buffer_config
     more = make_inputs(world_size, tokens=(9, 30), topk=EXPERTS * world_size, idle=())
     more_mine = more[rank].to(device)
     hidden, *_ = buffer.dispatch_with_permute(hidden=more_mine.hidden, routing_map=more_mine.routing_map)
@@ -303,10 +304,10 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
 
     for change, text in (
         ({"hidden": mine.hidden[:, :32]}, r"hidden_dim=64.*reset_hybrid_ep_buffer"),
-        ({"routing_map": mine.routing_map[:, :3]}, f"routing_map: 3, but this is for {EXPERTS * world_size} "),
+        ({"routing_map": mine.routing_map[:, :3]}, f"routing_map: 3, but this call has {EXPERTS * world_size} "),
         ({"routing_map": mine.routing_map.int()}, "torch.bool"),
         ({"probs": mine.probs.bfloat16()}, "probs must be"),
-        ({"num_of_experts_per_rank": 5}, "for 10 experts on 2 ranks"),
+        ({"num_of_experts_per_rank": 5}, "has 10 experts on 2 ranks"),
         ({"num_of_experts": 5}, "num_of_experts: 5"),
         ({"routing_map": None}, "got none of them"),
         ({"topk_idx": torch.zeros(len(mine.hidden), 1, dtype=torch.int64, device=device)}, "routing_map and topk_idx"),

@@ -1,4 +1,4 @@
-"""The fused_a2a door: the bits of the core, forward and backward; and the flex dispatcher's calls over `deep_ep`."""
+"""Megatron's fused_a2a: the bits of the core, forward and backward; and the flex dispatcher's calls over `deep_ep`."""
 
 import re
 from typing import Any

@@ -26,7 +26,7 @@ def _experts(rows: torch.Tensor, probs: torch.Tensor, counts: torch.Tensor, rank
 
 
 class _Batch:
-    """One microbatch through the door: `forward`, then some time later `backward`."""
+    """One microbatch through the integration: `forward`, then some time later `backward`."""
 
     def __init__(self, rank: int, world_size: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed * 10 + rank)

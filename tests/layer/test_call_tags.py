@@ -297,7 +297,7 @@ def _mixed(rank: int, nodes: int, ranks_per_node: int, case: Case) -> str:
     for _ in range(3):
         replay()
     if layer.context.device.type == "cpu":
-        layer.context.epoch += 3 * rank  # of calls that one host makes, and another one replays
+        layer.context.num_dispatches += 3 * rank  # of calls that one host makes, and another one replays
     layer.check()
     for _ in range(2):  # the same call, replayed on some ranks and plain on others
         (replay if rank % 2 else step)()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from triton_ep.bench import moe, moe_providers, report, rows, run
+from triton_ep.bench import moe, moe_providers, rows, run, tables
 from triton_ep.bench.job import Job, Place, WrongResult
 from triton_ep.bench.settings import Settings
 from triton_ep.cli import bench as cli
@@ -72,8 +72,10 @@ def test_every_provider_in_one_run(run_ranks: Callable[..., Any]) -> None:
         else:
             assert row["error_db"] == ""
         assert row["peak_mib"] == "", "of the GPU's memory"
-    table = report.moe_table(found)
-    assert "x nccl" in table[2] and len(table) == 3 + len(found) - 4
+    here = tables.moe_table(found)
+    assert "x nccl" not in here[2] and len(here) == 3 + len(found) - 4, "on the CPU nothing is compared"
+    table = tables.moe_table([{**row, "gpu": "H200"} for row in found])
+    assert "x nccl" in table[2] and len(table) == len(here)
     us = {row["op"]: float(row["median_us"]) for row in found if row["provider"] == "gloo"}
     mine = next(row for row in found if row["op"] == "moe_layer_step_refresh")
     assert f"{float(mine['median_us']) / us['moe_layer_step']:.3f}" in table[6]

@@ -338,3 +338,13 @@ def test_emulation_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
         thread.join(LIMIT_S)
     assert [str(each.message).split(":")[0] for each in caught] == ["MXFP8 is emulated on this device"]
+
+
+def test_recipes_are_checked_by_name() -> None:
+    """MXFP8 runs and needs rows in multiples of 32; another recipe is refused."""
+    te.check_recipe_support(te.MXFP8BlockScaling())
+    assert te.get_align_size_for_quantization(te.MXFP8BlockScaling()) == 32
+    assert te.get_align_size_for_quantization(te.Recipe()) == 16
+    with pytest.raises(InputError, match="runs MXFP8BlockScaling"):
+        te.check_recipe_support(te.Recipe())
+    assert te.is_symm_backed(torch.zeros(1)) is False

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 import triton_ep
 from tests.bench import link_bytes
 from tests.programs import run_program
-from triton_ep.bench import exchange, plot, providers, routing, rows, run, timing
+from triton_ep.bench import exchange, plot, providers, routing, rows, run, tables, timing
 from triton_ep.bench.job import Job, Place, WrongResult, join
 from triton_ep.bench.origins import coded_rows, first_difference
 from triton_ep.bench.settings import Case, Settings, Shape
@@ -90,9 +90,57 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
         assert floor_us >= int(row["bytes_out"]) / max(rates) - 0.1
         assert (row["kernel_us"] == "") == (row["provider"] == "gloo")
     assert "internode_send_kernel" in out and "combine_pull_kernel" in out
-    times = {row["provider"]: float(row["median_us"]) for row in found if row["op"] == "combine"}
-    assert f"speed is {times['gloo'] / times['triton_ep']:.2f} x that of gloo" in out
+    assert tables.CPU_NOTE in out and "nodes 2, ranks 2, tokens 6, hidden 32, topk 2, experts 4" in out
+    shown = out.split(tables.CPU_NOTE)[1]
+    assert not any(word in shown for word in ("speed is", "GB/s", "bound", "copy_engine", "CUPTI"))
+    assert len(re.findall(r"^(dispatch|combine|roundtrip) +(triton_ep|gloo) .* m?s\b", shown, re.MULTILINE)) == 6
     assert "<svg" in (tmp_path / "times.svg").read_text() and (tmp_path / "kernels.png").stat().st_size > 1000
+
+
+def _gpu_row(**values: object) -> rows.Row:
+    shape = {"payload": "bf16", "nodes": 1, "ranks": 4, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256}
+    return rows.make_row({"op": "dispatch", "mode": "jit-sm24", "gpu": "H200", **shape, **values})
+
+
+def test_tables_have_units_and_say_once_what_rows_share() -> None:
+    """Sizes above, times in units that suit them, and beside other providers one line; floors of links are rows."""
+    found = [
+        rows.make_row(
+            {"op": "floor", "provider": "push", "mode": "jit-sm20", "ranks": 4, "gpu": "H200", "gbps": 370.1}
+        ),
+        _gpu_row(provider="triton_ep", median_us=585.14, floor_ratio=1.23, gbps=301.2),
+        _gpu_row(provider="nccl", median_us=3397.2, gbps=51.9),
+    ]
+    lines = tables.table(found).splitlines()
+    assert lines[0] == "payload bf16, nodes 1, ranks 4, tokens 4096, hidden 7168, topk 8, experts 256"
+    assert lines[1].split() == ["op", "provider", "mode", "median", "x", "bound", "GB/s"]
+    assert lines[3].split()[:5] == ["dispatch", "triton_ep", "jit-sm24", "585.1", "us"]
+    assert lines[4].split()[3:5] == ["3.397", "ms"] and lines[2].split() == ["floor", "push", "jit-sm20", "370.1"]
+    (line,) = tables.compared(found)
+    assert line.endswith("585.1 us (jit-sm24); speed is 5.81 x that of nccl")
+
+
+def test_tables_fit_the_terminal() -> None:
+    """Columns that matter least go first and are named; op, provider, mode and time stay whatever the width."""
+    found = [
+        _gpu_row(provider="triton_ep", median_us=us, host_us=40.0, skew_pct=2.5, p80_us=us + 1, tokens=tokens)
+        for us, tokens in ((585.1, 4096), (77.0, 16))
+    ]
+    whole = tables.table(found)
+    assert tables.table(found, width=500) == whole and "Left out" not in whole
+    lines = tables.table(found, width=60).splitlines()
+    assert max(map(len, lines[1:-1])) <= 60 and lines[-1].startswith("Left out for want of width: host, skew %")
+    narrow = tables.table(found, width=10).splitlines()
+    assert narrow[1].split() == ["op", "provider", "mode", "median"]
+
+
+@pytest.mark.parametrize(
+    ("us", "text"),
+    [(0.5, "0.5 us"), (585.14, "585.1 us"), (1000, "1 ms"), (821127.8, "821.1 ms"), (3834354.1, "3.834 s")],
+)
+def test_times_have_the_unit_that_suits_them(us: float, text: str) -> None:
+    """Four digits, and a unit between which and the next there is room."""
+    assert tables.time_text(us) == text
 
 
 def _measure(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) -> list[dict[str, str]]:
@@ -470,7 +518,7 @@ def test_kernel_times_are_read_from_the_profiler() -> None:
     spans = timing.spans_of(recorded.events(), DeviceType.CPU)
     found = {s.name: s for s in timing.stages_of([spans])}
     assert found["aten::mm"].per_call == 3 and found["aten::mm"].median_us > 0
-    assert "aten::mm" in timing.stage_table(list(found.values()))
+    assert "aten::mm" in tables.stage_table(list(found.values()))
 
 
 def test_calls_are_told_apart_by_marks() -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.patience import LIMIT_S
 from tests.programs import run_program
 from triton_ep.cli import doctor, main
+from triton_ep.cli.details import details
 from triton_ep.runtime.machine import NVSHMEM_REQUIREMENTS, Gpu, Machine, inspect_machine, judge, version_tuple
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +141,8 @@ def test_this_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Where the tests run, triton_ep can run; the page and the JSON say so alike."""
     assert main(["doctor"]) == 0
     page = capsys.readouterr().out
-    assert page.rstrip().endswith("triton_ep can run here.")
+    assert page.rstrip().endswith("triton_ep can run here. Next: triton-ep demo")
+    assert ("to try and to test" in page) == ("interpreter" in page)
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
@@ -161,6 +163,39 @@ def test_exit_code_is_1_where_something_is_missing(
     assert "cannot run here" in page
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+def test_the_full_page_is_for_a_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network, memory, variables that bear on a run and no secrets, packages, sources; in the JSON too."""
+    monkeypatch.setenv("NVSHMEM_DEBUG", "WARN")
+    monkeypatch.setenv("NCCL_SECRET_TOKEN", "hunter2")
+    monkeypatch.setenv("HOME_MADE", "no")
+    assert main(["doctor", "--full"]) == 0
+    page = capsys.readouterr().out
+    for text in ("Network", "Memory", "NVSHMEM_DEBUG", "WARN", "Packages", "Sources", str(ROOT / "triton_ep")):
+        assert text in page
+    assert "hunter2" not in page and "HOME_MADE" not in page
+    assert main(["doctor", "--full", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["details"]["Variables"]["NVSHMEM_DEBUG"] == "WARN"
+    assert told["details"]["Packages"]["torch"] == told["machine"]["torch"]
+    assert main(["doctor", "--json"]) == 0
+    assert "details" not in json.loads(capsys.readouterr().out)
+
+
+def test_the_full_page_names_the_adapters(tmp_path: Path) -> None:
+    """Ports with link, rate and state; interfaces with state and, where the kernel tells it, speed."""
+    port = tmp_path / "infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    for name, text in {"link_layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)", "state": "4: ACTIVE"}.items():
+        (port / name).write_text(f"{text}\n")
+    (tmp_path / "net/eth0").mkdir(parents=True)
+    (tmp_path / "net/eth0/operstate").write_text("up\n")
+    network = details(CPU_ONLY, tmp_path)["Network"]
+    assert network == {"mlx5_0 port 1": "InfiniBand, 400 Gb/sec (4X NDR), active", "eth0": "up"}
+    (tmp_path / "net/eth0/speed").write_text("100000\n")
+    assert details(CPU_ONLY, tmp_path)["Network"]["eth0"] == "up, 100000 Mbit/s"
+    assert "no InfiniBand" in details(CPU_ONLY, tmp_path / "none")["Network"]["adapters"]
 
 
 def test_doctor_runs_as_a_program() -> None:

@@ -72,13 +72,13 @@ def test_rows_on_the_wire_are_as_kernels_compute_them(payload: str | None, dtype
         pytest.skip("no row of MXFP8 has this length")
     sizes = Sizes(_config(hidden=hidden, token_dtype=dtype, payload=payload), 1, 1)
     row = torch.empty(1, hidden, dtype=dtype)
-    forms = {WORDS: as_words(row, sizes.payload_bytes)}
+    forms = {WORDS: as_words(row, sizes.shape.payload_bytes)}
     if payload:
         forms = {QUANTISE: row, MX: as_words(row.view(torch.uint8)[:, :hidden], hidden)}
     for form, words in forms.items():
         out = torch.zeros(3, dtype=torch.int64)
-        _message_sizes_probe[(1,)](out, words, words.numel(), KP=sizes.kp, PAYLOAD=form.value)
-        assert out.tolist() == [sizes.wire_bytes, sizes.message_meta_offset, sizes.message_bytes]
+        _message_sizes_probe[(1,)](out, words, words.numel(), KP=sizes.shape.kp, PAYLOAD=form.value)
+        assert out.tolist() == [sizes.shape.wire_bytes, sizes.message_meta_offset, sizes.message_bytes]
 
 
 @pytest.mark.parametrize("capacity", [None, 40])

@@ -100,7 +100,7 @@ def test_sizes_are_those_of_the_layout(topk: int, hidden: int, payload: str, loc
     )
     sizes = Sizes(config, 1, 1)
     assert w.message_bytes(payload) == sizes.message_bytes
-    assert w.counts_bytes == 4 * sizes.row_length
+    assert w.counts_bytes == 4 * sizes.shape.row_length
     names = ("token_send_buf_rdma", "token_recv_buf_rdma", "partial_send_buf", "partial_recv_buf")
     buffers = [buffer for buffer in BUFFERS if buffer.name in names]
     assert len(buffers) == 4

@@ -5,7 +5,7 @@ import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import tensors_in
-from triton_ep.exchange.compact import CompactRows
+from triton_ep.exchange.landings import CompactRows
 from triton_ep.mx.tensor import MXTensor
 
 pytestmark = pytest.mark.plain

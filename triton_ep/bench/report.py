@@ -6,17 +6,14 @@ import contextlib
 import importlib.util
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from triton_ep.bench import rows as bench_rows
-from triton_ep.bench import timing
+from triton_ep.bench import tables, timing
 from triton_ep.bench.job import Measured
 from triton_ep.bench.settings import Case, Settings
-
-_SHAPE = ("op", "payload", "nodes", "ranks", "tokens", "hidden", "topk", "experts", "routing")
 
 
 class Results:
@@ -38,10 +35,10 @@ class Results:
             if row["skip_reason"]:
                 print(f"    {row['op']} skipped: {row['skip_reason']}", file=sys.stderr, flush=True)
             else:
-                print(f"    {row['op']}: {row['median_us']} us", file=sys.stderr, flush=True)
+                print(f"    {row['op']}: {tables.time_text(float(row['median_us']))}", file=sys.stderr, flush=True)
         for op, result in found.items():
-            if result.calls:
-                self.calls[f"{op}, {case.provider} {case.mode} {case.payload}, {case.shape}"] = result.calls
+            if any(result.calls):  # on the CPU only launches of kernels of this package are seen
+                self.calls[f"{op}, {case.provider_here} {case.mode} {case.payload}, {case.shape}"] = result.calls
 
     def finish(self) -> None:
         """Print everything, as tables or as one JSON object, and draw what was asked for."""
@@ -51,10 +48,14 @@ class Results:
             plain = {name: [asdict(stage) for stage in found] for name, found in stages.items()}
             print(json.dumps({"rows": self.rows, "stages": plain}, indent=1), flush=True)
         else:
+            if s.stages and not stages:
+                print("No kernel was recorded: torch's profiler cannot see this GPU (CUPTI).\n")
             for name, found in stages.items():
-                print(f"{name}, kernels on rank 0:\n{timing.stage_table(found)}\n")
-            last = moe_table if s.command == "moe-layer" else compared
-            print("\n".join([bench_rows.table(self.rows), *last(self.rows)]), flush=True)
+                print(f"{name}, kernels on rank 0:\n{tables.stage_table(found)}\n")
+            if s.interpreting:
+                print(f"{tables.CPU_NOTE}\n")
+            last = tables.moe_table if s.command == "moe-layer" else tables.compared
+            print("\n".join([tables.table(self.rows, tables.terminal_width()), *last(self.rows)]), flush=True)
         if s.plot or s.timeline:
             from triton_ep.bench import plot
 
@@ -68,58 +69,6 @@ class Results:
         self.rows += new
         if self.settings.csv:
             bench_rows.append_rows(Path(self.settings.csv), new)
-
-
-def compared(rows: Sequence[bench_rows.Row]) -> list[str]:
-    """Per op, payload and shape a line: the layer's best time beside the best of each other provider."""
-    best: dict[tuple[str, ...], dict[str, bench_rows.Row]] = defaultdict(dict)
-    for row in rows:
-        if row["median_us"] and row["op"] != "floor":
-            of_shape = best[tuple(row[name] for name in _SHAPE)]
-            known = of_shape.get(row["provider"], row)
-            of_shape[row["provider"]] = min(known, row, key=lambda row: float(row["median_us"]))
-    lines = []
-    for found in best.values():
-        ours = found.pop("triton_ep", None)
-        if ours is None or not found:
-            continue
-        time = float(ours["median_us"])
-        others = ", ".join(f"{float(r['median_us']) / time:.2f} x that of {p}" for p, r in sorted(found.items()))
-        shape = f"{ours['tokens']} tokens, hidden {ours['hidden']}, top-{ours['topk']} of {ours['experts']}"
-        what = ours["op"] if ours["op"] == "barrier" else f"{ours['op']} {ours['payload']}, {shape}"
-        lines.append(f"{what}: {time:.1f} us ({ours['mode']}); speed is {others}")
-    return lines
-
-
-def moe_table(rows: Sequence[bench_rows.Row]) -> list[str]:
-    """Rows of MoE layers as text: time, its ratios to the collectives' and the products' of this run, memory, error."""
-    measured = [row for row in rows if row["op"].startswith("moe_layer") and row["median_us"]]
-    names = ("nccl", "gloo"), ("gemm-only",)
-    base = {
-        (*(row[name] for name in _SHAPE if name != "payload"), ffn_of(row), column): float(row["median_us"])
-        for row in measured
-        for column, providers in enumerate(names)
-        if row["provider"] in providers
-    }
-    lines = [["op", "provider", "mode", "payload", "ms", "x nccl", "x gemm-only", "peak MiB", "error dB"]]
-    for row in measured:
-        key = (row["op"].removesuffix("_refresh"), *(row[name] for name in _SHAPE[2:]), ffn_of(row))
-        us = float(row["median_us"])
-        ratios = [f"{us / base[*key, column]:.3f}" if (*key, column) in base else "" for column in range(2)]
-        cells = [row[name] for name in ("op", "provider", "mode", "payload")]
-        lines.append([*cells, f"{us / 1e3:.3f}", *ratios, row["peak_mib"], row["error_db"]])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    shapes = dict.fromkeys(
-        tuple(row[name] for name in ("tokens", "hidden", "topk", "experts", "ranks")) for row in measured
-    )
-    title = "; ".join(f"{t} tokens per rank, hidden {h}, top-{k} of {e}, {w} ranks" for t, h, k, e, w in shapes)
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return ["", f"MoE layer, {title}:", *text]
-
-
-def ffn_of(row: bench_rows.Row) -> str:
-    """The part of a MoE layer's mode that names the width of its experts."""
-    return next((part for part in row["mode"].split("-") if part.startswith("ffn")), "")
 
 
 @contextlib.contextmanager

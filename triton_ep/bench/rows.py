@@ -26,8 +26,6 @@ HEADER = (
 COLUMNS = HEADER.split(",")
 _BEFORE = COLUMNS[: COLUMNS.index("peak_mib")]
 """Columns of files from before the last two; theirs are empty there."""
-_SHOWN = ("op", "provider", "mode", "payload", "nodes", "ranks", "tokens", "hidden", "topk", "experts", "median_us")
-_SHOWN_TIMES = ("kernel_us", "host_us", "floor_us", "floor_ratio", "p80_us", "skew_pct", "gbps", "peak_mib", "error_db")
 
 # Columns that pictures and comparisons compute with; a cell may be empty.
 _COUNTS = ("nodes", "ranks", "tokens", "hidden", "topk", "experts", "iters")
@@ -116,16 +114,6 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
         if new:
             writer.writeheader()
         writer.writerows(rows)
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows as text in columns; those that are empty everywhere are left out."""
-    names = [name for name in (*_SHOWN, *_SHOWN_TIMES, "skip_reason") if any(row[name] for row in rows)]
-    lines = [names, *([row[name] for name in names] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -57,7 +57,7 @@ def measure_all(settings: Settings) -> report.Results:
             if case.shape not in jobs:
                 jobs = {case.shape: Job(settings, case.shape, place)}  # inputs of one shape at a time
             job = jobs[case.shape]
-            step(f"{settings.command} {case.provider} {case.mode} {case.payload}, {case.shape}, {num_ranks} ranks")
+            step(f"{settings.command} {case.provider_here} {case.mode} {case.payload}, {case.shape}, {num_ranks} ranks")
             found = attempt(job, case)
             rate = links
             if settings.command == "quantise" and isinstance(found, dict):

@@ -228,12 +228,15 @@ class Case:
         parts += [self.precision] if self.precision != PRECISIONS[0] else []
         return "-".join([*parts, "graph"] if s.graph else parts)
 
+    @property
+    def provider_here(self) -> str:
+        """The provider by the name of what runs: on the CPU the collectives are gloo's."""
+        return self.provider.replace("nccl", "gloo") if self.settings.interpreting else self.provider
+
     def columns(self, op: str, ranks: int, ranks_per_node: int) -> dict[str, object]:
         """The columns of a row that say what was measured."""
         s, shape = self.settings, self.shape
-        # On the CPU the collectives are gloo's.
-        provider = self.provider.replace("nccl", "gloo") if s.interpreting else self.provider
-        found: dict[str, object] = {"op": op, "provider": provider, "mode": self.mode}
+        found: dict[str, object] = {"op": op, "provider": self.provider_here, "mode": self.mode}
         found |= {"nodes": ranks // ranks_per_node, "ranks": ranks, "iters": s.iters}
         if s.command == "barrier":
             return found

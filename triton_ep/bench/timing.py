@@ -233,12 +233,3 @@ def _timed_launches(found: list[Span]) -> Iterator[None]:
         yield
     finally:
         runtime._interpret = interpret
-
-
-def stage_table(stages: Sequence[Stage]) -> str:
-    """The stages as text, with their sum."""
-    if not stages:
-        return "  nothing was recorded: torch's profiler cannot see this GPU (CUPTI)"
-    width = max(len(stage.name[:60]) for stage in stages)
-    lines = [f"  {s.name[:60]:{width}}  {s.per_call:6.2f} x {s.median_us:10.1f} us = {s.us:10.1f} us" for s in stages]
-    return "\n".join([*lines, f"  {'sum':{width}}  {'':6}   {'':10}      {sum(s.us for s in stages):10.1f} us"])

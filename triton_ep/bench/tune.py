@@ -21,6 +21,7 @@ from triton_ep.bench.exchange import checked_calls
 from triton_ep.bench.job import Job, Place, join
 from triton_ep.bench.providers import LayerProvider
 from triton_ep.bench.settings import Case, Settings, Shape
+from triton_ep.bench.tables import time_text
 from triton_ep.context.choice import key_of
 from triton_ep.runtime.tuned.table import KernelChoice, Key, TunedEntry, format_table, merged, read_table
 
@@ -186,7 +187,7 @@ class _Search:
                     job.timer.times(_rotated(calls[op], len(job.idxs)), provider.meet)
                 ).median_us
             key = key_of(layer.config, job.device)
-        job.say("    " + ", ".join(f"{op}: {us:.1f} us" for op, us in times.items()))
+        job.say("    " + ", ".join(f"{op}: {time_text(us)}" for op, us in times.items()))
         trial = Trial(replace(entry, key=key), times.get("dispatch"), times.get("combine"))
         self.trials.append(trial)
         return trial

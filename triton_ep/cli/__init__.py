@@ -1,10 +1,12 @@
 """The command line: `triton-ep doctor` says what this machine can run, `demo` runs something, `bench` measures,
-`tune` finds what runs best, `memory` computes what buffers take, `aot` builds kernels ahead of time."""
+`tune` finds what runs best, `memory` computes what buffers take, `aot` builds kernels ahead of time, `completion` helps
+to type all that."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
+from triton_ep import __version__
 from triton_ep.errors import EPError
 
 _NEEDED = ("torch", "triton", "numpy")
@@ -20,21 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0 = all is well, 1 = the sub-command found or met a failure. Wrong usage ends the process
         with 2, as argparse does.
     """
-    from triton_ep.cli import aot, bench, demo, doctor, memory, tune
+    from triton_ep.cli.completion import complete
 
-    parser = argparse.ArgumentParser(prog="triton-ep", description="Expert parallelism in Triton.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module, name, help_text in (
-        (doctor, "doctor", "what this machine has, what will be used, what to install"),
-        (demo, "demo", "a small MoE layer over several ranks, compared with a dense computation"),
-        (bench, "bench", "times of dispatch, combine and their neighbours, beside other providers"),
-        (tune, "tune", "find num_sm and how kernels run, for this machine and a shape"),
-        (memory, "memory", "symmetric memory that an exchange takes, and the heap to pass; arithmetic alone"),
-        (aot, "aot", "build kernels ahead of time, list and verify them"),
-    ):
-        command = commands.add_parser(name, help=help_text, description=module.__doc__)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+    parser = make_parser()
+    complete(parser)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -50,3 +41,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all sub-commands; each brings its options, and EXAMPLES that its --help ends with."""
+    from triton_ep.cli import aot, bench, completion, demo, doctor, memory, tune
+    from triton_ep.cli.help import describe
+
+    parser = argparse.ArgumentParser(prog="triton-ep", description="Expert parallelism in Triton.")
+    describe(parser, ("triton-ep doctor", "triton-ep demo", "triton-ep bench roundtrip --help"))
+    parser.add_argument("--version", action="version", version=f"triton-ep {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module, name, help_text in (
+        (doctor, "doctor", "what this machine has, what will be used, what to install"),
+        (demo, "demo", "a small MoE layer over several ranks, compared with a dense computation"),
+        (bench, "bench", "times of dispatch, combine and their neighbours, beside other providers"),
+        (tune, "tune", "find num_sm and how kernels run, for this machine and a shape"),
+        (memory, "memory", "symmetric memory that an exchange takes, and the heap to pass; arithmetic alone"),
+        (aot, "aot", "build kernels ahead of time, list and verify them"),
+        (completion, "completion", "print what makes a shell complete commands and options"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=module.__doc__)
+        module.add_arguments(command)
+        describe(command, module.EXAMPLES)
+        command.set_defaults(run=module.run)
+    return parser

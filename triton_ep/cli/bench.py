@@ -9,6 +9,7 @@ from typing import Any
 from triton_ep import __version__
 from triton_ep.bench import scaling
 from triton_ep.bench import settings as bench
+from triton_ep.cli.help import describe
 from triton_ep.errors import ConfigError
 
 _HELP = {
@@ -19,6 +20,28 @@ _HELP = {
     "barrier": "barrier of all ranks on the device",
     "quantise": "rows to MXFP8",
     "moe-layer": "triton_ep.nn.MoE after its router: dispatch, experts, combine; and a training step",
+}
+EXAMPLES = (
+    "triton-ep bench roundtrip",
+    "torchrun --nproc-per-node 8 -m triton_ep.cli bench moe-layer --backward --csv rows.csv",
+    "triton-ep bench plot rows.csv --out rows.svg",
+)
+_EXAMPLES = {
+    "dispatch": ("triton-ep bench dispatch --model deepseek-v3 --num-sm 8,16,24 --payload bf16,mxfp8",),
+    "combine": ("triton-ep bench combine --enable-local-combine --tokens 128,4096",),
+    "roundtrip": (
+        "triton-ep bench roundtrip --capacity static --graph --csv rows.csv --plot rows.svg",
+        "triton-ep bench roundtrip --routing zipf:1.2 --stages",
+    ),
+    "low-latency": ("triton-ep bench low-latency --tokens 16,128 --payload bf16,mxfp8",),
+    "barrier": ("triton-ep bench barrier --ranks 4",),
+    "quantise": ("triton-ep bench quantise --tokens 4096 --hidden 7168",),
+    "moe-layer": ("triton-ep bench moe-layer --backward --capacity exact,static --payload bf16,mxfp8",),
+    "plot": (
+        "triton-ep bench plot rows.csv --out rows.svg --where payload=bf16",
+        "triton-ep bench plot --routing zipf:1.2 --ranks 8 --out routing.png",
+    ),
+    "model": ("triton-ep bench model --ranks 8,64,512 --tokens 4096",),
 }
 
 
@@ -40,49 +63,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plot.add_argument("--seed", type=int, default=0, help="of that routing (default %(default)s)")
     text = "what an exchange should take, by arithmetic, up to thousands of ranks"
     scaling.add_arguments(commands.add_parser("model", help=text, description=text))
+    for name, command in commands.choices.items():
+        describe(command, _EXAMPLES[name])
+        command.usage = f"triton-ep bench {name} {'[CSV] --out PATH ' if name == 'plot' else ''}[options]"
 
 
 def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     tokens = 128 if name == "low-latency" else 4096
     many: dict[str, Any] = {"metavar": "N,N,.."}
     number: dict[str, Any] = {"type": int, "metavar": "N"}
-    parser.add_argument("--model", choices=tuple(bench.MODELS), help="sizes of a model: hidden, top-k, experts, ffn")
-    parser.add_argument("--tokens", help=f"per rank (default {tokens}; {bench.SMALL['tokens']} on the CPU)", **many)
-    parser.add_argument("--hidden", help=f"default 7168; {bench.SMALL['hidden']} on the CPU", **many)
-    parser.add_argument("--topk", help=f"default 8; {bench.SMALL['topk']} on the CPU", **many)
-    parser.add_argument("--experts", help=f"over all ranks (default 256; {bench.SMALL['experts']} on the CPU)", **many)
-    parser.add_argument("--ffn", help="width of an expert, for moe-layer (default 2048)", **number)
-    parser.add_argument("--routing", default="uniform", help="uniform, zipf:S, one-hot, file:PATH (default uniform)")
-    parser.add_argument("--payload", default="bf16", metavar="P,P", help="bf16, mxfp8 (default bf16)")
-    parser.add_argument("--num-sm", default="20", help="programs of the exchange, or auto (default 20)", **many)
+    group = parser.add_argument_group("shape", "lists make a case of each combination")
+    group.add_argument("--model", choices=tuple(bench.MODELS), help="sizes of a model: hidden, top-k, experts, ffn")
+    group.add_argument("--tokens", help=f"per rank (default {tokens}; {bench.SMALL['tokens']} on the CPU)", **many)
+    group.add_argument("--hidden", help=f"default 7168; {bench.SMALL['hidden']} on the CPU", **many)
+    group.add_argument("--topk", help=f"default 8; {bench.SMALL['topk']} on the CPU", **many)
+    group.add_argument("--experts", help=f"over all ranks (default 256; {bench.SMALL['experts']} on the CPU)", **many)
+    group.add_argument("--ffn", help="width of an expert, for moe-layer (default 2048)", **number)
+    group.add_argument(
+        "--routing", default="uniform", metavar="SPEC", help="uniform, zipf:S, one-hot, file:PATH (default uniform)"
+    )
+    group.add_argument("--seed", default=0, help="of the routing (default %(default)s)", **number)
+    group = parser.add_argument_group("exchange")
+    group.add_argument("--payload", default="bf16", metavar="P,P", help="bf16, mxfp8 (default bf16)")
+    group.add_argument("--num-sm", default="20", help="programs of the exchange, or auto (default 20)", **many)
     moe = name == "moe-layer"
     text = "exact, static, or both" if moe else "default exact; static for low-latency"
-    parser.add_argument("--capacity", metavar="C,C" if moe else "C", help=text)
+    group.add_argument("--capacity", metavar="C,C" if moe else "C", help=text)
     align = 1 if name == "low-latency" else 128
-    parser.add_argument("--alignment", default=align, help="rows of expert segments (default %(default)s)", **number)
-    parser.add_argument("--graph", action="store_true", help="calls in a CUDA graph; needs --capacity static")
+    group.add_argument("--alignment", default=align, help="rows of expert segments (default %(default)s)", **number)
+    group.add_argument("--graph", action="store_true", help="calls in a CUDA graph; needs --capacity static")
     text = "sum a token's rows on the expert's rank" + (" (always)" if moe else "")
-    parser.add_argument("--enable-local-combine", action="store_true", default=moe, help=text)
+    group.add_argument("--enable-local-combine", action="store_true", default=moe, help=text)
     if moe:
-        parser.add_argument("--backward", action="store_true", help="measure a training step as well")
-        parser.add_argument("--refresh-weights", action="store_true", help="and with weights that have just changed")
+        group.add_argument("--backward", action="store_true", help="measure a training step as well")
+        group.add_argument("--refresh-weights", action="store_true", help="and with weights that have just changed")
         text = f"of MXFP8 products: {', '.join(bench.PRECISIONS)} (default default)"
-        parser.add_argument("--precision", default="default", metavar="P,P", help=text)
-    parser.add_argument("--iters", help="timed calls (default 50; 3 on the CPU)", **number)
-    parser.add_argument("--warmup", help="calls before that (default 5; 1 on the CPU)", **number)
+        group.add_argument("--precision", default="default", metavar="P,P", help=text)
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--iters", help="timed calls (default 50; 3 on the CPU)", **number)
+    group.add_argument("--warmup", help="calls before that (default 5; 1 on the CPU)", **number)
     providers = "triton_ep" if name == "quantise" else "triton_ep,nccl,gemm-only" if moe else "triton_ep,nccl"
     text = f"{', '.join(_providers_of(name))} (default {providers})"
-    parser.add_argument("--provider", default=providers, metavar="P,P", help=text)
-    parser.add_argument("--ranks", help="of a bare start (default: one per GPU; 4 on the CPU)", **number)
-    parser.add_argument("--local-world-size", help="ranks per node: fewer than those of a host make nodes", **number)
-    parser.add_argument("--nodes", help="the same, by the number of nodes", **number)
-    parser.add_argument("--seed", default=0, help="of the routing (default %(default)s)", **number)
-    parser.add_argument("--csv", metavar="PATH", help="append the rows to this file")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    parser.add_argument("--stages", action="store_true", help="print the time of each kernel on rank 0")
-    parser.add_argument("--plot", metavar="PATH", help="draw the rows of this run (.png, .svg)")
-    parser.add_argument("--timeline", metavar="PATH", help="draw the kernels of a call of each op (.png, .svg)")
-    parser.add_argument("--commit", help="of stored rows, where there is no .git (default: of this checkout)")
+    group.add_argument("--provider", default=providers, metavar="P,P", help=text)
+    group = parser.add_argument_group("ranks")
+    group.add_argument("--ranks", help="of a bare start (default: one per GPU; 4 on the CPU)", **number)
+    group.add_argument("--local-world-size", help="ranks per node: fewer than those of a host make nodes", **number)
+    group.add_argument("--nodes", help="the same, by the number of nodes", **number)
+    group = parser.add_argument_group("output")
+    group.add_argument("--csv", metavar="PATH", help="append the rows to this file")
+    group.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    group.add_argument("--stages", action="store_true", help="print the time of each kernel on rank 0")
+    group.add_argument("--plot", metavar="PATH", help="draw the rows of this run (.png, .svg)")
+    group.add_argument("--timeline", metavar="PATH", help="draw the kernels of a call of each op (.png, .svg)")
+    group.add_argument("--commit", help="of stored rows, where there is no .git (default: of this checkout)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,11 @@ from pathlib import Path
 
 from triton_ep.errors import ConfigError
 
+EXAMPLES = (
+    "triton-ep demo",
+    "triton-ep demo --tokens 256 --hidden 512 --experts 32 --topk 8 --picture routing.png",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `triton-ep demo`."""

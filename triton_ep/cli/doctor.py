@@ -6,15 +6,19 @@ import json
 from typing import Any
 
 import triton_ep
+from triton_ep.cli.details import Section, details
 from triton_ep.errors import EPError
 from triton_ep.runtime.environment import read_what_can_be
-from triton_ep.runtime.machine import TESTED_TRITON, Machine, Plan, Problem, inspect_machine, judge, version_tuple
+from triton_ep.runtime.machine import SUPPORTED, Machine, Plan, Problem, inspect_machine, judge, version_tuple
 from triton_ep.runtime.tuned import table as tuned_table
 from triton_ep.runtime.tuned.table import TunedEntry
+
+EXAMPLES = ("triton-ep doctor", "triton-ep doctor --full > doctor.txt", "triton-ep doctor --json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `triton-ep doctor`."""
+    parser.add_argument("--full", action="store_true", help="also network, variables and packages: for a report")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a page")
 
 
@@ -22,15 +26,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Inspect, judge, print. Returns 0 when triton_ep can run here, 1 otherwise."""
     machine = inspect_machine()
     plan = judge(machine)
+    more = details(machine) if arguments.full else {}  # before the run-time sets variables of its own
     heap_bytes, self_test = None, "not run: something is missing"
     tables = _tuned_tables(plan)
     if not plan.problems:
         heap_bytes, self_test = _try_runtime(plan)
-    print(
-        json.dumps(as_json(machine, plan, heap_bytes, self_test, tables), indent=2)
-        if arguments.json
-        else page(machine, plan, heap_bytes, self_test, tables)
-    )
+    if arguments.json:
+        found = as_json(machine, plan, heap_bytes, self_test, tables)
+        print(json.dumps({**found, **({"details": more} if arguments.full else {})}, indent=2))
+    else:
+        print(page(machine, plan, heap_bytes, self_test, tables, more))
     return 1 if plan.problems else 0
 
 
@@ -86,19 +91,28 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
+def _tested(name: str, version: str) -> str:
+    """Whether the tests have run with this version, by triton_ep/supported.toml."""
+    found = version_tuple(version)
+    known = any(found[: len(tested)] == tested for tested in map(version_tuple, SUPPORTED[name]["tested"]))
+    return " (tested)" if known else " (not tested)"
+
+
 def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:
-    return [title, *(f"  {name:<16} {value}" for name, value in rows), ""]
+    width = max(16, *(len(name) for name, _ in rows))
+    return [title, *(f"  {name:<{width}} {value}" for name, value in rows), ""]
 
 
 def page(
-    machine: Machine, plan: Plan, heap_bytes: int | None, self_test: str, tables: list[tuple[str, list[TunedEntry]]]
+    machine: Machine,
+    plan: Plan,
+    heap_bytes: int | None,
+    self_test: str,
+    tables: list[tuple[str, list[TunedEntry]]],
+    more: dict[str, Section],
 ) -> str:
-    """The page for people."""
+    """The page for people; `more`: what --full adds."""
     missing = "not installed"
-    triton_note = ""
-    if machine.triton:
-        tested = version_tuple(machine.triton)[:2] in TESTED_TRITON
-        triton_note = " (tested)" if tested else " (not tested)"
     built = f" (CUDA {machine.cuda})" if machine.cuda else " (CPU build)"
     lines = [f"triton_ep {triton_ep.__version__}", ""]
     lines += _section(
@@ -106,10 +120,10 @@ def page(
         [
             ("Python", ".".join(map(str, machine.python))),
             ("system", f"{machine.system}, {machine.cores} cores"),
-            ("torch", machine.torch + built if machine.torch else missing),
-            ("triton", machine.triton + triton_note if machine.triton else missing),
-            ("numpy", machine.numpy or missing),
-            ("NVSHMEM", machine.nvshmem or missing),
+            ("torch", machine.torch + built + _tested("torch", machine.torch) if machine.torch else missing),
+            ("triton", machine.triton + _tested("triton", machine.triton) if machine.triton else missing),
+            ("numpy", machine.numpy + _tested("numpy", machine.numpy) if machine.numpy else missing),
+            ("NVSHMEM", machine.nvshmem + _tested("nvshmem", machine.nvshmem) if machine.nvshmem else missing),
             ("device bitcode", ", ".join(machine.nvshmem_bitcode) or "none"),
             ("nvshmem4py", machine.nvshmem4py or missing),
         ],
@@ -146,8 +160,15 @@ def page(
             for n, (name, count, mine) in enumerate(counts, 1)
         ],
     )
+    for title, facts in more.items():
+        lines += _section(title, list(facts.items()) or [("none", "")])
     lines += [f"Note: {hint}" for hint in plan.hints]
     for problem in plan.problems:
         lines += [f"Problem: {problem.what}", f"  do: {problem.remedy}"]
-    lines.append("triton_ep cannot run here yet." if plan.problems else "triton_ep can run here.")
-    return "\n".join(lines)
+    if plan.problems:
+        return "\n".join([*lines, "triton_ep cannot run here yet."])
+    if plan.execution == "interpreter":
+        lines.append(
+            "On the CPU kernels are interpreted, some thousand times slower than on a GPU: to try and to test."
+        )
+    return "\n".join([*lines, "triton_ep can run here. Next: triton-ep demo"])

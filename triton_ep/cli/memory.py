@@ -46,6 +46,12 @@ class Report:
     layers: int
 
 
+EXAMPLES = (
+    "triton-ep memory --model deepseek-v3 --ranks 64",
+    "triton-ep memory --model mixtral --ranks 8 --capacity 1.5x --payload mxfp8 --json",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `triton-ep memory`."""
     parser.add_argument(

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from triton_ep.bench.tune import Request
 
 
+EXAMPLES = (
+    "triton-ep tune --model deepseek-v3 --quick",
+    "triton-ep tune --model qwen3-235b --tokens 4096,8192 --out tuned.toml",
+    "torchrun --nproc-per-node 8 -m triton_ep.cli tune --hidden 4096 --topk 2 --experts 16 --out tuned.toml",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `triton-ep tune`."""
     small = bench.SMALL

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from triton_ep.config import EPConfig, as_integer
-from triton_ep.context import layout
+from triton_ep.context import layout, status
 from triton_ep.context.agreement import check_agreement
 from triton_ep.context.calls import mismatch
 from triton_ep.context.choice import Choice
-from triton_ep.context.names import ContextNames
 from triton_ep.context.overlap import OpenCalls, current_stream
 from triton_ep.context.rows import RowFormat, RowFormats
+from triton_ep.context.status import StatusRecord
+from triton_ep.context.streams import SideStream
 from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
 from triton_ep.errors import (
     AotArchMismatch,
@@ -57,18 +58,18 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 def told(what: str, *, begun: bool) -> Callable[[_Call], _Call]:
     """Decorator of what a layer or context does in a collective call: if it breaks off, the layer has failed.
 
-    begun: other ranks wait for this one from the start; False: once the dispatch has its epoch.
+    begun: other ranks wait for this one from the start; False: once the dispatch counts (`num_dispatches`).
     """
 
     def decorate(call: _Call) -> _Call:
         @functools.wraps(call)
         def guarded(owner: Any, *args: Any, **kwargs: Any) -> Any:
             ctx = getattr(owner, "context", owner)
-            epoch = ctx.epoch
+            before = ctx.num_dispatches
             try:
                 return call(owner, *args, **kwargs)
             except Exception as error:
-                ctx.fail(what, error, begun or ctx.epoch != epoch)
+                ctx.fail(what, error, begun or ctx.num_dispatches != before)
                 raise
 
         return guarded  # type: ignore[return-value]
@@ -76,8 +77,8 @@ def told(what: str, *, begun: bool) -> Callable[[_Call], _Call]:
     return decorate
 
 
-class DispatchCombineContext(ContextNames):
-    """Symmetric buffers, addresses, epochs and status of one layer on this rank.
+class DispatchCombineContext:
+    """Symmetric buffers, addresses, open calls and status of one layer on this rank.
 
     Made by `create`, collective over the group; ended by `finalize`, collective as well. Nothing is freed by
     a destructor, because freeing symmetric memory out of step hangs the other ranks.
@@ -91,7 +92,10 @@ class DispatchCombineContext(ContextNames):
         self.group, self.heap, self.device = group, heap, heap.device
         self.layer_id = secrets.randbits(62)
         self.name, self._members = name, heap.members(group)
-        self.epoch, self.calls, self._closed = 0, OpenCalls(), False
+        # Dispatches that this host has made, the number of each from 1. The device counts for itself, and further where
+        # a CUDA graph replays: what ranks compare is the device's number (kernels/device/calls.py).
+        self.num_dispatches = 0
+        self.calls, self._closed = OpenCalls(), False
         self.failure: str | None = None
         self.backward = False  # calls made now send gradients
         self.unread: torch.Tensor | None = None  # placement of the latest static dispatch, which no host has looked at
@@ -122,10 +126,12 @@ class DispatchCombineContext(ContextNames):
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
         self.no_floats = self.no_bytes.view(torch.float32)
         self._told: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}  # where the host reads so many words
-        self._side: list[tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]] = []  # one, once it is used
+        side = SideStream(self.device)
+        self.fork, self.join = side.fork, side.join
         self._extern_libs: dict[str, str] | None = None
         self.rows = RowFormats(config.shape(self.network, INTERPRETING), config.token_dtype)
         self._scratch: dict[str, torch.Tensor] = {}
+        self._identity_rows = torch.empty(0, 1, dtype=torch.int32, device=self.device)
         try:
             if aot is not None:
                 aot.check(config.shape(self.network))
@@ -168,6 +174,11 @@ class DispatchCombineContext(ContextNames):
         name = check_agreement(ep_config, group, heap, choice)
         return cls(ep_config, layout.initial_sizes(ep_config, capacity), group, heap, aot, name)
 
+    @property
+    def ep_config(self) -> EPConfig:
+        """`config`."""
+        return self.config
+
     # --- memory -----------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
@@ -203,6 +214,16 @@ class DispatchCombineContext(ContextNames):
         """Address of `local(name)`, at less cost."""
         grows, offset = self._offsets[name]
         return self._blocks[grows].local.data_ptr() + offset
+
+    @property
+    def dispatch_output_buf(self) -> torch.Tensor:
+        """[rows, H] of the token dtype: expert outputs, from which combine pulls; another one once it has grown."""
+        return self.local("dispatch_output_buf")
+
+    @property
+    def weight_recv_buf(self) -> torch.Tensor:
+        """[rows] float32: their weights; another one once it has grown."""
+        return self.local("weight_recv_buf")
 
     def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make room for `dispatch_recv_tokens` output rows on every rank; collective.
@@ -401,22 +422,13 @@ class DispatchCombineContext(ContextNames):
                 self._scratch[name] = found
         return found
 
-    def fork(self) -> torch.cuda.Stream:
-        """A second stream that starts from where the current one is now; `join` must follow."""
-        if not self._side:
-            # As that of `async_finish`: what an exchange waits for must not wait behind the caller's own kernels.
-            self._side.append((torch.cuda.Stream(self.device, priority=-1), torch.cuda.Event(), torch.cuda.Event()))
-        side, forked, _ = self._side[0]
-        forked.record(current_stream())
-        side.wait_event(forked)
-        return side
-
-    def join(self) -> None:
-        """Make the current stream wait for what was launched on the second stream."""
-        if self._side:
-            side, _, joined = self._side[0]
-            joined.record(side)
-            current_stream().wait_event(joined)
+    def identity_rows(self, num_rows: int) -> torch.Tensor:
+        """[num_rows, 1] int32, each row's own number; a view of one table, which only grows."""
+        table = self._identity_rows
+        if table.shape[0] < num_rows:
+            size = max(num_rows, self.sizes.arrival_rows)
+            table = self._identity_rows = torch.arange(size, dtype=torch.int32, device=self.device).unsqueeze(1)
+        return table[:num_rows]
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:
@@ -472,72 +484,13 @@ class DispatchCombineContext(ContextNames):
 
     def raise_for_status(self, record: list[int]) -> None:
         """Turn a status record (kernels/device/waits.py) into an exception; nothing if it is clean."""
-        operation, index, expected, seen = record
-        if operation == 0:
+        if record[0] == 0:
             return
-        if operation not in _OPERATIONS:
-            error = mismatch(operation, self.state[codes.STATE_WORDS :].tolist())
-            self.failure = str(error)
-            raise error
-        what, flags = _OPERATIONS[operation]
-        missing = sorted({self._sender(operation, index)} | self._late_senders(operation, index, expected))
-        # Below: rows, tokens, tags (the kernels say).
-        if operation in (codes.WAIT_ARRIVALS, codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS):
-            expected, seen = expected >> 32, seen >> 32
-        elif operation in (codes.WAIT_COMBINE_STAGED, codes.WAIT_NETWORK_PARTIALS):
-            expected, seen = expected >> codes.TAG_BITS, seen >> codes.TAG_BITS
-        self.failure = f"{what} expired."
-        if (gone := self.heap.failed_peer()) is not None:
-            raise PeerFailed(
-                f"rank {self.config.rank} of {self.config.world_size} waited {self.config.timeout_s:g} s for {what} in "
-                f"vain, and the process of rank {gone} of the world has ended. Start the job again."
-            )
-        raise WaitTimeout(
-            f"rank {self.config.rank} of {self.config.world_size} waited {self.config.timeout_s:g} s for {what}: "
-            f"missing rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}; {flags}[{index}] should "
-            f"be {expected}, is {seen}. Look at the missing ranks first (dead, late, in another call, or waiting "
-            "themselves: their own error says for whom); raise timeout_s if they are only slow."
-        )
-
-    def _sender(self, operation: int, index: int) -> int:
-        """Rank that sets flag `index` of an operation."""
-        topology, per = self.config.topology, self.sizes
-        if operation == codes.WAIT_ARRIVALS:
-            return topology.first_rank + index // per.senders % topology.local_world_size
-        if operation == codes.WAIT_COMBINE_STAGED:
-            return topology.first_rank + index // per.max_programs
-        if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
-            return topology.counterpart(index // per.max_chunks)
-        return index % topology.world_size
-
-    def _late_senders(self, operation: int, index: int, expected: int) -> set[int]:
-        """All ranks whose first flag is behind; the record itself names one only."""
-        values = self.local(_OPERATIONS[operation][1])
-        if operation in (codes.WAIT_ARRIVALS, codes.WAIT_COMBINE_STAGED):
-            if operation == codes.WAIT_ARRIVALS:
-                values = values[self.config.topology.node]
-            of_first_program = values[:, 0].tolist()
-            return {self.config.topology.first_rank + i for i, v in enumerate(of_first_program) if v < expected}
-        if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
-            return set()
-        if operation in (codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS):
-            values = values[index // self.config.world_size]
-        late = {rank for rank, value in enumerate(values.tolist()) if value < expected}
-        if operation == codes.WAIT_NODE_BARRIER:
-            first = self.config.topology.first_rank
-            return late & set(range(first, first + self.config.local_world_size))
-        return late
-
-
-_OPERATIONS = {
-    codes.WAIT_SPLITS: ("the splits of all ranks (dispatch)", "splits_flag"),
-    codes.WAIT_ARRIVALS: ("the rows of its node (dispatch)", "arrive_flag"),
-    codes.WAIT_NETWORK_ROWS: ("the rows of another node (dispatch)", "token_flag"),
-    codes.WAIT_COMBINE_FREE: ("all ranks to end the previous combine (combine)", "done_flag"),
-    codes.WAIT_COMBINE_STAGED: ("the expert outputs of its node (combine)", "staged_flag"),
-    codes.WAIT_NETWORK_PARTIALS: ("the partial sums of another node (combine)", "partial_flag"),
-    codes.WAIT_BARRIER: ("a barrier", "barrier_flag"),
-    codes.WAIT_NODE_BARRIER: ("a barrier of its node", "node_barrier_flag"),
-    codes.WAIT_LL_ROWS: ("the rows of all ranks (low-latency dispatch)", "ll_flag"),
-    codes.WAIT_LL_PARTIALS: ("the sums of all ranks (low-latency combine)", "ll_combine_flag"),
-}
+        found = StatusRecord(*record)
+        if found.operation not in status.OPERATIONS:
+            differ = mismatch(found.operation, self.state[codes.STATE_WORDS :].tolist())
+            self.failure = str(differ)
+            raise differ
+        error = status.expired_wait(found, self.sizes, self.local, self.heap.failed_peer())
+        self.failure = f"{status.OPERATIONS[found.operation].what} expired."
+        raise error

@@ -80,21 +80,6 @@ class Sizes:
         return self.config.shape()
 
     @cached_property
-    def kp(self) -> int:
-        """Top-k rounded up to a power of two."""
-        return self.shape.kp
-
-    @cached_property
-    def num_columns(self) -> int:
-        """Counts in a splits row: experts, ranks, nodes."""
-        return self.shape.num_columns
-
-    @cached_property
-    def row_length(self) -> int:
-        """int32 words of a splits row: counts padded to 4, then 4 words of tail."""
-        return self.shape.row_length
-
-    @cached_property
     def placement_length(self) -> int:
         """int32 words of a dispatch's `placement`."""
         c = self.config
@@ -103,40 +88,15 @@ class Sizes:
         first, _ = placement_parts(c.world_size, c.local_world_size, c.num_experts_per_rank)["tiles"]
         return first + tile_words(most if c.recv_capacity is None else c.recv_capacity, c.num_experts_per_rank)
 
-    @cached_property
-    def max_programs(self) -> int:
-        """Flags per rank that stages rows: a power of two."""
-        return self.shape.max_programs
-
-    @cached_property
-    def senders(self) -> int:
-        """Flags per sender of rows: a power of two."""
-        return self.shape.senders
-
-    @cached_property
-    def max_chunks(self) -> int:
-        """Flags per node of network messages: a power of two."""
-        return self.shape.max_chunks
-
-    @cached_property
-    def payload_bytes(self) -> int:
-        """Bytes of one row of the token dtype."""
-        return self.shape.payload_bytes
-
-    @cached_property
-    def wire_bytes(self) -> int:
-        """Bytes of one row in dispatch: as it is, or e4m3 data and then scales, padded to 16 bytes."""
-        return self.shape.wire_bytes
-
     @property
     def message_meta_offset(self) -> int:
         """Byte offset of the tables in a network message row."""
-        return -(-self.wire_bytes // 16) * 16
+        return -(-self.shape.wire_bytes // 16) * 16
 
     @property
     def message_bytes(self) -> int:
         """Bytes of a network message row: payload, then expert ids, output rows, arrival rows, weights."""
-        return self.message_meta_offset + 4 * self.kp * 4
+        return self.message_meta_offset + 4 * self.shape.kp * 4
 
     @property
     def partial_stride(self) -> int:
@@ -195,7 +155,7 @@ _DONE = "none: free once every rank has posted done_flag"
 BUFFERS: tuple[Buffer, ...] = (
     Buffer(
         "splits",
-        lambda s: (2, s.config.world_size, s.row_length),
+        lambda s: (2, s.config.world_size, s.shape.row_length),
         _fixed(torch.int32),
         "splits exchange of every rank, row = source",
         "routing offsets",
@@ -204,7 +164,7 @@ BUFFERS: tuple[Buffer, ...] = (
     Buffer("splits_flag", _world, _fixed(torch.int64), "splits exchange of every rank", "splits exchange", _EPOCH),
     Buffer(
         "stage_x",
-        lambda s: (s.arrival_rows, s.wire_bytes),
+        lambda s: (s.arrival_rows, s.shape.wire_bytes),
         _fixed(torch.uint8),
         "dispatch push and forward of the ranks of this node",
         "dispatch expand",
@@ -213,7 +173,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "stage_meta",
-        lambda s: (s.config.world_size * s.config.max_tokens, 2 * s.kp),
+        lambda s: (s.config.world_size * s.config.max_tokens, 2 * s.shape.kp),
         _fixed(torch.int32),
         "routing slots and dispatch forward of the ranks of this node",
         "dispatch expand",
@@ -221,7 +181,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "arrive_flag",
-        lambda s: (s.config.num_nodes, s.config.local_world_size, s.senders),
+        lambda s: (s.config.num_nodes, s.config.local_world_size, s.shape.senders),
         _fixed(torch.int64),
         "dispatch push and forward of the ranks of this node",
         "dispatch expand",
@@ -247,7 +207,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "staged_flag",
-        lambda s: (s.config.local_world_size, s.max_programs),
+        lambda s: (s.config.local_world_size, s.shape.max_programs),
         _fixed(torch.int64),
         "combine stage or reduce of the ranks of this node",
         "combine pull and partial",
@@ -282,7 +242,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "token_flag",
-        lambda s: (s.config.num_nodes, s.max_chunks),
+        lambda s: (s.config.num_nodes, s.shape.max_chunks),
         _fixed(torch.int64),
         "inter-node send of the counterpart on each node",
         "inter-node forward",
@@ -306,7 +266,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "partial_flag",
-        lambda s: (s.config.num_nodes, s.max_chunks),
+        lambda s: (s.config.num_nodes, s.shape.max_chunks),
         _fixed(torch.int64),
         "combine partial of the counterpart on each node",
         "combine pull",
@@ -314,7 +274,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "ll_stage_x",
-        lambda s: (2, _low_latency_rows(s), s.wire_bytes),
+        lambda s: (2, _low_latency_rows(s), s.shape.wire_bytes),
         _fixed(torch.uint8),
         "low-latency push of every rank, part = source",
         "low-latency expand",
@@ -322,7 +282,7 @@ BUFFERS: tuple[Buffer, ...] = (
     ),
     Buffer(
         "ll_meta",
-        lambda s: (2, _low_latency_rows(s), 2 * s.kp),
+        lambda s: (2, _low_latency_rows(s), 2 * s.shape.kp),
         _fixed(torch.int32),
         "low-latency push of every rank, part = source",
         "low-latency expand",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch.utils import _pytree
@@ -32,7 +32,7 @@ class OpenCalls:
     """What has begun on a layer and not ended: at most one dispatch and one combine at a time.
 
     Attributes:
-        dispatch: epoch of the dispatch whose hook is still to be called; 0 = none.
+        dispatch: number of the dispatch whose hook is still to be called; 0 = none.
         combine: the hook of a combine is still to be called.
         lent: the caller may write into the combine buffer.
     """
@@ -40,6 +40,20 @@ class OpenCalls:
     dispatch: int = 0
     combine: bool = False
     lent: bool = False
+
+    def begin(self, call: Literal["dispatch", "combine"], number: int) -> None:
+        """The caller has got a hook; number: of the dispatch."""
+        if call == "dispatch":
+            self.dispatch = number
+        else:
+            self.combine = True
+
+    def end(self, call: Literal["dispatch", "combine"]) -> None:
+        """The hook has been called."""
+        if call == "dispatch":
+            self.dispatch = 0
+        else:
+            self.combine = False
 
     def check_dispatch(self) -> None:
         """Raise if a dispatch may not begin.
@@ -53,8 +67,8 @@ class OpenCalls:
                 "would overwrite. Call that hook first, or give each micro-batch a layer of its own."
             )
 
-    def check_combine(self, epoch: int = 0) -> None:
-        """Raise if a combine of the dispatch with that epoch may not begin.
+    def check_combine(self, number: int = 0) -> None:
+        """Raise if a combine of the dispatch with that number may not begin.
 
         Raises:
             InputError: the hook of that dispatch, or of the combine before, has not been called.
@@ -64,9 +78,9 @@ class OpenCalls:
                 "combine was called before the hook of the combine before on this layer, whose rows it would "
                 "overwrite. Call that hook first, or give each micro-batch a layer of its own."
             )
-        if self.dispatch and self.dispatch == epoch:
+        if self.dispatch and self.dispatch == number:
             raise InputError(
-                f"combine got the descriptor of dispatch number {epoch}, whose hook has not been called: its rows are "
+                f"combine got the descriptor of dispatch number {number}, whose hook has not been called: its rows are "
                 "not there yet. Call the hook, then the experts, then combine."
             )
 

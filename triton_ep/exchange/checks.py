@@ -118,8 +118,7 @@ def check_num_tokens(cfg: EPConfig, num_tokens: int) -> None:
         )
 
 
-@_refusing
-def check_dispatch(
+def _check_dispatch(
     cfg: EPConfig,
     device: torch.device,
     x: Any,
@@ -133,9 +132,10 @@ def check_dispatch(
 
     known_tokens: T, where the routing is given by an earlier dispatch. scale: of one-byte rows.
     """
-    check_rows(cfg, device, x, known_tokens, scale)
+    _check_rows(cfg, device, x, known_tokens, scale)
     num_tokens = x.shape[0]
-    check_num_tokens(cfg, num_tokens)
+    if num_tokens > cfg.max_tokens:
+        check_num_tokens(cfg, num_tokens)
     shape, ids = (num_tokens, cfg.topk), (torch.int32, torch.int64)
     _check_tensor(device, "exp_indices", topk_idx, shape, ids)
     if weights is not None:
@@ -155,8 +155,7 @@ def check_dispatch(
         _check_tensor(device, "full_scatter_indices", scatter, shape, ids)
 
 
-@_refusing
-def check_rows(cfg: EPConfig, device: torch.device, x: Any, num_tokens: int | None, scale: Any = None) -> None:
+def _check_rows(cfg: EPConfig, device: torch.device, x: Any, num_tokens: int | None, scale: Any = None) -> None:
     """Raise InputError unless `x` is rows of the layer, `num_tokens` of them (None = any number).
 
     scale: of one-byte rows, which a layer without payload takes in place of its own.
@@ -172,6 +171,45 @@ def check_rows(cfg: EPConfig, device: torch.device, x: Any, num_tokens: int | No
         _check_mx(cfg, device, x)
     else:
         _check_tensor(device, "input", x, (None, cfg.hidden), (cfg.token_dtype,))
+
+
+check_dispatch, check_rows = _refusing(_check_dispatch), _refusing(_check_rows)
+
+
+def check_kind(cfg: EPConfig, before: bool | None, scaled: bool) -> None:
+    """Hold a low-latency layer to rows of one kind.
+
+    Its arrivals have two halves, by the parity of the epoch, and where the second begins depends on the length of
+    rows: with others, rows of a dispatch would land among those of the one before, which a slower rank still reads.
+
+    before: whether the first dispatch sent one-byte rows with scales; None: there was none. scaled: this one does.
+
+    Raises:
+        InputError: the first dispatch had rows of the other kind.
+    """
+    if before not in (None, scaled):
+        kinds = (f"rows of {cfg.token_dtype}", "one-byte rows with scales")
+        raise InputError(
+            f"a low-latency layer sends rows of one kind: this one began with {kinds[not scaled]}, now there are "
+            f"{kinds[scaled]}. Make another layer for these, on all ranks."
+        )
+
+
+def check_compact_layer(cfg: EPConfig, num_rows: int | None = None) -> None:
+    """Raise unless the layer has compact rows, and `num_rows` is a number of them, or None.
+
+    Raises:
+        ConfigError: a layer with payload or capacity (low latency has one).
+        InputError: a negative number.
+    """
+    for name, value in (("payload", cfg.payload), ("capacity", cfg.recv_capacity)):
+        if value is not None:
+            raise ConfigError(
+                f"compact rows are for layers that send rows as they are and size their outputs, but this one has "
+                f"{name}={value!r}. Make a layer without; for outputs of a fixed size pass num_rows."
+            )
+    if num_rows is not None and num_rows < 0:
+        raise InputError(f"num_rows is {num_rows}; it must be None (exact) or a number of rows.")
 
 
 def check_compact_desc(call: str, layer_id: int, desc: Any) -> None:
@@ -277,7 +315,7 @@ def check_again(
             "dispatch_again got a descriptor of a dispatch with full_scatter_indices, whose order of rows is not kept. "
             "Call dispatch with the same indices."
         )
-    check_dispatch(cfg, device, x, desc.topk_indices_tensor, weights, None, desc.num_dispatch_token_cur_rank, scale)
+    _check_dispatch(cfg, device, x, desc.topk_indices_tensor, weights, None, desc.num_dispatch_token_cur_rank, scale)
 
 
 def _check_descriptor(call: str, layer_id: int, desc: Any) -> None:
@@ -328,9 +366,9 @@ def _check_tensor(
         if (
             isinstance(tensor, torch.Tensor)
             and tensor.dtype in dtypes
-            and len(tensor.shape) == len(shape)
-            and tensor.shape[-1] == shape[-1]
-            and (shape[0] is None or tensor.shape[0] == shape[0])
+            and len(extents := tensor.shape) == len(shape)
+            and extents[-1] == shape[-1]
+            and (shape[0] is None or extents[0] == shape[0])
             and tensor.device == device
             and not isinstance(tensor, MXTensor)
             and tensor.layout is torch.strided

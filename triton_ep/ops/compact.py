@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from triton_ep.context.context import DispatchCombineContext, told
+from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.ops import combine as combine_ops
@@ -29,12 +29,14 @@ class Compact(NamedTuple):
         topk_idx: [R, K] int32 or int64, local expert ids, -1 = not here; None = not wanted.
         topk_weights: [R, K] float32, or None.
         scale: [R, H / 32] uint8, or None.
+        copy_rows: [R, 1] int32, each row itself: what combine sums for it first.
     """
 
     x: torch.Tensor
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
-    scale: torch.Tensor | None = None
+    scale: torch.Tensor | None
+    copy_rows: torch.Tensor
 
 
 def make_compact(
@@ -55,7 +57,7 @@ def make_compact(
         x = torch.empty(num_rows, fmt.hidden, dtype=torch.float8_e4m3fn, device=ctx.device)
         scale = torch.empty(num_rows, fmt.hidden // 32, dtype=torch.uint8, device=ctx.device)
     if idx_dtype is None:
-        return Compact(x, None, None, scale)
+        return Compact(x, None, None, scale, ctx.identity_rows(num_rows))
     shape = (num_rows, ctx.config.topk)
     idx = torch.empty(shape, dtype=idx_dtype, device=ctx.device)
     weights = torch.empty(shape, dtype=torch.float32, device=ctx.device) if has_weights else None
@@ -63,7 +65,7 @@ def make_compact(
         idx.fill_(-1)
         if weights is not None:
             weights.zero_()
-    return Compact(x, idx, weights, scale)
+    return Compact(x, idx, weights, scale, ctx.identity_rows(num_rows))
 
 
 def receive(
@@ -76,12 +78,13 @@ def receive(
 ) -> None:
     """Pass on what came over the network, wait for the rows, as they come, and copy them out.
 
-    side: from `dispatch_ops.fork` before the push, so that first rows are copied while the last are on their way; the
-        caller joins it.
+    side: from `dispatch_ops.fork` before the push, so that first rows are copied while the last are on their way.
     """
     if forward_tables is not None:
         dispatch_ops.forward(ctx, fmt, forward_tables, received.topk_weights is not None, True, placement)
     _copy_out(ctx, fmt, received, placement, side)
+    if side is not None:
+        ctx.join()
 
 
 def _copy_out(
@@ -110,7 +113,6 @@ def _copy_out(
     )
 
 
-@told("combine", begun=True)
 def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
     """Sum values [R, K] float32 of compact rows per token: [T, K] float32. Collective.
 
@@ -212,6 +214,7 @@ class ZeroCounts:
         # What a graph captures must clear its own memory at each replay.
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return torch.zeros(length, dtype=torch.int32, device=device)
+        # Private, because torch.cuda.current_stream takes microseconds (triton_ep/runtime/launch.py).
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         left = self._left.setdefault((length, device.index, stream), [])
         if not left:

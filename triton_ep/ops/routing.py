@@ -74,7 +74,7 @@ def count(
     node_tokens = 0 if cfg.is_intra_node else cfg.num_nodes * cfg.max_tokens
     out = Routing(
         torch.empty(entry_fields(cfg), num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
-        ctx.scratch("chunks", num_chunks(cfg.max_tokens) * (sizes.num_columns + 2) + node_tokens, torch.int32),
+        ctx.scratch("chunks", num_chunks(cfg.max_tokens) * (sizes.shape.num_columns + 2) + node_tokens, torch.int32),
         ctx.scratch("push_addrs", cfg.max_tokens * cfg.topk, torch.int64),
         weights,
     )

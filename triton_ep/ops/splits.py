@@ -28,7 +28,7 @@ def exchange(
     cfg, sizes = ctx.config, ctx.sizes
     placement = torch.empty(sizes.placement_length, dtype=torch.int32, device=ctx.device)
     ctx.launcher(("splits", bad_scatter is not None), plans.splits, bad_scatter is not None).launch(
-        -(-sizes.num_columns // plans.SPLITS_COLUMNS),
+        -(-sizes.shape.num_columns // plans.SPLITS_COLUMNS),
         chunks_ptr=routing.chunks,
         placement_ptr=placement,
         # Pointers of the right type; not read without.

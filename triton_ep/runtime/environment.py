@@ -36,6 +36,21 @@ from triton_ep.errors import ConfigError
 
 _SLURM_OWN_STEPS = 0xFFFFFFF0  # from here on: what Slurm runs beside srun's steps, the shell of an salloc say
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_SHOWN = (
+    "TRITON_",
+    "NVSHMEM_",
+    "NCCL_",
+    "GLOO_",
+    "UCX_",
+    "FI_",
+    "CUDA_",
+    "OMP_",
+    "MASTER_",
+    "PYTORCH_",
+    "TORCH_",
+    "NVTE_",
+)
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 MOST_BYTES = 2**46
 """Of a symmetric heap: half of what a process has addresses for."""
 
@@ -107,6 +122,12 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         aot_dir=env.get("TRITON_EP_AOT_DIR") or None,
         **_read_launcher(env),
     )
+
+
+def shown_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables that bear on a run, for a report of a problem: by prefix, so that no key or token is among them."""
+    env = os.environ if variables is None else variables
+    return {name: env[name] for name in sorted(env) if name.startswith(_SHOWN) and not _SECRET.search(name)}
 
 
 def read_what_can_be(variables: Mapping[str, str] | None = None) -> tuple[Environment, list[str]]:

@@ -10,6 +10,7 @@ Needs neither torch, Triton nor CUDA.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 import shlex
@@ -34,9 +35,13 @@ _FIELDS = {"file": str, "sha256": str, "symbol": str, "threads": int, "shared": 
 
 
 def default_folder() -> Path:
-    """Where the library is, unless a folder is named: TRITON_EP_AOT_DIR, or `cubins` beside this file."""
+    """Where the library is, unless a folder is named: TRITON_EP_AOT_DIR, or `cubins` of triton_ep.aot."""
     folder = read_environment().aot_dir
-    return Path(folder) if folder else Path(__file__).resolve().parent / "cubins"
+    if folder:
+        return Path(folder)
+    spec = importlib.util.find_spec("triton_ep.aot")  # beside the package in a checkout, below it in a wheel
+    assert spec is not None and spec.origin is not None, "triton_ep.aot is part of every installation"
+    return Path(spec.origin).resolve().parent / "cubins"
 
 
 def architectures(folder: Path) -> list[str]:

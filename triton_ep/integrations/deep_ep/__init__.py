@@ -46,6 +46,9 @@ __all__ = [
     "utils",
 ]
 
+__version__ = "1.2.1"
+"""Version of DeepEP whose interface this is, for frameworks that compare it."""
+
 topk_idx_t = torch.int64
 """Dtype of expert ids that frameworks look up; int32 is accepted as well."""
 

@@ -11,6 +11,13 @@ from triton_ep.errors import InputError
 from triton_ep.integrations import arguments as check
 
 
+def refuse(call: str, given: dict[str, Any]) -> None:
+    """Raise InputError if one of these arguments, which are not supported, is given: neither None nor False."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise InputError(f"{call} does not support {name}, got {check.shown(value)}. Leave it out.")
+
+
 def check_ids(topk_idx: Any) -> None:
     """Raise InputError unless these are expert ids [T, K]."""
     if (

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import CapacityError, ConfigError, FinalizedError, InputError, StaleHandleError
-from triton_ep.exchange.compact import CompactRows
+from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import (
     add,
@@ -20,6 +20,7 @@ from triton_ep.integrations.deep_ep.arguments import (
     check_counts,
     check_ids,
     ids_of_ranks,
+    refuse,
     sum_of_counts,
 )
 from triton_ep.integrations.deep_ep.config import Config, longest_row, low_latency_bytes
@@ -385,6 +386,23 @@ class Buffer:
             weights, event = layer.combine_topk(topk_weights, desc, **order)
         return out, weights, to_overlap(event)
 
+    # DeepEP's names of the same calls between nodes.
+    internode_dispatch = dispatch
+    internode_combine = combine
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: Any = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """Refused: a Buffer has no memory of its own, its layers have.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "get_local_buffer_tensor is not supported: memory belongs to layers, not to a Buffer. Use the tensors that "
+            "dispatch returns."
+        )
+
     # --- low latency: M is the most tokens per rank, the same on all ranks -------------------------------
 
     @staticmethod
@@ -415,6 +433,11 @@ class Buffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        use_nvfp4: bool = False,
+        x_global_scale: torch.Tensor | None = None,
+        use_ue8m0_for_sf: bool = False,
+        topk_weights: torch.Tensor | None = None,
     ) -> tuple[
         torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         torch.Tensor,
@@ -436,6 +459,7 @@ class Buffer:
             use_ue8m0: exponents of such scales, four to an int32; H a multiple of 512.
             async_finish: run on the communication stream.
             return_recv_hook: launch the sending half only; the hook, the fifth result, launches the receiving half.
+            use_nvfp4, x_global_scale, use_ue8m0_for_sf, topk_weights: not supported; leave them out.
 
         Returns:
             [e, W * M, H]: the rows of each expert at the start of its slab, by source rank, then by token; the other
@@ -447,6 +471,8 @@ class Buffer:
             InputError: an argument does not fit.
             ConfigError: a buffer that was not made for it, or sizes that a low-latency layer does not take.
         """
+        given = {"use_nvfp4": use_nvfp4, "x_global_scale": x_global_scale, "use_ue8m0_for_sf": use_ue8m0_for_sf}
+        refuse("low_latency_dispatch", {**given, "topk_weights": topk_weights})
         check.tensor("x", x, 2)
         check_ids(topk_idx)
         use_fp8, round_scale = check.flag("use_fp8", use_fp8), check.flag("round_scale", round_scale)
@@ -507,6 +533,10 @@ class Buffer:
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        *,
+        overlap: bool = False,
+        src_signals: torch.Tensor | None = None,
+        src_signal_expect_value: int = 0,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:
         """Send the rows of slabs back, multiply them by their weights, and sum them per token. Collective; the host
         does not wait.
@@ -523,6 +553,8 @@ class Buffer:
             zero_copy: no effect: `x` may be the tensor of `get_next_low_latency_combine_buffer` or any other.
             async_finish, return_recv_hook: as in `low_latency_dispatch`.
             out: [T, H], for the result.
+            overlap: must be False: combine does not wait for signals of a kernel that still writes `x`. The two
+                arguments after it have no effect then.
 
         Returns:
             [T, H], the event, and the hook.
@@ -532,6 +564,7 @@ class Buffer:
             StaleHandleError: no handle of a low-latency dispatch.
         """
         self._check_handle(handle)
+        refuse("low_latency_combine", {"overlap": overlap})
         if use_logfmt:
             raise InputError("low_latency_combine sends rows as they are. Pass use_logfmt=False.")
         if combine_wait_recv_cost_stats is not None:
@@ -572,6 +605,29 @@ class Buffer:
         tensors = (x, topk_weights, desc) if out is None else (x, topk_weights, desc, out)
         result, event, hook = run_halves(layer, send, tensors, async_finish, return_recv_hook)
         return result, event, hook
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """No effect with mask=False: no rank is ever masked.
+
+        Raises:
+            ConfigError: mask=True. Ranks that do not answer raise WaitTimeout on the others.
+        """
+        check.integer("rank_to_mask", rank_to_mask, 0, most=self.group_size - 1)
+        if check.flag("mask", mask):
+            raise ConfigError(
+                f"rank {rank_to_mask} cannot be masked: a rank that does not answer raises WaitTimeout on the others. "
+                "Make a group without it."
+            )
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Fill mask_status [W] int32 with 0: no rank is masked."""
+        status = check.tensor("mask_status", mask_status, 1, (torch.int32,))
+        if status.shape[0] != self.group_size:
+            raise InputError(f"mask_status must be [{self.group_size}] int32, got {list(status.shape)}.")
+        status.zero_()
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """No effect: no rank is ever masked."""
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """[e, W * M, H], uninitialised, for the outputs that `low_latency_combine` takes.

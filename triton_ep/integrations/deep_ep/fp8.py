@@ -11,7 +11,7 @@ import torch
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import EPEvent
 from triton_ep.errors import InputError
-from triton_ep.exchange.compact import CompactRows
+from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations.deep_ep.utils import EventOverlap, order_of
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.strides import view_as

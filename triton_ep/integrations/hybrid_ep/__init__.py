@@ -12,8 +12,8 @@
     dispatch, combine                           layer.dispatch_compact, layer.combine: one row per (token, rank)
     hidden of uint8 or e4m3, scaling_factor     layer.dispatch_scaled
     handle[3], [4], [7], [10]                   rows before permutation, their local experts, rows per expert without
-                                                  padding, and layout_desc.overflow; the second is made when looked at
-    fuse_permute_dispatch, num_blocks_*, ...    accepted; there is one way, and the same bits
+                                                  padding, and layout_desc.overflow; computed when read
+    fuse_permute_dispatch, num_blocks_*, ...    accepted without effect: the bits are the same
 
 Source: deep_ep/hybrid_ep_buffer.py of DeepEP's branch hybrid-ep. docs/how-to/hybrid-ep.md has the details.
 """

@@ -1,4 +1,4 @@
-"""Arguments of HybridEPBuffer that no layer checks, or that a layer could not name."""
+"""Checks of HybridEPBuffer's arguments that no layer makes, or that a layer could not name as the caller does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from triton_ep.layer import EPAll2AllLayer
 
 
 def check_budget(num_permuted_tokens: int | None, align: int, non_blocking: bool) -> None:
-    """Raise InputError unless rows can be limited to that number."""
+    """Raise InputError unless `num_permuted_tokens` can be the number of output rows."""
     if num_permuted_tokens is None:
         if non_blocking:
-            raise InputError("non_blocking=True needs num_permuted_tokens: the size of the output is not asked for.")
+            raise InputError(
+                "non_blocking=True needs num_permuted_tokens: the host does not wait for the size of the output."
+            )
         return
     if num_permuted_tokens < 1 or num_permuted_tokens % align:
         raise InputError(
@@ -26,7 +28,7 @@ def check_budget(num_permuted_tokens: int | None, align: int, non_blocking: bool
 
 
 def num_experts(layers: Layers, sizes: tuple[int | None, int | None]) -> int:
-    """Experts over all ranks, of a dispatch; sizes: as in `check_routing`."""
+    """Number of experts over all ranks in a dispatch; sizes: as in `check_routing`."""
     return layers.num_experts if sizes[0] is None else sizes[0] * layers.world_size
 
 
@@ -40,12 +42,13 @@ def check_routing(
     *,
     topk_weights: torch.Tensor | None = None,
 ) -> int:
-    """Experts over all ranks of a dispatch; the layer checks what it gets.
+    """Number of experts over all ranks in a dispatch. The layer checks the values of ids.
 
-    sizes: experts per rank and over all ranks, as the caller says; experts per rank may be others than the buffer's.
+    sizes: experts per rank and over all ranks, as the caller gave them, or None. Experts per rank may differ from the
+        buffer's.
 
     Raises:
-        InputError: shapes that do not go together.
+        InputError: shapes that do not fit each other or the buffer.
     """
     layers.check_open()
     experts = num_experts(layers, sizes)
@@ -58,7 +61,7 @@ def check_routing(
     if routing_map is None and topk_idx is None:
         raise InputError("dispatch needs routing_map, topk_idx or a handle; it got none of them.")
     if routing_map is not None and topk_idx is not None:
-        raise InputError("dispatch got routing_map and topk_idx, which may say different things. Pass one of them.")
+        raise InputError("dispatch got both routing_map and topk_idx. Pass one of them.")
     _check_experts(layers, "num_of_experts", sizes[1], experts)
     wanted = (shape[0], experts)
     if routing_map is not None:
@@ -79,14 +82,14 @@ def check_routing(
 
 
 def check_numbers(given: dict[str, int | None]) -> None:
-    """Raise InputError unless each is an integer or None; what they may be is checked where it is known."""
+    """Raise InputError unless each is an integer or None; later checks know the limits."""
     for name, value in given.items():
         if value is not None:
             check.integer(name, value, -(1 << 31))
 
 
 def check_probs(probs: Any, shape: tuple[int, ...], device: torch.device, what: str) -> None:
-    """Raise InputError unless these are float32 probabilities of that shape, for a combine; what: in words."""
+    """Raise InputError unless `probs` is float32 of that shape; what: describes it in the message."""
     if (
         not isinstance(probs, torch.Tensor)
         or probs.shape != shape
@@ -97,7 +100,7 @@ def check_probs(probs: Any, shape: tuple[int, ...], device: torch.device, what: 
 
 
 def check_weights(layer: EPAll2AllLayer, topk_idx: torch.Tensor, probs: Any, given_idx: Any, topk_weights: Any) -> None:
-    """Raise InputError unless weights fit a dispatch whose ids these are; arguments as of `weights_by_ids`."""
+    """Raise InputError unless the weights fit a dispatch with the ids `topk_idx`; arguments as of `weights_by_ids`."""
     if probs is not None:
         wanted = (topk_idx.shape[0], layer.config.num_experts)
         _check_table("probs", check.tensor("probs", probs), wanted, torch.float32, topk_idx.device)
@@ -110,8 +113,8 @@ def check_weights(layer: EPAll2AllLayer, topk_idx: torch.Tensor, probs: Any, giv
 def _check_experts(layers: Layers, name: str, given: int | None, held: int) -> None:
     if given is not None and given != held:
         raise InputError(
-            f"{name}: {given}, but this is for {held} experts on {layers.world_size} ranks. Say how many a rank "
-            "has with num_of_experts_per_rank, or make a buffer for them."
+            f"{name}: {given}, but this call has {held} experts on {layers.world_size} ranks. Pass the number per "
+            "rank as num_of_experts_per_rank, or make a buffer for them."
         )
 
 

@@ -27,26 +27,28 @@ Permuted = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.T
 class HybridEPBuffer:
     """Dispatch and combine in HybridEP's calling convention. All calls are collective over the group.
 
-    Letters: T tokens of this rank (any number, different on every rank, zero too), E experts over all ranks, e those of
-    this one, H hidden, P permuted rows.
+    Letters: T tokens of this rank (any number, different on every rank, zero too), E experts over all ranks, e experts
+    of this rank, H hidden, P permuted rows.
 
     Args:
         group: process group, any sub-group of the world.
-        hidden_dim: H; another one needs another buffer.
-        max_num_of_tokens_per_rank: T that memory is made for at first. More tokens make it grow, collectively: handles
-            of before stay good, and so does the memory they need, until `close`.
+        hidden_dim: H; another H needs another buffer.
+        max_num_of_tokens_per_rank: T that memory is first allocated for. More tokens make it grow, collectively.
+            Earlier handles stay valid, and their memory stays allocated, until `close`.
         num_local_experts: e.
-        use_fp8: dispatches take one-byte rows with scales as well; calls can say otherwise.
-        num_sms_dispatch_api, num_sms_combine_api: programs of the exchange, the larger of both; None: as tuned.
+        use_fp8: dispatches take one-byte rows with scales as well; a call can override it.
+        num_sms_dispatch_api, num_sms_combine_api: CTAs of the communication kernels, the larger of both; None: as
+            tuned.
         num_of_hybrid_ep_ranks_per_nvlink_domain: ranks per node; None: as `initialize_distributed` found them.
         topk: most experts per token. None: the first blocking call with a routing map, and each with a budget, agrees
-            on it by a small all-reduce; non-blocking ones take min(E, 32). Calls with `topk_idx` know it.
+            on it by a small all-reduce; non-blocking calls take min(E, 32). Calls with `topk_idx` have it.
         enable_local_combine, timeout_s: as for `EPAll2AllLayer`.
 
-    The other arguments are HybridEP's settings of kernels that do not exist here; they are accepted and change nothing.
+    The other arguments are settings of HybridEP's kernels; they are accepted and have no effect.
 
     Raises:
         ConfigError: an unknown group, one that this process is not in, or sizes that cannot work.
+        EPError: `triton_ep.initialize_distributed` has not been called.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class HybridEPBuffer:
 
     @property
     def configurer(self) -> Any:
-        """Its `buffer_config` has the sizes under HybridEP's names, for callers that compare them."""
+        """An object whose `buffer_config` has the sizes under HybridEP's names, for callers that compare them."""
         sizes = SimpleNamespace(
             hidden_dim=self.layers.hidden,
             max_num_of_tokens_per_rank=self.layers.max_tokens,
@@ -119,8 +121,15 @@ class HybridEPBuffer:
         )
         return SimpleNamespace(buffer_config=sizes)
 
+    def update_template_config(self, *sizes: Any, **named_sizes: Any) -> Any:
+        """`configurer.buffer_config`. The arguments, sizes for HybridEP's JIT, have no effect."""
+        return self.configurer.buffer_config
+
+    def empty_jit_cache(self) -> None:
+        """No effect: kernels do not depend on a buffer."""
+
     def close(self) -> None:
-        """Free the memory. Collective, idempotent; later calls, those of a backward pass too, raise FinalizedError."""
+        """Free the memory. Collective, idempotent. Later calls raise FinalizedError, in a backward pass as well."""
         self.layers.close()
 
     def dispatch_with_permute(
@@ -148,25 +157,25 @@ class HybridEPBuffer:
 
         Args:
             hidden: [T, H] bfloat16, float16 or float32; or with `use_fp8` uint8, float8_e4m3fn or float8_e5m2, whose
-                bytes are sent as they are; so on all ranks or on none.
-            scaling_factor: [T, H / 128] float32 of one-byte rows; not looked at with others.
+                bytes are sent as they are; one-byte rows on all ranks or on none.
+            scaling_factor: [T, H / 128] float32 of one-byte rows; ignored with other rows.
             use_fp8: None: as the buffer was made.
             routing_map: [T, E] bool, or instead `topk_idx` [T, K] with distinct ids, -1 = dropped.
             probs: [T, E] float32; with `topk_idx` instead `topk_weights` [T, K]. On all ranks or on none.
-            num_of_experts_per_rank: e, where it is another one than the buffer was made for.
-            num_permuted_tokens: P, on all ranks the same, a multiple of `pad_multiple`. None: what arrives.
-            pad_multiple: every expert's rows end with zero rows, with probability zero, up to a multiple of this.
-            num_of_tokens_per_rank: at least the T of every rank, the same on all; lets memory grow.
-            handle: of an earlier call, to send other rows to the same places. Nothing waits for the host; of the
-                routing only probabilities are looked at, and `topk_idx` for the order of `topk_weights`.
-            non_blocking: nothing waits for the host; needs `num_permuted_tokens`, or a handle.
+            num_of_experts_per_rank: e, if it differs from the e that the buffer was made for.
+            num_permuted_tokens: P, the same on all ranks, a multiple of `pad_multiple`. None: the rows that arrive.
+            pad_multiple: each expert's rows are padded to a multiple of this, with zero rows of probability zero.
+            num_of_tokens_per_rank: at least the T of every rank, the same on all ranks; lets memory grow.
+            handle: of an earlier call, to send other rows to the same places. The host does not wait. Of the routing
+                only probabilities are used, and `topk_idx` for the order of `topk_weights`.
+            non_blocking: the host does not wait; needs `num_permuted_tokens`, or a handle.
 
         Returns:
             (hidden [P, H], probs [P] float32 or None, scaling_factor [P, H / 128] of one-byte rows or None,
             tokens_per_expert [e] int64, handle). Rows are ordered by expert, source rank, token. tokens_per_expert
-            counts padding rows, too; it is on the device if `non_blocking`, else on the host. Rows of a budget behind
-            the last expert's are undefined, their probabilities zero; copies that do not fit are left out, and
-            handle[-1], int32 [1] on the device, counts rows that were too many (not zero = overflow).
+            counts padding rows as well; it is on the device if `non_blocking`, else on the host. With a budget, rows
+            after the last expert's are undefined, with probability zero; rows that do not fit are dropped, and
+            handle[-1], int32 [1] on the device, counts them (not zero = overflow).
 
         Raises:
             InputError: an argument does not fit, before any row is sent.
@@ -227,16 +236,16 @@ class HybridEPBuffer:
         num_dispatched_tokens: int | None = None,
         non_blocking: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Bring a row per permuted row back and sum them per token, unweighted, in float32.
+        """Send one row per permuted row back and sum them per token, unweighted, in float32.
 
         Args:
             hidden: [P, H] of the dispatch's dtype.
             probs: [P] float32; the dispatch must have had probabilities. On all ranks or on none.
-            handle: of `dispatch_with_permute`; it may be used any number of times, in any order.
+            handle: of `dispatch_with_permute`; it may be used any number of times, handles in any order.
             pad_multiple: None, or that of the dispatch.
 
         Returns:
-            [T, H], and with `probs` [T, E] float32: at each (token, expert) exactly what its row brought, else zero.
+            [T, H], and with `probs` [T, E] float32: at each (token, expert) exactly the value of its row, else zero.
 
         Raises:
             InputError: an argument does not fit. StaleHandleError: a handle of another buffer. FinalizedError: the
@@ -245,8 +254,8 @@ class HybridEPBuffer:
         routing = open_handle(self.layers, handle, pad_multiple)
         if probs is not None and not routing.has_probs:
             raise InputError(
-                "combine_with_unpermute got probs, but the dispatch of this handle had none, so nobody knows where "
-                "they belong. Give probs to dispatch_with_permute, or none here."
+                "combine_with_unpermute got probs, but the dispatch of this handle had none, so their places are "
+                "unknown. Give probs to dispatch_with_permute, or none here."
             )
         layer, desc = routing.layer, routing.desc
         check.tensor("hidden", hidden, 2)
@@ -273,17 +282,18 @@ class HybridEPBuffer:
         handle: Handle | None = None,
         num_of_tokens_per_rank: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Handle]:
-        """Send each token's row once to every rank that has one of its experts; rows are not grouped by expert.
+        """Send each token's row once to every rank that owns at least one of its experts; rows are not grouped by
+        expert.
 
         Args:
-            num_dispatched_tokens: N, the same on all ranks, where it is known; then the host waits for nothing, and
-                rows behind those that arrive are undefined. None: what arrives.
-            The others: as in `dispatch_with_permute`.
+            num_dispatched_tokens: N, the same on all ranks, if it is known; the host then does not wait, and rows after
+                those that arrive are undefined. None: the rows that arrive.
+            Other arguments: as in `dispatch_with_permute`.
 
         Returns:
             (hidden [N, H], probs or None, scaling_factor or None, handle). Rows are ordered by source rank, token.
-            probs is [N, e * ranks per node] float32, one column per expert of the node, zero but for those of this
-            rank. handle[3]: rows that arrived, on the device; handle[4]: [N, e] bool, which local experts a row is for.
+            probs is [N, e * ranks per node] float32, one column per expert of the node, zero except for this
+            rank's. handle[3]: rows that arrived, on the device; handle[4]: [N, e] bool, the local experts of a row.
 
         Raises:
             As `dispatch_with_permute`.
@@ -338,7 +348,7 @@ class HybridEPBuffer:
     def combine(
         self, hidden: torch.Tensor, probs: torch.Tensor | None = None, handle: Handle | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Bring a row per (token, rank) back and sum them per token, in float32.
+        """Send one row per (token, rank) back and sum them per token, in float32.
 
         Args:
             hidden: [N, H], rows summed over the experts of this rank. probs: [N, e * ranks per node] float32.

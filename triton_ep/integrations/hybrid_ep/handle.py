@@ -1,4 +1,4 @@
-"""What a dispatch of HybridEPBuffer leaves to later calls."""
+"""Handles of HybridEPBuffer: what later calls need of a dispatch, with HybridEP's items."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PERMUTED_ITEMS, RANK_ITEMS = 11, 7
 
 @dataclass(eq=False)  # not frozen: setting attributes around that takes longer, and one is made per call
 class Routing:
-    """What a handle knows: one dispatch with its layer.
+    """One dispatch and its layer.
 
     Attributes:
-        owner: `Layers` of the buffer.
+        owner: `Layers` of the buffer that dispatched.
         layer, desc: where the dispatch ran, and its descriptor.
-        copies: [C, K] int32, permuted row of each copy of an arrival row; None for rows by rank.
+        copies: [C, K] int32, permuted row of each assignment of a staging row; None for rows by rank.
         counts: [e] int64, permuted rows of each local expert, padding included; None for rows by rank.
         has_probs: the dispatch had probabilities.
         local_ids: [R, K] expert ids of rows by rank, -1 = elsewhere; None for permuted rows.
@@ -51,14 +51,14 @@ class Routing:
 
 @dataclass(eq=False)
 class Handle(LazyItems):
-    """What a dispatch leaves to later calls, with as many items as HybridEP's tuple: 11 for permuted rows, 7 by rank.
+    """What later calls need of a dispatch. It has as many items as HybridEP's tuple: 11 for permuted rows, 7 by rank.
 
     Attributes:
-        routing: what these calls need.
-        tokens: of this rank.
-        overflow: [1] int32, rows and experts that found no place, where they are two counts: made with the dispatch, so
-            that a CUDA graph makes it; None: that of the descriptor.
-        experts_of_rows: [N, e] bool, for which local experts rows by rank are.
+        routing: of the dispatch.
+        tokens: T.
+        overflow: [1] int32, dropped rows and dropped assignments together, summed during the dispatch so that a CUDA
+            graph captures the sum; None: `layout_desc.overflow`.
+        experts_of_rows: [N, e] bool, the local experts of each row by rank.
     """
 
     routing: Routing
@@ -78,7 +78,7 @@ class Handle(LazyItems):
         return self.routing.desc.arrivals_of_rank[self.routing.owner.rank]
 
     def _experts_of_rows(self) -> torch.Tensor:
-        """[rows or more, e] bool: which local experts each row before permutation is for."""
+        """[rows or more, e] bool: the local experts of each row before permutation."""
         routing = self.routing
         copies = known_copies(routing.layer.context, routing.desc, routing.copies)
         return map_of_rows(copies, routing.desc.expert_offsets)
@@ -91,11 +91,12 @@ class Handle(LazyItems):
 
 
 def _nothing() -> None:
-    """Of an item that HybridEP's kernels need and these do not."""
+    """Value of an item that HybridEP's kernels need and these do not."""
 
 
 def backward_pass(handle: Any) -> AbstractContextManager[None]:
-    """Calls made inside, with this handle of permuted rows, send gradients (`DispatchCombineContext.backward_pass`)."""
+    """Context in which calls with this handle of permuted rows send gradients
+    (`DispatchCombineContext.backward_pass`)."""
     routing = _routing_of(handle)
     assert routing is not None, "the forward pass took it"
     return routing.layer.context.backward_pass()
@@ -110,11 +111,13 @@ def _routing_of(handle: Any) -> Routing | None:
 
 
 def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int = PERMUTED_ITEMS) -> Routing:
-    """What is in a handle of the buffer with these layers; items: how many a handle of this kind has.
+    """The routing in a handle of the buffer that owns these layers.
+
+    items: number of items of such a handle.
 
     Raises:
         FinalizedError: the buffer was closed.
-        InputError: no handle, one of the other kind of dispatch, another padding.
+        InputError: no handle, a handle of the other kind of dispatch, or another padding.
         StaleHandleError: a handle of another buffer.
     """
     owner.check_open()

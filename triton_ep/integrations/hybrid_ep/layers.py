@@ -11,15 +11,15 @@ from triton_ep.layer import EPAll2AllLayer
 
 
 class Layers:
-    """Layers of a buffer, made when a call first needs one. A buffer shares none with another: each may be used on a
-    stream of its own.
+    """Layers of a buffer, made when a call first needs one. Buffers share no layers, so each may use a stream of its
+    own.
 
     Args:
         group: process group; this process is a member.
         hidden: elements per row of all layers.
-        num_experts: over all ranks, of layers for which nothing else is said.
-        max_tokens: most tokens per rank of a layer that is made from now on; ranks may have different numbers until the
-            first layer is made, for the largest of them. `grow` raises it.
+        num_experts: over all ranks, for layers whose sizes give no other number.
+        max_tokens: most tokens per rank of layers made from now on. Ranks may pass different numbers; the first layer
+            is made for the largest. `grow` raises it.
         ranks_per_node: None: as `initialize_distributed` found them.
         num_sm, enable_local_combine, timeout_s: as for `EPAll2AllLayer`.
 
@@ -47,7 +47,7 @@ class Layers:
     def sizes(
         self, dtype: torch.dtype, topk: int, alignment: int = 1, capacity: int | None = None, experts: int | None = None
     ) -> LayerSizes:
-        """What the layer for such calls is made for; experts: over all ranks, None = those of the buffer."""
+        """Sizes of the layer for such calls; experts: over all ranks, None = `num_experts`."""
         return LayerSizes(
             self.hidden,
             topk,
@@ -67,7 +67,7 @@ class Layers:
         return layer
 
     def grow(self, num_tokens: int) -> None:
-        """Make the next layers for that many tokens and a quarter more; those there are stay for their descriptors."""
+        """Make the next layers for a quarter more than `num_tokens`; the present layers stay for their descriptors."""
         self.pool.outgrow()
         self.max_tokens = num_tokens + num_tokens // 4
 

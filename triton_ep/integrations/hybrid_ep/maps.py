@@ -13,10 +13,10 @@ def indices_to_map(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Routing map [T, E] bool and, with weights, probabilities [T, E] float32, of expert ids [T, K].
 
-    Ids outside of 0 to E - 1 are dropped; those of a token are distinct.
+    Ids outside 0 to E - 1 are dropped; the ids of a token are distinct.
 
     Raises:
-        InputError: no ids [T, K], or weights of another shape.
+        InputError: `topk_idx` is not [T, K], or weights have another shape.
 
     Source: deep_ep.hybrid_ep_buffer.indices_to_map.
     """
@@ -53,10 +53,10 @@ def weights_by_ids(
     topk_weights: torch.Tensor | None,
     num_experts: int,
 ) -> torch.Tensor | None:
-    """[T, K] float32 for the experts in `topk_idx`, which an earlier dispatch had; None where nothing is given.
+    """Weights [T, K] float32 of the experts in `topk_idx`, the ids of an earlier dispatch; None if none are given.
 
-    probs: [T, E]; or given_idx, topk_weights: [T, any K], ids in any order; or the weights alone, in the order of
-    `topk_idx`.
+    Weights are given as `probs` [T, E]; or as `given_idx` and `topk_weights` [T, any K], ids in any order; or as
+    `topk_weights` alone, in the order of `topk_idx`.
 
     Raises:
         InputError: weights of another shape.
@@ -79,9 +79,9 @@ def weights_by_ids(
 
 
 def map_of_rows(copies: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
-    """[C, e] bool: which local experts each arrived row is for; False behind the arrivals.
+    """[C, e] bool: the local experts of each staging row; False after the rows that arrived.
 
-    copies: [C, K] permuted row of each copy, the number of rows or more = none; expert_offsets: [e + 1].
+    copies: [C, K] permuted row of each assignment, the number of rows or more = none; expert_offsets: [e + 1].
     """
     experts = expert_offsets.shape[0] - 1
     expert = torch.bucketize(copies, expert_offsets[1:].to(copies.dtype).contiguous(), right=True)
@@ -90,7 +90,7 @@ def map_of_rows(copies: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Ten
 
 
 def map_of_slots(values: torch.Tensor, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[T, E] float32: values [T, K] at the experts with these ids, elsewhere zero."""
+    """[T, E] float32: the values [T, K] at the columns of these expert ids, zero elsewhere."""
     column = torch.where(topk_idx >= 0, topk_idx, num_experts).long()
     out = torch.zeros(values.shape[0], num_experts + 1, dtype=torch.float32, device=values.device)
     return out.scatter_(1, column, values)[:, :num_experts].contiguous()

@@ -1,4 +1,4 @@
-"""What a dispatch of HybridEPBuffer sends: rows as they are, or one-byte rows and their scales."""
+"""Rows that a dispatch of HybridEPBuffer sends: as they are, or one-byte rows with their scales."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Arrived = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def _slots(given: RoutingMap, layer: EPAll2AllLayer) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ids [T, K] and weights [T, K] of a routing map; of one on another device ids that are, too: the layer says so."""
+    """Ids [T, K] and weights [T, K] of a routing map. A map on another device gives ids there, which the layer
+    refuses."""
     shape, device = (given.routed.shape[0], layer.config.topk), given.routed.device
     if device != layer.context.device:
         return torch.full(shape, -1, dtype=torch.int32, device=device), None
@@ -31,7 +32,7 @@ def _slots(given: RoutingMap, layer: EPAll2AllLayer) -> tuple[torch.Tensor, torc
 
 
 def dtype_of_layer(hidden: Any) -> torch.dtype:
-    """Rows of the layer that sends these; of what are no rows, the most usual."""
+    """Dtype of the layer that sends these rows; bfloat16 for an argument that is no tensor."""
     if not isinstance(hidden, torch.Tensor):
         return torch.bfloat16
     return torch.bfloat16 if hidden.dtype in ONE_BYTE else hidden.dtype
@@ -52,13 +53,13 @@ class SentRows(NamedTuple):
     def of(
         cls, hidden: torch.Tensor, scaling_factor: torch.Tensor | None, buffer_fp8: bool, call_fp8: bool | None
     ) -> SentRows:
-        """What the arguments of a dispatch say.
+        """The rows of a dispatch, by its arguments.
 
         buffer_fp8, call_fp8: `use_fp8` of the buffer and of the call.
 
         Raises:
-            InputError: one-byte rows where they were not asked for, or without such scales; others where the call asks
-                for one-byte rows.
+            InputError: one-byte rows without `use_fp8`, or without such scales; other rows with `use_fp8=True` in the
+                call.
         """
         check.tensor("hidden", hidden, 2)
         if call_fp8 is not None:
@@ -91,23 +92,26 @@ class SentRows(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the layer that sends them, and of the rows that `combine` takes."""
+        """Dtype of the layer that sends these rows, and of the rows that `combine` takes."""
         return dtype_of_layer(self.hidden)
 
     def dispatch(
         self, layer: EPAll2AllLayer, idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None
     ) -> tuple[Arrived, torch.Tensor | None, EPAllToAllLayoutDesc, torch.Tensor]:
-        """Rows by expert and their scales, weights, the descriptor, and where copies went; weights: None with a map."""
+        """Dispatch expert-major: rows and their scales, weights, the descriptor, and the row of each assignment.
+
+        weights: None with a map, which has its own.
+        """
         if isinstance(idx, RoutingMap) and (
             isinstance(self.hidden, MXTensor) or self.hidden.device != layer.context.device
         ):
-            idx, weights = _slots(idx, layer)  # the layer says what does not fit
+            idx, weights = _slots(idx, layer)  # the layer names what does not fit
         return layer.dispatch_noting(Rows(*self), idx, weights)
 
     def again(
         self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None
     ) -> tuple[Arrived, torch.Tensor | None]:
-        """Rows by expert and their scales, and weights, by an earlier dispatch."""
+        """Dispatch with the routing of an earlier one: expert-major rows and their scales, and weights."""
         if self.scales is None:
             recv_x, recv_weights = layer.dispatch_again(self.hidden, desc, weights)
             assert isinstance(recv_x, torch.Tensor)
@@ -120,14 +124,17 @@ class SentRows(NamedTuple):
     def by_rank(
         self, layer: EPAll2AllLayer, idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None, num_rows: int | None
     ) -> tuple[Arrived, torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
-        """Rows by rank and their scales, local expert ids, weights, and the descriptor; weights: None with a map."""
+        """Dispatch once per rank: rows and their scales, local expert ids, weights, and the descriptor.
+
+        weights: None with a map, which has its own.
+        """
         if isinstance(idx, RoutingMap):
             idx, weights = _slots(idx, layer)
         received = layer.dispatch_compact(self.hidden, idx, weights, scale=self.scales, num_rows=num_rows)
         return (received.x, received.scale), received.topk_idx, received.topk_weights, received.layout_desc
 
     def by_rank_again(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> Arrived:
-        """Rows by rank and their scales, by an earlier dispatch."""
+        """Dispatch once per rank with the routing of an earlier dispatch: rows and their scales."""
         if self.scales is None:
             return layer.dispatch_compact_again(self.hidden, desc)[0], None
         return layer.dispatch_compact_again(self.hidden, desc, scale=self.scales)[:2]

@@ -1,16 +1,16 @@
 """megatron.core.transformer.moe.fused_a2a: its autograd functions, helpers and names over triton_ep.
 
     megatron                                    here
-    get_buffer(group, hidden_bytes)             integrations.deep_ep.Buffer: one per process, made anew for another
+    get_buffer(group, hidden_bytes)             integrations.deep_ep.Buffer: one per process, replaced for another
                                                   group or longer rows
     fused_dispatch / FusedDispatch              Buffer.dispatch_rows; backward Buffer.combine with the gradient of the
                                                   probabilities
-    fused_combine / FusedCombine                Buffer.combine; backward Buffer.dispatch with the handle, where the host
-                                                  waits for nothing
+    fused_combine / FusedCombine                Buffer.combine; backward Buffer.dispatch with the handle, without a host
+                                                  wait
     set_deepep_num_sms(n)                       Buffer.set_num_sms
     hybrid_ep_dispatch, ... HybridEPCombine     integrations.megatron.hybrid_ep
 
-An unmodified Megatron-Core uses `integrations.deep_ep.install()` instead. Source:
+Unmodified Megatron-Core uses `integrations.deep_ep.install()` instead. Source:
 megatron/core/transformer/moe/fused_a2a.py; docs/how-to/megatron.md has the argument lists.
 """
 

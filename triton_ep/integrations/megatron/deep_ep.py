@@ -18,7 +18,7 @@ _buffer: Buffer | None = None
 
 
 def get_hidden_bytes(x: torch.Tensor) -> int:
-    """Bytes of a row of x [T, H]; those of 16-bit elements at least.
+    """Bytes of a row of x [T, H], with at least 2 bytes per element.
 
     Raises:
         InputError: x is no such tensor.
@@ -28,9 +28,9 @@ def get_hidden_bytes(x: torch.Tensor) -> int:
 
 
 def get_buffer(group: Any, hidden_bytes: int) -> Buffer:
-    """The buffer of this process; made if there is none, or if it is of another group or for shorter rows.
+    """The buffer of this process. It is made if there is none, or replaced if it has another group or shorter rows.
 
-    Handles of the one before stay good.
+    Handles of the replaced buffer stay valid.
 
     Raises:
         ConfigError: an unknown group, or one that this process is not in.
@@ -55,7 +55,7 @@ def _previous(async_finish: bool) -> EventOverlap | None:
 
 
 class FusedDispatch(torch.autograd.Function):
-    """Rows to the ranks of their experts, one per (token, rank). Collective, and so is its backward pass."""
+    """Send one row per (token, rank) to the ranks of the experts. Collective, and so is the backward pass."""
 
     @staticmethod
     def forward(
@@ -75,11 +75,11 @@ class FusedDispatch(torch.autograd.Function):
             token_indices: [T, K] int64 or int32; -1 = dropped.
             token_probs: [T, K] float32.
             num_experts: over all ranks of the group.
-            async_finish: on the communication stream, for which the current one then waits.
-            allocate_on_comm_stream: changes nothing.
+            async_finish: run on the communication stream; the current stream then waits for it.
+            allocate_on_comm_stream: no effect.
 
         Returns:
-            recv_x [R, H], by source rank, then by token; [R, K] local expert ids, -1 = elsewhere; [R, K] float32
+            recv_x [R, H], by source rank, then by token; [R, K] local expert ids, -1 = another rank's; [R, K] float32
             probabilities; rows per local expert, int64 on the CPU; the handle.
 
         Raises:
@@ -98,7 +98,7 @@ class FusedDispatch(torch.autograd.Function):
         if rows.event is not None:
             rows.event.current_stream_wait()
         ctx.group, ctx.handle, ctx.async_finish = group, handle, async_finish
-        assert rows.num_recv_tokens_per_expert is not None, "the host has waited for them"
+        assert rows.num_recv_tokens_per_expert is not None, "the host waited for them"
         # A third of the time of torch.tensor.
         tokens_per_expert = torch.frombuffer(array("q", rows.num_recv_tokens_per_expert), dtype=torch.int64)
         ctx.mark_non_differentiable(rows.topk_idx, tokens_per_expert)
@@ -129,7 +129,7 @@ class FusedDispatch(torch.autograd.Function):
 
 
 class FusedCombine(torch.autograd.Function):
-    """Rows back to their tokens, summed over ranks. Collective, and so is its backward pass."""
+    """Send rows back to their tokens and sum them over ranks. Collective, and so is the backward pass."""
 
     @staticmethod
     def forward(
@@ -156,7 +156,7 @@ class FusedCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor, previous_event: Any = None) -> tuple[Any, ...]:
-        """The gradient of each token, to the ranks that its rows came from; the host waits for nothing."""
+        """Send each token's gradient to the ranks that sent rows for it; the host does not wait."""
         buffer = get_buffer(ctx.group, get_hidden_bytes(grad_output))
         with ctx.handle.layer.context.backward_pass():
             grad_x, *_, event = buffer.dispatch(
@@ -198,5 +198,5 @@ def fused_combine(
 
 
 def set_deepep_num_sms(num_sms: int) -> None:
-    """Programs of the exchange, an even number."""
+    """CTAs of the communication kernels, an even number."""
     Buffer.set_num_sms(num_sms)

@@ -2,14 +2,14 @@
 
     megatron                                    here
     _hybrid_ep_buffer                           the same: one buffer per process, made by the first dispatch
-    init_hybrid_ep_buffer(group, hidden_dim,    HybridEPBuffer; replaces, and frees, the one before
+    init_hybrid_ep_buffer(group, hidden_dim,    HybridEPBuffer; replaces and frees the previous one
       num_tokens or seq_len, ...)
     reset_hybrid_ep_buffer()                    frees it; collective
     hybrid_ep_dispatch / HybridEPDispatch       HybridEPBuffer.dispatch_with_permute; backward combine_with_unpermute
     hybrid_ep_combine / HybridEPCombine         HybridEPBuffer.combine_with_unpermute; backward dispatch_with_permute
                                                   with the handle, without the host
 
-Another group or hidden size than the buffer's is an error, not another buffer.
+A group or hidden size other than the buffer's is an error; no second buffer is made.
 
 Source: megatron/core/transformer/moe/fused_a2a.py; docs/how-to/hybrid-ep.md has both argument lists.
 """
@@ -54,15 +54,15 @@ def init_hybrid_ep_buffer(
     seq_len: int | None = None,
     topk: int | None = None,
 ) -> None:
-    """Make the buffer of this process. Collective; one that is there already is freed.
+    """Make the buffer of this process. Collective; frees an existing one.
 
     Args:
         group: process group for HybridEP.
         hidden_dim: elements per row.
-        num_tokens: tokens per rank that memory is made for at first; `seq_len` is its older name.
+        num_tokens: tokens per rank that memory is first allocated for; `seq_len` is its older name.
         num_local_experts: experts of this rank.
-        num_sms_dispatch_api, num_sms_combine_api: programs of the exchange; None: as tuned.
-        fp8_dispatch: must be False. In the older argument list it is the seventh: a bool there is taken for it.
+        num_sms_dispatch_api, num_sms_combine_api: CTAs of the communication kernels; None: as tuned.
+        fp8_dispatch: must be False. It is the seventh of the older argument list, so a bool in that place means it.
         topk: most experts per token, which saves agreeing on it (`HybridEPBuffer`); Megatron does not pass it.
 
     Raises:
@@ -82,7 +82,7 @@ def init_hybrid_ep_buffer(
     tokens = num_tokens if num_tokens is not None else seq_len
     if num_local_experts is None or tokens is None:
         raise InputError("num_local_experts is needed: the experts of this rank.")
-    # The buffer that there is stays where the new one cannot be made.
+    # If the new buffer cannot be made, the existing one stays.
     check_group(group)
     for name, size in (("hidden_dim", hidden_dim), ("num_tokens", tokens), ("num_local_experts", num_local_experts)):
         check.integer(name, size, 1, ConfigError)
@@ -107,11 +107,11 @@ def reset_hybrid_ep_buffer() -> None:
 
 
 def _buffer_of(handle: Any) -> HybridEPBuffer:
-    """The buffer, for a call with a handle: one that was freed is not made anew."""
+    """The buffer, for a call with a handle, which a new buffer could not serve."""
     if _hybrid_ep_buffer is None:
         raise FinalizedError(
             "there is no HybridEP buffer: the one that made this handle was freed by reset_hybrid_ep_buffer(), or no "
-            "dispatch has been called. Reset it behind the last backward pass."
+            "dispatch has been called. Reset it after the last backward pass."
         )
     return _hybrid_ep_buffer
 
@@ -127,7 +127,7 @@ def _check_same_group(buffer: HybridEPBuffer, group: Any) -> None:
 
 
 def _settings(rest: tuple[Any, ...]) -> dict[str, Any]:
-    """Arguments behind num_local_experts by name: today's list of 8, or the older one of up to 4."""
+    """Arguments after num_local_experts, by name: the current list of 8, or the older one of up to 4."""
     names: tuple[str, ...]
     if len(rest) > 4:
         names = ("dispatch", "combine", "permute", "unpermute", "fused", "budget", "pad_multiple", "preprocessing")
@@ -141,7 +141,7 @@ def _settings(rest: tuple[Any, ...]) -> dict[str, Any]:
 class HybridEPDispatch(torch.autograd.Function):
     """`HybridEPBuffer.dispatch_with_permute`, differentiable in x and probs. Collective, as is its backward pass.
 
-    `apply` takes today's 13 arguments, or the older 9: (x, routing_map, probs, group, num_local_experts,
+    `apply` takes the current 13 arguments, or the older 9: (x, routing_map, probs, group, num_local_experts,
     num_sms_dispatch_api, num_sms_combine_api, num_permuted_tokens, pad_multiple). See `hybrid_ep_dispatch`.
     """
 
@@ -210,7 +210,7 @@ class HybridEPCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradient of x [P, H]; rows of a budget behind the last expert's are undefined."""
+        """Gradient of x [P, H]; with a budget, rows after the last expert's are undefined."""
         buffer = _buffer_of(ctx.handle)
         with backward_pass(ctx.handle):
             grad, *_ = buffer.dispatch_with_permute(
@@ -242,13 +242,13 @@ def hybrid_ep_dispatch(
     Args:
         x: [T, H].
         routing_map: [T, E] bool. probs: [T, E] float32.
-        group, num_local_experts: as for `init_hybrid_ep_buffer`, which the first call does.
-        num_permuted_tokens: budget of rows; then nothing waits for the host. None: what arrives.
+        group, num_local_experts: as for `init_hybrid_ep_buffer`, which the first call makes.
+        num_permuted_tokens: budget of rows; the host then does not wait. None: the rows that arrive.
         pad_multiple: each expert's rows are padded with zero rows to a multiple of this.
 
     Returns:
-        (hidden [P, H], probs [P], None, tokens_per_expert [e] int64, handle); handle[-1] is not zero if rows of the
-        budget did not suffice.
+        (hidden [P, H], probs [P], None, tokens_per_expert [e] int64, handle); handle[-1] is not zero if the budget
+        was too small.
 
     Raises:
         ConfigError: another group than the buffer's. Others: as `HybridEPBuffer.dispatch_with_permute`.
@@ -278,7 +278,7 @@ def hybrid_ep_combine(
     pad_multiple: int | None = None,
     fused: bool = False,
 ) -> torch.Tensor:
-    """Bring expert outputs [P, H] back and sum them per token: [T, H]. Collective.
+    """Send expert outputs [P, H] back and sum them per token: [T, H]. Collective.
 
     Raises:
         FinalizedError: the buffer was freed. Others: as `HybridEPBuffer.combine_with_unpermute`.

@@ -19,6 +19,7 @@ from triton_ep.integrations.te.ep import (
     ep_dispatch,
     ep_finalize,
     is_ep_bootstrapped,
+    is_symm_backed,
 )
 from triton_ep.integrations.te.layouts import swizzle, unswizzle
 from triton_ep.integrations.te.manager import FP8GlobalStateManager
@@ -26,7 +27,14 @@ from triton_ep.integrations.te.modules import GroupedLinear, Linear
 from triton_ep.integrations.te.moe import EPMoE
 from triton_ep.integrations.te.parts import ShapeError
 from triton_ep.integrations.te.quantizer import MXFP8Quantizer
-from triton_ep.integrations.te.recipe import Format, MXFP8BlockScaling, Recipe, RecipeError
+from triton_ep.integrations.te.recipe import (
+    Format,
+    MXFP8BlockScaling,
+    Recipe,
+    RecipeError,
+    check_recipe_support,
+    get_align_size_for_quantization,
+)
 from triton_ep.integrations.te.recipe_state import MXFP8BlockScalingRecipeState, RecipeState, get_fp8_te_dtype
 from triton_ep.integrations.te.recompute import checkpoint, checkpoint_contexts
 from triton_ep.integrations.te.regions import autocast, fp8_autocast, fp8_model_init, quantized_model_init
@@ -82,6 +90,7 @@ __all__ = [
     "check_fp8_support",
     "check_mxfp8_support",
     "check_nvfp4_support",
+    "check_recipe_support",
     "checkpoint",
     "checkpoint_contexts",
     "ep_bootstrap",
@@ -90,6 +99,7 @@ __all__ = [
     "ep_finalize",
     "fp8_autocast",
     "fp8_model_init",
+    "get_align_size_for_quantization",
     "get_default_fp8_recipe",
     "get_default_recipe",
     "get_fp8_te_dtype",
@@ -98,6 +108,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "is_symm_backed",
     "mxfp8_mode",
     "quantized_model_init",
     "swizzle",

@@ -1,7 +1,7 @@
 """TransformerEngine's functions for expert parallelism (`transformer_engine.pytorch.ep`) over EPAll2AllLayer.
 
-`ep_bootstrap` fixes the sizes of this process's group, once. An `EpBuffer` is the state of one dispatch and its
-combine, so there is one per micro-batch in flight. Buffers with the same options share a layer, whose symmetric memory
+`ep_bootstrap` fixes the sizes of this process's group, once. An `EpBuffer` holds the state of one dispatch and its
+combine, so each micro-batch in flight needs one. Buffers with equal options share a layer, whose symmetric memory
 `ep_finalize` frees; making the first buffer with other options is collective.
 """
 
@@ -34,7 +34,7 @@ class EpStateError(EPError, RuntimeError):
 
 @dataclass(frozen=True)
 class _Group:
-    """What `ep_bootstrap` was given, and the layers made since."""
+    """Arguments of `ep_bootstrap`, and the layers made since."""
 
     pool: LayerPool
     num_experts: int
@@ -85,12 +85,12 @@ def ep_bootstrap(
     Arguments:
         ep_group: process group; None: of all ranks. num_experts: over all its ranks, a multiple of their number.
         max_tokens_per_rank: most tokens of one dispatch. hidden_dim: elements per token. num_topk: experts per token.
-        recv_capacity_per_rank: rows that a rank receives at most, which makes dispatch free of host waits and
-            capturable in CUDA graphs; None: as many as come, and the host waits for their number.
-        max_num_sms: programs of the communication kernels; 0: by the tuned tables.
+        recv_capacity_per_rank: most rows that a rank receives. With it dispatch does not wait for the host and can be
+            captured in CUDA graphs; None: all rows are received, and the host waits for their number.
+        max_num_sms: CTAs of the communication kernels; 0: by the tuned tables.
         zero_copy: must be False; outputs are never the symmetric memory itself.
-        drop_on_overflow: with a capacity: leave out rows beyond it. False: `ep_dispatch` outside of a CUDA graph
-            capture looks at the count and raises, which waits for the device.
+        drop_on_overflow: drop rows beyond the capacity. False: `ep_dispatch` outside a CUDA graph capture reads the
+            count, which waits for the device, and raises.
         max_token_dtype: dtype of tokens, torch.bfloat16.
 
     Raises:
@@ -134,7 +134,7 @@ def ep_bootstrap(
 def _integer(name: str, value: Any, least: int) -> int:
     try:
         number = operator.index(value)
-    except (TypeError, RuntimeError):  # of tensors without data, too
+    except (TypeError, RuntimeError):  # also raised by tensors without data
         number = least - 1
     if not least <= number < 1 << 31 or isinstance(value, bool):
         raise ConfigError(f"ep_bootstrap requires an integer {name} >= {least} (got {check.shown(value)}).")
@@ -144,6 +144,12 @@ def _integer(name: str, value: Any, least: int) -> int:
 def is_ep_bootstrapped() -> bool:
     """Whether `ep_bootstrap` was called, and `ep_finalize` not since."""
     return _Registry.group is not None
+
+
+def is_symm_backed(tensor: torch.Tensor) -> bool:
+    """False: outputs of `ep_dispatch` and inputs of `ep_combine` are ordinary tensors, never symmetric memory."""
+    check.tensor("tensor", tensor)
+    return False
 
 
 def ep_finalize() -> None:
@@ -169,21 +175,20 @@ def _payload(recipe: Recipe | None, which: str) -> str | None:
 class EpBuffer:
     """State of one dispatch, its combine, and both backward passes.
 
-    It may be used again when the backward pass of its last use is through, or sooner: what a backward pass needs is its
-    own.
+    It may be reused at any time: a backward pass keeps what it needs itself.
 
     Arguments:
         top_k, max_tokens_per_rank, hidden_dim, num_local_experts: those of `ep_bootstrap`.
         recv_capacity_per_rank: at most that of `ep_bootstrap`; None if that is None.
         alignment: every expert's rows start at a multiple of it; 0 and 1: no padding; else a power of two.
         payload_dtype: torch.bfloat16.
-        device: accepted; that of the layer.
-        dispatch_fwd_quant_recipe: MXFP8BlockScaling(): tokens travel in MXFP8 and arrive so; None: as they are.
-        combine_bwd_quant_recipe: the same of the gradient that combine sends back.
+        device: accepted; the layer's device is used.
+        dispatch_fwd_quant_recipe: MXFP8BlockScaling(): tokens travel and arrive in MXFP8; None: unchanged.
+        combine_bwd_quant_recipe: the same for the gradient that combine sends back.
 
     Attributes, of the last `ep_dispatch`:
         tokens_per_expert: [num_local_experts] int64, rows of each expert with padding: `m_splits` of a GroupedLinear.
-        total_recv_tokens: [1] int64, rows for this rank with padding, those beyond the capacity too.
+        total_recv_tokens: [1] int64, rows for this rank with padding, including rows beyond the capacity.
 
     Raises:
         EpStateError: before `ep_bootstrap`.
@@ -241,7 +246,7 @@ class EpBuffer:
         back = _payload(combine_bwd_quant_recipe, "EP combine backward")
         options = (max(alignment, 1), recv_capacity_per_rank)
         self._layer = group.layer(there, *options)
-        # The gradient of combine is dispatched: by a layer of its own if it travels in another way than tokens do.
+        # combine's gradient is dispatched, by a layer of its own if its format differs from the tokens'.
         self._gradient_layer = group.layer(back, *options)
         self.device = self._layer.context.device
         self.tokens_per_expert = torch.zeros(num_local_experts, dtype=torch.int64, device=self.device)
@@ -263,17 +268,18 @@ def ep_dispatch(
 
     Arguments:
         tokens: [..., H] bf16, T rows. topk_idx: [..., K] int32 or int64, -1 = dropped. topk_weights: [..., K] float32.
-        recv_tokens, recv_topk_weights: tensors [at least P, H] bf16 and [at least P] float32 for the outputs, which
-            are copied there; None: outputs are allocated.
+        recv_tokens, recv_topk_weights: tensors [at least P, H] bf16 and [at least P] float32 into which the outputs are
+            copied; None: outputs are allocated.
 
     Returns:
         recv_tokens [P, H], expert-major: bf16, or an MXTensor with `dispatch_fwd_quant_recipe`, which GroupedLinear
-        takes; their weights [P] float32; and `buffer.tokens_per_expert`. P is the capacity, or what came.
+        takes; their weights [P] float32; and `buffer.tokens_per_expert`. P is the capacity, or the number of rows that
+        arrived.
 
     Raises:
-        InputError: another dtype, or tensors for outputs that do not fit them, MXTensors above all.
+        InputError: another dtype, or output tensors that do not fit.
         CapacityError: rows beyond the capacity, without drop_on_overflow.
-        What `EPAll2AllLayer.dispatch` raises.
+        Others: as `EPAll2AllLayer.dispatch`.
     """
     _check_buffer("ep_dispatch", buffer)
     parts: list[tuple[str, Any]] = [("tokens", tokens), ("topk_idx", topk_idx), ("topk_weights", topk_weights)]
@@ -309,7 +315,7 @@ def ep_dispatch(
     if tokens.dim() > 2:
         tokens, topk_idx, topk_weights = (t.flatten(0, -2) for t in (tokens, topk_idx, topk_weights))
     rows, weights, desc = autograd.dispatch(buffer._layer, tokens, topk_idx, topk_weights)
-    assert weights is not None, "weights go in, weights come out"
+    assert weights is not None, "weights were given"
     with torch.no_grad():
         offsets = desc.expert_offsets.to(torch.int64)
         buffer.tokens_per_expert = offsets.diff()
@@ -346,16 +352,15 @@ def ep_combine(
 
     Arguments:
         expert_out: [P, H] bf16, one row per row of `ep_dispatch`, weighted by the caller.
-        num_local_tokens: rows of the result; None: `buffer.max_tokens_per_rank`. Rows behind the tokens of the dispatch
+        num_local_tokens: rows of the result; None: `buffer.max_tokens_per_rank`. Rows after the tokens of the dispatch
             are zero.
-        grad_out: tensor [at least P, H] bf16 for the gradient of expert_out, which is copied there; None: it is
-            allocated.
+        grad_out: tensor [at least P, H] bf16 into which the gradient of expert_out is copied; None: it is allocated.
 
     Returns [num_local_tokens, H] bf16.
 
     Raises:
         EpStateError: no dispatch with this buffer.
-        InputError: another dtype, fewer rows than there were tokens, or a grad_out that does not fit.
+        InputError: another dtype, fewer rows than the dispatch had tokens, or a grad_out that does not fit.
     """
     _check_buffer("ep_combine", buffer)
     desc, topk_idx = buffer._desc, buffer._topk_idx
@@ -386,7 +391,7 @@ def _check_buffer(call: str, buffer: Any) -> None:
 
 
 class _CombineBack(torch.autograd.Function):
-    """Combine by one layer, whose gradient another one dispatches by the same routing."""
+    """Combine with one layer; another layer dispatches the gradient with the same routing."""
 
     @staticmethod
     def forward(
@@ -400,13 +405,13 @@ class _CombineBack(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (topk_idx,) = ctx.saved_tensors
-        # The same expert ids give the same rows: no atomic decides a slot.
+        # Equal expert ids give equal rows: slots do not depend on the order of atomics.
         with ctx.layer.context.backward_pass():
             rows, _, _ = ctx.layer.dispatch(grads[0].contiguous(), topk_idx)
         in_use = (torch.arange(rows.shape[0], device=rows.device) < ctx.used).unsqueeze(1)
         if not isinstance(rows, MXTensor):
             return torch.where(in_use, rows, 0.0), None, None, None
-        # Zero elements under any scale are zeros, so only the bytes of rows in use count.
+        # Zero elements are zero under any scale, so clearing the bytes of unused rows is enough.
         data, scale = (torch.where(in_use, part.view(torch.uint8), 0) for part in (rows.qdata, rows.scale))
         clean = MXTensor.from_qdata_and_scales(data.view(rows.qdata.dtype), scale, rows.dtype)
         return clean, None, None, None

@@ -1,4 +1,4 @@
-"""Outputs of expert parallelism in tensors of the caller's: copied there, with gradients as without."""
+"""Outputs of expert parallelism copied into tensors of the caller; gradients are unchanged."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from triton_ep.integrations import arguments as check
 
 
 def room(name: str, target: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """The first rows of a caller's tensor, as many as `shape` has.
+    """The first shape[0] rows of a caller's tensor.
 
     Raises:
-        InputError: it has fewer, others, or another dtype.
+        InputError: it has fewer rows, rows of another shape, or another dtype.
     """
     check.tensor(name, target)
     if (
@@ -29,21 +29,21 @@ def room(name: str, target: torch.Tensor, shape: Sequence[int], dtype: torch.dty
 
 
 class Into(torch.autograd.Function):
-    """Values in a tensor of the caller's; the gradient is that of the values."""
+    """Copy values into a tensor of the caller; the gradient passes through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """`target`, filled with the values."""
+        """`target`, which now holds the values."""
         return target.copy_(values).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """That of the values."""
+        """Gradient of the values, unchanged."""
         return grads[0], None
 
 
 class GradientInto(torch.autograd.Function):
-    """The same values, whose gradient is put into a tensor of the caller's."""
+    """Pass values through; copy their gradient into a tensor of the caller."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -53,5 +53,5 @@ class GradientInto(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """`target`, filled with the gradient."""
+        """`target`, which now holds the gradient."""
         return ctx.target.copy_(grads[0]), None

@@ -1,4 +1,4 @@
-"""Linear and GroupedLinear: torch modules that quantise inside of `autocast`."""
+"""Linear and GroupedLinear: torch modules that quantise inside `autocast`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from triton_ep.mx.formats import BLOCK, HIGH_PRECISION
 
 
 class QuantisingModule(nn.Module):
-    """What both modules share: weights, what `autocast` says, quantised weights kept over micro-batches.
+    """Base of both modules: weights, the plan that `autocast` gives, quantised weights cached over micro-batches.
 
     Attributes:
         in_features, out_features, num_gemms: sizes.
@@ -86,8 +86,8 @@ class QuantisingModule(nn.Module):
             self.reset_parameters()
 
     def _allocate(self, device: torch.device) -> None:
-        """Make the parameters, or make them anew, on a device."""
-        # One storage for all, so that products of groups find them without a copy.
+        """Make the parameters on a device, replacing existing ones."""
+        # One storage for all weights, so that grouped products read them without a copy.
         weights = torch.empty(
             self.num_gemms, self.out_features, self.in_features, dtype=self.params_dtype, device=device
         )
@@ -126,8 +126,8 @@ class QuantisingModule(nn.Module):
     def reset_parameters(self) -> None:
         """Weights by `init_method`, by default normal with standard deviation 0.023; biases 0.
 
-        Of a module made on device "meta", parameters that are still there are made on the default device first. Weights
-        of one made inside of `quantized_model_init` are quantised; InputError if they are sharded already.
+        Parameters on device "meta" are first made on the default device. Weights of a module made inside
+        `quantized_model_init` are quantised; InputError if they are sharded already.
         """
         if any(parameter.is_meta for parameter in self.parameters()):
             self._allocate(default_device())
@@ -199,7 +199,7 @@ class QuantisingModule(nn.Module):
         if inp.dim() < 1 or inp.shape[-1] != self.in_features:
             raise InputError(f"inp is {list(inp.shape)}; its last dimension must be in_features, {self.in_features}.")
         if inp.dtype not in HIGH_PRECISION:
-            raise InputError(f"inp is {inp.dtype}; it must be one of {HIGH_PRECISION}, or stand for one in MXFP8.")
+            raise InputError(f"inp is {inp.dtype}; it must be one of {HIGH_PRECISION}, or an MXFP8 tensor of one.")
         if plan_code != plan.OFF and (self.in_features % BLOCK or self.out_features % BLOCK):
             raise InputError(
                 f"in_features {self.in_features} and out_features {self.out_features} must be multiples of {BLOCK} to "
@@ -207,7 +207,7 @@ class QuantisingModule(nn.Module):
             )
 
     def _cache(self, plan_code: int, is_first_microbatch: bool | None) -> list[MXFP8Tensor] | None:
-        """The weights in MXFP8 where the caller says that they stay the same over micro-batches."""
+        """Quantised weights, cached while the caller says that the weights do not change; None: no cache."""
         how = Plan.decode(plan_code) if plan_code > plan.OFF else None
         if is_first_microbatch is None or how is None or isinstance(self._weights[0], MXFP8Tensor):
             return None
@@ -245,25 +245,25 @@ class QuantisingModule(nn.Module):
         return self._options.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Compute the weights' gradients of the oldest backward pass that waits; nothing without delay_wgrad_compute.
+        """Compute the weight gradients of the oldest pending backward pass; no effect without delay_wgrad_compute.
 
         Raises:
-            NothingDelayedError: none waits.
+            NothingDelayedError: no backward pass is pending.
         """
         if self._gradients is not None and self._gradients.delay:
             self._gradients.run_oldest()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # TransformerEngine's checkpoints have this entry. Of MXFP8 there is nothing to keep in it.
+        # TransformerEngine's checkpoints have this entry; MXFP8 keeps no state in it.
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class Linear(QuantisingModule):
-    """y = x W^T + b; inside of `autocast` with operands in MXFP8.
+    """y = x W^T + b; inside `autocast` with operands in MXFP8.
 
     Arguments:
-        in_features, out_features: sizes; inside of `autocast` multiples of 32.
+        in_features, out_features: sizes; inside `autocast` multiples of 32.
         bias: whether there is one.
         init_method: fills the weight in place; None: normal with standard deviation 0.023.
         return_bias: return (y without bias, bias).
@@ -273,13 +273,13 @@ class Linear(QuantisingModule):
         fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad` (or put it there, if
             `weight.overwrite_main_grad` is true); `weight.grad` stays None.
         delay_wgrad_compute: the weight's gradient is computed by `backward_dw`, once per backward pass.
-        save_original_input: keep the input for the backward pass as it came; same results.
+        save_original_input: save the unquantised input for the backward pass; same results.
         get_rng_state_tracker, rng_tracker_name: the weight is filled inside of `get_rng_state_tracker().fork(name)`.
-        others: TransformerEngine's further arguments. Tensor parallelism over more than one rank, user buffers, and
-            split or packed parameters are refused; names that it does not have either are a TypeError.
+        others: TransformerEngine's other arguments. Tensor parallelism over more than one rank, user buffers, and
+            split or packed parameters are refused; unknown names are a TypeError.
 
     Attributes:
-        weight: [out_features, in_features]; an MXFP8Tensor if made inside of `quantized_model_init`.
+        weight: [out_features, in_features]; an MXFP8Tensor if made inside `quantized_model_init`.
         bias: [out_features], or None.
 
     Raises:
@@ -325,9 +325,9 @@ class Linear(QuantisingModule):
         """[..., out_features] of inp [..., in_features], in the dtype of inp or of torch.autocast.
 
         Arguments:
-            inp: high precision, or in MXFP8 (MXFP8Tensor, MXTensor): then its values are used as they are.
-            is_first_microbatch: True: quantise the weight and keep it so; False: use what was kept; None: neither. With
-                fuse_wgrad_accumulation, True also puts the gradient into `main_grad` in place of adding it.
+            inp: high precision, or MXFP8 (MXFP8Tensor, MXTensor), used without quantising it.
+            is_first_microbatch: True: quantise the weight and cache it; False: use the cached weight; None: no cache.
+                With fuse_wgrad_accumulation, True also overwrites `main_grad` instead of adding to it.
 
         Returns the result, with `return_bias` and the bias.
 
@@ -339,13 +339,13 @@ class Linear(QuantisingModule):
 
 
 class GroupedLinear(QuantisingModule):
-    """One linear layer per group of rows; inside of `autocast` with operands in MXFP8.
+    """One linear layer per group of rows; inside `autocast` with operands in MXFP8.
 
     Arguments:
         num_gemms: groups. The others: as in `Linear`.
 
     Attributes:
-        weight0, weight1, ...: [out_features, in_features] each; they are made in one storage.
+        weight0, weight1, ...: [out_features, in_features] each, in one storage.
         bias0, bias1, ...: [out_features] each, or None.
 
     Raises:
@@ -389,8 +389,8 @@ class GroupedLinear(QuantisingModule):
 
         Arguments:
             inp: high precision, or in MXFP8 along its rows.
-            m_splits: rows of each group, any numbers, 0 too. Integers, which must sum to R; or an integer tensor on
-                the device, which the host does not read: rows behind the last group then give zeros.
+            m_splits: rows of each group, 0 allowed. Integers, which must sum to R; or an integer tensor on the device,
+                which the host does not read: rows after the last group then give zeros.
             is_first_microbatch: as in `Linear`.
 
         Returns the result, with `return_bias` and the list of biases.

@@ -1,4 +1,4 @@
-"""Arguments of TransformerEngine's modules that have no parameter of their own here: used, accepted, or refused."""
+"""Keyword arguments of TransformerEngine's modules without a named parameter here: used, ignored, or refused."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _REFUSED = (
 )
 """Each must be left out, or be None or False."""
 _WITHOUT_EFFECT = ("ub_name", "use_grouped_tensor")
-"""The name of a user buffer, and which of TransformerEngine's grouped GEMMs runs: there is nothing here to choose."""
+"""The name of a user buffer, and the choice of one of TransformerEngine's grouped GEMMs."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a module uses of them.
+    """The arguments that a module uses.
 
     Attributes:
         fuse_wgrad_accumulation: add gradients of weights to their `main_grad` in place of `grad`.
         delay_wgrad_compute: compute them in `backward_dw`.
-        save_original_input: keep the input as it came for the backward pass, in place of the quantised one.
+        save_original_input: save the unquantised input for the backward pass, not the quantised one.
         get_rng_state_tracker, rng_tracker_name: whose random state fills the weights.
-        parallel_mode: kept; over one rank it means nothing.
+        parallel_mode: stored; no effect over one rank.
     """
 
     fuse_wgrad_accumulation: bool = False
@@ -51,7 +51,7 @@ class Options:
 
     @contextmanager
     def rng(self) -> Iterator[None]:
-        """Region that draws from the tracker's random state, if there is one."""
+        """Context that draws from the tracker's random state, if there is one."""
         if self.get_rng_state_tracker is None:
             yield
             return
@@ -82,7 +82,7 @@ def parse(module: str, given: dict[str, Any]) -> Options:
 
 
 def _check_parallel(module: str, given: dict[str, Any]) -> None:
-    """One rank is as none; more are refused, and so is a mode that TransformerEngine does not know."""
+    """Refuse tensor parallelism over more than one rank, and modes that TransformerEngine does not have."""
     mode = given.get("parallel_mode")
     if mode not in _PARALLEL_MODES:
         raise InputError(f"{module} got parallel_mode={mode!r}; choose one of {_PARALLEL_MODES}.")

@@ -1,4 +1,5 @@
-"""Plan: a recipe as one integer, which torch.library ops take, modules remember, and backward passes keep."""
+"""Plan: what a recipe asks of a product. As one integer, its code, it is an argument of torch.library ops, and modules
+and backward passes store it."""
 
 from __future__ import annotations
 
@@ -6,14 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-from triton_ep.errors import InputError
 from triton_ep.integrations.te import state
-from triton_ep.integrations.te.recipe import BACKWARD_OVERRIDES, Format, MXFP8BlockScaling, Recipe
+from triton_ep.integrations.te.recipe import (
+    BACKWARD_OVERRIDES,
+    Format,
+    MXFP8BlockScaling,
+    Recipe,
+    check_recipe_support,
+)
 
 OFF = 0
 """Code of products in high precision."""
 ASK = -1
-"""Code in a compiled graph of: whatever `autocast` says when the graph runs."""
+"""Code in a compiled graph: the plan is what `autocast` says when the graph runs."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,12 @@ class Plan:
 
     @property
     def encoded(self) -> int:
-        """A positive integer from which `Plan.decode` makes it again."""
+        """Code of the plan, a positive integer; `Plan.decode` reverses it."""
         return 1 | self.hybrid << 1 | BACKWARD_OVERRIDES.index(self.override) << 2 | self.tiles << 4
 
     @staticmethod
     def decode(code: int) -> Plan | None:
-        """The plan of a code; None for OFF."""
+        """Plan of a code; None for OFF."""
         if code == OFF:
             return None
         return Plan(bool(code >> 1 & 1), BACKWARD_OVERRIDES[code >> 2 & 3], bool(code >> 4 & 1))
@@ -56,8 +62,8 @@ def encode(enabled: bool, recipe: Recipe | None) -> int:
     """
     if not enabled:
         return OFF
-    if not isinstance(recipe, MXFP8BlockScaling):
-        raise InputError(f"recipe is {recipe!r:.80}; this package runs MXFP8BlockScaling.")
+    check_recipe_support(recipe)
+    assert isinstance(recipe, MXFP8BlockScaling), "no other recipe is supported"
     return Plan(recipe.fp8_format == Format.HYBRID, recipe.backward_override, recipe.enable_2d_quantization).encoded
 
 
@@ -68,6 +74,6 @@ def current_plan_code() -> int:
 
 
 def traced_plan_code() -> int:
-    """Code for a graph that torch.compile traces: known inside of a region that is traced too, else ASK."""
+    """Code in a graph that torch.compile traces: the plan's inside a region that is traced as well, else ASK."""
     now = state.traced_state()
     return ASK if now is None else encode(now.fp8_enabled, now.fp8_recipe)

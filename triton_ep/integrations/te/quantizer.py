@@ -93,9 +93,9 @@ class MXFP8Quantizer:
         *leading, last = shape
         return layouts.scale_shape(prod(leading), last, columnwise)
 
-    def get_columnwise_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
-        """Shape of columnwise elements: that of the tensor."""
-        return tuple(shape)
+    def get_columnwise_shape(self, rowwise_data_shape: Iterable[int]) -> tuple[int, ...]:
+        """Shape of columnwise elements: the shape of the tensor."""
+        return tuple(rowwise_data_shape)
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Nothing: scales follow from the tensor that is quantised."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from triton_ep.config import read_environment
-from triton_ep.errors import ConfigError
+from triton_ep.errors import ConfigError, InputError
 
 
 class _Largest(NamedTuple):
@@ -132,3 +132,18 @@ class MXFP8BlockScaling(Recipe):
             f"recipe_type={type(self).__name__}, margin={self.margin}, format={self.fp8_format.name}, "
             f"backward_override={self.backward_override}, enable_2d_quantization={self.enable_2d_quantization}"
         )
+
+
+def check_recipe_support(recipe: Recipe | None) -> None:
+    """Raise unless this package runs the recipe.
+
+    Raises:
+        InputError: it does not.
+    """
+    if not isinstance(recipe, MXFP8BlockScaling):
+        raise InputError(f"recipe is {recipe!r:.80}; this package runs MXFP8BlockScaling.")
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """Multiple of rows that operands of a recipe need: 32 for MXFP8, 16 otherwise."""
+    return 32 if recipe.mxfp8() else 16

@@ -5,7 +5,7 @@ region that ends takes out its own entry and nothing else. So regions of generat
 callers, may end in any order, and when all have ended the state is what it was before.
 
 torch.compile cannot read a context variable. What is traced there knows the regions entered inside the traced function
-(`traced_state`); of those outside it, it asks when it runs (triton_ep/integrations/te/_function.py).
+(`traced_state`); of those outside it, it asks when it runs (triton_ep/integrations/te/function.py).
 """
 
 from __future__ import annotations

@@ -22,13 +22,13 @@ class DType:
 
 
 class UsageError(InputError, RuntimeError):
-    """A direction was asked for in which the tensor was not quantised."""
+    """A direction was requested in which the tensor is not quantised."""
 
 
 class MXFP8TensorStorage:
     """Elements and scales of a tensor of M rows (all leading dimensions) and N columns.
 
-    Attributes, None where there is no such direction:
+    Attributes, None for a missing direction:
         _rowwise_data: [..., N] uint8, e4m3 or e5m2 elements in blocks of 32 columns.
         _rowwise_scale_inv: uint8, [M up to a multiple of 128, N / 32 up to a multiple of 4]: exponent + 127.
         _columnwise_data: [..., N] uint8, not transposed: elements in blocks of 32 rows.
@@ -36,7 +36,7 @@ class MXFP8TensorStorage:
         _fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         _quantizer: what made it, or None.
         _with_gemm_swizzled_scales: scales are in the order of `layouts.swizzle`, else compact.
-        _fake_dtype: what the bytes stand for, which `dequantize` gives unless told otherwise; None: float32.
+        _fake_dtype: dtype that the tensor represents and `dequantize` returns by default; None: float32.
 
     Arguments: the attributes without their underscore.
 
@@ -127,7 +127,7 @@ class MXFP8TensorStorage:
         }
 
     def get_usages(self) -> dict[str, bool]:
-        """Which directions are there."""
+        """Which directions the tensor has."""
         return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
 
     def _get_quantizer(self) -> Any:
@@ -137,11 +137,10 @@ class MXFP8TensorStorage:
         return self._make_quantizer(self._fp8_dtype, **self.get_usages())
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop a direction with False; None leaves it as it is.
+        """Drop a direction with False; None leaves it unchanged.
 
         Raises:
-            UsageError: True for a direction that is not there, which would have to be quantised from values that
-                are gone.
+            UsageError: True for a missing direction, which cannot be computed without the original values.
         """
         for asked, data, scale, which, scaled in (
             (rowwise_usage, self._rowwise_data, self._rowwise_scale_inv, "row-wise", "row-scaled"),
@@ -161,7 +160,7 @@ class MXFP8TensorStorage:
             self._columnwise_data = self._columnwise_scale_inv = None
 
     def size(self, *args: Any) -> Any:
-        """Shape of the tensor it stands for."""
+        """Shape of the tensor that this one represents."""
         return self._any_data.size(*args)
 
     @property
@@ -193,7 +192,7 @@ class MXFP8TensorStorage:
         """Elements [M, N] and scales without padding, [M, N / 32] or [M / 32, N], of one direction; views if compact.
 
         Raises:
-            UsageError: the direction is not there.
+            UsageError: the tensor does not have the direction.
         """
         data = self._columnwise_data if columnwise else self._rowwise_data
         scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
@@ -217,12 +216,12 @@ class MXFP8TensorStorage:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """What the bytes stand for."""
+        """Dtype that the tensor represents."""
         return self._fake_dtype or torch.float32
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values: of the rowwise elements if they are there. A float32 product each, rounded to `dtype`; None:
-        what the bytes stand for."""
+        """The values, from the rowwise elements if present: float32 products, rounded to `dtype`; None: the dtype that
+        the tensor represents."""
         return self.dequantized(self._dtype if dtype is None else dtype)
 
     def to_mxtensor(self, *, columnwise: bool = False, dtype: torch.dtype | None = None) -> MXTensor:

@@ -7,10 +7,10 @@
     dispatch(x, scores, ids, counts)           triton_ep.autograd.dispatch, `alignment` = pad_multiple
     num_tokens_per_local_expert_e              layout_desc.expert_offsets.diff(), padding included
     combine(rows, metadata, x)                 triton_ep.autograd.combine with the scores: product and sum in float32
-    non_blocking_capacity_factor               `capacity`: no host synchronisation; overflow is counted, not silent
+    non_blocking_capacity_factor               `capacity`: no host synchronisation; overflow is counted
     GroupedExperts._grouped_mm                 triton_ep's grouped GEMM, in bf16 or MXFP8
 
-`TritonEPTokenDispatcher`, `TritonEPGroupedExperts` and `use_triton_ep` are made of torchtitan's classes and need it
+`TritonEPTokenDispatcher`, `TritonEPGroupedExperts` and `use_triton_ep` derive from torchtitan's classes and need it
 installed; the rest does not. Source: torchtitan/models/common/{token_dispatcher,moe}.py; docs/how-to/torchtitan.md.
 """
 

@@ -1,4 +1,4 @@
-"""torchtitan's classes with triton_ep inside: triton_ep/integrations/torchtitan.py loads this when asked for them."""
+"""torchtitan's classes over triton_ep; `triton_ep.integrations.torchtitan` imports this module at first use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["TritonEPGroupedExperts", "TritonEPTokenDispatcher", "use_triton_ep"]
 
 
 class TritonEPTokenDispatcher(TokenDispatch, BaseEPTokenDispatcher):
-    """`TokenDispatch` as a torchtitan dispatcher: what goes into `RoutedExperts.Config.token_dispatcher`."""
+    """`TokenDispatch` as a torchtitan dispatcher, for `RoutedExperts.Config.token_dispatcher`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):
-        """Arguments of `TokenDispatch`. A HybridEP configuration by class, whose sizes torchtitan fills by itself."""
+        """Arguments of `TokenDispatch`. It derives from HybridEP's configuration, whose sizes torchtitan fills in."""
 
         dtype: torch.dtype = torch.bfloat16
         payload: str | None = None
@@ -38,7 +38,7 @@ class TritonEPTokenDispatcher(TokenDispatch, BaseEPTokenDispatcher):
 class TritonEPGroupedExperts(GroupedExperts):
     """torchtitan's SwiGLU experts whose three products are triton_ep's grouped GEMM.
 
-    Rows that arrive in MXFP8 (`payload="mxfp8"`) go into the first two products as they are.
+    The first two products take rows that arrive in MXFP8 (`payload="mxfp8"`) without converting them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -66,24 +66,26 @@ class TritonEPGroupedExperts(GroupedExperts):
 
 
 def use_triton_ep(model_config: Any, *, recipe: str | None = "bf16", **options: Any) -> Any:
-    """Put triton_ep into all routed experts of a model configuration, in place, before the model is built.
+    """Make all routed experts of a model configuration use triton_ep, in place, before the model is built.
 
     Args:
         model_config: a torchtitan model configuration, or a `RoutedExperts.Config`.
-        recipe: of the experts' products; None leaves them as they are.
+        recipe: of the experts' products; None leaves the experts unchanged.
         options: of `TritonEPTokenDispatcher.Config`: payload, pad_multiple, non_blocking_capacity_factor, ...
 
     Returns:
         model_config.
 
     Raises:
-        ConfigError: there are no routed experts in it, or a payload with experts that cannot take it.
+        ConfigError: the configuration has no routed experts, or a payload with experts that cannot take it.
     """
     if recipe != "mxfp8" and options.get("payload") is not None:
-        raise ConfigError(f'payload={options["payload"]!r} delivers quantised rows: pass recipe="mxfp8", too.')
+        raise ConfigError(f'payload={options["payload"]!r} delivers quantised rows: pass recipe="mxfp8" as well.')
     found = [config for _, config, _, _ in model_config.traverse(RoutedExperts.Config)]
     if not found:
-        raise ConfigError(f"{type(model_config).__qualname__} has no RoutedExperts.Config in it: nothing to replace.")
+        raise ConfigError(
+            f"{type(model_config).__qualname__} has no RoutedExperts.Config in it: there is nothing to replace."
+        )
     for config in found:
         dispatcher = config.token_dispatcher
         experts: Any = getattr(config, "inner_experts", None)

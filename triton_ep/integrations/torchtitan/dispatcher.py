@@ -18,10 +18,10 @@ from triton_ep.layer import EPAll2AllLayer
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchMetadata:
-    """What a combine needs of its dispatch.
+    """What `combine` needs of its `dispatch`.
 
     Attributes:
-        scores: [R] float32, of the received rows; differentiable.
+        scores: [R] float32, scores of the received rows; differentiable.
         layout_desc: of the dispatch; `layout_desc.overflow` counts rows that did not fit a capacity.
     """
 
@@ -40,11 +40,11 @@ class TokenDispatch:
         num_max_tokens_per_rank: most T.
         dtype: of rows.
         pad_multiple: every expert's rows start at a multiple of it; None = 1.
-        non_blocking_capacity_factor: None: R is what arrives, and the host waits for the number. f: R is a part f of
-            the most that can arrive, num_max_tokens_per_rank * ranks * min(top_k, e), rounded up to pad_multiple, and
-            nothing waits; rows that do not fit are left out, and counted in `overflow`.
+        non_blocking_capacity_factor: None: R is the number of rows that arrive, for which the host waits. f: R is the
+            fraction f of the most rows that can arrive, num_max_tokens_per_rank * ranks * min(top_k, e), rounded up
+            to pad_multiple, and the host does not wait; rows that do not fit are dropped and counted in `overflow`.
         payload: None, or "mxfp8" for rows in MXFP8 on the wire, both ways; rows then arrive as an `MXTensor`.
-        num_sm, local_world_size, timeout_s: as for `EPAll2AllLayer`; None: as tuned, ranks per node of the job.
+        num_sm, local_world_size, timeout_s: as for `EPAll2AllLayer`; None: as tuned, and ranks per node of the job.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TokenDispatch:
         """Take the mesh of the expert-parallel ranks, and make the layer. Collective.
 
         Raises:
-            ConfigError: no mesh: without expert parallelism there is nothing to dispatch to.
+            ConfigError: no mesh: this dispatcher needs expert parallelism.
         """
         if ep_mesh is None:
             raise ConfigError(
@@ -89,19 +89,19 @@ class TokenDispatch:
         self.init_buffer()
 
     def init_buffer(self) -> None:
-        """Make the layer, or take one that an equal dispatcher made. Collective.
+        """Make the layer, or take the layer of an equal dispatcher. Collective.
 
         Raises:
             ConfigError: a size is missing, or the sizes cannot work.
             HeapError: not enough symmetric memory.
         """
         if self.ep_mesh is None:
-            raise ConfigError("init_buffer was called before wire_meshes(ep_mesh=...), which does it by itself.")
+            raise ConfigError("init_buffer was called before wire_meshes(ep_mesh=...), which calls it itself.")
         for name in ("hidden_dim", "num_max_tokens_per_rank"):
             if getattr(self, name) is None:
                 raise ConfigError(
                     f"{name} is not set. torchtitan fills it from the model's and the training's configuration "
-                    "(update_ep_token_dispatcher_config); elsewhere pass it."
+                    "(update_ep_token_dispatcher_config); without torchtitan, pass it."
                 )
         names = ("num_max_tokens_per_rank", "hidden_dim", "top_k", "num_experts")
         max_tokens, hidden, top_k, num_experts = (
@@ -135,7 +135,7 @@ class TokenDispatch:
         autograd.enter(self.layer)  # so that torch.compile may trace the calls
 
     def _check_options(self) -> None:
-        """Refuse what would not even be found among the layers made before."""
+        """Refuse options that could not be looked up in the pool of layers."""
         check.dtype("dtype", self.dtype)
         check.optional_integer("num_sm", self.num_sm, 1, ConfigError)
         check.seconds("timeout_s", self.timeout_s)
@@ -155,11 +155,11 @@ class TokenDispatch:
             x_TD: [T, D]; T may differ between ranks.
             topk_scores_TK: [T, K]; applied by `combine`.
             topk_expert_ids_TK: [T, K] int32 or int64; -1 = dropped.
-            num_local_tokens_per_expert_E: not needed.
+            num_local_tokens_per_expert_E: ignored.
 
         Returns:
             (rows [R, D] by expert, source rank, token; rows of each local expert [e] int64 on the device, padding
-            included; metadata for `combine`). Rows of a capacity behind the last expert's are undefined.
+            included; metadata for `combine`). With a capacity, rows after the last expert's are undefined.
 
         Raises:
             ConfigError: before `wire_meshes`. Others: as `EPAll2AllLayer.dispatch`.
@@ -181,7 +181,7 @@ class TokenDispatch:
     def combine(
         self, routed_output_RD: torch.Tensor, metadata: DispatchMetadata, x_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Bring expert outputs back: [T, D], the sum over k of scores times rows, in float32, rounded once.
+        """Send expert outputs back: [T, D], the sum over k of scores times rows, in float32, rounded once.
 
         Raises:
             ConfigError: before `wire_meshes`. Others: as `EPAll2AllLayer.combine`.
@@ -193,10 +193,10 @@ class TokenDispatch:
 
     def _made(self) -> EPAll2AllLayer:
         if self.layer is None:
-            raise ConfigError("no mesh was wired: call wire_meshes(ep_mesh=...) first, on all its ranks.")
+            raise ConfigError("this dispatcher has no mesh: call wire_meshes(ep_mesh=...) first, on all its ranks.")
         return self.layer
 
 
 def close_layers() -> None:
-    """Free the symmetric memory of all layers that dispatchers made. Collective, idempotent; at the end of training."""
+    """Free the symmetric memory of all dispatchers' layers. Collective, idempotent; call it at the end of training."""
     free_shared("torchtitan")

@@ -26,7 +26,7 @@ class _GroupedMM(torch.autograd.Function):
         da = grouped_gemm_dgrad(dy, b_t, offs) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return da, None, None
-        # As the weights are stored, [E, N, K], so that an optimizer's update copies nothing.
+        # In the layout of the stored weights, [E, N, K], so that an optimizer's update copies nothing.
         return da, grouped_gemm_wgrad(dy, a, offs, b_t.shape[0]).transpose(-2, -1), None
 
 
@@ -39,10 +39,10 @@ def grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor, recipe: s
         offs: [e] int32 on the device, the row after the last one of each expert.
         recipe: "bf16", or "mxfp8": all three products of a training step from operands quantised to MXFP8.
 
-    Rows after the last expert's: zeros, also in the gradient of A.
+    Rows after the last expert's are zeros, in the gradient of A as well.
 
     Raises:
-        ConfigError: another recipe. InputError: shapes or dtypes that do not go together.
+        ConfigError: another recipe. InputError: shapes or dtypes that do not fit each other.
     """
     if not isinstance(recipe, str) or recipe not in ("bf16", "mxfp8"):
         raise ConfigError(f'recipe must be "bf16" or "mxfp8", got {check.shown(recipe)}.')

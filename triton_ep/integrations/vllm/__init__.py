@@ -8,12 +8,12 @@
     prepare / prepare_async                    layer.dispatch / its halves: (hook, receiver)
     finalize / finalize_async                  layer.combine, weights and sum in float32 / its halves
     TopKWeightAndReduceDelegate                weights are applied by combine
-    defer_input_quant, quant_config            rows travel in bf16 and are quantised by vLLM's function where they
+    defer_input_quant, quant_config            rows travel in bf16, and vLLM's function quantises them where they
                                                  arrive; quant_dtype "mxfp8": quantised on the way, half the bytes
-    micro-batches (dual batch overlap)         a layer each, made at first use
-    expert_map                                 any placement, learnt by the first call: vllm/placement.py
+    micro-batches (dual batch overlap)         one layer each, made at first use
+    expert_map                                 any placement, read by the first call: vllm/placement.py
 
-`TritonEPPrepareAndFinalize` is made of vLLM's class and needs it installed; the rest does not.
+`TritonEPPrepareAndFinalize` derives from vLLM's class and needs it installed; the rest does not.
 Source: vllm/model_executor/layers/fused_moe/modular_kernel.py and prepare_finalize/; docs/how-to/vllm.md.
 """
 

@@ -1,4 +1,4 @@
-"""vLLM's class with triton_ep inside: triton_ep/integrations/vllm.py loads this when asked for it."""
+"""vLLM's class over triton_ep; `triton_ep.integrations.vllm` imports this module at first use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TritonEPPrepareAndFinalize(PrepareFinalize, mk.FusedMoEPrepareAndFinalizeM
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """As in the base class; first the receiving half that another micro-batch has left."""
+        """As in the base class, after the receiving half that another micro-batch has left."""
         dbo_maybe_run_recv_hook()
         return PrepareFinalize.finalize_async(
             self,

@@ -1,8 +1,8 @@
-"""Which rank has which expert, and where, as vLLM's expert maps say: triton_ep/integrations/vllm.py.
+"""Which rank has which expert, and where, as vLLM's expert maps say.
 
-vLLM gives every rank a map [E]: the place of each expert among those of this rank, or -1. All maps together are the
-placement: blocks, round robin, blocks of unequal size, or anything else. A layer has the same number of places on every
-rank, E' = ranks times the most that any has; ids become places on the way in and ids again on the way out.
+vLLM gives every rank a map [E]: the place of each expert among the experts of this rank, or -1. All maps together are
+the placement: blocks, round robin, blocks of unequal size, or any other. A layer has the same number of places on every
+rank, E' = ranks times the largest number of any rank. Ids become places before a dispatch, and ids again after it.
 
 Source: determine_expert_map of vllm/model_executor/layers/fused_moe.
 """
@@ -21,17 +21,17 @@ from triton_ep.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the experts are, as one rank needs it.
+    """Where the experts are, as seen from one rank.
 
     Attributes:
         num_experts: E.
         ranks: of the group. most: places per rank.
         experts: of this rank, e.
-        elsewhere: id of an expert of another rank; -1 = there is none.
+        elsewhere: id of an expert of another rank; -1 = no such expert.
         own_map: [E] list, what this rank's map says.
-        first: id of this rank's first expert, where ids are places on all ranks; None: they are not.
-        places: [E + 1] int32 on the layers' device, where ids are no places: of each id, -1 for id E.
-        own: [e, at least 1] int32 there: id of each expert of this rank.
+        first: id of this rank's first expert, if ids equal places on all ranks; else None.
+        places: [E + 1] int32 on the layers' device, the place of each id, -1 for id E; None if ids equal places.
+        own: [e, at least 1] int32 there, the id of each expert of this rank; None if ids equal places.
     """
 
     num_experts: int
@@ -45,16 +45,16 @@ class Placement:
     own: torch.Tensor | None = None
 
     def slots_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """Places of ids [T, K]; the layer drops -1 and E, and refuses what is out of range, here as well."""
+        """Places of ids [T, K]. The layer drops -1 and E and refuses ids out of range, so these stay out of range."""
         if self.places is None:
             return ids
         places = self.places.to(ids.dtype)[ids.clamp(0, self.num_experts).long()]
-        # Beyond E: beyond the number of places, too.
+        # An id beyond E becomes one beyond the number of places.
         beyond = torch.where(ids > self.num_experts, ids + self.ranks * self.most, ids)
         return torch.where((ids < 0) | (ids > self.num_experts), beyond, places)
 
     def ids_of(self, local: torch.Tensor, nobody: int) -> torch.Tensor:
-        """Ids of places [R] int32 of this rank; `nobody` for those that no expert of it has."""
+        """Ids of places [R] int32 of this rank; `nobody` for places without an expert."""
         if self.own is None:
             assert self.first is not None, "ids are places"
             ids = local + self.first
@@ -64,19 +64,19 @@ class Placement:
 
 
 class Placements:
-    """What the calls of one object say about the placement, which must stay the same.
+    """The placement that the calls of one object agree on; it must not change.
 
     Attributes:
-        known: None before the first call.
+        known: the placement; None before the first call.
     """
 
     def __init__(self, group: Any, rank: int, ranks: int, num_experts: int) -> None:
         self.group, self.rank, self.ranks, self.num_experts = group, rank, ranks, num_experts
         self.known: Placement | None = None
-        self._seen = WeakTensorKeyDictionary()  # versions of the maps that say what is known
+        self._seen = WeakTensorKeyDictionary()  # map -> its version when it was last compared with `known`
 
     def learn(self, expert_map: Any) -> Placement:
-        """The placement that the maps of all ranks make. Collective.
+        """Read the maps of all ranks and keep the placement that they make. Collective.
 
         Raises:
             InputError: on every rank: some ranks have a map and some none, an expert is on no rank or on two, or there
@@ -98,13 +98,13 @@ class Placements:
         return self.known
 
     def check(self, expert_map: Any) -> Placement:
-        """What is known, if this map says so.
+        """The known placement, if this map agrees with it.
 
         Raises:
-            InputError: it says something else, or a CUDA graph is being captured and nobody has read it yet.
+            InputError: the map differs, or a CUDA graph is being captured and this map has not been read yet.
         """
         known = self.known
-        assert known is not None, "learnt by the first call"
+        assert known is not None, "the first call has read it"
         if expert_map is None:
             if known.first is None:
                 raise InputError(
@@ -119,7 +119,7 @@ class Placements:
         if isinstance(given, str):
             raise InputError(given)
         if given != known.own_map:
-            assert given is not None, "None was dealt with"
+            assert given is not None, "None was handled above"
             at = next(i for i, pair in enumerate(zip(given, known.own_map, strict=True)) if pair[0] != pair[1])
             raise InputError(
                 f"expert_map places expert {at} at {given[at]}, that of the first call at {known.own_map[at]}: an "
@@ -129,7 +129,7 @@ class Placements:
         return known
 
     def _own_map(self, expert_map: Any) -> list[int] | str | None:
-        """What a map says; as text what is wrong with it."""
+        """Places [E] of a map, or a text that says what is wrong with it; None for None."""
         if expert_map is None:
             return None
         if not isinstance(expert_map, torch.Tensor):
@@ -149,7 +149,7 @@ class Placements:
         if rest:
             raise InputError(
                 f"num_experts is {self.num_experts}, no multiple of the {self.ranks} ranks, and expert_map is None: "
-                "nobody says which rank has how many. Pass vLLM's expert_map."
+                "the numbers of experts per rank are unknown. Pass vLLM's expert_map."
             )
         return [at - rank * size if at // size == rank else -1 for at in range(self.num_experts)]
 
@@ -178,11 +178,11 @@ class Placements:
     def _check_not_capturing(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise InputError(
-                "a CUDA graph is being captured, but nobody has read this expert_map yet. Run the same call, with the "
-                "same tensor, once before."
+                "a CUDA graph is being captured, but this expert_map has not been read yet. Run the same call, with "
+                "the same tensor, once before."
             )
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Changes with what is written to the tensor; not counted for tensors of inference mode."""
+    """Number of in-place writes to a tensor; -1 for inference tensors, which do not count them."""
     return -1 if tensor.is_inference() else tensor._version

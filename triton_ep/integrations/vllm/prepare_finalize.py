@@ -22,12 +22,12 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.compact import from_slabs, to_slabs
 
-_numbers = itertools.count()
+_users = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What a finalize needs of its prepare.
+    """What `finalize` needs of its `prepare`.
 
     Attributes:
         layer, desc: where the dispatch ran, and its descriptor.
@@ -52,15 +52,15 @@ class PrepareFinalize:
     Args:
         group: the expert-parallel process group.
         max_tokens: most T per call.
-        hidden, topk, num_experts: H, K, experts over all ranks. Which rank has which is what the first `prepare` says
-            by its `expert_map`: in blocks, round robin, or anyhow; ranks may have different numbers of them.
-        batched: the batched activation format; static, and of low latency where sizes allow.
-        capacity: R in the standard format, for CUDA graphs. None: what arrives, and the host waits for the number.
+        hidden, topk, num_experts: H, K, experts over all ranks. The `expert_map` of the first `prepare` says which rank
+            has which experts: any placement, with any number of experts per rank.
+        batched: the batched activation format; static, and with low latency where sizes allow.
+        capacity: R in the standard format, for CUDA graphs. None: R rows arrive, and the host waits for the number.
         dtype: of rows.
         num_sm, local_world_size, timeout_s: as for `EPAll2AllLayer`.
         formats: vLLM's FusedMoEActivationFormat and ExpertTokensMetadata; None: as strings and dicts.
-        micro_batch: tells which micro-batch calls; None: there is one.
-        quantize: vLLM's moe_kernel_quantize_input; None: only quant_dtype None and "mxfp8" are served.
+        micro_batch: returns the number of the calling micro-batch; None: there is one.
+        quantize: vLLM's moe_kernel_quantize_input; None: only quant_dtype None and "mxfp8" are supported.
 
     Raises:
         ConfigError: an unknown group, or sizes that cannot work. HeapError: not enough symmetric memory.
@@ -98,17 +98,17 @@ class PrepareFinalize:
             if function is not None and not callable(function):
                 raise ConfigError(f"{name} must be a function or None, got {check.shown(function)}.")
         self._pool = shared_pool("vllm", group, local_world_size)
-        self._number = next(_numbers)  # of the layers it uses
+        self._user = next(_users)
         self._given: dict[str, Any] = {"num_sm": num_sm, "timeout_s": timeout_s, "capacity": capacity}
         self.num_experts = as_integer("num_experts", num_experts)
         self._placements = Placements(group, self.rank, self.ranks, self.num_experts)
-        # Says what is wrong with the sizes before the first call does, which learns how many experts a rank has.
+        # Checks the sizes now. The first call reads the placement, which decides how many experts a rank has.
         self._configure(-(-self.num_experts // self.ranks))
         self._formats, self._micro_batch, self._quantize = formats, micro_batch, quantize
         self._prepared: dict[int, Prepared] = {}
 
     def _configure(self, experts_per_rank: int) -> None:
-        """Sizes and options of the layers, by the most experts that a rank has.
+        """Sizes and options of the layers, for the largest number of experts of any rank.
 
         Raises:
             ConfigError: sizes that cannot work.
@@ -125,7 +125,7 @@ class PrepareFinalize:
         )
         given = self._given
         config = EPConfig(*sizes, self.dtype, recv_capacity=given["capacity"], timeout_s=given["timeout_s"])
-        # What can arrive at most: a token with as many experts here as it can have.
+        # The most rows that can arrive: every token has as many experts here as it can.
         most = self.ranks * self.max_tokens * min(self.topk, experts_per_rank)
         self._options: dict[str, Any] = {
             **given,
@@ -142,11 +142,12 @@ class PrepareFinalize:
         return name if self._formats is None else getattr(self._formats[0], name)
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """Dtype of `topk_ids` that costs no conversion."""
+        """Dtype of `topk_ids` that needs no conversion."""
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Tokens per call in the batched format; the standard one says None, as vLLM's others do."""
+        """Tokens per call in the batched format; None in the standard format, as vLLM's other implementations have
+        it."""
         return self.max_tokens if self.batched else None
 
     def num_dispatchers(self) -> int:
@@ -158,7 +159,7 @@ class PrepareFinalize:
         return True
 
     def supports_async(self) -> bool:
-        """The halves are there."""
+        """`prepare_async` and `finalize_async` are implemented."""
         return True
 
     # --- prepare ----------------------------------------------------------------------------------------
@@ -180,21 +181,22 @@ class PrepareFinalize:
             a1: [T, H]. topk_ids: [T, K] int32 or int64, global ids, -1 = dropped. topk_weights: [T, K].
             num_experts: as in the constructor.
             expert_map: [E] int32, as vLLM has it: the place of each expert on this rank, 0 to e - 1, or -1. The first
-                call reads it on all ranks, a host synchronisation; so does one with a tensor not seen before or changed
-                in place, which must say the same. None: rank r has experts r e to (r + 1) e - 1.
-            apply_router_weight_on_input: multiply rows by their weight before, with K = 1; combine then does not.
+                call reads it on all ranks, a host synchronisation. A call with a new tensor, or one changed in place,
+                reads it again; it must have the same values. None: rank r has experts r e to (r + 1) e - 1.
+            apply_router_weight_on_input: multiply rows by their weight before the dispatch, with K = 1; combine then
+                does not.
             quant_config: vLLM's; of it quant_dtype, a1_scale, per_act_token_quant, block_shape, is_scale_swizzled.
             defer_input_quant: rows stay as they are.
 
         Returns:
-            Standard: (rows [R, H], scales or None, counts, ids [R, 1] int32, weights [R, 1] float32). Rows of a
-            capacity behind the last expert's are undefined; their ids are -1, or with an `expert_map` that of an
-            expert of another rank. Batched: (rows [e, M W, H], scales or
+            Standard: (rows [R, H], scales or None, counts, ids [R, 1] int32, weights [R, 1] float32). With a capacity,
+            rows after the last expert's are undefined; their ids are -1, or with an `expert_map` the id of another
+            rank's expert. Batched: (rows [e, M W, H], scales or
             None, counts, None, None), M = max_tokens. counts: ExpertTokensMetadata on the device.
 
         Raises:
-            InputError: an argument does not fit, a quantisation that is not served, an expert that is on no rank or on
-                two, another placement than that of the first call.
+            InputError: an argument does not fit, a quantisation that is not supported, an expert that is on no rank or
+                on two, a placement that differs from the first call's.
             Others: as `EPAll2AllLayer.dispatch`.
         """
         hook, receiver = self.prepare_async(
@@ -221,7 +223,8 @@ class PrepareFinalize:
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[Callable[[], None], Callable[[], tuple[Any, ...]]]:
-        """The sending half of `prepare`; (hook, receiver): the receiving half, and then what `prepare` returns."""
+        """The sending half of `prepare`. Returns (hook, receiver): call the hook, which launches the receiving half,
+        then the receiver, which returns what `prepare` returns."""
         self._check(a1, topk_weights, topk_ids, num_experts)
         apply_router_weight_on_input = check.flag("apply_router_weight_on_input", apply_router_weight_on_input)
         defer_input_quant = check.flag("defer_input_quant", defer_input_quant)
@@ -238,10 +241,13 @@ class PrepareFinalize:
         wanted = None if defer_input_quant else getattr(quant_config, "quant_dtype", None)
         if wanted not in (None, "mxfp8") and self._quantize is None:
             raise InputError(
-                f"quant_dtype is {wanted!r}: without vLLM's moe_kernel_quantize_input only None and 'mxfp8' are served."
+                f"quant_dtype is {wanted!r}: without vLLM's moe_kernel_quantize_input only None and "
+                "'mxfp8' are supported."
             )
         if scales_in_tiles(quant_config) and (wanted == "mxfp8" or (isinstance(wanted, str) and self.batched)):
-            raise InputError("scales come row by row here, but is_scale_swizzled=True asks for tiles: set it to False.")
+            raise InputError(
+                "scales are row by row in this integration, but is_scale_swizzled=True asks for tiles. Set it to False."
+            )
         payload = "mxfp8" if wanted == "mxfp8" else None
         batch = 0 if self._micro_batch is None else self._micro_batch()
         layer = self._layer(batch, payload)
@@ -250,13 +256,13 @@ class PrepareFinalize:
         )
         assert recv_weights is not None, "given on all ranks"
         self._prepared[batch] = Prepared(layer, desc, recv_weights, placement.experts)
-        # vLLM's kernels look every id up in an expert map: what is no row has an expert that it says is elsewhere.
+        # vLLM's kernels look every id up in an expert map, so rows that did not arrive get an expert of another rank.
         nobody = -1 if expert_map is None else placement.elsewhere
         received = partial(self._received, recv_x, self._prepared[batch], quant_config, wanted, placement, nobody)
         return hook, received
 
     def _check(self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: Any) -> None:
-        """Raise InputError for what the layer would not name; it checks the rest."""
+        """Raise InputError for arguments that the layer could not name; the layer checks the rest."""
         if check.integer("num_experts", num_experts, 1) != self.num_experts:
             raise InputError(f"num_experts is {num_experts}, this object was made for {self.num_experts}.")
         check.tensor("a1", a1, 2)
@@ -267,11 +273,11 @@ class PrepareFinalize:
         if topk_weights.shape != topk_ids.shape or a1.shape[0] != topk_ids.shape[0]:
             raise InputError(
                 f"a1 is {list(a1.shape)}, topk_weights {list(topk_weights.shape)}, topk_ids {list(topk_ids.shape)}: "
-                "they must have a row per token, the last two of as many experts."
+                "they must have a row per token, and the last two the same number of columns."
             )
 
     def _placement(self, expert_map: Any) -> Placement:
-        """Which rank has which expert; collective in the first call, which then knows how large layers must be."""
+        """Which rank has which expert. The first call is collective and decides the sizes of layers."""
         if self._placements.known is None:
             self._configure(self._placements.learn(expert_map).most)
         return self._placements.check(expert_map)
@@ -285,9 +291,9 @@ class PrepareFinalize:
         placement: Placement,
         nobody: int,
     ) -> tuple[Any, ...]:
-        """What `prepare` returns; nobody: the id of rows behind the last expert's."""
+        """What `prepare` returns; nobody: id of rows after the last expert's."""
         desc = prepared.desc
-        # Behind the experts of this rank are places that only another rank has; nothing arrives for them.
+        # Layers have as many places on each rank as the largest rank needs; nothing arrives for unused places.
         counts = desc.num_recv_tokens_per_expert[: placement.experts]
         rows: torch.Tensor = recv_x
         scales: torch.Tensor | None = None
@@ -306,14 +312,14 @@ class PrepareFinalize:
         tokens = meta if self._formats is None else self._formats[1](**meta)
         if self.batched:
             return rows, scales, tokens, None, None
-        # One expert per row, by where the row is.
+        # One expert per row, by the row's position.
         at = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
         local = torch.searchsorted(desc.expert_offsets[1:].contiguous(), at, right=True, out_int32=True)
         ids = placement.ids_of(local, nobody)
         return rows, scales, tokens, ids.unsqueeze(1), prepared.weights.unsqueeze(1)
 
     def _in_use(self, shape: torch.Size, desc: EPAllToAllLayoutDesc, counts: torch.Tensor) -> torch.Tensor:
-        """Which rows of the standard format [R], or of slabs [e, n], arrived; the others are undefined."""
+        """Which rows arrived: [R] bool in the standard format, [e, n] of slabs; other rows are undefined."""
         last = counts.unsqueeze(1) if self.batched else desc.expert_offsets[-1]
         at = torch.arange(shape[-2], dtype=torch.int32, device=last.device)
         return at < last
@@ -329,14 +335,14 @@ class PrepareFinalize:
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        """Bring expert outputs back into `output` [T, H]: weights times rows, summed over k and ranks.
+        """Send expert outputs back into `output` [T, H]: weights times rows, summed over k and ranks.
 
         Args:
             fused_expert_output: [R, H] (or [R, 1, H]) of the rows that `prepare` returned, or [e, M W, H].
-            topk_weights, topk_ids: as vLLM has them after `prepare`; the weights of combine came with the rows.
+            topk_weights, topk_ids: as vLLM has them after `prepare`; combine uses the weights that came with the rows.
             apply_router_weight_on_input: weights were applied before the dispatch.
-            weight_and_reduce_impl: vLLM's. A delegate leaves the weights to combine, in float32; a no-op says that the
-                experts have applied them; another one is applied first.
+            weight_and_reduce_impl: vLLM's. With a delegate, combine applies the weights in float32; a no-op means that
+                the experts applied them; any other object is applied first.
 
         Raises:
             InputError: no `prepare` came before, or shapes that do not fit it. Others: as `EPAll2AllLayer.combine`.
@@ -356,11 +362,12 @@ class PrepareFinalize:
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The sending half of `finalize`; (hook, receiver): the receiving half, and then the copy into `output`."""
+        """The sending half of `finalize`. Returns (hook, receiver): the hook launches the receiving half, the receiver
+        copies into `output`."""
         batch = 0 if self._micro_batch is None else self._micro_batch()
         prepared = self._prepared.get(batch)
         if prepared is None:
-            raise InputError(f"finalize came without a prepare before it (micro-batch {batch}).")
+            raise InputError(f"finalize was called without a prepare before it (micro-batch {batch}).")
         layer, desc = prepared.layer, prepared.desc
         _check_output(output, (desc.num_dispatch_token_cur_rank, self.hidden))
         check.tensor("fused_expert_output", fused_expert_output)
@@ -377,7 +384,9 @@ class PrepareFinalize:
             weights = None
         elif kind != "TopKWeightAndReduceDelegate" and weight_and_reduce_impl is not None:
             if self.batched:
-                raise InputError(f"the batched format leaves weights and sum to combine (a delegate), got {kind}.")
+                raise InputError(
+                    f"in the batched format combine applies the weights and sums (pass a delegate), got {kind}."
+                )
             if rows.numel():
                 rows = weight_and_reduce_impl.apply(
                     output=None,
@@ -400,7 +409,7 @@ class PrepareFinalize:
         if rows.dim() == 3:
             rows = rows.reshape(-1, self.hidden)
         combined, hook = layer.combine(rows.to(self.dtype).contiguous(), desc, weights, return_recv_hook=True)
-        del self._prepared[batch]  # what was refused above may be tried again
+        del self._prepared[batch]  # a refused call may be repeated
         return hook, partial(_copy, output, combined)
 
     # --- life -------------------------------------------------------------------------------------------
@@ -408,10 +417,10 @@ class PrepareFinalize:
     def close(self) -> None:
         """Free the symmetric memory that no other object uses. Collective, idempotent."""
         self._prepared.clear()
-        self._pool.free(self._number)
+        self._pool.free(self._user)
 
     def _layer(self, batch: int, payload: str | None) -> EPAll2AllLayer:
-        """The layer of a micro-batch and a payload; collective when it is made, at the first call of its kind."""
+        """The layer of a micro-batch and a payload; the first call of its kind makes it, collectively."""
         options = self._options
         sizes = LayerSizes(
             self.hidden,
@@ -426,7 +435,7 @@ class PrepareFinalize:
             low_latency=options["low_latency"],
             variant=batch,
         )
-        return self._pool.get(sizes, user=self._number)
+        return self._pool.get(sizes, user=self._user)
 
 
 def _copy(output: torch.Tensor, combined: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Received rows quantised by vLLM's own function, where they arrive: triton_ep/integrations/vllm.py.
+"""Quantise received rows with vLLM's own function, on the rank where they arrive.py.
 
 Source: moe_kernel_quantize_input and normalize_batched_scales_shape of vllm/model_executor/layers/fused_moe/utils.py.
 """
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 _TILES = ("is_scale_swizzled", "is_nvfp4_scale_swizzled", "is_fp4_scale_swizzled")
-"""The same choice in vLLM's configurations and functions, the newest name first."""
+"""Names of one choice in vLLM's configurations and functions, the newest first."""
 
 
 def scales_in_tiles(config: Any) -> bool:
-    """Whether a quantisation asks for scales in tiles; counts for formats with a scale per 16 or 32 values."""
+    """Whether a configuration asks for scales in tiles; only formats with a scale per 16 or 32 values use it."""
     return any(getattr(config, name, False) for name in _TILES)
 
 
 @lru_cache(maxsize=16)
 def _names_of_tiles(quantize: Callable[..., Any]) -> tuple[str, ...]:
-    """What the function calls that choice. Kept: reading a signature takes longer than a launch."""
+    """Names under which the function takes that choice. Cached: reading a signature takes longer than a launch."""
     parameters = inspect.signature(quantize).parameters
     return tuple(name for name in _TILES if name in parameters)
 
@@ -36,8 +36,8 @@ def quantize_rows(
     Args:
         quantize: moe_kernel_quantize_input.
         config: of it quant_dtype, a1_scale (nvfp4: a1_gscale), per_act_token_quant, block_shape, is_scale_swizzled.
-        in_use: which rows arrived, [R] or [e, n] bool; None: all. Asked where one scale is found for all rows: what is
-            undefined must not count.
+        in_use: returns which rows arrived, [R] or [e, n] bool; None: all. Called only where one scale serves all rows,
+            because undefined rows must not influence it.
 
     Returns:
         The same shape in the wanted format (H / 2 bytes for 4-bit formats), and its scales as the function makes them;

@@ -22,11 +22,11 @@ class KernelRequest:
     Attributes:
         kernel: name.
         constexprs: all of them; dtypes by Triton's names.
-        types: of arguments whose KernelSpec leaves the type open, or which have another: "*bf16", "tensordesc<..>".
+        types: of arguments whose declaration leaves the type open, or which have another: "*bf16", "tensordesc<..>".
         aligned: integer arguments that the kernel is specialised by and that are multiples of 16.
         ones: those that are 1, and hence no arguments of the compiled kernel.
         unaligned: pointers to addresses that are no multiples of 16.
-        num_warps, maxnreg: None: as the KernelSpec says.
+        num_warps, maxnreg: None: as the kernel declares.
     """
 
     kernel: str

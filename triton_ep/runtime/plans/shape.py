@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from triton_ep.kernels.device.codes import P2P
@@ -87,7 +88,7 @@ class Shape:
         """Top-k rounded up to a power of two."""
         return next_power_of_2(self.topk)
 
-    @property
+    @cached_property
     def num_columns(self) -> int:
         """Counts in a splits row: experts, ranks, nodes."""
         return self.num_experts + self.world_size + self.num_nodes

@@ -455,7 +455,7 @@ def _pipeline(rank: int, nodes: int, ranks_per_node: int) -> None:
     sweep.end(60)
 
 
-DOORS = {
+INTEGRATIONS = {
     "deep_ep": _deep_ep,
     "hybrid_ep": _hybrid_ep,
     "megatron": _megatron,
@@ -466,7 +466,7 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_wrong_arguments_are_named(run_ranks, door):
-    """No argument of a door ends in an error that does not say which one it was."""
-    run_ranks(DOORS[door], 1, 2)
+@pytest.mark.parametrize("integration", INTEGRATIONS)
+def test_wrong_arguments_are_named(run_ranks, integration):
+    """No argument of an integration ends in an error that does not say which one it was."""
+    run_ranks(INTEGRATIONS[integration], 1, 2)

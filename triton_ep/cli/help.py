@@ -1,0 +1,22 @@
+"""How --help looks: text by the width of the terminal, then examples, one a line."""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Paragraphs are filled, lines of examples stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return text
+        paragraphs = (" ".join(part.split()) for part in text.split("\n\n"))
+        filled = (textwrap.fill(part, width, initial_indent=indent, subsequent_indent=indent) for part in paragraphs)
+        return "\n\n".join(filled)
+
+
+def describe(parser: argparse.ArgumentParser, examples: Sequence[str]) -> None:
+    """Let a parser's --help end with these commands."""
+    parser.formatter_class = _Formatter
+    parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])

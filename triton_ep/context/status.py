@@ -1,0 +1,111 @@
+"""Status records of expired waits (kernels/device/waits.py) in words: which wait, who is missing, what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from triton_ep.context.layout import Sizes
+from triton_ep.errors import EPError, PeerFailed, WaitTimeout
+from triton_ep.kernels.device import codes
+
+
+class StatusRecord(NamedTuple):
+    """What a kernel leaves where a wait expires, four int64.
+
+    Example: (2, 5, 12884901888, 8589934592) = WAIT_ARRIVALS: arrive_flag[5] should be 3 << 32, 3 rows, and is 2 << 32.
+
+    Attributes:
+        operation: WAIT_* or CALLS_* (kernels/device/codes.py); 0 = all is well.
+        flag: index of the first flag that was too low.
+        expected, seen: values of that flag.
+    """
+
+    operation: int
+    flag: int
+    expected: int
+    seen: int
+
+
+class Operation(NamedTuple):
+    """A wait: for what, and the buffer with its flags."""
+
+    what: str
+    flags: str
+
+
+OPERATIONS = {
+    codes.WAIT_SPLITS: Operation("the splits of all ranks (dispatch)", "splits_flag"),
+    codes.WAIT_ARRIVALS: Operation("the rows of its node (dispatch)", "arrive_flag"),
+    codes.WAIT_NETWORK_ROWS: Operation("the rows of another node (dispatch)", "token_flag"),
+    codes.WAIT_COMBINE_FREE: Operation("all ranks to end the previous combine (combine)", "done_flag"),
+    codes.WAIT_COMBINE_STAGED: Operation("the expert outputs of its node (combine)", "staged_flag"),
+    codes.WAIT_NETWORK_PARTIALS: Operation("the partial sums of another node (combine)", "partial_flag"),
+    codes.WAIT_BARRIER: Operation("a barrier", "barrier_flag"),
+    codes.WAIT_NODE_BARRIER: Operation("a barrier of its node", "node_barrier_flag"),
+    codes.WAIT_LL_ROWS: Operation("the rows of all ranks (low-latency dispatch)", "ll_flag"),
+    codes.WAIT_LL_PARTIALS: Operation("the sums of all ranks (low-latency combine)", "ll_combine_flag"),
+}
+"""Waits by their number."""
+
+
+def expired_wait(
+    record: StatusRecord, sizes: Sizes, local: Callable[[str], torch.Tensor], failed_peer: int | None
+) -> EPError:
+    """The error for a record of one of OPERATIONS: PeerFailed if the process of a rank has ended, else WaitTimeout.
+
+    local: gives this rank's copy of a buffer by its name. failed_peer: that rank, of the world.
+    """
+    cfg = sizes.config
+    operation, index, expected, seen = record
+    what, flags = OPERATIONS[operation]
+    if failed_peer is not None:
+        return PeerFailed(
+            f"rank {cfg.rank} of {cfg.world_size} waited {cfg.timeout_s:g} s for {what} in vain, and the process of "
+            f"rank {failed_peer} of the world has ended. Start the job again."
+        )
+    missing = sorted({_sender(sizes, operation, index)} | _late_senders(sizes, record, local(flags)))
+    # Below: rows, tokens, tags (the kernels say).
+    if operation in (codes.WAIT_ARRIVALS, codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS):
+        expected, seen = expected >> 32, seen >> 32
+    elif operation in (codes.WAIT_COMBINE_STAGED, codes.WAIT_NETWORK_PARTIALS):
+        expected, seen = expected >> codes.TAG_BITS, seen >> codes.TAG_BITS
+    return WaitTimeout(
+        f"rank {cfg.rank} of {cfg.world_size} waited {cfg.timeout_s:g} s for {what}: "
+        f"missing rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}; {flags}[{index}] should "
+        f"be {expected}, is {seen}. Look at the missing ranks first (dead, late, in another call, or waiting "
+        "themselves: their own error says for whom); raise timeout_s if they are only slow."
+    )
+
+
+def _sender(sizes: Sizes, operation: int, index: int) -> int:
+    """Rank that sets flag `index` of an operation."""
+    topology, shape = sizes.config.topology, sizes.shape
+    if operation == codes.WAIT_ARRIVALS:
+        return topology.first_rank + index // shape.senders % topology.local_world_size
+    if operation == codes.WAIT_COMBINE_STAGED:
+        return topology.first_rank + index // shape.max_programs
+    if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
+        return topology.counterpart(index // shape.max_chunks)
+    return index % topology.world_size
+
+
+def _late_senders(sizes: Sizes, record: StatusRecord, values: torch.Tensor) -> set[int]:
+    """All ranks whose first flag is behind; the record itself names one only. values: the flags now."""
+    cfg, operation = sizes.config, record.operation
+    topology = cfg.topology
+    if operation in (codes.WAIT_ARRIVALS, codes.WAIT_COMBINE_STAGED):
+        if operation == codes.WAIT_ARRIVALS:
+            values = values[topology.node]
+        of_first_program = values[:, 0].tolist()
+        return {topology.first_rank + i for i, v in enumerate(of_first_program) if v < record.expected}
+    if operation in (codes.WAIT_NETWORK_ROWS, codes.WAIT_NETWORK_PARTIALS):
+        return set()
+    if operation in (codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS):
+        values = values[record.flag // cfg.world_size]
+    late = {rank for rank, value in enumerate(values.tolist()) if value < record.expected}
+    if operation == codes.WAIT_NODE_BARRIER:
+        return late & set(range(topology.first_rank, topology.first_rank + cfg.local_world_size))
+    return late

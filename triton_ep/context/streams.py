@@ -1,0 +1,32 @@
+"""A second stream beside the current one, for local work that overlaps the exchange."""
+
+from __future__ import annotations
+
+import torch
+
+from triton_ep.context.overlap import current_stream
+
+
+class SideStream:
+    """A stream of a layer, made at first use, with the events that order it and the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def fork(self) -> torch.cuda.Stream:
+        """The stream, starting from where the current one is now; `join` must follow."""
+        if self._made is None:
+            # As that of `async_finish`: what an exchange waits for must not wait behind the caller's own kernels.
+            self._made = torch.cuda.Stream(self._device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
+        side, forked, _ = self._made
+        forked.record(current_stream())
+        side.wait_event(forked)
+        return side
+
+    def join(self) -> None:
+        """Make the current stream wait for what was launched on this one."""
+        if self._made is not None:
+            side, _, joined = self._made
+            joined.record(side)
+            current_stream().wait_event(joined)

@@ -1,0 +1,71 @@
+"""How a call of a layer ends: now, by a hook, or on the layer's stream with an event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
+
+Call = Literal["dispatch", "combine"]
+Results = TypeVar("Results")
+
+
+class InFlight:
+    """A call whose sending half has been launched, and not the other one.
+
+    Making one begins it: until the hook is called the layer may not begin another such call.
+
+    Args:
+        receive: launches the receiving half.
+    """
+
+    def __init__(self, context: DispatchCombineContext, call: Call, receive: Callable[[], None]) -> None:
+        self.context, self.call, self._receive = context, call, receive
+        context.calls.begin(call, context.num_dispatches)
+
+    def hook(self, *results: object) -> RecvHook:
+        """The hook that ends it. results: what the call returns, and what else its receiving half reads."""
+        return RecvHook(self._end, results, self.context.device.type == "cuda")
+
+    def _end(self) -> None:
+        ctx = self.context
+        try:
+            ctx.check_open()
+            ctx.calls.end(self.call)
+            self._receive()
+            ctx.poll_status()
+        except Exception as error:
+            ctx.fail(f"the hook of {self.call}", error, begun=True)
+            raise
+
+
+class Finisher:
+    """Ends the calls of one layer as their callers ask."""
+
+    def __init__(self, context: DispatchCombineContext, comm: CommStream) -> None:
+        self._context, self._comm = context, comm
+
+    def __call__(
+        self,
+        call: Call,
+        send: Callable[[], tuple[Results, Callable[[], None]]],
+        arguments: tuple[object, ...],
+        return_recv_hook: bool,
+        async_finish: bool,
+        previous_event: EPEvent | None,
+    ) -> tuple[Results, RecvHook | EPEvent | None]:
+        """What a call returns, and its hook or event, if one was asked for.
+
+        Args:
+            send: checks arguments and launches the call, of which it returns the results and the receiving half; the
+                latter has been launched unless a hook was asked for.
+            arguments: what the call reads.
+        """
+        if async_finish:
+            return self._comm.run(lambda: send()[0], arguments, previous_event)
+        results, receive = send()
+        if not return_recv_hook:
+            return results, None
+        return results, InFlight(self._context, call, receive).hook(results, arguments)

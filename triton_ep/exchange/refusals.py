@@ -1,0 +1,86 @@
+"""How the other ranks learn that this one refused its arguments, and that it sends nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.errors import InputError, PeerFailed
+from triton_ep.exchange import checks, steps
+from triton_ep.exchange.landings import EXPERT_MAJOR, Deduplicated, Landing
+from triton_ep.exchange.request import Request
+from triton_ep.ops.dispatch import Rows
+
+
+def refuse(
+    ctx: DispatchCombineContext,
+    landing: Landing[Any] = EXPERT_MAJOR[None],
+    *,
+    scaled: bool = False,
+    num_rows: int | None = None,
+    others_know: bool = False,
+    needed_tokens: int = 0,
+) -> EPAllToAllLayoutDesc | None:
+    """Tell the other ranks that this one's arguments were refused, and keep in step with them: a dispatch of no rows.
+
+    Returns its descriptor, None where nothing comes of the call on any rank.
+
+    Args:
+        landing: of the call.
+        scaled: the call is for one-byte rows with scales, which this rank may have to pass on.
+        num_rows, others_know, needed_tokens: as in `Request`.
+
+    Raises:
+        CapacityError: the hosts wait, and some rank needs a larger layer; the same on all ranks.
+    """
+    rows, ids = _no_rows(ctx, scaled)
+    request = Request(rows, ids, num_rows=num_rows, refused=True, needed_tokens=needed_tokens, others_know=others_know)
+    try:
+        if ctx.config.low_latency:
+            return steps.dispatch_low_latency(ctx, request).desc
+        return steps.dispatch(ctx, request, landing).desc
+    except PeerFailed:
+        # This rank's own rejection, seen in the exchange: the caller raises what caused it.
+        return None
+
+
+def _no_rows(ctx: DispatchCombineContext, scaled: bool) -> tuple[Rows, torch.Tensor]:
+    """Rows and ids of no token; scaled: of one byte, with scales, where rows of the layer can be such."""
+    cfg, device = ctx.config, ctx.device
+    ids = torch.empty(0, cfg.topk, dtype=torch.int32, device=device)
+    if not scaled or cfg.hidden % 32:
+        return Rows(torch.empty(0, cfg.hidden, dtype=cfg.token_dtype, device=device)), ids
+    data = torch.empty(0, cfg.hidden, dtype=torch.float8_e4m3fn, device=device)
+    return Rows(data, torch.empty(0, cfg.hidden // 32, dtype=torch.uint8, device=device)), ids
+
+
+def check_compact(
+    ctx: DispatchCombineContext,
+    rows: Rows,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    num_rows: int | None,
+) -> None:
+    """Raise what this rank sees in the arguments of `dispatch_compact`; the other ranks are told.
+
+    Raises:
+        InputError: an argument does not fit.
+        CapacityError: without `num_rows`, this rank or another one has too many tokens; the same on all ranks.
+    """
+    cfg, x, scaled = ctx.config, rows.data, rows.scale is not None
+    try:
+        if num_rows is None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] > cfg.max_tokens:
+            checks.check_rows(cfg, ctx.device, x, None, rows.scale)
+        else:
+            checks.check_dispatch(cfg, ctx.device, x, ids, weights, None, scale=rows.scale)
+    except InputError:
+        if num_rows is None:
+            refuse(ctx)
+        else:  # the others go on without this rank's rows, so it keeps in step
+            refuse(ctx, Deduplicated(), scaled=scaled, num_rows=num_rows)
+        raise
+    if x.shape[0] > cfg.max_tokens:
+        refuse(ctx, needed_tokens=x.shape[0])
