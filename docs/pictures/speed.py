@@ -35,7 +35,7 @@ GROUPS = (
     (
         "MoE layer, forward",
         "moe_layer.csv",
-        {"op": "moe_layer_fwd", "ranks": "2", "experts": "128", "commit": "f5f33de"},
+        {"op": "moe_layer_fwd", "ranks": "2", "experts": "128", "commit": "ef3782a"},
         (
             ("NCCL", "other", _MOE_NCCL),
             ("bf16", "a", _MOE | {"payload": "bf16"}),
@@ -45,7 +45,7 @@ GROUPS = (
     (
         "MoE layer, forward + backward",
         "moe_layer.csv",
-        {"op": "moe_layer_step", "ranks": "2", "experts": "128", "commit": "f5f33de"},
+        {"op": "moe_layer_step", "ranks": "2", "experts": "128", "commit": "ef3782a"},
         (
             ("NCCL", "other", _MOE_NCCL),
             ("bf16", "a", _MOE | {"payload": "bf16"}),

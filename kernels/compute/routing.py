@@ -45,6 +45,7 @@ from ..device.tables import (
     node_columns_of,
     node_token_of,
     num_columns_of,
+    num_recv_of,
     num_rows_of,
     part_begin,
     rank_columns_of,
@@ -291,7 +292,8 @@ def _write_tiles(job, placement_ptr, failed, EP: tl.constexpr):
     num_rows = tl.where(failed, 0, tl.load(num_rows_of(job, placement_ptr)))
     max_tiles = tl.cdiv(num_rows, TILE_ROWS) + job.experts_per_rank
     tiles_ptr = tiles_of(job, placement_ptr)
-    write_tile_table(tiles_ptr, expert_offsets_ptr, num_rows, job.experts_per_rank, max_tiles, EP)
+    filled_ptr = num_recv_of(job, placement_ptr)
+    write_tile_table(tiles_ptr, expert_offsets_ptr, filled_ptr, num_rows, job.experts_per_rank, max_tiles, EP, True)
 
 
 @triton.jit

@@ -47,6 +47,8 @@ ACT_OUT_MX_BF16 = 2
 # tiles.py: rows of a tile of the tile table, and words of one of its records.
 TILE_ROWS = 128
 TILE_WORDS = 4
+BAND_TILES = 8
+"""Tiles of rows that are computed together at most: they share the weights' tiles in L2."""
 
 # buffers.py: the symmetric buffers, by their row in the table of addresses. What each holds, who writes and who reads
 # it, is the table in triton_ep/context/layout.py, in the same order.

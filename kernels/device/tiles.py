@@ -1,9 +1,15 @@
 """The tile table: which rows every tile of a product over segments has. Written once per routing, read by every tile.
 
 A table is int32 [1 + max_tiles, 4]. Record 0 is (tiles, rows in use, 0, 0), the rows in use being those before the end
-of the last segment. Record 1 + i is (expert, first row, rows, 0) of tile i: 1 to 128 rows of one segment; of the tiles
-of a segment all but the last have 128. Tiles come segment by segment. max_tiles = ceil(rows / 128) + segments suffices
-for any segments; records behind the last tile are zero, so that equal routings give equal tables.
+of the last segment. Record 1 + i is (expert, first row, rows, band) of tile i: 1 to 128 rows of one segment; of the
+tiles of a segment all but the last have 128. Tiles come segment by segment. max_tiles = ceil(rows / 128) + segments
+suffices for any segments; records behind the last tile are zero, so that equal routings give equal tables.
+
+Word 3 is 65536 * filled + 256 * height + place. The first `filled` rows of the tile are not padding; those of padding
+are zero, and so is every product of them. A band is a run of up to 8 tiles of one segment, all bands of it as high as
+they can be, but for the last; this tile is number `place` of `height`. Its tiles are computed together, with one tile
+of columns of the weights after the other: so the weights come from memory once per band, and not for two experts at
+a time.
 """
 
 import triton
@@ -13,6 +19,7 @@ from . import codes
 
 TILE_ROWS = tl.constexpr(codes.TILE_ROWS)
 TILE_WORDS = tl.constexpr(codes.TILE_WORDS)
+_BAND_TILES = tl.constexpr(codes.BAND_TILES)
 _CLEARED = tl.constexpr(256)
 
 
@@ -30,10 +37,14 @@ def segment_rows(offs_ptr, num_rows, num_segments, SP: tl.constexpr):
 
 
 @triton.jit
-def write_tile_records(table_ptr, starts, rows, max_tiles):
-    """Write the table of segments that stand in registers, [SP] each, in order. By one program."""
+def write_tile_records(table_ptr, starts, rows, filled, max_tiles):
+    """Write the table of segments that stand in registers, [SP] each, in order. By one program.
+
+    filled: rows of each that are not padding.
+    """
     tiles = tl.cdiv(rows, TILE_ROWS)
     before = tl.cumsum(tiles, 0) - tiles
+    height = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, _BAND_TILES), 1))
     segment = tl.arange(0, starts.shape[0])[:, None]
     word = tl.arange(0, TILE_WORDS)
     for step in range(tl.max(tiles, 0)):
@@ -41,9 +52,13 @@ def write_tile_records(table_ptr, starts, rows, max_tiles):
         # Segments that overlap would have more tiles than there is room for.
         alive = (step < tiles) & (tile < max_tiles)
         done = step * TILE_ROWS
+        in_tile = tl.minimum(rows - done, TILE_ROWS)
+        place = step % tl.maximum(height, 1)
+        of_band = tl.minimum(tl.minimum(height, tiles - (step - place)), max_tiles - (tile - place))
+        packed = tl.maximum(tl.minimum(filled - done, in_tile), 0) * 65536 + of_band * 256 + place
         # One record, 16 bytes, at a time.
         first = tl.where(word[None, :] == 0, segment, (starts + done)[:, None])
-        last = tl.where(word[None, :] == 2, tl.minimum(rows - done, TILE_ROWS)[:, None], 0)
+        last = tl.where(word[None, :] == 2, in_tile[:, None], packed[:, None])
         records = table_ptr + ((1 + tile) * TILE_WORDS)[:, None] + word[None, :]
         tl.store(records, tl.where(word[None, :] < 2, first, last), mask=alive[:, None])
     num_tiles = tl.minimum(tl.sum(tiles), max_tiles)
@@ -56,10 +71,17 @@ def write_tile_records(table_ptr, starts, rows, max_tiles):
 
 
 @triton.jit
-def write_tile_table(table_ptr, offs_ptr, num_rows, num_segments, max_tiles, SP: tl.constexpr):
+def write_tile_table(
+    table_ptr, offs_ptr, filled_ptr, num_rows, num_segments, max_tiles, SP: tl.constexpr, PADDED: tl.constexpr
+):
     """Write the table of segments given by `offs_ptr` [num_segments + 1] int32 over `num_rows` rows. By one program.
 
-    What wrote the offsets in the same program must stand before a barrier.
+    filled_ptr: with PADDED [num_segments] int32, rows of each segment in front of its padding. What wrote any of it in
+    the same program must stand before a barrier.
     """
     starts, rows = segment_rows(offs_ptr, num_rows, num_segments, SP)
-    write_tile_records(table_ptr, starts, rows, max_tiles)
+    filled = rows
+    if PADDED:
+        segment = tl.arange(0, SP)
+        filled = tl.load(filled_ptr + segment, mask=segment < num_segments, other=0)
+    write_tile_records(table_ptr, starts, rows, filled, max_tiles)

@@ -33,6 +33,15 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _weights_tile(w, expert, col, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr):
+    """[BLOCK_K, BLOCK_N] of an expert's weights."""
+    if K_MAJOR:
+        return w.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T
+    else:
+        return w.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N)
+
+
+@triton.jit
 def _finish(
     dact,
     weight,
@@ -41,6 +50,7 @@ def _finish(
     act_ptr,
     rows,
     in_m,
+    filled,
     col,
     ffn,
     KIND: tl.constexpr,
@@ -50,17 +60,21 @@ def _finish(
     ALPHA: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):
-    """Store what follows from a tile [M, N] of dact; the sums of dact * activation over its columns, [M]."""
+    """Store what follows from a tile [M, N] of dact; the sums of dact * activation over its columns, [M].
+
+    filled: [M], rows that are not padding: of that dact is zero, and `pre` is not read.
+    """
     cols = (col + tl.arange(0, dact.shape[1]))[None, :]
     mask = in_m[:, None] & (cols < ffn)
+    known = filled[:, None] & (cols < ffn)
     width = ffn
     if GATED:
         width = 2 * ffn
     at = rows.to(tl.int64)[:, None] * width + cols
-    g = tl.load(pre_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(pre_ptr + at, mask=known, other=0.0).to(tl.float32)
     u = g
     if GATED:
-        u = tl.load(pre_ptr + at + ffn, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(pre_ptr + at + ffn, mask=known, other=0.0).to(tl.float32)
     value, slope_g, slope_u = activation_gradients(g, u, KIND, GATED, CLAMP, LIMIT, ALPHA, UP_OFFSET)
     share = tl.sum(tl.where(mask, dact * value, 0.0), axis=1)
     scaled = dact * weight[:, None]
@@ -70,6 +84,78 @@ def _finish(
     at_act = rows.to(tl.int64)[:, None] * ffn + cols
     tl.store(act_ptr + at_act, (value * weight[:, None]).to(tl.bfloat16), mask=mask)
     return share
+
+
+@triton.jit
+def _finish_tile(
+    acc,
+    dy_scale_ptr,
+    w_scale_ptr,
+    pre_ptr,
+    weights_ptr,
+    dpre_ptr,
+    act_ptr,
+    shares_ptr,
+    num_rows,
+    expert,
+    row,
+    end,
+    filled,
+    tile_n,
+    ffn,
+    FP8: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """Store what follows from a tile of dy @ w2, whose rows from `row` on end before `end`, part by part."""
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_N: tl.constexpr = acc.shape[1]
+    PART: tl.constexpr = BLOCK_N // 2**LEVELS
+    col = tile_n * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_M)
+    in_m = rows < end
+    weight = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if HAS_WEIGHTS:
+        weight = tl.load(weights_ptr + rows, mask=in_m, other=0.0)
+    if FP8:
+        # One factor after the other: the product of two scales may leave float32 where the result does not.
+        acc = acc * tl.load(dy_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
+        cols = col + tl.arange(0, BLOCK_N)
+        acc = acc * tl.load(w_scale_ptr + expert.to(tl.int64) * ffn + cols, mask=cols < ffn, other=0.0)[None, :]
+    parts = (acc,)
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for part in tl.static_range(2**level):
+            halves = halves + _halves(parts[part], BLOCK_M, BLOCK_N // 2**level)
+        parts = halves
+    share = tl.zeros((BLOCK_M,), tl.float32)
+    for part in tl.static_range(2**LEVELS):
+        share += _finish(
+            parts[part],
+            weight,
+            pre_ptr,
+            dpre_ptr,
+            act_ptr,
+            rows,
+            in_m,
+            rows < filled,
+            col + part * PART,
+            ffn,
+            KIND,
+            GATED,
+            CLAMP,
+            LIMIT,
+            ALPHA,
+            UP_OFFSET,
+        )
+    if HAS_WEIGHTS:
+        tl.store(shares_ptr + tile_n.to(tl.int64) * num_rows + rows, share, mask=in_m)
 
 
 @ep_kernel(
@@ -87,7 +173,7 @@ def _finish(
     num_warps=None,
 )
 def down_dgrad_kernel(
-    dy,  # [R, H] bf16 or e4m3: a descriptor of boxes [BLOCK_M, BLOCK_K]
+    dy,  # [R, H] bf16 or e4m3: a descriptor of boxes [BLOCK_M, BLOCK_K], with SPLIT half as many rows
     w,  # [E, H, F]: boxes [1, BLOCK_K, BLOCK_N], or with K_MAJOR [E, F, H]: boxes [1, BLOCK_N, BLOCK_K]
     dy_scale_ptr,  # with FP8 [R] float32, else anything
     w_scale_ptr,  # with FP8 [E, F] float32, else anything
@@ -114,65 +200,65 @@ def down_dgrad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LEVELS: tl.constexpr,
-    BAND: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    PART: tl.constexpr = BLOCK_N // 2**LEVELS
+    HALF_M: tl.constexpr = BLOCK_M // 2
     tiles_n = tl.cdiv(ffn, BLOCK_N)
-    tiles_m = table_tiles(tiles_ptr, BLOCK_M)
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, end, tile_n = table_tile(tiles_ptr, tile, tiles_m, tiles_n, BLOCK_M, BAND)
+    num_tiles = table_tiles(tiles_ptr, BLOCK_M) * tiles_n
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
+        expert, row, end, filled, tile_n = table_tile(tiles_ptr, tile, tiles_n, BLOCK_M)
         col = tile_n * BLOCK_N
-        rows = row + offs_m
-        in_m = rows < end
-        terms = hidden
-        if BLOCK_M < TILE_ROWS:  # the record may end before this part of it
-            terms = tl.where(row < end, hidden, 0)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
-            if K_MAJOR:
-                w_tile = w.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T
-            else:
-                w_tile = w.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N)
-            acc = add_step(acc, dy.load([row, k]), w_tile, False, PROMOTE)
-        weight = tl.full((BLOCK_M,), 1.0, tl.float32)
-        if HAS_WEIGHTS:
-            weight = tl.load(weights_ptr + rows, mask=in_m, other=0.0)
-        if FP8:
-            # One factor after the other: the product of two scales may leave float32 where the result does not.
-            acc = acc * tl.load(dy_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
-            w_scales = w_scale_ptr + expert.to(tl.int64) * ffn + col + offs_n
-            acc = acc * tl.load(w_scales, mask=col + offs_n < ffn, other=0.0)[None, :]
-        parts = (acc,)
-        for level in tl.static_range(LEVELS):
-            halves = ()
-            for part in tl.static_range(2**level):
-                halves = halves + _halves(parts[part], BLOCK_M, BLOCK_N // 2**level)
-            parts = halves
-        share = tl.zeros((BLOCK_M,), tl.float32)
-        for part in tl.static_range(2**LEVELS):
-            share += _finish(
+        if SPLIT:
+            upper = tl.zeros((HALF_M, BLOCK_N), tl.float32)
+            lower = tl.zeros((HALF_M, BLOCK_N), tl.float32)
+            # A half of padding is zero, and one without rows nothing.
+            both = tl.where(row + HALF_M < filled, hidden, 0)
+            for k in tl.range(0, both, BLOCK_K, num_stages=STAGES):
+                w_tile = _weights_tile(w, expert, col, k, BLOCK_N, BLOCK_K, K_MAJOR)
+                upper = add_step(upper, dy.load([row, k]), w_tile, False, PROMOTE)
+                lower = add_step(lower, dy.load([row + HALF_M, k]), w_tile, False, PROMOTE)
+            for k in tl.range(both, hidden, BLOCK_K, num_stages=STAGES):
+                w_tile = _weights_tile(w, expert, col, k, BLOCK_N, BLOCK_K, K_MAJOR)
+                upper = add_step(upper, dy.load([row, k]), w_tile, False, PROMOTE)
+            parts = (upper, lower)
+        else:
+            terms = hidden
+            if BLOCK_M < TILE_ROWS:  # the record may end before this part of it
+                terms = tl.where(row < filled, hidden, 0)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
+                w_tile = _weights_tile(w, expert, col, k, BLOCK_N, BLOCK_K, K_MAJOR)
+                acc = add_step(acc, dy.load([row, k]), w_tile, False, PROMOTE)
+            parts = (acc,)
+        for part in tl.static_range(2 if SPLIT else 1):
+            _finish_tile(
                 parts[part],
-                weight,
+                dy_scale_ptr,
+                w_scale_ptr,
                 pre_ptr,
+                weights_ptr,
                 dpre_ptr,
                 act_ptr,
-                rows,
-                in_m,
-                col + part * PART,
+                shares_ptr,
+                num_rows,
+                expert,
+                row + part * HALF_M,
+                end,
+                filled,
+                tile_n,
                 ffn,
+                FP8,
+                HAS_WEIGHTS,
                 KIND,
                 GATED,
                 CLAMP,
                 LIMIT,
                 ALPHA,
                 UP_OFFSET,
+                LEVELS,
             )
-        if HAS_WEIGHTS:
-            tl.store(shares_ptr + tile_n.to(tl.int64) * num_rows + rows, share, mask=in_m)
 
 
 @ep_kernel(

@@ -70,6 +70,84 @@ def _store_act(act_ptr, act_scale_ptr, value, rows, in_m, col, f, OUT: tl.conste
             tl.store(act_ptr + at, rounded.to(tl.bfloat16), mask=inside)
 
 
+@triton.jit
+def _finish(
+    acc,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    row_weights_ptr,
+    act_ptr,
+    act_scale_ptr,
+    pre_ptr,
+    expert,
+    row,
+    end,
+    col,
+    f,
+    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_PRE: tl.constexpr,
+    OUT: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+):
+    """Store what follows from a tile [M, WIDTH] of the product, whose rows from `row` on end before `end`."""
+    HALVES: tl.constexpr = 2 if GATED else 1
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    WIDTH: tl.constexpr = acc.shape[1]
+    rows = row + tl.arange(0, BLOCK_M)
+    in_m = rows < end
+    # Registers of a thread hold both halves of the columns: gate and up, or left and right.
+    first, second = acc.reshape(BLOCK_M, 2, WIDTH // 2).permute(0, 2, 1).split()
+    matrix = expert * HALVES
+    if SCALED:
+        # One factor after the other: the product of two scales may leave float32 where the result does not.
+        x_scale = tl.load(x_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
+        first = first * x_scale
+        second = second * x_scale
+    factor = 1.0
+    if HAS_WEIGHTS:
+        factor = tl.load(row_weights_ptr + rows, mask=in_m, other=0.0)[:, None]
+    if GATED:
+        gs = (first,)
+        us = (second,)
+        PARTS: tl.constexpr = 2 if WIDTH >= 128 else 1
+        if PARTS == 2:  # at once they would take the registers that the other half of the rows needs
+            gs = first.reshape(BLOCK_M, 2, WIDTH // 4).permute(0, 2, 1).split()
+            us = second.reshape(BLOCK_M, 2, WIDTH // 4).permute(0, 2, 1).split()
+        for part in tl.static_range(PARTS):
+            at = col + part * (WIDTH // 4)
+            g = _of_matrix(gs[part], w_scale_ptr, bias_ptr, matrix, at, f, SCALED, HAS_BIAS)
+            u = _of_matrix(us[part], w_scale_ptr, bias_ptr, matrix + 1, at, f, SCALED, HAS_BIAS)
+            value = apply_activation(g, u, KIND, True, CLAMP, LIMIT, ALPHA, UP_OFFSET)
+            # Few registers are left to those that wait for the activation to be stored.
+            g = g.to(tl.bfloat16)
+            u = u.to(tl.bfloat16)
+            _store_act(act_ptr, act_scale_ptr, value * factor, rows, in_m, at, f, OUT)
+            if HAS_PRE:
+                _store_pre(pre_ptr, g, rows, in_m, at, f, 2 * f)
+                _store_pre(pre_ptr + f, u, rows, in_m, at, f, 2 * f)
+    else:
+        for part in tl.static_range(2):
+            at = col + part * (WIDTH // 2)
+            if part == 0:
+                g = first
+            else:
+                g = second
+            g = _of_matrix(g, w_scale_ptr, bias_ptr, matrix, at, f, SCALED, HAS_BIAS)
+            value = apply_activation(g, g, KIND, False, CLAMP, LIMIT, ALPHA, UP_OFFSET)
+            g = g.to(tl.bfloat16)
+            _store_act(act_ptr, act_scale_ptr, value * factor, rows, in_m, at, f, OUT)
+            if HAS_PRE:
+                _store_pre(pre_ptr, g, rows, in_m, at, f, f)
+
+
 @ep_kernel(
     x="{X}",
     w="{W}",
@@ -85,7 +163,7 @@ def _store_act(act_ptr, act_scale_ptr, value, rows, in_m, col, f, OUT: tl.conste
     num_warps=None,
 )
 def gate_up_kernel(
-    x,  # [R, K]: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K]
+    x,  # [R, K]: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K], with SPLIT half as many rows
     w,  # [E, HALVES * F, K]: pointer, or a descriptor of [E * HALVES, F, K], boxes [HALVES, BLOCK_N, BLOCK_K]
     x_scale_ptr,  # [R] float32
     w_scale_ptr,  # [E, HALVES * F] float32
@@ -106,6 +184,7 @@ def gate_up_kernel(
     PROMOTE: tl.constexpr,
     SWAP: tl.constexpr,
     FLATTEN: tl.constexpr,
+    SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_PRE: tl.constexpr,
@@ -124,10 +203,10 @@ def gate_up_kernel(
 ):
     HALVES: tl.constexpr = 2 if GATED else 1
     WIDTH: tl.constexpr = HALVES * BLOCK_N
+    HALF_M: tl.constexpr = BLOCK_M // 2
     tiles_n = tl.cdiv(f, BLOCK_N)
     if TABLE:
-        tiles_m = table_tiles(tiles_ptr, BLOCK_M)
-        num_tiles = tiles_m * tiles_n
+        num_tiles = table_tiles(tiles_ptr, BLOCK_M) * tiles_n
     else:
         starts, sizes, tiles, after = segment_tiles(tiles_ptr, num_rows, num_experts, tiles_n, SP, BLOCK_M)
         num_tiles = tl.sum(tiles)
@@ -137,67 +216,72 @@ def gate_up_kernel(
     offs_w = tl.arange(0, WIDTH) % BLOCK_N
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN, num_stages=STAGES):
         if TABLE:
-            expert, row, end, tile_n = table_tile(tiles_ptr, tile, tiles_m, tiles_n, BLOCK_M, BAND)
+            expert, row, end, filled, tile_n = table_tile(tiles_ptr, tile, tiles_n, BLOCK_M)
         else:
-            expert, row, end, tile_n = segment_tile(starts, sizes, tiles, after, tile, tiles_n, BLOCK_M, BAND)
+            expert, row, end, filled, tile_n = segment_tile(starts, sizes, tiles, after, tile, tiles_n, BLOCK_M, BAND)
         col = tile_n * BLOCK_N
-        rows = row + offs_m
-        in_m = rows < end
-        at_w = (expert * HALVES + half).to(tl.int64) * f + col + offs_w
-        in_w = col + offs_w < f
-        terms = k
-        if TABLE and BLOCK_M < 128:
-            terms = tl.where(row < end, k, 0)
-        if SWAP:
-            acc = tl.zeros((WIDTH, BLOCK_M), dtype=tl.float32)
+        if SPLIT:
+            upper = tl.zeros((HALF_M, WIDTH), dtype=tl.float32)
+            lower = tl.zeros((HALF_M, WIDTH), dtype=tl.float32)
+            # A half of padding is zero, and one without rows nothing.
+            both = tl.where(row + HALF_M < filled, k, 0)
+            for k0 in tl.range(0, both, BLOCK_K, num_stages=STAGES):
+                w_tile = w.load([expert * HALVES, col, k0]).reshape(WIDTH, BLOCK_K).T
+                upper = add_step(upper, x.load([row, k0]), w_tile, False, PROMOTE)
+                lower = add_step(lower, x.load([row + HALF_M, k0]), w_tile, False, PROMOTE)
+            for k0 in tl.range(both, k, BLOCK_K, num_stages=STAGES):
+                w_tile = w.load([expert * HALVES, col, k0]).reshape(WIDTH, BLOCK_K).T
+                upper = add_step(upper, x.load([row, k0]), w_tile, False, PROMOTE)
+            parts = (upper, lower)
         else:
-            acc = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
-        if TMA:
-            for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
-                w_tile = w.load([expert * HALVES, col, k0]).reshape(WIDTH, BLOCK_K)
-                acc = add_step(acc, x.load([row, k0]), w_tile.T, SWAP, PROMOTE)
-        else:
-            x_ptrs = x + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
-            w_ptrs = w + at_w[:, None] * k + offs_k[None, :]
-            for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
-                in_k = (k0 + offs_k < k)[None, :]
-                x_tile = tl.load(x_ptrs + k0, mask=in_m[:, None] & in_k, other=0.0)
-                w_tile = tl.load(w_ptrs + k0, mask=in_w[:, None] & in_k, other=0.0)
-                acc = add_step(acc, x_tile, w_tile.T, SWAP, PROMOTE)
-        if SWAP:
-            acc = acc.T
-        # Registers of a thread hold both halves of the columns: gate and up, or left and right.
-        first, second = acc.reshape(BLOCK_M, 2, WIDTH // 2).permute(0, 2, 1).split()
-        matrix = expert * HALVES
-        if SCALED:
-            # One factor after the other: the product of two scales may leave float32 where the result does not.
-            x_scale = tl.load(x_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
-            first = first * x_scale
-            second = second * x_scale
-        factor = 1.0
-        if HAS_WEIGHTS:
-            factor = tl.load(row_weights_ptr + rows, mask=in_m, other=0.0)[:, None]
-        if GATED:
-            g = _of_matrix(first, w_scale_ptr, bias_ptr, matrix, col, f, SCALED, HAS_BIAS)
-            u = _of_matrix(second, w_scale_ptr, bias_ptr, matrix + 1, col, f, SCALED, HAS_BIAS)
-            value = apply_activation(g, u, KIND, True, CLAMP, LIMIT, ALPHA, UP_OFFSET)
-            # Few registers are left to those that wait for the activation to be stored.
-            g = g.to(tl.bfloat16)
-            u = u.to(tl.bfloat16)
-            _store_act(act_ptr, act_scale_ptr, value * factor, rows, in_m, col, f, OUT)
-            if HAS_PRE:
-                _store_pre(pre_ptr, g, rows, in_m, col, f, 2 * f)
-                _store_pre(pre_ptr + f, u, rows, in_m, col, f, 2 * f)
-        else:
-            for part in tl.static_range(2):
-                at = col + part * (BLOCK_N // 2)
-                if part == 0:
-                    g = first
-                else:
-                    g = second
-                g = _of_matrix(g, w_scale_ptr, bias_ptr, matrix, at, f, SCALED, HAS_BIAS)
-                value = apply_activation(g, g, KIND, False, CLAMP, LIMIT, ALPHA, UP_OFFSET)
-                g = g.to(tl.bfloat16)
-                _store_act(act_ptr, act_scale_ptr, value * factor, rows, in_m, at, f, OUT)
-                if HAS_PRE:
-                    _store_pre(pre_ptr, g, rows, in_m, at, f, f)
+            rows = row + offs_m
+            terms = k
+            if TABLE and BLOCK_M < 128:
+                terms = tl.where(row < filled, k, 0)
+            if SWAP:
+                acc = tl.zeros((WIDTH, BLOCK_M), dtype=tl.float32)
+            else:
+                acc = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
+            if TMA:
+                for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
+                    w_tile = w.load([expert * HALVES, col, k0]).reshape(WIDTH, BLOCK_K)
+                    acc = add_step(acc, x.load([row, k0]), w_tile.T, SWAP, PROMOTE)
+            else:
+                at_w = (expert * HALVES + half).to(tl.int64) * f + col + offs_w
+                x_ptrs = x + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
+                w_ptrs = w + at_w[:, None] * k + offs_k[None, :]
+                for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
+                    in_k = (k0 + offs_k < k)[None, :]
+                    x_tile = tl.load(x_ptrs + k0, mask=(rows < end)[:, None] & in_k, other=0.0)
+                    w_tile = tl.load(w_ptrs + k0, mask=(col + offs_w < f)[:, None] & in_k, other=0.0)
+                    acc = add_step(acc, x_tile, w_tile.T, SWAP, PROMOTE)
+            if SWAP:
+                acc = acc.T
+            parts = (acc,)
+        for part in tl.static_range(2 if SPLIT else 1):
+            _finish(
+                parts[part],
+                x_scale_ptr,
+                w_scale_ptr,
+                bias_ptr,
+                row_weights_ptr,
+                act_ptr,
+                act_scale_ptr,
+                pre_ptr,
+                expert,
+                row + part * HALF_M,
+                end,
+                col,
+                f,
+                SCALED,
+                HAS_BIAS,
+                HAS_WEIGHTS,
+                HAS_PRE,
+                OUT,
+                KIND,
+                GATED,
+                CLAMP,
+                LIMIT,
+                ALPHA,
+                UP_OFFSET,
+            )

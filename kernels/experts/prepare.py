@@ -38,13 +38,14 @@ def weight_maxima_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     strips = tl.cdiv(n, BLOCK_N)
     expert = (tl.program_id(0) // strips).to(tl.int64)
     row = tl.program_id(0) % strips * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = w_ptr + (expert * n + row)[:, None] * k
     largest = tl.zeros((BLOCK_N,), dtype=tl.int32)
-    for first in range(0, k, BLOCK_K):
+    for first in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         col = first + tl.arange(0, BLOCK_K)
         x = tl.load(w_rows + col[None, :], mask=(row < n)[:, None] & (col < k)[None, :], other=0.0).to(tl.float32)
         if COLUMNS:

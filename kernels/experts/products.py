@@ -18,13 +18,24 @@ def table_tiles(tiles_ptr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def table_tile(tiles_ptr, tile, tiles_m, tiles_n, BLOCK_M: tl.constexpr, BAND: tl.constexpr):
-    """(expert, first row, row after the last, column of tiles); without rows if the record has none for this part."""
+def table_tile(tiles_ptr, tile, tiles_n, BLOCK_M: tl.constexpr):
+    """(expert, first row, row after the last, after the last that is not padding, column of tiles) of a tile.
+
+    A part of a record of 128 rows may have none of either kind.
+    """
     PARTS: tl.constexpr = TILE_ROWS // BLOCK_M
-    tile_m, tile_n = in_bands(tile, tiles_m, tiles_n, BAND)
-    record = tiles_ptr + (1 + tile_m // PARTS) * TILE_WORDS
-    first = tl.load(record + 1)
-    return tl.load(record), first + tile_m % PARTS * BLOCK_M, first + tl.load(record + 2), tile_n
+    # All tiles of a band have as many numbers as their records would have one by one.
+    record = tile // (PARTS * tiles_n)
+    band = tl.load(tiles_ptr + (1 + record) * TILE_WORDS + 3)
+    first = record - band % 256
+    height = band // 256 % 256 * PARTS
+    inside = tile - first * (PARTS * tiles_n)
+    tile_m = inside % height
+    record_ptr = tiles_ptr + (1 + first + tile_m // PARTS) * TILE_WORDS
+    row = tl.load(record_ptr + 1)
+    end = row + tl.load(record_ptr + 2)
+    filled = row + tl.load(record_ptr + 3) // 65536
+    return tl.load(record_ptr), row + tile_m % PARTS * BLOCK_M, end, filled, inside // height
 
 
 @triton.jit
@@ -42,7 +53,8 @@ def segment_tile(starts, rows, tiles, after, tile, tiles_n, BLOCK_M: tl.constexp
     num_rows = pick(rows, expert)
     tile_m, tile_n = in_bands(tile - pick(after - tiles, expert), tl.cdiv(num_rows, BLOCK_M), tiles_n, BAND)
     first = pick(starts, expert)
-    return expert, first + tile_m * BLOCK_M, first + num_rows, tile_n
+    end = first + num_rows
+    return expert, first + tile_m * BLOCK_M, end, end, tile_n
 
 
 @triton.jit

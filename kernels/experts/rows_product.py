@@ -15,10 +15,50 @@ Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
 
+import triton
 import triton.language as tl
 
 from ..spec import ep_kernel
 from .products import add_step, segment_tile, segment_tiles, table_tile, table_tiles
+
+
+@triton.jit
+def _weights_tile(w, expert, col, k0, n, k, K_MAJOR: tl.constexpr):
+    """[BLOCK_K, BLOCK_N] of an expert's weights, by descriptor."""
+    if K_MAJOR:
+        return w.load([expert * n + col, k0]).T
+    else:
+        return w.load([expert * k + k0, col])
+
+
+@triton.jit
+def _finish(
+    acc,
+    a_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    row_weights_ptr,
+    rows,
+    in_m,
+    cols,
+    in_n,
+    expert,
+    n,
+    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+):
+    """A tile of the product in bf16: scaled, with bias."""
+    if SCALED:
+        # One factor after the other: the product of two scales may leave float32 where the result does not.
+        acc = acc * tl.load(a_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
+        acc = acc * tl.load(w_scale_ptr + expert.to(tl.int64) * n + cols, mask=in_n, other=0.0)[None, :]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * n + cols, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        if HAS_WEIGHTS:
+            bias = bias * tl.load(row_weights_ptr + rows, mask=in_m, other=0.0)[:, None]
+        acc += bias
+    return acc.to(tl.bfloat16)
 
 
 @ep_kernel(
@@ -35,7 +75,7 @@ from .products import add_step, segment_tile, segment_tiles, table_tile, table_t
     num_warps=None,
 )
 def rows_product_kernel(
-    a,  # [R, K]: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K]
+    a,  # [R, K]: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K], with SPLIT half as many rows
     w,  # pointer, or a descriptor: [E*N, K], boxes [BLOCK_N, BLOCK_K], or [E*K, N], boxes [BLOCK_K, BLOCK_N]
     out,  # with BOX_STORES a descriptor of [R, N], boxes [BLOCK_M, BLOCK_N / 2], else anything
     a_scale_ptr,  # [R] float32
@@ -58,6 +98,7 @@ def rows_product_kernel(
     PROMOTE: tl.constexpr,
     SWAP: tl.constexpr,
     FLATTEN: tl.constexpr,
+    SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -66,10 +107,10 @@ def rows_product_kernel(
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    HALF_M: tl.constexpr = BLOCK_M // 2
     tiles_n = tl.cdiv(n, BLOCK_N)
     if TABLE:
-        tiles_m = table_tiles(tiles_ptr, BLOCK_M)
-        num_tiles = tiles_m * tiles_n
+        num_tiles = table_tiles(tiles_ptr, BLOCK_M) * tiles_n
     else:
         starts, sizes, tiles, after = segment_tiles(tiles_ptr, num_rows, num_experts, tiles_n, SP, BLOCK_M)
         num_tiles = tl.sum(tiles)
@@ -78,57 +119,77 @@ def rows_product_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN, num_stages=STAGES):
         if TABLE:
-            expert, row, end, tile_n = table_tile(tiles_ptr, tile, tiles_m, tiles_n, BLOCK_M, BAND)
+            expert, row, end, filled, tile_n = table_tile(tiles_ptr, tile, tiles_n, BLOCK_M)
         else:
-            expert, row, end, tile_n = segment_tile(starts, sizes, tiles, after, tile, tiles_n, BLOCK_M, BAND)
+            expert, row, end, filled, tile_n = segment_tile(starts, sizes, tiles, after, tile, tiles_n, BLOCK_M, BAND)
         col = tile_n * BLOCK_N
-        rows = row + offs_m
         cols = col + offs_n
-        in_m = rows < end
         in_n = cols < n
-        terms = k
-        if TABLE and BLOCK_M < 128:
-            terms = tl.where(row < end, k, 0)
-        if SWAP:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        if SPLIT:
+            upper = tl.zeros((HALF_M, BLOCK_N), dtype=tl.float32)
+            lower = tl.zeros((HALF_M, BLOCK_N), dtype=tl.float32)
+            # A half of padding is zero, and one without rows nothing.
+            both = tl.where(row + HALF_M < filled, k, 0)
+            for k0 in tl.range(0, both, BLOCK_K, num_stages=STAGES):
+                w_tile = _weights_tile(w, expert, col, k0, n, k, K_MAJOR)
+                upper = add_step(upper, a.load([row, k0]), w_tile, False, PROMOTE)
+                lower = add_step(lower, a.load([row + HALF_M, k0]), w_tile, False, PROMOTE)
+            for k0 in tl.range(both, k, BLOCK_K, num_stages=STAGES):
+                w_tile = _weights_tile(w, expert, col, k0, n, k, K_MAJOR)
+                upper = add_step(upper, a.load([row, k0]), w_tile, False, PROMOTE)
+            parts = (upper, lower)
         else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        if TMA:
-            for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
-                a_tile = a.load([row, k0])
-                if K_MAJOR:
-                    acc = add_step(acc, a_tile, w.load([expert * n + col, k0]).T, SWAP, PROMOTE)
-                else:
-                    acc = add_step(acc, a_tile, w.load([expert * k + k0, col]), SWAP, PROMOTE)
-        else:
-            a_ptrs = a + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
-            w_ptr = w + expert.to(tl.int64) * n * k
-            for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
-                in_k = k0 + offs_k < k
-                a_tile = tl.load(a_ptrs + k0, mask=in_m[:, None] & in_k[None, :], other=0.0)
-                if K_MAJOR:
-                    w_ptrs = w_ptr + cols.to(tl.int64)[:, None] * k + (k0 + offs_k)[None, :]
-                    w_tile = tl.load(w_ptrs, mask=in_n[:, None] & in_k[None, :], other=0.0).T
-                else:
-                    w_ptrs = w_ptr + (k0 + offs_k).to(tl.int64)[:, None] * n + cols[None, :]
-                    w_tile = tl.load(w_ptrs, mask=in_k[:, None] & in_n[None, :], other=0.0)
-                acc = add_step(acc, a_tile, w_tile, SWAP, PROMOTE)
-        if SWAP:
-            acc = acc.T
-        if SCALED:
-            # One factor after the other: the product of two scales may leave float32 where the result does not.
-            acc = acc * tl.load(a_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
-            acc = acc * tl.load(w_scale_ptr + expert.to(tl.int64) * n + cols, mask=in_n, other=0.0)[None, :]
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + expert.to(tl.int64) * n + cols, mask=in_n, other=0.0).to(tl.float32)[None, :]
-            if HAS_WEIGHTS:
-                bias = bias * tl.load(row_weights_ptr + rows, mask=in_m, other=0.0)[:, None]
-            acc += bias
-        result = acc.to(tl.bfloat16)
-        if BOX_STORES:
-            left, right = result.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-            out.store([row, col], left)
-            out.store([row, col + BLOCK_N // 2], right)
-        else:
-            out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_om + cols[None, :]
-            tl.store(out_ptrs, result, mask=in_m[:, None] & in_n[None, :])
+            rows = row + offs_m
+            terms = k
+            if TABLE and BLOCK_M < 128:
+                terms = tl.where(row < filled, k, 0)
+            if SWAP:
+                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            else:
+                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            if TMA:
+                for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
+                    w_tile = _weights_tile(w, expert, col, k0, n, k, K_MAJOR)
+                    acc = add_step(acc, a.load([row, k0]), w_tile, SWAP, PROMOTE)
+            else:
+                a_ptrs = a + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
+                w_ptr = w + expert.to(tl.int64) * n * k
+                for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
+                    in_k = k0 + offs_k < k
+                    a_tile = tl.load(a_ptrs + k0, mask=(rows < end)[:, None] & in_k[None, :], other=0.0)
+                    if K_MAJOR:
+                        w_ptrs = w_ptr + cols.to(tl.int64)[:, None] * k + (k0 + offs_k)[None, :]
+                        w_tile = tl.load(w_ptrs, mask=in_n[:, None] & in_k[None, :], other=0.0).T
+                    else:
+                        w_ptrs = w_ptr + (k0 + offs_k).to(tl.int64)[:, None] * n + cols[None, :]
+                        w_tile = tl.load(w_ptrs, mask=in_k[:, None] & in_n[None, :], other=0.0)
+                    acc = add_step(acc, a_tile, w_tile, SWAP, PROMOTE)
+            if SWAP:
+                acc = acc.T
+            parts = (acc,)
+        for part in tl.static_range(2 if SPLIT else 1):
+            rows = row + part * HALF_M + tl.arange(0, parts[part].shape[0])
+            in_m = rows < end
+            result = _finish(
+                parts[part],
+                a_scale_ptr,
+                w_scale_ptr,
+                bias_ptr,
+                row_weights_ptr,
+                rows,
+                in_m,
+                cols,
+                in_n,
+                expert,
+                n,
+                SCALED,
+                HAS_BIAS,
+                HAS_WEIGHTS,
+            )
+            if BOX_STORES:
+                left, right = result.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+                out.store([row, col], left)
+                out.store([row, col + BLOCK_N // 2], right)
+            else:
+                out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_om + cols[None, :]
+                tl.store(out_ptrs, result, mask=in_m[:, None] & in_n[None, :])

@@ -22,4 +22,4 @@ def tile_table_kernel(
     max_tiles,
     SP: tl.constexpr,
 ):
-    write_tile_table(table_ptr, offs_ptr, num_rows, num_segments, max_tiles, SP)
+    write_tile_table(table_ptr, offs_ptr, offs_ptr, num_rows, num_segments, max_tiles, SP, False)

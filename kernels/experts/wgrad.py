@@ -8,7 +8,8 @@ Protocol      Every tile of every out[e] takes its segment's rows in steps of BL
               which adds to what out holds, empty segments have no tiles.
 Layout        x [R, I], y [R, J] bf16 row-major, out [E, I, J] contiguous: bf16, with ACCUMULATE float32. All of them
               through descriptors, which cut boxes at I and J. Segments hold multiples of BLOCK_R rows, so that no
-              box reaches into the next one; where they start does not matter.
+              box reaches into the next one; where they start does not matter. What is padding at their ends is zero in
+              x or in y, and finite in the other; steps of nothing else are left out.
 Memory order  Boxes are read and written by the copy engine; the kernels follow each other on one stream. An element of
               out is added to once, by one program, so that sums have one order.
 Progress      No program waits.
@@ -44,6 +45,7 @@ def _store_half(out, half, expert, i, j, ACCUMULATE: tl.constexpr, ROWS: tl.cons
     y="{Y}",
     out="{OUT}",
     offs_ptr="*i32",
+    filled_ptr="*i32",
     specialised=("num_i", "num_j"),
     num_warps=None,
 )
@@ -52,6 +54,7 @@ def weight_gradient_kernel(
     y,  # [R, J] bf16: boxes [BLOCK_R, BLOCK_J]
     out,  # [E, I, J]: boxes [1, BLOCK_I, BLOCK_J / 2], with ACCUMULATE [1, BLOCK_I, BLOCK_J / 4]
     offs_ptr,  # [E + 1] int32
+    filled_ptr,  # [E] int32, rows of each segment in front of its padding
     num_rows,
     num_i,
     num_j,
@@ -73,6 +76,7 @@ def weight_gradient_kernel(
     segment = tl.arange(0, EP)
     first = tl.load(offs_ptr + segment, mask=segment < num_experts, other=0)
     rows = tl.load(offs_ptr + segment + 1, mask=segment < num_experts, other=0) - first
+    rows = tl.minimum(rows, tl.load(filled_ptr + segment, mask=segment < num_experts, other=0))
     counted = segment < num_experts
     if ACCUMULATE:
         counted = rows > 0

@@ -215,7 +215,12 @@ def test_between_two_exchanges(precision: str | None) -> None:
     delivered = (lambda rows: rows) if precision is None else quantize_to_rows
     tiles = tile_table(case.offs, case.x.shape[0])
     for table in (tiles, None):
-        desc: Any = SimpleNamespace(expert_offsets=case.offs, tiles=table, num_recv_rows=case.x.shape[0])
+        desc: Any = SimpleNamespace(
+            expert_offsets=case.offs,
+            tiles=table,
+            num_recv_rows=case.x.shape[0],
+            num_recv_tokens_per_expert=torch.diff(case.offs),
+        )
         y, saved = block.forward(delivered(case.x), case.tensors["row_weights"], params, desc, keep=True)
         needs = Needs(True, True, (True, True, True, False))
         got = block.backward(delivered(case.dy), saved, params, desc, needs)

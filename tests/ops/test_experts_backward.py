@@ -196,6 +196,24 @@ def test_gradient_of_weights(sizes: tuple[int, ...], aligned: bool) -> None:
     assert torch.equal(out, weight_gradient(x, y, offs, aligned=aligned, out=torch.empty_like(out)))
 
 
+def test_padding_is_left_out_of_gradients_of_weights() -> None:
+    """The same bits without steps of zeros; a segment of nothing else has zeros, or is not added to."""
+    offs, filled = offs_of((128, 256, 128)), torch.tensor([60, 130, 0], dtype=torch.int32, device=DEVICE)
+    x, y = rows(512, 72, 0), rows(512, 136, 1)
+    for start, count, end in zip(offs.tolist(), filled.tolist(), offs.tolist()[1:], strict=False):
+        x[start + count : end] = 0
+    want = weight_gradient(x, y, offs, aligned=True)
+    assert torch.equal(weight_gradient(x, y, offs, aligned=True, filled=filled), want)
+    y[64:128] = float("nan")  # a step of padding alone is not even read
+    y[384:] = float("nan")
+    assert torch.equal(weight_gradient(x, y, offs, aligned=True, filled=filled), want)
+    main = torch.ones(3, 72, 136, device=DEVICE)
+    weight_gradient(x, y, offs, aligned=True, filled=filled, out=main, accumulate=True)
+    assert torch.equal(main[2], torch.ones_like(main[2])) and not torch.equal(main[0], torch.ones_like(main[0]))
+    with pytest.raises(InputError, match="filled"):
+        weight_gradient(x, y, offs, aligned=True, filled=filled[:2])
+
+
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("sizes", SEGMENTS, ids=str)
 def test_weights_are_added_to(sizes: tuple[int, ...], aligned: bool) -> None:

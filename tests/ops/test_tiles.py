@@ -23,7 +23,7 @@ def _records(table: torch.Tensor) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "sizes",
-    [(1,), (0, 0, 0), (0, 128, 0, 129, 7), (1300, 0, 1), (127, 255, 128)],
+    [(1,), (0, 0, 0), (0, 128, 0, 129, 7), (1300, 0, 1), (2200, 9), (127, 255, 128)],
     ids=str,
 )
 @pytest.mark.parametrize("spare", [0, 200])
@@ -32,7 +32,10 @@ def test_table_is_the_oracles_list(sizes: tuple[int, ...], spare: int) -> None:
     offs = offsets(sizes)
     rows = sum(sizes) + spare
     table = tile_table(offs, rows)
-    want = [(*tile, 0) for tile in oracle.tile_table(offs)]
+    want = [
+        (*tile, 65536 * tile[2] + 256 * height + place)
+        for tile, (height, place) in zip(oracle.tile_table(offs), oracle.tile_bands(offs), strict=True)
+    ]
     assert table.shape == (1 + -(-rows // 128) + len(sizes), 4)
     assert _records(table) == [[len(want), sum(sizes), 0, 0], *map(list, want)]
 

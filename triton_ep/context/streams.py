@@ -17,7 +17,8 @@ class SideStream:
     def fork(self) -> torch.cuda.Stream:
         """The stream, starting from where the current one is now; `join` must follow."""
         if self._made is None:
-            self._made = torch.cuda.Stream(self._device), torch.cuda.Event(), torch.cuda.Event()
+            # As that of `async_finish`: what an exchange waits for must not wait behind the caller's own kernels.
+            self._made = torch.cuda.Stream(self._device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
         side, forked, _ = self._made
         forked.record(current_stream())
         side.wait_event(forked)

@@ -13,7 +13,9 @@ Gradients of weights are bf16 products of rows in bf16, whatever the precision: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,6 +142,22 @@ class ExpertBlock:
             given = type(self.prepared).__name__
             raise InputError(f"prepared goes with precision={self.settings.precision!r}, got {given}.")
 
+    def before(self, params: Params) -> Callable[[], None] | None:
+        """Brings copies of weights up to date that are kept, where they have changed: no row is needed for that."""
+        prepared, names = self.prepared, ("w13", "w2")
+        if prepared is None:
+            return None
+        weights = [(name, weight) for name, weight in zip(names, params, strict=False) if weight is not None]
+        stale = [(name, weight) for name, weight in weights if prepared.is_stale(weight, name=name)]
+        if not stale:
+            return None
+
+        def refresh() -> None:
+            for name, weight in stale:
+                prepared.refresh(weight, name=name)
+
+        return refresh
+
     def forward(
         self, rows: Rows, row_weights: torch.Tensor | None, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
     ) -> tuple[torch.Tensor, Saved]:
@@ -150,7 +168,8 @@ class ExpertBlock:
         self, grad: Rows, saved: Saved, params: Params, desc: EPAllToAllLayoutDesc, needs: Needs
     ) -> ExpertGradients:
         """As `differentiate`, of gradients that a dispatch has delivered."""
-        return self.differentiate(grad, saved, params, desc.expert_offsets, _tiles(desc), needs)
+        filled = desc.num_recv_tokens_per_expert
+        return self.differentiate(grad, saved, params, desc.expert_offsets, _tiles(desc), needs, filled)
 
     @torch.no_grad()
     def run(
@@ -200,11 +219,20 @@ class ExpertBlock:
 
     @torch.no_grad()
     def differentiate(
-        self, grad: Rows, saved: Saved, params: Params, offs: torch.Tensor, tiles: torch.Tensor, needs: Needs
+        self,
+        grad: Rows,
+        saved: Saved,
+        params: Params,
+        offs: torch.Tensor,
+        tiles: torch.Tensor,
+        needs: Needs,
+        filled: torch.Tensor | None = None,
     ) -> ExpertGradients:
         """Gradients from that of the result [R, H], bf16, MXTensor or RowScaled; each only where it is needed.
 
-        Those of the parameters are left to a call, because other ranks wait for that of the rows.
+        Those of the parameters are left to calls, because other ranks wait for that of the rows.
+
+        filled: [E] int32, rows of each segment in front of padding whose gradients are zero; None: there is none.
         """
         w13, w2, b13, b2 = params
         row_weights, aligned = saved["row_weights"], self.settings.aligned
@@ -226,23 +254,32 @@ class ExpertBlock:
             if needs.rows:
                 dx = self._rows_gradient(dpre, w13, offs, tiles)
 
+        values: torch.Tensor | None = None
+
+        @torch.no_grad()
+        def prepare() -> None:
+            nonlocal values
+            if want_w2 or want_b2:
+                values = _values(operand if isinstance(grad, MXTensor) else grad, offs)
+
         @torch.no_grad()
         def of_params() -> Params:
-            nonlocal act
+            nonlocal act, values
             dw13 = dw2 = db13 = db2 = None
-            values = _values(operand if isinstance(grad, MXTensor) else grad, offs) if want_w2 or want_b2 else None
+            if values is None:
+                prepare()
             if values is not None and b2 is not None and want_b2:
                 db2 = bias_gradient(values, offs, row_weights).to(b2.dtype)
             if values is not None and act is not None and want_w2:
-                dw2 = _weight_gradient(w2, values, act, offs, aligned)
+                dw2 = _weight_gradient(w2, values, act, offs, aligned, filled)
             values = act = None  # the rows' values, below, take as much
             if dpre is not None and b13 is not None and want_b13:
                 db13 = bias_gradient(dpre, offs).to(b13.dtype)
             if dpre is not None and want_w13:
-                dw13 = _weight_gradient(w13, dpre, _values(saved["rows"], offs), offs, aligned)
+                dw13 = _weight_gradient(w13, dpre, _values(saved["rows"], offs), offs, aligned, filled)
             return dw13, dw2, db13, db2
 
-        return ExpertGradients(dx, dweights if needs.row_weights else None, of_params)
+        return ExpertGradients(dx, dweights if needs.row_weights else None, of_params, prepare)
 
     def _operand(self, x: Rows, offs: torch.Tensor) -> Rows:
         """Rows as the products of this precision take them."""
@@ -281,16 +318,17 @@ def _values(x: Rows, offs: torch.Tensor) -> torch.Tensor:
 
 
 def _weight_gradient(
-    weight: Any, x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, aligned: bool
+    weight: Any, x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, aligned: bool, filled: torch.Tensor | None
 ) -> torch.Tensor | None:
     """x_e^T y_e as the gradient of a weight; or added to its `main_grad`."""
     main: torch.Tensor | None = getattr(weight, "main_grad", None)
+    compute = partial(weight_gradient, x, y, offs, aligned=aligned, filled=filled)
     if main is None:
-        return weight_gradient(x, y, offs, aligned=aligned).to(weight.dtype)
+        return compute().to(weight.dtype)
     if main.dtype == torch.float32 and main.is_contiguous():
-        weight_gradient(x, y, offs, out=main.view(weight.shape), accumulate=True, aligned=aligned)
+        compute(out=main.view(weight.shape), accumulate=True)
     else:
-        main.view(weight.shape).add_(weight_gradient(x, y, offs, aligned=aligned))
+        main.view(weight.shape).add_(compute())
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -21,13 +21,21 @@ import torch
 from torch.utils import _pytree
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.context.overlap import current_stream
+from triton_ep.context.overlap import EPEvent, current_stream
 from triton_ep.errors import InputError
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops import slots as slot_ops
 from triton_ep.ops.row_scales import RowScaled
 
 Params = Sequence[torch.Tensor | None]
+
+
+def _nothing() -> None:
+    """Where there is nothing to prepare."""
+
+
+def _no_work(params: Params) -> None:
+    """Where there is nothing to do before the rows are there."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,16 @@ class ExpertGradients:
         rows: [R, H] of the layer's dtype, of the rows that were received; rows without a copy may hold anything. None
             where it was not asked for.
         row_weights: [R] float32, of their weights, likewise.
-        params: computes those of the parameters, while the gradient of the rows is on its way. None for one that needs
-            none, or whose gradient has been accumulated elsewhere (Megatron's main_grad).
+        params: computes those of the parameters, called once the gradient of the rows has been sent. None for one that
+            needs none, or whose gradient has been accumulated elsewhere (Megatron's main_grad).
+        prepare: called before `params`, while the gradient of the rows is on its way: for what moves memory. A product
+            that fills the GPU would keep the exchange from its multiprocessors, and with it all other ranks.
     """
 
     rows: torch.Tensor | None
     row_weights: torch.Tensor | None
     params: Callable[[], Params]
+    prepare: Callable[[], None] = _nothing
 
 
 class Experts(Protocol):
@@ -88,6 +99,7 @@ class MoEBlock:
         landing: how rows come to the experts (`EPAll2AllLayer.dispatch`).
         grad_landing: how the gradients of their results do.
         turn: around each pass, with its name: may refuse it.
+        before: what the experts have to do that needs no rows, or None: done beside the dispatch of a forward pass.
     """
 
     layer: EPAll2AllLayer
@@ -95,6 +107,7 @@ class MoEBlock:
     landing: str | None = None
     grad_landing: str | None = None
     turn: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    before: Callable[[Params], Callable[[], None] | None] = _no_work
 
     def __call__(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params
@@ -122,9 +135,23 @@ class MoEBlock:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, params: Params, keep: bool
     ) -> tuple[torch.Tensor, EPAllToAllLayoutDesc, Any]:
         with self.turn("the forward pass of a MoE module"):
-            rows, row_weights, desc = self.layer.dispatch(x, topk_idx, topk_weights, landing=self.landing)
+            rows, row_weights, desc = self._dispatch(x, topk_idx, topk_weights, self.before(params))
             y, saved = self._of_experts(self.experts.forward, rows, row_weights, params, desc, keep)
             return self.layer.combine(y, desc), desc, saved
+
+    def _dispatch(self, *args: Any) -> tuple[Any, torch.Tensor, EPAllToAllLayoutDesc]:
+        """`layer.dispatch` of all arguments but the last, which is work of the experts that needs no rows, or None."""
+        *given, work = args
+        if work is None:
+            received: tuple[Any, torch.Tensor, EPAllToAllLayoutDesc] = self.layer.dispatch(*given, landing=self.landing)
+            return received
+        # Launched first, because a dispatch of exact sizes keeps the host; the exchange has a stream of high priority.
+        start = EPEvent.record()
+        self._of_experts(work)
+        *found, arrived = self.layer.dispatch(*given, landing=self.landing, async_finish=True, previous_event=start)
+        arrived.current_stream_wait()
+        rows, row_weights, desc = found
+        return rows, row_weights, desc
 
     def _of_experts(self, call: Callable[..., Any], *args: Any) -> Any:
         """What the experts return; the other ranks are about to wait for this one."""
@@ -151,16 +178,65 @@ class MoEBlock:
         with self.turn("the backward pass of a MoE module"), ctx.backward_pass():
             grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
             found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
-            grad_x = grad_weights = None
-            of_params: Params
-            if needs.rows:
-                assert found.rows is not None, "asked for"
-                grad_x, of_params = self._combine_beside(found.rows, desc, found.params)
-            else:
-                of_params = self._of_experts(found.params)
-            if needs.row_weights:
-                grad_weights = slot_ops.to_slots(ctx, found.row_weights, self._slots(desc, slots), desc)
+            grad_x, grad_weights = self._send_back(found, desc, slots, needs)
+            compute, row_weights = found.params, found.row_weights
+            del found  # the gradient of the rows, which are more than x has, before the largest products
+            of_params: Params = self._of_experts(compute)
+            self._join(grad_x, grad_weights)
+            del row_weights  # whose memory belongs to this stream
         return grad_x, grad_weights, of_params
+
+    def _send_back(
+        self, found: ExpertGradients, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of x and of topk_weights, on the ranks that these belong to; on a GPU the latter after `_join`.
+
+        There the exchanges have a stream of high priority. The products for the parameters, which come next, fill the
+        GPU. They begin when the gradient of the rows has arrived: else they would keep its programs, here or on other
+        ranks, from multiprocessors. The few that bring the gradients of the weights back find room beside them.
+        """
+        side = self.layer.comm_stream
+        if side is None:
+            grads = self._send_rows(found, desc, needs), self._send_weights(found, desc, slots, needs)
+            self._of_experts(found.prepare)
+            return grads
+        side.wait_stream(current_stream())
+        with torch.cuda.stream(side):
+            grad_x = self._send_rows(found, desc, needs)
+            arrived = EPEvent.record()
+            grad_weights = self._send_weights(found, desc, slots, needs)
+        self._of_experts(found.prepare)
+        arrived.current_stream_wait()
+        return grad_x, grad_weights
+
+    def _join(self, *grads: torch.Tensor | None) -> None:
+        """The current stream waits for what `_send_back` gave, which is memory of the other stream."""
+        side = self.layer.comm_stream
+        if side is None:
+            return
+        current = current_stream()
+        current.wait_stream(side)
+        if not torch.cuda.is_current_stream_capturing():
+            # In a capture nothing else can get it before that stream has waited again.
+            for each in grads:
+                if each is not None:
+                    each.record_stream(current)
+
+    def _send_rows(self, found: ExpertGradients, desc: EPAllToAllLayoutDesc, needs: Needs) -> torch.Tensor | None:
+        """Gradient of x, on the rank that it belongs to."""
+        if not needs.rows:
+            return None
+        assert found.rows is not None, "asked for"
+        return self.layer.combine(found.rows, desc)
+
+    def _send_weights(
+        self, found: ExpertGradients, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs
+    ) -> torch.Tensor | None:
+        """Gradient of topk_weights, on the rank that it belongs to."""
+        if not needs.row_weights:
+            return None
+        assert found.row_weights is not None, "asked for"
+        return slot_ops.to_slots(self.layer.context, found.row_weights, self._slots(desc, slots), desc)
 
     def _refuse_backward(self, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs) -> None:
         """In place of `_backward`: no rank waits for this one, gradients that it had a part in are NaN."""
@@ -175,27 +251,6 @@ class MoEBlock:
         if slots is not None:
             return slots
         return slot_ops.row_slots(self.layer.context, desc, desc.skipped_token_topk_mapping_indices)
-
-    def _combine_beside(
-        self, rows: torch.Tensor, desc: EPAllToAllLayoutDesc, work: Callable[[], Params]
-    ) -> tuple[torch.Tensor, Params]:
-        """`layer.combine`, and what `work` gives, which needs nothing from other ranks: on a GPU at the same time.
-
-        The combine goes first, on the layer's own stream of high priority, so that its programs find a place.
-        """
-        side = self.layer.comm_stream
-        if side is None:
-            return self.layer.combine(rows, desc), self._of_experts(work)
-        current = current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            out = self.layer.combine(rows, desc)
-        done = self._of_experts(work)
-        current.wait_stream(side)  # before `rows` are freed: their memory belongs to the current stream
-        if not torch.cuda.is_current_stream_capturing():
-            # Memory of the other stream. In a capture nothing else can get it before that stream has waited again.
-            out.record_stream(current)
-        return out, done
 
 
 def _as_sent(grad: torch.Tensor) -> torch.Tensor:

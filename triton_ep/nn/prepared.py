@@ -110,6 +110,11 @@ class PreparedWeights:
             if (name or tuple(weight.shape), use) in self._kept:
                 self.get(weight, use, name=name)
 
+    def is_stale(self, weight: torch.Tensor, *, name: str = "") -> bool:
+        """True if a copy of the weight is kept that its next use will have to make anew."""
+        made_of = (*_identity(weight), self._changes)
+        return any(self._is_stale((name or tuple(weight.shape), use), made_of) for use in USES)
+
     def invalidate(self) -> None:
         """Make copies anew at their next use: weights changed in a way that their version counters do not show."""
         self._changes += 1

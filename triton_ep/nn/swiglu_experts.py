@@ -205,7 +205,7 @@ class SwiGLUExperts(nn.Module):
                 rows, row_weights, desc = layer.dispatch(x, routing, weights)
                 return layer.combine(block.forward(rows, row_weights, parameters, desc, keep=False)[0], desc)
         landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
-        return MoEBlock(layer, block, landing, landing, over.use)(x, routing, weights, parameters)
+        return MoEBlock(layer, block, landing, landing, over.use, block.before)(x, routing, weights, parameters)
 
     def _check(self, parameters: Parameters, device: torch.device) -> None:
         """Raise InputError unless nobody has put something else in the parameters' place."""

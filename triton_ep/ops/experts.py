@@ -142,7 +142,7 @@ def launch_gate_up(
     operands: tuple[Any, Any] = (rows, w)
     if tma:
         by_half = Boxes(w, [num_experts * halves, f, k], [f * k, k, 1], [halves, tile.n, tile.k])
-        operands = (boxes(rows, num_rows, k, k, [tile.m, tile.k]), by_half)
+        operands = (boxes(rows, num_rows, k, k, [tile.box_rows, tile.k]), by_half)
     has = (bias is not None, row_weights is not None, keep_pre)
     scaled = x_scale is not None
     constexprs = gate_up_constexprs(tile, num_experts, tma, scaled, has, act, activation_constexprs(activation))
@@ -315,7 +315,7 @@ def launch_rows_product(
         box = [tile.n, tile.k] if k_major else [tile.k, tile.n]
         lines, length = (n, k) if k_major else (k, n)
         operands = (
-            boxes(rows, num_rows, k, k, [tile.m, tile.k]),
+            boxes(rows, num_rows, k, k, [tile.box_rows, tile.k]),
             boxes(weights, num_experts * lines, length, length, box),
             boxes(out, num_rows, n, out.stride(0), [tile.m, tile.n // 2]) if box_stores else out,
         )

@@ -79,7 +79,7 @@ def _down_dgrad(
     runtime.launch(
         plan,
         min(programs(dy.device) * tile.per_sm, most_programs(tile, num_rows, experts, ffn)),
-        dy=Boxes(dy, [num_rows, hidden], [hidden, 1], [tile.m, tile.k]),
+        dy=Boxes(dy, [num_rows, hidden], [hidden, 1], [tile.box_rows, tile.k]),
         w=Boxes(w, [experts, lines, length], [lines * length, length, 1], box),
         # Pointers that are not read are to the tiles.
         dy_scale_ptr=tiles if dy_scale is None else dy_scale,
@@ -272,9 +272,18 @@ def bias_gradient(x: torch.Tensor, offs: torch.Tensor, row_weights: torch.Tensor
 # --- weights ----------------------------------------------------------------------------------------------
 
 
-@library.op("(Tensor x, Tensor y, Tensor offs, Tensor(a!) out, bool accumulate, bool aligned) -> ()", lambda *_: None)
+@library.op(
+    "(Tensor x, Tensor y, Tensor offs, Tensor? filled, Tensor(a!) out, bool accumulate, bool aligned) -> ()",
+    lambda *_: None,
+)
 def _weight_gradient(
-    x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, out: torch.Tensor, accumulate: bool, aligned: bool
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offs: torch.Tensor,
+    filled: torch.Tensor | None,
+    out: torch.Tensor,
+    accumulate: bool,
+    aligned: bool,
 ) -> None:
     num_experts, num_i, num_j = out.shape
     num_rows = x.shape[0]
@@ -287,11 +296,12 @@ def _weight_gradient(
     box = [1, tile.m, tile.n // (4 if accumulate else 2)]
     runtime.launch(
         plan,
-        programs(x.device),
+        programs(x.device) * (1 if INTERPRETING or accumulate else plans.WGRAD_PROGRAMS),
         x=Boxes(x, [num_rows, num_i], [num_i, 1], [tile.k, tile.m]),
         y=Boxes(y, [num_rows, num_j], [num_j, 1], [tile.k, tile.n]),
         out=Boxes(out, [num_experts, num_i, num_j], [num_i * num_j, num_j, 1], box),
         offs_ptr=offs.contiguous(),
+        filled_ptr=torch.diff(offs) if filled is None else filled.contiguous(),
         num_rows=num_rows,
         num_i=num_i,
         num_j=num_j,
@@ -308,6 +318,7 @@ def weight_gradient(
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     aligned: bool = False,
+    filled: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[E, I, J]: x_e^T @ y_e over the rows of each segment; zeros for an empty one. No gradient.
 
@@ -318,6 +329,8 @@ def weight_gradient(
         accumulate: add the result to `out`; what belongs to an empty segment is not touched.
         aligned: every segment holds a multiple of 64 rows: a fifth faster where rows are multiples of 16 bytes. That
             is a promise: rows of other segments are added where it is broken.
+        filled: [E] int32, rows of each segment that are not padding at its end. Products of padding must be zero: with
+            `aligned` most of them are left out.
 
     Raises:
         InputError: shapes, dtypes or devices that do not fit each other.
@@ -341,5 +354,6 @@ def weight_gradient(
             f"out is {out.dtype} {list(out.shape)} with strides {list(out.stride())} on {out.device}; with accumulate="
             f"{accumulate} it must be contiguous {wanted} {list(shape)} on {x.device}."
         )
-    _weight_gradient(x, y, offs, out, accumulate, aligned)
+    _check_vector("filled", filled, [offs.shape[0] - 1], (torch.int32,), x)
+    _weight_gradient(x, y, offs, filled, out, accumulate, aligned)
     return out

@@ -59,9 +59,8 @@ def to_slots(
     width = narrow.hidden
     parts = []
     for first in range(0, topk, width):
-        column = slots.long() - first
-        mine = (column >= 0) & (column < width)
-        rows = torch.zeros(values.shape[0], width, dtype=torch.float32, device=values.device)
-        rows.scatter_(1, column.clamp(0, width - 1).unsqueeze(1), torch.where(mine, values, 0.0).unsqueeze(1))
+        column = torch.arange(first, first + width, dtype=torch.int32, device=values.device)
+        rows = torch.where(slots.unsqueeze(1) == column, values.unsqueeze(1), 0.0)
         parts.append(combine_ops.combine(ctx, narrow, rows, None, desc, of_slots=True))
-    return torch.cat(parts, 1)[:, :topk].contiguous()
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return whole[:, :topk].contiguous()

@@ -109,6 +109,17 @@ def tile_table(offs: torch.Tensor, rows_per_tile: int = 128) -> list[tuple[int, 
     ]
 
 
+def tile_bands(offs: torch.Tensor, most: int = 8) -> list[tuple[int, int]]:
+    """(tiles, place of this one) of the band of every tile of `tile_table`: a segment's, cut into bands of equal height
+    but for the last."""
+    found = []
+    for _, start, end in segments(offs):
+        tiles = -(-(end - start) // 128)
+        height = -(-tiles // max(-(-tiles // most), 1))
+        found += [(min(height, tiles - tile // height * height), tile % height) for tile in range(tiles)]
+    return found
+
+
 def segments(offs: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """(expert, start, end) of every segment, of empty ones too."""
     bounds = offs.tolist()

@@ -22,6 +22,8 @@ SPLITS_COLUMNS = 16
 _SEGMENTS = 4096  # of a program's tile, at most, unless one owner has more
 _PUSH_REGISTERS = 64
 """Of a thread: a program fits beside programs of the kernel that expands rows, which wait for it."""
+SHORT_ROW = 128
+"""Elements of rows that carry gradients of routing weights, at most."""
 EXPANDING = {"num_warps": 4, "maxnreg": 128}
 """Warps and registers of kernels that lay out arrived rows: they fit beside the push, for which they wait."""
 
@@ -156,11 +158,19 @@ def watched_sources(s: Shape, num_warps: int) -> int:
     return fewest if s.interpreted else max(fewest, 32 * num_warps // s.senders)
 
 
+def _short(s: Shape) -> tuple[dict[str, int], dict[str, int]]:
+    """Rows and options for short rows, which tuned tiles were not chosen for: a program finds room on a multiprocessor
+    beside two of the products for gradients of weights, which leave 22,000 registers."""
+    return {} if s.interpreted else {"ROWS": 8}, {"num_warps": 4, "maxnreg": 160}
+
+
 def reduce(s: Shape, has_weights: bool, copies: int = 0) -> Plan:
     """Expert outputs summed per token, for the ranks of this node; `copies` at most: 1 of compact rows, 0 = top-k."""
     common = s.common("WP", "LWP", "MAX_PROGRAMS")
     rows, options = s.chosen("reduce")
-    if copies == 1:
+    if s.hidden <= SHORT_ROW:
+        rows, options = _short(s)
+    elif copies == 1:
         options = {"num_warps": 16} | options  # more would spill registers
     constexprs = {"HAS_WEIGHTS": has_weights, "TOPK": copies or s.topk, **common, **s.summing_tile(), **rows}
     return Plan("combine_reduce_kernel", constexprs, **options)
@@ -206,5 +216,7 @@ def partial(s: Shape, has_weights: bool, reduced: bool) -> Plan:
 def pull(s: Shape, has_weights: bool, reduced: bool) -> Plan:
     """Sums of this rank's tokens."""
     rows, options = s.chosen("pull")
+    if s.hidden <= SHORT_ROW:
+        rows, options = _short(s)
     constexprs = {**_sum(s, has_weights, reduced), **s.common("NNP"), "BLOCK_T": ROUTING_TOKENS, **rows}
     return Plan("combine_pull_kernel", constexprs, **options)

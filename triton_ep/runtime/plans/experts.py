@@ -69,8 +69,8 @@ def offsets_constexprs(has_offsets: bool) -> dict[str, Any]:
 
 
 def maxima_tile(interpreted: bool) -> dict[str, int]:
-    """BLOCK_N and BLOCK_K of the kernel that looks for the largest weights."""
-    return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64}
+    """BLOCK_N and BLOCK_K of the kernel that looks for the largest weights, and how many loads are in flight."""
+    return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64, "STAGES": 1 if interpreted else 3}
 
 
 def prepare_tile(interpreted: bool) -> dict[str, int]:
@@ -93,6 +93,8 @@ class ProductTile:
         swap: the weights' rows are the rows of the product: for few rows.
         flatten: one loop over tiles and steps.
         table: tiles come from the tile table, else from the segments' offsets.
+        split: the tile is summed as two halves of its rows, one after the other: only one of them has a step's sum in
+            registers, and a half without rows costs nothing. With TMA.
     """
 
     m: int
@@ -105,6 +107,12 @@ class ProductTile:
     swap: bool = False
     flatten: bool = False
     table: bool = True
+    split: bool = False
+
+    @property
+    def box_rows(self) -> int:
+        """Rows that are loaded at once."""
+        return self.m // 2 if self.split else self.m
 
     def halved(self) -> ProductTile:
         """For two matrices of half as many columns each."""
@@ -117,7 +125,7 @@ _FP8_FEW = (
     (32, ProductTile(32, 128, 128, 6, 4, promote=True, swap=True, table=False)),
     (64, ProductTile(64, 256, 128, 4, 8, promote=True, swap=True, table=False)),
 )
-_FP8 = ProductTile(64, 128, 128, 4, 4, per_sm=2, promote=True)
+_FP8 = ProductTile(128, 128, 128, 3, 4, per_sm=2, promote=True, split=True)
 _FP8_FAST = ProductTile(128, 256, 128, 3, 8, flatten=True)
 _ANY = 2**31
 
@@ -175,6 +183,7 @@ def tile_constexprs(tile: ProductTile, num_experts: int, tma: bool, scaled: bool
         "PROMOTE": tile.promote,
         "SWAP": tile.swap,
         "FLATTEN": tile.flatten,
+        "SPLIT": tile.split,
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
@@ -209,7 +218,7 @@ def rows_constexprs(
     tile: ProductTile, num_experts: int, tma: bool, scaled: bool, k_major: bool, aligned: bool, has: tuple[bool, bool]
 ) -> dict[str, Any]:
     """Constexprs of the other products of rows. aligned: results may leave in boxes; has: a bias, its row weights."""
-    box_stores = tma and aligned and tile.table and tile.m == TILE_ROWS
+    box_stores = tma and aligned and tile.table and tile.box_rows == TILE_ROWS
     options = {"BOX_STORES": box_stores, "K_MAJOR": k_major, "HAS_BIAS": has[0], "HAS_WEIGHTS": all(has)}
     return {**tile_constexprs(tile, num_experts, tma, scaled), **options}
 
@@ -287,7 +296,7 @@ def _gate_up(
     scaled, halves = how != "bf16", 2 if activation["GATED"] else 1
     element = "fp8e4nv" if scaled else "bf16"
     types = {
-        "x": _operand(element, tma, tile.m, tile.k),
+        "x": _operand(element, tma, tile.box_rows, tile.k),
         "w": _operand(element, tma, halves, tile.n, tile.k),
         "x_scale_ptr": "*fp32" if scaled else "*i32",
         "w_scale_ptr": "*fp32" if scaled else "*i32",
@@ -319,7 +328,7 @@ def _rows(
     element = "fp8e4nv" if scaled else "bf16"
     constexprs = rows_constexprs(tile, experts, tma, scaled, k_major, aligned, (bias is not None, weighted))
     types = {
-        "a": _operand(element, tma, tile.m, tile.k),
+        "a": _operand(element, tma, tile.box_rows, tile.k),
         "w": _operand(element, tma, *((tile.n, tile.k) if k_major else (tile.k, tile.n))),
         "out": f"tensordesc<bf16[{tile.m},{tile.n // 2}]>" if constexprs["BOX_STORES"] else "*bf16",
         "a_scale_ptr": "*fp32" if scaled else "*i32",

@@ -6,38 +6,44 @@ from collections.abc import Mapping
 from typing import Any
 
 from triton_ep.kernels.device.codes import TILE_ROWS
-from triton_ep.runtime.plans.compute import BAND, Tile, wgrad_constexprs
 from triton_ep.runtime.plans.compute import WGRAD as MASKED_WGRAD
 from triton_ep.runtime.plans.compute import WGRAD_ADDED as MASKED_WGRAD_ADDED
+from triton_ep.runtime.plans.compute import Tile, wgrad_constexprs
 from triton_ep.runtime.plans.experts import ProductTile, activation_constexprs
 from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan, next_power_of_2
 
-WGRAD = Tile(128, 256, 64, 4)
+WGRAD = Tile(128, 128, 64, 3, 4)
 """Rows and columns of a weight, and rows of its segment per step: what segments hold multiples of."""
+WGRAD_PROGRAMS = 2
+"""Per multiprocessor: one stores a tile, or waits for a product, while the other multiplies."""
+WGRAD_ADDED = Tile(128, 256, 64, 4)
+"""Where it is added to float32, one program per multiprocessor: memory sets the pace."""
+WGRAD_BAND = 16
 WGRAD_INTERPRETED = Tile(64, 64, 64, 1)
 WEIGHTED_ROWS, WEIGHTED_COLUMNS = 2, 1024
 BIAS_ROWS, BIAS_COLUMNS = 32, 128
 ROW_WEIGHTS, ROW_WEIGHTS_COLUMNS = 16, 256
 
 DOWN_BF16 = ProductTile(128, 256, 64, 4)
-DOWN_FP8 = ProductTile(64, 128, 128, 4, 4, per_sm=2, promote=True)
+DOWN_FP8 = ProductTile(128, 128, 128, 3, 4, per_sm=2, promote=True, split=True)
 DOWN_FAST = ProductTile(128, 256, 128, 4)
 DOWN_INTERPRETED = ProductTile(64, 64, 128, 1, promote=True)
+DOWN_INTERPRETED_FP8 = ProductTile(128, 64, 128, 1, promote=True, split=True)
 DOWN_COLUMNS = 32
 """Of a tile on their way through the activation at once: more, and values spill."""
 
 
 def weight_gradient(num_experts: int, accumulate: bool, interpreted: bool) -> tuple[Plan, Tile]:
     """Gradient of the weights of segments of whole tiles, and the tile."""
-    tile = WGRAD_INTERPRETED if interpreted else WGRAD
+    tile = WGRAD_INTERPRETED if interpreted else WGRAD_ADDED if accumulate else WGRAD
     constexprs = {
         "ACCUMULATE": accumulate,
         "EP": next_power_of_2(num_experts),
         "BLOCK_I": tile.m,
         "BLOCK_J": tile.n,
         "BLOCK_R": tile.k,
-        "BAND": BAND,
+        "BAND": WGRAD_BAND,
         "STAGES": tile.stages,
     }
     return Plan("weight_gradient_kernel", constexprs, tile.warps), tile
@@ -46,7 +52,7 @@ def weight_gradient(num_experts: int, accumulate: bool, interpreted: bool) -> tu
 def down_tile(fp8: bool, fast: bool, interpreted: bool) -> ProductTile:
     """The tile for operands of one kind."""
     if interpreted:
-        return DOWN_INTERPRETED
+        return DOWN_INTERPRETED_FP8 if fp8 else DOWN_INTERPRETED
     return (DOWN_FAST if fast else DOWN_FP8) if fp8 else DOWN_BF16
 
 
@@ -62,7 +68,7 @@ def down_dgrad(tile: ProductTile, fp8: bool, k_major: bool, has_weights: bool, a
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
         "LEVELS": (tile.n // DOWN_COLUMNS).bit_length() - 1,
-        "BAND": BAND,
+        "SPLIT": tile.split,
         "STAGES": tile.stages,
         "FLATTEN": tile.flatten,
     }
@@ -151,7 +157,7 @@ def _down(how: str, weighted: bool, activation: Mapping[str, Any]) -> KernelRequ
     tile = down_tile(fp8, how == "fast", interpreted=False)
     element, scale = ("fp8e4nv", "*fp32") if fp8 else ("bf16", "*i32")
     types = {
-        "dy": f"tensordesc<{element}[{tile.m},{tile.k}]>",
+        "dy": f"tensordesc<{element}[{tile.box_rows},{tile.k}]>",
         "w": f"tensordesc<{element}[1,{f'{tile.n},{tile.k}' if fp8 else f'{tile.k},{tile.n}'}]>",
         "dy_scale_ptr": scale,
         "w_scale_ptr": scale,
