@@ -47,10 +47,10 @@ def dispatch(
     split: the caller launches the receiving half; otherwise it has been launched.
     """
     rows = dispatch_ops.quantize(ctx, request.rows)
-    routing, placement = _exchange_splits(ctx, request, landing)
+    routing, placement = preprocess(ctx, request, landing)
     # From here on the other ranks wait for this one: `told` sees it by this number.
     ctx.num_dispatches += 1
-    arrivals = _count_arrivals(ctx, request, landing, placement)
+    arrivals = init_output_buffer(ctx, request, landing, placement)
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
     routing_ops.place(ctx, fmt, routing, placement, request.scatter)
     has_weights = routing.weights is not None
@@ -85,10 +85,13 @@ def dispatch(
     return Sent(received, desc, arrivals.host_counts, receive)
 
 
-def _exchange_splits(
+def preprocess(
     ctx: DispatchCombineContext, request: Request, landing: Landing[Any]
 ) -> tuple[routing_ops.Routing, torch.Tensor]:
-    """Count entries, give them slots, and exchange the counts of all ranks; what they say is the second."""
+    """Count entries, give them slots, and exchange the counts of all ranks: routing, and what the ranks said.
+
+    The step has its name from the specification of `EPAll2AllLayer`.
+    """
     ids, bad_scatter = request.ids, None
     if request.scatter is not None and isinstance(ids, torch.Tensor):
         num_experts = ctx.config.num_experts
@@ -118,10 +121,10 @@ def _host_word(ctx: DispatchCombineContext, request: Request, deduplicated: bool
     )
 
 
-def _count_arrivals(
+def init_output_buffer(
     ctx: DispatchCombineContext, request: Request, landing: Landing[Any], placement: torch.Tensor
 ) -> Arrivals:
-    """What arrives here.
+    """What arrives here, in buffers that are large enough. (The name is the specification's.)
 
     Where the host reads it, errors of any rank surface on all, before any row is sent, and buffers grow, by the same
     numbers on all ranks; otherwise buffers are large enough, and errors are left to `check`.
