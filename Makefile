@@ -18,7 +18,7 @@ PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist l
 SOURCES := triton_ep kernels aot tests examples tools docs/pictures docs/site_hooks.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site site-browser site-test aot bench test-gpu api clean
+.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site site-packages site-browser site-test aot bench test-gpu api clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -58,8 +58,10 @@ docs: $(READY)  ## run the code blocks of the pages and follow their links
 	$(RUN) -m pytest tests/unit/test_docs.py
 
 # A .venv on a machine's own torch has no pip: there the site needs mkdocs beside that torch.
-site: $(READY)  ## the documentation as a site, in build/site; a warning is a failure
+site-packages: $(READY)
 	@$(BIN)/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[docs]'
+
+site: site-packages  ## the documentation as a site, in build/site; a warning is a failure
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 site-browser: $(READY)  # Chromium from the system's packages, and what drives it

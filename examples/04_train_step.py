@@ -14,6 +14,7 @@ the last sixth of the steps, and whether that of MXFP8 is within 1 % of bf16's o
 
 import argparse
 import csv
+import math
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_atte
 
 from triton_ep import finalize_distributed, initialize_distributed
 from triton_ep.distributed import current_heap, launched_by, run_ranks
-from triton_ep.nn import MoE, finalize_exchanges
+from triton_ep.nn import MoE, clip_grad_norm_, finalize_exchanges
 
 VOCABULARY, HEADS, BALANCE = 64, 4, 0.01
 SUCCESSORS = torch.tensor([0.5, 0.25, 0.15, 0.1])
@@ -87,12 +88,17 @@ class Model(nn.Module):
 
 
 class MasterAdam:
-    """Adam over float32 copies of the parameters: bf16 ones are too coarse to add small steps to."""
+    """Adam over float32 copies of the parameters: bf16 ones are too coarse to add small steps to.
 
-    def __init__(self, model: Model, lr: float):
+    The rate rises over the first steps and falls to zero by the last, so that the last losses tell the runs apart.
+    """
+
+    def __init__(self, model: Model, lr: float, steps: int):
         self.parameters = list(model.parameters())
         self.masters = [p.detach().float().clone() for p in self.parameters]
         self.adam = torch.optim.Adam(self.masters, lr=lr)
+        shape = lambda step: min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / steps))  # noqa: E731
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.adam, shape)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -100,6 +106,7 @@ class MasterAdam:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             master.grad, parameter.grad = parameter.grad.float(), None
         self.adam.step()
+        self.schedule.step()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.copy_(master)
 
@@ -121,7 +128,7 @@ def train(args: argparse.Namespace, payload: str | None, seed: int) -> list[floa
     rank, world_size, device = dist.get_rank(), dist.get_world_size(), current_heap().device
     torch.manual_seed(seed)  # on all ranks: the same routers and attention, and different experts
     model = Model(args, payload).to(device)
-    optimizer = MasterAdam(model, args.lr)
+    optimizer = MasterAdam(model, args.lr, args.steps)
     sharded = {id(p) for block in model.blocks for p in block.moe.experts.parameters()}
     num_tokens = world_size * args.sequences * args.length  # of all ranks, so that gradients are summed, not averaged
     losses = torch.zeros(args.steps, device=device)
@@ -133,6 +140,7 @@ def train(args: argparse.Namespace, payload: str | None, seed: int) -> list[floa
         for parameter in model.parameters():
             if id(parameter) not in sharded:
                 dist.all_reduce(parameter.grad)
+        clip_grad_norm_(model, 1.0)
         optimizer.step()
     dist.all_reduce(losses)
     return losses.tolist()

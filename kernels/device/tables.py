@@ -42,7 +42,7 @@ Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank
                   expert_offsets  0 2 3, num_recv 2 1, overflow 0 and number 1, tokens_from_node 2
                   row             0 1 1 0 of experts, 1 1 of ranks, 2 of the node, 0 to a multiple of 4, tail 2 0 0 130
                   bases           1 1 1 3, then 0 0 1 2, then 1 2
-                  tiles           (2, 3, 0, 0), (0, 0, 2, 0), (1, 2, 1, 0)
+                  tiles           (2, 3, 0, 0), (0, 0, 2, 131328), (1, 2, 1, 65792): 65536 * filled + 256 * height
 Parts         Steps of a dispatch begin and end at 64ths of a rank's tokens. Of 4 steps (`part_of_step`) they are 0, 28,
               48, 60, 64: of 128 chunks 56, 40, 24, 8. A combine stages of a source with 64 rows 1, 4, 9, 16, 25, 36,
               49, 64 after each of its 8 steps (`staged_part`, staging.py).

@@ -117,7 +117,8 @@ def _finish(
     if GATED:
         gs = (first,)
         us = (second,)
-        PARTS: tl.constexpr = 2 if WIDTH >= 128 else 1
+        WHOLE: tl.constexpr = BLOCK_M >= 128 and OUT != _BF16  # sm_100 would spill what it quantises in parts
+        PARTS: tl.constexpr = 2 if WIDTH >= 128 and not WHOLE else 1
         if PARTS == 2:  # at once they would take the registers that the other half of the rows needs
             gs = first.reshape(BLOCK_M, 2, WIDTH // 4).permute(0, 2, 1).split()
             us = second.reshape(BLOCK_M, 2, WIDTH // 4).permute(0, 2, 1).split()

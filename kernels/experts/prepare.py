@@ -26,7 +26,11 @@ from ..spec import Variant, ep_kernel
     row_max_ptr="*i32",
     column_max_ptr="*i32",
     specialised=("n", "k"),
-    variants=(Variant({"ROWS": False, "COLUMNS": True, "BLOCK_N": 128, "BLOCK_K": 64}, {"W": "fp32"}, ("n", "k")),),
+    variants=(
+        Variant(
+            {"ROWS": False, "COLUMNS": True, "BLOCK_N": 128, "BLOCK_K": 64, "STAGES": 3}, {"W": "fp32"}, ("n", "k")
+        ),
+    ),
 )
 def weight_maxima_kernel(
     w_ptr,  # [E, N, K] bf16 or fp32

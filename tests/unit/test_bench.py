@@ -93,7 +93,7 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert tables.CPU_NOTE in out and "nodes 2, ranks 2, tokens 6, hidden 32, topk 2, experts 4" in out
     shown = out.split(tables.CPU_NOTE)[1]
     assert not any(word in shown for word in ("speed is", "GB/s", "bound", "copy_engine", "CUPTI"))
-    assert len(re.findall(r"^(dispatch|combine|roundtrip) +(triton_ep|gloo) .* m?s\b", shown, re.MULTILINE)) == 6
+    assert len(re.findall(r"^(dispatch|combine|roundtrip) +(triton_ep|gloo) .* [mu]?s\b", shown, re.MULTILINE)) == 6
     assert "<svg" in (tmp_path / "times.svg").read_text() and (tmp_path / "kernels.png").stat().st_size > 1000
 
 

@@ -188,7 +188,7 @@ def test_key_of_a_layer(changes: dict[str, Any], key: Key) -> None:
 
 def test_kernels_take_what_the_entry_says() -> None:
     """On a GPU: rows and warps; registers so that push and expand fit side by side. Interpreted: nothing."""
-    config = _config(tuned=ENTRY, enable_local_combine=True)
+    config = _config(tuned=ENTRY, enable_local_combine=True, hidden=256)
 
     def plans_of(config: EPConfig, interpreted: bool) -> list[Plan]:
         s = config.shape(interpreted=interpreted)
@@ -401,7 +401,7 @@ def test_doctor_names_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     plan = judge(machine)
     plan = replace(plan, backend="host")
     found = doctor._tuned_tables(plan)
-    assert f"{path}: 1 entries, 1 for this machine" in doctor.page(machine, plan, None, "", found)
+    assert f"{path}: 1 entries, 1 for this machine" in doctor.page(machine, plan, None, "", found, {})
     keys = doctor.as_json(machine, plan, None, "", found)["tuned_tables"][0]["keys"]
     assert keys == ["cpu, 1 x 2 ranks, bf16, hidden 32, up to 8 tokens"]
     path.write_text("x = 1")
