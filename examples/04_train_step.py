@@ -97,8 +97,9 @@ class MasterAdam:
         self.parameters = list(model.parameters())
         self.masters = [p.detach().float().clone() for p in self.parameters]
         self.adam = torch.optim.Adam(self.masters, lr=lr)
-        shape = lambda step: min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / steps))  # noqa: E731
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.adam, shape)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.adam, lambda step: min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+        )
 
     @torch.no_grad()
     def step(self) -> None:

@@ -455,7 +455,7 @@ class EPAll2AllLayer:
     def dispatch_noting(
         self, rows: Rows, given: torch.Tensor | RoutingMap, weights: torch.Tensor | None
     ) -> tuple[Rows, torch.Tensor | None, EPAllToAllLayoutDesc, torch.Tensor]:
-        """`dispatch` or `dispatch_scaled` for front doors, with output rows [C, K] int32 of each arrival row.
+        """`dispatch` or `dispatch_scaled` for integrations, with output rows [C, K] int32 of each arrival row.
 
         given: expert ids, or a routing map, with which the door has looked at all arguments.
 

@@ -55,17 +55,18 @@ def _measure(side: str, commands: list[str], repeats: int, folder: str) -> None:
 
 def _settings(command: str) -> Any:
     from triton_ep.cli import bench
-    from triton_ep.runtime.launch import INTERPRETING
 
+    # Set when a checkout's ranks or their starter were imported; names of modules differ between checkouts.
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     arguments = parser.parse_args(command.split())
     ranks = 4
-    if not INTERPRETING:
+    if not interpreting:
         import torch
 
         ranks = torch.cuda.device_count()
-    return bench.settings_of(arguments, ranks, interpreting=INTERPRETING)
+    return bench.settings_of(arguments, ranks, interpreting=interpreting)
 
 
 def _turn(folder: str) -> str:
@@ -80,8 +81,7 @@ def _give_turn(folder: str, turn: str) -> None:
 
 def _work(side: str, folder: str, repeats: int, commands: list[str]) -> None:
     """A checkout's process, which starts its ranks."""
-    import triton_ep.runtime.launch  # noqa: F401  before torch's Triton: decides whether kernels are interpreted
-    from triton_ep.distributed import run_ranks
+    from triton_ep.distributed import run_ranks  # before torch's Triton: decides whether kernels are interpreted
 
     run_ranks(_measure, _settings(commands[0]).ranks, side, commands, repeats, folder)
 

@@ -1,4 +1,4 @@
-"""The front door of the grouped GEMM: bf16 and MX operands, and which path computes what."""
+"""The entry point of the grouped GEMM: bf16 and MX operands, and which path computes what."""
 
 from __future__ import annotations
 

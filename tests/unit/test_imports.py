@@ -38,7 +38,7 @@ LAYERS = {
     "triton_ep.cli": 9,
 }
 # Kernels are named by those who launch them. Constants of `kernels.device` (which wait is which, which
-# buffer is where) are shared with the host side that allocates and reports; front doors see neither.
+# buffer is where) are shared with the host side that allocates and reports; integrations see neither.
 IMPORTERS_OF_KERNELS = (
     "triton_ep.ops",
     "triton_ep.runtime",
@@ -122,7 +122,7 @@ def _violations(module: str, path: Path) -> Iterator[str]:
         if target.startswith("triton_ep.kernels") and not (shared or module.startswith(IMPORTERS_OF_KERNELS)):
             yield f"{where}: kernels are launched by ops"
         if target.startswith("triton_ep.heap") and own == FRONT_DOOR:
-            yield f"{where}: a front door takes what the layer or distributed offers"
+            yield f"{where}: an integration takes what the layer or distributed offers"
         if module.startswith("triton_ep.reference") and not target.startswith("triton_ep.reference"):
             yield f"{where}: an oracle must not share the bug"
         layer = _layer(target)

@@ -155,7 +155,7 @@ def dispatch_low_latency(
 ) -> Sent[dispatch_ops.Received]:
     """`dispatch` of a low-latency layer: push, then wait and land, expert-major. The host waits for nothing."""
     rows, ids = request.rows, request.ids
-    assert isinstance(ids, torch.Tensor), "no front door has maps for it"
+    assert isinstance(ids, torch.Tensor), "no integration has maps for it"
     ctx.num_dispatches += 1  # before the push, for which others wait; `told` as above
     scaled = rows.scale is not None and ctx.config.payload is None
     word = HOST_REJECTED * request.refused | HOST_SCALED * scaled

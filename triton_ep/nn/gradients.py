@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from triton_ep.errors import InputError
 from triton_ep.nn.moe import MoE
+from triton_ep.nn.swiglu_experts import local_part
 
 
 @torch.no_grad()
@@ -45,15 +46,15 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in module.parameters():
         if parameter.grad is not None:
-            _local(parameter.grad).mul_(factor.to(parameter.device))
+            local_part(parameter.grad).mul_(factor.to(parameter.device))
     return total
 
 
 def _norm_of_experts(moe: MoE, norm_type: float) -> torch.Tensor:
     """Of the gradients of all ranks' experts. Collective over the module's group, then over that of FSDP's shards."""
     parameters = list(moe.experts.parameters())
-    local = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    device = _local(parameters[0]).device
+    local = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    device = local_part(parameters[0]).device
     norm = _norm([torch.linalg.vector_norm(grad.float(), norm_type) for grad in local], norm_type).to(device)
     groups: list[Any] = [moe._connection.group]
     mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
@@ -70,7 +71,3 @@ def _norm(norms: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The norm of tensors with these norms."""
     found = list(norms)
     return torch.linalg.vector_norm(torch.stack(found), norm_type) if found else torch.zeros(())
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

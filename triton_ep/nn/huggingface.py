@@ -128,7 +128,7 @@ def huggingface_state(moe: MoE, layout: str, prefix: str = "") -> dict[str, torc
     if not experts.activation.gated or experts.b2 is not None:
         raise InputError(f"layout {layout!r} has gated experts without biases.")
     if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
-        raise InputError("the experts are sharded by FSDP; gather them first (summon or full_tensor).")
+        raise InputError("the experts are sharded by FSDP; gather them first (DTensor.full_tensor).")
     state = {}
     for local in range(experts.num_local_experts):
         gate, up = _gate_up(moe, local)

@@ -129,16 +129,16 @@ class SwiGLUExperts(nn.Module):
     def gate_up_weight(self) -> torch.Tensor:
         """[e, 2F, H], gate rows first (not gated: [e, F, H]); differentiable."""
         if not self.separate:
-            return _local(self.w13)
-        return self._joined_weight(_local(self.w1), _local(self.w3))
+            return local_part(self.w13)
+        return self._joined_weight(local_part(self.w1), local_part(self.w3))
 
     def gate_up_bias(self) -> torch.Tensor | None:
         """[e, 2F], or None."""
         if self.b2 is None:
             return None
         if not self.separate:
-            return _local(self.b13)
-        return self._joined_bias(_local(self.b1), _local(self.b3))
+            return local_part(self.b13)
+        return self._joined_bias(local_part(self.b1), local_part(self.b3))
 
     def invalidate(self) -> None:
         """The weights have changed, and torch's version counters do not show it: make what is kept of them anew."""
@@ -158,10 +158,10 @@ class SwiGLUExperts(nn.Module):
 
     def parameters_now(self) -> Parameters:
         """w13, w2, b13, b2 as the products take them; differentiable. For bf16 rows, other weights are cast."""
-        w13, w2 = self.gate_up_weight(), _local(self.w2)
+        w13, w2 = self.gate_up_weight(), local_part(self.w2)
         if self.payload is None and w2.dtype != torch.bfloat16:
             w13, w2 = w13.to(torch.bfloat16), w2.to(torch.bfloat16)
-        return w13, w2, self.gate_up_bias(), None if self.b2 is None else _local(self.b2)
+        return w13, w2, self.gate_up_bias(), None if self.b2 is None else local_part(self.b2)
 
     def forward(
         self,
@@ -260,7 +260,8 @@ def _check_sizes(hidden: int, ffn: int, payload: str | None) -> None:
             )
 
 
-def _local(weight: torch.Tensor) -> torch.Tensor:
+def local_part(weight: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: of a DTensor its shard."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 

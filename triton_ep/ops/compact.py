@@ -1,5 +1,5 @@
 """Compact rows (kernels/intranode/compact.py), slabs (kernels/compute/slab.py), where tokens go
-(kernels/compute/token_layout.py): what front doors need beside expert-major rows."""
+(kernels/compute/token_layout.py): what integrations need beside expert-major rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Launchers of the grouped GEMM in bf16 (kernels/compute/grouped_gemm.py): rows in groups, one matrix per group.
 
-`ops.grouped_gemm` is the front door; it takes MX operands too.
+`ops.grouped_gemm` is the entry point; it takes MX operands too.
 """
 
 from __future__ import annotations

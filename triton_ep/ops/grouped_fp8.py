@@ -1,6 +1,6 @@
 """Launchers of the grouped GEMM on MXFP8 operands (kernels/compute/grouped_fp8.py), for few rows per expert.
 
-`ops.grouped_gemm` is the front door; it takes MXTensor.
+`ops.grouped_gemm` is the entry point; it takes MXTensor.
 """
 
 from __future__ import annotations

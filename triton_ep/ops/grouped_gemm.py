@@ -108,7 +108,7 @@ def _grouped_mx(
     return scaled_gemm((a, a_scale), (w, w_scale), offs, out_dtype=out_dtype)
 
 
-# --- the front door ---------------------------------------------------------------------------------------
+# --- the entry point --------------------------------------------------------------------------------------
 
 
 def equal_scales(x: MXOperand) -> EqualScales:
