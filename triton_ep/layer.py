@@ -514,15 +514,12 @@ class EPAll2AllLayer:
             ConfigError: a layer with payload, capacity or low_latency.
             PeerFailed, WaitTimeout: as `dispatch`.
         """
-        checks.check_compact_layer(self.config, num_rows)
+        checks.check_compact_layer(self.config)
         self._begin()
         given, ctx = Rows(input, scale), self.context
 
         def send() -> tuple[_CompactFields, Callable[[], None]]:
-            checks.check_overlap(False, async_finish, previous_event)
-            refusals.check_compact(ctx, given, exp_indices, weight, num_rows)
-            if num_rows is not None:
-                ctx.make_room_for_all()
+            refusals.check_compact(ctx, given, exp_indices, weight, num_rows, (async_finish, previous_event))
             request = Request(given.as_bytes(), exp_indices, weight, num_rows=num_rows)
             sent = steps.dispatch(ctx, request, Deduplicated(exp_indices.dtype))
             rows, ids = sent.received, sent.received.topk_idx
@@ -595,7 +592,7 @@ class EPAll2AllLayer:
                 num_tokens = layout_desc.num_dispatch_token_cur_rank
                 checks.check_rows(self.config, ctx.device, input, num_tokens, scale)
             except _Refused:
-                refusals.refuse(ctx, Deduplicated(), scaled=scale is not None, num_rows=0)
+                refusals.refuse(ctx, Deduplicated(), scaled=scale is not None, others_know=True)
                 raise
             sent = steps.dispatch(ctx, _again(given.as_bytes(), layout_desc), Deduplicated())
             return Rows(sent.received.x, sent.received.scale).like(given), sent.receive

@@ -1,10 +1,12 @@
 """Compact rows: one per (token, rank), against the plain-torch reference; sent again; summed; their ids and weights."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from triton_ep import CapacityError, ConfigError, EPAll2AllLayer, InputError, StaleHandleError
+from triton_ep import CapacityError, ConfigError, EPAll2AllLayer, InputError, PeerFailed, StaleHandleError
 from triton_ep.distributed import current_heap
 from triton_ep.ops import compact as compact_ops
 from triton_ep.reference import compact as reference
@@ -17,6 +19,7 @@ CASES = {
     "many_experts_int64": {"tokens": (7, 3, 5, 18), "hidden": 40, "topk": 4, "experts": 34, "idx_dtype": torch.int64},
     "empty_rank_fp32": {"tokens": (6, 0, 9, 0), "hidden": 24, "topk": 3, "experts": 4, "dtype": torch.float32},
     "duplicates_odd": {"tokens": (5, 8), "hidden": 37, "topk": 3, "experts": 4, "routing": "duplicates"},
+    "one_expert": {"tokens": (3, 5), "hidden": 16, "topk": 1, "experts": 2},
     "all_dropped": {"tokens": (4, 6), "hidden": 16, "topk": 2, "experts": 2, "routing": "all_dropped"},
 }
 
@@ -169,6 +172,42 @@ def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
     """Too many tokens on one rank, other layers' and other dispatches' descriptors, rows that do not fit."""
     run_ranks(_check_errors, nodes, ranks_per_node)
+
+
+def _check_first_refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
+    case, world_size = CASES["one_expert"], nodes * ranks_per_node
+    work, room = _works(world_size, case, 0)[rank], world_size * max(case["tokens"])
+    device = current_heap().device
+    x, idx = work.x.to(device), work.topk_idx.to(device)
+    mistakes = [  # of rank 1
+        ({"exp_indices": idx.float()}, "exp_indices must be"),
+        ({"num_rows": -1}, "num_rows is -1"),
+        ({"previous_event": "an event"}, "previous_event is for"),
+    ]
+    for wrong, message in mistakes:
+        given = {"input": x, "exp_indices": idx, "num_rows": room}
+        with _layer(rank, nodes, ranks_per_node, case) as layer:
+            assert layer.context.sizes.output_rows < room
+            if rank == 1:
+                with pytest.raises(InputError, match=message):
+                    layer.dispatch_compact(**given | wrong)
+            else:
+                layer.dispatch_compact(**given)
+                with pytest.raises(PeerFailed, match="rank 1 rejected its arguments"):
+                    layer.check()
+            got = layer.dispatch_compact(**given)
+            layer.check()
+            with pytest.raises(InputError if rank == 1 else PeerFailed):
+                layer.dispatch_compact(x, idx.float() if rank == 1 else idx)
+            with pytest.raises(InputError) if rank == 1 else nullcontext():
+                layer.dispatch_compact_again(x[:1] if rank == 1 else x, got.layout_desc)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])  # of fewer, the layer has room for all from the start
+def test_the_first_call_with_num_rows_is_refused_on_one_rank(run_ranks, nodes, ranks_per_node):
+    """The buffers grow on all ranks, the others learn of the refusal from `check`, and the next calls work."""
+    run_ranks(_check_first_refusals, nodes, ranks_per_node)
 
 
 def test_token_layout_counts_each_rank_once():

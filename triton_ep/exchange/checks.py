@@ -195,20 +195,19 @@ def check_kind(cfg: EPConfig, before: bool | None, scaled: bool) -> None:
         )
 
 
-def check_compact_layer(cfg: EPConfig, num_rows: int | None = None) -> None:
-    """Raise unless the layer has compact rows, and `num_rows` is a number of them, or None.
-
-    Raises:
-        ConfigError: a layer with payload or capacity (low latency has one).
-        InputError: a negative number.
-    """
+def check_compact_layer(cfg: EPConfig) -> None:
+    """Raise ConfigError if the layer has no compact rows: one with payload or capacity (low latency has one)."""
     for name, value in (("payload", cfg.payload), ("capacity", cfg.recv_capacity)):
         if value is not None:
             raise ConfigError(
                 f"compact rows are for layers that send rows as they are and size their outputs, but this one has "
                 f"{name}={value!r}. Make a layer without; for outputs of a fixed size pass num_rows."
             )
-    if num_rows is not None and num_rows < 0:
+
+
+def check_num_rows(num_rows: Any) -> None:
+    """Raise InputError unless `num_rows` of `dispatch_compact` is None or a number of rows."""
+    if num_rows is not None and not (isinstance(num_rows, int) and num_rows >= 0):
         raise InputError(f"num_rows is {num_rows}; it must be None (exact) or a number of rows.")
 
 

@@ -63,8 +63,11 @@ def check_compact(
     ids: torch.Tensor,
     weights: torch.Tensor | None,
     num_rows: int | None,
+    ending: tuple[bool, Any],
 ) -> None:
     """Raise what this rank sees in the arguments of `dispatch_compact`; the other ranks are told.
+
+    ending: async_finish and previous_event.
 
     Raises:
         InputError: an argument does not fit.
@@ -72,6 +75,8 @@ def check_compact(
     """
     cfg, x, scaled = ctx.config, rows.data, rows.scale is not None
     try:
+        checks.check_overlap(False, *ending)
+        checks.check_num_rows(num_rows)
         if num_rows is None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] > cfg.max_tokens:
             checks.check_rows(cfg, ctx.device, x, None, rows.scale)
         else:
@@ -80,7 +85,7 @@ def check_compact(
         if num_rows is None:
             refuse(ctx)
         else:  # the others go on without this rank's rows, so it keeps in step
-            refuse(ctx, Deduplicated(), scaled=scaled, num_rows=num_rows)
+            refuse(ctx, Deduplicated(), scaled=scaled, num_rows=0)
         raise
     if x.shape[0] > cfg.max_tokens:
         refuse(ctx, needed_tokens=x.shape[0])

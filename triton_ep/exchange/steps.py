@@ -44,8 +44,13 @@ def dispatch(
 ) -> Sent[Received]:
     """Send the rows of a request; all steps of it.
 
+    Buffers that the host cannot grow later, because it reads no counts, grow first: on ranks with refused arguments as
+    on the others, which wait for them.
+
     split: the caller launches the receiving half; otherwise it has been launched.
     """
+    if request.num_rows is not None and request.routed is None and ctx.config.recv_capacity is None:
+        ctx.make_room_for_all()
     rows = dispatch_ops.quantize(ctx, request.rows)
     routing, placement = preprocess(ctx, request, landing)
     # From here on the other ranks wait for this one: `told` sees it by this number.
