@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 CPU := not gpu and not multi_gpu
 # Ranks are processes: more than one compute thread each only makes them fight for the cores.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
@@ -30,41 +31,41 @@ demo: $(READY)  ## a small MoE layer on 4 ranks as 2 nodes x 2, compared with a 
 doctor: $(READY)  ## what this machine has, what will be used, what to install
 	$(RUN) -m triton_ep.cli doctor
 
-test: $(READY)  ## lint, types, then every test that needs no GPU; those with ranks again in chaos mode
+test: $(TOOLS)  ## lint, types, then every test that needs no GPU; those with ranks again in chaos mode
 	@$(MAKE) --no-print-directory -j 2 checks kernels-of-tests
 	$(RUN) -m pytest tests -m "$(CPU)" --chaos-seeds 1 $(PARALLEL)
 
-chaos: $(READY)  ## the tests with ranks in chaos mode, under three seeds
+chaos: $(TOOLS)  ## the tests with ranks in chaos mode, under three seeds
 	$(RUN) -m pytest tests -m "$(CPU)" -k chaos --chaos-seeds 1,2,3 $(PARALLEL)
 
-checks: $(READY)
+checks: $(TOOLS)
 	@if [ "$$(cat $(READY))" = own ]; then $(MAKE) --no-print-directory lint types; \
 	else echo "lint and types are left out: ruff and mypy are not installed beside this machine's torch"; fi
 
-kernels-of-tests: $(READY)  # what the compile gate looks at: every kernel, for every architecture, into build/
+kernels-of-tests: $(TOOLS)  # what the compile gate looks at: every kernel, for every architecture, into build/
 	$(RUN) -m tests.aot.library
 
-lint: $(READY)  ## ruff: rules and format
+lint: $(TOOLS)  ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 
 # mypy sees triton_ep.kernels only where the package map has been applied, hence the installed tree.
-types: $(READY)  ## mypy on the installed tree
+types: $(TOOLS)  ## mypy on the installed tree
 	@rm -rf build/lib build/types
 	@$(BIN)/python -m pip install -q --no-index --no-deps --no-build-isolation --target build/types .
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p triton_ep
 
-docs: $(READY)  ## run the code blocks of the pages and follow their links
+docs: $(TOOLS)  ## run the code blocks of the pages and follow their links
 	$(RUN) -m pytest tests/unit/test_docs.py
 
 # A .venv on a machine's own torch has no pip: there the site needs mkdocs beside that torch.
-site-packages: $(READY)
+site-packages: $(TOOLS)
 	@$(BIN)/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[docs]'
 
 site: site-packages  ## the documentation as a site, in build/site; a warning is a failure
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-site-browser: $(READY)  # Chromium from the system's packages, and what drives it
+site-browser: $(TOOLS)  # Chromium from the system's packages, and what drives it
 	@command -v chromedriver > /dev/null || \
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver > /dev/null; }
 	@$(BIN)/python -c 'import selenium' 2>/dev/null || $(BIN)/python -m pip install -q selenium
@@ -77,7 +78,7 @@ pictures:  ## draw the pictures of the pages from the stored rows
 
 ARCH ?= sm_90
 
-aot: $(READY)  ## kernels ahead of time for ARCH=sm_90 (sm_90,sm_100, ...), no GPU needed, then verified
+aot: $(TOOLS)  ## kernels ahead of time for ARCH=sm_90 (sm_90,sm_100, ...), no GPU needed, then verified
 	$(RUN) -m triton_ep.aot build --arch $(ARCH)
 	$(RUN) -m triton_ep.aot verify
 
@@ -95,13 +96,13 @@ bench: $(READY)  ## the standard table of benchmarks (GPUs): rows in ROWS=build/
 	$(BENCH) quantise --csv $(ROWS)
 	$(BENCH) plot $(ROWS) --out $(ROWS:.csv=.svg)
 
-test-gpu: $(READY)  ## the tests that need GPUs (those for more GPUs than there are, are skipped by name)
+test-gpu: $(TOOLS)  ## the tests that need GPUs (those for more GPUs than there are, are skipped by name)
 	$(RUN) -m pytest tests --backend nvshmem -m "gpu or multi_gpu"
 
 # What callers of the last release would notice: names, arguments and defaults that are gone or different.
 BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD)
 
-api: $(READY)  ## what breaks in the public API since BASE (the last tag; without one, the last commit)
+api: $(TOOLS)  ## what breaks in the public API since BASE (the last tag; without one, the last commit)
 	$(BIN)/griffe check triton_ep --search . --against $(BASE)
 
 clean:  ## remove .venv and everything built
@@ -109,3 +110,6 @@ clean:  ## remove .venv and everything built
 
 $(READY): pyproject.toml
 	@$(PYTHON) tools/environment.py $(VENV) $(if $(TORCH),--torch '$(TORCH)')
+
+$(TOOLS): $(READY)
+	@$(PYTHON) tools/environment.py $(VENV) --tools

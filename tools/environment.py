@@ -1,7 +1,8 @@
-"""Make the Makefile's virtual environment: torch and Triton that fit this machine, this checkout, the tests' tools.
+"""Make the Makefile's virtual environment: torch and Triton that fit this machine, and this checkout; later its tools.
 
 A machine whose Python has torch, Triton and a CUDA GPU lends them: nothing is downloaded. Elsewhere they are installed;
-where there is no NVIDIA driver, torch's build for CPUs, a fifth of the download. Runs on a bare Python.
+where there is no NVIDIA driver, torch's build for CPUs, a fifth of the download. What the tests need comes with
+`--tools`, so that a first look does not wait for it. Runs on a bare Python.
 """
 
 import argparse
@@ -16,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 LEAST_PYTHON = (3, 11)  # before supported.toml can be read: tomllib is as old
 _SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")
-_CPU_SIZE, _CUDA_SIZE = "0.5 GB", "3 GB"  # torch, Triton and the tests' tools, as pip downloads them
+_CPU_SIZE, _CUDA_SIZE = "0.5 GB", "3 GB"  # torch, Triton and what they need, as pip downloads them
+_READY, _TOOLS = ".ready", ".tools"  # the Makefile's marks that an environment, and its tools, are there
+_FOR_DEMO, _FOR_TESTS = "bench", "test"  # extras of this package
 _HOST_PROBE = "import sys, torch, triton; sys.exit(not torch.cuda.is_available())"
 _COMMAND = """#!{python}
 import sys
@@ -84,7 +87,19 @@ def _lend(folder: Path) -> None:
     program.chmod(0o755)
 
 
-def _install(folder: Path, requirements: str | None, extras: str) -> None:
+def _pip(folder: Path) -> list[str]:
+    return [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
+
+
+def _install_checkout(folder: Path, extra: str) -> None:
+    """This checkout, editable, with one of its extras."""
+    this = f".[{extra}]"
+    _say(f"pip install -e '{this}'")
+    # Python compiles what it imports; compiling all that pip unpacks takes longer than the demo.
+    subprocess.run([*_pip(folder), "install", "--no-compile", "-e", this], cwd=ROOT, check=True)
+
+
+def _install(folder: Path, requirements: str | None) -> None:
     """An environment of its own."""
     begun = time.monotonic()
     driver = has_driver()
@@ -99,47 +114,54 @@ def _install(folder: Path, requirements: str | None, extras: str) -> None:
             f"(or {_CUDA_SIZE} where its index has torch with CUDA only). Others: make TORCH='torch==... triton==...'"
         )
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
     if requirements:
         tries = [requirements.split()]
     else:
         import tomllib
 
         supported = tomllib.loads((ROOT / "triton_ep/supported.toml").read_text(encoding="utf-8"))
-        config = subprocess.run([*pip, "config", "list"], check=True, capture_output=True, text=True).stdout
+        config = subprocess.run([*_pip(folder), "config", "list"], check=True, capture_output=True, text=True).stdout
         tries = torch_requirements(
             supported["torch"]["make"], supported["triton"]["make"], driver=driver, own_index=own_sources(config)
         )
     for number, arguments in enumerate(tries, 1):
-        _say(f"[1/2] pip install {' '.join(arguments)}")
-        done = subprocess.run([*pip, "install", *arguments], check=False)
+        _say(f"pip install {' '.join(arguments)}")
+        done = subprocess.run([*_pip(folder), "install", "--no-compile", *arguments], check=False)
         if done.returncode == 0:
             break
         if number == len(tries):
             sys.exit(done.returncode)
         _say(f"torch's index of CPU wheels did not answer; next its build on PyPI, {_CUDA_SIZE}")
-    this = f".[{extras}]"
-    _say(f"[2/2] pip install -e '{this}'")
-    subprocess.run([*pip, "install", "-e", this], cwd=ROOT, check=True)
+    _install_checkout(folder, _FOR_DEMO)
     _say(f"{folder} is ready after {time.monotonic() - begun:.0f} s")
 
 
+def _add_tools(folder: Path) -> None:
+    """What lint, types and tests need; a lent environment has what its machine has."""
+    if (folder / _READY).read_text().strip() == "own":
+        _install_checkout(folder, _FOR_TESTS)
+    (folder / _TOOLS).touch()
+
+
 def main() -> None:
-    """Make the environment, and note in its `.ready` whether it is lent ("host") or its own ("own")."""
+    """Make the environment, and note in its `.ready` whether it is lent ("host") or its own ("own"); or add tools."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of the environment")
     parser.add_argument("--torch", metavar="REQUIREMENTS", help="in place of the choice by what this machine has")
-    parser.add_argument("--extras", default="test", help="of this package (default %(default)s)")
+    parser.add_argument("--tools", action="store_true", help="add what the tests need to the environment that is there")
     arguments = parser.parse_args()
+    if arguments.tools:
+        _add_tools(arguments.folder)
+        return
     _say(f"looking whether {sys.executable} has torch, Triton and a GPU")
     probe = subprocess.run([sys.executable, "-c", _HOST_PROBE], check=False, capture_output=True)
     if probe.returncode == 0 and not arguments.torch:
         _lend(arguments.folder)
         kind = "host"
     else:
-        _install(arguments.folder, arguments.torch, arguments.extras)
+        _install(arguments.folder, arguments.torch)
         kind = "own"
-    (arguments.folder / ".ready").write_text(f"{kind}\n")
+    (arguments.folder / _READY).write_text(f"{kind}\n")
 
 
 if __name__ == "__main__":

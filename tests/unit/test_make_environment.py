@@ -1,6 +1,7 @@
 """tools/environment.py: which torch it asks pip for, on machines that are not here."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,5 +73,25 @@ def test_it_says_at_once_what_it_will_download(tool: ModuleType, tmp_path: Path)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("looking whether") and lines[1].startswith(f"creating {folder} with no-such-package")
-    assert any(line.startswith("[1/2] pip install") for line in lines)
+    assert any(line.startswith("pip install no-such-package==0.0") for line in lines)
     assert done.returncode != 0 and not (folder / ".ready").exists()
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("own", 1), ("host", 0)])
+def test_tools_come_after_the_demo(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, calls: int
+) -> None:
+    """`--tools` adds the tests' extra to an environment of its own, nothing to a lent one, and notes that it is done."""
+    (tmp_path / ".ready").write_text(f"{kind}\n")
+    asked: list[list[str]] = []
+    monkeypatch.setattr(tool.subprocess, "run", lambda command, **_: asked.append(command))
+    monkeypatch.setattr(sys, "argv", ["environment.py", str(tmp_path), "--tools"])
+    tool.main()
+    assert [command[-2:] for command in asked] == [["-e", ".[test]"]] * calls
+    assert (tmp_path / ".tools").exists()
+
+
+def test_the_demo_does_not_wait_for_the_tests_tools() -> None:
+    """In the Makefile `demo` needs the environment, `test` its tools too."""
+    needs = dict(re.findall(r"^([a-z-]+): (\$\(\w+\))", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert needs["demo"] == "$(READY)" and needs["test"] == needs["aot"] == "$(TOOLS)"
