@@ -19,7 +19,7 @@ PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist l
 SOURCES := triton_ep kernels aot tests examples tools docs/pictures docs/site_hooks.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site site-packages site-browser site-test aot bench test-gpu api clean
+.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site site-packages site-browser site-test aot nvshmem bench test-gpu api clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -81,6 +81,18 @@ ARCH ?= sm_90
 aot: $(TOOLS)  ## kernels ahead of time for ARCH=sm_90 (sm_90,sm_100, ...), no GPU needed, then verified
 	$(RUN) -m triton_ep.aot build --arch $(ARCH)
 	$(RUN) -m triton_ep.aot verify
+
+# What kernels that cross nodes become with another release of NVSHMEM than the tests' own.
+NVSHMEM ?= 3.8.0
+NVSHMEM_BUILD := build/nvshmem-$(NVSHMEM)
+TWO_NODES := {"hidden":7168,"topk":8,"num_experts":256,"max_tokens":4096,"ranks":[8,2],"num_sm":24}
+
+nvshmem: $(TOOLS)  ## the bitcode and the kernels of two nodes with NVSHMEM=3.8.0 from PyPI, no GPU needed
+	@test -d $(NVSHMEM_BUILD)/nvidia || \
+	  $(BIN)/python -m pip install -q --no-deps --target $(NVSHMEM_BUILD) nvidia-nvshmem-cu13==$(NVSHMEM)
+	PYTHONPATH=$(NVSHMEM_BUILD) $(RUN) -m pytest tests/unit/test_bitcode.py
+	PYTHONPATH=$(NVSHMEM_BUILD) $(RUN) -m triton_ep.aot build --arch $(ARCH) --for-config '$(TWO_NODES)' --out $(NVSHMEM_BUILD)/library
+	$(RUN) -m triton_ep.aot verify --out $(NVSHMEM_BUILD)/library
 
 BENCH := $(RUN) -m triton_ep.cli bench
 ROWS ?= build/bench.csv

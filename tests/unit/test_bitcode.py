@@ -5,8 +5,10 @@ Most tests use a stand-in of a few lines, which LLVM reads like the real file; t
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -187,14 +189,36 @@ def pruned(real: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pruned_bitcode(NVSHMEM_SYMBOLS, tmp_path_factory.mktemp("pruned"))
 
 
+def _called(text: str, symbols: Iterable[str]) -> set[str]:
+    """Functions of a module that these call, directly or not, and these."""
+    bodies = dict(re.findall(r"^define [^@]*@([\w$.]+)(\(.*?^\})", text, re.MULTILINE | re.DOTALL))
+    seen: set[str] = set()
+    waiting = [*symbols]
+    while waiting:
+        name = waiting.pop()
+        if name in bodies and name not in seen:
+            seen.add(name)
+            waiting += re.findall(r"@([\w$.]+)", bodies[name])
+    return seen
+
+
 def test_the_real_bitcode_becomes_small(real: Path, pruned: Path) -> None:
-    """Some ten kilobytes of 30 megabytes; NVSHMEM's constants stay, and stay in use."""
+    """What kernels call, all that it calls and nothing else: 32 kB of 30 MB in NVSHMEM 3.4.5; 1.8 MB of 54 in 3.8,
+    whose put holds code for three transports. NVSHMEM's constants stay, and stay in use."""
     text = pruned.read_text()
-    assert len(text) < 200_000 < real.stat().st_size / 20
+    defined = set(re.findall(r"^define [^@]*@([\w$.]+)\(", text, re.MULTILINE))
+    assert set(NVSHMEM_SYMBOLS) <= defined == _called(text, NVSHMEM_SYMBOLS)
+    assert len(text) < real.stat().st_size / 20
     (used,) = (line for line in text.splitlines() if line.startswith("@llvm.compiler.used"))
     for symbol in STATE:
         assert f"\n@{symbol} = " in text
         assert f"@{symbol} " in used
+
+
+def test_the_search_for_what_is_called_sees_a_rest() -> None:
+    """A function that nothing reaches is not among what is called; one that is reached by a call is."""
+    text = "define void @a() {\n call void @b()\n}\n\ndefine internal void @b() {\n}\n\ndefine void @rest() {\n}\n"
+    assert _called(text, ["a"]) == {"a", "b"}
 
 
 COMPILE = """

@@ -30,6 +30,8 @@ def test_demo_equals_the_dense_layer(tmp_path: Path, capfd: pytest.CaptureFixtur
     output = capfd.readouterr().out
     assert "PASS" in output
     assert "received" in output
+    steps = re.findall(r"^\[(\d)/4\] ", output, re.MULTILINE)  # said while it runs, by one rank
+    assert steps == ["1", "2", "3", "4"] and output.index("[4/4]") < output.index("received")
     of_layer = output.split("triton_ep.nn.MoE")[0]
     rows = {
         line.split()[0]: line.split()[1:] for line in of_layer.splitlines() if line.strip().startswith(("bf16", "mx"))

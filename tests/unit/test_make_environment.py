@@ -81,7 +81,7 @@ def test_it_says_at_once_what_it_will_download(tool: ModuleType, tmp_path: Path)
 def test_tools_come_after_the_demo(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, calls: int
 ) -> None:
-    """`--tools` adds the tests' extra to an environment of its own, nothing to a lent one, and notes that it is done."""
+    """`--tools` adds the extra of the tests to an environment of its own, nothing to a lent one, and notes it."""
     (tmp_path / ".ready").write_text(f"{kind}\n")
     asked: list[list[str]] = []
     monkeypatch.setattr(tool.subprocess, "run", lambda command, **_: asked.append(command))

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         f"MoE layer on {num_ranks // ranks_per_node} nodes x {ranks_per_node} ranks ({where}):\n"
         f"{settings.tokens} tokens per rank or a few less, hidden {settings.hidden}, "
-        f"top-{settings.topk} of {settings.experts} experts\n",
+        f"top-{settings.topk} of {settings.experts} experts\n\nstarting {num_ranks} processes",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         results = [load(folder, rank) for rank in range(num_ranks)]
     bf16 = [compare(settings, rank, result.bf16) for rank, result in enumerate(results)]
     mxfp8 = [compare(settings, rank, result.mxfp8, "mxfp8") for rank, result in enumerate(results)]
+    print()
     print(table(results, bf16, settings.experts, ranks_per_node))
     print(f"\nThe same in MXFP8, over all ranks:\n\n{payload_table(results, bf16, mxfp8)}")
     print("\nAs a torch module (triton_ep.nn.MoE), forward and backward, against the dense layer:\n")

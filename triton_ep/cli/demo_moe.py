@@ -79,6 +79,21 @@ def expert_ffn(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.T
     return torch.nn.functional.silu(x.float() @ up.float()) @ down.float()
 
 
+STEPS = (
+    "dispatch, experts and combine in bf16",
+    "the same in MXFP8",
+    "the torch module, forward and backward, in bf16",
+    "the same in MXFP8",
+)
+"""What `run_rank` does, in order."""
+
+
+def _begin(rank: int, step: int) -> None:
+    """Show that the demo goes on."""
+    if rank == 0:
+        print(f"[{step + 1}/{len(STEPS)}] {STEPS[step]}", flush=True)
+
+
 def run_rank(s: Settings) -> RankResult:
     """The layer as one rank sees it, with either payload. The group and the heap must have been started."""
     rank = dist.get_rank()
@@ -91,7 +106,8 @@ def run_rank(s: Settings) -> RankResult:
     received = 0
     arrived: list[torch.Tensor] = []  # rows, the bf16 ones first
     results = []
-    for payload in (None, "mxfp8"):
+    for step, payload in enumerate((None, "mxfp8")):
+        _begin(rank, step)
         layer = EPAll2AllLayer(
             dist.group.WORLD,
             max_tokens=s.tokens,
@@ -144,7 +160,8 @@ def run_module(s: Settings, rank: int, device: torch.device) -> dict[str, dict[s
 
     found = {}
     first, count = rank * s.experts // s.num_ranks, s.experts // s.num_ranks
-    for name, payload in (("bf16", None), ("mxfp8", "mxfp8")):
+    for step, (name, payload) in enumerate((("bf16", None), ("mxfp8", "mxfp8")), 2):
+        _begin(rank, step)
         module = MoE(
             s.hidden,
             s.ffn,
