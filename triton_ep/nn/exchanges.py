@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from triton_ep.autograd.operations import LAYERS
 from triton_ep.config import as_integer
 from triton_ep.context.overlap import current_stream
 from triton_ep.distributed import check_group, ranks_per_node
@@ -167,6 +168,7 @@ class Exchange:
     def __init__(self, layer: EPAll2AllLayer, key: tuple[Any, ...] | None = None) -> None:
         self.layer, self.key, self.holders = layer, key, 1
         self._turns = _turns.setdefault(layer, _Turns())
+        LAYERS[layer.context.layer_id] = layer  # where ops find it
 
     @contextlib.contextmanager
     def use(self, what: str) -> Iterator[None]:
@@ -314,6 +316,18 @@ class Connection:
                 "the exchange of this MoE module was finalized. Call connect() on all ranks of its group for another."
             )
         found.layer.context.check_open()
+        return found
+
+    @property
+    def traced(self) -> Exchange:
+        """The exchange, for a graph that torch.compile makes: whether it can be used shows when that runs.
+
+        Raises:
+            FinalizedError: it was given up.
+        """
+        found = self._exchange
+        if found is None:
+            raise FinalizedError("the exchange of this MoE module was finalized. Call connect() on all ranks first.")
         return found
 
     def connect(self, given: Any = None) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable, without loading the compiler
 
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, EPError, InputError
 from triton_ep.exchange.checks import check_dispatch
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.nn.exchanges import TIMEOUT_S, Connection, Exchange, Sizes, capacity_rows
+from triton_ep.nn.exchanges import TIMEOUT_S, Connection, Sizes, capacity_rows
 from triton_ep.nn.router import TopKRouter
 from triton_ep.nn.swiglu_experts import SwiGLUExperts, check_precision
 
@@ -167,8 +166,10 @@ class MoE(nn.Module):
             FinalizedError: the exchange was finalized: call `connect`.
             WaitTimeout, CallMismatch: as `EPAll2AllLayer.dispatch` and `combine`.
         """
-        exchange = self._connection.exchange
         self.last_aux = None  # it may hold the graph of the step before
+        if torch.compiler.is_compiling():
+            return self._traced(x, topk_idx, topk_weights)
+        exchange = self._connection.exchange
         try:
             ids, weights = self._route(x, topk_idx, topk_weights)
             tokens = x.reshape(-1, self.hidden).contiguous()
@@ -179,8 +180,18 @@ class MoE(nn.Module):
             with contextlib.suppress(EPError):
                 exchange.layer.refuse()
             raise
-        y = self._exchanged(exchange, tokens, ids, weights)
+        # A call of the module, so that FSDP gathers its parameters where it shards them.
+        y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
         exchange.watch_overflow()
+        return y.view(x.shape)
+
+    def _traced(
+        self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`forward` as torch.compile sees it: what remains of the checks is made when the graph runs."""
+        ids, weights = self._route(x, topk_idx, topk_weights)
+        exchange = self._connection.traced
+        y: torch.Tensor = self.experts(x.reshape(-1, self.hidden).contiguous(), ids, weights, over=exchange)
         return y.view(x.shape)
 
     def _route(self, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,14 +217,6 @@ class MoE(nn.Module):
             raise InputError(f"topk_weights of {source} must be floating-point, got {topk_weights.dtype}.")
         ids = topk_idx.reshape(-1, self.topk).contiguous()
         return ids, topk_weights.reshape(-1, self.topk).float().contiguous()
-
-    @_disable_dynamo
-    def _exchanged(
-        self, exchange: Exchange, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """[T, H] of tokens [T, H]. A call of the module, so that FSDP gathers its parameters where it shards them."""
-        y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
-        return y
 
     def invalidate(self) -> None:
         """The weights have changed, and torch's version counters do not show it: make what is kept of them anew."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from triton_ep.errors import ConfigError, InputError
+from triton_ep.nn import operations
 from triton_ep.nn.exchanges import Exchange
 from triton_ep.nn.expert_block import ExpertBlock, ExpertSettings, expert_block
 from triton_ep.nn.joined import Joined
@@ -105,7 +107,13 @@ class SwiGLUExperts(nn.Module):
         b2 = nn.Parameter(torch.empty(e, hidden, dtype=dtype, device=device)) if bias else None
         self.register_parameter("b2", b2)
         self.register_load_state_dict_pre_hook(_fit_state_dict)
+        self.key = operations.register(self)
         self.reset_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copied module: a key of its own."""
+        super().__setstate__(state)
+        self.key = operations.register(self)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -191,21 +199,79 @@ class SwiGLUExperts(nn.Module):
         if over is None:
             parameters = self.parameters_now()
             return expert_block(x, weights, *parameters, self.prepared, routing, None, self._settings(aligned=False))
+        assert isinstance(x, torch.Tensor) and weights is not None, "the caller's"
+        if operations.is_observed():
+            return operations.moe(self, over.layer, x, routing, weights)
         try:
             parameters = self.parameters_now()
             self._check(parameters, x.device)
         except Exception:
             over.layer.refuse()
             raise
-        assert isinstance(x, torch.Tensor), "the caller's"
-        layer, block = over.layer, ExpertBlock(self.prepared, self._settings(aligned=True))
-        assert weights is not None, "the caller's"
-        if layer.config.low_latency:
-            with over.use("a pass of a MoE module"):
-                rows, row_weights, desc = layer.dispatch(x, routing, weights)
-                return layer.combine(block.forward(rows, row_weights, parameters, desc, keep=False)[0], desc)
+        if over.layer.config.low_latency:
+            return self.low_latency_pass(over, x, routing, weights, parameters)
+        return self.block_over(over)(x, routing, weights, parameters)
+
+    def block_over(self, over: Exchange) -> MoEBlock:
+        """Dispatch, these experts, combine."""
+        block = ExpertBlock(self.prepared, self._settings(aligned=True))
         landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
-        return MoEBlock(layer, block, landing, landing, over.use, block.before)(x, routing, weights, parameters)
+        return MoEBlock(over.layer, block, landing, landing, over.use, block.before)
+
+    def low_latency_pass(
+        self, over: Exchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, parameters: Parameters
+    ) -> torch.Tensor:
+        """[T, H] of tokens, over an exchange of low latency; no gradient."""
+        block = ExpertBlock(self.prepared, self._settings(aligned=True))
+        with over.use("a pass of a MoE module"):
+            rows, row_weights, desc = over.layer.dispatch(x, ids, weights)
+            return over.layer.combine(block.forward(rows, row_weights, parameters, desc, keep=False)[0], desc)
+
+    # --- parameters as the op of torch.library takes them: those of the module, in the order of its names --------
+
+    def local_parameters(self) -> list[torch.Tensor]:
+        """What this rank holds of w13 (or w1, w3), w2, and the biases in the same order."""
+        return [local_part(getattr(self, name)) for name in self._names()]
+
+    def _names(self) -> list[str]:
+        ends = ("1", "3", "2") if self.separate else ("13", "2")
+        return [letter + end for letter in ("w", "b")[: 1 if self.b2 is None else 2] for end in ends]
+
+    def joined(self, parameters: list[torch.Tensor]) -> Parameters:
+        """w13, w2, b13, b2 of `local_parameters` as the products take them. No gradient."""
+        if self.separate:
+            w1, w3, w2, *biases = parameters
+            w13 = self._joined_weight.values(w1, w3)
+            b13 = self._joined_bias.values(*biases[:2]) if biases else None
+        else:
+            w13, w2, *biases = parameters
+            b13 = biases[0] if biases else None
+        if self.payload is None and w2.dtype != torch.bfloat16:
+            w13, w2 = w13.to(torch.bfloat16), w2.to(torch.bfloat16)
+        return w13, w2, b13, biases[-1] if biases else None
+
+    def joined_needs(self, needs: list[bool]) -> tuple[bool, ...]:
+        """Of w13, w2, b13 and b2, whether a gradient is needed, from the same of `local_parameters`."""
+        count = len(needs) // (1 if self.b2 is None else 2)
+        of_weights, of_biases = needs[:count], needs[count:] or [False]
+        return any(of_weights[:-1]), of_weights[-1], any(of_biases[:-1]), of_biases[-1]
+
+    def parted(self, grads: Sequence[torch.Tensor | None], parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients of `local_parameters`, from those of w13, w2, b13 and b2."""
+        found: list[torch.Tensor | None] = []
+        for first, second in (grads[:2], grads[2:])[: 1 if self.b2 is None else 2]:
+            halves = (None, None) if first is None else (each.contiguous() for each in first.chunk(2, 1))
+            found += [*(halves if self.separate else (first,)), second]
+        return [None if g is None else g.to(p.dtype) for g, p in zip(found, parameters, strict=True)]
+
+    def own_parameters(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The module's own in place of given ones, where products take them as they are and they have a `main_grad`."""
+        as_they_are = not self.separate and (self.payload is not None or self.w2.dtype == torch.bfloat16)
+        found = []
+        for name, given in zip(self._names(), parameters, strict=True):
+            own = local_part(getattr(self, name))
+            found.append(own if as_they_are and name.startswith("w") and hasattr(own, "main_grad") else given.detach())
+        return found
 
     def _check(self, parameters: Parameters, device: torch.device) -> None:
         """Raise InputError unless nobody has put something else in the parameters' place."""

@@ -1,0 +1,189 @@
+"""MoE modules as one op: torch.compile(fullgraph=True), opcheck, selective activation checkpoints, main_grad.
+
+On GPUs the compiler is inductor, on the CPU aot_eager.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.nn import dense
+from triton_ep.distributed import current_heap
+from triton_ep.errors import FinalizedError, StaleHandleError
+from triton_ep.nn import MoE, finalize_exchanges
+from triton_ep.runtime.launch import INTERPRETING
+
+pytestmark = pytest.mark.plain
+BACKEND = "aot_eager" if INTERPRETING else "inductor"
+HIDDEN, FFN, TOKENS = 64, 96, 6
+SIZES: dict[str, Any] = {"num_experts": 4, "topk": 2, "max_tokens": 8, "timeout_s": 60.0}
+
+
+class _Model(torch.nn.Module):
+    """A dense layer, then layers of experts, each with its residual."""
+
+    def __init__(self, seed: int, *layers: dict[str, Any]) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN, device=current_heap().device, dtype=torch.bfloat16)
+        self.layers = torch.nn.ModuleList(MoE(HIDDEN, FFN, **SIZES, **options) for options in layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H]."""
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _x(rank: int, tokens: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(tokens - rank, HIDDEN, generator=generator).bfloat16().to(current_heap().device)
+
+
+def _step(model: Any, parameters: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """The result, and the gradients of x and of all parameters."""
+    leaf = x.clone().requires_grad_()
+    out = model(leaf)
+    return [out.detach(), *torch.autograd.grad(out.float().square().mean(), [leaf, *parameters])]
+
+
+def _same(seen: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
+    for one, other in zip(seen, exact, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        if BACKEND == "aot_eager":
+            assert torch.equal(one, other)
+        elif other.numel():
+            # Fused operations round less often; a value then may be quantised to its neighbour.
+            assert dense.decibel(one, other) > 20
+
+
+def _compiled(rank: int, nodes: int, ranks_per_node: int, layers: tuple[dict[str, Any], ...]) -> None:
+    torch._dynamo.reset()
+    model = _Model(1, *layers)
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch._inductor.config.patch(compile_threads=1):  # ranks start no processes of their own
+        for step, tokens in enumerate((TOKENS, 4)):
+            x = _x(rank, tokens, step)
+            wanted = _step(model, model.parameters(), x)
+            _same(_step(compiled, model.parameters(), x), wanted)
+            for parameter, grad in zip(model.parameters(), wanted[2:], strict=True):
+                parameter.grad = grad
+            optimizer.step()  # quantised copies of the weights, made inside of the op, follow
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=0.02, atol=0.02)
+    finalize_exchanges()
+    with pytest.raises((FinalizedError, StaleHandleError)):
+        compiled(x)
+
+
+def test_a_model_compiles_into_one_graph(run_ranks):
+    """fullgraph=True, static and exact: results and gradients of eager, with other weights and numbers of tokens."""
+    static = {"capacity": 2.0, "bias": True, "params_dtype": torch.float32}
+    run_ranks(_compiled, 1, 2, (static, {"payload": "mxfp8", "separate": True}))
+
+
+def _ops(rank: int, nodes: int, ranks_per_node: int) -> None:
+    device = current_heap().device
+    for options in ({"capacity": 2.0, "payload": "mxfp8"}, {"capacity": 24, "bias": True}):
+        model = MoE(HIDDEN, FFN, **SIZES, **options)
+        x, (ids, weights) = _x(rank, TOKENS), model.router(_x(rank, TOKENS))
+        with torch.no_grad():
+            model(x)  # quantised copies of the weights are there
+        params = [parameter.detach().requires_grad_() for parameter in model.experts.local_parameters()]
+        keys = (model.exchange.context.layer_id, model.experts.key)
+        given = (x.requires_grad_(), ids, weights.detach().requires_grad_(), params)
+        utils = ["test_faketensor", "test_autograd_registration"]
+        if "payload" not in options:
+            utils.append("test_schema")  # torch cannot compare tensors of e4m3
+        torch.library.opcheck(
+            torch.ops.triton_ep.moe.default, (*given, True, [True] * len(params), *keys), test_utils=utils
+        )
+        torch.library.opcheck(
+            torch.ops.triton_ep.moe.default, (*given, False, [True] * len(params), *keys), test_utils=utils
+        )
+        with torch.no_grad():
+            kept = torch.ops.triton_ep.moe(*given, True, [True] * len(params), *keys)[1:]
+        needs = [True] * (2 + len(params))
+        grad = torch.randn(x.shape, device=device).bfloat16()
+        torch.library.opcheck(
+            torch.ops.triton_ep.moe_backward.default, (grad, list(kept), params, needs, *keys), test_utils=utils
+        )
+    finalize_exchanges()
+
+
+def test_opcheck_finds_nothing(run_ranks):
+    """Schemas, fakes and gradients of the op are what torch takes them for."""
+    run_ranks(_ops, 1, 1)
+
+
+def _selective(rank: int, nodes: int, ranks_per_node: int) -> None:
+    block = torch.ops.triton_ep.moe.default
+    model = _Model(2, {"payload": "mxfp8"}, {})
+    x, calls = _x(rank, TOKENS), []
+    for layer in model.layers:
+        layer.exchange.dispatch = _counting(layer.exchange.dispatch, calls)  # type: ignore[method-assign]
+
+    def policy(saved: Any, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    wanted = _step(model, model.parameters(), x)
+    assert len(calls) == 2
+    for saved, dispatches in (((), 4), ((block,), 2)):
+        calls.clear()
+        contexts = partial(create_selective_checkpoint_contexts, partial(policy, saved))
+        run = partial(checkpoint, model, use_reentrant=False, context_fn=contexts)
+        assert all(map(torch.equal, _step(run, model.parameters(), x), wanted))
+        assert len(calls) == dispatches, saved
+    calls.clear()
+    run = partial(checkpoint, model, use_reentrant=False)
+    assert all(map(torch.equal, _step(run, model.parameters(), x), wanted)) and len(calls) == 4
+    finalize_exchanges()
+
+
+def _counting(call: Any, calls: list[int]) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return call(*args, **kwargs)
+
+    return counted
+
+
+def test_selective_checkpoints_save_or_repeat_the_block(run_ranks):
+    """A policy that names the op spares its repetition; without it, or with no policy, the exchange is made twice."""
+    run_ranks(_selective, 1, 2)
+
+
+def _main_grad(rank: int, nodes: int, ranks_per_node: int) -> None:
+    torch._dynamo.reset()
+    model = _Model(3, {"payload": "mxfp8", "capacity": 2.0}, {"capacity": 2.0})
+    x = _x(rank, TOKENS)
+    wanted = _step(model, model.parameters(), x)[2:]
+    names = [name for name, _ in model.named_parameters()]
+    weights = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend=BACKEND)
+    for run in (model, compiled, partial(checkpoint, model, use_reentrant=False)):
+        owner = compiled if run is compiled else model
+        weights = {name: parameter for name, parameter in owner.named_parameters() if ".experts." in name}
+        for weight in weights.values():
+            weight.main_grad = torch.ones(weight.shape, device=weight.device)
+        with torch._inductor.config.patch(compile_threads=1):
+            run(x).float().square().mean().backward()
+        for name, exact in zip(names, wanted, strict=True):
+            if ".experts." in name:
+                weight = weights[f"_orig_mod.{name}" if run is compiled else name]
+                assert weight.grad is None
+                torch.testing.assert_close(weight.main_grad - 1, exact.float(), rtol=0.02, atol=1e-3)
+    finalize_exchanges()
+
+
+def test_main_grad_takes_the_gradients(run_ranks):
+    """Megatron-Core's float32 sums: by the block, by the compiled op of a copied model, under checkpoints."""
+    run_ranks(_main_grad, 1, 2)

@@ -1,0 +1,241 @@
+"""The MoE block as a torch.library op: what torch.compile, and whoever else looks at ops, sees of a MoE module.
+
+Dispatch, experts and combine are one op forward, `torch.ops.triton_ep.moe.default` for the policies of selective
+checkpoints, and one backward. What is saved between them are outputs of the first. Exchange and experts are found by
+integer keys, in tables that hold them weakly.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from triton_ep.autograd.operations import layer_of, make_descriptor
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.layout import entry_fields
+from triton_ep.errors import StaleHandleError
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.nn.exchanges import Exchange
+from triton_ep.nn.moe_block import MoEBlock, Needs
+from triton_ep.ops import slots as slot_ops
+from triton_ep.ops.row_scales import RowScaled
+
+_EXPERTS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers = itertools.count(1)
+_NUM_SAVED = 9
+"""entries, placement, forward tables, copies, slots, rows, their scales, the first product, weights of rows."""
+
+
+def register(experts: Any) -> int:
+    """The key of a module of experts, new at each call."""
+    key = next(_numbers)
+    _EXPERTS[key] = experts
+    return key
+
+
+def is_observed() -> bool:
+    """True where ops are looked at from outside: by torch.compile, or a mode of torch's dispatcher."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def moe(
+    experts: Any, layer: EPAll2AllLayer, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+) -> torch.Tensor:
+    """[T, H]: what `experts` over `layer` make of tokens, as one op; differentiable as `MoEBlock` is. Collective.
+
+    Raises:
+        StaleHandleError: a compiled graph runs after its module or exchange is gone.
+        What `MoEBlock` raises.
+    """
+    params = experts.local_parameters()
+    needs = [param.requires_grad for param in params]
+    keep = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad or any(needs))
+    key = layer.context.layer_id
+    out: torch.Tensor = torch.ops.triton_ep.moe(x, topk_idx, topk_weights, params, keep, needs, key, experts.key)[0]
+    return out
+
+
+def _block(layer: int, experts: int) -> tuple[Any, MoEBlock, Exchange]:
+    owner = _EXPERTS.get(experts)
+    if owner is None:
+        raise StaleHandleError("this compiled graph belongs to a MoE module that is gone. Compile the present one.")
+    exchange = Exchange(layer_of(layer))
+    return owner, owner.block_over(exchange), exchange
+
+
+# --- forward --------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "triton_ep::moe",
+    mutates_args=(),
+    schema="(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor[] params, bool keep, bool[] needs, int layer, "
+    "int experts) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _moe(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    params: list[torch.Tensor],
+    keep: bool,
+    needs: list[bool],
+    layer: int,
+    experts: int,
+) -> tuple[torch.Tensor, ...]:
+    """The result, and what `_moe_backward` needs if `keep`; what is not there is an empty tensor."""
+    owner, block, exchange = _block(layer, experts)
+    with torch.no_grad():
+        joined = list(owner.joined(params))
+        if keep and owner.joined_needs(needs)[0]:
+            joined[0] = joined[0].detach().requires_grad_()  # tells the block to keep the rows
+        if exchange.layer.config.low_latency:
+            out = owner.low_latency_pass(exchange, x, topk_idx, topk_weights, joined)
+            kept = [x.new_empty(0) for _ in range(_NUM_SAVED)]
+        else:
+            out, desc, saved = block._forward(x, topk_idx, topk_weights, joined, keep=keep)
+            kept = _kept(exchange.layer, desc, saved) if keep else [x.new_empty(0) for _ in range(_NUM_SAVED)]
+    exchange.watch_overflow()
+    return out, *kept
+
+
+def _kept(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, saved: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors of a descriptor and of what experts saved, in the order that `_found` expects."""
+    nothing = desc.entries.new_empty(0)
+    copies, rows, tiles = desc.skipped_token_topk_mapping_indices, saved["rows"], desc.tiles
+    assert tiles is not None, "neither compact nor low latency"
+    # Room for more tiles than these rows have: equal inputs must give equal outputs.
+    unused = desc.placement[tiles.storage_offset() + tiles.numel() :]
+    if unused.numel():
+        unused.zero_()
+    parts = (rows.qdata, rows.scale) if isinstance(rows, RowScaled) else (rows, None)
+    slots = slot_ops.row_slots(layer.context, desc) if copies is None else None
+    found = (desc.entries, desc.placement, desc.forward, copies, slots, *parts, saved["pre"], saved["row_weights"])
+    return [nothing.clone() if each is None else each for each in found]
+
+
+def _found(
+    layer: EPAll2AllLayer, kept: Sequence[torch.Tensor]
+) -> tuple[EPAllToAllLayoutDesc, torch.Tensor | None, dict[str, Any]]:
+    """Descriptor, slots of rows, and what the experts saved."""
+    entries, placement, forward, copies, slots, rows, scale, pre, row_weights = kept
+    cfg = layer.config
+    desc = make_descriptor(
+        layer,
+        entries,
+        placement,
+        None if cfg.is_intra_node else forward,
+        copies if cfg.enable_local_combine else None,
+        pre.shape[0],
+        epoch=0,
+    )
+    of_rows = RowScaled(rows, scale) if rows.dtype == torch.float8_e4m3fn else rows
+    saved = {"rows": of_rows, "pre": pre, "row_weights": row_weights}
+    return desc, None if cfg.enable_local_combine else slots, saved
+
+
+@_moe.register_fake
+def _(x: Any, idx: Any, weights: Any, params: Any, keep: bool, needs: Any, layer: int, experts: int) -> Any:
+    owner, cfg = _EXPERTS[experts], layer_of(layer).config
+    if not keep:
+        return x.new_empty(x.shape), *(x.new_empty(0) for _ in range(_NUM_SAVED))
+
+    def integers(*shape: Any) -> torch.Tensor:
+        return x.new_empty(shape, dtype=torch.int32)
+
+    sizes = layer_of(layer).context.sizes
+    rows: Any = cfg.recv_capacity
+    arrivals: Any = sizes.arrival_rows
+    if rows is None:
+        rows = torch.library.get_ctx().new_dynamic_size()
+        arrivals = torch.library.get_ctx().new_dynamic_size()
+    nothing = integers(0)
+    fp8 = owner.payload is not None and owner.precision != "exact"
+    want_rows = owner.joined_needs(needs)[0]
+    row_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    return (
+        x.new_empty(x.shape),
+        integers(entry_fields(cfg), *idx.shape),
+        integers(sizes.placement_length),
+        nothing if cfg.is_intra_node else integers(2, cfg.num_nodes, cfg.max_tokens, cfg.topk),
+        integers(arrivals, cfg.topk) if cfg.enable_local_combine else integers(0),
+        integers(0) if cfg.enable_local_combine else integers(rows),
+        x.new_empty((rows, owner.hidden), dtype=row_dtype) if want_rows else integers(0),
+        x.new_empty(rows, dtype=torch.float32) if want_rows and fp8 else integers(0),
+        x.new_empty((rows, (2 if owner.activation.gated else 1) * owner.ffn)),
+        x.new_empty(rows, dtype=torch.float32),
+    )
+
+
+# --- backward -------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "triton_ep::moe_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor[] kept, Tensor[] params, bool[] needs, int layer, int experts) -> Tensor[]",
+)
+def _moe_backward(
+    grad: torch.Tensor,
+    kept: list[torch.Tensor],
+    params: list[torch.Tensor],
+    needs: list[bool],
+    layer: int,
+    experts: int,
+) -> list[torch.Tensor]:
+    """Gradients of x, of the weights of the router, and of each parameter; empty where there is none to return.
+
+    needs: for each of these.
+    """
+    owner, block, exchange = _block(layer, experts)
+    desc, slots, saved = _found(exchange.layer, kept)
+    own = owner.own_parameters(params)
+    want_x, want_weights, *want_params = needs
+    wanted = Needs(want_x, want_weights, owner.joined_needs(want_params))
+    with torch.no_grad():
+        joined = owner.joined(own)
+        grad_x, grad_weights, of_joined = block._backward(grad, desc, slots, saved, joined, wanted)
+        of_params = owner.parted(of_joined, own)
+    nothing = grad.new_empty(0)
+    return [nothing.clone() if each is None else each for each in (grad_x, grad_weights, *of_params)]
+
+
+@_moe_backward.register_fake
+def _(grad: Any, kept: Any, params: Any, needs: Any, layer: int, experts: int) -> list[torch.Tensor]:
+    owner, topk = _EXPERTS[experts], layer_of(layer).config.topk
+    want_x, want_weights, *want_params = needs
+    found = [grad.new_empty(grad.shape if want_x else 0)]
+    found.append(grad.new_empty((grad.shape[0], topk) if want_weights else 0, dtype=torch.float32))
+    for param, own, want in zip(params, owner.own_parameters(params), want_params, strict=True):
+        found.append(torch.empty_like(param) if want and returns_gradient(own) else grad.new_empty(0))
+    return found
+
+
+def returns_gradient(param: torch.Tensor) -> bool:
+    """False for a parameter whose gradient is only added to its `main_grad`."""
+    return getattr(param, "main_grad", None) is None or hasattr(param, "grad_added_to_main_grad")
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, _, _, params, _, ctx.needs, ctx.layer, ctx.experts = inputs
+    ctx.num_params = len(params)
+    ctx.save_for_backward(*params, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_moe(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # once: a checkpoint makes them anew
+    params, kept = saved[: ctx.num_params], saved[ctx.num_params :]
+    assert grad is not None, "of the only output that is differentiable"
+    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], *ctx.needs]
+    found = torch.ops.triton_ep.moe_backward(grad.contiguous(), list(kept), list(params), needs, ctx.layer, ctx.experts)
+    owner = _EXPERTS[ctx.experts]
+    returned = [True, True, *(returns_gradient(own) for own in owner.own_parameters(params))]
+    grads = [each if need and here else None for each, need, here in zip(found, needs, returned, strict=True)]
+    return grads[0], None, grads[1], grads[2:], None, None, None, None
+
+
+_moe.register_autograd(_backward_of_moe, setup_context=_save)
