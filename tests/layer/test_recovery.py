@@ -132,6 +132,7 @@ def _leave_by_exception(rank: int, nodes: int, ranks_per_node: int, case: Case, 
     try:
         with make_layer(case, rank, nodes, ranks_per_node) as layer:
             done = dispatch_and_check(layer, case, 0)
+            held = _bytes_of(layer).numel()
             if rank:
                 out, hook = start_combine(layer, done, return_recv_hook=True)
                 layer.check()  # a GPU has sent
@@ -145,8 +146,6 @@ def _leave_by_exception(rank: int, nodes: int, ranks_per_node: int, case: Case, 
                 combine_and_check(layer, done)
                 raise KeyError("of the program")
     except KeyError:
-        held = free - heap.available()
-        assert held > 0
         # Without the others: whatever memory there is for this rank alone, none of it is the layer's.
         mine = heap.alloc((held,), torch.uint8, alone)
         mine.local.fill_(255)
