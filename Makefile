@@ -19,7 +19,7 @@ PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist l
 SOURCES := triton_ep kernels aot tests examples tools docs/pictures docs/site_hooks.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site site-packages site-browser site-test aot nvshmem bench test-gpu api clean
+.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site site-packages site-browser site-test aot cubins nvshmem bench test-gpu api clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -81,6 +81,12 @@ ARCH ?= sm_90
 aot: $(TOOLS)  ## kernels ahead of time for ARCH=sm_90 (sm_90,sm_100, ...), no GPU needed, then verified
 	$(RUN) -m triton_ep.aot build --arch $(ARCH)
 	$(RUN) -m triton_ep.aot verify
+
+CUBINS := sm_90,sm_100
+
+cubins: $(TOOLS)  ## the wheel triton-ep-cubins in dist/: kernels for CUBINS=sm_90,sm_100, no GPU needed
+	$(RUN) -m triton_ep.aot build --arch $(CUBINS) --out build/cubins --only
+	$(RUN) -m triton_ep.aot wheel --out build/cubins --to dist
 
 # What kernels that cross nodes become with another release of NVSHMEM than the tests' own.
 NVSHMEM ?= 3.8.0

@@ -1,4 +1,4 @@
-"""`python -m triton_ep.aot`: build the ahead-of-time library, list it, verify it, without GPU, driver or torch."""
+"""`python -m triton_ep.aot`: build the ahead-of-time library, list, verify, pack it, without GPU, driver or torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from triton_ep.aot import manifest
 from triton_ep.errors import ConfigError, EPError
-from triton_ep.runtime.library import Library, architectures, default_folder
+from triton_ep.runtime.library import Library, architectures, build_folder, default_folder
 
 _SHOWN_ERRORS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Arguments of all three commands; returns the parser of each, by name."""
+    """Arguments of all commands; returns the parser of each, by name."""
     commands = parser.add_subparsers(dest="aot_command", required=True, metavar="COMMAND")
     build = commands.add_parser("build", help="compile what a manifest, a configuration or a variant asks for")
     build.add_argument("--arch", required=True, help="e.g. sm_90, or sm_90,sm_100")
@@ -31,21 +31,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.Argumen
     build.add_argument("--no-nvshmem", action="store_true", help="leave out what calls NVSHMEM, whose bitcode it takes")
     listed = commands.add_parser("list", help="what a library holds")
     verified = commands.add_parser("verify", help="check files, parameters, widths of stores; exit code 1 on any fault")
-    for command in (build, listed, verified):
-        command.add_argument("--out", type=Path, help="folder; default: TRITON_EP_AOT_DIR, or the package")
+    wheel = commands.add_parser("wheel", help="pack a library into the wheel triton-ep-cubins")
+    wheel.add_argument("--to", type=Path, default=Path("dist"), help="folder of the wheel (default %(default)s)")
+    for command in (build, listed, verified, wheel):
+        command.add_argument(
+            "--out", type=Path, help="folder of the library; default: TRITON_EP_AOT_DIR, or the package"
+        )
     return commands.choices
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run what was asked for; returns the exit code."""
-    out = arguments.out if arguments.out is not None else default_folder()
     if arguments.aot_command == "build":
-        return _build(arguments, out)
+        return _build(arguments, arguments.out or build_folder())
+    out = arguments.out or default_folder()
     if not architectures(out):
         print(f"no library in {out}", file=sys.stderr)
         return 1
     if arguments.aot_command == "list":
         return _list(out)
+    if arguments.aot_command == "wheel":
+        return _wheel(out, arguments.to)
     from triton_ep.aot.verify import verify
 
     faults, checked = verify(out)
@@ -128,6 +134,15 @@ def _list(out: Path) -> int:
             text = " ".join(f"{name}={value}" for name, value in what.items())
             warps, nvshmem = entry.threads // 32, f" nvshmem {entry.nvshmem}" if entry.nvshmem else ""
             print(f"  {request.kernel} [{text}] {warps} warps, {entry.shared} bytes shared{nvshmem}")
+    return 0
+
+
+def _wheel(out: Path, to: Path) -> int:
+    from triton_ep.aot.wheel import write_wheel
+
+    path = write_wheel(out, to)
+    archs = ", ".join(architectures(out))
+    print(f"{path}: {archs}, {path.stat().st_size / 2**20:.1f} MiB. Install it: pip install {path}")
     return 0
 
 

@@ -3,6 +3,9 @@
 No test here needs a network: the wheel is built with the setuptools that is installed.
 """
 
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -106,14 +109,55 @@ def test_editable_install_imports_the_checkout(checkout: Path, tmp_path: Path) -
     ]
 
 
-def test_libraries_are_looked_for_where_the_wheel_takes_them_from(checkout: Path, tmp_path: Path) -> None:
-    """`make aot` writes into the folder that package-data of triton_ep.aot names and .gitignore leaves out."""
-    code = "from triton_ep.runtime.library import default_folder; print(default_folder())"
-    folder = _run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(checkout)).strip()
-    assert folder == str(checkout / "aot/cubins")
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert "cubins/*/*" in data["triton_ep.aot"]
+def test_a_build_fills_a_folder_of_the_checkout(checkout: Path, tmp_path: Path) -> None:
+    """`make aot` writes into a folder that .gitignore leaves out, and it is where a layer looks."""
+    code = "from triton_ep.runtime.library import build_folder, default_folder; print(build_folder(), default_folder())"
+    folders = _run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(checkout)).split()
+    assert folders == [str(checkout / "aot/cubins")] * 2
     assert "/aot/cubins/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+VARIANT = json.dumps(
+    {
+        "kernel": "barrier_kernel",
+        "constexprs": {"EPOCH": 2, "FLAG_BUFFER": 9, "LWP": 2, "NETWORK": 0, "SAME_NODE_ONLY": False, "WP": 2},
+    }
+)
+FIND = """
+import triton_ep
+from triton_ep.aot.verify import verify
+from triton_ep.runtime.cubins import choose
+from triton_ep.runtime.library import default_folder
+folder = default_folder()
+library = choose("require", None, lambda: "sm_90").compiled.library
+print(folder, [entry.request.kernel for entry in library.entries], verify(folder), sep="\\n")
+"""
+
+
+def test_the_wheel_of_cubins_is_found(wheel: Path, tmp_path: Path) -> None:
+    """Built from an installed package, packed twice to the same bytes, installed beside it, found and without fault."""
+    target, library = tmp_path / "site", tmp_path / "library"
+    options = ["--no-index", "--no-deps", "--target", target]
+    _run(*PIP, "install", *options, wheel, cwd=tmp_path)
+    environment = {"PYTHONPATH": str(target), "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PATH": os.environ["PATH"]}
+    aot = [sys.executable, "-m", "triton_ep.aot"]
+    _run(*aot, "build", "--arch", "sm_90", "--variant", VARIANT, "--out", library, cwd=tmp_path, **environment)
+    for to in ("one", "two"):
+        said = _run(*aot, "wheel", "--out", library, "--to", to, cwd=tmp_path, **environment)
+        assert said.startswith(f"{to}/triton_ep_cubins-") and "sm_90" in said
+    (path,) = tmp_path.glob("one/*.whl")
+    assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    _run(*PIP, "install", *options, path, cwd=tmp_path)
+    folder, kernels, verdict = _run(sys.executable, "-c", FIND, cwd=tmp_path, **environment).splitlines()
+    assert folder == str(target / "triton_ep_cubins/cubins")
+    assert (kernels, verdict) == ("['barrier_kernel']", "([], 1)")
+    metadata = next(target.glob("triton_ep_cubins-*.dist-info")).joinpath("METADATA").read_text()
+    assert re.search(r"^Requires-Dist: triton-ep==\d", metadata, re.MULTILINE)
+    next(library.glob("sm_90/*.cubin")).write_bytes(b"")
+    refused = subprocess.run(
+        [*aot, "wheel", "--out", library], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert refused.returncode == 1 and "is not packed" in refused.stderr
 
 
 def test_bare_checkout_imports_its_own_kernels(checkout: Path, tmp_path: Path) -> None:

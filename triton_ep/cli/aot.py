@@ -1,4 +1,4 @@
-"""Build kernels ahead of time, list a library and verify it; the same as `python -m triton_ep.aot`."""
+"""Build kernels ahead of time, list a library, verify it, pack it; the same as `python -m triton_ep.aot`."""
 
 import argparse
 
@@ -12,12 +12,13 @@ _EXAMPLES = {
     ),
     "list": ("triton-ep aot list --out /opt/ep",),
     "verify": ("triton-ep aot verify --out /opt/ep",),
+    "wheel": ("triton-ep aot wheel --out /opt/ep --to dist",),
 }
 EXAMPLES = tuple(examples[0] for examples in _EXAMPLES.values())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sub-commands build, list and verify."""
+    """Sub-commands build, list, verify and wheel."""
     for name, command in aot.add_arguments(parser).items():
         describe(command, _EXAMPLES[name])
 

@@ -104,7 +104,7 @@ def aot_for(mode: str | bool | None, folder: Path | str | None, heap: Any = None
     """Where kernels come from: the library of `folder`; None: the JIT, or the interpreter.
 
     mode: "require" (also True) or "prefer"; None (also False): what TRITON_EP_AOT says.
-    folder: None: TRITON_EP_AOT_DIR, else the one inside the package.
+    folder: None: TRITON_EP_AOT_DIR, else `library.default_folder`.
     heap: for kernels that call NVSHMEM.
 
     Raises:

@@ -28,6 +28,8 @@ from triton_ep.runtime.sources import source_hash
 FORMAT = 2
 """Version of index.json; another one is not read."""
 INDEX = "index.json"
+COMPANION = "triton_ep_cubins"
+"""Package of the wheel that brings a library."""
 _COMMAND = "python -m triton_ep.aot build"
 _ARCH = re.compile(r"sm_\d{2,3}")
 _SOURCE = re.compile(r"(?:\w+/)*\w+\.py")  # below kernels/, nowhere else
@@ -35,7 +37,19 @@ _FIELDS = {"file": str, "sha256": str, "symbol": str, "threads": int, "shared": 
 
 
 def default_folder() -> Path:
-    """Where the library is, unless a folder is named: TRITON_EP_AOT_DIR, or `cubins` of triton_ep.aot."""
+    """Where the library is, unless a folder is named: TRITON_EP_AOT_DIR, else what was built here, else the library of
+    the wheel triton-ep-cubins; without any of them, the folder that a build fills."""
+    own = build_folder()
+    if read_environment().aot_dir or architectures(own):
+        return own
+    companion = importlib.util.find_spec(COMPANION)
+    if companion is None or companion.origin is None:
+        return own
+    return Path(companion.origin).resolve().parent / "cubins"
+
+
+def build_folder() -> Path:
+    """Where a build writes, unless a folder is named: TRITON_EP_AOT_DIR, or `cubins` of triton_ep.aot."""
     folder = read_environment().aot_dir
     if folder:
         return Path(folder)
@@ -96,7 +110,8 @@ class Library:
         if not there:
             raise AotMiss(
                 f"there is no ahead-of-time library in {folder}. Build it: {_COMMAND} --arch {arch} --out "
-                f"{shlex.quote(str(folder))}; or name another folder (aot_dir, TRITON_EP_AOT_DIR)."
+                f"{shlex.quote(str(folder))}; or install triton-ep-cubins of this version; or name another folder "
+                "(aot_dir, TRITON_EP_AOT_DIR)."
             )
         if arch not in there:
             raise AotArchMismatch(self._wrong_arch(", ".join(there)))
