@@ -1,10 +1,12 @@
-"""Who may import whom, read from the source: the layers of docs/concepts/architecture-in-a-page.md."""
+"""Who may import whom: the contracts of pyproject.toml (import-linter), and who reads the environment."""
 
 import ast
+import importlib.util
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
-from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -13,40 +15,8 @@ from tests.patience import LIMIT_S
 from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# (module prefix, layer). The longest matching prefix decides; every module must match one.
-LAYERS = {
-    "triton_ep.errors": 0,
-    "triton_ep.reference": 0,
-    "triton_ep.kernels": 0,
-    "triton_ep.runtime": 1,
-    "triton_ep.config": 2,
-    "triton_ep.aot": 2,
-    "triton_ep.heap": 2,
-    "triton_ep.distributed": 3,
-    "triton_ep.context": 4,
-    "triton_ep.ops": 5,
-    "triton_ep.mx": 6,
-    "triton_ep.exchange": 6,
-    "triton_ep.layer": 7,
-    "triton_ep.autograd": 8,
-    "triton_ep.nn": 8,
-    "triton_ep.pipeline": 8,
-    "triton_ep.bench": 9,
-    "triton_ep.integrations": 9,
-    "triton_ep.testing": 9,
-    "triton_ep.cli": 9,
-}
-# Kernels are named by those who launch them. Constants of `kernels.device` (which wait is which, which
-# buffer is where) are shared with the host side that allocates and reports; integrations see neither.
-IMPORTERS_OF_KERNELS = (
-    "triton_ep.ops",
-    "triton_ep.runtime",
-    "triton_ep.kernels",
-    "triton_ep.aot",
-)
-FRONT_DOOR = 9
-IMPORTERS_OF_NVSHMEM = {"triton_ep.heap.nvshmem", "triton_ep.heap.bitcode"}
+FOLDERS = (("triton_ep", "triton_ep"), ("kernels", "triton_ep.kernels"), ("aot", "triton_ep.aot"))
+"""Folder of the checkout, and the package that it is installed as."""
 READERS_OF_ENVIRONMENT = {"triton_ep.runtime.environment"}
 # These may set TRITON_INTERPRET, which Triton itself reads when it is imported.
 SETTERS_OF_INTERPRET = ("triton_ep.runtime.launch", "triton_ep.runtime.interpreter", "triton_ep.aot")
@@ -55,11 +25,7 @@ SETTERS_OF_INTERPRET = ("triton_ep.runtime.launch", "triton_ep.runtime.interpret
 def _modules() -> dict[str, Path]:
     """Dotted name as installed -> file, for every module of the package."""
     found = {}
-    for folder, package in (
-        ("triton_ep", "triton_ep"),
-        ("kernels", "triton_ep.kernels"),
-        ("aot", "triton_ep.aot"),
-    ):
+    for folder, package in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             name = ".".join([package, *(part for part in parts if part != "__init__")])
@@ -70,179 +36,65 @@ def _modules() -> dict[str, Path]:
 MODULES = _modules()
 
 
-def _layer(module: str) -> int | None:
-    """Layer of a module; None for the package itself, whose names load lazily."""
-    parts = module.split(".")
-    for end in range(len(parts), 1, -1):
-        if (layer := LAYERS.get(".".join(parts[:end]))) is not None:
-            return layer
-    return None
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with the package as it is installed: import-linter looks for modules below it, and nowhere else."""
+    for folder, package in FOLDERS:
+        target = tmp_path.joinpath(*package.split("."))
+        shutil.copytree(ROOT / folder, target, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    return tmp_path
 
 
-def _statements(node: ast.AST, types_only: bool) -> Iterator[ast.AST]:
-    """A node and all below it; without `types_only`, not those under `if TYPE_CHECKING`."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not types_only and isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            for other in child.orelse:
-                yield from _statements(other, types_only)
-        else:
-            yield from _statements(child, types_only)
+def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    """import-linter's verdict on the package in a folder."""
+    program = Path(sysconfig.get_path("scripts"), "lint-imports")
+    command = [sys.executable, program, "--no-cache", "--config", ROOT / "pyproject.toml"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
 
 
-def _imports(module: str, path: Path, types_only: bool = True) -> Iterator[tuple[str, int]]:
-    """Every imported dotted name of a file with its line, those inside functions too; `types_only`: and for types."""
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in _statements(ast.parse(path.read_text()), types_only):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno
-        elif isinstance(node, ast.ImportFrom):
-            source = resolve_name("." * node.level + (node.module or ""), package)
-            for alias in node.names:
-                full = f"{source}.{alias.name}"
-                yield (full if full in MODULES else source), node.lineno
-
-
-def _violations(module: str, path: Path) -> Iterator[str]:
-    """Breaches of the layer table in one file."""
-    own = _layer(module)
-    for target, line in _imports(module, path):
-        where = f"{module}:{line} imports {target}"
-        top = target.split(".")[0]
-        if module.startswith("triton_ep.kernels") and top in ("torch", "nvshmem", "numpy"):
-            yield f"{where}: kernels know pointers only"
-        if top == "nvshmem" and module not in IMPORTERS_OF_NVSHMEM:
-            yield f"{where}: only {sorted(IMPORTERS_OF_NVSHMEM)} may"
-        if top in ("kernels", "aot", "tests"):
-            yield f"{where}: not a name of the installed package"
-        if not target.startswith("triton_ep."):
-            continue
-        shared = target.startswith("triton_ep.kernels.device") and own != FRONT_DOOR
-        if target.startswith("triton_ep.kernels") and not (shared or module.startswith(IMPORTERS_OF_KERNELS)):
-            yield f"{where}: kernels are launched by ops"
-        if target.startswith("triton_ep.heap") and own == FRONT_DOOR:
-            yield f"{where}: an integration takes what the layer or distributed offers"
-        if module.startswith("triton_ep.reference") and not target.startswith("triton_ep.reference"):
-            yield f"{where}: an oracle must not share the bug"
-        layer = _layer(target)
-        if own is not None and layer is not None and layer > own:
-            yield f"{where}: layer {own} imports layer {layer}"
-
-
-def test_every_module_has_a_layer() -> None:
-    """A new module is placed in the table when it is made, not when somebody wonders."""
-    unplaced = [name for name in MODULES if name != "triton_ep" and _layer(name) is None]
-    assert unplaced == []
-
-
-def test_imports_point_downwards() -> None:
-    """No module imports a higher layer, kernels import no framework, only the heap imports nvshmem."""
-    assert [text for name, path in MODULES.items() if name != "triton_ep" for text in _violations(name, path)] == []
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("triton_ep.heap.base", "from triton_ep.layer import EPAll2AllLayer"),
-        ("triton_ep.heap.base", "def f():\n    import triton_ep.ops.dispatch"),
-        ("triton_ep.kernels.intranode.dispatch", "import torch"),
-        ("triton_ep.ops.dispatch", "import nvshmem.core"),
-        ("triton_ep.cli.doctor", "from triton_ep.heap.host import HostHeap"),
-        ("triton_ep.testing", "from triton_ep.kernels.device.waits import WAIT_SPLITS"),
-        ("triton_ep.layer", "from triton_ep.kernels.intranode.dispatch import dispatch_kernel"),
-        ("triton_ep.reference.dispatch", "from triton_ep.config import Topology"),
-        ("triton_ep.heap.base", "from ..context.layout import BUFFERS"),
-        ("triton_ep.ops.dispatch", "from kernels.spec import KernelSpec"),
-    ],
+needs_linter = pytest.mark.skipif(
+    importlib.util.find_spec("importlinter") is None, reason="import-linter is not installed"
 )
-def test_the_import_check_sees_a_breach(module: str, source: str, tmp_path: Path) -> None:
-    """The check above is not blind to what it forbids."""
-    path = tmp_path / "module.py"
-    path.write_text(source)
-    assert list(_violations(module, path)) != []
 
 
-Graph = dict[str, set[str]]
+@needs_linter
+def test_imports_keep_the_contracts(installed: Path) -> None:
+    """Layers that every module has a place in, no circles, and who may name kernels, the heap and NVSHMEM."""
+    done = _lint(installed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 broken" in done.stdout
 
 
-def _module_graph(modules: dict[str, Path]) -> Graph:
-    """Module -> modules of ours that it imports when it runs, anywhere in the file."""
-    return {
-        name: {target for target, _ in _imports(name, path, types_only=False) if target in modules} - {name}
-        for name, path in modules.items()
-    }
+BREACHES = {
+    "triton_ep.heap.up": "from triton_ep.layer import EPAll2AllLayer",
+    "triton_ep.heap.inside": "def f():\n    import triton_ep.ops.dispatch",
+    "triton_ep.heap.relative": "from ..context.layout import BUFFERS",
+    "triton_ep.heap.typed": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import triton_ep.nn.moe",
+    "triton_ep.kernels.intranode.framework": "import torch",
+    "triton_ep.ops.library_of_others": "import nvshmem.core",
+    "triton_ep.cli.memory_of_others": "from triton_ep.heap.host import HostHeap",
+    "triton_ep.testing.codes": "from triton_ep.kernels.device.waits import WAIT_SPLITS",
+    "triton_ep.exchange.kernel": "from triton_ep.kernels.intranode.dispatch import dispatch_push_kernel",
+    "triton_ep.reference.shared": "from triton_ep.config import Topology",
+    "triton_ep.reference.shared_errors": "from triton_ep.errors import EPError",
+    "triton_ep.ops.sibling": "from kernels.spec import KernelSpec",
+    "triton_ep.nn.left": "def f():\n    import triton_ep.nn.right",
+    "triton_ep.nn.right": "from .left import f",
+}
 
 
-def _siblings(graph: Graph, folder: str) -> Graph:
-    """The graph of what lies in a package: its modules, and its packages, each with all that is in it."""
-
-    def child(module: str) -> str:
-        return ".".join(module.split(".")[: folder.count(".") + 2])
-
-    inside = [name for name in graph if name.startswith(f"{folder}.")]
-    found: Graph = {child(name): set() for name in inside}
-    for name in inside:
-        targets = {child(target) for target in graph[name] if target.startswith(f"{folder}.")}
-        found[child(name)] |= targets - {child(name)}
-    return found
-
-
-def _reached(graph: Graph, start: str) -> set[str]:
-    """All that `start` imports, directly or not."""
-    seen: set[str] = set()
-    waiting = [*graph[start]]
-    while waiting:
-        name = waiting.pop()
-        if name not in seen:
-            seen.add(name)
-            waiting += graph[name]
-    return seen
-
-
-def _circles(graph: Graph) -> set[tuple[str, ...]]:
-    """Sets of modules that import each other, each in alphabetical order."""
-    reached = {name: _reached(graph, name) for name in graph}
-    return {
-        tuple(sorted(other for other in there if name in reached[other]))
-        for name, there in reached.items()
-        if name in there
-    }
-
-
-def _all_circles(modules: dict[str, Path]) -> set[tuple[str, ...]]:
-    """Circles among modules, and those among what lies beside each other in each package."""
-    graph = _module_graph(modules)
-    folders = [name for name, path in modules.items() if path.name == "__init__.py"]
-    return _circles(graph).union(*(_circles(_siblings(graph, folder)) for folder in folders))
-
-
-def test_no_circles() -> None:
-    """No two modules need each other, and no two packages, whether when loaded or when called."""
-    assert _all_circles(MODULES) == set()
-
-
-def test_the_circle_check_sees_a_circle(tmp_path: Path) -> None:
-    """Among modules, through a function, and among packages whose modules are in none; not for types alone."""
-    sources = {
-        "triton_ep.a": "def f():\n    import triton_ep.b",
-        "triton_ep.b": "from .a import f",
-        "triton_ep.c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import triton_ep.d",
-        "triton_ep.d": "import triton_ep.c",
-        "triton_ep.p": "",
-        "triton_ep.p.low": "",
-        "triton_ep.p.high": "import triton_ep.q.high",
-        "triton_ep.q": "",
-        "triton_ep.q.high": "import triton_ep.q.low",
-        "triton_ep.q.low": "import triton_ep.p.low",
-        "triton_ep": "",
-    }
-    modules = {}
-    for name, text in sources.items():
-        modules[name] = tmp_path / name / ("__init__.py" if name.count(".") == 0 else "m.py")
-        modules[name].parent.mkdir()
-        modules[name].write_text(text)
-    assert _all_circles(modules) == {("triton_ep.a", "triton_ep.b"), ("triton_ep.p", "triton_ep.q")}
+@needs_linter
+def test_the_contracts_see_a_breach(installed: Path) -> None:
+    """Each of these is named; a package that is new has no layer yet."""
+    for name, source in BREACHES.items():
+        installed.joinpath(*name.split(".")).with_suffix(".py").write_text(source)
+    (installed / "triton_ep/newcomer").mkdir()
+    (installed / "triton_ep/newcomer/__init__.py").touch()
+    done = _lint(installed)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [name for name in BREACHES if name not in done.stdout and not name.startswith("triton_ep.nn.")] == []
+    assert "No cycles are allowed in triton_ep.nn" in done.stdout
+    assert "newcomer" in done.stdout
 
 
 def _environment_uses(path: Path) -> Iterator[tuple[ast.AST, int]]:
