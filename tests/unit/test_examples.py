@@ -23,6 +23,7 @@ MXFP8 = ROOT / "examples/02_mxfp8.py"
 MOE_LAYER = ROOT / "examples/03_moe_layer.py"
 TRAIN_STEP = ROOT / "examples/04_train_step.py"
 OVERLAP = ROOT / "examples/05_overlap.py"
+MOE_LM = ROOT / "examples/09_moe_lm.py"
 MEGATRON = ROOT / "examples/06_megatron.py"
 BARE: list[str] = []
 RANKS = 4 if INTERPRETING else max(n for n in (1, 2, 4) if n <= torch.cuda.device_count())
@@ -113,6 +114,23 @@ def test_training_example_compares_the_losses(tmp_path: Path) -> None:
     assert header == ["step", "bf16 seed 0", "MXFP8"]
     assert [line[0] for line in lines] == ["1", "2", "3"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_language_model_example_trains_saves_loads_and_decodes(tmp_path: Path) -> None:
+    """Its own assertions hold; the picture is there, and the prompt is continued."""
+    words = ["--steps", "3", "--length", "8", "--write", "3", "--folder", tmp_path]
+    output = _run([*TORCHRUN, MOE_LM, *words])
+    ranks, ep = LAUNCHED, max(LAUNCHED // 2, 1)
+    assert re.search(rf"^trained by {ranks} ranks with EP {ep}: loss ", output, re.M)
+    before, after = re.search(
+        rf"^loss of other text .+ -> ([\d.]+); loaded with EP {ranks}: ([\d.]+)$", output, re.M
+    ).groups()
+    assert abs(float(before) - float(after)) < 0.05
+    assert re.search(r"^decoded, [\d.]+% from the whole pass: ['\"]The following ", output, re.M)
+    assert [line.split(",")[0] for line in output.splitlines() if line.startswith("step ")] == [
+        f"step {step} of 3" for step in (1, 2, 3)
+    ]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_overlap_example_is_right_on_every_rank() -> None:
