@@ -676,7 +676,7 @@ class EPAll2AllLayer:
             self._warn_of_no_gradient("combine", input, weights)
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
         checks.check_overlap(return_recv_hook, async_finish, previous_event)
-        ctx.calls.check_combine(desc.epoch)
+        ctx.calls.check_combine(desc.dispatch_number)
 
         def send() -> tuple[torch.Tensor, Callable[[], None]]:
             return steps.combine(ctx, input, weights, desc, split=return_recv_hook)
@@ -714,7 +714,7 @@ class EPAll2AllLayer:
         self._begin()
         checks.check_compact_desc("combine_topk", ctx.layer_id, desc)
         checks.check_topk_values(self.config, ctx.device, values, desc.num_recv_rows)
-        ctx.calls.check_combine(desc.epoch)
+        ctx.calls.check_combine(desc.dispatch_number)
         if not async_finish:
             return steps.combine_topk(ctx, values, desc), None
         return self._comm.run(lambda: steps.combine_topk(ctx, values, desc), (values, desc), previous_event)

@@ -59,7 +59,7 @@ def _free_bytes() -> int:
 
 
 def _bytes_of(layer: EPAll2AllLayer) -> torch.Tensor:
-    return torch.cat([block.local for block in layer.context._blocks.values()]).cpu()
+    return torch.cat([block.local for block in layer.context.memory._blocks.values()]).cpu()
 
 
 def _dispatch(layer: EPAll2AllLayer, case: Case, call: int) -> None:
@@ -91,7 +91,7 @@ def _late(rank: int, nodes: int, ranks_per_node: int, case: Case, folder: str) -
         layer.check()
         dist.barrier()  # so that no healthy call runs into the short limit
         layer.context.state[codes.TIMEOUT_US] = 300_000
-        old = {block.offset for block in layer.context._blocks.values()}
+        old = {block.offset for block in layer.context.memory._blocks.values()}
         with _in_turn(rank, Path(folder, where)):
             try:
                 if where == "dispatch":

@@ -48,7 +48,7 @@ def _check_heap(rank: int, nodes: int, ranks_per_node: int, options: dict[str, A
         **options,
     )
     taken, said = _taken() - before, estimate_bytes(layer.context.sizes)
-    blocks = [block.nbytes for block in layer.context._blocks.values()]
+    blocks = [block.nbytes for block in layer.context.memory._blocks.values()]
     layer.finalize()
     page = current_heap()._arena._align  # of the heap: what each block is rounded up to
     assert sum(blocks) == said

@@ -31,7 +31,7 @@ def test_tensors_of_what_calls_return() -> None:
         placement=b,
         shape=(1, 1, 2),
         layer_id=5,
-        epoch=1,
+        dispatch_number=1,
         forward=c,
         skipped_token_topk_mapping_indices=d,
         host_expert_offsets=(0, 1, 2),

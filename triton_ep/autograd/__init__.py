@@ -71,7 +71,7 @@ def dispatch(
         recv_x, *outputs = ops.DispatchMX.apply(x, topk_idx, topk_weights, want_slots, key)
     recv_weights, _, entries, placement, forward, copies = outputs
     # A compiled graph may run any number of dispatches: it does not know which one this is.
-    epoch = 0 if torch.compiler.is_compiling() else layer.context.num_dispatches
+    number = 0 if torch.compiler.is_compiling() else layer.context.num_dispatches
     desc = ops.make_descriptor(
         layer,
         entries,
@@ -79,7 +79,7 @@ def dispatch(
         None if layer.config.is_intra_node else forward,
         copies if layer.config.enable_local_combine else None,
         recv_x.shape[0],
-        epoch,
+        number,
     )
     return recv_x, recv_weights if topk_weights is not None else None, desc
 

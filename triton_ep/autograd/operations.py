@@ -54,7 +54,7 @@ def _descriptor(layer: EPAll2AllLayer, tensors: Sequence[torch.Tensor], num_rows
     entries, placement, *optional = tensors
     forward = None if layer.config.is_intra_node else optional[0]
     copies = optional[-1] if layer.config.enable_local_combine else None
-    return make_descriptor(layer, entries, placement, forward, copies, num_rows, epoch=0)
+    return make_descriptor(layer, entries, placement, forward, copies, num_rows, dispatch_number=0)
 
 
 def make_descriptor(
@@ -64,7 +64,7 @@ def make_descriptor(
     forward: torch.Tensor | None,
     copies: torch.Tensor | None,
     num_rows: int,
-    epoch: int,
+    dispatch_number: int,
 ) -> EPAllToAllLayoutDesc:
     """A descriptor of these tensors and what follows from them."""
     cfg = layer.config
@@ -75,7 +75,7 @@ def make_descriptor(
         placement=placement,
         shape=(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank),
         layer_id=layer.context.layer_id,
-        epoch=epoch,
+        dispatch_number=dispatch_number,
         forward=forward,
         skipped_token_topk_mapping_indices=copies,
     )
@@ -304,7 +304,7 @@ def _combine_backward(
     """
     owner = layer_of(layer)
     # To send again takes less than to combine: neither forward tables nor copies.
-    desc = make_descriptor(owner, entries, placement, None, None, num_rows, epoch=0)
+    desc = make_descriptor(owner, entries, placement, None, None, num_rows, dispatch_number=0)
     with owner.context.backward_pass():
         rows, _ = owner.dispatch_again(grad, desc)
     return _parts(rows)

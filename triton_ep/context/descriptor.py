@@ -40,7 +40,8 @@ class EPAllToAllLayoutDesc:
             latency: as far as `overflow`, and of the report only tokens, the host words and the own rows.
         shape: (W, LW, e), ranks, ranks per node, local experts: where the parts of `placement` are.
         layer_id: identifies the layer that made it.
-        epoch: number of the dispatch on its layer, from 1.
+        dispatch_number: the host's number of this dispatch on its layer, from 1; 0 where an op of torch.library makes
+            the descriptor. Kernels compare the epoch of the device instead, which replays of a graph advance as well.
         forward: [2, N, M, K] int32, of the tokens that this rank forwards for other nodes, by their node and slot:
             ranks, and rows there, in k order, -1 = dropped; with `enable_local_combine` the ranks of this node that
             they go to, and their arrival rows there, then -1. None with one node.
@@ -62,7 +63,7 @@ class EPAllToAllLayoutDesc:
     placement: torch.Tensor
     shape: tuple[int, int, int]
     layer_id: int
-    epoch: int
+    dispatch_number: int
     forward: torch.Tensor | None = None
     send_reqs_recv_tensor: torch.Tensor | None = None
     skipped_token_mapping_indices: torch.Tensor | None = None

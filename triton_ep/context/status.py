@@ -1,12 +1,15 @@
-"""Status records of expired waits (kernels/device/waits.py) in words: which wait, who is missing, what was expected."""
+"""What kernels report to the host: status records of expired waits (kernels/device/waits.py), and these in words: which
+wait, who is missing, what was expected."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from triton_ep.context.calls import mismatch
 from triton_ep.context.layout import Sizes
 from triton_ep.errors import EPError, PeerFailed, WaitTimeout
 from triton_ep.kernels.device import codes
@@ -49,6 +52,45 @@ OPERATIONS = {
     codes.WAIT_LL_PARTIALS: Operation("the sums of all ranks (low-latency combine)", "ll_combine_flag"),
 }
 """Waits by their number."""
+
+
+class DeviceState:
+    """The state of one layer on its device, with the status record that kernels leave there.
+
+    Attributes:
+        words: int64 [codes.STATE_WORDS + W]; positions are in kernels/device/codes.py, the rest are tags of calls.
+    """
+
+    @torch.inference_mode(False)  # these tensors outlive inference mode and must stay writable outside it
+    def __init__(self, num_ranks: int, timeout_s: float, device: torch.device) -> None:
+        self.words = torch.zeros(codes.STATE_WORDS + num_ranks, dtype=torch.int64, device=device)
+        self.words[codes.TIMEOUT_US] = int(timeout_s * 1e6)
+        # A word that the host can read at any time; the device sets it beside the status record.
+        self._alarm = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.words[codes.ALARM] = self._alarm.data_ptr()
+        self._alarmed = ctypes.c_int64.from_address(self._alarm.data_ptr())
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a kernel has left a record, as far as the host has heard; waits for nothing."""
+        return self._alarmed.value != 0
+
+    def record(self) -> StatusRecord | None:
+        """The record that a kernel left, once the current stream is through; None = all is well."""
+        found = StatusRecord(*self.words[codes.STATUS :][: codes.STATUS_WORDS].tolist())
+        return found if found.operation else None
+
+    def tags(self) -> list[int]:
+        """Tags of the calls of all ranks, plus one; 0 where this rank has not heard of it."""
+        return self.words[codes.STATE_WORDS :].tolist()
+
+    def error(
+        self, record: StatusRecord, sizes: Sizes, local: Callable[[str], torch.Tensor], failed_peer: int | None
+    ) -> EPError:
+        """The error for a record, as `expired_wait`; CallMismatch if ranks are in different calls."""
+        if record.operation not in OPERATIONS:
+            return mismatch(record.operation, self.tags())
+        return expired_wait(record, sizes, local, failed_peer)
 
 
 def expired_wait(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from triton_ep.context.context import DispatchCombineContext, told
+from triton_ep.context.context import DispatchCombineContext, reports_failure
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import placement_parts
 from triton_ep.context.records import read_reports
@@ -38,7 +38,7 @@ from triton_ep.ops import routing as routing_ops
 from triton_ep.ops import splits as splits_ops
 
 
-@told("dispatch", begun=False)
+@reports_failure("dispatch", begun=False)
 def dispatch(
     ctx: DispatchCombineContext, request: Request, landing: Landing[Received], split: bool = False
 ) -> Sent[Received]:
@@ -53,7 +53,7 @@ def dispatch(
         ctx.make_room_for_all()
     rows = dispatch_ops.quantize(ctx, request.rows)
     routing, placement = preprocess(ctx, request, landing)
-    # From here on the other ranks wait for this one: `told` sees it by this number.
+    # From here on the other ranks wait for this one; `reports_failure` compares this number.
     ctx.num_dispatches += 1
     arrivals = init_output_buffer(ctx, request, landing, placement)
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
@@ -80,7 +80,7 @@ def dispatch(
         placement=placement,
         shape=(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank),
         layer_id=ctx.layer_id,
-        epoch=ctx.num_dispatches,
+        dispatch_number=ctx.num_dispatches,
         forward=forward,
         skipped_token_topk_mapping_indices=received.copy_rows if cfg.enable_local_combine or deduplicated else None,
         full_scatter=request.scatter is not None,
@@ -154,14 +154,14 @@ def init_output_buffer(
     return Arrivals(landing.num_rows(own), own.arrivals, tuple(words[first : first + count]))
 
 
-@told("dispatch", begun=False)
+@reports_failure("dispatch", begun=False)
 def dispatch_low_latency(
     ctx: DispatchCombineContext, request: Request, split: bool = False
 ) -> Sent[dispatch_ops.Received]:
     """`dispatch` of a low-latency layer: push, then wait and land, expert-major. The host waits for nothing."""
     rows, ids = request.rows, request.ids
     assert isinstance(ids, torch.Tensor), "no integration has maps for it"
-    ctx.num_dispatches += 1  # before the push, for which others wait; `told` as above
+    ctx.num_dispatches += 1  # before the push, for which others wait
     scaled = rows.scale is not None and ctx.config.payload is None
     word = HOST_REJECTED * request.refused | HOST_SCALED * scaled
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
@@ -172,7 +172,7 @@ def dispatch_low_latency(
     return Sent(received, desc, None, receive)
 
 
-@told("combine", begun=True)
+@reports_failure("combine", begun=True)
 def combine(
     ctx: DispatchCombineContext,
     y: torch.Tensor,
@@ -197,7 +197,7 @@ def combine(
     return out, receive
 
 
-@told("combine", begun=True)
+@reports_failure("combine", begun=True)
 def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
     """Bring values [R, K] float32 of deduplicated rows back and sum them per token: [T, K]."""
     out = compact_ops.combine_topk(ctx, values, desc)

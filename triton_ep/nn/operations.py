@@ -130,7 +130,7 @@ def _found(
         None if cfg.is_intra_node else forward,
         copies if cfg.enable_local_combine else None,
         pre.shape[0],
-        epoch=0,
+        dispatch_number=0,
     )
     of_rows = RowScaled(rows, scale) if rows.dtype == torch.float8_e4m3fn else rows
     saved = {"rows": of_rows, "pre": pre, "row_weights": row_weights}

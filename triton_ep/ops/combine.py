@@ -115,7 +115,7 @@ def _publish(
     side: torch.cuda.Stream | None = None,
 ) -> None:
     """Make expert outputs readable to the ranks of this node; with local combine, summed per token."""
-    ctx.calls.check_combine(desc.epoch)
+    ctx.calls.check_combine(desc.dispatch_number)
     has_weights = weights is not None
     weights_arg = ctx.no_floats if weights is None else weights
     copy_rows = desc.skipped_token_topk_mapping_indices

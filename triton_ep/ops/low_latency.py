@@ -46,7 +46,7 @@ def dispatch(
         placement=placement,
         shape=(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank),
         layer_id=ctx.layer_id,
-        epoch=ctx.num_dispatches,
+        dispatch_number=ctx.num_dispatches,
         skipped_token_topk_mapping_indices=copies,
     )
     received = Received(recv, recv_weights, copies)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from triton_ep.context.context import DispatchCombineContext, told
+from triton_ep.context.context import DispatchCombineContext, reports_failure
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.ops import combine as combine_ops
 
@@ -39,7 +39,7 @@ def row_slots(
     return slots.scatter_(0, target.flatten(), ks.flatten())[: desc.num_recv_rows]
 
 
-@told("combine", begun=True)
+@reports_failure("combine", begun=True)
 def to_slots(
     ctx: DispatchCombineContext, values: torch.Tensor, slots: torch.Tensor, desc: EPAllToAllLayoutDesc
 ) -> torch.Tensor:

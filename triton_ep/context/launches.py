@@ -1,0 +1,74 @@
+"""Launches: the kernels of one layer, each with what all its launches have in common bound to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from triton_ep.context.rows import RowFormat, RowFormats
+from triton_ep.kernels.device import codes
+from triton_ep.runtime.cubins import Aot
+from triton_ep.runtime.launch import Launcher
+from triton_ep.runtime.plans import Plan
+
+
+class Launches:
+    """Launchers of one layer, made at first use, and the memory that its kernels leave to each other.
+
+    Args:
+        bound: arguments that are the same in all launches: state and tables, ranks, experts, most tokens.
+        aot: library to take kernels from; None: they are compiled or interpreted.
+        network: codes.P2P or codes.NVSHMEM.
+    """
+
+    def __init__(
+        self, rows: RowFormats, bound: Mapping[str, Any], aot: Aot | None, network: int, device: torch.device
+    ) -> None:
+        self._own, self._bound, self._aot = rows.own, dict(bound), aot
+        self._network, self._device = network, device
+        self._extern_libs: dict[str, str] | None = None
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._identity_rows = torch.empty(0, 1, dtype=torch.int32, device=device)
+
+    def launcher(
+        self, key: tuple[object, ...], plan: Callable[..., Plan], *args: Any, fmt: RowFormat | None = None
+    ) -> Launcher:
+        """The launcher of this key; at first it is made, from `plan(shape, *args)` of triton_ep/runtime/plans.
+
+        fmt: of the rows that the kernel moves; None: the layer's own, or it moves none.
+        """
+        rows = self._own if fmt is None else fmt
+        found = rows.launchers.get(key)
+        if found is None:
+            wanted = plan(rows.shape, *args)
+            libs = self.extern_libs if wanted.constexprs.get("NETWORK") == codes.NVSHMEM else None
+            found = rows.launchers[key] = Launcher(wanted, self._bound, libs, self._aot)
+        return found
+
+    def extern_libs(self) -> dict[str, str] | None:
+        """Device bitcode for kernels that call NVSHMEM; None if this layer has none of them."""
+        if self._network != codes.P2P and self._extern_libs is None:
+            from triton_ep.heap.bitcode import pruned_bitcode
+
+            self._extern_libs = {"libnvshmem_device": str(pruned_bitcode(codes.NVSHMEM_SYMBOLS))}
+        return self._extern_libs
+
+    def scratch(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """[length] memory that the kernels of a call leave to each other; kept, because allocating takes host time."""
+        found = self._scratch.get(name)
+        if found is None:
+            found = torch.empty(length, dtype=dtype, device=self._device)
+            # What is allocated in a capture belongs to that graph.
+            if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+                self._scratch[name] = found
+        return found
+
+    def identity_rows(self, num_rows: int, most: int) -> torch.Tensor:
+        """[num_rows, 1] int32, each row's own number; a view of one table, which grows to `most` rows at once."""
+        table = self._identity_rows
+        if table.shape[0] < num_rows:
+            size = max(num_rows, most)
+            table = self._identity_rows = torch.arange(size, dtype=torch.int32, device=self._device).unsqueeze(1)
+        return table[:num_rows]

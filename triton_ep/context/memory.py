@@ -1,0 +1,132 @@
+"""SymmetricBuffers: the symmetric memory of one layer, by the table in triton_ep/context/layout.py.
+
+Buffers of one growth class are one block. The address of every buffer at every rank stands in `tables`, which kernels
+read (kernels/device/buffers.py), so a block can be replaced by a larger one without compiling or binding anything anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from triton_ep.config import EPConfig
+from triton_ep.context import layout
+from triton_ep.errors import HeapError
+from triton_ep.heap.base import SymmetricHeap, SymmTensor
+
+_INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
+_CLASSES = ("", "arrival", "output")  # `grows` of the buffers
+_SLACK_BYTES = 4096  # what a heap may add to one allocation to align it
+
+
+class SymmetricBuffers:
+    """The buffers of one layer on this rank, and their addresses at all ranks.
+
+    `allocate`, `grow` and `retire` are collective over the group.
+
+    Attributes:
+        config: of the layer.
+        sizes: rows for which there is room.
+        tables: [2 * buffers + 1, W] int64 on the device: addresses of every buffer at every rank, for loads and stores
+            and for the network, and the numbers of the ranks in the heap.
+    """
+
+    @torch.inference_mode(False)  # the tables outlive inference mode and must stay writable outside it
+    def __init__(self, config: EPConfig, sizes: layout.Sizes, group: Any, heap: SymmetricHeap, name: str) -> None:
+        self.config, self.sizes = config, sizes
+        self._group, self._heap, self._name = group, heap, name
+        self._blocks: dict[str, SymmTensor] = {}
+        self._offsets: dict[str, tuple[str, int]] = {}
+        num_buffers = len(layout.BUFFERS)
+        self.tables = torch.zeros(2 * num_buffers + 1, config.world_size, dtype=torch.int64, device=heap.device)
+        self._addrs, self._net_addrs = self.tables[:num_buffers], self.tables[num_buffers:-1]
+        self.tables[-1] = heap.pes(group)
+
+    def allocate(self) -> None:
+        """Allocate all buffers.
+
+        Raises:
+            HeapError: on all ranks, if one has no room.
+        """
+        self._heap.require(layout.estimate_bytes(self.sizes) + len(_CLASSES) * _SLACK_BYTES, self._group, self._name)
+        for grows in _CLASSES:
+            self._allocate_class(grows)
+
+    @torch.inference_mode(False)
+    def _allocate_class(self, grows: str) -> None:
+        """Allocate the buffers of one growth class as one block and enter their addresses in the tables."""
+        members = [buffer for buffer in layout.BUFFERS if buffer.grows == grows]
+        nbytes = sum(buffer.nbytes(self.sizes) for buffer in members)
+        block = self._heap.alloc((nbytes,), torch.uint8, self._group, self._name)
+        self._blocks[grows] = block
+        offset = 0
+        for buffer in members:
+            self._offsets[buffer.name] = (grows, offset)
+            self._addrs[_INDEX[buffer.name]] = torch.where(block.addrs != 0, block.addrs + offset, 0)
+            self._net_addrs[_INDEX[buffer.name]] = block.net_addrs + offset
+            offset += buffer.nbytes(self.sizes)
+
+    def local(self, name: str) -> torch.Tensor:
+        """This rank's copy of a buffer, as a tensor of the shape and dtype in triton_ep/context/layout.py."""
+        buffer = layout.BUFFERS[_INDEX[name]]
+        grows, offset = self._offsets[name]
+        shape, dtype = buffer.shape(self.sizes), buffer.dtype(self.config)
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return self._blocks[grows].local[offset : offset + count].view(dtype).view(shape)
+
+    def local_as(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """All memory of this rank's copy of a buffer, as elements of a dtype."""
+        grows, offset = self._offsets[name]
+        nbytes = layout.BUFFERS[_INDEX[name]].nbytes(self.sizes)
+        return self._blocks[grows].local[offset : offset + nbytes].view(dtype)
+
+    def local_address(self, name: str) -> int:
+        """Address of `local(name)`, at less cost."""
+        grows, offset = self._offsets[name]
+        return self._blocks[grows].local.data_ptr() + offset
+
+    def wanted_sizes(self, arrival_rows: int, output_rows: int) -> layout.Sizes:
+        """The sizes that `grow` would make, with room for at least that many rows; `sizes`, if there is room already.
+
+        A class that grows gets a quarter more rows, so that a slow increase does not replace buffers at every call, but
+        never more arrival rows than can come.
+        """
+        staged, output = self.sizes.arrival_rows, self.sizes.output_rows
+        if arrival_rows > staged:
+            staged = min(arrival_rows + arrival_rows // 4, self.config.world_size * self.config.max_tokens)
+        if output_rows > output:
+            output = output_rows + output_rows // 4
+        if (staged, output) == (self.sizes.arrival_rows, self.sizes.output_rows):
+            return self.sizes
+        return layout.Sizes(self.config, staged, output)
+
+    def grow(self, wanted: layout.Sizes) -> None:
+        """Replace the classes that are smaller than `wanted`; what they hold is lost.
+
+        Raises:
+            HeapError: on all ranks, if one has no room. The class keeps its former size, and smaller calls still work.
+        """
+        if wanted.arrival_rows > self.sizes.arrival_rows:
+            self._replace("arrival", layout.Sizes(self.config, wanted.arrival_rows, self.sizes.output_rows))
+        if wanted.output_rows > self.sizes.output_rows:
+            self._replace("output", wanted)
+
+    def _replace(self, grows: str, sizes: layout.Sizes) -> None:
+        before, self.sizes = self.sizes, sizes
+        self._heap.free(self._blocks.pop(grows))
+        try:
+            self._allocate_class(grows)
+        except HeapError:
+            self.sizes = before
+            self._allocate_class(grows)
+            raise
+
+    def retire(self, members: list[int], wait: bool) -> None:
+        """Give the memory back, which is used again when all ranks have done so. wait: for that.
+
+        members: world ranks of the group.
+        """
+        blocks = list(self._blocks.values())
+        self._blocks.clear()
+        self._heap.retire(blocks, self._name, members, wait=wait)
