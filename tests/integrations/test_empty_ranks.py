@@ -97,6 +97,28 @@ def _deep_ep() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
     return run, deep_ep.release
 
 
+def _deep_ep_elastic() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
+    """What a training loop calls, forward and backward, of rows once per rank and of rows per expert."""
+    buffer = deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=MOST, hidden=HIDDEN)
+
+    def run(batch: _Batch) -> None:
+        given = {"topk_idx": batch.idx, "topk_weights": batch.weights.detach(), "num_experts": 2 * EXPERTS}
+        for do_expand in (False, True):
+            rows, _, weights, handle, _ = buffer.dispatch(batch.x.detach(), **given, do_expand=do_expand)
+            here = weights if do_expand else weights.sum(1)
+            y = _weighted(rows, here)
+            out, back, _ = buffer.combine(y, handle, topk_weights=weights)
+            assert torch.equal(out, 0.75 * batch.x)
+            assert torch.equal(back, batch.weights)
+            grad = torch.ones((), dtype=out.dtype, device=out.device).expand_as(out)  # of a sum
+            grad_y, *_ = buffer.dispatch(grad.contiguous(), handle=handle, do_expand=do_expand)
+            assert torch.equal(grad_y[: len(y)], torch.ones_like(y))
+            grad_x, _, _ = buffer.combine(_weighted(grad_y, here), handle)
+            assert torch.equal(grad_x, torch.full_like(batch.x, 0.75))
+
+    return run, deep_ep.release
+
+
 def _hybrid_ep() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
     buffer = HybridEPBuffer(
         dist.group.WORLD, hidden_dim=HIDDEN, max_num_of_tokens_per_rank=MOST, num_local_experts=EXPERTS
@@ -203,6 +225,7 @@ INTEGRATIONS = {
     "megatron": _megatron,
     "megatron_hybrid": _megatron_hybrid,
     "deep_ep": _deep_ep,
+    "deep_ep_elastic": _deep_ep_elastic,
     "hybrid_ep": _hybrid_ep,
     "te": _te,
     "torchtitan": _torchtitan,

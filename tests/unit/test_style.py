@@ -25,6 +25,8 @@ LONG_SIGNATURES = {
     "Buffer.dispatch",
     "Buffer.low_latency_combine",
     "Buffer.low_latency_dispatch",
+    "ElasticBuffer.__init__",
+    "ElasticBuffer.dispatch",
     "HybridEPBuffer.__init__",
     "HybridEPBuffer.dispatch_with_permute",
     "hybrid_ep_dispatch",

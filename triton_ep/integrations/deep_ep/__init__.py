@@ -9,11 +9,13 @@
     Buffer.combine(x, handle)                   layer.combine, a plain sum over ranks in float32
     ... topk_weights=                           layer.combine_topk
     Buffer.low_latency_dispatch, _combine       a layer with low_latency=True, and a slab of rows per expert
+    ElasticBuffer.dispatch, _combine            layer.dispatch_compact; with do_expand layer.dispatch, `alignment` =
+                                                  expert_alignment
     HybridEPBuffer                              triton_ep.integrations.hybrid_ep
     deep_ep.utils.EventHandle, EventOverlap     triton_ep.EPEvent
 
-`install()` makes `import deep_ep` return this module. Source: deep_ep/buffer.py of DeepEP, version 1;
-docs/how-to/deep-ep.md has the details.
+`install()` makes `import deep_ep` return this module. Source: deep_ep/buffer.py of DeepEP 1.2.1 and deep_ep/buffers
+of 2.1.0; docs/how-to/deep-ep.md has the details.
 """
 
 from __future__ import annotations
@@ -24,9 +26,15 @@ import torch
 
 from triton_ep.errors import ConfigError
 from triton_ep.integrations import hybrid_ep as hybrid_ep_buffer
-from triton_ep.integrations.deep_ep import buffer, utils
+from triton_ep.integrations.deep_ep import buffer, buffers, elastic, utils
 from triton_ep.integrations.deep_ep.buffer import Buffer
 from triton_ep.integrations.deep_ep.config import Config
+from triton_ep.integrations.deep_ep.elastic import (
+    ElasticBuffer,
+    get_logical_domain_size,
+    get_physical_domain_size,
+)
+from triton_ep.integrations.deep_ep.elastic_handle import EPHandle
 from triton_ep.integrations.deep_ep.layers import release
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer
@@ -34,10 +42,15 @@ from triton_ep.integrations.hybrid_ep import HybridEPBuffer
 __all__ = [
     "Buffer",
     "Config",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",
     "buffer",
+    "buffers",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
     "hybrid_ep_buffer",
     "install",
     "release",
@@ -46,14 +59,22 @@ __all__ = [
     "utils",
 ]
 
-__version__ = "1.2.1"
+__version__ = "2.1.0"
 """Version of DeepEP whose interface this is, for frameworks that compare it."""
 
 topk_idx_t = torch.int64
 """Dtype of expert ids that frameworks look up; int32 is accepted as well."""
 
 
-_MODULES = {"deep_ep.buffer": buffer, "deep_ep.hybrid_ep_buffer": hybrid_ep_buffer, "deep_ep.utils": utils}
+_MODULES = {
+    "deep_ep.buffer": buffer,
+    "deep_ep.buffers": buffers,
+    "deep_ep.buffers.elastic": elastic,
+    "deep_ep.buffers.legacy": buffer,
+    "deep_ep.hybrid_ep_buffer": hybrid_ep_buffer,
+    "deep_ep.utils": utils,
+    "deep_ep.utils.event": utils,
+}
 
 
 def install() -> None:

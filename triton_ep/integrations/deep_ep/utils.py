@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -37,16 +38,40 @@ class EventOverlap:
             raise InputError(f"event must be an EventHandle or None, got {type(event).__name__}.")
         self.event = event
         self.extra_tensors = extra_tensors
+        self._hook: Callable[[], Any] | None = None
+        self._release_on_exit = False
 
-    def current_stream_wait(self, release_handle: bool = False) -> None:
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
         """Make the current stream wait for the event, if there is one.
 
         release_handle: then drop the event and `extra_tensors`, so that their memory can be reused.
+
+        Returns what the hook of `register_hook_after_wait` returns, which runs once; None without one.
         """
         if self.event is not None:
             self.event.current_stream_wait()
+        hook, self._hook = self._hook, None
+        result = None if hook is None else hook()
         if release_handle:
             self.event = self.extra_tensors = None
+        return result
+
+    wait = current_stream_wait
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Call `hook_after_wait` after the next `current_stream_wait`.
+
+        Raises:
+            InputError: there is a hook already.
+        """
+        if self._hook is not None:
+            raise InputError("this EventOverlap has a hook already. Wait for the event, then register another one.")
+        self._hook = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """This object, for a `with` statement that waits with `release_handle`."""
+        self._release_on_exit = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
@@ -54,7 +79,8 @@ class EventOverlap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.current_stream_wait()
+        release, self._release_on_exit = self._release_on_exit, False
+        self.current_stream_wait(release)
 
 
 def to_ep_event(previous: Any) -> EPEvent | None:

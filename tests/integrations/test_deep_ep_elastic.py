@@ -1,0 +1,306 @@
+"""deep_ep.ElasticBuffer: rows, scales, counts, source tokens, sums against the plain-torch references; its errors."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_ep.distributed import current_heap
+from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.integrations import deep_ep as door
+from triton_ep.integrations.deep_ep.layers import layers_of
+from triton_ep.reference import compact as compact_reference
+from triton_ep.reference import dispatch as dispatch_reference
+from triton_ep.testing import make_workload
+
+HIDDEN, TOPK, EXPERTS, MOST = 128, 3, 2, 12  # experts per rank
+TOKENS = (7, 0, 5, 9)  # per rank
+
+
+@dataclass
+class _Routing:
+    """What all ranks dispatch, and what this rank gets of it."""
+
+    rank: int
+    xs: list[torch.Tensor]
+    idxs: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    compact: list[compact_reference.CompactResult]
+    expanded: dict[int, list[dispatch_reference.DispatchResult]]
+
+    @classmethod
+    def of(cls, rank: int, world_size: int, tokens: tuple[int, ...], **options: Any) -> "_Routing":
+        num_experts = EXPERTS * world_size
+        sizes = {"hidden": HIDDEN, "topk": TOPK, "num_experts": num_experts, "idx_dtype": torch.int64}
+        works = [make_workload(r, world_size, tokens[r], **sizes, **options) for r in range(world_size)]
+        xs, weights = [w.x for w in works], [w.topk_weights for w in works]
+        # DeepEP knows -1 alone as the mark of a dropped entry.
+        idxs = [torch.where(w.topk_idx == num_experts, -1, w.topk_idx) for w in works]
+        ranks = range(world_size)
+        compact = [compact_reference.dispatch(xs, idxs, weights, r, num_experts) for r in ranks]
+        expanded = {
+            align: [dispatch_reference.dispatch(xs, idxs, weights, r, num_experts, align) for r in ranks]
+            for align in (1, 4)
+        }
+        return cls(rank, xs, idxs, weights, compact, expanded)
+
+    def arguments(self, do_expand: bool) -> dict[str, Any]:
+        """Of a dispatch of this rank."""
+        device = current_heap().device
+        return {
+            "x": self.xs[self.rank].to(device),
+            "topk_idx": self.idxs[self.rank].to(device),
+            "topk_weights": self.weights[self.rank].to(device),
+            "num_experts": EXPERTS * len(self.xs),
+            "do_expand": do_expand,
+        }
+
+
+def _equal(got: torch.Tensor | None, expected: torch.Tensor) -> None:
+    """The same bits, dtype and shape."""
+    assert got is not None
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    plain = torch.uint8 if got.dtype == torch.float8_e4m3fn else got.dtype
+    assert torch.equal(got.cpu().view(plain), expected.view(plain))
+
+
+def _aligned(counts: torch.Tensor, align: int) -> torch.Tensor:
+    return (counts + align - 1) // align * align
+
+
+def _check_counts(handle: Any, routing: _Routing, scaleup: int, align: int, sync: bool) -> None:
+    """Prefix sums, lists, numbers, and where tokens came from."""
+    ranks, mine = len(routing.xs), routing.compact[routing.rank]
+    counts, arrived = mine.num_recv_tokens_per_expert, mine.src.shape[0]
+    from_rank = torch.bincount(mine.src[:, 0], minlength=ranks).view(-1, scaleup).sum(0)
+    _equal(handle.psum_num_recv_tokens_per_scaleup_rank, from_rank.cumsum(0).int())
+    ends = _aligned(counts, align).cumsum(0)
+    if handle.do_expand:
+        _equal(handle.num_unaligned_recv_tokens_per_expert, counts.int())
+        _equal(handle.psum_num_recv_tokens_per_expert, (ends - _aligned(counts, align) + counts).int())
+    else:
+        assert handle.num_unaligned_recv_tokens_per_expert is None
+        _equal(handle.psum_num_recv_tokens_per_expert, ends.int())
+    most = ranks * MOST
+    expanded = _aligned(torch.tensor(most * min(TOPK, EXPERTS) + (align - 1) * EXPERTS), align)
+    assert handle.num_recv_tokens == (arrived if sync else most)
+    assert handle.num_expanded_tokens == (ends[-1] if sync else expanded)
+    assert handle.num_recv_tokens_per_expert_list == (_aligned(counts, align).tolist() if sync else [])
+    metadata = handle.recv_src_metadata
+    assert metadata.shape == (handle.num_recv_tokens, 2 + TOPK)
+    place = torch.arange(arrived, dtype=torch.int32)
+    source = (mine.src[:, 0] * MOST + mine.src[:, 1]).int()
+    _equal(metadata[:arrived, :2], torch.stack([source, place], 1))
+    assert (metadata[arrived:] == -1).all()
+    rows = torch.where(mine.recv_topk_idx >= 0, place.unsqueeze(1), -1)
+    if handle.do_expand:
+        rows = torch.full((arrived, TOPK), -1, dtype=torch.int32)
+        src = routing.expanded[align][routing.rank].src
+        for row, (rank, token, k) in enumerate(src.tolist()):
+            if rank >= 0:
+                rows[(source == rank * MOST + token).nonzero().item(), k] = row
+    _equal(metadata[:arrived, 2:], rows)
+    assert handle.recv_src_metadata is metadata
+
+
+def _check_arrived(
+    recv_x: Any, weights: torch.Tensor | None, routing: _Routing, handle: Any, align: int, x: Any
+) -> None:
+    """Rows and their weights; x: what all ranks sent, tensors or pairs."""
+    if handle.do_expand:
+        mine = routing.expanded[align][routing.rank]
+        src, row_weights = mine.src, mine.recv_weights
+    else:
+        compact = routing.compact[routing.rank]
+        src, row_weights = compact.src, compact.recv_topk_weights
+    rows = src.shape[0]
+    got, sent = (recv_x, x) if isinstance(recv_x, tuple) else ((recv_x,), [(each,) for each in x])
+    for part, received in enumerate(got):
+        plain = torch.uint8 if received.dtype == torch.float8_e4m3fn else received.dtype
+        parts = [each[part].view(plain) for each in sent]
+        zero = parts[0].new_zeros(1, parts[0].shape[1])  # padding
+        expected = torch.cat([*parts, zero])[_rows_of(src, [len(each) for each in parts])]
+        _equal(received[:rows].view(plain), expected)
+    if weights is not None:
+        _equal(weights[:rows], row_weights)
+
+
+def _rows_of(src: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Row of each (rank, token) in the rows of all ranks, -1 = padding."""
+    starts = torch.tensor([0, *itertools.accumulate(tokens)])
+    return torch.where(src[:, 0] >= 0, starts[src[:, 0]] + src[:, 1], -1)
+
+
+def _check_sums(buffer: door.ElasticBuffer, routing: _Routing, handle: Any, recv_x: Any, weights: Any, **order) -> None:
+    """Small integers, whose sums are exact in any order: sums, biases, weights."""
+    device, idx = current_heap().device, routing.idxs[routing.rank]
+    rows = recv_x[0].shape[0] if isinstance(recv_x, tuple) else recv_x.shape[0]
+    first = 1.0 + routing.rank
+    y = torch.full((rows, HIDDEN), first, device=device, dtype=torch.bfloat16)
+    if not handle.do_expand:  # the experts of a rank are summed by the caller
+        ids = handle.recv_topk_idx
+        y *= (ids >= 0).sum(1, keepdim=True).bfloat16()
+    owner = torch.where(idx >= 0, idx // EXPERTS + 1, 0)
+    expected = owner.sum(1, keepdim=True).expand(-1, HIDDEN).bfloat16()
+    bias = tuple(torch.full(expected.shape, 2.0 + n, dtype=torch.bfloat16, device=device) for n in range(2))
+    for given, more in ((None, 0), (bias[0], 2), (bias, 5)):
+        out, back, event = buffer.combine(y, handle, topk_weights=weights, bias=given, **order)
+        event.current_stream_wait()
+        _equal(out, expected + more)
+        _equal(back, torch.where(idx >= 0, routing.weights[routing.rank], 0.0))
+    assert buffer.combine(y, handle)[1] is None
+
+
+def _check_modes(rank: int, nodes: int, ranks_per_node: int) -> None:
+    ranks, device = nodes * ranks_per_node, current_heap().device
+    pool = layers_of(dist.group.WORLD)
+    pool.ranks_per_node, before = ranks_per_node, pool.ranks_per_node  # virtual nodes
+    buffer = door.ElasticBuffer(
+        dist.group.WORLD, num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, deterministic=True
+    )
+    assert (
+        buffer.get_logical_domain_size() == door.get_physical_domain_size(dist.group.WORLD) == (nodes, ranks_per_node)
+    )
+    assert door.get_logical_domain_size(dist.group.WORLD, False) == (1, ranks)
+    assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == divmod(rank, ranks_per_node)
+    routing = _Routing.of(rank, ranks, TOKENS)
+    for number, (do_expand, sync, align) in enumerate(
+        ((False, True, 1), (False, False, 4), (True, True, 4), (True, False, 4), (True, True, 1))
+    ):
+        asynchronous = number % 2 == 1
+        order = {"async_with_compute_stream": asynchronous, "allocate_on_comm_stream": asynchronous}
+        arguments = routing.arguments(do_expand)
+        stats = torch.ones(EXPERTS, dtype=torch.int32, device=device)
+        given = {**arguments, **order, "do_cpu_sync": sync, "expert_alignment": align}
+        recv_x, ids, weights, handle, event = buffer.dispatch(
+            **given, cumulative_local_expert_recv_stats=stats, previous_event=buffer.capture()
+        )
+        event.current_stream_wait()
+        _check_arrived(recv_x, weights, routing, handle, align, routing.xs)
+        arrived = routing.compact[rank]
+        _equal(stats, (1 + arrived.num_recv_tokens_per_expert).int())
+        if do_expand:
+            assert ids is None
+        else:
+            _equal(ids[: len(arrived.src)], arrived.recv_topk_idx)
+            assert (ids[len(arrived.src) :] == -1).all()
+            ids.fill_(99)  # as vLLM does, in place: the handle has its own
+        _check_counts(handle, routing, ranks_per_node, align, sync)
+        assert handle.topk_idx is not arguments["topk_idx"]
+        _equal(handle.topk_idx, routing.idxs[rank])
+        _check_sums(buffer, routing, handle, recv_x, weights, **order)
+        # By the handle, twice the rows; expanded ones with other weights.
+        cached = {"handle": handle, "do_expand": do_expand, "do_zero_padding": True, **order}
+        if do_expand:
+            cached["topk_weights"] = arguments["topk_weights"]
+        again, again_ids, again_weights, same, event = buffer.dispatch(arguments["x"] * 2, **cached)
+        event.current_stream_wait()
+        assert same is handle
+        _check_arrived(again, again_weights, routing, handle, align, [2 * x for x in routing.xs])
+        if not do_expand:
+            _equal(again_ids[: len(arrived.src)], arrived.recv_topk_idx)
+        # The same input gives the same bits, and the same source tokens.
+        twice, _, _, other, event = buffer.dispatch(**given)
+        event.current_stream_wait()
+        rows = routing.expanded[align][rank].src.shape[0] if do_expand else len(arrived.src)
+        _equal(twice[:rows], recv_x[:rows].cpu())
+        _equal(other.recv_src_metadata, handle.recv_src_metadata.cpu())
+    _check_scales(buffer, routing)
+    _check_nothing(rank, buffer)
+    buffer.destroy()
+    with pytest.raises(FinalizedError):
+        buffer.dispatch(**routing.arguments(False))
+    door.release()
+    pool.ranks_per_node = before
+
+
+def _check_scales(buffer: door.ElasticBuffer, routing: _Routing) -> None:
+    """e4m3 rows with one pack of scales per 128 values: float32, or four exponents."""
+    device, rank = current_heap().device, routing.rank
+    for dtype, do_expand in ((torch.float32, False), (torch.int32, True)):
+        pairs = [
+            (x.float().clamp(-400, 400).to(torch.float8_e4m3fn), (x[:, :1].float() * 64).to(dtype).contiguous())
+            for x in routing.xs
+        ]
+        data, scales = (each.to(device) for each in pairs[rank])
+        arguments = {**routing.arguments(do_expand), "x": (data, scales), "use_tma_aligned_col_major_sf": do_expand}
+        recv_x, _, weights, handle, _ = buffer.dispatch(**arguments)
+        _check_arrived(recv_x, weights, routing, handle, 1, pairs)
+        if do_expand:
+            assert recv_x[1].stride() == (1, -(-recv_x[1].shape[0] // 4) * 4)
+        _check_sums(buffer, routing, handle, recv_x, weights)
+        again, *_ = buffer.dispatch((data, scales), handle=handle, do_expand=do_expand)
+        _check_arrived(again, None, routing, handle, 1, pairs)
+
+
+def _check_nothing(rank: int, buffer: door.ElasticBuffer) -> None:
+    """No token anywhere, and entries that are all dropped."""
+    ranks = buffer.num_ranks
+    for tokens, options in (((0,) * ranks, {}), (TOKENS, {"routing": "all_dropped"})):
+        routing = _Routing.of(rank, ranks, tokens, **options)
+        for do_expand, sync in itertools.product((False, True), (True, False)):
+            recv_x, _, weights, handle, _ = buffer.dispatch(
+                **routing.arguments(do_expand), do_cpu_sync=sync, expert_alignment=4
+            )
+            assert sync <= (recv_x.shape[0] == 0)
+            _check_counts(handle, routing, buffer.num_scaleup_ranks, 4, sync)
+            _check_sums(buffer, routing, handle, recv_x, weights)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
+def test_all_modes_equal_the_references(run_ranks, nodes, ranks_per_node):
+    """Compact and expanded rows, with and without the host's waiting, by handles, with scales, of no tokens at all."""
+    run_ranks(_check_modes, nodes, ranks_per_node)
+
+
+def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
+    ranks = nodes * ranks_per_node
+    size = door.ElasticBuffer.get_buffer_size_hint(dist.group.WORLD, MOST, HIDDEN, num_topk=TOPK)
+    assert size % (2 << 20) == 0
+    buffer = door.ElasticBuffer(
+        dist.group.WORLD, num_max_tokens_per_rank=MOST, hidden=HIDDEN, allow_multiple_reduction=False
+    )
+    assert (buffer.num_bytes, buffer.get_theoretical_num_qps(8)) == (size, 0)
+    chosen = buffer.get_theoretical_num_sms(EXPERTS * ranks, TOPK)
+    routing = _Routing.of(rank, ranks, TOKENS)
+    arguments = routing.arguments(True)
+    recv_x, _, weights, handle, event = buffer.dispatch(**arguments)
+    assert event.event is None
+    *_, other, _ = buffer.dispatch(**arguments, num_sms=chosen)
+    assert other.layer is handle.layer  # what is chosen anyhow needs no layer of its own
+    _check_sums(buffer, routing, handle, recv_x, weights)
+    x, by_handle = arguments["x"], {"handle": handle, "do_expand": True}
+    for wrong, message in (
+        ({**arguments, "num_experts": None}, "num_experts"),
+        ({**arguments, "num_max_tokens_per_rank": 4}, "tokens were given.*is 4") if rank != 1 else ({}, ""),
+        ({"x": x, **by_handle, "topk_idx": arguments["topk_idx"]}, "handle and topk_idx"),
+        ({"x": x, **by_handle, "do_cpu_sync": True}, "do_cpu_sync"),
+        ({"x": x, **by_handle, "do_expand": False}, "do_expand is False.*True"),
+        ({"x": x, **by_handle, "expert_alignment": 4}, "expert_alignment is 4.*1"),
+        ({"x": x[:, :64].contiguous(), **by_handle}, "64 values.*rows of 128"),
+    ):
+        if wrong:
+            with pytest.raises(InputError, match=message):
+                buffer.dispatch(**wrong)
+    with pytest.raises(InputError, match=r"topk_weights must be \[\d+\]"):
+        buffer.combine(recv_x, handle, topk_weights=torch.ones(1 + len(recv_x), device=x.device))
+    with pytest.raises(StaleHandleError, match="tuple"):
+        buffer.combine(recv_x, ())
+    with pytest.raises(AttributeError, match="engram_write is not supported"):
+        buffer.engram_write(x)
+    assert not hasattr(buffer, "agrs_new_session")
+    with pytest.raises(ConfigError, match="num_cpu_bytes"):
+        door.ElasticBuffer(dist.group.WORLD, num_cpu_bytes=1)
+    buffer.barrier(with_cpu_sync=True)
+    door.release()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
+    """Arguments that contradict each other or a handle; calls that move no rows of experts."""
+    run_ranks(_check_mistakes, nodes, ranks_per_node)

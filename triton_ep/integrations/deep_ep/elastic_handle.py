@@ -1,0 +1,128 @@
+"""EPHandle: what a dispatch of ElasticBuffer leaves for its combine and for dispatches by the same routing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.ops.slots import known_copies, row_slots
+from triton_ep.ops.strides import view_as
+
+
+@dataclass(eq=False, kw_only=True)
+class EPHandle:
+    """What a dispatch leaves for its combine. Any number may be live, in any order.
+
+    Letters: T tokens, K top-k, W ranks, U scale-up ranks, e local experts, C tokens that arrived (a token once), M most
+    tokens per rank, R rows of `recv_x`. Tensors below that are no fields are computed when they are first read. They
+    may be replaced.
+
+    Attributes:
+        layer, layout_desc: that served the dispatch.
+        scaleup_ranks: U.
+        do_expand: a row per (token, expert), by expert; False: a row per token, by source rank and token.
+        num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+        topk_idx: [T, K], expert ids.
+        num_recv_tokens: C; without host synchronisation W * M, of which the first ones arrived.
+        num_expanded_tokens: rows of all local experts, each rounded up to `expert_alignment`; without host
+            synchronisation the most that there may be.
+        num_recv_tokens_per_expert_list: the same by expert; empty without host synchronisation.
+        recv_topk_idx: [R, K] local expert ids; None with `do_expand`.
+        copies: with `do_expand` [at least C, K] int32, rows of each token that arrived.
+        token_metadata_at_forward, channel_linked_list: None; this protocol has no channels.
+    """
+
+    layer: EPAll2AllLayer
+    layout_desc: EPAllToAllLayoutDesc
+    scaleup_ranks: int
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: torch.Tensor
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    num_recv_tokens_per_expert_list: list[int]
+    recv_topk_idx: torch.Tensor | None
+    copies: torch.Tensor | None
+    token_metadata_at_forward: None = None
+    channel_linked_list: None = None
+
+    @cached_property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
+        """[U] int32, tokens that arrived from scale-up ranks up to each, of all nodes."""
+        arrivals = self.layout_desc.arrivals_from_rank.view(-1, self.scaleup_ranks)
+        return arrivals.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
+        """[e] int32: with `do_expand` the row behind the last one of each expert, which is not rounded up; otherwise
+        rows of experts up to each, each rounded up to `expert_alignment`."""
+        counts = self.layout_desc.num_recv_tokens_per_expert
+        if self.do_expand:
+            return self.layout_desc.expert_offsets[:-1] + counts
+        align = self.expert_alignment
+        return ((counts + (align - 1)) // align * align).cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor | None:
+        """[e] int32, rows of each expert, not rounded up; None without `do_expand`."""
+        return self.layout_desc.num_recv_tokens_per_expert.clone() if self.do_expand else None
+
+    @cached_property
+    def dst_buffer_slot_idx(self) -> torch.Tensor | None:
+        """[T, K] int32, arrival row of the token on each rank, at the first k that goes there; else -1."""
+        return self.layout_desc.stage_row
+
+    @cached_property
+    def recv_src_metadata(self) -> torch.Tensor:
+        """[num_recv_tokens, 2 + K] int32, of each token that arrived: source rank * M + its number there; its place
+        among the arrivals; its row in `recv_x` for each k, -1 where another rank, or none, has the expert. Rows behind
+        the arrivals are -1.
+
+        The first read is collective: source tokens travel when they are asked for, in a dispatch of their own. Read
+        this on all ranks or on none, in the same order with other calls.
+        """
+        rows = self._rows()
+        place = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+        source = self._source_tokens(rows)
+        alone = torch.where(source < 0, -1, place)
+        return torch.cat([source.unsqueeze(1), alone.unsqueeze(1), rows], 1)
+
+    @cached_property
+    def row_slots(self) -> torch.Tensor:
+        """[R] int32, k of each row, -1 in padding; with `do_expand` only."""
+        return row_slots(self.layer.context, self.layout_desc, self.copies)
+
+    def _rows(self) -> torch.Tensor:
+        """[num_recv_tokens, K] int32, rows in `recv_x` of each token that arrived, -1 = none."""
+        desc = self.layout_desc
+        if self.copies is not None:
+            known = known_copies(self.layer.context, desc, self.copies)[: self.num_recv_tokens]
+            return torch.where(known < desc.num_recv_rows, known, -1)
+        assert self.recv_topk_idx is not None, "rows of tokens have ids"
+        place = torch.arange(self.num_recv_tokens, dtype=torch.int32, device=self.recv_topk_idx.device).unsqueeze(1)
+        arrived = place < desc.arrivals_of_rank[self.layer.config.rank]
+        return torch.where((self.recv_topk_idx >= 0) & arrived, place, -1)
+
+    def _source_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """[num_recv_tokens] int32, source rank * M + token of each token that arrived; else -1. Collective."""
+        desc, cfg = self.layout_desc, self.layer.config
+        tokens = desc.num_dispatch_token_cur_rank
+        first = cfg.rank * self.num_max_tokens_per_rank
+        numbers = torch.arange(first, first + tokens, dtype=torch.int32, device=rows.device)
+        sent = torch.zeros(tokens, cfg.hidden, dtype=cfg.token_dtype, device=rows.device)
+        view_as(sent, torch.uint8)[:, :4] = view_as(numbers.unsqueeze(1), torch.uint8)
+        if self.do_expand:
+            received, _ = self.layer.dispatch_again(sent, desc)
+            assert isinstance(received, torch.Tensor), "the layer quantises nothing"
+        else:
+            received, _ = self.layer.dispatch_compact_again(sent, desc)
+        of_row = view_as(view_as(received, torch.uint8)[:, :4].contiguous(), torch.int32).squeeze(1)
+        row = rows.max(1).values.long()
+        return torch.cat([of_row, of_row.new_full((1,), -1)])[row]

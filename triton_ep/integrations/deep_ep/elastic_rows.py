@@ -1,0 +1,70 @@
+"""Rows of ElasticBuffer's calls: as they are, or e4m3 with packs of scales."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.integrations import arguments as check
+from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, scale_bytes, scales_of_bytes
+from triton_ep.integrations.hybrid_ep.rows import Arrived, SentRows
+
+_PACKS = 4
+"""A column of column-major scales begins at a multiple of this many packs, 16 bytes."""
+
+
+class ElasticRows(NamedTuple):
+    """Rows to send.
+
+    Attributes:
+        sent: rows [T, H], and scales as a layer sends them, [T, H / 32] uint8.
+        packs: scales of a row, four bytes each.
+        dtype: of the packs; None: the rows have no scales.
+    """
+
+    sent: SentRows
+    packs: int = 0
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, x: Any) -> ElasticRows:
+        """The argument `x` of a dispatch.
+
+        Raises:
+            InputError: neither rows [T, H], nor a tuple of e4m3 rows and their scales.
+        """
+        if not isinstance(x, tuple):
+            return cls(SentRows(check.tensor("x", x, 2), None))
+        pair = QuantizedRows.of(x)
+        sent = SentRows(pair.data, scale_bytes(pair.scales, pair.data.shape[1]))
+        return cls(sent, pair.scales.shape[1], pair.scales.dtype)
+
+    @property
+    def tensors(self) -> tuple[object, ...]:
+        """What a call reads."""
+        return tuple(self.sent)
+
+    def check_layer(self, hidden: int, dtype: torch.dtype) -> None:
+        """Raise InputError unless the layer of a handle, with such rows, sends these."""
+        mine = self.sent.hidden.shape[1], self.sent.dtype
+        if mine != (hidden, dtype):
+            raise InputError(
+                f"rows of {mine[0]} values, {mine[1]} in combine, were given, but the handle is of rows of {hidden} "
+                f"{dtype}. Pass rows of that length, or dispatch without a handle."
+            )
+
+    def arrived(self, rows: Arrived, column_major: bool) -> Any:
+        """Rows [R, H] as `dispatch` returns them: with scales a tuple.
+
+        column_major: rows are the fast dimension of scales, and each column begins at a multiple of 16 bytes.
+        """
+        data, sent = rows
+        if sent is None or self.dtype is None:
+            return data
+        scales = scales_of_bytes(sent, self.packs, self.dtype)
+        if column_major:
+            strides = (1, -(-scales.shape[0] // _PACKS) * _PACKS)
+            scales = torch.empty_strided(scales.shape, strides, dtype=self.dtype, device=data.device).copy_(scales)
+        return data, scales
