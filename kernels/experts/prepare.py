@@ -3,15 +3,20 @@
 Protocol      The product with w [N, K] sums over K, the one with its transpose over N, so each has scales along another
               dimension: of every row the largest that MXFP8 (RCEIL) would give to one of its blocks of 32, which
               follows from the row's largest magnitude. Elements are rounded once, under that scale: those of MXFP8
-              moved to rows (row_scales.py), but nearer to the weight where they are subnormal. weight_maxima: a program
-              takes BLOCK_N rows of one expert; the largest magnitude of a row is its own affair, that of a column is a
-              maximum over programs. prepare_weights: every tile is read once and written in both forms.
+              moved to rows (row_scales.py), but nearer to the weight where they are subnormal.
+              New copies: weight_maxima finds the largest magnitudes (a program takes BLOCK_N rows of one expert; that
+              of a row is its own affair, that of a column is a maximum over programs), then prepare_weights reads every
+              tile once more and writes both forms.
+              Copies that are there already (CHECK): a step of training changes few scales, so prepare_weights takes
+              those of the copies, and finds the largest magnitudes on the way. mend_weights then prepares those rows
+              and columns again whose scales were others. The bits are the same, and weights are read once.
 Layout        w [E, N, K] bf16 or fp32; row_max [E, N], column_max [E, K] int32: bits of float32 magnitudes, among which
-              a NaN is the largest; column_max is 0 at first. FPROP: out [E, N, K] e4m3, its scales [E, N] float32.
-              DGRAD: transposed [E, K, N] e4m3, its scales [E, K].
-Memory order  Maxima of integers, in any order the same; the kernels follow each other on one stream.
+              a NaN is the largest; 0 at first where it is a maximum over programs. FPROP: out [E, N, K] e4m3, its
+              scales [E, N] float32. DGRAD: transposed [E, K, N] e4m3, its scales [E, K].
+Memory order  Maxima of integers, in any order the same. With CHECK programs read scales while one of them writes there
+              what stands for the same scale. The kernels follow each other on one stream.
 Progress      No program waits.
-Replay        Nothing is kept between calls.
+Replay        Nothing is kept between calls but the copies.
 """
 
 import triton
@@ -19,6 +24,13 @@ import triton.language as tl
 
 from ..device.mxfp8 import FORMAT_E4M3, MODE_RCEIL, block_amax, block_scale, scale_value, scaled_elements
 from ..spec import Variant, ep_kernel
+
+
+@triton.jit
+def _note_maxima(max_ptr, at, x, mask, AXIS: tl.constexpr):
+    """Raise the maxima of lines that run along AXIS of a tile to those of the tile."""
+    bits = block_amax(x.to(tl.float32), AXIS).to(tl.int32, bitcast=True)
+    tl.atomic_max(max_ptr + at, bits, mask=mask, sem="relaxed")
 
 
 @ep_kernel(
@@ -53,8 +65,7 @@ def weight_maxima_kernel(
         col = first + tl.arange(0, BLOCK_K)
         x = tl.load(w_rows + col[None, :], mask=(row < n)[:, None] & (col < k)[None, :], other=0.0).to(tl.float32)
         if COLUMNS:
-            of_columns = block_amax(x, 0).to(tl.int32, bitcast=True)
-            tl.atomic_max(column_max_ptr + expert * k + col, of_columns, mask=col < k, sem="relaxed")
+            _note_maxima(column_max_ptr, expert * k + col, x, col < k, 0)
         if ROWS:
             largest = tl.maximum(largest, block_amax(x, 1).to(tl.int32, bitcast=True))
     if ROWS:
@@ -62,20 +73,28 @@ def weight_maxima_kernel(
 
 
 @triton.jit
-def _largest_scale(max_ptr, at, mask):
+def _scale_of_max(max_ptr, at, mask):
+    """Scale bytes, int32, that follow from largest magnitudes."""
     bits = tl.load(max_ptr + at, mask=mask, other=0)
     return block_scale(bits.to(tl.float32, bitcast=True), MODE_RCEIL, FORMAT_E4M3)
 
 
 @triton.jit
-def _store_rows(out_ptr, scale_ptr, x, rows, cols, in_rows, matrix, num_rows, num_cols, largest):
-    """Elements of a tile [M, N] of a matrix [num_rows, num_cols] under scales `largest` [M], and these."""
-    elements = scaled_elements(x.to(tl.float32), largest[:, None], MODE_RCEIL, False)
+def _scale_of_copy(scale_ptr, at, mask):
+    """Scale bytes, int32, that a copy has now; of a value that is no scale anything."""
+    bits = tl.load(scale_ptr + at, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+    return (bits >> 23) & 0xFF
+
+
+@triton.jit
+def _store_rows(out_ptr, scale_ptr, x, rows, cols, in_rows, matrix, num_rows, num_cols, scale):
+    """Elements of a tile [M, N] of a matrix [num_rows, num_cols] under scale bytes [M], and these."""
+    elements = scaled_elements(x.to(tl.float32), scale[:, None], MODE_RCEIL, False)
     row = matrix * num_rows + rows
     inside = in_rows[:, None] & (cols < num_cols)[None, :]
     tl.store(out_ptr + row[:, None] * num_cols + cols[None, :], elements, mask=inside)
     # Those at the left edge write the scales of their rows.
-    tl.store(scale_ptr + row, scale_value(largest), mask=in_rows & (tl.min(cols, 0) == 0))
+    tl.store(scale_ptr + row, scale_value(scale), mask=in_rows & (tl.min(cols, 0) == 0))
 
 
 @ep_kernel(
@@ -87,20 +106,32 @@ def _store_rows(out_ptr, scale_ptr, x, rows, cols, in_rows, matrix, num_rows, nu
     transposed_ptr="*fp8e4nv",
     transposed_scale_ptr="*fp32",
     specialised=("n", "k"),
-    variants=(Variant({"FPROP": False, "DGRAD": True, "BLOCK_N": 128, "BLOCK_K": 64}, {"W": "fp32"}, ("n", "k")),),
+    variants=(
+        Variant(
+            {"FPROP": False, "DGRAD": True, "CHECK": False, "BLOCK_N": 128, "BLOCK_K": 64},
+            {"W": "fp32"},
+            ("n", "k"),
+        ),
+        Variant(
+            {"FPROP": False, "DGRAD": True, "CHECK": True, "BLOCK_N": 128, "BLOCK_K": 64},
+            {"W": "fp32"},
+            ("n", "k"),
+        ),
+    ),
 )
 def prepare_weights_kernel(
     w_ptr,  # [E, N, K] bf16 or fp32
-    row_max_ptr,  # [E, N] int32
-    column_max_ptr,  # [E, K] int32
+    row_max_ptr,  # [E, N] int32, with CHECK inout
+    column_max_ptr,  # [E, K] int32, with CHECK inout
     out_ptr,  # out [E, N, K] e4m3
-    scale_ptr,  # out [E, N] float32
+    scale_ptr,  # out [E, N] float32, with CHECK inout
     transposed_ptr,  # out [E, K, N] e4m3
-    transposed_scale_ptr,  # out [E, K] float32
+    transposed_scale_ptr,  # out [E, K] float32, with CHECK inout
     n,
     k,
     FPROP: tl.constexpr,
     DGRAD: tl.constexpr,
+    CHECK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -112,10 +143,101 @@ def prepare_weights_kernel(
     col = inside % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
     in_n = row < n
     in_k = col < k
-    x = tl.load(w_ptr + (expert * n + row)[:, None] * k + col[None, :], mask=in_n[:, None] & in_k[None, :], other=0.0)
+    at_row = expert * n + row
+    at_col = expert * k + col
+    w_ptrs = w_ptr + at_row[:, None] * k + col[None, :]
+    mask = in_n[:, None] & in_k[None, :]
+    if CHECK:
+        x = tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32)
+        if FPROP:
+            _note_maxima(row_max_ptr, at_row, x, in_n, 1)
+        if DGRAD:
+            _note_maxima(column_max_ptr, at_col, x, in_k, 0)
+    # Once more, from the nearest cache: to keep it takes registers, and with them other programs' place.
+    x = tl.load(w_ptrs, mask=mask, other=0.0)
     if FPROP:
-        largest = _largest_scale(row_max_ptr, expert * n + row, in_n)
-        _store_rows(out_ptr, scale_ptr, x, row, col, in_n, expert, n, k, largest)
+        scale = _scale_of_copy(scale_ptr, at_row, in_n) if CHECK else _scale_of_max(row_max_ptr, at_row, in_n)
+        _store_rows(out_ptr, scale_ptr, x, row, col, in_n, expert, n, k, scale)
     if DGRAD:
-        largest = _largest_scale(column_max_ptr, expert * k + col, in_k)
-        _store_rows(transposed_ptr, transposed_scale_ptr, x.T, col, row, in_k, expert, k, n, largest)
+        if CHECK:
+            scale = _scale_of_copy(transposed_scale_ptr, at_col, in_k)
+        else:
+            scale = _scale_of_max(column_max_ptr, at_col, in_k)
+        _store_rows(transposed_ptr, transposed_scale_ptr, x.T, col, row, in_k, expert, k, n, scale)
+
+
+@triton.jit
+def _mend(
+    w_ptr,  # of one matrix
+    max_ptr,
+    out_ptr,
+    scale_ptr,
+    matrix,
+    first,
+    num_lines,
+    length,
+    TRANSPOSED: tl.constexpr,
+    LINES: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Prepare those lines of a matrix from `first` on again that have other scales now; TRANSPOSED: its columns."""
+    line = first + tl.arange(0, LINES)
+    at = matrix * num_lines + line
+    inside = line < num_lines
+    scale = _scale_of_max(max_ptr, at, inside)
+    wrong = inside & (scale != _scale_of_copy(scale_ptr, at, inside))
+    if tl.max(wrong.to(tl.int32), 0) > 0:
+        tl.store(scale_ptr + at, scale_value(scale), mask=wrong)
+        for start in range(0, length, STEP):
+            step = start + tl.arange(0, STEP)
+            mask = wrong[:, None] & (step < length)[None, :]
+            if TRANSPOSED:
+                x = tl.load(w_ptr + step.to(tl.int64)[None, :] * num_lines + line[:, None], mask=mask, other=0.0)
+            else:
+                x = tl.load(w_ptr + line.to(tl.int64)[:, None] * length + step[None, :], mask=mask, other=0.0)
+            elements = scaled_elements(x.to(tl.float32), scale[:, None], MODE_RCEIL, False)
+            tl.store(out_ptr + at[:, None] * length + step[None, :], elements, mask=mask)
+
+
+@ep_kernel(
+    w_ptr="*{W}",
+    row_max_ptr="*i32",
+    column_max_ptr="*i32",
+    out_ptr="*fp8e4nv",
+    scale_ptr="*fp32",
+    transposed_ptr="*fp8e4nv",
+    transposed_scale_ptr="*fp32",
+    specialised=("n", "k"),
+    variants=(Variant({"FPROP": False, "DGRAD": True, "BLOCK_N": 64, "BLOCK_K": 64}, {"W": "fp32"}, ("n", "k")),),
+)
+def mend_weights_kernel(
+    w_ptr,  # [E, N, K] bf16 or fp32
+    row_max_ptr,  # [E, N] int32
+    column_max_ptr,  # [E, K] int32
+    out_ptr,  # inout [E, N, K] e4m3
+    scale_ptr,  # inout [E, N] float32
+    transposed_ptr,  # inout [E, K, N] e4m3
+    transposed_scale_ptr,  # inout [E, K] float32
+    n,
+    k,
+    FPROP: tl.constexpr,
+    DGRAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A program takes BLOCK_N rows of one expert, or BLOCK_K of its columns, which come after the rows."""
+    strips_n = tl.cdiv(n, BLOCK_N) if FPROP else 0
+    strips_k = tl.cdiv(k, BLOCK_K) if DGRAD else 0
+    expert = (tl.program_id(0) // (strips_n + strips_k)).to(tl.int64)
+    strip = tl.program_id(0) % (strips_n + strips_k)
+    w_ptr += expert * n * k
+    if strip < strips_n:
+        if FPROP:
+            first = strip * BLOCK_N
+            _mend(w_ptr, row_max_ptr, out_ptr, scale_ptr, expert, first, n, k, False, BLOCK_N, BLOCK_K)
+    else:
+        if DGRAD:
+            first = (strip - strips_n) * BLOCK_K
+            _mend(
+                w_ptr, column_max_ptr, transposed_ptr, transposed_scale_ptr, expert, first, k, n, True, BLOCK_K, BLOCK_N
+            )

@@ -3,8 +3,8 @@
 Protocol      A row's scale is the largest scale of its blocks of 32 columns, as RCEIL chooses them; elements move to
               it: e4m3 values times 2^(own scale - row's scale), rounded to nearest even. An element keeps its bits
               unless it becomes subnormal. A program reads ROWS rows twice, first for the largest, then to write;
-              the second time they come from L2. rebase_rows starts from MXFP8, quantize_to_rows from values, with
-              the result that MXFP8 and rebase_rows after it have.
+              the second time they come from L2. WHOLE: a tile holds whole rows, which are read once. rebase_rows starts
+              from MXFP8, quantize_to_rows from values, with the result that MXFP8 and rebase_rows after it have.
 Layout        x [R, K] bf16 or fp32, elements [R, K] e4m3, all row-major; MX scales [R, K/32] uint8; row scales [R]
               float32, powers of two, NaN where a block's scale byte is 255. HAS_OFFSETS: the rows in use are those
               before the last of num_segments + 1 offsets; the others are neither read nor written.
@@ -90,7 +90,9 @@ def rebase_rows_kernel(
     out_ptr="*fp8e4nv",
     row_scale_ptr="*fp32",
     specialised=("k",),
-    variants=(Variant({"HAS_OFFSETS": False, "ROWS": 4, "BLOCKS": 32}, {"X": "fp32", "OFFS": "fp32"}, ("k",)),),
+    variants=(
+        Variant({"HAS_OFFSETS": False, "WHOLE": False, "ROWS": 4, "BLOCKS": 32}, {"X": "fp32", "OFFS": "fp32"}, ("k",)),
+    ),
 )
 def quantize_to_rows_kernel(
     x_ptr,  # [R, K] bf16 or fp32
@@ -101,6 +103,7 @@ def quantize_to_rows_kernel(
     k,
     num_segments,
     HAS_OFFSETS: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -108,26 +111,27 @@ def quantize_to_rows_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_rows = row < in_use
     blocks = k // BLOCK
-    x_row = x_ptr + row.to(tl.int64)[:, None, None] * k
     offs_b = tl.arange(0, BLOCKS)[None, :]
     offs_k = (offs_b * BLOCK)[:, :, None] + tl.arange(0, BLOCK)[None, None, :]
+    at = row.to(tl.int64)[:, None, None] * k + offs_k
     if tl.program_id(0) * ROWS < in_use:
+        x = tl.zeros((ROWS, BLOCKS, BLOCK), tl.float32)
         amax = tl.zeros((ROWS, BLOCKS), dtype=tl.int32)
-        for first in range(0, blocks, BLOCKS):
+        for first in range(0, BLOCKS if WHOLE else blocks, BLOCKS):
             alive = in_rows[:, None] & (first + offs_b < blocks)
-            x = tl.load(x_row + first * BLOCK + offs_k, mask=alive[:, :, None], other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + at + first * BLOCK, mask=alive[:, :, None], other=0.0).to(tl.float32)
             # As integers, among which a NaN is above infinity.
             amax = tl.maximum(amax, block_amax(x, 2).to(tl.int32, bitcast=True))
         # RCEIL never gives a larger magnitude a smaller scale, so the largest scale is that of the largest magnitude.
         largest = block_scale(tl.max(amax, axis=1).to(tl.float32, bitcast=True), MODE_RCEIL, FORMAT_E4M3)
         tl.store(row_scale_ptr + row, scale_value(largest), mask=in_rows)
-        for first in range(0, blocks, BLOCKS):
+        for first in range(0, BLOCKS if WHOLE else blocks, BLOCKS):
             alive = in_rows[:, None] & (first + offs_b < blocks)
-            x = tl.load(x_row + first * BLOCK + offs_k, mask=alive[:, :, None], other=0.0).to(tl.float32)
+            if not WHOLE:
+                x = tl.load(x_ptr + at + first * BLOCK, mask=alive[:, :, None], other=0.0).to(tl.float32)
             elements, scale = quantize_tile(x, MODE_RCEIL, False)
             moved = rebased(elements, scale.to(tl.int32)[:, :, None], largest[:, None, None])
-            at = row.to(tl.int64)[:, None, None] * k + first * BLOCK + offs_k
-            tl.store(out_ptr + at, moved, mask=alive[:, :, None])
+            tl.store(out_ptr + at + first * BLOCK, moved, mask=alive[:, :, None])
 
 
 @ep_kernel(elements_ptr="*fp8e4nv", row_scale_ptr="*fp32", offs_ptr="*{OFFS}", out_ptr="*{OUT}", specialised=("k",))

@@ -79,8 +79,9 @@ def _steps(how: str, rows: int, training: bool, bias: torch.Tensor | None, activ
     if scaled and training:
         weight = torch.zeros(EXPERTS, 2 * F, H, dtype=torch.bfloat16)
         for uses in ("both", "fprop", "dgrad"):
-            prepare.prepare_weights(weight, uses)
-        row_scales.quantize_to_rows(torch.zeros(rows, H, dtype=torch.bfloat16), offs)
+            prepare.prepare_weights(weight, uses, out=prepare.prepare_weights(weight, uses))
+        for columns in (1024, 2048, 4096, 8192, 16384):
+            row_scales.quantize_to_rows(torch.zeros(rows, columns, dtype=torch.bfloat16), offs)
         row_scales.dequantize_rows_in_use(x, offs)
 
 

@@ -308,7 +308,7 @@ def passes(given: Operands) -> Iterator[Case]:
     for uses in ("fprop", "dgrad", "both"):
         kept = prepare_weights(given.w13, uses)
         yield Case(
-            "passes", "prepare_weights", f"w13, {uses}",
+            "passes", "prepare_weights", f"w13, {uses}, up to date",
             lambda uses=uses, kept=kept: prepare_weights(given.w13, uses, out=kept),
         )  # fmt: skip
 

@@ -81,7 +81,8 @@ def test_row_scales_and_prepared_weights() -> None:
     assert fprop is not None and dgrad is not None
     rows, transposed = (fprop.qdata, fprop.scale), (dgrad.qdata, dgrad.scale)
     for given in ((*rows, *transposed), (*rows, None, None), (None, None, *transposed)):
-        _check(OPS.prepare.default, (w, *given))
+        for again in (False, True):
+            _check(OPS.prepare.default, (w, *given, again))
     _check(OPS.grouped_rows.default, (*OPS.quantize_to_rows(x, None), fprop.qdata, fprop.scale, ends, torch.bfloat16))
 
 

@@ -41,12 +41,35 @@ def test_both_forms_are_the_oracles(dtype: torch.dtype, uses: str) -> None:
     w = _weights(dtype)
     made = prepare_weights(w.to(DEVICE), uses)
     assert [each is not None for each in made] == [uses != "dgrad", uses != "fprop"]
-    for values in (w, w.flip(0) * 4):
+    for values in (w, w.flip(0) * 4, *_steps_of_training(w)):
         again = prepare_weights(values.to(DEVICE).contiguous(), uses, out=made)
         for one, two, along in zip(made, again, (values, values.transpose(1, 2)), strict=True):
             if one is not None and two is not None:
                 assert one.qdata.data_ptr() == two.qdata.data_ptr() and one.scale.data_ptr() == two.scale.data_ptr()
                 _assert_same(two, along.contiguous())
+
+
+def _steps_of_training(w: torch.Tensor) -> list[torch.Tensor]:
+    """Weights after which few rows and columns need other scales: larger ones, smaller ones, a NaN, none."""
+    small = w.clone()
+    small[0] = small[0].nan_to_num(0, 0, 0) * 1.001
+    found = [small]
+    for row, column, value in ((130, 90, 3e4), (130, 90, 0.25), (7, 2, torch.nan), (7, 2, 0.5)):
+        found.append(found[-1].clone())
+        found[-1][0, row, column] = value
+    return found
+
+
+def test_scales_that_were_never_any_change_nothing() -> None:
+    """Memory for the result may hold anything: no bit of the result depends on it."""
+    w = _weights(n=288, k=160)
+    made = prepare_weights(w.to(DEVICE), "both")
+    for value in (0.0, -3.7, torch.inf, torch.nan, 2.0**100, 2.0**-127):
+        for each in made:
+            each.scale.fill_(value)
+            each.qdata.view(torch.uint8).fill_(7)
+        for got, values in zip(prepare_weights(w.to(DEVICE), "both", out=made), (w, w.transpose(1, 2)), strict=True):
+            _assert_same(got, values.contiguous())
 
 
 def test_elements_are_those_of_mxfp8_but_for_subnormal_ones() -> None:

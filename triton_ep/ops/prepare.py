@@ -11,7 +11,7 @@ from triton_ep.ops.row_scales import RowScaled, rebase_rows
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import Plan
-from triton_ep.runtime.plans.experts import maxima_tile, prepare_tile
+from triton_ep.runtime.plans.experts import maxima_tile, mend_weights_plan, prepare_weights_plan
 
 USES = ("fprop", "dgrad", "both")
 
@@ -26,7 +26,8 @@ def _empty(w: torch.Tensor, transposed: bool) -> RowScaled:
 
 
 @library.op(
-    "(Tensor w, Tensor(a!)? out, Tensor(b!)? scale, Tensor(c!)? transposed, Tensor(d!)? transposed_scale) -> ()",
+    "(Tensor w, Tensor(a!)? out, Tensor(b!)? scale, Tensor(c!)? transposed, Tensor(d!)? transposed_scale, bool again) "
+    "-> ()",
     lambda *_: None,
 )
 def _prepare(
@@ -35,31 +36,36 @@ def _prepare(
     scale: torch.Tensor | None,
     transposed: torch.Tensor | None,
     transposed_scale: torch.Tensor | None,
+    again: bool,
 ) -> None:
+    """again: the scales are those of other weights; what of them is right is used."""
     experts, n, k = w.shape
-    fprop, dgrad = out is not None, transposed is not None
-    column_max = torch.zeros(experts, k if dgrad else 0, dtype=torch.int32, device=w.device)
-    row_max = column_max.new_empty(experts, n if fprop else 0)
-    tile = maxima_tile(INTERPRETING)
-    grid = experts * -(-n // tile["BLOCK_N"])
-    maxima = Plan("weight_maxima_kernel", {"ROWS": fprop, "COLUMNS": dgrad, **tile})
-    runtime.launch(maxima, grid, w_ptr=w, row_max_ptr=row_max, column_max_ptr=column_max, n=n, k=k)
-    tile = prepare_tile(INTERPRETING)
-    grid = experts * -(-n // tile["BLOCK_N"]) * -(-k // tile["BLOCK_K"])
     # What is not asked for has the memory of the other form, which nobody touches through it.
-    runtime.launch(
-        Plan("prepare_weights_kernel", {"FPROP": fprop, "DGRAD": dgrad, **tile}),
-        grid,
-        w_ptr=w,
-        row_max_ptr=row_max,
-        column_max_ptr=column_max,
-        out_ptr=out if fprop else transposed,
-        scale_ptr=scale if fprop else transposed_scale,
-        transposed_ptr=transposed if dgrad else out,
-        transposed_scale_ptr=transposed_scale if dgrad else scale,
-        n=n,
-        k=k,
-    )
+    first, second = (out, scale), (transposed, transposed_scale)
+    forms = (first if out is not None else second, second if transposed is not None else first)
+    rows, columns = n if out is not None else 0, k if transposed is not None else 0
+    uses = {"FPROP": rows > 0, "DGRAD": columns > 0}
+    sizes = {"n": n, "k": k}
+    maxima = {
+        "row_max_ptr": w.new_zeros((experts, rows), dtype=torch.int32),
+        "column_max_ptr": w.new_zeros((experts, columns), dtype=torch.int32),
+    }
+    if not again:
+        tile = maxima_tile(INTERPRETING)
+        plan = Plan("weight_maxima_kernel", {"ROWS": uses["FPROP"], "COLUMNS": uses["DGRAD"], **tile})
+        runtime.launch(plan, experts * -(-n // tile["BLOCK_N"]), w_ptr=w, **maxima, **sizes)
+    copies = {
+        "out_ptr": forms[0][0],
+        "scale_ptr": forms[0][1],
+        "transposed_ptr": forms[1][0],
+        "transposed_scale_ptr": forms[1][1],
+    }
+    plan, block = prepare_weights_plan(uses, again, INTERPRETING)
+    runtime.launch(plan, experts * -(-n // block[0]) * -(-k // block[1]), w_ptr=w, **maxima, **copies, **sizes)
+    if again:
+        plan, block = mend_weights_plan(uses, INTERPRETING)
+        strips = -(-rows // block[0]) + -(-columns // block[1])
+        runtime.launch(plan, experts * strips, w_ptr=w, **maxima, **copies, **sizes)
 
 
 @torch.no_grad()
@@ -72,7 +78,8 @@ def prepare_weights(w: torch.Tensor, uses: str, *, out: Prepared = (None, None))
     Arguments:
         w: [E, N, K] bf16 or fp32, contiguous; or MXTensor of e4m3 quantised along K.
         uses: "fprop", for x w^T; "dgrad", for dy w; or "both".
-        out: where to write what is asked for: results of an earlier call for a weight of this shape. None: new memory.
+        out: where to write what is asked for: results of an earlier call for a weight of this shape, whose scales spare
+            a look at the weights where they still hold. The result does not depend on them. None: new memory.
 
     Returns (along K [E, N, K], along N transposed [E, K, N]); None for what was not asked for. The first of an MXTensor
     has its own elements and scales, moved to rows; the second is quantised from its values in bf16.
@@ -95,7 +102,8 @@ def prepare_weights(w: torch.Tensor, uses: str, *, out: Prepared = (None, None))
     if w.numel() == 0:
         return made[0], made[1]
     parts = [(None, None) if each is None else (each.qdata, each.scale) for each in made]
-    _prepare(w, *parts[0], *parts[1])
+    again = all(given is not None for given, wanted in zip(out, (fprop, dgrad), strict=True) if wanted)
+    _prepare(w, *parts[0], *parts[1], again)
     return made[0], made[1]
 
 

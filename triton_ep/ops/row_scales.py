@@ -12,7 +12,7 @@ from triton_ep.ops.tiles import check_offsets
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import Plan
-from triton_ep.runtime.plans.experts import offsets_constexprs, row_scale_tile, row_tile
+from triton_ep.runtime.plans.experts import offsets_constexprs, quantized_tile, row_scale_tile, row_tile
 
 _BLOCK = 32
 _QUANTISED = (torch.bfloat16, torch.float32)
@@ -109,7 +109,7 @@ def _rebase_rows(
 @library.op("(Tensor x, Tensor? offs) -> (Tensor, Tensor)", lambda x, _: _like(x))
 def _quantize_to_rows(x: torch.Tensor, offs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     out, row_scale = _like(x)
-    tile = row_scale_tile(x.shape[1], INTERPRETING)
+    tile = quantized_tile(x.shape[1], INTERPRETING)
     x = x.contiguous()
     launch_rows("quantize_to_rows_kernel", x, offs, tile, x_ptr=x, out_ptr=out, row_scale_ptr=row_scale)
     return out, row_scale

@@ -17,12 +17,19 @@ from triton_ep.kernels.device.codes import (
 )
 from triton_ep.runtime.plans.compute import BAND
 from triton_ep.runtime.plans.request import KernelRequest
-from triton_ep.runtime.plans.shape import next_power_of_2
+from triton_ep.runtime.plans.shape import Plan, next_power_of_2
 
 KINDS = {"silu": ACT_SILU, "gelu": ACT_GELU, "relu": ACT_RELU, "relu2": ACT_RELU2}
 """Activations, and what the kernels call them."""
 ACT_OUT = {"bf16": ACT_OUT_BF16, "mx": ACT_OUT_MX, "mx_bf16": ACT_OUT_MX_BF16}
 """How the activation leaves the first product, and what the kernel calls it."""
+
+
+PREPARED, PREPARED_WARPS = (128, 64), 4
+"""Rows and columns of a weight that are prepared at once."""
+MENDED = (64, 64)
+QUANTIZED_BLOCKS = 256
+"""Of 32 values, that a program quantises at once."""
 
 
 def activation_constexprs(
@@ -50,10 +57,21 @@ def segments_power(num_experts: int) -> int:
 
 
 def row_scale_tile(k: int, interpreted: bool) -> dict[str, int]:
-    """ROWS and BLOCKS of kernels that read whole rows of `k` values twice."""
+    """ROWS and BLOCKS of the kernel that moves rows of `k` elements of MXFP8 to one scale."""
     if interpreted:
         return {"ROWS": 32, "BLOCKS": min(next_power_of_2(k // 32), 16)}
     return {"ROWS": 4, "BLOCKS": 32}
+
+
+def quantized_tile(k: int, interpreted: bool) -> dict[str, int]:
+    """WHOLE, ROWS and BLOCKS of the kernel that quantises rows of `k` values: of up to 8192 a tile has whole rows."""
+    if interpreted:
+        blocks = min(next_power_of_2(k // 32), 16)
+        return {"WHOLE": k <= 32 * blocks, "ROWS": 32, "BLOCKS": blocks}
+    blocks = max(next_power_of_2(k // 32), 32)
+    if blocks > QUANTIZED_BLOCKS:
+        return {"WHOLE": False, "ROWS": 4, "BLOCKS": 32}
+    return {"WHOLE": True, "ROWS": QUANTIZED_BLOCKS // blocks, "BLOCKS": blocks}
 
 
 def row_tile(k: int, interpreted: bool) -> dict[str, int]:
@@ -73,9 +91,17 @@ def maxima_tile(interpreted: bool) -> dict[str, int]:
     return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64, "STAGES": 1 if interpreted else 3}
 
 
-def prepare_tile(interpreted: bool) -> dict[str, int]:
-    """BLOCK_N and BLOCK_K of the kernel that writes weights in both forms."""
-    return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64}
+def prepare_weights_plan(uses: dict[str, bool], check: bool, interpreted: bool) -> tuple[Plan, tuple[int, int]]:
+    """Weights in both forms, and rows and columns of a tile. uses: FPROP, DGRAD; check: scales are those of copies."""
+    tile = (128, 128) if interpreted else PREPARED
+    constexprs = {**uses, "CHECK": check, "BLOCK_N": tile[0], "BLOCK_K": tile[1]}
+    return Plan("prepare_weights_kernel", constexprs, PREPARED_WARPS), tile
+
+
+def mend_weights_plan(uses: dict[str, bool], interpreted: bool) -> tuple[Plan, tuple[int, int]]:
+    """Those rows and columns again whose scales have changed, and how many of each a program takes."""
+    tile = (128, 128) if interpreted else MENDED
+    return Plan("mend_weights_kernel", {**uses, "BLOCK_N": tile[0], "BLOCK_K": tile[1]}), tile
 
 
 # --- products ---------------------------------------------------------------------------------------------
@@ -345,15 +371,24 @@ def _row_scales(training: tuple[bool, ...]) -> list[KernelRequest]:
     in_use = offsets_constexprs(True) | tile
     found = [
         KernelRequest("rebase_rows_kernel", in_use, {"offs_ptr": "*i32"}, ("k",)),
-        KernelRequest("quantize_to_rows_kernel", in_use, {"x_ptr": "*bf16", "offs_ptr": "*i32"}, ("k",)),
     ]
+    for k in (1024, 2048, 4096, 8192, 16384):
+        constexprs = offsets_constexprs(True) | quantized_tile(k, interpreted=False)
+        types = {"x_ptr": "*bf16", "offs_ptr": "*i32"}
+        found.append(KernelRequest("quantize_to_rows_kernel", constexprs, types, ("k",)))
     if any(training):
         back = offsets_constexprs(True) | row_tile(1024, interpreted=False)
         types = {"offs_ptr": "*i32", "out_ptr": "*bf16"}
         found.append(KernelRequest("dequantize_rows_in_use_kernel", back, types, ("k",)))
         for fprop, dgrad in ((True, True), (True, False), (False, True)):
             maxima = {"ROWS": fprop, "COLUMNS": dgrad, **maxima_tile(interpreted=False)}
-            copies = {"FPROP": fprop, "DGRAD": dgrad, **prepare_tile(interpreted=False)}
-            found.append(KernelRequest("weight_maxima_kernel", maxima, {"w_ptr": "*bf16"}, ("k", "n")))
-            found.append(KernelRequest("prepare_weights_kernel", copies, {"w_ptr": "*bf16"}, ("k", "n")))
+            found.append(_of_weights(Plan("weight_maxima_kernel", maxima)))
+            uses = {"FPROP": fprop, "DGRAD": dgrad}
+            for check in (False, True):
+                found.append(_of_weights(prepare_weights_plan(uses, check, interpreted=False)[0]))
+            found.append(_of_weights(mend_weights_plan(uses, interpreted=False)[0]))
     return found
+
+
+def _of_weights(plan: Plan) -> KernelRequest:
+    return KernelRequest(plan.kernel, plan.constexprs, {"w_ptr": "*bf16"}, ("k", "n"), num_warps=plan.num_warps)

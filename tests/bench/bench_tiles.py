@@ -1,0 +1,294 @@
+"""Times other tiles of the experts' kernels beside those in use, on one GPU: what the tables of plans are chosen by.
+
+    python tests/bench/bench_tiles.py                    # about 90 s
+    python tests/bench/bench_tiles.py --group prepare,fp8
+
+Sizes are those of one of 4 GPUs with DeepSeek-V3's layer: 64 experts, 32,768 rows dealt out at random, segments aligned
+to 128 rows, buffers of static capacity. Of a group all variants run in turns, so that they have the same clocks; the
+first of each kernel is what is in use. A line has the median, its ratio to that first, and how far the results are
+apart, as a share of the largest. Without a GPU it runs tiny sizes in the interpreter, to try the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from triton_ep.bench.timing import Timer
+from triton_ep.ops.activation import Activation
+from triton_ep.ops.experts import launch_gate_up, launch_rows_product
+from triton_ep.ops.experts_backward import down_dgrad, weight_gradient
+from triton_ep.ops.prepare import prepare_weights
+from triton_ep.ops.row_scales import RowScaled, dequantize_rows_in_use, quantize_to_rows
+from triton_ep.ops.tiles import tile_table
+from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans import experts as plans
+from triton_ep.runtime.plans import experts_backward as backward_plans
+from triton_ep.runtime.plans.compute import Tile
+from triton_ep.runtime.plans.experts import ProductTile
+
+GROUPS = ("prepare", "passes", "fp8", "bf16", "wgrad")
+WARMERS = 12
+WIDE = ProductTile(128, 256, 128, 3, 8, promote=True, split=True)
+FP8 = {"in use": None, "128x256 s3": WIDE, "128x256 s4": replace(WIDE, stages=4)}
+SPLIT = ProductTile(128, 256, 64, 4, split=True)
+BF16 = {
+    "in use": None,
+    "split s4": SPLIT,
+    "split s3": replace(SPLIT, stages=3),
+    "128x128 split, 2 per SM": ProductTile(128, 128, 64, 3, 4, per_sm=2, split=True),
+}
+WGRAD: dict[str, dict[str, Any]] = {
+    "in use": {},
+    "band 8": {"WGRAD_BAND": 8},
+    "band 32": {"WGRAD_BAND": 32},
+    "128x256 s4, 1 per SM": {"WGRAD": Tile(128, 256, 64, 4), "WGRAD_PROGRAMS": 1},
+    "256x128 s4, 1 per SM": {"WGRAD": Tile(256, 128, 64, 4), "WGRAD_PROGRAMS": 1},
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One line: of which kernel, how, and the call, whose result is compared."""
+
+    kernel: str
+    how: str
+    call: Callable[[], Any]
+
+
+class Operands:
+    """Rows and weights of a layer. tiny: the same kernels on little data."""
+
+    def __init__(self, tiny: bool, device: torch.device) -> None:
+        self.experts, self.hidden, self.ffn, rows = (64, 512, 256, 512) if tiny else (64, 7168, 2048, 32768)
+        if INTERPRETING:
+            self.experts = 4
+        self.device, self.generator = device, torch.Generator(device).manual_seed(0)
+        choice = torch.randint(self.experts, (rows,), generator=torch.Generator().manual_seed(0))
+        filled = torch.bincount(choice, minlength=self.experts)
+        ends = (-(-filled // 128) * 128).cumsum(0)
+        starts = torch.cat([ends.new_zeros(1), ends])
+        self.rows = -(-(rows * 5 // 4 + self.experts * 127) // 128) * 128
+        self.offs, self.filled = starts.int().to(device), filled.int().to(device)
+        self.tiles = self._table(starts, filled)
+        row = torch.arange(self.rows, device=device)
+        at = torch.searchsorted(ends.to(device), row, right=True).clamp(max=self.experts - 1)
+        self.in_use = (row - starts.to(device)[at]) < filled.to(device)[at]
+        e, h, f = self.experts, self.hidden, self.ffn
+        self.x, self.dy = (self._rows(h) for _ in range(2))
+        self.act, self.pre, self.dpre = self._rows(f), self._rows(2 * f), self._rows(2 * f)
+        self.w13, self.w2 = self._normal(e, 2 * f, h, scale=h**-0.5), self._normal(e, h, f, scale=f**-0.5)
+        self.weights = torch.rand(self.rows, generator=self.generator, device=device) + 0.5
+
+    def _table(self, starts: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+        """The tile table as a dispatch writes it, which knows what is padding."""
+        table = tile_table(self.offs, self.rows)
+        host = table.cpu()
+        for record in host[1 : 1 + int(host[0, 0])]:
+            expert, first, rows, band = record.tolist()
+            left = int(filled[expert]) - (first - int(starts[expert]))
+            record[3] = max(min(left, rows), 0) * 65536 + band % 65536
+        return host.to(table.device)
+
+    def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        made = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        return made.normal_(0, scale, generator=self.generator)
+
+    def _rows(self, columns: int) -> torch.Tensor:
+        return self._normal(self.rows, columns).mul_(self.in_use.unsqueeze(1))
+
+
+# --- variants ---------------------------------------------------------------------------------------------------
+
+
+def patched(module: Any, values: dict[str, Any], call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call with other constants of a module of plans."""
+
+    def run() -> Any:
+        with contextlib.ExitStack() as stack:
+            for name, value in values.items():
+                stack.enter_context(mock.patch.object(module, name, value))
+            return call()
+
+    return run
+
+
+def prepare(given: Operands) -> Iterator[Variant]:
+    """Copies of weights: made anew, and brought up to date after small changes and after none."""
+    for name, w in (("w13", given.w13), ("w2", given.w2)):
+        kept = prepare_weights(w, "both")
+        yield Variant(f"prepare {name}", "new copies", lambda w=w: prepare_weights(w, "both"))
+        for tile, warps in (((128, 64), 4), ((64, 128), 4), ((64, 64), 4), ((128, 128), 8)):
+            again = patched(
+                plans,
+                {"PREPARED": tile, "PREPARED_WARPS": warps},
+                lambda w=w, kept=kept: prepare_weights(w, "both", out=kept),
+            )
+            yield Variant(f"prepare {name}", f"up to date, {tile[0]}x{tile[1]} {warps} warps", again)
+    moved = torch.empty_like(given.w2).normal_(0, 1e-3, generator=given.generator).add_(1).mul_(given.w2)
+    kept, turn = prepare_weights(given.w2, "both"), [given.w2, moved]
+
+    def step() -> Any:
+        turn.reverse()
+        return prepare_weights(turn[0], "both", out=kept)
+
+    yield Variant("prepare w2, every weight 0.1 % off", "up to date", step)
+
+
+def passes(given: Operands) -> Iterator[Variant]:
+    """Rows to and from one scale per row."""
+    for name, x in (("dpre", given.dpre), ("x", given.x)):
+        for blocks in (256, 128, 512, 0):
+            call = patched(plans, {"QUANTIZED_BLOCKS": blocks}, lambda x=x: quantize_to_rows(x, given.offs))
+            yield Variant(f"quantize_to_rows {name}", f"{32 * blocks} values" if blocks else "read twice", call)
+    rows = quantize_to_rows(given.x, given.offs)
+    for number, columns in ((4, 1024), (1, 8192), (2, 4096), (8, 1024)):
+        tile = {"ROWS": number, "BLOCK_K": columns}
+        call = lambda: dequantize_rows_in_use(rows, given.offs)  # noqa: E731
+        from triton_ep.ops import row_scales
+
+        shown = f"{number} rows x {columns}"
+        yield Variant("dequantize", shown, patched(row_scales, {"row_tile": lambda *_, t=tile: t}, call))
+
+
+def products(given: Operands, fp8: bool) -> Iterator[Variant]:
+    """All products of rows and weights, in one arithmetic."""
+    kind, tiles = ("fp8", FP8) if fp8 else ("bf16", BF16)
+    tiles = {"in use": None} if INTERPRETING else tiles
+    x, act, dpre, dy = given.x, given.act, given.dpre, given.dy
+    w13, w2, w13_t, w2_t = given.w13, given.w2, given.w13.transpose(1, 2), given.w2
+    if fp8:
+        x, act, dpre, dy = (quantize_to_rows(each, given.offs) for each in (x, act, dpre, dy))
+        (w13, w13_t), (w2, w2_t) = (prepare_weights(w, "both") for w in (given.w13, given.w2))
+    out = "mx" if fp8 else "bf16"
+    for keep in (True, False):
+        for how, tile in tiles.items():
+            yield Variant(
+                f"{kind} gate_up{', product kept' if keep else ''}", how,
+                lambda tile=tile, keep=keep: launch_gate_up(
+                    x, w13, given.offs, given.tiles, given.weights, None, Activation(), keep, out, False,
+                    tile=tile and tile.halved(),
+                )[0],
+            )  # fmt: skip
+    result = torch.empty(given.rows, given.hidden, dtype=torch.bfloat16, device=given.device)
+    for name, a, w in (("down", act, w2), ("dx", dpre, w13_t)):
+        for how, tile in tiles.items():
+
+            def product(a: Any = a, w: Any = w, tile: Any = tile) -> torch.Tensor:
+                launch_rows_product(a, w, given.offs, result, given.tiles, None, None, False, True, tile=tile)
+                return result
+
+            yield Variant(f"{kind} {name}", how, product)
+    for how, tile in tiles.items():
+        call = lambda: down_dgrad(  # noqa: E731
+            dy, w2_t, given.pre, given.offs, row_weights=given.weights, tiles=given.tiles
+        )[0]
+        patch = {} if tile is None else {"down_tile": lambda *_, tile=tile: tile}
+        yield Variant(f"{kind} down_dgrad", how, patched(backward_plans, patch, call))
+
+
+def wgrad(given: Operands) -> Iterator[Variant]:
+    """Gradients of weights."""
+    for name, left, right in (("wgrad13", given.dpre, given.x), ("wgrad2", given.dy, given.act)):
+        for how, values in ({"in use": {}} if INTERPRETING else WGRAD).items():
+            call = lambda left=left, right=right: weight_gradient(  # noqa: E731
+                left, right, given.offs, aligned=True, filled=given.filled
+            )
+            yield Variant(name, how, patched(backward_plans, values, call))
+
+
+def variants(group: str, given: Operands) -> Iterator[Variant]:
+    """Those of a group."""
+    if group in ("fp8", "bf16"):
+        return products(given, group == "fp8")
+    return {"prepare": prepare, "passes": passes, "wgrad": wgrad}[group](given)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------
+
+
+def values_of(found: Any, given: Operands) -> torch.Tensor:
+    """What is compared of a result: rows in use, or weights."""
+    while isinstance(found, tuple):
+        found = found[-1]
+    if isinstance(found, RowScaled):
+        found = found.qdata
+    found = found[: given.rows][given.in_use] if found.shape[0] == given.rows else found[:2]
+    return found.float()
+
+
+def measure(group: str, given: Operands, iters: int) -> None:
+    """Print a line per variant."""
+    timer = Timer(given.device, 1, 0)
+    alive: list[Variant] = []
+    apart: dict[Variant, float] = {}
+    first: dict[str, torch.Tensor] = {}
+    for variant in variants(group, given):
+        try:
+            found = values_of(variant.call(), given)
+        except Exception as error:  # a tile that does not fit is a result, too
+            print(f"{variant.kernel:34} {variant.how:32} {type(error).__name__}: {str(error)[:90]}", flush=True)
+            continue
+        base = first.setdefault(variant.kernel, found)
+        apart[variant] = ((found - base).abs().max() / base.abs().max()).item()
+        alive.append(variant)
+    times: dict[Variant, list[float]] = {variant: [] for variant in alive}
+    for _ in range(iters):
+        for variant in alive:
+            times[variant] += timer.times(lambda _, call=variant.call: call(), lambda: None)
+    base_us: dict[str, float] = {}
+    for variant, found_us in times.items():
+        median = statistics.median(found_us)
+        ratio = median / base_us.setdefault(variant.kernel, median)
+        print(f"{variant.kernel:34} {variant.how:32} {median:9.1f} {ratio:6.3f}   {apart[variant]:.1e}", flush=True)
+
+
+def warm(groups: Sequence[str], share: int, device: torch.device) -> None:
+    """Compile one share of all variants, on little data."""
+    given, number = Operands(True, device), 0
+    for group in groups:
+        for variant in variants(group, given):
+            number += 1
+            if number % WARMERS == share:
+                with contextlib.suppress(Exception):
+                    variant.call()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Front door."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--group", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--iters", type=int, default=20, metavar="N")
+    parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    groups = options.group.split(",")
+    if unknown := set(groups) - set(GROUPS):
+        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(GROUPS)}")
+    device = torch.device("cpu" if INTERPRETING else "cuda")
+    if options.warm is not None:
+        warm(groups, options.warm, device)
+        return
+    if not INTERPRETING:
+        command = [sys.executable, __file__, "--group", options.group, "--warm"]
+        for process in [subprocess.Popen([*command, str(share)]) for share in range(WARMERS)]:
+            process.wait()
+    given = Operands(INTERPRETING, device)
+    for group in groups:
+        measure(group, given, 1 if INTERPRETING else options.iters)
+
+
+if __name__ == "__main__":
+    main()
