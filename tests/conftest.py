@@ -35,7 +35,9 @@ LONG_FILES = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of this suite."""
     group = parser.getgroup("triton_ep")
-    group.addoption("--backend", choices=("host", "nvshmem"), default="host", help="what the ranks of run_ranks run on")
+    group.addoption(
+        "--backend", choices=("host", "nvshmem", "torch"), default="host", help="what the ranks of run_ranks run on"
+    )
     group.addoption(
         "--chaos-seeds",
         default="",
@@ -69,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Of ranks on GPUs there is one world size at a time, so there it decides first.
     """
     num_gpus = most_gpu_ranks()
-    on_gpus = config.getoption("--backend") == "nvshmem"
+    on_gpus = config.getoption("--backend") != "host"
     for item in items:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
         if on_gpus and "run_ranks" in getattr(item, "fixturenames", ()):
@@ -98,7 +100,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
-    """What ranks run on: "host" (CPU, interpreter) or "nvshmem" (GPUs)."""
+    """What ranks run on: "host" (CPU, interpreter), or on GPUs "nvshmem" or "torch", the symmetric heap."""
     return request.config.getoption("--backend")
 
 
@@ -132,10 +134,10 @@ def run_ranks(
 
     def run(function: Callable[..., Any], nodes: int, ranks_per_node: int, *args: Any, **kwargs: Any) -> list[Any]:
         key = (nodes * ranks_per_node, backend)
-        if backend == "nvshmem" and key[0] > most_gpu_ranks():
+        if backend != "host" and key[0] > most_gpu_ranks():
             pytest.skip(f"needs {key[0]} GPUs, there are {most_gpu_ranks()}")
         if key not in _pools:
-            while _pools and backend == "nvshmem":
+            while _pools and backend != "host":
                 _pools.popitem()[1].close()
             _pools[key] = RankPool(*key)
         if backend == "host":  # on GPUs a hang costs more than patience is worth

@@ -287,4 +287,4 @@ def test_a_static_step_needs_no_host(run_ranks, backend, nodes, ranks_per_node, 
     if backend == "host" and not (on_cpu and check is _check_replays):
         pytest.skip("needs --backend nvshmem: CUDA graphs; on the CPU two cases run the step itself")
     case = STATIC_CASES[name]
-    run_ranks(check, nodes, ranks_per_node, replace(case, **ON_GPUS) if backend == "nvshmem" else case)
+    run_ranks(check, nodes, ranks_per_node, replace(case, **ON_GPUS) if backend != "host" else case)

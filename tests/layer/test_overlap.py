@@ -123,7 +123,7 @@ def test_halves_in_any_order_equal_the_reference(run_ranks, backend, chaos_seed,
         pytest.skip("low latency has one node")
     if backend == "host" and (ranks_per_node > 2 or (nodes == 2 == ranks_per_node and case is not SMALL)):
         pytest.skip("needs --backend nvshmem; four CPU ranks take one case")
-    steps = 80 if backend == "nvshmem" else 11 if chaos_seed is not None else 16
+    steps = 80 if backend != "host" else 11 if chaos_seed is not None else 16
     run_ranks(_any_order, nodes, ranks_per_node, case, steps)
 
 
@@ -150,7 +150,7 @@ def test_two_micro_batches_on_two_layers(run_ranks, backend, nodes, ranks_per_no
     """The decoder's schedule: every half of one layer lies between two of the other."""
     if backend == "host" and ranks_per_node > 2:
         pytest.skip("needs --backend nvshmem")
-    run_ranks(_two_micro_batches, nodes, ranks_per_node, LOW_LATENCY, 40 if backend == "nvshmem" else 2)
+    run_ranks(_two_micro_batches, nodes, ranks_per_node, LOW_LATENCY, 40 if backend != "host" else 2)
 
 
 def _some_ranks(rank, nodes, ranks_per_node, case, calls):
@@ -169,7 +169,7 @@ def test_ranks_need_not_agree_on_hooks(run_ranks, backend, nodes, ranks_per_node
     """Halves on some ranks meet whole calls on others."""
     if (nodes > 1 and case.low_latency) or (backend == "host" and nodes * ranks_per_node > 2):
         pytest.skip("low latency has one node; needs --backend nvshmem")
-    run_ranks(_some_ranks, nodes, ranks_per_node, case, 20 if backend == "nvshmem" else 2)
+    run_ranks(_some_ranks, nodes, ranks_per_node, case, 20 if backend != "host" else 2)
 
 
 def _refused(rank, nodes, ranks_per_node, case):
@@ -304,7 +304,7 @@ def test_calls_on_a_stream_of_their_own(run_ranks, backend, nodes, ranks_per_nod
     """Results are right behind the event, with plain calls in between. On the CPU the event is done at once."""
     if backend == "host" and ranks_per_node > 2:
         pytest.skip("needs --backend nvshmem")
-    run_ranks(_on_comm_stream, nodes, ranks_per_node, case, 20 if backend == "nvshmem" else 2)
+    run_ranks(_on_comm_stream, nodes, ranks_per_node, case, 20 if backend != "host" else 2)
 
 
 def _in_place(rank, nodes, ranks_per_node, case, calls):
@@ -342,7 +342,7 @@ def test_rows_written_into_the_combine_buffer_need_no_copy(run_ranks, backend, n
     if backend == "host" and nodes * ranks_per_node > 2:
         pytest.skip("needs --backend nvshmem")
     case = replace(SMALL, static=static, combine_weights=static, alignment=8 if static else 1)
-    run_ranks(_in_place, nodes, ranks_per_node, case, 20 if backend == "nvshmem" else 3)
+    run_ranks(_in_place, nodes, ranks_per_node, case, 20 if backend != "host" else 3)
 
 
 def _no_buffer(rank, nodes, ranks_per_node):

@@ -138,7 +138,7 @@ def test_moe_block_against_a_dense_computation(run_ranks, backend, nodes, ranks_
     if backend == "host" and (nodes, ranks_per_node, payload) != (1, 4, "mxfp8"):
         pytest.skip("needs --backend nvshmem; on the CPU one case stands for all")
     case = _Case(payload=payload)
-    if backend == "nvshmem":
+    if backend != "host":
         case = replace(case, **ON_GPUS)
     run_ranks(_check_numbers, nodes, ranks_per_node, case)
 
@@ -238,7 +238,7 @@ def test_moe_block_repeats_bit_for_bit(run_ranks, backend, nodes, ranks_per_node
     if backend == "host" and (static or ranks_per_node != 4):
         pytest.skip("needs --backend nvshmem; on the CPU one case stands for all")
     case = _Case(static=static, experts=1, tokens=(5, 3, 0, 4))
-    if backend == "nvshmem":
+    if backend != "host":
         case = replace(case, **ON_GPUS)
     run_ranks(_check_repeats, nodes, ranks_per_node, case)
 
@@ -271,6 +271,6 @@ def test_moe_block_compiles_into_one_graph(run_ranks, backend, nodes, ranks_per_
     if backend == "host" and (ranks_per_node != 1 or payload is None):
         pytest.skip("needs --backend nvshmem; on the CPU one case stands for all, as tracing takes seconds")
     case = _Case(payload=payload, static=True, tokens=(11, 6, 7, 9))
-    if backend == "nvshmem":
+    if backend != "host":
         case = replace(case, **ON_GPUS)
     run_ranks(_check_compiled, nodes, ranks_per_node, case)

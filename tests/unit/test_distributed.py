@@ -31,7 +31,7 @@ from triton_ep.distributed import (
     run_ranks,
 )
 from triton_ep.errors import ConfigError, EPError, FinalizedError, HeapError, PeerFailed
-from triton_ep.heap.nvshmem import check_sharing
+from triton_ep.heap.gpu import check_sharing
 from triton_ep.runtime.launch import INTERPRETING
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,8 +189,14 @@ def _refuse() -> None:
         named = "store" if arguments.get("store") == "x" else list(arguments)[-1]
         with pytest.raises(ConfigError, match=f"{named} (must be|is) .*"):
             initialize_distributed(**arguments)
-    with pytest.raises(ConfigError, match=r"backend='nvshmem' does not fit.*TRITON_INTERPRET"):
+    with pytest.raises(ConfigError, match=r"heap 'nvshmem' does not fit.*TRITON_INTERPRET"):
         initialize_distributed("nvshmem")
+    with pytest.raises(ConfigError, match=r"heap 'torch' does not fit.*TRITON_INTERPRET"):
+        initialize_distributed(heap="torch")
+    with pytest.raises(ConfigError, match=r"backend='host' and heap='torch' are two names"):
+        initialize_distributed("host", heap="torch")
+    with pytest.raises(ConfigError, match=r"heap='mpi' is none of"):
+        initialize_distributed(heap="mpi")
     with pytest.raises(ConfigError, match=r"backend='mpi' is none of"):
         initialize_distributed("mpi")
     with pytest.raises(ConfigError, match="give all three or none"):

@@ -62,6 +62,20 @@ def test_gpu_machine_compiles_over_nvshmem() -> None:
 
 
 @pytest.mark.parametrize(
+    ("cuda", "command"),
+    [
+        ("13.0", "pip install nvshmem4py-cu13 'nvidia-nvshmem-cu13>=3.4.5,<4' 'cuda-python>=13'"),
+        ("12.8", "pip install nvshmem4py-cu12 'nvidia-nvshmem-cu12>=3.4.5,<4' 'cuda-python<13'"),
+    ],
+)
+def test_gpus_without_nvshmem4py_take_the_memory_of_torch(cuda: str, command: str) -> None:
+    """One host needs torch alone; what several hosts need is a hint."""
+    plan = judge(dataclasses.replace(EIGHT_GPUS, nvshmem4py=None, nvshmem=None, cuda=cuda))
+    assert (plan.backend, plan.problems) == ("torch", [])
+    assert [command in hint for hint in plan.hints] == [True]
+
+
+@pytest.mark.parametrize(
     ("base", "change", "command"),
     [
         (CPU_ONLY, {"torch": None}, "pip install 'torch>=2.11' 'triton>=3.6'"),
@@ -74,16 +88,6 @@ def test_gpu_machine_compiles_over_nvshmem() -> None:
         (CPU_ONLY, {"python": (3, 10, 4)}, "use Python 3.11 or later"),
         (CPU_ONLY, {"shared_memory": False}, "use Linux 5.3 or later"),
         (CPU_ONLY, {"interpret": False}, "unset TRITON_INTERPRET"),
-        (
-            EIGHT_GPUS,
-            {"nvshmem4py": None},
-            "pip install nvshmem4py-cu13 'nvidia-nvshmem-cu13>=3.4.5,<4' 'cuda-python>=13'",
-        ),
-        (
-            EIGHT_GPUS,
-            {"nvshmem4py": None, "cuda": "12.8"},
-            "pip install nvshmem4py-cu12 'nvidia-nvshmem-cu12>=3.4.5,<4' 'cuda-python<13'",
-        ),
         (EIGHT_GPUS, {"nvshmem": None}, "pip install 'nvidia-nvshmem-cu13>=3.4.5,<4'"),
         (EIGHT_GPUS, {"nvshmem_bitcode": ()}, "pip install --force-reinstall 'nvidia-nvshmem-cu13>=3.4.5,<4'"),
         (EIGHT_GPUS, {"cuda": "11.8"}, "install a torch built for CUDA 12 and 13"),

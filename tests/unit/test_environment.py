@@ -112,6 +112,9 @@ def test_heap_size_is_our_variable_then_that_of_nvshmem() -> None:
     assert read_environment({**nvshmem, "TRITON_EP_HEAP_SIZE": "1G"}).heap_bytes == 1 << 30
     assert read_environment({**nvshmem, "TRITON_EP_HEAP_SIZE": ""}).heap_bytes == 3 << 30
     assert read_environment(nvshmem).nvshmem == ("NVSHMEM_DEBUG", "NVSHMEM_SYMMETRIC_SIZE")
+    assert read_environment({"TRITON_EP_HEAP": "torch"}).heap == "torch" and read_environment({}).heap is None
+    with pytest.raises(ConfigError, match="TRITON_EP_HEAP='mpi' in the environment is neither nvshmem nor torch"):
+        read_environment({"TRITON_EP_HEAP": "mpi"})
     assert read_environment({}).heap_bytes is None
 
 

@@ -69,3 +69,17 @@ def test_what_was_not_taken_is_not_given_back() -> None:
     with pytest.raises(HeapError, match="freed twice"):
         arena.give(offset, 3 * ALIGN)
     assert arena.largest_free() == 10 * ALIGN
+
+
+def test_a_range_of_an_owner_is_for_no_other() -> None:
+    """Whoever names the owner has both ranges; all others, who may be another owner, the range of everybody."""
+    arena = Arena(32, ALIGN)
+    start = arena.extend(64, "ours")
+    assert arena.largest_free() == arena.largest_free("theirs") == 32
+    assert arena.largest_free("ours") == 64
+    assert arena.take(48) is None and arena.take(48, "theirs") is None
+    assert arena.take(48, "ours") == start
+    assert arena.take(32, "ours") == 0  # what is everybody's comes first
+    assert arena.take(ALIGN) is None
+    arena.give(start, 48)
+    assert arena.take(64, "ours") == start

@@ -31,8 +31,8 @@ import torch.distributed.nn
 
 from triton_ep.distributed.rendezvous import Place, find_place, joining
 from triton_ep.errors import ConfigError, EPError, PeerFailed
-from triton_ep.heap import host, nvshmem
 from triton_ep.heap.base import SymmetricHeap
+from triton_ep.heap.registry import HEAPS, heap_of_gpus
 from triton_ep.runtime.environment import MOST_BYTES, as_integer, read_environment
 from triton_ep.runtime.launch import INTERPRETING
 
@@ -62,6 +62,7 @@ def initialize_distributed(
     local_world_size: int | None = None,
     timeout_s: float = 60,
     *,
+    heap: str = "auto",
     heap_bytes: int | None = None,
     store: dist.Store | None = None,
     rank: int | None = None,
@@ -74,9 +75,12 @@ def initialize_distributed(
     from the arguments, from torchrun, mpirun, srun, or `run_ranks`; a process started by none is a job of one.
 
     Args:
-        backend: "nvshmem" (GPUs), "host" (CPU ranks of one host), or "auto": whichever fits how kernels run here.
+        backend: the heap by its older name: "nvshmem", "torch", "host" or "auto".
         local_world_size: ranks per node; None = ranks per host. Smaller than that, it makes virtual nodes.
         timeout_s: bound on each step of joining, and on later host-side collectives, in seconds.
+        heap: whose symmetric memory: "nvshmem" (GPUs of any hosts), "torch" (GPUs of one host; no other package,
+            and sub-groups can make memory without the others), "host" (CPU ranks of one host). "auto": where kernels
+            are interpreted "host", else TRITON_EP_HEAP, else "nvshmem" if nvshmem4py is installed, else "torch".
         heap_bytes: symmetric memory per rank; None = what `default_heap_bytes` says.
         store, rank, world_size: a torch store that all ranks share, and this process in the job; all or none.
         exist_ok: where the job has been joined before, answer as then, and communicate nothing. The backend, ranks per
@@ -96,7 +100,7 @@ def initialize_distributed(
             "initialize_distributed was called twice. Call finalize_distributed() in between to start anew, or pass "
             "exist_ok=True to keep what there is."
         )
-    chosen = _choose_backend(backend)
+    chosen = _choose_heap(backend, heap)
     environment = read_environment()
     timeout_s = _as_seconds(timeout_s)
     if local_world_size is not None:
@@ -104,7 +108,7 @@ def initialize_distributed(
     if heap_bytes is not None and (heap_bytes := as_integer("heap_bytes", heap_bytes)) > MOST_BYTES:
         raise ConfigError(f"heap_bytes is {heap_bytes}; a symmetric heap has at most {MOST_BYTES} bytes (64T).")
     if _job is not None:
-        return _as_joined(_job, local_world_size, heap_bytes, (rank, world_size))
+        return _as_joined(_job, (backend, heap), local_world_size, heap_bytes, (rank, world_size))
     heap_bytes = default_heap_bytes(chosen) if heap_bytes is None else heap_bytes
     owns_group = not dist.is_initialized()
     if owns_group:
@@ -118,20 +122,25 @@ def initialize_distributed(
     try:
         with joining(dist.get_rank(), dist.get_world_size(), timeout_s):
             ranks_per_node = _ranks_per_node(local_world_size)
-        heap = _make_heap(chosen, heap_bytes)
+        made = HEAPS[chosen](heap_bytes)
     except BaseException:
         if owns_group:
             dist.destroy_process_group()
         raise
-    _job = _Job(dist.get_rank(), dist.get_world_size(), ranks_per_node, heap, heap_bytes, owns_group)
+    _job = _Job(dist.get_rank(), dist.get_world_size(), ranks_per_node, made, heap_bytes, owns_group)
     return _job.rank, _job.world_size
 
 
 def _as_joined(
-    job: _Job, local_world_size: int | None, heap_bytes: int | None, place: tuple[int | None, int | None]
+    job: _Job,
+    heaps: tuple[str, str],
+    local_world_size: int | None,
+    heap_bytes: int | None,
+    place: tuple[int | None, int | None],
 ) -> tuple[int, int]:
-    """(rank, world_size) of the job; ConfigError if one of what is asked for (None: nothing) is not what it has."""
+    """(rank, world_size) of the job; ConfigError if what is asked for (None, "auto": nothing) is not what it has."""
     pairs = (
+        *(("heap", None if asked == "auto" else asked, job.heap.backend) for asked in heaps),
         ("local_world_size", local_world_size, job.local_world_size),
         ("heap_bytes", heap_bytes, job.heap_bytes),
         ("rank", place[0], job.rank),
@@ -180,8 +189,8 @@ def default_heap_bytes(backend: str = "auto") -> int:
     Raises:
         ConfigError: a variable holds no size, or the backend does not fit how kernels run here.
     """
-    module = host if _choose_backend(backend) == "host" else nvshmem
-    return read_environment().heap_bytes or module.DEFAULT_BYTES
+    heap = HEAPS[_choose_heap(backend, "auto")]
+    return read_environment().heap_bytes or heap.default_bytes
 
 
 def most_gpu_ranks() -> int:
@@ -287,22 +296,29 @@ def _current_job() -> _Job:
 # --- joining --------------------------------------------------------------------------------------------------
 
 
-def _choose_backend(asked: str) -> str:
-    fitting = "host" if INTERPRETING else "nvshmem"
-    if asked not in ("auto", "host", "nvshmem"):
-        raise ConfigError(f'backend={asked!r} is none of "auto", "host", "nvshmem".')
-    if asked not in ("auto", fitting):
+def _choose_heap(backend: str, heap: str) -> str:
+    """Name of the heap that these two ask for."""
+    for argument, asked in (("backend", backend), ("heap", heap)):
+        if asked != "auto" and asked not in HEAPS:
+            names = ", ".join(f'"{name}"' for name in ("auto", *HEAPS))
+            raise ConfigError(f"{argument}={asked!r} is none of {names}.")
+    asked = {name for name in (backend, heap) if name != "auto"}
+    if len(asked) == 2:
+        raise ConfigError(f"backend={backend!r} and heap={heap!r} are two names of one choice. Leave backend out.")
+    chosen = asked.pop() if asked else "host" if INTERPRETING else read_environment().heap or heap_of_gpus()
+    if (chosen == "host") != INTERPRETING:
         how = "interpreted, on CPU tensors" if INTERPRETING else "compiled, for GPU tensors"
+        fitting = "'host'" if INTERPRETING else "'nvshmem' or 'torch'"
         raise ConfigError(
-            f"backend={asked!r} does not fit: kernels of this process are {how}, which takes backend={fitting!r}. "
+            f"heap {chosen!r} does not fit: kernels of this process are {how}, which takes {fitting}. "
             "TRITON_INTERPRET in the environment (1 or 0) decides which."
         )
-    return fitting
+    return chosen
 
 
-def _choose_gpu(backend: str, local_rank: int | None) -> None:
+def _choose_gpu(heap: str, local_rank: int | None) -> None:
     """Take the GPU with the number of this rank on its host; keep the current one where no launcher gives a number."""
-    if backend != "nvshmem" or local_rank is None:
+    if heap == "host" or local_rank is None:
         return
     count, places = torch.cuda.device_count(), most_gpu_ranks()
     # A launcher may show every rank a GPU of its own, as the only one.
@@ -314,13 +330,13 @@ def _choose_gpu(backend: str, local_rank: int | None) -> None:
     torch.cuda.set_device(local_rank % count)
 
 
-def _make_group(backend: str, place: Place, timeout_s: float) -> None:
+def _make_group(heap: str, place: Place, timeout_s: float) -> None:
     with joining(place.rank, place.world_size, timeout_s):
         store = place.store()
         # A store may outlive a job, and a second one must not read what the first one left there.
         start = store.add(f"triton_ep/starts/{place.rank}", 1)
         dist.init_process_group(
-            _collectives(backend),
+            _collectives(heap),
             store=dist.PrefixStore(f"triton_ep/{start}", store),
             rank=place.rank,
             world_size=place.world_size,
@@ -328,10 +344,10 @@ def _make_group(backend: str, place: Place, timeout_s: float) -> None:
         )
 
 
-def _collectives(backend: str) -> str:
+def _collectives(heap: str) -> str:
     """Backends of a process group over a heap of this kind. NCCL takes one rank per GPU; Gloo copies to the host."""
     shared = read_environment().ranks_per_gpu > 1
-    return "cpu:gloo,cuda:nccl" if backend == "nvshmem" and not shared else "gloo"
+    return "cpu:gloo,cuda:nccl" if heap != "host" and not shared else "gloo"
 
 
 def _ranks_per_node(told: int | None) -> int:
@@ -373,10 +389,6 @@ def _as_seconds(value: Any) -> float:
 def _check_divides(told: int, world_size: int) -> None:
     if world_size % told:
         raise ConfigError(f"local_world_size={told} does not divide the {world_size} ranks of the job.")
-
-
-def _make_heap(backend: str, heap_bytes: int) -> SymmetricHeap:
-    return host.HostHeap(heap_bytes) if backend == "host" else nvshmem.NvshmemHeap(heap_bytes)
 
 
 # --- starting ranks -------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The symmetric heap: base.py has the protocol, host.py and nvshmem.py the two backends."""
+"""The symmetric heap: base.py has the protocol, registry.py which there are, gpu.py what those of GPUs share."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Hashable
 
 from triton_ep.errors import HeapError
 
@@ -11,32 +12,35 @@ class Arena:
     """Free pieces of a range of `size` bytes; knows offsets, no memory.
 
     Pieces start at multiples of `align` and take a whole number of them. Several ranges may be joined with
-    `extend`; a piece never crosses from one into the next.
+    `extend`; a piece never crosses from one into the next. A range may have an owner: whoever asks without naming that
+    owner gets nothing of it.
     """
 
     def __init__(self, size: int, align: int) -> None:
         self._align = align
         self._free: list[tuple[int, int]] = []  # (start, end), ascending, no two touching inside one range
-        self._walls: set[int] = set()
+        self._walls: list[int] = []  # where each range starts, ascending
+        self._owners: list[Hashable] = []  # of each range; None = anybody's
         self._taken: dict[int, int] = {}
         self.size = 0
         self.extend(size)
 
-    def extend(self, size: int) -> int:
+    def extend(self, size: int, owner: Hashable = None) -> int:
         """Add a range of `size` bytes, rounded down to the alignment; returns the offset of its start."""
         start = self.size
         size -= size % self._align
-        self._walls.add(start)
+        self._walls.append(start)
+        self._owners.append(owner)
         self.size += size
         if size:
             self._free.append((start, self.size))
         return start
 
-    def take(self, nbytes: int) -> int | None:
-        """Offset of a piece of at least `nbytes`, or None."""
+    def take(self, nbytes: int, owner: Hashable = None) -> int | None:
+        """Offset of a piece of at least `nbytes` that `owner` may have, or None."""
         wanted = self._rounded(nbytes)
         for index, (start, end) in enumerate(self._free):
-            if end - start >= wanted:
+            if end - start >= wanted and self._open_to(start, owner):
                 if end - start == wanted:
                     del self._free[index]
                 else:
@@ -63,13 +67,17 @@ class Arena:
             start = self._free.pop(index - 1)[0]
         insort(self._free, (start, end))
 
-    def largest_free(self) -> int:
-        """Bytes of the largest free piece."""
-        return max((end - start for start, end in self._free), default=0)
+    def largest_free(self, owner: Hashable = None) -> int:
+        """Bytes of the largest free piece that `owner` may have."""
+        return max((end - start for start, end in self._free if self._open_to(start, owner)), default=0)
 
     def free_bytes(self) -> int:
         """Bytes of all free pieces together."""
         return sum(end - start for start, end in self._free)
+
+    def _open_to(self, start: int, owner: Hashable) -> bool:
+        """Whether `owner` may have the piece that starts there."""
+        return self._owners[bisect_right(self._walls, start) - 1] in (None, owner)
 
     def _rounded(self, nbytes: int) -> int:
         return -(-max(nbytes, 1) // self._align) * self._align

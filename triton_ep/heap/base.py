@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,11 +93,12 @@ class SymmetricHeap(ABC):
     Nothing is freed by a destructor: symmetric memory freed out of step hangs the other ranks.
 
     Attributes:
-        backend: "host" or "nvshmem".
+        backend: "host", "nvshmem" or "torch" (registry.py).
         network: "p2p" if puts are stores through `addrs`, "nvshmem" if they call NVSHMEM.
         device: where the memory is.
         rank, world_size: this process in the world.
         nvshmem_version: release of NVSHMEM's host library, "3.4.5"; None without NVSHMEM.
+        default_bytes: of this rank's first memory, unless told.
         remedy: what to do when an allocation finds no room; {gib} stands for the heap size it needs.
     """
 
@@ -106,6 +107,7 @@ class SymmetricHeap(ABC):
     device: torch.device
     rank: int
     world_size: int
+    default_bytes: ClassVar[int]
     remedy: str
     nvshmem_version: str | None = None
 
@@ -306,15 +308,16 @@ class SymmetricHeap(ABC):
 
         patience_s: how long to wait for memory of layers that others have not ended.
         """
-        deadline = time.monotonic() + patience_s
+        deadline, owner = time.monotonic() + patience_s, frozenset(self.members(group))
         late = self._reclaim()
-        while (offset := self._arena.take(nbytes)) is None and late and time.monotonic() < deadline:
+        while (offset := self._arena.take(nbytes, owner)) is None and late and time.monotonic() < deadline:
             time.sleep(_LONGEST_POLL_S)
             late = self._reclaim()
         sizes, lacking = None, True
         try:
             held = sum(size for left in self._retired.values() for _, size in left.pieces)
-            own = _Piece(self.rank, offset, nbytes, self.available(), self._arena.size, held, late)
+            free = self._arena.largest_free(owner)
+            own = _Piece(self.rank, offset, nbytes, free, self._arena.size, held, late)
             pieces = self.gather(own, group, "an allocation", layer)
             sizes, lacking = sorted({piece.asked for piece in pieces}), bool(_lacking(pieces))
         finally:

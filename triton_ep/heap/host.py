@@ -27,8 +27,6 @@ from triton_ep.heap.allocator import Arena
 from triton_ep.heap.base import SymmetricHeap
 from triton_ep.runtime import interpreter
 
-DEFAULT_BYTES = 8 * 2**30
-"""Address space of a rank's arena; memory is taken as it is used."""
 _CONTROL_BYTES = mmap.PAGESIZE
 _WORD = struct.Struct("=q")  # length of the reason + 1 once aborted, else 0; the reason follows
 _LONGEST_REASON = 2000
@@ -46,9 +44,10 @@ class HostHeap(SymmetricHeap):
 
     backend = "host"
     network = "p2p"
+    default_bytes = 8 * 2**30  # address space; memory is taken as it is used
     remedy = "Set TRITON_EP_HEAP_SIZE={gib}G, or pass heap_bytes to initialize_distributed."
 
-    def __init__(self, heap_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(self, heap_bytes: int = default_bytes) -> None:
         super().__init__(Arena(heap_bytes, mmap.PAGESIZE))
         self.device = torch.device("cpu")
         self._maps: list[mmap.mmap] = []

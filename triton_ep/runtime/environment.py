@@ -11,6 +11,7 @@ Nobody has to set one. The launchers set theirs:
 and these override a choice:
 
     TRITON_INTERPRET                  1 interprets kernels on CPU ranks, 0 compiles them
+    TRITON_EP_HEAP                    symmetric heap of GPU ranks where the program names none: nvshmem, torch
     TRITON_EP_HEAP_SIZE               bytes of the symmetric heap per rank; suffixes K, M, G (powers of 1024)
     NVSHMEM_SYMMETRIC_SIZE            the same, by NVSHMEM's own name; asked second
     TRITON_EP_RANKS_PER_GPU           most ranks that may share a GPU, in time slices; unset: 1. For tests
@@ -66,6 +67,7 @@ class Environment:
         job: a name that all processes of this job share and no other running job has.
         master_addr, master_port: where the ranks meet.
         agent_listens: a process of the launcher listens there; otherwise rank 0 has to.
+        heap: name of the symmetric heap of GPU ranks.
         heap_bytes: symmetric heap per rank.
         ranks_per_gpu: most ranks that may share a GPU.
         nvshmem: NVSHMEM's own variables that are set.
@@ -85,6 +87,7 @@ class Environment:
     master_addr: str | None = None
     master_port: int | None = None
     agent_listens: bool = False
+    heap: str | None = None
     heap_bytes: int | None = None
     ranks_per_gpu: int = 1
     nvshmem: tuple[str, ...] = ()
@@ -101,7 +104,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         ConfigError: a variable does not hold what it must.
     """
     env = os.environ if variables is None else variables
-    heap = next((name for name in ("TRITON_EP_HEAP_SIZE", "NVSHMEM_SYMMETRIC_SIZE") if env.get(name)), None)
+    size = next((name for name in ("TRITON_EP_HEAP_SIZE", "NVSHMEM_SYMMETRIC_SIZE") if env.get(name)), None)
     port = _integer(env, "MASTER_PORT")
     if port is not None and not 0 < port < 2**16:
         raise ConfigError(f"MASTER_PORT={port} in the environment is no port: 1 to {2**16 - 1}.")
@@ -113,7 +116,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         master_addr=env.get("MASTER_ADDR") or None,
         master_port=port,
         agent_listens=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        heap_bytes=parse_bytes(heap, env[heap]) if heap else None,
+        heap=_heap(env),
+        heap_bytes=parse_bytes(size, env[size]) if size else None,
         ranks_per_gpu=ranks_per_gpu or 1,
         nvshmem=tuple(sorted(name for name in env if name.startswith("NVSHMEM_"))),
         tuned=env.get("TRITON_EP_TUNED") or None,
@@ -228,6 +232,13 @@ def _launcher(env: Mapping[str, str], launcher: str, names: tuple[str, ...], job
         # The parent is the launcher's daemon: another job has another one.
         "job": env.get(job) or f"parent{os.getppid()}",
     }
+
+
+def _heap(env: Mapping[str, str]) -> str | None:
+    name = env.get("TRITON_EP_HEAP") or None
+    if name not in (None, "nvshmem", "torch"):
+        raise ConfigError(f"TRITON_EP_HEAP={_short(str(name))!r} in the environment is neither nvshmem nor torch.")
+    return name
 
 
 def _integer(env: Mapping[str, str], name: str) -> int | None:

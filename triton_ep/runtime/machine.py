@@ -106,7 +106,7 @@ class Plan:
     """What a run on this machine will use, and what stands in its way.
 
     Attributes:
-        backend: symmetric heap, "nvshmem" or "host".
+        backend: symmetric heap, "nvshmem", "torch" or "host".
         transport: how rows travel inside a node and between nodes.
         execution: "interpreter" or "JIT for sm_..".
         problems: empty when the package can run here.
@@ -221,14 +221,12 @@ def _package_problems(machine: Machine) -> list[Problem]:
 def _nvshmem_problems(machine: Machine) -> list[Problem]:
     """What the NVSHMEM heap lacks on a machine with GPUs."""
     major = version_tuple(machine.cuda or "13")[0]
-    if (requirements := NVSHMEM_REQUIREMENTS.get(major)) is None:
+    if major not in NVSHMEM_REQUIREMENTS:
         known = " and ".join(map(str, sorted(NVSHMEM_REQUIREMENTS)))
         return [
             Problem(f"torch was built for CUDA {machine.cuda}", f"install a torch built for CUDA {known}"),
         ]
     problems = []
-    if machine.nvshmem4py is None:
-        problems.append(Problem("there are GPUs, but nvshmem4py is not installed", _install(*requirements)))
     if machine.nvshmem is None:
         problems.append(
             Problem(
@@ -270,6 +268,10 @@ def judge(machine: Machine) -> Plan:
         execution = f"JIT for {', '.join(f'sm_{sm}' for sm in sms)}" if sms else "JIT"
         if not machine.gpus:
             problems.append(Problem("TRITON_INTERPRET=0 is set and there is no GPU", "unset TRITON_INTERPRET"))
+        elif machine.nvshmem4py is None:
+            backend, transport = "torch", "NVLink peer stores inside a node, over torch's symmetric memory; one host"
+            requirements = NVSHMEM_REQUIREMENTS.get(version_tuple(machine.cuda or "13")[0], ("nvshmem4py-cu13",))
+            hints.append(f"nvshmem4py is not installed: ranks of several hosts need it. {_install(*requirements)}")
         else:
             problems += _nvshmem_problems(machine)
         if machine.nvshmem and version_tuple(machine.nvshmem) not in TESTED_NVSHMEM:

@@ -37,7 +37,7 @@ class RankPool:
     Arguments:
         world_size: number of ranks, at least 1.
         backend: "host": CPU processes under Triton's interpreter, symmetric memory in shared memory; any
-            machine. "nvshmem": one GPU per rank, compiled kernels.
+            machine. "nvshmem", "torch": one GPU per rank, compiled kernels, that symmetric heap.
         chaos_seed: default of `run`'s argument.
 
     Raises:
@@ -46,18 +46,18 @@ class RankPool:
 
     def __init__(self, world_size: int, backend: str = "host", chaos_seed: int | None = None) -> None:
         if backend not in CASE_TIMEOUT_S:
-            raise ConfigError(f'backend is {backend!r}; a RankPool has "host" and "nvshmem"')
+            raise ConfigError(f'backend is {backend!r}; a RankPool has "host", "nvshmem" and "torch"')
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}; a RankPool has at least 1 rank")
-        if backend == "nvshmem" and world_size > most_gpu_ranks():
+        if backend != "host" and world_size > most_gpu_ranks():
             raise ConfigError(
-                f"a RankPool of {world_size} nvshmem ranks needs as many GPUs, this machine has "
+                f"a RankPool of {world_size} {backend} ranks needs as many GPUs, this machine has "
                 f'{torch.cuda.device_count()}. Use fewer ranks, backend="host", or TRITON_EP_RANKS_PER_GPU.'
             )
         self.world_size = world_size
         self.backend = backend
         self.chaos_seed = chaos_seed
-        self._fresh = backend == "nvshmem"  # a process that has touched CUDA cannot be forked
+        self._fresh = backend != "host"  # a process that has touched CUDA cannot be forked
         self._ranks: list[RankProcess] = []
         self._store: torch.distributed.TCPStore | None = None
 
@@ -80,7 +80,7 @@ class RankPool:
         Arguments:
             function: defined at the top level of a module that can be imported here (not of a script).
             args, kwargs: picklable.
-            timeout_s: limit for the whole case; 60 for host ranks, 240 for nvshmem ranks.
+            timeout_s: limit for the whole case; 60 for host ranks, 240 on GPUs.
             chaos_seed: the interpreter's chaos mode, each rank with its own seed made of this one; host only.
             return_exceptions: return the exception of each rank that raised instead of raising one.
             grace_s: how long the other ranks may still run once one has failed.

@@ -32,8 +32,8 @@ from typing import Any, NoReturn
 from triton_ep.distributed import die_with
 from triton_ep.errors import EPError
 
-START_TIMEOUT_S = {"host": 300.0, "nvshmem": 240.0}
-CASE_TIMEOUT_S = {"host": 60.0, "nvshmem": 240.0}  # the first case of an nvshmem pool compiles kernels
+START_TIMEOUT_S = {"host": 300.0, "nvshmem": 240.0, "torch": 240.0}
+CASE_TIMEOUT_S = {"host": 60.0, "nvshmem": 240.0, "torch": 240.0}  # the first case of a pool on GPUs compiles kernels
 # torch.testing.assert_close imports torch.distributed.tensor, which takes a second: once here, not once per rank.
 PRELOAD = ("torch", "torch.distributed.tensor", "triton_ep.runtime.launch", "triton_ep.distributed", "triton_ep.layer")
 # Under pytest, which each test module imports: the first autograd.Function of a rank would import dynamo, for a second.
@@ -60,7 +60,7 @@ def _join(backend: str, rank: int, world_size: int, port: int) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=limit_s))
     from triton_ep.distributed import initialize_distributed
 
-    if backend == "nvshmem":
+    if backend != "host":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     initialize_distributed(backend=backend, store=store, rank=rank, world_size=world_size, timeout_s=limit_s)
 
