@@ -7,6 +7,7 @@ from typing import Literal, TypeVar
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
+from triton_ep.exchange.ranges import call_range
 
 Call = Literal["dispatch", "combine"]
 Results = TypeVar("Results")
@@ -34,7 +35,8 @@ class InFlight:
         try:
             ctx.check_open()
             ctx.calls.end(self.call)
-            self._receive()
+            with call_range(f"hook of {self.call}", ctx):
+                self._receive()
             ctx.poll_status()
         except Exception as error:
             ctx.fail(f"the hook of {self.call}", error, begun=True)
@@ -63,9 +65,14 @@ class Finisher:
                 latter has been launched unless a hook was asked for.
             arguments: what the call reads.
         """
+
+        def named() -> tuple[Results, Callable[[], None]]:
+            with call_range(call, self._context):
+                return send()
+
         if async_finish:
-            return self._comm.run(lambda: send()[0], arguments, previous_event)
-        results, receive = send()
+            return self._comm.run(lambda: named()[0], arguments, previous_event)
+        results, receive = named()
         if not return_recv_hook:
             return results, None
         return results, InFlight(self._context, call, receive).hook(results, arguments)

@@ -18,6 +18,7 @@ and these override a choice:
     TRITON_EP_AOT                     1: kernels come from the ahead-of-time library, in all layers and outside of them;
                                       prefer: those that it has; 0: where a layer asks for it
     TRITON_EP_AOT_DIR                 folder of the ahead-of-time library
+    TRITON_EP_NVTX                    1: calls of a layer are NVTX ranges, for Nsight Systems
     TRITON_EP_TUNED                   path of a table of tuned choices, asked before those of the package
     NVTE_BACKWARD_OVERRIDE            default of `backward_override` of MXFP8 recipes (triton_ep.integrations.te)
     MASTER_ADDR, MASTER_PORT          where rank 0 listens, for jobs over several hosts without torchrun
@@ -75,6 +76,7 @@ class Environment:
         backward_override: NVTE_BACKWARD_OVERRIDE, which recipes check.
         aot: "require", "prefer" or None: whether kernels come from the ahead-of-time library.
         aot_dir: folder of the ahead-of-time library.
+        nvtx: whether calls of a layer are NVTX ranges.
     """
 
     triton_interpret: bool | None = None
@@ -95,6 +97,7 @@ class Environment:
     backward_override: str | None = None
     aot: str | None = None
     aot_dir: str | None = None
+    nvtx: bool = False
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -124,6 +127,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         backward_override=env.get("NVTE_BACKWARD_OVERRIDE") or None,
         aot=_aot(env),
         aot_dir=env.get("TRITON_EP_AOT_DIR") or None,
+        nvtx=_truth(env, "TRITON_EP_NVTX") or False,
         **_read_launcher(env),
     )
 

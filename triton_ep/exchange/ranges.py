@@ -1,0 +1,33 @@
+"""Names of calls for profilers: a range around each half of a call, when somebody records."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.autograd import _profiler_enabled  # what torch's own modules ask
+
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.runtime.environment import read_environment
+
+_NO_RANGE = nullcontext()
+
+
+@functools.cache
+def _wants_nvtx() -> bool:
+    return read_environment().nvtx
+
+
+def call_range(what: str, context: DispatchCombineContext) -> AbstractContextManager[object]:
+    """The range of a call: `record_function` under torch's profiler, NVTX with TRITON_EP_NVTX=1, else nothing.
+
+    what: "dispatch", "hook of combine". The range is called `triton_ep.dispatch 7, layer 3fa2`: by the number of
+    dispatches before it, and the last digits of the layer's id.
+    """
+    if not (_wants_nvtx() or _profiler_enabled()):
+        return _NO_RANGE
+    name = f"triton_ep.{what} {context.num_dispatches}, layer {context.layer_id & 0xFFFF:04x}"
+    if _profiler_enabled():
+        return torch.autograd.profiler.record_function(name)
+    return torch.cuda.nvtx.range(name)
