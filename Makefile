@@ -13,9 +13,9 @@ TOOLS := $(VENV)/.tools
 CPU := not gpu and not multi_gpu
 # Ranks are processes: more than one compute thread each only makes them fight for the cores.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
-# Two processes of tests, whose ranks wait for each other often enough to leave room for another's, files in the order
-# of tests/conftest.py; where there is no pytest-xdist, beside another environment's torch, one.
-PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 2 --dist loadfile --no-loadscope-reorder" * bool(u.find_spec("xdist")))')
+# Three processes of tests for two cores, because ranks and time limits are waited for; files in the order of
+# tests/conftest.py. Where there is no pytest-xdist, beside another environment's torch, one process.
+PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 3 --dist loadfile --no-loadscope-reorder" * bool(u.find_spec("xdist")))')
 SOURCES := triton_ep kernels aot tests examples tools docs/pictures docs/site_hooks.py
 
 .DEFAULT_GOAL := help

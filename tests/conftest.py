@@ -29,6 +29,14 @@ LONG_FILES = (
     "layer/test_autograd_compiled.py",
     "unit/test_docs.py",
     "unit/test_distributed.py",
+    "unit/test_bench.py",
+    "aot/test_build.py",
+    "unit/test_rank_pool.py",
+    "unit/test_bitcode.py",
+    "unit/test_add_a_kernel.py",
+    "nn/test_parallel.py",
+    "ops/test_library.py",
+    "te/test_numerics.py",
 )
 
 

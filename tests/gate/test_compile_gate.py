@@ -1,6 +1,6 @@
 """Every kernel compiles for every supported GPU, on a machine without one, into what it promises.
 
-What is looked at is the ahead-of-time library of the whole manifest, built once per session (tests/aot/library.py):
+What is looked at is an ahead-of-time library of the manifest, built once per session (tests/aot/library.py):
 what the build has noted of every variant, from its intermediate code, its PTX and its cubin.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.aot.library import ARCHS, ROOT, Built, facts_of, run_aot
+from tests.aot.library import ARCHS, MULTIPLYING, ROOT, Built, facts_of, run_aot
 from triton_ep.aot.ptx import accesses, narrow_accesses
 from triton_ep.kernels.device.codes import P2P
 from triton_ep.kernels.spec import all_kernels
@@ -54,13 +54,10 @@ PRODUCTS = {
 }
 """The instruction that gives an architecture its rate of matrix products."""
 
-MULTIPLYING = ("grouped_", "gate_up_", "rows_product", "down_dgrad_", "weight_gradient_")
-"""How names of kernels with matrix products begin."""
-
 
 @pytest.fixture(scope="module")
 def results(built: Built) -> list[dict[str, Any]]:
-    """Facts about all variants for all architectures."""
+    """Facts about all variants in the library."""
     return facts_of(built.folder)
 
 
@@ -107,7 +104,7 @@ def test_a_kernel_that_is_not_declared_is_seen(tmp_path: Path) -> None:
 
 
 def test_everything_compiles(built: Built) -> None:
-    """Every variant of the manifest, for every architecture."""
+    """What is built of the manifest, for every architecture."""
     failed = [line for line in built.output.splitlines() if " failed; " in line]
     assert len(failed) == len(ARCHS), built.output
     assert all(" 0 failed; " in line for line in failed), built.output

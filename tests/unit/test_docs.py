@@ -50,8 +50,7 @@ def test_python_block_runs(info: str, text: str, tmp_path: Path) -> None:
         return
     script = tmp_path / "block.py"
     script.write_text(text + "\n")
-    environment = environment_of_programs()
-    done = run_program([script], environment, tmp_path)
+    done = run_program([script], environment_of_programs(), tmp_path, imported=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 

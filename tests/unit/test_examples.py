@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say: bare, under torchrun, under mpirun."""
+"""Every example runs: the first ones bare, under torchrun, under mpirun, most of the others as ranks of a job."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.patience import LIMIT_S
-from tests.programs import environment_of_programs, run_program
+from tests.programs import environment_of_programs, run_program, run_ranks_of
 from triton_ep.runtime.launch import INTERPRETING
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ MOE_LM = ROOT / "examples/09_moe_lm.py"
 MEGATRON = ROOT / "examples/06_megatron.py"
 BARE: list[str] = []
 RANKS = 4 if INTERPRETING else max(n for n in (1, 2, 4) if n <= torch.cuda.device_count())
-LAUNCHED = min(RANKS, 2)  # each of them imports torch
+LAUNCHED = min(RANKS, 2)
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", str(LAUNCHED)]
 
 
@@ -77,10 +77,10 @@ def test_example_runs_as_one_rank(path: Path) -> None:
 
 def test_mxfp8_example_shows_bytes_and_error() -> None:
     """Every rank has its bytes and its error, and rank 0 the ratio that follows from the format."""
-    output = _run([*BARE, MXFP8])
-    pattern = rf"^rank (\d) of {RANKS}: sent (\d+) rows in (\d+) bytes, not (\d+); received \d+ with ([\d.]+) dB"
+    output = run_ranks_of([MXFP8], LAUNCHED)
+    pattern = rf"^rank (\d) of {LAUNCHED}: sent (\d+) rows in (\d+) bytes, not (\d+); received \d+ with ([\d.]+) dB"
     lines = re.findall(pattern, output, re.MULTILINE)
-    assert sorted(int(rank) for rank, *_ in lines) == list(range(RANKS))
+    assert sorted(int(rank) for rank, *_ in lines) == list(range(LAUNCHED))
     for _, rows, mx_bytes, bf16_bytes, decibel in lines:
         assert (int(mx_bytes), int(bf16_bytes)) == (int(rows) * 132, int(rows) * 256)
         assert float(decibel) > 30
@@ -89,14 +89,14 @@ def test_mxfp8_example_shows_bytes_and_error() -> None:
 
 def test_moe_layer_example_compares_every_gradient() -> None:
     """The table has a line per rank with a number per gradient; the example itself asserts that they suffice."""
-    lines = _run([*BARE, MOE_LAYER]).splitlines()
+    lines = run_ranks_of([MOE_LAYER], LAUNCHED).splitlines()
     assert lines[1].split() == ["rank", "y", "dx", "dw13", "dw2", "drouter"]
     least = [float(cell) for cell in lines[-1].split()[1:]]
     for rank, line in enumerate(lines[2:-1]):
         cells = line.split()
         assert int(cells[0]) == rank
         assert all(float(seen) >= bound for seen, bound in zip(cells[1:], least, strict=True))
-    assert len(lines) == RANKS + 3
+    assert len(lines) == LAUNCHED + 3
 
 
 def test_training_example_compares_the_losses(tmp_path: Path) -> None:
@@ -135,16 +135,16 @@ def test_language_model_example_trains_saves_loads_and_decodes(tmp_path: Path) -
 
 def test_overlap_example_is_right_on_every_rank() -> None:
     """Each rank compares what came back in every step, and says so."""
-    lines = re.findall(
-        rf"^rank (\d) of {RANKS}: 3 steps of 2 micro-batches, .+ are right$", _run([*BARE, OVERLAP]), re.M
-    )
-    assert sorted(map(int, lines)) == list(range(RANKS))
+    pattern = rf"^rank (\d) of {LAUNCHED}: 3 steps of 2 micro-batches, .+ are right$"
+    lines = re.findall(pattern, run_ranks_of([OVERLAP], LAUNCHED), re.MULTILINE)
+    assert sorted(map(int, lines)) == list(range(LAUNCHED))
 
 
 def test_megatron_example_has_the_bits_of_the_dense_layer() -> None:
     """Each rank compares outputs and gradients, and says so."""
-    lines = re.findall(rf"^rank (\d) of {RANKS}: \d+ tokens, the bits of .+$", _run([*BARE, MEGATRON]), re.MULTILINE)
-    assert sorted(map(int, lines)) == list(range(RANKS))
+    pattern = rf"^rank (\d) of {LAUNCHED}: \d+ tokens, the bits of .+$"
+    lines = re.findall(pattern, run_ranks_of([MEGATRON], LAUNCHED), re.MULTILINE)
+    assert sorted(map(int, lines)) == list(range(LAUNCHED))
 
 
 def test_page_quotes_the_examples() -> None:

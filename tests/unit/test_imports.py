@@ -177,6 +177,7 @@ def test_public_names_are_there() -> None:
         "distributed",
         "layer",
         "ops",
+        "pipeline",
         "testing",
     ],
 )
