@@ -11,6 +11,7 @@ the package as well and translated its kernels. Where there are GPUs it is the f
 import atexit
 import fcntl
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -188,6 +189,8 @@ def _serve(control_fd: int, imported: bool) -> None:
     torch.set_num_threads(1)
     if imported:
         _import_package()
+    gc.collect()
+    gc.freeze()  # a program that ends would look through all that was imported, and copy it by that
     path = [entry for entry in sys.path if entry not in ("", str(ROOT))]
     control = socket.socket(fileno=control_fd)
     while True:
