@@ -48,7 +48,7 @@ def _run(*words: str, heap: str | None = None) -> str:
     environment.pop("TRITON_EP_HEAP_SIZE", None)
     if heap:
         environment["TRITON_EP_HEAP_SIZE"] = heap
-    done = run_program(["-m", "triton_ep.cli", "bench", *words, *TINY], environment, timeout_s=60)
+    done = run_program(["-m", "triton_ep.cli", "bench", *words, *TINY], environment, imported=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

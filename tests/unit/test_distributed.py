@@ -348,7 +348,7 @@ def test_output_of_ranks_is_complete(tmp_path: Path) -> None:
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment["PYTHONPATH"] = str(ROOT)
-    done = run_program([script], environment, timeout_s=60)
+    done = run_program([script], environment)
     assert sorted(done.stdout.splitlines()) == ["said by 0", "said by 1", "said by 2"]
 
 
