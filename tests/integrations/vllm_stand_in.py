@@ -55,6 +55,44 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     def finalize(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+class FusedMoEExpertsModular(ABC):
+    """The abstract methods are vLLM's."""
+
+    @abstractmethod
+    def activation_format(self) -> Any: ...
+    @abstractmethod
+    def workspace_shapes(self, *args: Any, **kwargs: Any) -> Any: ...
+    @abstractmethod
+    def finalize_weight_and_reduce_impl(self) -> Any: ...
+    @abstractmethod
+    def supports_expert_map(self) -> bool: ...
+    @abstractmethod
+    def apply(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Adapter:
+    """Calls a FusedMoEExpertsModular as FusedMoEKernel does: buffers by its shapes, arguments by their names."""
+
+    def __init__(self, experts: Any, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor) -> None:
+        self.experts, self.w1, self.w2 = experts, w1, w2
+        self.quant_config, self.reduce = experts.quant_config, experts.finalize_weight_and_reduce_impl()
+        self.expert_map, self.device_map = expert_map, expert_map.to(current_heap().device)
+
+    def apply(self, rows, scales, meta, ids, weights, expert_map) -> torch.Tensor:
+        experts, hidden, width = self.w1.shape[0], self.w2.shape[1], self.w1.shape[1]
+        shapes = self.experts.workspace_shapes(
+            rows.shape[-2], width, hidden, ids.shape[1], expert_map.numel(), experts, meta
+        )
+        *work, output = (torch.full(shape, float("nan"), dtype=torch.bfloat16, device=rows.device) for shape in shapes)
+        self.experts.apply(
+            output=output, hidden_states=rows, w1=self.w1, w2=self.w2, topk_weights=weights, topk_ids=ids,
+            activation="silu", global_num_experts=expert_map.numel(), expert_map=self.device_map, a1q_scale=scales,
+            a2_scale=None, workspace13=work[0], workspace2=work[1], expert_tokens_meta=meta,
+            apply_router_weight_on_input=False,
+        )  # fmt: skip
+        return output
+
+
 def expert_map_of(rank: int, ranks: int, num_experts: int, round_robin: bool = False) -> torch.Tensor:
     """[E] int32, the place of each expert on this rank or -1, after determine_expert_map: the first ranks have one more
     where the ranks cannot have alike; in blocks, or expert i on rank i % ranks."""
@@ -161,7 +199,9 @@ def installed() -> Iterator[None]:
             FusedMoEActivationFormat,
             ExpertTokensMetadata,
             FusedMoEPrepareAndFinalizeModular,
+            FusedMoEExpertsModular,
         ),
+        f"{PACKAGE}.topk_weight_and_reduce": (TopKWeightAndReduceDelegate,),
         f"{PACKAGE}.utils": (moe_kernel_quantize_input,),
         "vllm.v1.worker.ubatching": (),
     }

@@ -213,3 +213,51 @@ def test_options_that_do_not_fit(words: Sequence[str]) -> None:
     """Refused before any rank starts."""
     with pytest.raises(ConfigError):
         _settings(*words)
+
+
+def _decoding(rank: int, nodes: int, ranks_per_node: int, settings: Settings) -> tuple[list[rows.Row], float]:
+    found = run.measure_all(settings).rows
+    job = Job(settings, settings.shapes[0], Place(rank, 2, 2, current_heap().device, {}))
+    return found, moe._Run(job, settings.cases()[1], moe_providers.CollectiveMoe(job))._active_bytes()
+
+
+def test_decoding_has_its_bound(run_ranks: Callable[..., Any]) -> None:
+    """Low latency, forward only; above the bound, which counts the experts that have rows, at their width."""
+    settings = _settings("--low-latency", "--payload", "bf16,mxfp8", "--provider", "triton_ep,nccl", "--tokens", "2")
+    assert settings.ops == ("moe_layer_decode",) and settings.capacities == ("static",)
+    found, active = run_ranks(_decoding, 1, 2, settings)[0]
+    found = [row for row in found if row["op"] != "floor"]
+    assert [(row["provider"], row["payload"]) for row in found] == [
+        ("triton_ep", "bf16"),
+        ("gloo", "bf16"),
+        ("triton_ep", "mxfp8"),
+    ]
+    for row in (found[0], found[2]):
+        assert row["mode"] == "interpreted-static-ll-local-a128-ffn32" and float(row["error_db"]) > 20
+        assert float(row["floor_us"]) > 0 and row["floor_ratio"]
+    assert found[1]["floor_us"] == ""
+    (expert,) = [3 * 32 * 64 * 2]  # case 1 is of the collectives, in bf16
+    assert expert <= active <= 2 * expert
+    table = tables.moe_table([{**row, "gpu": "H200"} for row in found])
+    assert table[2].split()[-6:] == ["x", "nccl", "x", "bound", "error", "dB"]
+    ratio = float(found[2]["median_us"]) / float(found[0]["median_us"])
+    assert f"{ratio:.3f}" in table[5] and found[2]["floor_ratio"] in table[5]
+    assert "x bf16" not in tables.moe_table(found)[2]
+    for words in (["--backward"], ["--capacity", "exact"], ["--refresh-weights"]):
+        with pytest.raises(ConfigError):
+            _settings("--low-latency", *words)
+
+
+def test_models_have_their_sizes() -> None:
+    """As published; what is given on the command line comes first."""
+    for model, sizes in (
+        ("qwen3-235b", (4096, 1536, 8, 128)),
+        ("mixtral", (4096, 14336, 2, 8)),
+        ("gpt-oss", (2880, 2880, 4, 128)),
+    ):
+        parser = argparse.ArgumentParser()
+        cli.add_arguments(parser)
+        (shape,) = cli.settings_of(
+            parser.parse_args(["moe-layer", "--model", model, "--commit", "a"]), 4, interpreting=False
+        ).shapes
+        assert (shape.hidden, shape.ffn, shape.topk, shape.experts, shape.tokens) == (*sizes, 4096)

@@ -104,3 +104,56 @@ def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) 
 def test_a_step_is_replayed_with_other_inputs_and_other_weights(run_ranks, options):
     """The bits of eager steps; a capture of stale weights, or on a second stream, is refused (GPUs)."""
     run_ranks(_check, 1, 2, options)
+
+
+class _Training(_Step):
+    """Forward, backward and the optimizer's step."""
+
+    def __init__(self, rank: int, options: dict[str, Any]) -> None:
+        super().__init__(rank, options)
+        self.optimizer = torch.optim.SGD(self.moe.parameters(), lr=0.5)
+        self.initial = [parameter.detach().clone() for parameter in self.moe.parameters()]
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.moe(self.x).backward(self.grad)
+        self.optimizer.step()
+
+    def begin_again(self) -> None:
+        """The weights of the beginning, at the same addresses."""
+        with torch.no_grad():
+            for parameter, value in zip(self.moe.parameters(), self.initial, strict=True):
+                parameter.copy_(value)
+
+
+def _check_training(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> None:
+    found = []
+    for graph in (False, True):
+        # Copies that are made inside of the graph follow the weights that it changes.
+        options = {"payload": payload} | ({"prepared": "none"} if graph and payload else {})
+        training = _Training(rank, options)
+        step: Callable[[], None] = training
+        if graph and training.device.type == "cuda":
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                training.load(0)
+                training()
+            training.optimizer.zero_grad(set_to_none=True)
+            step = _captured(training, stream)
+            training.begin_again()
+        for seed in range(3):
+            training.load(seed)
+            step()
+        found.append([parameter.detach().clone() for parameter in training.moe.parameters()])
+        assert not any(map(torch.equal, found[-1], training.initial))
+        training.moe.check()
+        training.moe.forget_captures()
+    assert all(map(torch.equal, *found))
+    finalize_exchanges()
+
+
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
+def test_a_whole_step_with_its_optimizer_is_replayed(run_ranks, payload):
+    """Three steps of training by a graph and without one, on the CPU with and without kept copies: the same weights."""
+    run_ranks(_check_training, 1, 2, payload)

@@ -274,3 +274,33 @@ def test_moe_block_compiles_into_one_graph(run_ranks, backend, nodes, ranks_per_
     if backend != "host":
         case = replace(case, **ON_GPUS)
     run_ranks(_check_compiled, nodes, ranks_per_node, case)
+
+
+def _check_outside(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> None:
+    for activation in ("swiglu", "gelu"):
+        block = _block(case, rank, nodes, ranks_per_node)
+        other = te.EPMoE(block.layer, case.ffn, activation=activation, bias=True)
+        for seed, bias in enumerate(b for fc in (other.fc1, other.fc2) for b in fc._biases):
+            bias.data.copy_(_randn(*bias.shape, seed=50 * rank + seed))
+        x, dy = _inputs(case, rank)
+        found = []
+        for by_block in (True, False):
+            if not by_block:
+                other._runs_as_block = lambda rows: False  # type: ignore[method-assign]
+            assert other._runs_as_block(x.detach()) == by_block
+            with te.autocast(enabled=False):
+                y = other(x)
+            found.append([y.detach(), *torch.autograd.grad(y, (x, *other.parameters()), dy)])
+        for mine, plain in zip(*found, strict=True):
+            assert mine.shape == plain.shape and bool(mine.any()) == bool(plain.any())
+            # Both round to bf16 at the same places; the activation's input only in one of them.
+            assert not plain.any() or rule.snr(plain.double().cpu(), mine) > 40
+        del other._runs_as_block
+        with te.autocast():
+            assert not other._runs_as_block(x.detach())
+        block.layer.finalize()
+
+
+def test_outside_of_autocast_experts_are_one_block(run_ranks):
+    """The same parameters and biases, and the numbers of two grouped linear layers with the activation between them."""
+    run_ranks(_check_outside, 1, 2, _Case(tokens=(16, 9), payload=None))

@@ -162,7 +162,7 @@ def test_nn_page_lists_every_argument() -> None:
         assert sorted(_first_column(page, heading)) == sorted(list(inspect.signature(kind.__init__).parameters)[1:])
     calls = page.read_text().split("## Calls of MoE\n")[1].split("\n## ")[0]
     for name in re.findall(r"`moe\.(\w+)", calls):
-        assert hasattr(MoE, name) or name in ("router", "experts", "last_aux"), name
+        assert hasattr(MoE, name) or name in ("router", "experts", "shared", "last_aux"), name
 
 
 def test_errors_page_lists_every_error() -> None:

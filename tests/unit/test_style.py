@@ -30,6 +30,7 @@ LONG_SIGNATURES = {
     "HybridEPBuffer.__init__",
     "HybridEPBuffer.dispatch_with_permute",
     "hybrid_ep_dispatch",
+    "Experts.apply",
     "PrepareFinalize.__init__",
 }
 

@@ -41,6 +41,7 @@ class Measured:
         calls: spans of the recorded calls on this rank.
         peak_bytes: of memory that a call takes on the rank that takes most; None: not known.
         error_db: signal to noise of what it computes, worst rank; None: not measured.
+        floor_us: what a decoding layer takes at least, see `moe.measure_moe`; None: by the links.
     """
 
     timing: timing.Timing
@@ -51,6 +52,7 @@ class Measured:
     calls: list[list[Span]] = field(default_factory=list)
     peak_bytes: int | None = None
     error_db: float | None = None
+    floor_us: float | None = None
 
 
 def join(settings: Settings) -> int:

@@ -2,6 +2,9 @@
 
 A step is a forward pass and the gradients of the tokens and of this rank's experts. With --refresh-weights both are
 timed once more with weights that have changed since the call before, so that what is made of them is made anew.
+
+Decoding (--low-latency) is a forward pass of few tokens. It takes at least the pair of dispatch and combine without
+experts, measured here as well, and the time in which memory gives the weights of the experts with rows, at 4 TB/s.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from triton_ep.bench.timing import Call
 _CHECKED_TOKENS = 2
 # Rounding a tensor to e4m3 leaves 31.5 dB of it, and six of them make up the noise of a SwiGLU expert, eight that of a
 # gradient; bf16 leaves 50.
+_MEMORY_RATE = 4e6  # bytes per microsecond
 _LEAST_DB = {"mxfp8": (20.0, 18.0), "bf16": (36.0, 36.0)}
 
 
@@ -32,6 +36,7 @@ class _Run:
         generator = torch.Generator(device).manual_seed(job.rank)
         self.weights = torch.rand(shape.tokens, shape.topk, generator=generator, device=device) + 0.5
         self.grad = torch.randn(shape.tokens, shape.hidden, generator=generator, device=device).bfloat16()
+        self._results: torch.Tensor | None = None  # what experts give, where there are none
 
     def forward(self, number: int) -> torch.Tensor:
         """A forward pass of an input, no graph of autograd."""
@@ -76,6 +81,36 @@ class _Run:
                     f"experts, {least} are expected."
                 )
         return worst[0], worst[1]
+
+    def pair(self, number: int) -> torch.Tensor:
+        """Dispatch and combine of an input, with nothing in between: the low-latency exchange by itself."""
+        assert isinstance(self.provider, ModuleMoe), "the only one with such an exchange"
+        x, idx = self.job.inputs[number % len(self.job.inputs)]
+        layer = self.provider.moe.exchange
+        with torch.no_grad():
+            rows, _, desc = layer.dispatch(x, idx, self.weights)
+            if self._results is None:
+                self._results = torch.zeros(rows.shape, dtype=torch.bfloat16, device=self.job.device)
+            return layer.combine(self._results, desc)
+
+    def least_us(self) -> float | None:
+        """What decoding takes at least: see the module. None of other providers. Collective."""
+        if not isinstance(self.provider, ModuleMoe):
+            return None
+        pair = self.measure(self.pair, 0, refresh=False).timing.median_us
+        return pair + self._active_bytes() / _MEMORY_RATE
+
+    def _active_bytes(self) -> float:
+        """Of the weights of experts that have a row, on the rank with most of them; mean over the inputs."""
+        job, shape = self.job, self.job.shape
+        per_rank = shape.experts // job.num_ranks
+        most = []
+        for idxs in job.idxs:
+            active = torch.cat(idxs).unique()
+            most.append(int(torch.bincount(active[active >= 0] // per_rank).max()))
+        width = 3 * shape.ffn * shape.hidden
+        scales = 4 * (2 * shape.ffn + shape.hidden)
+        return sum(most) / len(most) * (width + scales if self.case.payload == "mxfp8" else 2 * width)
 
     def measure(self, call: Callable[[int], object], gradient_bytes: int, refresh: bool) -> Measured:
         """Time and memory of a call; collective. gradient_bytes: of parameters, which are not counted."""
@@ -133,9 +168,11 @@ def measure_moe(job: Job, case: Case) -> dict[str, Measured]:
         calls: dict[str, tuple[Callable[[int], object], int, float | None]] = {
             "moe_layer_fwd": (run.forward, 0, errors[0]),
             "moe_layer_step": (run.step, of_parameters, errors[1]),
+            "moe_layer_decode": (run.forward, 0, errors[0]),
         }
         for op in s.ops:
             call, gradient_bytes, error = calls[op.removesuffix("_refresh")]
             measured = run.measure(call, gradient_bytes, op.endswith("_refresh"))
-            found[op] = dataclasses.replace(measured, error_db=error)
+            least = run.least_us() if s.decode else None
+            found[op] = dataclasses.replace(measured, error_db=error, floor_us=least)
     return found

@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 
 from triton_ep.bench.job import Job
 from triton_ep.bench.providers import Unavailable, meet_by_collective
-from triton_ep.bench.settings import TUNED, Case
+from triton_ep.bench.settings import Case
 from triton_ep.context.layout import estimate_bytes
 from triton_ep.nn import MoE, new_exchange
 
@@ -131,9 +131,10 @@ def _module(job: Job, case: Case) -> Iterator[ModuleMoe]:
     sizes |= {
         "payload": payload,
         "capacity": job.capacity(case),
+        "low_latency": job.settings.decode,
         "timeout_s": 120.0,
     }  # ranks compile for different times
-    num_sm = None if case.num_sm == TUNED else case.num_sm
+    num_sm = case.num_sm if case.num_sm > 0 else None  # tuned, or nothing to choose
     with new_exchange(shape.hidden, **sizes, num_sm=num_sm) as layer:
         options: dict[str, Any] = {"precision": case.precision} if payload else {}
         moe = MoE(shape.hidden, shape.ffn, **sizes, **options, router=False, exchange=layer)

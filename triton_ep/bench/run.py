@@ -150,8 +150,8 @@ def rows_of(case: Case, place: Place, found: dict[str, Measured] | str, rate: fl
             columns["bytes_out"] = result.moved_bytes
             columns["gbps"] = f"{result.moved_bytes / result.timing.median_us / 1e3:.1f}"
         limit = result.moved_bytes if case.settings.command == "quantise" else result.limit_bytes
-        if rate and limit:
-            floor_us = limit / rate / 1e3
+        floor_us = limit / rate / 1e3 if rate and limit else result.floor_us
+        if floor_us is not None:
             columns["floor_us"] = f"{floor_us:.1f}"
             columns["floor_ratio"] = f"{result.timing.median_us / floor_us:.3f}"
         new.append(bench_rows.make_row(columns))

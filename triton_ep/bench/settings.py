@@ -21,6 +21,7 @@ MODELS = {
     "deepseek-v3": {"hidden": 7168, "topk": 8, "experts": 256, "ffn": 2048},
     "qwen3-235b": {"hidden": 4096, "topk": 8, "experts": 128, "ffn": 1536},
     "mixtral": {"hidden": 4096, "topk": 2, "experts": 8, "ffn": 14336},
+    "gpt-oss": {"hidden": 2880, "topk": 4, "experts": 128, "ffn": 2880},
 }
 SMALL = {"tokens": 32, "hidden": 64, "topk": 2, "experts": 8, "ffn": 64}
 """Shape of a run in the interpreter that names none."""
@@ -72,6 +73,7 @@ class Settings:
         backward: `moe-layer` measures a training step as well.
         refresh_weights: and both with weights that have changed since the call before.
         precisions: of products of MXFP8 rows in `moe-layer`.
+        decode: `moe-layer` measures a forward pass of few tokens over an exchange of low latency.
         csv, plot, timeline: files to write; None: none.
     """
 
@@ -90,6 +92,7 @@ class Settings:
     backward: bool
     refresh_weights: bool
     precisions: tuple[str, ...]
+    decode: bool
     iters: int
     warmup: int
     providers: tuple[str, ...]
@@ -104,6 +107,8 @@ class Settings:
     @property
     def ops(self) -> tuple[str, ...]:
         """The ops that get a row, in order."""
+        if self.decode:
+            return ("moe_layer_decode",)
         ops = _OPS[self.command] + (("moe_layer_step",) if self.backward else ())
         return ops + tuple(f"{op}_refresh" for op in ops if self.refresh_weights)
 
@@ -117,7 +122,7 @@ class Settings:
         """Inputs among which the calls rotate, each with rows and a routing of its own."""
         if self.interpreting:
             return _INPUTS_INTERPRETED
-        return PAIRS_PER_GRAPH if self.command == "low-latency" else _INPUTS
+        return PAIRS_PER_GRAPH if self.low_latency else _INPUTS
 
     def cases(self) -> list[Case]:
         """What is measured, in order."""
@@ -141,12 +146,12 @@ class Settings:
     @property
     def low_latency(self) -> bool:
         """The layer takes its path for few tokens."""
-        return self.command == "low-latency"
+        return self.command == "low-latency" or self.decode
 
     def _uses_num_sm(self, provider: str) -> bool:
         if provider == "deep_ep":
             return True
-        return provider == "triton_ep" and self.command not in ("low-latency", "barrier", "quantise")
+        return provider == "triton_ep" and not self.low_latency and self.command not in ("barrier", "quantise")
 
     def check(self) -> None:
         """Raise ConfigError, naming the option, if the run cannot work."""
@@ -171,8 +176,10 @@ class Settings:
                 raise ConfigError(f"--payload mxfp8 needs a multiple of 32 as --hidden, it is {shape.hidden}.")
         if len(self.capacities) > 1 and self.command != "moe-layer":
             raise ConfigError("several --capacity are for moe-layer; choose exact or static.")
-        if self.low_latency and self.capacity != "static":
-            raise ConfigError("low-latency needs --capacity static.")
+        if self.low_latency and self.capacities != ("static",):
+            raise ConfigError("low latency needs --capacity static.")
+        if self.decode and (self.backward or self.refresh_weights):
+            raise ConfigError("--low-latency measures decoding, which has no backward pass and no changed weights.")
         if self.graph and self.capacities != ("static",):
             raise ConfigError("--graph needs --capacity static: an exact dispatch waits on the host.")
         if self.graph and self.refresh_weights:
@@ -223,7 +230,7 @@ class Case:
             return f"exact-sm{self.num_sm}-{width}"
         if self.provider != "triton_ep":
             return f"torch-exact-{width}"
-        programs = "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
+        programs = "ll" if s.decode else "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
         parts = [_how(s), self.capacity, programs, "local", f"a{s.alignment}", width]
         parts += [self.precision] if self.precision != PRECISIONS[0] else []
         return "-".join([*parts, "graph"] if s.graph else parts)

@@ -138,6 +138,8 @@ def moe_table(rows: Sequence[Row]) -> list[str]:
         if row["provider"] in providers
     }
     on_cpu = interpreted(measured)
+    if any(row["op"] == "moe_layer_decode" for row in measured):
+        return _decode_table(measured, on_cpu)
     ratios = [] if on_cpu else ["x nccl", "x gemm-only"]
     lines = [["op", "provider", "mode", "payload", "time", *ratios, "peak MiB", "error dB"]]
     for row in measured:
@@ -151,6 +153,23 @@ def moe_table(rows: Sequence[Row]) -> list[str]:
     )
     title = "; ".join(f"{t} tokens per rank, hidden {h}, top-{k} of {e}, {w} ranks" for t, h, k, e, w in shapes)
     return ["", f"MoE layer, {title}:", *columns(lines, 4)]
+
+
+def _decode_table(rows: Sequence[Row], on_cpu: bool) -> list[str]:
+    """Decoding layers; on GPUs with their times over that of the bf16 layer, of the collectives, and of the bound."""
+    times = {(row["provider"], row["payload"], row["tokens"], row["hidden"]): float(row["median_us"]) for row in rows}
+    ratios = [] if on_cpu else ["x bf16", "x nccl", "x bound"]
+    lines = [["provider", "mode", "payload", "tokens", "time", *ratios, "error dB"]]
+    for row in rows:
+        us, sizes = float(row["median_us"]), (row["tokens"], row["hidden"])
+        base = times.get((row["provider"], "bf16", *sizes)), times.get(("nccl", "bf16", *sizes))
+        over = [f"{us / each:.3f}" if each else "" for each in base]
+        cells = [row[name] for name in ("provider", "mode", "payload", "tokens")]
+        lines.append([*cells, time_text(us), *([] if on_cpu else [*over, row["floor_ratio"]]), row["error_db"]])
+    first = rows[0]
+    title = ", ".join(f"{name} {first[name]}" for name in ("hidden", "topk", "experts", "ranks"))
+    note = "bound: the pair of dispatch and combine, and the weights of experts with rows at 4 TB/s"
+    return ["", f"Decoding MoE layer, {title} ({note}):", *columns(lines, 3)]
 
 
 def _ffn_of(row: Row) -> str:

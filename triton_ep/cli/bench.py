@@ -36,7 +36,10 @@ _EXAMPLES = {
     "low-latency": ("triton-ep bench low-latency --tokens 16,128 --payload bf16,mxfp8",),
     "barrier": ("triton-ep bench barrier --ranks 4",),
     "quantise": ("triton-ep bench quantise --tokens 4096 --hidden 7168",),
-    "moe-layer": ("triton-ep bench moe-layer --backward --capacity exact,static --payload bf16,mxfp8",),
+    "moe-layer": (
+        "triton-ep bench moe-layer --backward --capacity exact,static --payload bf16,mxfp8",
+        "triton-ep bench moe-layer --low-latency --tokens 8,32,128 --payload bf16,mxfp8",
+    ),
     "plot": (
         "triton-ep bench plot rows.csv --out rows.svg --where payload=bf16",
         "triton-ep bench plot --routing zipf:1.2 --ranks 8 --out routing.png",
@@ -96,6 +99,8 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     group.add_argument("--enable-local-combine", action="store_true", default=moe, help=text)
     if moe:
         group.add_argument("--backward", action="store_true", help="measure a training step as well")
+        text = "decoding: 128 tokens unless told, an exchange of low latency, in a CUDA graph"
+        group.add_argument("--low-latency", action="store_true", help=text)
         group.add_argument("--refresh-weights", action="store_true", help="and with weights that have just changed")
         text = f"of MXFP8 products: {', '.join(bench.PRECISIONS)} (default default)"
         group.add_argument("--precision", default="default", metavar="P,P", help=text)
@@ -164,7 +169,8 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
     a = arguments
     command = a.bench
     shapes = _shapes(a, interpreting)
-    low_latency = command == "low-latency"
+    decode = command == "moe-layer" and a.low_latency
+    low_latency = command == "low-latency" or decode
     if a.nodes is not None and a.local_world_size is not None:
         raise ConfigError("--nodes and --local-world-size say the same; pass one of them.")
     ranks = ranks if a.ranks is None else a.ranks
@@ -195,6 +201,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
         precisions=bench.parse_list(a.precision, "--precision", bench.PRECISIONS)
         if command == "moe-layer"
         else bench.PRECISIONS[:1],
+        decode=decode,
         iters=a.iters if a.iters is not None else (3 if interpreting else 50),
         warmup=a.warmup if a.warmup is not None else (1 if interpreting else 5),
         providers=bench.parse_list(a.provider, "--provider", _providers_of(command)),
@@ -216,7 +223,7 @@ def _providers_of(command: str) -> tuple[str, ...]:
 
 def _shapes(a: argparse.Namespace, interpreting: bool) -> tuple[bench.Shape, ...]:
     """Every combination of the sizes: as given, as the model has them, or by default."""
-    tokens = 128 if a.bench == "low-latency" else 4096
+    tokens = 128 if a.bench == "low-latency" or getattr(a, "low_latency", False) else 4096
     default = bench.SMALL if interpreting else {"tokens": tokens, **bench.MODELS["deepseek-v3"]}
     default = {**default, **(bench.MODELS[a.model] if a.model else {})}
     lists = {}

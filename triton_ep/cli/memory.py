@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # they need torch, and the command line must start without it
     from triton_ep.config import EPConfig
     from triton_ep.context.layout import Sizes
 
-MOE_LAYERS = {"deepseek-v3": 58, "qwen3-235b": 94, "mixtral": 32}
+MOE_LAYERS = {"deepseek-v3": 58, "qwen3-235b": 94, "mixtral": 32, "gpt-oss": 36}
 """MoE layers of each model."""
 HEAP_STEP = 2**28
 """Heap sizes are suggested in steps of so many bytes, those in which a GPU heap grows."""

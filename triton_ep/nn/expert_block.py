@@ -25,10 +25,11 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
+from triton_ep.nn.padded import down_dgrad_of_any_width
 from triton_ep.nn.prepared import PreparedWeights
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.experts import gate_up, rows_product
-from triton_ep.ops.experts_backward import bias_gradient, down_dgrad, weight_gradient
+from triton_ep.ops.experts_backward import bias_gradient, weight_gradient
 from triton_ep.ops.mxfp8 import dequantize_rows, quantize_rows
 from triton_ep.ops.row_scales import RowScaled, dequantize_rows_in_use, quantize_to_rows, rebase_rows
 from triton_ep.ops.tiles import tile_table
@@ -240,7 +241,7 @@ class ExpertBlock:
         dx = dweights = dpre = act = None
         operand = self._operand(grad, offs)
         if needs.rows or needs.row_weights or want_w13 or want_w2 or want_b13:
-            dpre, act, dweights = down_dgrad(
+            dpre, act, dweights = down_dgrad_of_any_width(
                 operand,
                 self._weight(w2, "dgrad", "w2"),
                 saved["pre"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, EPError, InputError
 from triton_ep.exchange.checks import check_dispatch
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.nn.beside import Beside
 from triton_ep.nn.exchanges import TIMEOUT_S, Connection, Sizes, capacity_rows
 from triton_ep.nn.router import TopKRouter
 from triton_ep.nn.swiglu_experts import SwiGLUExperts, check_precision
@@ -47,6 +49,8 @@ class MoE(nn.Module):
         router: None: a `TopKRouter` with softmax scores. A callable: router(x) gives topk_idx [..., K], topk_weights
             [..., K] and, if it likes, a loss, kept as `last_aux`. False: none, the routing is always given.
         exchange: an exchange of its own (`new_exchange`); None: the shared one of these sizes.
+        shared: shared experts, a module [..., H] to [..., H] whose result for every token is added; None: there are
+            none. It runs beside the exchange, on a stream of its own, in both directions.
         dtype: of rows: bfloat16, which is what products of the experts give.
         params_dtype: of the experts' parameters; None: as rows. With payload=None float32 ones are cast in every pass.
         group: expert-parallel group; None = the world.
@@ -56,7 +60,7 @@ class MoE(nn.Module):
         device: of the parameters; None: that of the rank, or torch's default device if that is "meta".
 
     Attributes:
-        router, experts: modules.
+        router, experts, shared: modules.
         last_aux: the loss that the router returned in the latest call, [], differentiable; else None.
 
     Raises:
@@ -67,6 +71,7 @@ class MoE(nn.Module):
     last_aux: torch.Tensor | None
     experts: SwiGLUExperts
     router: Any
+    shared: nn.Module | None
 
     def __init__(
         self,
@@ -82,6 +87,7 @@ class MoE(nn.Module):
         low_latency: bool = False,
         router: Callable[..., Any] | bool | None = None,
         exchange: EPAll2AllLayer | None = None,
+        shared: nn.Module | None = None,
         dtype: torch.dtype = torch.bfloat16,
         params_dtype: torch.dtype | None = None,
         group: Any = None,
@@ -123,6 +129,9 @@ class MoE(nn.Module):
         elif router is not False and not callable(router):
             raise ConfigError(f"router must be callable, None or False, got {router!r}.")
         self.router = None if router is False else router
+        if shared is not None and not isinstance(shared, nn.Module):
+            raise ConfigError(f"shared must be a torch module or None, got {type(shared).__name__}.")
+        self.shared = shared
         e = num_experts // world_size
         self.experts = SwiGLUExperts(
             hidden,
@@ -171,6 +180,7 @@ class MoE(nn.Module):
             return self._traced(x, topk_idx, topk_weights)
         exchange = self._connection.exchange
         try:
+            shared = None if self.shared is None else self._begin_shared(x)
             ids, weights = self._route(x, topk_idx, topk_weights)
             tokens = x.reshape(-1, self.hidden).contiguous()
             check_dispatch(exchange.layer.config, exchange.layer.context.device, tokens, ids, weights, None)
@@ -183,7 +193,18 @@ class MoE(nn.Module):
         # A call of the module, so that FSDP gathers its parameters where it shards them.
         y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
         exchange.watch_overflow()
-        return y.view(x.shape)
+        y = y.view(x.shape)
+        return y if shared is None else y + shared.join()
+
+    def _begin_shared(self, x: Any) -> Beside:
+        """Shared experts of x, which are to run beside the exchange."""
+        assert self.shared is not None, "asked before"
+        if not isinstance(x, torch.Tensor) or x.shape[-1:] != (self.hidden,):
+            raise InputError(f"x must be a tensor [..., {self.hidden}], got {_shown(x)}.")
+        found = Beside(self.shared, x)
+        if found.shape != x.shape:
+            raise InputError(f"the shared experts must return {list(x.shape)}, got {list(found.shape)}.")
+        return found
 
     def _traced(
         self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
@@ -192,7 +213,8 @@ class MoE(nn.Module):
         ids, weights = self._route(x, topk_idx, topk_weights)
         exchange = self._connection.traced
         y: torch.Tensor = self.experts(x.reshape(-1, self.hidden).contiguous(), ids, weights, over=exchange)
-        return y.view(x.shape)
+        y = y.view(x.shape)
+        return y if self.shared is None else y + self.shared(x)
 
     def _route(self, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts and weights [T, K], given or of the router; sets `last_aux`."""
@@ -254,6 +276,20 @@ class MoE(nn.Module):
     def connect(self, exchange: EPAll2AllLayer | None = None) -> None:
         """Take a shared exchange after `finalize` or `finalize_exchanges`, or another one at any time. Collective."""
         self._connection.connect(exchange)
+
+    def over(self, exchange: EPAll2AllLayer) -> MoE:
+        """The same router and experts over another exchange (`new_exchange`): for a second micro-batch in flight.
+
+        Parameters and quantised copies are shared; what one of both is told (`train`, `to`, hooks), the other is too,
+        but for `last_aux`. Run one pass before the two are in flight together: it makes the quantised copies.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        twin = copy.copy(self)
+        twin._connection = Connection(self._connection.group, self._connection.sizes, exchange)
+        twin.last_aux = None
+        return twin
 
     def finalize(self) -> None:
         """Give up the exchange; the last module that holds a shared one frees its memory. Collective, idempotent."""

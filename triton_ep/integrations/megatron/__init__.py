@@ -9,6 +9,7 @@
                                                   wait
     set_deepep_num_sms(n)                       Buffer.set_num_sms
     hybrid_ep_dispatch, ... HybridEPCombine     integrations.megatron.hybrid_ep
+    TEGroupedMLP, GroupedMLP                    GroupedExperts, behind any token dispatcher
 
 Unmodified Megatron-Core uses `integrations.deep_ep.install()` instead. Source:
 megatron/core/transformer/moe/fused_a2a.py; docs/how-to/megatron.md has the argument lists.
@@ -23,6 +24,7 @@ from triton_ep.integrations.megatron.deep_ep import (
     get_hidden_bytes,
     set_deepep_num_sms,
 )
+from triton_ep.integrations.megatron.experts import GroupedExperts
 from triton_ep.integrations.megatron.hybrid_ep import (
     HybridEPCombine,
     HybridEPDispatch,
@@ -37,6 +39,7 @@ __all__ = [
     "HAVE_HYBRIDEP",
     "FusedCombine",
     "FusedDispatch",
+    "GroupedExperts",
     "HybridEPCombine",
     "HybridEPDispatch",
     "fused_combine",

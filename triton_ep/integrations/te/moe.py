@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +13,13 @@ from torch.nn import functional
 from triton_ep import autograd
 from triton_ep.errors import InputError
 from triton_ep.integrations import arguments as check
+from triton_ep.integrations.te import plan
 from triton_ep.integrations.te.modules import GroupedLinear
+from triton_ep.integrations.te.operands import one_below_the_other
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.nn.expert_block import ExpertSettings, expert_block
+from triton_ep.ops.activation import Activation
 
 
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -28,13 +34,35 @@ ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "relu": (functional.relu, 1),
 }
 """By name: the function, and how many columns it takes for one that it gives."""
+_IN_BLOCK = {
+    "swiglu": Activation(),
+    "silu": Activation(gated=False),
+    "gelu": Activation("gelu", gated=False),
+    "relu": Activation("relu", gated=False),
+}
+"""The same for triton_ep's expert block."""
+
+
+class _Together(torch.autograd.Function):
+    """[E, N, K] of E weights [N, K]: a view where they follow each other in one storage."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: torch.Tensor) -> torch.Tensor:
+        return one_below_the_other([weight.detach() for weight in weights]).unflatten(0, (len(weights), -1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grads[0].unbind()
 
 
 class EPMoE(nn.Module):
     """Router, dispatch, two grouped linear layers, combine: [..., H] to [..., H].
 
-    The products are quantised inside of `autocast`. Rows travel as the layer says: with payload="mxfp8" they are
-    quantised on their way, inside of `autocast` or not, and arrive as the first product's operand.
+    The products are quantised inside of `autocast`, by TransformerEngine's rule. Outside of it, experts in bf16 are
+    triton_ep's expert block, two products with the activation in the first.
+
+    Rows travel as the layer says: with payload="mxfp8" they are quantised on their way, inside of `autocast` or not,
+    and arrive as the first product's operand.
 
     Arguments:
         layer: an EPAll2AllLayer; it decides hidden size, top-k, experts and ranks. It is not finalized here.
@@ -91,11 +119,34 @@ class EPMoE(nn.Module):
         weights, experts = scores.topk(self.layer.config.topk, -1)
         return weights / weights.sum(-1, keepdim=True), experts.int()
 
+    def _runs_as_block(self, rows: torch.Tensor) -> bool:
+        """True for bf16 throughout, with gradients that go where autograd puts them."""
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(rows.device.type):
+            return False
+        if plan.current_plan_code() != plan.OFF or isinstance(rows, MXTensor):
+            return False
+        linears = (self.fc1, self.fc2)
+        if any(fc.need_backward_dw() or fc.fuse_wgrad_accumulation for fc in linears):
+            return False
+        weights = [weight for fc in linears for weight in fc._weights]
+        plain = all(type(weight) is nn.Parameter and weight.dtype == torch.bfloat16 for weight in weights)
+        return plain and rows.dtype == torch.bfloat16
+
+    def _block(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """[R, H] bf16, not weighted."""
+        w1, w2 = (_Together.apply(*fc._weights) for fc in (self.fc1, self.fc2))
+        b1, b2 = (torch.stack(fc._biases) if fc.use_bias else None for fc in (self.fc1, self.fc2))
+        settings = ExpertSettings(_IN_BLOCK[self.activation])
+        return expert_block(rows, None, w1, w2, b1, b2, None, offsets, None, settings)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] of x [..., H], in the layer's dtype. Collective, and so is its backward pass."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, experts = self.route(tokens)
         rows, row_weights, desc = autograd.dispatch(self.layer, tokens.contiguous(), experts, weights)
+        if self._runs_as_block(rows):
+            out = self._block(rows, desc.expert_offsets)
+            return autograd.combine(self.layer, out, desc, row_weights).view(x.shape)
         ends = desc.expert_offsets[1:]
         hidden = self._activate(self.fc1.forward_to_ends(rows, ends))
         out = self.fc2.forward_to_ends(hidden, ends)

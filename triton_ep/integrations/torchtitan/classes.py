@@ -12,6 +12,7 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
 from triton_ep.errors import ConfigError
+from triton_ep.integrations.arrived import ArrivedExperts
 from triton_ep.integrations.torchtitan.dispatcher import TokenDispatch
 from triton_ep.integrations.torchtitan.experts import grouped_mm
 
@@ -36,23 +37,28 @@ class TritonEPTokenDispatcher(TokenDispatch, BaseEPTokenDispatcher):
 
 
 class TritonEPGroupedExperts(GroupedExperts):
-    """torchtitan's SwiGLU experts whose three products are triton_ep's grouped GEMM.
+    """torchtitan's SwiGLU experts as triton_ep's expert block: two products, with the activation in the first.
 
-    The first two products take rows that arrive in MXFP8 (`payload="mxfp8"`) without converting them.
+    It takes rows that arrive in MXFP8 (`payload="mxfp8"`) as they are, and keeps a joined copy of w1 and w3.
+    Where torch.compile traces them, experts are three products of `grouped_mm`, which it can look into.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """recipe: "bf16" or "mxfp8", of `triton_ep.integrations.torchtitan.grouped_mm`."""
+        """recipe: "bf16" or "mxfp8"."""
 
         recipe: str = "bf16"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.recipe = config.recipe
+        self._experts = ArrivedExperts(config.recipe)
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """[R, D] of x's dtype; x may be an MXTensor, which the base class would cast."""
+        if not torch.compiler.is_compiling():
+            weights = (self.w1_EFD, self.w3_EFD), self.w2_EDF
+            return self._experts(x_RD, num_tokens_per_expert_E, *weights).to(x_RD.dtype)
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         ends = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
         x = x_RD if x_RD.dtype == torch.bfloat16 else x_RD.bfloat16()

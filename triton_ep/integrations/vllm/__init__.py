@@ -13,7 +13,9 @@
     micro-batches (dual batch overlap)         one layer each, made at first use
     expert_map                                 any placement, read by the first call: vllm/placement.py
 
-`TritonEPPrepareAndFinalize` derives from vLLM's class and needs it installed; the rest does not.
+    FusedMoEExpertsModular                     TritonEPExperts, over Experts: triton_ep's expert block
+
+`TritonEPPrepareAndFinalize` and `TritonEPExperts` derive from vLLM's classes and need it installed; the rest does not.
 Source: vllm/model_executor/layers/fused_moe/modular_kernel.py and prepare_finalize/; docs/how-to/vllm.md.
 """
 
@@ -21,14 +23,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton_ep.integrations.vllm.experts import Experts
 from triton_ep.integrations.vllm.prepare_finalize import PrepareFinalize
 
-__all__ = ["PrepareFinalize"]
+__all__ = ["Experts", "PrepareFinalize"]
+
+_OF_VLLM = ("TritonEPExperts", "TritonEPPrepareAndFinalize")
 
 
 def __getattr__(name: str) -> Any:
-    if name != "TritonEPPrepareAndFinalize":
+    if name not in _OF_VLLM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from triton_ep.integrations.vllm.classes import TritonEPPrepareAndFinalize
+    from triton_ep.integrations.vllm import classes
 
-    return TritonEPPrepareAndFinalize
+    return getattr(classes, name)

@@ -10,9 +10,23 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_hook
 
+from triton_ep.integrations.vllm.experts import Experts
 from triton_ep.integrations.vllm.prepare_finalize import PrepareFinalize
 
-__all__ = ["TritonEPPrepareAndFinalize"]
+__all__ = ["TritonEPExperts", "TritonEPPrepareAndFinalize"]
+
+# The base class of experts, by its present and its earlier name.
+_ExpertsBase: Any = getattr(mk, "FusedMoEExpertsModular", None) or mk.FusedMoEPermuteExpertsUnpermute
+
+
+class TritonEPExperts(Experts, _ExpertsBase):
+    """`Experts` as vLLM's modular experts: the second argument of `FusedMoEKernel`."""
+
+    def __init__(self, prepare_finalize: PrepareFinalize, quant_config: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+
+        delegate = TopKWeightAndReduceDelegate()
+        Experts.__init__(self, prepare_finalize, quant_config, formats=mk.FusedMoEActivationFormat, delegate=delegate)
 
 
 class TritonEPPrepareAndFinalize(PrepareFinalize, mk.FusedMoEPrepareAndFinalizeModular):

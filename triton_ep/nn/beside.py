@@ -1,0 +1,49 @@
+"""A module that runs beside the exchange: shared experts, which see every token of this rank and need no other rank."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from triton_ep.context.overlap import current_stream
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all modules of a device."""
+    return torch.cuda.Stream(device)
+
+
+class Beside:
+    """module(x), begun now on a stream of its own, and joined later. Autograd runs its backward pass there, too.
+
+    On the CPU it simply runs.
+    """
+
+    def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
+        self._side: torch.cuda.Stream | None = None
+        if x.device.type != "cuda":
+            self._result: torch.Tensor = module(x)
+            return
+        self._side = _side_stream(x.device)
+        self._side.wait_stream(current_stream())
+        with torch.cuda.stream(self._side):
+            self._result = module(x)
+        if not torch.cuda.is_current_stream_capturing():
+            x.record_stream(self._side)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the result."""
+        return self._result.shape
+
+    def join(self) -> torch.Tensor:
+        """The result, for the current stream."""
+        if self._side is not None:
+            current = current_stream()
+            current.wait_stream(self._side)
+            if not torch.cuda.is_current_stream_capturing():
+                self._result.record_stream(current)
+        return self._result
