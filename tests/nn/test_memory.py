@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from triton_ep.bench.settings import MODELS
 from triton_ep.context.layout import estimate_bytes
@@ -94,3 +100,81 @@ def test_the_page_has_what_the_estimate_says():
             payload=None if payload == "bf16" else payload,
         )
         assert figures == [f"{value / 2**30:.2f}" for value in (said.exchange, said.prepared, said.saved)], model
+
+
+class _Alive(TorchDispatchMode):
+    """Bytes of the tensors that ops have made and that are still there, and the most there have been at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._uses: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "triton_ep":
+            gc.collect()  # what the interpreter has in circles
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return found
+
+    def _note(self, storage: Any) -> None:
+        key, place, size = storage._cdata, storage.data_ptr(), storage.nbytes()
+        if key in self._seen:
+            return
+
+        def gone(_: Any) -> None:
+            del self._seen[key]
+            self._uses[place] -= 1
+            self.now -= 0 if self._uses[place] else size
+
+        self._seen[key] = weakref.ref(storage, gone)
+        # The interpreter makes storages of its own over the memory of what it is given.
+        self.now += 0 if self._uses[place] else size
+        self._uses[place] += 1
+
+
+def _check_backward(rank: int, nodes: int, ranks_per_node: int) -> None:
+    hidden, ffn, rows, tokens = 256, 128, 2048, 8
+    device = current_heap().device
+    x = torch.randn(tokens, hidden, device=device).bfloat16().requires_grad_()
+    ids, weights = torch.arange(2, device=device).expand(tokens, 2), torch.ones(tokens, 2, device=device)
+    given = (x, weights.requires_grad_())
+    gc.collect()
+    gc.freeze()
+
+    def step(moe: MoE, retain: bool) -> tuple[int, int, list[torch.Tensor]]:
+        """Bytes that wait for the backward pass; most in it, gradients of parameters aside; gradients."""
+        leaves = [*given, *moe.experts.parameters()]
+        of_params = sum(leaf.numel() * leaf.element_size() for leaf in leaves[2:])
+        # Where a mode looks on, the module is one op.
+        with mock.patch("triton_ep.nn.operations.is_observed", return_value=False), _Alive() as alive:
+            y = moe(x, topk_idx=ids, topk_weights=weights)
+            gc.collect()
+            saved, alive.peak = alive.now, 0
+            found = torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=retain)
+            if retain:
+                assert all(map(torch.equal, torch.autograd.grad(y, leaves, torch.ones_like(y)), found))
+        return saved, alive.peak - of_params, [*found]
+
+    # Of a row: the first product or its gradient, the activation, a row in bf16.
+    pre, act, wide = 4 * ffn, 2 * ffn, 2 * hidden
+    for payload, row, most in (("mxfp8", hidden, hidden + pre + 2 * wide), (None, wide, 2 * wide + 2 * pre + act)):
+        moe = MoE(hidden, ffn, num_experts=2, topk=2, max_tokens=tokens, capacity=rows, payload=payload, num_sm=2)
+        *_, first = step(moe, retain=False)  # makes copies of weights
+        saved, peak, again = step(moe, retain=False)
+        slack = rows * 64 + sum(param.numel() * param.element_size() for param in moe.parameters())
+        assert saved <= rows * (row + pre) + slack
+        assert peak <= rows * most + slack
+        *_, kept = step(moe, retain=True)
+        assert all(map(torch.equal, again, first)) and all(map(torch.equal, kept, first))
+        moe.finalize()
+    gc.unfreeze()
+
+
+def test_rows_are_dropped_as_the_backward_pass_goes_on(run_ranks):
+    """At no time are there more than those that the present step reads and writes, and those that later ones need."""
+    run_ranks(_check_backward, 1, 1)

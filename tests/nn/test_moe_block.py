@@ -66,7 +66,7 @@ class _Linear:
                 db[expert] = dpre[first:end].sum(0)
         dweights = (dy * named["pre"]).sum(1)
         return ExpertGradients(
-            dx.to(self.dtype) if needs.rows else None,
+            (lambda: dx.to(self.dtype)) if needs.rows else None,
             dweights if needs.row_weights else None,
             lambda: [da if needs.params[0] else None, db if needs.params[1] else None],
         )

@@ -231,20 +231,21 @@ class ExpertBlock:
     ) -> ExpertGradients:
         """Gradients from that of the result [R, H], bf16, MXTensor or RowScaled; each only where it is needed.
 
-        Those of the parameters are left to calls, because other ranks wait for that of the rows.
+        That of w2 comes first, which needs `grad` and the activation: so both are gone when those of the rows and of
+        w13 are computed. These are left to calls, because other ranks wait for the rows'. saved: is taken apart.
 
         filled: [E] int32, rows of each segment in front of padding whose gradients are zero; None: there is none.
         """
         w13, w2, b13, b2 = params
         row_weights, aligned = saved["row_weights"], self.settings.aligned
         want_w13, want_w2, want_b13, want_b2 = needs.params
-        dx = dweights = dpre = act = None
+        dpre = act = dweights = dw2 = db2 = x = None
         operand = self._operand(grad, offs)
         if needs.rows or needs.row_weights or want_w13 or want_w2 or want_b13:
             dpre, act, dweights = down_dgrad_of_any_width(
                 operand,
                 self._weight(w2, "dgrad", "w2"),
-                saved["pre"],
+                saved.pop("pre"),
                 offs,
                 row_weights=row_weights,
                 activation=self.settings.activation,
@@ -252,35 +253,41 @@ class ExpertBlock:
                 fast=self.settings.fast,
                 tiles=tiles,
             )
-            if needs.rows:
-                dx = self._rows_gradient(dpre, w13, offs, tiles)
+        if want_w2 or want_b2:
+            values = _values(operand if isinstance(grad, MXTensor) else grad, offs)
+            if b2 is not None and want_b2:
+                db2 = bias_gradient(values, offs, row_weights).to(b2.dtype)
+            if act is not None and want_w2:
+                dw2 = _weight_gradient(w2, values, act, offs, aligned, filled)
 
-        values: torch.Tensor | None = None
+        @torch.no_grad()
+        def rows() -> torch.Tensor:
+            assert dpre is not None, "asked for"
+            return self._rows_gradient(dpre, w13, offs, tiles)
 
         @torch.no_grad()
         def prepare() -> None:
-            nonlocal values
-            if want_w2 or want_b2:
-                values = _values(operand if isinstance(grad, MXTensor) else grad, offs)
+            nonlocal x
+            if want_w13:
+                x = _values(saved.pop("rows"), offs)
 
         @torch.no_grad()
         def of_params() -> Params:
-            nonlocal act, values
-            dw13 = dw2 = db13 = db2 = None
-            if values is None:
-                prepare()
-            if values is not None and b2 is not None and want_b2:
-                db2 = bias_gradient(values, offs, row_weights).to(b2.dtype)
-            if values is not None and act is not None and want_w2:
-                dw2 = _weight_gradient(w2, values, act, offs, aligned, filled)
-            values = act = None  # the rows' values, below, take as much
+            nonlocal dpre, x
+            dw13 = db13 = None
             if dpre is not None and b13 is not None and want_b13:
                 db13 = bias_gradient(dpre, offs).to(b13.dtype)
-            if dpre is not None and want_w13:
-                dw13 = _weight_gradient(w13, dpre, _values(saved["rows"], offs), offs, aligned, filled)
+            if want_w13:
+                if x is None:
+                    prepare()
+                assert dpre is not None and x is not None, "computed above"
+                dw13 = _weight_gradient(w13, dpre, x, offs, aligned, filled)
+            dpre = x = None
             return dw13, dw2, db13, db2
 
-        return ExpertGradients(dx, dweights if needs.row_weights else None, of_params, prepare)
+        return ExpertGradients(
+            rows if needs.rows else None, dweights if needs.row_weights else None, of_params, prepare
+        )
 
     def _operand(self, x: Rows, offs: torch.Tensor) -> Rows:
         """Rows as the products of this precision take them."""
@@ -368,4 +375,5 @@ class _Function(torch.autograd.Function):
         found = ctx.block.differentiate(
             grad, saved, params, offs, tiles, Needs(want_rows, want_weights, tuple(of_params))
         )
-        return None, None, None, found.rows, found.row_weights, *found.params()
+        dx = None if found.rows is None else found.rows()
+        return None, None, None, dx, found.row_weights, *found.params()

@@ -42,17 +42,20 @@ def _no_work(params: Params) -> None:
 class ExpertGradients:
     """What the backward pass of experts gives.
 
+    Calls are made in the order rows, prepare, params, each once. The memory of the rows that `backward` was given is
+    free before the first.
+
     Attributes:
-        rows: [R, H] of the layer's dtype, of the rows that were received; rows without a copy may hold anything. None
-            where it was not asked for.
+        rows: computes [R, H] of the layer's dtype, of the rows that were received; rows without a copy may hold
+            anything. None where it was not asked for.
         row_weights: [R] float32, of their weights, likewise.
-        params: computes those of the parameters, called once the gradient of the rows has been sent. None for one that
-            needs none, or whose gradient has been accumulated elsewhere (Megatron's main_grad).
-        prepare: called before `params`, while the gradient of the rows is on its way: for what moves memory. A product
-            that fills the GPU would keep the exchange from its multiprocessors, and with it all other ranks.
+        params: computes those of the parameters, once the gradient of the rows has been sent. None for one that needs
+            none, or whose gradient has been accumulated elsewhere (Megatron's main_grad).
+        prepare: for what moves memory, while the gradient of the rows is on its way. A product that fills the GPU would
+            keep the exchange from its multiprocessors, and with it all other ranks.
     """
 
-    rows: torch.Tensor | None
+    rows: Callable[[], torch.Tensor] | None
     row_weights: torch.Tensor | None
     params: Callable[[], Params]
     prepare: Callable[[], None] = _nothing
@@ -77,7 +80,7 @@ class Experts(Protocol):
     def backward(
         self, grad: Any, saved: Any, params: Params, desc: EPAllToAllLayoutDesc, needs: Needs
     ) -> ExpertGradients:
-        """Gradients, from that of the rows that `forward` gave."""
+        """Gradients, from that of the rows that `forward` gave. Nests of `saved` may be taken apart, to free memory."""
 
 
 @dataclass(frozen=True)
@@ -176,20 +179,29 @@ class MoEBlock:
         """
         layer, ctx = self.layer, self.layer.context
         with self.turn("the backward pass of a MoE module"), ctx.backward_pass():
+            # Rows are more than tokens: they are dropped as soon as nothing needs them.
             grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
             found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
-            grad_x, grad_weights = self._send_back(found, desc, slots, needs)
-            compute, row_weights = found.params, found.row_weights
-            del found  # the gradient of the rows, which are more than x has, before the largest products
-            of_params: Params = self._of_experts(compute)
+            del grad_rows
+            rows = None if found.rows is None else self._of_experts(found.rows)
+            grad_x, grad_weights = self._send_back(rows, found, desc, slots, needs)
+            del rows
+            of_params: Params = self._of_experts(found.params)
             self._join(grad_x, grad_weights)
-            del row_weights  # whose memory belongs to this stream
+            del found  # row weights' gradients, whose memory belongs to this stream
         return grad_x, grad_weights, of_params
 
     def _send_back(
-        self, found: ExpertGradients, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs
+        self,
+        rows: torch.Tensor | None,
+        found: ExpertGradients,
+        desc: EPAllToAllLayoutDesc,
+        slots: torch.Tensor | None,
+        needs: Needs,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gradients of x and of topk_weights, on the ranks that these belong to; on a GPU the latter after `_join`.
+
+        rows: what `found.rows` has computed.
 
         There the exchanges have a stream of high priority. The products for the parameters, which come next, fill the
         GPU. They begin when the gradient of the rows has arrived: else they would keep its programs, here or on other
@@ -197,12 +209,12 @@ class MoEBlock:
         """
         side = self.layer.comm_stream
         if side is None:
-            grads = self._send_rows(found, desc, needs), self._send_weights(found, desc, slots, needs)
+            grads = self._send_rows(rows, desc, needs), self._send_weights(found, desc, slots, needs)
             self._of_experts(found.prepare)
             return grads
         side.wait_stream(current_stream())
         with torch.cuda.stream(side):
-            grad_x = self._send_rows(found, desc, needs)
+            grad_x = self._send_rows(rows, desc, needs)
             arrived = EPEvent.record()
             grad_weights = self._send_weights(found, desc, slots, needs)
         self._of_experts(found.prepare)
@@ -222,12 +234,12 @@ class MoEBlock:
                 if each is not None:
                     each.record_stream(current)
 
-    def _send_rows(self, found: ExpertGradients, desc: EPAllToAllLayoutDesc, needs: Needs) -> torch.Tensor | None:
+    def _send_rows(self, rows: torch.Tensor | None, desc: EPAllToAllLayoutDesc, needs: Needs) -> torch.Tensor | None:
         """Gradient of x, on the rank that it belongs to."""
         if not needs.rows:
             return None
-        assert found.rows is not None, "asked for"
-        return self.layer.combine(found.rows, desc)
+        assert rows is not None, "asked for"
+        return self.layer.combine(rows, desc)
 
     def _send_weights(
         self, found: ExpertGradients, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs
@@ -297,6 +309,9 @@ class _Block(torch.autograd.Function):
         made, tensors = kept[:num_params], kept[num_params:]
         params = [saved if leaf is None else leaf for leaf, saved in zip(ctx.leaves, made, strict=True)]
         desc, slots, saved = _join(tensors, ctx.rest)
+        del kept, made, tensors
+        # What the experts drop is free then, unless there will be another backward pass.
+        ctx.maybe_clear_saved_tensors()
         _, x, _, weights, *of_params = ctx.needs_input_grad
         needs = Needs(x, weights, tuple(of_params))
         if ctx.versions != _versions(ctx.leaves):
