@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from triton_ep.bench import moe, moe_providers, rows, run, tables
+from triton_ep.bench import moe, moe_providers, peak, rows, run, tables
 from triton_ep.bench.job import Job, Place, WrongResult
 from triton_ep.bench.settings import Settings
 from triton_ep.cli import bench as cli
@@ -261,3 +261,26 @@ def test_models_have_their_sizes() -> None:
             parser.parse_args(["moe-layer", "--model", model, "--commit", "a"]), 4, interpreting=False
         ).shapes
         assert (shape.hidden, shape.ffn, shape.topk, shape.experts, shape.tokens) == (*sizes, 4096)
+
+
+def test_most_allocated() -> None:
+    """Of what is there at a time; memory from before, and results, do not count, but what had their addresses does."""
+
+    def event(action: str, addr: int, size: int) -> dict[str, object]:
+        return {"action": action, "addr": addr, "size": size}
+
+    events = [
+        event("free_requested", 5, 100),
+        event("alloc", 1, 10),
+        event("segment_alloc", 0, 1000),
+        event("alloc", 2, 30),
+        event("free_requested", 1, 10),
+        event("free_completed", 1, 10),
+        event("alloc", 1, 25),
+        event("free_requested", 2, 30),
+        event("alloc", 3, 20),
+    ]
+    assert peak.most_allocated(events) == 55
+    assert peak.most_allocated(events, [1]) == 40
+    assert peak.most_allocated(events, [1, 3, 7]) == 40
+    assert peak.most_allocated([]) == 0

@@ -224,11 +224,12 @@ def test_between_two_exchanges(precision: str | None) -> None:
         y, saved = block.forward(delivered(case.x), case.tensors["row_weights"], params, desc, keep=True)
         needs = Needs(True, True, (True, True, True, False))
         got = block.backward(delivered(case.dy), saved, params, desc, needs)
-        of_params = got.params()
+        assert got.rows is not None
+        x_rows, of_params = got.rows(), got.params()
         assert of_params[3] is None and not y.requires_grad
         found = {
             "y": y,
-            "x_rows": got.rows,
+            "x_rows": x_rows,
             "row_weights": got.row_weights,
             **dict(zip(NAMES[2:5], of_params[:3], strict=True)),
         }

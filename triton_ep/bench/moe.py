@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from triton_ep.bench.job import Job, Measured, WrongResult, capture
 from triton_ep.bench.moe_providers import GemmOnly, ModuleMoe, MoeProvider, decibel, dense, make_moe_provider
+from triton_ep.bench.peak import peak_of
 from triton_ep.bench.settings import Case
 from triton_ep.bench.timing import Call
 
@@ -112,17 +113,17 @@ class _Run:
         scales = 4 * (2 * shape.ffn + shape.hidden)
         return sum(most) / len(most) * (width + scales if self.case.payload == "mxfp8" else 2 * width)
 
-    def measure(self, call: Callable[[int], object], gradient_bytes: int, refresh: bool) -> Measured:
-        """Time and memory of a call; collective. gradient_bytes: of parameters, which are not counted."""
+    def measure(self, call: Callable[[int], object], num_gradients: int, refresh: bool) -> Measured:
+        """Time and memory of a call; collective. num_gradients: of parameters, the last of its results, not counted."""
         job, provider = self.job, self.provider
 
-        def eager(number: int) -> None:
+        def eager(number: int) -> object:
             if refresh:
                 provider.refresh()
-            call(number)
+            return call(number)
 
         timed: Call = eager
-        per_call, peak = 1, self._peak_bytes(eager, gradient_bytes)
+        per_call, peak = 1, self._peak_bytes(eager, num_gradients)
         if job.settings.graph and self.case.provider == "triton_ep":
             per_call = len(job.inputs)
             if isinstance(provider, ModuleMoe):
@@ -131,7 +132,7 @@ class _Run:
             timed = lambda _: graph.replay()  # noqa: E731
         return dataclasses.replace(job.measure(timed, provider.meet, per_call), peak_bytes=peak)
 
-    def _peak_bytes(self, call: Callable[[int], object], gradient_bytes: int) -> int | None:
+    def _peak_bytes(self, call: Callable[[int], object], num_gradients: int) -> int | None:
         """Memory that a call takes on the rank that takes most; None on the CPU and of GemmOnly. Collective.
 
         What is there between calls (parameters, prepared weights, inputs) is not in it, symmetric memory is.
@@ -141,12 +142,7 @@ class _Run:
         if device.type != "cuda" or isinstance(self.provider, GemmOnly):
             return None
         call(0)
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call(0)
-        torch.cuda.synchronize(device)
-        mine = torch.cuda.max_memory_allocated(device) - before - gradient_bytes + self.provider.other_bytes
+        mine = peak_of(lambda: call(0), device, num_gradients) + self.provider.other_bytes
         everyone = [0] * self.job.num_ranks
         dist.all_gather_object(everyone, mine)
         return max(everyone)
@@ -164,15 +160,14 @@ def measure_moe(job: Job, case: Case) -> dict[str, Measured]:
     with make_moe_provider(job, case) as provider:
         run = _Run(job, case, provider)
         errors = run.check(s.backward)
-        of_parameters = sum(w.numel() * w.element_size() for w in provider.parameters)
         calls: dict[str, tuple[Callable[[int], object], int, float | None]] = {
             "moe_layer_fwd": (run.forward, 0, errors[0]),
-            "moe_layer_step": (run.step, of_parameters, errors[1]),
+            "moe_layer_step": (run.step, len(provider.parameters), errors[1]),
             "moe_layer_decode": (run.forward, 0, errors[0]),
         }
         for op in s.ops:
-            call, gradient_bytes, error = calls[op.removesuffix("_refresh")]
-            measured = run.measure(call, gradient_bytes, op.endswith("_refresh"))
+            call, num_gradients, error = calls[op.removesuffix("_refresh")]
+            measured = run.measure(call, num_gradients, op.endswith("_refresh"))
             least = run.least_us() if s.decode else None
             found[op] = dataclasses.replace(measured, error_db=error, floor_us=least)
     return found
