@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import LIMIT_S
+from tests.programs import environment_of_programs, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -91,6 +92,19 @@ def test_installed_wheel_imports_its_own_kernels(wheel: Path, tmp_path: Path) ->
         "None None",
     ]
     assert (target / "bin/triton-ep").is_file()
+
+
+def test_the_readmes_program_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Outside of any checkout: 4 CPU ranks, kernels taken from the wheel, every token back."""
+    target = tmp_path / "site"
+    _run(*PIP, "install", "--no-index", "--no-deps", "--target", target, wheel, cwd=tmp_path)
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    where = "import triton_ep.kernels\nassert triton_ep.kernels.__file__.startswith(sys.path[1])\n"
+    (tmp_path / "first.py").write_text(f"import sys\n{where}{program}")
+    environment = environment_of_programs() | {"PYTHONPATH": str(target)}
+    done = run_program([tmp_path / "first.py"], environment, tmp_path)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert sorted(re.findall(r"rank (\d): \d+ rows came, 32 tokens are back", done.stdout)) == ["0", "1", "2", "3"]
 
 
 def test_editable_install_imports_the_checkout(checkout: Path, tmp_path: Path) -> None:
