@@ -219,7 +219,7 @@ def _check_routing(arguments: argparse.Namespace) -> None:
 
 
 def draw_timelines(calls: Mapping[str, Sequence[Span]], out: Path) -> None:
-    """Kernels of one call each, as bars over time, a line per stream.
+    """Kernels of one call each, as bars over time, a line per stream: the one that the call was made on, then others.
 
     Raises:
         InputError: nothing was recorded.
@@ -233,7 +233,7 @@ def draw_timelines(calls: Mapping[str, Sequence[Span]], out: Path) -> None:
         handles: dict[str, Any] = {}
         for (axes,), (title, spans) in zip(grid, drawn.items(), strict=True):
             start = min(span.start_us for span in spans)
-            streams = sorted({span.stream for span in spans})
+            streams = list(dict.fromkeys(span.stream for span in sorted(spans, key=lambda span: span.start_us)))
             for span in spans:
                 name = re.sub(r"[(<].*", "", span.name)[:48]
                 colour = f"C{list(handles).index(name) % 10}" if name in handles else f"C{len(handles) % 10}"
@@ -246,7 +246,8 @@ def draw_timelines(calls: Mapping[str, Sequence[Span]], out: Path) -> None:
                     linewidth=0.3,
                 )
                 handles.setdefault(name, bar)
-            axes.set_yticks(range(len(streams)), [f"stream {stream}" for stream in streams])
+            axes.set_yticks(range(len(streams)), ["stream of the call", *["second stream"] * (len(streams) - 1)])
+            axes.invert_yaxis()
             axes.set_xlabel("us")
             axes.set_title(title, fontsize=9)
         figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7)

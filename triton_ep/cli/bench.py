@@ -133,6 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.bench == "plot":
         plot.main(arguments)
+        print(f"drawn: {arguments.out}")
         return 0
     from triton_ep.bench.run import run as run_rank
     from triton_ep.bench.run import skip_all

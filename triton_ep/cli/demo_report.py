@@ -296,7 +296,7 @@ def draw_routing(path: str, results: Sequence[RankResult], num_experts: int) -> 
     ):
         kib = [payload.traffic.sent * payload.row_bytes / 1024 for payload in payloads]
         bars.barh([rank + offset for rank in range(len(results))], kib, height=0.4, label=name)
-    bars.set(xlabel="KiB sent", title="Bytes by payload")
+    bars.set(xlabel="KiB sent (NVLink and network)", ylabel="rank", title="Bytes by payload")
     bars.set_yticks(range(len(results)))
     bars.invert_yaxis()  # ranks beside those of the other panel
     figure.legend(loc="outside right upper")
