@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ def _taken() -> int:
 
 def _check_heap(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
     before, world = _taken(), nodes * ranks_per_node
+    said_so: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said_so.append  # type: ignore[method-assign]
+    logging.getLogger("triton_ep").addHandler(handler)
+    logging.getLogger("triton_ep").setLevel(logging.INFO)
     layer = EPAll2AllLayer(
         dist.group.WORLD,
         max_tokens=40,
@@ -52,6 +58,9 @@ def _check_heap(rank: int, nodes: int, ranks_per_node: int, options: dict[str, A
     layer.finalize()
     page = current_heap()._arena._align  # of the heap: what each block is rounded up to
     assert sum(blocks) == said
+    (made,) = (record.getMessage() for record in said_so)
+    assert f"made: room for {layer.context.sizes.arrival_rows} arriving rows" in made and "hidden=96" in made
+    assert f"{said / 2**20:.1f} MiB of symmetric memory" in made
     assert taken == sum(-(-block // page) * page for block in blocks)
     assert _taken() == before
 

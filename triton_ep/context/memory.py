@@ -6,6 +6,7 @@ read (kernels/device/buffers.py), so a block can be replaced by a larger one wit
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from triton_ep.context import layout
 from triton_ep.errors import HeapError
 from triton_ep.heap.base import SymmetricHeap, SymmTensor
 
+_log = logging.getLogger("triton_ep")
 _INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
 _CLASSES = ("", "arrival", "output")  # `grows` of the buffers
 _SLACK_BYTES = 4096  # what a heap may add to one allocation to align it
@@ -52,6 +54,19 @@ class SymmetricBuffers:
         self._heap.require(layout.estimate_bytes(self.sizes) + len(_CLASSES) * _SLACK_BYTES, self._group, self._name)
         for grows in _CLASSES:
             self._allocate_class(grows)
+        self._note("made")
+
+    def _note(self, what: str) -> None:
+        """For logs at level INFO: rooms and bytes, and once the configuration that they are of."""
+        _log.info(
+            "%s %s: room for %d arriving rows and %d rows of output, %.1f MiB of symmetric memory per rank%s",
+            self._name,
+            what,
+            self.sizes.arrival_rows,
+            self.sizes.output_rows,
+            layout.estimate_bytes(self.sizes) / 2**20,
+            f"; {self.config}" if what == "made" else "",
+        )
 
     @torch.inference_mode(False)
     def _allocate_class(self, grows: str) -> None:
@@ -111,6 +126,7 @@ class SymmetricBuffers:
             self._replace("arrival", layout.Sizes(self.config, wanted.arrival_rows, self.sizes.output_rows))
         if wanted.output_rows > self.sizes.output_rows:
             self._replace("output", wanted)
+        self._note("grown")
 
     def _replace(self, grows: str, sizes: layout.Sizes) -> None:
         before, self.sizes = self.sizes, sizes
