@@ -302,10 +302,10 @@ def _choose_heap(backend: str, heap: str) -> str:
         if asked != "auto" and asked not in HEAPS:
             names = ", ".join(f'"{name}"' for name in ("auto", *HEAPS))
             raise ConfigError(f"{argument}={asked!r} is none of {names}.")
-    asked = {name for name in (backend, heap) if name != "auto"}
-    if len(asked) == 2:
+    names_given = {name for name in (backend, heap) if name != "auto"}
+    if len(names_given) == 2:
         raise ConfigError(f"backend={backend!r} and heap={heap!r} are two names of one choice. Leave backend out.")
-    chosen = asked.pop() if asked else "host" if INTERPRETING else read_environment().heap or heap_of_gpus()
+    chosen = names_given.pop() if names_given else "host" if INTERPRETING else read_environment().heap or heap_of_gpus()
     if (chosen == "host") != INTERPRETING:
         how = "interpreted, on CPU tensors" if INTERPRETING else "compiled, for GPU tensors"
         fitting = "'host'" if INTERPRETING else "'nvshmem' or 'torch'"

@@ -67,8 +67,9 @@ class TorchHeap(GpuHeap):
         if any(self.gather(failure, group, "the allocation of a chunk")):
             return None
         assert memory is not None
+        everybody: Any = dist.group.WORLD
         try:
-            handle = rendezvous(memory, dist.group.WORLD if group is None else group)
+            handle = rendezvous(memory, everybody if group is None else group)
         except RuntimeError as error:
             raise HeapError(
                 f"rank {self.rank} cannot map the symmetric memory of the other ranks: {error}. Every GPU must reach "
