@@ -19,7 +19,7 @@ PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 3 --dist l
 SOURCES := triton_ep kernels aot tests examples tools docs/pictures docs/site_hooks.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test chaos checks kernels-of-tests lint types docs pictures site site-packages site-browser site-test aot cubins nvshmem bench test-gpu api clean
+.PHONY: help demo doctor test peers chaos checks kernels-of-tests lint types docs pictures site site-packages site-browser site-test aot cubins nvshmem bench test-gpu api clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,12 @@ doctor: $(READY)  ## what this machine has, what will be used, what to install
 test: $(TOOLS)  ## lint, types, then every test that needs no GPU; those with ranks again in chaos mode
 	@$(MAKE) --no-print-directory -j 2 checks kernels-of-tests
 	$(RUN) -m pytest tests -m "$(CPU)" --chaos-seeds 1 $(PARALLEL)
+
+PEERS := build/peers
+peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels, without what these depend on
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS) megatron-core==0.16.1 torchtitan==0.3.0
+	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS) $(BIN)/python -m pytest tests/integrations/test_megatron_core.py \
+	  tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_deep_ep.py
 
 chaos: $(TOOLS)  ## the tests with ranks in chaos mode, under three seeds
 	$(RUN) -m pytest tests -m "$(CPU)" -k chaos --chaos-seeds 1,2,3 $(PARALLEL)

@@ -111,7 +111,7 @@ def _deep_ep_elastic() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
             assert torch.equal(out, 0.75 * batch.x)
             assert torch.equal(back, batch.weights)
             grad = torch.ones((), dtype=out.dtype, device=out.device).expand_as(out)  # of a sum
-            grad_y, *_ = buffer.dispatch(grad.contiguous(), handle=handle, do_expand=do_expand)
+            grad_y, *_ = buffer.dispatch(grad, handle=handle, do_expand=do_expand)
             assert torch.equal(grad_y[: len(y)], torch.ones_like(y))
             grad_x, _, _ = buffer.combine(_weighted(grad_y, here), handle)
             assert torch.equal(grad_x, torch.full_like(batch.x, 0.75))

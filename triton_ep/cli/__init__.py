@@ -1,6 +1,6 @@
 """The command line: `triton-ep doctor` says what this machine can run, `demo` runs something, `bench` measures,
-`tune` finds what runs best, `memory` computes what buffers take, `aot` builds kernels ahead of time, `completion` helps
-to type all that."""
+`tune` finds what runs best, `memory` computes what buffers take, `shim` writes packages that frameworks find, `aot`
+builds kernels ahead of time, `completion` helps to type all that."""
 
 import argparse
 import sys
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all sub-commands; each brings its options, and EXAMPLES that its --help ends with."""
-    from triton_ep.cli import aot, bench, completion, demo, doctor, memory, tune
+    from triton_ep.cli import aot, bench, completion, demo, doctor, memory, shim, tune
     from triton_ep.cli.help import describe
 
     parser = argparse.ArgumentParser(prog="triton-ep", description="Expert parallelism in Triton.")
@@ -58,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
         (bench, "bench", "times of dispatch, combine and their neighbours, beside other providers"),
         (tune, "tune", "find num_sm and how kernels run, for this machine and a shape"),
         (memory, "memory", "symmetric memory that an exchange takes, and the heap to pass; arithmetic alone"),
+        (shim, "shim", "write a package deep_ep that frameworks and the workers they start import by themselves"),
         (aot, "aot", "build kernels ahead of time, list and verify them"),
         (completion, "completion", "print what makes a shell complete commands and options"),
     ):

@@ -42,6 +42,23 @@ class LayerSizes(NamedTuple):
     variant: Hashable = None
 
 
+class _Joining:
+    """Whether doors join the job by themselves, which a program does by `initialize_distributed` otherwise."""
+
+    wanted = False
+
+
+def join_when_needed() -> None:
+    """Let the first object of an integration call `initialize_distributed` where nobody has: in worker processes that a
+    framework starts. It must then be made on all ranks of the default process group at the same time."""
+    _Joining.wanted = True
+
+
+def _join() -> None:
+    if _Joining.wanted and not distributed.is_initialized():
+        distributed.initialize_distributed()
+
+
 class LayerPool:
     """Layers over one group.
 
@@ -61,6 +78,7 @@ class LayerPool:
     """
 
     def __init__(self, group: Any, ranks_per_node: int | None = None) -> None:
+        _join()
         self.group, self.world_size = group, check_group(group)
         self.rank = dist.get_rank(group)
         self.heap = current_heap()
@@ -181,6 +199,7 @@ def shared_pool(integration: str, group: Any, ranks_per_node: int | None = None)
     Raises:
         What `LayerPool` raises.
     """
+    _join()
     check_group(group)
     key = (integration, group, ranks_per_node)
     pool = _SHARED.get(key)

@@ -270,7 +270,7 @@ class ElasticBuffer:
         """Send rows to the ranks of their experts. Collective.
 
         Args:
-            x: [T, H] bfloat16, float16 or float32, contiguous; or a tuple of such float8_e4m3fn and scales
+            x: [T, H] bfloat16, float16 or float32; or a tuple of float8_e4m3fn rows, contiguous, and scales
                 [T, H / 128] float32 or int32, or [T, H / 512] int32, with any strides; on all ranks or on none.
             topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped. None with a handle.
             topk_weights: [T, K] float32, contiguous; on all ranks or on none. With a handle for expanded rows only.

@@ -36,7 +36,7 @@ class ElasticRows(NamedTuple):
             InputError: neither rows [T, H], nor a tuple of e4m3 rows and their scales.
         """
         if not isinstance(x, tuple):
-            return cls(SentRows(check.tensor("x", x, 2), None))
+            return cls(SentRows(check.tensor("x", x, 2).contiguous(), None))
         pair = QuantizedRows.of(x)
         sent = SentRows(pair.data, scale_bytes(pair.scales, pair.data.shape[1]))
         return cls(sent, pair.scales.shape[1], pair.scales.dtype)

@@ -1,0 +1,106 @@
+"""Packages that processes import by themselves: written by `triton-ep shim`, as a wheel, by plugins."""
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import triton_ep
+from tests.patience import LIMIT_S
+from triton_ep.cli import main
+from triton_ep.integrations.deep_ep import shim
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_WORKER = """
+import sys
+
+from deep_ep import Buffer, ElasticBuffer
+import deep_ep.buffers.elastic
+from deep_ep.utils.event import EventOverlap
+import transformer_engine
+from transformer_engine.pytorch import ep
+from transformer_engine.pytorch import installed
+
+assert Buffer.__module__ == "triton_ep.integrations.deep_ep.buffer"
+assert deep_ep.buffers.elastic.ElasticBuffer is ElasticBuffer
+assert (transformer_engine.answer, installed) == (42, True)
+assert ep.__name__ == "triton_ep.integrations.te.ep"
+assert transformer_engine.__file__.endswith("real/transformer_engine/__init__.py")
+
+import torch.distributed as dist
+
+import triton_ep.distributed
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert not triton_ep.distributed.is_initialized()
+buffer = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=4, hidden=8)  # joins the job
+assert triton_ep.distributed.is_initialized()
+buffer.destroy()
+triton_ep.distributed.finalize_distributed()
+dist.destroy_process_group()
+print("served")
+"""
+
+_WITHOUT = """
+try:
+    import transformer_engine
+except ImportError as error:
+    print(error)
+"""
+
+_PLUGIN = """
+from triton_ep.integrations.deep_ep import shim
+
+shim.register()
+import deep_ep
+
+print(deep_ep.__name__)
+"""
+
+
+def _python(program: str, *path: Path) -> str:
+    environment = {"PYTHONPATH": ":".join(map(str, (*path, ROOT))), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_folder_on_the_path_serves_both_packages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Modules are this package's, the installed TransformerEngine stays, and a buffer joins the job by itself."""
+    written, real = tmp_path / "shim", tmp_path / "real"
+    assert main(["shim", str(written), "--serve", "deep_ep,transformer_engine"]) == 0
+    assert f"export PYTHONPATH={written}" in capsys.readouterr().out
+    package = real / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("answer = 42\nfrom transformer_engine import pytorch\n")
+    (package / "__init__.py").write_text("installed = True\n")
+    assert _python(_WORKER, written, real).splitlines()[-1] == "served"
+    assert "transformer_engine is not installed beside" in _python(_WITHOUT, written)
+    assert main(["shim", str(written), "--serve", "deepep"]) == 1
+    assert "--serve got 'deepep'" in capsys.readouterr().err
+
+
+def test_plugins_give_way_to_an_installed_deep_ep(tmp_path: Path) -> None:
+    """With DeepEP's own package on the path they change nothing; without one they serve it."""
+    (tmp_path / "deep_ep.py").write_text("")
+    assert _python(_PLUGIN, tmp_path) == "deep_ep"
+    assert _python(_PLUGIN) == "triton_ep.integrations.deep_ep"
+
+
+def test_wheel_and_entry_points_name_what_there_is() -> None:
+    """The shim's wheel has the file that the command writes; frameworks' plugins are functions."""
+    folder = ROOT / "packaging/deepep-shim"
+    assert (folder / "deep_ep/__init__.py").read_text() == shim.PACKAGE
+    wheel = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert wheel["version"] == triton_ep.__version__
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert set(points) == {"vllm.general_plugins", "sglang.srt.plugins"}
+    for group in points.values():
+        module, function = group["triton_ep"].split(":")
+        assert callable(getattr(import_module(module), function))

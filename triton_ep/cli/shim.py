@@ -1,0 +1,48 @@
+"""Write packages that frameworks import by themselves: `deep_ep` over triton_ep, and expert parallelism of
+TransformerEngine. Put the folder first on PYTHONPATH, so that processes that a framework starts find it too."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from triton_ep.errors import ConfigError
+
+EXAMPLES = (
+    "triton-ep shim ~/triton-ep-shim",
+    "triton-ep shim ~/triton-ep-shim --serve deep_ep,transformer_engine",
+)
+_PACKAGES = ("deep_ep", "transformer_engine")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `triton-ep shim`."""
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write to; made if it is not there")
+    parser.add_argument(
+        "--serve",
+        metavar="NAMES",
+        default="deep_ep",
+        help="packages, by commas: deep_ep, transformer_engine (default: %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the packages, and say how to put them first on the path."""
+    names = [name.strip() for name in arguments.serve.split(",")]
+    unknown = [name for name in names if name not in _PACKAGES]
+    if unknown:
+        raise ConfigError(f"--serve got {unknown[0]!r}; it takes {' and '.join(_PACKAGES)}.")
+    for name in names:
+        package = arguments.folder / name / "__init__.py"
+        package.parent.mkdir(parents=True, exist_ok=True)
+        package.write_text(_text_of(name))
+        print(f"wrote {package}")
+    print(f"next: export PYTHONPATH={arguments.folder.resolve()}${{PYTHONPATH:+:$PYTHONPATH}}")
+    return 0
+
+
+def _text_of(name: str) -> str:
+    from triton_ep.integrations.deep_ep import shim as deep_ep
+    from triton_ep.integrations.te import shim as transformer_engine
+
+    return {"deep_ep": deep_ep, "transformer_engine": transformer_engine}[name].PACKAGE

@@ -1,0 +1,55 @@
+"""`transformer_engine.pytorch.ep` over this package's functions, in processes that find it by themselves.
+
+A folder first on the path has a package `transformer_engine` that gives way to the installed one, and adds the module
+to it. Megatron's `moe_flex_dispatcher_backend="ncclep"` imports it from there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from triton_ep.integrations.layer_pool import join_when_needed
+from triton_ep.integrations.te import ep
+
+PACKAGE = """\"\"\"The installed transformer_engine, with expert parallelism of triton_ep.\"\"\"
+
+from triton_ep.integrations.te.shim import serve
+
+serve(__file__)
+"""
+"""`transformer_engine/__init__.py` in such a folder."""
+
+
+def install() -> None:
+    """Make `import transformer_engine.pytorch.ep` return this package's module. Idempotent."""
+    sys.modules["transformer_engine.pytorch.ep"] = ep
+
+
+def uninstall() -> None:
+    """Undo `install` for later imports; idempotent."""
+    if sys.modules.get("transformer_engine.pytorch.ep") is ep:
+        del sys.modules["transformer_engine.pytorch.ep"]
+
+
+def serve(file: str) -> None:
+    """Load the installed transformer_engine in the place of the package of `file`, and `install`. Buffers join the job
+    where nobody has called `initialize_distributed`.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    here = Path(file).resolve().parents[1]
+    spec = PathFinder.find_spec("transformer_engine", [entry for entry in sys.path if Path(entry).resolve() != here])
+    if spec is None or spec.loader is None:
+        raise ImportError(
+            f"transformer_engine is not installed beside {here}, which only adds transformer_engine.pytorch.ep to it.",
+            name="transformer_engine",
+        )
+    join_when_needed()
+    install()
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["transformer_engine"] = module
+    spec.loader.exec_module(module)
