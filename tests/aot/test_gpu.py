@@ -80,8 +80,8 @@ def _check_bits(rank: int, nodes: int, ranks_per_node: int, case: str, folder: s
         ) as layer:  # fmt: skip
             results: list[torch.Tensor] = []
             for seed, tokens in enumerate((max_tokens, 100 + rank, 0)):
-                work = make_workload(
-                    rank, world, tokens, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS, seed=seed, device=device
+                work = make_workload(rank, world, tokens, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS, seed=seed).to(
+                    device
                 )
                 if case == "compact":
                     results += [result.clone() for result in _of_compact(layer, work)]

@@ -86,9 +86,7 @@ def _check_launches(rank: int, nodes: int, ranks_per_node: int, options: dict[st
         layer.barrier.barrier_all()
         layer.barrier.barrier_all(intra_node_only=True)
         for seed, idx_dtype in enumerate((torch.int32, torch.int64)):
-            work = make_workload(
-                rank, world, 6 - rank, hidden=64, topk=3, num_experts=8, seed=seed, idx_dtype=idx_dtype
-            )
+            work = make_workload(rank, world, 6 - rank, hidden=64, topk=3, num_experts=8, seed=seed).with_ids(idx_dtype)
             for weights in (None, work.topk_weights):
                 recv_x, recv_weights, desc = layer.dispatch(work.x, work.topk_idx, weights)
                 y = recv_x.dequantize(torch.bfloat16) if isinstance(recv_x, MXTensor) else recv_x
@@ -132,7 +130,7 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
     world, hidden, experts, most = nodes * ranks_per_node, 1024, 8, 8
     group = dist.group.WORLD
     size = Buffer.get_low_latency_rdma_size_hint(most, hidden, world, experts)
-    work = make_workload(rank, world, 6 - rank, hidden=hidden, topk=3, num_experts=experts, idx_dtype=torch.int64)
+    work = make_workload(rank, world, 6 - rank, hidden=hidden, topk=3, num_experts=experts).with_ids(torch.int64)
     x, idx, weights = work.x, work.topk_idx, work.topk_weights
     pairs = [quantize_rows(x, True, packed) for packed in (False, True)]
     low_latency = nodes == 1

@@ -31,9 +31,8 @@ def works_of(world_size: int, batch: int, **options: Any) -> list[Workload]:
             topk=TOPK,
             num_experts=EXPERTS * world_size,
             seed=batch,
-            idx_dtype=torch.int64,
             **options,
-        )
+        ).with_ids(torch.int64)
         for rank in range(world_size)
     ]
 

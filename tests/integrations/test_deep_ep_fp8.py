@@ -33,8 +33,7 @@ def works_of(world_size: int, more: int = 0) -> list[Workload]:
             topk=TOPK,
             num_experts=EXPERTS * world_size,
             seed=3,
-            idx_dtype=torch.int64,
-        )
+        ).with_ids(torch.int64)
         sizes = torch.tensor([1.0, 1e-7, 3e3, 0.0]).repeat_interleave(HIDDEN // 4)
         works.append(Workload((work.x * sizes).bfloat16(), work.topk_idx, work.topk_weights))
     return works

@@ -39,8 +39,7 @@ class _Batch:
             topk=TOPK,
             num_experts=EXPERTS * world_size,
             seed=seed,
-            idx_dtype=torch.int64,
-        )
+        ).with_ids(torch.int64)
         generator = torch.Generator().manual_seed(100 * seed + rank)
         self.idx = torch.where(work.topk_idx == EXPERTS * world_size, -1, work.topk_idx).to(device)
         shape = (TOKENS[seed][rank], HIDDEN)

@@ -109,8 +109,7 @@ def workloads(case: Case, world_size: int, call: int) -> list[Workload]:
             seed=call * 131 + len(case.name),
             routing=case.routing,
             drop=case.drop,
-            idx_dtype=case.idx_dtype,
-        )
+        ).with_ids(case.idx_dtype)
         for rank in range(world_size)
     ]
 

@@ -35,10 +35,9 @@ def _works(world_size: int, case: dict, seed: int) -> list[Workload]:
             topk=case["topk"],
             num_experts=case["experts"] * world_size,
             dtype=case.get("dtype", torch.bfloat16),
-            idx_dtype=case.get("idx_dtype", torch.int32),
             routing=case.get("routing", "uniform"),
             seed=seed,
-        )
+        ).with_ids(case.get("idx_dtype", torch.int32))
         for rank in range(world_size)
     ]
 

@@ -56,7 +56,7 @@ def test_equals_a_plain_loop(
     """Counts, slots and scatter positions, for every routing and several topologies, int32 and int64 ids."""
     sizes = {"hidden": 4, "topk": topk, "num_experts": num_experts, "routing": kind, "drop": 0.2}
     for rank, idx_dtype in enumerate((torch.int32, torch.int64)[:world_size]):
-        work = make_workload(rank, world_size, num_tokens, idx_dtype=idx_dtype, **sizes)
+        work = make_workload(rank, world_size, num_tokens, **sizes).with_ids(idx_dtype)
         got = routing(work.topk_idx, num_experts, world_size, ranks_per_node)
         expected = _loop(work.topk_idx.tolist(), num_experts, world_size, ranks_per_node)
         for name, values in expected.items():

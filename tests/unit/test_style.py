@@ -12,27 +12,34 @@ PRODUCT = sorted(path for folder in ("triton_ep", "kernels", "aot") for path in 
 KERNEL_FILES = [path for path in PRODUCT if "kernels" in path.relative_to(ROOT).parts]
 MAX_RUNTIME_ARGUMENTS = 16
 MAX_LINES = 800
-MAX_PARAMETERS = 12
+MAX_PARAMETERS = 10
 # By class and function. Signatures that people call, where each argument is an option with a default.
 LONG_SIGNATURES = {
+    # Given by the specification, or by users of torch modules, whose options are arguments of the constructor.
     "EPAll2AllLayer.__init__",
     "MoE.__init__",
     "TopKRouter.__init__",
     "SwiGLUExperts.__init__",
-    "estimate_memory",
-    "experts",  # runtime/plans/experts.py
-    # Those of another package, taken over argument by argument.
+    # Those of another package, taken over argument by argument: DeepEP, Megatron, torchtitan, TransformerEngine, vLLM.
+    "Buffer.__init__",
     "Buffer.dispatch",
     "Buffer.low_latency_combine",
     "Buffer.low_latency_dispatch",
     "ElasticBuffer.__init__",
     "ElasticBuffer.dispatch",
     "HybridEPBuffer.__init__",
+    "HybridEPBuffer.dispatch",
     "HybridEPBuffer.dispatch_with_permute",
+    "init_hybrid_ep_buffer",
     "hybrid_ep_dispatch",
     "Experts.apply",
+    "TokenDispatch.__init__",
+    "MXFP8Tensor.__new__",
+    "MXFP8Tensor.__init__",
     "PrepareFinalize.__init__",
 }
+# Plans and launches of the expert block.
+LONG_OF_EXPERTS = {"experts", "experts_backward", "launch_gate_up", "launch_rows_product", "_run_rows_product"}
 
 
 def _name(path: Path) -> str:
@@ -131,7 +138,7 @@ def _many_parameters(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
 @pytest.mark.parametrize("path", [p for p in PRODUCT if p not in KERNEL_FILES], ids=_name)
 def test_function_has_few_parameters(path: Path) -> None:
     """More of them are a record that has no name yet."""
-    assert set(_many_parameters(ast.parse(path.read_text()).body)) <= LONG_SIGNATURES
+    assert set(_many_parameters(ast.parse(path.read_text()).body)) <= LONG_SIGNATURES | LONG_OF_EXPERTS
 
 
 def test_the_parameter_check_sees_a_breach() -> None:

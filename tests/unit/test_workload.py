@@ -75,7 +75,7 @@ def test_weights_are_distinct() -> None:
 @pytest.mark.parametrize("kind", ["uniform", "skewed", "one_expert"])
 def test_experts_of_a_token_are_distinct_and_in_range(kind: str) -> None:
     """With and without drops."""
-    idx = make_workload(0, 2, 100, routing=kind, drop=0.0, idx_dtype=torch.int64, **SIZES).topk_idx
+    idx = make_workload(0, 2, 100, routing=kind, drop=0.0, **SIZES).with_ids(torch.int64).topk_idx
     assert idx.dtype == torch.int64
     assert idx.min() >= 0
     assert idx.max() < 16

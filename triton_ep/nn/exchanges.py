@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Required, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,32 +53,51 @@ class Sizes(NamedTuple):
     local_world_size: int | None = None
 
 
-def new_exchange(
-    hidden: int,
-    *,
-    num_experts: int,
-    topk: int,
-    max_tokens: int,
-    payload: str | None = None,
-    capacity: int | float | None = None,
-    low_latency: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-    group: Any = None,
-    num_sm: int | None = None,
-    timeout_s: float = TIMEOUT_S,
-    local_world_size: int | None = None,
-) -> EPAll2AllLayer:
+class ExchangeOptions(TypedDict, total=False):
+    """Arguments of `MoE` that decide its exchange and are the same on all ranks; those without a default are required.
+
+    Attributes:
+        num_experts: over all ranks. topk: experts per token. max_tokens: most tokens per rank and call.
+        payload: None, or "mxfp8". capacity: None = exact; an int is rows, a float multiplies max_tokens * topk.
+        low_latency: for decoding. dtype: of rows; bfloat16. num_sm: CTAs of the exchange; None = as tuned.
+        timeout_s: bound of every wait, in seconds. local_world_size: ranks per node; None = as the job says.
+    """
+
+    num_experts: Required[int]
+    topk: Required[int]
+    max_tokens: Required[int]
+    payload: str | None
+    capacity: int | float | None
+    low_latency: bool
+    dtype: torch.dtype
+    num_sm: int | None
+    timeout_s: float
+    local_world_size: int | None
+
+
+def sizes_of(hidden: int, options: ExchangeOptions, world_size: int) -> Sizes:
+    """What options mean on so many ranks: defaults filled in, capacity in rows.
+
+    Raises:
+        ConfigError: as `capacity_rows`.
+        TypeError: an unknown option, or a missing one.
+    """
+    named: dict[str, Any] = {**options, "capacity": None}
+    sizes = Sizes(hidden=hidden, **named)
+    capacity, per_rank = options.get("capacity"), (sizes.num_experts, sizes.topk, sizes.max_tokens)
+    return sizes._replace(capacity=capacity_rows(capacity, sizes.low_latency, *per_rank, world_size))
+
+
+def new_exchange(hidden: int, *, group: Any = None, **options: Unpack[ExchangeOptions]) -> EPAll2AllLayer:
     """An exchange of its own, as a `MoE` of these sizes makes it: for a second micro-batch in flight. Collective.
 
-    The caller finalizes it. Arguments are those of `MoE`.
+    The caller finalizes it. Arguments are those of `MoE` (`ExchangeOptions`).
 
     Raises:
         ConfigError: sizes that cannot work, or that differ between ranks. HeapError: not enough symmetric memory.
     """
     group = dist.group.WORLD if group is None else group
-    rows = capacity_rows(capacity, low_latency, num_experts, topk, max_tokens, check_group(group))
-    options = (payload, rows, low_latency, dtype, num_sm, timeout_s, local_world_size)
-    return _make(group, Sizes(hidden, num_experts, topk, max_tokens, *options))
+    return _make(group, sizes_of(hidden, options, check_group(group)))
 
 
 def capacity_rows(

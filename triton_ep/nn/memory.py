@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 from triton_ep.config import EPConfig
 from triton_ep.context.layout import Sizes, entry_fields, estimate_bytes, initial_sizes
-from triton_ep.nn.exchanges import ALIGNMENT, capacity_rows
+from triton_ep.nn.exchanges import ALIGNMENT, ExchangeOptions, sizes_of
 from triton_ep.nn.swiglu_experts import check_precision
 
 _SCALE_BYTES = 4
 _TABLE_BYTES = 4
+_NUM_SM = 24
 
 
 @dataclass(frozen=True)
@@ -38,46 +40,43 @@ def estimate_memory(
     hidden: int,
     ffn: int,
     *,
-    num_experts: int,
-    topk: int,
-    max_tokens: int,
     world_size: int,
-    local_world_size: int | None = None,
-    payload: str | None = None,
     precision: str = "default",
     prepared: str = "both",
     gated: bool = True,
-    capacity: int | float | None = None,
-    num_sm: int = 24,
+    **exchange: Unpack[ExchangeOptions],
 ) -> MemoryEstimate:
     """Memory of `MoE` layers of these sizes, which are those of its constructor, on `world_size` GPUs.
 
-    local_world_size: GPUs per node; None: all are in one. Without a capacity rows and exchange are those of an even
-    routing: the exchange grows when more rows arrive.
+    exchange: `num_experts`, `topk`, `max_tokens` and the other `ExchangeOptions`. local_world_size=None: all GPUs are
+    in one node; num_sm=None: 24. Without a capacity rows and exchange are those of an even routing: the exchange grows
+    when more rows arrive.
 
     Raises:
         ConfigError: sizes that cannot work.
     """
+    given = sizes_of(hidden, exchange, world_size)
+    payload, rows = given.payload, given.capacity
     check_precision(payload, precision)
-    rows = capacity_rows(capacity, False, num_experts, topk, max_tokens, world_size)
     config = EPConfig(
-        max_tokens=max_tokens,
+        max_tokens=given.max_tokens,
         hidden=hidden,
-        topk=topk,
-        num_experts=num_experts,
+        topk=given.topk,
+        num_experts=given.num_experts,
         rank=0,
         world_size=world_size,
-        local_world_size=local_world_size or world_size,
+        local_world_size=given.local_world_size or world_size,
         alignment=ALIGNMENT,
         recv_capacity=rows,
-        num_sm=num_sm,
+        num_sm=given.num_sm or _NUM_SM,
         enable_local_combine=True,
         payload=payload,
+        low_latency=given.low_latency,
     )
     sizes = initial_sizes(config)
     experts = config.num_experts_per_rank
     if rows is None:
-        rows = max_tokens * topk + experts * ALIGNMENT // 2
+        rows = given.max_tokens * given.topk + experts * ALIGNMENT // 2
     return MemoryEstimate(
         rows=rows,
         exchange=estimate_bytes(sizes),

@@ -1,6 +1,6 @@
 """Inputs of a dispatch that know their origin, and experts that cannot be taken for one another."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -21,13 +21,21 @@ class Workload:
 
     Attributes:
         x: [T, H] rows; see `make_workload` for what they encode.
-        topk_idx: [T, K] expert of each copy; -1 and `num_experts` both mark a dropped one.
+        topk_idx: [T, K] int32 expert of each copy; -1 and `num_experts` both mark a dropped one.
         topk_weights: [T, K] float32 in [0.5, 1), no two alike on all ranks while W * T * K <= 2**23.
     """
 
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
+
+    def to(self, device: torch.device | str) -> "Workload":
+        """The same on another device."""
+        return Workload(self.x.to(device), self.topk_idx.to(device), self.topk_weights.to(device))
+
+    def with_ids(self, dtype: torch.dtype) -> "Workload":
+        """The same with expert ids of int32 or int64."""
+        return replace(self, topk_idx=self.topk_idx.to(dtype))
 
 
 def _mix(value: torch.Tensor, bits: int) -> torch.Tensor:
@@ -55,10 +63,8 @@ def make_workload(
     seed: int = 0,
     routing: str = "uniform",
     drop: float = 0.1,
-    idx_dtype: torch.dtype = torch.int32,
-    device: torch.device | str = "cpu",
 ) -> Workload:
-    """Input of rank `rank`, the same wherever it is made: each rank can compute what every rank sends.
+    """Input of rank `rank` on the CPU, the same wherever it is made: each rank can compute what every rank sends.
 
     Columns 4c .. 4c+3 of a row of `x` are a one-to-one code of (rank, token, c): 4 values of 11 bits, each
     +-(1 + m/128) * 2**e with m < 128 and -3 <= e <= 4, hence exact in bf16, fp16 and fp32. Any aligned piece
@@ -76,7 +82,6 @@ def make_workload(
             "all_dropped": no copy goes anywhere.
             "duplicates": as "uniform", but in every token a later copy goes to the same expert as the first.
         drop: fraction of the copies that are dropped, drawn at random.
-        idx_dtype: int32 or int64.
 
     Raises:
         InputError: unknown routing, sizes beyond what the code can tell apart (1024 ranks, 131072 tokens per
@@ -108,11 +113,7 @@ def make_workload(
     copy = torch.arange(num_tokens * topk).view(num_tokens, topk) * world_size + rank
     code = _mix((copy ^ _salt(seed, _WEIGHT_BITS)) & ((1 << _WEIGHT_BITS) - 1), _WEIGHT_BITS)
     weights = (0.5 + code.double() / (1 << (_WEIGHT_BITS + 1))).float()
-    return Workload(
-        _coded_rows(rank, num_tokens, hidden, seed).to(dtype).to(device),
-        idx.to(idx_dtype).to(device),
-        weights.to(device),
-    )
+    return Workload(_coded_rows(rank, num_tokens, hidden, seed).to(dtype), idx.int(), weights)
 
 
 def _check_sizes(

@@ -215,7 +215,7 @@ class HybridEPBuffer:
             raise
 
         def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
-            layer = self.layers.get(self.layers.sizes(rows.dtype, topk, align, num_permuted_tokens, experts))
+            layer = self.layers.get(rows.dtype, topk, align, num_permuted_tokens, experts)
             return layer, (layer, *rows.dispatch(layer, idx, weights))
 
         sent, dropped = self._sizes.dispatch(given, num_of_tokens_per_rank, mode, send)
@@ -328,7 +328,7 @@ class HybridEPBuffer:
                 raise
 
             def send(idx: Any, weights: torch.Tensor | None, topk: int) -> tuple[EPAll2AllLayer, Any]:
-                layer = self.layers.get(self.layers.sizes(rows.dtype, topk))
+                layer = self.layers.get(rows.dtype, topk)
                 return layer, (layer, *rows.by_rank(layer, idx, weights, num_dispatched_tokens))
 
             sent, _ = self._sizes.dispatch(given, num_of_tokens_per_rank, mode, send)

@@ -267,7 +267,7 @@ def _te_gradients_like(
     plan_code: Any,
     x_dtype: Any,
     out_dtype: Any,
-    *wanted: bool,
+    wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
     want_x, want_w, want_b = wanted
     experts, (outputs, inputs) = len(weights), weights[0].shape
@@ -280,7 +280,7 @@ def _te_gradients_like(
 
 @library.op(
     "(Tensor dy, Tensor? dy_scale, Tensor x, Tensor? scale, Tensor[] weights, Tensor? ends, Tensor plan_code, "
-    "ScalarType x_dtype, ScalarType out_dtype, bool want_x, bool want_w, bool want_b) -> (Tensor, Tensor, Tensor)",
+    "ScalarType x_dtype, ScalarType out_dtype, bool[] wanted) -> (Tensor, Tensor, Tensor)",
     _te_gradients_like,
 )
 def _te_linear_backward(
@@ -293,11 +293,10 @@ def _te_linear_backward(
     plan_code: torch.Tensor,
     x_dtype: torch.dtype,
     out_dtype: torch.dtype,
-    want_x: bool,
-    want_w: bool,
-    want_b: bool,
+    wanted: list[bool],
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of x, weights and biases; empty where one is not wanted."""
+    """Gradients of x, weights and biases, each where it is wanted, else empty."""
+    want_x, want_w, want_b = wanted
     grads = backward(
         _mx(dy, dy_scale, out_dtype),
         _mx(x, scale, x_dtype),
@@ -349,7 +348,7 @@ class TracedLinearFunction(torch.autograd.Function):
         need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         need_w, need_b = any(need[: ctx.num]), any(need[ctx.num :])
         dx, dw, db = torch.ops.triton_ep.te_linear_backward(
-            dy, dy_scale, data, scale, weights, ends, ran, ctx.x_dtype, ctx.out_dtype, need_x, need_w, need_b
+            dy, dy_scale, data, scale, weights, ends, ran, ctx.x_dtype, ctx.out_dtype, [need_x, need_w, need_b]
         )
         of_weights = list(dw.unbind()) if need_w else [None] * ctx.num
         of_biases = list(db.to(weights[0].dtype).unbind()) if need_b else [None] * (len(need) - ctx.num)
