@@ -1,14 +1,15 @@
 """EPAll2AllLayer: dispatch tokens to their experts, combine the results.
 
-All public calls are here. Each checks its arguments, tells the other ranks if it refuses them, and makes a `Request`.
-The steps that all dispatches take are in triton_ep/exchange/steps.py; what these launch is in triton_ep/ops, in the
-order of the protocol (docs/concepts/protocol.md).
+All public calls are here. Each lets triton_ep/exchange/accept.py check its arguments and make a `Request`, and sends
+it through the steps that all dispatches take (triton_ep/exchange/steps.py), and ends as the caller asks (finish.py).
+What the steps launch is in triton_ep/ops, in the order of the protocol (docs/concepts/protocol.md).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar, overload
@@ -22,12 +23,13 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
 from triton_ep.context.records import read_reports
 from triton_ep.distributed import current_heap, join_group, ranks_per_node
-from triton_ep.errors import ConfigError, InputError, StaleHandleError
+from triton_ep.errors import ConfigError
 from triton_ep.exchange import checks, refusals, steps
+from triton_ep.exchange.accept import Requests
 from triton_ep.exchange.barrier import BarrierAllContext
-from triton_ep.exchange.finish import Finisher, InFlight
-from triton_ep.exchange.landings import EXPERT_MAJOR, CompactRows, Deduplicated, ExpertMajor
-from triton_ep.exchange.request import Request, Sent, rows_of
+from triton_ep.exchange.finish import Ending, Finisher, InFlight, Launched
+from triton_ep.exchange.landings import EXPERT_MAJOR, CompactRows, Deduplicated, ExpertMajor, compact_rows
+from triton_ep.exchange.request import Request, Sent
 from triton_ep.kernels.device import codes
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import combine as combine_ops
@@ -40,7 +42,7 @@ from triton_ep.runtime.tuned.table import TunedEntry
 
 Received = tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc]
 ReceivedRows = tuple[RowScaled, torch.Tensor | None, EPAllToAllLayoutDesc]
-_Refused = (InputError, StaleHandleError)
+_ExpertMajor = tuple[torch.Tensor | MXTensor | RowScaled, torch.Tensor | None, EPAllToAllLayoutDesc]
 _Result = TypeVar("_Result")
 
 
@@ -153,7 +155,7 @@ class EPAll2AllLayer:
         self._comm = CommStream(self.context.device)
         self._finish = Finisher(self.context, self._comm)
         self._warned, self._overflow_told = False, 0
-        self._sends_scaled: bool | None = None  # a low-latency layer, once it has sent rows: whether one-byte ones
+        self._requests = Requests(self.context)
 
     # --- the constructor's arguments --------------------------------------------------------------------
 
@@ -256,7 +258,7 @@ class EPAll2AllLayer:
         return_recv_hook: bool = False,
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
-    ) -> Any:
+    ) -> tuple[object, ...]:
         """Send every token's row to the ranks that own its experts. Collective.
 
         Args:
@@ -290,31 +292,16 @@ class EPAll2AllLayer:
             PeerFailed: another rank rejected its arguments, or (CPU) died.
             WaitTimeout: a rank did not come within `timeout_s`.
         """
-        self._begin()
-        if not self._warned and torch.is_grad_enabled():
-            self._warn_of_no_gradient("dispatch", input, weight)
-
-        def send() -> tuple[tuple[Any, torch.Tensor | None, EPAllToAllLayoutDesc], Callable[[], None]]:
-            try:
-                checks.check_overlap(return_recv_hook, async_finish, previous_event)
-                checks.check_landing(self.config, landing)
-                checks.check_dispatch(
-                    self.config, self.context.device, input, exp_indices, weight, full_scatter_indices
-                )
-                if self.config.low_latency:
-                    self._check_kind(scaled=False)
-            except _Refused:
-                refusals.refuse(self.context)
-                raise
-            land = EXPERT_MAJOR[landing]
-            request = Request(rows_of(input), exp_indices, weight, full_scatter_indices)
-            sent = self._send(request, land, split=return_recv_hook)
-            rows, weights = sent.received.x, sent.received.weights
-            return (land.output(rows, self.config), weights, sent.desc), sent.receive
-
+        self._begin("dispatch", input, weight)
         arguments = (input, exp_indices, weight, full_scatter_indices)
-        received, ending = self._finish("dispatch", send, arguments, return_recv_hook, async_finish, previous_event)
-        return received if ending is None else (*received, ending)
+        ending = Ending(return_recv_hook, async_finish, previous_event)
+
+        def send() -> Launched[_ExpertMajor]:
+            request = self._requests.dispatch(ending, landing, *arguments)
+            return self._send_expert_major(request, landing, return_recv_hook)
+
+        received, end = self._finish("dispatch", send, arguments, ending)
+        return received if end is None else (*received, end)
 
     @overload
     def dispatch_again(
@@ -376,17 +363,9 @@ class EPAll2AllLayer:
             WaitTimeout: a rank did not come within `timeout_s`.
         """
         self._begin()
-        try:
-            checks.check_landing(self.config, landing)
-            checks.check_again(self.config, self.context.device, self.context.layer_id, input, layout_desc, weight)
-            if self.config.low_latency:
-                self._check_kind(scaled=False)
-        except _Refused:
-            refusals.refuse(self.context, others_know=True)
-            raise
-        land = EXPERT_MAJOR[landing]
-        sent = self._send(_again(rows_of(input), layout_desc, weight), land)
-        return land.output(sent.received.x, self.config), sent.received.weights
+        request = self._requests.dispatch_again(landing, input, layout_desc, weight)
+        (recv_x, recv_weights, _), _ = self._send_expert_major(request, landing)
+        return recv_x, recv_weights
 
     def dispatch_scaled(
         self,
@@ -421,38 +400,17 @@ class EPAll2AllLayer:
             ConfigError: a layer with payload; with `layout_desc` one with low_latency.
             StaleHandleError, PeerFailed, WaitTimeout: as `dispatch`, `dispatch_again`.
         """
-        cfg, ctx = self.config, self.context
-        if cfg.payload is not None or (cfg.low_latency and layout_desc is not None):
-            raise ConfigError(
-                f"rows with scales are for layers that quantise none, but this one has payload={cfg.payload!r}, "
-                f"low_latency={cfg.low_latency} (refused with layout_desc). Make a layer without."
-            )
+        checks.check_scaled_layer(self.config, again=layout_desc is not None)
         self._begin()
-        try:
-            if scale is None:
-                raise InputError("scale must be a tensor, got NoneType. Rows without scales go by dispatch.")
-            if layout_desc is None:
-                checks.check_dispatch(cfg, ctx.device, input, exp_indices, weight, None, scale=scale)
-            else:
-                checks.check_again(cfg, ctx.device, ctx.layer_id, input, layout_desc, weight, scale)
-            if self.config.low_latency:
-                self._check_kind(scaled=True)
-        except _Refused:
-            refusals.refuse(ctx, scaled=True, others_know=layout_desc is not None)
-            raise
         given = Rows(input, scale)
-        if layout_desc is not None:
-            request = _again(given.as_bytes(), layout_desc, weight)
-        else:
-            assert exp_indices is not None, "checked"
-            request = Request(given.as_bytes(), exp_indices, weight)
-        sent = self._send(request, EXPERT_MAJOR[None], split=return_recv_hook)
+        request = self._requests.dispatch_scaled(given, exp_indices, weight, layout_desc)
+        sent = self._send(request, EXPERT_MAJOR[None], return_recv_hook)
         results = (*sent.received.x.like(given), sent.received.weights, sent.desc)
         if not return_recv_hook:
             return results
-        return *results, InFlight(ctx, "dispatch", sent.receive).hook(results)
+        return *results, InFlight(self.context, "dispatch", sent.receive).hook(results)
 
-    def dispatch_noting(
+    def dispatch_with_row_map(
         self, rows: Rows, given: torch.Tensor | RoutingMap, weights: torch.Tensor | None
     ) -> tuple[Rows, torch.Tensor | None, EPAllToAllLayoutDesc, torch.Tensor]:
         """`dispatch` or `dispatch_scaled` for integrations, with output rows [C, K] int32 of each arrival row.
@@ -463,22 +421,9 @@ class EPAll2AllLayer:
             CapacityError: a layer without capacity has room for fewer tokens than some rank has, or fewer slots than a
                 token of a routing map has experts; on all ranks, before a row is sent.
         """
-        cfg, ctx = self.config, self.context
         self._begin()
-        num_tokens, scaled = rows.data.shape[0], rows.scale is not None
-        try:
-            if num_tokens > cfg.max_tokens and cfg.recv_capacity is None:
-                checks.check_rows(cfg, ctx.device, rows.data, None, rows.scale)
-            elif isinstance(given, torch.Tensor):
-                checks.check_dispatch(cfg, ctx.device, rows.data, given, weights, None, scale=rows.scale)
-            else:
-                checks.check_num_tokens(cfg, num_tokens)
-        except InputError:
-            refusals.refuse(ctx, scaled=scaled)
-            raise
-        if num_tokens > cfg.max_tokens:
-            refusals.refuse(ctx, needed_tokens=num_tokens)
-        sent = self._send(Request(rows.as_bytes(), given, weights), ExpertMajor(keep_copies=True))
+        request = self._requests.dispatch_with_row_map(rows, given, weights)
+        sent = self._send(request, ExpertMajor(keep_copies=True))
         assert sent.received.copy_rows is not None, "asked for"
         return Rows(*sent.received.x.like(rows)), sent.received.weights, sent.desc, sent.received.copy_rows
 
@@ -516,22 +461,17 @@ class EPAll2AllLayer:
         """
         checks.check_compact_layer(self.config)
         self._begin()
-        given, ctx = Rows(input, scale), self.context
+        given, arguments = Rows(input, scale), (input, exp_indices, weight, scale)
+        ending = Ending(async_finish=async_finish, previous_event=previous_event)
 
-        def send() -> tuple[_CompactFields, Callable[[], None]]:
-            refusals.check_compact(ctx, given, exp_indices, weight, num_rows, (async_finish, previous_event))
-            request = Request(given.as_bytes(), exp_indices, weight, num_rows=num_rows)
-            sent = steps.dispatch(ctx, request, Deduplicated(exp_indices.dtype))
-            rows, ids = sent.received, sent.received.topk_idx
-            assert ids is not None, "asked for"
-            x, scales = Rows(rows.x, rows.scale).like(given)
-            counts = None if sent.host_counts is None else list(sent.host_counts)
-            return (x, ids, rows.topk_weights, counts, sent.desc, scales), sent.receive
+        def send() -> Launched[CompactRows]:
+            request = self._requests.dispatch_compact(ending, given, exp_indices, weight, num_rows)
+            sent = steps.dispatch(self.context, request, Deduplicated(exp_indices.dtype))
+            return compact_rows(sent, given), sent.receive
 
-        arguments = (input, exp_indices, weight, scale)
-        fields, event = self._finish("dispatch", send, arguments, False, async_finish, previous_event)
+        received, event = self._finish("dispatch", send, arguments, ending)
         assert not isinstance(event, RecvHook), "not asked for"
-        return CompactRows(*fields, event=event)
+        return replace(received, event=event)
 
     @overload
     def dispatch_compact_again(
@@ -583,22 +523,15 @@ class EPAll2AllLayer:
         """
         checks.check_compact_layer(self.config)
         self._begin()
-        given, ctx = Rows(input, scale), self.context
+        given = Rows(input, scale)
+        ending = Ending(async_finish=async_finish, previous_event=previous_event)
 
-        def send() -> tuple[tuple[torch.Tensor, torch.Tensor | None], Callable[[], None]]:
-            try:
-                checks.check_overlap(False, async_finish, previous_event)
-                checks.check_compact_desc("dispatch_compact_again", ctx.layer_id, layout_desc)
-                num_tokens = layout_desc.num_dispatch_token_cur_rank
-                checks.check_rows(self.config, ctx.device, input, num_tokens, scale)
-            except _Refused:
-                refusals.refuse(ctx, Deduplicated(), scaled=scale is not None, others_know=True)
-                raise
-            sent = steps.dispatch(ctx, _again(given.as_bytes(), layout_desc), Deduplicated())
+        def send() -> Launched[tuple[torch.Tensor, torch.Tensor | None]]:
+            request = self._requests.dispatch_compact_again(ending, given, layout_desc)
+            sent = steps.dispatch(self.context, request, Deduplicated())
             return Rows(sent.received.x, sent.received.scale).like(given), sent.receive
 
-        arguments = (input, layout_desc, scale)
-        (x, scales), event = self._finish("dispatch", send, arguments, False, async_finish, previous_event)
+        (x, scales), event = self._finish("dispatch", send, (input, layout_desc, scale), ending)
         return (x, event) if scales is None else (x, scales, event)
 
     @overload
@@ -670,20 +603,17 @@ class EPAll2AllLayer:
                 WaitTimeout: a rank did not come within `timeout_s` (on a GPU: both from a later call or `check`).
         """
         ctx, desc = self.context, ep_a2a_layout_desc
-        ctx.check_open()
-        ctx.poll_status()
-        if not self._warned and torch.is_grad_enabled():
-            self._warn_of_no_gradient("combine", input, weights)
+        self._begin_combine(input, weights)
+        ending = Ending(return_recv_hook, async_finish, previous_event)
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
-        checks.check_overlap(return_recv_hook, async_finish, previous_event)
+        checks.check_overlap(*ending)
         ctx.calls.check_combine(desc.dispatch_number)
 
-        def send() -> tuple[torch.Tensor, Callable[[], None]]:
+        def send() -> Launched[torch.Tensor]:
             return steps.combine(ctx, input, weights, desc, split=return_recv_hook)
 
-        arguments = (input, weights, desc)
-        out, ending = self._finish("combine", send, arguments, return_recv_hook, async_finish, previous_event)
-        return out if ending is None else (out, ending)
+        out, end = self._finish("combine", send, (input, weights, desc), ending)
+        return out if end is None else (out, end)
 
     def combine_topk(
         self,
@@ -863,40 +793,44 @@ class EPAll2AllLayer:
 
     # --- what calls have in common ----------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Raise if a dispatch may not begin: before the other ranks are told anything, because an open one counts."""
+    def _begin(self, call: str = "", *inputs: object) -> None:
+        """Raise if a dispatch may not begin: before the other ranks are told anything, because an open one counts.
+
+        call, inputs: warn of a gradient that they lose.
+        """
         ctx = self.context
         ctx.check_open()
         ctx.poll_status()
         ctx.calls.check_dispatch()
+        if call and not self._warned and torch.is_grad_enabled():
+            self._warn_of_no_gradient(call, inputs)
 
-    def _warn_of_no_gradient(self, call: str, *tensors: Any) -> None:
+    def _begin_combine(self, *inputs: object) -> None:
+        """Raise if the layer has failed; warn of a gradient that inputs lose."""
+        self.context.check_open()
+        self.context.poll_status()
+        if not self._warned and torch.is_grad_enabled():
+            self._warn_of_no_gradient("combine", inputs)
+
+    def _warn_of_no_gradient(self, call: str, inputs: tuple[object, ...]) -> None:
         """Warn, once in the life of the layer, if `call` would cut a graph of autograd."""
-        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in inputs):
             self._warned = True
             warnings.warn(
                 f"layer.{call} got a tensor that requires a gradient, but what it returns has none: the graph ends "
                 f"here. For training call triton_ep.autograd.{call}(layer, ...); otherwise detach, or use "
                 "torch.no_grad().",
-                stacklevel=3,
+                stacklevel=4,
             )
-
-    def _check_kind(self, scaled: bool) -> None:
-        """Hold a low-latency layer to rows of one kind."""
-        checks.check_kind(self.config, self._sends_scaled, scaled)
-        self._sends_scaled = scaled
 
     def _send(self, request: Request, landing: ExpertMajor, split: bool = False) -> Sent[dispatch_ops.Received]:
         if self.config.low_latency:
             return steps.dispatch_low_latency(self.context, request, split)
         return steps.dispatch(self.context, request, landing, split)
 
-
-_CompactFields = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor | None, list[int] | None, EPAllToAllLayoutDesc, torch.Tensor | None
-]
-
-
-def _again(rows: Rows, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None = None) -> Request:
-    """Rows that go by the routing of an earlier dispatch; the host knows how many arrive."""
-    return Request(rows, desc.topk_indices_tensor, weights, routed=desc, num_rows=desc.num_recv_rows)
+    def _send_expert_major(self, request: Request, landing: str | None, split: bool = False) -> Launched[_ExpertMajor]:
+        """What `dispatch` returns of a request, rows as `landing` says."""
+        land = EXPERT_MAJOR[landing]
+        sent = self._send(request, land, split)
+        rows = land.output(sent.received.x, self.config)
+        return (rows, sent.received.weights, sent.desc), sent.receive

@@ -13,9 +13,9 @@ from tests.aot.library import Built
 from triton_ep import EPAll2AllLayer, autograd
 from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep import Buffer, release
-from triton_ep.integrations.deep_ep.fp8 import quantize_rows
 from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.kernels.spec import all_kernels
+from triton_ep.mx.channel_scales import quantize_channels
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.dispatch import Rows
 from triton_ep.ops.routing import RoutingMap
@@ -132,7 +132,7 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
     size = Buffer.get_low_latency_rdma_size_hint(most, hidden, world, experts)
     work = make_workload(rank, world, 6 - rank, hidden=hidden, topk=3, num_experts=experts).with_ids(torch.int64)
     x, idx, weights = work.x, work.topk_idx, work.topk_weights
-    pairs = [quantize_rows(x, True, packed) for packed in (False, True)]
+    pairs = [quantize_channels(x, True, packed) for packed in (False, True)]
     low_latency = nodes == 1
     with _noted() as found:
         buffer = Buffer(group, 1 << 24, size, low_latency_mode=low_latency)
@@ -158,7 +158,7 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
         routed = torch.zeros(len(x), experts, dtype=torch.bool).scatter_(1, idx.clamp(0, experts - 1), True)
         for probs in (None, torch.rand(len(x), experts)):
             for excess in (None, torch.zeros(1, dtype=torch.int32)):
-                made[0].dispatch_noting(Rows(x), RoutingMap(routed, probs, excess), None)
+                made[0].dispatch_with_row_map(Rows(x), RoutingMap(routed, probs, excess), None)
         release(group)
     assert len(made) == 1 + 3 * low_latency  # rows of two kinds, and those that carry weights
     wanted = []

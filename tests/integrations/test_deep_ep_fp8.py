@@ -10,8 +10,9 @@ import torch.distributed as dist
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.integrations import deep_ep as door
-from triton_ep.integrations.deep_ep.fp8 import quantize_rows, scale_bytes, scales_of_bytes
+from triton_ep.integrations.deep_ep.fp8 import scale_bytes, scales_of_bytes
 from triton_ep.integrations.deep_ep.layers import layers_of
+from triton_ep.mx.channel_scales import quantize_channels
 from triton_ep.reference import compact as compact_reference
 from triton_ep.reference import dispatch as dispatch_reference
 from triton_ep.testing import Workload, make_workload
@@ -71,7 +72,7 @@ def test_quantised_rows_equal_the_formulas(round_scale, use_ue8m0):
     """Random rows, zeros, the largest and the smallest numbers; and their way through bytes."""
     x = torch.randn(33, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[1], x[2], x[3, :200], x[4] = 0.0, torch.finfo(torch.bfloat16).max, 448.0, 2.0**-130
-    data, scales = quantize_rows(x, round_scale, use_ue8m0)
+    data, scales = quantize_channels(x, round_scale, use_ue8m0)
     expected_data, expected_scales = model(x, round_scale, use_ue8m0)
     equal(data, expected_data)
     equal(scales, expected_scales)

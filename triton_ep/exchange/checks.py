@@ -176,6 +176,19 @@ def _check_rows(cfg: EPConfig, device: torch.device, x: Any, num_tokens: int | N
 check_dispatch, check_rows = _refusing(_check_dispatch), _refusing(_check_rows)
 
 
+def check_scaled_layer(cfg: EPConfig, again: bool) -> None:
+    """Raise unless a layer sends rows that have scales already; again: by an earlier routing.
+
+    Raises:
+        ConfigError: it quantises itself; or low latency, which knows no earlier routing of such rows.
+    """
+    if cfg.payload is not None or (cfg.low_latency and again):
+        raise ConfigError(
+            f"rows with scales are for layers that quantise none, but this one has payload={cfg.payload!r}, "
+            f"low_latency={cfg.low_latency} (refused with layout_desc). Make a layer without."
+        )
+
+
 def check_kind(cfg: EPConfig, before: bool | None, scaled: bool) -> None:
     """Hold a low-latency layer to rows of one kind.
 

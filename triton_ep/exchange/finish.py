@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
@@ -11,6 +11,24 @@ from triton_ep.exchange.ranges import call_range
 
 Call = Literal["dispatch", "combine"]
 Results = TypeVar("Results")
+
+
+Launched = tuple[Results, Callable[[], None]]
+"""What a call returns, and its receiving half, which has been launched unless a hook was asked for."""
+
+
+class Ending(NamedTuple):
+    """How the caller wants a call to end; none of these: it has been launched when it returns.
+
+    Attributes:
+        return_recv_hook: the receiving half is launched by a hook that the caller gets.
+        async_finish: the call runs on `comm_stream`, and the caller gets an event.
+        previous_event: with async_finish, what to wait for in place of the current stream.
+    """
+
+    return_recv_hook: bool = False
+    async_finish: bool = False
+    previous_event: EPEvent | None = None
 
 
 class InFlight:
@@ -52,27 +70,24 @@ class Finisher:
     def __call__(
         self,
         call: Call,
-        send: Callable[[], tuple[Results, Callable[[], None]]],
+        send: Callable[[], Launched[Results]],
         arguments: tuple[object, ...],
-        return_recv_hook: bool,
-        async_finish: bool,
-        previous_event: EPEvent | None,
+        ending: Ending,
     ) -> tuple[Results, RecvHook | EPEvent | None]:
         """What a call returns, and its hook or event, if one was asked for.
 
         Args:
-            send: checks arguments and launches the call, of which it returns the results and the receiving half; the
-                latter has been launched unless a hook was asked for.
+            send: checks arguments and launches the call.
             arguments: what the call reads.
         """
 
-        def named() -> tuple[Results, Callable[[], None]]:
+        def named() -> Launched[Results]:
             with call_range(call, self._context):
                 return send()
 
-        if async_finish:
-            return self._comm.run(lambda: named()[0], arguments, previous_event)
+        if ending.async_finish:
+            return self._comm.run(lambda: named()[0], arguments, ending.previous_event)
         results, receive = named()
-        if not return_recv_hook:
+        if not ending.return_recv_hook:
             return results, None
         return results, InFlight(self._context, call, receive).hook(results, arguments)

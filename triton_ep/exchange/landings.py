@@ -20,7 +20,7 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import EPEvent
 from triton_ep.context.records import Report
 from triton_ep.context.rows import RowFormat
-from triton_ep.exchange.request import Arrivals, Received
+from triton_ep.exchange.request import Arrivals, Received, Sent
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import compact as compact_ops
 from triton_ep.ops import dispatch as dispatch_ops
@@ -186,3 +186,12 @@ class CompactRows:
     layout_desc: EPAllToAllLayoutDesc
     scale: torch.Tensor | None = None
     event: EPEvent | None = None
+
+
+def compact_rows(sent: Sent[compact_ops.Compact], given: dispatch_ops.Rows) -> CompactRows:
+    """What `dispatch_compact` returns of rows whose dtypes are those of `given`; ids were asked for."""
+    rows, ids = sent.received, sent.received.topk_idx
+    assert ids is not None, "asked for"
+    x, scales = dispatch_ops.Rows(rows.x, rows.scale).like(given)
+    counts = None if sent.host_counts is None else list(sent.host_counts)
+    return CompactRows(x, ids, rows.topk_weights, counts, sent.desc, scales)

@@ -8,9 +8,9 @@ import torch
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.errors import InputError, PeerFailed
-from triton_ep.exchange import checks, steps
-from triton_ep.exchange.landings import EXPERT_MAJOR, Deduplicated, Landing
+from triton_ep.errors import PeerFailed
+from triton_ep.exchange import steps
+from triton_ep.exchange.landings import EXPERT_MAJOR, Landing
 from triton_ep.exchange.request import Request
 from triton_ep.ops.dispatch import Rows
 
@@ -43,6 +43,8 @@ def refuse(
             return steps.dispatch_low_latency(ctx, request).desc
         return steps.dispatch(ctx, request, landing).desc
     except PeerFailed:
+        if needed_tokens:
+            raise
         # This rank's own rejection, seen in the exchange: the caller raises what caused it.
         return None
 
@@ -55,37 +57,3 @@ def _no_rows(ctx: DispatchCombineContext, scaled: bool) -> tuple[Rows, torch.Ten
         return Rows(torch.empty(0, cfg.hidden, dtype=cfg.token_dtype, device=device)), ids
     data = torch.empty(0, cfg.hidden, dtype=torch.float8_e4m3fn, device=device)
     return Rows(data, torch.empty(0, cfg.hidden // 32, dtype=torch.uint8, device=device)), ids
-
-
-def check_compact(
-    ctx: DispatchCombineContext,
-    rows: Rows,
-    ids: torch.Tensor,
-    weights: torch.Tensor | None,
-    num_rows: int | None,
-    ending: tuple[bool, Any],
-) -> None:
-    """Raise what this rank sees in the arguments of `dispatch_compact`; the other ranks are told.
-
-    ending: async_finish and previous_event.
-
-    Raises:
-        InputError: an argument does not fit.
-        CapacityError: without `num_rows`, this rank or another one has too many tokens; the same on all ranks.
-    """
-    cfg, x, scaled = ctx.config, rows.data, rows.scale is not None
-    try:
-        checks.check_overlap(False, *ending)
-        checks.check_num_rows(num_rows)
-        if num_rows is None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] > cfg.max_tokens:
-            checks.check_rows(cfg, ctx.device, x, None, rows.scale)
-        else:
-            checks.check_dispatch(cfg, ctx.device, x, ids, weights, None, scale=rows.scale)
-    except InputError:
-        if num_rows is None:
-            refuse(ctx)
-        else:  # the others go on without this rank's rows, so it keeps in step
-            refuse(ctx, Deduplicated(), scaled=scaled, num_rows=0)
-        raise
-    if x.shape[0] > cfg.max_tokens:
-        refuse(ctx, needed_tokens=x.shape[0])

@@ -28,7 +28,6 @@ from triton_ep.integrations.deep_ep.fp8 import (
     QuantizedRows,
     check_hidden,
     check_quantizable,
-    quantize_rows,
     scale_bytes,
 )
 from triton_ep.integrations.deep_ep.handles import DispatchHandle, LowLatencyHandle
@@ -37,6 +36,7 @@ from triton_ep.integrations.deep_ep.slabs import Slabs, run_halves
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.mx.channel_scales import quantize_channels
 from triton_ep.ops.compact import ZeroCounts, from_slabs, token_layout
 
 _WEIGHTS_HIDDEN = 8
@@ -502,7 +502,7 @@ class Buffer:
 
         def send() -> tuple[EPAllToAllLayoutDesc, Callable[[], None]]:
             if use_fp8:
-                data, scales = quantize_rows(x, round_scale, use_ue8m0)
+                data, scales = quantize_channels(x, round_scale, use_ue8m0)
                 sent = data, scale_bytes(scales, x.shape[1])
                 *flat, _, desc, hook = layer.dispatch_scaled(*sent, topk_idx, return_recv_hook=True)
             else:

@@ -1,4 +1,4 @@
-"""e4m3 rows with a scale per 128 values, as DeepEP makes and sends them."""
+"""e4m3 rows with a scale per 128 values, as DeepEP sends them; triton_ep/mx/channel_scales.py quantises them."""
 
 from __future__ import annotations
 
@@ -14,42 +14,8 @@ from triton_ep.errors import InputError
 from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations.deep_ep.utils import EventOverlap, order_of
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.mx.channel_scales import CHANNELS
 from triton_ep.ops.strides import view_as
-
-CHANNELS = 128
-"""Values that share a scale."""
-_MAX = 448.0  # of e4m3
-_LEAST_AMAX = 1e-4
-
-
-def quantize_rows(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows by their 128 values: amax at least 1e-4, data = x * (448 / amax), scale = amax * (1 / 448).
-
-    Source: dispatch of DeepEP's csrc/kernels/internode_ll.cu, calculate_fp8_scales of its utils.cuh.
-
-    Args:
-        x: [T, H] bfloat16, H a multiple of 128.
-        round_scale: scales are powers of two, rounded up, and data = x / scale.
-        use_ue8m0: of such a scale its exponent alone, four to a word, the first in the lowest byte.
-
-    Returns:
-        [T, H] float8_e4m3fn, saturated; [T, H / 128] float32, or with `use_ue8m0` [T, H / 512] int32. They multiply.
-    """
-    values = x.float().unflatten(1, (-1, CHANNELS))
-    amax = values.abs().amax(2).clamp(min=_LEAST_AMAX)
-    scale = amax * (1 / _MAX)
-    if round_scale:
-        bits = scale.view(torch.int32)
-        # The exponent of the next power of two. An infinite amax gets the largest, and the factor 0.
-        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(max=254).int()
-        scale = (exponent << 23).view(torch.float32)
-        factor = ((254 - exponent) << 23).view(torch.float32)
-        if use_ue8m0:
-            scale = view_as(exponent.to(torch.uint8), torch.int32)
-    else:
-        factor = torch.full_like(amax, _MAX) / amax  # a number / tensor would multiply by the rounded reciprocal
-    data = (values * factor.unsqueeze(2)).clamp(-_MAX, _MAX).to(torch.float8_e4m3fn)
-    return data.flatten(1), scale
 
 
 def scale_bytes(scales: torch.Tensor, hidden: int) -> torch.Tensor:
@@ -65,7 +31,7 @@ def scales_of_bytes(sent: torch.Tensor, columns: int, dtype: torch.dtype) -> tor
 
 
 def check_quantizable(x: Any, round_scale: bool, use_ue8m0: bool) -> None:
-    """Raise InputError unless `quantize_rows` takes these arguments."""
+    """Raise InputError unless `quantize_channels` takes these arguments."""
     if use_ue8m0 and not round_scale:
         raise InputError("use_ue8m0=True keeps exponents of scales alone. Pass round_scale=True with it.")
     multiple = 4 * CHANNELS if use_ue8m0 else CHANNELS

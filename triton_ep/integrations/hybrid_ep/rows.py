@@ -106,7 +106,7 @@ class SentRows(NamedTuple):
             isinstance(self.hidden, MXTensor) or self.hidden.device != layer.context.device
         ):
             idx, weights = _slots(idx, layer)  # the layer names what does not fit
-        return layer.dispatch_noting(Rows(*self), idx, weights)
+        return layer.dispatch_with_row_map(Rows(*self), idx, weights)
 
     def again(
         self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None

@@ -1,0 +1,69 @@
+"""Figures of the code that CHANGELOG.md quotes: python tools/code_figures.py [checkout ...], a column for each.
+
+git worktree add /tmp/before 8fb6e15 && python tools/code_figures.py /tmp/before .
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+LAYOUT_VALUES = ("state_ptr", "tables_ptr", "num_ranks", "ranks_per_node", "experts_per_rank")
+MOST_PARAMETERS = 10
+
+
+def functions(folder: Path) -> Iterator[tuple[Path, ast.FunctionDef]]:
+    """Every function and method below a folder, with its file."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                yield path, node
+
+
+def has_many_parameters(node: ast.FunctionDef) -> bool:
+    """More than MOST_PARAMETERS, without a method's own object."""
+    given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+    overloaded = any(ast.unparse(each) == "overload" for each in node.decorator_list)
+    return not overloaded and len([a for a in given if a.arg not in ("self", "cls")]) > MOST_PARAMETERS
+
+
+def occurrences(folder: Path, names: tuple[str, ...]) -> int:
+    """Of whole words in the sources below a folder."""
+    pattern = re.compile(rf"\b({'|'.join(names)})\b")
+    return sum(len(pattern.findall(path.read_text())) for path in folder.rglob("*.py"))
+
+
+def lines(paths: Iterator[Path]) -> int:
+    """Of all these files together."""
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def figures(root: Path) -> dict[str, int]:
+    """The figures of one checkout."""
+    package, kernels = root / "triton_ep", root / "kernels"
+    return {
+        f"functions in kernels/ with more than {MOST_PARAMETERS} parameters": sum(
+            has_many_parameters(node) for _, node in functions(kernels)
+        ),
+        f"functions elsewhere with more than {MOST_PARAMETERS} parameters": sum(
+            has_many_parameters(node) for folder in (package, root / "aot") for _, node in functions(folder)
+        ),
+        "occurrences of the five layout values in kernels/": occurrences(kernels, LAYOUT_VALUES),
+        "lines of kernel specs": lines(path for path in kernels.glob("*spec*.py")),
+        "entries of triton_ep/": sum(not path.name.startswith("__pycache__") for path in package.iterdir()),
+        "lines of the longest file of triton_ep/": max(lines(iter([path])) for path in package.rglob("*.py")),
+    }
+
+
+def main(checkouts: list[str]) -> None:
+    """Print a line per figure."""
+    columns = [figures(Path(checkout)) for checkout in checkouts or ["."]]
+    for name in columns[0]:
+        print(f"{name:65}", *(f"{column[name]:6}" for column in columns))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

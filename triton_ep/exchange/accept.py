@@ -1,0 +1,175 @@
+"""From the arguments of a public call to its `Request`. If this rank refuses them, the other ranks learn it."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.errors import InputError, StaleHandleError
+from triton_ep.exchange import checks, refusals
+from triton_ep.exchange.finish import Ending
+from triton_ep.exchange.landings import Deduplicated
+from triton_ep.exchange.request import Request, rows_of
+from triton_ep.mx.tensor import MXTensor
+from triton_ep.ops.dispatch import Rows
+from triton_ep.ops.routing import RoutingMap
+
+_Refused = (InputError, StaleHandleError)
+
+
+class Requests:
+    """Makes the requests of one layer. Each method takes the arguments of the public call of its name.
+
+    Each raises InputError or StaleHandleError if they do not fit; the other ranks have then been told.
+    """
+
+    def __init__(self, ctx: DispatchCombineContext) -> None:
+        self._ctx, self._cfg, self._device = ctx, ctx.config, ctx.device
+        self._sends_scaled: bool | None = None  # a low-latency layer, once it has sent rows: whether one-byte ones
+
+    def dispatch(
+        self,
+        ending: Ending,
+        landing: str | None,
+        x: torch.Tensor | MXTensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        scatter: torch.Tensor | None,
+    ) -> Request:
+        """Of `EPAll2AllLayer.dispatch`."""
+        try:
+            checks.check_overlap(*ending)
+            checks.check_landing(self._cfg, landing)
+            checks.check_dispatch(self._cfg, self._device, x, ids, weights, scatter)
+            self._keep_kind(scaled=False)
+        except _Refused:
+            refusals.refuse(self._ctx)
+            raise
+        return Request(rows_of(x), ids, weights, scatter)
+
+    def dispatch_again(
+        self,
+        landing: str | None,
+        x: torch.Tensor | MXTensor,
+        desc: EPAllToAllLayoutDesc,
+        weights: torch.Tensor | None,
+    ) -> Request:
+        """Of `EPAll2AllLayer.dispatch_again`."""
+        try:
+            checks.check_landing(self._cfg, landing)
+            checks.check_again(self._cfg, self._device, self._ctx.layer_id, x, desc, weights)
+            self._keep_kind(scaled=False)
+        except _Refused:
+            refusals.refuse(self._ctx, others_know=True)
+            raise
+        return again(rows_of(x), desc, weights)
+
+    def dispatch_scaled(
+        self,
+        rows: Rows,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        desc: EPAllToAllLayoutDesc | None,
+    ) -> Request:
+        """Of `EPAll2AllLayer.dispatch_scaled`; desc: of an earlier dispatch, in place of ids."""
+        cfg, ctx = self._cfg, self._ctx
+        try:
+            if rows.scale is None:
+                raise InputError("scale must be a tensor, got NoneType. Rows without scales go by dispatch.")
+            if desc is None:
+                checks.check_dispatch(cfg, self._device, rows.data, ids, weights, None, scale=rows.scale)
+            else:
+                checks.check_again(cfg, self._device, ctx.layer_id, rows.data, desc, weights, rows.scale)
+            self._keep_kind(scaled=True)
+        except _Refused:
+            refusals.refuse(ctx, scaled=True, others_know=desc is not None)
+            raise
+        if desc is not None:
+            return again(rows.as_bytes(), desc, weights)
+        assert ids is not None, "checked"
+        return Request(rows.as_bytes(), ids, weights)
+
+    def dispatch_with_row_map(
+        self, rows: Rows, given: torch.Tensor | RoutingMap, weights: torch.Tensor | None
+    ) -> Request:
+        """Of `EPAll2AllLayer.dispatch_with_row_map`.
+
+        Raises:
+            CapacityError: this rank has too many tokens; the same on all ranks.
+        """
+        cfg, scaled, num_tokens = self._cfg, rows.scale is not None, rows.data.shape[0]
+        try:
+            if num_tokens > cfg.max_tokens and cfg.recv_capacity is None:
+                checks.check_rows(cfg, self._device, rows.data, None, rows.scale)
+            elif isinstance(given, torch.Tensor):
+                checks.check_dispatch(cfg, self._device, rows.data, given, weights, None, scale=rows.scale)
+            else:
+                checks.check_num_tokens(cfg, num_tokens)
+        except InputError:
+            refusals.refuse(self._ctx, scaled=scaled)
+            raise
+        if num_tokens > cfg.max_tokens:
+            self._needs(num_tokens)
+        return Request(rows.as_bytes(), given, weights)
+
+    def dispatch_compact(
+        self,
+        ending: Ending,
+        rows: Rows,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        num_rows: int | None,
+    ) -> Request:
+        """Of `EPAll2AllLayer.dispatch_compact`.
+
+        Raises:
+            CapacityError: without `num_rows`, this rank or another one has too many tokens; the same on all ranks.
+        """
+        cfg, x = self._cfg, rows.data
+        try:
+            checks.check_overlap(*ending)
+            checks.check_num_rows(num_rows)
+            if num_rows is None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] > cfg.max_tokens:
+                checks.check_rows(cfg, self._device, x, None, rows.scale)
+            else:
+                checks.check_dispatch(cfg, self._device, x, ids, weights, None, scale=rows.scale)
+        except InputError:
+            if num_rows is None:
+                refusals.refuse(self._ctx)
+            else:  # the others go on without this rank's rows, so it keeps in step
+                refusals.refuse(self._ctx, Deduplicated(), scaled=rows.scale is not None, num_rows=0)
+            raise
+        if x.shape[0] > cfg.max_tokens:
+            self._needs(x.shape[0])
+        return Request(rows.as_bytes(), ids, weights, num_rows=num_rows)
+
+    def dispatch_compact_again(self, ending: Ending, rows: Rows, desc: EPAllToAllLayoutDesc) -> Request:
+        """Of `EPAll2AllLayer.dispatch_compact_again`."""
+        try:
+            checks.check_overlap(*ending)
+            checks.check_compact_desc("dispatch_compact_again", self._ctx.layer_id, desc)
+            num_tokens = desc.num_dispatch_token_cur_rank
+            checks.check_rows(self._cfg, self._device, rows.data, num_tokens, rows.scale)
+        except _Refused:
+            refusals.refuse(self._ctx, Deduplicated(), scaled=rows.scale is not None, num_rows=0)
+            raise
+        return again(rows.as_bytes(), desc)
+
+    def _keep_kind(self, scaled: bool) -> None:
+        """Hold a low-latency layer to rows of one kind."""
+        if self._cfg.low_latency:
+            checks.check_kind(self._cfg, self._sends_scaled, scaled)
+            self._sends_scaled = scaled
+
+    def _needs(self, num_tokens: int) -> NoReturn:
+        """Tell all ranks that this one has so many tokens, more than there is room for; all of them raise."""
+        refusals.refuse(self._ctx, needed_tokens=num_tokens)
+        raise AssertionError("the refusal raises CapacityError on all ranks")
+
+
+def again(rows: Rows, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None = None) -> Request:
+    """Rows that go by the routing of an earlier dispatch; the host knows how many arrive."""
+    return Request(rows, desc.topk_indices_tensor, weights, routed=desc, num_rows=desc.num_recv_rows)
