@@ -10,8 +10,9 @@ Protocol      down_dgrad: dact = dy @ w2 over segments is the gradient of the we
               every step in float32, outside of the tensor core, whose own sums are short.
 Layout        dy [R, H]; w [E, H, F], with K_MAJOR [E, F, H]; through descriptors, which cut boxes at H and F, so
               that no box holds values of the next expert. Boxes of dy may reach into the next segment: what is computed
-              there is not stored. pre, dpre [R, 2F] (not GATED: [R, F]) and act [R, F] bf16 row-major; shares
-              [tiles of F, R] float32. Tiles: device/tiles.py. Rows behind the last segment are not written.
+              there is not stored. pre, dpre [R, 2F] (not GATED: [R, F]), which may be the same memory, and act [R, F]
+              bf16 row-major; shares [tiles of F, R] float32. Tiles: device/tiles.py. Rows behind the last segment are
+              not written.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -180,7 +181,7 @@ def down_dgrad_kernel(
     pre_ptr,  # [R, 2F] bf16
     weights_ptr,  # with HAS_WEIGHTS [R] float32, else anything
     tiles_ptr,  # tile table
-    dpre_ptr,  # out [R, 2F] bf16
+    dpre_ptr,  # out [R, 2F] bf16; may be pre_ptr: what is stored there follows from what was loaded there
     act_ptr,  # out [R, F] bf16
     shares_ptr,  # with HAS_WEIGHTS out [tiles of F, R] float32, else anything
     num_rows,

@@ -162,7 +162,7 @@ def _check_backward(rank: int, nodes: int, ranks_per_node: int) -> None:
 
     # Of a row: the first product or its gradient, the activation, a row in bf16.
     pre, act, wide = 4 * ffn, 2 * ffn, 2 * hidden
-    for payload, row, most in (("mxfp8", hidden, hidden + pre + 2 * wide), (None, wide, 2 * wide + 2 * pre + act)):
+    for payload, row, most in (("mxfp8", hidden, hidden + pre + 2 * wide), (None, wide, 2 * wide + pre + act)):
         moe = MoE(hidden, ffn, num_experts=2, topk=2, max_tokens=tokens, capacity=rows, payload=payload, num_sm=2)
         *_, first = step(moe, retain=False)  # makes copies of weights
         saved, peak, again = step(moe, retain=False)

@@ -98,8 +98,11 @@ def test_rows_of_the_second_product(sizes: tuple[int, ...], transposed: bool) ->
     w2 = weights(len(sizes), 104, 72).transpose(1, 2) if transposed else weights(len(sizes), 72, 104)
     got = _check_down(dy, w2, pre, offs, row_weights)
     again = down_dgrad(dy, w2, pre, offs, row_weights=row_weights, tiles=tile_table(offs, dy.shape[0]))
-    used = int(offs[-1])
-    assert all(torch.equal(first[:used], second[:used]) for first, second in zip(got, again, strict=True))
+    used, place = int(offs[-1]), pre.clone()
+    over = down_dgrad(dy, w2, place, offs, row_weights=row_weights, overwrite=True)
+    assert over[0] is place and torch.equal(place[used:].view(torch.int16), pre[used:].view(torch.int16))
+    for first, second, third in zip(got, again, over, strict=True):
+        assert torch.equal(first[:used], second[:used]) and torch.equal(first[:used], third[:used])
 
 
 @pytest.mark.parametrize(

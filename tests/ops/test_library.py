@@ -110,6 +110,7 @@ def test_gradients_of_experts() -> None:
     activation = ("silu", True, None, 1.0, 0.0, False)
     for given in (weights, None):
         _check(OPS.down_dgrad.default, (dy, None, w2, None, False, pre, given, tiles, *activation))
+        _check(OPS.down_dgrad_over.default, (dy, None, w2, None, False, pre.clone(), given, tiles, *activation))
     shares = OPS.down_dgrad(dy, None, w2, None, False, pre, weights, tiles, *activation)[2]
     _check(OPS.row_weight_gradient.default, (shares, dy, None, w2[:, :, 0].contiguous(), tiles))
     _check(OPS.bias_gradient.default, (dy, offs, weights))

@@ -252,6 +252,7 @@ class ExpertBlock:
                 bias=b2 if needs.row_weights else None,
                 fast=self.settings.fast,
                 tiles=tiles,
+                overwrite=needs.last,
             )
         if want_w2 or want_b2:
             values = _values(operand if isinstance(grad, MXTensor) else grad, offs)

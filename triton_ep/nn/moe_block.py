@@ -85,11 +85,15 @@ class Experts(Protocol):
 
 @dataclass(frozen=True)
 class Needs:
-    """Which gradients are wanted: of the rows, of their weights, of each parameter."""
+    """Which gradients are wanted: of the rows, of their weights, of each parameter.
+
+    last: no other backward pass will take what was saved, so that it may be overwritten.
+    """
 
     rows: bool
     row_weights: bool
     params: tuple[bool, ...]
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -313,7 +317,8 @@ class _Block(torch.autograd.Function):
         # What the experts drop is free then, unless there will be another backward pass.
         ctx.maybe_clear_saved_tensors()
         _, x, _, weights, *of_params = ctx.needs_input_grad
-        needs = Needs(x, weights, tuple(of_params))
+        last = not torch._C._autograd._get_current_graph_task_keep_graph()
+        needs = Needs(x, weights, tuple(of_params), last)
         if ctx.versions != _versions(ctx.leaves):
             ctx.block._refuse_backward(desc, slots, needs)
             raise InputError(

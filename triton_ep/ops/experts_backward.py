@@ -6,6 +6,8 @@ What stands behind it is neither read nor written. R rows, E experts, H hidden, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from triton_ep.errors import InputError
@@ -32,18 +34,28 @@ _BOX_BYTES = 16
 
 
 def _down_like(
-    pre: torch.Tensor, weights: torch.Tensor | None, gated: bool, fp8: bool, fast: bool
+    pre: torch.Tensor,
+    weights: torch.Tensor | None,
+    gated: bool,
+    fp8: bool,
+    fast: bool,
+    dpre: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (rows, width), ffn = pre.shape, pre.shape[1] // (2 if gated else 1)
     tile = plans.down_tile(fp8, fast, INTERPRETING)
     shares = 0 if weights is None else -(-ffn // tile.n)
-    return pre.new_empty(rows, width), pre.new_empty(rows, ffn), pre.new_empty(shares, rows, dtype=torch.float32)
+    dpre = pre.new_empty(rows, width) if dpre is None else dpre
+    return dpre, pre.new_empty(rows, ffn), pre.new_empty(shares, rows, dtype=torch.float32)
+
+
+_DOWN = (
+    "(Tensor dy, Tensor? dy_scale, Tensor w, Tensor? w_scale, bool k_major, Tensor{} pre, Tensor? weights, "
+    "Tensor tiles, str kind, bool gated, float? limit, float alpha, float up_offset, bool fast) -> "
+)
 
 
 @library.op(
-    "(Tensor dy, Tensor? dy_scale, Tensor w, Tensor? w_scale, bool k_major, Tensor pre, Tensor? weights, "
-    "Tensor tiles, str kind, bool gated, float? limit, float alpha, float up_offset, bool fast) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"{_DOWN.format('')} (Tensor, Tensor, Tensor)",
     lambda dy, dy_scale, w, w_scale, k_major, pre, weights, tiles, kind, gated, limit, alpha, up_offset, fast: (
         _down_like(pre, weights, gated, dy_scale is not None, fast)
     ),
@@ -55,25 +67,46 @@ def _down_dgrad(
     w_scale: torch.Tensor | None,
     k_major: bool,
     pre: torch.Tensor,
-    weights: torch.Tensor | None,
-    tiles: torch.Tensor,
-    kind: str,
-    gated: bool,
-    limit: float | None,
-    alpha: float,
-    up_offset: float,
-    fast: bool,
+    *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dpre, act and the shares of the rows' weights' gradients; w: [E, H, F], with k_major [E, F, H]."""
-    fp8 = dy_scale is not None
-    dpre, act, shares = _down_like(pre, weights, gated, fp8, fast)
+    dpre, act, shares = _down_like(pre, options[0], options[3], dy_scale is not None, options[-1])
+    _launch_down((dy, dy_scale, w, w_scale, k_major, pre), (dpre, act, shares), options)
+    return dpre, act, shares
+
+
+@library.op(
+    f"{_DOWN.format('(a!)')} (Tensor, Tensor)",
+    lambda dy, dy_scale, w, w_scale, k_major, pre, weights, tiles, kind, gated, limit, alpha, up_offset, fast: (
+        _down_like(pre, weights, gated, dy_scale is not None, fast)[1:]
+    ),
+)
+def _down_dgrad_over(
+    dy: torch.Tensor,
+    dy_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor | None,
+    k_major: bool,
+    pre: torch.Tensor,
+    *options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """act and shares; dpre is in `pre`."""
+    _, act, shares = _down_like(pre, options[0], options[3], dy_scale is not None, options[-1], pre)
+    _launch_down((dy, dy_scale, w, w_scale, k_major, pre), (pre, act, shares), options)
+    return act, shares
+
+
+def _launch_down(operands: tuple[Any, ...], results: tuple[torch.Tensor, ...], options: tuple[Any, ...]) -> None:
+    """operands, options: of the ops above, up to `pre` and from `weights` on. results: dpre, act, shares."""
+    dy, dy_scale, w, w_scale, k_major, pre = operands
+    dpre, act, shares = results
+    weights, tiles, *activation, fast = options
     if not pre.numel():
-        return dpre, act, shares
+        return
+    fp8 = dy_scale is not None
     (num_rows, hidden), ffn, experts = dy.shape, act.shape[1], w.shape[0]
     tile = plans.down_tile(fp8, fast, INTERPRETING)
-    plan = plans.down_dgrad(
-        tile, fp8, k_major, weights is not None, activation_constexprs(Activation(kind, gated, limit, alpha, up_offset))
-    )
+    plan = plans.down_dgrad(tile, fp8, k_major, weights is not None, activation_constexprs(Activation(*activation)))
     lines, length = (ffn, hidden) if k_major else (hidden, ffn)
     box = [1, tile.n, tile.k] if k_major else [1, tile.k, tile.n]
     runtime.launch(
@@ -94,7 +127,6 @@ def _down_dgrad(
         hidden=hidden,
         ffn=ffn,
     )
-    return dpre, act, shares
 
 
 @library.op(
@@ -141,6 +173,7 @@ def down_dgrad(
     bias: torch.Tensor | None = None,
     fast: bool = False,
     tiles: torch.Tensor | None = None,
+    overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Backward of `rows_product` of the activation, and of the activation, in one kernel. No gradient.
 
@@ -157,6 +190,7 @@ def down_dgrad(
         fast: FP8 tensor cores add up by themselves, on Hopper with about 14 bits: faster, and 12 % off where all
             terms have one sign.
         tiles: `tile_table(offs, R)`, where it is there already.
+        overwrite: dpre takes the place of `pre`, which must be contiguous.
 
     Returns dpre [R, 2F] bf16; act [R, F] bf16, the activation times the rows' weights once more, of what `pre` has kept
     of it; and the gradient of the row weights [R] float32, or None without them. The latter is added up in one order.
@@ -186,9 +220,11 @@ def down_dgrad(
     if table.dtype != torch.int32 or table.shape != (table.shape[0], TILE_WORDS) or not table.is_contiguous():
         raise InputError(f"tiles must be what tile_table returns; it is {table.dtype} {list(table.shape)}.")
     row_weights, bias = (None if each is None else each.contiguous() for each in (row_weights, bias))
-    dpre, act, shares = _down_dgrad(
-        rows, dy_scale, weights, w_scale, k_major, pre, row_weights, table, *activation, fast
-    )
+    given = (rows, dy_scale, weights, w_scale, k_major, pre, row_weights, table, *activation, fast)
+    if overwrite:
+        dpre, (act, shares) = pre, _down_dgrad_over(*given)
+    else:
+        dpre, act, shares = _down_dgrad(*given)
     if row_weights is None:
         return dpre, act, None
     return dpre, act, _row_weight_gradient(shares, rows, dy_scale, bias, table)
