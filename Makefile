@@ -126,8 +126,8 @@ test-gpu: $(TOOLS)  ## the tests that need GPUs (those for more GPUs than there 
 # What callers of the last release would notice: names, arguments and defaults that are gone or different.
 BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD)
 
-api: $(TOOLS)  ## what breaks in the public API since BASE (the last tag; without one, the last commit)
-	$(BIN)/griffe check triton_ep --search . --against $(BASE)
+api: $(TOOLS)  ## public names that break since BASE (the last tag; without one, the last commit), by stability
+	@$(BIN)/python tools/api.py $(BASE)
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
