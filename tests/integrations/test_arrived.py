@@ -120,6 +120,7 @@ def _vllm(rank: int, nodes: int, ranks_per_node: int) -> None:
             made = vllm_door.TritonEPPrepareAndFinalize(dist.group.WORLD, **sizes, **options)
             experts = vllm_door.TritonEPExperts(made, quant)
             assert isinstance(experts, stand_in.FusedMoEExpertsModular) and not experts.supports_chunking()
+            assert experts._supports_activation("silu") and not experts._supports_activation("swigluoai")
             assert experts.activation_format() is made.activation_format
             placed = stand_in.expert_map_of(rank, world, num)
             adapter = stand_in.Adapter(experts, w13[mine].to(device), w2[mine].to(device), placed)

@@ -69,6 +69,22 @@ class FusedMoEExpertsModular(ABC):
     @abstractmethod
     def apply(self, *args: Any, **kwargs: Any) -> None: ...
 
+    @staticmethod
+    @abstractmethod
+    def _supports_current_device() -> bool: ...
+    @staticmethod
+    @abstractmethod
+    def _supports_no_act_and_mul() -> bool: ...
+    @staticmethod
+    @abstractmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool: ...
+    @staticmethod
+    @abstractmethod
+    def _supports_activation(activation: Any) -> bool: ...
+    @staticmethod
+    @abstractmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool: ...
+
 
 class Adapter:
     """Calls a FusedMoEExpertsModular as FusedMoEKernel does: buffers by its shapes, arguments by their names."""

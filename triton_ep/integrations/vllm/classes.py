@@ -22,9 +22,10 @@ _ExpertsBase: Any = getattr(mk, "FusedMoEExpertsModular", None) or mk.FusedMoEPe
 class TritonEPExperts(Experts, _ExpertsBase):
     """`Experts` as vLLM's modular experts: the second argument of `FusedMoEKernel`."""
 
-    def __init__(self, prepare_finalize: PrepareFinalize, quant_config: Any) -> None:
+    def __init__(self, prepare_finalize: PrepareFinalize, quant_config: Any, moe_config: Any = None) -> None:
         from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
+        self.moe_config = moe_config  # which vLLM's kernel hands on
         delegate = TopKWeightAndReduceDelegate()
         Experts.__init__(self, prepare_finalize, quant_config, formats=mk.FusedMoEActivationFormat, delegate=delegate)
 

@@ -59,6 +59,28 @@ class Experts:
         """The same, as newer versions ask."""
         return self.activation_formats[0]
 
+    # What vLLM asks before it takes a class for a configuration.
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is None  # weights come in bf16
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return getattr(activation, "value", activation) in ACTIVATIONS
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
     def supports_chunking(self) -> bool:
         """Rows of an expert are together: they cannot be cut anywhere."""
         return False
