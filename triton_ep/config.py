@@ -22,8 +22,9 @@ _TOKEN_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "
 _SHAPE = [field.name for field in fields(Shape) if field.name not in ("token", "network", "tuned", "interpreted")]
 _POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size", "alignment", "num_sm")
 
-# Every program goes through the ids of all tokens of its rank; ranks are bits of a word.
-_LOW_LATENCY_MOST = {"max_tokens": 512, "num_experts": 2048, "world_size": 32}
+# Every program goes through the ids of all tokens of its rank, and counts in half a word; ranks are bits of a word.
+_LOW_LATENCY_MOST = {"max_tokens": 1024, "num_experts": 2048, "world_size": 32}
+_LOW_LATENCY_MOST_ENTRIES = 2**15 - 1
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class EPConfig:
         enable_local_combine: sum rows of a token on the expert's rank before they cross a link.
         timeout_s: bound of every wait, in seconds.
         payload: how rows travel in dispatch: None = as they are, "mxfp8" = e4m3 with one e8m0 scale per 32 values.
-        low_latency: fewer launches for few tokens; static, one node, at most 512 tokens, 2048 experts, 32 ranks.
+        low_latency: fewer launches for few tokens; static, one node, at most 1024 tokens, 2048 experts, 32 ranks.
         tuned: entry of a tuned table, for how kernels run on a GPU; None: as built in. `num_sm` is as given here.
 
     Raises:
@@ -162,7 +163,8 @@ class EPConfig:
     @property
     def fits_low_latency(self) -> bool:
         """Whether a layer with low_latency=True takes these sizes, given a static capacity."""
-        return self.is_intra_node and all(getattr(self, name) <= most for name, most in _LOW_LATENCY_MOST.items())
+        fits = all(getattr(self, name) <= most for name, most in _LOW_LATENCY_MOST.items())
+        return self.is_intra_node and fits and self.max_tokens * self.topk <= _LOW_LATENCY_MOST_ENTRIES
 
     def _check_low_latency(self) -> None:
         if self.recv_capacity is None:
@@ -180,6 +182,11 @@ class EPConfig:
                 raise ConfigError(
                     f"low_latency=True takes {name} up to {most}, got {getattr(self, name)}. Pass low_latency=False."
                 )
+        if self.max_tokens * self.topk > _LOW_LATENCY_MOST_ENTRIES:
+            raise ConfigError(
+                f"low_latency=True takes max_tokens * topk up to {_LOW_LATENCY_MOST_ENTRIES}, got {self.max_tokens} * "
+                f"{self.topk}. Pass low_latency=False."
+            )
 
     @cached_property
     def num_experts_per_rank(self) -> int:

@@ -78,7 +78,7 @@ class EPAll2AllLayer:
         alignment: every expert's segment of received rows starts at a multiple of this many rows.
         capacity: None (exact): outputs are sized to what arrives and the host waits for the count.
             n (static): n output rows, no host synchronisation; overflow is flagged in the descriptor.
-        low_latency: two launches per call, for at most 512 tokens (decode): static, one node.
+        low_latency: two launches per call, for at most 1024 tokens (decode): static, one node.
         tuned: an entry of a tuned table (`triton_ep.runtime.tuned.table`), with num_sm=None only, the same everywhere.
         timeout_s: bound of every wait, in seconds.
 

@@ -39,6 +39,7 @@ CASES = {
         Case("wide_mx_given", tokens=(2, 1), hidden=16416, payload="mxfp8", quantised_input=True),
     )
 }
+MOST = Case("most", tokens=(1024, 3), hidden=32, topk=4, experts=4, low_latency=True)
 SMALL = Case("small", tokens=(6, 3), hidden=32, topk=2, experts=2, low_latency=True)
 
 
@@ -47,6 +48,13 @@ SMALL = Case("small", tokens=(6, 3), hidden=32, topk=2, experts=2, low_latency=T
 def test_dispatch_and_combine_equal_the_reference(run_ranks, chaos_seed, nodes, ranks_per_node, name):
     """Every row, weight, count and offset, and sums within the roundings of partial sums."""
     run_ranks(check_case, nodes, ranks_per_node, replace(CASES[name], calls=1 if chaos_seed is not None else 3))
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_the_most_tokens_that_there_may_be(run_ranks, nodes, ranks_per_node):
+    """1024 on a rank, as `test_dispatch_and_combine_equal_the_reference`."""
+    run_ranks(check_case, nodes, ranks_per_node, replace(MOST, calls=1))
 
 
 def _wrap(rank, nodes, ranks_per_node):
@@ -239,7 +247,8 @@ def test_what_is_refused(run_ranks, nodes, ranks_per_node):
     [
         ({"recv_capacity": None}, r"capacity=None.*At most 96 rows"),
         ({"local_world_size": 1}, "local_world_size is 1 and world_size 2"),
-        ({"max_tokens": 513}, "max_tokens up to 512, got 513"),
+        ({"max_tokens": 1025}, "max_tokens up to 1024, got 1025"),
+        ({"max_tokens": 1024, "topk": 32, "num_experts": 32}, r"up to 32767, got 1024 \* 32"),
         ({"num_experts": 4096}, "num_experts up to 2048, got 4096"),
         ({"num_experts": 64, "world_size": 64, "local_world_size": 64}, "world_size up to 32, got 64"),
     ],

@@ -450,7 +450,7 @@ class Buffer:
         Args:
             x: [T, H] bfloat16, contiguous, T up to M.
             topk_idx: [T, K] int64 or int32; -1 = dropped.
-            num_max_dispatch_tokens_per_rank: M, up to 512.
+            num_max_dispatch_tokens_per_rank: M, up to 1024.
             num_experts: E.
             cumulative_local_expert_recv_stats: [e] int32; the counts are added to it.
             use_fp8: quantise rows to e4m3 with a scale per 128 values (H a multiple of it) before they are sent; the
