@@ -187,16 +187,19 @@ def _mend(
     scale = _scale_of_max(max_ptr, at, inside)
     wrong = inside & (scale != _scale_of_copy(scale_ptr, at, inside))
     if tl.max(wrong.to(tl.int32), 0) > 0:
-        tl.store(scale_ptr + at, scale_value(scale), mask=wrong)
         for start in range(0, length, STEP):
             step = start + tl.arange(0, STEP)
             mask = wrong[:, None] & (step < length)[None, :]
             if TRANSPOSED:
-                x = tl.load(w_ptr + step.to(tl.int64)[None, :] * num_lines + line[:, None], mask=mask, other=0.0)
+                # All of them, 16 bytes at a time.
+                mask_w = inside[:, None] & (step < length)[None, :]
+                x = tl.load(w_ptr + step.to(tl.int64)[None, :] * num_lines + line[:, None], mask=mask_w, other=0.0)
             else:
                 x = tl.load(w_ptr + line.to(tl.int64)[:, None] * length + step[None, :], mask=mask, other=0.0)
             elements = scaled_elements(x.to(tl.float32), scale[:, None], MODE_RCEIL, False)
             tl.store(out_ptr + at[:, None] * length + step[None, :], elements, mask=mask)
+        # Last: what is wrong was read there.
+        tl.store(scale_ptr + at, scale_value(scale), mask=wrong)
 
 
 @ep_kernel(
@@ -208,7 +211,7 @@ def _mend(
     transposed_ptr="*fp8e4nv",
     transposed_scale_ptr="*fp32",
     specialised=("n", "k"),
-    variants=(Variant({"FPROP": False, "DGRAD": True, "BLOCK_N": 64, "BLOCK_K": 64}, {"W": "fp32"}, ("n", "k")),),
+    variants=(Variant({"FPROP": False, "DGRAD": True, "LINES": 32, "STEP": 64}, {"W": "fp32"}, ("n", "k")),),
 )
 def mend_weights_kernel(
     w_ptr,  # [E, N, K] bf16 or fp32
@@ -222,22 +225,20 @@ def mend_weights_kernel(
     k,
     FPROP: tl.constexpr,
     DGRAD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """A program takes BLOCK_N rows of one expert, or BLOCK_K of its columns, which come after the rows."""
-    strips_n = tl.cdiv(n, BLOCK_N) if FPROP else 0
-    strips_k = tl.cdiv(k, BLOCK_K) if DGRAD else 0
+    """A program takes LINES rows of one expert, or as many of its columns, which come after the rows."""
+    strips_n = tl.cdiv(n, LINES) if FPROP else 0
+    strips_k = tl.cdiv(k, LINES) if DGRAD else 0
     expert = (tl.program_id(0) // (strips_n + strips_k)).to(tl.int64)
     strip = tl.program_id(0) % (strips_n + strips_k)
     w_ptr += expert * n * k
     if strip < strips_n:
         if FPROP:
-            first = strip * BLOCK_N
-            _mend(w_ptr, row_max_ptr, out_ptr, scale_ptr, expert, first, n, k, False, BLOCK_N, BLOCK_K)
+            first = strip * LINES
+            _mend(w_ptr, row_max_ptr, out_ptr, scale_ptr, expert, first, n, k, False, LINES, STEP)
     else:
         if DGRAD:
-            first = (strip - strips_n) * BLOCK_K
-            _mend(
-                w_ptr, column_max_ptr, transposed_ptr, transposed_scale_ptr, expert, first, k, n, True, BLOCK_K, BLOCK_N
-            )
+            first = (strip - strips_n) * LINES
+            _mend(w_ptr, column_max_ptr, transposed_ptr, transposed_scale_ptr, expert, first, k, n, True, LINES, STEP)

@@ -63,8 +63,8 @@ def _prepare(
     plan, block = prepare_weights_plan(uses, again, INTERPRETING)
     runtime.launch(plan, experts * -(-n // block[0]) * -(-k // block[1]), w_ptr=w, **maxima, **copies, **sizes)
     if again:
-        plan, block = mend_weights_plan(uses, INTERPRETING)
-        strips = -(-rows // block[0]) + -(-columns // block[1])
+        plan = mend_weights_plan(uses, INTERPRETING)
+        strips = sum(-(-lines // plan.constexprs["LINES"]) for lines in (rows, columns))
         runtime.launch(plan, experts * strips, w_ptr=w, **maxima, **copies, **sizes)
 
 

@@ -27,7 +27,8 @@ ACT_OUT = {"bf16": ACT_OUT_BF16, "mx": ACT_OUT_MX, "mx_bf16": ACT_OUT_MX_BF16}
 
 PREPARED, PREPARED_WARPS = (128, 64), 4
 """Rows and columns of a weight that are prepared at once."""
-MENDED = (64, 64)
+MENDED = 32
+"""Rows or columns that a program looks at: more, and more are read that need not be; fewer, and more programs start."""
 QUANTIZED_BLOCKS = 256
 """Of 32 values, that a program quantises at once."""
 
@@ -98,10 +99,9 @@ def prepare_weights_plan(uses: dict[str, bool], check: bool, interpreted: bool) 
     return Plan("prepare_weights_kernel", constexprs, PREPARED_WARPS), tile
 
 
-def mend_weights_plan(uses: dict[str, bool], interpreted: bool) -> tuple[Plan, tuple[int, int]]:
-    """Those rows and columns again whose scales have changed, and how many of each a program takes."""
-    tile = (128, 128) if interpreted else MENDED
-    return Plan("mend_weights_kernel", {**uses, "BLOCK_N": tile[0], "BLOCK_K": tile[1]}), tile
+def mend_weights_plan(uses: dict[str, bool], interpreted: bool) -> Plan:
+    """Those rows and columns again whose scales have changed; a program takes LINES of them."""
+    return Plan("mend_weights_kernel", {**uses, "LINES": 128 if interpreted else MENDED, "STEP": 64})
 
 
 # --- products ---------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def _row_scales(training: tuple[bool, ...]) -> list[KernelRequest]:
             uses = {"FPROP": fprop, "DGRAD": dgrad}
             for check in (False, True):
                 found.append(_of_weights(prepare_weights_plan(uses, check, interpreted=False)[0]))
-            found.append(_of_weights(mend_weights_plan(uses, interpreted=False)[0]))
+            found.append(_of_weights(mend_weights_plan(uses, interpreted=False)))
     return found
 
 
