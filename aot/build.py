@@ -159,6 +159,7 @@ def _kernels() -> dict[str, dict[str, Any]]:
         file = Path(spec.kernel.fn.__code__.co_filename).resolve().relative_to(kernels_folder().resolve())
         found[spec.name] = {
             "arguments": [list(item) for item in spec.arguments.items()],
+            "order": list(spec.runtime_order),
             "specialised": list(spec.specialised),
             "file": file.as_posix(),
             "source": source_hash(file.as_posix()),

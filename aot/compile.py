@@ -16,10 +16,10 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import ASTSource
 
 from triton_ep.aot.ptx import local_bytes, narrow_accesses, parameters, without_places
 from triton_ep.kernels.spec import KernelSpec, all_kernels
+from triton_ep.runtime.compiler import options_of, source_of
 from triton_ep.runtime.plans.request import KernelRequest
 
 _LIBRARY = "libnvshmem_device"
@@ -38,37 +38,6 @@ def stop() -> None:
     import shutil
 
     shutil.rmtree(triton.knobs.cache.dir, ignore_errors=True)
-
-
-def source_of(spec: KernelSpec, request: KernelRequest) -> ASTSource:
-    """The variant as Triton's compiler takes it, specialised as its JIT would.
-
-    Raises:
-        ValueError: what was asked does not fit the kernel.
-    """
-    parameters = [parameter.name for parameter in spec.kernel.params]
-    runtime = [name for name in parameters if name not in request.constexprs]
-    if runtime != list(spec.arguments) or not set(request.constexprs) <= set(parameters):
-        raise ValueError(f"the kernel takes {parameters}, the spec names {[*spec.arguments, *request.constexprs]}")
-    signature, constexprs, hints = {}, {}, {}
-    for index, name in enumerate(parameters):
-        if name in request.constexprs or name in request.ones:
-            signature[name] = "constexpr"
-            constexprs[(index,)] = _constexpr(request.constexprs[name]) if name in request.constexprs else 1
-            continue
-        signature[name] = request.types.get(name, spec.arguments[name])
-        if "{" in signature[name]:
-            raise ValueError(f"the type of {name} is open: {signature[name]}")
-        if (signature[name].startswith("*") and name not in request.unaligned) or name in request.aligned:
-            hints[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(spec.kernel, signature, constexprs=constexprs, attrs=hints)
-
-
-def _constexpr(value: Any) -> Any:
-    return getattr(triton.language, _DTYPES[value]) if isinstance(value, str) else value
-
-
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @contextlib.contextmanager
@@ -108,12 +77,7 @@ def compile_request(text: dict[str, Any], arch: str, bitcode: str | None) -> dic
 
 def _compile(request: KernelRequest, arch: int, bitcode: str | None) -> dict[str, Any]:
     spec = all_kernels()[request.kernel]
-    warps = request.num_warps or spec.num_warps
-    if warps is None:
-        raise ValueError(f"{request.kernel} declares no num_warps, so its plan must choose them")
-    options: dict[str, Any] = {"num_warps": warps}
-    if limit := request.maxnreg or spec.maxnreg:
-        options["maxnreg"] = limit
+    options = options_of(spec, request)
     if request.calls_nvshmem:
         options["extern_libs"] = {_LIBRARY: bitcode}
     kept: dict[str, str] = {}
@@ -137,7 +101,7 @@ def _compile(request: KernelRequest, arch: int, bitcode: str | None) -> dict[str
         "shared": metadata.shared,
         "descriptors": descriptors,
     }
-    facts = _facts(spec, request, compiled.asm["ttgir"], compiled.asm["ptx"], cubin, 32 * warps)
+    facts = _facts(spec, request, compiled.asm["ttgir"], compiled.asm["ptx"], cubin, 32 * options["num_warps"])
     facts["shared_bytes"] = metadata.shared
     return {"cubin": cubin, "ptx": kept["ptx"], "entry": entry, "facts": facts}
 
@@ -155,8 +119,8 @@ def _kinds(request: KernelRequest, spec: KernelSpec, descriptors: list[dict[str,
     """Kinds of the parameters by the launch interface of Triton: arguments in order, then two pointers to scratch."""
     kinds: list[str] = []
     boxes = iter(descriptors)
-    for name, declared in spec.arguments.items():
-        kind = request.types.get(name, declared)
+    for name in spec.runtime_order:
+        kind = request.types.get(name, spec.arguments[name])
         if name in request.ones:
             continue
         if kind.startswith("*"):

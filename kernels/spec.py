@@ -5,6 +5,18 @@
 
 The signature gives names and order; the decorator adds what a signature cannot say. Types are Triton's: "*i64" is a
 pointer, "{WORD}" a type that each launch decides: the dtype of rows, of expert ids, or what an operand is.
+
+What travels together is one parameter, a *group*: a NamedTuple class as its annotation, like `Job` (device/job.py). Its
+fields are arguments, those with the annotation tl.constexpr compile-time arguments. Launches, plans and the decorator
+name the fields, as if each were a parameter; only the kernel sees the group:
+
+    class Tile(NamedTuple):
+        ROWS: tl.constexpr
+        BLOCK_H: tl.constexpr
+
+    @ep_kernel(x_ptr="*{WORD}")
+    def copy_kernel(x_ptr, job: Job, tile: Tile):
+        rows = tl.arange(0, tile.ROWS)
 """
 
 from __future__ import annotations
@@ -15,9 +27,10 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
+import triton.language as tl
 
 _COMMON = {"state_ptr": "*i64", "tables_ptr": "*i64", "placement_ptr": "*i32"}
 """Types of pointers that mean the same in every kernel."""
@@ -38,6 +51,24 @@ class Variant:
     aligned: tuple[str, ...] = ()
 
 
+class Parameter(NamedTuple):
+    """One parameter of a kernel.
+
+    Attributes:
+        name: as the kernel has it.
+        fields: names of the arguments that it consists of: its own, or those of its group.
+        group: its class; None: it is one argument.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    group: Any = None
+
+    def of(self, values: Mapping[str, Any]) -> Any:
+        """The parameter from a value for each argument."""
+        return values[self.name] if self.group is None else self.group(*[values[name] for name in self.fields])
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """A declared kernel.
@@ -45,7 +76,8 @@ class KernelSpec:
     Attributes:
         name: of the function.
         kernel: the `triton.jit` function.
-        arguments: type of every run-time argument, in order; pointers and operands come before integers.
+        parameters: in the order of the kernel.
+        arguments: type of every run-time argument, pointers and operands before integers: the order of launches.
         constexprs: names of its compile-time arguments.
         specialised: integers that the compiler may know to be 1, or multiples of 16.
         num_warps: warps of a program on a GPU; None: the plan of each call site chooses them.
@@ -56,12 +88,24 @@ class KernelSpec:
 
     name: str
     kernel: Any
+    parameters: tuple[Parameter, ...]
     arguments: Mapping[str, str]
     constexprs: tuple[str, ...]
     specialised: tuple[str, ...]
     num_warps: int | None
     maxnreg: int | None
     variants: tuple[Variant, ...]
+
+    @property
+    def runtime_order(self) -> tuple[str, ...]:
+        """Names of the run-time arguments in the order of the kernel's parameters, which compiled kernels take."""
+        return tuple(name for each in self.parameters for name in each.fields if name in self.arguments)
+
+    def for_interpreter(self, values: Mapping[str, Any]) -> list[Any]:
+        """The parameters of a call that is interpreted, from a value for each argument."""
+        # Elsewhere in a group the interpreter takes a number for a run-time one.
+        kept = values | {name: tl.constexpr(values[name]) for name in self.constexprs}
+        return [parameter.of(values if parameter.group is None else kept) for parameter in self.parameters]
 
     @property
     def moves_rows(self) -> bool:
@@ -87,29 +131,42 @@ def ep_kernel(
         types: of pointers and operands, by name. What is named neither here nor in `_COMMON` is an integer: "i32".
 
     Raises:
-        TypeError: a type or a specialised integer is no argument, a pointer has no type, or comes behind an integer.
+        TypeError: a type or a specialised integer is no argument, a pointer has no type, or two arguments share a name.
     """
 
     def declare(function: Callable[..., Any]) -> Any:
-        parameters = inspect.signature(function).parameters.values()
-        constexprs = tuple(p.name for p in parameters if "constexpr" in str(p.annotation))
-        known = _COMMON | types
-        arguments = {p.name: known.get(p.name, "i32") for p in parameters if p.name not in constexprs}
-        integers = [name for name, kind in arguments.items() if kind == "i32"]
         name = function.__name__
-        if unknown := sorted({*types, *specialised} - set(arguments)):
-            raise TypeError(f"{name} has no run-time arguments {unknown}; it has {list(arguments)}.")
-        if untyped := [argument for argument in integers if argument.endswith("_ptr")]:
+        parameters, constexprs = _parameters(function)
+        known = _COMMON | types
+        named = [field for parameter in parameters for field in parameter.fields if field not in constexprs]
+        kinds = {field: known.get(field, "i32") for field in named}
+        if unknown := sorted({*types, *specialised} - set(kinds)):
+            raise TypeError(f"{name} has no run-time arguments {unknown}; it has {named}.")
+        if untyped := [field for field, kind in kinds.items() if kind == "i32" and field.endswith("_ptr")]:
             raise TypeError(f"{name}: {untyped} are declared without a type.")
-        if list(arguments)[len(arguments) - len(integers) :] != integers:
-            raise TypeError(f"{name}: pointers come before the integers {integers}.")
-        jit = triton.jit(do_not_specialize=[argument for argument in integers if argument not in specialised])
+        if len({*named, *constexprs}) < len(named) + len(constexprs):
+            raise TypeError(f"{name}: two of the arguments {[*named, *constexprs]} have one name.")
+        arguments = dict(sorted(kinds.items(), key=lambda item: item[1] == "i32"))
         _DECLARED[name] = KernelSpec(
-            name, jit(function), arguments, constexprs, specialised, num_warps, maxnreg, variants
+            name, triton.jit(function), parameters, arguments, constexprs, specialised, num_warps, maxnreg, variants
         )
         return _DECLARED[name].kernel
 
     return declare
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
+    """Parameters of a kernel, and the names of its compile-time arguments."""
+    parameters, constexprs = [], []
+    for parameter in inspect.signature(function).parameters.values():
+        name, kind = parameter.name, parameter.annotation
+        if hasattr(kind, "_fields"):
+            parameters.append(Parameter(name, kind._fields, kind))
+            constexprs += [field for field, of_field in kind.__annotations__.items() if "constexpr" in str(of_field)]
+        else:
+            parameters.append(Parameter(name, (name,)))
+            constexprs += [name] if "constexpr" in str(kind) else []
+    return tuple(parameters), tuple(constexprs)
 
 
 @functools.cache

@@ -85,16 +85,13 @@ def routing_count_kernel(
     chunks_ptr,  # out, see device/tables.py
     num_tokens,
     num_experts,
-    num_ranks,
-    experts_per_rank,
-    ranks_per_node,
+    job: Job,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    job = Job(num_ranks=num_ranks, ranks_per_node=ranks_per_node, experts_per_rank=experts_per_rank)
     chunk = tl.program_id(0)
     num_columns = num_columns_of(job)
     _, _, offs, mask = _entries(num_tokens, TOPK, KP, BLOCK_T)
@@ -205,13 +202,8 @@ def routing_slots_kernel(
     chunks_ptr,  # see device/tables.py; counts are an exclusive prefix
     placement_ptr,  # see device/tables.py
     push_addrs_ptr,  # out [T, K] int64
-    state_ptr,
-    tables_ptr,
+    job: Job,
     num_tokens,
-    rank,
-    num_ranks,
-    experts_per_rank,
-    ranks_per_node,
     row_bytes,  # of a row on the wire
     recv_capacity,
     stage_capacity,
@@ -223,7 +215,6 @@ def routing_slots_kernel(
     EP: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     num_chunks = tl.num_programs(0) - 1
     failed = tl.load(job.state_ptr + STATUS) != 0
     if tl.program_id(0) == num_chunks:

@@ -1,13 +1,15 @@
 """The device context: what a kernel of the exchange knows of its rank and of the others.
 
-A kernel makes it in its first line, and what it calls takes it as the first argument:
+It is one parameter of a kernel (kernels/spec.py), and what the kernel calls takes it as the first argument:
 
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
-    flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
+    def combine_free_kernel(job: Job, WP: tl.constexpr):
+        flags_ptr = own_buffer(job, DONE_FLAG, tl.int64)
 
-Triton takes it apart when it compiles: a kernel that does so has the same PTX as one that passes the values on one by
-one. Ranks are numbered node by node: of 8 ranks, 4 per node, rank 6 is local rank 2 of node 1, and the first rank of
-its node is 4.
+Triton takes it apart when it compiles: the PTX has a parameter for each field, and is otherwise that of a kernel that
+takes them one by one. A layer binds all fields when it makes a launcher (triton_ep/context/context.py).
+
+Ranks are numbered node by node: of 8 ranks, 4 per node, rank 6 is local rank 2 of node 1, and the first rank of its
+node is 4.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ import triton
 
 
 class Job(NamedTuple):
-    """Fields that a kernel has no use for stay 0.
+    """The same in all launches of a layer.
 
     Attributes:
         state_ptr: [STATE_WORDS + W] int64 of this rank: epochs, time limit, status record (codes.py, buffers.py).
@@ -25,14 +27,24 @@ class Job(NamedTuple):
         num_ranks: W.
         ranks_per_node: LW; divides W.
         experts_per_rank: e, local experts; rank r owns those from r * e on.
+        max_tokens: M, tokens of a rank per call at most.
     """
 
-    state_ptr: Any = 0
-    tables_ptr: Any = 0
-    rank: Any = 0
-    num_ranks: Any = 0
-    ranks_per_node: Any = 0
-    experts_per_rank: Any = 0
+    state_ptr: Any
+    tables_ptr: Any
+    rank: Any
+    num_ranks: Any
+    ranks_per_node: Any
+    experts_per_rank: Any
+    max_tokens: Any
+
+
+@triton.jit
+def in_one_node(job):
+    """The same with all ranks on one node, known when the kernel is compiled."""
+    return Job(
+        job.state_ptr, job.tables_ptr, job.rank, job.num_ranks, job.num_ranks, job.experts_per_rank, job.max_tokens
+    )
 
 
 @triton.jit

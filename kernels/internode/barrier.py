@@ -22,11 +22,7 @@ from ..spec import ep_kernel
 
 @ep_kernel(num_warps=1)
 def barrier_kernel(
-    state_ptr,
-    tables_ptr,
-    rank,
-    num_ranks,
-    ranks_per_node,
+    job: Job,
     EPOCH: tl.constexpr,  # row of the epoch array
     FLAG_BUFFER: tl.constexpr,
     SAME_NODE_ONLY: tl.constexpr,
@@ -34,7 +30,6 @@ def barrier_kernel(
     WP: tl.constexpr,
     LWP: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node)
     epoch = tl.load(job.state_ptr + EPOCH) + 1
     tl.debug_barrier()
     tl.store(job.state_ptr + EPOCH, epoch)

@@ -33,15 +33,9 @@ def combine_partial_kernel(
     like_x_ptr,  # any pointer to the token dtype
     placement_ptr,  # device/tables.py
     forward_ptr,  # [2, N, max_tokens, K] int32 (internode/dispatch.py)
-    state_ptr,
-    tables_ptr,
-    max_tokens,
+    job: Job,
     hidden,
     row_capacity,
-    experts_per_rank,
-    rank,
-    num_ranks,
-    ranks_per_node,
     num_stage_programs,
     call,  # intranode/combine.py
     REDUCED: tl.constexpr,  # intranode/combine.py
@@ -56,7 +50,6 @@ def combine_partial_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     tag = combine_tag(job, call, placement_ptr)
     ready, differ = wait_staged(
         job,
@@ -71,14 +64,14 @@ def combine_partial_kernel(
     if ready | differ:
         tag = tl.where(differ, MIXED_TAG, tag)
         tokens_from_node_ptr = tokens_from_node_of(job, placement_ptr)
-        num_entries = tl.cast(num_nodes(job), tl.int64) * max_tokens * TOPK
+        num_entries = tl.cast(num_nodes(job), tl.int64) * job.max_tokens * TOPK
         row_table_ptr = forward_ptr + num_entries
         epoch = tl.load(job.state_ptr + EPOCH_COMBINE) + 1
         stride = partial_stride(hidden)
         offs = tl.arange(0, BLOCK_H)
         send_ptr = own_buffer(job, PARTIAL_SEND, PARTIAL_DTYPE)
         row_bytes = tl.cast(stride, tl.int64) * (PARTIAL_DTYPE.primitive_bitwidth // 8)
-        num_items = (num_nodes(job) - 1) * tl.cdiv(max_tokens, CHUNK)
+        num_items = (num_nodes(job) - 1) * tl.cdiv(job.max_tokens, CHUNK)
         for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
             node, chunk = other_node(job, item)
             tokens = tl.load(tokens_from_node_ptr + node)
@@ -88,7 +81,7 @@ def combine_partial_kernel(
                 for start in range(0, CHUNK, ROWS):
                     slot = first + start + tl.arange(0, ROWS)
                     alive = slot < tokens
-                    row = (node * max_tokens + slot).to(tl.int64)
+                    row = (node * job.max_tokens + slot).to(tl.int64)
                     for h in range(0, hidden, BLOCK_H):
                         acc = pull_sum(
                             job,
@@ -109,7 +102,7 @@ def combine_partial_kernel(
                 count = tl.minimum(tl.maximum(tokens - first, 1), CHUNK)
                 put_chunk(
                     job,
-                    Chunk(node, chunk, first, count, max_tokens, row_bytes),
+                    Chunk(node, chunk, first, count, job.max_tokens, row_bytes),
                     epoch << TAG_BITS | tag,
                     PARTIAL_SEND,
                     PARTIAL_RECV,

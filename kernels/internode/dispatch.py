@@ -110,15 +110,9 @@ def internode_send_kernel(
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
     chunks_ptr,  # device/tables.py
     placement_ptr,  # device/tables.py
-    state_ptr,
-    tables_ptr,
+    job: Job,
     num_tokens,
-    max_tokens,
     row_words,
-    experts_per_rank,
-    rank,
-    num_ranks,
-    ranks_per_node,
     PAYLOAD: tl.constexpr,  # device/payload.py
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -130,7 +124,6 @@ def internode_send_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     if tl.load(job.state_ptr + STATUS) != 0:
         return
     epoch = tl.load(job.state_ptr + EPOCH_DISPATCH)
@@ -153,7 +146,7 @@ def internode_send_kernel(
                 slot = first + start + tl.arange(0, ROWS)
                 alive = slot < tokens
                 token = tl.load(node_token_ptr + node.to(tl.int64) * num_tokens + slot, mask=alive, other=0)
-                row = (node * max_tokens + slot).to(tl.int64)
+                row = (node * job.max_tokens + slot).to(tl.int64)
                 x_ptrs = x_ptr + token.to(tl.int64) * row_words
                 scale_ptrs = scale_ptr + token.to(tl.int64) * (wire.data_bytes // 32)
                 for h in range(0, row_words, BLOCK_H):
@@ -177,7 +170,7 @@ def internode_send_kernel(
                     tl.store(_meta_ptrs(messages, row, WEIGHTS, tl.float32, KP), weights, mask=mask)
             put_chunk(
                 job,
-                Chunk(node, chunk, first, tl.minimum(tokens - first, CHUNK), max_tokens, messages.row_bytes),
+                Chunk(node, chunk, first, tl.minimum(tokens - first, CHUNK), job.max_tokens, messages.row_bytes),
                 epoch,
                 NET_SEND,
                 NET_RECV,
@@ -313,15 +306,9 @@ def internode_forward_kernel(
     word_ptr,  # any pointer to words of the payload: gives their type
     placement_ptr,  # device/tables.py
     forward_ptr,  # out [2, N, max_tokens, K] int32, what combine pulls for the tokens forwarded: ranks, and rows there
-    state_ptr,
-    tables_ptr,
-    max_tokens,
+    job: Job,
     row_words,
     stage_capacity,
-    experts_per_rank,
-    rank,
-    num_ranks,
-    ranks_per_node,
     HAS_WEIGHTS: tl.constexpr,
     REDUCED: tl.constexpr,  # combine pulls arrival rows: without gaps, then -1; else output rows, in k order
     TOPK: tl.constexpr,
@@ -334,13 +321,12 @@ def internode_forward_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     epoch = tl.load(job.state_ptr + EPOCH_DISPATCH)
     WORD: tl.constexpr = word_ptr.dtype.element_ty
     wire = wire_of(row_words, WORD, WORDS)
     messages = messages_at(address_of(job, NET_RECV, job.rank), wire.row_bytes, KP)
     nodes = num_nodes(job)
-    num_entries = tl.cast(nodes, tl.int64) * max_tokens * TOPK
+    num_entries = tl.cast(nodes, tl.int64) * job.max_tokens * TOPK
     one = tl.arange(0, 1)
     # After an expired wait the rows are not complete: without the flags the receivers report it as well.
     arrived = tl.load(job.state_ptr + STATUS) == 0
@@ -366,7 +352,7 @@ def internode_forward_kernel(
                             messages,
                             forward_ptr,
                             num_entries,
-                            (node * max_tokens + slot).to(tl.int64),
+                            (node * job.max_tokens + slot).to(tl.int64),
                             slot < tokens,
                             row_words,
                             stage_capacity,
@@ -385,7 +371,7 @@ def internode_forward_kernel(
                 flag = node * MAX_CHUNKS + last
                 arrived = wait_flags(job, flags_ptr + last + one, one == 0, epoch, WAIT_NETWORK_ROWS, flag)
                 if arrived:
-                    rows = _rows_before(job, messages, end * CHUNK, tokens, node * max_tokens, LWP, TOPK, KP, CHUNK)
+                    rows = _rows_before(job, messages, end * CHUNK, tokens, node * job.max_tokens, LWP, TOPK, KP, CHUNK)
                     reached = tl.cast(step + 1, tl.int32)
             if arrived:
                 release_arrivals(job, reached, rows, node, LWP, SENDERS)

@@ -252,15 +252,10 @@ def splits_kernel(
     placement_ptr,  # out, device/tables.py
     bad_scatter_ptr,  # [1] int32, read if HAS_SCATTER: added to the host word
     routed_ptr,  # `placement` of the dispatch whose routing is taken; not read without HOST_AGAIN in the host word
-    state_ptr,
-    tables_ptr,
+    job: Job,
     num_chunks,
     num_tokens,
     host_word,  # HOST_* (device/codes.py)
-    rank,
-    num_ranks,
-    experts_per_rank,
-    ranks_per_node,
     alignment,
     recv_capacity,
     HAS_SCATTER: tl.constexpr,
@@ -273,7 +268,6 @@ def splits_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     row_ptr = row_of(job, placement_ptr)
     _scan(job, chunks_ptr, row_ptr, num_chunks, BLOCK_N, BLOCK_C)
     if tl.program_id(0) == 0:

@@ -83,24 +83,18 @@ def _wait_free(job, WP: tl.constexpr):
 
 
 @ep_kernel(num_warps=1)
-def combine_free_kernel(state_ptr, tables_ptr, rank, num_ranks, WP: tl.constexpr):
-    _wait_free(Job(state_ptr, tables_ptr, rank, num_ranks), WP)
+def combine_free_kernel(job: Job, WP: tl.constexpr):
+    _wait_free(job, WP)
 
 
 @ep_kernel(num_warps=1)
 def combine_publish_kernel(
     placement_ptr,  # device/tables.py
-    state_ptr,
-    tables_ptr,
-    experts_per_rank,
-    rank,
-    num_ranks,
-    ranks_per_node,
+    job: Job,
     call,  # COMBINE_* (device/codes.py), as in the kernels below
     LWP: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     tag = combine_tag(job, call, placement_ptr)
     if tl.load(job.state_ptr + STATUS) == 0:
         release_staged(job, STEPS, tag, LWP, MAX_PROGRAMS)
@@ -111,14 +105,9 @@ def combine_stage_kernel(
     y_ptr,  # [R, row_words] words
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
     placement_ptr,  # device/tables.py
-    state_ptr,
-    tables_ptr,
+    job: Job,
     row_words,
     row_capacity,
-    experts_per_rank,
-    rank,
-    num_ranks,
-    ranks_per_node,
     call,
     HAS_WEIGHTS: tl.constexpr,
     WP: tl.constexpr,
@@ -127,7 +116,6 @@ def combine_stage_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     tag = combine_tag(job, call, placement_ptr)
     if _wait_free(job, WP):
         combine_ptr = own_buffer(job, COMBINE_X, y_ptr.dtype.element_ty)
@@ -180,14 +168,9 @@ def combine_reduce_kernel(
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
     copy_rows_ptr,  # [C, K] int32, output rows of each arrival row, -1 = none
     placement_ptr,  # device/tables.py
-    state_ptr,
-    tables_ptr,
+    job: Job,
     hidden,
     row_capacity,
-    experts_per_rank,
-    rank,
-    num_ranks,
-    ranks_per_node,
     num_steps,  # divides STEPS; with several nodes 2
     call,
     HAS_WEIGHTS: tl.constexpr,
@@ -198,7 +181,6 @@ def combine_reduce_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     tag = combine_tag(job, call, placement_ptr)
     if _wait_free(job, WP):
         combine_ptr = own_buffer(job, COMBINE_X, y_ptr.dtype.element_ty)
@@ -272,7 +254,6 @@ def _add_partials(
     h,  # first column of the tile
     partial_ptr,  # [N, max_tokens, stride] partial sums of the other nodes
     slot_ptrs,  # [ROWS] pointers to K int32, the field PULL_PARTIAL
-    max_tokens,
     hidden,
     TOPK: tl.constexpr,
 ):
@@ -282,7 +263,7 @@ def _add_partials(
     nodes = num_nodes(job)
     for j in range(tl.minimum(nodes - 1, TOPK)):
         partial = tl.load(slot_ptrs + j, mask=alive, other=-1)
-        source = (partial % nodes * max_tokens + partial // nodes).to(tl.int64)
+        source = (partial % nodes * job.max_tokens + partial // nodes).to(tl.int64)
         source_ptrs = partial_ptr + (source * stride)[:, None] + offs[None, :]
         part = tl.load(source_ptrs, mask=(partial >= 0)[:, None] & (offs < hidden)[None, :], other=0.0)
         acc += part.to(tl.float32)
@@ -294,16 +275,10 @@ def combine_pull_kernel(
     out_ptr,  # out [T, H]
     entries_ptr,  # [F, T, K] int32 (device/tables.py)
     placement_ptr,  # device/tables.py
-    state_ptr,
-    tables_ptr,
+    job: Job,
     num_tokens,
-    max_tokens,
     hidden,
     row_capacity,
-    experts_per_rank,
-    rank,
-    num_ranks,
-    ranks_per_node,
     num_stage_programs,
     num_steps,  # divides STEPS
     call,
@@ -321,7 +296,6 @@ def combine_pull_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     rank_ptr = entry_field(entries_ptr, PULL_RANK if REDUCED else OWNER, num_tokens, TOPK)
     row_ptr = entry_field(entries_ptr, PULL_ROW if REDUCED else DST_ROW, num_tokens, TOPK)
     partial_row_ptr = entry_field(entries_ptr, PULL_PARTIAL, num_tokens, TOPK)
@@ -365,7 +339,7 @@ def combine_pull_kernel(
                     )
                     if NNP > 1:
                         slot_ptrs = partial_row_ptr + token * TOPK
-                        acc = _add_partials(job, acc, alive, h, partial_ptr, slot_ptrs, max_tokens, hidden, TOPK)
+                        acc = _add_partials(job, acc, alive, h, partial_ptr, slot_ptrs, hidden, TOPK)
                     in_row = (h + offs < hidden)[None, :]
                     dest = out_ptr + token.to(tl.int64)[:, None] * hidden + h + offs[None, :]
                     tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)

@@ -108,14 +108,9 @@ def compact_rows_kernel(
     recv_idx_ptr,  # out [R, K] int32 or int64, written if HAS_IDX
     recv_weights_ptr,  # out [R, K] float32, written if HAS_IDX and HAS_WEIGHTS
     placement_ptr,  # device/tables.py
-    state_ptr,
-    tables_ptr,
+    job: Job,
     row_words,
     row_limit,  # R: arrivals from this row on are left out
-    rank,
-    num_ranks,
-    ranks_per_node,
-    experts_per_rank,
     num_senders,  # programs of the push, and of the forward, kernel
     HAS_SCALES: tl.constexpr,
     HAS_IDX: tl.constexpr,
@@ -127,7 +122,6 @@ def compact_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     out = Output(recv_x_ptr, recv_scale_ptr, recv_weights_ptr, row_words)
     stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)

@@ -47,14 +47,9 @@ def dispatch_push_kernel(
     scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
     push_addrs_ptr,  # [T, K] int64, addresses of arrival rows, then zeros (compute/routing.py)
     placement_ptr,  # device/tables.py
-    state_ptr,
-    tables_ptr,
+    job: Job,
     num_tokens,
     row_words,
-    experts_per_rank,
-    rank,
-    num_ranks,
-    ranks_per_node,
     PAYLOAD: tl.constexpr,  # device/payload.py
     TOPK: tl.constexpr,
     LWP: tl.constexpr,
@@ -64,7 +59,6 @@ def dispatch_push_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     if tl.load(job.state_ptr + STATUS) != 0:
         return
     data_bytes = wire_of(row_words, x_ptr.dtype.element_ty, PAYLOAD).data_bytes
@@ -292,13 +286,8 @@ def dispatch_expand_kernel(
     recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
     copy_rows_ptr,  # out [C, K] int32, output rows of each arrival row; written if KEEP_COPY_ROWS
     placement_ptr,  # device/tables.py
-    state_ptr,
-    tables_ptr,
+    job: Job,
     row_words,
-    rank,
-    num_ranks,
-    ranks_per_node,
-    experts_per_rank,
     stage_capacity,
     num_senders,  # programs of the push, and of the forward, kernel
     LANDING: tl.constexpr,  # device/codes.py
@@ -313,7 +302,6 @@ def dispatch_expand_kernel(
     BLOCK_H: tl.constexpr,
     TILES: tl.constexpr,  # of BLOCK_H words in a row
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, ranks_per_node, experts_per_rank)
     out = Output(recv_x_ptr, recv_scale_ptr, recv_weights_ptr, row_words)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     arrived = tl.load(job.state_ptr + STATUS) == 0

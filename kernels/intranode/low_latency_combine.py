@@ -33,7 +33,7 @@ from ..device.buffers import (
     own_buffer,
 )
 from ..device.calls import CALLS_LL_COMBINE, combine_tag, report_calls
-from ..device.job import Job
+from ..device.job import Job, in_one_node
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
 from ..device.waits import WAIT_LL_PARTIALS, wait_values
 from ..spec import ep_kernel
@@ -57,13 +57,8 @@ def low_latency_reduce_kernel(
     weights_ptr,  # [R] float32, read if HAS_WEIGHTS
     copy_rows_ptr,  # [W * M, K] int32, of the expand kernel: copies first, then -1
     placement_ptr,  # of the expand kernel
-    state_ptr,
-    tables_ptr,
-    max_tokens,
+    job: Job,
     hidden,
-    experts_per_rank,
-    rank,
-    num_ranks,
     call,  # COMBINE_* (device/codes.py)
     HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -72,7 +67,7 @@ def low_latency_reduce_kernel(
     TILES: tl.constexpr,  # of BLOCK_H columns in a row
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, num_ranks, experts_per_rank)
+    job = in_one_node(job)
     # After a failure nothing is stored; an early return would make every load wait for this one.
     healthy = tl.load(job.state_ptr + STATUS) == 0
     epoch = tl.load(job.state_ptr + EPOCH_LL_COMBINE) + 1
@@ -87,8 +82,8 @@ def low_latency_reduce_kernel(
     token = quotient(item, job.num_ranks)
     source = job.rank + item - token * job.num_ranks
     source = tl.where(source < job.num_ranks, source, source - job.num_ranks)
-    alive = item < job.num_ranks * max_tokens
-    copy_ptrs = copy_rows_ptr + (source * max_tokens + token) * TOPK
+    alive = item < job.num_ranks * job.max_tokens
+    copy_ptrs = copy_rows_ptr + (source * job.max_tokens + token) * TOPK
     came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
     offs = tl.arange(0, BLOCK_H)[None, :]
     peers = tl.arange(0, WP)
@@ -97,7 +92,7 @@ def low_latency_reduce_kernel(
     count = tl.sum(mine.to(tl.int64), axis=0) + tl.where((peers < job.num_ranks) & healthy & is_first, 1, 0)
     flag_ptrs = buffer_ptrs(job, LL_COMBINE_FLAG, peers, count > 0, tl.int64) + part
     dest = buffer_ptrs(job, LL_COMBINE, source, came, y_ptr.dtype.element_ty)
-    dest += (part * max_tokens + token).to(tl.int64) * hidden
+    dest += (part * job.max_tokens + token).to(tl.int64) * hidden
     for t in tl.static_range(TILES):
         h = t * BLOCK_H
         in_row = h + offs < hidden
@@ -121,14 +116,9 @@ def low_latency_reduce_kernel(
 def low_latency_sum_kernel(
     out_ptr,  # out [T, H]
     kept_idx_ptr,  # [T, K] int32, of the push kernel
-    state_ptr,
-    tables_ptr,
+    job: Job,
     num_tokens,
-    max_tokens,
     hidden,
-    experts_per_rank,
-    rank,
-    num_ranks,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
     WP: tl.constexpr,
@@ -136,7 +126,7 @@ def low_latency_sum_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, num_ranks, experts_per_rank)
+    job = in_one_node(job)
     # Without tokens there is one program: it must wait all the same (Replay).
     token = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)
     alive = token < num_tokens
@@ -155,13 +145,13 @@ def low_latency_sum_kernel(
     flag_ptrs = own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers
     sums_ptr = own_buffer(job, LL_COMBINE, out_ptr.dtype.element_ty)
     # Times that this half has been used.
-    expected = (((epoch + 1) >> 1) * (max_tokens + 1)) << _COUNT_SHIFT
+    expected = (((epoch + 1) >> 1) * (job.max_tokens + 1)) << _COUNT_SHIFT
     arrived, seen = wait_values(job, flag_ptrs, in_group, expected, WAIT_LL_PARTIALS, first)
     if arrived:
         acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
         for peer in tl.static_range(WP):
             here = ((goes_to >> peer) & 1) > 0
-            rows = sums_ptr + ((first + peer) * max_tokens + token).to(tl.int64)[:, None] * hidden
+            rows = sums_ptr + ((first + peer) * job.max_tokens + token).to(tl.int64)[:, None] * hidden
             acc += tl.load(rows + offs, mask=here[:, None] & in_row, other=0.0).to(tl.float32)
         dest = out_ptr + token.to(tl.int64)[:, None] * hidden + offs
         tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)

@@ -45,7 +45,7 @@ from ..device.buffers import (
     own_buffer,
 )
 from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_unlike
-from ..device.job import Job, num_experts
+from ..device.job import Job, in_one_node, num_experts
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
 from ..device.payload import (
     MX,
@@ -114,14 +114,9 @@ def low_latency_push_kernel(
     topk_idx_ptr,  # [T, K] expert ids
     weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
     kept_idx_ptr,  # out [T, K] int32, -1 = dropped
-    state_ptr,
-    tables_ptr,
+    job: Job,
     num_tokens,
-    max_tokens,
     row_words,
-    experts_per_rank,
-    rank,
-    num_ranks,
     host_word,
     PAYLOAD: tl.constexpr,  # device/payload.py
     HAS_WEIGHTS: tl.constexpr,
@@ -133,7 +128,7 @@ def low_latency_push_kernel(
     TILES: tl.constexpr,  # of BLOCK_H words in a row
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, num_ranks, experts_per_rank)
+    job = in_one_node(job)
     # After a failure nothing is stored; an early return would make every load wait for this one.
     healthy = tl.load(job.state_ptr + STATUS) == 0
     epoch = tl.load(job.state_ptr + EPOCH_LL_DISPATCH) + 1
@@ -149,7 +144,7 @@ def low_latency_push_kernel(
     scale_ptrs = scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
     owner = owners(mine, job.experts_per_rank)
     source = parity * job.num_ranks + job.rank
-    arrival = source * max_tokens + token
+    arrival = source * job.max_tokens + token
     peers = tl.arange(0, WP)
     in_group = (peers < job.num_ranks) & healthy
     tile = load_row_tile(row_ptrs, row < num_tokens, 0, row_words, BLOCK_H)
@@ -196,7 +191,7 @@ def low_latency_push_kernel(
     told_ptr = job.state_ptr + LL_TOLD + parity
     telling = ((host_word << _WORD_SHIFT) + num_tokens).to(tl.int64)
     told = tl.load(told_ptr, mask=is_first, other=telling)
-    count = tl.where(is_first, max_tokens + 1 - tl.num_programs(0), 1).to(tl.int64)
+    count = tl.where(is_first, job.max_tokens + 1 - tl.num_programs(0), 1).to(tl.int64)
     flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, in_group, tl.int64) + source
     tl.store(told_ptr, telling, mask=is_first & healthy)
     tl.store(job.state_ptr + LL_DISPATCH_SENT, epoch, mask=is_first & healthy)
@@ -318,15 +313,10 @@ def low_latency_expand_kernel(
     recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
     copy_rows_ptr,  # out [W * M, K] int32, rows of each arrival row's copies, -2 = beyond the capacity; then -1
     placement_ptr,  # out int32 (device/tables.py), up to the number of the dispatch
-    state_ptr,
-    tables_ptr,
+    job: Job,
     row_words,
-    max_tokens,
-    experts_per_rank,
     capacity,
     alignment,
-    rank,
-    num_ranks,
     HAS_SCALES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
@@ -338,7 +328,7 @@ def low_latency_expand_kernel(
     TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    job = Job(state_ptr, tables_ptr, rank, num_ranks, num_ranks, experts_per_rank)
+    job = in_one_node(job)
     out = Output(recv_x_ptr, recv_scale_ptr, recv_weights_ptr, row_words)
     # Addresses are loaded before the wait: its acquire empties L1.
     stage_ptr = own_buffer(job, LL_STAGE_X, tl.uint8)
@@ -350,7 +340,7 @@ def low_latency_expand_kernel(
     if tl.program_id(0) == 0:
         tl.store(job.state_ptr + EPOCH_LL_DISPATCH, epoch)
     # Times that this half has been used.
-    expected = (((epoch + 1) >> 1) * max_tokens) << _COUNT_SHIFT
+    expected = (((epoch + 1) >> 1) * job.max_tokens) << _COUNT_SHIFT
     first_source = (epoch & 1).to(tl.int32) * job.num_ranks
     source = tl.arange(0, WP)
     in_group = source < job.num_ranks
@@ -364,13 +354,13 @@ def low_latency_expand_kernel(
         WORD: tl.constexpr = recv_x_ptr.dtype.element_ty
         wire = wire_of(row_words, WORD, PAYLOAD)
         # Rows far from each other, so that programs share what few tokens there may be.
-        num_arrivals = job.num_ranks * max_tokens
+        num_arrivals = job.num_ranks * job.max_tokens
         arrival = tl.program_id(0) + tl.arange(0, ROWS) * tl.num_programs(0)
-        of_source = quotient(arrival, max_tokens)
-        token = arrival - of_source * max_tokens
+        of_source = quotient(arrival, job.max_tokens)
+        token = arrival - of_source * job.max_tokens
         word = tl.sum(tl.where(of_source[:, None] == source[None, :], word_of[None, :], 0), axis=1)
         here = (arrival < num_arrivals) & (token < (word & _SLOT_MASK))
-        staged = first_source * max_tokens + arrival
+        staged = first_source * job.max_tokens + arrival
         row_ptrs, scale_ptrs = staged_rows(stage_ptr, staged, wire, WORD)
         # On their way while the output rows are computed.
         words, scales = load_payload(row_ptrs, scale_ptrs, here, 0, row_words, PAYLOAD, BLOCK_H)

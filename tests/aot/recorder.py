@@ -62,7 +62,8 @@ def install(path: str) -> None:
 
     def noted_launch(self: runtime.Launcher, grid: int, args: tuple[Any, ...], stream: Any) -> None:
         if grid:
-            note(request_of(self.plan, runtime.spec(self.plan.kernel), args))
+            spec, named = runtime.spec(self.plan.kernel), self.named(args)
+            note(request_of(self.plan, spec, [named[name] for name in spec.arguments]))
         launch(self, grid, args, stream)
 
     runtime.Launcher._launch = noted_launch

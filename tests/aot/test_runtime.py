@@ -23,6 +23,7 @@ from triton_ep.errors import (
     ConfigError,
     LaunchError,
 )
+from triton_ep.kernels.device.job import Job
 from triton_ep.ops import grouped_bf16
 from triton_ep.runtime import cubins as launch
 from triton_ep.runtime import launch as runtime
@@ -111,7 +112,10 @@ _INTEGERS = {
     "rank": 3,
     "num_ranks": 8,
     "ranks_per_node": 8,
+    "max_tokens": 4096,
 }
+_PUSH = runtime.spec("dispatch_push_kernel")
+_KINDS = (*["ptr" if _PUSH.arguments[name][0] == "*" else "i32" for name in _PUSH.runtime_order], "ptr", "ptr")
 
 
 def _push_arguments() -> dict[str, Any]:
@@ -126,17 +130,22 @@ def _push_arguments() -> dict[str, Any]:
     return {name: torch.zeros(64, dtype=dtype) for name, dtype in dtypes.items()} | _INTEGERS
 
 
+def _in_order(arguments: dict[str, Any]) -> list[int]:
+    """What the kernel gets, with Triton's two scratch pointers."""
+    values = [arguments[name] for name in _PUSH.runtime_order]
+    return [*[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values], 0, 0]
+
+
 def test_a_launch_hands_over_all_arguments(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:
     """Addresses, integers and Triton's two scratch pointers, in order; loaded once, launched as often as asked."""
     launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), aot=aot)
-    driver.kinds = (*["ptr"] * 6, *["i32"] * 6, "ptr", "ptr")
+    driver.kinds = _KINDS
     for count in (10, -1):
         arguments = _push_arguments() | {"num_tokens": count}
         launcher.launch(24, **arguments)
         function, grid, threads, stream, values = driver.launches[-1]
         assert (function, grid, threads, stream) == ("1:dispatch_push_kernel", 24, 32 * 16, 77)
-        given = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments.values()]
-        assert values == [*given, 0, 0]
+        assert values == _in_order(arguments)
     assert len(driver.loaded) == 1
     launcher.launch(0, **arguments)
     assert len(driver.launches) == 2
@@ -147,11 +156,9 @@ def test_arguments_go_by_their_names(aot: Aot, driver: NotingDriver, compiled_mo
     arguments = _push_arguments()
     bound = {name: arguments.pop(name) for name in ("state_ptr", "rank", "num_ranks")}
     launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), bound | {"call": 3}, aot=aot)
-    driver.kinds = (*["ptr"] * 6, *["i32"] * 6, "ptr", "ptr")
+    driver.kinds = _KINDS
     launcher.launch(24, **dict(reversed(arguments.items())))
-    values = driver.launches[-1][4]
-    assert (values[0], values[4]) == (arguments["x_ptr"].data_ptr(), bound["state_ptr"].data_ptr())
-    assert values[6:] == [*_INTEGERS.values(), 0, 0]
+    assert driver.launches[-1][4] == _in_order(arguments | bound)
     with pytest.raises(TypeError, match=r"dispatch_push_kernel\(\) missing .* 'num_tokens'"):
         launcher.launch(24, **{name: value for name, value in arguments.items() if name != "num_tokens"})
     for unknown in ("tokens", "rank"):
@@ -159,10 +166,49 @@ def test_arguments_go_by_their_names(aot: Aot, driver: NotingDriver, compiled_mo
             launcher.launch(24, **arguments, **{unknown: 1})
 
 
+def test_the_jit_gets_groups(compiled_mode: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled once per kind of arguments: integers of a group stay run-time values, its pointers are aligned. Triton's
+    launch function gets each group as a tuple, and hooks of profilers when there are some."""
+    compiled, launches = [], []
+
+    class Compiled:
+        function, packed_metadata = "function", "metadata"
+
+        def __init__(self, source: Any, options: dict[str, Any]) -> None:
+            compiled.append((source, options))
+
+        @staticmethod
+        def run(*args: Any) -> None:
+            launches.append(args)
+
+        @staticmethod
+        def launch_metadata(grid: tuple[int, int, int], stream: int) -> str:
+            return f"{grid} {stream}"
+
+    monkeypatch.setattr("triton.compile", Compiled)
+    arguments = _push_arguments()
+    bound = {name: arguments.pop(name) for name in Job._fields}
+    launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), bound)
+    for count in (10, 16):
+        launcher.launch(24, **arguments | {"num_tokens": count})
+    ((source, options),) = compiled
+    assert options["num_warps"] == 16
+    index = [parameter.name for parameter in _PUSH.parameters].index("job")
+    assert source.signature["job"] == Job("*i64", "*i64", *["i32"] * 5)
+    assert {path for path in source.attrs if path[0] == index} == {(index, 0), (index, 1)}
+    assert not any(path[0] == index for path in source.constants)
+    assert launches[0][:9] == (24, 1, 1, 77, "function", "metadata", None, None, None)
+    given = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in bound.values()]
+    assert launches[0][9 + index] == tuple(given)
+    monkeypatch.setattr(launcher, "_enter", type("Hooks", (), {"calls": ["a profiler's"]}))
+    launcher.launch(24, **arguments)
+    assert launches[2][6:9] == ("(24, 1, 1) 77", launcher._enter, launcher._exit)
+
+
 def test_threads_do_not_mix_their_arguments(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:
     """A kept block of parameters serves one launch at a time."""
     launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), aot=aot)
-    driver.kinds = (*["ptr"] * 6, *["i32"] * 6, "ptr", "ptr")
+    driver.kinds = _KINDS
 
     def run(number: int) -> None:
         arguments = _push_arguments() | dict.fromkeys(_INTEGERS, number) | {"row_words": 1792}
@@ -176,7 +222,8 @@ def test_threads_do_not_mix_their_arguments(aot: Aot, driver: NotingDriver, comp
         thread.join()
     assert len(driver.launches) == 600
     for _, grid, _, _, values in driver.launches:
-        assert values[6:12] == [grid, 1792, grid, grid, grid, grid]
+        named = dict(zip(_PUSH.runtime_order, values, strict=False))
+        assert {name: named[name] for name in _INTEGERS} == dict.fromkeys(_INTEGERS, grid) | {"row_words": 1792}
 
 
 def test_products_pass_tensor_maps(
@@ -209,9 +256,10 @@ def test_a_miss_says_what_to_do(aot: Aot, built: Built, compiled_mode: None) -> 
     assert f"--arch sm_90 --out {built.folder} --variant" in str(raised.value)
     splits = runtime.Launcher(exchange.splits(SHAPE, False), aot=aot)
     counts, tables = torch.zeros(64, dtype=torch.int32)[1:], torch.zeros(64, dtype=torch.int64)
-    arguments = [*[counts] * 4, *[tables] * 2, *range(9)]
+    arguments = {name: tables if name in ("state_ptr", "tables_ptr") else counts for name in splits._names}
+    integers = {name: 1 for name in splits._names if not name.endswith("_ptr")}
     with pytest.raises(AotMiss, match=r"\"unaligned\":\[\"bad_scatter_ptr\""):
-        splits.launch(1, **dict(zip(splits._names, arguments, strict=True)))
+        splits.launch(1, **arguments | integers)
     with pytest.raises(AotMiss, match="no variant of that kernel"):
         runtime.Launcher(Plan("no_such_kernel"), aot=aot)
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from triton_ep.errors import AotMiss, ConfigError, EPError, LaunchError
-from triton_ep.runtime.cubins import Aot, choose
+from triton_ep.runtime.cubins import Aot, Kernel, choose
 from triton_ep.runtime.environment import read_environment
-from triton_ep.runtime.plans.request import KernelRequest
+from triton_ep.runtime.plans.request import WORD, KernelRequest
 from triton_ep.runtime.plans.shape import Plan
 
 
@@ -170,8 +170,9 @@ class Boxes:
         return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape)
 
 
-Start = Callable[[int, int, Sequence[Any], Sequence[int]], None]
-"""Launches a compiled kernel: programs, address of a stream, addresses and `Boxes`, integers."""
+Start = Callable[..., None]
+"""Launches a compiled kernel: programs, address of a stream, addresses and `Boxes`, integers, both of what a launch
+gives; and what hooks of Triton are told, and the hooks."""
 
 
 class _NoHooks:
@@ -224,53 +225,54 @@ class Launcher:
         self.plan, self._any_arguments = plan, any_arguments
         self._extern_libs = extern_libs
         self._compiled: dict[Any, Start] = {}
+        self._told: dict[Any, Callable[..., Any]] = {}
         self._aot = aot
         self._enter: Any = _NoHooks
         self._exit: Any = _NoHooks
         info = None if aot is None else aot.info(plan.kernel)
         if info is None:
             self._use_jit()
-            self._set_arguments(self.spec.arguments, self.spec.specialised)
+            self._set_arguments(self.spec.arguments, self.spec.specialised, bound or {})
         else:
-            self._set_arguments(dict(info["arguments"]), info["specialised"])
-        self.launch = _by_name(plan.kernel, self._names, bound or {}, self._launch)
+            self._order = tuple(info["order"])
+            self._set_arguments(dict(info["arguments"]), info["specialised"], bound or {})
+        self.launch = _by_name(plan.kernel, self._names, self._launch)
 
-    def _set_arguments(self, arguments: Mapping[str, str], specialised: Sequence[str]) -> None:
-        self._names = tuple(arguments)
-        self._types = types = tuple(arguments.values())
-        self._num_pointers = sum(kind[0] in "*{" for kind in types)
-        self._typed = tuple(i for i in range(self._num_pointers) if self._any_arguments or "{" in types[i])
-        self._special = tuple(i for i, argument in enumerate(arguments) if argument in specialised)
+    def _set_arguments(
+        self, arguments: Mapping[str, str], specialised: Sequence[str], bound: Mapping[str, Any]
+    ) -> None:
+        self._bound = {name: bound[name] for name in arguments if name in bound}
+        self._types = {name: kind for name, kind in arguments.items() if name not in bound}
+        self._names = names = tuple(self._types)
+        kinds = tuple(self._types.values())
+        self._num_pointers = sum(kind[0] in "*{" for kind in kinds)
+        self._typed = tuple(i for i in range(self._num_pointers) if self._any_arguments or "{" in kinds[i])
+        self._special = tuple(i for i, name in enumerate(names) if name in specialised)
         self._kinds = bool(self._typed or self._special)
         # Only an argument whose type is open altogether may be a matrix in boxes.
-        self._may_have_boxes = any(kind[0] == "{" for kind in types)
+        self._may_have_boxes = any(kind[0] == "{" for kind in kinds)
 
     def _use_jit(self) -> None:
         """Load Triton and the kernel, and what it is compiled with."""
         self._aot = None
         self.spec = spec(self.plan.kernel)
+        self._order = self.spec.runtime_order
+        if (self.plan.num_warps or self.spec.num_warps) is None and not INTERPRETING:
+            raise LaunchError(f"{self.plan.kernel} declares no num_warps, so its plan must choose them.")
         dtypes, self._enter, self._exit = _triton()
         values = self.plan.constexprs.items()
         self._constexprs = {name: dtypes[value] if isinstance(value, str) else value for name, value in values}
-        if INTERPRETING:
-            return
-        warps = self.plan.num_warps or self.spec.num_warps
-        if warps is None:
-            raise LaunchError(f"{self.plan.kernel} declares no num_warps, so its plan must choose them.")
-        self._options: dict[str, Any] = {"num_warps": warps}
-        if limit := self.plan.maxnreg or self.spec.maxnreg:
-            self._options["maxnreg"] = limit
-        libs = self._extern_libs() if callable(self._extern_libs) else self._extern_libs
-        if libs:
-            self._options["extern_libs"] = dict(libs)
-        # Compiled kernels take their constexprs, too, in the order of the kernel's parameters.
-        self._values = tuple(self._constexprs[name] for name in self.spec.constexprs)
+
+    def named(self, args: Sequence[Any]) -> dict[str, Any]:
+        """All arguments of the kernel by name, from those that a launch gives, in order."""
+        return self._bound | dict(zip(self._names, args, strict=True))
 
     def _launch(self, grid: int, args: tuple[Any, ...], stream: torch.cuda.Stream | None) -> None:
         if grid == 0:
             return
         if INTERPRETING:
-            _interpret(self.spec, grid, self._for_triton(args), self._constexprs)
+            named = self.named(args)
+            _interpret(self.spec, grid, [named[name] for name in self.spec.arguments], self._constexprs)
             return
         # Private, because torch.cuda.current_device and current_stream check and wrap what these return: together they
         # take longer than the rest of a launch.
@@ -285,71 +287,84 @@ class Launcher:
             if self._any_arguments:  # Triton gives an integer 64 bits where it needs them
                 kind += tuple([value >> 31 for value in args[self._num_pointers :]])
         start = self._compiled.get(kind)
-        if start is None and self._aot is not None:
-            start = self._from_library(kind, args, unaligned)
-        if start is None or self._enter.calls or self._exit.calls:
-            self._by_triton(kind, grid, args, stream)
-            return
+        if start is None:
+            start = self._compiled[kind] = self._make_start(kind, self._request(args, unaligned))
         where = torch._C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream
+        if self._enter.calls or self._exit.calls:
+            told = self._told[kind]((grid, 1, 1), where)
+            start(grid, where, pointers, args[self._num_pointers :], told, self._enter, self._exit)
+            return
         start(grid, where, pointers, args[self._num_pointers :])
 
     def _addresses(self, args: Sequence[Any]) -> list[Any]:
         """Addresses of tensors, and `Boxes` as they are."""
         return [arg if isinstance(arg, Boxes) else arg.data_ptr() for arg in args[: self._num_pointers]]
 
-    def _for_triton(self, args: Sequence[Any]) -> Sequence[Any]:
-        if not self._may_have_boxes:
-            return args
-        return [arg.descriptor() if isinstance(arg, Boxes) else arg for arg in args]
-
-    def _by_triton(self, kind: Any, grid: int, args: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
-        """Launch by Triton's own path, which compiles the kernel, and keep what it has made for this kind."""
-        with torch.cuda.stream(stream):
-            made = self.spec.kernel[(grid,)](*self._for_triton(args), **self._constexprs, **self._options)
-        run, function, metadata, values = made.run, made.function, made.packed_metadata, self._values
-
-        def start(grid: int, where: int, pointers: Sequence[Any], integers: Sequence[int]) -> None:
-            run(grid, 1, 1, where, function, metadata, None, None, None, *pointers, *integers, *values)
-
-        def start_with_boxes(grid: int, where: int, pointers: Sequence[Any], integers: Sequence[int]) -> None:
-            start(grid, where, self._for_triton(pointers), integers)
-
-        self._compiled[kind] = start_with_boxes if self._may_have_boxes else start
-
-    def _from_library(self, kind: Any, args: Sequence[Any], unaligned: Sequence[int]) -> Start | None:
-        """The library's kernel for arguments of this kind; None: from here on the JIT compiles this one."""
-        assert self._aot is not None, "asked where there is a library"
-        wanted = self._request(args, unaligned)
-        kernel = self._aot.kernel(wanted)
-        if kernel is None:
+    def _make_start(self, kind: Any, request: KernelRequest) -> Start:
+        """The library's kernel for this request, or the JIT's; from then on the JIT's of all that the library lacks."""
+        if self._aot is not None:
+            kernel = self._aot.kernel(request)
+            if kernel is not None:
+                return self._start_of_library(kernel, request)
             self._compiled.clear()
             self._use_jit()
-            return None
-        count = self._num_pointers
-        taken = tuple(i - count for i in range(count, len(self._names)) if self._names[i] not in wanted.ones)
-        run, describe = kernel.run, kernel.describe
+        return self._start_of_jit(kind, request)
 
-        def start(grid: int, where: int, pointers: Sequence[Any], integers: Sequence[int]) -> None:
-            run(grid, where, [*pointers, *(integers if not wanted.ones else [integers[i] for i in taken])])
+    def _start_of_jit(self, kind: Any, request: KernelRequest) -> Start:
+        from triton import compile as compile_by_triton
+        from triton import knobs
 
-        def start_with_boxes(grid: int, where: int, pointers: Sequence[Any], integers: Sequence[int]) -> None:
-            flat: list[Any] = []
-            number = 0
-            for pointer in pointers:
-                if isinstance(pointer, Boxes):
-                    flat += describe(number, pointer)
-                    number += 1
-                else:
-                    flat.append(pointer)
-            start(grid, where, flat, integers)
+        from triton_ep.runtime.compiler import options_of, source_of
 
-        self._compiled[kind] = start_with_boxes if self._may_have_boxes else start
-        return self._compiled[kind]
+        options = options_of(self.spec, request) | {"debug": knobs.runtime.debug}
+        libs = self._extern_libs() if callable(self._extern_libs) else self._extern_libs
+        if libs:
+            options["extern_libs"] = dict(libs)
+        made = compile_by_triton(source_of(self.spec, request), options=options)
+        self._told[kind] = made.launch_metadata
+        texts = {name: f"{name}.descriptor()" if _is_boxes(request, name) else name for name in self._order}
+        texts |= dict.fromkeys(self.spec.constexprs, "None")  # compiled in; what is given does not matter
+        passed = []
+        for parameter in self.spec.parameters:
+            values = ", ".join(texts[name] for name in parameter.fields)
+            passed.append(values if parameter.group is None else f"({values},)")
+        before = "run(grid, 1, 1, where, function, metadata, told, enter, leave, "
+        names = {"run": made.run, "function": made.function, "metadata": made.packed_metadata}
+        return self._written_out(before + ", ".join(passed) + ")", names)
+
+    def _start_of_library(self, kernel: Kernel, request: KernelRequest) -> Start:
+        passed, number = [], 0
+        for name in self._order:
+            if _is_boxes(request, name):
+                passed.append(f"*describe({number}, {name})")
+                number += 1
+            elif name not in request.ones:
+                passed.append(name)
+        names = {"run": kernel.run, "describe": kernel.describe}
+        return self._written_out(f"run(grid, where, [{', '.join(passed)}])", names)
+
+    def _written_out(self, call: str, names: Mapping[str, Any]) -> Start:
+        """A function that makes `call`, with the arguments of the kernel by name.
+
+        It is written out for this kernel: to put arguments into groups and in order takes no loop, and those that are
+        the same in every launch are looked up once.
+        """
+        bound = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value
+                 for name, value in self._bound.items()}  # fmt: skip
+        pointers, integers = self._names[: self._num_pointers], self._names[self._num_pointers :]
+        lines = ["def start(grid, where, pointers, integers, told=None, enter=None, leave=None):"]
+        lines += [
+            f"    {', '.join(given)}, = {of}" for given, of in ((pointers, "pointers"), (integers, "integers")) if given
+        ]
+        scope = {**bound, **names}
+        exec("\n".join([*lines, f"    {call}"]), scope)
+        made: Start = scope["start"]
+        return made
 
     def _request(self, args: Sequence[Any], unaligned: Sequence[int]) -> KernelRequest:
-        """What a launch with these arguments asks a library for."""
+        """What a launch with these arguments asks for."""
         types = {}
-        for arg, name, declared in zip(args, self._names, self._types, strict=True):
+        for arg, (name, declared) in zip(args, self._types.items(), strict=True):
             actual = declared
             if isinstance(arg, Boxes):
                 actual = arg.type
@@ -360,21 +375,23 @@ class Launcher:
             if actual != declared:
                 types[name] = actual
         numbers = {self._names[i]: args[i] for i in self._special}
-        return KernelRequest.of(self.plan, types, numbers, [self._names[i] for i in unaligned])
+        odd = [name for name, arg in self._bound.items() if isinstance(arg, torch.Tensor) and arg.data_ptr() % WORD]
+        return KernelRequest.of(self.plan, types, numbers, [*odd, *[self._names[i] for i in unaligned]])
 
 
-def _by_name(
-    kernel: str, names: Sequence[str], bound: Mapping[str, Any], launch: Callable[..., None]
-) -> Callable[..., None]:
+def _is_boxes(request: KernelRequest, name: str) -> bool:
+    return request.types.get(name, "").startswith("tensordesc")
+
+
+def _by_name(kernel: str, names: Sequence[str], launch: Callable[..., None]) -> Callable[..., None]:
     """A function that takes a kernel's arguments by name and calls launch(grid, arguments in order, stream).
 
     It is written out for this kernel, so that Python itself matches the names, in a fraction of a microsecond; a
     function of **arguments would build and search a dict at every launch.
     """
-    bound = {name: bound[name] for name in names if name in bound}
-    given = "".join(f"{name}, " for name in names if name not in bound)
-    source = f"lambda grid, *, {given}stream=None: launch(grid, ({', '.join(names)},), stream)"
-    function: Callable[..., None] = eval(source, {"launch": launch, **bound})
+    given = "".join(f"{name}, " for name in names)
+    source = f"lambda grid, *, {given}stream=None: launch(grid, ({given}), stream)"
+    function: Callable[..., None] = eval(source, {"launch": launch})
     function.__name__ = function.__qualname__ = kernel
     return function
 
@@ -398,8 +415,10 @@ def launch(plan: Plan, grid: int, **arguments: Any) -> None:
 
 
 def _interpret(kernel_spec: Any, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any]) -> None:
+    values = dict(zip(kernel_spec.arguments, args, strict=True)) | dict(constexprs)
+    values = {name: value.descriptor() if isinstance(value, Boxes) else value for name, value in values.items()}
     try:
-        kernel_spec.kernel[(grid,)](*args, **constexprs)
+        kernel_spec.kernel[(grid,)](*kernel_spec.for_interpreter(values))
     except Exception as error:
         # The interpreter wraps what a kernel raises; our own errors must reach the caller as they are.
         cause: BaseException | None = error

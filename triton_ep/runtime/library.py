@@ -25,7 +25,7 @@ from triton_ep.runtime.environment import read_environment
 from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.sources import source_hash
 
-FORMAT = 2
+FORMAT = 3
 """Version of index.json; another one is not read."""
 INDEX = "index.json"
 COMPANION = "triton_ep_cubins"

@@ -33,6 +33,7 @@ def apply() -> None:
     _fix_dots()
     _fix_conditions()
     _add_descriptor_sums()
+    _keep_compile_time_arguments()
     _silence_overflow()
 
 
@@ -198,6 +199,16 @@ def _add_descriptor_sums() -> None:
         return self.create_descriptor_store(desc, Handle(there.data + value.data, there.dtype), indices)
 
     Builder.create_descriptor_reduce = create_descriptor_reduce
+
+
+def _keep_compile_time_arguments() -> None:
+    """A compile-time argument in a group (kernels/spec.py) is in the kernel what it is as a parameter of its own."""
+    stock_convert = interpreter._implicit_cvt
+
+    def convert(arg: Any) -> Any:
+        return arg.value if isinstance(arg, tl.constexpr) else stock_convert(arg)
+
+    interpreter._implicit_cvt = convert
 
 
 def _silence_overflow() -> None:
