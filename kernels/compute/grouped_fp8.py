@@ -18,9 +18,11 @@ Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
-from ..device.groups import group_rows, in_bands, pick
+from ..device.groups import GemmTile, Groups, group_rows, in_bands, pick
 from ..device.mxfp8 import scale_value
 from ..spec import ep_kernel
 
@@ -61,6 +63,22 @@ def equalize_scales_kernel(
     tl.store(out_scale_row + step * rows_per_matrix, scale_value(largest), mask=in_rows)
 
 
+class Scales(NamedTuple):
+    """Scales of both operands.
+
+    Attributes:
+        a_scale_ptr, b_scale_ptr: with HARDWARE [rows, K / 32] uint8, with ROW_SCALES [rows] float32; else float32 per
+            row and 128 elements, a's step by step, b's matrix by matrix.
+        HARDWARE: the tensor cores apply them.
+        ROW_SCALES: one for a whole row.
+    """
+
+    a_scale_ptr: Any
+    b_scale_ptr: Any
+    HARDWARE: tl.constexpr
+    ROW_SCALES: tl.constexpr
+
+
 @ep_kernel(
     a="{A}",
     b="{B}",
@@ -74,51 +92,41 @@ def equalize_scales_kernel(
 def grouped_fp8_kernel(
     a,  # [R, K] e4m3: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K]
     b,  # [E, N, K] e4m3: pointer, or with TMA a descriptor of [E*N, K], boxes [BLOCK_N, BLOCK_K]
-    a_scale_ptr,
-    b_scale_ptr,
+    scales: Scales,
     out_ptr,  # [R, N]
-    ends_ptr,  # [E] int32
-    num_rows,
+    groups: Groups,
     n,
     k,
-    num_experts,
     TMA: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ROW_SCALES: tl.constexpr,
-    EP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # 128
-    BAND: tl.constexpr,
-    STAGES: tl.constexpr,
+    tile: GemmTile,
 ):
-    starts, rows = group_rows(ends_ptr, num_rows, num_experts, EP)
-    tiles_n = tl.cdiv(n, BLOCK_N)
-    tiles = tl.cdiv(rows, BLOCK_M) * tiles_n
+    starts, rows = group_rows(groups)
+    tiles_n = tl.cdiv(n, tile.BLOCK_N)
+    tiles = tl.cdiv(rows, tile.BLOCK_M) * tiles_n
     after = tl.cumsum(tiles, 0)
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
-    offs_s = tl.arange(0, BLOCK_K // 32)
+    offs_m = tl.arange(0, tile.BLOCK_M)
+    offs_n = tl.arange(0, tile.BLOCK_N)
+    offs_k = tl.arange(0, tile.BLOCK_K)
+    offs_s = tl.arange(0, tile.BLOCK_K // 32)
     blocks = k // 32
-    steps = tl.cdiv(k, BLOCK_K)
-    for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
-        group = tl.sum((after <= tile).to(tl.int32))
+    steps = tl.cdiv(k, tile.BLOCK_K)
+    for number in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
+        group = tl.sum((after <= number).to(tl.int32))
         group_size = pick(rows, group)
-        inside = tile - pick(after - tiles, group)
-        tile_m, tile_n = in_bands(inside, tl.cdiv(group_size, BLOCK_M), tiles_n, BAND)
+        inside = number - pick(after - tiles, group)
+        tile_m, tile_n = in_bands(inside, tl.cdiv(group_size, tile.BLOCK_M), tiles_n, tile.BAND)
         end = pick(starts, group) + group_size
-        row = end - group_size + tile_m * BLOCK_M
-        col = tile_n * BLOCK_N
-        expert = tl.minimum(group, num_experts - 1)
+        row = end - group_size + tile_m * tile.BLOCK_M
+        col = tile_n * tile.BLOCK_N
+        expert = tl.minimum(group, groups.num_experts - 1)
         out_rows = row + offs_m
         cols = col + offs_n
         in_m = out_rows < end
         in_n = cols < n
         weights = expert.to(tl.int64) * n + cols
-        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        for step in tl.range(0, tl.where(group < num_experts, steps, 0), num_stages=STAGES):
-            k0 = step * BLOCK_K
+        acc = tl.zeros((tile.BLOCK_N, tile.BLOCK_M), dtype=tl.float32)
+        for step in tl.range(0, tl.where(group < groups.num_experts, steps, 0), num_stages=tile.STAGES):
+            k0 = step * tile.BLOCK_K
             if TMA:
                 a_tile = a.load([row, k0])
                 b_tile = b.load([expert * n + col, k0])
@@ -129,25 +137,27 @@ def grouped_fp8_kernel(
                 b_tile = tl.load(
                     b + weights[:, None] * k + (k0 + offs_k)[None, :], mask=in_n[:, None] & in_k, other=0.0
                 )
-            if HARDWARE:
-                at_s = (step * (BLOCK_K // 32) + offs_s)[None, :]
-                a_scales = a_scale_ptr + out_rows.to(tl.int64)[:, None] * blocks + at_s
-                b_scales = b_scale_ptr + weights[:, None] * blocks + at_s
+            if scales.HARDWARE:
+                at_s = (step * (tile.BLOCK_K // 32) + offs_s)[None, :]
+                a_scales = scales.a_scale_ptr + out_rows.to(tl.int64)[:, None] * blocks + at_s
+                b_scales = scales.b_scale_ptr + weights[:, None] * blocks + at_s
                 a_scale = tl.load(a_scales, mask=in_m[:, None] & (at_s < blocks), other=127)
                 b_scale = tl.load(b_scales, mask=in_n[:, None] & (at_s < blocks), other=127)
                 acc = tl.dot_scaled(b_tile, b_scale, _E4M3, a_tile.T, a_scale, _E4M3, acc)
-            elif ROW_SCALES:
+            elif scales.ROW_SCALES:
                 acc += tl.dot(b_tile, a_tile.T)
             else:
-                a_scale = tl.load(a_scale_ptr + step * num_rows + out_rows, mask=in_m, other=0.0)
-                b_scale = tl.load(b_scale_ptr + expert.to(tl.int64) * steps * n + step * n + cols, mask=in_n, other=0.0)
+                a_scale = tl.load(scales.a_scale_ptr + step * groups.num_rows + out_rows, mask=in_m, other=0.0)
+                b_scale = tl.load(
+                    scales.b_scale_ptr + expert.to(tl.int64) * steps * n + step * n + cols, mask=in_n, other=0.0
+                )
                 # One factor after the other: the product of two scales may leave float32 where the result does not.
                 part = tl.dot(b_tile, a_tile.T) * b_scale[:, None]
                 acc += part * a_scale[None, :]
-        if ROW_SCALES:
-            acc = acc * tl.load(b_scale_ptr + weights, mask=in_n, other=0.0)[:, None]
-            acc = acc * tl.load(a_scale_ptr + out_rows, mask=in_m, other=0.0)[None, :]
+        if scales.ROW_SCALES:
+            acc = acc * tl.load(scales.b_scale_ptr + weights, mask=in_n, other=0.0)[:, None]
+            acc = acc * tl.load(scales.a_scale_ptr + out_rows, mask=in_m, other=0.0)[None, :]
             # Rows after the last group have no scale, and no steps.
-            acc = tl.where(group < num_experts, acc, 0.0)
+            acc = tl.where(group < groups.num_experts, acc, 0.0)
         out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * n + cols[None, :]
         tl.store(out_ptrs, acc.T.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])

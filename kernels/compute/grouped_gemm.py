@@ -17,11 +17,28 @@ Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from ..device.groups import group_rows, in_bands, pick
+from ..device.groups import GemmTile, Groups, group_rows, in_bands, pick
 from ..spec import ep_kernel
+
+
+class Strides(NamedTuple):
+    """Elements from one row, or matrix, to the next.
+
+    Attributes:
+        stride_am, stride_om: rows of a and of the result.
+        stride_be: matrices of b.
+        stride_bw: of b along the dimension that is not consecutive.
+    """
+
+    stride_am: Any
+    stride_be: Any
+    stride_bw: Any
+    stride_om: Any
 
 
 @ep_kernel(
@@ -36,66 +53,56 @@ def grouped_gemm_kernel(
     a,  # [R, K] bf16: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K]
     b,  # [E, K, N] bf16: pointer, or a descriptor: [E*N, K], boxes [BLOCK_N, BLOCK_K], or [E*K, N], [BLOCK_K, BLOCK_N]
     out_ptr,  # [R, N]
-    ends_ptr,  # [E] int32
-    num_rows,
+    groups: Groups,
     n,
     k,
-    num_experts,
-    stride_am,
-    stride_be,
-    stride_bw,  # of b along the dimension that is not consecutive
-    stride_om,
+    strides: Strides,
     TMA: tl.constexpr,
     K_MAJOR: tl.constexpr,
-    EP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    STAGES: tl.constexpr,
+    tile: GemmTile,
 ):
-    starts, rows = group_rows(ends_ptr, num_rows, num_experts, EP)
-    tiles_n = tl.cdiv(n, BLOCK_N)
-    tiles = tl.cdiv(rows, BLOCK_M) * tiles_n
+    starts, rows = group_rows(groups)
+    tiles_n = tl.cdiv(n, tile.BLOCK_N)
+    tiles = tl.cdiv(rows, tile.BLOCK_M) * tiles_n
     after = tl.cumsum(tiles, 0)
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
-    for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
-        group = tl.sum((after <= tile).to(tl.int32))
+    offs_m = tl.arange(0, tile.BLOCK_M)
+    offs_n = tl.arange(0, tile.BLOCK_N)
+    offs_k = tl.arange(0, tile.BLOCK_K)
+    for number in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
+        group = tl.sum((after <= number).to(tl.int32))
         group_size = pick(rows, group)
         group_start = pick(starts, group)
-        inside = tile - pick(after - tiles, group)
-        tile_m, tile_n = in_bands(inside, tl.cdiv(group_size, BLOCK_M), tiles_n, BAND)
-        row = group_start + tile_m * BLOCK_M
-        col = tile_n * BLOCK_N
-        expert = tl.minimum(group, num_experts - 1)  # the rows after the last group have none, and no steps
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        inside = number - pick(after - tiles, group)
+        tile_m, tile_n = in_bands(inside, tl.cdiv(group_size, tile.BLOCK_M), tiles_n, tile.BAND)
+        row = group_start + tile_m * tile.BLOCK_M
+        col = tile_n * tile.BLOCK_N
+        expert = tl.minimum(group, groups.num_experts - 1)  # the rows after the last group have none, and no steps
+        acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), dtype=tl.float32)
         if TMA:
-            for k0 in tl.range(0, tl.where(group < num_experts, k, 0), BLOCK_K, num_stages=STAGES):
+            for k0 in tl.range(0, tl.where(group < groups.num_experts, k, 0), tile.BLOCK_K, num_stages=tile.STAGES):
                 a_tile = a.load([row, k0])
                 if K_MAJOR:
                     acc = tl.dot(a_tile, b.load([expert * n + col, k0]).T, acc)
                 else:
                     acc = tl.dot(a_tile, b.load([expert * k + k0, col]), acc)
         else:
-            a_ptrs = a + (row + offs_m).to(tl.int64)[:, None] * stride_am + offs_k[None, :]
-            b_ptr = b + expert.to(tl.int64) * stride_be
-            in_m = (row + offs_m < num_rows)[:, None]
-            for k0 in tl.range(0, tl.where(group < num_experts, k, 0), BLOCK_K, num_stages=STAGES):
+            a_ptrs = a + (row + offs_m).to(tl.int64)[:, None] * strides.stride_am + offs_k[None, :]
+            b_ptr = b + expert.to(tl.int64) * strides.stride_be
+            in_m = (row + offs_m < groups.num_rows)[:, None]
+            for k0 in tl.range(0, tl.where(group < groups.num_experts, k, 0), tile.BLOCK_K, num_stages=tile.STAGES):
                 in_k = k0 + offs_k < k
                 a_tile = tl.load(a_ptrs + k0, mask=in_m & in_k[None, :], other=0.0)
                 if K_MAJOR:
-                    b_ptrs = b_ptr + (col + offs_n).to(tl.int64)[:, None] * stride_bw + (k0 + offs_k)[None, :]
+                    b_ptrs = b_ptr + (col + offs_n).to(tl.int64)[:, None] * strides.stride_bw + (k0 + offs_k)[None, :]
                     in_b = (col + offs_n < n)[:, None] & in_k[None, :]
                     acc = tl.dot(a_tile, tl.load(b_ptrs, mask=in_b, other=0.0).T, acc)
                 else:
-                    b_ptrs = b_ptr + (k0 + offs_k).to(tl.int64)[:, None] * stride_bw + (col + offs_n)[None, :]
+                    b_ptrs = b_ptr + (k0 + offs_k).to(tl.int64)[:, None] * strides.stride_bw + (col + offs_n)[None, :]
                     in_b = in_k[:, None] & (col + offs_n < n)[None, :]
                     acc = tl.dot(a_tile, tl.load(b_ptrs, mask=in_b, other=0.0), acc)
         # Never through a descriptor: its box would overwrite the first rows of the next group.
         out_rows = row + offs_m
-        out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * stride_om + (col + offs_n)[None, :]
+        out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * strides.stride_om + (col + offs_n)[None, :]
         in_out = (out_rows < group_start + group_size)[:, None] & (col + offs_n < n)[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_out)
 
@@ -105,6 +112,40 @@ def _load_rows(ptr, rows, end, stride, cols, num_cols):
     """Tile of a row-major matrix; zeros from row `end` and column `num_cols` on."""
     ptrs = ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
     return tl.load(ptrs, mask=(rows < end)[:, None] & (cols < num_cols)[None, :], other=0.0)
+
+
+class Operands(NamedTuple):
+    """x [R, I] and y [R, J], bf16.
+
+    Attributes:
+        x_ptr, y_ptr: pointers to them.
+        num_i, num_j: I and J.
+        stride_xm, stride_ym: elements from one row to the next.
+    """
+
+    x_ptr: Any
+    y_ptr: Any
+    num_i: Any
+    num_j: Any
+    stride_xm: Any
+    stride_ym: Any
+
+
+class WgradTile(NamedTuple):
+    """A tile of the result [I, J] and how its sum over rows is done.
+
+    Attributes:
+        BLOCK_I, BLOCK_J: rows and columns of the result.
+        BLOCK_R: rows of x and y at a time.
+        BAND: rows of tiles that are computed together (`in_bands`).
+        STAGES: loads in flight.
+    """
+
+    BLOCK_I: tl.constexpr
+    BLOCK_J: tl.constexpr
+    BLOCK_R: tl.constexpr
+    BAND: tl.constexpr
+    STAGES: tl.constexpr
 
 
 @ep_kernel(
@@ -118,55 +159,43 @@ def _load_rows(ptr, rows, end, stride, cols, num_cols):
     num_warps=8,
 )
 def grouped_wgrad_kernel(
-    x_ptr,  # [R, I] bf16
-    y_ptr,  # [R, J] bf16
+    operands: Operands,
     x_desc,  # with TMA a descriptor of boxes [BLOCK_R, BLOCK_I] of x, else anything
     y_desc,  # with TMA a descriptor of boxes [BLOCK_R, BLOCK_J] of y, else anything
     out_ptr,  # [E, I, J] contiguous; in and out with ACCUMULATE
-    ends_ptr,  # [E] int32
-    num_rows,
-    num_i,
-    num_j,
-    num_experts,
-    stride_xm,
-    stride_ym,
+    groups: Groups,
     TMA: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    EP: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BAND: tl.constexpr,
-    STAGES: tl.constexpr,
+    tile: WgradTile,
 ):
-    starts, rows = group_rows(ends_ptr, num_rows, num_experts, EP)
-    tiles_i = tl.cdiv(num_i, BLOCK_I)
-    tiles_j = tl.cdiv(num_j, BLOCK_J)
+    starts, rows = group_rows(groups)
+    tiles_i = tl.cdiv(operands.num_i, tile.BLOCK_I)
+    tiles_j = tl.cdiv(operands.num_j, tile.BLOCK_J)
     expert = tl.program_id(0) // (tiles_i * tiles_j)
-    tile_i, tile_j = in_bands(tl.program_id(0) % (tiles_i * tiles_j), tiles_i, tiles_j, BAND)
+    tile_i, tile_j = in_bands(tl.program_id(0) % (tiles_i * tiles_j), tiles_i, tiles_j, tile.BAND)
     start = pick(starts, expert)
     end = start + pick(rows, expert)
-    offs_r = tl.arange(0, BLOCK_R)
-    cols_i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
-    cols_j = tile_j * BLOCK_J + tl.arange(0, BLOCK_J)
-    acc = tl.zeros((BLOCK_I, BLOCK_J), dtype=tl.float32)
+    offs_r = tl.arange(0, tile.BLOCK_R)
+    cols_i = tile_i * tile.BLOCK_I + tl.arange(0, tile.BLOCK_I)
+    cols_j = tile_j * tile.BLOCK_J + tl.arange(0, tile.BLOCK_J)
+    acc = tl.zeros((tile.BLOCK_I, tile.BLOCK_J), dtype=tl.float32)
     if TMA:
-        whole = start + (end - start) // BLOCK_R * BLOCK_R
-        for r in tl.range(start, whole, BLOCK_R, num_stages=STAGES):
-            acc = tl.dot(x_desc.load([r, tile_i * BLOCK_I]).T, y_desc.load([r, tile_j * BLOCK_J]), acc)
+        whole = start + (end - start) // tile.BLOCK_R * tile.BLOCK_R
+        for r in tl.range(start, whole, tile.BLOCK_R, num_stages=tile.STAGES):
+            acc = tl.dot(x_desc.load([r, tile_i * tile.BLOCK_I]).T, y_desc.load([r, tile_j * tile.BLOCK_J]), acc)
         # The last rows through pointers: a box would add those of the next group.
         if whole < end:
-            x_tile = _load_rows(x_ptr, whole + offs_r, end, stride_xm, cols_i, num_i)
-            y_tile = _load_rows(y_ptr, whole + offs_r, end, stride_ym, cols_j, num_j)
+            x_tile = _load_rows(operands.x_ptr, whole + offs_r, end, operands.stride_xm, cols_i, operands.num_i)
+            y_tile = _load_rows(operands.y_ptr, whole + offs_r, end, operands.stride_ym, cols_j, operands.num_j)
             acc = tl.dot(x_tile.T, y_tile, acc)
     else:
-        for r in tl.range(start, end, BLOCK_R, num_stages=STAGES):
-            x_tile = _load_rows(x_ptr, r + offs_r, end, stride_xm, cols_i, num_i)
-            y_tile = _load_rows(y_ptr, r + offs_r, end, stride_ym, cols_j, num_j)
+        for r in tl.range(start, end, tile.BLOCK_R, num_stages=tile.STAGES):
+            x_tile = _load_rows(operands.x_ptr, r + offs_r, end, operands.stride_xm, cols_i, operands.num_i)
+            y_tile = _load_rows(operands.y_ptr, r + offs_r, end, operands.stride_ym, cols_j, operands.num_j)
             acc = tl.dot(x_tile.T, y_tile, acc)
-    row = expert.to(tl.int64) * num_i + cols_i
-    out_ptrs = out_ptr + row[:, None] * num_j + cols_j[None, :]
-    in_out = (cols_i < num_i)[:, None] & (cols_j < num_j)[None, :]
+    row = expert.to(tl.int64) * operands.num_i + cols_i
+    out_ptrs = out_ptr + row[:, None] * operands.num_j + cols_j[None, :]
+    in_out = (cols_i < operands.num_i)[:, None] & (cols_j < operands.num_j)[None, :]
     if ACCUMULATE:
         in_out = in_out & (start < end)
         acc += tl.load(out_ptrs, mask=in_out, other=0.0).to(tl.float32)

@@ -14,6 +14,8 @@ Progress      No program waits.
 Replay        Nothing is kept between calls; every byte of the outputs is written once.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -60,17 +62,60 @@ def dequantize_rows_kernel(
     tl.store(out_ptr + offs, values.to(out_ptr.dtype.element_ty), mask=alive[:, None])
 
 
+class RowGroups(NamedTuple):
+    """Groups of rows that are quantised along columns apart from each other.
+
+    Attributes:
+        offsets_ptr: [groups + 1] int32, first row of each group, then their end; read if HAS_OFFSETS.
+        num_groups: how many.
+        HAS_OFFSETS: else all rows are one group.
+        GP: a power of two above the number of groups.
+    """
+
+    offsets_ptr: Any
+    num_groups: Any
+    HAS_OFFSETS: tl.constexpr
+    GP: tl.constexpr
+
+
+class Scaling(NamedTuple):
+    """How scales are chosen, MODE_* (device/mxfp8.py), and whether elements are e5m2."""
+
+    MODE: tl.constexpr
+    E5M2: tl.constexpr
+
+
+class Strip(NamedTuple):
+    """Columns of a program: STEPS times BLOCK_H."""
+
+    BLOCK_H: tl.constexpr
+    STEPS: tl.constexpr
+
+
+class OfRows(NamedTuple):
+    """Out: quantised along rows, [R, H] float8 and [R, H / 32] uint8."""
+
+    row_elements_ptr: Any
+    row_scale_ptr: Any
+
+
+class OfColumns(NamedTuple):
+    """Out: quantised along columns, [R, H] float8 and [S, H] uint8."""
+
+    column_elements_ptr: Any
+    column_scale_ptr: Any
+
+
 @triton.jit
-def rows_of_block(offsets_ptr, block, num_rows, num_groups, HAS_OFFSETS: tl.constexpr, GP: tl.constexpr):
+def rows_of_block(groups, block, num_rows):
     """First and end row of a scale row's block, and whether a group owns it; no rows: first = end.
 
-    Rows behind the last group count as one more group, whose blocks follow. GP: a power of two above the
-    number of groups.
+    Rows behind the last group count as one more group, whose blocks follow.
     """
-    if HAS_OFFSETS:
-        group = tl.arange(0, GP)
-        start = tl.load(offsets_ptr + group, mask=group <= num_groups, other=_END)
-        stop = tl.load(offsets_ptr + group + 1, mask=group < num_groups, other=_END)
+    if groups.HAS_OFFSETS:
+        group = tl.arange(0, groups.GP)
+        start = tl.load(groups.offsets_ptr + group, mask=group <= groups.num_groups, other=_END)
+        stop = tl.load(groups.offsets_ptr + group + 1, mask=group < groups.num_groups, other=_END)
         start = tl.minimum(start, num_rows)
         stop = tl.minimum(stop, num_rows)
         blocks = (tl.maximum(stop - start, 0) + 31) // 32
@@ -79,7 +124,7 @@ def rows_of_block(offsets_ptr, block, num_rows, num_groups, HAS_OFFSETS: tl.cons
         mine = (block >= first_block) & (block < end_block)
         first = tl.sum(tl.where(mine, start + (block - first_block) * 32, 0))
         end = tl.minimum(tl.sum(tl.where(mine, stop, 0)), first + 32)
-        owned = tl.sum((mine & (group < num_groups)).to(tl.int32)) > 0
+        owned = tl.sum((mine & (group < groups.num_groups)).to(tl.int32)) > 0
     else:
         first = tl.minimum(block * 32, num_rows)
         end = tl.minimum(first + 32, num_rows)
@@ -90,34 +135,29 @@ def rows_of_block(offsets_ptr, block, num_rows, num_groups, HAS_OFFSETS: tl.cons
 @ep_kernel(x_ptr="*{TOKEN}", offsets_ptr="*i32", elements_ptr="*{ELEMENT}", scale_ptr="*u8", specialised=("hidden",))
 def quantize_columns_kernel(
     x_ptr,  # [R, H] bf16, fp16 or fp32
-    offsets_ptr,  # [groups + 1] int32, first row of each group, then their end; read if HAS_OFFSETS
+    groups: RowGroups,
     elements_ptr,  # out [R, H] float8
     scale_ptr,  # out [S, H] uint8
     num_rows,
     hidden,
-    num_groups,
     num_scale_rows,
-    MODE: tl.constexpr,
-    E5M2: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
-    GP: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    STEPS: tl.constexpr,
+    scaling: Scaling,
+    strip: Strip,
 ):
-    strips = tl.cdiv(hidden, BLOCK_H * STEPS)
+    strips = tl.cdiv(hidden, strip.BLOCK_H * strip.STEPS)
     block = tl.program_id(0) // strips
-    first, end, owned = rows_of_block(offsets_ptr, block, num_rows, num_groups, HAS_OFFSETS, GP)
+    first, end, owned = rows_of_block(groups, block, num_rows)
     row = first + tl.arange(0, BLOCK)
-    columns = tl.program_id(0) % strips * (BLOCK_H * STEPS) + tl.arange(0, BLOCK_H)
-    for _ in range(STEPS):
+    columns = tl.program_id(0) % strips * (strip.BLOCK_H * strip.STEPS) + tl.arange(0, strip.BLOCK_H)
+    for _ in range(strip.STEPS):
         mask = (row < end)[:, None] & (columns < hidden)[None, :]
         offs = row.to(tl.int64)[:, None] * hidden + columns[None, :]
         x = tl.load(x_ptr + offs, mask=mask & owned, other=0.0).to(tl.float32)
-        elements, scale = quantize_tile(x, MODE, E5M2, AXIS=0)
+        elements, scale = quantize_tile(x, scaling.MODE, scaling.E5M2, AXIS=0)
         tl.store(elements_ptr + offs, elements, mask=mask)
         scale_ptrs = scale_ptr + block.to(tl.int64) * hidden + columns
         tl.store(scale_ptrs, scale, mask=(columns < hidden) & (block < num_scale_rows))
-        columns += BLOCK_H
+        columns += strip.BLOCK_H
 
 
 @ep_kernel(
@@ -131,67 +171,56 @@ def quantize_columns_kernel(
 )
 def quantize_both_kernel(
     x_ptr,  # [R, H] bf16, fp16 or fp32
-    offsets_ptr,  # [groups + 1] int32, as in quantize_columns_kernel
-    row_elements_ptr,  # out [R, H] float8
-    row_scale_ptr,  # out [R, H / 32] uint8
-    column_elements_ptr,  # out [R, H] float8
-    column_scale_ptr,  # out [S, H] uint8
+    groups: RowGroups,
+    rows: OfRows,
+    by_columns: OfColumns,
     num_rows,
     hidden,
-    num_groups,
     num_scale_rows,
-    MODE: tl.constexpr,
-    E5M2: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
-    GP: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    STEPS: tl.constexpr,
+    scaling: Scaling,
+    strip: Strip,
 ):
-    strips = tl.cdiv(hidden, BLOCK_H * STEPS)
+    strips = tl.cdiv(hidden, strip.BLOCK_H * strip.STEPS)
     block = tl.program_id(0) // strips
-    first, end, owned = rows_of_block(offsets_ptr, block, num_rows, num_groups, HAS_OFFSETS, GP)
+    first, end, owned = rows_of_block(groups, block, num_rows)
     row = first + tl.arange(0, BLOCK)
     # [32 rows, blocks of a row, 32 columns]: one tile that is quantised along its first and its last dimension.
-    of_row = tl.program_id(0) % strips * (BLOCK_H // BLOCK * STEPS) + tl.arange(0, BLOCK_H // BLOCK)
-    for _ in range(STEPS):
+    of_row = tl.program_id(0) % strips * (strip.BLOCK_H // BLOCK * strip.STEPS) + tl.arange(0, strip.BLOCK_H // BLOCK)
+    for _ in range(strip.STEPS):
         in_row = of_row < hidden // BLOCK
         columns = of_row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         mask = (row < end)[:, None, None] & in_row[None, :, None]
         offs = row.to(tl.int64)[:, None, None] * hidden + columns[None, :, :]
         x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
 
-        elements, scale = quantize_tile(x, MODE, E5M2)
-        tl.store(row_elements_ptr + offs, elements, mask=mask)
-        scale_ptrs = row_scale_ptr + row.to(tl.int64)[:, None] * (hidden // BLOCK) + of_row[None, :]
+        elements, scale = quantize_tile(x, scaling.MODE, scaling.E5M2)
+        tl.store(rows.row_elements_ptr + offs, elements, mask=mask)
+        scale_ptrs = rows.row_scale_ptr + row.to(tl.int64)[:, None] * (hidden // BLOCK) + of_row[None, :]
         tl.store(scale_ptrs, scale, mask=(row < end)[:, None] & in_row[None, :])
 
-        elements, scale = quantize_tile(tl.where(owned, x, 0.0), MODE, E5M2, AXIS=0)
-        tl.store(column_elements_ptr + offs, elements, mask=mask)
-        scale_ptrs = column_scale_ptr + block.to(tl.int64) * hidden + columns
+        elements, scale = quantize_tile(tl.where(owned, x, 0.0), scaling.MODE, scaling.E5M2, AXIS=0)
+        tl.store(by_columns.column_elements_ptr + offs, elements, mask=mask)
+        scale_ptrs = by_columns.column_scale_ptr + block.to(tl.int64) * hidden + columns
         tl.store(scale_ptrs, scale, mask=in_row[:, None] & (block < num_scale_rows))
-        of_row += BLOCK_H // BLOCK
+        of_row += strip.BLOCK_H // BLOCK
 
 
 @ep_kernel(elements_ptr="*{ELEMENT}", scale_ptr="*u8", offsets_ptr="*i32", out_ptr="*{TOKEN}", specialised=("hidden",))
 def dequantize_columns_kernel(
     elements_ptr,  # [R, H] float8
     scale_ptr,  # [S, H] uint8
-    offsets_ptr,  # [groups + 1] int32, as in quantize_columns_kernel
+    groups: RowGroups,
     out_ptr,  # out [R, H] bf16, fp16 or fp32
     num_rows,
     hidden,
-    num_groups,
-    HAS_OFFSETS: tl.constexpr,
-    GP: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    STEPS: tl.constexpr,
+    strip: Strip,
 ):
-    strips = tl.cdiv(hidden, BLOCK_H * STEPS)
+    strips = tl.cdiv(hidden, strip.BLOCK_H * strip.STEPS)
     block = tl.program_id(0) // strips
-    first, end, owned = rows_of_block(offsets_ptr, block, num_rows, num_groups, HAS_OFFSETS, GP)
+    first, end, owned = rows_of_block(groups, block, num_rows)
     row = first + tl.arange(0, BLOCK)
-    columns = tl.program_id(0) % strips * (BLOCK_H * STEPS) + tl.arange(0, BLOCK_H)
-    for _ in range(STEPS):
+    columns = tl.program_id(0) % strips * (strip.BLOCK_H * strip.STEPS) + tl.arange(0, strip.BLOCK_H)
+    for _ in range(strip.STEPS):
         in_row = columns < hidden
         mask = (row < end)[:, None] & in_row[None, :]
         offs = row.to(tl.int64)[:, None] * hidden + columns[None, :]
@@ -200,4 +229,4 @@ def dequantize_columns_kernel(
         # Selected, not multiplied: behind the last group the elements may be anything.
         values = tl.where(owned, values, 0.0)
         tl.store(out_ptr + offs, values.to(out_ptr.dtype.element_ty), mask=mask)
-        columns += BLOCK_H
+        columns += strip.BLOCK_H

@@ -13,6 +13,8 @@ Replay        Nothing is kept between calls. Randomness is a function of the see
               Philox; the seed is read from memory, so a captured graph draws anew when somebody changes it there.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -100,6 +102,34 @@ def _variant(value, tensor_scale, hadamard, **more):
     )
 
 
+class TensorScales(NamedTuple):
+    """Scales of whole tensors.
+
+    Attributes:
+        tensor_scale_ptr: [ceil(num_blocks / blocks_per_scale)] fp32, read if HAS_TENSOR_SCALE.
+        blocks_per_scale: blocks of one tensor.
+        HAS_TENSOR_SCALE: whether there are any.
+    """
+
+    tensor_scale_ptr: Any
+    blocks_per_scale: Any
+    HAS_TENSOR_SCALE: tl.constexpr
+
+
+class Rounding(NamedTuple):
+    """To nearest, or at random from a seed: [1] int64, read if STOCHASTIC."""
+
+    seed_ptr: Any
+    STOCHASTIC: tl.constexpr
+
+
+class Transform(NamedTuple):
+    """The Hadamard transform, if HADAMARD, with the signs of its 16 elements."""
+
+    signs: Any
+    HADAMARD: tl.constexpr
+
+
 @ep_kernel(
     x_ptr="*{VALUE}",
     tensor_scale_ptr="*fp32",
@@ -114,16 +144,12 @@ def _variant(value, tensor_scale, hadamard, **more):
 )
 def quantize_nvfp4_kernel(
     x_ptr,  # [num_blocks, 16] bf16, fp16 or fp32
-    tensor_scale_ptr,  # [ceil(num_blocks / blocks_per_scale)] fp32, read if HAS_TENSOR_SCALE
-    seed_ptr,  # [1] int64, read if STOCHASTIC
+    outer: TensorScales,
+    rounding: Rounding,
     elements_ptr,  # out [num_blocks, 8] uint8
     scale_ptr,  # out [num_blocks] uint8, bits of e4m3
     num_blocks,
-    blocks_per_scale,
-    signs,  # of the Hadamard transform, if HADAMARD
-    HAS_TENSOR_SCALE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    HADAMARD: tl.constexpr,
+    transform: Transform,
     BLOCKS: tl.constexpr,
 ):
     # int64: 2**31 elements are 300k rows of H = 7168.
@@ -133,8 +159,8 @@ def quantize_nvfp4_kernel(
     lane = tl.arange(0, BLOCKS * 16)
     x = tl.load(x_ptr + first * 16 + lane, mask=first * 16 + lane < num_blocks.to(tl.int64) * 16, other=0.0)
     x = tl.reshape(x.to(tl.float32), (BLOCKS, 16))
-    if HADAMARD:
-        x = hadamard_tile(x, signs, False, BLOCKS)
+    if transform.HADAMARD:
+        x = hadamard_tile(x, transform.signs, False, BLOCKS)
 
     # On bit patterns: among integers a NaN is above infinity, where a float maximum would drop it.
     amax = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
@@ -142,23 +168,23 @@ def quantize_nvfp4_kernel(
     wanted = tl.math.div_rn(amax, tl.full((BLOCKS,), 6.0, tl.float32))
     one = tl.full((BLOCKS,), 1.0, tl.float32)
     inverse = one
-    if HAS_TENSOR_SCALE:
-        index = tl.minimum(block, num_blocks - 1) // blocks_per_scale
-        outer = tl.load(tensor_scale_ptr + index)
-        outer = tl.where(outer == 0.0, 1.0, outer)
-        wanted = tl.math.div_rn(wanted, outer)
-        inverse = tl.math.div_rn(one, outer)
+    if outer.HAS_TENSOR_SCALE:
+        index = tl.minimum(block, num_blocks - 1) // outer.blocks_per_scale
+        scale_of_tensor = tl.load(outer.tensor_scale_ptr + index)
+        scale_of_tensor = tl.where(scale_of_tensor == 0.0, 1.0, scale_of_tensor)
+        wanted = tl.math.div_rn(wanted, scale_of_tensor)
+        inverse = tl.math.div_rn(one, scale_of_tensor)
     is_nan = wanted != wanted
     wanted = tl.where(wanted > _SMALLEST, wanted, _SMALLEST)
     wanted = tl.where(wanted < _LARGEST, wanted, _LARGEST)
     bits = _scale_bits(wanted)
-    if STOCHASTIC:
+    if rounding.STOCHASTIC:
         bits += (_scale_value(bits) < wanted).to(tl.int32)
     inverse = tl.math.div_rn(inverse, _scale_value(bits))
     inverse = tl.where(inverse < _FP32_MAX, inverse, _FP32_MAX)
     value = x * inverse[:, None]
-    words = random_words(tl.load(seed_ptr), block) if STOCHASTIC else value
-    codes = tl.where(is_nan[:, None], 0, e2m1_codes(value, words, STOCHASTIC))
+    words = random_words(tl.load(rounding.seed_ptr), block) if rounding.STOCHASTIC else value
+    codes = tl.where(is_nan[:, None], 0, e2m1_codes(value, words, rounding.STOCHASTIC))
     low, high = tl.split(tl.reshape(codes, (BLOCKS, 8, 2)))
     packed = tl.reshape(low | (high << 4), (BLOCKS * 8,)).to(tl.uint8)
     byte = first * 8 + tl.arange(0, BLOCKS * 8)
@@ -179,13 +205,10 @@ def quantize_nvfp4_kernel(
 def dequantize_nvfp4_kernel(
     elements_ptr,  # [num_blocks, 8] uint8
     scale_ptr,  # [num_blocks] uint8, bits of e4m3
-    tensor_scale_ptr,  # as in quantize_nvfp4_kernel
+    outer: TensorScales,
     out_ptr,  # out [num_blocks, 16] bf16, fp16 or fp32
     num_blocks,
-    blocks_per_scale,
-    signs,
-    HAS_TENSOR_SCALE: tl.constexpr,
-    HADAMARD: tl.constexpr,
+    transform: Transform,
     BLOCKS: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCKS
@@ -200,12 +223,12 @@ def dequantize_nvfp4_kernel(
     value = tl.where(exponent > 0, normal, (codes & 1).to(tl.float32) * 0.5)
     # Factors of 2 and 4 bits: exact.
     value = tl.where(codes >= 8, -value, value) * scale.to(tl.float32)[:, None]
-    if HADAMARD:
-        value = hadamard_tile(value, signs, True, BLOCKS)
+    if transform.HADAMARD:
+        value = hadamard_tile(value, transform.signs, True, BLOCKS)
     # Last: a product that is not exact, before the sums of the transform, might be fused with them.
-    if HAS_TENSOR_SCALE:
-        index = tl.minimum(block, num_blocks - 1) // blocks_per_scale
-        value = value * tl.load(tensor_scale_ptr + index)[:, None]
+    if outer.HAS_TENSOR_SCALE:
+        index = tl.minimum(block, num_blocks - 1) // outer.blocks_per_scale
+        value = value * tl.load(outer.tensor_scale_ptr + index)[:, None]
     lane = tl.arange(0, BLOCKS * 16)
     out = tl.reshape(value, (BLOCKS * 16,)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + first * 16 + lane, out, mask=first * 16 + lane < num_blocks.to(tl.int64) * 16)

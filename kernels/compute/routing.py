@@ -19,12 +19,15 @@ Replay        Nothing is kept between calls. Slots follow (token, k), no atomic 
               gives the same rows. stage_meta is free since the splits exchange.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..device.arrivals import push_meta
 from ..device.buffers import STAGE_X, STATUS, address_of
 from ..device.job import Job, first_local, my_node, num_nodes, on_my_node
+from ..device.payload import Weights
 from ..device.pull import compact_position
 from ..device.tables import (
     BAD_ENTRY,
@@ -38,6 +41,7 @@ from ..device.tables import (
     PULL_RANK,
     PULL_ROW,
     STAGE_ROW,
+    Entries,
     bases_of,
     chunk_bad_ptrs,
     entry_field,
@@ -81,12 +85,10 @@ def _first_in_token(group, valid):
 @ep_kernel(topk_idx_ptr="*{IDX}", entries_ptr="*i32", chunks_ptr="*i32", num_warps=8)
 def routing_count_kernel(
     topk_idx_ptr,  # [T, K] int32 or int64; -1 or E = dropped
-    entries_ptr,  # out [F, T, K] int32; of slots the index within the chunk
+    entries: Entries,
     chunks_ptr,  # out, see device/tables.py
-    num_tokens,
     num_experts,
     job: Job,
-    TOPK: tl.constexpr,
     KP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -94,7 +96,7 @@ def routing_count_kernel(
 ):
     chunk = tl.program_id(0)
     num_columns = num_columns_of(job)
-    _, _, offs, mask = _entries(num_tokens, TOPK, KP, BLOCK_T)
+    _, _, offs, mask = _entries(entries.num_tokens, entries.TOPK, KP, BLOCK_T)
     raw = tl.load(topk_idx_ptr + offs, mask=mask, other=-1).to(tl.int64)
     valid = (raw >= 0) & (raw < num_experts)
     bad = mask & (raw != -1) & (raw != num_experts) & (valid == 0)
@@ -114,19 +116,23 @@ def routing_count_kernel(
     expert = tl.where(valid, raw, -1).to(tl.int32)
     owner = tl.maximum(expert, 0) // job.experts_per_rank
     node = owner // job.ranks_per_node
-    tl.store(entry_field(entries_ptr, KEPT, num_tokens, TOPK) + offs, expert, mask=mask)
-    tl.store(entry_field(entries_ptr, OWNER, num_tokens, TOPK) + offs, tl.where(valid, owner, -1), mask=mask)
+    tl.store(entry_field(entries, KEPT) + offs, expert, mask=mask)
+    tl.store(entry_field(entries, OWNER) + offs, tl.where(valid, owner, -1), mask=mask)
     # Groups, or -1, where the slots will be: each entry is compared with those of all others.
-    dst_row_ptr = entry_field(entries_ptr, DST_ROW, num_tokens, TOPK)
-    stage_row_ptr = entry_field(entries_ptr, STAGE_ROW, num_tokens, TOPK)
-    node_slot_ptr = entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK)
+    dst_row_ptr = entry_field(entries, DST_ROW)
+    stage_row_ptr = entry_field(entries, STAGE_ROW)
+    node_slot_ptr = entry_field(entries, NODE_SLOT)
     tl.store(dst_row_ptr + offs, expert, mask=mask)
     tl.store(stage_row_ptr + offs, tl.where(_first_in_token(owner, valid), owner, -1), mask=mask)
     tl.store(node_slot_ptr + offs, tl.where(_first_in_token(node, valid), node, -1), mask=mask)
     tl.debug_barrier()
-    _rank_entries(dst_row_ptr, counts_ptr, num_tokens, TOPK, KP, BLOCK_T, OTHERS)
-    _rank_entries(stage_row_ptr, rank_columns_of(job, counts_ptr), num_tokens, TOPK, KP, BLOCK_T, OTHERS)
-    _rank_entries(node_slot_ptr, node_columns_of(job, counts_ptr), num_tokens, TOPK, KP, BLOCK_T, OTHERS)
+    _rank_entries(dst_row_ptr, counts_ptr, entries.num_tokens, entries.TOPK, KP, BLOCK_T, OTHERS)
+    _rank_entries(
+        stage_row_ptr, rank_columns_of(job, counts_ptr), entries.num_tokens, entries.TOPK, KP, BLOCK_T, OTHERS
+    )
+    _rank_entries(
+        node_slot_ptr, node_columns_of(job, counts_ptr), entries.num_tokens, entries.TOPK, KP, BLOCK_T, OTHERS
+    )
 
 
 @triton.jit
@@ -165,26 +171,63 @@ def _rank_entries(
 @triton.jit
 def _store_packed(
     job,
-    push_addrs_ptr,
-    entries_ptr,
+    arrivals,  # ArrivalRows
+    entries,
     entry,  # [T, KP] offsets into a [T, K] table
     owner,
     arrival,
     here,
     mask,
-    num_tokens,
-    row_bytes,
-    TOPK: tl.constexpr,
 ):
     """The entries of each token where `here`, without gaps, in k order: addresses to push to, ranks and rows."""
     at = entry - tl.arange(0, here.shape[1])[None, :] + compact_position(here)
     addrs = address_of(job, STAGE_X, tl.where(here, owner, 0))
-    addrs += arrival.to(tl.int64) * row_bytes
-    tl.store(push_addrs_ptr + at, tl.where(here, addrs, 0), mask=mask)
-    pull_rank_ptr = entry_field(entries_ptr, PULL_RANK, num_tokens, TOPK)
+    addrs += arrival.to(tl.int64) * arrivals.row_bytes
+    tl.store(arrivals.push_addrs_ptr + at, tl.where(here, addrs, 0), mask=mask)
+    pull_rank_ptr = entry_field(entries, PULL_RANK)
     tl.store(pull_rank_ptr + at, tl.where(here, owner, -1), mask=mask)
-    pull_row_ptr = entry_field(entries_ptr, PULL_ROW, num_tokens, TOPK)
+    pull_row_ptr = entry_field(entries, PULL_ROW)
     tl.store(pull_row_ptr + at, tl.where(here, arrival, -1), mask=mask)
+
+
+class Scatter(NamedTuple):
+    """Rows that the caller gives.
+
+    Attributes:
+        scatter_idx_ptr: [T, K] int32 or int64, full_scatter_indices; read if HAS_SCATTER.
+        HAS_SCATTER: whether there are any.
+    """
+
+    scatter_idx_ptr: Any
+    HAS_SCATTER: tl.constexpr
+
+
+class ArrivalRows(NamedTuple):
+    """Where tokens arrive.
+
+    Attributes:
+        push_addrs_ptr: out [T, K] int64, addresses of arrival rows, then zeros.
+        row_bytes: of a row on the wire.
+        stage_capacity: arrival rows of a rank.
+    """
+
+    push_addrs_ptr: Any
+    row_bytes: Any
+    stage_capacity: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers rounded up to powers of two.
+
+    Attributes:
+        KP: top-k. LWP: ranks of a node. EP: local experts.
+        BLOCK_T: tokens of a chunk.
+    """
+
+    KP: tl.constexpr
+    LWP: tl.constexpr
+    EP: tl.constexpr
+    BLOCK_T: tl.constexpr
 
 
 @ep_kernel(
@@ -196,43 +239,34 @@ def _store_packed(
     specialised=("row_bytes",),
 )
 def routing_slots_kernel(
-    entries_ptr,  # in: of slots the index within the chunk, out: rows; [F, T, K] int32
-    scatter_idx_ptr,  # [T, K] int32 or int64, the caller's full_scatter_indices; read if HAS_SCATTER
-    weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
+    entries: Entries,
+    scatter: Scatter,
+    routed: Weights,  # [T, K]
     chunks_ptr,  # see device/tables.py; counts are an exclusive prefix
     placement_ptr,  # see device/tables.py
-    push_addrs_ptr,  # out [T, K] int64
+    arrivals: ArrivalRows,
     job: Job,
-    num_tokens,
-    row_bytes,  # of a row on the wire
     recv_capacity,
-    stage_capacity,
-    HAS_SCATTER: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
-    LWP: tl.constexpr,
-    EP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    sizes: Sizes,
 ):
     num_chunks = tl.num_programs(0) - 1
     failed = tl.load(job.state_ptr + STATUS) != 0
     if tl.program_id(0) == num_chunks:
-        _write_tiles(job, placement_ptr, failed, EP)
+        _write_tiles(job, placement_ptr, failed, sizes.EP)
     if failed | (tl.program_id(0) == num_chunks):
         return
-    dst_row_ptr = entry_field(entries_ptr, DST_ROW, num_tokens, TOPK)
-    stage_row_ptr = entry_field(entries_ptr, STAGE_ROW, num_tokens, TOPK)
-    node_slot_ptr = entry_field(entries_ptr, NODE_SLOT, num_tokens, TOPK)
-    token, k, offs, mask = _entries(num_tokens, TOPK, KP, BLOCK_T)
-    expert = tl.load(entry_field(entries_ptr, KEPT, num_tokens, TOPK) + offs, mask=mask, other=-1)
+    dst_row_ptr = entry_field(entries, DST_ROW)
+    stage_row_ptr = entry_field(entries, STAGE_ROW)
+    node_slot_ptr = entry_field(entries, NODE_SLOT)
+    token, k, offs, mask = _entries(entries.num_tokens, entries.TOPK, sizes.KP, sizes.BLOCK_T)
+    expert = tl.load(entry_field(entries, KEPT) + offs, mask=mask, other=-1)
     valid = expert >= 0
     owner = tl.maximum(expert, 0) // job.experts_per_rank
     node = owner // job.ranks_per_node
     prefix_ptr = chunks_ptr + tl.cast(tl.program_id(0), tl.int64) * num_columns_of(job)
 
-    if HAS_SCATTER:
-        position = tl.load(scatter_idx_ptr + offs, mask=valid, other=0).to(tl.int32)
+    if scatter.HAS_SCATTER:
+        position = tl.load(scatter.scatter_idx_ptr + offs, mask=valid, other=0).to(tl.int32)
         slot = position - tl.load(sort_bases_of(job, placement_ptr) + expert, mask=valid, other=0)
     else:
         slot = tl.load(dst_row_ptr + offs, mask=valid, other=0)
@@ -252,7 +286,7 @@ def routing_slots_kernel(
     # A copy exists if its row fits the output and the row of its token fits the arrival buffer.
     same = first[:, :, None] & (owner[:, :, None] == owner[:, None, :])
     arrival = tl.sum(tl.where(same, stage_row[:, :, None], 0), axis=1)
-    alive = valid & (dst_row < recv_capacity) & (arrival < stage_capacity)
+    alive = valid & (dst_row < recv_capacity) & (arrival < arrivals.stage_capacity)
     dst_row = tl.where(alive, dst_row, -1)
     tl.store(dst_row_ptr + offs, dst_row, mask=mask)
     tl.store(stage_row_ptr + offs, stage_row, mask=mask)
@@ -260,20 +294,20 @@ def routing_slots_kernel(
     if job.num_ranks > job.ranks_per_node:
         node_token_ptr = node_token_of(job, chunks_ptr, num_chunks)
         tokens = tl.broadcast_to(token, slot.shape)
-        tl.store(node_token_ptr + node.to(tl.int64) * num_tokens + slot, tokens, mask=first_of_node)
+        tl.store(node_token_ptr + node.to(tl.int64) * entries.num_tokens + slot, tokens, mask=first_of_node)
         elsewhere = first_of_node & (node != my_node(job))
         partial = tl.where(elsewhere, slot * num_nodes(job) + node, -1)
-        partial_ptr = entry_field(entries_ptr, PULL_PARTIAL, num_tokens, TOPK)
+        partial_ptr = entry_field(entries, PULL_PARTIAL)
         tl.store(partial_ptr + offs - k + compact_position(elsewhere), partial, mask=mask)
 
     here = first & on_my_node(job, owner)
     weights = dst_row
-    if HAS_WEIGHTS:
-        weights = tl.load(weights_ptr + offs, mask=mask, other=0.0)
-    push_meta(job, weights, tl.where(valid, owner, -1), dst_row, stage_row, here, HAS_WEIGHTS, KP)
-    fits = here & (stage_row < stage_capacity)
-    _store_packed(job, push_addrs_ptr, entries_ptr, offs, owner, stage_row, fits, mask, num_tokens, row_bytes, TOPK)
-    _store_step_rows(job, rank_columns_of(job, prefix_ptr), placement_ptr, num_chunks, LWP)
+    if routed.HAS_WEIGHTS:
+        weights = tl.load(routed.weights_ptr + offs, mask=mask, other=0.0)
+    push_meta(job, weights, tl.where(valid, owner, -1), dst_row, stage_row, here, routed.HAS_WEIGHTS, sizes.KP)
+    fits = here & (stage_row < arrivals.stage_capacity)
+    _store_packed(job, arrivals, entries, offs, owner, stage_row, fits, mask)
+    _store_step_rows(job, rank_columns_of(job, prefix_ptr), placement_ptr, num_chunks, sizes.LWP)
 
 
 @triton.jit

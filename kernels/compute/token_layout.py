@@ -8,6 +8,8 @@ Progress      No program waits.
 Replay        The caller zeroes the counts.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -30,16 +32,27 @@ def _count_groups(
         tl.atomic_add(counts_ptr + group, tl.sum(goes, axis=0), mask=group < num_groups)
 
 
+class Places(NamedTuple):
+    """Who owns which expert, and who sits on which node; as in device/job.py.
+
+    Attributes:
+        num_experts, num_ranks: of the group.
+        experts_per_rank, ranks_per_node: one after the other.
+    """
+
+    num_experts: Any
+    num_ranks: Any
+    experts_per_rank: Any
+    ranks_per_node: Any
+
+
 @ep_kernel(topk_idx_ptr="*{IDX}", counts_ptr="*i32", in_rank_ptr="*u8")
 def token_layout_kernel(
     topk_idx_ptr,  # [T, K] int32 or int64; -1 = dropped, ids outside of [0, E) count nowhere
     counts_ptr,  # [W + N + E] int32, zero
     in_rank_ptr,  # out [T, W] uint8
     num_tokens,
-    num_experts,
-    num_ranks,
-    experts_per_rank,
-    ranks_per_node,
+    places: Places,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
     GP: tl.constexpr,  # ranks or nodes at a time
@@ -49,11 +62,11 @@ def token_layout_kernel(
     k = tl.arange(0, KP)[None, :]
     mask = (token < num_tokens)[:, None] & (k < TOPK)
     expert = tl.load(topk_idx_ptr + token.to(tl.int64)[:, None] * TOPK + k, mask=mask, other=-1).to(tl.int64)
-    valid = (expert >= 0) & (expert < num_experts)
+    valid = (expert >= 0) & (expert < places.num_experts)
     expert = tl.where(valid, expert, 0).to(tl.int32)
-    owner = tl.where(valid, expert // experts_per_rank, -1)
-    _count_groups(counts_ptr, owner, num_ranks, in_rank_ptr, token, num_tokens, GP, True)
-    num_nodes = num_ranks // ranks_per_node
-    node = tl.where(valid, owner // ranks_per_node, -1)
-    _count_groups(counts_ptr + num_ranks, node, num_nodes, in_rank_ptr, token, num_tokens, GP, False)
-    tl.atomic_add(counts_ptr + num_ranks + num_nodes + expert, valid.to(tl.int32), mask=valid)
+    owner = tl.where(valid, expert // places.experts_per_rank, -1)
+    _count_groups(counts_ptr, owner, places.num_ranks, in_rank_ptr, token, num_tokens, GP, True)
+    num_nodes = places.num_ranks // places.ranks_per_node
+    node = tl.where(valid, owner // places.ranks_per_node, -1)
+    _count_groups(counts_ptr + places.num_ranks, node, num_nodes, in_rank_ptr, token, num_tokens, GP, False)
+    tl.atomic_add(counts_ptr + places.num_ranks + num_nodes + expert, valid.to(tl.int32), mask=valid)

@@ -55,6 +55,35 @@ class Share(NamedTuple):
     num_rows: Any
 
 
+class Senders(NamedTuple):
+    """The flags of programs that send rows, [N, LW, SENDERS].
+
+    Attributes:
+        LWP: ranks of a node, rounded up to a power of two.
+        SENDERS: programs of a rank at most, a power of two.
+    """
+
+    LWP: tl.constexpr
+    SENDERS: tl.constexpr
+
+
+class Arrivals(NamedTuple):
+    """The same for kernels that wait for them.
+
+    SOURCES * SENDERS is at least the number of threads: a flag that two threads read while it changes would be two
+    flags, and their warps would disagree on what has been copied.
+
+    Attributes:
+        num_senders: programs of each rank that raise flags: of the push, and of the forward, kernel.
+        SOURCES: a power of two, at least LW.
+        SENDERS: a power of two, at least num_senders.
+    """
+
+    num_senders: Any
+    SOURCES: tl.constexpr
+    SENDERS: tl.constexpr
+
+
 @triton.jit
 def push_meta(
     job,
@@ -84,15 +113,14 @@ def release_arrivals(
     step,  # 1 to STEPS, the last one
     rows,  # [LWP] how far all programs have come by then at each rank of the node; ALL_ROWS with the last step
     node,  # whose tokens they are
-    LWP: tl.constexpr,
-    SENDERS: tl.constexpr,
+    senders,
 ):
     """Raise arrive_flag[node, my local rank, this program] on every rank of my node."""
-    local = tl.arange(0, LWP)
+    local = tl.arange(0, senders.LWP)
     peers = first_local(job) + local
     mask = local < job.ranks_per_node
     flag_ptrs = buffer_ptrs(job, ARRIVE_FLAG, peers, mask, tl.int64)
-    flag_ptrs += (node * job.ranks_per_node + local_rank(job)) * SENDERS + tl.program_id(0)
+    flag_ptrs += (node * job.ranks_per_node + local_rank(job)) * senders.SENDERS + tl.program_id(0)
     done = arrival_steps(job) + step
     release_flags(flag_ptrs, mask, (done << 32) | rows.to(tl.int64))
 
@@ -123,26 +151,20 @@ def wait_arrivals(
     sources,
     steps,  # seen so far, int64
     done,  # [SOURCES] tiles seen so far of each rank's rows
-    num_senders,  # programs that raise flags
-    SENDERS: tl.constexpr,
+    arrivals,
     ROWS: tl.constexpr,
 ):
-    """Wait until the rows of a node's tokens are a step further: whether they came, tiles [SOURCES] and steps by now.
-
-    SOURCES and SENDERS are powers of two, at least `ranks_per_node` and `num_senders`, and their product is at least
-    the number of threads: a flag that two threads read while it changes would be two flags, and their warps would
-    disagree on what has been copied.
-    """
-    SOURCES: tl.constexpr = sources.starts.shape[0]
-    flag = tl.arange(0, SOURCES * SENDERS)
-    used = (flag // SENDERS < job.ranks_per_node) & (flag % SENDERS < num_senders)
+    """Wait until the rows of a node's tokens are a step further: whether they came, tiles [SOURCES], steps by now."""
+    SENDERS: tl.constexpr = arrivals.SENDERS
+    flag = tl.arange(0, arrivals.SOURCES * SENDERS)
+    used = (flag // SENDERS < job.ranks_per_node) & (flag % SENDERS < arrivals.num_senders)
     first_flag = sources.node * job.ranks_per_node * SENDERS
     before = arrival_steps(job)
     expected = (before + steps + 1) << 32
     arrived, seen = wait_values(job, flags_ptr + first_flag + flag, used, expected, WAIT_ARRIVALS, first_flag)
     # Of each source what all its programs have; flags not in use are as far as the last one will be.
     seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
-    of_source = tl.min(tl.reshape(seen, [SOURCES, SENDERS]), axis=1)
+    of_source = tl.min(tl.reshape(seen, [arrivals.SOURCES, SENDERS]), axis=1)
     ready = (of_source & ALL_ROWS).to(tl.int32) - tl.where(sources.node == my_node(job), 0, sources.starts)
     ready = tl.where(ready < sources.counts, ready // ROWS, tl.cdiv(sources.counts, ROWS))
     # A forwarder that sent us nothing reports no progress, so keep the maximum (internode/dispatch.py).

@@ -19,6 +19,8 @@ Where tags differ, the rank writes the status record (operation CALLS_*) and, be
 knows. From then on it neither waits nor stores anything at other ranks; the host raises CallMismatch.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -85,11 +87,23 @@ def words_unlike(own, words):
     return (words & _REJECTED == 0) & (own & _REJECTED == 0) & ((words ^ own) & _COMPARED != 0)
 
 
+class Combine(NamedTuple):
+    """Which combine it is; ranks compare it.
+
+    Attributes:
+        placement_ptr: of the dispatch whose rows come back (tables.py).
+        call: COMBINE_* bits (codes.py).
+    """
+
+    placement_ptr: Any
+    call: Any
+
+
 @triton.jit
-def combine_tag(job, call, placement_ptr):
-    """int64 tag of a combine. call: COMBINE_* bits; placement_ptr: of the dispatch whose rows come back."""
-    number = tl.load(number_of(job, placement_ptr))
-    return (number << _COMBINE_SHIFT | call).to(tl.int64)
+def combine_tag(job, combine):
+    """int64 tag of a combine."""
+    number = tl.load(number_of(job, combine.placement_ptr))
+    return (number << _COMBINE_SHIFT | combine.call).to(tl.int64)
 
 
 @triton.jit

@@ -4,17 +4,53 @@ Rows lie group after group; `ends` [E] int32 holds the row after the last one of
 the last group count as group E, which has no weights. EP, a power of two, is at least E + 1.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 
+class Groups(NamedTuple):
+    """The groups of a product's rows.
+
+    Attributes:
+        ends_ptr: [E] int32.
+        num_rows: R, of all groups and behind the last one.
+        num_experts: E.
+        EP: a power of two, at least E + 1.
+    """
+
+    ends_ptr: Any
+    num_rows: Any
+    num_experts: Any
+    EP: tl.constexpr
+
+
+class GemmTile(NamedTuple):
+    """A tile of a product [M, N] and how its sum over K is done.
+
+    Attributes:
+        BLOCK_M, BLOCK_N: rows and columns.
+        BLOCK_K: of the sum at a time.
+        BAND: rows of tiles that are computed together (`in_bands`).
+        STAGES: loads in flight.
+    """
+
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    BAND: tl.constexpr
+    STAGES: tl.constexpr
+
+
 @triton.jit
-def group_rows(ends_ptr, num_rows, num_groups, EP: tl.constexpr):
+def group_rows(groups):
     """First row and number of rows of every group, [EP] each; ends that make no sense are cut to the rows."""
-    group = tl.arange(0, EP)
-    start = tl.load(ends_ptr + group - 1, mask=(group > 0) & (group <= num_groups), other=0)
-    end = tl.load(ends_ptr + group, mask=group < num_groups, other=0)
-    end = tl.minimum(tl.where(group == num_groups, num_rows, end), num_rows)
+    group = tl.arange(0, groups.EP)
+    of_expert = group < groups.num_experts
+    start = tl.load(groups.ends_ptr + group - 1, mask=(group > 0) & (group <= groups.num_experts), other=0)
+    end = tl.load(groups.ends_ptr + group, mask=of_expert, other=0)
+    end = tl.minimum(tl.where(group == groups.num_experts, groups.num_rows, end), groups.num_rows)
     start = tl.maximum(start, 0)
     return start, tl.maximum(end - start, 0)
 

@@ -23,6 +23,71 @@ MX = tl.constexpr(codes.MX)
 _BLOCK = tl.constexpr(32)
 
 
+class Tile(NamedTuple):
+    """What a program moves or sums at once.
+
+    Attributes:
+        ROWS: rows.
+        BLOCK_H: words, or elements, of each of them.
+    """
+
+    ROWS: tl.constexpr
+    BLOCK_H: tl.constexpr
+
+
+class RowTile(NamedTuple):
+    """The same, where the number of tiles of a row is known when the kernel is compiled.
+
+    Attributes:
+        ROWS, BLOCK_H: as in `Tile`.
+        TILES: tiles of a row.
+    """
+
+    ROWS: tl.constexpr
+    BLOCK_H: tl.constexpr
+    TILES: tl.constexpr
+
+
+class Choices(NamedTuple):
+    """Experts that a token chooses.
+
+    Attributes:
+        TOPK: K.
+        KP: K rounded up to a power of two.
+    """
+
+    TOPK: tl.constexpr
+    KP: tl.constexpr
+
+
+class Weights(NamedTuple):
+    """Routing weights of entries [T, K] or of rows [R].
+
+    Attributes:
+        weights_ptr: float32; read if HAS_WEIGHTS.
+        HAS_WEIGHTS: whether there are any.
+    """
+
+    weights_ptr: Any
+    HAS_WEIGHTS: tl.constexpr
+
+
+class Source(NamedTuple):
+    """Rows of this rank that a kernel sends.
+
+    Attributes:
+        x_ptr: [T, row_words] words, or with QUANTISE elements.
+        scale_ptr: [T, row bytes / 32] uint8, read with the payload MX.
+        row_words: words of a row.
+        PAYLOAD: WORDS, QUANTISE or MX.
+    """
+
+    x_ptr: Any
+    scale_ptr: Any
+    row_words: Any
+    PAYLOAD: tl.constexpr
+
+
 class Wire(NamedTuple):
     """Sizes of a row on the wire, int64.
 
@@ -41,15 +106,15 @@ class Output(NamedTuple):
     """Rows of this rank that a kernel writes.
 
     Attributes:
-        x_ptr: [R, row_words] words.
-        scale_ptr: [R, row bytes / 32] uint8, or one float32 per row; written where rows have scales.
-        weights_ptr: [R] float32, or [R, K]; written where there are weights.
+        recv_x_ptr: [R, row_words] words.
+        recv_scale_ptr: [R, row bytes / 32] uint8, or one float32 per row; written where rows have scales.
+        recv_weights_ptr: [R] float32, or [R, K]; written where there are weights.
         row_words: words of a row.
     """
 
-    x_ptr: Any
-    scale_ptr: Any
-    weights_ptr: Any
+    recv_x_ptr: Any
+    recv_scale_ptr: Any
+    recv_weights_ptr: Any
     row_words: Any
 
 

@@ -17,6 +17,32 @@ from .transport import put_signal
 from .waits import release_flags
 
 
+class Network(NamedTuple):
+    """How chunks of rows cross nodes.
+
+    Attributes:
+        NETWORK: P2P or NVSHMEM (codes.py).
+        MAX_CHUNKS: chunks for a node at most, a power of two.
+        CHUNK: rows of a chunk.
+    """
+
+    NETWORK: tl.constexpr
+    MAX_CHUNKS: tl.constexpr
+    CHUNK: tl.constexpr
+
+
+class Row(NamedTuple):
+    """My row in a symmetric buffer.
+
+    Attributes:
+        offset: int64, in bytes.
+        nbytes: int64, multiple of 16.
+    """
+
+    offset: Any
+    nbytes: Any
+
+
 class Chunk(NamedTuple):
     """Consecutive rows for another node, in a buffer [N, max_tokens, row_bytes].
 
@@ -39,8 +65,7 @@ class Chunk(NamedTuple):
 @triton.jit
 def post_to_all(
     job,
-    row_offset,  # int64, offset of my row in the buffer ROW_BUFFER, in bytes
-    row_bytes,  # int64, multiple of 16
+    row,  # Row, in the buffer ROW_BUFFER
     epoch,  # int64, value of my flag: entry `rank` of the buffer FLAG_BUFFER [W] int64
     ROW_BUFFER: tl.constexpr,
     FLAG_BUFFER: tl.constexpr,
@@ -53,24 +78,24 @@ def post_to_all(
     """Send my row (read from my own copy of the buffer) and then my flag to all ranks, own rank included."""
     first_rank = first_local(job)
     if not SAME_NODE_ONLY:
-        source = address_of(job, ROW_BUFFER, job.rank) + row_offset
+        source = address_of(job, ROW_BUFFER, job.rank) + row.offset
         flag_offset = tl.cast(job.rank, tl.int64) * 8
         # Start behind this node, so that the nodes do not all send to the same one first.
         for step in range(job.ranks_per_node, job.num_ranks):
             peer = (first_rank + step) % job.num_ranks
-            dest = net_address_of(job, ROW_BUFFER, peer) + row_offset
+            dest = net_address_of(job, ROW_BUFFER, peer) + row.offset
             flag = net_address_of(job, FLAG_BUFFER, peer) + flag_offset
-            put_signal(dest, source, row_bytes, flag, epoch, pe_of(job, peer), NETWORK, BLOCK)
+            put_signal(dest, source, row.nbytes, flag, epoch, pe_of(job, peer), NETWORK, BLOCK)
 
     peers = first_rank + tl.arange(0, LWP)
     local = tl.arange(0, LWP) < job.ranks_per_node
     if COPY_ROW:
         others = local & (peers != job.rank)
-        own_ptr = own_buffer(job, ROW_BUFFER, tl.int32) + row_offset // 4
-        dest = buffer_ptrs(job, ROW_BUFFER, peers, others, tl.int32) + row_offset // 4
-        for start in range(0, (row_bytes // 4).to(tl.int32), BLOCK):
+        own_ptr = own_buffer(job, ROW_BUFFER, tl.int32) + row.offset // 4
+        dest = buffer_ptrs(job, ROW_BUFFER, peers, others, tl.int32) + row.offset // 4
+        for start in range(0, (row.nbytes // 4).to(tl.int32), BLOCK):
             offs = start + tl.arange(0, BLOCK)
-            mask = offs < row_bytes // 4
+            mask = offs < row.nbytes // 4
             words = tl.load(own_ptr + offs, mask=mask, other=0)
             words = tl.broadcast_to(words[None, :], [LWP, BLOCK])
             tl.store(dest[:, None] + offs[None, :], words, mask=others[:, None] & mask[None, :])
@@ -90,7 +115,7 @@ def post_flag(
     """Send my flag alone to all ranks; to other nodes with 16 bytes that mean nothing, for a put has to carry some."""
     offset = tl.cast(job.rank, tl.int64) * 16
     nbytes = tl.full([], 16, tl.int64)
-    post_to_all(job, offset, nbytes, epoch, BARRIER_SCRATCH, FLAG_BUFFER, False, SAME_NODE_ONLY, NETWORK, LWP, 16)
+    post_to_all(job, Row(offset, nbytes), epoch, BARRIER_SCRATCH, FLAG_BUFFER, False, SAME_NODE_ONLY, NETWORK, LWP, 16)
 
 
 @triton.jit
@@ -101,8 +126,7 @@ def put_chunk(
     SEND: tl.constexpr,  # buffer [N, max_tokens, row], by the other node
     RECV: tl.constexpr,  # likewise
     FLAGS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    NETWORK: tl.constexpr,
+    network,
     BLOCK: tl.constexpr,
 ):
     """Put rows for another node into its buffer, to the rank there that has my local rank, with the chunk's flag."""
@@ -114,9 +138,9 @@ def put_chunk(
         net_address_of(job, RECV, peer) + dest_row * chunk.row_bytes,
         address_of(job, SEND, job.rank) + source_row * chunk.row_bytes,
         chunk.count.to(tl.int64) * chunk.row_bytes,
-        flag + (my_node(job) * MAX_CHUNKS + chunk.number).to(tl.int64) * 8,
+        flag + (my_node(job) * network.MAX_CHUNKS + chunk.number).to(tl.int64) * 8,
         value,
         pe_of(job, peer),
-        NETWORK,
+        network.NETWORK,
         BLOCK,
     )

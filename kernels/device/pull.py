@@ -40,14 +40,28 @@ class Held(NamedTuple):
     Attributes:
         rank_ptrs: [ROWS] pointers to K int32, ranks.
         row_ptrs: [ROWS] pointers to K int32, rows in the combine buffers there, -1 = none.
-        hidden: elements of a row.
-        row_capacity: rows of a combine buffer.
     """
 
     rank_ptrs: Any
     row_ptrs: Any
+
+
+class PulledRows(NamedTuple):
+    """Rows that are pulled and summed.
+
+    Attributes:
+        hidden: elements of a row.
+        row_capacity: rows of a combine buffer.
+        HAS_WEIGHTS: rows are multiplied by their weights.
+        REDUCED: rows were reduced: by arrival row, in steps, those of a token without gaps; or staged: by output row.
+        PARTIAL_DTYPE: of sums that cross nodes.
+    """
+
     hidden: Any
     row_capacity: Any
+    HAS_WEIGHTS: tl.constexpr
+    REDUCED: tl.constexpr
+    PARTIAL_DTYPE: tl.constexpr
 
 
 @triton.constexpr_function
@@ -66,25 +80,24 @@ def pull_batches(compact, topk, ranks_per_node):
 @triton.jit
 def pull_sum(
     job,
+    rows,  # PulledRows
     acc,  # [ROWS, BLOCK_H] float32
     alive,  # [ROWS]
     h,  # first column of the tile
     held,  # Held
     DTYPE: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    COMPACT: tl.constexpr,  # the rows of a token come first, then -1
     TOPK: tl.constexpr,
     LWP: tl.constexpr,
 ):
     """Add to `acc`, in k order, the rows that the ranks of this node hold for each token."""
     BLOCK_H: tl.constexpr = acc.shape[1]
-    BATCHES: tl.constexpr = pull_batches(COMPACT, TOPK, LWP)
+    BATCHES: tl.constexpr = pull_batches(rows.REDUCED, TOPK, LWP)
     BATCH: tl.constexpr = BATCHES[0]
     LOOKED_AT: tl.constexpr = BATCHES[1]
     for first in tl.static_range(0, LOOKED_AT, BATCH):
         row = tl.load(held.row_ptrs + first, mask=alive, other=-1)
         # Where rows come without gaps, there are few tokens with more than some.
-        if first == 0 or (not COMPACT or tl.sum((row >= 0).to(tl.int32)) > 0):
+        if first == 0 or (not rows.REDUCED or tl.sum((row >= 0).to(tl.int32)) > 0):
             tiles = ()
             weights = ()
             # As many in the last batch as in the others: a branch cannot change the length of a tuple.
@@ -92,18 +105,18 @@ def pull_sum(
                 is_entry = alive & (k < TOPK)
                 peer = tl.load(held.rank_ptrs + k, mask=is_entry, other=-1)
                 row = tl.load(held.row_ptrs + k, mask=is_entry, other=-1)
-                here = (row >= 0) & (row < held.row_capacity) & on_my_node(job, peer)
+                here = (row >= 0) & (row < rows.row_capacity) & on_my_node(job, peer)
                 source = buffer_ptrs(job, COMBINE_X, peer, here, DTYPE)
-                source += row.to(tl.int64) * held.hidden
+                source += row.to(tl.int64) * rows.hidden
                 offs = h + tl.arange(0, BLOCK_H)
-                mask = here[:, None] & (offs < held.hidden)[None, :]
+                mask = here[:, None] & (offs < rows.hidden)[None, :]
                 tiles += (tl.load(source[:, None] + offs[None, :], mask=mask, other=0.0),)
-                if HAS_WEIGHTS:
+                if rows.HAS_WEIGHTS:
                     weight_ptrs = buffer_ptrs(job, COMBINE_WEIGHT, peer, here, tl.float32)
                     weights += (tl.load(weight_ptrs + row, mask=here, other=0.0),)
             for k in tl.static_range(len(tiles)):
                 tile = tiles[k].to(tl.float32)
-                if HAS_WEIGHTS:
+                if rows.HAS_WEIGHTS:
                     tile *= weights[k][:, None]
                 acc += tile
     return acc

@@ -5,6 +5,8 @@ rows of other nodes' tokens. The flags count those steps since the layer was mad
 below (device/calls.py): after step 2 of the fourth combine the flag is (3 * 8 + 2) << TAG_BITS | tag.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -15,30 +17,50 @@ from .tables import PARTS, STEPS
 from .waits import TAG_BITS, TAGS, WAIT_COMBINE_STAGED, release_flags, wait_tagged
 
 
+class Stagers(NamedTuple):
+    """The flags of programs that stage rows, [LW, MAX_PROGRAMS].
+
+    Attributes:
+        LWP: ranks of a node, rounded up to a power of two.
+        MAX_PROGRAMS: programs of a rank at most, a power of two.
+    """
+
+    LWP: tl.constexpr
+    MAX_PROGRAMS: tl.constexpr
+
+
+class Staged(NamedTuple):
+    """The same for kernels that wait for them.
+
+    Attributes:
+        num_stage_programs: programs of each rank that raise flags.
+        LWP, MAX_PROGRAMS: as in `Stagers`.
+    """
+
+    num_stage_programs: Any
+    LWP: tl.constexpr
+    MAX_PROGRAMS: tl.constexpr
+
+
 @triton.jit
-def release_staged(job, steps, tag, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr):
+def release_staged(job, steps, tag, stagers):
     """Raise staged_flag[my local rank, this program] on every rank of my node: rows are staged up to a step."""
-    local = tl.arange(0, LWP)
+    local = tl.arange(0, stagers.LWP)
     mask = local < job.ranks_per_node
     flag_ptrs = buffer_ptrs(job, STAGED_FLAG, first_local(job) + local, mask, tl.int64)
-    flag_ptrs += local_rank(job) * MAX_PROGRAMS + tl.program_id(0)
+    flag_ptrs += local_rank(job) * stagers.MAX_PROGRAMS + tl.program_id(0)
     value = (staged_steps(job) + steps) << TAG_BITS | tag
-    release_flags(flag_ptrs, mask, tl.zeros([LWP], tl.int64) + value)
+    release_flags(flag_ptrs, mask, tl.zeros([stagers.LWP], tl.int64) + value)
 
 
 @triton.jit
-def wait_staged(
-    job,
-    num_stage_programs,
-    steps,  # of STEPS
-    tag,  # int64, of this combine
-    LWP: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr,
-):
+def wait_staged(job, staged, steps, tag):
     """Wait until every rank of this node has staged its rows of this combine up to a step: whether all have, and
-    whether one of them is in another combine."""
-    flag = tl.arange(0, LWP * MAX_PROGRAMS)
-    used = (flag // MAX_PROGRAMS < job.ranks_per_node) & (flag % MAX_PROGRAMS < num_stage_programs)
+    whether one of them is in another combine.
+
+    steps: of STEPS. tag: int64, of this combine.
+    """
+    flag, used = _flags_of(job, staged)
     flag_ptrs = own_buffer(job, STAGED_FLAG, tl.int64) + flag
     before = staged_steps(job)
     ready, differ, _ = wait_tagged(job, flag_ptrs, used, before + steps, before, tag, WAIT_COMBINE_STAGED)
@@ -46,18 +68,25 @@ def wait_staged(
 
 
 @triton.jit
-def report_staged(job, num_stage_programs, tag, LWP: tl.constexpr, MAX_PROGRAMS: tl.constexpr):
+def _flags_of(job, staged):
+    """Numbers of all staged flags, and whether each is in use."""
+    flag = tl.arange(0, staged.LWP * staged.MAX_PROGRAMS)
+    of_rank = flag % staged.MAX_PROGRAMS
+    return flag, (flag // staged.MAX_PROGRAMS < job.ranks_per_node) & (of_rank < staged.num_stage_programs)
+
+
+@triton.jit
+def report_staged(job, staged, tag):
     """After a `wait_staged` that failed: report the calls, if ranks of this node are in different combines.
 
     Apart from the wait: inside the loop that pulls rows, it took registers from the rows in flight, and combine took a
     tenth longer (4 x H200, 4096 tokens of 7168 elements).
     """
-    flag = tl.arange(0, LWP * MAX_PROGRAMS)
-    used = (flag // MAX_PROGRAMS < job.ranks_per_node) & (flag % MAX_PROGRAMS < num_stage_programs)
+    flag, used = _flags_of(job, staged)
     flag_ptrs = own_buffer(job, STAGED_FLAG, tl.int64) + flag
     seen = tl.load(flag_ptrs, mask=used, other=0, volatile=True)
-    known = tags_of_rows(seen, used, staged_steps(job), LWP)
-    ranks = first_local(job) + tl.arange(0, LWP)
+    known = tags_of_rows(seen, used, staged_steps(job), staged.LWP)
+    ranks = first_local(job) + tl.arange(0, staged.LWP)
     if tl.max(((known >= 0) & (known != tag)).to(tl.int32)) > 0:
         report_calls(job, ranks, known, known >= 0, CALLS_COMBINE)
 

@@ -48,6 +48,8 @@ Parts         Steps of a dispatch begin and end at 64ths of a rank's tokens. Of 
               49, 64 after each of its 8 steps (`staged_part`, staging.py).
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -99,10 +101,24 @@ def part_of_step(step, num_steps):
     return PARTS - left * left
 
 
+class Entries(NamedTuple):
+    """What routing knows of each (token, k).
+
+    Attributes:
+        entries_ptr: [F, T, K] int32, the fields below.
+        num_tokens: T.
+        TOPK: K.
+    """
+
+    entries_ptr: Any
+    num_tokens: Any
+    TOPK: tl.constexpr
+
+
 @triton.jit
-def entry_field(entries_ptr, FIELD: tl.constexpr, num_tokens, TOPK: tl.constexpr):
-    """Pointer to one field [T, K] of the entries."""
-    return entries_ptr + FIELD * tl.cast(num_tokens, tl.int64) * TOPK
+def entry_field(entries, FIELD: tl.constexpr):
+    """Pointer to one field [T, K] of `Entries`."""
+    return entries.entries_ptr + FIELD * tl.cast(entries.num_tokens, tl.int64) * entries.TOPK
 
 
 @triton.jit

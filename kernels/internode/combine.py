@@ -18,11 +18,12 @@ Replay        partial_recv is free again when its owner has posted done_flag (in
 import triton.language as tl
 
 from ..device.buffers import EPOCH_COMBINE, PARTIAL_FLAG, PARTIAL_RECV, PARTIAL_SEND, own_buffer
-from ..device.calls import MIXED_TAG, combine_tag
+from ..device.calls import MIXED_TAG, Combine, combine_tag
 from ..device.job import Job, num_nodes, other_node
-from ..device.post import Chunk, put_chunk
-from ..device.pull import Held, pull_sum
-from ..device.staging import report_staged, wait_staged
+from ..device.payload import Tile
+from ..device.post import Chunk, Network, put_chunk
+from ..device.pull import Held, PulledRows, pull_sum
+from ..device.staging import Staged, report_staged, wait_staged
 from ..device.tables import STEPS, partial_stride, tokens_from_node_of
 from ..device.waits import TAG_BITS
 from ..spec import ep_kernel
@@ -31,75 +32,57 @@ from ..spec import ep_kernel
 @ep_kernel(like_x_ptr="*{TOKEN}", forward_ptr="*i32", specialised=("hidden",), num_warps=32)
 def combine_partial_kernel(
     like_x_ptr,  # any pointer to the token dtype
-    placement_ptr,  # device/tables.py
+    combine: Combine,
     forward_ptr,  # [2, N, max_tokens, K] int32 (internode/dispatch.py)
     job: Job,
-    hidden,
-    row_capacity,
-    num_stage_programs,
-    call,  # intranode/combine.py
-    REDUCED: tl.constexpr,  # intranode/combine.py
-    PARTIAL_DTYPE: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
+    rows: PulledRows,
+    staged: Staged,
     TOPK: tl.constexpr,
-    LWP: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NETWORK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    network: Network,
+    tile: Tile,
 ):
-    tag = combine_tag(job, call, placement_ptr)
-    ready, differ = wait_staged(
-        job,
-        num_stage_programs,
-        STEPS // 2 if REDUCED else STEPS,
-        tag,
-        LWP,
-        MAX_PROGRAMS,
-    )
+    tag = combine_tag(job, combine)
+    ready, differ = wait_staged(job, staged, STEPS // 2 if rows.REDUCED else STEPS, tag)
     if differ:
-        report_staged(job, num_stage_programs, tag, LWP, MAX_PROGRAMS)
+        report_staged(job, staged, tag)
     if ready | differ:
         tag = tl.where(differ, MIXED_TAG, tag)
-        tokens_from_node_ptr = tokens_from_node_of(job, placement_ptr)
+        tokens_from_node_ptr = tokens_from_node_of(job, combine.placement_ptr)
         num_entries = tl.cast(num_nodes(job), tl.int64) * job.max_tokens * TOPK
         row_table_ptr = forward_ptr + num_entries
         epoch = tl.load(job.state_ptr + EPOCH_COMBINE) + 1
-        stride = partial_stride(hidden)
-        offs = tl.arange(0, BLOCK_H)
-        send_ptr = own_buffer(job, PARTIAL_SEND, PARTIAL_DTYPE)
-        row_bytes = tl.cast(stride, tl.int64) * (PARTIAL_DTYPE.primitive_bitwidth // 8)
-        num_items = (num_nodes(job) - 1) * tl.cdiv(job.max_tokens, CHUNK)
+        stride = partial_stride(rows.hidden)
+        offs = tl.arange(0, tile.BLOCK_H)
+        send_ptr = own_buffer(job, PARTIAL_SEND, rows.PARTIAL_DTYPE)
+        row_bytes = tl.cast(stride, tl.int64) * (rows.PARTIAL_DTYPE.primitive_bitwidth // 8)
+        num_items = (num_nodes(job) - 1) * tl.cdiv(job.max_tokens, network.CHUNK)
         for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
             node, chunk = other_node(job, item)
             tokens = tl.load(tokens_from_node_ptr + node)
-            first = chunk * CHUNK
+            first = chunk * network.CHUNK
             tokens = tl.where(ready, tokens, 0)
             if first < tokens:
-                for start in range(0, CHUNK, ROWS):
-                    slot = first + start + tl.arange(0, ROWS)
+                for start in range(0, network.CHUNK, tile.ROWS):
+                    slot = first + start + tl.arange(0, tile.ROWS)
                     alive = slot < tokens
                     row = (node * job.max_tokens + slot).to(tl.int64)
-                    for h in range(0, hidden, BLOCK_H):
+                    for h in range(0, rows.hidden, tile.BLOCK_H):
                         acc = pull_sum(
                             job,
-                            tl.zeros([ROWS, BLOCK_H], tl.float32),
+                            rows,
+                            tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32),
                             alive,
                             h,
-                            Held(forward_ptr + row * TOPK, row_table_ptr + row * TOPK, hidden, row_capacity),
+                            Held(forward_ptr + row * TOPK, row_table_ptr + row * TOPK),
                             like_x_ptr.dtype.element_ty,
-                            HAS_WEIGHTS,
-                            REDUCED,
                             TOPK,
-                            LWP,
+                            staged.LWP,
                         )
-                        mask = alive[:, None] & (h + offs < hidden)[None, :]
+                        mask = alive[:, None] & (h + offs < rows.hidden)[None, :]
                         dest = send_ptr + row[:, None] * stride + h + offs[None, :]
-                        tl.store(dest, acc.to(PARTIAL_DTYPE), mask=mask)
+                        tl.store(dest, acc.to(rows.PARTIAL_DTYPE), mask=mask)
             if (first < tokens) | (chunk == 0):
-                count = tl.minimum(tl.maximum(tokens - first, 1), CHUNK)
+                count = tl.minimum(tl.maximum(tokens - first, 1), network.CHUNK)
                 put_chunk(
                     job,
                     Chunk(node, chunk, first, count, job.max_tokens, row_bytes),
@@ -107,7 +90,6 @@ def combine_partial_kernel(
                     PARTIAL_SEND,
                     PARTIAL_RECV,
                     PARTIAL_FLAG,
-                    MAX_CHUNKS,
-                    NETWORK,
-                    BLOCK_H,
+                    network,
+                    tile.BLOCK_H,
                 )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.arrivals import ALL_ROWS, push_meta, release_arrivals
+from ..device.arrivals import ALL_ROWS, Senders, push_meta, release_arrivals
 from ..device.buffers import (
     EPOCH_DISPATCH,
     NET_FLAG,
@@ -35,14 +35,15 @@ from ..device.buffers import (
 )
 from ..device.groups import my_first
 from ..device.job import Job, first_local, my_node, num_nodes, on_my_node, other_node
-from ..device.payload import WORDS, load_payload, store_scales, wire_of
-from ..device.post import Chunk, put_chunk
+from ..device.payload import WORDS, Choices, Source, Tile, Weights, load_payload, store_scales, wire_of
+from ..device.post import Chunk, Network, put_chunk
 from ..device.pull import compact_position
 from ..device.tables import (
     DST_ROW,
     OWNER,
     STAGE_ROW,
     STEPS,
+    Entries,
     entry_field,
     node_token_of,
     part_begin,
@@ -66,6 +67,48 @@ class Messages(NamedTuple):
     base: Any
     row_bytes: Any
     meta_offset: Any
+
+
+class ForwardedRows(NamedTuple):
+    """Rows that came from other nodes.
+
+    Attributes:
+        word_ptr: any pointer to words of the payload: gives their type.
+        row_words: words of a row.
+        stage_capacity: arrival rows of a rank.
+        HAS_WEIGHTS: messages carry routing weights.
+    """
+
+    word_ptr: Any
+    row_words: Any
+    stage_capacity: Any
+    HAS_WEIGHTS: tl.constexpr
+
+
+class Chunks(NamedTuple):
+    """Chunks of the tokens of a node.
+
+    Attributes:
+        MAX_CHUNKS: of a node at most, a power of two.
+        CHUNK: tokens of a chunk.
+        STEP_CHUNKS: chunks for which a step is worth its release.
+    """
+
+    MAX_CHUNKS: tl.constexpr
+    CHUNK: tl.constexpr
+    STEP_CHUNKS: tl.constexpr
+
+
+class Pulls(NamedTuple):
+    """What combine pulls for the tokens forwarded.
+
+    Attributes:
+        forward_ptr: [2, N, max_tokens, K] int32: ranks, and rows there.
+        num_entries: int64, of each of the two tables.
+    """
+
+    forward_ptr: Any
+    num_entries: Any
 
 
 @triton.jit
@@ -104,80 +147,74 @@ WEIGHTS = tl.constexpr(3)
     num_warps=16,
 )
 def internode_send_kernel(
-    x_ptr,  # [T, row_words] words
-    scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
-    entries_ptr,  # [F, T, K] int32 (device/tables.py)
-    weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
+    source: Source,
+    entries: Entries,
+    routed: Weights,  # [T, K]
     chunks_ptr,  # device/tables.py
     placement_ptr,  # device/tables.py
     job: Job,
-    num_tokens,
-    row_words,
-    PAYLOAD: tl.constexpr,  # device/payload.py
-    HAS_WEIGHTS: tl.constexpr,
-    TOPK: tl.constexpr,
     KP: tl.constexpr,
     BLOCK_T: tl.constexpr,  # tokens per chunk of `chunks`
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NETWORK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    network: Network,
+    tile: Tile,
 ):
     if tl.load(job.state_ptr + STATUS) != 0:
         return
     epoch = tl.load(job.state_ptr + EPOCH_DISPATCH)
-    wire = wire_of(row_words, x_ptr.dtype.element_ty, PAYLOAD)
+    wire = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD)
     messages = messages_at(address_of(job, NET_SEND, job.rank), wire.row_bytes, KP)
-    owner_ptr = entry_field(entries_ptr, OWNER, num_tokens, TOPK)
-    dst_row_ptr = entry_field(entries_ptr, DST_ROW, num_tokens, TOPK)
-    stage_row_ptr = entry_field(entries_ptr, STAGE_ROW, num_tokens, TOPK)
-    node_token_ptr = node_token_of(job, chunks_ptr, tl.cdiv(num_tokens, BLOCK_T))
+    owner_ptr = entry_field(entries, OWNER)
+    dst_row_ptr = entry_field(entries, DST_ROW)
+    stage_row_ptr = entry_field(entries, STAGE_ROW)
+    node_token_ptr = node_token_of(job, chunks_ptr, tl.cdiv(entries.num_tokens, BLOCK_T))
     tokens_per_node_ptr = tokens_per_node_of(job, placement_ptr)
-    offs = tl.arange(0, BLOCK_H)
+    offs = tl.arange(0, tile.BLOCK_H)
     ks = tl.arange(0, KP)[None, :]
-    num_items = (num_nodes(job) - 1) * tl.cdiv(num_tokens, CHUNK)
+    num_items = (num_nodes(job) - 1) * tl.cdiv(entries.num_tokens, network.CHUNK)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         node, chunk = other_node(job, item)
         tokens = tl.load(tokens_per_node_ptr + node)
-        first = chunk * CHUNK
+        first = chunk * network.CHUNK
         if first < tokens:
-            for start in range(0, CHUNK, ROWS):
-                slot = first + start + tl.arange(0, ROWS)
+            for start in range(0, network.CHUNK, tile.ROWS):
+                slot = first + start + tl.arange(0, tile.ROWS)
                 alive = slot < tokens
-                token = tl.load(node_token_ptr + node.to(tl.int64) * num_tokens + slot, mask=alive, other=0)
+                token = tl.load(node_token_ptr + node.to(tl.int64) * entries.num_tokens + slot, mask=alive, other=0)
                 row = (node * job.max_tokens + slot).to(tl.int64)
-                x_ptrs = x_ptr + token.to(tl.int64) * row_words
-                scale_ptrs = scale_ptr + token.to(tl.int64) * (wire.data_bytes // 32)
-                for h in range(0, row_words, BLOCK_H):
-                    data, scales = load_payload(x_ptrs, scale_ptrs, alive, h, row_words, PAYLOAD, BLOCK_H)
+                x_ptrs = source.x_ptr + token.to(tl.int64) * source.row_words
+                scale_ptrs = source.scale_ptr + token.to(tl.int64) * (wire.data_bytes // 32)
+                for h in range(0, source.row_words, tile.BLOCK_H):
+                    data, scales = load_payload(
+                        x_ptrs, scale_ptrs, alive, h, source.row_words, source.PAYLOAD, tile.BLOCK_H
+                    )
                     out_ptrs = _row_ptrs(messages, row, 0, data.dtype)
-                    mask = alive[:, None] & (h + offs < row_words)[None, :]
+                    mask = alive[:, None] & (h + offs < source.row_words)[None, :]
                     tl.store(out_ptrs[:, None] + h + offs[None, :], data, mask=mask)
-                    if PAYLOAD != WORDS:
+                    if source.PAYLOAD != WORDS:
                         out_ptrs = _row_ptrs(messages, row, wire.data_bytes, tl.uint8)
-                        store_scales(out_ptrs, alive, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
-                at = token[:, None] * TOPK + ks
-                mask = alive[:, None] & (ks < TOPK)
+                        store_scales(out_ptrs, alive, scales, h, source.row_words, data.dtype.primitive_bitwidth // 8)
+                at = token[:, None] * entries.TOPK + ks
+                mask = alive[:, None] & (ks < entries.TOPK)
                 owner = tl.load(owner_ptr + at, mask=mask, other=-1)
                 tl.store(_meta_ptrs(messages, row, OWNERS, tl.int32, KP), owner, mask=mask)
                 dst_row = tl.load(dst_row_ptr + at, mask=mask, other=-1)
                 tl.store(_meta_ptrs(messages, row, DST_ROWS, tl.int32, KP), dst_row, mask=mask)
                 arrival = tl.load(stage_row_ptr + at, mask=mask, other=-1)
                 tl.store(_meta_ptrs(messages, row, ARRIVALS, tl.int32, KP), arrival, mask=mask)
-                if HAS_WEIGHTS:
-                    weights = tl.load(weights_ptr + at, mask=mask, other=0.0)
+                if routed.HAS_WEIGHTS:
+                    weights = tl.load(routed.weights_ptr + at, mask=mask, other=0.0)
                     tl.store(_meta_ptrs(messages, row, WEIGHTS, tl.float32, KP), weights, mask=mask)
             put_chunk(
                 job,
-                Chunk(node, chunk, first, tl.minimum(tokens - first, CHUNK), job.max_tokens, messages.row_bytes),
+                Chunk(
+                    node, chunk, first, tl.minimum(tokens - first, network.CHUNK), job.max_tokens, messages.row_bytes
+                ),
                 epoch,
                 NET_SEND,
                 NET_RECV,
                 NET_FLAG,
-                MAX_CHUNKS,
-                NETWORK,
-                BLOCK_H,
+                network,
+                tile.BLOCK_H,
             )
 
 
@@ -188,9 +225,8 @@ def _rows_before(
     end,  # slot behind a chunk
     tokens,
     first_row,  # message row of slot 0
+    choices,
     LWP: tl.constexpr,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """[LWP] the arrival row behind those of a chunk's tokens at each rank of this node, 0 where none goes there.
@@ -198,12 +234,12 @@ def _rows_before(
     Arrival rows of a source are in the order of its tokens: those of all earlier tokens lie before.
     """
     slot = end - CHUNK + tl.arange(0, CHUNK)
-    mask = ((slot >= 0) & (slot < tokens))[:, None] & (tl.arange(0, KP) < TOPK)[None, :]
+    mask = ((slot >= 0) & (slot < tokens))[:, None] & (tl.arange(0, choices.KP) < choices.TOPK)[None, :]
     row = (first_row + slot).to(tl.int64)
-    owner = tl.load(_meta_ptrs(messages, row, OWNERS, tl.int32, KP), mask=mask, other=-1)
-    arrival = tl.load(_meta_ptrs(messages, row, ARRIVALS, tl.int32, KP), mask=mask, other=-1)
-    owner = tl.reshape(owner, [CHUNK * KP])
-    arrival = tl.reshape(arrival, [CHUNK * KP])
+    owner = tl.load(_meta_ptrs(messages, row, OWNERS, tl.int32, choices.KP), mask=mask, other=-1)
+    arrival = tl.load(_meta_ptrs(messages, row, ARRIVALS, tl.int32, choices.KP), mask=mask, other=-1)
+    owner = tl.reshape(owner, [CHUNK * choices.KP])
+    arrival = tl.reshape(arrival, [CHUNK * choices.KP])
     peer = first_local(job) + tl.arange(0, LWP)
     there = (owner[:, None] == peer[None, :]) & (arrival >= 0)[:, None]
     return tl.max(tl.where(there, arrival[:, None] + 1, 0), axis=0)
@@ -211,8 +247,7 @@ def _rows_before(
 
 @triton.jit
 def _note_pulls(
-    forward_ptr,
-    num_entries,  # of each of its two tables
+    pulls,
     row,
     owner,
     arrival,
@@ -225,12 +260,12 @@ def _note_pulls(
     """Note for combine where the rows of forwarded tokens are: [n, KP] ranks, and rows there."""
     if REDUCED:
         at = row[:, None] * TOPK + compact_position(here)
-        tl.store(forward_ptr + at, tl.where(here, owner, -1), mask=mask)
-        tl.store(forward_ptr + num_entries + at, tl.where(here, arrival, -1), mask=mask)
+        tl.store(pulls.forward_ptr + at, tl.where(here, owner, -1), mask=mask)
+        tl.store(pulls.forward_ptr + pulls.num_entries + at, tl.where(here, arrival, -1), mask=mask)
     else:
         at = row[:, None] * TOPK + tl.arange(0, here.shape[1])[None, :]
-        tl.store(forward_ptr + at, owner, mask=mask)
-        tl.store(forward_ptr + num_entries + at, dst_row, mask=mask)
+        tl.store(pulls.forward_ptr + at, owner, mask=mask)
+        tl.store(pulls.forward_ptr + pulls.num_entries + at, dst_row, mask=mask)
 
 
 @triton.jit
@@ -242,12 +277,13 @@ def _push_rows(
     owner,  # [ROWS, KP]
     arrival,
     here,  # one entry of each rank that the token goes to
-    row_words,
-    WORD: tl.constexpr,
+    rows,  # ForwardedRows
     MOST: tl.constexpr,  # ranks that a token goes to
     BLOCK_H: tl.constexpr,
 ):
     """Store the data of message rows to arrival rows of the ranks of this node."""
+    WORD: tl.constexpr = rows.word_ptr.dtype.element_ty
+    row_words = rows.row_words
     addrs = address_of(job, STAGE_X, tl.where(here, owner, 0))
     addrs += arrival.to(tl.int64) * row_words * (WORD.primitive_bitwidth // 8)
     position = compact_position(here)
@@ -271,62 +307,49 @@ def _push_rows(
 def _forward_rows(
     job,
     messages,
-    forward_ptr,
-    num_entries,
+    rows,  # ForwardedRows
+    pulls,
     row,  # [ROWS] message rows, int64
     alive,  # [ROWS]
-    row_words,
-    stage_capacity,
-    WORD: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     REDUCED: tl.constexpr,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
+    choices,
     LWP: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Push some rows to the ranks of this node that their tokens go to, say what they are, and note where they went."""
-    mask = alive[:, None] & (tl.arange(0, KP) < TOPK)[None, :]
-    owner = tl.load(_meta_ptrs(messages, row, OWNERS, tl.int32, KP), mask=mask, other=-1)
-    dst_row = tl.load(_meta_ptrs(messages, row, DST_ROWS, tl.int32, KP), mask=mask, other=-1)
-    arrival = tl.load(_meta_ptrs(messages, row, ARRIVALS, tl.int32, KP), mask=mask, other=-1)
+    mask = alive[:, None] & (tl.arange(0, choices.KP) < choices.TOPK)[None, :]
+    owner = tl.load(_meta_ptrs(messages, row, OWNERS, tl.int32, choices.KP), mask=mask, other=-1)
+    dst_row = tl.load(_meta_ptrs(messages, row, DST_ROWS, tl.int32, choices.KP), mask=mask, other=-1)
+    arrival = tl.load(_meta_ptrs(messages, row, ARRIVALS, tl.int32, choices.KP), mask=mask, other=-1)
     weights = dst_row
-    if HAS_WEIGHTS:
-        weights = tl.load(_meta_ptrs(messages, row, WEIGHTS, tl.float32, KP), mask=mask, other=0.0)
+    if rows.HAS_WEIGHTS:
+        weights = tl.load(_meta_ptrs(messages, row, WEIGHTS, tl.float32, choices.KP), mask=mask, other=0.0)
     here = (arrival >= 0) & on_my_node(job, owner)
-    push_meta(job, weights, owner, dst_row, arrival, here, HAS_WEIGHTS, KP)
-    here &= arrival < stage_capacity
-    _note_pulls(forward_ptr, num_entries, row, owner, arrival, dst_row, here, mask, REDUCED, TOPK)
-    MOST: tl.constexpr = TOPK if TOPK < LWP else LWP
-    _push_rows(job, messages, row, alive, owner, arrival, here, row_words, WORD, MOST, BLOCK_H)
+    push_meta(job, weights, owner, dst_row, arrival, here, rows.HAS_WEIGHTS, choices.KP)
+    here &= arrival < rows.stage_capacity
+    _note_pulls(pulls, row, owner, arrival, dst_row, here, mask, REDUCED, choices.TOPK)
+    MOST: tl.constexpr = choices.TOPK if choices.TOPK < LWP else LWP
+    _push_rows(job, messages, row, alive, owner, arrival, here, rows, MOST, BLOCK_H)
 
 
 @ep_kernel(word_ptr="*{WORD}", forward_ptr="*i32", specialised=("row_words",), num_warps=16)
 def internode_forward_kernel(
-    word_ptr,  # any pointer to words of the payload: gives their type
+    rows: ForwardedRows,
     placement_ptr,  # device/tables.py
     forward_ptr,  # out [2, N, max_tokens, K] int32, what combine pulls for the tokens forwarded: ranks, and rows there
     job: Job,
-    row_words,
-    stage_capacity,
-    HAS_WEIGHTS: tl.constexpr,
     REDUCED: tl.constexpr,  # combine pulls arrival rows: without gaps, then -1; else output rows, in k order
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
-    LWP: tl.constexpr,
-    SENDERS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEP_CHUNKS: tl.constexpr,  # chunks for which a step is worth its release
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    choices: Choices,
+    senders: Senders,
+    chunks: Chunks,
+    tile: Tile,
 ):
     epoch = tl.load(job.state_ptr + EPOCH_DISPATCH)
-    WORD: tl.constexpr = word_ptr.dtype.element_ty
-    wire = wire_of(row_words, WORD, WORDS)
-    messages = messages_at(address_of(job, NET_RECV, job.rank), wire.row_bytes, KP)
+    WORD: tl.constexpr = rows.word_ptr.dtype.element_ty
+    wire = wire_of(rows.row_words, WORD, WORDS)
+    messages = messages_at(address_of(job, NET_RECV, job.rank), wire.row_bytes, choices.KP)
     nodes = num_nodes(job)
-    num_entries = tl.cast(nodes, tl.int64) * job.max_tokens * TOPK
+    pulls = Pulls(forward_ptr, tl.cast(nodes, tl.int64) * job.max_tokens * choices.TOPK)
     one = tl.arange(0, 1)
     # After an expired wait the rows are not complete: without the flags the receivers report it as well.
     arrived = tl.load(job.state_ptr + STATUS) == 0
@@ -334,44 +357,42 @@ def internode_forward_kernel(
         # The node whose neighbour I am sends to mine first, and so on.
         node = (my_node(job) - index + nodes) % nodes
         tokens = tl.load(tokens_from_node_of(job, placement_ptr) + node)
-        flags_ptr = own_buffer(job, NET_FLAG, tl.int64) + node * MAX_CHUNKS
-        num_chunks = tl.cdiv(tokens, CHUNK)
-        num_steps = tl.minimum(tl.maximum(num_chunks // STEP_CHUNKS, 1), STEPS)
+        flags_ptr = own_buffer(job, NET_FLAG, tl.int64) + node * chunks.MAX_CHUNKS
+        num_chunks = tl.cdiv(tokens, chunks.CHUNK)
+        num_steps = tl.minimum(tl.maximum(num_chunks // chunks.STEP_CHUNKS, 1), STEPS)
         for step in range(num_steps):
             begin = part_begin(part_of_step(step, num_steps), num_chunks)
             end = part_begin(part_of_step(step + 1, num_steps), num_chunks)
             for chunk in range(my_first(begin, 0), end, tl.num_programs(0)):
                 if arrived:
-                    flag = node * MAX_CHUNKS + chunk
+                    flag = node * chunks.MAX_CHUNKS + chunk
                     arrived = wait_flags(job, flags_ptr + chunk + one, one == 0, epoch, WAIT_NETWORK_ROWS, flag)
                 if arrived:
-                    for start in range(0, CHUNK, ROWS):
-                        slot = chunk * CHUNK + start + tl.arange(0, ROWS)
+                    for start in range(0, chunks.CHUNK, tile.ROWS):
+                        slot = chunk * chunks.CHUNK + start + tl.arange(0, tile.ROWS)
                         _forward_rows(
                             job,
                             messages,
-                            forward_ptr,
-                            num_entries,
+                            rows,
+                            pulls,
                             (node * job.max_tokens + slot).to(tl.int64),
                             slot < tokens,
-                            row_words,
-                            stage_capacity,
-                            WORD,
-                            HAS_WEIGHTS,
                             REDUCED,
-                            TOPK,
-                            KP,
-                            LWP,
-                            BLOCK_H,
+                            choices,
+                            senders.LWP,
+                            tile.BLOCK_H,
                         )
-            rows = tl.full([LWP], ALL_ROWS, tl.int32)
+            reach = tl.full([senders.LWP], ALL_ROWS, tl.int32)
             reached = tl.cast(STEPS, tl.int32)
             if (step + 1 < num_steps) & arrived:
                 last = end - 1
-                flag = node * MAX_CHUNKS + last
+                flag = node * chunks.MAX_CHUNKS + last
                 arrived = wait_flags(job, flags_ptr + last + one, one == 0, epoch, WAIT_NETWORK_ROWS, flag)
                 if arrived:
-                    rows = _rows_before(job, messages, end * CHUNK, tokens, node * job.max_tokens, LWP, TOPK, KP, CHUNK)
+                    first_row = node * job.max_tokens
+                    reach = _rows_before(
+                        job, messages, end * chunks.CHUNK, tokens, first_row, choices, senders.LWP, chunks.CHUNK
+                    )
                     reached = tl.cast(step + 1, tl.int32)
             if arrived:
-                release_arrivals(job, reached, rows, node, LWP, SENDERS)
+                release_arrivals(job, reached, reach, node, senders)

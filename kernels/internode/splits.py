@@ -21,13 +21,15 @@ Replay        The epoch lives on the device and only grows; the last program set
               halves.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..device.buffers import EPOCH_DISPATCH, SPLITS, SPLITS_FLAG, count_overflow, own_buffer
 from ..device.calls import CALLS_DISPATCH, dispatch_word, report_calls, store_epoch, words_differ
 from ..device.job import Job, local_rank, my_node
-from ..device.post import post_to_all
+from ..device.post import Row, post_to_all
 from ..device.tables import (
     BAD_ENTRY,
     BAD_ID,
@@ -139,8 +141,7 @@ def _exchange(
     tl.store(job.state_ptr + EPOCH_DISPATCH, epoch)
     post_to_all(
         job,
-        my_row * 4,
-        tl.cast(row_length, tl.int64) * 4,
+        Row(my_row * 4, tl.cast(row_length, tl.int64) * 4),
         epoch,
         SPLITS,
         SPLITS_FLAG,
@@ -201,16 +202,13 @@ def _place_segments(
     placement_ptr,
     first_owner,
     earlier,  # my entries for the experts of the ranks before `first_owner`
-    alignment,
-    recv_capacity,
-    WP: tl.constexpr,
-    EP: tl.constexpr,
-    OWNERS: tl.constexpr,
+    segments,
+    sizes,
 ):
     """First rows of my entries at some ranks, and of the experts' segments here; returns `earlier` for the next."""
-    source = tl.arange(0, WP)
-    owner = first_owner + tl.arange(0, OWNERS)
-    local = tl.arange(0, EP)
+    source = tl.arange(0, sizes.WP)
+    owner = first_owner + tl.arange(0, sizes.OWNERS)
+    local = tl.arange(0, sizes.EP)
     expert = owner[:, None] * job.experts_per_rank + local[None, :]
     is_expert = (owner < job.num_ranks)[:, None] & (local < job.experts_per_rank)[None, :]
     ptrs = splits_ptr + (source * row_length_of(job))[:, None, None] + expert[None, :, :]
@@ -218,7 +216,7 @@ def _place_segments(
     counts = tl.load(ptrs, mask=mask, other=0)  # [source, owner, expert]
     total = tl.sum(counts, axis=0)
     before_me = tl.sum(tl.where((source < job.rank)[:, None, None], counts, 0), axis=0)
-    padded = (total + alignment - 1) // alignment * alignment
+    padded = (total + segments.alignment - 1) // segments.alignment * segments.alignment
     start = tl.cumsum(padded, axis=1) - padded
     rows = tl.sum(padded, axis=1)
     tl.store(bases_of(job, placement_ptr) + expert, start + before_me, mask=is_expert)
@@ -230,66 +228,101 @@ def _place_segments(
 
     # Clamped, so that a GEMM driven by the offsets stays inside a static buffer that overflowed.
     here = is_expert & (owner == job.rank)[:, None]
-    clamped = tl.minimum(start, recv_capacity)
-    locals_ = tl.broadcast_to(local[None, :], [OWNERS, EP])
+    clamped = tl.minimum(start, segments.recv_capacity)
+    locals_ = tl.broadcast_to(local[None, :], [sizes.OWNERS, sizes.EP])
     expert_offsets_ptr = expert_offsets_of(job, placement_ptr)
     tl.store(expert_offsets_ptr + locals_, clamped, mask=here)
-    real = tl.minimum(start + total, recv_capacity) - clamped
+    real = tl.minimum(start + total, segments.recv_capacity) - clamped
     tl.store(num_recv_of(job, placement_ptr) + locals_, real, mask=here)
     my_rows = tl.sum(tl.where(owner == job.rank, rows, 0))
-    if (first_owner <= job.rank) & (job.rank < first_owner + OWNERS):
-        tl.store(num_rows_of(job, placement_ptr), tl.minimum(my_rows, recv_capacity))
-        overflow = tl.maximum(my_rows - recv_capacity, 0)
+    if (first_owner <= job.rank) & (job.rank < first_owner + sizes.OWNERS):
+        tl.store(num_rows_of(job, placement_ptr), tl.minimum(my_rows, segments.recv_capacity))
+        overflow = tl.maximum(my_rows - segments.recv_capacity, 0)
         tl.store(overflow_of(job, placement_ptr), overflow)
         count_overflow(job, overflow)
-    _report(job, splits_ptr, placement_ptr, owner, rows, WP)
+    _report(job, splits_ptr, placement_ptr, owner, rows, sizes.WP)
     return earlier + tl.sum(of_owner)
+
+
+class Call(NamedTuple):
+    """What ranks compare of a dispatch.
+
+    Attributes:
+        host_word: HOST_* (device/codes.py).
+        bad_scatter_ptr: [1] int32, read if HAS_SCATTER: added to the host word.
+        routed_ptr: `placement` of the dispatch whose routing is taken; not read without HOST_AGAIN in the host word.
+        HAS_SCATTER: the caller gives rows of its own.
+    """
+
+    host_word: Any
+    bad_scatter_ptr: Any
+    routed_ptr: Any
+    HAS_SCATTER: tl.constexpr
+
+
+class Segments(NamedTuple):
+    """Output rows of the local experts.
+
+    Attributes:
+        alignment: rows; segments are padded to multiples of it.
+        recv_capacity: output rows at most.
+    """
+
+    alignment: Any
+    recv_capacity: Any
+
+
+class Sizes(NamedTuple):
+    """What is read at once; powers of two.
+
+    Attributes:
+        WP, LWP: all ranks, ranks of a node.
+        EP: local experts.
+        OWNERS: ranks whose experts are placed at a time.
+        BLOCK_N: chunks. BLOCK_C: columns of the counts. BLOCK: words.
+    """
+
+    WP: tl.constexpr
+    LWP: tl.constexpr
+    EP: tl.constexpr
+    OWNERS: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_C: tl.constexpr
+    BLOCK: tl.constexpr
 
 
 @ep_kernel(chunks_ptr="*i32", bad_scatter_ptr="*i32", routed_ptr="*i32", num_warps=8)
 def splits_kernel(
     chunks_ptr,  # in: counts, out: exclusive prefix over chunks; device/tables.py
     placement_ptr,  # out, device/tables.py
-    bad_scatter_ptr,  # [1] int32, read if HAS_SCATTER: added to the host word
-    routed_ptr,  # `placement` of the dispatch whose routing is taken; not read without HOST_AGAIN in the host word
+    call: Call,
     job: Job,
     num_chunks,
     num_tokens,
-    host_word,  # HOST_* (device/codes.py)
-    alignment,
-    recv_capacity,
-    HAS_SCATTER: tl.constexpr,
+    segments: Segments,
     NETWORK: tl.constexpr,
-    WP: tl.constexpr,
-    LWP: tl.constexpr,
-    EP: tl.constexpr,
-    OWNERS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sizes: Sizes,
 ):
     row_ptr = row_of(job, placement_ptr)
-    _scan(job, chunks_ptr, row_ptr, num_chunks, BLOCK_N, BLOCK_C)
+    _scan(job, chunks_ptr, row_ptr, num_chunks, sizes.BLOCK_N, sizes.BLOCK_C)
     if tl.program_id(0) == 0:
-        _clear(job, placement_ptr, BLOCK)
-        host_word = dispatch_word(job, host_word, routed_ptr)
-        if HAS_SCATTER:
-            host_word += tl.load(bad_scatter_ptr)
-        _fill_tail(job, chunks_ptr, row_ptr, num_chunks, num_tokens, host_word, BLOCK_N)
+        _clear(job, placement_ptr, sizes.BLOCK)
+        host_word = dispatch_word(job, call.host_word, call.routed_ptr)
+        if call.HAS_SCATTER:
+            host_word += tl.load(call.bad_scatter_ptr)
+        _fill_tail(job, chunks_ptr, row_ptr, num_chunks, num_tokens, host_word, sizes.BLOCK_N)
     if last_to_arrive(job):
         # Also after an expired wait: what is computed from old counts is bounded, what nobody computed is not.
-        _exchange(job, row_ptr, NETWORK, WP, LWP, BLOCK)
+        _exchange(job, row_ptr, NETWORK, sizes.WP, sizes.LWP, sizes.BLOCK)
         epoch = tl.load(job.state_ptr + EPOCH_DISPATCH)
         row_length = row_length_of(job)
         splits_ptr = own_buffer(job, SPLITS, tl.int32) + (epoch & 1) * job.num_ranks * row_length
         store_epoch(job, placement_ptr, epoch)
-        source = tl.arange(0, WP)
+        source = tl.arange(0, sizes.WP)
         word_ptrs = tail_ptr(job, splits_ptr + source * row_length, REPORT_HOST_WORD)
         words = tl.load(word_ptrs, mask=source < job.num_ranks, other=0)
         earlier = tl.zeros([], tl.int32)
-        for first_owner in range(0, job.num_ranks, OWNERS):
-            earlier = _place_segments(
-                job, splits_ptr, placement_ptr, first_owner, earlier, alignment, recv_capacity, WP, EP, OWNERS
-            )
+        for first_owner in range(0, job.num_ranks, sizes.OWNERS):
+            earlier = _place_segments(job, splits_ptr, placement_ptr, first_owner, earlier, segments, sizes)
         if words_differ(words, source < job.num_ranks):
             report_calls(job, source, words, source < job.num_ranks, CALLS_DISPATCH)

@@ -23,6 +23,8 @@ Progress      1 waits for step 5 of the previous call, which every rank posts wi
 Replay        Epochs: the device counter holds the last finished combine; this one is that + 1.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -36,12 +38,13 @@ from ..device.buffers import (
     STATUS,
     own_buffer,
 )
-from ..device.calls import CALLS_COMBINE, combine_tag, report_calls
+from ..device.calls import CALLS_COMBINE, Combine, combine_tag, report_calls
 from ..device.groups import my_first
 from ..device.job import Job, first_local, local_rank, my_node, num_nodes, on_my_node
-from ..device.post import post_flag
-from ..device.pull import Held, pull_sum
-from ..device.staging import release_staged, report_staged, staged_part, tags_of_rows, wait_staged
+from ..device.payload import Tile
+from ..device.post import Network, post_flag
+from ..device.pull import Held, PulledRows, pull_sum
+from ..device.staging import Staged, Stagers, release_staged, report_staged, staged_part, tags_of_rows, wait_staged
 from ..device.tables import (
     DST_ROW,
     OWNER,
@@ -53,6 +56,7 @@ from ..device.tables import (
     REPORT_ARRIVALS_HERE,
     REPORT_FIRST_ARRIVAL,
     STEPS,
+    Entries,
     entry_field,
     num_rows_of,
     part_begin,
@@ -73,6 +77,35 @@ from ..device.waits import (
 from ..spec import ep_kernel
 
 
+class ExpertRows(NamedTuple):
+    """Expert outputs to publish.
+
+    Attributes:
+        y_ptr: [R, H] elements, or words of them.
+        weights_ptr: [R] float32, read if HAS_WEIGHTS.
+        row_capacity: rows of combine_x.
+        HAS_WEIGHTS: rows are multiplied by their weights where they are summed.
+    """
+
+    y_ptr: Any
+    weights_ptr: Any
+    row_capacity: Any
+    HAS_WEIGHTS: tl.constexpr
+
+
+class PullTile(NamedTuple):
+    """What a program of the pull does at once.
+
+    Attributes:
+        BLOCK_T: tokens of a routing chunk.
+        ROWS, BLOCK_H: as in `Tile`.
+    """
+
+    BLOCK_T: tl.constexpr
+    ROWS: tl.constexpr
+    BLOCK_H: tl.constexpr
+
+
 @triton.jit
 def _wait_free(job, WP: tl.constexpr):
     """Wait until no rank reads combine_x any more."""
@@ -89,60 +122,50 @@ def combine_free_kernel(job: Job, WP: tl.constexpr):
 
 @ep_kernel(num_warps=1)
 def combine_publish_kernel(
-    placement_ptr,  # device/tables.py
+    combine: Combine,
     job: Job,
-    call,  # COMBINE_* (device/codes.py), as in the kernels below
-    LWP: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr,
+    stagers: Stagers,
 ):
-    tag = combine_tag(job, call, placement_ptr)
+    tag = combine_tag(job, combine)
     if tl.load(job.state_ptr + STATUS) == 0:
-        release_staged(job, STEPS, tag, LWP, MAX_PROGRAMS)
+        release_staged(job, STEPS, tag, stagers)
 
 
 @ep_kernel(y_ptr="*{WORD}", weights_ptr="*fp32", specialised=("row_words",), num_warps=16)
 def combine_stage_kernel(
-    y_ptr,  # [R, row_words] words
-    weights_ptr,  # [R] float32, read if HAS_WEIGHTS
-    placement_ptr,  # device/tables.py
+    rows: ExpertRows,
+    combine: Combine,
     job: Job,
     row_words,
-    row_capacity,
-    call,
-    HAS_WEIGHTS: tl.constexpr,
     WP: tl.constexpr,
-    LWP: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    stagers: Stagers,
+    tile: Tile,
 ):
-    tag = combine_tag(job, call, placement_ptr)
+    tag = combine_tag(job, combine)
     if _wait_free(job, WP):
-        combine_ptr = own_buffer(job, COMBINE_X, y_ptr.dtype.element_ty)
+        combine_ptr = own_buffer(job, COMBINE_X, rows.y_ptr.dtype.element_ty)
         combine_weight_ptr = own_buffer(job, COMBINE_WEIGHT, tl.float32)
-        num_rows = tl.minimum(tl.load(num_rows_of(job, placement_ptr)), row_capacity)
-        offs = tl.arange(0, BLOCK_H)
-        for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-            row = tile * ROWS + tl.arange(0, ROWS)
-            for h in range(0, row_words, BLOCK_H):
+        num_rows = tl.minimum(tl.load(num_rows_of(job, combine.placement_ptr)), rows.row_capacity)
+        offs = tl.arange(0, tile.BLOCK_H)
+        for number in range(tl.program_id(0), tl.cdiv(num_rows, tile.ROWS), tl.num_programs(0)):
+            row = number * tile.ROWS + tl.arange(0, tile.ROWS)
+            for h in range(0, row_words, tile.BLOCK_H):
                 mask = (row < num_rows)[:, None] & (h + offs < row_words)[None, :]
                 at = row.to(tl.int64)[:, None] * row_words + h + offs[None, :]
-                tl.store(combine_ptr + at, tl.load(y_ptr + at, mask=mask, other=0), mask=mask)
-            if HAS_WEIGHTS:
-                weights = tl.load(weights_ptr + row, mask=row < num_rows, other=0.0)
+                tl.store(combine_ptr + at, tl.load(rows.y_ptr + at, mask=mask, other=0), mask=mask)
+            if rows.HAS_WEIGHTS:
+                weights = tl.load(rows.weights_ptr + row, mask=row < num_rows, other=0.0)
                 tl.store(combine_weight_ptr + row, weights, mask=row < num_rows)
-        release_staged(job, STEPS, tag, LWP, MAX_PROGRAMS)
+        release_staged(job, STEPS, tag, stagers)
 
 
 @triton.jit
 def _reduce_rows(
-    y_ptr,
-    weights_ptr,
+    rows,  # ExpertRows
     copies_ptrs,  # [ROWS] pointers to K rows of y, -1 = none
     dest_ptrs,  # [ROWS]
     alive,  # [ROWS]
     hidden,
-    HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -153,45 +176,39 @@ def _reduce_rows(
         acc = tl.zeros([alive.shape[0], BLOCK_H], tl.float32)
         for k in tl.static_range(TOPK):
             copy = tl.load(copies_ptrs + k, mask=alive, other=-1)
-            rows = y_ptr + copy.to(tl.int64)[:, None] * hidden + h + offs[None, :]
-            part = tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
-            if HAS_WEIGHTS:
-                part *= tl.load(weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
+            ptrs = rows.y_ptr + copy.to(tl.int64)[:, None] * hidden + h + offs[None, :]
+            part = tl.load(ptrs, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
+            if rows.HAS_WEIGHTS:
+                part *= tl.load(rows.weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
             acc += part
         dest = dest_ptrs[:, None] + h + offs[None, :]
-        tl.store(dest, acc.to(y_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
+        tl.store(dest, acc.to(rows.y_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
 
 
 @ep_kernel(y_ptr="*{TOKEN}", weights_ptr="*fp32", copy_rows_ptr="*i32", specialised=("hidden",), num_warps=32)
 def combine_reduce_kernel(
-    y_ptr,  # [R, H]
-    weights_ptr,  # [R] float32, read if HAS_WEIGHTS
+    rows: ExpertRows,
     copy_rows_ptr,  # [C, K] int32, output rows of each arrival row, -1 = none
-    placement_ptr,  # device/tables.py
+    combine: Combine,
     job: Job,
     hidden,
-    row_capacity,
     num_steps,  # divides STEPS; with several nodes 2
-    call,
-    HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     WP: tl.constexpr,
-    LWP: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    stagers: Stagers,
+    tile: Tile,
 ):
-    tag = combine_tag(job, call, placement_ptr)
+    tag = combine_tag(job, combine)
     if _wait_free(job, WP):
-        combine_ptr = own_buffer(job, COMBINE_X, y_ptr.dtype.element_ty)
-        num_rows = tl.minimum(tl.load(report_ptrs(placement_ptr, job.rank, REPORT_ARRIVALS)), row_capacity)
+        combine_ptr = own_buffer(job, COMBINE_X, rows.y_ptr.dtype.element_ty)
+        num_rows = tl.minimum(tl.load(report_ptrs(combine.placement_ptr, job.rank, REPORT_ARRIVALS)), rows.row_capacity)
         tiles_before = tl.zeros([], tl.int32)
         for turn in range(num_steps):
             step = turn * STEPS // num_steps
             reached = step + STEPS // num_steps
             for source in range(job.num_ranks):
-                first = tl.load(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL))
-                count = tl.load(report_ptrs(placement_ptr, source, REPORT_ARRIVALS_HERE))
+                first = tl.load(report_ptrs(combine.placement_ptr, source, REPORT_FIRST_ARRIVAL))
+                count = tl.load(report_ptrs(combine.placement_ptr, source, REPORT_ARRIVALS_HERE))
                 if job.num_ranks > job.ranks_per_node:
                     # In two steps: what crosses the network once more comes first (internode/combine.py).
                     mine = on_my_node(job, source) == (turn == 1)
@@ -201,25 +218,25 @@ def combine_reduce_kernel(
                     # Some rows of every source, so that all of them can begin to pull.
                     begin = first + staged_part(count, step)
                     end = tl.minimum(first + staged_part(count, reached), num_rows)
-                tiles = tl.cdiv(tl.maximum(end - begin, 0), ROWS)
-                for tile in range(my_first(0, tiles_before), tiles, tl.num_programs(0)):
-                    row = begin + tile * ROWS + tl.arange(0, ROWS)
+                tiles = tl.cdiv(tl.maximum(end - begin, 0), tile.ROWS)
+                for number in range(my_first(0, tiles_before), tiles, tl.num_programs(0)):
+                    row = begin + number * tile.ROWS + tl.arange(0, tile.ROWS)
                     alive = row < end
                     copies_ptrs = copy_rows_ptr + row.to(tl.int64) * TOPK
                     dest_ptrs = combine_ptr + row.to(tl.int64) * hidden
-                    _reduce_rows(y_ptr, weights_ptr, copies_ptrs, dest_ptrs, alive, hidden, HAS_WEIGHTS, TOPK, BLOCK_H)
+                    _reduce_rows(rows, copies_ptrs, dest_ptrs, alive, hidden, TOPK, tile.BLOCK_H)
                 tiles_before += tiles
-            release_staged(job, reached, tag, LWP, MAX_PROGRAMS)
+            release_staged(job, reached, tag, stagers)
 
 
 @triton.jit
-def _wait_partials(job, placement_ptr, tag, NNP: tl.constexpr, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+def _wait_partials(job, placement_ptr, tag, NNP: tl.constexpr, network):
     """Wait for the partial sums that the other nodes owe for my tokens: flags [N, MAX_CHUNKS], one of each at least."""
-    flag = tl.arange(0, NNP * MAX_CHUNKS)
-    node = flag // MAX_CHUNKS
+    flag = tl.arange(0, NNP * network.MAX_CHUNKS)
+    node = flag // network.MAX_CHUNKS
     remote = (node < num_nodes(job)) & (node != my_node(job))
     tokens = tl.load(tokens_per_node_of(job, placement_ptr) + node, mask=remote, other=0)
-    used = remote & (flag % MAX_CHUNKS * CHUNK < tl.maximum(tokens, 1))
+    used = remote & (flag % network.MAX_CHUNKS * network.CHUNK < tl.maximum(tokens, 1))
     flag_ptrs = own_buffer(job, PARTIAL_FLAG, tl.int64) + flag
     before = tl.load(job.state_ptr + EPOCH_COMBINE)
     ready, differ, seen = wait_tagged(job, flag_ptrs, used, before + 1, before, tag, WAIT_NETWORK_PARTIALS)
@@ -273,80 +290,66 @@ def _add_partials(
 @ep_kernel(out_ptr="*{TOKEN}", entries_ptr="*i32", specialised=("hidden",), num_warps=32)
 def combine_pull_kernel(
     out_ptr,  # out [T, H]
-    entries_ptr,  # [F, T, K] int32 (device/tables.py)
-    placement_ptr,  # device/tables.py
+    entries: Entries,
+    combine: Combine,
     job: Job,
-    num_tokens,
-    hidden,
-    row_capacity,
-    num_stage_programs,
+    rows: PulledRows,
+    staged: Staged,
     num_steps,  # divides STEPS
-    call,
-    REDUCED: tl.constexpr,  # rows were reduced: by arrival row, in steps; or staged: by output row
-    PARTIAL_DTYPE: tl.constexpr,  # dtype of the other nodes' partial sums
-    HAS_WEIGHTS: tl.constexpr,
-    NETWORK: tl.constexpr,
-    TOPK: tl.constexpr,
-    LWP: tl.constexpr,
+    network: Network,
     NNP: tl.constexpr,  # nodes rounded up to a power of two; 1 = one node, no partial sums
-    MAX_PROGRAMS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    tile: PullTile,
 ):
-    rank_ptr = entry_field(entries_ptr, PULL_RANK if REDUCED else OWNER, num_tokens, TOPK)
-    row_ptr = entry_field(entries_ptr, PULL_ROW if REDUCED else DST_ROW, num_tokens, TOPK)
-    partial_row_ptr = entry_field(entries_ptr, PULL_PARTIAL, num_tokens, TOPK)
-    num_chunks = tl.cdiv(num_tokens, BLOCK_T)
-    offs = tl.arange(0, BLOCK_H)
-    partial_ptr = own_buffer(job, PARTIAL_RECV, PARTIAL_DTYPE)
-    tag = combine_tag(job, call, placement_ptr)
+    rank_ptr = entry_field(entries, PULL_RANK if rows.REDUCED else OWNER)
+    row_ptr = entry_field(entries, PULL_ROW if rows.REDUCED else DST_ROW)
+    partial_row_ptr = entry_field(entries, PULL_PARTIAL)
+    num_chunks = tl.cdiv(entries.num_tokens, tile.BLOCK_T)
+    offs = tl.arange(0, tile.BLOCK_H)
+    partial_ptr = own_buffer(job, PARTIAL_RECV, rows.PARTIAL_DTYPE)
+    tag = combine_tag(job, combine)
     ready = tl.load(job.state_ptr + STATUS) == 0
     if NNP > 1:
         if ready:
-            ready, _ = wait_staged(job, num_stage_programs, STEPS, tag, LWP, MAX_PROGRAMS)
-        ready &= _wait_partials(job, placement_ptr, tag, NNP, MAX_CHUNKS, CHUNK)
+            ready, _ = wait_staged(job, staged, STEPS, tag)
+        ready &= _wait_partials(job, combine.placement_ptr, tag, NNP, network)
     for turn in range(num_steps):
         step = turn * STEPS // num_steps
         reached = step + STEPS // num_steps
         if ready:
             steps = STEPS + tl.zeros([], tl.int32)
-            if REDUCED:
-                steps = _steps_needed(job, placement_ptr, reached * reached, LWP)
+            if rows.REDUCED:
+                steps = _steps_needed(job, combine.placement_ptr, reached * reached, staged.LWP)
                 # In the end all ranks have been heard, whether they have rows for this one or not: for their tags.
                 steps = tl.maximum(steps, (turn + 1) // num_steps)
-            ready, _ = wait_staged(job, num_stage_programs, steps, tag, LWP, MAX_PROGRAMS)
+            ready, _ = wait_staged(job, staged, steps, tag)
         if ready:
-            begin = part_begin(step * step, num_chunks) * BLOCK_T
-            end = tl.minimum(part_begin(reached * reached, num_chunks) * BLOCK_T, num_tokens)
-            for tile in range(my_first(begin // ROWS, 0), tl.cdiv(end, ROWS), tl.num_programs(0)):
-                token = tile * ROWS + tl.arange(0, ROWS)
+            begin = part_begin(step * step, num_chunks) * tile.BLOCK_T
+            end = tl.minimum(part_begin(reached * reached, num_chunks) * tile.BLOCK_T, entries.num_tokens)
+            for number in range(my_first(begin // tile.ROWS, 0), tl.cdiv(end, tile.ROWS), tl.num_programs(0)):
+                token = number * tile.ROWS + tl.arange(0, tile.ROWS)
                 alive = token < end
-                for h in range(0, hidden, BLOCK_H):
+                for h in range(0, rows.hidden, tile.BLOCK_H):
                     acc = pull_sum(
                         job,
-                        tl.zeros([ROWS, BLOCK_H], tl.float32),
+                        rows,
+                        tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32),
                         alive,
                         h,
-                        Held(rank_ptr + token * TOPK, row_ptr + token * TOPK, hidden, row_capacity),
+                        Held(rank_ptr + token * entries.TOPK, row_ptr + token * entries.TOPK),
                         out_ptr.dtype.element_ty,
-                        HAS_WEIGHTS,
-                        REDUCED,
-                        TOPK,
-                        LWP,
+                        entries.TOPK,
+                        staged.LWP,
                     )
                     if NNP > 1:
-                        slot_ptrs = partial_row_ptr + token * TOPK
-                        acc = _add_partials(job, acc, alive, h, partial_ptr, slot_ptrs, hidden, TOPK)
-                    in_row = (h + offs < hidden)[None, :]
-                    dest = out_ptr + token.to(tl.int64)[:, None] * hidden + h + offs[None, :]
+                        slot_ptrs = partial_row_ptr + token * entries.TOPK
+                        acc = _add_partials(job, acc, alive, h, partial_ptr, slot_ptrs, rows.hidden, entries.TOPK)
+                    in_row = (h + offs < rows.hidden)[None, :]
+                    dest = out_ptr + token.to(tl.int64)[:, None] * rows.hidden + h + offs[None, :]
                     tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
     if not ready:
-        report_staged(job, num_stage_programs, tag, LWP, MAX_PROGRAMS)
+        report_staged(job, staged, tag)
     if last_to_arrive(job):
         epoch = tl.load(job.state_ptr + EPOCH_COMBINE) + 1
         tl.debug_barrier()
         tl.store(job.state_ptr + EPOCH_COMBINE, epoch)
-        post_flag(job, epoch, DONE_FLAG, False, NETWORK, LWP)
+        post_flag(job, epoch, DONE_FLAG, False, network.NETWORK, staged.LWP)

@@ -15,14 +15,16 @@ Progress      Waits for other ranks' pushes and forwards only; its grid is indep
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py).
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from ..device.arrivals import share_of, sources_of, wait_arrivals
+from ..device.arrivals import Arrivals, share_of, sources_of, wait_arrivals
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
 from ..device.groups import my_first
 from ..device.job import Job, num_nodes
-from ..device.payload import MX, WORDS, Output, load_payload, staged_rows, store_scales, wire_of
+from ..device.payload import MX, WORDS, Choices, Output, Tile, load_payload, staged_rows, store_scales, wire_of
 from ..device.tables import STEPS, expert_offsets_of
 from ..spec import ep_kernel
 
@@ -53,17 +55,17 @@ def _copy_rows(
     BLOCK_H: tl.constexpr,
 ):
     """Copy arrival rows to the output rows of the same numbers."""
-    WORD: tl.constexpr = out.x_ptr.dtype.element_ty
+    WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
     PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
     wire = wire_of(out.row_words, WORD, PAYLOAD)
     row_ptrs, scale_ptrs = staged_rows(stage_ptr, row, wire, WORD)
     offs = tl.arange(0, BLOCK_H)
     for h in range(0, out.row_words, BLOCK_H):
         words, scales = load_payload(row_ptrs, scale_ptrs, alive, h, out.row_words, PAYLOAD, BLOCK_H)
-        dest = out.x_ptr + row.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
+        dest = out.recv_x_ptr + row.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
         tl.store(dest, words, mask=alive[:, None] & (h + offs < out.row_words)[None, :])
         if HAS_SCALES:
-            dest = out.scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
+            dest = out.recv_scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
             store_scales(dest, alive, scales, h, out.row_words, WORD.primitive_bitwidth // 8)
 
 
@@ -76,22 +78,35 @@ def _store_experts(
     row,  # [ROWS]
     alive,  # [ROWS]
     HAS_WEIGHTS: tl.constexpr,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
+    choices,
 ):
     """Store which local experts arrival rows are for, and their weights."""
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
-    stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + KP
-    ks = tl.arange(0, KP)[None, :]
-    mask = alive[:, None] & (ks < TOPK)
-    meta = row.to(tl.int64)[:, None] * (2 * KP) + ks
-    at = row.to(tl.int64)[:, None] * TOPK + ks
+    stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + choices.KP
+    ks = tl.arange(0, choices.KP)[None, :]
+    mask = alive[:, None] & (ks < choices.TOPK)
+    meta = row.to(tl.int64)[:, None] * (2 * choices.KP) + ks
+    at = row.to(tl.int64)[:, None] * choices.TOPK + ks
     dst = tl.load(stage_rows_ptr + meta, mask=mask, other=-1)
     local = _local_experts(job, dst, placement_ptr)
     tl.store(idx_ptr + at, local.to(idx_ptr.dtype.element_ty), mask=mask)
     if HAS_WEIGHTS:
         weights = tl.load(stage_weights_ptr + meta, mask=mask, other=0.0)
         tl.store(weights_ptr + at, tl.where(dst >= 0, weights, 0.0), mask=mask)
+
+
+class Parts(NamedTuple):
+    """What comes with the rows.
+
+    Attributes:
+        HAS_SCALES: scales of MXFP8.
+        HAS_IDX: the local experts of each row, [R, K].
+        HAS_WEIGHTS: their weights, with HAS_IDX only.
+    """
+
+    HAS_SCALES: tl.constexpr
+    HAS_IDX: tl.constexpr
+    HAS_WEIGHTS: tl.constexpr
 
 
 @ep_kernel(
@@ -103,45 +118,42 @@ def _store_experts(
     num_warps=None,
 )
 def compact_rows_kernel(
-    recv_x_ptr,  # out [R, row_words] words
-    recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES
+    out: Output,
     recv_idx_ptr,  # out [R, K] int32 or int64, written if HAS_IDX
-    recv_weights_ptr,  # out [R, K] float32, written if HAS_IDX and HAS_WEIGHTS
     placement_ptr,  # device/tables.py
     job: Job,
-    row_words,
     row_limit,  # R: arrivals from this row on are left out
-    num_senders,  # programs of the push, and of the forward, kernel
-    HAS_SCALES: tl.constexpr,
-    HAS_IDX: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
-    SOURCES: tl.constexpr,  # a power of two, at least LW
-    SENDERS: tl.constexpr,  # a power of two, at least the number of senders
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    arrivals: Arrivals,
+    parts: Parts,
+    choices: Choices,
+    tile: Tile,
 ):
-    out = Output(recv_x_ptr, recv_scale_ptr, recv_weights_ptr, row_words)
     stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     arrived = tl.load(job.state_ptr + STATUS) == 0
     for index in range(num_nodes(job)):
-        sources = sources_of(job, placement_ptr, index, SOURCES)
+        sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
         steps = tl.zeros([], tl.int64)
-        done = tl.zeros([SOURCES], tl.int32)
+        done = tl.zeros([arrivals.SOURCES], tl.int32)
         while (steps < STEPS) & arrived:
-            arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, num_senders, SENDERS, ROWS)
+            arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
                 for local in range(job.ranks_per_node):
                     share = share_of(sources, done, ready, local)
                     # Shares are by position, as in the expand kernel.
-                    for tile in range(my_first(share.first, share.start // ROWS), share.end, tl.num_programs(0)):
-                        row = share.start + tile * ROWS + tl.arange(0, ROWS)
+                    for number in range(my_first(share.first, share.start // tile.ROWS), share.end, tl.num_programs(0)):
+                        row = share.start + number * tile.ROWS + tl.arange(0, tile.ROWS)
                         alive = (row < share.start + share.num_rows) & (row < row_limit)
-                        _copy_rows(out, row, alive, stage_ptr, HAS_SCALES, BLOCK_H)
-                        if HAS_IDX:
+                        _copy_rows(out, row, alive, stage_ptr, parts.HAS_SCALES, tile.BLOCK_H)
+                        if parts.HAS_IDX:
                             _store_experts(
-                                job, recv_idx_ptr, recv_weights_ptr, placement_ptr, row, alive, HAS_WEIGHTS, TOPK, KP
+                                job,
+                                recv_idx_ptr,
+                                out.recv_weights_ptr,
+                                placement_ptr,
+                                row,
+                                alive,
+                                parts.HAS_WEIGHTS,
+                                choices,
                             )
                 done = ready

@@ -22,17 +22,31 @@ Progress      Push waits for nobody. Expand waits for other ranks' pushes and fo
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py).
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..device import codes
-from ..device.arrivals import ALL_ROWS, release_arrivals, share_of, sources_of, wait_arrivals
+from ..device.arrivals import ALL_ROWS, Arrivals, Senders, release_arrivals, share_of, sources_of, wait_arrivals
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
 from ..device.groups import my_first
 from ..device.job import Job, my_node, num_nodes
 from ..device.landing import BLOCK_WORDS, block_words, land_words, load_block_scales
 from ..device.mxfp8 import BLOCK, scale_value
-from ..device.payload import MX, WORDS, Output, load_payload, staged_rows, store_scales, wire_of
+from ..device.payload import (
+    MX,
+    WORDS,
+    Choices,
+    Output,
+    RowTile,
+    Source,
+    Tile,
+    load_payload,
+    staged_rows,
+    store_scales,
+    wire_of,
+)
 from ..device.tables import STEPS, expert_offsets_of, num_recv_of, part_begin, part_of_step, step_rows_of
 from ..spec import ep_kernel
 
@@ -41,53 +55,64 @@ LANDING_ROW = tl.constexpr(codes.LANDING_ROW)
 LANDING_BF16 = tl.constexpr(codes.LANDING_BF16)
 
 
+class Landing(NamedTuple):
+    """How rows land.
+
+    Attributes:
+        LANDING: device/codes.py.
+        HAS_WEIGHTS: they have routing weights.
+        HAS_PADDING: experts' segments are padded with rows of zeros.
+        KEEP_COPY_ROWS: copy_rows is written.
+    """
+
+    LANDING: tl.constexpr
+    HAS_WEIGHTS: tl.constexpr
+    HAS_PADDING: tl.constexpr
+    KEEP_COPY_ROWS: tl.constexpr
+
+
 @ep_kernel(x_ptr="*{WORD}", scale_ptr="*u8", push_addrs_ptr="*i64", specialised=("row_words",), num_warps=None)
 def dispatch_push_kernel(
-    x_ptr,  # [T, row_words] words
-    scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
+    source: Source,
     push_addrs_ptr,  # [T, K] int64, addresses of arrival rows, then zeros (compute/routing.py)
     placement_ptr,  # device/tables.py
     job: Job,
     num_tokens,
-    row_words,
-    PAYLOAD: tl.constexpr,  # device/payload.py
     TOPK: tl.constexpr,
-    LWP: tl.constexpr,
-    SENDERS: tl.constexpr,  # a power of two, at least the number of programs
+    senders: Senders,
     BLOCK_T: tl.constexpr,
     STEP_CHUNKS: tl.constexpr,  # tokens / BLOCK_T for which a step is worth its release
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    tile: Tile,
 ):
     if tl.load(job.state_ptr + STATUS) != 0:
         return
-    data_bytes = wire_of(row_words, x_ptr.dtype.element_ty, PAYLOAD).data_bytes
+    data_bytes = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD).data_bytes
     step_rows_ptr = step_rows_of(job, placement_ptr)
-    local = tl.arange(0, LWP)
+    local = tl.arange(0, senders.LWP)
     num_chunks = tl.cdiv(num_tokens, BLOCK_T)
     num_steps = tl.minimum(tl.maximum(num_chunks // STEP_CHUNKS, 1), STEPS)
-    offs = tl.arange(0, BLOCK_H)
+    offs = tl.arange(0, tile.BLOCK_H)
     for step in range(num_steps):
         begin = part_begin(part_of_step(step, num_steps), num_chunks) * BLOCK_T
         next_part = part_of_step(step + 1, num_steps)
         end = tl.minimum(part_begin(next_part, num_chunks) * BLOCK_T, num_tokens)
-        for tile in range(my_first(begin // ROWS, 0), tl.cdiv(end, ROWS), tl.num_programs(0)):
-            token = tile * ROWS + tl.arange(0, ROWS)
+        for number in range(my_first(begin // tile.ROWS, 0), tl.cdiv(end, tile.ROWS), tl.num_programs(0)):
+            token = number * tile.ROWS + tl.arange(0, tile.ROWS)
             alive = token < end
             # All at once: behind the stores of one row, the load for the next one would wait for memory each time.
             addrs = ()
             for k in tl.static_range(TOPK):
                 addrs += (tl.load(push_addrs_ptr + token.to(tl.int64) * TOPK + k, mask=alive, other=0),)
-            for h in range(0, row_words, BLOCK_H):
-                in_row = (h + offs < row_words)[None, :]
+            for h in range(0, source.row_words, tile.BLOCK_H):
+                in_row = (h + offs < source.row_words)[None, :]
                 data, scales = load_payload(
-                    x_ptr + token.to(tl.int64) * row_words,
-                    scale_ptr + token.to(tl.int64) * (data_bytes // 32),
+                    source.x_ptr + token.to(tl.int64) * source.row_words,
+                    source.scale_ptr + token.to(tl.int64) * (data_bytes // 32),
                     alive,
                     h,
-                    row_words,
-                    PAYLOAD,
-                    BLOCK_H,
+                    source.row_words,
+                    source.PAYLOAD,
+                    tile.BLOCK_H,
                 )
                 for k in tl.static_range(TOPK):
                     addr = addrs[k]
@@ -95,15 +120,15 @@ def dispatch_push_kernel(
                     if tl.sum(here.to(tl.int32)) > 0:
                         dest = tl.multiple_of(addr.to(tl.pointer_type(data.dtype)), 16)
                         tl.store(dest[:, None] + h + offs[None, :], data, mask=here[:, None] & in_row)
-                        if PAYLOAD != WORDS:
+                        if source.PAYLOAD != WORDS:
                             dest = tl.multiple_of((addr + data_bytes).to(tl.pointer_type(tl.uint8)), 16)
-                            store_scales(dest, here, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
+                            store_scales(dest, here, scales, h, source.row_words, data.dtype.primitive_bitwidth // 8)
         # The last step may come before the STEPS-th: the flag then jumps.
         more = tl.cast(step + 1, tl.int32) < num_steps
         mask = (local < job.ranks_per_node) & more
         counts = tl.load(step_rows_ptr + next_part * job.ranks_per_node + local, mask=mask, other=ALL_ROWS)
         reached = tl.where(more, step + 1, STEPS)
-        release_arrivals(job, reached, counts, my_node(job), LWP, SENDERS)
+        release_arrivals(job, reached, counts, my_node(job), senders)
 
 
 @triton.jit
@@ -117,7 +142,7 @@ def _copy_tiles(
     BLOCK_H: tl.constexpr,
 ):
     """Copy arrival rows, as they are, to the output rows of their copies."""
-    WORD: tl.constexpr = out.x_ptr.dtype.element_ty
+    WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
     PAYLOAD: tl.constexpr = MX if LANDING == LANDING_MX else WORDS
     wire = wire_of(out.row_words, WORD, PAYLOAD)
     row_ptrs, scale_ptrs = staged_rows(stage_ptr, row, wire, WORD)
@@ -129,10 +154,10 @@ def _copy_tiles(
             dst = copies[k]
             # Most k carry no copy: their addresses would be computed for nothing.
             if tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
-                dest = out.x_ptr + dst.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
+                dest = out.recv_x_ptr + dst.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
                 tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
                 if LANDING == LANDING_MX:
-                    dest = out.scale_ptr + dst.to(tl.int64) * (wire.data_bytes // BLOCK)
+                    dest = out.recv_scale_ptr + dst.to(tl.int64) * (wire.data_bytes // BLOCK)
                     store_scales(dest, dst >= 0, scales, h, out.row_words, WORD.primitive_bitwidth // 8)
 
 
@@ -174,7 +199,7 @@ def _land_tiles(
             dst = copies[k]
             # bfloat16 takes another layout on its way to memory, which without branches it does once.
             if LANDING == LANDING_BF16 or tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
-                dest = out.x_ptr + dst.to(tl.int64)[:, None, None] * row_words + at
+                dest = out.recv_x_ptr + dst.to(tl.int64)[:, None, None] * row_words + at
                 tl.store(dest, landed, mask=(dst >= 0)[:, None, None] & in_row)
     return largest
 
@@ -186,14 +211,9 @@ def _expand_rows(
     share,
     copy_rows_ptr,
     stage_capacity,
-    LANDING: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    KEEP_COPY_ROWS: tl.constexpr,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    TILES: tl.constexpr,
+    landing,
+    choices,
+    tile,
 ):
     """Copy this program's share of some arrival rows to the output rows of their copies.
 
@@ -201,36 +221,36 @@ def _expand_rows(
     """
     stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
-    stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + KP
-    ks = tl.arange(0, KP)[None, :]
-    CONVERTED: tl.constexpr = LANDING == LANDING_ROW or LANDING == LANDING_BF16
-    for tile in range(my_first(share.first, share.start // ROWS), share.end, tl.num_programs(0)):
-        row = share.start + tile * ROWS + tl.arange(0, ROWS)
+    stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + choices.KP
+    ks = tl.arange(0, choices.KP)[None, :]
+    CONVERTED: tl.constexpr = landing.LANDING == LANDING_ROW or landing.LANDING == LANDING_BF16
+    for number in range(my_first(share.first, share.start // tile.ROWS), share.end, tl.num_programs(0)):
+        row = share.start + number * tile.ROWS + tl.arange(0, tile.ROWS)
         alive = row < share.start + share.num_rows
-        meta = row.to(tl.int64) * (2 * KP)
+        meta = row.to(tl.int64) * (2 * choices.KP)
         # An arrival row beyond the buffer never came (static overflow): its copies become zero rows.
         here = alive & (row < stage_capacity)
         # All at once: behind the stores of one row, the load for the next one would wait for memory each time.
         copies = ()
-        for k in tl.static_range(TOPK):
+        for k in tl.static_range(choices.TOPK):
             copies += (tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1),)
         if CONVERTED:
-            largest = _land_tiles(out, stage_ptr, copies, row, here, LANDING, BLOCK_H, TILES)
+            largest = _land_tiles(out, stage_ptr, copies, row, here, landing.LANDING, tile.BLOCK_H, tile.TILES)
         else:
-            _copy_tiles(out, stage_ptr, copies, row, here, LANDING, BLOCK_H)
-        if HAS_WEIGHTS or KEEP_COPY_ROWS or LANDING == LANDING_ROW:
-            mask = alive[:, None] & (ks < TOPK)
+            _copy_tiles(out, stage_ptr, copies, row, here, landing.LANDING, tile.BLOCK_H)
+        if landing.HAS_WEIGHTS or landing.KEEP_COPY_ROWS or landing.LANDING == LANDING_ROW:
+            mask = alive[:, None] & (ks < choices.TOPK)
             dst = tl.load(stage_rows_ptr + meta[:, None] + ks, mask=mask, other=-1)
-            if HAS_WEIGHTS:
+            if landing.HAS_WEIGHTS:
                 weights = tl.load(stage_weights_ptr + meta[:, None] + ks, mask=mask, other=0.0)
                 weights = tl.where(here[:, None], weights, 0.0)
-                tl.store(out.weights_ptr + dst, weights, mask=mask & (dst >= 0))
-            if LANDING == LANDING_ROW:
+                tl.store(out.recv_weights_ptr + dst, weights, mask=mask & (dst >= 0))
+            if landing.LANDING == LANDING_ROW:
                 # A row that never came is a row of zeros, like padding.
                 scale = tl.where(here, scale_value(largest), 1.0)
-                tl.store(out.scale_ptr + dst, tl.broadcast_to(scale[:, None], dst.shape), mask=mask & (dst >= 0))
-            if KEEP_COPY_ROWS:
-                copy = row.to(tl.int64)[:, None] * TOPK + ks
+                tl.store(out.recv_scale_ptr + dst, tl.broadcast_to(scale[:, None], dst.shape), mask=mask & (dst >= 0))
+            if landing.KEEP_COPY_ROWS:
+                copy = row.to(tl.int64)[:, None] * choices.TOPK + ks
                 tl.store(copy_rows_ptr + copy, dst, mask=mask & here[:, None])
 
 
@@ -239,17 +259,15 @@ def _zero_padding(
     job,
     out,
     placement_ptr,
-    LANDING: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    landing,
+    tile,
 ):
     """Zero data, scales and weights of the rows between an expert's last row and the next expert's first; scales of
     whole rows become 1."""
-    WORD_BYTES: tl.constexpr = out.x_ptr.dtype.element_ty.primitive_bitwidth // 8
-    no_scales = tl.zeros([ROWS, BLOCK_H * WORD_BYTES // 32 if LANDING == LANDING_MX else 1], tl.uint8)
-    offs = tl.arange(0, BLOCK_H)
-    zeros = tl.zeros([ROWS, BLOCK_H], out.x_ptr.dtype.element_ty)
+    WORD_BYTES: tl.constexpr = out.recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    no_scales = tl.zeros([tile.ROWS, tile.BLOCK_H * WORD_BYTES // 32 if landing.LANDING == LANDING_MX else 1], tl.uint8)
+    offs = tl.arange(0, tile.BLOCK_H)
+    zeros = tl.zeros([tile.ROWS, tile.BLOCK_H], out.recv_x_ptr.dtype.element_ty)
     expert_offsets_ptr = expert_offsets_of(job, placement_ptr)
     num_recv_ptr = num_recv_of(job, placement_ptr)
     shares = tl.maximum(tl.num_programs(0) // job.experts_per_rank, 1)
@@ -257,19 +275,19 @@ def _zero_padding(
         expert, share = item % job.experts_per_rank, item // job.experts_per_rank
         begin = tl.load(expert_offsets_ptr + expert) + tl.load(num_recv_ptr + expert)
         end = tl.load(expert_offsets_ptr + expert + 1)
-        for first in range(begin + share * ROWS, end, shares * ROWS):
-            row = first + tl.arange(0, ROWS)
-            for h in range(0, out.row_words, BLOCK_H):
+        for first in range(begin + share * tile.ROWS, end, shares * tile.ROWS):
+            row = first + tl.arange(0, tile.ROWS)
+            for h in range(0, out.row_words, tile.BLOCK_H):
                 mask = (row < end)[:, None] & (h + offs < out.row_words)[None, :]
-                dest = out.x_ptr + row.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
+                dest = out.recv_x_ptr + row.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
                 tl.store(dest, zeros, mask=mask)
-                if LANDING == LANDING_MX:
-                    dest = out.scale_ptr + row.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
+                if landing.LANDING == LANDING_MX:
+                    dest = out.recv_scale_ptr + row.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
                     store_scales(dest, row < end, no_scales, h, out.row_words, WORD_BYTES)
-            if LANDING == LANDING_ROW:
-                tl.store(out.scale_ptr + row, tl.full([ROWS], 1.0, tl.float32), mask=row < end)
-            if HAS_WEIGHTS:
-                tl.store(out.weights_ptr + row, tl.zeros([ROWS], tl.float32), mask=row < end)
+            if landing.LANDING == LANDING_ROW:
+                tl.store(out.recv_scale_ptr + row, tl.full([tile.ROWS], 1.0, tl.float32), mask=row < end)
+            if landing.HAS_WEIGHTS:
+                tl.store(out.recv_weights_ptr + row, tl.zeros([tile.ROWS], tl.float32), mask=row < end)
 
 
 @ep_kernel(
@@ -281,40 +299,28 @@ def _zero_padding(
     num_warps=None,
 )
 def dispatch_expand_kernel(
-    recv_x_ptr,  # out [R, row_words] words; with LANDING_ROW e4m3, with LANDING_BF16 bfloat16
-    recv_scale_ptr,  # out, written with LANDING_MX, [R, row bytes / 32] uint8, and with LANDING_ROW, [R] float32
-    recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
+    out: Output,
     copy_rows_ptr,  # out [C, K] int32, output rows of each arrival row; written if KEEP_COPY_ROWS
     placement_ptr,  # device/tables.py
     job: Job,
-    row_words,
     stage_capacity,
-    num_senders,  # programs of the push, and of the forward, kernel
-    LANDING: tl.constexpr,  # device/codes.py
-    HAS_WEIGHTS: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
-    KEEP_COPY_ROWS: tl.constexpr,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
-    SOURCES: tl.constexpr,  # a power of two, at least LW
-    SENDERS: tl.constexpr,  # a power of two, at least the number of senders
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    TILES: tl.constexpr,  # of BLOCK_H words in a row
+    arrivals: Arrivals,
+    landing: Landing,
+    choices: Choices,
+    tile: RowTile,
 ):
-    out = Output(recv_x_ptr, recv_scale_ptr, recv_weights_ptr, row_words)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     arrived = tl.load(job.state_ptr + STATUS) == 0
     # While the first rows are on their way.
-    if HAS_PADDING:
+    if landing.HAS_PADDING:
         if arrived:
-            _zero_padding(job, out, placement_ptr, LANDING, HAS_WEIGHTS, ROWS, BLOCK_H)
+            _zero_padding(job, out, placement_ptr, landing, tile)
     for index in range(num_nodes(job)):
-        sources = sources_of(job, placement_ptr, index, SOURCES)
+        sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
         steps = tl.zeros([], tl.int64)
-        done = tl.zeros([SOURCES], tl.int32)
+        done = tl.zeros([arrivals.SOURCES], tl.int32)
         while (steps < STEPS) & arrived:
-            arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, num_senders, SENDERS, ROWS)
+            arrived, ready, steps = wait_arrivals(job, flags_ptr, sources, steps, done, arrivals, tile.ROWS)
             if arrived:
                 for local in range(job.ranks_per_node):
                     _expand_rows(
@@ -323,13 +329,8 @@ def dispatch_expand_kernel(
                         share_of(sources, done, ready, local),
                         copy_rows_ptr,
                         stage_capacity,
-                        LANDING,
-                        HAS_WEIGHTS,
-                        KEEP_COPY_ROWS,
-                        TOPK,
-                        KP,
-                        ROWS,
-                        BLOCK_H,
-                        TILES,
+                        landing,
+                        choices,
+                        tile,
                     )
                 done = ready

@@ -32,9 +32,10 @@ from ..device.buffers import (
     buffer_ptrs,
     own_buffer,
 )
-from ..device.calls import CALLS_LL_COMBINE, combine_tag, report_calls
+from ..device.calls import CALLS_LL_COMBINE, Combine, combine_tag, report_calls
 from ..device.job import Job, in_one_node
 from ..device.low_latency import owners, quotient, rank_bits, release_counts
+from ..device.payload import Choices, RowTile, Tile, Weights
 from ..device.waits import WAIT_LL_PARTIALS, wait_values
 from ..spec import ep_kernel
 
@@ -42,30 +43,26 @@ _COUNT_SHIFT = tl.constexpr(codes.LL_COUNT_SHIFT)
 
 
 @triton.jit
-def _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS: tl.constexpr):
+def _add_copy(acc, y_ptr, routed, copy, h, hidden, in_row):
     """Add columns `h` and on of the rows `copy` [ROWS] of y to `acc`, times their weights; negative = none."""
     rows = y_ptr + copy.to(tl.int64)[:, None] * hidden + h + tl.arange(0, acc.shape[1])[None, :]
     value = tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
-    if HAS_WEIGHTS:
-        value *= tl.load(weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
+    if routed.HAS_WEIGHTS:
+        value *= tl.load(routed.weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
     return acc + value
 
 
 @ep_kernel(y_ptr="*{TOKEN}", weights_ptr="*fp32", copy_rows_ptr="*i32", specialised=("hidden",), num_warps=8)
 def low_latency_reduce_kernel(
     y_ptr,  # [R, H]
-    weights_ptr,  # [R] float32, read if HAS_WEIGHTS
+    routed: Weights,  # [R]
     copy_rows_ptr,  # [W * M, K] int32, of the expand kernel: copies first, then -1
-    placement_ptr,  # of the expand kernel
+    combine: Combine,
     job: Job,
     hidden,
-    call,  # COMBINE_* (device/codes.py)
-    HAS_WEIGHTS: tl.constexpr,
     TOPK: tl.constexpr,
     WP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,  # of BLOCK_H columns in a row
-    BLOCK_H: tl.constexpr,
+    tile: RowTile,
 ):
     job = in_one_node(job)
     # After a failure nothing is stored; an early return would make every load wait for this one.
@@ -73,11 +70,11 @@ def low_latency_reduce_kernel(
     epoch = tl.load(job.state_ptr + EPOCH_LL_COMBINE) + 1
     parity = (epoch & 1).to(tl.int32)
     part = parity * job.num_ranks + job.rank
-    tag = combine_tag(job, call, placement_ptr)
+    tag = combine_tag(job, combine)
     is_first = tl.program_id(0) == 0
     told_ptr = job.state_ptr + LL_COMBINE_TOLD + parity
     told = tl.load(told_ptr, mask=is_first, other=tag)
-    item = tl.program_id(0) + tl.arange(0, ROWS) * tl.num_programs(0)
+    item = tl.program_id(0) + tl.arange(0, tile.ROWS) * tl.num_programs(0)
     # Neighbours go to different ranks, and ranks begin with different ones.
     token = quotient(item, job.num_ranks)
     source = job.rank + item - token * job.num_ranks
@@ -85,7 +82,7 @@ def low_latency_reduce_kernel(
     alive = item < job.num_ranks * job.max_tokens
     copy_ptrs = copy_rows_ptr + (source * job.max_tokens + token) * TOPK
     came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
-    offs = tl.arange(0, BLOCK_H)[None, :]
+    offs = tl.arange(0, tile.BLOCK_H)[None, :]
     peers = tl.arange(0, WP)
     mine = (source[:, None] == peers[None, :]) & (alive & healthy)[:, None]
     # The first program adds one more, so that no count is complete before its tag is there.
@@ -93,17 +90,17 @@ def low_latency_reduce_kernel(
     flag_ptrs = buffer_ptrs(job, LL_COMBINE_FLAG, peers, count > 0, tl.int64) + part
     dest = buffer_ptrs(job, LL_COMBINE, source, came, y_ptr.dtype.element_ty)
     dest += (part * job.max_tokens + token).to(tl.int64) * hidden
-    for t in tl.static_range(TILES):
-        h = t * BLOCK_H
+    for t in tl.static_range(tile.TILES):
+        h = t * tile.BLOCK_H
         in_row = h + offs < hidden
-        acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
+        acc = tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32)
         for first in tl.static_range(0, TOPK, 2):  # two at a time are in flight, and few rows have more
             copy = tl.load(copy_ptrs + first, mask=alive, other=-1)
             if (first == 0) or (tl.max((copy != -1).to(tl.int32)) > 0):
-                acc = _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS)
+                acc = _add_copy(acc, y_ptr, routed, copy, h, hidden, in_row)
                 if first + 1 < TOPK:
                     copy = tl.load(copy_ptrs + first + 1, mask=alive, other=-1)
-                    acc = _add_copy(acc, y_ptr, weights_ptr, copy, h, hidden, in_row, HAS_WEIGHTS)
+                    acc = _add_copy(acc, y_ptr, routed, copy, h, hidden, in_row)
         tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=(came & healthy)[:, None] & in_row)
     if is_first:
         tl.store(job.state_ptr + LL_COMBINE_SENT, epoch)
@@ -119,21 +116,21 @@ def low_latency_sum_kernel(
     job: Job,
     num_tokens,
     hidden,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
+    choices: Choices,
     WP: tl.constexpr,
     PARTS: tl.constexpr,  # programs per tile of tokens, each with BLOCK_H columns
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    tile: Tile,
 ):
     job = in_one_node(job)
     # Without tokens there is one program: it must wait all the same (Replay).
-    token = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(0) // PARTS * tile.ROWS + tl.arange(0, tile.ROWS)
     alive = token < num_tokens
-    ks = tl.arange(0, KP)[None, :]
-    ids = tl.load(kept_idx_ptr + token[:, None] * TOPK + ks, mask=alive[:, None] & (ks < TOPK), other=-1)
+    ks = tl.arange(0, choices.KP)[None, :]
+    ids = tl.load(
+        kept_idx_ptr + token[:, None] * choices.TOPK + ks, mask=alive[:, None] & (ks < choices.TOPK), other=-1
+    )
     goes_to = rank_bits(owners(ids, job.experts_per_rank), 1)
-    offs = (tl.program_id(0) % PARTS * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+    offs = (tl.program_id(0) % PARTS * tile.BLOCK_H + tl.arange(0, tile.BLOCK_H))[None, :]
     in_row = offs < hidden
     epoch = tl.load(job.state_ptr + LL_COMBINE_SENT)
     own_tag = tl.load(job.state_ptr + LL_COMBINE_TOLD + (epoch & 1)).to(tl.int32)
@@ -148,7 +145,7 @@ def low_latency_sum_kernel(
     expected = (((epoch + 1) >> 1) * (job.max_tokens + 1)) << _COUNT_SHIFT
     arrived, seen = wait_values(job, flag_ptrs, in_group, expected, WAIT_LL_PARTIALS, first)
     if arrived:
-        acc = tl.zeros([ROWS, BLOCK_H], tl.float32)
+        acc = tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32)
         for peer in tl.static_range(WP):
             here = ((goes_to >> peer) & 1) > 0
             rows = sums_ptr + ((first + peer) * job.max_tokens + token).to(tl.int64)[:, None] * hidden

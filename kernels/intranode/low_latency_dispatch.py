@@ -27,6 +27,8 @@ Replay        The epoch lives on the device, in two words: push reads the first 
               written now. This goes for ll_flag, too: its low bits are those of one epoch.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -50,7 +52,11 @@ from ..device.low_latency import owners, quotient, rank_bits, release_counts
 from ..device.payload import (
     MX,
     WORDS,
+    Choices,
     Output,
+    RowTile,
+    Source,
+    Weights,
     load_payload,
     load_row_tile,
     staged_rows,
@@ -99,6 +105,57 @@ def _slots(topk_idx_ptr, mine, first, num_entries, num_experts, BLOCK_N: tl.cons
     return packed & _SLOT_MASK, packed >> _SLOT_BITS
 
 
+class Sizes(NamedTuple):
+    """Numbers rounded up to powers of two.
+
+    Attributes:
+        WP: all ranks. EP: local experts.
+        BLOCK_N: entries compared at a time.
+    """
+
+    WP: tl.constexpr
+    EP: tl.constexpr
+    BLOCK_N: tl.constexpr
+
+
+class PushTile(NamedTuple):
+    """What a program, which has one token, pushes at once.
+
+    Attributes:
+        TILES: tiles of a row.
+        BLOCK_H: words of a tile.
+    """
+
+    TILES: tl.constexpr
+    BLOCK_H: tl.constexpr
+
+
+class Segments(NamedTuple):
+    """Output rows of the local experts.
+
+    Attributes:
+        capacity: output rows at most.
+        alignment: rows; segments are padded to multiples of it.
+    """
+
+    capacity: Any
+    alignment: Any
+
+
+class Parts(NamedTuple):
+    """What comes with the rows.
+
+    Attributes:
+        HAS_SCALES: scales of MXFP8.
+        HAS_WEIGHTS: routing weights.
+        HAS_PADDING: rows of zeros between the experts' segments.
+    """
+
+    HAS_SCALES: tl.constexpr
+    HAS_WEIGHTS: tl.constexpr
+    HAS_PADDING: tl.constexpr
+
+
 @ep_kernel(
     x_ptr="*{WORD}",
     scale_ptr="*u8",
@@ -109,24 +166,16 @@ def _slots(topk_idx_ptr, mine, first, num_entries, num_experts, BLOCK_N: tl.cons
     num_warps=8,
 )
 def low_latency_push_kernel(
-    x_ptr,  # [T, row_words] words, or elements to quantise
-    scale_ptr,  # [T, row bytes / 32] uint8, read with the payload MX
+    source: Source,
     topk_idx_ptr,  # [T, K] expert ids
-    weights_ptr,  # [T, K] float32, read if HAS_WEIGHTS
+    routed: Weights,  # [T, K]
     kept_idx_ptr,  # out [T, K] int32, -1 = dropped
     job: Job,
     num_tokens,
-    row_words,
     host_word,
-    PAYLOAD: tl.constexpr,  # device/payload.py
-    HAS_WEIGHTS: tl.constexpr,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
-    WP: tl.constexpr,
-    EP: tl.constexpr,  # local experts rounded up to a power of two
-    BLOCK_N: tl.constexpr,  # entries compared at a time
-    TILES: tl.constexpr,  # of BLOCK_H words in a row
-    BLOCK_H: tl.constexpr,
+    choices: Choices,
+    sizes: Sizes,
+    tile: PushTile,
 ):
     job = in_one_node(job)
     # After a failure nothing is stored; an early return would make every load wait for this one.
@@ -135,56 +184,58 @@ def low_latency_push_kernel(
     parity = (epoch & 1).to(tl.int32)
     token = tl.program_id(0)  # without tokens there is one program, which only releases
     alive = token < num_tokens
-    ks = tl.arange(0, KP)
-    entry = alive & (ks < TOPK)
-    mine = _kept(tl.load(topk_idx_ptr + token * TOPK + ks, mask=entry, other=-1), num_experts(job))
+    ks = tl.arange(0, choices.KP)
+    entry = alive & (ks < choices.TOPK)
+    mine = _kept(tl.load(topk_idx_ptr + token * choices.TOPK + ks, mask=entry, other=-1), num_experts(job))
     row = tl.arange(0, 1) + token
-    wire = wire_of(row_words, x_ptr.dtype.element_ty, PAYLOAD)
-    row_ptrs = x_ptr + row.to(tl.int64) * row_words
-    scale_ptrs = scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
+    wire = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD)
+    row_ptrs = source.x_ptr + row.to(tl.int64) * source.row_words
+    scale_ptrs = source.scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
     owner = owners(mine, job.experts_per_rank)
-    source = parity * job.num_ranks + job.rank
-    arrival = source * job.max_tokens + token
-    peers = tl.arange(0, WP)
+    sender = parity * job.num_ranks + job.rank
+    arrival = sender * job.max_tokens + token
+    peers = tl.arange(0, sizes.WP)
     in_group = (peers < job.num_ranks) & healthy
-    tile = load_row_tile(row_ptrs, row < num_tokens, 0, row_words, BLOCK_H)
+    data_tile = load_row_tile(row_ptrs, row < num_tokens, 0, source.row_words, tile.BLOCK_H)
 
     # Ranks and tokens begin with different destinations, so that no link is everybody's first.
     first_rank = job.rank + token - quotient(job.rank + token, job.num_ranks) * job.num_ranks
     dest_rank = first_rank + peers
     dest_rank = tl.where(dest_rank < job.num_ranks, dest_rank, dest_rank - job.num_ranks)
     goes_there = healthy & (peers < job.num_ranks) & (((rank_bits(owner, 0) >> dest_rank) & 1) > 0)
-    offs = tl.arange(0, BLOCK_H)[None, :]
-    for t in tl.static_range(TILES):
-        h = t * BLOCK_H
+    offs = tl.arange(0, tile.BLOCK_H)[None, :]
+    for t in tl.static_range(tile.TILES):
+        h = t * tile.BLOCK_H
         if t > 0:
-            tile = load_row_tile(row_ptrs, row < num_tokens, h, row_words, BLOCK_H)
-        data, scales = wire_tile(tile, scale_ptrs, row < num_tokens, h, row_words, PAYLOAD)
+            data_tile = load_row_tile(row_ptrs, row < num_tokens, h, source.row_words, tile.BLOCK_H)
+        data, scales = wire_tile(data_tile, scale_ptrs, row < num_tokens, h, source.row_words, source.PAYLOAD)
         dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, data.dtype)
         dest += arrival.to(tl.int64) * wire.stride
-        data = tl.broadcast_to(data, [WP, BLOCK_H])
-        tl.store(dest[:, None] + h + offs, data, mask=goes_there[:, None] & (h + offs < row_words))
-        if PAYLOAD != WORDS:
+        data = tl.broadcast_to(data, [sizes.WP, tile.BLOCK_H])
+        tl.store(dest[:, None] + h + offs, data, mask=goes_there[:, None] & (h + offs < source.row_words))
+        if source.PAYLOAD != WORDS:
             dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, tl.uint8)
             dest += arrival.to(tl.int64) * wire.row_bytes + wire.data_bytes
-            scales = tl.broadcast_to(scales, [WP, scales.shape[1]])
-            store_scales(dest, goes_there, scales, h, row_words, data.dtype.primitive_bitwidth // 8)
+            scales = tl.broadcast_to(scales, [sizes.WP, scales.shape[1]])
+            store_scales(dest, goes_there, scales, h, source.row_words, data.dtype.primitive_bitwidth // 8)
         if t == 0:  # while the stores of the first tile are on their way
-            slot, total = _slots(topk_idx_ptr, mine, token * TOPK, num_tokens * TOPK, num_experts(job), BLOCK_N)
+            slot, total = _slots(
+                topk_idx_ptr, mine, token * choices.TOPK, num_tokens * choices.TOPK, num_experts(job), sizes.BLOCK_N
+            )
             local = mine - owner * job.experts_per_rank
             to_all = alive & in_group
-            meta = (arrival * (2 * KP) + ks)[None, :]
+            meta = (arrival * (2 * choices.KP) + ks)[None, :]
             dest = buffer_ptrs(job, LL_META, peers, to_all, tl.int32)[:, None] + meta
             keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
             tl.store(dest, keys, mask=to_all[:, None])
-            if HAS_WEIGHTS:
-                weights = tl.load(weights_ptr + token * TOPK + ks, mask=entry, other=0.0)
-                dest = buffer_ptrs(job, LL_META, peers, to_all, tl.float32)[:, None] + meta + KP
-                tl.store(dest, tl.broadcast_to(weights[None, :], [WP, KP]), mask=to_all[:, None])
+            if routed.HAS_WEIGHTS:
+                weights = tl.load(routed.weights_ptr + token * choices.TOPK + ks, mask=entry, other=0.0)
+                dest = buffer_ptrs(job, LL_META, peers, to_all, tl.float32)[:, None] + meta + choices.KP
+                tl.store(dest, tl.broadcast_to(weights[None, :], [sizes.WP, choices.KP]), mask=to_all[:, None])
             is_last = (mine >= 0) & (slot + 1 == total) & healthy
             counts_ptrs = buffer_ptrs(job, LL_COUNTS, owner, is_last, tl.int64)
-            tl.store(counts_ptrs + source * EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
-            tl.store(kept_idx_ptr + token * TOPK + ks, mine, mask=entry)
+            tl.store(counts_ptrs + sender * sizes.EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
+            tl.store(kept_idx_ptr + token * choices.TOPK + ks, mine, mask=entry)
 
     # Program 0 also adds the counts of absent programs (T < max_tokens) and publishes the per-call word.
     is_first = token == 0
@@ -192,11 +243,11 @@ def low_latency_push_kernel(
     telling = ((host_word << _WORD_SHIFT) + num_tokens).to(tl.int64)
     told = tl.load(told_ptr, mask=is_first, other=telling)
     count = tl.where(is_first, job.max_tokens + 1 - tl.num_programs(0), 1).to(tl.int64)
-    flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, in_group, tl.int64) + source
+    flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, in_group, tl.int64) + sender
     tl.store(told_ptr, telling, mask=is_first & healthy)
     tl.store(job.state_ptr + LL_DISPATCH_SENT, epoch, mask=is_first & healthy)
     added = tl.where(is_first, telling - told, 0) + (count << _COUNT_SHIFT)
-    release_counts(flag_ptrs, in_group, tl.zeros([WP], tl.int64) + added)
+    release_counts(flag_ptrs, in_group, tl.zeros([sizes.WP], tl.int64) + added)
 
 
 @triton.jit
@@ -211,15 +262,15 @@ def _store_copies(
     TOPK: tl.constexpr,
 ):
     """Store a tile of arrival rows to the output rows of their copies."""
-    WORD_BYTES: tl.constexpr = out.x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    WORD_BYTES: tl.constexpr = out.recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
     offs = (h + tl.arange(0, words.shape[1]))[None, :]
     for k in tl.static_range(TOPK):
         copy = tl.load(copy_ptrs + k, mask=in_use, other=-1)
         if tl.max(copy) >= 0:  # most rows have few copies, and they come first
-            dest = out.x_ptr + copy.to(tl.int64)[:, None] * out.row_words + offs
+            dest = out.recv_x_ptr + copy.to(tl.int64)[:, None] * out.row_words + offs
             tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < out.row_words))
             if HAS_SCALES:
-                dest = out.scale_ptr + copy.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
+                dest = out.recv_scale_ptr + copy.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
                 store_scales(dest, copy >= 0, scales, h, out.row_words, WORD_BYTES)
 
 
@@ -229,11 +280,8 @@ def _zero_rest(
     total,  # [EP] rows of each local expert
     padded,  # [EP] the same, rounded up
     capacity,
-    HAS_SCALES: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    parts,
+    tile,
 ):
     """Zero the padding rows, and the weights of all rows that are no copy."""
     # Rows that are no copy, numbered from 0, the expert's before which they begin to count, and how many there are.
@@ -241,28 +289,28 @@ def _zero_rest(
     before = (tl.cumsum(padding, axis=0) - padding)[None, :]
     num_padding = tl.sum(padding)
     step = tl.num_programs(0)
-    if HAS_PADDING:
-        WORD_BYTES: tl.constexpr = out.x_ptr.dtype.element_ty.primitive_bitwidth // 8
-        no_scales = tl.zeros([ROWS, BLOCK_H * WORD_BYTES // 32 if HAS_SCALES else 1], tl.uint8)
-        zeros = tl.zeros([ROWS, BLOCK_H], out.x_ptr.dtype.element_ty)
-        offs = tl.arange(0, BLOCK_H)[None, :]
-        for first in range(tl.program_id(0) * ROWS, num_padding, step * ROWS):
-            number = first + tl.arange(0, ROWS)
+    if parts.HAS_PADDING:
+        WORD_BYTES: tl.constexpr = out.recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
+        no_scales = tl.zeros([tile.ROWS, tile.BLOCK_H * WORD_BYTES // 32 if parts.HAS_SCALES else 1], tl.uint8)
+        zeros = tl.zeros([tile.ROWS, tile.BLOCK_H], out.recv_x_ptr.dtype.element_ty)
+        offs = tl.arange(0, tile.BLOCK_H)[None, :]
+        for first in range(tl.program_id(0) * tile.ROWS, num_padding, step * tile.ROWS):
+            number = first + tl.arange(0, tile.ROWS)
             # Before it lie all other numbers below, and the copies of its expert and those before.
             row = number + tl.sum(tl.where(before <= number[:, None], total[None, :], 0), axis=1)
             inside = (number < num_padding) & (row < capacity)
-            for h in range(0, out.row_words, BLOCK_H):
-                dest = out.x_ptr + row.to(tl.int64)[:, None] * out.row_words + h + offs
+            for h in range(0, out.row_words, tile.BLOCK_H):
+                dest = out.recv_x_ptr + row.to(tl.int64)[:, None] * out.row_words + h + offs
                 tl.store(dest, zeros, mask=inside[:, None] & (h + offs < out.row_words))
-                if HAS_SCALES:
-                    dest = out.scale_ptr + row.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
+                if parts.HAS_SCALES:
+                    dest = out.recv_scale_ptr + row.to(tl.int64) * (out.row_words * WORD_BYTES // 32)
                     store_scales(dest, inside, no_scales, h, out.row_words, WORD_BYTES)
-    if HAS_WEIGHTS:
+    if parts.HAS_WEIGHTS:
         num_rest = capacity - tl.sum(total)
         for first in range(tl.program_id(0) * _REST, num_rest, step * _REST):
             number = first + tl.arange(0, _REST)
             row = number + tl.sum(tl.where(before <= number[:, None], total[None, :], 0), axis=1)
-            tl.store(out.weights_ptr + row, tl.zeros([_REST], tl.float32), mask=row < capacity)
+            tl.store(out.recv_weights_ptr + row, tl.zeros([_REST], tl.float32), mask=row < capacity)
 
 
 @triton.jit
@@ -308,28 +356,18 @@ def _store_placement(
     specialised=("row_words",),
 )
 def low_latency_expand_kernel(
-    recv_x_ptr,  # out [R, row_words] words
-    recv_scale_ptr,  # out [R, row bytes / 32] uint8, written if HAS_SCALES
-    recv_weights_ptr,  # out [R] float32, written if HAS_WEIGHTS
+    out: Output,
     copy_rows_ptr,  # out [W * M, K] int32, rows of each arrival row's copies, -2 = beyond the capacity; then -1
     placement_ptr,  # out int32 (device/tables.py), up to the number of the dispatch
     job: Job,
-    row_words,
-    capacity,
-    alignment,
-    HAS_SCALES: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
+    segments: Segments,
+    parts: Parts,
+    choices: Choices,
     WP: tl.constexpr,
     EP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    tile: RowTile,
 ):
     job = in_one_node(job)
-    out = Output(recv_x_ptr, recv_scale_ptr, recv_weights_ptr, row_words)
     # Addresses are loaded before the wait: its acquire empties L1.
     stage_ptr = own_buffer(job, LL_STAGE_X, tl.uint8)
     meta_ptr = own_buffer(job, LL_META, tl.int32)
@@ -350,12 +388,12 @@ def low_latency_expand_kernel(
     # The report stands at the end: most calls pass it, and none waits for it.
     alike = tl.max((in_group & words_unlike(own_word, word_of >> _WORD_SHIFT)).to(tl.int32)) == 0
     if arrived & alike:
-        PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
-        WORD: tl.constexpr = recv_x_ptr.dtype.element_ty
-        wire = wire_of(row_words, WORD, PAYLOAD)
+        PAYLOAD: tl.constexpr = MX if parts.HAS_SCALES else WORDS
+        WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
+        wire = wire_of(out.row_words, WORD, PAYLOAD)
         # Rows far from each other, so that programs share what few tokens there may be.
         num_arrivals = job.num_ranks * job.max_tokens
-        arrival = tl.program_id(0) + tl.arange(0, ROWS) * tl.num_programs(0)
+        arrival = tl.program_id(0) + tl.arange(0, tile.ROWS) * tl.num_programs(0)
         of_source = quotient(arrival, job.max_tokens)
         token = arrival - of_source * job.max_tokens
         word = tl.sum(tl.where(of_source[:, None] == source[None, :], word_of[None, :], 0), axis=1)
@@ -363,12 +401,12 @@ def low_latency_expand_kernel(
         staged = first_source * job.max_tokens + arrival
         row_ptrs, scale_ptrs = staged_rows(stage_ptr, staged, wire, WORD)
         # On their way while the output rows are computed.
-        words, scales = load_payload(row_ptrs, scale_ptrs, here, 0, row_words, PAYLOAD, BLOCK_H)
-        ks = tl.arange(0, KP)[None, :]
-        meta = staged[:, None] * (2 * KP) + ks
+        words, scales = load_payload(row_ptrs, scale_ptrs, here, 0, out.row_words, PAYLOAD, tile.BLOCK_H)
+        ks = tl.arange(0, choices.KP)[None, :]
+        meta = staged[:, None] * (2 * choices.KP) + ks
         key = tl.load(meta_ptr + meta, mask=here[:, None], other=-1)
-        if HAS_WEIGHTS:
-            weights = tl.load(meta_weights_ptr + meta + KP, mask=here[:, None], other=0.0)
+        if parts.HAS_WEIGHTS:
+            weights = tl.load(meta_weights_ptr + meta + choices.KP, mask=here[:, None], other=0.0)
 
         local = tl.arange(0, EP)
         # Words of no expert are never written: they carry no epoch.
@@ -376,31 +414,44 @@ def low_latency_expand_kernel(
         counts = tl.load(counts_ptrs, mask=in_group[:, None], other=0)
         counts = tl.where((counts >> _SLOT_BITS) == epoch, counts & _SLOT_MASK, 0).to(tl.int32)
         total = tl.sum(counts, axis=0)
-        padded = (total + alignment - 1) // alignment * alignment
+        padded = (total + segments.alignment - 1) // segments.alignment * segments.alignment
         start = tl.cumsum(padded, axis=0) - padded
         begin = start[None, :] + tl.cumsum(counts, axis=0) - counts  # of each source's rows of each expert
         begin = tl.reshape(begin, [WP * EP])
         is_copy = key >= 0
         segment = tl.where(is_copy, of_source[:, None] * EP + (key >> _SLOT_BITS), 0)
-        copy = tl.reshape(tl.gather(begin, tl.reshape(segment, [ROWS * KP]), 0), [ROWS, KP]) + (key & _SLOT_MASK)
-        copy = tl.where(is_copy, tl.where(copy < capacity, copy, -2), -1)
-        if HAS_WEIGHTS:
-            tl.store(recv_weights_ptr + copy, weights, mask=copy >= 0)
+        copy = tl.reshape(
+            tl.gather(begin, tl.reshape(segment, [tile.ROWS * choices.KP]), 0), [tile.ROWS, choices.KP]
+        ) + (key & _SLOT_MASK)
+        copy = tl.where(is_copy, tl.where(copy < segments.capacity, copy, -2), -1)
+        if parts.HAS_WEIGHTS:
+            tl.store(out.recv_weights_ptr + copy, weights, mask=copy >= 0)
         # Copies first, in k order, so that who reads them may stop at the first -1.
         copies_so_far = tl.cumsum(is_copy.to(tl.int32), axis=1)
         num_copies = tl.sum(is_copy.to(tl.int32), axis=1)[:, None]
         position = tl.where(is_copy, copies_so_far - 1, num_copies + ks - copies_so_far)
-        copies = (arrival < num_arrivals)[:, None] & (position < TOPK)
-        tl.store(copy_rows_ptr + arrival[:, None] * TOPK + position, copy, mask=copies)
+        copies = (arrival < num_arrivals)[:, None] & (position < choices.TOPK)
+        tl.store(copy_rows_ptr + arrival[:, None] * choices.TOPK + position, copy, mask=copies)
         # Every thread needs them, one k at a time: by way of memory, across the barrier.
         tl.debug_barrier()
-        for t in tl.static_range(TILES):
+        for t in tl.static_range(tile.TILES):
             if t > 0:
-                words, scales = load_payload(row_ptrs, scale_ptrs, here, t * BLOCK_H, row_words, PAYLOAD, BLOCK_H)
-            _store_copies(out, words, scales, t * BLOCK_H, copy_rows_ptr + arrival * TOPK, here, HAS_SCALES, TOPK)
-        if HAS_PADDING or HAS_WEIGHTS:
-            _zero_rest(out, total, padded, capacity, HAS_SCALES, HAS_WEIGHTS, HAS_PADDING, ROWS, BLOCK_H)
+                words, scales = load_payload(
+                    row_ptrs, scale_ptrs, here, t * tile.BLOCK_H, out.row_words, PAYLOAD, tile.BLOCK_H
+                )
+            _store_copies(
+                out,
+                words,
+                scales,
+                t * tile.BLOCK_H,
+                copy_rows_ptr + arrival * choices.TOPK,
+                here,
+                parts.HAS_SCALES,
+                choices.TOPK,
+            )
+        if parts.HAS_PADDING or parts.HAS_WEIGHTS:
+            _zero_rest(out, total, padded, segments.capacity, parts, tile)
         if tl.program_id(0) == 0:
-            _store_placement(job, placement_ptr, word_of, total, padded, capacity, epoch)
+            _store_placement(job, placement_ptr, word_of, total, padded, segments.capacity, epoch)
     if arrived & (alike == 0):
         report_calls(job, source, word_of >> _WORD_SHIFT, in_group, CALLS_LL_DISPATCH)
