@@ -1,7 +1,7 @@
 """How a kernel is declared: one decorator, in the file of the kernel. Launches, builds and checks read the declaration.
 
     @ep_kernel(x_ptr="*{WORD}", addrs_ptr="*i64", specialised=("row_words",), num_warps=16)
-    def push_kernel(x_ptr, addrs_ptr, state_ptr, num_rows, row_words, BLOCK: tl.constexpr): ...
+    def push_kernel(x_ptr, addrs_ptr, num_rows, row_words, BLOCK: tl.constexpr): ...
 
 The signature gives names and order; the decorator adds what a signature cannot say. Types are Triton's: "*i64" is a
 pointer, "{WORD}" a type that each launch decides: the dtype of rows, of expert ids, or what an operand is.

@@ -26,7 +26,18 @@ import triton.language as tl
 
 from ..device.arrivals import push_meta
 from ..device.buffers import STAGE_X, STATUS, address_of
-from ..device.job import Job, first_local, my_node, num_nodes, on_my_node
+from ..device.job import (
+    Job,
+    first_local,
+    has_other_nodes,
+    is_local,
+    my_node,
+    node_of,
+    num_nodes,
+    on_my_node,
+    owner_of,
+    state_at,
+)
 from ..device.payload import Weights
 from ..device.pull import compact_position
 from ..device.tables import (
@@ -114,8 +125,8 @@ def routing_count_kernel(
     tl.debug_barrier()
 
     expert = tl.where(valid, raw, -1).to(tl.int32)
-    owner = tl.maximum(expert, 0) // job.experts_per_rank
-    node = owner // job.ranks_per_node
+    owner = owner_of(job, tl.maximum(expert, 0))
+    node = node_of(job, owner)
     tl.store(entry_field(entries, KEPT) + offs, expert, mask=mask)
     tl.store(entry_field(entries, OWNER) + offs, tl.where(valid, owner, -1), mask=mask)
     # Groups, or -1, where the slots will be: each entry is compared with those of all others.
@@ -250,7 +261,7 @@ def routing_slots_kernel(
     sizes: Sizes,
 ):
     num_chunks = tl.num_programs(0) - 1
-    failed = tl.load(job.state_ptr + STATUS) != 0
+    failed = tl.load(state_at(job, STATUS)) != 0
     if tl.program_id(0) == num_chunks:
         _write_tiles(job, placement_ptr, failed, sizes.EP)
     if failed | (tl.program_id(0) == num_chunks):
@@ -261,8 +272,8 @@ def routing_slots_kernel(
     token, k, offs, mask = _entries(entries.num_tokens, entries.TOPK, sizes.KP, sizes.BLOCK_T)
     expert = tl.load(entry_field(entries, KEPT) + offs, mask=mask, other=-1)
     valid = expert >= 0
-    owner = tl.maximum(expert, 0) // job.experts_per_rank
-    node = owner // job.ranks_per_node
+    owner = owner_of(job, tl.maximum(expert, 0))
+    node = node_of(job, owner)
     prefix_ptr = chunks_ptr + tl.cast(tl.program_id(0), tl.int64) * num_columns_of(job)
 
     if scatter.HAS_SCATTER:
@@ -291,7 +302,7 @@ def routing_slots_kernel(
     tl.store(dst_row_ptr + offs, dst_row, mask=mask)
     tl.store(stage_row_ptr + offs, stage_row, mask=mask)
     tl.store(node_slot_ptr + offs, tl.where(first_of_node, slot, -1), mask=mask)
-    if job.num_ranks > job.ranks_per_node:
+    if has_other_nodes(job):
         node_token_ptr = node_token_of(job, chunks_ptr, num_chunks)
         tokens = tl.broadcast_to(token, slot.shape)
         tl.store(node_token_ptr + node.to(tl.int64) * entries.num_tokens + slot, tokens, mask=first_of_node)
@@ -326,8 +337,8 @@ def _store_step_rows(job, rows_ptr, placement_ptr, num_chunks, LWP: tl.constexpr
     """Arrival rows of the tokens before this chunk, for the parts that begin here."""
     part = tl.arange(0, PARTS)[:, None]
     local = tl.arange(0, LWP)[None, :]
-    is_local = local < job.ranks_per_node
-    rows = tl.load(rows_ptr + first_local(job) + local, mask=is_local, other=0)
+    here = is_local(job, local)
+    rows = tl.load(rows_ptr + first_local(job) + local, mask=here, other=0)
     begins = part_begin(part, num_chunks) == tl.program_id(0)
     rows = tl.broadcast_to(rows, [PARTS, LWP])
-    tl.store(step_rows_of(job, placement_ptr) + part * job.ranks_per_node + local, rows, mask=begins & is_local)
+    tl.store(step_rows_of(job, placement_ptr) + part * job.ranks_per_node + local, rows, mask=begins & here)

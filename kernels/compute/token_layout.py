@@ -33,12 +33,7 @@ def _count_groups(
 
 
 class Places(NamedTuple):
-    """Who owns which expert, and who sits on which node; as in device/job.py.
-
-    Attributes:
-        num_experts, num_ranks: of the group.
-        experts_per_rank, ranks_per_node: one after the other.
-    """
+    """Who owns which expert, and who sits on which node; as in `Job` (device/job.py)."""
 
     num_experts: Any
     num_ranks: Any
@@ -66,7 +61,9 @@ def token_layout_kernel(
     expert = tl.where(valid, expert, 0).to(tl.int32)
     owner = tl.where(valid, expert // places.experts_per_rank, -1)
     _count_groups(counts_ptr, owner, places.num_ranks, in_rank_ptr, token, num_tokens, GP, True)
-    num_nodes = places.num_ranks // places.ranks_per_node
-    node = tl.where(valid, owner // places.ranks_per_node, -1)
-    _count_groups(counts_ptr + places.num_ranks, node, num_nodes, in_rank_ptr, token, num_tokens, GP, False)
-    tl.atomic_add(counts_ptr + places.num_ranks + num_nodes + expert, valid.to(tl.int32), mask=valid)
+    counts_ptr += places.num_ranks
+    per_node = places.ranks_per_node
+    num_nodes = places.num_ranks // per_node
+    node = tl.where(valid, owner // per_node, -1)
+    _count_groups(counts_ptr, node, num_nodes, in_rank_ptr, token, num_tokens, GP, False)
+    tl.atomic_add(counts_ptr + num_nodes + expert, valid.to(tl.int32), mask=valid)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, buffer_ptrs
+from .buffers import ARRIVE_FLAG, EPOCH_DISPATCH, STAGE_META, buffer_ptrs, table_ptrs
 from .groups import pick
-from .job import first_local, local_rank, my_node, num_nodes
+from .job import first_local, is_local, local_rank, my_node, num_nodes, rank_of, state_at
 from .tables import REPORT_ARRIVALS_HERE, REPORT_FIRST_ARRIVAL, STEPS, report_ptrs
 from .waits import WAIT_ARRIVALS, release_flags, wait_values
 
@@ -99,7 +99,7 @@ def push_meta(
     mine = owner[:, :, None] == owner[:, None, :]
     at = (arrival.to(tl.int64) * (2 * KP))[:, :, None] + tl.arange(0, KP)[None, None, :]
     to_all = tl.broadcast_to(here[:, :, None], mine.shape)
-    addrs = tl.load(job.tables_ptr + STAGE_META * job.num_ranks + owner, mask=here, other=0)
+    addrs = tl.load(table_ptrs(job, STAGE_META, owner), mask=here, other=0)
     dest = tl.multiple_of(addrs.to(tl.pointer_type(tl.int32)), [16, 16])
     tl.store(dest[:, :, None] + at, tl.where(mine, dst_row[:, None, :], -1), mask=to_all)
     if HAS_WEIGHTS:
@@ -118,9 +118,9 @@ def release_arrivals(
     """Raise arrive_flag[node, my local rank, this program] on every rank of my node."""
     local = tl.arange(0, senders.LWP)
     peers = first_local(job) + local
-    mask = local < job.ranks_per_node
+    mask = is_local(job, local)
     flag_ptrs = buffer_ptrs(job, ARRIVE_FLAG, peers, mask, tl.int64)
-    flag_ptrs += (node * job.ranks_per_node + local_rank(job)) * senders.SENDERS + tl.program_id(0)
+    flag_ptrs += (rank_of(job, node, local_rank(job))) * senders.SENDERS + tl.program_id(0)
     done = arrival_steps(job) + step
     release_flags(flag_ptrs, mask, (done << 32) | rows.to(tl.int64))
 
@@ -131,10 +131,10 @@ def sources_of(job, placement_ptr, index, SOURCES: tl.constexpr):
     nodes = num_nodes(job)
     node = (my_node(job) - index + nodes) % nodes
     source = tl.arange(0, SOURCES)
-    first_ptrs = report_ptrs(placement_ptr, node * job.ranks_per_node + source, REPORT_FIRST_ARRIVAL)
-    starts = tl.load(first_ptrs, mask=source < job.ranks_per_node, other=0)
-    count_ptrs = report_ptrs(placement_ptr, node * job.ranks_per_node + source, REPORT_ARRIVALS_HERE)
-    counts = tl.load(count_ptrs, mask=source < job.ranks_per_node, other=0)
+    first_ptrs = report_ptrs(placement_ptr, rank_of(job, node, source), REPORT_FIRST_ARRIVAL)
+    starts = tl.load(first_ptrs, mask=is_local(job, source), other=0)
+    count_ptrs = report_ptrs(placement_ptr, rank_of(job, node, source), REPORT_ARRIVALS_HERE)
+    counts = tl.load(count_ptrs, mask=is_local(job, source), other=0)
     return Sources(node, starts, counts)
 
 
@@ -157,7 +157,7 @@ def wait_arrivals(
     """Wait until the rows of a node's tokens are a step further: whether they came, tiles [SOURCES], steps by now."""
     SENDERS: tl.constexpr = arrivals.SENDERS
     flag = tl.arange(0, arrivals.SOURCES * SENDERS)
-    used = (flag // SENDERS < job.ranks_per_node) & (flag % SENDERS < arrivals.num_senders)
+    used = is_local(job, flag // SENDERS) & (flag % SENDERS < arrivals.num_senders)
     first_flag = sources.node * job.ranks_per_node * SENDERS
     before = arrival_steps(job)
     expected = (before + steps + 1) << 32
@@ -174,4 +174,4 @@ def wait_arrivals(
 @triton.jit
 def arrival_steps(job):
     """Steps of all calls before this one, int64."""
-    return (tl.load(job.state_ptr + EPOCH_DISPATCH) - 1) * STEPS
+    return (tl.load(state_at(job, EPOCH_DISPATCH)) - 1) * STEPS

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from . import codes
+from .job import state_at
 
 SPLITS = tl.constexpr(codes.SPLITS)
 SPLITS_FLAG = tl.constexpr(codes.SPLITS_FLAG)
@@ -67,27 +68,33 @@ STATE_WORDS = tl.constexpr(codes.STATE_WORDS)
 
 
 @triton.jit
+def table_ptrs(job, row, peers):
+    """Pointers to what a row of the tables has for ranks."""
+    return job.tables_ptr + row * job.num_ranks + peers
+
+
+@triton.jit
 def address_of(job, BUFFER: tl.constexpr, peer):
     """int64 address of one rank's copy of a buffer, for loads and stores."""
-    return tl.load(job.tables_ptr + BUFFER * job.num_ranks + peer)
+    return tl.load(table_ptrs(job, BUFFER, peer))
 
 
 @triton.jit
 def net_address_of(job, BUFFER: tl.constexpr, peer):
     """int64 address that names one rank's copy of a buffer to a put function."""
-    return tl.load(job.tables_ptr + (NUM_BUFFERS + BUFFER) * job.num_ranks + peer)
+    return tl.load(table_ptrs(job, NUM_BUFFERS + BUFFER, peer))
 
 
 @triton.jit
 def pe_of(job, peer):
     """int32 number that NVSHMEM gives a rank."""
-    return tl.load(job.tables_ptr + 2 * NUM_BUFFERS * job.num_ranks + peer).to(tl.int32)
+    return tl.load(table_ptrs(job, 2 * NUM_BUFFERS, peer)).to(tl.int32)
 
 
 @triton.jit
 def count_overflow(job, num_rows):
     """Add rows that did not fit to those of all calls; one program of a call does so, and nothing else writes there."""
-    total_ptr = job.state_ptr + OVERFLOW_TOTAL
+    total_ptr = state_at(job, OVERFLOW_TOTAL)
     there_are = num_rows > 0  # else memory is not touched
     tl.store(total_ptr, tl.load(total_ptr, mask=there_are, other=0) + num_rows, mask=there_are)
 
@@ -105,5 +112,5 @@ def buffer_ptrs(job, BUFFER: tl.constexpr, peers, mask, DTYPE: tl.constexpr):
     An address read from a table carries no alignment: without this hint the accesses through it compile to
     2 bytes each instead of 16. Every symmetric buffer starts at a multiple of 256 bytes.
     """
-    addr = tl.load(job.tables_ptr + BUFFER * job.num_ranks + peers, mask=mask, other=0)
+    addr = tl.load(table_ptrs(job, BUFFER, peers), mask=mask, other=0)
     return tl.multiple_of(addr.to(tl.pointer_type(DTYPE)), 16)

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from . import codes
 from .buffers import STATE_WORDS
+from .job import state_at
 from .tables import number_of
 from .waits import raise_alarm, take_record
 
@@ -113,5 +114,5 @@ def report_calls(job, ranks, tags, known, OPERATION: tl.constexpr):
     ranks, tags: blocks of the same shape; known: where there is a tag.
     """
     if take_record(job, OPERATION):
-        tl.store(job.state_ptr + STATE_WORDS + ranks, tags.to(tl.int64) + 1, mask=known)
+        tl.store(state_at(job, STATE_WORDS) + ranks, tags.to(tl.int64) + 1, mask=known)
         raise_alarm(job, OPERATION)

@@ -48,6 +48,54 @@ def in_one_node(job):
 
 
 @triton.jit
+def state_at(job, word):
+    """Pointer to a word of this rank's state (buffers.py)."""
+    return job.state_ptr + word
+
+
+@triton.jit
+def is_rank(job, ranks):
+    """Which numbers are ranks of the group."""
+    return ranks < job.num_ranks
+
+
+@triton.jit
+def is_local(job, locals_):
+    """Which numbers are ranks of a node."""
+    return locals_ < job.ranks_per_node
+
+
+@triton.jit
+def is_local_expert(job, experts):
+    """Which numbers are experts of a rank."""
+    return experts < job.experts_per_rank
+
+
+@triton.jit
+def owner_of(job, experts):
+    """Ranks that own experts."""
+    return experts // job.experts_per_rank
+
+
+@triton.jit
+def node_of(job, ranks):
+    """Nodes of ranks."""
+    return ranks // job.ranks_per_node
+
+
+@triton.jit
+def rank_of(job, node, local):
+    """Rank number `local` of a node."""
+    return node * job.ranks_per_node + local
+
+
+@triton.jit
+def has_other_nodes(job):
+    """True with several nodes."""
+    return job.num_ranks > job.ranks_per_node
+
+
+@triton.jit
 def first_local(job):
     """First rank of this node."""
     return job.rank - job.rank % job.ranks_per_node

@@ -24,6 +24,12 @@ def quotient(value, divisor):
 
 
 @triton.jit
+def first_of_half(job, epoch):
+    """First entry, of one per rank, of the half that a call uses: calls take turns."""
+    return (epoch & 1).to(tl.int32) * job.num_ranks
+
+
+@triton.jit
 def owners(ids, experts_per_rank):
     """Ranks that own kept ids; -1 of those that are dropped."""
     return tl.where(ids >= 0, quotient(ids, experts_per_rank), -1)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .buffers import BARRIER_SCRATCH, address_of, buffer_ptrs, net_address_of, own_buffer, pe_of
-from .job import first_local, local_rank, my_node
+from .job import first_local, is_local, local_rank, my_node, rank_of
 from .transport import put_signal
 from .waits import release_flags
 
@@ -88,7 +88,7 @@ def post_to_all(
             put_signal(dest, source, row.nbytes, flag, epoch, pe_of(job, peer), NETWORK, BLOCK)
 
     peers = first_rank + tl.arange(0, LWP)
-    local = tl.arange(0, LWP) < job.ranks_per_node
+    local = is_local(job, tl.arange(0, LWP))
     if COPY_ROW:
         others = local & (peers != job.rank)
         own_ptr = own_buffer(job, ROW_BUFFER, tl.int32) + row.offset // 4
@@ -130,7 +130,7 @@ def put_chunk(
     BLOCK: tl.constexpr,
 ):
     """Put rows for another node into its buffer, to the rank there that has my local rank, with the chunk's flag."""
-    peer = chunk.node * job.ranks_per_node + local_rank(job)
+    peer = rank_of(job, chunk.node, local_rank(job))
     dest_row = tl.cast(my_node(job) * chunk.max_tokens + chunk.first, tl.int64)
     source_row = (chunk.node * chunk.max_tokens + chunk.first).to(tl.int64)
     flag = net_address_of(job, FLAGS, peer)

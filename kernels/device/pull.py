@@ -65,14 +65,14 @@ class PulledRows(NamedTuple):
 
 
 @triton.constexpr_function
-def pull_batches(compact, topk, ranks_per_node):
+def pull_batches(compact, topk, node_ranks):
     """Rows of one token that are loaded at once, and how many entries are looked at.
 
     Without gaps there is one row per rank of the node at most, so what comes first is all there is. A second batch
     is looked for even so: without that branch behind the first loads, the compiler spreads them between their uses,
     and half as many rows are on their way (4 x H200: a combine of 4096 tokens takes 700 us in place of 570).
     """
-    most = min(topk, ranks_per_node) if compact else topk
+    most = min(topk, node_ranks) if compact else topk
     batch = min(PULLED.value, most)
     return batch, min(topk, max(most, 2 * batch))
 

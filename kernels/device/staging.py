@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .buffers import EPOCH_COMBINE, STAGED_FLAG, buffer_ptrs, own_buffer
 from .calls import CALLS_COMBINE, report_calls
-from .job import first_local, local_rank
+from .job import first_local, is_local, local_rank, state_at
 from .tables import PARTS, STEPS
 from .waits import TAG_BITS, TAGS, WAIT_COMBINE_STAGED, release_flags, wait_tagged
 
@@ -46,7 +46,7 @@ class Staged(NamedTuple):
 def release_staged(job, steps, tag, stagers):
     """Raise staged_flag[my local rank, this program] on every rank of my node: rows are staged up to a step."""
     local = tl.arange(0, stagers.LWP)
-    mask = local < job.ranks_per_node
+    mask = is_local(job, local)
     flag_ptrs = buffer_ptrs(job, STAGED_FLAG, first_local(job) + local, mask, tl.int64)
     flag_ptrs += local_rank(job) * stagers.MAX_PROGRAMS + tl.program_id(0)
     value = (staged_steps(job) + steps) << TAG_BITS | tag
@@ -72,7 +72,7 @@ def _flags_of(job, staged):
     """Numbers of all staged flags, and whether each is in use."""
     flag = tl.arange(0, staged.LWP * staged.MAX_PROGRAMS)
     of_rank = flag % staged.MAX_PROGRAMS
-    return flag, (flag // staged.MAX_PROGRAMS < job.ranks_per_node) & (of_rank < staged.num_stage_programs)
+    return flag, is_local(job, flag // staged.MAX_PROGRAMS) & (of_rank < staged.num_stage_programs)
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def tags_of_rows(seen, used, before, ROWS: tl.constexpr):
 @triton.jit
 def staged_steps(job):
     """Steps of all combines before this one, int64."""
-    return tl.load(job.state_ptr + EPOCH_COMBINE) * STEPS
+    return tl.load(state_at(job, EPOCH_COMBINE)) * STEPS
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from . import codes
 from .buffers import ALARM, PROGRAMS_DONE, STATUS, STATUS_EXPECTED, STATUS_INDEX, STATUS_SEEN, TIMEOUT_US
+from .job import state_at
 from .spin import acquire_loads, now_ns, pause
 
 WAIT_SPLITS = tl.constexpr(codes.WAIT_SPLITS)
@@ -49,11 +50,11 @@ def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_in
 @triton.jit
 def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
     """`wait_flags`, and what the flags were when they were acquired; `expected` where masked off."""
-    limit = tl.load(job.state_ptr + TIMEOUT_US) * 1000
+    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
     start = now_ns()
     polls = 0
     # After a first failure the rank's data are void: waiting again would only add time-outs up.
-    healthy = tl.load(job.state_ptr + STATUS, volatile=True) == 0
+    healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
     seen = _acquire(job, flag_ptrs, mask, expected)
     late = tl.sum((seen - expected < 0).to(tl.int32))
     while (late > 0) & healthy & (now_ns() - start < limit):
@@ -61,7 +62,7 @@ def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_i
         polls += 1
         seen = _acquire(job, flag_ptrs, mask, expected)
         late = tl.sum((seen - expected < 0).to(tl.int32))
-        healthy = tl.load(job.state_ptr + STATUS, volatile=True) == 0
+        healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
     if (late > 0) & healthy:
         _report_expiry(job, seen, expected, first_index, OPERATION)
     # The acquire pairs with the release of the flag's writer; the barrier hands the order on to the other threads.
@@ -77,10 +78,10 @@ def wait_tagged(job, flag_ptrs, mask, expected, before, tag, OPERATION: tl.const
     next call only when this one has ended here.
     Returns whether all have come, with the same tag and in time, whether a tag is another one, and the flags.
     """
-    limit = tl.load(job.state_ptr + TIMEOUT_US) * 1000
+    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
     start = now_ns()
     polls = 0
-    healthy = tl.load(job.state_ptr + STATUS, volatile=True) == 0
+    healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
     wanted = expected << TAG_BITS
     seen = _acquire(job, flag_ptrs, mask, wanted)
     verdict = _verdict(seen, mask, wanted, before, tag)
@@ -89,7 +90,7 @@ def wait_tagged(job, flag_ptrs, mask, expected, before, tag, OPERATION: tl.const
         polls += 1
         seen = _acquire(job, flag_ptrs, mask, wanted)
         verdict = _verdict(seen, mask, wanted, before, tag)
-        healthy = tl.load(job.state_ptr + STATUS, volatile=True) == 0
+        healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
     if (verdict == 1) & healthy:
         _report_expiry(job, seen, wanted, first_index, OPERATION)
     # As in `wait_values`.
@@ -119,22 +120,22 @@ def _report_expiry(job, seen, expected, first_index, OPERATION: tl.constexpr):
     first = tl.min(tl.where(seen - expected < 0, index, seen.numel))
     value = tl.max(tl.where(index == first, seen, 0))
     if take_record(job, OPERATION):
-        tl.store(job.state_ptr + STATUS + STATUS_INDEX, tl.cast(first_index + first, tl.int64))
-        tl.store(job.state_ptr + STATUS + STATUS_EXPECTED, expected)
-        tl.store(job.state_ptr + STATUS + STATUS_SEEN, value)
+        tl.store(state_at(job, STATUS) + STATUS_INDEX, tl.cast(first_index + first, tl.int64))
+        tl.store(state_at(job, STATUS) + STATUS_EXPECTED, expected)
+        tl.store(state_at(job, STATUS) + STATUS_SEEN, value)
         raise_alarm(job, OPERATION)
 
 
 @triton.jit
 def take_record(job, OPERATION: tl.constexpr):
     """True in the first program of this rank that has something to report; from then on no wait waits."""
-    return tl.atomic_cas(job.state_ptr + STATUS, tl.cast(0, tl.int64), tl.cast(OPERATION, tl.int64)) == 0
+    return tl.atomic_cas(state_at(job, STATUS), tl.cast(0, tl.int64), tl.cast(OPERATION, tl.int64)) == 0
 
 
 @triton.jit
 def raise_alarm(job, OPERATION: tl.constexpr):
     """Tell the host that there is a record."""
-    alarm_ptr = tl.load(job.state_ptr + ALARM).to(tl.pointer_type(tl.int64))
+    alarm_ptr = tl.load(state_at(job, ALARM)).to(tl.pointer_type(tl.int64))
     tl.store(alarm_ptr, tl.cast(OPERATION, tl.int64))
 
 
@@ -156,9 +157,9 @@ def last_to_arrive(job):
     The last one sets the count back, for the next kernel on the stream.
     """
     tl.debug_barrier()
-    before = tl.atomic_add(job.state_ptr + PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
+    before = tl.atomic_add(state_at(job, PROGRAMS_DONE), 1, sem="acq_rel", scope="gpu")
     last = before == tl.num_programs(0) - 1
     if last:
-        tl.store(job.state_ptr + PROGRAMS_DONE, 0)
+        tl.store(state_at(job, PROGRAMS_DONE), 0)
     tl.debug_barrier()
     return last

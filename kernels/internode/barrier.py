@@ -14,7 +14,7 @@ Replay        The epoch lives on the device and only grows, so a captured graph 
 import triton.language as tl
 
 from ..device.buffers import own_buffer
-from ..device.job import Job, first_local
+from ..device.job import Job, first_local, is_local, is_rank, state_at
 from ..device.post import post_flag
 from ..device.waits import WAIT_BARRIER, WAIT_NODE_BARRIER, wait_flags
 from ..spec import ep_kernel
@@ -30,16 +30,16 @@ def barrier_kernel(
     WP: tl.constexpr,
     LWP: tl.constexpr,
 ):
-    epoch = tl.load(job.state_ptr + EPOCH) + 1
+    epoch = tl.load(state_at(job, EPOCH)) + 1
     tl.debug_barrier()
-    tl.store(job.state_ptr + EPOCH, epoch)
+    tl.store(state_at(job, EPOCH), epoch)
     post_flag(job, epoch, FLAG_BUFFER, SAME_NODE_ONLY, NETWORK, LWP)
     if SAME_NODE_ONLY:
         peers = first_local(job) + tl.arange(0, LWP)
-        mask = tl.arange(0, LWP) < job.ranks_per_node
+        mask = is_local(job, tl.arange(0, LWP))
         flag_ptrs = own_buffer(job, FLAG_BUFFER, tl.int64) + peers
         wait_flags(job, flag_ptrs, mask, epoch, WAIT_NODE_BARRIER, first_local(job))
     else:
         peers = tl.arange(0, WP)
         flag_ptrs = own_buffer(job, FLAG_BUFFER, tl.int64) + peers
-        wait_flags(job, flag_ptrs, peers < job.num_ranks, epoch, WAIT_BARRIER)
+        wait_flags(job, flag_ptrs, is_rank(job, peers), epoch, WAIT_BARRIER)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..device.buffers import EPOCH_COMBINE, PARTIAL_FLAG, PARTIAL_RECV, PARTIAL_SEND, own_buffer
 from ..device.calls import MIXED_TAG, Combine, combine_tag
-from ..device.job import Job, num_nodes, other_node
+from ..device.job import Job, num_nodes, other_node, state_at
 from ..device.payload import Tile
 from ..device.post import Chunk, Network, put_chunk
 from ..device.pull import Held, PulledRows, pull_sum
@@ -50,7 +50,7 @@ def combine_partial_kernel(
         tokens_from_node_ptr = tokens_from_node_of(job, combine.placement_ptr)
         num_entries = tl.cast(num_nodes(job), tl.int64) * job.max_tokens * TOPK
         row_table_ptr = forward_ptr + num_entries
-        epoch = tl.load(job.state_ptr + EPOCH_COMBINE) + 1
+        epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
         stride = partial_stride(rows.hidden)
         offs = tl.arange(0, tile.BLOCK_H)
         send_ptr = own_buffer(job, PARTIAL_SEND, rows.PARTIAL_DTYPE)

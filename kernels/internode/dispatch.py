@@ -34,7 +34,7 @@ from ..device.buffers import (
     own_buffer,
 )
 from ..device.groups import my_first
-from ..device.job import Job, first_local, my_node, num_nodes, on_my_node, other_node
+from ..device.job import Job, first_local, my_node, num_nodes, on_my_node, other_node, state_at
 from ..device.payload import WORDS, Choices, Source, Tile, Weights, load_payload, store_scales, wire_of
 from ..device.post import Chunk, Network, put_chunk
 from ..device.pull import compact_position
@@ -158,9 +158,9 @@ def internode_send_kernel(
     network: Network,
     tile: Tile,
 ):
-    if tl.load(job.state_ptr + STATUS) != 0:
+    if tl.load(state_at(job, STATUS)) != 0:
         return
-    epoch = tl.load(job.state_ptr + EPOCH_DISPATCH)
+    epoch = tl.load(state_at(job, EPOCH_DISPATCH))
     wire = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD)
     messages = messages_at(address_of(job, NET_SEND, job.rank), wire.row_bytes, KP)
     owner_ptr = entry_field(entries, OWNER)
@@ -344,7 +344,7 @@ def internode_forward_kernel(
     chunks: Chunks,
     tile: Tile,
 ):
-    epoch = tl.load(job.state_ptr + EPOCH_DISPATCH)
+    epoch = tl.load(state_at(job, EPOCH_DISPATCH))
     WORD: tl.constexpr = rows.word_ptr.dtype.element_ty
     wire = wire_of(rows.row_words, WORD, WORDS)
     messages = messages_at(address_of(job, NET_RECV, job.rank), wire.row_bytes, choices.KP)
@@ -352,7 +352,7 @@ def internode_forward_kernel(
     pulls = Pulls(forward_ptr, tl.cast(nodes, tl.int64) * job.max_tokens * choices.TOPK)
     one = tl.arange(0, 1)
     # After an expired wait the rows are not complete: without the flags the receivers report it as well.
-    arrived = tl.load(job.state_ptr + STATUS) == 0
+    arrived = tl.load(state_at(job, STATUS)) == 0
     for index in range(1, nodes):
         # The node whose neighbour I am sends to mine first, and so on.
         node = (my_node(job) - index + nodes) % nodes

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from ..device.buffers import EPOCH_DISPATCH, SPLITS, SPLITS_FLAG, count_overflow, own_buffer
 from ..device.calls import CALLS_DISPATCH, dispatch_word, report_calls, store_epoch, words_differ
-from ..device.job import Job, local_rank, my_node
+from ..device.job import Job, is_local_expert, is_rank, local_rank, my_node, node_of, state_at
 from ..device.post import Row, post_to_all
 from ..device.tables import (
     BAD_ENTRY,
@@ -129,7 +129,7 @@ def _exchange(
 ):
     """Post my row to all ranks and wait for theirs."""
     row_length = row_length_of(job)
-    epoch = tl.load(job.state_ptr + EPOCH_DISPATCH) + 1
+    epoch = tl.load(state_at(job, EPOCH_DISPATCH)) + 1
     my_row = ((epoch & 1) * job.num_ranks + job.rank) * row_length
     splits_ptr = own_buffer(job, SPLITS, tl.int32)
     for start in range(0, row_length, BLOCK):
@@ -138,7 +138,7 @@ def _exchange(
         tl.store(splits_ptr + my_row + offs, words, mask=offs < row_length)
     # The row just stored is the source of the posts, which other threads read; and all threads have read the epoch.
     tl.debug_barrier()
-    tl.store(job.state_ptr + EPOCH_DISPATCH, epoch)
+    tl.store(state_at(job, EPOCH_DISPATCH), epoch)
     post_to_all(
         job,
         Row(my_row * 4, tl.cast(row_length, tl.int64) * 4),
@@ -153,7 +153,7 @@ def _exchange(
     )
     sources = tl.arange(0, WP)
     flag_ptrs = own_buffer(job, SPLITS_FLAG, tl.int64) + sources
-    wait_flags(job, flag_ptrs, sources < job.num_ranks, epoch, WAIT_SPLITS)
+    wait_flags(job, flag_ptrs, is_rank(job, sources), epoch, WAIT_SPLITS)
 
 
 @triton.jit
@@ -168,8 +168,8 @@ def _report(
     """What concerns whole ranks: reports, arrival rows, tokens from other nodes."""
     row_length = row_length_of(job)
     source = tl.arange(0, WP)
-    is_owner = owner < job.num_ranks
-    mask = (source < job.num_ranks)[:, None] & is_owner[None, :]
+    is_owner = is_rank(job, owner)
+    mask = is_rank(job, source)[:, None] & is_owner[None, :]
     tokens_ptrs = rank_columns_of(job, splits_ptr + source[:, None] * row_length) + owner[None, :]
     tokens = tl.load(tokens_ptrs, mask=mask, other=0)  # [source, owner]
     before_me = tl.sum(tl.where((source < job.rank)[:, None], tokens, 0), axis=0)
@@ -177,7 +177,7 @@ def _report(
     here = tl.sum(tl.where((owner == job.rank)[None, :], tokens, 0), axis=1)  # [source]
     first = tl.cumsum(here, axis=0) - here
     is_mine = tl.sum((owner == job.rank).to(tl.int32)) > 0
-    from_source = (source < job.num_ranks) & is_mine
+    from_source = is_rank(job, source) & is_mine
     tl.store(report_ptrs(placement_ptr, source, REPORT_FIRST_ARRIVAL), first, mask=from_source)
     tl.store(report_ptrs(placement_ptr, source, REPORT_ARRIVALS_HERE), here, mask=from_source)
 
@@ -192,7 +192,7 @@ def _report(
     from_ptrs = node_columns_of(job, splits_ptr + owner * row_length) + my_node(job)
     from_there = tl.load(from_ptrs, mask=is_counterpart, other=0)
     tokens_from_node_ptr = tokens_from_node_of(job, placement_ptr)
-    tl.store(tokens_from_node_ptr + owner // job.ranks_per_node, from_there, mask=is_counterpart)
+    tl.store(tokens_from_node_ptr + node_of(job, owner), from_there, mask=is_counterpart)
 
 
 @triton.jit
@@ -210,9 +210,9 @@ def _place_segments(
     owner = first_owner + tl.arange(0, sizes.OWNERS)
     local = tl.arange(0, sizes.EP)
     expert = owner[:, None] * job.experts_per_rank + local[None, :]
-    is_expert = (owner < job.num_ranks)[:, None] & (local < job.experts_per_rank)[None, :]
+    is_expert = is_rank(job, owner)[:, None] & is_local_expert(job, local)[None, :]
     ptrs = splits_ptr + (source * row_length_of(job))[:, None, None] + expert[None, :, :]
-    mask = (source < job.num_ranks)[:, None, None] & is_expert[None, :, :]
+    mask = is_rank(job, source)[:, None, None] & is_expert[None, :, :]
     counts = tl.load(ptrs, mask=mask, other=0)  # [source, owner, expert]
     total = tl.sum(counts, axis=0)
     before_me = tl.sum(tl.where((source < job.rank)[:, None, None], counts, 0), axis=0)
@@ -314,15 +314,15 @@ def splits_kernel(
     if last_to_arrive(job):
         # Also after an expired wait: what is computed from old counts is bounded, what nobody computed is not.
         _exchange(job, row_ptr, NETWORK, sizes.WP, sizes.LWP, sizes.BLOCK)
-        epoch = tl.load(job.state_ptr + EPOCH_DISPATCH)
+        epoch = tl.load(state_at(job, EPOCH_DISPATCH))
         row_length = row_length_of(job)
         splits_ptr = own_buffer(job, SPLITS, tl.int32) + (epoch & 1) * job.num_ranks * row_length
         store_epoch(job, placement_ptr, epoch)
         source = tl.arange(0, sizes.WP)
         word_ptrs = tail_ptr(job, splits_ptr + source * row_length, REPORT_HOST_WORD)
-        words = tl.load(word_ptrs, mask=source < job.num_ranks, other=0)
+        words = tl.load(word_ptrs, mask=is_rank(job, source), other=0)
         earlier = tl.zeros([], tl.int32)
         for first_owner in range(0, job.num_ranks, sizes.OWNERS):
             earlier = _place_segments(job, splits_ptr, placement_ptr, first_owner, earlier, segments, sizes)
-        if words_differ(words, source < job.num_ranks):
-            report_calls(job, source, words, source < job.num_ranks, CALLS_DISPATCH)
+        if words_differ(words, is_rank(job, source)):
+            report_calls(job, source, words, is_rank(job, source), CALLS_DISPATCH)

@@ -40,7 +40,19 @@ from ..device.buffers import (
 )
 from ..device.calls import CALLS_COMBINE, Combine, combine_tag, report_calls
 from ..device.groups import my_first
-from ..device.job import Job, first_local, local_rank, my_node, num_nodes, on_my_node
+from ..device.job import (
+    Job,
+    first_local,
+    has_other_nodes,
+    is_local,
+    is_rank,
+    local_rank,
+    my_node,
+    num_nodes,
+    on_my_node,
+    rank_of,
+    state_at,
+)
 from ..device.payload import Tile
 from ..device.post import Network, post_flag
 from ..device.pull import Held, PulledRows, pull_sum
@@ -109,10 +121,10 @@ class PullTile(NamedTuple):
 @triton.jit
 def _wait_free(job, WP: tl.constexpr):
     """Wait until no rank reads combine_x any more."""
-    epoch = tl.load(job.state_ptr + EPOCH_COMBINE)
+    epoch = tl.load(state_at(job, EPOCH_COMBINE))
     peers = tl.arange(0, WP)
     flag_ptrs = own_buffer(job, DONE_FLAG, tl.int64) + peers
-    return wait_flags(job, flag_ptrs, peers < job.num_ranks, epoch, WAIT_COMBINE_FREE)
+    return wait_flags(job, flag_ptrs, is_rank(job, peers), epoch, WAIT_COMBINE_FREE)
 
 
 @ep_kernel(num_warps=1)
@@ -127,7 +139,7 @@ def combine_publish_kernel(
     stagers: Stagers,
 ):
     tag = combine_tag(job, combine)
-    if tl.load(job.state_ptr + STATUS) == 0:
+    if tl.load(state_at(job, STATUS)) == 0:
         release_staged(job, STEPS, tag, stagers)
 
 
@@ -209,7 +221,7 @@ def combine_reduce_kernel(
             for source in range(job.num_ranks):
                 first = tl.load(report_ptrs(combine.placement_ptr, source, REPORT_FIRST_ARRIVAL))
                 count = tl.load(report_ptrs(combine.placement_ptr, source, REPORT_ARRIVALS_HERE))
-                if job.num_ranks > job.ranks_per_node:
+                if has_other_nodes(job):
                     # In two steps: what crosses the network once more comes first (internode/combine.py).
                     mine = on_my_node(job, source) == (turn == 1)
                     begin = first
@@ -238,12 +250,12 @@ def _wait_partials(job, placement_ptr, tag, NNP: tl.constexpr, network):
     tokens = tl.load(tokens_per_node_of(job, placement_ptr) + node, mask=remote, other=0)
     used = remote & (flag % network.MAX_CHUNKS * network.CHUNK < tl.maximum(tokens, 1))
     flag_ptrs = own_buffer(job, PARTIAL_FLAG, tl.int64) + flag
-    before = tl.load(job.state_ptr + EPOCH_COMBINE)
+    before = tl.load(state_at(job, EPOCH_COMBINE))
     ready, differ, seen = wait_tagged(job, flag_ptrs, used, before + 1, before, tag, WAIT_NETWORK_PARTIALS)
     if differ:
         nodes = tl.arange(0, NNP)
         known = tl.where(nodes == my_node(job), tag, tags_of_rows(seen, used, before, NNP))
-        ranks = nodes * job.ranks_per_node + local_rank(job)
+        ranks = rank_of(job, nodes, local_rank(job))
         report_calls(job, ranks, known, known >= 0, CALLS_COMBINE)
     return ready
 
@@ -253,9 +265,9 @@ def _steps_needed(job, placement_ptr, part, LWP: tl.constexpr):
     """Steps after which every rank of this node has staged its rows of my tokens before a part (of PARTS)."""
     local = tl.arange(0, LWP)
     rows_ptr = rank_columns_of(job, row_of(job, placement_ptr)) + first_local(job)
-    in_all = tl.load(rows_ptr + local, mask=local < job.ranks_per_node, other=0)
+    in_all = tl.load(rows_ptr + local, mask=is_local(job, local), other=0)
     step_rows_ptr = step_rows_of(job, placement_ptr)
-    mask = (local < job.ranks_per_node) & (part < PARTS)
+    mask = is_local(job, local) & (part < PARTS)
     needed = tl.load(step_rows_ptr + part * job.ranks_per_node + local, mask=mask, other=0)
     needed = tl.where(part < PARTS, needed, in_all)
     steps = tl.arange(0, STEPS)[None, :]
@@ -307,7 +319,7 @@ def combine_pull_kernel(
     offs = tl.arange(0, tile.BLOCK_H)
     partial_ptr = own_buffer(job, PARTIAL_RECV, rows.PARTIAL_DTYPE)
     tag = combine_tag(job, combine)
-    ready = tl.load(job.state_ptr + STATUS) == 0
+    ready = tl.load(state_at(job, STATUS)) == 0
     if NNP > 1:
         if ready:
             ready, _ = wait_staged(job, staged, STEPS, tag)
@@ -349,7 +361,7 @@ def combine_pull_kernel(
     if not ready:
         report_staged(job, staged, tag)
     if last_to_arrive(job):
-        epoch = tl.load(job.state_ptr + EPOCH_COMBINE) + 1
+        epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
         tl.debug_barrier()
-        tl.store(job.state_ptr + EPOCH_COMBINE, epoch)
+        tl.store(state_at(job, EPOCH_COMBINE), epoch)
         post_flag(job, epoch, DONE_FLAG, False, network.NETWORK, staged.LWP)

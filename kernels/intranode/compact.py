@@ -23,7 +23,7 @@ import triton.language as tl
 from ..device.arrivals import Arrivals, share_of, sources_of, wait_arrivals
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
 from ..device.groups import my_first
-from ..device.job import Job, num_nodes
+from ..device.job import Job, num_nodes, state_at
 from ..device.payload import MX, WORDS, Choices, Output, Tile, load_payload, staged_rows, store_scales, wire_of
 from ..device.tables import STEPS, expert_offsets_of
 from ..spec import ep_kernel
@@ -130,7 +130,7 @@ def compact_rows_kernel(
 ):
     stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
-    arrived = tl.load(job.state_ptr + STATUS) == 0
+    arrived = tl.load(state_at(job, STATUS)) == 0
     for index in range(num_nodes(job)):
         sources = sources_of(job, placement_ptr, index, arrivals.SOURCES)
         steps = tl.zeros([], tl.int64)

@@ -31,7 +31,7 @@ from ..device import codes
 from ..device.arrivals import ALL_ROWS, Arrivals, Senders, release_arrivals, share_of, sources_of, wait_arrivals
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
 from ..device.groups import my_first
-from ..device.job import Job, my_node, num_nodes
+from ..device.job import Job, is_local, my_node, num_nodes, state_at
 from ..device.landing import BLOCK_WORDS, block_words, land_words, load_block_scales
 from ..device.mxfp8 import BLOCK, scale_value
 from ..device.payload import (
@@ -84,7 +84,7 @@ def dispatch_push_kernel(
     STEP_CHUNKS: tl.constexpr,  # tokens / BLOCK_T for which a step is worth its release
     tile: Tile,
 ):
-    if tl.load(job.state_ptr + STATUS) != 0:
+    if tl.load(state_at(job, STATUS)) != 0:
         return
     data_bytes = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD).data_bytes
     step_rows_ptr = step_rows_of(job, placement_ptr)
@@ -125,7 +125,7 @@ def dispatch_push_kernel(
                             store_scales(dest, here, scales, h, source.row_words, data.dtype.primitive_bitwidth // 8)
         # The last step may come before the STEPS-th: the flag then jumps.
         more = tl.cast(step + 1, tl.int32) < num_steps
-        mask = (local < job.ranks_per_node) & more
+        mask = is_local(job, local) & more
         counts = tl.load(step_rows_ptr + next_part * job.ranks_per_node + local, mask=mask, other=ALL_ROWS)
         reached = tl.where(more, step + 1, STEPS)
         release_arrivals(job, reached, counts, my_node(job), senders)
@@ -310,7 +310,7 @@ def dispatch_expand_kernel(
     tile: RowTile,
 ):
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
-    arrived = tl.load(job.state_ptr + STATUS) == 0
+    arrived = tl.load(state_at(job, STATUS)) == 0
     # While the first rows are on their way.
     if landing.HAS_PADDING:
         if arrived:

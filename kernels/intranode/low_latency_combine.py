@@ -33,8 +33,8 @@ from ..device.buffers import (
     own_buffer,
 )
 from ..device.calls import CALLS_LL_COMBINE, Combine, combine_tag, report_calls
-from ..device.job import Job, in_one_node
-from ..device.low_latency import owners, quotient, rank_bits, release_counts
+from ..device.job import Job, in_one_node, is_rank, state_at
+from ..device.low_latency import first_of_half, owners, quotient, rank_bits, release_counts
 from ..device.payload import Choices, RowTile, Tile, Weights
 from ..device.waits import WAIT_LL_PARTIALS, wait_values
 from ..spec import ep_kernel
@@ -66,19 +66,19 @@ def low_latency_reduce_kernel(
 ):
     job = in_one_node(job)
     # After a failure nothing is stored; an early return would make every load wait for this one.
-    healthy = tl.load(job.state_ptr + STATUS) == 0
-    epoch = tl.load(job.state_ptr + EPOCH_LL_COMBINE) + 1
+    healthy = tl.load(state_at(job, STATUS)) == 0
+    epoch = tl.load(state_at(job, EPOCH_LL_COMBINE)) + 1
     parity = (epoch & 1).to(tl.int32)
-    part = parity * job.num_ranks + job.rank
+    part = first_of_half(job, epoch) + job.rank
     tag = combine_tag(job, combine)
     is_first = tl.program_id(0) == 0
-    told_ptr = job.state_ptr + LL_COMBINE_TOLD + parity
+    told_ptr = state_at(job, LL_COMBINE_TOLD) + parity
     told = tl.load(told_ptr, mask=is_first, other=tag)
     item = tl.program_id(0) + tl.arange(0, tile.ROWS) * tl.num_programs(0)
     # Neighbours go to different ranks, and ranks begin with different ones.
     token = quotient(item, job.num_ranks)
     source = job.rank + item - token * job.num_ranks
-    source = tl.where(source < job.num_ranks, source, source - job.num_ranks)
+    source = tl.where(is_rank(job, source), source, source - job.num_ranks)
     alive = item < job.num_ranks * job.max_tokens
     copy_ptrs = copy_rows_ptr + (source * job.max_tokens + token) * TOPK
     came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
@@ -86,7 +86,7 @@ def low_latency_reduce_kernel(
     peers = tl.arange(0, WP)
     mine = (source[:, None] == peers[None, :]) & (alive & healthy)[:, None]
     # The first program adds one more, so that no count is complete before its tag is there.
-    count = tl.sum(mine.to(tl.int64), axis=0) + tl.where((peers < job.num_ranks) & healthy & is_first, 1, 0)
+    count = tl.sum(mine.to(tl.int64), axis=0) + tl.where(is_rank(job, peers) & healthy & is_first, 1, 0)
     flag_ptrs = buffer_ptrs(job, LL_COMBINE_FLAG, peers, count > 0, tl.int64) + part
     dest = buffer_ptrs(job, LL_COMBINE, source, came, y_ptr.dtype.element_ty)
     dest += (part * job.max_tokens + token).to(tl.int64) * hidden
@@ -103,7 +103,7 @@ def low_latency_reduce_kernel(
                     acc = _add_copy(acc, y_ptr, routed, copy, h, hidden, in_row)
         tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=(came & healthy)[:, None] & in_row)
     if is_first:
-        tl.store(job.state_ptr + LL_COMBINE_SENT, epoch)
+        tl.store(state_at(job, LL_COMBINE_SENT), epoch)
     release_counts(flag_ptrs, count > 0, (count << _COUNT_SHIFT) + tl.where(is_first, tag - told, 0))
     # Behind the barrier of the release: all threads have read what was told before.
     tl.store(told_ptr, tag, mask=is_first & healthy)
@@ -132,13 +132,13 @@ def low_latency_sum_kernel(
     goes_to = rank_bits(owners(ids, job.experts_per_rank), 1)
     offs = (tl.program_id(0) % PARTS * tile.BLOCK_H + tl.arange(0, tile.BLOCK_H))[None, :]
     in_row = offs < hidden
-    epoch = tl.load(job.state_ptr + LL_COMBINE_SENT)
-    own_tag = tl.load(job.state_ptr + LL_COMBINE_TOLD + (epoch & 1)).to(tl.int32)
+    epoch = tl.load(state_at(job, LL_COMBINE_SENT))
+    own_tag = tl.load(state_at(job, LL_COMBINE_TOLD) + (epoch & 1)).to(tl.int32)
     if tl.program_id(0) == 0:
-        tl.store(job.state_ptr + EPOCH_LL_COMBINE, epoch)
+        tl.store(state_at(job, EPOCH_LL_COMBINE), epoch)
     peers = tl.arange(0, WP)
-    in_group = peers < job.num_ranks
-    first = (epoch & 1).to(tl.int32) * job.num_ranks
+    in_group = is_rank(job, peers)
+    first = first_of_half(job, epoch)
     flag_ptrs = own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers
     sums_ptr = own_buffer(job, LL_COMBINE, out_ptr.dtype.element_ty)
     # Times that this half has been used.

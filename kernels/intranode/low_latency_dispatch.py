@@ -47,8 +47,8 @@ from ..device.buffers import (
     own_buffer,
 )
 from ..device.calls import CALLS_LL_DISPATCH, report_calls, store_epoch, words_unlike
-from ..device.job import Job, in_one_node, num_experts
-from ..device.low_latency import owners, quotient, rank_bits, release_counts
+from ..device.job import Job, in_one_node, is_local_expert, is_rank, num_experts, state_at
+from ..device.low_latency import first_of_half, owners, quotient, rank_bits, release_counts
 from ..device.payload import (
     MX,
     WORDS,
@@ -179,8 +179,8 @@ def low_latency_push_kernel(
 ):
     job = in_one_node(job)
     # After a failure nothing is stored; an early return would make every load wait for this one.
-    healthy = tl.load(job.state_ptr + STATUS) == 0
-    epoch = tl.load(job.state_ptr + EPOCH_LL_DISPATCH) + 1
+    healthy = tl.load(state_at(job, STATUS)) == 0
+    epoch = tl.load(state_at(job, EPOCH_LL_DISPATCH)) + 1
     parity = (epoch & 1).to(tl.int32)
     token = tl.program_id(0)  # without tokens there is one program, which only releases
     alive = token < num_tokens
@@ -192,17 +192,17 @@ def low_latency_push_kernel(
     row_ptrs = source.x_ptr + row.to(tl.int64) * source.row_words
     scale_ptrs = source.scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
     owner = owners(mine, job.experts_per_rank)
-    sender = parity * job.num_ranks + job.rank
+    sender = first_of_half(job, epoch) + job.rank
     arrival = sender * job.max_tokens + token
     peers = tl.arange(0, sizes.WP)
-    in_group = (peers < job.num_ranks) & healthy
+    in_group = is_rank(job, peers) & healthy
     data_tile = load_row_tile(row_ptrs, row < num_tokens, 0, source.row_words, tile.BLOCK_H)
 
     # Ranks and tokens begin with different destinations, so that no link is everybody's first.
     first_rank = job.rank + token - quotient(job.rank + token, job.num_ranks) * job.num_ranks
     dest_rank = first_rank + peers
     dest_rank = tl.where(dest_rank < job.num_ranks, dest_rank, dest_rank - job.num_ranks)
-    goes_there = healthy & (peers < job.num_ranks) & (((rank_bits(owner, 0) >> dest_rank) & 1) > 0)
+    goes_there = healthy & is_rank(job, peers) & (((rank_bits(owner, 0) >> dest_rank) & 1) > 0)
     offs = tl.arange(0, tile.BLOCK_H)[None, :]
     for t in tl.static_range(tile.TILES):
         h = t * tile.BLOCK_H
@@ -239,13 +239,13 @@ def low_latency_push_kernel(
 
     # Program 0 also adds the counts of absent programs (T < max_tokens) and publishes the per-call word.
     is_first = token == 0
-    told_ptr = job.state_ptr + LL_TOLD + parity
+    told_ptr = state_at(job, LL_TOLD) + parity
     telling = ((host_word << _WORD_SHIFT) + num_tokens).to(tl.int64)
     told = tl.load(told_ptr, mask=is_first, other=telling)
     count = tl.where(is_first, job.max_tokens + 1 - tl.num_programs(0), 1).to(tl.int64)
     flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, in_group, tl.int64) + sender
     tl.store(told_ptr, telling, mask=is_first & healthy)
-    tl.store(job.state_ptr + LL_DISPATCH_SENT, epoch, mask=is_first & healthy)
+    tl.store(state_at(job, LL_DISPATCH_SENT), epoch, mask=is_first & healthy)
     added = tl.where(is_first, telling - told, 0) + (count << _COUNT_SHIFT)
     release_counts(flag_ptrs, in_group, tl.zeros([sizes.WP], tl.int64) + added)
 
@@ -335,8 +335,8 @@ def _store_placement(
     report = tl.where(field == REPORT_TOKENS, tokens, tl.where(field == REPORT_HOST_WORD, host_word, 0))
     report = tl.where((field == REPORT_ROWS) & (source == job.rank)[:, None], rows, report)
     ptrs = report_ptrs(placement_ptr, source[:, None], REPORT_ROWS) + field
-    tl.store(ptrs, report, mask=(source < job.num_ranks)[:, None])
-    is_local = local < job.experts_per_rank
+    tl.store(ptrs, report, mask=is_rank(job, source)[:, None])
+    is_local = is_local_expert(job, local)
     tl.store(expert_offsets_of(job, placement_ptr) + local, clamped, mask=is_local)
     tl.store(num_rows_of(job, placement_ptr), tl.minimum(rows, capacity))
     real = tl.minimum(start + total, capacity) - clamped
@@ -373,15 +373,15 @@ def low_latency_expand_kernel(
     meta_ptr = own_buffer(job, LL_META, tl.int32)
     meta_weights_ptr = own_buffer(job, LL_META, tl.float32)
     counts_ptr = own_buffer(job, LL_COUNTS, tl.int64)
-    epoch = tl.load(job.state_ptr + LL_DISPATCH_SENT)
-    own_word = (tl.load(job.state_ptr + LL_TOLD + (epoch & 1)) >> _WORD_SHIFT).to(tl.int32)
+    epoch = tl.load(state_at(job, LL_DISPATCH_SENT))
+    own_word = (tl.load(state_at(job, LL_TOLD) + (epoch & 1)) >> _WORD_SHIFT).to(tl.int32)
     if tl.program_id(0) == 0:
-        tl.store(job.state_ptr + EPOCH_LL_DISPATCH, epoch)
+        tl.store(state_at(job, EPOCH_LL_DISPATCH), epoch)
     # Times that this half has been used.
     expected = (((epoch + 1) >> 1) * job.max_tokens) << _COUNT_SHIFT
-    first_source = (epoch & 1).to(tl.int32) * job.num_ranks
+    first_source = first_of_half(job, epoch)
     source = tl.arange(0, WP)
-    in_group = source < job.num_ranks
+    in_group = is_rank(job, source)
     flag_ptrs = own_buffer(job, LL_FLAG, tl.int64) + first_source + source
     arrived, seen = wait_values(job, flag_ptrs, in_group, expected, WAIT_LL_ROWS, first_source)
     word_of = tl.where(in_group, seen, 0).to(tl.int32)
