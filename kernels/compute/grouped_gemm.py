@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.groups import GemmTile, Groups, group_rows, in_bands, pick
+from ..device.groups import GemmTile, Groups, WgradTile, group_rows, in_bands, pick
 from ..spec import ep_kernel
 
 
@@ -129,23 +129,6 @@ class Operands(NamedTuple):
     num_j: Any
     stride_xm: Any
     stride_ym: Any
-
-
-class WgradTile(NamedTuple):
-    """A tile of the result [I, J] and how its sum over rows is done.
-
-    Attributes:
-        BLOCK_I, BLOCK_J: rows and columns of the result.
-        BLOCK_R: rows of x and y at a time.
-        BAND: rows of tiles that are computed together (`in_bands`).
-        STAGES: loads in flight.
-    """
-
-    BLOCK_I: tl.constexpr
-    BLOCK_J: tl.constexpr
-    BLOCK_R: tl.constexpr
-    BAND: tl.constexpr
-    STAGES: tl.constexpr
 
 
 @ep_kernel(

@@ -43,6 +43,23 @@ class GemmTile(NamedTuple):
     STAGES: tl.constexpr
 
 
+class WgradTile(NamedTuple):
+    """A tile of the result [I, J] and how its sum over rows is done.
+
+    Attributes:
+        BLOCK_I, BLOCK_J: rows and columns of the result.
+        BLOCK_R: rows of x and y at a time.
+        BAND: rows of tiles that are computed together (`in_bands`).
+        STAGES: loads in flight.
+    """
+
+    BLOCK_I: tl.constexpr
+    BLOCK_J: tl.constexpr
+    BLOCK_R: tl.constexpr
+    BAND: tl.constexpr
+    STAGES: tl.constexpr
+
+
 @triton.jit
 def group_rows(groups):
     """First row and number of rows of every group, [EP] each; ends that make no sense are cut to the rows."""

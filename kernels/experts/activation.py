@@ -8,6 +8,8 @@ KIND: ACT_SILU g * sigmoid(alpha * g), ACT_GELU by the error function, ACT_RELU 
 cut touches its bound, and where relu is at 0, the gradient passes, as that of torch.clamp does. A NaN stays one.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -20,6 +22,17 @@ ACT_RELU2 = tl.constexpr(codes.ACT_RELU2)
 
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # of the normal distribution
+
+
+class Activation(NamedTuple):
+    """Which one it is; the values are explained above, the numbers in codes.py."""
+
+    KIND: tl.constexpr
+    GATED: tl.constexpr
+    CLAMP: tl.constexpr
+    LIMIT: tl.constexpr
+    ALPHA: tl.constexpr
+    UP_OFFSET: tl.constexpr
 
 
 @triton.jit
@@ -56,34 +69,34 @@ def _kind_slope(g, KIND: tl.constexpr, alpha):
 
 
 @triton.jit
-def apply_activation(g, u, KIND: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, limit, alpha, up_offset):
+def apply_activation(g, u, activation):
     """Value for float32 `g` and `u` of one shape; without GATED anything may stand for `u`."""
-    if CLAMP:
-        g = _at_most(g, limit)
-    value = _kind_value(g, KIND, alpha)
-    if GATED:
-        if CLAMP:
-            u = -_at_most(-_at_most(u, limit), limit)
-        value = value * (u + up_offset)
+    if activation.CLAMP:
+        g = _at_most(g, activation.LIMIT)
+    value = _kind_value(g, activation.KIND, activation.ALPHA)
+    if activation.GATED:
+        if activation.CLAMP:
+            u = -_at_most(-_at_most(u, activation.LIMIT), activation.LIMIT)
+        value = value * (u + activation.UP_OFFSET)
     return value
 
 
 @triton.jit
-def activation_gradients(g, u, KIND: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, limit, alpha, up_offset):
+def activation_gradients(g, u, activation):
     """(value, d value / dg, d value / du), each float32 of the shape of `g`; without GATED the last is the first."""
     passes_g = g
     passes_u = u
-    if CLAMP:
-        g = _at_most(g, limit)
-    value = _kind_value(g, KIND, alpha)
-    slope = _kind_slope(g, KIND, alpha)
+    if activation.CLAMP:
+        g = _at_most(g, activation.LIMIT)
+    value = _kind_value(g, activation.KIND, activation.ALPHA)
+    slope = _kind_slope(g, activation.KIND, activation.ALPHA)
     slope_u = value
-    if GATED:
-        if CLAMP:
-            u = -_at_most(-_at_most(u, limit), limit)
-            slope_u = tl.where((passes_u > limit) | (passes_u < -limit), 0.0, slope_u)
-        slope = slope * (u + up_offset)
-        value = value * (u + up_offset)
-    if CLAMP:
-        slope = tl.where(passes_g > limit, 0.0, slope)
+    if activation.GATED:
+        if activation.CLAMP:
+            u = -_at_most(-_at_most(u, activation.LIMIT), activation.LIMIT)
+            slope_u = tl.where((passes_u > activation.LIMIT) | (passes_u < -activation.LIMIT), 0.0, slope_u)
+        slope = slope * (u + activation.UP_OFFSET)
+        value = value * (u + activation.UP_OFFSET)
+    if activation.CLAMP:
+        slope = tl.where(passes_g > activation.LIMIT, 0.0, slope)
     return value, slope, slope_u

@@ -18,12 +18,15 @@ Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from ..device.payload import Tile
 from ..device.tiles import TILE_ROWS, TILE_WORDS
 from ..spec import ep_kernel
-from .activation import activation_gradients
+from .activation import Activation, activation_gradients
 from .products import add_step, table_tile, table_tiles
 
 
@@ -42,25 +45,113 @@ def _weights_tile(w, expert, col, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexp
         return w.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N)
 
 
+class Factors(NamedTuple):
+    """What the product is multiplied by.
+
+    Attributes:
+        dy_scale_ptr: with FP8 [R] float32, else anything.
+        w_scale_ptr: with FP8 [E, F] float32, else anything.
+        weights_ptr: with HAS_WEIGHTS [R] float32, else anything.
+        FP8: operands are e4m3 with scales.
+        HAS_WEIGHTS: rows have routing weights.
+    """
+
+    dy_scale_ptr: Any
+    w_scale_ptr: Any
+    weights_ptr: Any
+    FP8: tl.constexpr
+    HAS_WEIGHTS: tl.constexpr
+
+
+class OfRows(NamedTuple):
+    """What the kernel reads and stores per row.
+
+    Attributes:
+        pre_ptr: [R, 2F] bf16, what the activation was of.
+        dpre_ptr: out [R, 2F] bf16, its gradient; may be pre_ptr: what is stored there follows from what was loaded there.
+        act_ptr: out [R, F] bf16, the activation.
+        shares_ptr: with HAS_WEIGHTS out [tiles of F, R] float32, else anything.
+    """
+
+    pre_ptr: Any
+    dpre_ptr: Any
+    act_ptr: Any
+    shares_ptr: Any
+
+
+class Sizes(NamedTuple):
+    """R, H and F."""
+
+    num_rows: Any
+    hidden: Any
+    ffn: Any
+
+
+class Method(NamedTuple):
+    """How the product is computed.
+
+    Attributes:
+        PROMOTE: as in `add_step`.
+        K_MAJOR: weights are [E, F, H], else [E, H, F].
+        SPLIT: in two halves of the rows.
+        FLATTEN: the next tile's loads begin before the last one is stored.
+    """
+
+    PROMOTE: tl.constexpr
+    K_MAJOR: tl.constexpr
+    SPLIT: tl.constexpr
+    FLATTEN: tl.constexpr
+
+
+class DgradTile(NamedTuple):
+    """A tile of the product [R, F] and how its sum over H is done.
+
+    Attributes:
+        BLOCK_M, BLOCK_N: rows and columns.
+        BLOCK_K: of the sum at a time.
+        LEVELS: the columns are halved so often before they are stored.
+        STAGES: loads in flight.
+    """
+
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    LEVELS: tl.constexpr
+    STAGES: tl.constexpr
+
+
+class Place(NamedTuple):
+    """Where a tile is: what `table_tile` returns (products.py)."""
+
+    expert: Any
+    row: Any
+    end: Any
+    filled: Any
+    tile_n: Any
+
+
+class OfBias(NamedTuple):
+    """What the bias adds to gradients of routing weights; read if HAS_BIAS.
+
+    Attributes:
+        dy_ptr: [R, H] bf16 or e4m3.
+        dy_scale_ptr: with FP8 [R] float32.
+        bias_ptr: [E, H] bf16 or float32.
+        hidden: H.
+        HAS_BIAS: whether there is one.
+        FP8: dy is e4m3 with scales.
+    """
+
+    dy_ptr: Any
+    dy_scale_ptr: Any
+    bias_ptr: Any
+    hidden: Any
+    HAS_BIAS: tl.constexpr
+    FP8: tl.constexpr
+
+
 @triton.jit
-def _finish(
-    dact,
-    weight,
-    pre_ptr,
-    dpre_ptr,
-    act_ptr,
-    rows,
-    in_m,
-    filled,
-    col,
-    ffn,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-):
+def _finish(dact, weight, of_rows, rows, in_m, filled, col, ffn, activation):
     """Store what follows from a tile [M, N] of dact; the sums of dact * activation over its columns, [M].
 
     filled: [M], rows that are not padding: of that dact is zero, and `pre` is not read.
@@ -69,66 +160,46 @@ def _finish(
     mask = in_m[:, None] & (cols < ffn)
     known = filled[:, None] & (cols < ffn)
     width = ffn
-    if GATED:
+    if activation.GATED:
         width = 2 * ffn
     at = rows.to(tl.int64)[:, None] * width + cols
-    g = tl.load(pre_ptr + at, mask=known, other=0.0).to(tl.float32)
+    g = tl.load(of_rows.pre_ptr + at, mask=known, other=0.0).to(tl.float32)
     u = g
-    if GATED:
-        u = tl.load(pre_ptr + at + ffn, mask=known, other=0.0).to(tl.float32)
-    value, slope_g, slope_u = activation_gradients(g, u, KIND, GATED, CLAMP, LIMIT, ALPHA, UP_OFFSET)
+    if activation.GATED:
+        u = tl.load(of_rows.pre_ptr + at + ffn, mask=known, other=0.0).to(tl.float32)
+    value, slope_g, slope_u = activation_gradients(g, u, activation)
     share = tl.sum(tl.where(mask, dact * value, 0.0), axis=1)
     scaled = dact * weight[:, None]
-    tl.store(dpre_ptr + at, (scaled * slope_g).to(tl.bfloat16), mask=mask)
-    if GATED:
-        tl.store(dpre_ptr + at + ffn, (scaled * slope_u).to(tl.bfloat16), mask=mask)
+    tl.store(of_rows.dpre_ptr + at, (scaled * slope_g).to(tl.bfloat16), mask=mask)
+    if activation.GATED:
+        tl.store(of_rows.dpre_ptr + at + ffn, (scaled * slope_u).to(tl.bfloat16), mask=mask)
     at_act = rows.to(tl.int64)[:, None] * ffn + cols
-    tl.store(act_ptr + at_act, (value * weight[:, None]).to(tl.bfloat16), mask=mask)
+    tl.store(of_rows.act_ptr + at_act, (value * weight[:, None]).to(tl.bfloat16), mask=mask)
     return share
 
 
 @triton.jit
-def _finish_tile(
-    acc,
-    dy_scale_ptr,
-    w_scale_ptr,
-    pre_ptr,
-    weights_ptr,
-    dpre_ptr,
-    act_ptr,
-    shares_ptr,
-    num_rows,
-    expert,
-    row,
-    end,
-    filled,
-    tile_n,
-    ffn,
-    FP8: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
+def _finish_tile(acc, factors, of_rows, sizes, place, activation, LEVELS: tl.constexpr):
     """Store what follows from a tile of dy @ w2, whose rows from `row` on end before `end`, part by part."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     PART: tl.constexpr = BLOCK_N // 2**LEVELS
-    col = tile_n * BLOCK_N
-    rows = row + tl.arange(0, BLOCK_M)
-    in_m = rows < end
+    col = place.tile_n * BLOCK_N
+    rows = place.row + tl.arange(0, BLOCK_M)
+    in_m = rows < place.end
     weight = tl.full((BLOCK_M,), 1.0, tl.float32)
-    if HAS_WEIGHTS:
-        weight = tl.load(weights_ptr + rows, mask=in_m, other=0.0)
-    if FP8:
+    if factors.HAS_WEIGHTS:
+        weight = tl.load(factors.weights_ptr + rows, mask=in_m, other=0.0)
+    if factors.FP8:
         # One factor after the other: the product of two scales may leave float32 where the result does not.
-        acc = acc * tl.load(dy_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
+        acc = acc * tl.load(factors.dy_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
         cols = col + tl.arange(0, BLOCK_N)
-        acc = acc * tl.load(w_scale_ptr + expert.to(tl.int64) * ffn + cols, mask=cols < ffn, other=0.0)[None, :]
+        acc = (
+            acc
+            * tl.load(
+                factors.w_scale_ptr + place.expert.to(tl.int64) * sizes.ffn + cols, mask=cols < sizes.ffn, other=0.0
+            )[None, :]
+        )
     parts = (acc,)
     for level in tl.static_range(LEVELS):
         halves = ()
@@ -138,25 +209,10 @@ def _finish_tile(
     share = tl.zeros((BLOCK_M,), tl.float32)
     for part in tl.static_range(2**LEVELS):
         share += _finish(
-            parts[part],
-            weight,
-            pre_ptr,
-            dpre_ptr,
-            act_ptr,
-            rows,
-            in_m,
-            rows < filled,
-            col + part * PART,
-            ffn,
-            KIND,
-            GATED,
-            CLAMP,
-            LIMIT,
-            ALPHA,
-            UP_OFFSET,
+            parts[part], weight, of_rows, rows, in_m, rows < place.filled, col + part * PART, sizes.ffn, activation
         )
-    if HAS_WEIGHTS:
-        tl.store(shares_ptr + tile_n.to(tl.int64) * num_rows + rows, share, mask=in_m)
+    if factors.HAS_WEIGHTS:
+        tl.store(of_rows.shares_ptr + place.tile_n.to(tl.int64) * sizes.num_rows + rows, share, mask=in_m)
 
 
 @ep_kernel(
@@ -176,90 +232,45 @@ def _finish_tile(
 def down_dgrad_kernel(
     dy,  # [R, H] bf16 or e4m3: a descriptor of boxes [BLOCK_M, BLOCK_K], with SPLIT half as many rows
     w,  # [E, H, F]: boxes [1, BLOCK_K, BLOCK_N], or with K_MAJOR [E, F, H]: boxes [1, BLOCK_N, BLOCK_K]
-    dy_scale_ptr,  # with FP8 [R] float32, else anything
-    w_scale_ptr,  # with FP8 [E, F] float32, else anything
-    pre_ptr,  # [R, 2F] bf16
-    weights_ptr,  # with HAS_WEIGHTS [R] float32, else anything
+    factors: Factors,
+    of_rows: OfRows,
     tiles_ptr,  # tile table
-    dpre_ptr,  # out [R, 2F] bf16; may be pre_ptr: what is stored there follows from what was loaded there
-    act_ptr,  # out [R, F] bf16
-    shares_ptr,  # with HAS_WEIGHTS out [tiles of F, R] float32, else anything
-    num_rows,
-    hidden,
-    ffn,
-    FP8: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    K_MAJOR: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    LEVELS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    sizes: Sizes,
+    method: Method,
+    activation: Activation,
+    tile: DgradTile,
 ):
-    HALF_M: tl.constexpr = BLOCK_M // 2
-    tiles_n = tl.cdiv(ffn, BLOCK_N)
-    num_tiles = table_tiles(tiles_ptr, BLOCK_M) * tiles_n
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, end, filled, tile_n = table_tile(tiles_ptr, tile, tiles_n, BLOCK_M)
-        col = tile_n * BLOCK_N
-        if SPLIT:
-            upper = tl.zeros((HALF_M, BLOCK_N), tl.float32)
-            lower = tl.zeros((HALF_M, BLOCK_N), tl.float32)
+    HALF_M: tl.constexpr = tile.BLOCK_M // 2
+    tiles_n = tl.cdiv(sizes.ffn, tile.BLOCK_N)
+    num_tiles = table_tiles(tiles_ptr, tile.BLOCK_M) * tiles_n
+    for number in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=method.FLATTEN):
+        expert, row, end, filled, tile_n = table_tile(tiles_ptr, number, tiles_n, tile.BLOCK_M)
+        col = tile_n * tile.BLOCK_N
+        if method.SPLIT:
+            upper = tl.zeros((HALF_M, tile.BLOCK_N), tl.float32)
+            lower = tl.zeros((HALF_M, tile.BLOCK_N), tl.float32)
             # A half of padding is zero, and one without rows nothing.
-            both = tl.where(row + HALF_M < filled, hidden, 0)
-            for k in tl.range(0, both, BLOCK_K, num_stages=STAGES):
-                w_tile = _weights_tile(w, expert, col, k, BLOCK_N, BLOCK_K, K_MAJOR)
-                upper = add_step(upper, dy.load([row, k]), w_tile, False, PROMOTE)
-                lower = add_step(lower, dy.load([row + HALF_M, k]), w_tile, False, PROMOTE)
-            for k in tl.range(both, hidden, BLOCK_K, num_stages=STAGES):
-                w_tile = _weights_tile(w, expert, col, k, BLOCK_N, BLOCK_K, K_MAJOR)
-                upper = add_step(upper, dy.load([row, k]), w_tile, False, PROMOTE)
+            both = tl.where(row + HALF_M < filled, sizes.hidden, 0)
+            for k in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
+                w_tile = _weights_tile(w, expert, col, k, tile.BLOCK_N, tile.BLOCK_K, method.K_MAJOR)
+                upper = add_step(upper, dy.load([row, k]), w_tile, False, method.PROMOTE)
+                lower = add_step(lower, dy.load([row + HALF_M, k]), w_tile, False, method.PROMOTE)
+            for k in tl.range(both, sizes.hidden, tile.BLOCK_K, num_stages=tile.STAGES):
+                w_tile = _weights_tile(w, expert, col, k, tile.BLOCK_N, tile.BLOCK_K, method.K_MAJOR)
+                upper = add_step(upper, dy.load([row, k]), w_tile, False, method.PROMOTE)
             parts = (upper, lower)
         else:
-            terms = hidden
-            if BLOCK_M < TILE_ROWS:  # the record may end before this part of it
-                terms = tl.where(row < filled, hidden, 0)
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for k in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
-                w_tile = _weights_tile(w, expert, col, k, BLOCK_N, BLOCK_K, K_MAJOR)
-                acc = add_step(acc, dy.load([row, k]), w_tile, False, PROMOTE)
+            terms = sizes.hidden
+            if tile.BLOCK_M < TILE_ROWS:  # the record may end before this part of it
+                terms = tl.where(row < filled, sizes.hidden, 0)
+            acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), tl.float32)
+            for k in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
+                w_tile = _weights_tile(w, expert, col, k, tile.BLOCK_N, tile.BLOCK_K, method.K_MAJOR)
+                acc = add_step(acc, dy.load([row, k]), w_tile, False, method.PROMOTE)
             parts = (acc,)
-        for part in tl.static_range(2 if SPLIT else 1):
-            _finish_tile(
-                parts[part],
-                dy_scale_ptr,
-                w_scale_ptr,
-                pre_ptr,
-                weights_ptr,
-                dpre_ptr,
-                act_ptr,
-                shares_ptr,
-                num_rows,
-                expert,
-                row + part * HALF_M,
-                end,
-                filled,
-                tile_n,
-                ffn,
-                FP8,
-                HAS_WEIGHTS,
-                KIND,
-                GATED,
-                CLAMP,
-                LIMIT,
-                ALPHA,
-                UP_OFFSET,
-                LEVELS,
-            )
+        for part in tl.static_range(2 if method.SPLIT else 1):
+            place = Place(expert, row + part * HALF_M, end, filled, tile_n)
+            _finish_tile(parts[part], factors, of_rows, sizes, place, activation, tile.LEVELS)
 
 
 @ep_kernel(
@@ -273,43 +284,39 @@ def down_dgrad_kernel(
 )
 def row_weight_gradient_kernel(
     shares_ptr,  # [shares, R] float32
-    dy_ptr,  # with HAS_BIAS [R, H] bf16 or e4m3, else anything
-    dy_scale_ptr,  # with FP8 [R] float32, else anything
-    bias_ptr,  # with HAS_BIAS [E, H] bf16 or float32, else anything
+    given: OfBias,
     tiles_ptr,  # tile table
     out_ptr,  # out [R] float32
     num_rows,
     shares,
-    hidden,
-    HAS_BIAS: tl.constexpr,
-    FP8: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    block: Tile,
 ):
     """ROWS rows of a tile per program."""
-    SUB: tl.constexpr = TILE_ROWS // ROWS
+    SUB: tl.constexpr = TILE_ROWS // block.ROWS
     tile = tl.program_id(0) // SUB
     if tile < tl.load(tiles_ptr):
         record = tiles_ptr + (1 + tile) * TILE_WORDS
-        first = tl.program_id(0) % SUB * ROWS
-        rows = tl.load(record + 1) + first + tl.arange(0, ROWS)
-        in_tile = first + tl.arange(0, ROWS) < tl.load(record + 2)
-        total = tl.zeros((ROWS,), tl.float32)
+        first = tl.program_id(0) % SUB * block.ROWS
+        rows = tl.load(record + 1) + first + tl.arange(0, block.ROWS)
+        in_tile = first + tl.arange(0, block.ROWS) < tl.load(record + 2)
+        total = tl.zeros((block.ROWS,), tl.float32)
         share_ptrs = shares_ptr + rows
         for _ in range(shares):
             total += tl.load(share_ptrs, mask=in_tile, other=0.0)
             share_ptrs += num_rows
-        if HAS_BIAS:
-            bias_row = bias_ptr + tl.load(record).to(tl.int64) * hidden
-            products = tl.zeros((ROWS, BLOCK_H), tl.float32)
-            for h in range(0, hidden, BLOCK_H):
-                cols = h + tl.arange(0, BLOCK_H)
-                bias = tl.load(bias_row + cols, mask=cols < hidden, other=0.0).to(tl.float32)
-                at = rows.to(tl.int64)[:, None] * hidden + cols[None, :]
-                dy = tl.load(dy_ptr + at, mask=in_tile[:, None] & (cols < hidden)[None, :], other=0.0).to(tl.float32)
+        if given.HAS_BIAS:
+            bias_row = given.bias_ptr + tl.load(record).to(tl.int64) * given.hidden
+            products = tl.zeros((block.ROWS, block.BLOCK_H), tl.float32)
+            for h in range(0, given.hidden, block.BLOCK_H):
+                cols = h + tl.arange(0, block.BLOCK_H)
+                bias = tl.load(bias_row + cols, mask=cols < given.hidden, other=0.0).to(tl.float32)
+                at = rows.to(tl.int64)[:, None] * given.hidden + cols[None, :]
+                dy = tl.load(given.dy_ptr + at, mask=in_tile[:, None] & (cols < given.hidden)[None, :], other=0.0).to(
+                    tl.float32
+                )
                 products += dy * bias[None, :]
             of_bias = tl.sum(products, axis=1)
-            if FP8:
-                of_bias *= tl.load(dy_scale_ptr + rows, mask=in_tile, other=0.0)
+            if given.FP8:
+                of_bias *= tl.load(given.dy_scale_ptr + rows, mask=in_tile, other=0.0)
             total += of_bias
         tl.store(out_ptr + rows, total, mask=in_tile)

@@ -19,6 +19,8 @@ Progress      No program waits.
 Replay        Nothing is kept between calls but the copies.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -72,6 +74,39 @@ def weight_maxima_kernel(
         tl.store(row_max_ptr + expert * n + row, largest, mask=row < n)
 
 
+class Maxima(NamedTuple):
+    """Bits of the largest magnitudes of rows, [E, N] int32, and of columns, [E, K] int32; with CHECK inout."""
+
+    row_max_ptr: Any
+    column_max_ptr: Any
+
+
+class Copies(NamedTuple):
+    """Weights in e4m3 with scales, for products with rows and for gradients of rows.
+
+    Attributes:
+        out_ptr: out [E, N, K] e4m3, with FPROP.
+        scale_ptr: out [E, N] float32; inout where it is compared.
+        transposed_ptr: out [E, K, N] e4m3, with DGRAD.
+        transposed_scale_ptr: out [E, K] float32; inout where it is compared.
+        FPROP, DGRAD: which of the two.
+    """
+
+    out_ptr: Any
+    scale_ptr: Any
+    transposed_ptr: Any
+    transposed_scale_ptr: Any
+    FPROP: tl.constexpr
+    DGRAD: tl.constexpr
+
+
+class WeightTile(NamedTuple):
+    """A tile of a matrix [N, K]."""
+
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+
+
 @triton.jit
 def _scale_of_max(max_ptr, at, mask):
     """Scale bytes, int32, that follow from largest magnitudes."""
@@ -121,26 +156,19 @@ def _store_rows(out_ptr, scale_ptr, x, rows, cols, in_rows, matrix, num_rows, nu
 )
 def prepare_weights_kernel(
     w_ptr,  # [E, N, K] bf16 or fp32
-    row_max_ptr,  # [E, N] int32, with CHECK inout
-    column_max_ptr,  # [E, K] int32, with CHECK inout
-    out_ptr,  # out [E, N, K] e4m3
-    scale_ptr,  # out [E, N] float32, with CHECK inout
-    transposed_ptr,  # out [E, K, N] e4m3
-    transposed_scale_ptr,  # out [E, K] float32, with CHECK inout
+    maxima: Maxima,
+    copies: Copies,
     n,
     k,
-    FPROP: tl.constexpr,
-    DGRAD: tl.constexpr,
     CHECK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    tile: WeightTile,
 ):
-    tiles_n = tl.cdiv(n, BLOCK_N)
-    tiles_k = tl.cdiv(k, BLOCK_K)
+    tiles_n = tl.cdiv(n, tile.BLOCK_N)
+    tiles_k = tl.cdiv(k, tile.BLOCK_K)
     expert = (tl.program_id(0) // (tiles_n * tiles_k)).to(tl.int64)
     inside = tl.program_id(0) % (tiles_n * tiles_k)
-    row = inside // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
-    col = inside % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    row = inside // tiles_k * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
+    col = inside % tiles_k * tile.BLOCK_K + tl.arange(0, tile.BLOCK_K)
     in_n = row < n
     in_k = col < k
     at_row = expert * n + row
@@ -149,21 +177,31 @@ def prepare_weights_kernel(
     mask = in_n[:, None] & in_k[None, :]
     if CHECK:
         x = tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32)
-        if FPROP:
-            _note_maxima(row_max_ptr, at_row, x, in_n, 1)
-        if DGRAD:
-            _note_maxima(column_max_ptr, at_col, x, in_k, 0)
+        if copies.FPROP:
+            _note_maxima(maxima.row_max_ptr, at_row, x, in_n, 1)
+        if copies.DGRAD:
+            _note_maxima(maxima.column_max_ptr, at_col, x, in_k, 0)
     # Once more, from the nearest cache: to keep it takes registers, and with them other programs' place.
     x = tl.load(w_ptrs, mask=mask, other=0.0)
-    if FPROP:
-        scale = _scale_of_copy(scale_ptr, at_row, in_n) if CHECK else _scale_of_max(row_max_ptr, at_row, in_n)
-        _store_rows(out_ptr, scale_ptr, x, row, col, in_n, expert, n, k, scale)
-    if DGRAD:
+    if copies.FPROP:
+        scale = (
+            _scale_of_copy(copies.scale_ptr, at_row, in_n) if CHECK else _scale_of_max(maxima.row_max_ptr, at_row, in_n)
+        )
+        _store_rows(copies.out_ptr, copies.scale_ptr, x, row, col, in_n, expert, n, k, scale)
+    if copies.DGRAD:
         if CHECK:
-            scale = _scale_of_copy(transposed_scale_ptr, at_col, in_k)
+            scale = _scale_of_copy(copies.transposed_scale_ptr, at_col, in_k)
         else:
-            scale = _scale_of_max(column_max_ptr, at_col, in_k)
-        _store_rows(transposed_ptr, transposed_scale_ptr, x.T, col, row, in_k, expert, k, n, scale)
+            scale = _scale_of_max(maxima.column_max_ptr, at_col, in_k)
+        _store_rows(copies.transposed_ptr, copies.transposed_scale_ptr, x.T, col, row, in_k, expert, k, n, scale)
+
+
+class Lines(NamedTuple):
+    """Rows of a matrix, or its columns: from `first` on, of `num_lines` in all, each of `length` elements."""
+
+    first: Any
+    num_lines: Any
+    length: Any
 
 
 @triton.jit
@@ -173,31 +211,30 @@ def _mend(
     out_ptr,
     scale_ptr,
     matrix,
-    first,
-    num_lines,
-    length,
+    lines,
     TRANSPOSED: tl.constexpr,
     LINES: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Prepare those lines of a matrix from `first` on again that have other scales now; TRANSPOSED: its columns."""
-    line = first + tl.arange(0, LINES)
-    at = matrix * num_lines + line
-    inside = line < num_lines
+    line = lines.first + tl.arange(0, LINES)
+    at = matrix * lines.num_lines + line
+    inside = line < lines.num_lines
     scale = _scale_of_max(max_ptr, at, inside)
     wrong = inside & (scale != _scale_of_copy(scale_ptr, at, inside))
     if tl.max(wrong.to(tl.int32), 0) > 0:
-        for start in range(0, length, STEP):
+        for start in range(0, lines.length, STEP):
             step = start + tl.arange(0, STEP)
-            mask = wrong[:, None] & (step < length)[None, :]
+            mask = wrong[:, None] & (step < lines.length)[None, :]
             if TRANSPOSED:
                 # All of them, 16 bytes at a time.
-                mask_w = inside[:, None] & (step < length)[None, :]
-                x = tl.load(w_ptr + step.to(tl.int64)[None, :] * num_lines + line[:, None], mask=mask_w, other=0.0)
+                mask_w = inside[:, None] & (step < lines.length)[None, :]
+                ptrs = w_ptr + step.to(tl.int64)[None, :] * lines.num_lines + line[:, None]
+                x = tl.load(ptrs, mask=mask_w, other=0.0)
             else:
-                x = tl.load(w_ptr + line.to(tl.int64)[:, None] * length + step[None, :], mask=mask, other=0.0)
+                x = tl.load(w_ptr + line.to(tl.int64)[:, None] * lines.length + step[None, :], mask=mask, other=0.0)
             elements = scaled_elements(x.to(tl.float32), scale[:, None], MODE_RCEIL, False)
-            tl.store(out_ptr + at[:, None] * length + step[None, :], elements, mask=mask)
+            tl.store(out_ptr + at[:, None] * lines.length + step[None, :], elements, mask=mask)
         # Last: what is wrong was read there.
         tl.store(scale_ptr + at, scale_value(scale), mask=wrong)
 
@@ -215,30 +252,25 @@ def _mend(
 )
 def mend_weights_kernel(
     w_ptr,  # [E, N, K] bf16 or fp32
-    row_max_ptr,  # [E, N] int32
-    column_max_ptr,  # [E, K] int32
-    out_ptr,  # inout [E, N, K] e4m3
-    scale_ptr,  # inout [E, N] float32
-    transposed_ptr,  # inout [E, K, N] e4m3
-    transposed_scale_ptr,  # inout [E, K] float32
+    maxima: Maxima,
+    copies: Copies,
     n,
     k,
-    FPROP: tl.constexpr,
-    DGRAD: tl.constexpr,
     LINES: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """A program takes LINES rows of one expert, or as many of its columns, which come after the rows."""
-    strips_n = tl.cdiv(n, LINES) if FPROP else 0
-    strips_k = tl.cdiv(k, LINES) if DGRAD else 0
+    strips_n = tl.cdiv(n, LINES) if copies.FPROP else 0
+    strips_k = tl.cdiv(k, LINES) if copies.DGRAD else 0
     expert = (tl.program_id(0) // (strips_n + strips_k)).to(tl.int64)
     strip = tl.program_id(0) % (strips_n + strips_k)
     w_ptr += expert * n * k
     if strip < strips_n:
-        if FPROP:
-            first = strip * LINES
-            _mend(w_ptr, row_max_ptr, out_ptr, scale_ptr, expert, first, n, k, False, LINES, STEP)
+        if copies.FPROP:
+            rows = Lines(strip * LINES, n, k)
+            _mend(w_ptr, maxima.row_max_ptr, copies.out_ptr, copies.scale_ptr, expert, rows, False, LINES, STEP)
     else:
-        if DGRAD:
-            first = (strip - strips_n) * LINES
-            _mend(w_ptr, column_max_ptr, transposed_ptr, transposed_scale_ptr, expert, first, k, n, True, LINES, STEP)
+        if copies.DGRAD:
+            columns = Lines((strip - strips_n) * LINES, k, n)
+            out_ptr, scale_ptr = copies.transposed_ptr, copies.transposed_scale_ptr
+            _mend(w_ptr, maxima.column_max_ptr, out_ptr, scale_ptr, expert, columns, True, LINES, STEP)

@@ -4,11 +4,51 @@ Tiles come from the tile table (TABLE: BLOCK_M divides its 128 rows), or, for ti
 offsets, so that no program meets a part of a record that has no rows.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..device.groups import in_bands, pick
 from ..device.tiles import TILE_ROWS, TILE_WORDS, segment_rows
+
+
+class Segments(NamedTuple):
+    """Segments of rows, one per expert.
+
+    Attributes:
+        tiles_ptr: the tile table (device/tiles.py); without TABLE [E + 1] int32 offsets.
+        num_rows: R.
+        num_experts: E.
+        TABLE: tiles come from a table.
+        SP: a power of two, at least E.
+    """
+
+    tiles_ptr: Any
+    num_rows: Any
+    num_experts: Any
+    TABLE: tl.constexpr
+    SP: tl.constexpr
+
+
+class Factors(NamedTuple):
+    """What a product is multiplied by, and what is added to it.
+
+    Attributes:
+        x_scale_ptr: of rows [R] float32, read if SCALED.
+        w_scale_ptr: of columns [E, N] float32, read if SCALED.
+        bias_ptr: [E, N] float32 or bf16, read if HAS_BIAS.
+        row_weights_ptr: [R] float32, read if HAS_WEIGHTS.
+        SCALED, HAS_BIAS, HAS_WEIGHTS: whether there are any.
+    """
+
+    x_scale_ptr: Any
+    w_scale_ptr: Any
+    bias_ptr: Any
+    row_weights_ptr: Any
+    SCALED: tl.constexpr
+    HAS_BIAS: tl.constexpr
+    HAS_WEIGHTS: tl.constexpr
 
 
 @triton.jit
@@ -39,9 +79,9 @@ def table_tile(tiles_ptr, tile, tiles_n, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def segment_tiles(offs_ptr, num_rows, num_experts, tiles_n, SP: tl.constexpr, BLOCK_M: tl.constexpr):
+def segment_tiles(segments, tiles_n, BLOCK_M: tl.constexpr):
     """(first rows, rows, tiles, tiles up to the segment's last) of all segments, [SP] each."""
-    starts, rows = segment_rows(offs_ptr, num_rows, num_experts, SP)
+    starts, rows = segment_rows(segments.tiles_ptr, segments.num_rows, segments.num_experts, segments.SP)
     tiles = tl.cdiv(rows, BLOCK_M) * tiles_n
     return starts, rows, tiles, tl.cumsum(tiles, 0)
 

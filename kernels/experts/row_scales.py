@@ -13,6 +13,8 @@ Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -32,12 +34,28 @@ def rebased(elements, scale, largest):
     return moved.to(tl.float8e4nv)
 
 
+class RowsInUse(NamedTuple):
+    """Rows that are read.
+
+    Attributes:
+        offs_ptr: [num_segments + 1] int32, of segments of rows; read if HAS_OFFSETS.
+        num_rows: R, with those that are not in use.
+        num_segments: how many.
+        HAS_OFFSETS: else all rows are in use.
+    """
+
+    offs_ptr: Any
+    num_rows: Any
+    num_segments: Any
+    HAS_OFFSETS: tl.constexpr
+
+
 @triton.jit
-def _rows_in_use(offs_ptr, num_rows, num_segments, HAS_OFFSETS: tl.constexpr):
-    if HAS_OFFSETS:
-        return tl.minimum(tl.load(offs_ptr + num_segments), num_rows)
+def _rows_in_use(given):
+    if given.HAS_OFFSETS:
+        return tl.minimum(tl.load(given.offs_ptr + given.num_segments), given.num_rows)
     else:
-        return num_rows
+        return given.num_rows
 
 
 @ep_kernel(
@@ -52,17 +70,14 @@ def _rows_in_use(offs_ptr, num_rows, num_segments, HAS_OFFSETS: tl.constexpr):
 def rebase_rows_kernel(
     elements_ptr,  # [R, K] e4m3
     scale_ptr,  # [R, K/32] uint8
-    offs_ptr,  # [num_segments + 1] int32
+    given: RowsInUse,
     out_ptr,  # out [R, K] e4m3
     row_scale_ptr,  # out [R] float32
-    num_rows,
     k,
-    num_segments,
-    HAS_OFFSETS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    in_use = _rows_in_use(offs_ptr, num_rows, num_segments, HAS_OFFSETS)
+    in_use = _rows_in_use(given)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_rows = row < in_use
     blocks = k // BLOCK
@@ -96,18 +111,15 @@ def rebase_rows_kernel(
 )
 def quantize_to_rows_kernel(
     x_ptr,  # [R, K] bf16 or fp32
-    offs_ptr,  # [num_segments + 1] int32
+    given: RowsInUse,
     out_ptr,  # out [R, K] e4m3
     row_scale_ptr,  # out [R] float32
-    num_rows,
     k,
-    num_segments,
-    HAS_OFFSETS: tl.constexpr,
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    in_use = _rows_in_use(offs_ptr, num_rows, num_segments, HAS_OFFSETS)
+    in_use = _rows_in_use(given)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_rows = row < in_use
     blocks = k // BLOCK
@@ -138,16 +150,13 @@ def quantize_to_rows_kernel(
 def dequantize_rows_in_use_kernel(
     elements_ptr,  # [R, K] e4m3
     row_scale_ptr,  # [R] float32
-    offs_ptr,  # [num_segments + 1] int32
+    given: RowsInUse,
     out_ptr,  # out [R, K] bf16 or fp32
-    num_rows,
     k,
-    num_segments,
-    HAS_OFFSETS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    in_use = _rows_in_use(offs_ptr, num_rows, num_segments, HAS_OFFSETS)
+    in_use = _rows_in_use(given)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_rows = row < in_use
     offs_k = tl.arange(0, BLOCK_K)[None, :]

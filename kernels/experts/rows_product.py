@@ -15,11 +15,14 @@ Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from ..device.groups import GemmTile
 from ..spec import ep_kernel
-from .products import add_step, segment_tile, segment_tiles, table_tile, table_tiles
+from .products import Factors, Segments, add_step, segment_tile, segment_tiles, table_tile, table_tiles
 
 
 @triton.jit
@@ -32,40 +35,58 @@ def _weights_tile(w, expert, col, k0, n, k, K_MAJOR: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    acc,
-    a_scale_ptr,
-    w_scale_ptr,
-    bias_ptr,
-    row_weights_ptr,
-    rows,
-    in_m,
-    cols,
-    in_n,
-    expert,
-    n,
-    SCALED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-):
+def _finish(acc, factors, rows, in_m, cols, in_n, expert, n):
     """A tile of the product in bf16: scaled, with bias."""
-    if SCALED:
+    if factors.SCALED:
         # One factor after the other: the product of two scales may leave float32 where the result does not.
-        acc = acc * tl.load(a_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
-        acc = acc * tl.load(w_scale_ptr + expert.to(tl.int64) * n + cols, mask=in_n, other=0.0)[None, :]
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * n + cols, mask=in_n, other=0.0).to(tl.float32)[None, :]
-        if HAS_WEIGHTS:
-            bias = bias * tl.load(row_weights_ptr + rows, mask=in_m, other=0.0)[:, None]
+        acc = acc * tl.load(factors.x_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
+        acc = acc * tl.load(factors.w_scale_ptr + expert.to(tl.int64) * n + cols, mask=in_n, other=0.0)[None, :]
+    if factors.HAS_BIAS:
+        bias = tl.load(factors.bias_ptr + expert.to(tl.int64) * n + cols, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        if factors.HAS_WEIGHTS:
+            bias = bias * tl.load(factors.row_weights_ptr + rows, mask=in_m, other=0.0)[:, None]
         acc += bias
     return acc.to(tl.bfloat16)
+
+
+class ByRows(NamedTuple):
+    """Where the result goes.
+
+    Attributes:
+        out_ptr: out [R, N] bf16.
+        stride_om: elements from one row to the next.
+        BOX_STORES: it goes there in boxes.
+    """
+
+    out_ptr: Any
+    stride_om: Any
+    BOX_STORES: tl.constexpr
+
+
+class Method(NamedTuple):
+    """How the product is computed.
+
+    Attributes:
+        TMA: operands are read through descriptors.
+        K_MAJOR: weights are [E, N, K], else [E, K, N].
+        PROMOTE, SWAP: as in `add_step`.
+        FLATTEN: the next tile's loads begin before the last one is stored.
+        SPLIT: in two halves of the rows.
+    """
+
+    TMA: tl.constexpr
+    K_MAJOR: tl.constexpr
+    PROMOTE: tl.constexpr
+    SWAP: tl.constexpr
+    FLATTEN: tl.constexpr
+    SPLIT: tl.constexpr
 
 
 @ep_kernel(
     a="{A}",
     w="{W}",
     out="{OUT}",
-    a_scale_ptr="*{SCALE}",
+    x_scale_ptr="*{SCALE}",
     w_scale_ptr="*{SCALE}",
     bias_ptr="*{BIAS}",
     row_weights_ptr="*{WEIGHTS}",
@@ -78,118 +99,86 @@ def rows_product_kernel(
     a,  # [R, K]: pointer, or with TMA a descriptor of boxes [BLOCK_M, BLOCK_K], with SPLIT half as many rows
     w,  # pointer, or a descriptor: [E*N, K], boxes [BLOCK_N, BLOCK_K], or [E*K, N], boxes [BLOCK_K, BLOCK_N]
     out,  # with BOX_STORES a descriptor of [R, N], boxes [BLOCK_M, BLOCK_N / 2], else anything
-    a_scale_ptr,  # [R] float32
-    w_scale_ptr,  # [E, N] float32
-    bias_ptr,  # [E, N] float32 or bf16
-    row_weights_ptr,  # [R] float32
-    out_ptr,  # out [R, N] bf16
-    tiles_ptr,  # the tile table; without TABLE [E + 1] int32 offsets
-    num_rows,
+    factors: Factors,
+    by_rows: ByRows,
+    segments: Segments,
     n,
     k,
-    num_experts,
-    stride_om,
-    TMA: tl.constexpr,
-    BOX_STORES: tl.constexpr,
-    K_MAJOR: tl.constexpr,
-    TABLE: tl.constexpr,
-    SP: tl.constexpr,
-    SCALED: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    SWAP: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    STAGES: tl.constexpr,
+    method: Method,
+    tile: GemmTile,
 ):
-    HALF_M: tl.constexpr = BLOCK_M // 2
-    tiles_n = tl.cdiv(n, BLOCK_N)
-    if TABLE:
-        num_tiles = table_tiles(tiles_ptr, BLOCK_M) * tiles_n
+    HALF_M: tl.constexpr = tile.BLOCK_M // 2
+    tiles_n = tl.cdiv(n, tile.BLOCK_N)
+    if segments.TABLE:
+        num_tiles = table_tiles(segments.tiles_ptr, tile.BLOCK_M) * tiles_n
     else:
-        starts, sizes, tiles, after = segment_tiles(tiles_ptr, num_rows, num_experts, tiles_n, SP, BLOCK_M)
+        starts, sizes, tiles, after = segment_tiles(segments, tiles_n, tile.BLOCK_M)
         num_tiles = tl.sum(tiles)
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN, num_stages=STAGES):
-        if TABLE:
-            expert, row, end, filled, tile_n = table_tile(tiles_ptr, tile, tiles_n, BLOCK_M)
+    offs_m = tl.arange(0, tile.BLOCK_M)
+    offs_n = tl.arange(0, tile.BLOCK_N)
+    offs_k = tl.arange(0, tile.BLOCK_K)
+    for number in tl.range(
+        tl.program_id(0), num_tiles, tl.num_programs(0), flatten=method.FLATTEN, num_stages=tile.STAGES
+    ):
+        if segments.TABLE:
+            expert, row, end, filled, tile_n = table_tile(segments.tiles_ptr, number, tiles_n, tile.BLOCK_M)
         else:
-            expert, row, end, filled, tile_n = segment_tile(starts, sizes, tiles, after, tile, tiles_n, BLOCK_M, BAND)
-        col = tile_n * BLOCK_N
+            expert, row, end, filled, tile_n = segment_tile(
+                starts, sizes, tiles, after, number, tiles_n, tile.BLOCK_M, tile.BAND
+            )
+        col = tile_n * tile.BLOCK_N
         cols = col + offs_n
         in_n = cols < n
-        if SPLIT:
-            upper = tl.zeros((HALF_M, BLOCK_N), dtype=tl.float32)
-            lower = tl.zeros((HALF_M, BLOCK_N), dtype=tl.float32)
+        if method.SPLIT:
+            upper = tl.zeros((HALF_M, tile.BLOCK_N), dtype=tl.float32)
+            lower = tl.zeros((HALF_M, tile.BLOCK_N), dtype=tl.float32)
             # A half of padding is zero, and one without rows nothing.
             both = tl.where(row + HALF_M < filled, k, 0)
-            for k0 in tl.range(0, both, BLOCK_K, num_stages=STAGES):
-                w_tile = _weights_tile(w, expert, col, k0, n, k, K_MAJOR)
-                upper = add_step(upper, a.load([row, k0]), w_tile, False, PROMOTE)
-                lower = add_step(lower, a.load([row + HALF_M, k0]), w_tile, False, PROMOTE)
-            for k0 in tl.range(both, k, BLOCK_K, num_stages=STAGES):
-                w_tile = _weights_tile(w, expert, col, k0, n, k, K_MAJOR)
-                upper = add_step(upper, a.load([row, k0]), w_tile, False, PROMOTE)
+            for k0 in tl.range(0, both, tile.BLOCK_K, num_stages=tile.STAGES):
+                w_tile = _weights_tile(w, expert, col, k0, n, k, method.K_MAJOR)
+                upper = add_step(upper, a.load([row, k0]), w_tile, False, method.PROMOTE)
+                lower = add_step(lower, a.load([row + HALF_M, k0]), w_tile, False, method.PROMOTE)
+            for k0 in tl.range(both, k, tile.BLOCK_K, num_stages=tile.STAGES):
+                w_tile = _weights_tile(w, expert, col, k0, n, k, method.K_MAJOR)
+                upper = add_step(upper, a.load([row, k0]), w_tile, False, method.PROMOTE)
             parts = (upper, lower)
         else:
             rows = row + offs_m
             terms = k
-            if TABLE and BLOCK_M < 128:
+            if segments.TABLE and tile.BLOCK_M < 128:
                 terms = tl.where(row < filled, k, 0)
-            if SWAP:
-                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            if method.SWAP:
+                acc = tl.zeros((tile.BLOCK_N, tile.BLOCK_M), dtype=tl.float32)
             else:
-                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            if TMA:
-                for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
-                    w_tile = _weights_tile(w, expert, col, k0, n, k, K_MAJOR)
-                    acc = add_step(acc, a.load([row, k0]), w_tile, SWAP, PROMOTE)
+                acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), dtype=tl.float32)
+            if method.TMA:
+                for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
+                    w_tile = _weights_tile(w, expert, col, k0, n, k, method.K_MAJOR)
+                    acc = add_step(acc, a.load([row, k0]), w_tile, method.SWAP, method.PROMOTE)
             else:
                 a_ptrs = a + rows.to(tl.int64)[:, None] * k + offs_k[None, :]
                 w_ptr = w + expert.to(tl.int64) * n * k
-                for k0 in tl.range(0, terms, BLOCK_K, num_stages=STAGES):
+                for k0 in tl.range(0, terms, tile.BLOCK_K, num_stages=tile.STAGES):
                     in_k = k0 + offs_k < k
                     a_tile = tl.load(a_ptrs + k0, mask=(rows < end)[:, None] & in_k[None, :], other=0.0)
-                    if K_MAJOR:
+                    if method.K_MAJOR:
                         w_ptrs = w_ptr + cols.to(tl.int64)[:, None] * k + (k0 + offs_k)[None, :]
                         w_tile = tl.load(w_ptrs, mask=in_n[:, None] & in_k[None, :], other=0.0).T
                     else:
                         w_ptrs = w_ptr + (k0 + offs_k).to(tl.int64)[:, None] * n + cols[None, :]
                         w_tile = tl.load(w_ptrs, mask=in_k[:, None] & in_n[None, :], other=0.0)
-                    acc = add_step(acc, a_tile, w_tile, SWAP, PROMOTE)
-            if SWAP:
+                    acc = add_step(acc, a_tile, w_tile, method.SWAP, method.PROMOTE)
+            if method.SWAP:
                 acc = acc.T
             parts = (acc,)
-        for part in tl.static_range(2 if SPLIT else 1):
+        for part in tl.static_range(2 if method.SPLIT else 1):
             rows = row + part * HALF_M + tl.arange(0, parts[part].shape[0])
             in_m = rows < end
-            result = _finish(
-                parts[part],
-                a_scale_ptr,
-                w_scale_ptr,
-                bias_ptr,
-                row_weights_ptr,
-                rows,
-                in_m,
-                cols,
-                in_n,
-                expert,
-                n,
-                SCALED,
-                HAS_BIAS,
-                HAS_WEIGHTS,
-            )
-            if BOX_STORES:
-                left, right = result.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+            result = _finish(parts[part], factors, rows, in_m, cols, in_n, expert, n)
+            if by_rows.BOX_STORES:
+                left, right = result.reshape(tile.BLOCK_M, 2, tile.BLOCK_N // 2).permute(0, 2, 1).split()
                 out.store([row, col], left)
-                out.store([row, col + BLOCK_N // 2], right)
+                out.store([row, col + tile.BLOCK_N // 2], right)
             else:
-                out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_om + cols[None, :]
+                out_ptrs = by_rows.out_ptr + rows.to(tl.int64)[:, None] * by_rows.stride_om + cols[None, :]
                 tl.store(out_ptrs, result, mask=in_m[:, None] & in_n[None, :])

@@ -8,10 +8,13 @@ Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..device.mxfp8 import BLOCK, dequantize_tile
+from ..device.payload import Tile
 from ..spec import ep_kernel
 
 
@@ -28,6 +31,36 @@ def _mx_tile(elements_ptr, scale_ptr, rows, in_use, first, hidden, ROWS: tl.cons
     return tl.reshape(dequantize_tile(elements, scale), (ROWS, BLOCK_H))
 
 
+class Gradient(NamedTuple):
+    """The gradient of weighted rows.
+
+    Attributes:
+        dy_ptr: [R, H].
+        dy_scale_ptr: with IS_MX [R, H/32] uint8, else anything.
+        IS_MX: it is MXFP8.
+    """
+
+    dy_ptr: Any
+    dy_scale_ptr: Any
+    IS_MX: tl.constexpr
+
+
+class RowsInUse(NamedTuple):
+    """Rows that are read.
+
+    Attributes:
+        offs_ptr: with HAS_OFFS int32 whose entry `last` is their end, else anything.
+        num_rows: R, with those that are not in use.
+        last: entry of offs.
+        HAS_OFFS: else all rows are in use.
+    """
+
+    offs_ptr: Any
+    num_rows: Any
+    last: Any
+    HAS_OFFS: tl.constexpr
+
+
 @ep_kernel(
     dy_ptr="*{ROWS}",
     dy_scale_ptr="*{SCALE}",
@@ -39,38 +72,32 @@ def _mx_tile(elements_ptr, scale_ptr, rows, in_use, first, hidden, ROWS: tl.cons
     specialised=("hidden",),
 )
 def weighted_rows_backward_kernel(
-    dy_ptr,  # [R, H]
-    dy_scale_ptr,  # with IS_MX [R, H/32] uint8, else anything
+    gradient: Gradient,
     y_ptr,  # [R, H]
     weights_ptr,  # [R] float32
-    offs_ptr,  # with HAS_OFFS int32 whose entry `last` is the end of the rows in use, else anything
+    given: RowsInUse,
     grad_ptr,  # [R, H]
     grad_weights_ptr,  # [R] float32
-    num_rows,
     hidden,
-    last,
-    IS_MX: tl.constexpr,
-    HAS_OFFS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    tile: Tile,
 ):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    end = num_rows
-    if HAS_OFFS:
-        end = tl.minimum(tl.load(offs_ptr + last), num_rows)
+    rows = tl.program_id(0) * tile.ROWS + tl.arange(0, tile.ROWS)
+    end = given.num_rows
+    if given.HAS_OFFS:
+        end = tl.minimum(tl.load(given.offs_ptr + given.last), given.num_rows)
     in_use = rows < end
     weights = tl.load(weights_ptr + rows, mask=in_use, other=0.0)[:, None]
     row_starts = rows.to(tl.int64)[:, None] * hidden
-    products = tl.zeros((ROWS, BLOCK_H), tl.float32)
-    for first in range(0, hidden, BLOCK_H):
-        cols = (first + tl.arange(0, BLOCK_H))[None, :]
+    products = tl.zeros((tile.ROWS, tile.BLOCK_H), tl.float32)
+    for first in range(0, hidden, tile.BLOCK_H):
+        cols = (first + tl.arange(0, tile.BLOCK_H))[None, :]
         in_h = cols < hidden
         mask = in_use[:, None] & in_h
-        if IS_MX:
-            dy = _mx_tile(dy_ptr, dy_scale_ptr, rows, in_use, first, hidden, ROWS, BLOCK_H)
+        if gradient.IS_MX:
+            dy = _mx_tile(gradient.dy_ptr, gradient.dy_scale_ptr, rows, in_use, first, hidden, tile.ROWS, tile.BLOCK_H)
         else:
-            dy = tl.load(dy_ptr + row_starts + cols, mask=mask, other=0.0).to(tl.float32)
+            dy = tl.load(gradient.dy_ptr + row_starts + cols, mask=mask, other=0.0).to(tl.float32)
         products += dy * tl.load(y_ptr + row_starts + cols, mask=mask, other=0.0).to(tl.float32)
         grad = (dy * weights).to(grad_ptr.dtype.element_ty)
-        tl.store(grad_ptr + row_starts + cols, grad, mask=(rows < num_rows)[:, None] & in_h)
-    tl.store(grad_weights_ptr + rows, tl.sum(products, axis=1), mask=rows < num_rows)
+        tl.store(grad_ptr + row_starts + cols, grad, mask=(rows < given.num_rows)[:, None] & in_h)
+    tl.store(grad_weights_ptr + rows, tl.sum(products, axis=1), mask=rows < given.num_rows)

@@ -16,10 +16,12 @@ Progress      No program waits.
 Replay        Nothing is kept between calls.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from ..device.groups import in_bands, pick
+from ..device.groups import WgradTile, in_bands, pick
 from ..spec import ep_kernel
 
 
@@ -40,6 +42,24 @@ def _store_half(out, half, expert, i, j, ACCUMULATE: tl.constexpr, ROWS: tl.cons
         out.store([expert, i, j], half.to(tl.bfloat16).reshape(1, ROWS, COLUMNS))
 
 
+class Segments(NamedTuple):
+    """Segments of rows, one per expert.
+
+    Attributes:
+        offs_ptr: [E + 1] int32.
+        filled_ptr: [E] int32, rows of each segment in front of its padding.
+        num_rows: R.
+        num_experts: E.
+        EP: a power of two, at least E.
+    """
+
+    offs_ptr: Any
+    filled_ptr: Any
+    num_rows: Any
+    num_experts: Any
+    EP: tl.constexpr
+
+
 @ep_kernel(
     x="{X}",
     y="{Y}",
@@ -53,64 +73,56 @@ def weight_gradient_kernel(
     x,  # [R, I] bf16: a descriptor of boxes [BLOCK_R, BLOCK_I]
     y,  # [R, J] bf16: boxes [BLOCK_R, BLOCK_J]
     out,  # [E, I, J]: boxes [1, BLOCK_I, BLOCK_J / 2], with ACCUMULATE [1, BLOCK_I, BLOCK_J / 4]
-    offs_ptr,  # [E + 1] int32
-    filled_ptr,  # [E] int32, rows of each segment in front of its padding
-    num_rows,
+    segments: Segments,
     num_i,
     num_j,
-    num_experts,
     ACCUMULATE: tl.constexpr,
-    EP: tl.constexpr,  # a power of two, at least E
-    BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BAND: tl.constexpr,
-    STAGES: tl.constexpr,
+    tile: WgradTile,
 ):
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    tiles_i = tl.cdiv(num_i, BLOCK_I)
-    tiles_j = tl.cdiv(num_j, BLOCK_J)
+    tiles_i = tl.cdiv(num_i, tile.BLOCK_I)
+    tiles_j = tl.cdiv(num_j, tile.BLOCK_J)
     tiles = tiles_i * tiles_j
 
-    segment = tl.arange(0, EP)
-    first = tl.load(offs_ptr + segment, mask=segment < num_experts, other=0)
-    rows = tl.load(offs_ptr + segment + 1, mask=segment < num_experts, other=0) - first
-    rows = tl.minimum(rows, tl.load(filled_ptr + segment, mask=segment < num_experts, other=0))
-    counted = segment < num_experts
+    segment = tl.arange(0, segments.EP)
+    first = tl.load(segments.offs_ptr + segment, mask=segment < segments.num_experts, other=0)
+    rows = tl.load(segments.offs_ptr + segment + 1, mask=segment < segments.num_experts, other=0) - first
+    rows = tl.minimum(rows, tl.load(segments.filled_ptr + segment, mask=segment < segments.num_experts, other=0))
+    counted = segment < segments.num_experts
     if ACCUMULATE:
         counted = rows > 0
-    first = tl.where(rows > 0, first, num_rows)
+    first = tl.where(rows > 0, first, segments.num_rows)
     end = first + tl.maximum(rows, 1)
     upto = tl.cumsum(counted.to(tl.int32), 0)  # segments with tiles, this one included
     before = upto - counted.to(tl.int32)
     # Tiles below t that are this program's: those that are congruent to it.
     mine = tl.cdiv(tl.maximum(upto * tiles - program, 0), programs)
     mine -= tl.cdiv(tl.maximum(before * tiles - program, 0), programs)
-    steps = tl.sum(mine * tl.cdiv(end - first, BLOCK_R))
+    steps = tl.sum(mine * tl.cdiv(end - first, tile.BLOCK_R))
 
-    tile = program - programs
+    number = program - programs
     r = 0
     last = 0
     expert = 0
     i = 0
     j = 0
-    acc = tl.zeros((BLOCK_I, BLOCK_J), tl.float32)
-    for _ in tl.range(0, steps, num_stages=STAGES):
-        r += BLOCK_R
+    acc = tl.zeros((tile.BLOCK_I, tile.BLOCK_J), tl.float32)
+    for _ in tl.range(0, steps, num_stages=tile.STAGES):
+        r += tile.BLOCK_R
         if r >= last:
-            tile += programs
-            expert = tile // tiles
+            number += programs
+            expert = number // tiles
             if ACCUMULATE:
-                expert = tl.sum((upto <= tile // tiles).to(tl.int32))
-            tile_i, tile_j = in_bands(tile % tiles, tiles_i, tiles_j, BAND)
-            i = tile_i * BLOCK_I
-            j = tile_j * BLOCK_J
+                expert = tl.sum((upto <= number // tiles).to(tl.int32))
+            tile_i, tile_j = in_bands(number % tiles, tiles_i, tiles_j, tile.BAND)
+            i = tile_i * tile.BLOCK_I
+            j = tile_j * tile.BLOCK_J
             r = pick(first, expert)
             last = pick(end, expert)
         acc = tl.dot(x.load([r, i]).T, y.load([r, j]), acc)
-        if r + BLOCK_R >= last:
-            left, right = _halves(acc, BLOCK_I, BLOCK_J)
-            _store_half(out, left, expert, i, j, ACCUMULATE, BLOCK_I, BLOCK_J // 2)
-            _store_half(out, right, expert, i, j + BLOCK_J // 2, ACCUMULATE, BLOCK_I, BLOCK_J // 2)
-            acc = tl.zeros((BLOCK_I, BLOCK_J), tl.float32)
+        if r + tile.BLOCK_R >= last:
+            left, right = _halves(acc, tile.BLOCK_I, tile.BLOCK_J)
+            _store_half(out, left, expert, i, j, ACCUMULATE, tile.BLOCK_I, tile.BLOCK_J // 2)
+            _store_half(out, right, expert, i, j + tile.BLOCK_J // 2, ACCUMULATE, tile.BLOCK_I, tile.BLOCK_J // 2)
+            acc = tl.zeros((tile.BLOCK_I, tile.BLOCK_J), tl.float32)

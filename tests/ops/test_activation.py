@@ -13,6 +13,7 @@ from triton_ep.reference import experts as oracle
 from triton_ep.runtime.launch import INTERPRETING  # before the kernels: decides how they run
 
 # isort: split
+from triton_ep.kernels.experts.activation import Activation as OnDevice
 from triton_ep.kernels.experts.activation import activation_gradients, apply_activation
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -42,8 +43,9 @@ def _activate(
     offs = tl.arange(0, N)
     g = tl.load(pre_ptr + offs)
     u = tl.load(pre_ptr + N + offs)
-    value, slope_g, slope_u = activation_gradients(g, u, KIND, GATED, CLAMP, LIMIT, ALPHA, UP_OFFSET)
-    tl.store(out_ptr + offs, apply_activation(g, u, KIND, GATED, CLAMP, LIMIT, ALPHA, UP_OFFSET))
+    group = OnDevice(KIND, GATED, CLAMP, LIMIT, ALPHA, UP_OFFSET)
+    value, slope_g, slope_u = activation_gradients(g, u, group)
+    tl.store(out_ptr + offs, apply_activation(g, u, group))
     tl.store(out_ptr + N + offs, value)
     tl.store(out_ptr + 2 * N + offs, slope_g)
     tl.store(out_ptr + 3 * N + offs, slope_u)

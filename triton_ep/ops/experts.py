@@ -325,7 +325,7 @@ def launch_rows_product(
         a=operands[0],
         w=operands[1],
         out=operands[2],
-        a_scale_ptr=places if a_scale is None else a_scale,
+        x_scale_ptr=places if a_scale is None else a_scale,
         w_scale_ptr=places if w_scale is None else w_scale,
         bias_ptr=places if bias is None else bias,
         row_weights_ptr=places if row_weights is None else row_weights,

@@ -357,7 +357,7 @@ def _rows(
         "a": _operand(element, tma, tile.box_rows, tile.k),
         "w": _operand(element, tma, *((tile.n, tile.k) if k_major else (tile.k, tile.n))),
         "out": f"tensordesc<bf16[{tile.m},{tile.n // 2}]>" if constexprs["BOX_STORES"] else "*bf16",
-        "a_scale_ptr": "*fp32" if scaled else "*i32",
+        "x_scale_ptr": "*fp32" if scaled else "*i32",
         "w_scale_ptr": "*fp32" if scaled else "*i32",
         "bias_ptr": f"*{bias}" if bias else "*i32",
         "row_weights_ptr": "*fp32" if bias and weighted else "*i32",
