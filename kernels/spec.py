@@ -104,7 +104,7 @@ class KernelSpec:
     def for_interpreter(self, values: Mapping[str, Any]) -> list[Any]:
         """The parameters of a call that is interpreted, from a value for each argument."""
         # Elsewhere in a group the interpreter takes a number for a run-time one.
-        kept = values | {name: tl.constexpr(values[name]) for name in self.constexprs}
+        kept = {**values, **{name: tl.constexpr(values[name]) for name in self.constexprs}}
         return [parameter.of(values if parameter.group is None else kept) for parameter in self.parameters]
 
     @property

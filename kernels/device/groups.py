@@ -64,9 +64,8 @@ class WgradTile(NamedTuple):
 def group_rows(groups):
     """First row and number of rows of every group, [EP] each; ends that make no sense are cut to the rows."""
     group = tl.arange(0, groups.EP)
-    of_expert = group < groups.num_experts
     start = tl.load(groups.ends_ptr + group - 1, mask=(group > 0) & (group <= groups.num_experts), other=0)
-    end = tl.load(groups.ends_ptr + group, mask=of_expert, other=0)
+    end = tl.load(groups.ends_ptr + group, mask=group < groups.num_experts, other=0)
     end = tl.minimum(tl.where(group == groups.num_experts, groups.num_rows, end), groups.num_rows)
     start = tl.maximum(start, 0)
     return start, tl.maximum(end - start, 0)
