@@ -244,7 +244,7 @@ def test_products_pass_tensor_maps(
     assert [struct.unpack_from("Q", values[i])[0] for i in (0, 5)] == [a.data_ptr(), w.data_ptr()]
     assert values[1:5] == [9000, 256, 256, 1]
     assert values[6:10] == [32 * 512, 256, 256, 1]
-    assert values[10:] == [out.data_ptr(), ends.data_ptr(), 9000, 512, 256, 32, 256, 512 * 256, 256, 512, 0, 0]
+    assert values[10:] == [out.data_ptr(), ends.data_ptr(), 9000, 32, 512, 256, 256, 512 * 256, 256, 512, 0, 0]
     runtime._launchers.clear()
 
 
