@@ -68,7 +68,7 @@ class OfRows(NamedTuple):
 
     Attributes:
         pre_ptr: [R, 2F] bf16, what the activation was of.
-        dpre_ptr: out [R, 2F] bf16, its gradient; may be pre_ptr: what is stored there follows from what was loaded there.
+        dpre_ptr: out [R, 2F] bf16, its gradient; may be pre_ptr: what is stored follows from what was loaded.
         act_ptr: out [R, F] bf16, the activation.
         shares_ptr: with HAS_WEIGHTS out [tiles of F, R] float32, else anything.
     """
