@@ -25,7 +25,6 @@ KERNELS = list(all_kernels())
 NARROW = {
     "splits_kernel": "sums tables of counts; posts one row of them, whose length need not be a multiple of 16 bytes",
     "routing_slots_kernel": "writes a few words per token",
-    "mend_weights_kernel": "loads of a matrix the columns alone that have other scales now: neighbours may be left out",
     "map_slots_kernel": "picks a few words per token out of a row of bytes",
 }
 """Kernels that move no token rows and may use accesses narrower than 16 bytes."""
