@@ -52,6 +52,10 @@ def _check_round_trip(rank: int, nodes: int, ranks_per_node: int, quantised: tup
         buffers = [_buffer(**options) for _ in range(2)]
         # Two micro-batches in flight: F0 F1 B0 B1.
         works = [_works(world_size, seed) for seed in (0, 1)]
+        prepared = [te.ep_prepare(b, w[rank].topk_idx.to(b.device)) for b, w in zip(buffers, works, strict=True)]
+        given = te.symm_mem_alloc((3, HIDDEN), torch.bfloat16, dist.group.WORLD)
+        assert (given.shape, given.device, te.is_symm_backed(given)) == ((3, HIDDEN), buffers[0].device, False)
+        te.release_symm_mem_pool()
         done = [_round(b, w[rank], 2.0**i) for i, (b, w) in enumerate(zip(buffers, works, strict=True))]
         for index, (work, (_, _, rows, row_weights, per_expert, out)) in enumerate(zip(works, done, strict=True)):
             idxs = [w.topk_idx for w in work]
@@ -66,6 +70,7 @@ def _check_round_trip(rank: int, nodes: int, ranks_per_node: int, quantised: tup
             assert torch.equal(plain.cpu(), want.recv_x) and torch.equal(row_weights.cpu(), want.recv_weights)
             assert per_expert.dtype == torch.int64
             assert torch.equal(per_expert.cpu(), want.expert_offsets.long().diff())
+            assert torch.equal(prepared[index], per_expert)
             assert buffers[index].total_recv_tokens.tolist() == [int(want.expert_offsets[-1])]
             # Every copy comes back times 2^index: TOPK copies, summed.
             assert torch.equal(out.cpu(), (sent[rank].double() * TOPK * 2.0**index).bfloat16())

@@ -18,8 +18,11 @@ from triton_ep.integrations.te.ep import (
     ep_combine,
     ep_dispatch,
     ep_finalize,
+    ep_prepare,
     is_ep_bootstrapped,
     is_symm_backed,
+    release_symm_mem_pool,
+    symm_mem_alloc,
 )
 from triton_ep.integrations.te.layouts import swizzle, unswizzle
 from triton_ep.integrations.te.manager import FP8GlobalStateManager
@@ -97,6 +100,7 @@ __all__ = [
     "ep_combine",
     "ep_dispatch",
     "ep_finalize",
+    "ep_prepare",
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
@@ -111,6 +115,8 @@ __all__ = [
     "is_symm_backed",
     "mxfp8_mode",
     "quantized_model_init",
+    "release_symm_mem_pool",
     "swizzle",
+    "symm_mem_alloc",
     "unswizzle",
 ]

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from triton_ep import autograd
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.distributed import check_group
+from triton_ep.distributed import check_group, current_heap
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.layer_pool import LayerPool, LayerSizes
@@ -150,6 +150,48 @@ def is_symm_backed(tensor: torch.Tensor) -> bool:
     """False: outputs of `ep_dispatch` and inputs of `ep_combine` are ordinary tensors, never symmetric memory."""
     check.tensor("tensor", tensor)
     return False
+
+
+def symm_mem_alloc(shape: Any, dtype: torch.dtype, ep_group: Any, device: torch.device | None = None) -> torch.Tensor:
+    """An ordinary tensor of this shape, uninitialised, for outputs that the caller gives: `is_symm_backed` is False.
+
+    ep_group: process group; device: None = where the group's ranks compute.
+
+    Raises:
+        InputError: no shape, or no device. ConfigError: no dtype, or an unknown group.
+    """
+    check_group(ep_group)
+    where = current_heap().device if device is None else check.device("device", device)
+    return torch.empty(check.sizes("shape", shape), dtype=check.dtype("dtype", dtype), device=where)
+
+
+def release_symm_mem_pool() -> None:
+    """No effect: tensors of `symm_mem_alloc` are ordinary ones."""
+
+
+def ep_prepare(buffer: EpBuffer, topk_idx: torch.Tensor) -> torch.Tensor:
+    """How many rows each expert of this rank will get, padding included. Collective. `ep_dispatch` needs no such call.
+
+    topk_idx: [..., K] int32 or int64, -1 = dropped.
+
+    Returns [num_local_experts] int64, as `buffer.tokens_per_expert` after a dispatch of these ids.
+
+    Raises:
+        EpStateError: before `ep_bootstrap`. InputError: no such ids.
+    """
+    _check_buffer("ep_prepare", buffer)
+    group = _Registry.group
+    if group is None:
+        raise EpStateError("ep_prepare requires ep_bootstrap() to be called first.")
+    ids = check.tensor("topk_idx", topk_idx, None, (torch.int32, torch.int64), buffer.device).flatten().long()
+    # A place more, for what is dropped.
+    kept = torch.where((ids >= 0) & (ids < group.num_experts), ids, group.num_experts)
+    counts = torch.zeros(group.num_experts + 1, dtype=torch.int64, device=buffer.device)
+    counts.scatter_add_(0, kept, torch.ones_like(kept))
+    dist.all_reduce(counts, group=group.pool.group)
+    local, align = buffer.num_local_experts, max(buffer.alignment, 1)
+    mine = counts[group.pool.rank * local :][:local]
+    return (mine + (align - 1)) // align * align
 
 
 def ep_finalize() -> None:
