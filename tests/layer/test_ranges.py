@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from triton_ep.exchange import ranges
-from triton_ep.exchange.finish import Finisher
+from triton_ep.exchange.finish import Ending, Finisher
 
 
 def _call(*, hook: bool) -> list[str]:
@@ -20,7 +20,7 @@ def _call(*, hook: bool) -> list[str]:
         ran.append("send")
         return "rows", lambda: ran.append("receive")
 
-    results, ending = finish("combine", send, (), hook, False, None)
+    results, ending = finish("combine", send, (), Ending(return_recv_hook=hook))
     assert results == "rows"
     if ending is not None:
         ending()
