@@ -34,8 +34,9 @@ class _Routing:
     @classmethod
     def of(cls, rank: int, world_size: int, tokens: tuple[int, ...], **options: Any) -> "_Routing":
         num_experts = EXPERTS * world_size
-        sizes = {"hidden": HIDDEN, "topk": TOPK, "num_experts": num_experts, "idx_dtype": torch.int64}
+        sizes = {"hidden": HIDDEN, "topk": TOPK, "num_experts": num_experts}
         works = [make_workload(r, world_size, tokens[r], **sizes, **options) for r in range(world_size)]
+        works = [work.with_ids(torch.int64) for work in works]
         xs, weights = [w.x for w in works], [w.topk_weights for w in works]
         # DeepEP knows -1 alone as the mark of a dropped entry.
         idxs = [torch.where(w.topk_idx == num_experts, -1, w.topk_idx) for w in works]
