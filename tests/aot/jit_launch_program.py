@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=FOLDER LD_LIBRARY_PATH=FOLDER python jit_launch_program.py FOLDER KERNEL ...
 
-FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. Without KERNEL all kernels are launched, one variant of each and
-one with boxes, which takes minutes. Every argument has a value of its own.
+FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. Without KERNEL all kernels are launched, which takes minutes: one
+variant of each, and one with boxes. Every argument has a value of its own.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton_ep.aot.manifest import default_manifest, read_manifest  # noqa: E402
 from triton_ep.aot.ptx import parameters  # noqa: E402
 from triton_ep.kernels.spec import KernelSpec, all_kernels  # noqa: E402
-from triton_ep.runtime import launch  # noqa: E402  before Triton
+from triton_ep.runtime import launch  # noqa: E402
 from triton_ep.runtime.plans.request import KernelRequest  # noqa: E402
 from triton_ep.runtime.plans.shape import Plan  # noqa: E402
 
