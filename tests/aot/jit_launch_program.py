@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=FOLDER LD_LIBRARY_PATH=FOLDER python jit_launch_program.py FOLDER KERNEL ...
 
-FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. Without KERNEL all kernels are launched, which takes minutes: one
-variant of each, and one with boxes. Every argument has a value of its own.
+FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. Without KERNEL all kernels are launched, one variant of each
+and one with boxes; that takes minutes. No two arguments are equal.
 """
 
 import ctypes
