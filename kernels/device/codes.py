@@ -44,9 +44,17 @@ ACT_OUT_MX = 1
 ACT_OUT_MX_BF16 = 2
 """Values of MXFP8, in bf16."""
 
-# tiles.py: rows of a tile of the tile table, and words of one of its records.
+# tiles.py: rows of a tile of the tile table, words of one of its records, and which is where.
 TILE_ROWS = 128
 TILE_WORDS = 4
+TILE_EXPERT = 0
+TILE_FIRST_ROW = 1
+TILE_NUM_ROWS = 2
+TILE_BAND = 3
+TABLE_NUM_TILES = 0
+"""Of record 0."""
+TABLE_ROWS_IN_USE = 1
+"""Of record 0."""
 BAND_TILES = 8
 """Tiles of rows that are computed together at most: they share the weights' tiles in L2."""
 

@@ -1,15 +1,24 @@
 """The tile table: which rows every tile of a product over segments has. Written once per routing, read by every tile.
 
-A table is int32 [1 + max_tiles, 4]. Record 0 is (tiles, rows in use, 0, 0), the rows in use being those before the end
-of the last segment. Record 1 + i is (expert, first row, rows, band) of tile i: 1 to 128 rows of one segment; of the
-tiles of a segment all but the last have 128. Tiles come segment by segment. max_tiles = ceil(rows / 128) + segments
-suffices for any segments; records behind the last tile are zero, so that equal routings give equal tables.
+A table is int32 [1 + max_tiles, 4]; codes.py names the words. Record 0 is (tiles, rows in use, 0, 0), the rows in use
+being those before the end of the last segment. Record 1 + i is (expert, first row, rows, band) of tile i: 1 to 128 rows
+of one segment; of the tiles of a segment all but the last have 128. Tiles come segment by segment. max_tiles =
+ceil(rows / 128) + segments suffices for any segments; records behind the last tile are zero, so that equal routings
+give equal tables.
 
-Word 3 is 65536 * filled + 256 * height + place. The first `filled` rows of the tile are not padding; those of padding
+The band is 65536 * filled + 256 * height + place. The first `filled` rows of the tile are not padding; those of padding
 are zero, and so is every product of them. A band is a run of up to 8 tiles of one segment, all bands of it as high as
 they can be, but for the last; this tile is number `place` of `height`. Its tiles are computed together, with one tile
 of columns of the weights after the other: so the weights come from memory once per band, and not for two experts at
 a time.
+
+For example 300 rows of expert 0 and 128 of expert 2, none of them padding:
+
+    (4, 428, 0, 0)
+    (0, 0, 128, 65536 * 128 + 256 * 3 + 0)      the first of a band of 3
+    (0, 128, 128, 65536 * 128 + 256 * 3 + 1)
+    (0, 256, 44, 65536 * 44 + 256 * 3 + 2)
+    (2, 300, 128, 65536 * 128 + 256 * 1 + 0)
 """
 
 import triton
@@ -19,8 +28,35 @@ from . import codes
 
 TILE_ROWS = tl.constexpr(codes.TILE_ROWS)
 TILE_WORDS = tl.constexpr(codes.TILE_WORDS)
+_EXPERT = tl.constexpr(codes.TILE_EXPERT)
+_FIRST_ROW = tl.constexpr(codes.TILE_FIRST_ROW)
+_NUM_ROWS = tl.constexpr(codes.TILE_NUM_ROWS)
+_BAND = tl.constexpr(codes.TILE_BAND)
+_NUM_TILES = tl.constexpr(codes.TABLE_NUM_TILES)
+_ROWS_IN_USE = tl.constexpr(codes.TABLE_ROWS_IN_USE)
 _BAND_TILES = tl.constexpr(codes.BAND_TILES)
 _CLEARED = tl.constexpr(256)
+
+
+@triton.jit
+def tiles_in_table(table_ptr):
+    """Tiles of a table."""
+    return tl.load(table_ptr + _NUM_TILES)
+
+
+@triton.jit
+def rows_of_tile(table_ptr, tile):
+    """(expert, first row, rows, rows that are not padding) of a tile."""
+    record_ptr = table_ptr + (1 + tile) * TILE_WORDS
+    filled = tl.load(record_ptr + _BAND) // 65536
+    return tl.load(record_ptr + _EXPERT), tl.load(record_ptr + _FIRST_ROW), tl.load(record_ptr + _NUM_ROWS), filled
+
+
+@triton.jit
+def band_of_tile(table_ptr, tile):
+    """(first tile, tiles) of the band of a tile."""
+    band = tl.load(table_ptr + (1 + tile) * TILE_WORDS + _BAND)
+    return tile - band % 256, band // 256 % 256
 
 
 @triton.jit
@@ -57,17 +93,19 @@ def write_tile_records(table_ptr, starts, rows, filled, max_tiles):
         of_band = tl.minimum(tl.minimum(height, tiles - (step - place)), max_tiles - (tile - place))
         packed = tl.maximum(tl.minimum(filled - done, in_tile), 0) * 65536 + of_band * 256 + place
         # One record, 16 bytes, at a time.
-        first = tl.where(word[None, :] == 0, segment, (starts + done)[:, None])
-        last = tl.where(word[None, :] == 2, in_tile[:, None], packed[:, None])
+        record = tl.where(word[None, :] == _FIRST_ROW, (starts + done)[:, None], segment)
+        record = tl.where(word[None, :] == _NUM_ROWS, in_tile[:, None], record)
+        record = tl.where(word[None, :] == _BAND, packed[:, None], record)
         records = table_ptr + ((1 + tile) * TILE_WORDS)[:, None] + word[None, :]
-        tl.store(records, tl.where(word[None, :] < 2, first, last), mask=alive[:, None])
+        tl.store(records, record, mask=alive[:, None])
     num_tiles = tl.minimum(tl.sum(tiles), max_tiles)
     for left in range(num_tiles, max_tiles, _CLEARED):
         tile = left + tl.arange(0, _CLEARED)
         records = table_ptr + ((1 + tile) * TILE_WORDS)[:, None] + word[None, :]
         tl.store(records, tl.zeros([_CLEARED, TILE_WORDS], tl.int32), mask=(tile < max_tiles)[:, None])
     rows_in_use = tl.max(tl.where(rows > 0, starts + rows, 0), 0)
-    tl.store(table_ptr + word, tl.where(word == 0, num_tiles, tl.where(word == 1, rows_in_use, 0)))
+    of_table = tl.where(word == _NUM_TILES, num_tiles, tl.where(word == _ROWS_IN_USE, rows_in_use, 0))
+    tl.store(table_ptr + word, of_table)
 
 
 @triton.jit

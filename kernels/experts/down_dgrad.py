@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ..device.payload import Tile
-from ..device.tiles import TILE_ROWS, TILE_WORDS
+from ..device.tiles import TILE_ROWS, rows_of_tile, tiles_in_table
 from ..spec import ep_kernel
 from .activation import Activation, activation_gradients
 from .products import add_step, table_tile, table_tiles
@@ -294,18 +294,18 @@ def row_weight_gradient_kernel(
     """ROWS rows of a tile per program."""
     SUB: tl.constexpr = TILE_ROWS // block.ROWS
     tile = tl.program_id(0) // SUB
-    if tile < tl.load(tiles_ptr):
-        record = tiles_ptr + (1 + tile) * TILE_WORDS
-        first = tl.program_id(0) % SUB * block.ROWS
-        rows = tl.load(record + 1) + first + tl.arange(0, block.ROWS)
-        in_tile = first + tl.arange(0, block.ROWS) < tl.load(record + 2)
+    if tile < tiles_in_table(tiles_ptr):
+        expert, first_row, num_rows_of_tile, _ = rows_of_tile(tiles_ptr, tile)
+        within = tl.program_id(0) % SUB * block.ROWS + tl.arange(0, block.ROWS)
+        rows = first_row + within
+        in_tile = within < num_rows_of_tile
         total = tl.zeros((block.ROWS,), tl.float32)
         share_ptrs = shares_ptr + rows
         for _ in range(shares):
             total += tl.load(share_ptrs, mask=in_tile, other=0.0)
             share_ptrs += num_rows
         if given.HAS_BIAS:
-            bias_row = given.bias_ptr + tl.load(record).to(tl.int64) * given.hidden
+            bias_row = given.bias_ptr + expert.to(tl.int64) * given.hidden
             products = tl.zeros((block.ROWS, block.BLOCK_H), tl.float32)
             for h in range(0, given.hidden, block.BLOCK_H):
                 cols = h + tl.arange(0, block.BLOCK_H)

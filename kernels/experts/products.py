@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..device.groups import in_bands, pick
-from ..device.tiles import TILE_ROWS, TILE_WORDS, segment_rows
+from ..device.tiles import TILE_ROWS, band_of_tile, rows_of_tile, segment_rows, tiles_in_table
 
 
 class Segments(NamedTuple):
@@ -54,7 +54,7 @@ class Factors(NamedTuple):
 @triton.jit
 def table_tiles(tiles_ptr, BLOCK_M: tl.constexpr):
     """Rows of tiles of BLOCK_M that the records of a table have room for."""
-    return tl.load(tiles_ptr) * (TILE_ROWS // BLOCK_M)
+    return tiles_in_table(tiles_ptr) * (TILE_ROWS // BLOCK_M)
 
 
 @triton.jit
@@ -65,17 +65,11 @@ def table_tile(tiles_ptr, tile, tiles_n, BLOCK_M: tl.constexpr):
     """
     PARTS: tl.constexpr = TILE_ROWS // BLOCK_M
     # All tiles of a band have as many numbers as their records would have one by one.
-    record = tile // (PARTS * tiles_n)
-    band = tl.load(tiles_ptr + (1 + record) * TILE_WORDS + 3)
-    first = record - band % 256
-    height = band // 256 % 256 * PARTS
+    first, height = band_of_tile(tiles_ptr, tile // (PARTS * tiles_n))
     inside = tile - first * (PARTS * tiles_n)
-    tile_m = inside % height
-    record_ptr = tiles_ptr + (1 + first + tile_m // PARTS) * TILE_WORDS
-    row = tl.load(record_ptr + 1)
-    end = row + tl.load(record_ptr + 2)
-    filled = row + tl.load(record_ptr + 3) // 65536
-    return tl.load(record_ptr), row + tile_m % PARTS * BLOCK_M, end, filled, inside // height
+    tile_m = inside % (height * PARTS)
+    expert, row, rows, filled = rows_of_tile(tiles_ptr, first + tile_m // PARTS)
+    return expert, row + tile_m % PARTS * BLOCK_M, row + rows, row + filled, inside // (height * PARTS)
 
 
 @triton.jit

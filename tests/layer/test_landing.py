@@ -9,6 +9,7 @@ from torch.utils import _pytree
 from tests.layer.cases import Case, full_scatter_indices, make_layer, workloads
 from triton_ep import InputError, MXTensor, PeerFailed, autograd
 from triton_ep.distributed import current_heap
+from triton_ep.kernels.device import codes
 from triton_ep.ops.row_scales import RowScaled
 from triton_ep.reference import dispatch as dispatch_reference
 from triton_ep.reference import experts as experts_reference
@@ -145,7 +146,7 @@ def _check_overflow(rank: int, nodes: int, ranks_per_node: int) -> None:
             assert int(desc.overflow) == len(data.src) - 10 > 0
             _check_rows(landing, got, data.recv_x[:10], scale.recv_x[:10], data.src[:10, 0] < 0)
             _check_tiles(desc.tiles.cpu(), desc.expert_offsets.cpu(), 10)
-            assert int(desc.tiles[0, 1]) == 10
+            assert int(desc.tiles[0, codes.TABLE_ROWS_IN_USE]) == 10
 
 
 @pytest.mark.plain

@@ -81,8 +81,8 @@ def _decode(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> 
     first.check()
     second.check()
     exchange.finalize()
-    with pytest.raises(ConfigError, match="512"):
-        MoE(HIDDEN, FFN, **SIZES, max_tokens=513, payload=payload)
+    with pytest.raises(ConfigError, match="1024"):
+        MoE(HIDDEN, FFN, **SIZES, max_tokens=1025, payload=payload)
     finalize_exchanges()
 
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.ops.grouped import DEVICE
 from triton_ep.errors import InputError
+from triton_ep.kernels.device import codes, tiles
 from triton_ep.ops.tiles import tile_table
 from triton_ep.reference import experts as oracle
 
@@ -17,7 +18,7 @@ def offsets(sizes: tuple[int, ...], first: int = 0) -> torch.Tensor:
 
 
 def _records(table: torch.Tensor) -> list[list[int]]:
-    rows: list[list[int]] = table[: 1 + int(table[0, 0])].tolist()
+    rows: list[list[int]] = table[: 1 + int(table[0, codes.TABLE_NUM_TILES])].tolist()
     return rows
 
 
@@ -40,13 +41,20 @@ def test_table_is_the_oracles_list(sizes: tuple[int, ...], spare: int) -> None:
     assert _records(table) == [[len(want), sum(sizes), 0, 0], *map(list, want)]
 
 
+def test_the_example_of_the_kernels_page() -> None:
+    """Of kernels/device/tiles.py: every word of the records, as it is written there."""
+    lines = (tiles.__doc__ or "").split("padding:\n\n")[1].splitlines()
+    want = [list(eval(line[: line.index(")") + 1])) for line in lines if line.strip()]
+    assert _records(tile_table(offsets((300, 0, 128)), 428)) == want
+
+
 def test_offsets_that_make_no_sense_stay_within_the_table() -> None:
     """Segments that end behind the rows or overlap: tiles lie in the rows, and no more are written than fit."""
     for offs in ([0, 500, 90, 4000], [-7, 3, 2**31 - 1, 5]):
         num_rows = 300
         table = tile_table(torch.tensor(offs, dtype=torch.int32, device=DEVICE), num_rows)
-        (tiles, in_use, _, _), *records = _records(table)
-        assert tiles < len(table) and in_use <= num_rows
+        (num_tiles, in_use, _, _), *records = _records(table)
+        assert num_tiles < len(table) and in_use <= num_rows
         assert all(first >= 0 and rows >= 1 and first + rows <= num_rows for _, first, rows, _ in records)
 
 
