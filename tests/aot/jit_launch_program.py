@@ -13,22 +13,16 @@ import sys
 from typing import Any
 
 import torch
+import triton
+from triton.backends.nvidia.driver import CudaDriver
+from triton.compiler import CompiledKernel
 
-torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
-torch._C._cuda_getCurrentRawStream = lambda device: 77  # type: ignore[attr-defined]
-torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
-torch.cuda.get_device_capability = lambda device=0: (9, 0)  # type: ignore[assignment]
-
-import triton  # noqa: E402
-from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
-from triton.compiler import CompiledKernel  # noqa: E402
-
-from triton_ep.aot.manifest import default_manifest, read_manifest  # noqa: E402
-from triton_ep.aot.ptx import parameters  # noqa: E402
-from triton_ep.kernels.spec import KernelSpec, all_kernels  # noqa: E402
-from triton_ep.runtime import launch  # noqa: E402
-from triton_ep.runtime.plans.request import KernelRequest  # noqa: E402
-from triton_ep.runtime.plans.shape import Plan  # noqa: E402
+from triton_ep.aot.manifest import default_manifest, read_manifest
+from triton_ep.aot.ptx import parameters
+from triton_ep.kernels.spec import KernelSpec, all_kernels
+from triton_ep.runtime import launch
+from triton_ep.runtime.plans.request import KernelRequest
+from triton_ep.runtime.plans.shape import Plan
 
 GRID, STREAM = 7, 77
 CODES = {"ptr": "Q", "i64": "q", "i32": "i", "i16": "h", "i1": "?", "tensormap": "Q120x"}
@@ -95,8 +89,21 @@ def check(driver: Any, loaded: list[Any], request: KernelRequest) -> None:
     print(request.kernel, "with boxes" * boxes, flush=True)
 
 
+def pretend_a_gpu() -> None:
+    """What torch tells of the current device and stream, to Triton and to launches."""
+    stand_ins = {
+        (torch._C, "_cuda_getDevice"): lambda: 0,
+        (torch._C, "_cuda_getCurrentRawStream"): lambda device: STREAM,
+        (torch.cuda, "current_device"): lambda: 0,
+        (torch.cuda, "get_device_capability"): lambda device=0: (9, 0),
+    }
+    for (module, name), function in stand_ins.items():
+        setattr(module, name, function)
+
+
 def main(folder: str, *names: str) -> None:
     """One variant of each kernel, and one with boxes."""
+    pretend_a_gpu()
     triton.runtime.driver.set_active(CudaDriver())
     driver = ctypes.CDLL(f"{folder}/libcuda.so.1")
     loaded: list[Any] = []
