@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -157,7 +158,7 @@ def passes(given: Operands) -> Iterator[Variant]:
     rows = quantize_to_rows(given.x, given.offs)
     for number, columns in ((4, 1024), (1, 8192), (2, 4096), (8, 1024)):
         tile = {"ROWS": number, "BLOCK_K": columns}
-        call = lambda: dequantize_rows_in_use(rows, given.offs)  # noqa: E731
+        call = partial(dequantize_rows_in_use, rows, given.offs)
         from triton_ep.ops import row_scales
 
         shown = f"{number} rows x {columns}"
@@ -193,20 +194,16 @@ def products(given: Operands, fp8: bool) -> Iterator[Variant]:
 
             yield Variant(f"{kind} {name}", how, product)
     for how, tile in tiles.items():
-        call = lambda: down_dgrad(  # noqa: E731
-            dy, w2_t, given.pre, given.offs, row_weights=given.weights, tiles=given.tiles
-        )[0]
+        call = partial(down_dgrad, dy, w2_t, given.pre, given.offs, row_weights=given.weights, tiles=given.tiles)
         patch = {} if tile is None else {"down_tile": lambda *_, tile=tile: tile}
-        yield Variant(f"{kind} down_dgrad", how, patched(backward_plans, patch, call))
+        yield Variant(f"{kind} down_dgrad", how, patched(backward_plans, patch, lambda call=call: call()[0]))
 
 
 def wgrad(given: Operands) -> Iterator[Variant]:
     """Gradients of weights."""
     for name, left, right in (("wgrad13", given.dpre, given.x), ("wgrad2", given.dy, given.act)):
         for how, values in ({"in use": {}} if INTERPRETING else WGRAD).items():
-            call = lambda left=left, right=right: weight_gradient(  # noqa: E731
-                left, right, given.offs, aligned=True, filled=given.filled
-            )
+            call = partial(weight_gradient, left, right, given.offs, aligned=True, filled=given.filled)
             yield Variant(name, how, patched(backward_plans, values, call))
 
 
