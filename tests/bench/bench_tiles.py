@@ -54,8 +54,8 @@ BF16 = {
 }
 WGRAD: dict[str, dict[str, Any]] = {
     "in use": {},
-    "band 8": {"WGRAD_BAND": 8},
-    "band 32": {"WGRAD_BAND": 32},
+    "band 16": {"WGRAD_BAND": 16},
+    "band 64": {"WGRAD_BAND": 64},
     "128x256 s4, 1 per SM": {"WGRAD": Tile(128, 256, 64, 4), "WGRAD_PROGRAMS": 1},
     "256x128 s4, 1 per SM": {"WGRAD": Tile(256, 128, 64, 4), "WGRAD_PROGRAMS": 1},
 }
@@ -152,11 +152,12 @@ def prepare(given: Operands) -> Iterator[Variant]:
 def passes(given: Operands) -> Iterator[Variant]:
     """Rows to and from one scale per row."""
     for name, x in (("dpre", given.dpre), ("x", given.x)):
-        for blocks in (256, 128, 512, 0):
-            call = patched(plans, {"QUANTIZED_BLOCKS": blocks}, lambda x=x: quantize_to_rows(x, given.offs))
+        for blocks in (128, 64, 256, 512, 0):
+            values = {"LEAST_BLOCKS": blocks} if blocks else {"QUANTIZED_BLOCKS": 0}
+            call = patched(plans, values, lambda x=x: quantize_to_rows(x, given.offs))
             yield Variant(f"quantize_to_rows {name}", f"{32 * blocks} values" if blocks else "read twice", call)
     rows = quantize_to_rows(given.x, given.offs)
-    for number, columns in ((4, 1024), (1, 8192), (2, 4096), (8, 1024)):
+    for number, columns in ((1, 8192), (2, 4096), (4, 1024), (8, 1024)):
         tile = {"ROWS": number, "BLOCK_K": columns}
         call = partial(dequantize_rows_in_use, rows, given.offs)
         from triton_ep.ops import row_scales

@@ -30,7 +30,11 @@ PREPARED, PREPARED_WARPS = (128, 64), 4
 MENDED = 32
 """Rows or columns that a program looks at: more, and more are read that need not be; fewer, and more programs start."""
 QUANTIZED_BLOCKS = 256
-"""Of 32 values, that a program quantises at once."""
+"""Of 32 values: rows of more are read twice when they are quantised."""
+LEAST_BLOCKS = 128
+"""Of shorter rows, a program quantises several, until it has so many."""
+COPIED_COLUMNS = 8192
+"""Values that a program of row_tile has at once."""
 
 
 def activation_constexprs(
@@ -72,14 +76,15 @@ def quantized_tile(k: int, interpreted: bool) -> dict[str, int]:
     blocks = max(next_power_of_2(k // 32), 32)
     if blocks > QUANTIZED_BLOCKS:
         return {"WHOLE": False, "ROWS": 4, "BLOCKS": 32}
-    return {"WHOLE": True, "ROWS": QUANTIZED_BLOCKS // blocks, "BLOCKS": blocks}
+    return {"WHOLE": True, "ROWS": max(LEAST_BLOCKS // blocks, 1), "BLOCKS": blocks}
 
 
 def row_tile(k: int, interpreted: bool) -> dict[str, int]:
     """ROWS and BLOCK_K of kernels that read rows of `k` values once."""
     if interpreted:
         return {"ROWS": 32, "BLOCK_K": min(next_power_of_2(k), 512)}
-    return {"ROWS": 4, "BLOCK_K": 1024}
+    columns = min(max(next_power_of_2(k), 512), COPIED_COLUMNS)
+    return {"ROWS": COPIED_COLUMNS // columns, "BLOCK_K": columns}
 
 
 def offsets_constexprs(has_offsets: bool) -> dict[str, Any]:

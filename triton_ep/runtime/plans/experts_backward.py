@@ -19,7 +19,7 @@ WGRAD_PROGRAMS = 2
 """Per multiprocessor: one stores a tile, or waits for a product, while the other multiplies."""
 WGRAD_ADDED = Tile(128, 256, 64, 4)
 """Where it is added to float32, one program per multiprocessor: memory sets the pace."""
-WGRAD_BAND = 16
+WGRAD_BAND = 32
 WGRAD_INTERPRETED = Tile(64, 64, 64, 1)
 WEIGHTED_ROWS, WEIGHTED_COLUMNS = 2, 1024
 BIAS_ROWS, BIAS_COLUMNS = 32, 128
