@@ -41,6 +41,7 @@ def _grow_apart(rank: int, nodes: int, ranks_per_node: int) -> None:
     if rank < 2:  # the ranks of the other groups go on to the next line
         large = heap.alloc((nbytes,), torch.uint8, group)
         assert not large.local.any()
+        heap.barrier(group)
         _store_to_next(large, mine, rank)
         heap.barrier(group)
         assert (large.local == mine[1 - rank % 2] + 1).all()
@@ -73,14 +74,16 @@ def _beside_other_memory(rank: int, nodes: int, ranks_per_node: int) -> None:
     from torch.distributed import _symmetric_memory as symmetric
 
     heap = current_heap()
-    work = workloads(CASE, nodes * ranks_per_node, 0)[rank]
-    x = symmetric.empty(work.x.shape, dtype=work.x.dtype, device=heap.device)
-    handle = symmetric.rendezvous(x, dist.group.WORLD)
+    works = workloads(CASE, nodes * ranks_per_node, 0)
+    work, most = works[rank], max(work.x.shape[0] for work in works)  # torch wants as much of every rank
+    rows = symmetric.empty((most, work.x.shape[1]), dtype=work.x.dtype, device=heap.device)
+    handle = symmetric.rendezvous(rows, dist.group.WORLD)
+    x = rows[: work.x.shape[0]]
     x.copy_(work.x)
     with make_layer(CASE, rank, nodes, ranks_per_node) as layer:
         idx, weights = work.topk_idx.to(heap.device), work.topk_weights.to(heap.device)
-        rows = [layer.dispatch(given, idx, weights)[0].clone() for given in (x, x.clone())]
-        assert torch.equal(rows[0], rows[1])
+        first, second = (layer.dispatch(given, idx, weights)[0].clone() for given in (x, x.clone()))
+        assert torch.equal(first, second)
         layer.check()
     assert torch.equal(x.cpu(), work.x)
     del handle
