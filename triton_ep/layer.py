@@ -20,6 +20,7 @@ from triton_ep.config import EPConfig
 from triton_ep.context.choice import Choice, choose
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
 from triton_ep.context.records import read_reports
 from triton_ep.distributed import current_heap, join_group, ranks_per_node
@@ -34,19 +35,19 @@ from triton_ep.kernels.device import codes
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import dispatch as dispatch_ops
-from triton_ep.ops.dispatch import Rows
-from triton_ep.ops.routing import RoutingMap
 from triton_ep.ops.row_scales import RowScaled
 from triton_ep.runtime.launch import aot_for
 from triton_ep.runtime.tuned.table import TunedEntry
 
 Received = tuple[torch.Tensor | MXTensor, torch.Tensor | None, EPAllToAllLayoutDesc]
 ReceivedRows = tuple[RowScaled, torch.Tensor | None, EPAllToAllLayoutDesc]
-_ExpertMajor = tuple[torch.Tensor | MXTensor | RowScaled, torch.Tensor | None, EPAllToAllLayoutDesc]
+ReceivedScaled = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]
+_Landed = torch.Tensor | MXTensor | RowScaled
+_ExpertMajor = tuple[_Landed, torch.Tensor | None, EPAllToAllLayoutDesc]
 _Result = TypeVar("_Result")
 
 
-def _field(name: str) -> Any:
+def _field(name: str) -> Any:  # of that field's type, which `property` cannot say
     return property(lambda self: getattr(self.config, name), doc=f"`config.{name}`.")
 
 
@@ -245,7 +246,7 @@ class EPAll2AllLayer:
         return_recv_hook: bool = False,
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
-    ) -> Any: ...
+    ) -> tuple[Any, ...]: ...
 
     def dispatch(
         self,
@@ -331,7 +332,7 @@ class EPAll2AllLayer:
         weight: torch.Tensor | None = None,
         *,
         landing: str | None,
-    ) -> tuple[Any, torch.Tensor | None]: ...
+    ) -> tuple[_Landed, torch.Tensor | None]: ...
 
     def dispatch_again(
         self,
@@ -340,7 +341,7 @@ class EPAll2AllLayer:
         weight: torch.Tensor | None = None,
         *,
         landing: str | None = None,
-    ) -> tuple[Any, torch.Tensor | None]:
+    ) -> tuple[_Landed, torch.Tensor | None]:
         """Send other rows by the routing of an earlier dispatch. Collective; nothing waits for the host, in exact mode
         either: how many rows arrive is known.
 
@@ -367,6 +368,30 @@ class EPAll2AllLayer:
         (recv_x, recv_weights, _), _ = self._send_expert_major(request, landing)
         return recv_x, recv_weights
 
+    @overload
+    def dispatch_scaled(
+        self,
+        input: torch.Tensor,
+        scale: torch.Tensor,
+        exp_indices: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        *,
+        layout_desc: EPAllToAllLayoutDesc | None = None,
+        return_recv_hook: Literal[False] = False,
+    ) -> ReceivedScaled: ...
+
+    @overload
+    def dispatch_scaled(
+        self,
+        input: torch.Tensor,
+        scale: torch.Tensor,
+        exp_indices: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        *,
+        layout_desc: EPAllToAllLayoutDesc | None = None,
+        return_recv_hook: Literal[True],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc, RecvHook]: ...
+
     def dispatch_scaled(
         self,
         input: torch.Tensor,
@@ -376,7 +401,7 @@ class EPAll2AllLayer:
         *,
         layout_desc: EPAllToAllLayoutDesc | None = None,
         return_recv_hook: bool = False,
-    ) -> tuple[Any, ...]:
+    ) -> ReceivedScaled | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc, RecvHook]:
         """`dispatch`, expert-major, of rows that somebody has quantised: bytes with their scales. Collective.
 
         They travel as they are, and nothing looks at what they hold. `combine` takes rows of the layer's dtype.
@@ -405,7 +430,9 @@ class EPAll2AllLayer:
         given = Rows(input, scale)
         request = self._requests.dispatch_scaled(given, exp_indices, weight, layout_desc)
         sent = self._send(request, EXPERT_MAJOR[None], return_recv_hook)
-        results = (*sent.received.x.like(given), sent.received.weights, sent.desc)
+        recv_x, recv_scale = sent.received.x.like(given)
+        assert recv_scale is not None, "sent"
+        results = (recv_x, recv_scale, sent.received.weights, sent.desc)
         if not return_recv_hook:
             return results
         return *results, InFlight(self.context, "dispatch", sent.receive).hook(results)
@@ -503,7 +530,7 @@ class EPAll2AllLayer:
         scale: torch.Tensor | None = None,
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         """Send other rows by the routing of a `dispatch_compact`. Collective; the host waits for nothing.
 
         This is the backward pass of `combine` of that descriptor.
@@ -579,7 +606,7 @@ class EPAll2AllLayer:
         return_recv_hook: bool = False,
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | tuple[torch.Tensor, RecvHook | EPEvent]:
         """Bring expert outputs back and sum them per token. Collective.
 
         Args:
@@ -767,7 +794,7 @@ class EPAll2AllLayer:
             )
         ctx.unread = None  # this rank knows
 
-    def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
+    def ep_barrier_all(self, stream: torch.cuda.Stream | None = None, intra_node_only: bool = False) -> None:
         """Barrier on `stream` over all ranks, or over those of this node (`BarrierAllContext.barrier_all`)."""
         self.barrier.barrier_all(stream, intra_node_only)
 
@@ -785,7 +812,7 @@ class EPAll2AllLayer:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config})"
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ConfigError(
             "a layer holds symmetric memory of running processes, so it can be neither copied nor pickled. Make "
             "another on all ranks; in a module that is copied or saved keep it outside, and set it anew."

@@ -11,14 +11,13 @@ import torch.distributed as dist
 
 from tests.aot.library import Built
 from triton_ep import EPAll2AllLayer, autograd
+from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep import Buffer, release
 from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.kernels.spec import all_kernels
 from triton_ep.mx.channel_scales import quantize_channels
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.ops.dispatch import Rows
-from triton_ep.ops.routing import RoutingMap
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.library import Library
 from triton_ep.runtime.plans import layers

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations import hybrid_reference as reference
+from triton_ep.context.given import RoutingMap
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, PeerFailed, StaleHandleError
 from triton_ep.integrations.hybrid_ep import HybridEPBuffer, indices_to_map
 from triton_ep.integrations.hybrid_ep.maps import weights_of_slots
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops import routing as routing_ops
-from triton_ep.ops.routing import RoutingMap
 from triton_ep.testing import apply_expert
 
 HIDDEN, EXPERTS, TOPK = 64, 2, 3  # experts per rank

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from triton_ep import CapacityError, ConfigError, EPAll2AllLayer, InputError, PeerFailed, StaleHandleError
 from triton_ep.distributed import current_heap
-from triton_ep.ops import compact as compact_ops
+from triton_ep.ops import slabs as slab_ops
+from triton_ep.ops import token_layout as token_layout_ops
 from triton_ep.reference import compact as reference
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.testing import Workload, make_workload
@@ -212,7 +213,7 @@ def test_the_first_call_with_num_rows_is_refused_on_one_rank(run_ranks, nodes, r
 def test_token_layout_counts_each_rank_once():
     """Counts per rank, node and expert, and which ranks a token goes to, against counting one by one."""
     work = make_workload(0, 8, 70, hidden=8, topk=5, num_experts=24, routing="duplicates", drop=0.3)
-    got = compact_ops.token_layout(work.topk_idx.to(DEVICE), 24, 8, 4, compact_ops.ZeroCounts())
+    got = token_layout_ops.token_layout(work.topk_idx.to(DEVICE), 24, 8, 4, token_layout_ops.ZeroCounts())
     goes = torch.zeros(70, 8, dtype=torch.bool)
     experts = torch.zeros(24, dtype=torch.int32)
     for token, row in enumerate(work.topk_idx.tolist()):
@@ -228,7 +229,7 @@ def test_token_layout_counts_each_rank_once():
 
 def test_counts_start_from_zero():
     """Every piece, also when there were many, starts from zero and is nobody else's."""
-    zeros, device = compact_ops.ZeroCounts(), torch.device(DEVICE)
+    zeros, device = token_layout_ops.ZeroCounts(), torch.device(DEVICE)
     taken = [zeros.take(9, device).add_(number) for number in range(1, 150)]
     assert [each.tolist() for each in taken] == [[number] * 12 for number in range(1, 150)]
     assert all(each.data_ptr() % 16 == 0 for each in taken)
@@ -240,8 +241,8 @@ def test_slabs_and_back():
     offsets = torch.tensor([0, 4, 4, 12, 16], dtype=torch.int32, device=DEVICE)  # with gaps
     rows = torch.arange(16 * 6, dtype=torch.bfloat16, device=DEVICE).view(16, 6)
     slabs = torch.empty(4, 7, 6, dtype=rows.dtype, device=DEVICE)
-    compact_ops.to_slabs(rows, offsets, counts, slabs)
-    back = compact_ops.from_slabs(slabs, offsets, counts, 16)
+    slab_ops.to_slabs(rows, offsets, counts, slabs)
+    back = slab_ops.from_slabs(slabs, offsets, counts, 16)
     for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
         assert torch.equal(slabs[expert, :count], rows[start : start + count])
         assert torch.equal(back[start : start + count], rows[start : start + count])

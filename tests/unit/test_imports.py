@@ -74,6 +74,7 @@ BREACHES = {
     "triton_ep.ops.library_of_others": "import nvshmem.core",
     "triton_ep.cli.memory_of_others": "from triton_ep.heap.host import HostHeap",
     "triton_ep.testing.codes": "from triton_ep.kernels.device.waits import WAIT_SPLITS",
+    "triton_ep.integrations.launch": "from triton_ep.ops.combine import combine",
     "triton_ep.exchange.kernel": "from triton_ep.kernels.intranode.dispatch import dispatch_push_kernel",
     "triton_ep.reference.shared": "from triton_ep.config import Topology",
     "triton_ep.reference.shared_errors": "from triton_ep.errors import EPError",

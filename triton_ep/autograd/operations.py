@@ -16,10 +16,10 @@ import torch
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import entry_fields, placement_parts
 from triton_ep.errors import StaleHandleError
+from triton_ep.exchange import slots as slot_ops
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.ops import slots as slot_ops
 from triton_ep.ops.weighted_rows import weighted_rows_backward
 
 LAYERS: WeakValueDictionary[int, EPAll2AllLayer] = WeakValueDictionary()
@@ -45,7 +45,7 @@ def layer_of(key: int) -> EPAll2AllLayer:
 
 
 def tensors_of(desc: EPAllToAllLayoutDesc) -> list[torch.Tensor]:
-    """The tensors of a descriptor, in the order that `_descriptor` expects."""
+    """The tensors of a descriptor, in the order that `_descriptor` expects: entries and placement, then what it has."""
     found = (desc.entries, desc.placement, desc.forward, desc.skipped_token_topk_mapping_indices)
     return [tensor for tensor in found if tensor is not None]
 
@@ -194,7 +194,8 @@ def _dispatch_backward(
 def _(
     grad_rows: Any, grad_weights: Any, slots: Any, desc: Any, want_x: bool, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, tokens, topk = desc[0].shape
+    entries, *_ = desc
+    _, tokens, topk = entries.shape
     return (
         grad_rows.new_empty((tokens, grad_rows.shape[1]) if want_x else (0,)),
         grad_rows.new_empty((tokens, topk) if grad_weights is not None else (0,), dtype=torch.float32),
@@ -287,7 +288,9 @@ def _combine(
 
 @_combine.register_fake
 def _(y: Any, weights: Any, desc: Any, num_rows: Any, layer: int) -> torch.Tensor:
-    return y.new_empty((desc[0].shape[1], y.shape[1]))
+    entries, *_ = desc
+    _, tokens, _ = entries.shape
+    return y.new_empty((tokens, y.shape[1]))
 
 
 @torch.library.custom_op(
@@ -318,8 +321,9 @@ def _(grad: Any, entries: Any, placement: Any, num_rows: Any, layer: int) -> tup
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     y, weights, desc, ctx.num_rows, ctx.layer = inputs
     ctx.num_desc = len(desc)
+    entries, placement, *_ = desc
     with_weights = () if weights is None else (weights, y)
-    ctx.save_for_backward(desc[0], desc[1], *with_weights)
+    ctx.save_for_backward(entries, placement, *with_weights)
 
 
 def _backward_of_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -8,14 +8,13 @@ import torch
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.errors import InputError, StaleHandleError
 from triton_ep.exchange import checks, refusals
 from triton_ep.exchange.finish import Ending
 from triton_ep.exchange.landings import Deduplicated
-from triton_ep.exchange.request import Request, rows_of
+from triton_ep.exchange.request import Request, as_sent, rows_of
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.ops.dispatch import Rows
-from triton_ep.ops.routing import RoutingMap
 
 _Refused = (InputError, StaleHandleError)
 
@@ -88,9 +87,9 @@ class Requests:
             refusals.refuse(ctx, scaled=True, others_know=desc is not None)
             raise
         if desc is not None:
-            return again(rows.as_bytes(), desc, weights)
+            return again(as_sent(rows), desc, weights)
         assert ids is not None, "checked"
-        return Request(rows.as_bytes(), ids, weights)
+        return Request(as_sent(rows), ids, weights)
 
     def dispatch_with_row_map(
         self, rows: Rows, given: torch.Tensor | RoutingMap, weights: torch.Tensor | None
@@ -113,7 +112,7 @@ class Requests:
             raise
         if num_tokens > cfg.max_tokens:
             self._needs(num_tokens)
-        return Request(rows.as_bytes(), given, weights)
+        return Request(as_sent(rows), given, weights)
 
     def dispatch_compact(
         self,
@@ -144,7 +143,7 @@ class Requests:
             raise
         if x.shape[0] > cfg.max_tokens:
             self._needs(x.shape[0])
-        return Request(rows.as_bytes(), ids, weights, num_rows=num_rows)
+        return Request(as_sent(rows), ids, weights, num_rows=num_rows)
 
     def dispatch_compact_again(self, ending: Ending, rows: Rows, desc: EPAllToAllLayoutDesc) -> Request:
         """Of `EPAll2AllLayer.dispatch_compact_again`."""
@@ -156,7 +155,7 @@ class Requests:
         except _Refused:
             refusals.refuse(self._ctx, Deduplicated(), scaled=rows.scale is not None, num_rows=0)
             raise
-        return again(rows.as_bytes(), desc)
+        return again(as_sent(rows), desc)
 
     def _keep_kind(self, scaled: bool) -> None:
         """Hold a low-latency layer to rows of one kind."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from triton_ep.context.context import DispatchCombineContext
@@ -20,7 +18,7 @@ class BarrierAllContext:
     def __init__(self, context: DispatchCombineContext) -> None:
         self.context = context
 
-    def barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
+    def barrier_all(self, stream: torch.cuda.Stream | None = None, intra_node_only: bool = False) -> None:
         """Make `stream` wait until all ranks (of this node, if `intra_node_only`) have reached this call.
 
         Asynchronous on a GPU; everything the streams of the others did before is visible behind it.

@@ -1,10 +1,13 @@
-"""Arguments of the layer's calls: what fits, and how every rank learns of a mistake that one of them sees."""
+"""Arguments of the layer's calls: what fits, and how every rank learns of a mistake that one of them sees.
+
+Arguments have the types that callers promise; checks that ask for the type itself take `object`.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import torch
 
@@ -121,12 +124,12 @@ def check_num_tokens(cfg: EPConfig, num_tokens: int) -> None:
 def _check_dispatch(
     cfg: EPConfig,
     device: torch.device,
-    x: Any,
-    topk_idx: Any,
-    weights: Any,
-    scatter: Any,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    scatter: torch.Tensor | None,
     known_tokens: int | None = None,
-    scale: Any = None,
+    scale: torch.Tensor | None = None,
 ) -> None:
     """Raise InputError unless the arguments of `EPAll2AllLayer.dispatch` fit the layer.
 
@@ -155,7 +158,13 @@ def _check_dispatch(
         _check_tensor(device, "full_scatter_indices", scatter, shape, ids)
 
 
-def _check_rows(cfg: EPConfig, device: torch.device, x: Any, num_tokens: int | None, scale: Any = None) -> None:
+def _check_rows(
+    cfg: EPConfig,
+    device: torch.device,
+    x: torch.Tensor,
+    num_tokens: int | None,
+    scale: torch.Tensor | None = None,
+) -> None:
     """Raise InputError unless `x` is rows of the layer, `num_tokens` of them (None = any number).
 
     scale: of one-byte rows, which a layer without payload takes in place of its own.
@@ -218,13 +227,13 @@ def check_compact_layer(cfg: EPConfig) -> None:
             )
 
 
-def check_num_rows(num_rows: Any) -> None:
+def check_num_rows(num_rows: object) -> None:
     """Raise InputError unless `num_rows` of `dispatch_compact` is None or a number of rows."""
     if num_rows is not None and not (isinstance(num_rows, int) and num_rows >= 0):
         raise InputError(f"num_rows is {num_rows}; it must be None (exact) or a number of rows.")
 
 
-def check_compact_desc(call: str, layer_id: int, desc: Any) -> None:
+def check_compact_desc(call: str, layer_id: int, desc: EPAllToAllLayoutDesc) -> None:
     """Raise unless `desc` is of a `dispatch_compact` of this layer.
 
     Raises:
@@ -239,12 +248,12 @@ def check_compact_desc(call: str, layer_id: int, desc: Any) -> None:
 
 
 @_refusing
-def check_topk_values(cfg: EPConfig, device: torch.device, values: Any, num_rows: int) -> None:
+def check_topk_values(cfg: EPConfig, device: torch.device, values: torch.Tensor, num_rows: int) -> None:
     """Raise InputError unless `values` has a float32 per (compact row, k)."""
     _check_tensor(device, "values", values, (num_rows, cfg.topk), (torch.float32,))
 
 
-def check_overlap(return_recv_hook: bool, async_finish: bool, previous_event: Any) -> None:
+def check_overlap(return_recv_hook: bool, async_finish: bool, previous_event: object) -> None:
     """Raise InputError unless these arguments of `dispatch` and `combine` go together."""
     if return_recv_hook and async_finish:
         raise InputError(
@@ -259,7 +268,7 @@ def check_overlap(return_recv_hook: bool, async_finish: bool, previous_event: An
         raise InputError(f"previous_event must be an EPEvent, got {type(previous_event).__name__}.")
 
 
-def check_landing(cfg: EPConfig, landing: Any) -> None:
+def check_landing(cfg: EPConfig, landing: object) -> None:
     """Raise InputError unless rows of the layer can land as `landing` says."""
     if landing is None:
         return
@@ -293,7 +302,14 @@ def check_combine_buffer(cfg: EPConfig, num_rows: int, room: int) -> None:
 
 
 @_refusing
-def check_combine(cfg: EPConfig, device: torch.device, layer_id: int, y: Any, desc: Any, weights: Any) -> None:
+def check_combine(
+    cfg: EPConfig,
+    device: torch.device,
+    layer_id: int,
+    y: torch.Tensor,
+    desc: EPAllToAllLayoutDesc,
+    weights: torch.Tensor | None,
+) -> None:
     """Raise unless the arguments of `EPAll2AllLayer.combine` fit the layer.
 
     Raises:
@@ -308,7 +324,13 @@ def check_combine(cfg: EPConfig, device: torch.device, layer_id: int, y: Any, de
 
 @_refusing
 def check_again(
-    cfg: EPConfig, device: torch.device, layer_id: int, x: Any, desc: Any, weights: Any, scale: Any = None
+    cfg: EPConfig,
+    device: torch.device,
+    layer_id: int,
+    x: torch.Tensor,
+    desc: EPAllToAllLayoutDesc,
+    weights: torch.Tensor | None,
+    scale: torch.Tensor | None = None,
 ) -> None:
     """Raise unless the arguments of `dispatch_again` fit the layer; scale: of one-byte rows.
 
@@ -330,7 +352,7 @@ def check_again(
     _check_dispatch(cfg, device, x, desc.topk_indices_tensor, weights, None, desc.num_dispatch_token_cur_rank, scale)
 
 
-def _check_descriptor(call: str, layer_id: int, desc: Any) -> None:
+def _check_descriptor(call: str, layer_id: int, desc: object) -> None:
     if not isinstance(desc, EPAllToAllLayoutDesc):
         raise InputError(f"{call} needs the descriptor that dispatch returned, got {type(desc).__name__}.")
     if desc.layer_id != layer_id:
@@ -352,7 +374,7 @@ def _check_mx(cfg: EPConfig, device: torch.device, x: MXTensor) -> None:
     _check_tensor(device, "input.scale", x.scale, (x.shape[0], cfg.hidden // 32), (torch.float8_e8m0fnu,))
 
 
-def _check_scaled(cfg: EPConfig, device: torch.device, data: Any, scale: Any) -> None:
+def _check_scaled(cfg: EPConfig, device: torch.device, data: torch.Tensor, scale: object) -> None:
     """Raise InputError unless one-byte rows and their scales fit a layer of rows of H elements."""
     _check_tensor(device, "input", data, (None, cfg.hidden), ONE_BYTE)
     if not isinstance(scale, torch.Tensor):
@@ -367,7 +389,7 @@ def _check_scaled(cfg: EPConfig, device: torch.device, data: Any, scale: Any) ->
 
 
 def _check_tensor(
-    device: torch.device, name: str, tensor: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
+    device: torch.device, name: str, tensor: object, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """Raise InputError unless `tensor` has that shape (None = any), one of the dtypes, and the layer's device.
 

@@ -17,6 +17,7 @@ import torch
 from triton_ep.config import EPConfig
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import Rows
 from triton_ep.context.overlap import EPEvent
 from triton_ep.context.records import Report
 from triton_ep.context.rows import RowFormat
@@ -109,7 +110,7 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         """Forward, wait, and copy each arrived row to its output rows."""
         dispatch_ops.receive(ctx, fmt, received, placement, forward, side)
 
-    def output(self, rows: dispatch_ops.Rows, config: EPConfig) -> torch.Tensor | MXTensor | RowScaled:
+    def output(self, rows: Rows, config: EPConfig) -> torch.Tensor | MXTensor | RowScaled:
         """`recv_x` of a dispatch that received these rows."""
         if rows.scale is None:
             return rows.data
@@ -188,10 +189,10 @@ class CompactRows:
     event: EPEvent | None = None
 
 
-def compact_rows(sent: Sent[compact_ops.Compact], given: dispatch_ops.Rows) -> CompactRows:
+def compact_rows(sent: Sent[compact_ops.Compact], given: Rows) -> CompactRows:
     """What `dispatch_compact` returns of rows whose dtypes are those of `given`; ids were asked for."""
     rows, ids = sent.received, sent.received.topk_idx
     assert ids is not None, "asked for"
-    x, scales = dispatch_ops.Rows(rows.x, rows.scale).like(given)
+    x, scales = Rows(rows.x, rows.scale).like(given)
     counts = None if sent.host_counts is None else list(sent.host_counts)
     return CompactRows(x, ids, rows.topk_weights, counts, sent.desc, scales)

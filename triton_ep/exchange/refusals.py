@@ -8,11 +8,11 @@ import torch
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import Rows
 from triton_ep.errors import PeerFailed
 from triton_ep.exchange import steps
 from triton_ep.exchange.landings import EXPERT_MAJOR, Landing
 from triton_ep.exchange.request import Request
-from triton_ep.ops.dispatch import Rows
 
 
 def refuse(

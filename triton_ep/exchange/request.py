@@ -9,11 +9,11 @@ from typing import Generic, TypeVar
 import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.compact import Compact
 from triton_ep.ops.dispatch import Received as Expanded
-from triton_ep.ops.dispatch import Rows
-from triton_ep.ops.routing import RoutingMap
+from triton_ep.ops.strides import view_as
 
 Received = TypeVar("Received", Expanded, Compact)
 """What a landing gives (triton_ep/exchange/landings.py)."""
@@ -22,6 +22,14 @@ Received = TypeVar("Received", Expanded, Compact)
 def rows_of(x: torch.Tensor | MXTensor) -> Rows:
     """Rows to send; an MXTensor goes as it is."""
     return Rows(x.qdata, x.scale.view(torch.uint8)) if isinstance(x, MXTensor) else Rows(x)
+
+
+def as_sent(rows: Rows) -> Rows:
+    """The same memory under the dtypes that travel: one-byte rows as e4m3 whatever they hold, their scales as bytes."""
+    if rows.scale is None:
+        return rows
+    data = rows.data if rows.data.dtype == torch.float8_e4m3fn else rows.data.view(torch.float8_e4m3fn)
+    return Rows(data, view_as(rows.scale, torch.uint8))
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -91,7 +90,7 @@ def dispatch(
 
 
 def preprocess(
-    ctx: DispatchCombineContext, request: Request, landing: Landing[Any]
+    ctx: DispatchCombineContext, request: Request, landing: Landing[Received]
 ) -> tuple[routing_ops.Routing, torch.Tensor]:
     """Count entries, give them slots, and exchange the counts of all ranks: routing, and what the ranks said.
 
@@ -127,7 +126,7 @@ def _host_word(ctx: DispatchCombineContext, request: Request, deduplicated: bool
 
 
 def init_output_buffer(
-    ctx: DispatchCombineContext, request: Request, landing: Landing[Any], placement: torch.Tensor
+    ctx: DispatchCombineContext, request: Request, landing: Landing[Received], placement: torch.Tensor
 ) -> Arrivals:
     """What arrives here, in buffers that are large enough. (The name is the specification's.)
 

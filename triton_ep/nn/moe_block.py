@@ -23,8 +23,8 @@ from torch.utils import _pytree
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import EPEvent, current_stream
 from triton_ep.errors import InputError
+from triton_ep.exchange import slots as slot_ops
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops import slots as slot_ops
 from triton_ep.ops.row_scales import RowScaled
 
 Params = Sequence[torch.Tensor | None]

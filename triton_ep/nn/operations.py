@@ -18,10 +18,10 @@ from triton_ep.autograd.operations import layer_of, make_descriptor
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.layout import entry_fields
 from triton_ep.errors import StaleHandleError
+from triton_ep.exchange import slots as slot_ops
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.nn.exchanges import Exchange
 from triton_ep.nn.moe_block import MoEBlock, Needs
-from triton_ep.ops import slots as slot_ops
 from triton_ep.ops.row_scales import RowScaled
 
 _EXPERTS: WeakValueDictionary[int, Any] = WeakValueDictionary()

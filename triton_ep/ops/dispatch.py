@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.given import Rows
 from triton_ep.context.rows import RowFormat
 from triton_ep.kernels.device.codes import (
     LANDING_BF16,
@@ -24,32 +25,6 @@ from triton_ep.runtime.plans import exchange
 from triton_ep.runtime.plans.layers import LANDINGS, landed_words
 
 _LANDED_WORDS = {"i32": torch.int32, "i64": torch.int64}
-
-
-class Rows(NamedTuple):
-    """Rows to send, [T, H]: as they are, or quantised; or rows that were received.
-
-    Attributes:
-        data: of the token dtype, or e4m3, whatever the bytes are; received ones also bfloat16.
-        scale: [T, H / 32] uint8, with e4m3 data only; of received ones also [R] float32.
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor | None = None
-
-    def as_bytes(self) -> Rows:
-        """The same with the dtypes above, of scales of any dtype."""
-        if self.scale is None:
-            return self
-        data = self.data if self.data.dtype == torch.float8_e4m3fn else self.data.view(torch.float8_e4m3fn)
-        return Rows(data, view_as(self.scale, torch.uint8))
-
-    def like(self, given: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The data and scales, with the dtypes of those whose bytes were sent."""
-        if self.scale is None or given.scale is None:
-            return self.data, None
-        same = given.data.dtype == self.data.dtype
-        return self.data if same else self.data.view(given.data.dtype), self.scale.view(given.scale.dtype)
 
 
 def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:

@@ -9,9 +9,10 @@ import torch
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import Rows
 from triton_ep.context.rows import RowFormat
 from triton_ep.kernels.device.codes import COMBINE_WEIGHTS, HOST_WEIGHTS, MX, QUANTISE, WORDS
-from triton_ep.ops.dispatch import Received, Rows
+from triton_ep.ops.dispatch import Received
 from triton_ep.ops.tuning import as_words
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import low_latency as plans

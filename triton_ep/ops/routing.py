@@ -8,26 +8,12 @@ from typing import NamedTuple
 import torch
 
 from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
+from triton_ep.context.given import RoutingMap
 from triton_ep.context.layout import entry_fields
 from triton_ep.context.rows import RowFormat
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import compact, exchange
 from triton_ep.runtime.plans.shape import ROUTING_TOKENS
-
-
-class RoutingMap(NamedTuple):
-    """What a routing map says of this rank's tokens, in place of expert ids [T, K] and weights [T, K].
-
-    Attributes:
-        routed: [T, E] bool, contiguous.
-        probs: [T, E] float32, contiguous, or None.
-        excess: [1] int32 on the device, to which experts are added that find no slot; None: a token with more than K
-            experts is reported with the splits, from which hosts raise `CapacityError`.
-    """
-
-    routed: torch.Tensor
-    probs: torch.Tensor | None
-    excess: torch.Tensor | None
 
 
 class Routing(NamedTuple):

@@ -37,7 +37,8 @@ from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, orde
 from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.mx.channel_scales import quantize_channels
-from triton_ep.ops.compact import ZeroCounts, from_slabs, token_layout
+from triton_ep.ops.slabs import from_slabs
+from triton_ep.ops.token_layout import ZeroCounts, token_layout
 
 _WEIGHTS_HIDDEN = 8
 """Elements of the rows that only accompany weights."""

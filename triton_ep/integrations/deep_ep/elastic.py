@@ -14,6 +14,7 @@ from triton_ep.context.choice import choose, default_num_sm
 from triton_ep.context.overlap import EPEvent
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.exchange.slots import to_slots
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import add, biases_of, check_ids
 from triton_ep.integrations.deep_ep.elastic_handle import EPHandle
@@ -22,7 +23,6 @@ from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.slots import to_slots
 
 _SIZE_STEP = 2 << 20
 """Byte counts of buffers are multiples of it."""

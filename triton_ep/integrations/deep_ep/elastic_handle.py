@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.exchange.slots import known_copies, row_slots
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.slots import known_copies, row_slots
 from triton_ep.ops.strides import view_as
 
 

@@ -10,7 +10,7 @@ import torch
 from triton_ep.integrations.deep_ep.fp8 import CHANNELS, scales_of_bytes
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.compact import to_slabs
+from triton_ep.ops.slabs import to_slabs
 
 
 class Slabs:

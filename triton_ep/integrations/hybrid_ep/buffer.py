@@ -11,6 +11,7 @@ import torch
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
+from triton_ep.exchange.slots import row_slots, to_slots
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep import arguments as checks
 from triton_ep.integrations.hybrid_ep.handle import RANK_ITEMS, Handle, Routing, open_handle
@@ -19,7 +20,6 @@ from triton_ep.integrations.hybrid_ep.maps import indices_to_map, map_of_slots, 
 from triton_ep.integrations.hybrid_ep.routing import AgreedSizes, CallMode, GivenRouting
 from triton_ep.integrations.hybrid_ep.rows import SentRows, dtype_of_layer
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.slots import row_slots, to_slots
 
 Permuted = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, Handle]
 

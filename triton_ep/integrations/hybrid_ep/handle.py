@@ -11,12 +11,12 @@ import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import InputError, StaleHandleError
+from triton_ep.exchange.slots import known_copies
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep.layers import Layers
 from triton_ep.integrations.hybrid_ep.maps import map_of_rows
 from triton_ep.integrations.lazy_items import LazyItems
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.slots import known_copies
 
 PERMUTED_ITEMS, RANK_ITEMS = 11, 7
 """Items of a handle, as HybridEP's tuples have them: of permuted rows, and of rows by rank."""

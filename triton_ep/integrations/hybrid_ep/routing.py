@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from triton_ep.context.given import RoutingMap
 from triton_ep.errors import CapacityError, InputError, PeerFailed, WaitTimeout
 from triton_ep.integrations.hybrid_ep.layers import Layers
 from triton_ep.integrations.hybrid_ep.maps import weights_of_slots
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.routing import RoutingMap
 
 _MOST_EXPERTS = 32  # per token, of a layer
 

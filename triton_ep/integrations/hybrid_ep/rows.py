@@ -7,28 +7,16 @@ from typing import Any, NamedTuple
 import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.errors import InputError
 from triton_ep.exchange.checks import ONE_BYTE
+from triton_ep.exchange.slots import slots_of_map
 from triton_ep.integrations import arguments as check
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.ops.dispatch import Rows
-from triton_ep.ops.routing import RoutingMap, map_slots
 
 _CHANNELS = 128  # values that share a scale
 Arrived = tuple[torch.Tensor, torch.Tensor | None]
-
-
-def _slots(given: RoutingMap, layer: EPAll2AllLayer) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ids [T, K] and weights [T, K] of a routing map. A map on another device gives ids there, which the layer
-    refuses."""
-    shape, device = (given.routed.shape[0], layer.config.topk), given.routed.device
-    if device != layer.context.device:
-        return torch.full(shape, -1, dtype=torch.int32, device=device), None
-    ids = torch.empty(shape, dtype=torch.int32, device=device)
-    weights = None if given.probs is None else torch.empty(shape, dtype=torch.float32, device=device)
-    map_slots(layer.context, given, ids, weights)
-    return ids, weights
 
 
 def dtype_of_layer(hidden: Any) -> torch.dtype:
@@ -105,7 +93,7 @@ class SentRows(NamedTuple):
         if isinstance(idx, RoutingMap) and (
             isinstance(self.hidden, MXTensor) or self.hidden.device != layer.context.device
         ):
-            idx, weights = _slots(idx, layer)  # the layer names what does not fit
+            idx, weights = slots_of_map(layer.context, idx)  # the layer names what does not fit
         return layer.dispatch_with_row_map(Rows(*self), idx, weights)
 
     def again(
@@ -129,7 +117,7 @@ class SentRows(NamedTuple):
         weights: None with a map, which has its own.
         """
         if isinstance(idx, RoutingMap):
-            idx, weights = _slots(idx, layer)
+            idx, weights = slots_of_map(layer.context, idx)
         received = layer.dispatch_compact(self.hidden, idx, weights, scale=self.scales, num_rows=num_rows)
         return (received.x, received.scale), received.topk_idx, received.topk_weights, received.layout_desc
 

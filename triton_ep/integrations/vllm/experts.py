@@ -11,7 +11,7 @@ from triton_ep.integrations.arrived import ArrivedExperts
 from triton_ep.integrations.vllm.prepare_finalize import PrepareFinalize
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.activation import Activation
-from triton_ep.ops.compact import from_slabs, to_slabs
+from triton_ep.ops.slabs import from_slabs, to_slabs
 
 ACTIVATIONS = {
     "silu": Activation(),

@@ -20,7 +20,7 @@ from triton_ep.integrations.vllm.placement import Placement, Placements
 from triton_ep.integrations.vllm.quantize import quantize_rows, scales_in_tiles
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.mx.tensor import MXTensor
-from triton_ep.ops.compact import from_slabs, to_slabs
+from triton_ep.ops.slabs import from_slabs, to_slabs
 
 _users = itertools.count()
 

@@ -30,7 +30,7 @@ class LayerCalls:
         scatter: full_scatter_indices are passed.
         quantized: rows are passed as MXTensor, too (payload "mxfp8").
         gradients: gradients of routing weights are taken.
-        compact: `dispatch_compact` is called, too, and `ops.compact.token_layout`.
+        compact: `dispatch_compact` is called, too, and `ops.token_layout`.
         fp8_rows: one-byte rows with scales are sent, too (`dispatch_scaled`, and with `compact` the calls of that).
         maps: calls are those of `HybridEPBuffer`: by routing maps of up to `topk` experts per token, or by ids, with
             handles that know where the copies of a token went.

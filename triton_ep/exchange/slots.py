@@ -1,8 +1,9 @@
-"""One float32 per received row, back to its own (token, k): what the gradient of routing weights needs.
+"""Slots: which (token, k) a received row belongs to, and which experts a routing map puts into a token's slots.
 
-Combine sums over k, so it can carry a value per slot if every slot has a column of its own: each row puts its
-value into column k and zeros into the others. It then is a combine of short float32 rows, with the same kernels,
-buffers and epochs as any other; no term but one is not zero, so the sum is exact.
+A value per received row goes back to its own (token, k): the gradient of routing weights. Combine sums over k, so it
+carries a value per slot if every slot has a column of its own: each row puts its value into column k and zeros into the
+others. That is a combine of short float32 rows, with the same kernels, buffers and epochs as any other; all terms but
+one are zero, so the sum is exact.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import torch
 
 from triton_ep.context.context import DispatchCombineContext, reports_failure
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
+from triton_ep.context.given import RoutingMap
 from triton_ep.ops import combine as combine_ops
+from triton_ep.ops import routing as routing_ops
 
 
 def known_copies(
@@ -64,3 +67,18 @@ def to_slots(
         parts.append(combine_ops.combine(ctx, narrow, rows, None, desc, of_slots=True))
     whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return whole[:, :topk].contiguous()
+
+
+def slots_of_map(ctx: DispatchCombineContext, given: RoutingMap) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ids [T, K] int32 of the experts of a routing map, ascending, -1 in slots without one; their weights [T, K]
+    float32, or None. Local.
+
+    A map on another device than the layer's gives ids -1 there, which the layer refuses.
+    """
+    shape, device = (given.routed.shape[0], ctx.config.topk), given.routed.device
+    if device != ctx.device:
+        return torch.full(shape, -1, dtype=torch.int32, device=device), None
+    ids = torch.empty(shape, dtype=torch.int32, device=device)
+    weights = None if given.probs is None else torch.empty(shape, dtype=torch.float32, device=device)
+    routing_ops.map_slots(ctx, given, ids, weights)
+    return ids, weights
