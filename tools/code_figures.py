@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LAYOUT_VALUES = ("state_ptr", "tables_ptr", "num_ranks", "ranks_per_node", "experts_per_rank")
+RECORDS = ("placement", "report", "entries", "step", "status", "host_word", "small", "desc", "placement_ptr")
 MOST_PARAMETERS = 10
 
 
@@ -36,6 +37,37 @@ def occurrences(folder: Path, names: tuple[str, ...]) -> int:
     return sum(len(pattern.findall(path.read_text())) for path in folder.rglob("*.py"))
 
 
+def bare_indices(folder: Path) -> int:
+    """Subscripts of the records of a dispatch by a number, or by a slice with a number: which field, nobody can see."""
+    found = 0
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[-1] in RECORDS:
+                parts = [node.slice.lower, node.slice.upper] if isinstance(node.slice, ast.Slice) else [node.slice]
+                found += any(isinstance(part, ast.Constant) and isinstance(part.value, int) for part in parts)
+    return found
+
+
+def inherited_calls(package: Path) -> int:
+    """Public methods that EPAll2AllLayer has from classes of other files."""
+    classes = {
+        node.name: node
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def of_bases(name: str) -> int:
+        bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name) and base.id in classes]
+        own = [
+            sum(isinstance(node, ast.FunctionDef) and not node.name.startswith("_") for node in classes[base].body)
+            for base in bases
+        ]
+        return sum(own) + sum(of_bases(base) for base in bases)
+
+    return of_bases("EPAll2AllLayer")
+
+
 def lines(paths: Iterator[Path]) -> int:
     """Of all these files together."""
     return sum(len(path.read_text().splitlines()) for path in paths)
@@ -53,6 +85,8 @@ def figures(root: Path) -> dict[str, int]:
         ),
         "occurrences of the five layout values in kernels/": occurrences(kernels, LAYOUT_VALUES),
         "lines of kernel specs": lines(path for path in kernels.glob("*spec*.py")),
+        "bare indices into records of a dispatch": sum(bare_indices(folder) for folder in (package, kernels)),
+        "public methods of the layer outside layer.py": inherited_calls(package),
         "entries of triton_ep/": sum(not path.name.startswith("__pycache__") for path in package.iterdir()),
         "lines of the longest file of triton_ep/": max(lines(iter([path])) for path in package.rglob("*.py")),
     }

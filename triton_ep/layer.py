@@ -66,7 +66,7 @@ class EPAll2AllLayer:
         rank, world_size: this process in `ep_group`, and its size; None: as the group says.
         num_tot_experts: experts over all ranks; must be given.
         local_world_size: ranks per node; smaller than the ranks of a host, it makes virtual nodes. None: as
-            `initialize_distributed` was told, or ranks per host.
+            `initialize_distributed` was given, or ranks per host.
         dtype: dtype of rows: bfloat16, float16 or float32.
         weight_dtype: float32.
         num_sm: programs of the communication kernels. None: from `tuned`, else from the tuned table that has an
@@ -275,7 +275,7 @@ class EPAll2AllLayer:
             return_recv_hook: launch the sending half only. What comes back is valid after the hook, which launches
                 the receiving half on the stream that is current then; it is collective, and must be called before
                 the next dispatch of this layer and before the combine of this one.
-            async_finish: run on `comm_stream`, behind what the current stream has been given. What comes back may
+            async_finish: run on `comm_stream`, after the work that the current stream has. What comes back may
                 be used on a stream after `EPEvent.current_stream_wait`.
             previous_event: with async_finish, what to wait for in place of the current stream.
 
@@ -357,7 +357,7 @@ class EPAll2AllLayer:
 
         Raises:
             InputError: an argument does not fit; a dispatch with `full_scatter_indices`, whose order is not kept. On
-                the rank that got it only; what the others learn, `check` tells them, as in static mode.
+                the rank that got it only; the others learn it from `check`, as in static mode.
             StaleHandleError: the descriptor is not of this layer.
             CallMismatch: descriptors of different dispatches, weights on some ranks only, or another call on another
                 rank; before rows are sent (on a GPU: from a later call or `check`).
@@ -474,7 +474,7 @@ class EPAll2AllLayer:
             input, exp_indices, weight: as in `dispatch`.
             scale: of one-byte rows, as in `dispatch_scaled`; on all ranks or on none.
             num_rows: None: as many rows as arrive, for which the host waits. n: n rows on every rank, and the host
-                waits for nothing; ids in rows behind the arrivals are -1, their weights 0. The first such call makes
+                waits for nothing; ids in rows after the arrivals are -1, their weights 0. The first such call makes
                 room for the most that can arrive, and waits for that. Arrivals from row n on are left out.
             async_finish, previous_event: as in `dispatch`.
 
@@ -680,7 +680,7 @@ class EPAll2AllLayer:
         """Symmetric buffer that `combine` reads; write expert outputs here to skip its staging copy.
 
         Waits, on the current stream, until no rank reads the rows of the combine before. Pass the whole tensor to the
-        next combine, on the same stream or one that is ordered behind it; any other combine of this layer takes the
+        next combine, on the same stream or one that is ordered after it; any other combine of this layer takes the
         buffer back. Call it on all ranks or on none, after the dispatch, which may move the buffer of an exact layer.
 
         Args:
@@ -708,7 +708,7 @@ class EPAll2AllLayer:
         return self._comm.stream
 
     def on_comm_stream(self, call: Callable[[], _Result], arguments: tuple[object, ...]) -> tuple[_Result, EPEvent]:
-        """What `call` returns on `comm_stream`, behind the current stream, and the event of its end.
+        """What `call` returns on `comm_stream`, after the work of the current stream, and the event of its end.
 
         arguments: what the call reads, which may then be dropped on the current stream.
         """
@@ -821,7 +821,7 @@ class EPAll2AllLayer:
     # --- what calls have in common ----------------------------------------------------------------------
 
     def _begin(self, call: str = "", *inputs: object) -> None:
-        """Raise if a dispatch may not begin: before the other ranks are told anything, because an open one counts.
+        """Raise if a dispatch may not begin: before the other ranks learn anything, because an open one counts.
 
         call, inputs: warn of a gradient that they lose.
         """

@@ -63,7 +63,7 @@ def dispatch(
     key = _key(layer)
     if not torch.compiler.is_compiling() and not _passable(layer, x, topk_idx, topk_weights):
         with torch.no_grad():
-            layer.dispatch(x, topk_idx, topk_weights)  # raises, and tells the other ranks
+            layer.dispatch(x, topk_idx, topk_weights)  # raises, and the other ranks learn of it
     want_slots = topk_weights is not None and topk_weights.requires_grad and torch.is_grad_enabled()
     if layer.config.payload is None:
         recv_x, _, *outputs = torch.ops.triton_ep.dispatch(x, None, topk_idx, topk_weights, want_slots, key)
@@ -132,7 +132,7 @@ def combine(
 
 
 def _passable(layer: EPAll2AllLayer, x: object, *others: object) -> bool:
-    """Whether an op takes these arguments: others it would refuse by itself, and no other rank would be told."""
+    """Whether an op takes these arguments: others it would refuse by itself, and no other rank would learn of it."""
     if layer.config.payload is None and isinstance(x, MXTensor):
         return False
     return all(

@@ -1,4 +1,4 @@
-"""The torch.library ops behind triton_ep.autograd: dispatch, combine, and the backward pass of each.
+"""The torch.library ops of triton_ep.autograd: dispatch, combine, and the backward pass of each.
 
 An op takes and returns tensors and ints only, none of them a view of another. So a descriptor goes in and out as a
 list of tensors, rows that may be an MXTensor as elements and scale bytes, and a layer as an integer key.
@@ -248,7 +248,7 @@ class DispatchMX(torch.autograd.Function):
         want_slots: bool,
         layer: int,
     ) -> tuple[torch.Tensor, ...]:
-        """The outputs of the op from the weights on, behind recv_x."""
+        """The outputs of the op from the weights on, after recv_x."""
         data, scale = _parts(x)
         given = scale if isinstance(x, MXTensor) else None
         output = torch.ops.triton_ep.dispatch(data, given, topk_idx, weights, want_slots, layer)
@@ -332,7 +332,7 @@ def _backward_of_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     data, scale = torch.ops.triton_ep.combine_backward(_plain(grad), entries, placement, ctx.num_rows, ctx.layer)
     offs = None
     if cfg.recv_capacity is not None:
-        # Static mode leaves rows behind the last expert as they are.
+        # Static mode leaves rows after the last expert as they are.
         first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["expert_offsets"]
         offs = placement[first : first + count]
     if with_weights:

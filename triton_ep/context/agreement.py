@@ -42,18 +42,18 @@ def check_agreement(config: EPConfig, group: Any, heap: SymmetricHeap, choice: C
     if choice is not None:
         mine["num_sm"] = None
     own = _Answer(mistake, mine, choice, config.shape().tuned, secrets.token_hex(8))
-    told: list[_Answer] = heap.gather(own, group, "the constructor of a layer")
+    answers: list[_Answer] = heap.gather(own, group, "the constructor of a layer")
     if mistake is not None:
         raise ConfigError(mistake)
-    for other, answer in enumerate(told):
+    for other, answer in enumerate(answers):
         if answer.mistake is not None:
             raise ConfigError(f"rank {other} of the group cannot make this layer: {answer.mistake}")
     for name in mine:
-        _compare(name, [answer.values[name] for answer in told])
+        _compare(name, [answer.values[name] for answer in answers])
     if choice is not None:
-        check_choices(choice, [answer.choice for answer in told if answer.choice is not None])
-    _compare("tuned", [answer.tuned for answer in told])
-    return told[0].name
+        check_choices(choice, [answer.choice for answer in answers if answer.choice is not None])
+    _compare("tuned", [answer.tuned for answer in answers])
+    return answers[0].name
 
 
 class _Answer(NamedTuple):

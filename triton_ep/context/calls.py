@@ -22,10 +22,10 @@ def mismatch(operation: int, tags: Sequence[int]) -> CallMismatch:
     return of_calls({rank: tag - 1 for rank, tag in enumerate(tags) if tag}, lambda tag: prefix + name(tag), True)
 
 
-def of_calls(told: Mapping[int, int], name: Callable[[int], str], failed: bool) -> CallMismatch:
+def of_calls(reported: Mapping[int, int], name: Callable[[int], str], failed: bool) -> CallMismatch:
     """The error for these tags, or host words, of ranks. failed: the layer is of no more use."""
     ranks: dict[str, list[int]] = {}
-    for rank, tag in told.items():
+    for rank, tag in reported.items():
         ranks.setdefault(name(tag), []).append(rank)
     where = "; ".join(f"{named(members)} in {call}" for call, members in ranks.items())
     remedy = "The layer has failed: finalize it on all ranks and make another." if failed else "No row was sent."

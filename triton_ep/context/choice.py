@@ -28,7 +28,7 @@ def key_of(config: EPConfig, device: torch.device) -> Key:
 
 def default_num_sm(device: torch.device) -> int:
     """Programs of the exchange where no table has an entry: twice as many as would fill the links if each kept its
-    pace beside the others, in eights, and a quarter of the multiprocessors at most. H200: 24."""
+    pace next to the others, in eights, and a quarter of the multiprocessors at most. H200: 24."""
     if device.type != "cuda":
         return _PROGRAMS_INTERPRETED
     properties = torch.cuda.get_device_properties(device)
@@ -62,7 +62,7 @@ def choose(config: EPConfig, device: torch.device) -> tuple[EPConfig, Choice]:
     return replace(config, num_sm=num_sm, tuned=entry), Choice(num_sm, source, failure)
 
 
-def check_choices(own: Choice, told: Sequence[Choice]) -> None:
+def check_choices(own: Choice, choices: Sequence[Choice]) -> None:
     """Raise unless all ranks of a group, in its order, would run with the same number.
 
     Raises:
@@ -70,10 +70,10 @@ def check_choices(own: Choice, told: Sequence[Choice]) -> None:
     """
     if own.failure is not None:
         raise ConfigError(own.failure)
-    for rank, other in enumerate(told):
+    for rank, other in enumerate(choices):
         if other.failure is not None:
             raise ConfigError(f"rank {rank} cannot choose num_sm: {other.failure}")
-    for rank, other in enumerate(told):
+    for rank, other in enumerate(choices):
         if other.num_sm != own.num_sm:
             raise ConfigError(
                 f"this rank would run with num_sm={own.num_sm} ({own.source}), rank {rank} with {other.num_sm} "

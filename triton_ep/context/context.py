@@ -315,10 +315,10 @@ class DispatchCombineContext:
             )
 
     def fail(self, what: str, error: Exception, begun: bool) -> None:
-        """Note that a call broke off here in the middle, and tell the ranks that wait for it, where the heap can.
+        """Note that a call broke off here in the middle; report it to the ranks that wait, where the heap can.
 
         Nothing for errors that all ranks raise, or that are raised before anything is sent: those of this package.
-        What another rank has told this one is noted, and not told again.
+        What another rank has reported to this one is noted, and not reported again.
 
         begun: other ranks wait for this one.
         """
@@ -335,7 +335,7 @@ class DispatchCombineContext:
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Calls made inside send gradients; so they are told from those of a forward pass on another rank."""
+        """Calls made inside send gradients; so another rank's call of a forward pass is a mismatch."""
         before, self.backward = self.backward, True
         try:
             yield

@@ -142,7 +142,8 @@ class EPAllToAllLayoutDesc:
         if self._low_latency or self.compact:
             return None
         first, _ = placement_parts(*self.shape)["tiles"]
-        return self.placement[first : first + tile_words(self.num_recv_rows, self.shape[2])].view(-1, TILE_WORDS)
+        _, _, experts = self.shape
+        return self.placement[first : first + tile_words(self.num_recv_rows, experts)].view(-1, TILE_WORDS)
 
     @property
     def tokens_from_node(self) -> torch.Tensor | None:

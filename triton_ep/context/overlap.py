@@ -136,7 +136,7 @@ class EPEvent:
 
     @classmethod
     def record(cls) -> EPEvent:
-        """The point that the current stream has come to; on a machine without a GPU one that is behind already."""
+        """The point that the current stream has come to; on a machine without a GPU one that has passed already."""
         if not _on_gpu():
             return cls()
         event = torch.cuda.Event()
@@ -165,7 +165,7 @@ class RecvHook:
         self._stream = current_stream() if on_gpu else None
 
     def __call__(self) -> None:
-        """Launch the receiving half on the current stream, behind the sending half."""
+        """Launch the receiving half on the current stream, after the sending half."""
         if self._receive is None:
             raise InputError("a hook was called twice. The outputs of its call are valid since the first time.")
         receive, self._receive = self._receive, None
@@ -198,7 +198,7 @@ class CommStream:
     def run(
         self, call: Callable[[], _Result], arguments: tuple[object, ...], previous: EPEvent | None
     ) -> tuple[_Result, EPEvent]:
-        """What `call` returns on the stream, behind `previous` or else the current stream, and the event of its end.
+        """What `call` returns on the stream, after `previous` or else the current stream, and the event of its end.
 
         arguments: what the call reads; it was made for the current stream, and what it returns for the other one.
         """
@@ -243,6 +243,6 @@ def tensors_in(*values: object) -> list[torch.Tensor]:
 
 
 def keep(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
-    """Tell the caching allocator that `stream` uses them: freed, they are not handed out before it is through."""
+    """Record that `stream` uses them: the caching allocator does not hand freed ones out before it is through."""
     for tensor in tensors:
         tensor.record_stream(stream)

@@ -65,7 +65,7 @@ class DeviceState:
     def __init__(self, num_ranks: int, timeout_s: float, device: torch.device) -> None:
         self.words = torch.zeros(codes.STATE_WORDS + num_ranks, dtype=torch.int64, device=device)
         self.words[codes.TIMEOUT_US] = int(timeout_s * 1e6)
-        # A word that the host can read at any time; the device sets it beside the status record.
+        # A word that the host can read at any time; the device sets it with the status record.
         self._alarm = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.words[codes.ALARM] = self._alarm.data_ptr()
         self._alarmed = ctypes.c_int64.from_address(self._alarm.data_ptr())

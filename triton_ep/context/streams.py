@@ -1,4 +1,4 @@
-"""What a layer does beside the current stream: local work on a second one, and numbers read by the host."""
+"""What a layer does concurrently with the current stream: local work on a second one, and numbers read by the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SideStream:
     def fork(self) -> torch.cuda.Stream:
         """The stream, starting from where the current one is now; `join` must follow."""
         if self._made is None:
-            # As that of `async_finish`: what an exchange waits for must not wait behind the caller's own kernels.
+            # As that of `async_finish`: what an exchange waits for must not wait for the caller's own kernels.
             self._made = torch.cuda.Stream(self._device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
         side, forked, _ = self._made
         forked.record(current_stream())

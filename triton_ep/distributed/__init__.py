@@ -227,7 +227,7 @@ def current_heap() -> SymmetricHeap:
 
 
 def local_world_size() -> int:
-    """Ranks per node: what `initialize_distributed` was told, or ranks per host.
+    """Ranks per node: what `initialize_distributed` was given, or ranks per host.
 
     Raises:
         EPError: `initialize_distributed` has not been called.
@@ -350,8 +350,8 @@ def _collectives(heap: str) -> str:
     return "cpu:gloo,cuda:nccl" if heap != "host" and not shared else "gloo"
 
 
-def _ranks_per_node(told: int | None) -> int:
-    """Ranks per node: as told, or ranks per host. Collective.
+def _ranks_per_node(given: int | None) -> int:
+    """Ranks per node: as given, or ranks per host. Collective.
 
     Raises:
         ConfigError: it does not divide the world, a node would span hosts, or hosts have different numbers of
@@ -361,21 +361,21 @@ def _ranks_per_node(told: int | None) -> int:
     hosts: list[Any] = [None] * world_size
     dist.all_gather_object(hosts, socket.gethostname())
     per_host = hosts.count(hosts[0])
-    if told is None:
+    if given is None:
         if any(hosts[rank] != hosts[rank - rank % per_host] for rank in range(world_size)) or world_size % per_host:
             raise ConfigError(
                 f"hosts have different numbers of ranks, or ranks of one host are not numbered in a row: {hosts}. "
                 "Start the same number on each host, or pass local_world_size."
             )
         return per_host
-    _check_divides(told, world_size)
+    _check_divides(given, world_size)
     for rank in range(world_size):
-        if hosts[rank] != hosts[rank - rank % told]:
+        if hosts[rank] != hosts[rank - rank % given]:
             raise ConfigError(
-                f"with local_world_size={told} ranks {rank - rank % told} and {rank} are on one node, but they run on "
-                f"{hosts[rank - rank % told]} and {hosts[rank]}. Pass at most the number of ranks per host."
+                f"with local_world_size={given} ranks {rank - rank % given} and {rank} are on one node, but they run "
+                f"on {hosts[rank - rank % given]} and {hosts[rank]}. Pass at most the number of ranks per host."
             )
-    return told
+    return given
 
 
 def _as_seconds(value: Any) -> float:
@@ -386,9 +386,9 @@ def _as_seconds(value: Any) -> float:
     return float(value)
 
 
-def _check_divides(told: int, world_size: int) -> None:
-    if world_size % told:
-        raise ConfigError(f"local_world_size={told} does not divide the {world_size} ranks of the job.")
+def _check_divides(given: int, world_size: int) -> None:
+    if world_size % given:
+        raise ConfigError(f"local_world_size={given} does not divide the {world_size} ranks of the job.")
 
 
 # --- starting ranks -------------------------------------------------------------------------------------------

@@ -132,8 +132,8 @@ def _read_note(note: Path, environment: Environment, timeout_s: float) -> int:
     while time.monotonic() < deadline:
         # What is no file of ours, or says something else, somebody else has put there: rank 0 replaces it, or says so.
         with contextlib.suppress(OSError, ValueError):
-            told = note.lstat()
-            if told.st_uid == os.getuid() and stat.S_ISREG(told.st_mode):
+            facts = note.lstat()
+            if facts.st_uid == os.getuid() and stat.S_ISREG(facts.st_mode):
                 pid, ticks, port = map(int, note.read_text().split())
                 # A note of a process that is gone was left behind by a job that was killed.
                 if ticks == _start_ticks(pid):

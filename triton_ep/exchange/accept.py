@@ -22,7 +22,7 @@ _Refused = (InputError, StaleHandleError)
 class Requests:
     """Makes the requests of one layer. Each method takes the arguments of the public call of its name.
 
-    Each raises InputError or StaleHandleError if they do not fit; the other ranks have then been told.
+    Each raises InputError or StaleHandleError if they do not fit; the other ranks have then learned of it.
     """
 
     def __init__(self, ctx: DispatchCombineContext) -> None:
@@ -164,7 +164,7 @@ class Requests:
             self._sends_scaled = scaled
 
     def _needs(self, num_tokens: int) -> NoReturn:
-        """Tell all ranks that this one has so many tokens, more than there is room for; all of them raise."""
+        """Report to all ranks that this one has so many tokens, more than there is room for; all of them raise."""
         refusals.refuse(self._ctx, needed_tokens=num_tokens)
         raise AssertionError("the refusal raises CapacityError on all ranks")
 

@@ -21,7 +21,7 @@ class BarrierAllContext:
     def barrier_all(self, stream: torch.cuda.Stream | None = None, intra_node_only: bool = False) -> None:
         """Make `stream` wait until all ranks (of this node, if `intra_node_only`) have reached this call.
 
-        Asynchronous on a GPU; everything the streams of the others did before is visible behind it.
+        Asynchronous on a GPU; everything the streams of the others did before is visible after it.
         stream: a torch.cuda.Stream; None = the current one. Ignored on a CPU.
 
         Raises:

@@ -44,7 +44,7 @@ def _refusing(check: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
 
 
 def raise_for_ranks(cfg: EPConfig, reports: Sequence[Report]) -> None:
-    """Raise what the splits exchange told about the arguments of any rank; the same on all ranks.
+    """Raise what the splits exchange reported about the arguments of any rank; the same on all ranks.
 
     reports: of all W ranks.
 

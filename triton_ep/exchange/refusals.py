@@ -24,7 +24,7 @@ def refuse(
     others_know: bool = False,
     needed_tokens: int = 0,
 ) -> EPAllToAllLayoutDesc | None:
-    """Tell the other ranks that this one's arguments were refused, and keep in step with them: a dispatch of no rows.
+    """Report that this rank's arguments were refused; keep in step with the others by a dispatch of no rows.
 
     Returns its descriptor, None where nothing comes of the call on any rank.
 

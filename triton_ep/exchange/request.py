@@ -44,7 +44,7 @@ class Request:
         routed: of the earlier dispatch whose routing is taken; the same on all ranks.
         num_rows: rows that the caller gets, where they are known; None: the layer's capacity, or else the host reads
             how many arrive.
-        refused: this rank's arguments were refused: it sends nothing, and tells the others.
+        refused: this rank's arguments were refused: it sends nothing, and reports that to the others.
         needed_tokens: of a refused call: tokens of this rank, if these are more than the layer has room for.
         others_know: of a refused call: the other ranks know how many rows arrive, and read nothing.
     """

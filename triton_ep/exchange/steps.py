@@ -111,7 +111,7 @@ def preprocess(
 
 
 def _host_word(ctx: DispatchCombineContext, request: Request, deduplicated: bool, has_weights: bool) -> int:
-    """What this rank tells the others of the call (kernels/device/codes.py)."""
+    """What this rank reports to the others about the call (kernels/device/codes.py)."""
     cfg = ctx.config
     reads = cfg.recv_capacity is None and request.num_rows is None and not request.others_know
     return (

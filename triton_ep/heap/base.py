@@ -71,7 +71,7 @@ class _Piece(NamedTuple):
     late: tuple[int, ...]
 
 
-class _Told(NamedTuple):
+class _Answer(NamedTuple):
     """What a member says at a meeting: what it is there for, of which layer, and which layers it has ended."""
 
     call: str
@@ -98,7 +98,7 @@ class SymmetricHeap(ABC):
         device: where the memory is.
         rank, world_size: this process in the world.
         nvshmem_version: release of NVSHMEM's host library, "3.4.5"; None without NVSHMEM.
-        default_bytes: of this rank's first memory, unless told.
+        default_bytes: of this rank's first memory, unless set.
         remedy: what to do when an allocation finds no room; {gib} stands for the heap size it needs.
     """
 
@@ -208,10 +208,10 @@ class SymmetricHeap(ABC):
             late = within(limit_s + _LONGEST_WAIT_FOR_ROOM_S, lambda: self._end_layer(layer, limit_s, stop))
         except (RuntimeError, TimeoutError) as error:
             if not wait:
-                return  # the job is over: nobody can be told
+                return  # the job is over: nobody can learn of it
             raise PeerFailed(
-                f"rank {self.rank} ended a layer, but cannot tell the others: whoever serves the store of the job is "
-                f"gone, or stopped: {error}"
+                f"rank {self.rank} ended a layer, but cannot report it to the others: whoever serves the store of the "
+                f"job is gone, or stopped: {error}"
             ) from error
         finally:
             stop.set()
@@ -283,7 +283,7 @@ class SymmetricHeap(ABC):
 
     @abstractmethod
     def failed_peer(self) -> int | None:
-        """World rank of a peer that died or aborted, if this backend can tell."""
+        """World rank of a peer that died or aborted, if this backend knows."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
@@ -346,7 +346,7 @@ class SymmetricHeap(ABC):
     # --- memory of layers that not all ranks have ended ---------------------------------------------------
 
     def _end_layer(self, layer: str, limit_s: float, stop: threading.Event) -> list[int]:
-        """Tell that this rank has ended the layer, and wait for the others; the members that did not come.
+        """Report that this rank has ended the layer, and wait for the others; the members that did not come.
 
         They are gone, or have failed, or the limit is over.
         """
@@ -370,7 +370,7 @@ class SymmetricHeap(ABC):
             try:
                 late = within(_LONGEST_WAIT_FOR_ROOM_S, lambda: self._late(layer, left.members))  # noqa: B023
             except (RuntimeError, TimeoutError):
-                late = list(left.members)  # whoever serves the store is gone: nobody can tell
+                late = list(left.members)  # whoever serves the store is gone: nobody knows
             late = [rank for rank in late if rank != self.rank and not self._ended(rank)]
             awaited.update(late)
             if not late:
@@ -395,8 +395,8 @@ class SymmetricHeap(ABC):
     def gather(self, value: Any, group: Any, call: str, layer: str = "") -> list[Any]:
         """The value of every member of `group`; collective over `group`.
 
-        Only their order tells the collectives of a group apart, and ranks lose that order when a layer fails on some of
-        them. So every rank sends the name of its call. A rank whose layer another rank has ended raises; the others
+        Only their order distinguishes the collectives of a group, and ranks lose that order when a layer fails on some
+        of them. So every rank sends the name of its call. A rank whose layer another rank has ended raises; the others
         repeat the collective, in which the raising rank then takes part for its next call.
 
         call: what this is for, as errors put it. layer: whose call it is.
@@ -408,25 +408,25 @@ class SymmetricHeap(ABC):
         """
         members = self.members(group)
         while True:
-            told = self._meet(_Told(call, layer, tuple(self._retired), value), members, group)
-            if all((other.call, other.layer) == (call, layer) for other in told):
-                return [other.value for other in told]
-            ended = {name: rank for rank, other in zip(members, told, strict=True) for name in other.ended}
+            answers = self._meet(_Answer(call, layer, tuple(self._retired), value), members, group)
+            if all((other.call, other.layer) == (call, layer) for other in answers):
+                return [other.value for other in answers]
+            ended = {name: rank for rank, other in zip(members, answers, strict=True) for name in other.ended}
             if layer in ended:
                 raise PeerFailed(
                     f"rank {self.rank} came to {call} of a layer that rank {ended[layer]} has finalized after a "
                     "failure; its own error says why. Finalize the layer here as well, and make another on all ranks."
                 )
-            if not any(other.layer in ended for other in told):
+            if not any(other.layer in ended for other in answers):
                 raise PeerFailed(
-                    f"the ranks of a group are in different calls: {_calls(members, told)}. Make the same calls in the "
-                    "same order on all of them."
+                    f"the ranks of a group are in different calls: {_calls(members, answers)}. Make the same calls in "
+                    "the same order on all of them."
                 )
 
-    def _meet(self, own: _Told, members: Sequence[int], group: Any) -> list[_Told]:
-        told: list[Any] = [None] * len(members)
+    def _meet(self, own: _Answer, members: Sequence[int], group: Any) -> list[_Answer]:
+        answers: list[Any] = [None] * len(members)
         try:
-            dist.all_gather_object(told, own, group=group)
+            dist.all_gather_object(answers, own, group=group)
         except RuntimeError as error:
             peer = self._await_failed_peer()
             who = "a rank of the group" if peer is None else f"rank {peer}"
@@ -434,13 +434,13 @@ class SymmetricHeap(ABC):
                 f"rank {self.rank} met the other ranks in the symmetric heap, but {who} is gone or late (its own error "
                 f"says why): {error}"
             ) from error
-        strange = [rank for rank, other in zip(members, told, strict=True) if not isinstance(other, _Told)]
+        strange = [rank for rank, other in zip(members, answers, strict=True) if not isinstance(other, _Answer)]
         if strange:
             raise PeerFailed(
                 f"rank {self.rank} came to {own.call}, but {_ranks(strange)} to a collective of the program on the "
                 "same process group. Make the same calls in the same order on all ranks."
             )
-        return told
+        return answers
 
     def _await_failed_peer(self) -> int | None:
         """`failed_peer`, with a moment's patience: the sockets of a dying process close before it has ended."""
@@ -489,10 +489,10 @@ def _lacking(pieces: Sequence[_Piece]) -> list[_Piece]:
     return [piece for piece in pieces if piece.offset is None]
 
 
-def _calls(members: Sequence[int], told: Sequence[_Told]) -> str:
+def _calls(members: Sequence[int], answers: Sequence[_Answer]) -> str:
     """Who is in which call. Layers have numbers where there are several, in the order of the first rank of each."""
     found: dict[tuple[str, str], list[int]] = {}
-    for rank, other in zip(members, told, strict=True):
+    for rank, other in zip(members, answers, strict=True):
         found.setdefault((other.call, other.layer), []).append(rank)
     layers = list(dict.fromkeys(layer for _, layer in found if layer))
     return "; ".join(

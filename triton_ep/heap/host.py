@@ -80,15 +80,15 @@ class HostHeap(SymmetricHeap):
         answers = self.gather((failure, place), None, "the start of the heap")
         if failures := [text for text, _ in answers if text]:
             raise HeapError(failures[0])
-        told = [place for _, place in answers]
-        hosts = sorted({host for host, *_ in told})
+        places = [place for _, place in answers]
+        hosts = sorted({host for host, *_ in places})
         if len(hosts) > 1:
             raise HeapError(
                 f"the host backend needs all ranks on one host, these are on {len(hosts)}: {', '.join(hosts)}. "
                 "Ranks of several hosts need GPUs and backend='nvshmem'."
             )
         try:
-            for _, pid, fd, size in told:
+            for _, pid, fd, size in places:
                 self._maps.append(_map_peer(pid, fd, _CONTROL_BYTES + size))
                 self._pidfds.append(os.pidfd_open(pid))
         except OSError as error:

@@ -16,7 +16,7 @@ from triton_ep.errors import HeapError
 from triton_ep.heap.gpu import CHUNK_STEP, GpuHeap, check_fits
 from triton_ep.runtime.environment import read_environment, set_defaults
 
-_OWN_BYTES = 2**27  # what NVSHMEM may need for itself beside our chunks
+_OWN_BYTES = 2**27  # what NVSHMEM may need for itself besides our chunks
 # On one host nothing but NVLink is needed, and the loopback interface carries the start. Multicast (NVLS) is
 # not used by our kernels, and reserves memory.
 _DEFAULTS = {"NVSHMEM_DISABLE_NVLS": "1"}
@@ -95,15 +95,15 @@ class NvshmemHeap(GpuHeap):
             uid = nvshmem.core.get_unique_id(empty=self.rank != 0)
         except ImportError as error:
             failure = f"rank {self.rank} cannot load nvshmem4py: {error}"
-        told = self.gather((failure, uid), None, "the start of NVSHMEM")
-        failures = [text for text, _ in told if text]
+        answers = self.gather((failure, uid), None, "the start of NVSHMEM")
+        failures = [text for text, _ in answers if text]
         if failures:
             major = (torch.version.cuda or "13").split(".")[0]
             raise HeapError(f"{failures[0]}. Install triton_ep[cu{major}].")
         device = Device(self.device.index)
         device.set_current()
         nvshmem.core.init(
-            device=device, uid=told[0][1], rank=self.rank, nranks=self.world_size, initializer_method="uid"
+            device=device, uid=answers[0][1], rank=self.rank, nranks=self.world_size, initializer_method="uid"
         )
         return nvshmem.core, nvshmem.bindings
 

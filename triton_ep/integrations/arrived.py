@@ -57,10 +57,10 @@ class ArrivedExperts:
         row_weights: torch.Tensor | None = None,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """[R, H] bf16 of rows [R, H], those of each expert behind those of the one before. Differentiable.
+        """[R, H] bf16 of rows [R, H], each expert's after those of the one before. Differentiable.
 
         Arguments:
-            rows: bf16, or an `MXTensor` with an MXFP8 recipe; rows behind the last expert's mean nothing, here and in
+            rows: bf16, or an `MXTensor` with an MXFP8 recipe; rows after the last expert's mean nothing, here and in
                 the result.
             counts: [e] integers on the rows' device, rows of each expert, padding included; not read by the host.
             w13: [e, 2F, H], rows of gate before those of up ([e, F, H] of an activation without a gate); or gate and up

@@ -1,4 +1,4 @@
-"""Layers behind integrations: one per group and sizes, made when a call first needs it.
+"""Layers that integrations use: one per group and sizes, made when a call first needs it.
 
 Other packages make a buffer that serves calls of any size, and drop it at any time. A layer is made for fixed sizes,
 and only all ranks together can free its symmetric memory. So layers belong to a pool. A layer stays until every user
@@ -24,7 +24,7 @@ class LayerSizes(NamedTuple):
 
     Attributes:
         max_tokens: most tokens per rank; 0: the largest number that a rank needs when the layer is made.
-        variant: tells apart layers that are equal otherwise, such as those of micro-batches.
+        variant: distinguishes layers that are equal otherwise, such as those of micro-batches.
     """
 
     hidden: int
@@ -184,7 +184,7 @@ class LayerPool:
 
 
 def _shown(sizes: LayerSizes) -> str:
-    """The sizes that tell this layer from the plainest one."""
+    """The sizes in which this layer differs from the plainest one."""
     plain = LayerSizes._field_defaults
     return ", ".join(f"{name}={value}" for name, value in sizes._asdict().items() if value != plain.get(name, ...))
 

@@ -1,6 +1,6 @@
 """Random Hadamard transform of blocks of 16: it spreads an outlier over its block.
 
-Beside an outlier, FP4 rounds small values to zero. Spread, they are noisy but stay, and noise averages out in sums.
+Next to an outlier, FP4 rounds small values to zero. Spread, they are noisy but stay, and noise averages out in sums.
 A block is multiplied by signs and by Sylvester's matrix / 4, which is orthogonal: the transform keeps sums of squares,
 and a product of two tensors that were transformed along its sum is that of the tensors themselves. `signs` is an
 integer; bit i set means that lane i changes its sign.

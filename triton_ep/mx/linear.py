@@ -76,7 +76,7 @@ class MXLinearConfig:
 
 
 def fill_blocks(x: torch.Tensor, dim: int, block_size: int) -> torch.Tensor:
-    """`x` with zeros behind it along `dim`, -1 or -2, up to a multiple of `block_size`."""
+    """`x` with zeros after it along `dim`, -1 or -2, up to a multiple of `block_size`."""
     missing = -x.shape[dim] % block_size
     if not missing:
         return x

@@ -3,7 +3,7 @@
 A value is element * scale * per-tensor scale. The second level is optional: without it the scales alone must cover the
 range, 2^-6 to 448. How values become elements is said in kernels/compute/nvfp4.py.
 
-The class first, then how blocks are made and turned back, then what torch's operations do to it beside what
+The class first, then how blocks are made and turned back, then what torch's operations do to it besides what
 operations.py has: one that is in neither is refused.
 """
 

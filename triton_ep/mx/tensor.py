@@ -1,6 +1,6 @@
 """MXTensor: MX elements and their scales, standing for a high-precision tensor.
 
-The class first, then how blocks are made and turned back, then what torch's operations do to it beside what
+The class first, then how blocks are made and turned back, then what torch's operations do to it besides what
 operations.py has: one that is in neither is refused.
 """
 

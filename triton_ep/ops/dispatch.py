@@ -134,8 +134,8 @@ class Received(NamedTuple):
     """What `expand` writes.
 
     Attributes:
-        x: recv_x [R, H]. Rows behind the last expert's (static mode) are undefined.
-        weights: [R] float32, or None; zero behind the last expert's rows.
+        x: recv_x [R, H]. Rows after the last expert's (static mode) are undefined.
+        weights: [R] float32, or None; zero after the last expert's rows.
         copy_rows: with local combine, or where a caller keeps them, [C, K] int32, the output rows of each arrival row.
     """
 
@@ -156,7 +156,7 @@ def make_received(
 ) -> Received:
     """Memory for `num_rows` output rows from `num_arrivals` arrival rows.
 
-    exact: as many come. Otherwise weights are filled, behind what the current stream has been given.
+    exact: as many come. Otherwise weights are filled, after the work that the current stream has.
     keep_copies: the output rows of arrival rows are wanted, whatever combine needs.
     landing: as in `EPAll2AllLayer.dispatch`.
     """
@@ -192,7 +192,7 @@ def _landing_of(fmt: RowFormat, rows: Rows) -> int:
 
 
 def fork(ctx: DispatchCombineContext, quantized: bool, split: bool) -> torch.cuda.Stream | None:
-    """Stream for `expand` to run on beside what is launched next; None where it runs behind that.
+    """Stream for `expand` to run on concurrently with what is launched next; None where it runs after that.
 
     quantized: the current stream must wait for what `quantize` has launched, too.
     split: the caller decides when rows are received.

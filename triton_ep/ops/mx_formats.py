@@ -64,7 +64,7 @@ def _columns(constexprs: dict[str, Any], num_scale_rows: int, width: int) -> tup
 
 
 def _split(shape: list[int] | torch.Size, dim: int) -> tuple[int, int, int]:
-    """Sizes before, of, and behind a dimension counted from the end."""
+    """Sizes before, of, and after a dimension counted from the end."""
     at = len(shape) + dim
     return prod(shape[:at]), shape[at], prod(shape[at + 1 :])
 

@@ -151,7 +151,7 @@ def _check_starts(offsets: torch.Tensor, num_rows: int) -> None:
 
 
 def _column_grid(rows: torch.Tensor, groups: int, has_offsets: bool) -> tuple[int, dict[str, int]]:
-    """Programs and tile of a kernel that goes by blocks of rows; those behind the last group are one more."""
+    """Programs and tile of a kernel that goes by blocks of rows; those after the last group are one more."""
     tile = mx_columns(rows.shape[1])
     strips = -(-rows.shape[1] // (tile["BLOCK_H"] * tile["STEPS"]))
     return max_scale_rows(rows.shape[0], groups + has_offsets) * strips, tile
@@ -204,8 +204,8 @@ def quantize_columns(
         offsets: [groups + 1] int32 on the device of `x`, first row of each group (0 for the first), then the end
             of the last; None: all rows are one group. The last block of a group may be short.
 
-    Returns elements [R, H] of `elem_dtype`, zero behind the last group, and scale bytes [S, H] uint8 with
-    S = `max_scale_rows(R, groups)`. Group g's blocks stand in consecutive scale rows, behind those of the groups
+    Returns elements [R, H] of `elem_dtype`, zero after the last group, and scale bytes [S, H] uint8 with
+    S = `max_scale_rows(R, groups)`. Group g's blocks stand in consecutive scale rows, after those of the groups
     before; that is row // 32 where all groups are multiples of 32. Scale rows without a block are zero.
 
     Raises:
@@ -297,7 +297,7 @@ def dequantize_columns(
     offsets: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Values [R, H] of what `quantize_columns` made with the same `offsets`; zero behind the last group.
+    """Values [R, H] of what `quantize_columns` made with the same `offsets`; zero after the last group.
 
     Raises:
         InputError: shapes or dtypes that do not fit each other.

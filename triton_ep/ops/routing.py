@@ -22,7 +22,7 @@ class Routing(NamedTuple):
     Attributes:
         entries: [F, T, K] int32; slots within the chunk, rows after `place`.
         chunks: int32, counts per chunk and what else is kept by chunk.
-        push_addrs: [T, K] int64 and what is behind it, written by `place`.
+        push_addrs: [T, K] int64 and what follows it, written by `place`.
         weights: [T, K] float32, for this dispatch only; None: there are none.
     """
 
@@ -118,7 +118,7 @@ def place(
     placement: torch.Tensor,
     scatter: torch.Tensor | None,
 ) -> None:
-    """Turn slots into rows, in place, and tell the ranks of this node what will arrive; write the tile table."""
+    """Turn slots into rows, in place, and publish to the ranks of this node what will arrive; write the tile table."""
     cfg, weights = ctx.config, routing.weights
     static = cfg.recv_capacity is not None
     make = (exchange.place, weights is not None, scatter is not None)

@@ -21,7 +21,7 @@ def to_slabs(rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, ou
 
 
 def from_slabs(slabs: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[num_rows, H]: `to_slabs` backwards; rows behind the last expert's are undefined."""
+    """[num_rows, H]: `to_slabs` backwards; rows after the last expert's are undefined."""
     rows = torch.empty(num_rows, slabs.shape[2], dtype=slabs.dtype, device=slabs.device)
     _move(slabs, rows, offsets, counts, slabs.shape[1], pack=False)
     return rows

@@ -51,7 +51,7 @@ def tile_table(offs: torch.Tensor, num_rows: int) -> torch.Tensor:
     """[1 + ceil(num_rows / 128) + E, 4] int32: (tiles, rows in use, 0, 0), then (expert, first row, rows, band).
 
     offs: [E + 1] int32 on the device, first row of each segment, then the end of the last. The host does not read it.
-    num_rows: rows that there is room for. A tile holds 1 to 128 rows of one segment; records behind the last tile are
+    num_rows: rows that there is room for. A tile holds 1 to 128 rows of one segment; records after the last tile are
     not written.
 
     Raises:

@@ -17,7 +17,7 @@ from triton_ep.runtime.plans import compute
 from triton_ep.runtime.plans.shape import STAGE_PROGRAMS, word_type
 
 _LEAST_WAITING = 16
-"""Fewer programs would take longer beside an exchange than all of them after it."""
+"""Fewer programs would take longer concurrently with an exchange than all of them after it."""
 
 _WORDS = {"i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "u8": torch.uint8}
 
@@ -49,7 +49,7 @@ def waiting_programs(device: torch.device, num_sm: int) -> int:
 
 
 def expanding_programs(config: EPConfig, device: torch.device, overlapped: bool) -> int:
-    """Programs of the kernel that expands rows, alone or beside the push, for which it waits.
+    """Programs of the kernel that expands rows, alone or concurrently with the push, for which it waits.
 
     By their registers (triton_ep/runtime/plans/exchange.py) four of them fit on a multiprocessor, and a program of the
     push in place of two. Of two layers that dispatch at once, at most 3 * (multiprocessors - num_sm) programs wait
@@ -65,7 +65,7 @@ def expanding_programs(config: EPConfig, device: torch.device, overlapped: bool)
 
 
 def overlaps(config: EPConfig, device: torch.device) -> bool:
-    """True if local work of a layer runs beside its exchange, on a stream of its own."""
+    """True if local work of a layer runs concurrently with its exchange, on a stream of its own."""
     return config.max_tokens >= _OVERLAPPED_TOKENS and waiting_programs(device, config.num_sm) > 0
 
 

@@ -254,7 +254,7 @@ def _check_indices(indices: torch.Tensor, device: torch.device, num_rows: int) -
 
 
 def _places(indices: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """int64, with the row behind the last one for padding."""
+    """int64, with the row after the last one for padding."""
     return torch.where(indices < 0, num_rows, indices).long()
 
 
@@ -270,7 +270,7 @@ def _take(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _take_bytes(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[P, bytes] uint8 of [R, bytes] and one row of zeros behind them."""
+    """[P, bytes] uint8 of [R, bytes] and one row of zeros after them."""
     padded = F.pad(rows.contiguous(), (0, 0, 0, 1))
     if rows.shape[1] % _WIDE == 0:
         # A library's gather takes a thread per number.

@@ -296,7 +296,7 @@ class ElasticBuffer:
         Returns:
             recv_x [R, H], or a tuple of these and scales; recv_topk_idx [R, K], local expert ids, -1 = another rank's,
             None with `do_expand`; recv_topk_weights [R, K], zero there, or [R] with `do_expand`, or None; the handle;
-            the event. Rows behind the arrivals have no ids, and are otherwise undefined.
+            the event. Rows after the arrivals have no ids, and are otherwise undefined.
 
         Raises:
             InputError: an argument does not fit; ids out of range, on every rank.

@@ -61,7 +61,7 @@ class EPHandle:
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
-        """[e] int32: with `do_expand` the row behind the last one of each expert, which is not rounded up; otherwise
+        """[e] int32: with `do_expand` the row after the last one of each expert, which is not rounded up; otherwise
         rows of experts up to each, each rounded up to `expert_alignment`."""
         counts = self.layout_desc.num_recv_tokens_per_expert
         if self.do_expand:
@@ -82,7 +82,7 @@ class EPHandle:
     @cached_property
     def recv_src_metadata(self) -> torch.Tensor:
         """[num_recv_tokens, 2 + K] int32, of each token that arrived: source rank * M + its number there; its place
-        among the arrivals; its row in `recv_x` for each k, -1 where another rank, or none, has the expert. Rows behind
+        among the arrivals; its row in `recv_x` for each k, -1 where another rank, or none, has the expert. Rows after
         the arrivals are -1.
 
         The first read is collective: source tokens travel when they are asked for, in a dispatch of their own. Read

@@ -1,4 +1,4 @@
-"""The layers behind buffers, shared by all buffers of a group.
+"""The layers that buffers use, shared by all buffers of a group.
 
 Frameworks drop a buffer and make another before they have combined the handles of the first. A layer is freed when all
 buffers that used it are destroyed, or by `release`. A handle refers to its layer.

@@ -9,7 +9,7 @@
                                                   wait
     set_deepep_num_sms(n)                       Buffer.set_num_sms
     hybrid_ep_dispatch, ... HybridEPCombine     integrations.megatron.hybrid_ep
-    TEGroupedMLP, GroupedMLP                    GroupedExperts, behind any token dispatcher
+    TEGroupedMLP, GroupedMLP                    GroupedExperts, after any token dispatcher
 
 Unmodified Megatron-Core uses `integrations.deep_ep.install()` instead. Source:
 megatron/core/transformer/moe/fused_a2a.py; docs/how-to/megatron.md has the argument lists.

@@ -1,4 +1,4 @@
-"""GroupedExperts: the experts of a Megatron MoE layer, behind any of its token dispatchers."""
+"""GroupedExperts: the experts of a Megatron MoE layer, after any of its token dispatchers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GroupedExperts(SwiGLUExperts):
     """`triton_ep.nn.SwiGLUExperts` with the call of Megatron-Core's grouped MLPs, on rows that have arrived.
 
     Megatron hangs `main_grad` on parameters; gradients of the weights are added there. `allreduce` is False on all
-    parameters, which tells its data parallelism that they are not the same on expert-parallel ranks.
+    parameters, by which its data parallelism knows that they are not the same on expert-parallel ranks.
     """
 
     def __init__(self, hidden: int, ffn: int, num_local_experts: int, **options: Any) -> None:
@@ -32,7 +32,7 @@ class GroupedExperts(SwiGLUExperts):
         """Results of rows, times their probabilities; and no bias to add. Differentiable.
 
         Arguments:
-            permuted_local_hidden_states: [R, H] bf16, those of each expert behind those of the one before.
+            permuted_local_hidden_states: [R, H] bf16, each expert's after those of the one before.
             tokens_per_expert: [e] integers, on the host or the device.
             permuted_probs: [R] floating-point; None: ones.
 

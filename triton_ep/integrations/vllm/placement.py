@@ -83,16 +83,16 @@ class Placements:
                 is no map and the ranks cannot have experts alike.
         """
         self._check_not_capturing()
-        told: list[Any] = gather(self._own_map(expert_map), self.group, "the placement of experts")
-        for rank, given in enumerate(told):
+        maps: list[Any] = gather(self._own_map(expert_map), self.group, "the placement of experts")
+        for rank, given in enumerate(maps):
             if isinstance(given, str):
                 raise InputError(f"rank {rank}: {given}")
-        lacking = [rank for rank, given in enumerate(told) if given is None]
+        lacking = [rank for rank, given in enumerate(maps) if given is None]
         if lacking and len(lacking) < self.ranks:
             raise InputError(f"expert_map is None on ranks {lacking} of {self.ranks} only. Pass it on all or none.")
         if lacking:
-            told = [self._block(rank) for rank in range(self.ranks)]
-        self.known = self._placement(told)
+            maps = [self._block(rank) for rank in range(self.ranks)]
+        self.known = self._placement(maps)
         if expert_map is not None:
             self._seen[expert_map] = _version(expert_map)
         return self.known

@@ -47,8 +47,8 @@ def quantize_rows(
     of_tensor = scale is None and not config.per_act_token_quant and config.block_shape is None
     if in_use is not None and of_tensor and not isinstance(config.quant_dtype, str):
         rows = rows.masked_fill(~in_use().unsqueeze(-1), 0.0)
-    told = any(hasattr(config, name) for name in _TILES)
-    options = {name: scales_in_tiles(config) for name in (_names_of_tiles(quantize) if told else ())}
+    known = any(hasattr(config, name) for name in _TILES)
+    options = {name: scales_in_tiles(config) for name in (_names_of_tiles(quantize) if known else ())}
     data, scales = quantize(
         rows.reshape(-1, rows.shape[-1]),
         scale,

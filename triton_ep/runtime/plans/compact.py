@@ -1,4 +1,4 @@
-"""Plans of what integrations need beside expert-major rows: compact rows, slabs, where tokens go, routing maps."""
+"""Plans of what integrations need besides expert-major rows: compact rows, slabs, where tokens go, routing maps."""
 
 from __future__ import annotations
 
