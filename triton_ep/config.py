@@ -81,7 +81,8 @@ class EPConfig:
         alignment: every expert's segment of received rows starts at a multiple of this many rows.
         recv_capacity: None = exact (outputs sized to what arrives, the host waits for the count);
             n = static (n output rows, no host synchronisation, overflow flagged on the device).
-        num_sm: programs of the communication kernels.
+        num_sm: programs of the communication kernels; at most `sm_budget`, and half of it where rows cross nodes.
+        sm_budget: multiprocessors that the exchange takes; None: what lays out and sums rows takes those that are free.
         enable_local_combine: sum rows of a token on the expert's rank before they cross a link.
         timeout_s: bound of every wait, in seconds.
         payload: how rows travel in dispatch: None = as they are, "mxfp8" = e4m3 with one e8m0 scale per 32 values.
@@ -110,6 +111,7 @@ class EPConfig:
     payload: str | None = None
     low_latency: bool = False
     tuned: TunedEntry | None = None
+    sm_budget: int | None = None
 
     def __post_init__(self) -> None:
         for name in (*_POSITIVE, "rank"):
@@ -136,6 +138,8 @@ class EPConfig:
             raise ConfigError(f"EPConfig.topk {self.topk} exceeds 32, the most that the kernels unroll.")
         if self.num_sm > 1024:
             raise ConfigError(f"EPConfig.num_sm {self.num_sm} exceeds 1024.")
+        if self.sm_budget is not None:
+            self._take_budget(as_integer("EPConfig.sm_budget", self.sm_budget, 1))
         if not isinstance(self.token_dtype, torch.dtype) or self.token_dtype not in _TOKEN_DTYPES:
             raise ConfigError(
                 f"EPConfig.token_dtype {self.token_dtype!r} is none of {tuple(_TOKEN_DTYPES)}. For quantised rows pass "
@@ -159,6 +163,18 @@ class EPConfig:
         limit_s = self.timeout_s
         if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= 2000:
             raise ConfigError(f"EPConfig.timeout_s must be above 0 and at most 2000 seconds, got {self.timeout_s!r}.")
+
+    def _take_budget(self, budget: int) -> None:
+        """Limit `num_sm`, so that half of the budget is left for what waits for these programs: a program that pushes
+        within a node takes half a multiprocessor, one that sends to other nodes a whole one."""
+        if self.low_latency:
+            raise ConfigError(
+                f"sm_budget={budget} and low_latency=True do not go together: a program per token is short, and no "
+                "number of multiprocessors limits them. Leave sm_budget out."
+            )
+        most = budget if self.is_intra_node else max(budget // 2, 1)
+        object.__setattr__(self, "sm_budget", budget)
+        object.__setattr__(self, "num_sm", min(self.num_sm, most))
 
     @property
     def fits_low_latency(self) -> bool:

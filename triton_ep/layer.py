@@ -80,6 +80,8 @@ class EPAll2AllLayer:
         capacity: None (exact): outputs are sized to what arrives and the host waits for the count.
             n (static): n output rows, no host synchronisation; overflow is flagged in the descriptor.
         low_latency: two launches per call, for at most 1024 tokens (decode): static, one node.
+        sm_budget: multiprocessors that dispatch and combine take, with laying out and summing rows, and how many
+            programs at most `num_sm` makes; None: what waits for the communication kernels takes the free ones.
         tuned: an entry of a tuned table (`triton_ep.runtime.tuned.table`), with num_sm=None only, the same everywhere.
         timeout_s: bound of every wait, in seconds.
 
@@ -110,6 +112,7 @@ class EPAll2AllLayer:
         alignment: int = 1,
         capacity: int | None = None,
         low_latency: bool = False,
+        sm_budget: int | None = None,
         tuned: TunedEntry | None = None,
         timeout_s: float = 30.0,
         aot: str | None = None,
@@ -144,6 +147,7 @@ class EPAll2AllLayer:
             payload=payload,
             low_latency=low_latency,
             tuned=tuned,
+            sm_budget=sm_budget,
         )
         join_group(ep_group)
         choice: Choice | None = None

@@ -35,14 +35,16 @@ def quantize_rows_kernel(
     E5M2: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    alive = block < num_blocks
-    # int64: 2**31 elements are 300k rows of H = 7168.
-    offs = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(x_ptr + offs, mask=alive[:, None], other=0.0).to(tl.float32)
-    elements, scale = quantize_tile(x, MODE, E5M2)
-    tl.store(elements_ptr + offs, elements, mask=alive[:, None])
-    tl.store(scale_ptr + block, scale, mask=alive)
+    # Once, unless a budget of multiprocessors limits the grid.
+    for number in range(tl.program_id(0), tl.cdiv(num_blocks, BLOCKS), tl.num_programs(0)):
+        block = number * BLOCKS + tl.arange(0, BLOCKS)
+        alive = block < num_blocks
+        # int64: 2**31 elements are 300k rows of H = 7168.
+        offs = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(x_ptr + offs, mask=alive[:, None], other=0.0).to(tl.float32)
+        elements, scale = quantize_tile(x, MODE, E5M2)
+        tl.store(elements_ptr + offs, elements, mask=alive[:, None])
+        tl.store(scale_ptr + block, scale, mask=alive)
 
 
 @ep_kernel(elements_ptr="*{ELEMENT}", scale_ptr="*u8", out_ptr="*{TOKEN}")

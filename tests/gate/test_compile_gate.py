@@ -18,6 +18,7 @@ from triton_ep.kernels.device.codes import P2P
 from triton_ep.kernels.spec import all_kernels
 from triton_ep.runtime.plans import Shape
 from triton_ep.runtime.plans.layers import layer_requests
+from triton_ep.runtime.plans.residency import UNCOMPILED_SHARED
 
 NUMBERS = tuple(int(arch[3:]) for arch in ARCHS)
 KERNELS = list(all_kernels())
@@ -153,6 +154,16 @@ def test_tiles_stay_in_registers(results: list[dict[str, Any]], kernel: str) -> 
         known = [most for (name, tile), most in SPILLS.items() if name == kernel and tile in facts["variant"].split()]
         limit = max([limit, *known])
         assert facts["local_bytes"] <= limit, f"{_name(facts)} keeps {facts['local_bytes']} bytes, {limit} are allowed"
+
+
+def test_programs_of_the_exchange_take_no_more_shared_memory_than_is_counted(results: list[dict[str, Any]]) -> None:
+    """What is not compiled yet counts with this many bytes, where programs that wait are counted."""
+    _report(
+        f"{_name(facts)} takes {facts['shared_bytes']} bytes of shared memory, {UNCOMPILED_SHARED} are counted"
+        for facts in results
+        if facts["kernel"].startswith(("dispatch_", "combine_", "internode_", "compact_", "quantize_rows"))
+        and facts["shared_bytes"] > UNCOMPILED_SHARED
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -90,7 +90,7 @@ def _deep_ep(rank: int, nodes: int, ranks_per_node: int) -> None:
     sweep.over(deep_ep.Buffer.get_low_latency_rdma_size_hint, {**sizes, "num_ranks": ranks})
     before = deep_ep.Buffer.num_sms
     sweep.over(deep_ep.Buffer.set_num_sms, {"new_num_sms": 4})
-    deep_ep.Buffer.num_sms = before
+    deep_ep.Buffer.num_sms, deep_ep.Buffer.budgeted = before, False
 
     buffer = deep_ep.Buffer(dist.group.WORLD, **made)
     sweep.over(buffer.get_dispatch_layout, {"topk_idx": ids, "num_experts": experts, "previous_event": None})

@@ -304,6 +304,26 @@ def test_low_latency_calls(run_ranks, nodes, ranks_per_node):
     run_ranks(_check_low_latency, nodes, ranks_per_node)
 
 
+def _check_budget(rank: int, nodes: int, ranks_per_node: int) -> None:
+    buffer = make_buffer()
+    before, sent = door.Buffer.num_sms, _dispatch(buffer, rank, 0, False)
+    assert sent.handle.layer.config.sm_budget is None
+    try:
+        door.Buffer.set_num_sms(2)
+        sent = _dispatch(buffer, rank, 0, False)
+        _combine(buffer, rank, sent, False)
+        config = sent.handle.layer.config
+        assert (config.num_sm, config.sm_budget) == (2 if nodes == 1 else 1, 2)
+    finally:
+        door.Buffer.num_sms, door.Buffer.budgeted = before, False
+    door.release()
+
+
+def test_a_number_of_sms_is_a_budget(run_ranks):
+    """Once `set_num_sms` was called, layers are made with a budget, and compute the same."""
+    run_ranks(_check_budget, 1, 2)
+
+
 def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine, other = pair[rank // 2], pair[1 - rank // 2]

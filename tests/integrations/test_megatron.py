@@ -154,6 +154,7 @@ def _check_helpers(rank: int, nodes: int, ranks_per_node: int) -> None:
     door.set_deepep_num_sms(24)
     assert longer.get_dispatch_config(2).num_sms == 24
     door.set_deepep_num_sms(20)
+    deep_ep.Buffer.budgeted = False
     with pytest.raises(ConfigError, match="no process group"):
         door.fused_dispatch(x, x[:, :TOPK].long(), x[:, :TOPK].float(), 8, "ep")
     with pytest.raises(StaleHandleError, match="NoneType"):

@@ -176,6 +176,7 @@ def test_sweep_into_a_file(run_ranks: Callable[..., Any], tmp_path: Path) -> Non
             ["roundtrip", "--provider", "nccl_dedup", "--payload", "bf16,mxfp8"],
             ["dispatch", "combine", "roundtrip"] * 2,
         ),
+        (["dispatch", "--sm-budget", "1", "--provider", "triton_ep"], ["dispatch"]),
         (["low-latency", "--payload", "mxfp8", "--provider", "triton_ep"], ["low_latency"]),
         (["barrier"], ["barrier"] * 2),
         (["quantise"], ["quantise"]),

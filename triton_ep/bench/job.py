@@ -145,6 +145,7 @@ class Job:
             self.place.ranks_per_node,
             self.num_ranks,
             num_sm=None if tuned is not None or case.num_sm == TUNED else max(case.num_sm, 1),
+            sm_budget=s.sm_budget,
             tuned=tuned,
             enable_local_combine=s.local_combine,
             alignment=s.alignment,

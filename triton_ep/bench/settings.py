@@ -73,6 +73,7 @@ class Settings:
         backward: `moe-layer` measures a training step as well.
         refresh_weights: and both with weights that have changed since the call before.
         precisions: of products of MXFP8 rows in `moe-layer`.
+        sm_budget: of the layer; None: no budget.
         decode: `moe-layer` measures a forward pass of few tokens over an exchange of low latency.
         csv, plot, timeline: files to write; None: none.
     """
@@ -103,6 +104,7 @@ class Settings:
     stages: bool
     plot: str | None
     timeline: str | None
+    sm_budget: int | None = None
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -158,6 +160,8 @@ class Settings:
         check_routing(self.routing, self.seed)
         if self.warmup < 0:
             raise ConfigError(f"--warmup is {self.warmup}; 0 calls or more are needed.")
+        if self.sm_budget is not None and (self.sm_budget < 1 or self.low_latency):
+            raise ConfigError(f"--sm-budget is {self.sm_budget}; at least 1 is needed, and no low latency.")
         for name in ("ranks", "iters", "alignment"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} is {getattr(self, name)}; at least 1 is needed.")
@@ -221,6 +225,7 @@ class Case:
             return "-".join(["torch-exact", *aligned])
         programs = "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
         parts = [_how(s), self.capacity, "ll" if s.low_latency else programs]
+        parts += [] if s.sm_budget is None else [f"budget{s.sm_budget}"]
         parts += [*(["local"] if s.local_combine else []), *aligned]
         return "-".join([*parts, "graph"] if s.graph else parts)
 

@@ -21,6 +21,7 @@ _HELP = {
     "quantise": "rows to MXFP8",
     "moe-layer": "triton_ep.nn.MoE after its router: dispatch, experts, combine; and a training step",
 }
+_BUDGETED = ("dispatch", "combine", "roundtrip")
 EXAMPLES = (
     "triton-ep bench roundtrip",
     "torchrun --nproc-per-node 8 -m triton_ep.cli bench moe-layer --backward --csv rows.csv",
@@ -90,6 +91,9 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     group.add_argument("--payload", default="bf16", metavar="P,P", help="bf16, mxfp8 (default bf16)")
     group.add_argument("--num-sm", default="20", help="programs of the exchange, or auto (default 20)", **many)
     moe = name == "moe-layer"
+    if name in _BUDGETED:
+        text = "multiprocessors of the layer's whole exchange (default: no budget)"
+        group.add_argument("--sm-budget", help=text, **number)
     text = "exact, static, or both" if moe else "default exact; static for low-latency"
     group.add_argument("--capacity", metavar="C,C" if moe else "C", help=text)
     align = 1 if name == "low-latency" else 128
@@ -199,6 +203,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
         local_combine=a.enable_local_combine,
         backward=command == "moe-layer" and a.backward,
         refresh_weights=command == "moe-layer" and a.refresh_weights,
+        sm_budget=getattr(a, "sm_budget", None),
         precisions=bench.parse_list(a.precision, "--precision", bench.PRECISIONS)
         if command == "moe-layer"
         else bench.PRECISIONS[:1],

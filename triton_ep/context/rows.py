@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from triton_ep.errors import ConfigError
 from triton_ep.runtime.launch import Launcher
 from triton_ep.runtime.plans.layers import narrow_shape
+from triton_ep.runtime.plans.residency import Program
 from triton_ep.runtime.plans.shape import Shape
 
 
@@ -29,15 +31,21 @@ class RowFormat:
         wire_bytes: of a row in dispatch.
         shape: what kernels for such rows are compiled by.
         launchers: these kernels, by what their call sites name them.
+        grids: of combines of such rows (triton_ep/ops/combine.py), by whether they have weights, and copies of a token.
     """
 
-    __slots__ = ("dtype", "hidden", "launchers", "payload", "payload_bytes", "shape", "wire_bytes")
+    __slots__ = ("dtype", "grids", "hidden", "launchers", "payload", "payload_bytes", "shape", "wire_bytes")
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
         self.hidden, self.payload = shape.hidden, shape.payload
         self.payload_bytes, self.wire_bytes = shape.payload_bytes, shape.wire_bytes
         self.launchers: dict[tuple[object, ...], Launcher] = {}
+        self.grids: dict[tuple[bool, int], Any] = {}
+
+    def programs(self, *names: str) -> tuple[Program, ...]:
+        """What programs of these kernels take, of those that have been launched."""
+        return tuple([found.program for key, found in self.launchers.items() if key[0] in names])
 
 
 class RowFormats:

@@ -40,6 +40,7 @@ class LayerSizes(NamedTuple):
     low_latency: bool = False
     enable_local_combine: bool = False
     variant: Hashable = None
+    sm_budget: int | None = None
 
 
 class _Joining:
@@ -174,6 +175,7 @@ class LayerPool:
             self.world_size,
             sizes.dtype,
             num_sm=sizes.num_sm,
+            sm_budget=sizes.sm_budget,
             enable_local_combine=sizes.enable_local_combine,
             payload=sizes.payload,
             alignment=sizes.alignment,

@@ -12,9 +12,10 @@ from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.rows import RowFormat
 from triton_ep.kernels.device.codes import COMBINE_BACKWARD, COMBINE_SLOTS, COMBINE_WEIGHTS, STEPS
-from triton_ep.ops.tuning import as_words, exchange_programs, local_programs, overlaps, waiting_programs
-from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.ops.tuning import Combining, as_words, combining_programs
+from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import exchange
+from triton_ep.runtime.plans.shape import WORD_BYTES, word_type
 
 
 def is_reduced(desc: EPAllToAllLayoutDesc) -> bool:
@@ -35,7 +36,7 @@ def combine(
     fmt: of `y` and the result. weights: [R] float32.
     of_slots: rows have a value per slot of their tokens, in place of expert outputs.
     """
-    plan = _plan(ctx, desc, weights is not None, of_slots)
+    plan = _plan(ctx, fmt, desc, weights is not None, of_slots)
     # Rows are summed while the first sums are on their way.
     _publish(ctx, fmt, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
     out = _make_output(ctx, fmt, desc)
@@ -56,7 +57,7 @@ def send(
 
     Returns memory for the result [T, H], and a callable that launches the receiving half, which writes the sums there.
     """
-    plan = _plan(ctx, desc, weights is not None)
+    plan = _plan(ctx, fmt, desc, weights is not None)
     _publish(ctx, fmt, y, weights, desc, plan)
     out = _make_output(ctx, fmt, desc)
     return out, partial(_receive, ctx, fmt, out, weights is not None, desc, plan)
@@ -67,25 +68,57 @@ class _Plan(NamedTuple):
 
     Attributes:
         programs: how many publish.
+        pulling: how many sum rows of other ranks.
         num_steps: steps in which they publish.
         overlapped: publishing runs concurrently with the kernels that pull, unless a hook separates them.
         call: COMBINE_* (kernels/device/codes.py), which ranks compare.
     """
 
     programs: int
+    pulling: int
     num_steps: int
     overlapped: bool
     call: int
 
 
-def _plan(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, has_weights: bool, of_slots: bool = False) -> _Plan:
+def _plan(
+    ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc, has_weights: bool, of_slots: bool = False
+) -> _Plan:
     call = COMBINE_WEIGHTS * has_weights | COMBINE_SLOTS * of_slots | COMBINE_BACKWARD * ctx.backward
-    overlapped = is_reduced(desc) and overlaps(ctx.config, ctx.device)
-    programs = waiting_programs(ctx.device, ctx.config.num_sm) if overlapped else local_programs(ctx.device)
+    copy_rows = desc.skipped_token_topk_mapping_indices
+    copies = 0 if copy_rows is None else copy_rows.shape[1]
+    grids = fmt.grids.get((has_weights, copies))
+    if grids is None:
+        grids = fmt.grids[has_weights, copies] = _grids(ctx, fmt, has_weights, copies)
+    publishing, pulling, overlapped = grids
     if not ctx.config.is_intra_node:
-        return _Plan(programs, 2, overlapped, call)
+        return _Plan(publishing, pulling, 2, overlapped, call)
     # Steps pay for their extra releases only when overlapped; the interpreter uses two to exercise the path.
-    return _Plan(programs, STEPS if overlapped else 2 if INTERPRETING else 1, overlapped, call)
+    return _Plan(publishing, pulling, STEPS if overlapped else 2 if INTERPRETING else 1, overlapped, call)
+
+
+def _grids(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int) -> Combining:
+    """Grids of combines of such rows; copies: of a token that are summed first, 0: none are."""
+    if copies:
+        publisher = _reducer(ctx, fmt, has_weights, copies)
+    else:  # rows in place are published by another kernel, in as many programs
+        publisher = _stager(ctx, fmt, has_weights, fmt.payload_bytes // WORD_BYTES[word_type(fmt.payload_bytes)])
+    puller = _puller(ctx, fmt, has_weights, copies > 0)
+    return combining_programs(ctx.config, ctx.device, publisher.declared, puller.declared, copies > 0)
+
+
+def _reducer(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int) -> Launcher:
+    kind = (has_weights, copies)
+    return ctx.launcher(("reduce", *kind), exchange.reduce, *kind, fmt=fmt)
+
+
+def _stager(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, row_words: int) -> Launcher:
+    return ctx.launcher(("stage", has_weights, row_words), exchange.stage, has_weights, row_words, fmt=fmt)
+
+
+def _puller(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, reduced: bool) -> Launcher:
+    kind = (has_weights and not reduced, reduced)
+    return ctx.launcher(("pull", *kind), exchange.pull, *kind, fmt=fmt)
 
 
 def _make_output(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
@@ -121,9 +154,7 @@ def _publish(
     copy_rows = desc.skipped_token_topk_mapping_indices
     if copy_rows is not None:
         ctx.calls.end_loan(False)
-        kind = (has_weights, copy_rows.shape[1])
-        launcher = ctx.launcher(("reduce", *kind), exchange.reduce, *kind, fmt=fmt)
-        launcher.launch(
+        _reducer(ctx, fmt, has_weights, copy_rows.shape[1]).launch(
             plan.programs,
             y_ptr=y,
             weights_ptr=weights_arg,
@@ -146,8 +177,7 @@ def _publish(
         return
     words = as_words(y, fmt.payload_bytes)
     row_words = fmt.payload_bytes // words.element_size()
-    launcher = ctx.launcher(("stage", has_weights, row_words), exchange.stage, has_weights, row_words, fmt=fmt)
-    launcher.launch(
+    _stager(ctx, fmt, has_weights, row_words).launch(
         plan.programs,
         y_ptr=words,
         weights_ptr=weights_arg,
@@ -169,12 +199,11 @@ def _send_partials(
     ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, desc: EPAllToAllLayoutDesc, plan: _Plan
 ) -> None:
     """Sum this node's rows of the tokens of other nodes and send the sums back."""
-    cfg, sizes = ctx.config, ctx.sizes
-    reduced = is_reduced(desc)
+    sizes, reduced = ctx.sizes, is_reduced(desc)
     assert desc.forward is not None, "a descriptor of several nodes has forward tables"
     kind = (has_weights and not reduced, reduced)
     ctx.launcher(("partial", *kind), exchange.partial, *kind, fmt=fmt).launch(
-        exchange_programs(cfg.num_sm),
+        plan.pulling,
         like_x_ptr=ctx.local_as("dispatch_output_buf", fmt.dtype),
         placement_ptr=desc.placement,
         forward_ptr=desc.forward,
@@ -194,11 +223,9 @@ def _pull(
     plan: _Plan,
 ) -> None:
     """Wait for the rows of this rank's tokens and sum them into out [T, H]."""
-    cfg, sizes = ctx.config, ctx.sizes
-    reduced = is_reduced(desc)
-    kind = (has_weights and not reduced, reduced)
-    ctx.launcher(("pull", *kind), exchange.pull, *kind, fmt=fmt).launch(
-        exchange_programs(cfg.num_sm),
+    sizes = ctx.sizes
+    _puller(ctx, fmt, has_weights, is_reduced(desc)).launch(
+        plan.pulling,
         out_ptr=out,
         entries_ptr=desc.entries,
         placement_ptr=desc.placement,

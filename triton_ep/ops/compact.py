@@ -93,8 +93,9 @@ def _copy_out(
     words = as_words(received.x, row_bytes)
     row_words = row_bytes // words.element_size()
     kind = (has_scales, received.topk_idx is not None, received.topk_weights is not None, row_words)
-    ctx.launcher(("compact", *kind), plans.copy_out, *kind, fmt=fmt).launch(
-        expanding_programs(cfg, ctx.device, overlapped=side is not None),
+    launcher = ctx.launcher(("compact", *kind), plans.copy_out, *kind, fmt=fmt)
+    launcher.launch(
+        expanding_programs(ctx, fmt, launcher, overlapped=side is not None),
         recv_x_ptr=words,
         recv_scale_ptr=ctx.no_bytes if received.scale is None else received.scale,
         recv_idx_ptr=placement if received.topk_idx is None else received.topk_idx,

@@ -20,7 +20,14 @@ from triton_ep.kernels.device.codes import (
 from triton_ep.ops.element_formats import BLOCK
 from triton_ep.ops.routing import Routing
 from triton_ep.ops.strides import view_as
-from triton_ep.ops.tuning import as_words, exchange_programs, expanding_programs, mx_blocks, overlaps
+from triton_ep.ops.tuning import (
+    as_words,
+    exchange_programs,
+    expanding_programs,
+    mx_blocks,
+    overlaps,
+    quantizing_programs,
+)
 from triton_ep.runtime.plans import exchange
 from triton_ep.runtime.plans.layers import LANDINGS, landed_words
 
@@ -43,7 +50,7 @@ def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
     blocks = mx_blocks(num_blocks)
     launcher = ctx.launcher(("quantize", blocks), exchange.quantize, num_blocks)
     launcher.launch(
-        -(-num_blocks // blocks),
+        quantizing_programs(ctx.config, launcher, -(-num_blocks // blocks)),
         x_ptr=x.data,
         elements_ptr=out.data,
         scale_ptr=out.scale,
@@ -243,8 +250,9 @@ def _expand(
         words = as_words(recv_x, row_bytes)
         row_words = row_bytes // words.element_size()
     kind = (landing, weights is not None, copy_rows is not None, row_words)
-    ctx.launcher(("expand", *kind), exchange.expand, *kind, fmt=fmt).launch(
-        expanding_programs(cfg, ctx.device, overlapped=side is not None),
+    launcher = ctx.launcher(("expand", *kind), exchange.expand, *kind, fmt=fmt)
+    launcher.launch(
+        expanding_programs(ctx, fmt, launcher, overlapped=side is not None),
         recv_x_ptr=words,
         recv_scale_ptr=ctx.no_bytes if recv_scale is None else recv_scale,
         recv_weights_ptr=ctx.no_floats if weights is None else weights,

@@ -7,17 +7,27 @@ exercised.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
 from triton_ep.config import EPConfig
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.rows import RowFormat
 from triton_ep.ops.strides import view_as
-from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import compute
+from triton_ep.runtime.plans.residency import Program, in_budget, most_waiting
 from triton_ep.runtime.plans.shape import STAGE_PROGRAMS, word_type
 
 _LEAST_WAITING = 16
 """Fewer programs would take longer concurrently with an exchange than all of them after it."""
+
+_LAYERS = 2
+"""Layers within a node that may dispatch at the same time, without a budget."""
+
+_PULL_SHARE = (5, 12)
+"""Of a budget, what pulls rows; the rest sums them meanwhile."""
 
 _WORDS = {"i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "u8": torch.uint8}
 
@@ -34,43 +44,126 @@ def local_programs(device: torch.device) -> int:
     """Programs of a kernel that only moves rows within this rank's memory, while nothing else runs."""
     if INTERPRETING:
         return 2
-    return min(_multiprocessors(device), STAGE_PROGRAMS)
+    return min(multiprocessors(device), STAGE_PROGRAMS)
 
 
-def waiting_programs(device: torch.device, num_sm: int) -> int:
-    """Programs of such a kernel that waits for a concurrent one of `num_sm` programs; 0: they may not overlap.
-
-    It spins on another kernel, so it must leave SMs free for that kernel even when scheduled first.
-    """
+def waiting_programs(multiprocessors: int, num_sm: int) -> int:
+    """Programs of such a kernel that waits for a concurrent one of `num_sm` programs, where each of both may take a
+    multiprocessor; 0: they may not overlap."""
     if INTERPRETING:
         return 0
-    programs = _multiprocessors(device) - num_sm
+    programs = multiprocessors - num_sm
     return min(programs, STAGE_PROGRAMS) if programs >= _LEAST_WAITING else 0
 
 
-def expanding_programs(config: EPConfig, device: torch.device, overlapped: bool) -> int:
-    """Programs of the kernel that expands rows, alone or concurrently with the push, for which it waits.
+def expanding_programs(ctx: DispatchCombineContext, fmt: RowFormat, expand: Launcher, overlapped: bool) -> int:
+    """Programs of the kernel that expands rows, alone or concurrently with those that send, for which it waits.
 
-    By their registers (triton_ep/runtime/plans/exchange.py) four of them fit on a multiprocessor, and a program of the
-    push in place of two. Of two layers that dispatch at once, at most 3 * (multiprocessors - num_sm) programs wait
-    here: on `num_sm` multiprocessors there is room for a push, whatever is there first.
+    expand: launches it. fmt: of its rows, whose kernels that send have been launched before.
     """
     if INTERPRETING:
         return 2
+    cfg = ctx.config
+    grid = Expanding(multiprocessors(ctx.device), cfg.num_sm, cfg.sm_budget, cfg.is_intra_node, overlapped)
+    return grid.programs(expand.program, fmt.programs("push", "send", "forward"))
+
+
+class Expanding(NamedTuple):
+    """What decides how many programs expand rows.
+
+    Attributes:
+        overlapped: they run beside the programs that send.
+    """
+
+    multiprocessors: int
+    num_sm: int
+    sm_budget: int | None
+    is_intra_node: bool
+    overlapped: bool
+
+    @functools.cache  # noqa: B019
+    def programs(self, expand: Program, senders: tuple[Program, ...]) -> int:
+        """Their number, so that what they wait for fits on the GPU beside them, wherever they are.
+
+        Within a node also beside a second layer that dispatches at the same time. Without a budget they take what is
+        left: by their registers (triton_ep/runtime/plans/exchange.py) four fit on a multiprocessor, and a program of
+        the push in place of two. With several nodes they wait for programs, too, that take a multiprocessor each.
+        """
+        free = self.multiprocessors - self.num_sm * self.overlapped
+        wanted = 3 * free // 2 if self.is_intra_node or not self.overlapped else free
+        if self.sm_budget is not None:
+            budget = min(self.sm_budget, self.multiprocessors)
+            wanted = in_budget(budget, expand, senders, self.num_sm * self.overlapped)
+        layers = _LAYERS if self.is_intra_node else 1
+        for sender in senders if self.overlapped else ():
+            wanted = min(wanted, most_waiting(self.multiprocessors, expand, sender, self.num_sm) // layers)
+        return max(wanted, 1)
+
+
+class Combining(NamedTuple):
+    """Programs of a combine.
+
+    Attributes:
+        publishing: of the kernel that publishes rows, the same on all ranks.
+        pulling: of those that bring them back.
+        overlapped: both are there at the same time.
+    """
+
+    publishing: int
+    pulling: int
+    overlapped: bool
+
+
+def combining_programs(config: EPConfig, device: torch.device, publish: Program, pull: Program,
+                       reduced: bool) -> Combining:  # fmt: skip
+    """Grids of a combine.
+
+    publish, pull: what their programs take at most, which all ranks know.
+    reduced: rows are summed before they are published, which may go on while others are pulled.
+    """
+    pulling = exchange_programs(config.num_sm)
+    if INTERPRETING:
+        return Combining(2, pulling, False)
+    overlapped = reduced and overlaps(config, device)
+    if config.sm_budget is not None:
+        budget = min(config.sm_budget, multiprocessors(device))
+        return budgeted_combine(budget, config.num_sm, publish, pull, overlapped)
     if not overlapped:
-        return 3 * _multiprocessors(device) // 2
-    free = _multiprocessors(device) - config.num_sm
-    # With several nodes they wait for kernels, too, of which a program takes a multiprocessor for itself.
-    return 3 * free // 2 if config.is_intra_node else free
+        return Combining(local_programs(device), pulling, False)
+    most = most_waiting(multiprocessors(device), publish, pull, config.num_sm)
+    return Combining(min(waiting_programs(multiprocessors(device), config.num_sm), most), pulling, True)
+
+
+def budgeted_combine(budget: int, num_sm: int, publish: Program, pull: Program, overlapped: bool) -> Combining:
+    """The same within a budget of multiprocessors."""
+    if overlapped:
+        pulling = min(in_budget(max(budget * _PULL_SHARE[0] // _PULL_SHARE[1], 1), pull), num_sm)
+        publishing = in_budget(budget, publish, [pull], pulling)
+        if publishing and pulling:
+            return Combining(min(publishing, STAGE_PROGRAMS), pulling, True)
+    pulling = min(max(in_budget(budget, pull), 1), num_sm)
+    return Combining(min(max(in_budget(budget, publish), 1), STAGE_PROGRAMS), pulling, False)
+
+
+def quantizing_programs(config: EPConfig, quantize: Launcher, tiles: int) -> int:
+    """Programs of the kernel that quantises rows before they are sent; tiles: that there are."""
+    if INTERPRETING or config.sm_budget is None:
+        return tiles
+    return min(tiles, max(in_budget(config.sm_budget, quantize.program), 1))
 
 
 def overlaps(config: EPConfig, device: torch.device) -> bool:
     """True if local work of a layer runs concurrently with its exchange, on a stream of its own."""
-    return config.max_tokens >= _OVERLAPPED_TOKENS and waiting_programs(device, config.num_sm) > 0
+    if INTERPRETING or config.max_tokens < _OVERLAPPED_TOKENS:
+        return False
+    if config.sm_budget is not None:
+        return config.sm_budget > 1 and multiprocessors(device) - config.num_sm >= _LAYERS
+    return waiting_programs(multiprocessors(device), config.num_sm) > 0
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -23,6 +23,7 @@ from triton_ep.errors import AotMiss, ConfigError, EPError, LaunchError
 from triton_ep.runtime.cubins import Aot, Kernel, choose
 from triton_ep.runtime.environment import read_environment
 from triton_ep.runtime.plans.request import WORD, KernelRequest
+from triton_ep.runtime.plans.residency import Program
 from triton_ep.runtime.plans.shape import Plan
 
 
@@ -196,6 +197,8 @@ class Launcher:
         any_arguments: dtypes and sizes are a caller's, so the kind has all of them, not only what is left open.
 
     Attributes:
+        declared: what a program takes at most, by plan and kernel: the same on all ranks.
+        program: what it takes, by the kernels that the JIT has compiled; until then as declared.
         launch: launch(grid, *, stream=None, **arguments) launches `grid` programs; a grid of 0 launches nothing.
             Tensors (or `Boxes`) and ints, by the names of the kernel's parameters. stream: where; None: the current
             stream. To name it here takes a fraction of making it current.
@@ -232,10 +235,14 @@ class Launcher:
         info = None if aot is None else aot.info(plan.kernel)
         if info is None:
             self._use_jit()
+            warps, maxnreg = self.spec.num_warps, self.spec.maxnreg
             self._set_arguments(self.spec.arguments, self.spec.specialised, bound or {})
         else:
             self._order = tuple(info["order"])
             self._set_arguments(dict(info["arguments"]), info["specialised"], bound or {})
+            warps, maxnreg = info["options"]
+        self.program = self.declared = Program.declared(plan, warps or 1, maxnreg)
+        self._taken: Program | None = None
         self.launch = _by_name(plan.kernel, self._names, self._launch)
 
     def _set_arguments(
@@ -322,6 +329,7 @@ class Launcher:
             options["extern_libs"] = dict(libs)
         made = compile_by_triton(source_of(self.spec, request), options=options)
         self._told[kind] = made.launch_metadata
+        self._note(made)
         texts = {name: f"{name}.descriptor()" if _is_boxes(request, name) else name for name in self._order}
         texts |= dict.fromkeys(self.spec.constexprs, "None")  # compiled in; what is given does not matter
         passed = []
@@ -331,6 +339,13 @@ class Launcher:
         before = "run(grid, 1, 1, where, function, metadata, told, enter, leave, "
         names = {"run": made.run, "function": made.function, "metadata": made.packed_metadata}
         return self._written_out(before + ", ".join(passed) + ")", names)
+
+    def _note(self, made: Any) -> None:
+        """Keep what a program of the largest variant takes."""
+        made.run  # loads it  # noqa: B018
+        taken = Program(made.metadata.num_warps, made.n_regs, made.metadata.shared)
+        self.program = taken if self._taken is None else Program(*map(max, taken, self._taken))
+        self._taken = self.program
 
     def _start_of_library(self, kernel: Kernel, request: KernelRequest) -> Start:
         passed, number = [], 0

@@ -71,6 +71,8 @@ class Buffer:
 
     num_sms: int = 20
     """CTAs of the communication kernels in calls without `config`."""
+    budgeted: bool = False
+    """`set_num_sms` has been called: the number is a budget of multiprocessors, also where a `config` gives it."""
 
     def __init__(
         self,
@@ -130,14 +132,15 @@ class Buffer:
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
-        """Set the CTAs of the communication kernels for later calls. Each number has layers of its own.
+        """Keep later calls of the normal mode on so many multiprocessors (`sm_budget` of the layer). Each number has
+        layers of its own.
 
         Raises:
             ConfigError: an odd number, or no integer.
         """
         if check.integer("new_num_sms", new_num_sms, 2, ConfigError) % 2:
             raise ConfigError(f"set_num_sms got {new_num_sms}; it must be an even number of at least 2.")
-        Buffer.num_sms = new_num_sms
+        Buffer.num_sms, Buffer.budgeted = new_num_sms, True
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -698,7 +701,10 @@ class Buffer:
     def _sizes(self, hidden: int, topk: int, num_experts: int, dtype: torch.dtype, num_sm: int) -> LayerSizes:
         # In one node this only changes how many rows there is room for: those by rank are fewer than those of experts.
         one_node = self._pool.ranks_per_node == self.group_size
-        return LayerSizes(hidden, topk, num_experts, dtype, num_sm, self._timeout_s, enable_local_combine=one_node)
+        budget = num_sm if Buffer.budgeted else None
+        return LayerSizes(
+            hidden, topk, num_experts, dtype, num_sm, self._timeout_s, enable_local_combine=one_node, sm_budget=budget
+        )
 
     def _check_rows(self, x: Any) -> QuantizedRows | None:
         pair = QuantizedRows.of(x) if isinstance(x, tuple) else None

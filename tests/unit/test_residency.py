@@ -1,0 +1,136 @@
+"""Programs that wait leave room for what they wait for, and a budget of multiprocessors is kept: by numbers."""
+
+import itertools
+
+import pytest
+
+from triton_ep.config import EPConfig
+from triton_ep.errors import ConfigError
+from triton_ep.ops.tuning import Expanding, budgeted_combine
+from triton_ep.runtime.plans import exchange
+from triton_ep.runtime.plans.residency import (
+    Program,
+    in_budget,
+    most_waiting,
+    per_multiprocessor,
+    share_of_one,
+)
+from triton_ep.runtime.plans.shape import Plan, Shape
+
+PUSH, WIDE_PUSH = Program(16, 64), Program(32, 64)
+EXPAND = Program(4, 128)
+FORWARD, SEND = Program(16, 96), Program(16, 114)
+PROGRAMS = (
+    PUSH,
+    WIDE_PUSH,
+    EXPAND,
+    FORWARD,
+    SEND,
+    Program(8, 64),
+    Program(4, 160),
+    Program(1, 32),
+    Program(4, 32, 100_000),
+)
+H200 = 132
+
+
+def test_programs_of_a_multiprocessor() -> None:
+    """Registers, warps, shared memory, or the number of programs is what runs out first."""
+    assert [per_multiprocessor(each) for each in (PUSH, WIDE_PUSH, EXPAND, FORWARD, SEND)] == [2, 1, 4, 1, 1]
+    assert per_multiprocessor(Program(16, 32)) == 4  # warps
+    assert per_multiprocessor(Program(1, 16, 0)) == 32  # programs
+    assert per_multiprocessor(Program(1, 16, 100 * 1024)) == 2  # shared memory
+    assert [per_multiprocessor(PUSH, EXPAND, times) for times in range(5)] == [2, 1, 1, 0, 0]
+    assert [per_multiprocessor(SEND, EXPAND, times) for times in (0, 1)] == [1, 0]
+    assert per_multiprocessor(Program(4, 121)) == per_multiprocessor(EXPAND)  # in steps of eight registers
+
+
+def test_a_plan_declares_the_most_that_its_programs_take() -> None:
+    """Of warps and registers: by the plan, else by the kernel, else what a multiprocessor has."""
+    plan = Plan("dispatch_expand_kernel", num_warps=4, maxnreg=128)
+    assert Program.declared(plan, 1)[:2] == (4, 128)
+    assert Program.declared(Plan("internode_send_kernel"), 16)[:2] == (16, 128)
+    assert Program.declared(Plan("combine_pull_kernel"), 32, 40)[:2] == (32, 40)
+    assert Program.declared(Plan("combine_free_kernel"), 1)[:2] == (1, 255)
+
+
+@pytest.mark.parametrize(("waiting", "needed"), list(itertools.product(PROGRAMS, PROGRAMS)))
+def test_what_is_waited_for_finds_room(waiting: Program, needed: Program) -> None:
+    """Over every way to place the waiting programs on a small GPU, all that they wait for fits at the same time."""
+    most_on_one = per_multiprocessor(waiting)
+    for multiprocessors, num_needed in ((1, 1), (2, 1), (3, 2), (3, 4)):
+        found = most_waiting(multiprocessors, waiting, needed, num_needed)
+        places = itertools.combinations_with_replacement(range(most_on_one + 1), multiprocessors)
+        for times in (each for each in places if sum(each) <= found):
+            room = sum(per_multiprocessor(needed, waiting, each) for each in times)
+            assert room >= num_needed or found == 0, (times, room)
+
+
+def test_grids_that_hang_today_are_not_made() -> None:
+    """400 waiting programs leave a push no room, nor do 168 beside a push of 32 warps; no two layers come to that."""
+    assert most_waiting(H200, EXPAND, PUSH, 20) == 356
+    assert most_waiting(H200, EXPAND, WIDE_PUSH, 20) == H200 - 20
+    assert Expanding(H200, 20, None, True, True).programs(EXPAND, (PUSH,)) == 168
+    assert Expanding(H200, 20, None, True, True).programs(EXPAND, (WIDE_PUSH,)) == (H200 - 20) // 2
+    assert Expanding(H200, 32, None, False, True).programs(EXPAND, (PUSH, SEND, FORWARD)) == 100
+    assert Expanding(H200, 20, None, True, False).programs(EXPAND, (PUSH,)) == 198
+
+
+@pytest.mark.parametrize("multiprocessors", [16, 108, 132, 148])
+@pytest.mark.parametrize("budget", [1, 2, 3, 8, 20, 24, 64, 1000])
+@pytest.mark.parametrize("senders", [(PUSH,), (WIDE_PUSH,), (Program(8, 64),), (PUSH, SEND, FORWARD)])
+def test_a_dispatch_keeps_its_budget(multiprocessors: int, budget: int, senders: tuple[Program, ...]) -> None:
+    """What sends and what expands add up to no more; expanding gets a part of it; and nothing hangs."""
+    one_node = len(senders) == 1
+    config = EPConfig(4096, 7168, 8, 256, 0, 8, 8 if one_node else 4, num_sm=20, sm_budget=budget)
+    largest = max(share_of_one(each) for each in senders)
+    for overlapped in {False, budget > 1 and multiprocessors - config.num_sm > 1}:
+        grid = Expanding(multiprocessors, config.num_sm, budget, one_node, overlapped)
+        number = grid.programs(EXPAND, senders)
+        assert number >= 1
+        if not overlapped:
+            assert number == 4 * min(budget, multiprocessors)
+            continue
+        # No plan lets a push within a node take a whole multiprocessor, as the last test shows.
+        taken = config.num_sm * largest + number * share_of_one(EXPAND)
+        assert taken <= budget or (number == 1 and senders == (WIDE_PUSH,)), (config.num_sm, number)
+        for sender in senders:
+            assert number * (2 if one_node else 1) <= most_waiting(multiprocessors, EXPAND, sender, config.num_sm)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 8, 20, 24, 64])
+@pytest.mark.parametrize("reduce", [Program(32, 64), Program(16, 64), Program(4, 160)])
+def test_a_combine_keeps_its_budget(budget: int, reduce: Program) -> None:
+    """Sums and pulls together, where they are there together; else each of them."""
+    pull = Program(32, 64)
+    both = budgeted_combine(budget, 20, reduce, pull, True)
+    assert both.publishing >= 1 and 1 <= both.pulling <= 20
+    shares = both.publishing * share_of_one(reduce), both.pulling * share_of_one(pull)
+    assert (sum(shares) if both.overlapped else max(shares)) <= budget
+    assert both.overlapped == (budget > 1)
+    after = budgeted_combine(budget, 20, reduce, pull, False)
+    assert not after.overlapped and after.pulling == min(budget, 20)
+    assert after.publishing == min(in_budget(budget, reduce), 128)
+
+
+def test_a_budget_limits_the_programs_of_a_layer() -> None:
+    """num_sm is at most the budget, half of it between nodes; layers of low latency have none."""
+    sizes = {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 8, "rank": 0, "world_size": 4}
+    assert EPConfig(**sizes, local_world_size=4, num_sm=20, sm_budget=24).num_sm == 20
+    assert EPConfig(**sizes, local_world_size=4, num_sm=20, sm_budget=8).num_sm == 8
+    assert [EPConfig(**sizes, local_world_size=2, num_sm=20, sm_budget=n).num_sm for n in (1, 8, 64)] == [1, 4, 20]
+    with pytest.raises(ConfigError, match="sm_budget"):
+        EPConfig(**sizes, local_world_size=4, sm_budget=0)
+    with pytest.raises(ConfigError, match="low_latency"):
+        EPConfig(**sizes, local_world_size=4, low_latency=True, recv_capacity=64, sm_budget=8)
+
+
+@pytest.mark.parametrize("warps", [1, 4, 8, 16, 32])
+def test_tuned_warps_change_nothing_of_it(warps: int) -> None:
+    """A tuned number of warps has its registers limited, so that half a multiprocessor is still what a push takes."""
+    tuned = (("push", 2, warps), ("expand", 1, min(warps, 16)))
+    shape = Shape(4096, 7168, 8, 256, 8, 8, tuned=tuned)
+    push = Program.declared(exchange.push(shape, 0, 1792), 1)
+    expand = Program.declared(exchange.expand(shape, 0, False, False, 1792), 1)
+    assert share_of_one(push) <= share_of_one(PUSH) and share_of_one(expand) <= share_of_one(EXPAND)
+    assert Expanding(H200, 20, None, True, True).programs(expand, (push,)) == 168
