@@ -15,6 +15,7 @@ PICTURES = {
     DOCS / "concepts/architecture.svg": architecture.draw,
     DOCS / "concepts/layout.svg": layout.draw,
     DOCS / "concepts/timeline.svg": timeline.draw,
+    DOCS / "pictures/exchange.svg": speed.draw_exchange,
     DOCS / "pictures/speed.svg": speed.draw,
 }
 

@@ -1,4 +1,7 @@
-"""docs/pictures/speed.svg: dispatch, combine and a MoE layer beside NCCL, from stored rows."""
+"""docs/pictures/speed.svg: a MoE layer of four models and its decoding beside NCCL; exchange.svg: dispatch and combine.
+
+Every time is a stored row.
+"""
 
 import csv
 from pathlib import Path
@@ -6,57 +9,68 @@ from pathlib import Path
 from canvas import Canvas
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
-_MODEL = {"nodes": "1", "tokens": "4096", "hidden": "7168", "topk": "8", "routing": "uniform:0"}
+
+Row = dict[str, str]
+_SHARED = {"nodes": "1", "routing": "uniform:0"}
+
+# --- the layer ------------------------------------------------------------------------------------------
+
+LAYERS = _SHARED | {"ranks": "2", "tokens": "4096", "commit": "cd86c5e"}
+# Name, what is said of it, ffn, and the columns of its rows: the experts of one GPU are those of a group twice as large.
+MODELS = (
+    ("DeepSeek-V3", "7168 x 2048, 64 experts", "2048", {"hidden": "7168", "topk": "8", "experts": "128"}),
+    ("Qwen3-235B", "4096 x 1536, 32 experts", "1536", {"hidden": "4096", "topk": "8", "experts": "64"}),
+    ("Mixtral", "4096 x 14336, 2 experts", "14336", {"hidden": "4096", "topk": "2", "experts": "4"}),
+    ("gpt-oss", "2880 x 2880, 32 experts", "2880", {"hidden": "2880", "topk": "4", "experts": "64"}),
+)
+PASSES = (("forward", "moe_layer_fwd"), ("forward + backward", "moe_layer_step"))
+DECODE = _SHARED | {"op": "moe_layer_decode", "ranks": "2", "hidden": "7168", "topk": "8", "experts": "128"}
+DECODED_TOKENS = ("8", "32", "128")
+
+
+def layer_rows(ffn: str) -> tuple[Row, Row, Row]:
+    """What sets rows of NCCL, of bf16 and of MXFP8 apart."""
+    own = {"provider": "triton_ep", "mode": f"jit-static-sm24-local-a128-ffn{ffn}"}
+    return {"provider": "nccl", "mode": f"torch-exact-ffn{ffn}"}, own | {"payload": "bf16"}, own | {"payload": "mxfp8"}
+
+
+def decode_rows() -> tuple[Row, Row, Row]:
+    """The same of decoding."""
+    own = {"provider": "triton_ep", "mode": "jit-static-ll-local-a128-ffn2048-graph", "commit": LAYERS["commit"]}
+    return (
+        {"provider": "nccl", "mode": "torch-exact-ffn2048", "commit": LAYERS["commit"]},
+        own | {"payload": "bf16"},
+        own | {"payload": "mxfp8"},
+    )
+
+
+# --- the exchange ---------------------------------------------------------------------------------------
+
+EXCHANGE = _SHARED | {"ranks": "4", "tokens": "4096", "hidden": "7168", "topk": "8", "experts": "256"}
 _LAYER = {"provider": "triton_ep", "mode": "jit-static-sm20-local-a128"}
-_NCCL = {"provider": "nccl", "mode": "torch-exact-a128"}
-_MOE = {"provider": "triton_ep", "mode": "jit-static-sm24-local-a128-ffn2048"}
-_MOE_NCCL = {"provider": "nccl", "mode": "torch-exact-ffn2048"}
-# Heading, file, op and what rows of all bars share; then a bar each: label, colour, the row's own columns.
-GROUPS = (
+_NCCL = {"provider": "nccl", "mode": "torch-exact-a128", "commit": "a7519e2"}
+# Heading, then a bar each: label, colour, the row's own columns.
+STEPS = (
     (
         "dispatch",
-        "dispatch_combine.csv",
-        {"op": "dispatch", "ranks": "4", "experts": "256"},
         (
-            ("NCCL", "other", _NCCL | {"payload": "bf16", "commit": "a7519e2"}),
-            ("bf16", "a", _LAYER | {"payload": "bf16", "commit": "a7519e2"}),
-            ("MXFP8", "b", _LAYER | {"payload": "mxfp8", "commit": "a7519e2"}),
+            ("NCCL", "other", _NCCL | {"op": "dispatch", "payload": "bf16"}),
+            ("bf16", "a", _LAYER | {"op": "dispatch", "payload": "bf16", "commit": "a7519e2"}),
+            ("MXFP8", "b", _LAYER | {"op": "dispatch", "payload": "mxfp8", "commit": "a7519e2"}),
         ),
     ),
     (
         "combine",
-        "dispatch_combine.csv",
-        {"op": "combine", "ranks": "4", "experts": "256", "payload": "bf16"},
         (
-            ("NCCL", "other", _NCCL | {"commit": "a7519e2"}),
-            ("bf16", "a", _LAYER | {"commit": "4278c9a"}),
-        ),
-    ),
-    (
-        "MoE layer, forward",
-        "moe_layer.csv",
-        {"op": "moe_layer_fwd", "ranks": "2", "experts": "128", "commit": "ef3782a"},
-        (
-            ("NCCL", "other", _MOE_NCCL),
-            ("bf16", "a", _MOE | {"payload": "bf16"}),
-            ("MXFP8", "b", _MOE | {"payload": "mxfp8"}),
-        ),
-    ),
-    (
-        "MoE layer, forward + backward",
-        "moe_layer.csv",
-        {"op": "moe_layer_step", "ranks": "2", "experts": "128", "commit": "ef3782a"},
-        (
-            ("NCCL", "other", _MOE_NCCL),
-            ("bf16", "a", _MOE | {"payload": "bf16"}),
-            ("MXFP8", "b", _MOE | {"payload": "mxfp8"}),
+            ("NCCL", "other", _NCCL | {"op": "combine", "payload": "bf16"}),
+            ("bf16", "a", _LAYER | {"op": "combine", "payload": "bf16", "commit": "4278c9a"}),
         ),
     ),
 )
 
 
-def median_us(file: str, wanted: dict[str, str]) -> float:
-    """Median of the one stored row, or of the last of several, that has the wanted values.
+def stored(file: str, wanted: Row) -> Row:
+    """The one stored row, or the last of several, that has the wanted values.
 
     Raises:
         LookupError: no row has them.
@@ -65,27 +79,68 @@ def median_us(file: str, wanted: dict[str, str]) -> float:
         found = [row for row in csv.DictReader(rows) if all(row[name] == value for name, value in wanted.items())]
     if not found:
         raise LookupError(f"{file} has no row with {wanted}")
-    return float(found[-1]["median_us"])
+    return found[-1]
+
+
+def median_us(file: str, wanted: Row) -> float:
+    """Its median.
+
+    Raises:
+        LookupError: no row has them.
+    """
+    return float(stored(file, wanted)["median_us"])
+
+
+def _bars(c: Canvas, x: float, y: float, times: list[float], longest: float, ratios: bool) -> None:
+    """NCCL, bf16, MXFP8 from (x, y) down, in the scale of the first."""
+    for number, (label, colour, time) in enumerate(
+        zip(("NCCL", "bf16", "MXFP8"), ("other", "a", "b"), times, strict=True)
+    ):
+        top, width = y + 34 * number, longest * time / max(times)
+        c.text(x + 74, top + 21, label, 22, "ink", "end")
+        c.box(x + 82, top, width, 26, colour, radius=3)
+        said = f"{time:,.0f}" + (f" · {time / times[0]:.2f}" if ratios and number else "")
+        c.text(x + 90 + width, top + 21, said, 22, "ink", bold=number > 0)
 
 
 def draw() -> Canvas:
+    """A block of two columns for each model, and three columns of decoding; each with a scale of its own."""
+    c = Canvas(1044, "Time of a MoE layer of four models, and of decoding: NCCL with torch, triton_ep in bf16 and MXFP8")
+    c.text(24, 44, "A MoE layer, microseconds, less is better", 28, "ink", bold=True)
+    c.text(24, 76, f"{LAYERS['ranks']} x H200 of one node, 4096 tokens each; in brackets", 22, "soft")
+    c.text(24, 104, "hidden x ffn and experts per GPU. NCCL + torch: grey.", 22, "soft")
+    c.text(24, 132, "triton_ep: bf16 blue, MXFP8 green, and its share of grey", 22, "soft")
+    y = 178
+    for name, sizes, ffn, columns in MODELS:
+        c.text(24, y, f"{name} ({sizes})", 24, "ink", bold=True)
+        for number, (heading, op) in enumerate(PASSES):
+            times = [median_us("moe_layer.csv", LAYERS | columns | {"op": op} | own) for own in layer_rows(ffn)]
+            c.text(24 + 352 * number, y + 28, heading, 22, "soft")
+            _bars(c, 14 + 352 * number, y + 38, times, 110, True)
+        y += 178
+    c.text(24, y, "Decoding, DeepSeek-V3 (NCCL without a graph)", 24, "ink", bold=True)
+    for number, tokens in enumerate(DECODED_TOKENS):
+        times = [median_us("decode.csv", DECODE | {"tokens": tokens} | own) for own in decode_rows()]
+        c.text(24 + 232 * number, y + 28, f"{tokens} tokens per GPU", 22, "soft")
+        _bars(c, 14 + 232 * number, y + 38, times, 72, False)
+    return c
+
+
+def draw_exchange() -> Canvas:
     """Bars with their values; each group has a scale of its own, that of its NCCL bar."""
-    c = Canvas(774, "Time of dispatch, combine and a MoE layer: NCCL, triton_ep in bf16 and in MXFP8")
-    c.text(24, 44, "Microseconds, less is better", 28, "ink", bold=True)
-    c.text(24, 76, "4096 tokens per GPU, hidden 7168, top-8, H200, one node", 22, "soft")
-    c.text(24, 106, "NCCL: grey. triton_ep: bf16 blue, MXFP8 green", 22, "soft")
+    c = Canvas(396, "Time of dispatch and combine: NCCL, triton_ep in bf16 and in MXFP8")
+    c.text(24, 44, "Dispatch and combine, microseconds", 28, "ink", bold=True)
+    c.text(24, 76, "4096 tokens per GPU, hidden 7168, top-8 of 256 experts,", 22, "soft")
+    c.text(24, 106, "4 x H200 of one node. NCCL grey, bf16 blue, MXFP8 green", 22, "soft")
     y = 148
-    for heading, file, shared, bars in GROUPS:
-        gpus = shared["ranks"]
-        c.text(24, y + 8, heading, 24, "ink", bold=True)
-        c.text(696, y + 8, f"{gpus} GPUs, {shared['experts']} experts", 22, "soft", "end")
-        y += 22
-        times = [median_us(file, _MODEL | shared | own) for _, _, own in bars]
+    for heading, bars in STEPS:
+        c.text(24, y, heading, 24, "ink", bold=True)
+        times = [median_us("dispatch_combine.csv", EXCHANGE | own) for _, _, own in bars]
         for (label, colour, _), time in zip(bars, times, strict=True):
             width = 440 * time / max(times)
-            c.text(110, y + 25, label, 22, "ink", "end")
-            c.box(122, y + 4, width, 30, colour, radius=3)
-            c.text(122 + width + 10, y + 27, f"{time:,.0f}", 22, "ink", bold=colour != "other")
-            y += 38
-        y += 34
+            c.text(110, y + 33, label, 22, "ink", "end")
+            c.box(122, y + 12, width, 28, colour, radius=3)
+            c.text(122 + width + 10, y + 34, f"{time:,.0f}", 22, "ink", bold=colour != "other")
+            y += 36
+        y += 42
     return c
