@@ -36,6 +36,13 @@ def _measure(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) 
     return run.measure_all(settings).rows
 
 
+def test_errors_of_results_that_have_a_graph_are_measured_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    """A quarter off is 12 dB, of a leaf's result as of plain numbers."""
+    leaf = torch.ones(4, requires_grad=True)
+    assert moe_providers.decibel([(leaf * 1.25, torch.ones(4))]) == pytest.approx(12.04, abs=0.01)
+    assert not recwarn.list
+
+
 def test_cases_of_a_run() -> None:
     """Capacities and precisions of the module, one case of each other provider; modes say what is not the default."""
     words = ["--payload", "bf16,mxfp8", "--capacity", "exact,static", "--precision", "default,exact"]

@@ -409,6 +409,7 @@ def dense(
     return out.detach(), dx
 
 
+@torch.no_grad()
 def decibel(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Signal to noise of values against exact ones."""
     noise = sum(float((value.float() - exact).square().sum()) for value, exact in pairs)
