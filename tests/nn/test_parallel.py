@@ -1,7 +1,8 @@
-"""MoE modules in parallel training: DDP, FSDP2 over replicas of the experts' group, clipping, autocast."""
+"""MoE modules in parallel training: DDP, FSDP2 over replicas of the experts' group, compiled too, clipping, autocast."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,15 +10,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.nn import dense
 from triton_ep.distributed import current_heap
-from triton_ep.errors import InputError
-from triton_ep.nn import MoE, clip_grad_norm_, finalize_exchanges
+from triton_ep.errors import ConfigError, InputError
+from triton_ep.nn import MoE, clip_grad_norm_, expert_placement, finalize_exchanges
 
 pytestmark = pytest.mark.plain
+HAS_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")
 EXPERTS, HIDDEN, FFN, TOKENS = 4, 64, 96, 6
 SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": 2, "max_tokens": TOKENS, "timeout_s": 60.0, "router": False}
 
@@ -169,6 +172,84 @@ def _train(rank: int, nodes: int, ranks_per_node: int, steps: int) -> None:
 def test_kept_copies_of_weights_change_no_bit(run_ranks, backend):
     """Steps of experts times FSDP2 in MXFP8, 20 on GPUs: quantised copies kept between passes, and made for each."""
     run_ranks(_train, 1, 4, 20 if backend == "nvshmem" else 4)
+
+
+# --- FSDP2 and torch.compile ------------------------------------------------------------------------------
+
+
+def _placed(model: _Model, mesh: DeviceMesh) -> _Model:
+    """As `_sharded`, by one call: the hooks are the model's."""
+    fully_shard(
+        model,
+        mesh=mesh["replicas", "experts"]._flatten("all"),
+        reshard_after_forward=True,
+        shard_placement_fn=expert_placement(model, mesh["replicas"]),
+    )
+    model.set_gradient_divide_factor(mesh.size())
+    model.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def _compiled(rank: int, nodes: int, ranks_per_node: int) -> None:
+    mesh = init_device_mesh(current_heap().device.type, (2, 2), mesh_dim_names=("replicas", "experts"))
+    group = mesh["experts"].get_group()
+    model = _Model(5, group=group, capacity=2.0)
+    exact = _exact_gradients(model, mesh.size(), group)
+    _placed(model, mesh).compile(fullgraph=True, backend="aot_eager")
+    _step(model, rank)
+    first = mesh.get_local_rank("experts") * EXPERTS // 2 + mesh.get_local_rank("replicas") * EXPERTS // 4
+    _check_gradients(model, exact, first, EXPERTS // 4)
+
+    found = []
+    for shard in (_sharded, _placed):
+        torch._dynamo.reset()
+        model = shard(_Model(6, group=group, capacity=2.0, payload="mxfp8"), mesh)
+        if shard is _placed:
+            model.compile(fullgraph=True, backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        losses = []
+        for step in range(3):
+            losses.append(_step(model, rank, step))
+            optimizer.step()  # quantised copies of what is gathered next follow
+            optimizer.zero_grad()
+        found.append((torch.stack(losses), *(each.to_local() for each in model.parameters())))
+    assert all(map(torch.equal, *found))
+    assert len(set(found[0][0].tolist())) == 3
+    finalize_exchanges()
+
+
+@pytest.mark.skipif(not HAS_MESHES, reason="torch before 2.12 has one mesh per call of fully_shard")
+def test_blocks_under_fsdp_compile_into_one_graph(run_ranks):
+    """Hooks of the block, none inside: gradients of one process, and the bits of uncompiled steps under other hooks."""
+    run_ranks(_compiled, 1, 4)
+
+
+def _hooks_inside(rank: int, nodes: int, ranks_per_node: int) -> None:
+    torch._dynamo.reset()
+    mesh = init_device_mesh(current_heap().device.type, (1, 2), mesh_dim_names=("replicas", "experts"))
+    model = _sharded(_Model(7, capacity=2.0), mesh)
+    loss = _step(model, rank)
+    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="expert_placement"):
+        _step(whole, rank)
+    torch._dynamo.reset()
+    assert torch.equal(_step(torch.compile(model, backend="aot_eager"), rank), loss)
+    with pytest.raises(ConfigError, match="one dimension"):
+        expert_placement(model, mesh)
+    finalize_exchanges()
+
+
+def test_hooks_inside_of_a_graph_break_it_and_say_what_helps(run_ranks):
+    """Experts that are sharded by themselves: fullgraph=True is refused by name, without it the result is the same."""
+    run_ranks(_hooks_inside, 1, 2)
+
+
+def test_torch_without_meshes_per_parameter_is_named(monkeypatch):
+    """`expert_placement` says which torch has them, and what to do without."""
+    monkeypatch.delattr(_fsdp_common, "ShardPlacementResult", raising=False)
+    mesh = SimpleNamespace(ndim=1)
+    with pytest.raises(ConfigError, match=r"2\.12"):
+        expert_placement(torch.nn.Linear(1, 1), mesh)
 
 
 def _autocast(rank: int, nodes: int, ranks_per_node: int) -> None:

@@ -18,6 +18,7 @@ from triton_ep.nn.huggingface import huggingface_state, load_huggingface
 from triton_ep.nn.memory import MemoryEstimate, estimate_memory
 from triton_ep.nn.moe import MoE
 from triton_ep.nn.router import TopKRouter
+from triton_ep.nn.sharding import expert_placement
 from triton_ep.nn.swiglu_experts import SwiGLUExperts
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "TopKRouter",
     "clip_grad_norm_",
     "estimate_memory",
+    "expert_placement",
     "finalize_exchanges",
     "huggingface_state",
     "load_huggingface",

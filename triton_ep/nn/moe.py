@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, EPError, InputError
@@ -19,6 +20,11 @@ from triton_ep.nn.beside import Beside
 from triton_ep.nn.exchanges import TIMEOUT_S, Connection, Sizes, capacity_rows
 from triton_ep.nn.router import TopKRouter
 from triton_ep.nn.swiglu_experts import SwiGLUExperts, check_precision
+
+_HOOKS_INSIDE = (
+    "fully_shard(moe.experts) has put FSDP's hooks inside of what is compiled. Shard the compiled module as a whole, with "
+    "shard_placement_fn=triton_ep.nn.expert_placement(module, mesh), or compile without fullgraph."
+)
 
 
 class MoE(nn.Module):
@@ -211,6 +217,8 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """`forward` as torch.compile sees it: what remains of the checks is made when the graph runs."""
         ids, weights = self._route(x, topk_idx, topk_weights)
+        if isinstance(self.experts, FSDPModule):
+            torch._dynamo.graph_break(msg=_HOOKS_INSIDE)  # FSDP's hooks would break the graph, too, and not say why
         exchange = self._connection.traced
         y: torch.Tensor = self.experts(x.reshape(-1, self.hidden).contiguous(), ids, weights, over=exchange)
         y = y.view(x.shape)
