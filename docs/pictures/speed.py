@@ -16,7 +16,7 @@ _SHARED = {"nodes": "1", "routing": "uniform:0"}
 # --- the layer ------------------------------------------------------------------------------------------
 
 LAYERS = _SHARED | {"ranks": "2", "tokens": "4096", "commit": "cd86c5e"}
-# Name, what is said of it, ffn, and the columns of its rows: the experts of one GPU are those of a group twice as large.
+# Name, what is said of it, ffn, and the columns of its rows: a GPU has as many experts as in a group twice as large.
 MODELS = (
     ("DeepSeek-V3", "7168 x 2048, 64 experts", "2048", {"hidden": "7168", "topk": "8", "experts": "128"}),
     ("Qwen3-235B", "4096 x 1536, 32 experts", "1536", {"hidden": "4096", "topk": "8", "experts": "64"}),
@@ -105,7 +105,7 @@ def _bars(c: Canvas, x: float, y: float, times: list[float], longest: float, rat
 
 def draw() -> Canvas:
     """A block of two columns for each model, and three columns of decoding; each with a scale of its own."""
-    c = Canvas(1044, "Time of a MoE layer of four models, and of decoding: NCCL with torch, triton_ep in bf16 and MXFP8")
+    c = Canvas(1044, "Time of a MoE layer of four models and of decoding: NCCL with torch, triton_ep in bf16 and MXFP8")
     c.text(24, 44, "A MoE layer, microseconds, less is better", 28, "ink", bold=True)
     c.text(24, 76, f"{LAYERS['ranks']} x H200 of one node, 4096 tokens each; in brackets", 22, "soft")
     c.text(24, 104, "hidden x ffn and experts per GPU. NCCL + torch: grey.", 22, "soft")

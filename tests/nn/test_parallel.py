@@ -1,4 +1,4 @@
-"""MoE modules in parallel training: DDP, FSDP2 over replicas of the experts' group, compiled too, clipping, autocast."""
+"""MoE modules in parallel training: DDP, FSDP2 over replicas of the experts' group, compiled, clipping, autocast."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from triton_ep.nn.router import TopKRouter
 from triton_ep.nn.swiglu_experts import SwiGLUExperts, check_precision
 
 _HOOKS_INSIDE = (
-    "fully_shard(moe.experts) has put FSDP's hooks inside of what is compiled. Shard the compiled module as a whole, with "
-    "shard_placement_fn=triton_ep.nn.expert_placement(module, mesh), or compile without fullgraph."
+    "fully_shard(moe.experts) has put FSDP's hooks inside of what is compiled. Shard the compiled module as a whole, "
+    "with shard_placement_fn=triton_ep.nn.expert_placement(module, mesh), or compile without fullgraph."
 )
 
 

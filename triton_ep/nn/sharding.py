@@ -40,8 +40,8 @@ def expert_placement(module: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parame
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
     except ImportError as error:
         raise ConfigError(
-            "this torch has one mesh per call of fully_shard; meshes per parameter came with 2.12. Shard the experts by "
-            "a call of their own, fully_shard(moe.experts, mesh=...), and compile without fullgraph."
+            "this torch has one mesh per call of fully_shard; meshes per parameter came with 2.12. Shard the experts "
+            "by a call of their own, fully_shard(moe.experts, mesh=...), and compile without fullgraph."
         ) from error
     moes = [each for each in module.modules() if isinstance(each, MoE)]
     of_experts = {id(parameter) for moe in moes for parameter in moe.experts.parameters()}
