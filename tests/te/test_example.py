@@ -21,4 +21,5 @@ def test_te_example_says_what_mxfp8_rounds() -> None:
     rows = re.findall(rf"^ +(\d) MXFP8: {number}, {number}  MXFP8 hybrid: {number}, {number}$", output, re.MULTILINE)
     assert [int(rank) for rank, *_ in rows] == list(range(RANKS))
     for _, y, dx, hybrid_y, hybrid_dx in rows:
-        assert y == hybrid_y and float(dx) > float(hybrid_dx)  # E5M2 is for gradients alone
+        # E5M2 is for gradients alone. Other kernels run, so values near the middle may round to the other neighbour.
+        assert abs(float(y) - float(hybrid_y)) < 0.25 and float(dx) > float(hybrid_dx) + 1

@@ -16,9 +16,12 @@ from triton_ep.integrations import arguments as check
 from triton_ep.integrations.te import plan
 from triton_ep.integrations.te.modules import GroupedLinear
 from triton_ep.integrations.te.operands import one_below_the_other
+from triton_ep.integrations.te.plan import Plan
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.mx.formats import BLOCK
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn.expert_block import ExpertSettings, expert_block
+from triton_ep.nn.prepared import PreparedWeights
 from triton_ep.ops.activation import Activation
 
 
@@ -41,6 +44,8 @@ _IN_BLOCK = {
     "relu": Activation("relu", gated=False),
 }
 """The same for triton_ep's expert block."""
+_PRECISIONS = {plan.OFF: None, Plan().encoded: "default"}
+"""Precision of the expert block by the code of a plan; other plans are for two grouped linear layers."""
 
 
 class _Together(torch.autograd.Function):
@@ -58,8 +63,11 @@ class _Together(torch.autograd.Function):
 class EPMoE(nn.Module):
     """Router, dispatch, two grouped linear layers, combine: [..., H] to [..., H].
 
-    The products are quantised inside of `autocast`, by TransformerEngine's rule. Outside of it, experts in bf16 are
-    triton_ep's expert block, two products with the activation in the first.
+    Experts in bf16 are triton_ep's expert block: two products with the activation in the first, quantised inside of
+    `autocast`, in bf16 outside of it. The block runs E4M3 in both directions: x w^T and dy w take what the recipe
+    quantises, at one scale per row, and dy^T x the values that dy and x have in these. A recipe that asks for anything
+    else (HYBRID, `backward_override`, 2-D tiles), weights in MXFP8, other dtypes, torch.autocast, gradients that are
+    fused or delayed, and torch.compile have the products of two GroupedLinear, by TransformerEngine's rule to the bit.
 
     Rows travel as the layer says: with payload="mxfp8" they are quantised on their way, inside of `autocast` or not,
     and arrive as the first product's operand.
@@ -71,6 +79,9 @@ class EPMoE(nn.Module):
         bias: whether the experts have biases.
         params_dtype: of the experts' weights; None: the layer's dtype.
         router_seed: ranks with the same seed begin with the same router.
+        prepared: which quantised copies of the weights the expert block keeps: "both" (2 bytes per weight), "fprop" (1
+            byte; those for dy w are made in every backward pass) or "none". They are made anew when a weight's version
+            counter or address has moved and after any torch optimizer's step, and in a captured CUDA graph every time.
 
     Attributes:
         router: [E, H] float32, the same on all ranks; its gradients must be summed over them.
@@ -78,7 +89,7 @@ class EPMoE(nn.Module):
 
     Raises:
         InputError: an unknown activation.
-        ConfigError: a layer with low_latency=True.
+        ConfigError: a layer with low_latency=True; another word for `prepared`.
     """
 
     def __init__(
@@ -90,6 +101,7 @@ class EPMoE(nn.Module):
         bias: bool = False,
         params_dtype: torch.dtype | None = None,
         router_seed: int = 0,
+        prepared: str = "both",
     ) -> None:
         super().__init__()
         if not isinstance(layer, EPAll2AllLayer):
@@ -101,6 +113,8 @@ class EPMoE(nn.Module):
         autograd.enter(layer)
         self.layer = layer
         self.activation = activation
+        self._prepared = PreparedWeights(prepared)
+        self._prepared_of: list[tuple[int, int]] = []
         cfg, device = layer.config, layer.context.device
         dtype = cfg.token_dtype if params_dtype is None else params_dtype
         function, factor = ACTIVATIONS[activation]
@@ -119,33 +133,55 @@ class EPMoE(nn.Module):
         weights, experts = scores.topk(self.layer.config.topk, -1)
         return weights / weights.sum(-1, keepdim=True), experts.int()
 
-    def _runs_as_block(self, rows: torch.Tensor) -> bool:
-        """True for bf16 throughout, with gradients that go where autograd puts them."""
+    def _code_of_block(self, rows: torch.Tensor) -> int | None:
+        """Code of the plan (in a recomputation that of its forward pass) if the expert block runs it, else None.
+
+        The block is for bf16 or plain MXFP8, with gradients that go where autograd puts them.
+        """
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(rows.device.type):
-            return False
-        if plan.current_plan_code() != plan.OFF or isinstance(rows, MXTensor):
-            return False
+            return None
         linears = (self.fc1, self.fc2)
         if any(fc.need_backward_dw() or fc.fuse_wgrad_accumulation for fc in linears):
-            return False
+            return None
         weights = [weight for fc in linears for weight in fc._weights]
         plain = all(type(weight) is nn.Parameter and weight.dtype == torch.bfloat16 for weight in weights)
-        return plain and rows.dtype == torch.bfloat16
+        if not plain or rows.dtype != torch.bfloat16:
+            return None
+        code, _ = (fc._choose_plan_code() for fc in linears)  # each remembers it for a recomputation
+        in_blocks = all(size % BLOCK == 0 for fc in linears for size in (fc.in_features, fc.out_features))
+        return code if code in _PRECISIONS and (code == plan.OFF or in_blocks) else None
 
-    def _block(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def _block(self, rows: torch.Tensor, offsets: torch.Tensor, code: int) -> torch.Tensor:
         """[R, H] bf16, not weighted."""
+        precision = _PRECISIONS[code]
+        if precision is None and isinstance(rows, MXTensor):
+            rows = rows.dequantize(torch.bfloat16)
         w1, w2 = (_Together.apply(*fc._weights) for fc in (self.fc1, self.fc2))
         b1, b2 = (torch.stack(fc._biases) if fc.use_bias else None for fc in (self.fc1, self.fc2))
-        settings = ExpertSettings(_IN_BLOCK[self.activation])
-        return expert_block(rows, None, w1, w2, b1, b2, None, offsets, None, settings)
+        settings = ExpertSettings(_IN_BLOCK[self.activation], precision)
+        prepared = None if precision is None else self._copies()
+        return expert_block(rows, None, w1, w2, b1, b2, prepared, offsets, None, settings)
+
+    def _copies(self) -> PreparedWeights:
+        """Quantised weights: those that are kept; in the capture of a CUDA graph ones that its replays make."""
+        weights = [weight for fc in (self.fc1, self.fc2) for weight in fc._weights]
+        if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return PreparedWeights("none")
+        # What the block sees is one view of all of them, with the counter of one.
+        made_of = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+        if made_of != self._prepared_of:
+            self._prepared.invalidate()
+            self._prepared_of = made_of
+        return self._prepared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] of x [..., H], in the layer's dtype. Collective, and so is its backward pass."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, experts = self.route(tokens)
         rows, row_weights, desc = autograd.dispatch(self.layer, tokens.contiguous(), experts, weights)
-        if self._runs_as_block(rows):
-            out = self._block(rows, desc.expert_offsets)
+        code = self._code_of_block(rows)
+        if code is not None:
+            out = self._block(rows, desc.expert_offsets, code)
             return autograd.combine(self.layer, out, desc, row_weights).view(x.shape)
         ends = desc.expert_offsets[1:]
         hidden = self._activate(self.fc1.forward_to_ends(rows, ends))
