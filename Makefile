@@ -12,11 +12,8 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 CPU := not gpu and not multi_gpu
 # Where the environment forbids Python to keep what it has compiled (images of containers often do), every process would
-# compile all of torch that it imports, for ten seconds, and tests start hundreds of processes.
-ifneq ($(PYTHONDONTWRITEBYTECODE),)
+# compile all of torch that it imports, for ten seconds, and tests start dozens of processes.
 export PYTHONDONTWRITEBYTECODE :=
-export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
-endif
 # Ranks are processes: more than one compute thread each only makes them fight for the cores.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # Three processes of tests for two cores, because ranks and time limits are waited for; files in the order of

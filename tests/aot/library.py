@@ -1,5 +1,5 @@
 """One build for the compile gate and the tests of ahead-of-time kernels: the whole manifest for sm_90, and for sm_100
-what its compiler may make something else of.
+every kernel, with every value of every option where its compiler may make something else of one.
 
 `make test` makes it before the tests, with a progress bar: python -m tests.aot.library. Without that, whichever test
 asks first makes it, and the processes of pytest-xdist wait for it. Kernels of a test process are interpreted, so
@@ -85,12 +85,30 @@ def build_once(factory: pytest.TempPathFactory) -> Built:
 
 
 def _chosen(wanted: Sequence[KernelRequest]) -> list[KernelRequest]:
-    """Those that multiply; of every other kernel one variant, and one that calls NVSHMEM."""
-    found: dict[object, KernelRequest] = {}
+    """Of kernels that multiply, variants in which each option has each of its values; of every other kernel one variant,
+    and one that calls NVSHMEM."""
+    by_kernel: dict[tuple[str, bool], list[KernelRequest]] = {}
     for request in wanted:
-        multiplies = request.kernel.startswith(MULTIPLYING)
-        found.setdefault(request.signature() if multiplies else (request.kernel, request.calls_nvshmem), request)
-    return list(found.values())
+        by_kernel.setdefault((request.kernel, request.calls_nvshmem), []).append(request)
+    return [
+        request
+        for (kernel, _), variants in by_kernel.items()
+        for request in (_covering(variants) if kernel.startswith(MULTIPLYING) else variants[:1])
+    ]
+
+
+def _covering(variants: Sequence[KernelRequest]) -> list[KernelRequest]:
+    """Few of them that have every constant and every type that occurs; the same ones every time."""
+    chosen: list[KernelRequest] = []
+    left = {option for request in variants for option in _options(request)}
+    while left:
+        chosen.append(max(variants, key=lambda request: len(_options(request) & left)))
+        left -= _options(chosen[-1])
+    return chosen
+
+
+def _options(request: KernelRequest) -> set[tuple[str, object]]:
+    return {*request.constexprs.items(), *request.types.items(), ("aligned", request.aligned), ("ones", request.ones)}
 
 
 def _build(log: TextIO) -> int:

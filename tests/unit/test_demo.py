@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.programs import environment_of_programs, run_program
 from triton_ep.cli import demo, main
 from triton_ep.cli.demo import choose_ranks
 from triton_ep.cli.demo_report import (
@@ -23,11 +24,16 @@ from triton_ep.cli.demo_report import (
 )
 
 
-def test_demo_equals_the_dense_layer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """4 ranks as 2 nodes x 2: the table has a line per rank, the verdict is PASS, the picture is a PNG."""
+def test_demo_equals_the_dense_layer(tmp_path: Path) -> None:
+    """4 ranks as 2 nodes x 2: the table has a line per rank, the verdict is PASS, the picture is a PNG.
+
+    A program: ranks of this process would write where the first ones wrote that it has started.
+    """
     picture = tmp_path / "routing.png"
-    assert main(["demo", "--tokens", "20", "--hidden", "64", "--picture", str(picture)]) == 0
-    output = capfd.readouterr().out
+    words = ["--tokens", "12", "--hidden", "64", "--experts", "8", "--picture", picture]
+    done = run_program(["-m", "triton_ep.cli", "demo", *words], environment_of_programs())
+    assert done.returncode == 0, done.stdout + done.stderr
+    output = done.stdout
     assert "PASS" in output
     assert "received" in output
     steps = re.findall(r"^\[(\d)/4\] ", output, re.MULTILINE)  # said while it runs, by one rank

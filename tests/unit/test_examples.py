@@ -118,8 +118,8 @@ def test_training_example_compares_the_losses(tmp_path: Path) -> None:
 
 def test_language_model_example_trains_saves_loads_and_decodes(tmp_path: Path) -> None:
     """Its own assertions hold; the picture is there, and the prompt is continued."""
-    words = ["--steps", "3", "--length", "8", "--write", "3", "--folder", tmp_path]
-    output = _run([*TORCHRUN, MOE_LM, *words])
+    words = ["--steps", "3", "--blocks", "1", "--length", "8", "--write", "3", "--folder", tmp_path]
+    output = run_ranks_of([MOE_LM, *words], LAUNCHED)
     ranks, ep = LAUNCHED, max(LAUNCHED // 2, 1)
     assert re.search(rf"^trained by {ranks} ranks with EP {ep}: loss ", output, re.M)
     before, after = re.search(
