@@ -85,8 +85,8 @@ def build_once(factory: pytest.TempPathFactory) -> Built:
 
 
 def _chosen(wanted: Sequence[KernelRequest]) -> list[KernelRequest]:
-    """Of kernels that multiply, variants in which each option has each of its values; of every other kernel one variant,
-    and one that calls NVSHMEM."""
+    """Of kernels that multiply, variants in which each option has each of its values; of others one variant, and one
+    that calls NVSHMEM."""
     by_kernel: dict[tuple[str, bool], list[KernelRequest]] = {}
     for request in wanted:
         by_kernel.setdefault((request.kernel, request.calls_nvshmem), []).append(request)
