@@ -120,6 +120,17 @@ def test_tables_have_units_and_say_once_what_rows_share() -> None:
     assert line.endswith("585.1 us (jit-sm24); speed is 5.81 x that of nccl")
 
 
+def test_an_exchange_adds_to_products() -> None:
+    """The time of both less that of the products alone, per row that was measured; nothing of CPU ranks."""
+    told = {"op": "dispatch_beside", "mode": "jit-static-sm20-budget24"}
+    found = [_gpu_row(provider="triton_ep", median_us=1470.2, floor_us=1280.0, **told)]
+    (line,) = tables.added([*found, _gpu_row(provider="deep_ep", skip_reason="not here", **told)])
+    assert line == (
+        "dispatch of triton_ep (jit-static-sm20-budget24, bf16) adds 190.2 us to products that take 1.28 ms alone"
+    )
+    assert tables.added([{**found[0], "gpu": "cpu"}]) == []
+
+
 def test_tables_fit_the_terminal() -> None:
     """Columns that matter least go first and are named; op, provider, mode and time stay whatever the width."""
     found = [
@@ -176,6 +187,9 @@ def test_sweep_into_a_file(run_ranks: Callable[..., Any], tmp_path: Path) -> Non
             ["roundtrip", "--provider", "nccl_dedup", "--payload", "bf16,mxfp8"],
             ["dispatch", "combine", "roundtrip"] * 2,
         ),
+        (["beside-gemm", "--sm-budget", "2", "--capacity", "static"], ["dispatch_beside", "combine_beside"] * 2),
+        (["host", "--stages", "--provider", "triton_ep"], ["dispatch_host", "combine_host"]),
+        (["host", "--low-latency"], ["dispatch_host", "combine_host"] * 2),
         (["dispatch", "--sm-budget", "1", "--provider", "triton_ep"], ["dispatch"]),
         (["low-latency", "--payload", "mxfp8", "--provider", "triton_ep"], ["low_latency"]),
         (["barrier"], ["barrier"] * 2),

@@ -54,7 +54,7 @@ class Results:
                 print(f"{name}, kernels on rank 0:\n{tables.stage_table(found)}\n")
             if s.interpreting:
                 print(f"{tables.CPU_NOTE}\n")
-            last = tables.moe_table if s.command == "moe-layer" else tables.compared
+            last = {"moe-layer": tables.moe_table, "beside-gemm": tables.added}.get(s.command, tables.compared)
             print("\n".join([tables.table(self.rows, tables.terminal_width()), *last(self.rows)]), flush=True)
         if s.plot or s.timeline:
             from triton_ep.bench import plot

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from triton_ep import distributed as ep_distributed
-from triton_ep.bench import exchange, moe, report, single
+from triton_ep.bench import beside, exchange, host, moe, report, single
 from triton_ep.bench import rows as bench_rows
 from triton_ep.bench.job import Job, Measured, Place, join
 from triton_ep.bench.providers import Unavailable
@@ -20,6 +20,8 @@ from triton_ep.errors import HeapError, PeerFailed, WaitTimeout
 _SHORT = (torch.OutOfMemoryError.__name__, HeapError.__name__)
 _MEASURE: dict[str, Callable[[Job, Case], dict[str, Measured]]] = {
     "barrier": single.measure_barrier,
+    "beside-gemm": beside.measure_beside,
+    "host": host.measure_host,
     "quantise": single.measure_quantise,
     "moe-layer": moe.measure_moe,
 }
@@ -70,7 +72,7 @@ def measure_all(settings: Settings) -> report.Results:
 
 def _floors(settings: Settings, place: Place, results: report.Results) -> float | None:
     """The best rate of a link in 10^9 bytes per second, None if there is none; its rows go to the results."""
-    if settings.command in ("barrier", "quantise"):
+    if settings.command in ("beside-gemm", "host", "barrier", "quantise"):
         return None
     found = single.measure_floors(place.device, place.rank, place.num_ranks)
     if isinstance(found, str):

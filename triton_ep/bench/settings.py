@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 from triton_ep.errors import ConfigError
 
-COMMANDS = ("dispatch", "combine", "roundtrip", "low-latency", "barrier", "quantise", "moe-layer")
+COMMANDS = (
+    "dispatch",
+    "combine",
+    "roundtrip",
+    "low-latency",
+    "beside-gemm",
+    "host",
+    "barrier",
+    "quantise",
+    "moe-layer",
+)
 PROVIDERS = ("triton_ep", "nccl", "nccl_dedup", "vdev", "deep_ep")
 MOE_PROVIDERS = ("triton_ep", "nccl", "gemm-only", "deep_ep")
 PAYLOADS = ("bf16", "mxfp8")
@@ -27,6 +37,7 @@ SMALL = {"tokens": 32, "hidden": 64, "topk": 2, "experts": 8, "ffn": 64}
 """Shape of a run in the interpreter that names none."""
 PAIRS_PER_GRAPH = 10
 BARRIERS_PER_CALL = 10
+PRODUCTS_BESIDE = 8
 TUNED = -1
 """In place of a number of programs: the layer chooses, by the tuned tables or by its formula."""
 _MOST = 2**31 - 1  # of a size, and a seed
@@ -37,6 +48,8 @@ _OPS = {
     "combine": ("combine",),
     "roundtrip": ("dispatch", "combine", "roundtrip"),
     "low-latency": ("low_latency",),
+    "beside-gemm": ("dispatch_beside", "combine_beside"),
+    "host": ("dispatch_host", "combine_host"),
     "barrier": ("barrier",),
     "quantise": ("quantise",),
     "moe-layer": ("moe_layer_fwd",),
@@ -73,6 +86,7 @@ class Settings:
         backward: `moe-layer` measures a training step as well.
         refresh_weights: and both with weights that have changed since the call before.
         precisions: of products of MXFP8 rows in `moe-layer`.
+        few_tokens: `host` looks at a layer of low latency.
         sm_budget: of the layer; None: no budget.
         decode: `moe-layer` measures a forward pass of few tokens over an exchange of low latency.
         csv, plot, timeline: files to write; None: none.
@@ -104,6 +118,7 @@ class Settings:
     stages: bool
     plot: str | None
     timeline: str | None
+    few_tokens: bool = False
     sm_budget: int | None = None
 
     @property
@@ -148,7 +163,7 @@ class Settings:
     @property
     def low_latency(self) -> bool:
         """The layer takes its path for few tokens."""
-        return self.command == "low-latency" or self.decode
+        return self.command == "low-latency" or self.decode or self.few_tokens
 
     def _uses_num_sm(self, provider: str) -> bool:
         if provider == "deep_ep":
@@ -190,7 +205,7 @@ class Settings:
             raise ConfigError("--graph and --refresh-weights do not go together: a replay does not look at weights.")
         if self.graph and self.interpreting:
             raise ConfigError("--graph needs GPUs: there are no CUDA graphs in the interpreter.")
-        if self.plot and self.command in ("barrier", "quantise", "moe-layer"):
+        if self.plot and self.command in ("beside-gemm", "host", "barrier", "quantise", "moe-layer"):
             raise ConfigError(f"--plot draws exchanges; {self.command} has --csv and --timeline.")
         if self.command == "moe-layer" and (self.alignment != 128 or not self.local_combine):
             raise ConfigError("moe-layer measures triton_ep.nn.MoE, which aligns rows to 128 and combines locally.")

@@ -125,6 +125,19 @@ def compared(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def added(rows: Sequence[Row]) -> list[str]:
+    """Of exchanges beside products on GPUs: what each adds to the products alone."""
+    if interpreted(rows):
+        return []
+    return [
+        f"{row['op'].removesuffix('_beside')} of {row['provider']} ({row['mode']}, {row['payload']}) adds "
+        f"{time_text(float(row['median_us']) - float(row['floor_us']))} to products that take "
+        f"{time_text(float(row['floor_us']))} alone"
+        for row in rows
+        if row["op"].endswith("_beside") and row["median_us"]
+    ]
+
+
 def moe_table(rows: Sequence[Row]) -> list[str]:
     """Rows of MoE layers as text: time, memory, error; on GPUs also times over the collectives' and the products'."""
     measured = [row for row in rows if row["op"].startswith("moe_layer") and row["median_us"]]

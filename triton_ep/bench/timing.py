@@ -167,7 +167,7 @@ def record_calls(
         for number in range(repeats):
             meet()
             found: list[Span] = []
-            with _timed_launches(found):
+            with interpreted_launches(found):
                 call(number)
             calls.append(found)
         return calls
@@ -219,7 +219,7 @@ def stages_of(calls: Sequence[Sequence[Span]]) -> list[Stage]:
 
 
 @contextlib.contextmanager
-def _timed_launches(found: list[Span]) -> Iterator[None]:
+def interpreted_launches(found: list[Span]) -> Iterator[None]:
     """Note every launch of an interpreted kernel. Interpreted launches all pass one function of `runtime`."""
     interpret = runtime._interpret
 

@@ -17,11 +17,13 @@ _HELP = {
     "combine": "rows back to their tokens",
     "roundtrip": "both, one by one and together",
     "low-latency": "both together, for few tokens, in a CUDA graph",
+    "beside-gemm": "dispatch and combine beside matrix products: what both take, and the products alone",
+    "host": "what the host spends in each call, and on what",
     "barrier": "barrier of all ranks on the device",
     "quantise": "rows to MXFP8",
     "moe-layer": "triton_ep.nn.MoE after its router: dispatch, experts, combine; and a training step",
 }
-_BUDGETED = ("dispatch", "combine", "roundtrip")
+_BUDGETED = ("dispatch", "combine", "roundtrip", "beside-gemm")
 EXAMPLES = (
     "triton-ep bench roundtrip",
     "torchrun --nproc-per-node 8 -m triton_ep.cli bench moe-layer --backward --csv rows.csv",
@@ -35,6 +37,11 @@ _EXAMPLES = {
         "triton-ep bench roundtrip --routing zipf:1.2 --stages",
     ),
     "low-latency": ("triton-ep bench low-latency --tokens 16,128 --payload bf16,mxfp8",),
+    "beside-gemm": (
+        "triton-ep bench beside-gemm --sm-budget 24 --capacity static --enable-local-combine",
+        "triton-ep bench beside-gemm --provider triton_ep,deep_ep --num-sm 20,24",
+    ),
+    "host": ("triton-ep bench host", "triton-ep bench host --capacity static --provider triton_ep --stages"),
     "barrier": ("triton-ep bench barrier --ranks 4",),
     "quantise": ("triton-ep bench quantise --tokens 4096 --hidden 7168",),
     "moe-layer": (
@@ -91,6 +98,9 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     group.add_argument("--payload", default="bf16", metavar="P,P", help="bf16, mxfp8 (default bf16)")
     group.add_argument("--num-sm", default="20", help="programs of the exchange, or auto (default 20)", **many)
     moe = name == "moe-layer"
+    if name == "host":
+        text = "a layer of low latency: 128 tokens unless told, static"
+        group.add_argument("--low-latency", action="store_true", help=text)
     if name in _BUDGETED:
         text = "multiprocessors of the layer's whole exchange (default: no budget)"
         group.add_argument("--sm-budget", help=text, **number)
@@ -175,7 +185,8 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
     command = a.bench
     shapes = _shapes(a, interpreting)
     decode = command == "moe-layer" and a.low_latency
-    low_latency = command == "low-latency" or decode
+    few_tokens = command == "host" and a.low_latency
+    low_latency = command == "low-latency" or decode or few_tokens
     if a.nodes is not None and a.local_world_size is not None:
         raise ConfigError("--nodes and --local-world-size say the same; pass one of them.")
     ranks = ranks if a.ranks is None else a.ranks
@@ -199,10 +210,11 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
             a.capacity or ("static" if low_latency else "exact"), "--capacity", bench.CAPACITIES
         ),
         alignment=a.alignment,
-        graph=a.graph or (low_latency and not interpreting),
+        graph=a.graph or (low_latency and not interpreting and not few_tokens),
         local_combine=a.enable_local_combine,
         backward=command == "moe-layer" and a.backward,
         refresh_weights=command == "moe-layer" and a.refresh_weights,
+        few_tokens=few_tokens,
         sm_budget=getattr(a, "sm_budget", None),
         precisions=bench.parse_list(a.precision, "--precision", bench.PRECISIONS)
         if command == "moe-layer"
