@@ -230,3 +230,6 @@ CALLS_DISPATCH = 11
 CALLS_COMBINE = 12
 CALLS_LL_DISPATCH = 13
 CALLS_LL_COMBINE = 14
+
+# waits.py again: signals of a kernel of the caller on this GPU; no other rank is waited for.
+WAIT_SIGNALS = 15

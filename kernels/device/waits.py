@@ -29,6 +29,7 @@ WAIT_BARRIER = tl.constexpr(codes.WAIT_BARRIER)
 WAIT_NODE_BARRIER = tl.constexpr(codes.WAIT_NODE_BARRIER)
 WAIT_LL_ROWS = tl.constexpr(codes.WAIT_LL_ROWS)
 WAIT_LL_PARTIALS = tl.constexpr(codes.WAIT_LL_PARTIALS)
+WAIT_SIGNALS = tl.constexpr(codes.WAIT_SIGNALS)
 
 TAG_BITS = tl.constexpr(codes.TAG_BITS)
 TAGS = tl.constexpr(2**codes.TAG_BITS - 1)
@@ -107,7 +108,12 @@ def _verdict(seen, mask, wanted, before, tag):
 
 @triton.jit
 def _acquire(job, flag_ptrs, mask, expected):
-    """The flags as they are, `expected` where masked off. By loads: atomics of many waiting programs queue up."""
+    """The flags as they are, `expected` where masked off. By loads: atomics of many waiting programs queue up.
+
+    Signals of 32 bits, for which one program waits, by atomics.
+    """
+    if flag_ptrs.dtype.element_ty == tl.int32:
+        return tl.where(mask, tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys").to(tl.int64), expected)
     # Such a load takes no mask; the word that stands in for the others is not looked at.
     seen = acquire_loads(tl.where(mask, flag_ptrs.to(tl.int64), job.state_ptr.to(tl.int64)))
     return tl.where(mask, seen, expected)

@@ -149,7 +149,10 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
         for ids in (idx, idx.int()) if low_latency else ():
             for options in ({"use_fp8": False}, {}, {"round_scale": True, "use_ue8m0": True}):
                 handle = buffer.low_latency_dispatch(x, ids, most, experts, **options)[2]
-            buffer.low_latency_combine(buffer.get_next_low_latency_combine_buffer(handle).zero_(), ids, weights, handle)
+            y = buffer.get_next_low_latency_combine_buffer(handle).zero_()
+            ones = torch.ones(experts * len(y[0]), dtype=torch.int32)
+            for signals in ({}, {"src_signals": ones, "src_signal_expect_value": 1}, {"comp_signal": ones}):
+                buffer.low_latency_combine(y, ids, weights, handle, overlap=bool(signals), **signals)
         made = list(layers_of(group).layers.values())
         for ids, given in ((idx, weights), (idx.int(), None)):  # as HybridEPBuffer sends them
             desc = made[0].dispatch_scaled(*pairs[0], ids, given)[3]

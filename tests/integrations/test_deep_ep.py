@@ -281,8 +281,6 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
     for name, value in (("use_nvfp4", True), ("x_global_scale", topk_weights), ("topk_weights", topk_weights)):
         with pytest.raises(InputError, match=f"low_latency_dispatch does not support {name}"):
             buffer.low_latency_dispatch(xs[rank].to(device), idx, most, num_experts, **{name: value})
-    with pytest.raises(InputError, match="low_latency_combine does not support overlap"):
-        buffer.low_latency_combine(lent, idx, topk_weights, handle, overlap=True, src_signals=count)
     masked = torch.ones(ranks, dtype=torch.int32, device=device)
     buffer.low_latency_update_mask_buffer(0)
     buffer.low_latency_query_mask_buffer(masked)

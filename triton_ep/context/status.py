@@ -50,6 +50,7 @@ OPERATIONS = {
     codes.WAIT_NODE_BARRIER: Operation("a barrier of its node", "node_barrier_flag"),
     codes.WAIT_LL_ROWS: Operation("the rows of all ranks (low-latency dispatch)", "ll_flag"),
     codes.WAIT_LL_PARTIALS: Operation("the sums of all ranks (low-latency combine)", "ll_combine_flag"),
+    codes.WAIT_SIGNALS: Operation("the kernel that writes expert outputs (low-latency combine)", "signals"),
 }
 """Waits by their number."""
 
@@ -103,6 +104,11 @@ def expired_wait(
     cfg = sizes.config
     operation, index, expected, seen = record
     what, flags = OPERATIONS[operation]
+    if operation == codes.WAIT_SIGNALS:  # of this rank's own kernel
+        return WaitTimeout(
+            f"rank {cfg.rank} of {cfg.world_size} waited {cfg.timeout_s:g} s for {what}: {flags}[{index}] should be "
+            f"{expected}, is {seen}. Launch that kernel on another stream before combine, and clear signals before it."
+        )
     if failed_peer is not None:
         return PeerFailed(
             f"rank {cfg.rank} of {cfg.world_size} waited {cfg.timeout_s:g} s for {what} in vain, and the process of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -58,6 +58,22 @@ class Request:
     refused: bool = False
     needed_tokens: int = 0
     others_know: bool = False
+
+
+class Signals(NamedTuple):
+    """How a kernel on another stream says which expert outputs it has written.
+
+    Attributes:
+        values: [e, n] int32, on the device.
+        num_rows: [e] int32, rows of each expert: signals of blocks without rows are not awaited; None: all are.
+        block_rows: rows for which a signal stands.
+        expected: what the kernel counts a signal up to.
+    """
+
+    values: torch.Tensor
+    num_rows: torch.Tensor | None
+    block_rows: int
+    expected: int
 
 
 @dataclass(slots=True)

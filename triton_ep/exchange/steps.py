@@ -18,7 +18,7 @@ from triton_ep.context.layout import placement_parts
 from triton_ep.context.records import read_reports
 from triton_ep.exchange import checks
 from triton_ep.exchange.landings import Landing
-from triton_ep.exchange.request import Arrivals, Received, Request, Sent
+from triton_ep.exchange.request import Arrivals, Received, Request, Sent, Signals
 from triton_ep.kernels.device.codes import (
     HOST_AGAIN,
     HOST_BACKWARD,
@@ -194,6 +194,13 @@ def combine(
     if not split:
         ctx.poll_status()
     return out, receive
+
+
+@reports_failure("combine", begun=True)
+def wait_signals(ctx: DispatchCombineContext, signals: Signals) -> None:
+    """Let the current stream wait for the kernel that writes the rows of a low-latency combine."""
+    low_latency_ops.wait_signals(ctx, *signals)
+    ctx.poll_status()
 
 
 @reports_failure("combine", begun=True)

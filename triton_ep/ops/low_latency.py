@@ -78,6 +78,26 @@ def combine(
     return out, partial(_sum, ctx, out, desc)
 
 
+def wait_signals(
+    ctx: DispatchCombineContext, signals: torch.Tensor, num_rows: torch.Tensor | None, block_rows: int, expected: int
+) -> None:
+    """Let the current stream wait until signals [e, n] int32 are at least `expected`.
+
+    num_rows: [e] int32, rows of each expert, of which signal i stands for rows i * block_rows and on: signals of no
+    rows are not awaited. None: all are.
+    """
+    by_blocks = num_rows is not None
+    ctx.launcher(("wait_signals", by_blocks), plans.wait_signals, by_blocks).launch(
+        1,
+        signals_ptr=signals,
+        # A pointer of the right type; not read without blocks.
+        num_rows_ptr=signals if num_rows is None else num_rows,
+        blocks=signals.shape[1],
+        block_rows=block_rows,
+        expected=expected,
+    )
+
+
 def _sum(ctx: DispatchCombineContext, out: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
     cfg, num_tokens = ctx.config, out.shape[0]
     launcher = ctx.launcher(("ll_sum",), plans.sum_ranks)

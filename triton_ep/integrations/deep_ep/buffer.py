@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import CapacityError, ConfigError, FinalizedError, InputError, StaleHandleError
+from triton_ep.exchange import steps
 from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import (
@@ -32,6 +33,7 @@ from triton_ep.integrations.deep_ep.fp8 import (
 )
 from triton_ep.integrations.deep_ep.handles import DispatchHandle, LowLatencyHandle
 from triton_ep.integrations.deep_ep.layers import layers_of, room_for
+from triton_ep.integrations.deep_ep.signals import per_block, per_expert
 from triton_ep.integrations.deep_ep.slabs import Slabs, run_halves
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
@@ -541,6 +543,11 @@ class Buffer:
         overlap: bool = False,
         src_signals: torch.Tensor | None = None,
         src_signal_expect_value: int = 0,
+        packed_recv_count: torch.Tensor | None = None,
+        comp_signal: torch.Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 0,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:
         """Send the rows of slabs back, multiply them by their weights, and sum them per token. Collective; the host
         does not wait.
@@ -557,8 +564,13 @@ class Buffer:
             zero_copy: no effect: `x` may be the tensor of `get_next_low_latency_combine_buffer` or any other.
             async_finish, return_recv_hook: as in `low_latency_dispatch`.
             out: [T, H], for the result.
-            overlap: must be False: combine does not wait for signals of a kernel that still writes `x`. The two
-                arguments after it have no effect then.
+            overlap: a kernel on another stream still writes `x`; the sending half waits for its signals before it reads
+                a row. False: the other arguments about signals have no effect. The wait is bounded as all others, and
+                the caller clears signals.
+            src_signals, src_signal_expect_value: [e] int32 or uint32, one per expert, and what each is counted up to.
+            comp_signal, block_m, threshold: int32, one per expert and block of `block_m` rows of its slab, expert by
+                expert, and what each is counted up to. Signals of blocks without rows are not awaited.
+            packed_recv_count, num_sms: no effect: the handle knows the counts, and one program waits.
 
         Returns:
             [T, H], the event, and the hook.
@@ -568,7 +580,6 @@ class Buffer:
             StaleHandleError: no handle of a low-latency dispatch.
         """
         self._check_handle(handle)
-        refuse("low_latency_combine", {"overlap": overlap})
         if use_logfmt:
             raise InputError("low_latency_combine sends rows as they are. Pass use_logfmt=False.")
         if combine_wait_recv_cost_stats is not None:
@@ -590,13 +601,23 @@ class Buffer:
             raise InputError(
                 f"out must be [{ids.shape[0]}, {cfg.hidden}] {cfg.token_dtype}, got {list(out.shape)} {out.dtype}."
             )
+        signals = None
+        if check.flag("overlap", overlap):
+            if (src_signals is None) == (comp_signal is None):
+                raise InputError("overlap=True needs the signals to wait for: pass src_signals or comp_signal.")
+            if comp_signal is None:
+                signals = per_expert(src_signals, src_signal_expect_value, desc)
+            else:
+                signals = per_block(comp_signal, block_m, threshold, x.shape[1], desc)
         sizes = (cfg.topk, cfg.num_experts, torch.bfloat16, cfg.num_sm, cfg.max_tokens)
         companion = self._low_latency_layer(_WEIGHTS_HIDDEN, *sizes)
 
         def send() -> tuple[torch.Tensor, Callable[[], None]]:
-            flat = from_slabs(x, desc.expert_offsets, desc.num_recv_tokens_per_expert, desc.num_recv_rows)
             nothing = torch.zeros(ids.shape[0], _WEIGHTS_HIDDEN, dtype=torch.bfloat16, device=x.device)
             _, weights, _ = companion.dispatch(nothing, ids, topk_weights)
+            if signals is not None:
+                steps.wait_signals(layer.context, signals)
+            flat = from_slabs(x, desc.expert_offsets, desc.num_recv_tokens_per_expert, desc.num_recv_rows)
             combined, hook = layer.combine(flat, desc, weights, return_recv_hook=True)
 
             def receive() -> None:
@@ -606,7 +627,7 @@ class Buffer:
 
             return combined if out is None else out, receive
 
-        tensors = (x, topk_weights, desc) if out is None else (x, topk_weights, desc, out)
+        tensors = (x, topk_weights, desc, *(each for each in (out, src_signals, comp_signal) if each is not None))
         result, event, hook = run_halves(layer, send, tensors, async_finish, return_recv_hook)
         return result, event, hook
 

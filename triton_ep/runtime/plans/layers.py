@@ -235,6 +235,8 @@ def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     for weights in uses.weights:
         yield KernelRequest.of(low_latency.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
     yield KernelRequest.of(low_latency.sum_ranks(s), {"out_ptr": f"*{s.token}"}, hidden)
+    for by_blocks in (False, True) if uses.slabs else ():
+        yield KernelRequest.of(low_latency.wait_signals(s, by_blocks))
 
 
 def _low_latency_dispatch(s: Shape, kinds: list[int], uses: LayerCalls) -> Iterator[KernelRequest]:

@@ -69,6 +69,11 @@ def sum_ranks(s: Shape) -> Plan:
     return Plan("low_latency_sum_kernel", constexprs)
 
 
+def wait_signals(s: Shape, by_blocks: bool) -> Plan:
+    """Wait for a kernel of the caller that writes expert outputs; by_blocks: a signal per block of rows."""
+    return Plan("wait_signals_kernel", {"BY_BLOCKS": by_blocks, "BLOCK": 256})
+
+
 def _columns(s: Shape, row_words: int, most: int) -> dict[str, int]:
     """TILES and BLOCK_H of a kernel that takes rows of `row_words` in one piece if they have no more than `most`."""
     block = min(max(next_power_of_2(row_words), 32 if s.interpreted else 128), most)

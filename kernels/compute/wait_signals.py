@@ -1,0 +1,37 @@
+"""Wait for a kernel of the caller that writes expert outputs and raises signals, on another stream of this GPU.
+
+Protocol      1 wait until every signal of a block of rows that holds rows is at least `expected`
+Layout        signals [e, n] int32, one per expert and block of `block_rows` rows of its slab; num_rows [e] int32, rows
+              of each expert. Without blocks: signals [e], one per expert, which experts without rows raise as well.
+Memory order  The acquire pairs with the release by which the caller's kernel raises a signal, so what follows on this
+              stream sees the rows that the kernel stored before.
+Progress      One program. It waits for a kernel that may run beside it on the same GPU; that kernel waits for nothing
+              of this stream.
+Replay        Signals are the caller's, who clears them before the kernel that raises them.
+"""
+
+import triton.language as tl
+
+from ..device.job import Job
+from ..device.waits import WAIT_SIGNALS, wait_flags
+from ..spec import ep_kernel
+
+
+@ep_kernel(signals_ptr="*i32", num_rows_ptr="*i32")
+def wait_signals_kernel(
+    job: Job,
+    signals_ptr,  # [e, blocks] int32
+    num_rows_ptr,  # [e] int32; not read unless BY_BLOCKS
+    blocks,  # of an expert
+    block_rows,
+    expected,
+    BY_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,  # signals at a time
+):
+    for first in range(0, job.experts_per_rank * blocks, BLOCK):
+        signal = first + tl.arange(0, BLOCK)
+        awaited = signal < job.experts_per_rank * blocks
+        if BY_BLOCKS:
+            num_rows = tl.load(num_rows_ptr + signal // blocks, mask=awaited, other=0)
+            awaited = awaited & (signal % blocks * block_rows < num_rows)
+        wait_flags(job, signals_ptr + signal, awaited, tl.cast(expected, tl.int64), WAIT_SIGNALS, first)
