@@ -47,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--backend", choices=("host", "nvshmem", "torch"), default="host", help="what the ranks of run_ranks run on"
     )
     group.addoption(
+        "--replays", type=int, default=500, help="on GPUs, of captured low-latency pairs (layer/test_replays.py)"
+    )
+    group.addoption(
         "--chaos-seeds",
         default="",
         help='e.g. "1,2": repeat tests with ranks in the interpreter\'s chaos mode',

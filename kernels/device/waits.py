@@ -65,7 +65,7 @@ def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_i
         late = tl.sum((seen - expected < 0).to(tl.int32))
         healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
     if (late > 0) & healthy:
-        _report_expiry(job, seen, expected, first_index, OPERATION)
+        report_expiry(job, seen, expected, first_index, OPERATION)
     # The acquire pairs with the release of the flag's writer; the barrier hands the order on to the other threads.
     tl.debug_barrier()
     return (late == 0) & healthy, seen
@@ -93,7 +93,7 @@ def wait_tagged(job, flag_ptrs, mask, expected, before, tag, OPERATION: tl.const
         verdict = _verdict(seen, mask, wanted, before, tag)
         healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
     if (verdict == 1) & healthy:
-        _report_expiry(job, seen, wanted, first_index, OPERATION)
+        report_expiry(job, seen, wanted, first_index, OPERATION)
     # As in `wait_values`.
     tl.debug_barrier()
     return (verdict == 0) & healthy, verdict == 2, seen
@@ -120,7 +120,7 @@ def _acquire(job, flag_ptrs, mask, expected):
 
 
 @triton.jit
-def _report_expiry(job, seen, expected, first_index, OPERATION: tl.constexpr):
+def report_expiry(job, seen, expected, first_index, OPERATION: tl.constexpr):
     """Write the status record, unless another program of this rank was first."""
     index = tl.arange(0, seen.numel)
     first = tl.min(tl.where(seen - expected < 0, index, seen.numel))

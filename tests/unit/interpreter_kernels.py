@@ -138,3 +138,17 @@ def own_stores_kernel(heap_ptr, out_ptr, BLOCK: tl.constexpr):
     tl.store(heap_ptr + offs, offs + 200)
     tl.store(out_ptr + 2 * BLOCK, tl.atomic_add(heap_ptr + 3, 1))
     tl.store(out_ptr + BLOCK + offs, tl.load(heap_ptr + offs))
+
+
+@triton.jit
+def announced_stores_kernel(heap_ptr, ticket_ptr, out_ptr, first_waiting, BLOCK: tl.constexpr):
+    """Programs below `first_waiting` store; the others take a ticket, out [programs], and pause 100 times."""
+    program = tl.program_id(0)
+    ticket = tl.atomic_add(ticket_ptr, 1)
+    tl.store(out_ptr + program, ticket)
+    if program < first_waiting:
+        offs = program * BLOCK + tl.arange(0, BLOCK)
+        tl.store(heap_ptr + offs, offs + 1)
+    else:
+        for _polls in range(100):
+            pause(0)

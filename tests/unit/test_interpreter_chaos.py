@@ -325,3 +325,20 @@ def test_heap_ranges() -> None:
     assert ranges.contains(addrs).tolist() == [False, False, False, True, True, False, False]
     with pytest.raises(KeyError):
         ranges.remove(100)
+
+
+def test_programs_that_wait_come_last_and_see_stores_bit_by_bit(heap: torch.Tensor) -> None:
+    """They wait for stores that nobody releases: these get through, at each pause an element or some."""
+    for seed in SEEDS:
+        heap.zero_()
+        ticket, out = torch.zeros(1, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+        seen: list[int] = []
+        spin.call_on_pause(lambda seen=seen: (spinning.while_waiting(), seen.append(int((heap != 0).sum()))))
+        interpreter.set_chaos(seed)
+        try:
+            kernels.announced_stores_kernel[(6,)](heap, ticket, out, 4, BLOCK=BLOCK)
+        finally:
+            spin.call_on_pause(spinning.while_waiting)
+        assert sorted(out[:4].tolist()) == [0, 1, 2, 3] and sorted(out[4:].tolist()) == [4, 5]
+        assert seen == sorted(seen) and 0 < seen[0] < seen[-1] == 4 * BLOCK
+        assert heap.tolist() == list(range(1, 4 * BLOCK + 1))

@@ -2,7 +2,10 @@
 
 import pytest
 
-from triton_ep.runtime.plans import exchange
+import triton_ep.runtime.launch  # noqa: F401  before the kernels: decides how they run
+from triton_ep.kernels.spec import all_kernels
+from triton_ep.ops import tuning
+from triton_ep.runtime.plans import exchange, low_latency
 from triton_ep.runtime.plans.shape import Shape
 
 
@@ -18,3 +21,30 @@ def test_no_flag_of_arrivals_is_read_by_two_threads(ranks_per_node, num_sm, num_
     assert plan.num_warps == num_warps
     assert sources * plan.constexprs["SENDERS"] >= 32 * num_warps
     assert sources >= max(ranks_per_node, 2) and sources & (sources - 1) == 0
+
+
+_REGISTERS = 2**16
+"""Of a multiprocessor, of all architectures that are supported."""
+
+
+def test_sums_that_wait_leave_room_for_what_they_wait_for(monkeypatch):
+    """Programs of a low-latency combine that wait are at most half of those that fit by their registers."""
+    monkeypatch.setattr(tuning, "INTERPRETING", False)
+    monkeypatch.setattr(tuning, "_multiprocessors", lambda _: 132)
+    spec = all_kernels()["low_latency_combine_kernel"]
+    assert spec.maxnreg is not None and spec.num_warps is not None
+    fit = _REGISTERS // (spec.maxnreg * 32 * spec.num_warps) * 132
+    assert 132 <= tuning.summing_programs(None) <= fit // 2
+
+
+@pytest.mark.parametrize("token", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("world_size", [1, 2, 8, 32])
+@pytest.mark.parametrize("hidden", [8, 37, 512, 7168, 16384])
+def test_no_word_of_a_sum_is_polled_by_two_threads(hidden, world_size, token):
+    """Two threads may see different things, and the loop around the poll must end for all of them at once."""
+    shape = Shape(64, hidden, 2, 64, world_size=world_size, local_world_size=world_size, low_latency=True, token=token)
+    plan = low_latency.combine(shape, has_weights=False)
+    values = plan.constexprs
+    assert values["BLOCK_S"] // (2 if values["PACKED"] else 1) >= 32 * all_kernels()[plan.kernel].num_warps
+    assert values["PACKED"] == (token != "fp32" and hidden % 2 == 0)
+    assert (values["PARTS"] - 1) * values["BLOCK_S"] < hidden <= values["PARTS"] * values["BLOCK_S"]

@@ -184,7 +184,7 @@ def combine(
     Returns [T, H] and the receiving half. split: the caller launches that; otherwise it has been launched.
     """
     if ctx.config.low_latency:
-        out, receive = low_latency_ops.combine(ctx, y, weights, desc)
+        out, receive = low_latency_ops.combine(ctx, y, weights, desc, split)
         if not split:
             receive()
     elif split:

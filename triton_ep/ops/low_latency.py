@@ -13,7 +13,7 @@ from triton_ep.context.given import Rows
 from triton_ep.context.rows import RowFormat
 from triton_ep.kernels.device.codes import COMBINE_WEIGHTS, HOST_WEIGHTS, MX, QUANTISE, WORDS
 from triton_ep.ops.dispatch import Received
-from triton_ep.ops.tuning import as_words
+from triton_ep.ops.tuning import as_words, summing_programs
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import low_latency as plans
 
@@ -55,12 +55,19 @@ def dispatch(
 
 
 def combine(
-    ctx: DispatchCombineContext, y: torch.Tensor, weights: torch.Tensor | None, desc: EPAllToAllLayoutDesc
+    ctx: DispatchCombineContext,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    desc: EPAllToAllLayoutDesc,
+    split: bool = False,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Sum expert outputs y [R, H] per token at their rank, and send the sums back.
 
+    split: the receiving half is launched apart.
     Returns memory for the result [T, H], and the receiving half: launched, it sums there what arrives.
     """
+    if ctx.sums_announce_themselves:
+        return _combine_once(ctx, y, weights, desc, split)
     cfg = ctx.config
     copy_rows = desc.skipped_token_topk_mapping_indices
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
@@ -96,6 +103,46 @@ def wait_signals(
         block_rows=block_rows,
         expected=expected,
     )
+
+
+def _combine_once(
+    ctx: DispatchCombineContext,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    desc: EPAllToAllLayoutDesc,
+    split: bool,
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """`combine`; both halves in one launch unless `split`."""
+    cfg, copy_rows = ctx.config, desc.skipped_token_topk_mapping_indices
+    assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
+    out = torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
+    launcher = ctx.launcher(("ll_combine", weights is not None), plans.combine, weights is not None)
+    tiles = launcher.plan.constexprs
+    launch = partial(
+        launcher.launch,
+        # Without weights a pointer of the right type, not read.
+        weights_ptr=ctx.no_floats if weights is None else weights,
+        copy_rows_ptr=copy_rows,
+        out_ptr=out,
+        kept_idx_ptr=desc.entries,
+        num_tokens=out.shape[0],
+        placement_ptr=desc.placement,
+        call=COMBINE_WEIGHTS if weights is not None else 0,
+        hidden=cfg.hidden,
+    )
+    reducing = -(-copy_rows.shape[0] // tiles["ROWS"]) * tiles["TILES"]
+    items = -(-out.shape[0] // tiles["ROWS"]) * tiles["PARTS"]
+    # One more, which waits for the ranks themselves.
+    waiting = min(1 + items, summing_programs(ctx.device))
+    if split:
+        launch(reducing, y_ptr=y, first_waiting=reducing)
+        return out, partial(launch, waiting, y_ptr=out, first_waiting=0)
+    launch(reducing + waiting, y_ptr=y, first_waiting=reducing)
+    return out, _no_more
+
+
+def _no_more() -> None:
+    """The receiving half of a call that has been received."""
 
 
 def _sum(ctx: DispatchCombineContext, out: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:

@@ -152,6 +152,12 @@ def quantizing_programs(config: EPConfig, quantize: Launcher, tiles: int) -> int
     return min(tiles, max(in_budget(config.sm_budget, quantize.program), 1))
 
 
+def summing_programs(device: torch.device) -> int:
+    """Programs of a low-latency combine that wait: half of those that fit on the GPU, by their registers
+    (kernels/intranode/low_latency_combine_once.py), so that what they wait for finds room, whatever is there first."""
+    return 2 if INTERPRETING else 2 * _multiprocessors(device)
+
+
 def overlaps(config: EPConfig, device: torch.device) -> bool:
     """True if local work of a layer runs concurrently with its exchange, on a stream of its own."""
     if INTERPRETING or config.max_tokens < _OVERLAPPED_TOKENS:

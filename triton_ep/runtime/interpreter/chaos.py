@@ -1,7 +1,9 @@
 """Chaos mode: the interpreter as unkind as a GPU may be, so that ordering bugs show on a CPU.
 
-Programs of a grid run in random order. Masked-off lanes of loads without `other`, and of atomics, hold
-garbage. Plain stores to heap ranges stay invisible to peers until they are properly released (held.py).
+Programs of a grid run in random order; where a kernel has the argument `first_waiting`, those from that number on after
+the others, for which they wait, and meanwhile stores of the others get through one by one. Masked-off lanes of loads
+without `other`, and of atomics, hold garbage. Plain stores to heap ranges stay invisible to peers until they are
+properly released (held.py).
 
 What it cannot find: a missing acquire on the reader's side, races inside one block other than a missing
 barrier before a release, warp divergence.
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 from triton.runtime import interpreter
 
+from . import spinning
 from .held import HeapRanges, HeldStores
 
 _ir = interpreter._ir
@@ -32,12 +35,14 @@ def start(seed: int, ranges: HeapRanges) -> None:
     builder.__class__ = ChaosBuilder
     builder.begin(seed, ranges)
     interpreter.GridExecutor = ChaosExecutor
+    spinning.call_at_each_turn(builder.while_waiting)
 
 
 def stop() -> None:
     """Back to the usual order; nothing is held back between launches, so nothing is lost."""
     interpreter.interpreter_builder.__class__ = _StockBuilder
     interpreter.GridExecutor = _StockExecutor
+    spinning.call_at_each_turn(None)
 
 
 def _write(addrs: Any, values: Any) -> None:
@@ -66,12 +71,24 @@ class ChaosBuilder(_StockBuilder):
         self._rng = np.random.default_rng(seed)
         self._ranges = ranges
         self._held = HeldStores(_write, self._rng, linger=lambda: time.sleep(_LINGER_S))
+        self._first_waiting = 0
+
+    def let_programs_wait_from(self, first: int) -> None:
+        """In the launch that comes, programs from number `first` on wait for lower ones, and come after all of them."""
+        self._first_waiting = first
+
+    def while_waiting(self) -> None:
+        """A program of this process waits. If it may wait for stores that nobody releases, those get through."""
+        if self._first_waiting:
+            self._held.leak()
 
     def set_grid_dim(self, nx: int, ny: int, nz: int) -> None:
         """A launch begins: shuffle its programs."""
         super().set_grid_dim(nx, ny, nz)
         programs = list(itertools.product(range(nx), range(ny), range(nz)))
-        self._programs = [programs[i] for i in self._rng.permutation(len(programs))]
+        first = min(self._first_waiting, len(programs))
+        order = [*self._rng.permutation(first), *(first + self._rng.permutation(len(programs) - first))]
+        self._programs = [programs[i] for i in order]
 
     def set_grid_idx(self, x: int, y: int, z: int) -> None:
         """A program begins: another one than the executor thinks."""
@@ -144,6 +161,8 @@ class ChaosExecutor(_StockExecutor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all programs of the grid."""
+        given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        interpreter.interpreter_builder.let_programs_wait_from(given.get("first_waiting", 0))
         try:
             return super().__call__(*args, **kwargs)
         finally:

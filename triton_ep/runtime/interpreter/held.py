@@ -7,9 +7,10 @@ A plain store to a heap range is held back here. It moves on as a GPU would have
     released   a release at GPU scope came after that: covered by any later system-scope release
     visible    a release at system scope by the same program came after `ordered`, or after `released`
 
-What a program leaves unreleased stays back until the kernel ends. Loads, atomics and stores of this process
-that overlap a held store apply its overlapping elements first, so one process always sees its own memory in
-order. Addresses are those of this process; Triton is not known here.
+What a program leaves unreleased stays back until the kernel ends, or gets visible bit by bit where later programs of
+the kernel wait for it (`leak`). Loads, atomics and stores of this process that overlap a held store apply its
+overlapping elements first, so one process always sees its own memory in order. Addresses are those of this process;
+Triton is not known here.
 """
 
 from bisect import bisect_right
@@ -137,6 +138,18 @@ class HeldStores:
         """Another program of the grid starts: no release of its own covers what the last one left."""
         self._abandoned += self._ordered + self._fresh
         self._ordered, self._fresh = [], []
+
+    def leak(self) -> None:
+        """Some elements of a store of a program that has ended get visible, though nothing has released them."""
+        if not self._abandoned:
+            return
+        which = int(self._rng.integers(len(self._abandoned)))
+        store = self._abandoned[which]
+        hit = self._rng.random(store.addrs.size) < 0.5
+        self._write(store.addrs[hit], store.values[hit])
+        store.addrs, store.values = store.addrs[~hit], store.values[~hit]
+        if not store.addrs.size:
+            del self._abandoned[which]
 
     def end_of_kernel(self) -> None:
         """Everything gets visible."""

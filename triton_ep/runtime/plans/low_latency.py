@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from triton_ep.kernels.device.codes import QUANTISE
-from triton_ep.runtime.plans.shape import Plan, Shape, next_power_of_2
+from triton_ep.runtime.plans.shape import TOKEN_BYTES, Plan, Shape, next_power_of_2
 
 _SUM_PARTS = 2
+_SUM_BYTES = 2**15
+"""Of the sums that a program waits for, all ranks together: half of the registers of four warps."""
 
 
 def expanded_rows(interpreted: bool) -> int:
@@ -72,6 +74,29 @@ def sum_ranks(s: Shape) -> Plan:
 def wait_signals(s: Shape, by_blocks: bool) -> Plan:
     """Wait for a kernel of the caller that writes expert outputs; by_blocks: a signal per block of rows."""
     return Plan("wait_signals_kernel", {"BY_BLOCKS": by_blocks, "BLOCK": 256})
+
+
+def combine(s: Shape, has_weights: bool) -> Plan:
+    """Expert outputs summed per token, sent back, and the sums of all ranks summed."""
+    ranks, nbytes = next_power_of_2(s.world_size), TOKEN_BYTES[s.token]
+    packed = nbytes == 2 and s.hidden % 2 == 0
+    most = min(_SUM_BYTES // (ranks * nbytes), 4096)
+    if (nbytes == 2 and not packed) or ranks > 8:
+        most //= 2
+    # A thread of a GPU has at least one word.
+    part = max(min(next_power_of_2(-(-s.hidden // _SUM_PARTS)), most), 256)
+    if s.interpreted:
+        part = min(next_power_of_2(s.hidden), 8192)
+    constexprs = {
+        "HAS_WEIGHTS": has_weights,
+        "ROWS": summed_rows(s.interpreted),
+        "PARTS": -(-s.hidden // part),
+        "BLOCK_S": part,
+        "PACKED": packed,
+        **_columns(s, s.hidden, 8192 if s.interpreted else 1024),
+        **s.common("TOPK", "KP", "WP"),
+    }
+    return Plan("low_latency_combine_kernel", constexprs)
 
 
 def _columns(s: Shape, row_words: int, most: int) -> dict[str, int]:

@@ -1,0 +1,79 @@
+"""Many replays of captured low-latency pairs, whose ranks get out of step at random."""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.layer.cases import Case, make_layer, workloads
+from tests.layer.test_large import _capture
+from triton_ep.distributed import current_heap
+
+INPUTS = 4
+DECODE = Case("decode", tokens=(128,), hidden=7168, topk=8, experts=16, low_latency=True, announced=True)
+TINY = Case("tiny", tokens=(3,), hidden=32, topk=2, experts=2, low_latency=True, announced=True)
+
+
+def _replay(rank, nodes, ranks_per_node, case, replays, delay_s):
+    world, device = nodes * ranks_per_node, current_heap().device
+    draw = random.Random(rank)
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        works = [workloads(replace(case, drop=0.3 * each), world, each) for each in range(INPUTS)]
+        mine = [of_all[rank] for of_all in works]
+        xs = [work.x.to(device) for work in mine]
+        idxs = [work.topk_idx.to(device) for work in mine]
+        x, idx = xs[0].clone(), idxs[0].clone()
+        # Twice a sum is another one, with other signs, and nothing in the halves is what the last call left.
+        y = torch.empty(layer.config.recv_capacity, case.hidden, dtype=case.dtype, device=device)
+        made = {}
+
+        def pair():
+            recv_x, _, desc = layer.dispatch(x, idx)
+            rows = recv_x.dequantize() if case.payload else recv_x
+            torch.mul(rows, -1.5, out=y)
+            made.update(recv_x=rows, out=layer.combine(y, desc), desc=desc)
+
+        pair()  # compiles
+        replay = _capture(pair, device)
+        # What each input gives, by calls that are checked against the sum of its rows.
+        want = []
+        for each in range(INPUTS):
+            x.copy_(xs[each])
+            idx.copy_(idxs[each])
+            replay()
+            layer.check()
+            used = int(made["desc"].expert_offsets[-1])
+            kept = ((idxs[each] >= 0) & (idxs[each] < layer.config.num_experts)).sum(1, keepdim=True)
+            exact = xs[each].double() * -1.5 * kept
+            assert case.payload or bool(((made["out"].double() - exact).abs() <= exact.abs() * 2**-6).all())
+            want.append((used, made["recv_x"][:used].clone(), made["out"].clone()))
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        for number in range(replays):
+            each = (number * 7 + number // INPUTS) % INPUTS  # the same on all ranks
+            x.copy_(xs[each])
+            idx.copy_(idxs[each])
+            if draw.random() < 0.02:
+                time.sleep(draw.random() * delay_s)
+            replay()
+            used, rows, out = want[each]
+            wrong += (made["recv_x"][:used] != rows).any().long() + (made["out"] != out).any().long()
+            if number % 1000 == 999:
+                layer.check()
+        layer.check()
+        dist.barrier()
+        return int(wrong)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
+@pytest.mark.parametrize("payload", [None, "mxfp8"])
+def test_replays_have_the_same_bits(run_ranks, backend, pytestconfig, nodes, ranks_per_node, payload):
+    """`--replays` of them on GPUs, 40 calls on a CPU: rows and sums are those of the calls that were checked."""
+    if backend == "host":
+        sizes = (replace(TINY, payload=payload), 40 if ranks_per_node == 2 else 8, 0.01)
+    else:
+        sizes = (replace(DECODE, payload=payload), pytestconfig.getoption("--replays"), 0.002)
+    assert sum(run_ranks(_replay, nodes, ranks_per_node, *sizes)) == 0
