@@ -30,7 +30,7 @@ _REGISTERS = 2**16
 def test_sums_that_wait_leave_room_for_what_they_wait_for(monkeypatch):
     """Programs of a low-latency combine that wait are at most half of those that fit by their registers."""
     monkeypatch.setattr(tuning, "INTERPRETING", False)
-    monkeypatch.setattr(tuning, "_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(tuning, "multiprocessors", lambda _: 132)
     spec = all_kernels()["low_latency_combine_kernel"]
     assert spec.maxnreg is not None and spec.num_warps is not None
     fit = _REGISTERS // (spec.maxnreg * 32 * spec.num_warps) * 132

@@ -155,7 +155,7 @@ def quantizing_programs(config: EPConfig, quantize: Launcher, tiles: int) -> int
 def summing_programs(device: torch.device) -> int:
     """Programs of a low-latency combine that wait: half of those that fit on the GPU, by their registers
     (kernels/intranode/low_latency_combine_once.py), so that what they wait for finds room, whatever is there first."""
-    return 2 if INTERPRETING else 2 * _multiprocessors(device)
+    return 2 if INTERPRETING else 2 * multiprocessors(device)
 
 
 def overlaps(config: EPConfig, device: torch.device) -> bool:
