@@ -6,7 +6,10 @@ import triton_ep.runtime.launch  # noqa: F401  before the kernels: decides how t
 from triton_ep.kernels.spec import all_kernels
 from triton_ep.ops import tuning
 from triton_ep.runtime.plans import exchange, low_latency
+from triton_ep.runtime.plans.residency import Program, most_waiting, per_multiprocessor
 from triton_ep.runtime.plans.shape import Shape
+
+DECODE = Shape(128, 7168, 8, 256, world_size=4, local_world_size=4, low_latency=True)
 
 
 @pytest.mark.parametrize("num_warps", [1, 4, 8])
@@ -23,18 +26,15 @@ def test_no_flag_of_arrivals_is_read_by_two_threads(ranks_per_node, num_sm, num_
     assert sources >= max(ranks_per_node, 2) and sources & (sources - 1) == 0
 
 
-_REGISTERS = 2**16
-"""Of a multiprocessor, of all architectures that are supported."""
-
-
-def test_sums_that_wait_leave_room_for_what_they_wait_for(monkeypatch):
-    """Programs of a low-latency combine that wait are at most half of those that fit by their registers."""
-    monkeypatch.setattr(tuning, "INTERPRETING", False)
-    monkeypatch.setattr(tuning, "multiprocessors", lambda _: 132)
+def test_sums_that_wait_leave_room_for_what_they_wait_for():
+    """Programs of a low-latency combine that wait are half of those that fit; of few tokens each has one part."""
     spec = all_kernels()["low_latency_combine_kernel"]
-    assert spec.maxnreg is not None and spec.num_warps is not None
-    fit = _REGISTERS // (spec.maxnreg * 32 * spec.num_warps) * 132
-    assert 132 <= tuning.summing_programs(None) <= fit // 2
+    program = Program.declared(low_latency.combine(DECODE, False), spec.num_warps, spec.maxnreg)
+    waiting = tuning.half_of(132, program)
+    assert 2 * waiting <= 132 * per_multiprocessor(program)
+    assert 1 + 128 * low_latency.combine(DECODE, False).constexprs["PARTS"] <= waiting
+    # Beside those of one layer, however they are placed, the programs of another one have room.
+    assert waiting <= most_waiting(132, program, program, 2 * 132)
 
 
 @pytest.mark.parametrize("token", ["bf16", "fp16", "fp32"])

@@ -133,7 +133,7 @@ def _combine_once(
     reducing = -(-copy_rows.shape[0] // tiles["ROWS"]) * tiles["TILES"]
     items = -(-out.shape[0] // tiles["ROWS"]) * tiles["PARTS"]
     # One more, which waits for the ranks themselves.
-    waiting = min(1 + items, summing_programs(ctx.device))
+    waiting = min(1 + items, summing_programs(ctx.device, launcher))
     if split:
         launch(reducing, y_ptr=y, first_waiting=reducing)
         return out, partial(launch, waiting, y_ptr=out, first_waiting=0)

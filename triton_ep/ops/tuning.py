@@ -17,7 +17,7 @@ from triton_ep.context.rows import RowFormat
 from triton_ep.ops.strides import view_as
 from triton_ep.runtime.launch import INTERPRETING, Launcher
 from triton_ep.runtime.plans import compute
-from triton_ep.runtime.plans.residency import Program, in_budget, most_waiting
+from triton_ep.runtime.plans.residency import Program, in_budget, most_waiting, per_multiprocessor
 from triton_ep.runtime.plans.shape import STAGE_PROGRAMS, word_type
 
 _LEAST_WAITING = 16
@@ -152,10 +152,17 @@ def quantizing_programs(config: EPConfig, quantize: Launcher, tiles: int) -> int
     return min(tiles, max(in_budget(config.sm_budget, quantize.program), 1))
 
 
-def summing_programs(device: torch.device) -> int:
-    """Programs of a low-latency combine that wait: half of those that fit on the GPU, by their registers
-    (kernels/intranode/low_latency_combine_once.py), so that what they wait for finds room, whatever is there first."""
-    return 2 if INTERPRETING else 2 * multiprocessors(device)
+def summing_programs(device: torch.device, combine: Launcher) -> int:
+    """Programs of a low-latency combine that wait, at most: half of those that fit on the GPU.
+
+    So what they wait for finds room (kernels/intranode/low_latency_combine_once.py), whatever is there first.
+    """
+    return 2 if INTERPRETING else half_of(multiprocessors(device), combine.program)
+
+
+def half_of(multiprocessors: int, program: Program) -> int:
+    """Half of the programs that fit on so many multiprocessors, and at least one on each."""
+    return max(per_multiprocessor(program) // 2, 1) * multiprocessors
 
 
 def overlaps(config: EPConfig, device: torch.device) -> bool:
