@@ -2,7 +2,7 @@
 
 Protocol      A row's scale is the largest scale of its blocks of 32 columns, as RCEIL chooses them; elements move to
               it: e4m3 values times 2^(own scale - row's scale), rounded to nearest even. An element keeps its bits
-              unless it becomes subnormal. A program reads ROWS rows twice, first for the largest, then to write;
+              unless it becomes subnormal. A program takes ROWS rows by steps, first for the largest, then to write;
               the second time they come from L2. WHOLE: a tile holds whole rows, which are read once. rebase_rows starts
               from MXFP8, quantize_to_rows from values, with the result that MXFP8 and rebase_rows after it have.
 Layout        x [R, K] bf16 or fp32, elements [R, K] e4m3, all row-major; MX scales [R, K/32] uint8; row scales [R]
@@ -65,7 +65,10 @@ def _rows_in_use(given):
     out_ptr="*fp8e4nv",
     row_scale_ptr="*fp32",
     specialised=("k",),
-    variants=(Variant({"HAS_OFFSETS": False, "ROWS": 4, "BLOCKS": 32}, {"OFFS": "fp8e4nv"}, ("k",)),),
+    variants=(
+        Variant({"HAS_OFFSETS": False, "WHOLE": False, "ROWS": 4, "BLOCKS": 32}, {"OFFS": "fp8e4nv"}, ("k",)),
+        Variant({"HAS_OFFSETS": False, "WHOLE": True, "ROWS": 1, "BLOCKS": 256}, {"OFFS": "fp8e4nv"}, ("k",)),
+    ),
 )
 def rebase_rows_kernel(
     elements_ptr,  # [R, K] e4m3
@@ -74,6 +77,7 @@ def rebase_rows_kernel(
     out_ptr,  # out [R, K] e4m3
     row_scale_ptr,  # out [R] float32
     k,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -82,21 +86,27 @@ def rebase_rows_kernel(
     in_rows = row < in_use
     blocks = k // BLOCK
     scale_row = scale_ptr + row.to(tl.int64)[:, None] * blocks
-    offs_b = tl.arange(0, BLOCKS)
+    offs_b = tl.arange(0, BLOCKS)[None, :]
+    at = row.to(tl.int64)[:, None, None] * k + (offs_b * BLOCK)[:, :, None] + tl.arange(0, BLOCK)[None, None, :]
     if tl.program_id(0) * ROWS < in_use:
         largest = tl.zeros((ROWS,), dtype=tl.int32)
-        for first in range(0, blocks, BLOCKS):
-            block = (first + offs_b)[None, :]
-            scale = tl.load(scale_row + block, mask=in_rows[:, None] & (block < blocks), other=0).to(tl.int32)
+        scale = tl.zeros((ROWS, BLOCKS), dtype=tl.int32)
+        elements = tl.zeros((ROWS, BLOCKS, BLOCK), elements_ptr.dtype.element_ty)
+        for first in range(0, BLOCKS if WHOLE else blocks, BLOCKS):
+            alive = in_rows[:, None] & (first + offs_b < blocks)
+            if WHOLE:
+                # Before anything waits for the scales.
+                elements = tl.load(elements_ptr + at, mask=alive[:, :, None], other=0.0)
+            scale = tl.load(scale_row + first + offs_b, mask=alive, other=0).to(tl.int32)
             largest = tl.maximum(largest, tl.max(scale, axis=1))
         tl.store(row_scale_ptr + row, scale_value(largest), mask=in_rows)
-        for first in range(0, blocks, BLOCKS):
-            block = (first + offs_b)[None, :]
-            alive = in_rows[:, None] & (block < blocks)
-            scale = tl.load(scale_row + block, mask=alive, other=0).to(tl.int32)
-            at = row.to(tl.int64)[:, None, None] * k + (block * BLOCK)[:, :, None] + tl.arange(0, BLOCK)[None, None, :]
-            elements = tl.load(elements_ptr + at, mask=alive[:, :, None], other=0.0)
-            tl.store(out_ptr + at, rebased(elements, scale[:, :, None], largest[:, None, None]), mask=alive[:, :, None])
+        for first in range(0, BLOCKS if WHOLE else blocks, BLOCKS):
+            alive = in_rows[:, None] & (first + offs_b < blocks)
+            if not WHOLE:
+                scale = tl.load(scale_row + first + offs_b, mask=alive, other=0).to(tl.int32)
+                elements = tl.load(elements_ptr + at + first * BLOCK, mask=alive[:, :, None], other=0.0)
+            moved = rebased(elements, scale[:, :, None], largest[:, None, None])
+            tl.store(out_ptr + at + first * BLOCK, moved, mask=alive[:, :, None])
 
 
 @ep_kernel(
@@ -146,13 +156,20 @@ def quantize_to_rows_kernel(
             tl.store(out_ptr + at + first * BLOCK, moved, mask=alive[:, :, None])
 
 
-@ep_kernel(elements_ptr="*fp8e4nv", row_scale_ptr="*fp32", offs_ptr="*{OFFS}", out_ptr="*{OUT}", specialised=("k",))
+@ep_kernel(
+    elements_ptr="*fp8e4nv",
+    row_scale_ptr="*fp32",
+    offs_ptr="*{OFFS}",
+    out_ptr="*{OUT}",
+    specialised=("k", "stride_em"),
+)
 def dequantize_rows_in_use_kernel(
-    elements_ptr,  # [R, K] e4m3
+    elements_ptr,  # [R, K] e4m3, or as many columns of wider rows
     row_scale_ptr,  # [R] float32
     given: RowsInUse,
     out_ptr,  # out [R, K] bf16 or fp32
     k,
+    stride_em,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -164,6 +181,7 @@ def dequantize_rows_in_use_kernel(
         scale = tl.load(row_scale_ptr + row, mask=in_rows, other=0.0)[:, None]
         for first in range(0, k, BLOCK_K):
             alive = in_rows[:, None] & (first + offs_k < k)
+            read = row.to(tl.int64)[:, None] * stride_em + first + offs_k
+            values = tl.load(elements_ptr + read, mask=alive, other=0.0).to(tl.float32) * scale
             at = row.to(tl.int64)[:, None] * k + first + offs_k
-            values = tl.load(elements_ptr + at, mask=alive, other=0.0).to(tl.float32) * scale
             tl.store(out_ptr + at, values.to(out_ptr.dtype.element_ty), mask=alive)

@@ -6,10 +6,10 @@ Protocol      Every tile of every out[e] takes its segment's rows in steps of BL
               would keep the compiler from pipelining it.
               A tile of an empty segment takes one step behind the last row, where a box holds zeros. With ACCUMULATE,
               which adds to what out holds, empty segments have no tiles.
-Layout        x [R, I], y [R, J] bf16 row-major, out [E, I, J] contiguous: bf16, with ACCUMULATE float32. All of them
-              through descriptors, which cut boxes at I and J. Segments hold multiples of BLOCK_R rows, so that no
-              box reaches into the next one; where they start does not matter. What is padding at their ends is zero in
-              x or in y, and finite in the other; steps of nothing else are left out.
+Layout        x [R, I], y [R, J] bf16 row-major, out [E, I, J], maybe a part of something larger: bf16, with ACCUMULATE
+              float32. All of them through descriptors, which cut boxes at I and J. Segments hold multiples of BLOCK_R
+              rows, so that no box reaches into the next one; where they start does not matter. What is padding at their
+              ends is zero in x or in y, and finite in the other; steps of nothing else are left out.
 Memory order  Boxes are read and written by the copy engine; the kernels follow each other on one stream. An element of
               out is added to once, by one program, so that sums have one order.
 Progress      No program waits.

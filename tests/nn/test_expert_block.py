@@ -205,6 +205,28 @@ def test_forms_of_rows() -> None:
         assert all(torch.equal(got[name], as_travelled[name]) for name in got)
 
 
+@pytest.mark.parametrize("main_dtype", [None, torch.float32, torch.bfloat16])
+def test_rows_may_be_made_bf16_by_strips(monkeypatch: pytest.MonkeyPatch, main_dtype: torch.dtype | None) -> None:
+    """The same sums as of all columns at once, however few are made bf16 at a time."""
+    case = Case("default", sizes=(128, 0, 256), biased=True, aligned=True)
+    dy = MXTensor.to_mx(case.dy)
+    found = []
+    for strip in (module._STRIP, 32):
+        monkeypatch.setattr(module, "_STRIP", strip)
+        w2 = case.tensors["w2"].clone()
+        if main_dtype is not None:
+            w2.main_grad = torch.ones_like(w2, dtype=main_dtype)
+        leaves = {**case.tensors, "w2": w2.requires_grad_(), "b2": case.tensors["b2"].clone().requires_grad_()}
+        case(leaves).backward(dy)
+        grads = [leaves["b2"].grad, w2.grad if main_dtype is None else w2.main_grad]
+        assert (w2.grad is None) == (main_dtype is not None)
+        found.append(grads)
+    assert len(module._strips(quantize_to_rows(case.dy), True)) == 2
+    for got, want in zip(*found, strict=True):
+        # A BLAS that multiplies tiles may round float32 sums otherwise in another column of a tile.
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6 * want.abs().max().item())
+
+
 @pytest.mark.parametrize("precision", [None, "default"])
 def test_between_two_exchanges(precision: str | None) -> None:
     """Forward and backward by hand, of rows and gradients as a dispatch delivers them: the same bits."""

@@ -160,9 +160,10 @@ def _check_backward(rank: int, nodes: int, ranks_per_node: int) -> None:
                 assert all(map(torch.equal, torch.autograd.grad(y, leaves, torch.ones_like(y)), found))
         return saved, alive.peak - of_params, [*found]
 
-    # Of a row: the first product or its gradient, the activation, a row in bf16.
+    # Of a row: the first product or its gradient, the activation, a row in bf16. MXFP8: e4m3 rows, dpre, and either the
+    # activation with rows of e4m3 and half of them in bf16, or dpre in e4m3 and the gradient of the rows.
     pre, act, wide = 4 * ffn, 2 * ffn, 2 * hidden
-    for payload, row, most in (("mxfp8", hidden, hidden + pre + 2 * wide), (None, wide, 2 * wide + pre + act)):
+    for payload, row, most in (("mxfp8", hidden, hidden + pre + act + wide), (None, wide, 2 * wide + pre + act)):
         moe = MoE(hidden, ffn, num_experts=2, topk=2, max_tokens=tokens, capacity=rows, payload=payload, num_sm=2)
         *_, first = step(moe, retain=False)  # makes copies of weights
         saved, peak, again = step(moe, retain=False)

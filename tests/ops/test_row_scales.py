@@ -64,6 +64,9 @@ def test_rows_behind_the_last_segment_are_not_touched(end: int) -> None:
     _assert_same(quantize_to_rows(x, offs), want, end)
     values = dequantize_rows_in_use(got, offs, torch.float32)
     assert torch.equal(values[:end].cpu().double(), oracle.row_values(x[:end].cpu()))
+    for columns in (slice(0, 32), slice(32, None)):
+        part = dequantize_rows_in_use(got, offs, torch.float32, columns=columns)
+        assert torch.equal(part[:end], values[:end, columns])
 
 
 def test_what_is_not_in_use_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ class DispatchCombineContext:
         launches = Launches(self.rows, self._bound(), aot, self.network, self.device)
         self.launcher, self.scratch, self._identity_rows = launches.launcher, launches.scratch, launches.identity_rows
         side = SideStream(self.device)
-        self.fork, self.join = side.fork, side.join
+        self.fork, self.join, self.wait_joined = side.fork, side.join, side.wait_joined
         # The device bounds its own wait; twice that covers earlier work on the stream.
         self._host_reads = HostReads(2 * config.timeout_s + 60)
         try:

@@ -33,6 +33,11 @@ class SideStream:
             joined.record(side)
             current_stream().wait_event(joined)
 
+    def wait_joined(self) -> None:
+        """Make the current stream wait for what the last stream that joined this one has waited for."""
+        if self._made is not None:
+            current_stream().wait_event(self._made[2])
+
 
 class HostReads:
     """Reads small tensors of the device; the host waits for each, at most `limit_s` seconds."""

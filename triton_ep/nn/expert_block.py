@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +41,9 @@ Saved = dict[str, Any]
 only for the gradient of w13; "pre", the first product; "row_weights"."""
 
 _SWIGLU = Activation()
+_ALL = slice(None)
+_STRIP = 128
+"""Columns that strips of rows are multiples of: those of a tile of the gradients of weights."""
 
 
 @dataclass(frozen=True)
@@ -255,11 +257,18 @@ class ExpertBlock:
                 overwrite=needs.last,
             )
         if want_w2 or want_b2:
-            values = _values(operand if isinstance(grad, MXTensor) else grad, offs)
-            if b2 is not None and want_b2:
-                db2 = bias_gradient(values, offs, row_weights).to(b2.dtype)
-            if act is not None and want_w2:
-                dw2 = _weight_gradient(w2, values, act, offs, aligned, filled)
+            wide = operand if isinstance(grad, MXTensor) else grad
+            of_w2 = _WeightGradient(w2, offs, aligned, filled) if act is not None and want_w2 else None
+            of_b2 = []
+            for columns in _strips(wide, aligned):
+                values = _values(wide, offs, columns)
+                if b2 is not None and want_b2:
+                    of_b2.append(bias_gradient(values, offs, row_weights).to(b2.dtype))
+                if of_w2 is not None:
+                    of_w2.add(values, act, of_w2.out[:, columns])
+                del values  # the next one has its memory
+            dw2 = None if of_w2 is None else of_w2.found()
+            db2 = torch.cat(of_b2, 1) if of_b2 else None
 
         @torch.no_grad()
         def rows() -> torch.Tensor:
@@ -282,7 +291,9 @@ class ExpertBlock:
                 if x is None:
                     prepare()
                 assert dpre is not None and x is not None, "computed above"
-                dw13 = _weight_gradient(w13, dpre, x, offs, aligned, filled)
+                of_w13 = _WeightGradient(w13, offs, aligned, filled)
+                of_w13.add(dpre, x, of_w13.out)
+                dw13 = of_w13.found()
             dpre = x = None
             return dw13, dw2, db13, db2
 
@@ -319,30 +330,56 @@ def _tiles(desc: EPAllToAllLayoutDesc) -> torch.Tensor:
     return tile_table(desc.expert_offsets, desc.num_recv_rows) if desc.tiles is None else desc.tiles
 
 
-def _values(x: Rows, offs: torch.Tensor) -> torch.Tensor:
-    """Rows in bf16."""
+def _values(x: Rows, offs: torch.Tensor, columns: slice = _ALL) -> torch.Tensor:
+    """Rows in bf16, or some of their columns."""
     if isinstance(x, MXTensor):
-        return x.dequantize(torch.bfloat16)
-    return dequantize_rows_in_use(x, offs) if isinstance(x, RowScaled) else x.contiguous()
+        x = x.dequantize(torch.bfloat16)
+    return dequantize_rows_in_use(x, offs, columns=columns) if isinstance(x, RowScaled) else x[:, columns].contiguous()
 
 
-def _weight_gradient(
-    weight: Any, x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, aligned: bool, filled: torch.Tensor | None
-) -> torch.Tensor | None:
-    """x_e^T y_e as the gradient of a weight; or added to its `main_grad`."""
-    main: torch.Tensor | None = getattr(weight, "main_grad", None)
-    compute = partial(weight_gradient, x, y, offs, aligned=aligned, filled=filled)
-    if main is None:
-        return compute().to(weight.dtype)
-    if main.dtype == torch.float32 and main.is_contiguous():
-        compute(out=main.view(weight.shape), accumulate=True)
-    else:
-        main.view(weight.shape).add_(compute())
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return make(weight, requires_grad=False)
+def _strips(x: Rows, aligned: bool) -> list[slice]:
+    """Columns of rows that are made bf16 at a time: two halves of those in 8 bits, which take half the memory then.
+
+    Not aligned: all, because the gradients of weights are not computed by parts.
+    """
+    half = -(-x.shape[1] // (2 * _STRIP)) * _STRIP
+    halves = aligned and isinstance(x, RowScaled) and half < x.shape[1]
+    return [slice(0, half), slice(half, None)] if halves else [_ALL]
+
+
+class _WeightGradient:
+    """Sums x_e^T y_e as the gradient of a weight, or added to its `main_grad`.
+
+    Attributes:
+        out: where parts of it go, in the weight's shape.
+    """
+
+    def __init__(self, weight: Any, offs: torch.Tensor, aligned: bool, filled: torch.Tensor | None) -> None:
+        self._weight, self._offs, self._aligned, self._filled = weight, offs, aligned, filled
+        main: torch.Tensor | None = getattr(weight, "main_grad", None)
+        self._main = None if main is None else main.view(weight.shape)
+        self._in_place = main is not None and main.dtype == torch.float32 and main.is_contiguous()
+        if self._in_place and self._main is not None:
+            self.out = self._main
+        else:
+            self.out = torch.empty(weight.shape, dtype=torch.bfloat16, device=offs.device)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, part: torch.Tensor) -> None:
+        """Compute a part of `out`."""
+        options = {"aligned": self._aligned, "filled": self._filled, "accumulate": self._in_place}
+        weight_gradient(x, y, self._offs, out=part, **options)
+
+    def found(self) -> torch.Tensor | None:
+        """What autograd is to have, once all parts are there."""
+        if self._main is None:
+            return self.out.to(self._weight.dtype)
+        if not self._in_place:
+            self._main.add_(self.out)
+        if not hasattr(self._weight, "grad_added_to_main_grad"):
+            return None
+        self._weight.grad_added_to_main_grad = True
+        make = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(self._weight, requires_grad=False)
 
 
 class _Function(torch.autograd.Function):

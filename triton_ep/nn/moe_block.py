@@ -25,6 +25,7 @@ from triton_ep.context.overlap import EPEvent, current_stream
 from triton_ep.errors import InputError
 from triton_ep.exchange import slots as slot_ops
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.ops import combine as combine_ops
 from triton_ep.ops.row_scales import RowScaled
 
 Params = Sequence[torch.Tensor | None]
@@ -43,7 +44,7 @@ class ExpertGradients:
     """What the backward pass of experts gives.
 
     Calls are made in the order rows, prepare, params, each once. The memory of the rows that `backward` was given is
-    free before the first.
+    free before the first, and that of what `rows` gave before `prepare`.
 
     Attributes:
         rows: computes [R, H] of the layer's dtype, of the rows that were received; rows without a copy may hold
@@ -51,8 +52,8 @@ class ExpertGradients:
         row_weights: [R] float32, of their weights, likewise.
         params: computes those of the parameters, once the gradient of the rows has been sent. None for one that needs
             none, or whose gradient has been accumulated elsewhere (Megatron's main_grad).
-        prepare: for what moves memory, while the gradient of the rows is on its way. A product that fills the GPU would
-            keep the exchange from its multiprocessors, and with it all other ranks.
+        prepare: for what moves memory, while the last of the gradient of the rows is on its way. A product that fills
+            the GPU would keep the exchange from its multiprocessors, and with it all other ranks.
     """
 
     rows: Callable[[], torch.Tensor] | None
@@ -187,9 +188,7 @@ class MoEBlock:
             grad_rows, _ = layer.dispatch_again(_as_sent(grad), desc, landing=self.grad_landing)
             found = self._of_experts(self.experts.backward, grad_rows, saved, params, desc, needs)
             del grad_rows
-            rows = None if found.rows is None else self._of_experts(found.rows)
-            grad_x, grad_weights = self._send_back(rows, found, desc, slots, needs)
-            del rows
+            grad_x, grad_weights = self._send_back(found, desc, slots, needs)
             of_params: Params = self._of_experts(found.params)
             self._join(grad_x, grad_weights)
             del found  # row weights' gradients, whose memory belongs to this stream
@@ -197,7 +196,6 @@ class MoEBlock:
 
     def _send_back(
         self,
-        rows: torch.Tensor | None,
         found: ExpertGradients,
         desc: EPAllToAllLayoutDesc,
         slots: torch.Tensor | None,
@@ -205,21 +203,25 @@ class MoEBlock:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gradients of x and of topk_weights, on the ranks that these belong to; on a GPU the latter after `_join`.
 
-        rows: what `found.rows` has computed.
-
         There the exchanges have a stream of high priority. The products for the parameters, which come next, fill the
         GPU. They begin when the gradient of the rows has arrived: else they would keep its programs, here or on other
         ranks, from multiprocessors. The few that bring the gradients of the weights back find room beside them.
         """
         side = self.layer.comm_stream
+        rows = None if found.rows is None else self._of_experts(found.rows)
         if side is None:
             grads = self._send_rows(rows, desc, needs), self._send_weights(found, desc, slots, needs)
+            del rows
             self._of_experts(found.prepare)
             return grads
         side.wait_stream(current_stream())
         with torch.cuda.stream(side):
             grad_x = self._send_rows(rows, desc, needs)
             arrived = EPEvent.record()
+        if rows is None or not combine_ops.wait_published(self.layer.context, desc):
+            arrived.current_stream_wait()
+        del rows  # whose memory `prepare` may have now: what is still to be sent has been summed elsewhere
+        with torch.cuda.stream(side):
             grad_weights = self._send_weights(found, desc, slots, needs)
         self._of_experts(found.prepare)
         arrived.current_stream_wait()

@@ -323,9 +323,13 @@ def _weight_gradient(
 ) -> None:
     num_experts, num_i, num_j = out.shape
     num_rows = x.shape[0]
-    fits = all(t.is_contiguous() and fits_tma((t, t.shape[-1])) for t in (x, y, out))
+    fits = all(t.is_contiguous() and fits_tma((t, t.shape[-1])) for t in (x, y)) and fits_tma((out, out.stride(1)))
     if not (aligned and fits and out.numel() and num_rows):
-        bf16_wgrad(x, y, offs, num_experts, out=out, accumulate=accumulate)
+        if out.is_contiguous():
+            bf16_wgrad(x, y, offs, num_experts, out=out, accumulate=accumulate)
+        else:
+            made = bf16_wgrad(x, y, offs, num_experts, out_dtype=out.dtype)
+            out.add_(made) if accumulate else out.copy_(made)
         return
     plan, tile = plans.weight_gradient(num_experts, accumulate, INTERPRETING)
     # float32 is stored in twice as many boxes.
@@ -335,7 +339,7 @@ def _weight_gradient(
         programs(x.device) * (1 if INTERPRETING or accumulate else plans.WGRAD_PROGRAMS),
         x=Boxes(x, [num_rows, num_i], [num_i, 1], [tile.k, tile.m]),
         y=Boxes(y, [num_rows, num_j], [num_j, 1], [tile.k, tile.n]),
-        out=Boxes(out, [num_experts, num_i, num_j], [num_i * num_j, num_j, 1], box),
+        out=Boxes(out, [num_experts, num_i, num_j], [*out.stride()], box),
         offs_ptr=offs.contiguous(),
         filled_ptr=torch.diff(offs) if filled is None else filled.contiguous(),
         num_rows=num_rows,
@@ -361,7 +365,8 @@ def weight_gradient(
     Arguments:
         x, y: [R, I] and [R, J] bf16. With x = dY and y = A it is the gradient of W [E, N, K].
         offs: [E + 1] int32, see the module.
-        out: [E, I, J] contiguous, where the result goes: bf16, or with `accumulate` float32; None: new, bf16.
+        out: [E, I, J], where the result goes: bf16, or with `accumulate` float32; columns, or rows of every expert, of
+            what is contiguous are as good; None: new, bf16.
         accumulate: add the result to `out`; what belongs to an empty segment is not touched.
         aligned: every segment holds a multiple of 64 rows: a fifth faster where rows are multiples of 16 bytes. That
             is a promise: rows of other segments are added where it is broken.
@@ -385,10 +390,10 @@ def weight_gradient(
         raise InputError("accumulate=True adds to a float32 out, which is missing.")
     if out is None:
         out = x.new_empty(shape)
-    elif out.shape != shape or out.dtype != wanted or not out.is_contiguous() or out.device != x.device:
+    elif out.shape != shape or out.dtype != wanted or out.stride(2) != 1 or out.device != x.device:
         raise InputError(
             f"out is {out.dtype} {list(out.shape)} with strides {list(out.stride())} on {out.device}; with accumulate="
-            f"{accumulate} it must be contiguous {wanted} {list(shape)} on {x.device}."
+            f"{accumulate} it must be {wanted} {list(shape)} on {x.device}, the last dimension dense."
         )
     _check_vector("filled", filled, [offs.shape[0] - 1], (torch.int32,), x)
     _weight_gradient(x, y, offs, filled, out, accumulate, aligned)

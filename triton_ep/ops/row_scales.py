@@ -12,7 +12,7 @@ from triton_ep.ops.tiles import check_offsets
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import Plan
-from triton_ep.runtime.plans.experts import offsets_constexprs, quantized_tile, row_scale_tile, row_tile
+from triton_ep.runtime.plans.experts import offsets_constexprs, quantized_tile, row_tile
 
 _BLOCK = 32
 _QUANTISED = (torch.bfloat16, torch.float32)
@@ -59,14 +59,13 @@ class RowScaled:
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """All values, in bf16 or fp32; those of rows that are not in use mean nothing."""
-        flat = RowScaled(self.qdata.flatten(0, -2), self.scale.flatten())
-        return _values(flat, None, dtype).view(self.shape)
+        return _values(self.qdata.flatten(0, -2), self.scale.flatten(), None, dtype).view(self.shape)
 
 
 def launch_rows(
-    name: str, rows: torch.Tensor, offs: torch.Tensor | None, tile: dict[str, int], **tensors: torch.Tensor
+    name: str, rows: torch.Tensor, offs: torch.Tensor | None, tile: dict[str, int], **given: torch.Tensor | int
 ) -> None:
-    """Launch a kernel of row_scales.py over rows [R, K], or those in use. tensors: by names of its parameters."""
+    """Launch a kernel of row_scales.py over rows [R, K], or those in use. given: by names of its parameters."""
     num_rows, k = rows.shape
     if num_rows == 0 or k == 0:
         return
@@ -74,7 +73,7 @@ def launch_rows(
         Plan(name, {**offsets_constexprs(offs is not None), **tile}),
         -(-num_rows // tile["ROWS"]),
         offs_ptr=rows if offs is None else offs.contiguous(),
-        **tensors,
+        **given,
         num_rows=num_rows,
         k=k,
         num_segments=0 if offs is None else offs.shape[0] - 1,
@@ -97,7 +96,7 @@ def _rebase_rows(
             "rebase_rows_kernel",
             rows,
             offs,
-            row_scale_tile(k, INTERPRETING),
+            quantized_tile(k, INTERPRETING),
             elements_ptr=rows,
             scale_ptr=scale.contiguous(),
             out_ptr=out,
@@ -123,17 +122,23 @@ def _dequantize_rows_in_use(
     qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     out = qdata.new_empty(qdata.shape, dtype=dtype)
-    tile = row_tile(qdata.shape[1], INTERPRETING)
     launch_rows(
-        "dequantize_rows_in_use_kernel", qdata, offs, tile, elements_ptr=qdata, row_scale_ptr=scale, out_ptr=out
+        "dequantize_rows_in_use_kernel",
+        qdata,
+        offs,
+        row_tile(qdata.shape[1], INTERPRETING),
+        elements_ptr=qdata,
+        row_scale_ptr=scale,
+        out_ptr=out,
+        stride_em=qdata.stride(0),
     )
     return out
 
 
-def _values(x: RowScaled, offs: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _values(qdata: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     if dtype not in _QUANTISED:
         raise InputError(f"dtype is {dtype}, choose torch.bfloat16 or torch.float32.")
-    values: torch.Tensor = _dequantize_rows_in_use(x.qdata, x.scale, offs, dtype)
+    values: torch.Tensor = _dequantize_rows_in_use(qdata, scale, offs, dtype)
     return values
 
 
@@ -178,10 +183,12 @@ def quantize_to_rows(x: torch.Tensor, offs: torch.Tensor | None = None) -> RowSc
     return RowScaled(*_quantize_to_rows(x, offs))
 
 
-def dequantize_rows_in_use(x: RowScaled, offs: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantize_rows_in_use(
+    x: RowScaled, offs: torch.Tensor, dtype: torch.dtype = torch.bfloat16, *, columns: slice | None = None
+) -> torch.Tensor:
     """[R, K] values of rows, in bf16 or fp32; rows from offs[-1] on are neither read nor written.
 
-    Exact in bf16 where that reaches: scales of 2^-124 to 2^119.
+    Exact in bf16 where that reaches: scales of 2^-124 to 2^119. columns: which of them; None: all.
 
     Raises:
         InputError: weights, another dtype, or offsets that are none.
@@ -189,7 +196,7 @@ def dequantize_rows_in_use(x: RowScaled, offs: torch.Tensor, dtype: torch.dtype 
     if x.qdata.dim() != 2:
         raise InputError(f"x must be rows [R, K]; it is {list(x.shape)}.")
     _check_rows(offs, x.qdata)
-    return _values(x, offs, dtype)
+    return _values(x.qdata if columns is None else x.qdata[:, columns], x.scale, offs, dtype)
 
 
 def _check_rows(offs: torch.Tensor | None, x: torch.Tensor) -> None:
