@@ -6,15 +6,15 @@ Protocol      The product with w [N, K] sums over K, the one with its transpose 
               moved to rows (row_scales.py), but nearer to the weight where they are subnormal.
               New copies: weight_maxima finds the largest magnitudes (a program takes BLOCK_N rows of one expert; that
               of a row is its own affair, that of a column is a maximum over programs), then prepare_weights reads every
-              tile once more and writes both forms.
+              tile once more and writes both forms: a program takes BLOCK_K columns of one expert and goes down STEPS
+              tiles, so that threads meet over the largest of columns, and read their scales, once.
               Copies that are there already (CHECK): a step of training changes few scales, so prepare_weights takes
               those of the copies, and finds the largest magnitudes on the way. mend_weights then prepares those rows
               and columns again whose scales were others. The bits are the same, and weights are read once.
 Layout        w [E, N, K] bf16 or fp32; row_max [E, N], column_max [E, K] int32: bits of float32 magnitudes, among which
               a NaN is the largest; 0 at first where it is a maximum over programs. FPROP: out [E, N, K] e4m3, its
               scales [E, N] float32. DGRAD: transposed [E, K, N] e4m3, its scales [E, K].
-Memory order  Maxima of integers, in any order the same. With CHECK programs read scales while one of them writes there
-              what stands for the same scale. The kernels follow each other on one stream.
+Memory order  Maxima of integers, in any order the same. The kernels follow each other on one stream.
 Progress      No program waits.
 Replay        Nothing is kept between calls but the copies.
 """
@@ -101,10 +101,12 @@ class Copies(NamedTuple):
 
 
 class WeightTile(NamedTuple):
-    """A tile of a matrix [N, K]."""
+    """STEPS tiles of a matrix [N, K], one below the other. FOLD: rows of a tile that a thread has, at most."""
 
     BLOCK_N: tl.constexpr
     BLOCK_K: tl.constexpr
+    STEPS: tl.constexpr
+    FOLD: tl.constexpr
 
 
 @triton.jit
@@ -121,17 +123,6 @@ def _scale_of_copy(scale_ptr, at, mask):
     return (bits >> 23) & 0xFF
 
 
-@triton.jit
-def _store_rows(out_ptr, scale_ptr, x, rows, cols, in_rows, matrix, num_rows, num_cols, scale):
-    """Elements of a tile [M, N] of a matrix [num_rows, num_cols] under scale bytes [M], and these."""
-    elements = scaled_elements(x.to(tl.float32), scale[:, None], MODE_RCEIL, False)
-    row = matrix * num_rows + rows
-    inside = in_rows[:, None] & (cols < num_cols)[None, :]
-    tl.store(out_ptr + row[:, None] * num_cols + cols[None, :], elements, mask=inside)
-    # Those at the left edge write the scales of their rows.
-    tl.store(scale_ptr + row, scale_value(scale), mask=in_rows & (tl.min(cols, 0) == 0))
-
-
 @ep_kernel(
     w_ptr="*{W}",
     row_max_ptr="*i32",
@@ -143,12 +134,12 @@ def _store_rows(out_ptr, scale_ptr, x, rows, cols, in_rows, matrix, num_rows, nu
     specialised=("n", "k"),
     variants=(
         Variant(
-            {"FPROP": False, "DGRAD": True, "CHECK": False, "BLOCK_N": 128, "BLOCK_K": 64},
+            {"FPROP": False, "DGRAD": True, "CHECK": False, "BLOCK_N": 128, "BLOCK_K": 64, "STEPS": 8, "FOLD": 4},
             {"W": "fp32"},
             ("n", "k"),
         ),
         Variant(
-            {"FPROP": False, "DGRAD": True, "CHECK": True, "BLOCK_N": 128, "BLOCK_K": 64},
+            {"FPROP": False, "DGRAD": True, "CHECK": True, "BLOCK_N": 128, "BLOCK_K": 64, "STEPS": 8, "FOLD": 4},
             {"W": "fp32"},
             ("n", "k"),
         ),
@@ -163,37 +154,58 @@ def prepare_weights_kernel(
     CHECK: tl.constexpr,
     tile: WeightTile,
 ):
-    tiles_n = tl.cdiv(n, tile.BLOCK_N)
-    tiles_k = tl.cdiv(k, tile.BLOCK_K)
-    expert = (tl.program_id(0) // (tiles_n * tiles_k)).to(tl.int64)
-    inside = tl.program_id(0) % (tiles_n * tiles_k)
-    row = inside // tiles_k * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
-    col = inside % tiles_k * tile.BLOCK_K + tl.arange(0, tile.BLOCK_K)
-    in_n = row < n
+    strips = tl.cdiv(k, tile.BLOCK_K)
+    spans = tl.cdiv(n, tile.BLOCK_N * tile.STEPS)
+    expert = (tl.program_id(0) // (strips * spans)).to(tl.int64)
+    inside = tl.program_id(0) % (strips * spans)
+    begin = inside // strips * tile.BLOCK_N * tile.STEPS
+    end = tl.minimum(begin + tile.BLOCK_N * tile.STEPS, n)
+    left = inside % strips * tile.BLOCK_K
+    col = left + tl.arange(0, tile.BLOCK_K)
     in_k = col < k
-    at_row = expert * n + row
     at_col = expert * k + col
-    w_ptrs = w_ptr + at_row[:, None] * k + col[None, :]
-    mask = in_n[:, None] & in_k[None, :]
-    if CHECK:
-        x = tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32)
-        if copies.FPROP:
-            _note_maxima(maxima.row_max_ptr, at_row, x, in_n, 1)
-        if copies.DGRAD:
-            _note_maxima(maxima.column_max_ptr, at_col, x, in_k, 0)
-    # Once more, from the nearest cache: to keep it takes registers, and with them other programs' place.
-    x = tl.load(w_ptrs, mask=mask, other=0.0)
-    if copies.FPROP:
-        scale = (
-            _scale_of_copy(copies.scale_ptr, at_row, in_n) if CHECK else _scale_of_max(maxima.row_max_ptr, at_row, in_n)
-        )
-        _store_rows(copies.out_ptr, copies.scale_ptr, x, row, col, in_n, expert, n, k, scale)
+    of_col = tl.zeros((tile.BLOCK_K,), tl.int32)
     if copies.DGRAD:
         if CHECK:
-            scale = _scale_of_copy(copies.transposed_scale_ptr, at_col, in_k)
+            of_col = _scale_of_copy(copies.transposed_scale_ptr, at_col, in_k)
         else:
-            scale = _scale_of_max(maxima.column_max_ptr, at_col, in_k)
-        _store_rows(copies.transposed_ptr, copies.transposed_scale_ptr, x.T, col, row, in_k, expert, k, n, scale)
+            of_col = _scale_of_max(maxima.column_max_ptr, at_col, in_k)
+            if begin == 0:
+                tl.store(copies.transposed_scale_ptr + at_col, scale_value(of_col), mask=in_k)
+    offs_n = tl.arange(0, tile.BLOCK_N)
+    offs = offs_n[:, None] * k + col[None, :]
+    transposed_offs = col[:, None].to(tl.int64) * n + offs_n[None, :]
+    largest = tl.zeros((tile.BLOCK_N // tile.FOLD, tile.BLOCK_K), tl.int32)
+    for first in range(begin, end, tile.BLOCK_N):
+        at = expert * n + first
+        in_n = first + offs_n < end
+        mask = in_n[:, None] & in_k[None, :]
+        if CHECK:
+            x = tl.load(w_ptr + at * k + offs, mask=mask, other=0.0).to(tl.float32)
+            bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            if copies.FPROP:
+                tl.atomic_max(maxima.row_max_ptr + at + offs_n, tl.max(bits, 1), mask=in_n, sem="relaxed")
+            if copies.DGRAD:
+                # Of rows that one thread has; threads meet at the end.
+                folded = bits.reshape(tile.FOLD, tile.BLOCK_N // tile.FOLD, tile.BLOCK_K)
+                largest = tl.maximum(largest, tl.max(folded, 0))
+        # Once more, from the nearest cache: to keep it takes registers, and with them other programs' place.
+        x = tl.load(w_ptr + at * k + offs, mask=mask, other=0.0)
+        if copies.FPROP:
+            if CHECK:
+                of_row = _scale_of_copy(copies.scale_ptr, at + offs_n, in_n)
+            else:
+                of_row = _scale_of_max(maxima.row_max_ptr, at + offs_n, in_n)
+                if left == 0:
+                    tl.store(copies.scale_ptr + at + offs_n, scale_value(of_row), mask=in_n)
+            elements = scaled_elements(x.to(tl.float32), of_row[:, None], MODE_RCEIL, False)
+            tl.store(copies.out_ptr + at * k + offs, elements, mask=mask)
+        if copies.DGRAD:
+            elements = scaled_elements(x.T.to(tl.float32), of_col[:, None], MODE_RCEIL, False)
+            to = copies.transposed_ptr + expert * n * k + first + transposed_offs
+            tl.store(to, elements, mask=in_k[:, None] & in_n[None, :])
+    if copies.DGRAD and CHECK:
+        tl.atomic_max(maxima.column_max_ptr + at_col, tl.max(largest, 0), mask=in_k, sem="relaxed")
 
 
 class Lines(NamedTuple):
@@ -221,7 +233,9 @@ def _mend(
     at = matrix * lines.num_lines + line
     inside = line < lines.num_lines
     scale = _scale_of_max(max_ptr, at, inside)
-    wrong = inside & (scale != _scale_of_copy(scale_ptr, at, inside))
+    # Bit by bit: what a copy has may be no scale at all.
+    there = tl.load(scale_ptr + at, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    wrong = inside & (there != scale_value(scale).to(tl.int32, bitcast=True))
     if tl.max(wrong.to(tl.int32), 0) > 0:
         for start in range(0, lines.length, STEP):
             step = start + tl.arange(0, STEP)

@@ -32,8 +32,9 @@ from triton_ep.bench.timing import Timer
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.experts import launch_gate_up, launch_rows_product
 from triton_ep.ops.experts_backward import down_dgrad, weight_gradient
+from triton_ep.ops.mxfp8 import quantize_rows
 from triton_ep.ops.prepare import prepare_weights
-from triton_ep.ops.row_scales import RowScaled, dequantize_rows_in_use, quantize_to_rows
+from triton_ep.ops.row_scales import RowScaled, dequantize_rows_in_use, quantize_to_rows, rebase_rows
 from triton_ep.ops.tiles import tile_table
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import experts as plans
@@ -52,6 +53,19 @@ BF16 = {
     "split s3": replace(SPLIT, stages=3),
     "128x128 split, 2 per SM": ProductTile(128, 128, 64, 3, 4, per_sm=2, split=True),
 }
+PREPARED = (
+    ((128, 64), 4, 128, 16),
+    ((128, 64), 4, 128, 1),
+    ((128, 64), 4, 128, 4),
+    ((128, 64), 4, 128, 64),
+    ((128, 64), 4, 160, 16),
+    ((128, 64), 8, 80, 16),
+    ((64, 64), 4, 96, 16),
+    ((64, 64), 4, 80, 16),
+    ((64, 128), 4, 128, 16),
+    ((128, 128), 8, 128, 16),
+)
+"""Tile, warps, registers and steps of the kernel that prepares weights; in use first."""
 WGRAD: dict[str, dict[str, Any]] = {
     "in use": {},
     "band 16": {"WGRAD_BAND": 16},
@@ -132,13 +146,17 @@ def prepare(given: Operands) -> Iterator[Variant]:
     for name, w in (("w13", given.w13), ("w2", given.w2)):
         kept = prepare_weights(w, "both")
         yield Variant(f"prepare {name}", "new copies", lambda w=w: prepare_weights(w, "both"))
-        for tile, warps in (((128, 64), 4), ((64, 128), 4), ((64, 64), 4), ((128, 128), 8)):
-            again = patched(
-                plans,
-                {"PREPARED": tile, "PREPARED_WARPS": warps},
-                lambda w=w, kept=kept: prepare_weights(w, "both", out=kept),
-            )
-            yield Variant(f"prepare {name}", f"up to date, {tile[0]}x{tile[1]} {warps} warps", again)
+        for tile, warps, registers, steps in PREPARED:
+            values = {"PREPARED": tile, "PREPARED_WARPS": warps, "PREPARED_REGISTERS": registers}
+            # Rows of a tile that a thread has: of 16 columns each.
+            values |= {"PREPARED_STEPS": steps, "PREPARED_FOLD": tile[0] * tile[1] // (512 * warps)}
+            again = patched(plans, values, lambda w=w, kept=kept: prepare_weights(w, "both", out=kept))
+            how = f"{tile[0]}x{tile[1]} {warps}w r{registers} s{steps}"
+            yield Variant(f"prepare {name}", f"up to date, {how}", again)
+        for use in ("fprop", "dgrad"):
+            out = (kept[0], None) if use == "fprop" else (None, kept[1])
+            call = lambda w=w, out=out, use=use: prepare_weights(w, use, out=out)  # noqa: E731
+            yield Variant(f"prepare {name}, {use}", "up to date", call)
     moved = torch.empty_like(given.w2).normal_(0, 1e-3, generator=given.generator).add_(1).mul_(given.w2)
     kept, turn = prepare_weights(given.w2, "both"), [given.w2, moved]
 
@@ -156,6 +174,13 @@ def passes(given: Operands) -> Iterator[Variant]:
             values = {"LEAST_BLOCKS": blocks} if blocks else {"QUANTIZED_BLOCKS": 0}
             call = patched(plans, values, lambda x=x: quantize_to_rows(x, given.offs))
             yield Variant(f"quantize_to_rows {name}", f"{32 * blocks} values" if blocks else "read twice", call)
+    # Rows of MXFP8 as a caller has them, and the activation of a layer.
+    for name, x, offs in (("256 rows per expert", given.x[: given.rows // 6], None), ("act", given.act, given.offs)):
+        parts = quantize_rows(x)
+        for blocks in (128, 64, 256, 0):
+            values = {"LEAST_BLOCKS": blocks} if blocks else {"QUANTIZED_BLOCKS": 0}
+            call = patched(plans, values, lambda parts=parts, offs=offs: rebase_rows(*parts, offs))
+            yield Variant(f"rebase_rows {name}", f"{32 * blocks} values" if blocks else "by steps", call)
     rows = quantize_to_rows(given.x, given.offs)
     for number, columns in ((1, 8192), (2, 4096), (4, 1024), (8, 1024)):
         tile = {"ROWS": number, "BLOCK_K": columns}
@@ -221,7 +246,7 @@ def variants(group: str, given: Operands) -> Iterator[Variant]:
 def values_of(found: Any, given: Operands) -> torch.Tensor:
     """What is compared of a result: rows in use, or weights."""
     while isinstance(found, tuple):
-        found = found[-1]
+        found = [each for each in found if each is not None][-1]
     if isinstance(found, RowScaled):
         found = found.qdata
     found = found[: given.rows][given.in_use] if found.shape[0] == given.rows else found[:2]

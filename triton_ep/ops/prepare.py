@@ -60,7 +60,7 @@ def _prepare(
         "transposed_ptr": forms[1][0],
         "transposed_scale_ptr": forms[1][1],
     }
-    plan, block = prepare_weights_plan(uses, again, INTERPRETING)
+    plan, block = prepare_weights_plan(uses, again, INTERPRETING, w.dtype == torch.float32)
     runtime.launch(plan, experts * -(-n // block[0]) * -(-k // block[1]), w_ptr=w, **maxima, **copies, **sizes)
     if again:
         plan = mend_weights_plan(uses, INTERPRETING)

@@ -25,14 +25,16 @@ ACT_OUT = {"bf16": ACT_OUT_BF16, "mx": ACT_OUT_MX, "mx_bf16": ACT_OUT_MX_BF16}
 """How the activation leaves the first product, and what the kernel calls it."""
 
 
-PREPARED, PREPARED_WARPS = (128, 64), 4
-"""Rows and columns of a weight that are prepared at once."""
+PREPARED, PREPARED_WARPS, PREPARED_REGISTERS = (128, 64), 4, 128
+"""Rows and columns of a weight that are prepared at once; with so many registers four programs fit side by side."""
+PREPARED_STEPS, PREPARED_FOLD = 16, 4
+"""Such tiles, one below the other, that a program takes; and rows of a tile that are a thread's own."""
 MENDED = 32
 """Rows or columns that a program looks at: more, and more are read that need not be; fewer, and more programs start."""
 QUANTIZED_BLOCKS = 256
-"""Of 32 values: rows of more are read twice when they are quantised."""
+"""Of 32 values: rows of more are taken by steps, and read twice when they are quantised."""
 LEAST_BLOCKS = 128
-"""Of shorter rows, a program quantises several, until it has so many."""
+"""Of shorter rows, a program takes several, until it has so many."""
 COPIED_COLUMNS = 8192
 """Values that a program of row_tile has at once."""
 
@@ -61,15 +63,8 @@ def segments_power(num_experts: int) -> int:
     return next_power_of_2(num_experts)
 
 
-def row_scale_tile(k: int, interpreted: bool) -> dict[str, int]:
-    """ROWS and BLOCKS of the kernel that moves rows of `k` elements of MXFP8 to one scale."""
-    if interpreted:
-        return {"ROWS": 32, "BLOCKS": min(next_power_of_2(k // 32), 16)}
-    return {"ROWS": 4, "BLOCKS": 32}
-
-
 def quantized_tile(k: int, interpreted: bool) -> dict[str, int]:
-    """WHOLE, ROWS and BLOCKS of the kernel that quantises rows of `k` values: of up to 8192 a tile has whole rows."""
+    """WHOLE, ROWS and BLOCKS of kernels that give rows of `k` values one scale: of up to 8192 a tile has whole rows."""
     if interpreted:
         blocks = min(next_power_of_2(k // 32), 16)
         return {"WHOLE": k <= 32 * blocks, "ROWS": 32, "BLOCKS": blocks}
@@ -97,11 +92,19 @@ def maxima_tile(interpreted: bool) -> dict[str, int]:
     return {"BLOCK_N": 128, "BLOCK_K": 128 if interpreted else 64, "STAGES": 1 if interpreted else 3}
 
 
-def prepare_weights_plan(uses: dict[str, bool], check: bool, interpreted: bool) -> tuple[Plan, tuple[int, int]]:
-    """Weights in both forms, and rows and columns of a tile. uses: FPROP, DGRAD; check: scales are those of copies."""
-    tile = (128, 128) if interpreted else PREPARED
-    constexprs = {**uses, "CHECK": check, "BLOCK_N": tile[0], "BLOCK_K": tile[1]}
-    return Plan("prepare_weights_kernel", constexprs, PREPARED_WARPS), tile
+def prepare_weights_plan(
+    uses: dict[str, bool], check: bool, interpreted: bool, wide: bool = False
+) -> tuple[Plan, tuple[int, int]]:
+    """Weights in both forms, and how many rows and columns a program takes.
+
+    uses: FPROP, DGRAD. check: scales are those of copies. wide: of float32, which take twice the registers.
+    """
+    rows, columns = (128, 128) if interpreted else PREPARED
+    steps = 2 if interpreted else PREPARED_STEPS
+    tile = {"BLOCK_N": rows, "BLOCK_K": columns, "STEPS": steps, "FOLD": PREPARED_FOLD}
+    registers = None if interpreted or wide else PREPARED_REGISTERS
+    plan = Plan("prepare_weights_kernel", {**uses, "CHECK": check, **tile}, PREPARED_WARPS, registers)
+    return plan, (rows * steps, columns)
 
 
 def mend_weights_plan(uses: dict[str, bool], interpreted: bool) -> Plan:
@@ -372,19 +375,16 @@ def _rows(
 
 def _row_scales(training: tuple[bool, ...]) -> list[KernelRequest]:
     """What makes and takes apart row scales, of rows in use and of whole weights."""
-    tile = row_scale_tile(1024, interpreted=False)
-    in_use = offsets_constexprs(True) | tile
-    found = [
-        KernelRequest("rebase_rows_kernel", in_use, {"offs_ptr": "*i32"}, ("k",)),
-    ]
+    found = []
     for k in (1024, 2048, 4096, 8192, 16384):
         constexprs = offsets_constexprs(True) | quantized_tile(k, interpreted=False)
+        found.append(KernelRequest("rebase_rows_kernel", constexprs, {"offs_ptr": "*i32"}, ("k",)))
         types = {"x_ptr": "*bf16", "offs_ptr": "*i32"}
         found.append(KernelRequest("quantize_to_rows_kernel", constexprs, types, ("k",)))
     if any(training):
         back = offsets_constexprs(True) | row_tile(1024, interpreted=False)
         types = {"offs_ptr": "*i32", "out_ptr": "*bf16"}
-        found.append(KernelRequest("dequantize_rows_in_use_kernel", back, types, ("k",)))
+        found.append(KernelRequest("dequantize_rows_in_use_kernel", back, types, ("k", "stride_em")))
         for fprop, dgrad in ((True, True), (True, False), (False, True)):
             maxima = {"ROWS": fprop, "COLUMNS": dgrad, **maxima_tile(interpreted=False)}
             found.append(_of_weights(Plan("weight_maxima_kernel", maxima)))
@@ -396,4 +396,7 @@ def _row_scales(training: tuple[bool, ...]) -> list[KernelRequest]:
 
 
 def _of_weights(plan: Plan) -> KernelRequest:
-    return KernelRequest(plan.kernel, plan.constexprs, {"w_ptr": "*bf16"}, ("k", "n"), num_warps=plan.num_warps)
+    types = {"w_ptr": "*bf16"}
+    return KernelRequest(
+        plan.kernel, plan.constexprs, types, ("k", "n"), num_warps=plan.num_warps, maxnreg=plan.maxnreg
+    )
