@@ -18,7 +18,7 @@ from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan
 
 EXPERTS, F, H = 4, 128, 192
-SPECIALISED = ("f", "k", "n", "stride_om")
+SPECIALISED = ("f", "k", "n", "stride_em", "stride_om")
 """Integers that the kernels are specialised by, which the interpreter does not know of them."""
 
 
@@ -81,8 +81,11 @@ def _steps(how: str, rows: int, training: bool, bias: torch.Tensor | None, activ
         for uses in ("both", "fprop", "dgrad"):
             prepare.prepare_weights(weight, uses, out=prepare.prepare_weights(weight, uses))
         for columns in (1024, 2048, 4096, 8192, 16384):
-            row_scales.quantize_to_rows(torch.zeros(rows, columns, dtype=torch.bfloat16), offs)
-        row_scales.dequantize_rows_in_use(x, offs)
+            wide = torch.zeros(rows, columns, dtype=torch.bfloat16)
+            row_scales.quantize_to_rows(wide, offs)
+            scales = torch.zeros(rows, columns // 32, dtype=torch.uint8)
+            row_scales.rebase_rows(wide.to(torch.float8_e4m3fn), scales, offs)
+            row_scales.dequantize_rows_in_use(_zeros(rows, columns // 2, scaled=True), offs)
 
 
 @pytest.mark.parametrize("how", ["bf16", "fp8", "fast"])

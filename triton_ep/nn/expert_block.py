@@ -258,13 +258,13 @@ class ExpertBlock:
             )
         if want_w2 or want_b2:
             wide = operand if isinstance(grad, MXTensor) else grad
-            of_w2 = _WeightGradient(w2, offs, aligned, filled) if act is not None and want_w2 else None
+            of_w2 = _WeightGradient(w2, offs, aligned, filled) if want_w2 else None
             of_b2 = []
             for columns in _strips(wide, aligned):
                 values = _values(wide, offs, columns)
                 if b2 is not None and want_b2:
                     of_b2.append(bias_gradient(values, offs, row_weights).to(b2.dtype))
-                if of_w2 is not None:
+                if of_w2 is not None and act is not None:
                     of_w2.add(values, act, of_w2.out[:, columns])
                 del values  # the next one has its memory
             dw2 = None if of_w2 is None else of_w2.found()
@@ -366,8 +366,9 @@ class _WeightGradient:
 
     def add(self, x: torch.Tensor, y: torch.Tensor, part: torch.Tensor) -> None:
         """Compute a part of `out`."""
-        options = {"aligned": self._aligned, "filled": self._filled, "accumulate": self._in_place}
-        weight_gradient(x, y, self._offs, out=part, **options)
+        weight_gradient(
+            x, y, self._offs, out=part, accumulate=self._in_place, aligned=self._aligned, filled=self._filled
+        )
 
     def found(self) -> torch.Tensor | None:
         """What autograd is to have, once all parts are there."""

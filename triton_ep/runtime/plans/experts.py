@@ -382,9 +382,10 @@ def _row_scales(training: tuple[bool, ...]) -> list[KernelRequest]:
         types = {"x_ptr": "*bf16", "offs_ptr": "*i32"}
         found.append(KernelRequest("quantize_to_rows_kernel", constexprs, types, ("k",)))
     if any(training):
-        back = offsets_constexprs(True) | row_tile(1024, interpreted=False)
-        types = {"offs_ptr": "*i32", "out_ptr": "*bf16"}
-        found.append(KernelRequest("dequantize_rows_in_use_kernel", back, types, ("k", "stride_em")))
+        for k in (512, 1024, 2048, 4096, 8192):
+            back = offsets_constexprs(True) | row_tile(k, interpreted=False)
+            types = {"offs_ptr": "*i32", "out_ptr": "*bf16"}
+            found.append(KernelRequest("dequantize_rows_in_use_kernel", back, types, ("k", "stride_em")))
         for fprop, dgrad in ((True, True), (True, False), (False, True)):
             maxima = {"ROWS": fprop, "COLUMNS": dgrad, **maxima_tile(interpreted=False)}
             found.append(_of_weights(Plan("weight_maxima_kernel", maxima)))
