@@ -203,6 +203,14 @@ def wait_signals(ctx: DispatchCombineContext, signals: Signals) -> None:
     ctx.poll_status()
 
 
+def wait_published(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> bool:
+    """Make the current stream wait until the `combine` before, of this descriptor without weights, has read its rows.
+
+    False: nothing waits, because that is not known before the end of it.
+    """
+    return not ctx.config.low_latency and combine_ops.wait_published(ctx, ctx.rows.own, desc)
+
+
 @reports_failure("combine", begun=True)
 def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
     """Bring values [R, K] float32 of deduplicated rows back and sum them per token: [T, K]."""

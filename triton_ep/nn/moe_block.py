@@ -24,8 +24,8 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import EPEvent, current_stream
 from triton_ep.errors import InputError
 from triton_ep.exchange import slots as slot_ops
+from triton_ep.exchange import steps
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops import combine as combine_ops
 from triton_ep.ops.row_scales import RowScaled
 
 Params = Sequence[torch.Tensor | None]
@@ -218,7 +218,7 @@ class MoEBlock:
         with torch.cuda.stream(side):
             grad_x = self._send_rows(rows, desc, needs)
             arrived = EPEvent.record()
-        if rows is None or not combine_ops.wait_published(self.layer.context, desc):
+        if rows is None or not steps.wait_published(self.layer.context, desc):
             arrived.current_stream_wait()
         del rows  # whose memory `prepare` may have now: what is still to be sent has been summed elsewhere
         with torch.cuda.stream(side):

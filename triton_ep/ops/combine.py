@@ -46,12 +46,12 @@ def combine(
     return out
 
 
-def wait_published(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> bool:
-    """Make the current stream wait until the latest `combine`, of this descriptor, has read its rows.
+def wait_published(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc) -> bool:
+    """Make the current stream wait until the latest `combine`, of this descriptor without weights, has read its rows.
 
     False: rows are not read on a stream of their own, so that only its end will do.
     """
-    if not is_reduced(desc) or not overlaps(ctx.config, ctx.device):
+    if not _plan(ctx, fmt, desc, False).overlapped:
         return False
     ctx.wait_joined()
     return True
