@@ -22,7 +22,7 @@ PARALLEL = $$($(BIN)/python -c 'import importlib.util as u; print("-n 3 --dist l
 SOURCES := triton_ep kernels aot tests examples tools docs/pictures docs/site_hooks.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test peers chaos checks kernels-of-tests lint types docs pictures site site-packages site-browser site-test aot cubins nvshmem bench test-gpu api clean
+.PHONY: help demo doctor test peers chaos checks kernels-of-tests collected lint types docs pictures site site-packages site-browser site-test aot cubins nvshmem bench test-gpu api clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -35,7 +35,7 @@ doctor: $(READY)  ## what this machine has, what will be used, what to install
 	$(RUN) -m triton_ep.cli doctor
 
 test: $(TOOLS)  ## lint, types, then every test that needs no GPU; those with ranks again in chaos mode
-	@$(MAKE) --no-print-directory -j 2 checks kernels-of-tests
+	@$(MAKE) --no-print-directory -j 2 checks kernels-of-tests collected
 	$(RUN) -m pytest tests -m "$(CPU)" --chaos-seeds 1 $(PARALLEL)
 
 PEERS := build/peers
@@ -53,6 +53,10 @@ checks: $(TOOLS)
 
 kernels-of-tests: $(TOOLS)  # what the compile gate looks at: every kernel, for every architecture, into build/
 	$(RUN) -m tests.aot.library
+
+collected: $(TOOLS)  # Python compiles the tests and what they import once, and not in each process of pytest
+	@mkdir -p build
+	@$(RUN) -m pytest tests -m "$(CPU)" --collect-only -qqq > build/collected || { cat build/collected; false; }
 
 lint: $(TOOLS)  ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)

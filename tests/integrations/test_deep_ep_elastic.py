@@ -155,6 +155,11 @@ def _check_sums(buffer: door.ElasticBuffer, routing: _Routing, handle: Any, recv
     assert buffer.combine(y, handle)[1] is None
 
 
+# Whether rows are expanded, whether the host waits, and the alignment.
+MODES = ((False, True, 1), (False, False, 4), (True, True, 4), (True, False, 4), (True, True, 1))
+MODES_OF_NODES = ((False, True, 1), (True, False, 4))  # of what nodes change, modes change nothing: each value once
+
+
 def _check_modes(rank: int, nodes: int, ranks_per_node: int) -> None:
     ranks, device = nodes * ranks_per_node, current_heap().device
     pool = layers_of(dist.group.WORLD)
@@ -168,9 +173,7 @@ def _check_modes(rank: int, nodes: int, ranks_per_node: int) -> None:
     assert door.get_logical_domain_size(dist.group.WORLD, False) == (1, ranks)
     assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == divmod(rank, ranks_per_node)
     routing = _Routing.of(rank, ranks, TOKENS)
-    for number, (do_expand, sync, align) in enumerate(
-        ((False, True, 1), (False, False, 4), (True, True, 4), (True, False, 4), (True, True, 1))
-    ):
+    for number, (do_expand, sync, align) in enumerate(MODES if nodes == 1 else MODES_OF_NODES):
         asynchronous = number % 2 == 1
         order = {"async_with_compute_stream": asynchronous, "allocate_on_comm_stream": asynchronous}
         arguments = routing.arguments(do_expand)
@@ -210,7 +213,7 @@ def _check_modes(rank: int, nodes: int, ranks_per_node: int) -> None:
         _equal(twice[:rows], recv_x[:rows].cpu())
         _equal(other.recv_src_metadata, handle.recv_src_metadata.cpu())
     _check_scales(buffer, routing)
-    _check_nothing(rank, buffer)
+    _check_nothing(rank, buffer, MODES if nodes == 1 else MODES_OF_NODES)
     buffer.destroy()
     with pytest.raises(FinalizedError):
         buffer.dispatch(**routing.arguments(False))
@@ -237,17 +240,17 @@ def _check_scales(buffer: door.ElasticBuffer, routing: _Routing) -> None:
         _check_arrived(again, None, routing, handle, 1, pairs)
 
 
-def _check_nothing(rank: int, buffer: door.ElasticBuffer) -> None:
+def _check_nothing(rank: int, buffer: door.ElasticBuffer, modes: tuple[tuple[bool, bool, int], ...]) -> None:
     """No token anywhere, and entries that are all dropped."""
     ranks = buffer.num_ranks
     for tokens, options in (((0,) * ranks, {}), (TOKENS, {"routing": "all_dropped"})):
         routing = _Routing.of(rank, ranks, tokens, **options)
-        for do_expand, sync in itertools.product((False, True), (True, False)):
+        for do_expand, sync, align in modes:
             recv_x, _, weights, handle, _ = buffer.dispatch(
-                **routing.arguments(do_expand), do_cpu_sync=sync, expert_alignment=4
+                **routing.arguments(do_expand), do_cpu_sync=sync, expert_alignment=align
             )
             assert sync <= (recv_x.shape[0] == 0)
-            _check_counts(handle, routing, buffer.num_scaleup_ranks, 4, sync)
+            _check_counts(handle, routing, buffer.num_scaleup_ranks, align, sync)
             _check_sums(buffer, routing, handle, recv_x, weights)
 
 

@@ -87,7 +87,8 @@ def _compiled(rank: int, nodes: int, ranks_per_node: int, layers: tuple[dict[str
 def test_a_model_compiles_into_one_graph(run_ranks):
     """fullgraph=True, static and exact: results and gradients of eager, with other weights and numbers of tokens."""
     static = {"capacity": 2.0, "bias": True, "params_dtype": torch.float32}
-    run_ranks(_compiled, 1, 2, (static, {"payload": "mxfp8", "separate": True}))
+    # How many ranks there are is nothing to the compiler, which takes seconds in each: on the CPU there is one.
+    run_ranks(_compiled, 1, 1 if INTERPRETING else 2, (static, {"payload": "mxfp8", "separate": True}))
 
 
 def _ops(rank: int, nodes: int, ranks_per_node: int) -> None:
