@@ -40,7 +40,8 @@ test: $(TOOLS)  ## lint, types, then every test that needs no GPU; those with ra
 
 PEERS := build/peers
 peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels, without what these depend on
-	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS) megatron-core==0.16.1 torchtitan==0.3.0
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS) megatron-core==0.16.1 torchtitan==0.3.0 \
+	  spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS) $(BIN)/python -m pytest tests/integrations/test_megatron_core.py \
 	  tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_deep_ep.py
 
