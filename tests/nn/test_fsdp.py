@@ -66,3 +66,36 @@ def _check(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> N
 def test_sharded_experts_train_as_whole_ones(run_ranks, payload):
     """FSDP gathers the weights for each pass and shards their gradients; after a step the new ones are multiplied."""
     run_ranks(_check, 1, 4, payload)
+
+
+def _other_weights(rank: int, nodes: int, ranks_per_node: int) -> None:
+    mesh = init_device_mesh(current_heap().device.type, (2, 2), mesh_dim_names=("replicas", "experts"))
+    group, device = mesh["experts"].get_group(), current_heap().device
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(6, 64, generator=generator).bfloat16().to(device)
+    ids = torch.rand(6, 4, generator=generator).topk(2).indices.to(device)
+    weights = torch.rand(6, 2, generator=generator).to(device)
+    found = []
+    for prepared in ("both", "none"):
+        torch.manual_seed(4)
+        moe = MoE(64, 96, group=group, payload="mxfp8", prepared=prepared, **SIZES)
+        fully_shard(moe.experts, mesh=mesh["replicas"], reshard_after_forward=True)
+        call = lambda moe=moe: moe(x, topk_idx=ids, topk_weights=weights)  # noqa: E731
+        with torch.no_grad():
+            ys = [call()]
+            moe.load_state_dict({name: value * 2 for name, value in moe.state_dict().items()})
+            ys.append(call())
+            for parameter in moe.parameters():
+                parameter.mul_(2)
+            ys.append(call())
+            moe.experts.w2.to_local().mul_(2)
+            ys.append(call())
+        found.append(torch.stack(ys))
+    assert torch.equal(*found)
+    assert all(not torch.equal(found[0][i], found[0][i + 1]) for i in range(3))
+    finalize_exchanges()
+
+
+def test_copies_follow_weights_that_change_while_they_are_sharded(run_ranks):
+    """Loaded, or changed in place, with no optimizer: what is gathered next is multiplied."""
+    run_ranks(_other_weights, 1, 4)

@@ -196,6 +196,7 @@ class MoE(nn.Module):
             with contextlib.suppress(EPError):
                 exchange.layer.refuse()
             raise
+        self.experts.look_at_shards()
         # A call of the module, so that FSDP gathers its parameters where it shards them.
         y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
         exchange.watch_overflow()

@@ -107,6 +107,8 @@ class SwiGLUExperts(nn.Module):
         b2 = nn.Parameter(torch.empty(e, hidden, dtype=dtype, device=device)) if bias else None
         self.register_parameter("b2", b2)
         self.register_load_state_dict_pre_hook(_fit_state_dict)
+        self.register_load_state_dict_post_hook(_after_load)
+        self._shards: list[int] = []
         self.key = operations.register(self)
         self.reset_parameters()
 
@@ -154,6 +156,17 @@ class SwiGLUExperts(nn.Module):
         self._joined_bias.invalidate()
         if self.prepared is not None:
             self.prepared.invalidate()
+
+    def look_at_shards(self) -> None:
+        """Invalidate if what FSDP gathers next has changed: gathered weights have the counter of those before. To be
+        called before a pass, while parameters are shards."""
+        shards = [each for each in self.parameters(recurse=False) if isinstance(each, DTensor)]
+        # An operation on the DTensor counts there, one on what it holds there.
+        both = [part for shard in shards for part in (shard, shard.to_local())]
+        now = [0 if part.is_inference() else part._version for part in both]
+        if now and now != self._shards:
+            self._shards = now
+            self.invalidate()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -329,6 +342,11 @@ def _check_sizes(hidden: int, ffn: int, payload: str | None) -> None:
 def local_part(weight: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor: of a DTensor its shard."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _after_load(module: SwiGLUExperts, _: Any) -> None:
+    """A state dict may have gone into shards, whose counters gathered weights do not have."""
+    module.invalidate()
 
 
 def _fit_state_dict(
