@@ -243,7 +243,10 @@ class Launcher:
             warps, maxnreg = info["options"]
         self.program = self.declared = Program.declared(plan, warps or 1, maxnreg)
         self._taken: Program | None = None
-        self.launch = _by_name(plan.kernel, self._names, self._launch)
+        if INTERPRETING or self._may_have_boxes or any_arguments:
+            self.launch = _by_name(plan.kernel, self._names, self._launch)
+        else:
+            self.launch = self._short_cut()
 
     def _set_arguments(
         self, arguments: Mapping[str, str], specialised: Sequence[str], bound: Mapping[str, Any]
@@ -269,6 +272,37 @@ class Launcher:
         dtypes, self._enter, self._exit = _triton()
         values = self.plan.constexprs.items()
         self._constexprs = {name: dtypes[value] if isinstance(value, str) else value for name, value in values}
+
+    def _short_cut(self) -> Callable[..., None]:
+        """What `_by_name` makes of `_launch`, written out for this kernel: of aligned arguments of a kind that has been
+        compiled it hands addresses and integers to the driver in one step, for everything else it calls `_launch`."""
+        pointers, integers = self._names[: self._num_pointers], self._names[self._num_pointers :]
+        kind = "device"
+        if self._kinds:
+            dtypes = [f"{self._names[i]}.dtype" for i in self._typed]
+            kind = f"(device, (), {', '.join([*dtypes, *[self._names[i] for i in self._special]])},)"
+        addresses = [f"address_{number}" for number in range(len(pointers))]
+        given = "".join(f"{name}, " for name in self._names)
+        lines = [
+            f"def {self.plan.kernel}(grid, *, {given}stream=None):",
+            "    device = C._cuda_getDevice()",
+            *[f"    {address} = {name}.data_ptr()" for address, name in zip(addresses, pointers, strict=True)],
+            f"    start = compiled.get({kind})",
+            f"    if start is None or ({' | '.join([*addresses, '0'])}) & 15 or not grid or me.is_hooked:",
+            f"        return launch(grid, ({given}), stream)",
+            "    where = C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream",
+            f"    start(grid, where, ({''.join(f'{each}, ' for each in addresses)}), "
+            f"({''.join(f'{each}, ' for each in integers)}))",
+        ]
+        scope: dict[str, Any] = {"C": torch._C, "compiled": self._compiled, "me": self, "launch": self._launch}
+        exec("\n".join(lines), scope)
+        made: Callable[..., None] = scope[self.plan.kernel]
+        return made
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a profiler of Triton wants to be called at launches."""
+        return bool(self._enter.calls or self._exit.calls)
 
     def named(self, args: Sequence[Any]) -> dict[str, Any]:
         """All arguments of the kernel by name, from those that a launch gives, in order."""
@@ -297,7 +331,7 @@ class Launcher:
         if start is None:
             start = self._compiled[kind] = self._make_start(kind, self._request(args, unaligned))
         where = torch._C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream
-        if self._enter.calls or self._exit.calls:
+        if self.is_hooked:
             told = self._told[kind]((grid, 1, 1), where)
             start(grid, where, pointers, args[self._num_pointers :], told, self._enter, self._exit)
             return
