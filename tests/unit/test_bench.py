@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,6 +29,7 @@ from triton_ep.bench.settings import Case, Settings, Shape
 from triton_ep.cli import bench as cli
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, EPError, InputError
+from triton_ep.integrations import deep_ep as door
 from triton_ep.ops import floor
 
 pytestmark = pytest.mark.plain
@@ -170,11 +170,11 @@ def test_sweep_into_a_file(run_ranks: Callable[..., Any], tmp_path: Path) -> Non
     found = [row for row in found if row["op"] == "dispatch"]
     modes = [f"interpreted-static-sm{n}-a16" for n in (1, 2)]
     assert [(row["payload"], row["mode"]) for row in found[:2]] == [("mxfp8", m) for m in modes]
-    assert [(row["payload"], row["mode"]) for row in found[2:4]] == [("bf16", m) for m in modes]
-    assert [(row["provider"], row["skip_reason"]) for row in found[4:]] == [
+    assert [(row["payload"], row["mode"]) for row in found[4:6]] == [("bf16", m) for m in modes]
+    assert [(row["provider"], row["skip_reason"]) for row in found[2:4] + found[6:]] == [
+        *[("deep_ep", "deep_ep is not installed.")] * 2,
         ("vdev", "torch's symmetric memory needs GPUs."),
-        ("deep_ep", "deep_ep is not installed."),
-        ("deep_ep", "deep_ep is not installed."),
+        *[("deep_ep", "deep_ep is not installed.")] * 2,
     ]
     assert {row["routing"] for row in found} == {"zipf:1.5:0"}
 
@@ -205,70 +205,54 @@ def test_every_command_runs(run_ranks: Callable[..., Any], words: list[str], ops
     assert all(float(row["median_us"]) > 0 and not row["skip_reason"] for row in found)
 
 
-class _PeerBuffer:
-    """The part of deep_ep.Buffer that the benchmark calls, by collectives; rows by source rank and token."""
-
-    def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
-        assert (num_nvl_bytes, num_rdma_bytes) == (4096, 0) and group is dist.group.WORLD
-
-    @staticmethod
-    def set_num_sms(num_sms: int) -> None:
-        assert num_sms == 20
-
-    @classmethod
-    def get_dispatch_config(cls, num_ranks: int) -> type[_PeerBuffer]:
-        assert num_ranks == 2
-        return cls
-
-    get_combine_config = get_dispatch_config
-
-    @staticmethod
-    def get_nvl_buffer_size_hint(hidden_bytes: int, num_ranks: int) -> int:
-        return 32 * hidden_bytes * num_ranks
-
-    def get_dispatch_layout(self, idx: torch.Tensor, experts: int) -> tuple[Any, ...]:
-        assert idx.dtype == torch.int64
-        owner = idx // (experts // 2)
-        in_rank = torch.stack([(owner == rank).any(1) for rank in range(2)], dim=1)
-        return in_rank.sum(0).int(), None, torch.bincount(idx.flatten(), minlength=experts).int(), in_rank, None
-
-    def dispatch(self, x: torch.Tensor, *, is_token_in_rank: torch.Tensor, **told: torch.Tensor) -> tuple[Any, ...]:
-        assert sorted(told) == ["num_tokens_per_expert", "num_tokens_per_rank", "topk_idx", "topk_weights"]
-        everyone: list[Any] = [None, None]
-        dist.all_gather_object(everyone, (x, is_token_in_rank))
-        rows = torch.cat([rows[here[:, dist.get_rank()]] for rows, here in everyone])
-        return rows, None, None, [], [here for _, here in everyone], None
-
-    def combine(self, y: torch.Tensor, handle: list[torch.Tensor]) -> tuple[Any, ...]:
-        everyone: list[Any] = [None, None]
-        dist.all_gather_object(everyone, y)
-        me = dist.get_rank()
-        out = torch.zeros(handle[me].shape[0], y.shape[1])
-        for rank, theirs in enumerate(everyone):
-            before = sum(int(handle[source][:, rank].sum()) for source in range(me))
-            mine = handle[me][:, rank]
-            out[mine] += theirs[before : before + int(mine.sum())].float()
-        return out.to(y.dtype), None, None
-
-
 def _measure_peer(_rank: int, _nodes: int, _ranks_per_node: int, settings: Settings) -> list[dict[str, str]]:
+    """With this package's own door in place of deep_ep: it has the interface."""
     module = types.ModuleType("deep_ep")
     module.__spec__ = importlib.machinery.ModuleSpec("deep_ep", None)
-    module.Buffer = _PeerBuffer  # type: ignore[attr-defined]
+    module.Buffer, module.Config = door.Buffer, door.Config  # type: ignore[attr-defined]
     sys.modules["deep_ep"] = module
+    before = door.Buffer.num_sms
     try:
         return run.measure_all(settings).rows
     finally:
         del sys.modules["deep_ep"]
+        door.Buffer.num_sms, door.Buffer.budgeted = before, False
+        door.release()
 
 
-def test_rows_that_are_not_permuted_are_checked(run_ranks: Callable[..., Any]) -> None:
-    """deep_ep, here a stand-in with its interface: one row per (token, rank), and its mode says so."""
-    settings = _settings("roundtrip", "--provider", "deep_ep")
+@pytest.mark.parametrize(
+    ("words", "modes"),
+    [
+        ("dispatch --num-sm 2,3", ["exact-sm2-unpermuted", ""]),
+        ("roundtrip --capacity static", ["nosync-sm20-unpermuted"] * 3),
+        (
+            "roundtrip --hidden 128 --payload mxfp8 --capacity static",
+            ["nosync-sm20-unpermuted-quantised-before-fp8"] * 3,
+        ),
+        ("low-latency --hidden 128 --payload bf16,mxfp8", ["ll-slabs", "ll-slabs-fp8"]),
+        ("dispatch --payload mxfp8", [""]),
+        ("beside-gemm", ["exact-sm20-unpermuted"] * 2),
+        ("host", ["exact-sm20-unpermuted"] * 2),
+    ],
+)
+def test_deep_ep_as_a_provider(run_ranks: Callable[..., Any], words: str, modes: list[str]) -> None:
+    """Its normal kernels in both modes, with FP8, those of low latency: checked, and named as what they are; a row with
+    the reason where it cannot run."""
+    settings = _settings(*words.split(), "--provider", "deep_ep", last=["--iters", "1", *words.split()[1:]])
     found = [row for row in run_ranks(_measure_peer, 1, 2, settings)[0] if row["op"] != "floor"]
-    assert [(row["op"], row["mode"], row["skip_reason"]) for row in found] == [
-        (op, "exact-sm20-unpermuted", "") for op in ("dispatch", "combine", "roundtrip")
-    ]
+    assert [row["mode"] if not row["skip_reason"] else "" for row in found] == modes
+    assert all(row["skip_reason"] or float(row["median_us"]) > 0 for row in found)
+    reasons = {row["skip_reason"] for row in found} - {""}
+    assert all("even number of SMs, not 3" in text or "multiples of 128 values, not 32" in text for text in reasons)
+
+
+def test_what_is_unequal_stands_with_the_ratio() -> None:
+    """A mode of another provider says what it leaves out."""
+    ours = _gpu_row(provider="triton_ep", median_us=400.0, payload="mxfp8")
+    peer = _gpu_row(provider="deep_ep", median_us=300.0, payload="mxfp8", mode="nosync-sm20-unpermuted-fp8")
+    (line,) = tables.compared([ours, peer])
+    assert "speed is 0.75 x that of deep_ep; not the same work: deep_ep leaves rows by source rank" in line
+    assert line.endswith("deep_ep has one scale per 128 values")
 
 
 def test_case_without_memory_is_a_row_with_its_reason(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import torch
 
 from triton_ep.bench import origins
 from triton_ep.bench import routing as routings
+from triton_ep.bench.deep_ep import DeepEPLowLatency, DeepEPProvider, Scaled
 from triton_ep.bench.job import Job, Measured, WrongResult, capture
 from triton_ep.bench.providers import (
     CollectiveProvider,
     DedupProvider,
-    DeepEPProvider,
     LayerProvider,
     Provider,
     Unavailable,
@@ -28,7 +28,7 @@ from triton_ep.reference import mxfp8
 
 
 @contextlib.contextmanager
-def make_provider(job: Job, case: Case) -> Iterator[Provider]:
+def make_provider(job: Job, case: Case) -> Iterator[Any]:
     """The provider of a case; collective.
 
     Raises:
@@ -46,12 +46,12 @@ def make_provider(job: Job, case: Case) -> Iterator[Provider]:
     elif case.provider == "vdev":
         yield VdevProvider(case, job.device, job.most_rows())
     else:
-        yield DeepEPProvider(case, job.device, job.place.ranks_per_node)
+        yield (DeepEPLowLatency if job.settings.low_latency else DeepEPProvider)(job, case)
 
 
-def rows_for_combine(recv_x: torch.Tensor) -> torch.Tensor:
+def rows_for_combine(recv_x: Any) -> Any:
     """Received rows in the dtype in which combine takes them."""
-    return recv_x.dequantize() if isinstance(recv_x, MXTensor) else recv_x
+    return recv_x.dequantize() if isinstance(recv_x, MXTensor | Scaled) else recv_x
 
 
 def check_dispatch(job: Job, provider: Provider, number: int, recv_x: torch.Tensor) -> None:
@@ -90,14 +90,29 @@ def check_combine(job: Job, provider: Provider, number: int, out: torch.Tensor, 
         raise WrongResult(f"combine on rank {job.rank}: off by {error.max().item()} where only rounding may differ")
 
 
-def checked_calls(job: Job, case: Case, provider: Provider) -> dict[str, Any]:
+def _check(job: Job, case: Case, provider: Any, op: str, number: int, result: Any, state: Any = None) -> None:
+    """Check what an op gave for input `number`, as its provider lays rows out; state: of a dispatch, if it is known."""
+    if isinstance(provider, DeepEPLowLatency | DeepEPProvider) and op == "combine":
+        provider.check_combine(number, result)
+    elif isinstance(provider, DeepEPProvider):
+        provider.check_dispatch(number, result)
+    elif isinstance(provider, DeepEPLowLatency):
+        if state is not None:
+            provider.check_slabs(number, result, state[0])
+    elif op == "dispatch":
+        check_dispatch(job, provider, number, result)
+    else:
+        check_combine(job, provider, number, result, case.payload)
+
+
+def checked_calls(job: Job, case: Case, provider: Any) -> dict[str, Any]:
     """A function of the input's number per op, after a check of all inputs; collective."""
     kept = []
     for number, (x, idx) in enumerate(job.inputs):
         recv_x, state = provider.dispatch(x, idx)
-        check_dispatch(job, provider, number, recv_x)
+        _check(job, case, provider, "dispatch", number, recv_x, state)
         y = rows_for_combine(recv_x)
-        check_combine(job, provider, number, provider.combine(y, state), case.payload)
+        _check(job, case, provider, "combine", number, provider.combine(y, state))
         kept.append((y, state))
 
     def roundtrip(number: int) -> torch.Tensor:
@@ -127,7 +142,7 @@ def measure_exchange(job: Job, case: Case) -> dict[str, Measured]:
         calls = checked_calls(job, case, provider)
         for op in job.settings.ops:
             one = calls[op]
-            in_graph = job.settings.graph and case.provider == "triton_ep"
+            in_graph = job.settings.graph and (case.provider == "triton_ep" or job.settings.low_latency)
             if in_graph:
                 call, per_call = _in_graph(job, case, provider, op, one)
             else:
@@ -142,7 +157,7 @@ def _rotate(one: Any, inputs: int) -> Call:
     return lambda number: one(number % inputs)
 
 
-def _in_graph(job: Job, case: Case, provider: Provider, op: str, one: Any) -> tuple[Call, int]:
+def _in_graph(job: Job, case: Case, provider: Any, op: str, one: Any) -> tuple[Call, int]:
     """A CUDA graph of one call per input (`low_latency`: 10), whose results are checked; and how many it has."""
     numbers = list(range(len(job.idxs)))
     if op == "low_latency":
@@ -155,10 +170,7 @@ def _in_graph(job: Job, case: Case, provider: Provider, op: str, one: Any) -> tu
     graph = capture(run)
     graph.replay()
     for number, result in zip(numbers, kept, strict=True):
-        if op == "dispatch":
-            check_dispatch(job, provider, number, result)
-        else:
-            check_combine(job, provider, number, result, case.payload)
+        _check(job, case, provider, "dispatch" if op == "dispatch" else "combine", number, result)
     return lambda _: graph.replay(), len(numbers)
 
 
@@ -174,8 +186,10 @@ def bytes_of(job: Job, case: Case) -> dict[str, tuple[int, int]]:
             partial = row_bytes if per_rank else shape.hidden * torch.float32.itemsize
             there = routings.dispatch_bytes(routing, wire)
             back = routings.combine_bytes(routing, row_bytes, partial, local_combine=per_rank)
-        elif case.provider in ("deep_ep", "nccl_dedup"):
+        elif case.provider in ("deep_ep", "nccl_dedup") and not s.low_latency:
             flat = routings.Routing(routing.copies, routing.num_ranks)  # they know no nodes
+            if case.provider == "deep_ep" and case.payload == "mxfp8":
+                wire = shape.hidden + shape.hidden // 128 * 4
             there = routings.dispatch_bytes(flat, wire)
             back = routings.combine_bytes(flat, row_bytes, 0, local_combine=True)
         else:

@@ -6,7 +6,6 @@ provider say what must come back, so one check serves all.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -293,69 +292,3 @@ class VdevProvider(CollectiveProvider):
         out[total:] = 0
         out[:total] = self.output[:total]
         return out
-
-
-class DeepEPProvider:
-    """deep_ep.Buffer in its normal mode, bf16, one node: one row per (token, rank), by source, not permuted.
-
-    Raises:
-        Unavailable: deep_ep is not installed, or the case is beyond this comparison.
-    """
-
-    roundings = 1
-
-    def __init__(self, case: Case, device: torch.device, ranks_per_node: int) -> None:
-        if importlib.util.find_spec("deep_ep") is None:
-            raise Unavailable("deep_ep is not installed.")
-        if ranks_per_node != dist.get_world_size():
-            raise Unavailable("deep_ep is measured inside one node only.")
-        from deep_ep import Buffer
-
-        self.experts = case.shape.experts
-        self.device = device
-        Buffer.set_num_sms(case.num_sm)
-        configs = [choose(ranks_per_node) for choose in (Buffer.get_dispatch_config, Buffer.get_combine_config)]
-        row_bytes = case.shape.hidden * torch.bfloat16.itemsize
-        nvlink_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, ranks_per_node) for config in configs)
-        self.buffer = Buffer(dist.group.WORLD, nvlink_bytes, 0)
-
-    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """(rows, what combine needs)."""
-        idx = idx.long()
-        per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(idx, self.experts)
-        rows, _, _, _, handle, _ = self.buffer.dispatch(
-            x,
-            num_tokens_per_rank=per_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=idx,
-            topk_weights=torch.ones(idx.shape, dtype=torch.float32, device=self.device),
-        )
-        return rows, handle
-
-    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        """[T, H], the sum over the ranks of each token."""
-        out, _, _ = self.buffer.combine(y, state)
-        return out
-
-    def meet(self) -> None:
-        """All ranks have come here, on the current stream."""
-        meet_by_collective(self.device)
-
-    def _owners(self, idx: torch.Tensor) -> torch.Tensor:
-        """[T, W] bool: whether a token has an expert on a rank."""
-        num_ranks = dist.get_world_size()
-        owner = torch.where(idx >= 0, idx.long() // (self.experts // num_ranks), -1)
-        return torch.stack([(owner == rank).any(1) for rank in range(num_ranks)], dim=1)
-
-    def arrivals(self, idxs: list[torch.Tensor], rank: int) -> origins.Arrivals:
-        """One row per token that has an expert here, by source rank and token."""
-        here = torch.cat([self._owners(idx)[:, rank] for idx in idxs])
-        token = torch.nonzero(here).flatten().to(self.device)
-        place = torch.arange(token.numel(), device=self.device)
-        # `entry` counts (token, k): any copy of the token stands for its row.
-        return origins.Arrivals(token * idxs[0].shape[1], place, torch.zeros(0, dtype=torch.int32))
-
-    def copies(self, idx: torch.Tensor) -> torch.Tensor:
-        """Ranks that have an expert of the token."""
-        return self._owners(idx).sum(1)

@@ -150,7 +150,7 @@ class Settings:
                     if payload not in payloads_of(provider, self.command):
                         continue
                     counts = self.num_sm if self._uses_num_sm(provider) else (0,)
-                    if provider == "deep_ep":
+                    if provider == "deep_ep" and self._uses_num_sm(provider):
                         counts = tuple(count for count in counts if count != TUNED)
                     found += [
                         Case(self, shape, provider, payload, num_sm, capacity, precision)
@@ -167,7 +167,7 @@ class Settings:
 
     def _uses_num_sm(self, provider: str) -> bool:
         if provider == "deep_ep":
-            return True
+            return self.decode or not self.low_latency
         return provider == "triton_ep" and not self.low_latency and self.command not in ("barrier", "quantise")
 
     def check(self) -> None:
@@ -235,7 +235,7 @@ class Case:
             return self._moe_mode()
         aligned = [f"a{s.alignment}"] if s.alignment > 1 else []
         if self.provider == "deep_ep":
-            return f"exact-sm{self.num_sm}-unpermuted"
+            return self._deep_ep_mode()
         if self.provider != "triton_ep":
             return "-".join(["torch-exact", *aligned])
         programs = "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
@@ -243,6 +243,13 @@ class Case:
         parts += [] if s.sm_budget is None else [f"budget{s.sm_budget}"]
         parts += [*(["local"] if s.local_combine else []), *aligned]
         return "-".join([*parts, "graph"] if s.graph else parts)
+
+    def _deep_ep_mode(self) -> str:
+        s, fp8 = self.settings, ["fp8"] if self.payload == "mxfp8" else []
+        if s.low_latency:
+            return "-".join(["ll-slabs", *fp8, *(["graph"] if s.graph else [])])
+        waits = "exact" if self.capacity == "exact" else "nosync"
+        return "-".join([waits, f"sm{self.num_sm}", "unpermuted", *(["quantised-before"] if fp8 else []), *fp8])
 
     def _moe_mode(self) -> str:
         s, width = self.settings, f"ffn{self.shape.ffn}"
@@ -291,7 +298,7 @@ def check_routing(spec: str, seed: int) -> None:
 
 def payloads_of(provider: str, command: str) -> tuple[str, ...]:
     """What rows of a provider can be made of on the wire."""
-    both = ("triton_ep",) if command == "moe-layer" else ("triton_ep", "nccl", "nccl_dedup")
+    both = ("triton_ep",) if command == "moe-layer" else ("triton_ep", "nccl", "nccl_dedup", "deep_ep")
     return PAYLOADS if provider in both else PAYLOADS[:1]
 
 

@@ -39,6 +39,15 @@ _LEAST_WANTED = ("host_us", "skew_pct", "p20_us", "p80_us", "peak_mib", "kernel_
 """Columns in the order in which they make room in a narrow terminal."""
 
 
+_UNEQUAL = {
+    "unpermuted": "leaves rows by source rank, one per token and rank",
+    "slabs": "leaves rows in slabs with room for all tokens",
+    "quantised-before": "gets rows that are quantised already",
+    "fp8": "has one scale per 128 values",
+}
+"""What a mode says of work that the layer does and another provider does not."""
+
+
 def interpreted(rows: Sequence[Row]) -> bool:
     """Whether these rows come from CPU ranks."""
     return any(row["gpu"] == "cpu" for row in rows)
@@ -121,7 +130,10 @@ def compared(rows: Sequence[Row]) -> list[str]:
         others = ", ".join(f"{float(r['median_us']) / time:.2f} x that of {p}" for p, r in sorted(found.items()))
         shape = f"{ours['tokens']} tokens, hidden {ours['hidden']}, top-{ours['topk']} of {ours['experts']}"
         what = ours["op"] if ours["op"] == "barrier" else f"{ours['op']} {ours['payload']}, {shape}"
-        lines.append(f"{what}: {time_text(time)} ({ours['mode']}); speed is {others}")
+        pairs = [(provider, row["mode"]) for provider, row in sorted(found.items())]
+        unequal = [f"{who} {text}" for who, mode in pairs for word, text in _UNEQUAL.items() if word in mode]
+        note = f"; not the same work: {', '.join(unequal)}" if unequal else ""
+        lines.append(f"{what}: {time_text(time)} ({ours['mode']}); speed is {others}{note}")
     return lines
 
 

@@ -1,0 +1,272 @@
+"""DeepEP's own calls as a provider: its normal kernels, and its low-latency kernels for few tokens.
+
+What it does is not all that the layer does, and a mode says so: rows stay in the order of source ranks or in slabs, and
+FP8 rows have one scale per 128 values. Chunk sizes of the normal kernels are chosen for each case before it is timed,
+as DeepEP's own tests do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from triton_ep.bench import origins, timing
+from triton_ep.bench.job import Job, WrongResult
+from triton_ep.bench.providers import Unavailable, meet_by_collective
+from triton_ep.bench.settings import Case
+
+_BLOCK = 128
+_MOST = 448.0  # of e4m3
+_HALF_STEP = 16.0 / _MOST
+"""By how much of a block's largest value rounding moves a value, at most."""
+_RECEIVED_CHUNK = 256
+_DISPATCH_CHUNKS = (4, 8, 12, 16, 24, 32)
+_COMBINE_CHUNKS = (2, 4, 6, 8, 12, 16)
+
+
+class Scaled(NamedTuple):
+    """FP8 rows [..., H] with a float32 scale per 128 values."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        """As bfloat16."""
+        blocks = self.data.float().unflatten(-1, (-1, _BLOCK)) * self.scale.unsqueeze(-1)
+        return blocks.flatten(-2).bfloat16()
+
+
+def quantize(x: torch.Tensor) -> Scaled:
+    """Rows as DeepEP's kernels take them."""
+    blocks = x.float().unflatten(-1, (-1, _BLOCK))
+    largest = blocks.abs().amax(-1).clamp(1e-4)
+    data = (blocks * (_MOST / largest).unsqueeze(-1)).clamp(-_MOST, _MOST).to(torch.float8_e4m3fn).flatten(-2)
+    return Scaled(data, (largest / _MOST).contiguous())
+
+
+def check_here(job: Job, case: Case) -> None:
+    """Raise Unavailable, with the reason for the row, if DeepEP cannot run a case."""
+    if importlib.util.find_spec("deep_ep") is None:
+        raise Unavailable("deep_ep is not installed.")
+    if job.place.ranks_per_node != job.num_ranks:
+        raise Unavailable("deep_ep is measured inside one node only.")
+    if case.num_sm % 2:
+        raise Unavailable(f"deep_ep takes an even number of SMs, not {case.num_sm}.")
+    if case.payload == "mxfp8" and job.shape.hidden % _BLOCK:
+        raise Unavailable(f"FP8 rows of deep_ep are multiples of {_BLOCK} values, not {job.shape.hidden}.")
+
+
+class _Peer:
+    """What both kinds of calls have in common."""
+
+    roundings = 1
+
+    def __init__(self, job: Job, case: Case) -> None:
+        check_here(job, case)
+        self.job, self.case, self.device = job, case, job.device
+        self.experts, self.num_ranks = job.shape.experts, job.num_ranks
+        self.fp8 = case.payload == "mxfp8"
+
+    def meet(self) -> None:
+        """All ranks have come here, on the current stream."""
+        meet_by_collective(self.device)
+
+    def check_combine(self, number: int, out: torch.Tensor) -> None:
+        """The rows of input `number`, sent back as they came, are summed per token.
+
+        Raises:
+            WrongResult: off by more than rounding.
+        """
+        x, idx = self.job.inputs[number]
+        exact = x.double() * self.copies(idx).unsqueeze(1)
+        limit = exact.abs() * torch.finfo(torch.bfloat16).eps * self.roundings
+        if self.fp8:
+            limit = limit + _near(exact)
+        error = (out.double() - exact).abs()
+        if not bool((error <= limit).all()):
+            raise WrongResult(f"combine on rank {self.job.rank}: off by {error.max().item()}")
+
+    def copies(self, idx: torch.Tensor) -> torch.Tensor:
+        """[T]: how many rows of each token combine sums."""
+        raise NotImplementedError
+
+
+def _near(exact: torch.Tensor) -> torch.Tensor:
+    """[..., H]: by how much FP8 moves values, at most; and bf16, in which they go back."""
+    largest = exact.abs().unflatten(-1, (-1, _BLOCK)).amax(-1, keepdim=True).clamp(1e-4)
+    return (largest * (_HALF_STEP * 1.1)).expand(*largest.shape[:-1], _BLOCK).flatten(-2)
+
+
+class DeepEPProvider(_Peer):
+    """deep_ep.Buffer in its normal mode, one node: one row per (token, rank), by source, not permuted.
+
+    Case "static" is its mode without host synchronisation (`num_worst_tokens`). FP8 rows are quantised before.
+
+    Raises:
+        Unavailable: as `check_here`.
+    """
+
+    def __init__(self, job: Job, case: Case) -> None:
+        super().__init__(job, case)
+        from deep_ep import Buffer, Config
+
+        Buffer.set_num_sms(case.num_sm)
+        self._config = lambda chunk: Config(case.num_sm, chunk, _RECEIVED_CHUNK)
+        row_bytes = job.shape.hidden * torch.bfloat16.itemsize
+        largest = self._config(max(*_DISPATCH_CHUNKS, *_COMBINE_CHUNKS))
+        self.buffer = Buffer(dist.group.WORLD, largest.get_nvl_buffer_size_hint(row_bytes, job.num_ranks), 0)
+        self._worst = job.num_ranks * job.shape.tokens if case.capacity == "static" else 0
+        self._quantized: dict[int, Scaled] = {}
+        self._send, self._return = self._config(_DISPATCH_CHUNKS[0]), self._config(_COMBINE_CHUNKS[0])
+        self._tune()
+
+    def _tune(self) -> None:
+        """Choose the chunk sizes, the same on all ranks; collective."""
+        x, idx = self.job.inputs[0]
+        best: dict[int, float] = {}
+        for chunk in _DISPATCH_CHUNKS:
+            self._send = self._config(chunk)
+            best[chunk] = self._time(lambda _: self.dispatch(x, idx))
+        sent = min(best, key=lambda chunk: best[chunk])
+        self._send = self._config(sent)
+        rows, state = self.dispatch(x, idx)
+        y = rows.dequantize() if isinstance(rows, Scaled) else rows
+        for chunk in _COMBINE_CHUNKS:
+            self._return = self._config(chunk)
+            best[-chunk] = self._time(lambda _: self.combine(y, state))
+        returned = min(_COMBINE_CHUNKS, key=lambda chunk: best[-chunk])
+        self._return = self._config(returned)
+        self.job.say(f"    deep_ep: chunks of {sent} tokens in dispatch, of {returned} in combine")
+
+    def _time(self, call: timing.Call) -> float:
+        timer = timing.Timer(self.device, 1 if self.device.type == "cpu" else 5, 0 if self.device.type == "cpu" else 1)
+        return timing.over_ranks(timer.times(call, self.meet)).median_us
+
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[Any, Any]:
+        """(rows, what combine needs)."""
+        ids = idx.long()
+        per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(ids, self.experts)
+        given: Any = x
+        if self.fp8:
+            if x.data_ptr() not in self._quantized:  # when the input is checked, before any is timed
+                self._quantized[x.data_ptr()] = quantize(x)
+            given = self._quantized[x.data_ptr()]
+        worst = {"num_worst_tokens": self._worst} if self._worst else {}
+        rows, _, _, _, handle, _ = self.buffer.dispatch(
+            tuple(given) if self.fp8 else given,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=torch.ones(ids.shape, dtype=torch.float32, device=self.device),
+            config=self._send,
+            **worst,
+        )
+        return Scaled(*rows) if self.fp8 else rows, handle
+
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        """[T, H], the sum over the ranks of each token."""
+        out: torch.Tensor = self.buffer.combine(y, state, config=self._return)[0]
+        return out
+
+    def _owners(self, idx: torch.Tensor) -> torch.Tensor:
+        """[T, W] bool: whether a token has an expert on a rank."""
+        owner = torch.where(idx >= 0, idx.long() // (self.experts // self.num_ranks), -1)
+        return torch.stack([(owner == rank).any(1) for rank in range(self.num_ranks)], dim=1)
+
+    def check_dispatch(self, number: int, rows: Any) -> None:
+        """One row per token that has an expert here, by source rank and token.
+
+        Raises:
+            WrongResult: a row differs, or there are too few.
+        """
+        job = self.job
+        here = torch.cat([self._owners(idx)[:, job.rank] for idx in job.idxs[number]])
+        token = torch.nonzero(here).flatten().to(self.device)
+        everyone = torch.cat([job.rows_of(rank, number) for rank in range(job.num_ranks)])
+        received = rows.dequantize() if isinstance(rows, Scaled) else rows
+        if received.shape[0] < token.numel():
+            raise WrongResult(f"dispatch on rank {job.rank}: {received.shape[0]} rows, {token.numel()} were sent")
+        if not self.fp8:
+            difference = origins.first_difference(received[: token.numel()], everyone, token)
+            if difference is not None:
+                raise WrongResult(f"dispatch on rank {job.rank}: {difference}")
+            return
+        exact = everyone[token].double()
+        if not bool(((received[: token.numel()].double() - exact).abs() <= _near(exact)).all()):
+            raise WrongResult(f"dispatch on rank {job.rank}: FP8 rows are not those that were sent")
+
+    def copies(self, idx: torch.Tensor) -> torch.Tensor:
+        """Ranks that have an expert of the token."""
+        return self._owners(idx).sum(1)
+
+
+class DeepEPLowLatency(_Peer):
+    """deep_ep.Buffer in its low-latency mode: one row per (token, expert), in slabs of room for all tokens.
+
+    Raises:
+        Unavailable: as `check_here`.
+    """
+
+    def __init__(self, job: Job, case: Case) -> None:
+        super().__init__(job, case)
+        from deep_ep import Buffer
+
+        shape = job.shape
+        nbytes = Buffer.get_low_latency_rdma_size_hint(shape.tokens, shape.hidden, job.num_ranks, shape.experts)
+        self.buffer = Buffer(
+            dist.group.WORLD,
+            0,
+            nbytes,
+            low_latency_mode=True,
+            num_qps_per_rank=shape.experts // job.num_ranks,
+            allow_nvlink_for_low_latency_mode=True,
+        )
+
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[Any, Any]:
+        """(rows by slab, what combine needs)."""
+        ids = idx.long()
+        rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(
+            x, ids, self.job.shape.tokens, self.experts, use_fp8=self.fp8
+        )
+        return (Scaled(*rows) if self.fp8 else rows), (counts, handle, ids)
+
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        """[T, H], the sum over the experts of each token."""
+        _, handle, ids = state
+        weights = torch.ones(ids.shape, dtype=torch.float32, device=self.device)
+        out: torch.Tensor = self.buffer.low_latency_combine(y, ids, weights, handle)[0]
+        return out
+
+    def check_slabs(self, number: int, rows: Any, counts: torch.Tensor) -> None:
+        """Each expert has as many rows as were sent to it; bf16 ones are those, in any order.
+
+        Raises:
+            WrongResult: they are not.
+        """
+        job = self.job
+        mine = self.experts // self.num_ranks
+        ids = torch.cat(job.idxs[number]).to(self.device)
+        everyone = None if self.fp8 else torch.cat([job.rows_of(rank, number) for rank in range(job.num_ranks)])
+        for expert in range(mine):
+            token = torch.nonzero((ids == job.rank * mine + expert).any(1)).flatten()
+            if int(counts[expert]) != token.numel():
+                raise WrongResult(f"expert {expert} of rank {job.rank} has {int(counts[expert])} rows")
+            if everyone is not None:
+                received, sent = rows[expert, : token.numel()], everyone[token]
+                same = torch.equal(_sorted(received), _sorted(sent))
+                if not same:
+                    raise WrongResult(f"expert {expert} of rank {job.rank} has other rows than were sent to it")
+
+    def copies(self, idx: torch.Tensor) -> torch.Tensor:
+        """Experts of the token."""
+        return (idx >= 0).sum(1)
+
+
+def _sorted(rows: torch.Tensor) -> torch.Tensor:
+    """Rows by their first three columns, which say where they come from."""
+    key = rows[:, :3].contiguous().view(torch.int16).long() & 0xFFFF
+    return rows[torch.argsort((key[:, 2] << 32) | (key[:, 1] << 16) | key[:, 0])]
