@@ -182,6 +182,7 @@ class CommStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
+        self._called: torch.cuda.Event | None = None  # kept, because to make an event is a call of the driver
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -207,7 +208,10 @@ class CommStream:
             return call(), EPEvent()
         current = current_stream()
         if previous is None:
-            stream.wait_stream(current)
+            if self._called is None:
+                self._called = torch.cuda.Event()
+            self._called.record(current)
+            stream.wait_event(self._called)
         elif isinstance(previous, EPEvent) and previous.event is not None:  # else the call refuses it
             stream.wait_event(previous.event)
         torch.cuda.set_stream(stream)  # torch.cuda.stream asks for the current one twice
