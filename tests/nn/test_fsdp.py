@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from triton_ep.distributed import current_heap
-from triton_ep.nn import MoE, finalize_exchanges
+from triton_ep.nn import MoE, expert_placement, finalize_exchanges
 
 pytestmark = pytest.mark.plain
+HAS_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")  # torch 2.12
 SIZES: dict[str, Any] = {"num_experts": 4, "topk": 2, "max_tokens": 6, "timeout_s": 60.0, "router": False}
 
 
@@ -91,6 +93,17 @@ def _other_weights(rank: int, nodes: int, ranks_per_node: int) -> None:
             moe.experts.w2.to_local().mul_(2)
             ys.append(call())
         found.append(torch.stack(ys))
+    if HAS_MESHES:  # hooks around the whole module, which never sees its shards
+        torch.manual_seed(4)
+        moe = MoE(64, 96, group=group, payload="mxfp8", **SIZES)
+        place = expert_placement(moe, mesh["replicas"])
+        fully_shard(
+            moe, mesh=mesh["replicas", "experts"]._flatten("all"), reshard_after_forward=True, shard_placement_fn=place
+        )
+        with torch.no_grad():
+            assert torch.equal(moe(x, topk_idx=ids, topk_weights=weights), found[1][0])
+            moe.load_state_dict({name: value * 2 for name, value in moe.state_dict().items()})
+            assert torch.equal(moe(x, topk_idx=ids, topk_weights=weights), found[1][1])
     assert torch.equal(*found)
     assert all(not torch.equal(found[0][i], found[0][i + 1]) for i in range(3))
     finalize_exchanges()

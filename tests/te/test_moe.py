@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import triton_ep.integrations.te as te
@@ -419,7 +421,23 @@ def _check_copies(rank: int, nodes: int, ranks_per_node: int, case: _Case) -> No
     assert torch.equal(*found)
     assert all(not torch.equal(found[0][i], found[0][i + 1]) for i in range(3))
 
+    # FSDP over one rank each gathers into the same memory behind its counters.
+    mesh = init_device_mesh(current_heap().device.type, (nodes * ranks_per_node, 1), mesh_dim_names=("experts", "same"))
+    loaded = []
+    for prepared in ("both", "none"):
+        torch.manual_seed(rank)
+        block = te.EPMoE(_block(case, rank, nodes, ranks_per_node).layer, case.ffn, prepared=prepared)
+        fully_shard(block, mesh=mesh["same"], ignored_params={block.router}, reshard_after_forward=True)
+        x = _inputs(case, rank)[0].detach()
+        with torch.no_grad(), te.autocast():
+            before = block(x)
+            block.load_state_dict({name: value * 2 for name, value in block.state_dict().items()})
+            loaded.append(block(x))
+        assert not torch.equal(before, loaded[-1])
+        block.layer.finalize()
+    assert torch.equal(*loaded)
+
 
 def test_kept_copies_of_weights_follow_the_weights(run_ranks):
-    """Steps of an optimizer, and one weight changed by hand: the bits of copies that are made in every pass."""
+    """Steps of an optimizer, one weight changed by hand, weights loaded under FSDP: as copies made in every pass."""
     run_ranks(_check_copies, 1, 2, _Case(tokens=(16, 16)))

@@ -60,6 +60,11 @@ class _Together(torch.autograd.Function):
         return grads[0].unbind()
 
 
+def _after_load(block: EPMoE, _: Any) -> None:
+    """A state dict may have gone into shards of FSDP, whose counters gathered weights do not have."""
+    block._prepared.invalidate()
+
+
 class EPMoE(nn.Module):
     """Router, dispatch, two grouped linear layers, combine: [..., H] to [..., H].
 
@@ -115,6 +120,7 @@ class EPMoE(nn.Module):
         self.activation = activation
         self._prepared = PreparedWeights(prepared)
         self._prepared_of: list[tuple[int, int]] = []
+        self.register_load_state_dict_post_hook(_after_load)
         cfg, device = layer.config, layer.context.device
         dtype = cfg.token_dtype if params_dtype is None else params_dtype
         function, factor = ACTIVATIONS[activation]
