@@ -256,8 +256,7 @@ def _store_copies(
     words,  # [ROWS, BLOCK_H]
     scales,
     h,
-    copy_ptrs,  # [ROWS] pointers to K output rows of each arrival row, negative = none
-    in_use,  # [ROWS]
+    copies,  # tuple of [ROWS] output rows of each arrival row, negative = none
     HAS_SCALES: tl.constexpr,
     TOPK: tl.constexpr,
 ):
@@ -265,8 +264,8 @@ def _store_copies(
     WORD_BYTES: tl.constexpr = out.recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
     offs = (h + tl.arange(0, words.shape[1]))[None, :]
     for k in tl.static_range(TOPK):
-        copy = tl.load(copy_ptrs + k, mask=in_use, other=-1)
-        if tl.max(copy) >= 0:  # most rows have few copies, and they come first
+        copy = copies[k]
+        if tl.max(copy) >= 0:  # most rows have few copies
             dest = out.recv_x_ptr + copy.to(tl.int64)[:, None] * out.row_words + offs
             tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < out.row_words))
             if HAS_SCALES:
@@ -430,10 +429,12 @@ def low_latency_expand_kernel(
         copies_so_far = tl.cumsum(is_copy.to(tl.int32), axis=1)
         num_copies = tl.sum(is_copy.to(tl.int32), axis=1)[:, None]
         position = tl.where(is_copy, copies_so_far - 1, num_copies + ks - copies_so_far)
-        copies = (arrival < num_arrivals)[:, None] & (position < choices.TOPK)
-        tl.store(copy_rows_ptr + arrival[:, None] * choices.TOPK + position, copy, mask=copies)
-        # Every thread needs them, one k at a time: by way of memory, across the barrier.
-        tl.debug_barrier()
+        noted = (arrival < num_arrivals)[:, None] & (position < choices.TOPK)
+        tl.store(copy_rows_ptr + arrival[:, None] * choices.TOPK + position, copy, mask=noted)
+        # Every thread needs all of them: in registers, where memory would be a chain of loads.
+        copies = ()
+        for k in tl.static_range(choices.TOPK):
+            copies += (tl.sum(tl.where(ks == k, copy, 0), axis=1),)
         for t in tl.static_range(tile.TILES):
             if t > 0:
                 words, scales = load_payload(
@@ -444,8 +445,7 @@ def low_latency_expand_kernel(
                 words,
                 scales,
                 t * tile.BLOCK_H,
-                copy_rows_ptr + arrival * choices.TOPK,
-                here,
+                copies,
                 parts.HAS_SCALES,
                 choices.TOPK,
             )
