@@ -23,6 +23,9 @@ from triton_ep.runtime.plans.shape import STAGE_PROGRAMS, word_type
 _LEAST_WAITING = 16
 """Fewer programs would take longer concurrently with an exchange than all of them after it."""
 
+_EXPANDING_SHARE = (3, 2)
+"""Of multiprocessors that are left, programs that expand rows (tests/bench/bench_exchange_tiles.py)."""
+
 _LAYERS = 2
 """Layers within a node that may dispatch at the same time, without a budget."""
 
@@ -90,7 +93,8 @@ class Expanding(NamedTuple):
         the push in place of two. With several nodes they wait for programs, too, that take a multiprocessor each.
         """
         free = self.multiprocessors - self.num_sm * self.overlapped
-        wanted = 3 * free // 2 if self.is_intra_node or not self.overlapped else free
+        many, each = _EXPANDING_SHARE
+        wanted = many * free // each if self.is_intra_node or not self.overlapped else free
         if self.sm_budget is not None:
             budget = min(self.sm_budget, self.multiprocessors)
             wanted = in_budget(budget, expand, senders, self.num_sm * self.overlapped)

@@ -1,0 +1,244 @@
+"""Dispatch and combine of a static layer by other tiles and grids, in turns, each in a CUDA graph.
+
+    python tests/bench/bench_exchange_tiles.py --ranks 2 --op dispatch
+    python tests/bench/bench_exchange_tiles.py --ranks 2 --op dispatch --payload mxfp8
+    python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine
+    python tests/bench/bench_exchange_tiles.py --ranks 2 --op combine --tokens 8 --hidden 64 --experts 8   # on a CPU
+
+What is built in comes first; every other way must give its bits. A row is us per call: slowest rank of each replay,
+median over replays and turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+if __name__ in ("__main__", "__mp_main__"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+
+from triton_ep import distributed as ep_distributed
+from triton_ep.bench.origins import coded_rows
+from triton_ep.bench.providers import meet_by_collective
+from triton_ep.bench.routing import uniform_idx
+from triton_ep.bench.timing import Timer
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.ops import combine as combine_ops
+from triton_ep.ops import tuning
+from triton_ep.runtime.launch import INTERPRETING
+from triton_ep.runtime.plans import exchange
+from triton_ep.runtime.plans.shape import Plan
+from triton_ep.runtime.tuned.table import KernelChoice, Key, TunedEntry
+
+TURNS = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """What is another than built in.
+
+    Attributes:
+        num_sm: programs of the exchange.
+        push, expand, reduce, pull: (rows, warps) of these kernels.
+        registers: of a thread of the kernel that expands.
+        block: words of its tile.
+        expanding: its programs per free multiprocessor.
+        layers: that may dispatch at the same time; 1 leaves room for more programs that wait.
+        reducing: programs that sum rows beside the pull.
+    """
+
+    num_sm: int = 20
+    push: tuple[int, int] | None = None
+    expand: tuple[int, int] | None = None
+    reduce: tuple[int, int] | None = None
+    pull: tuple[int, int] | None = None
+    registers: int | None = None
+    block: int | None = None
+    expanding: tuple[int, int] | None = None
+    layers: int | None = None
+    reducing: int | None = None
+
+    def __str__(self) -> str:
+        changed = [f"{name} {value}" for name, value in vars(self).items() if value is not None and name != "num_sm"]
+        return ", ".join([f"num_sm {self.num_sm}", *changed])
+
+
+DISPATCH = (
+    Way(),
+    Way(num_sm=24),
+    Way(num_sm=32),
+    Way(push=(2, 16)),
+    Way(num_sm=24, push=(2, 16)),
+    Way(num_sm=24, push=(2, 16), layers=1, expanding=(5, 2)),
+    Way(num_sm=32, push=(2, 16), layers=1, expanding=(3, 1)),
+    Way(num_sm=32, push=(2, 16), registers=80, expanding=(5, 2)),
+    Way(num_sm=24, push=(2, 16), registers=80, block=1024, expanding=(2, 1)),
+)
+COMBINE = (
+    Way(),
+    Way(num_sm=24),
+    Way(reducing=28),
+    Way(reducing=56),
+    Way(num_sm=24, reducing=40),
+    Way(num_sm=24, reducing=40, pull=(1, 32)),
+    Way(num_sm=24, reducing=40, pull=(2, 32)),
+)
+
+
+class WrongResult(Exception):
+    """A way does not compute what the built-in one does."""
+
+
+@contextlib.contextmanager
+def _changed(way: Way) -> Iterator[None]:
+    """Plans and grids of this way, for layers that launch meanwhile."""
+    expand_plan, combining = exchange.expand, combine_ops.combining_programs
+    share, layers = tuning._EXPANDING_SHARE, tuning._LAYERS
+
+    def expand(*args: Any) -> Plan:
+        plan = expand_plan(*args)
+        values = dict(plan.constexprs)
+        if way.block is not None and way.block < values["BLOCK_H"]:
+            values |= {"BLOCK_H": way.block, "TILES": -(-args[-1] // way.block)}
+        return replace(plan, constexprs=values, maxnreg=way.registers or plan.maxnreg)
+
+    def combining_programs(*args: Any) -> tuning.Combining:
+        programs = combining(*args)
+        return programs if way.reducing is None else programs._replace(publishing=way.reducing)
+
+    exchange.expand = expand
+    combine_ops.combining_programs = combining_programs
+    tuning._EXPANDING_SHARE, tuning._LAYERS = way.expanding or share, way.layers or layers
+    tuning.Expanding.programs.cache_clear()
+    try:
+        yield
+    finally:
+        exchange.expand, combine_ops.combining_programs = expand_plan, combining
+        tuning._EXPANDING_SHARE, tuning._LAYERS = share, layers
+        tuning.Expanding.programs.cache_clear()
+
+
+class _Made:
+    """A layer of a way, and its call."""
+
+    def __init__(self, args: argparse.Namespace, way: Way) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        key = Key("", 1, 1, args.payload, args.hidden, 1)
+        entry = TunedEntry(key, way.num_sm, args.topk, args.experts, True, 0.0, 0.0, "", "")
+        for name in ("push", "expand", "reduce", "pull"):
+            if getattr(way, name) is not None:
+                entry = entry.with_kernel(name, KernelChoice(*getattr(way, name)))
+        self.layer = EPAll2AllLayer(
+            dist.group.WORLD, args.tokens, args.hidden, args.topk, rank, args.experts, ranks, ranks,
+            num_sm=None, tuned=entry, enable_local_combine=True, alignment=args.alignment, timeout_s=20.0,
+            payload=None if args.payload == "bf16" else args.payload,
+            capacity=ranks * args.tokens * args.topk // 2 + args.experts // ranks * args.alignment,
+        )  # fmt: skip
+        self.device = self.layer.context.device
+        self.x = coded_rows(rank, args.tokens, args.hidden, 0, self.device)
+        self.idx = uniform_idx(rank, args.tokens, args.topk, args.experts, 0).to(self.device)
+        self.dispatch()
+        generator = torch.Generator(self.device).manual_seed(rank)
+        shape = (self.desc.num_recv_rows, args.hidden)
+        self.y = torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16)
+        self.combine()
+        self.layer.check()
+
+    def dispatch(self) -> None:
+        """Rows to their experts."""
+        self.recv_x, _, self.desc = self.layer.dispatch(self.x, self.idx)
+
+    def combine(self) -> None:
+        """Sums back."""
+        self.out = self.layer.combine(self.y, self.desc)
+
+    def bits(self) -> list[torch.Tensor]:
+        """What both have given."""
+        used = int(self.desc.expert_offsets[-1])
+        rows = self.recv_x[:used]
+        parts = [rows] if isinstance(rows, torch.Tensor) and not hasattr(rows, "qdata") else [rows.qdata, rows.scale]
+        return [self.out.clone(), *[part.view(torch.uint8).clone() for part in parts]]
+
+
+def _graph(call: Callable[[], None], device: torch.device) -> Callable[[int], object]:
+    if device.type == "cpu":
+        return lambda _: call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        call()
+    return lambda _: graph.replay()
+
+
+def _times(timer: Timer, call: Callable[[int], object]) -> list[float]:
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, timer.times(call, lambda: meet_by_collective(timer.device)))
+    return [max(times) for times in zip(*everyone, strict=True)]
+
+
+def run(args: argparse.Namespace) -> None:
+    """What a rank does."""
+    rank, ranks = ep_distributed.initialize_distributed(timeout_s=300)
+    ways = {"dispatch": DISPATCH, "combine": COMBINE}[args.op]
+    ways = ways[:3] if INTERPRETING else ways
+    if rank == 0:
+        print(f"# {args.op}, {args.payload}, {args.tokens} tokens, {ranks} ranks", flush=True)
+    made, calls, first = [], {}, None
+    for way in ways:
+        with _changed(way):
+            one = _Made(args, way)
+            calls[way] = _graph(getattr(one, args.op), one.device)
+        made.append(one)
+        bits = one.bits()
+        first = first or bits
+        if not all(map(torch.equal, first, bits)):
+            raise WrongResult(f"{way}: other bits than what is built in")
+    timer = Timer(made[0].device, args.iters, 2)
+    found: dict[Way, list[float]] = {way: [] for way in ways}
+    for _ in range(TURNS):
+        for way, call in calls.items():
+            with _changed(way):
+                found[way] += _times(timer, call)
+    for way, one in zip(ways, made, strict=True):
+        one.layer.check()
+        if rank == 0:
+            print(f"{statistics.median(found[way]):9.1f}  {way}", flush=True)
+    for one in made:
+        one.layer.finalize()
+    ep_distributed.finalize_distributed()
+
+
+def main() -> None:
+    """Start the ranks, unless torchrun or another launcher has."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--op", choices=("dispatch", "combine"), default="dispatch")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--alignment", type=int, default=128)
+    parser.add_argument("--payload", choices=("bf16", "mxfp8"), default="bf16")
+    parser.add_argument("--iters", type=int, default=15)
+    args = parser.parse_args()
+    if ep_distributed.launched_by() == "none":
+        ep_distributed.run_ranks(run, args.ranks, args)
+    else:
+        run(args)
+
+
+if __name__ == "__main__":
+    main()
