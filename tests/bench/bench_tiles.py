@@ -42,7 +42,7 @@ from triton_ep.runtime.plans import experts_backward as backward_plans
 from triton_ep.runtime.plans.compute import Tile
 from triton_ep.runtime.plans.experts import ProductTile
 
-GROUPS = ("prepare", "passes", "fp8", "bf16", "wgrad")
+GROUPS = ("prepare", "passes", "few", "fp8", "bf16", "wgrad")
 WARMERS = 12
 WIDE = ProductTile(128, 256, 128, 3, 8, promote=True, split=True)
 FP8 = {"in use": None, "128x256 s3": WIDE, "128x256 s4": replace(WIDE, stages=4)}
@@ -225,6 +225,40 @@ def products(given: Operands, fp8: bool) -> Iterator[Variant]:
         yield Variant(f"{kind} down_dgrad", how, patched(backward_plans, patch, lambda call=call: call()[0]))
 
 
+def few(given: Operands) -> Iterator[Variant]:
+    """Decoding: 128 and 2048 copies dealt out to all experts, in segments without padding."""
+    e, h, f = given.experts, given.hidden, given.ffn
+    w13, w2 = (prepare_weights(w, "fprop")[0] for w in (given.w13, given.w2))
+    for copies, base in ((128, plans.product_tile("rows", "fp8", 16, "sm_90", True)),
+                         (2048, plans.product_tile("rows", "fp8", 32, "sm_90", True))):  # fmt: skip
+        drawn = torch.randint(e, (copies,), generator=torch.Generator().manual_seed(1))
+        ends = torch.bincount(drawn, minlength=e).cumsum(0)
+        offs = torch.cat([ends.new_zeros(1), ends]).int().to(given.device)
+        x, act = (quantize_to_rows(given._normal(copies, width)) for width in (h, f))
+        weights, result = given.weights[:copies].contiguous(), given._normal(copies, h)
+        tiles = {
+            "in use": None,
+            "2 per SM": replace(base, per_sm=2, stages=min(base.stages, 5)),
+            "2 per SM s4": replace(base, per_sm=2, stages=4),
+            "s8": replace(base, stages=8),
+            "256 columns s4": replace(base, n=2 * base.n, warps=8, stages=4),
+            "128 rows": plans.product_tile("rows", "fp8", 128, "sm_90", True),
+        }
+        for how, tile in ({"in use": None} if INTERPRETING else tiles).items():
+
+            def first(tile: Any = tile, x: Any = x, offs: Any = offs, weights: Any = weights) -> torch.Tensor:
+                swiglu, half = Activation(), tile and tile.halved()
+                found = launch_gate_up(x, w13, offs, None, weights, None, swiglu, False, "mx", False, tile=half)
+                return found[0]
+
+            def second(tile: Any = tile, act: Any = act, offs: Any = offs, out: Any = result) -> torch.Tensor:
+                launch_rows_product(act, w2, offs, out, None, None, None, False, False, tile=tile)
+                return out
+
+            yield Variant(f"gate_up, {copies} rows", how, first)
+            yield Variant(f"down, {copies} rows", how, second)
+
+
 def wgrad(given: Operands) -> Iterator[Variant]:
     """Gradients of weights."""
     for name, left, right in (("wgrad13", given.dpre, given.x), ("wgrad2", given.dy, given.act)):
@@ -237,7 +271,7 @@ def variants(group: str, given: Operands) -> Iterator[Variant]:
     """Those of a group."""
     if group in ("fp8", "bf16"):
         return products(given, group == "fp8")
-    return {"prepare": prepare, "passes": passes, "wgrad": wgrad}[group](given)
+    return {"prepare": prepare, "passes": passes, "few": few, "wgrad": wgrad}[group](given)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------

@@ -191,7 +191,9 @@ def test_one_pass_at_a_time(run_ranks):
         (300, False, 384),
         (1.5, False, 1536 + 8 * 127 + 8),  # mean load 64 * 16, padding, a whole tile
         (100.0, False, 64 * 4 * 8 + 8 * 127 + 8),  # no more than can arrive: a token has 8 experts here at most
-        (None, True, 64 * 4 * 8 + 8 * 127 + 8),
+        (None, True, 64 * 4 * 8),  # not padded, and never more
+        (9999, True, 64 * 4 * 8),
+        (300, True, 384),
     ],
 )
 def test_rows_of_a_capacity(capacity, low_latency, rows):

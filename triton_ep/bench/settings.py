@@ -258,7 +258,8 @@ class Case:
         if self.provider != "triton_ep":
             return f"torch-exact-{width}"
         programs = "ll" if s.decode else "tuned" if self.num_sm == TUNED else f"sm{self.num_sm}"
-        parts = [_how(s), self.capacity, programs, "local", f"a{s.alignment}", width]
+        # Modules for decoding align nothing.
+        parts = [_how(s), self.capacity, programs, "local", *([] if s.decode else [f"a{s.alignment}"]), width]
         parts += [self.precision] if self.precision != PRECISIONS[0] else []
         return "-".join([*parts, "graph"] if s.graph else parts)
 

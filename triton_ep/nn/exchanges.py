@@ -100,12 +100,18 @@ def new_exchange(hidden: int, *, group: Any = None, **options: Unpack[ExchangeOp
     return _make(group, sizes_of(hidden, options, check_group(group)))
 
 
+def alignment_of(low_latency: bool) -> int:
+    """Rows that segments are multiples of: whole tiles; none where rows are few, whose tiles go by segments."""
+    return 1 if low_latency else ALIGNMENT
+
+
 def capacity_rows(
     capacity: int | float | None, low_latency: bool, num_experts: int, topk: int, max_tokens: int, world_size: int
 ) -> int | None:
     """Rows of a static exchange: as given, or a multiple of the mean load max_tokens * topk with padding for every
     expert, never more than can arrive; a multiple of ALIGNMENT, so that no segment ends inside of a tile. None: exact;
-    with low_latency, which has no exact mode, what can arrive.
+    with low_latency, which has no exact mode, what can arrive: nor has it more, because tiles of products are chosen by
+    how many rows there are at most.
 
     Raises:
         ConfigError: neither None, nor a number above 0.
@@ -113,7 +119,7 @@ def capacity_rows(
     if capacity is None and not low_latency:
         return None
     per_rank = max(num_experts // world_size, 1)
-    padding = per_rank * (ALIGNMENT - 1)
+    padding = per_rank * (alignment_of(low_latency) - 1)
     most = world_size * max_tokens * min(topk, per_rank) + padding
     if capacity is None:
         rows = most
@@ -123,6 +129,7 @@ def capacity_rows(
         rows = min(int(capacity * max_tokens * topk) + padding, most)
     else:
         rows = as_integer("capacity (rows; a float multiplies max_tokens * topk; None for exact outputs)", capacity)
+        rows = min(rows, most) if low_latency else rows
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
@@ -142,7 +149,7 @@ def _make(group: Any, sizes: Sizes) -> EPAll2AllLayer:
             num_sm=sizes.num_sm,
             enable_local_combine=True,
             payload=sizes.payload,
-            alignment=ALIGNMENT,
+            alignment=alignment_of(sizes.low_latency),
             capacity=sizes.capacity,
             low_latency=sizes.low_latency,
             timeout_s=sizes.timeout_s,
@@ -381,7 +388,7 @@ def given_exchange(layer: Any, group: Any, sizes: Sizes) -> Exchange:
     wanted = {name: value for name, value in sizes._asdict().items() if name not in _FREE}
     if sizes.capacity is None:
         del wanted["capacity"]
-    for name, value in {**wanted, "alignment": ALIGNMENT}.items():
+    for name, value in {**wanted, "alignment": alignment_of(sizes.low_latency)}.items():
         has = getattr(cfg, _FIELDS.get(name, name))
         if has != value:
             raise ConfigError(

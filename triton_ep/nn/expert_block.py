@@ -165,7 +165,7 @@ class ExpertBlock:
         self, rows: Rows, row_weights: torch.Tensor | None, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
     ) -> tuple[torch.Tensor, Saved]:
         """As `run`, of rows that a dispatch has delivered."""
-        return self.run(rows, row_weights, params, desc.expert_offsets, _tiles(desc), keep=keep)
+        return self.run(rows, row_weights, params, desc.expert_offsets, _tiles(desc) if keep else desc.tiles, keep=keep)
 
     def backward(
         self, grad: Rows, saved: Saved, params: Params, desc: EPAllToAllLayoutDesc, needs: Needs
@@ -181,7 +181,7 @@ class ExpertBlock:
         row_weights: torch.Tensor | None,
         params: Params,
         offs: torch.Tensor,
-        tiles: torch.Tensor,
+        tiles: torch.Tensor | None,
         *,
         keep: bool,
     ) -> tuple[torch.Tensor, Saved]:

@@ -7,7 +7,7 @@ from typing import Unpack
 
 from triton_ep.config import EPConfig
 from triton_ep.context.layout import Sizes, entry_fields, estimate_bytes, initial_sizes
-from triton_ep.nn.exchanges import ALIGNMENT, ExchangeOptions, sizes_of
+from triton_ep.nn.exchanges import ALIGNMENT, ExchangeOptions, alignment_of, sizes_of
 from triton_ep.nn.swiglu_experts import check_precision
 
 _SCALE_BYTES = 4
@@ -66,7 +66,7 @@ def estimate_memory(
         rank=0,
         world_size=world_size,
         local_world_size=given.local_world_size or world_size,
-        alignment=ALIGNMENT,
+        alignment=alignment_of(given.low_latency),
         recv_capacity=rows,
         num_sm=given.num_sm or _NUM_SM,
         enable_local_combine=True,

@@ -235,7 +235,7 @@ class SwiGLUExperts(nn.Module):
         self, over: Exchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, parameters: Parameters
     ) -> torch.Tensor:
         """[T, H] of tokens, over an exchange of low latency; no gradient."""
-        block = ExpertBlock(self.prepared, self._settings(aligned=True))
+        block = ExpertBlock(self.prepared, self._settings(aligned=False))
         with over.use("a pass of a MoE module"):
             rows, row_weights, desc = over.layer.dispatch(x, ids, weights)
             return over.layer.combine(block.forward(rows, row_weights, parameters, desc, keep=False)[0], desc)
