@@ -20,6 +20,27 @@ def to_slabs(rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, ou
     _move(rows, out, offsets, counts, out.shape[1], pack=True)
 
 
+def scales_to_slabs(scales: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
+    """Scales of expert-major rows, [R, S] uint8 contiguous, into out [e, columns, n] of 32 bits, contiguous.
+
+    Scales of a row are the first `columns` words of S bytes; rows become the fast dimension. offsets, counts: as in
+    `to_slabs`.
+    """
+    words, dest = view_as(scales, torch.int32), view_as(out, torch.int32)
+    num_experts, columns, slab_rows = dest.shape
+    _scales_launcher().launch(
+        _programs(num_experts, dest.device),
+        source_ptr=words,
+        dest_ptr=dest,
+        offsets_ptr=offsets,
+        counts_ptr=counts,
+        num_experts=num_experts,
+        slab_rows=slab_rows,
+        source_words=words.shape[1],
+        columns=columns,
+    )
+
+
 def from_slabs(slabs: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, num_rows: int) -> torch.Tensor:
     """[num_rows, H]: `to_slabs` backwards; rows after the last expert's are undefined."""
     rows = torch.empty(num_rows, slabs.shape[2], dtype=slabs.dtype, device=slabs.device)
@@ -34,9 +55,8 @@ def _move(
     words = as_words(source, row_bytes)
     into = view_as(dest, words.dtype)
     row_words = row_bytes // words.element_size()
-    programs = num_experts * max(local_programs(dest.device) * 4 // num_experts, 1)
     _launcher(pack, row_words).launch(
-        programs,
+        _programs(num_experts, dest.device),
         source_ptr=words,
         dest_ptr=into,
         offsets_ptr=offsets,
@@ -45,6 +65,16 @@ def _move(
         slab_rows=slab_rows,
         row_words=row_words,
     )
+
+
+def _programs(num_experts: int, device: torch.device) -> int:
+    """A whole number per expert."""
+    return num_experts * max(local_programs(device) * 4 // num_experts, 1)
+
+
+@functools.cache
+def _scales_launcher() -> Launcher:
+    return Launcher(plans.slab_scales(INTERPRETING), aot=default_aot())
 
 
 @functools.cache

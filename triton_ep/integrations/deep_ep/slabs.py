@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from triton_ep.integrations.deep_ep.fp8 import CHANNELS, scales_of_bytes
+from triton_ep.integrations.deep_ep.fp8 import CHANNELS
 from triton_ep.integrations.deep_ep.utils import EventOverlap, to_overlap
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.slabs import to_slabs
+from triton_ep.ops.slabs import scales_to_slabs, to_slabs
 
 
 class Slabs:
@@ -43,9 +43,7 @@ class Slabs:
             return
         data, scales = self.result
         to_slabs(rows, offsets, counts, data)
-        row_major = torch.empty(*data.shape[:2], sent[0].shape[1], dtype=torch.uint8, device=data.device)
-        to_slabs(sent[0], offsets, counts, row_major)
-        scales.copy_(scales_of_bytes(row_major, scales.shape[2], scales.dtype))
+        scales_to_slabs(sent[0], offsets, counts, scales.transpose(1, 2))
 
 
 def run_halves(

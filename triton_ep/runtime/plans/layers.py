@@ -196,6 +196,7 @@ def _slabs(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     rows = [s.payload_bytes] if s.payload is None else [s.hidden, s.hidden // 32]
     if uses.fp8_rows:
         rows += [s.hidden, s.hidden // 32]
+    yield KernelRequest.of(compact.slab_scales(s.interpreted))
     for pack, lengths in ((True, rows), (False, [s.payload_bytes])):
         for row_bytes in lengths:
             types, numbers, row_words = _words(row_bytes, "source_ptr")
