@@ -16,8 +16,8 @@ from triton_ep.errors import InputError
 from triton_ep.integrations.deep_ep import Buffer, release
 from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.kernels.spec import all_kernels
-from triton_ep.mx.channel_scales import quantize_channels
 from triton_ep.mx.tensor import MXTensor
+from triton_ep.reference.channel_scales import quantize_channels
 from triton_ep.runtime import launch as runtime
 from triton_ep.runtime.library import Library
 from triton_ep.runtime.plans import layers

@@ -1,4 +1,4 @@
-"""e4m3 rows with a scale per 128 values, as DeepEP sends them; triton_ep/mx/channel_scales.py quantises them."""
+"""e4m3 rows with a scale per 128 values, as DeepEP sends them; triton_ep/ops/channel_scales.py quantises them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton_ep.errors import InputError
 from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations.deep_ep.utils import EventOverlap, order_of
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.mx.channel_scales import CHANNELS
+from triton_ep.ops.channel_scales import CHANNELS
 from triton_ep.ops.strides import view_as
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from triton_ep.runtime.plans.shape import next_power_of_2
+from triton_ep.runtime.plans.shape import Plan, next_power_of_2
 
 
 def mx_blocks(num_blocks: int, interpreted: bool) -> int:
@@ -20,6 +20,17 @@ def mx_columns(hidden: int, interpreted: bool) -> dict[str, int]:
     if interpreted:
         return {"BLOCK_H": min(max(next_power_of_2(hidden), 32), 512), "STEPS": 2}
     return {"BLOCK_H": 128, "STEPS": 4}
+
+
+def channel_blocks(interpreted: bool) -> int:
+    """Blocks of 128 that a program quantises along rows."""
+    return 256 if interpreted else 16
+
+
+def quantize_channels(round_scale: bool, exponents: bool, interpreted: bool) -> Plan:
+    """Rows to e4m3 with a scale per 128 values; exponents: of scales that are powers of two, alone."""
+    constexprs = {"ROUND": round_scale, "EXPONENTS": exponents, "BLOCKS": channel_blocks(interpreted)}
+    return Plan("quantize_channels_kernel", constexprs)
 
 
 @dataclass(frozen=True, order=True)

@@ -15,7 +15,7 @@ from triton_ep.kernels.device.codes import (
     WORDS,
     partial_stride,
 )
-from triton_ep.runtime.plans import compact, exchange, experts_backward, low_latency
+from triton_ep.runtime.plans import compact, compute, exchange, experts_backward, low_latency
 from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import TOKEN_BYTES, WORD_BYTES, Shape, word_type
 
@@ -197,6 +197,9 @@ def _slabs(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
     if uses.fp8_rows:
         rows += [s.hidden, s.hidden // 32]
     yield KernelRequest.of(compact.slab_scales(s.interpreted))
+    for round_scale, exponents in ((False, False), (True, False), (True, True)):
+        plan = compute.quantize_channels(round_scale, exponents, s.interpreted)
+        yield KernelRequest.of(plan, {"scale_ptr": "*u8" if exponents else "*fp32"})
     for pack, lengths in ((True, rows), (False, [s.payload_bytes])):
         for row_bytes in lengths:
             types, numbers, row_words = _words(row_bytes, "source_ptr")

@@ -1,10 +1,8 @@
-"""e4m3 rows with one scale per 128 values, the format of DeepEP and of blockwise FP8 models."""
+"""e4m3 rows with one scale per 128 values: what kernels/compute/channel_scales.py must compute."""
 
 from __future__ import annotations
 
 import torch
-
-from triton_ep.ops.strides import view_as
 
 CHANNELS = 128
 """Values that share a scale."""
@@ -35,7 +33,7 @@ def quantize_channels(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tu
         scale = (exponent << 23).view(torch.float32)
         factor = ((254 - exponent) << 23).view(torch.float32)
         if use_ue8m0:
-            scale = view_as(exponent.to(torch.uint8), torch.int32)
+            scale = exponent.to(torch.uint8).view(torch.int32)
     else:
         factor = torch.full_like(amax, _MAX) / amax  # a number / tensor would multiply by the rounded reciprocal
     data = (values * factor.unsqueeze(2)).clamp(-_MAX, _MAX).to(torch.float8_e4m3fn)

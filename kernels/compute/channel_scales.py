@@ -1,0 +1,59 @@
+"""Rows quantised to e4m3 with one scale per 128 values, the format of DeepEP and of blockwise FP8 models.
+
+Protocol      Each program quantises BLOCKS blocks of 128 values in registers, writes elements and scales.
+Layout        x and elements [T, H], row-major: one list of T * H / 128 blocks. scale: 4 bytes for each of them. Those
+              of a row are [H / 128] float32; with EXPONENTS [H / 128] uint8, then zeros.
+Memory order  Plain loads and stores.
+Progress      No program waits.
+Replay        Nothing is kept between calls; every byte of the outputs is written once.
+"""
+
+import triton.language as tl
+
+from ..device.mxfp8 import block_amax
+from ..spec import ep_kernel
+
+_CHANNELS = tl.constexpr(128)
+_LARGEST = tl.constexpr(448.0)
+_LEAST_AMAX = tl.constexpr(1e-4)
+_MANTISSA = tl.constexpr(0x7FFFFF)
+
+
+@ep_kernel(x_ptr="*bf16", elements_ptr="*fp8e4nv", scale_ptr="*{SCALE}")
+def quantize_channels_kernel(
+    x_ptr,  # [num_blocks, 128] bf16
+    elements_ptr,  # out [num_blocks, 128] e4m3
+    scale_ptr,  # out [num_blocks] float32; with EXPONENTS [T, 4, blocks_per_row] uint8
+    num_blocks,
+    blocks_per_row,
+    ROUND: tl.constexpr,  # scales are powers of two, rounded up
+    EXPONENTS: tl.constexpr,  # of such scales
+    BLOCKS: tl.constexpr,
+):
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    alive = block < num_blocks
+    offs = block.to(tl.int64)[:, None] * _CHANNELS + tl.arange(0, _CHANNELS)[None, :]
+    x = tl.load(x_ptr + offs, mask=alive[:, None], other=0.0).to(tl.float32)
+    amax = block_amax(x, 1)
+    amax = tl.where(amax < _LEAST_AMAX, _LEAST_AMAX, amax)  # a NaN stays
+    scale = amax * (1 / 448)
+    if ROUND:
+        bits = scale.to(tl.int32, bitcast=True)
+        # The exponent of the next power of two. An infinite amax gets the largest, and the factor 0.
+        exponent = tl.minimum((bits >> 23) + ((bits & _MANTISSA) != 0).to(tl.int32), 254)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    else:
+        factor = tl.math.div_rn(tl.full((BLOCKS,), _LARGEST, tl.float32), amax)
+    values = x * factor[:, None]
+    # Comparisons with NaN are false, so a NaN stays.
+    values = tl.where(values > _LARGEST, _LARGEST, values)
+    values = tl.where(values < -_LARGEST, -_LARGEST, values)
+    tl.store(elements_ptr + offs, values.to(tl.float8e4nv), mask=alive[:, None])
+    if EXPONENTS:
+        row, column = block // blocks_per_row, block % blocks_per_row
+        quarter = tl.arange(0, 4)[None, :]
+        at = (row.to(tl.int64)[:, None] * 4 + quarter) * blocks_per_row + column[:, None]
+        tl.store(scale_ptr + at, tl.where(quarter == 0, exponent[:, None], 0).to(tl.uint8), mask=alive[:, None])
+    else:
+        tl.store(scale_ptr + block, scale, mask=alive)
