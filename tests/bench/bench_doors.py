@@ -210,7 +210,7 @@ def run(args: argparse.Namespace) -> None:
     device, per_node = ep_distributed.current_heap().device, ep_distributed.local_world_size()
     environment = bench_rows.environment(args.commit, gpus=not INTERPRETING)
     timer = Timer(device, args.iters, args.warmup)
-    Buffer.set_num_sms(args.num_sm)
+    Buffer.num_sms = args.num_sm  # not set_num_sms: the layer beside it has no budget either
     sizes = (dist.group.WORLD, args.tokens, args.hidden, args.topk, rank, args.experts, per_node, ranks)
     options = {"num_sm": args.num_sm, "timeout_s": 120.0}
     hybrid = HybridEPBuffer(
