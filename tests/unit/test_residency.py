@@ -1,11 +1,17 @@
 """Programs that wait leave room for what they wait for, and a budget of multiprocessors is kept: by numbers."""
 
 import itertools
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from triton_ep.config import EPConfig
+from triton_ep.context.rows import RowFormat
 from triton_ep.errors import ConfigError
+from triton_ep.ops import tuning
 from triton_ep.ops.tuning import Expanding, budgeted_combine
 from triton_ep.runtime.plans import exchange
 from triton_ep.runtime.plans.residency import (
@@ -123,6 +129,38 @@ def test_a_budget_limits_the_programs_of_a_layer() -> None:
         EPConfig(**sizes, local_world_size=4, sm_budget=0)
     with pytest.raises(ConfigError, match="low_latency"):
         EPConfig(**sizes, local_world_size=4, low_latency=True, recv_capacity=64, sm_budget=8)
+
+
+@dataclass(eq=False)
+class _Launched:
+    """A launcher, as grids see it."""
+
+    program: Program
+
+
+def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a budget of 24: 20 programs that push, 56 that expand, 112 once they turn out to be half as large."""
+    monkeypatch.setattr(tuning, "INTERPRETING", False)
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: H200)
+    device = torch.device("cpu")
+    plain = EPConfig(4096, 7168, 8, 256, 0, 4, 4, num_sm=20)
+    config = replace(plain, sm_budget=24)
+    fmt = RowFormat(config.shape(), torch.bfloat16)
+    fmt.launchers["push", 0] = cast(Any, _Launched(PUSH))
+    fmt.launchers["expand", 0] = expand = cast(Any, _Launched(EXPAND))
+    ctx = cast(Any, SimpleNamespace(config=config, device=device))
+    assert tuning.expanding_programs(ctx, fmt, expand, True) == 56
+    expand.program = Program(4, 64)
+    assert tuning.expanding_programs(ctx, fmt, expand, True) == 56
+    monkeypatch.setattr(tuning.Launcher, "num_compiled", tuning.Launcher.num_compiled + 1)
+    assert tuning.expanding_programs(ctx, fmt, expand, True) == 112
+    whole = Program(32, 64)
+    assert tuning.combining_programs(config, device, whole, whole, True) == (14, 10, True)
+    assert tuning.combining_programs(plain, device, whole, whole, True) == (112, 20, True)
+    assert tuning.combining_programs(plain, device, whole, whole, False) == (128, 20, False)
+    quantize = cast(Any, _Launched(Program(4, 40)))
+    assert [tuning.quantizing_programs(each, quantize, 7168) for each in (plain, config)] == [7168, 12 * 24]
+    assert [tuning.overlaps(replace(config, sm_budget=n), device) for n in (1, 2)] == [False, True]
 
 
 @pytest.mark.parametrize("warps", [1, 4, 8, 16, 32])

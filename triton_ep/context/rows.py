@@ -31,7 +31,7 @@ class RowFormat:
         wire_bytes: of a row in dispatch.
         shape: what kernels for such rows are compiled by.
         launchers: these kernels, by what their call sites name them.
-        grids: of combines of such rows (triton_ep/ops/combine.py), by whether they have weights, and copies of a token.
+        grids: numbers of programs that have been computed for these kernels (triton_ep/ops/tuning.py).
     """
 
     __slots__ = ("dtype", "grids", "hidden", "launchers", "payload", "payload_bytes", "shape", "wire_bytes")
@@ -41,7 +41,7 @@ class RowFormat:
         self.hidden, self.payload = shape.hidden, shape.payload
         self.payload_bytes, self.wire_bytes = shape.payload_bytes, shape.wire_bytes
         self.launchers: dict[tuple[object, ...], Launcher] = {}
-        self.grids: dict[tuple[bool, int], Any] = {}
+        self.grids: dict[tuple[object, ...], Any] = {}
 
     def programs(self, *names: str) -> tuple[Program, ...]:
         """What programs of these kernels take, of those that have been launched."""

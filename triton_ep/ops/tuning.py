@@ -66,9 +66,14 @@ def expanding_programs(ctx: DispatchCombineContext, fmt: RowFormat, expand: Laun
     """
     if INTERPRETING:
         return 2
-    cfg = ctx.config
-    grid = Expanding(multiprocessors(ctx.device), cfg.num_sm, cfg.sm_budget, cfg.is_intra_node, overlapped)
-    return grid.programs(expand.program, fmt.programs("push", "send", "forward"))
+    # What programs take is known better once they are compiled.
+    key = expand, overlapped, Launcher.num_compiled
+    found = fmt.grids.get(key)
+    if found is None:
+        cfg = ctx.config
+        grid = Expanding(multiprocessors(ctx.device), cfg.num_sm, cfg.sm_budget, cfg.is_intra_node, overlapped)
+        found = fmt.grids[key] = grid.programs(expand.program, fmt.programs("push", "send", "forward"))
+    return int(found)
 
 
 class Expanding(NamedTuple):
@@ -84,7 +89,6 @@ class Expanding(NamedTuple):
     is_intra_node: bool
     overlapped: bool
 
-    @functools.cache  # noqa: B019
     def programs(self, expand: Program, senders: tuple[Program, ...]) -> int:
         """Their number, so that what they wait for fits on the GPU beside them, wherever they are.
 

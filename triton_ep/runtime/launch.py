@@ -199,6 +199,7 @@ class Launcher:
     Attributes:
         declared: what a program takes at most, by plan and kernel: the same on all ranks.
         program: what it takes, by the kernels that the JIT has compiled; until then as declared.
+        num_compiled: kernels of all launchers that the JIT has compiled.
         launch: launch(grid, *, stream=None, **arguments) launches `grid` programs; a grid of 0 launches nothing.
             Tensors (or `Boxes`) and ints, by the names of the kernel's parameters. stream: where; None: the current
             stream. To name it here takes a fraction of making it current.
@@ -216,6 +217,7 @@ class Launcher:
     """
 
     launch: Callable[..., None]
+    num_compiled = 0
 
     def __init__(
         self,
@@ -380,6 +382,7 @@ class Launcher:
         taken = Program(made.metadata.num_warps, made.n_regs, made.metadata.shared)
         self.program = taken if self._taken is None else Program(*map(max, taken, self._taken))
         self._taken = self.program
+        Launcher.num_compiled += 1
 
     def _start_of_library(self, kernel: Kernel, request: KernelRequest) -> Start:
         passed, number = [], 0
