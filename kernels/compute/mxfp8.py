@@ -8,7 +8,7 @@ Layout        x, elements [R, H], row-major. Rowwise scale [R, H / 32]: one byte
               of group g: first_block[g] + (r - offsets[g]) // 32, where first_block counts the blocks of the
               groups before, first_block[g + 1] = first_block[g] + ceil(rows of g / 32). It is r // 32
               where all groups are multiples of 32. S = (R + 31 * groups) // 32 suffices for any groups;
-              scale rows that no block has are zero. Rows behind the last group have zero elements.
+              scale rows that no block has are zero. Rows after the last group have zero elements.
 Memory order  Plain loads and stores.
 Progress      No program waits.
 Replay        Nothing is kept between calls; every byte of the outputs is written once.
@@ -112,7 +112,7 @@ class OfColumns(NamedTuple):
 def rows_of_block(groups, block, num_rows):
     """First and end row of a scale row's block, and whether a group owns it; no rows: first = end.
 
-    Rows behind the last group count as one more group, whose blocks follow.
+    Rows after the last group count as one more group, whose blocks follow.
     """
     if groups.HAS_OFFSETS:
         group = tl.arange(0, groups.GP)
@@ -228,7 +228,7 @@ def dequantize_columns_kernel(
         offs = row.to(tl.int64)[:, None] * hidden + columns[None, :]
         scale = tl.load(scale_ptr + block.to(tl.int64) * hidden + columns, mask=in_row & owned, other=0)
         values = dequantize_tile(tl.load(elements_ptr + offs, mask=mask, other=0.0), scale, AXIS=0)
-        # Selected, not multiplied: behind the last group the elements may be anything.
+        # Selected, not multiplied: after the last group the elements may be anything.
         values = tl.where(owned, values, 0.0)
         tl.store(out_ptr + offs, values.to(out_ptr.dtype.element_ty), mask=mask)
         columns += strip.BLOCK_H

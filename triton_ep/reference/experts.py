@@ -7,7 +7,7 @@ Everything is float64 and one expert after the other; roundings happen only wher
                 element keeps its bits unless it becomes subnormal; then it is rounded to nearest even.
     activation  gated: act(g) * (u + up_offset) * weight; not gated: act(g) * weight; in float32.
 
-Rows behind the last segment are neither read nor written; results have zeros there.
+Rows after the last segment are neither read nor written; results have zeros there.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def quantize_columns(
         x: [R, H] bf16, fp16 or fp32.
         offsets: [groups + 1] int32, first row of each group, then the end of the last; None: one group.
 
-    Returns elements [R, H], zero behind the last group, and scale bytes [S, H] uint8,
+    Returns elements [R, H], zero after the last group, and scale bytes [S, H] uint8,
     S = (R + (block_size - 1) * groups) // block_size; one scale row per block, group after group, then zeros.
     """
     bounds = [0, x.shape[0]] if offsets is None else offsets.tolist()
