@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import triton_ep
 from tests.bench import link_bytes
 from tests.programs import run_program
-from triton_ep.bench import exchange, plot, providers, routing, rows, run, tables, timing
+from triton_ep.bench import exchange, host, plot, providers, routing, rows, run, tables, timing
 from triton_ep.bench.job import Job, Place, WrongResult, join
 from triton_ep.bench.origins import coded_rows, first_difference
 from triton_ep.bench.settings import Case, Settings, Shape
@@ -31,6 +31,7 @@ from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, EPError, InputError
 from triton_ep.integrations import deep_ep as door
 from triton_ep.ops import floor
+from triton_ep.runtime import launch
 
 pytestmark = pytest.mark.plain
 
@@ -244,6 +245,25 @@ def test_deep_ep_as_a_provider(run_ranks: Callable[..., Any], words: str, modes:
     assert all(row["skip_reason"] or float(row["median_us"]) > 0 for row in found)
     reasons = {row["skip_reason"] for row in found} - {""}
     assert all("even number of SMs, not 3" in text or "multiples of 128 values, not 32" in text for text in reasons)
+
+
+def test_a_profile_of_the_host_leaves_the_interpreter_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names what a call does, not what an interpreted kernel does; and the interpreter is as before in the end."""
+
+    seen = []
+
+    def interpreted(number: int) -> None:
+        seen.append(sum(range(number)))
+
+    def a_call_of_the_layer() -> None:
+        launch._interpret(1000)
+
+    monkeypatch.setattr(launch, "_interpret", interpreted)
+    job = types.SimpleNamespace(settings=types.SimpleNamespace(interpreting=True, iters=2), device=torch.device("cpu"))
+    text = host._profile(job, a_call_of_the_layer, lambda: None)  # type: ignore[arg-type]
+    assert "1.0 x  test_bench.py" in text and "a_call_of_the_layer" in text
+    assert "interpreted" not in text and "sum" not in text
+    assert len(seen) == 2 and launch._interpret is interpreted
 
 
 def test_what_is_unequal_stands_with_the_ratio() -> None:

@@ -6,13 +6,15 @@ launches do not count on the CPU, where a row says what the layer itself takes o
 
 from __future__ import annotations
 
+import contextlib
 import cProfile
 import gc
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ from triton_ep.bench import timing
 from triton_ep.bench.exchange import make_provider, rows_for_combine
 from triton_ep.bench.job import Job, Measured
 from triton_ep.bench.settings import Case
+from triton_ep.runtime import launch
 
 _CALLS = 200
 _SHOWN = 14  # functions of a profile
@@ -78,16 +81,36 @@ def _settle(job: Job, meet: Callable[[], None]) -> None:
         torch.cuda.synchronize(job.device)
 
 
+@contextlib.contextmanager
+def _without_interpreter(profiler: cProfile.Profile) -> Iterator[None]:
+    """Profile nothing of interpreted kernels, all of which pass one function."""
+    interpret = launch._interpret
+
+    def unseen(*args: Any) -> None:
+        profiler.disable()
+        try:
+            interpret(*args)
+        finally:
+            profiler.enable()
+
+    launch._interpret = unseen
+    try:
+        yield
+    finally:
+        launch._interpret = interpret
+
+
 def _profile(job: Job, call: Callable[[], object], meet: Callable[[], None]) -> str:
     """The functions that take most of a call, by their own time; the profiler makes all of them slower."""
     repeats = _repeats(job)
     profiler = cProfile.Profile()
-    for _ in range(repeats):
-        _settle(job, meet)
-        profiler.enable()
-        kept = call()
-        profiler.disable()
-        del kept
+    with _without_interpreter(profiler):
+        for _ in range(repeats):
+            _settle(job, meet)
+            profiler.enable()
+            kept = call()
+            profiler.disable()
+            del kept
     entries = []
     for (file, line, name), (_, calls, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
         where = name if file == "~" else f"{Path(file).name}:{line} {name}"

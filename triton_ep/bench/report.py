@@ -48,7 +48,7 @@ class Results:
             plain = {name: [asdict(stage) for stage in found] for name, found in stages.items()}
             print(json.dumps({"rows": self.rows, "stages": plain}, indent=1), flush=True)
         else:
-            if s.stages and not stages:
+            if s.stages and not stages and s.command != "host":
                 print("No kernel was recorded: torch's profiler cannot see this GPU (CUPTI).\n")
             for name, found in stages.items():
                 print(f"{name}, kernels on rank 0:\n{tables.stage_table(found)}\n")
