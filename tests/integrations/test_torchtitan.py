@@ -1,10 +1,12 @@
 """torchtitan's interface over the layer: the bits of the core; torchtitan's own modules where it is installed."""
 
+from dataclasses import fields
 from importlib.util import find_spec
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from triton_ep import MXTensor, autograd
@@ -230,6 +232,42 @@ def _check_torchtitan(rank: int, nodes: int, ranks_per_node: int, topk: int, opt
 def test_torchtitan_runs_over_it(run_ranks, nodes, ranks_per_node, topk, options):
     """RoutedExperts of torchtitan, over its own all-to-all and over triton_ep: outputs and all gradients."""
     run_ranks(_check_torchtitan, nodes, ranks_per_node, topk, options)
+
+
+def _check_changed(rank: int, nodes: int, ranks_per_node: int) -> None:
+    from torchtitan.models.common.moe import GroupedExperts
+
+    device = current_heap().device
+    rows = torch.randn(24, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
+    counts = torch.tensor([16, 8], device=device)
+    weights = make_weights(1, 0)
+    config = GroupedExperts.Config(dim=HIDDEN, hidden_dim=FFN, num_experts=EXPERTS)
+    kept = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
+    for recipe in ("bf16", "mxfp8"):
+        found = []
+        for sharded in (False, True):
+            experts = door.TritonEPGroupedExperts.Config(**kept, recipe=recipe).build().to(device)
+            experts.load_state_dict(weights)
+            if sharded:
+                fully_shard(experts, mesh=make_mesh(1), reshard_after_forward=True)
+            optimizer = torch.optim.SGD(experts.parameters(), lr=0.5)
+            ys = [experts(rows, counts)]
+            experts.load_state_dict({name: value * 2 for name, value in experts.state_dict().items()})
+            ys.append(experts(rows, counts))
+            ys[-1].square().mean().backward()
+            optimizer.step()
+            ys.append(experts(rows, counts))
+            found.append(torch.stack(ys).detach())
+        assert torch.equal(*found)
+        assert not torch.equal(found[0][0], found[0][1]) and not torch.equal(found[0][1], found[0][2])
+
+
+@NO_TORCHTITAN
+@OLD_TORCH
+@pytest.mark.plain
+def test_experts_follow_weights_that_change_under_fsdp(run_ranks):
+    """Loaded, or by an optimizer: kept copies and the joined form of gate and up are of what is gathered next."""
+    run_ranks(_check_changed, 1, 1)
 
 
 @NO_TORCHTITAN

@@ -39,13 +39,13 @@ def _steps(moe: MoE, rank: int, again: bool) -> list[torch.Tensor]:
     return found
 
 
-def _check(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> None:
+def _check(rank: int, nodes: int, ranks_per_node: int, options: dict[str, Any]) -> None:
     mesh = init_device_mesh(current_heap().device.type, (2, 2), mesh_dim_names=("replicas", "experts"))
     group = mesh["experts"].get_group()
 
     def make() -> MoE:
         torch.manual_seed(3)
-        return MoE(64, 96, group=group, payload=payload, **SIZES)
+        return MoE(64, 96, group=group, **options, **SIZES)
 
     def average(parameter: torch.Tensor) -> None:
         dist.all_reduce(parameter.grad, group=mesh["replicas"].get_group())
@@ -58,16 +58,16 @@ def _check(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> N
     for again in (False, True):
         sharded = make()
         fully_shard(sharded.experts, mesh=mesh["replicas"])
-        assert isinstance(sharded.experts.w13, DTensor)
+        assert isinstance(sharded.experts.w2, DTensor)
         for seen, exact in zip(_steps(sharded, rank, again), want, strict=True):
             torch.testing.assert_close(seen, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
     finalize_exchanges()
 
 
-@pytest.mark.parametrize("payload", [None, "mxfp8"])
-def test_sharded_experts_train_as_whole_ones(run_ranks, payload):
+@pytest.mark.parametrize("options", [{}, {"payload": "mxfp8"}, {"separate": True}], ids=["bf16", "mxfp8", "separate"])
+def test_sharded_experts_train_as_whole_ones(run_ranks, options):
     """FSDP gathers the weights for each pass and shards their gradients; after a step the new ones are multiplied."""
-    run_ranks(_check, 1, 4, payload)
+    run_ranks(_check, 1, 4, options)
 
 
 def _other_weights(rank: int, nodes: int, ranks_per_node: int) -> None:

@@ -77,6 +77,20 @@ def test_a_state_dict_of_experts_without_gates():
     assert torch.equal(module.w13, w1)
 
 
+def test_joined_halves_are_made_again_after_a_step_of_any_optimizer() -> None:
+    """A write to `.data` leaves address and counter, as FSDP's gathering does; the memory is kept."""
+    first, second = torch.ones(2, 3, 4), torch.zeros(2, 3, 4)
+    joined = Joined()
+    before = joined.values(first, second)
+    assert torch.equal(before, torch.cat([first, second], 1))
+    first.data.fill_(5.0)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.SGD([parameter]).step()
+    after = joined.values(first, second)
+    assert torch.equal(after, torch.cat([first, second], 1)) and after.data_ptr() == before.data_ptr()
+
+
 def test_the_joined_copy_follows_its_halves():
     """Made once, at one address; again when a half changes, or when it is told; halves of the gradient go back."""
     first, second = (torch.randn(2, 3, 4).requires_grad_() for _ in range(2))

@@ -6,19 +6,28 @@ from typing import Any
 
 import torch
 
+from triton_ep.nn.prepared import invalidate_after_steps
+
 
 class Joined:
     """[e, 2F, ...] made of two tensors [e, F, ...], kept, and made again when one of them has changed.
 
-    It keeps its memory. In the capture of a CUDA graph it is made each time, because a replay does not ask.
+    A half counts as changed by its address and version counter and, as `PreparedWeights` has it, after a step of any
+    torch optimizer: FSDP gathers new weights into memory whose counter stays. What is joined keeps its memory. In the
+    capture of a CUDA graph it is made each time, because a replay does not ask.
     """
 
     def __init__(self) -> None:
         self._made_of: tuple[int, ...] | None = None
         self._both: torch.Tensor | None = None
+        invalidate_after_steps(self)
 
     def __deepcopy__(self, memo: Any) -> Joined:
         return Joined()
+
+    def __reduce__(self) -> Any:
+        """What is kept can be made again."""
+        return Joined, ()
 
     def __call__(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """The tensor; differentiable, and the gradients are its halves."""

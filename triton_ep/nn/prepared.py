@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +59,7 @@ class PreparedWeights:
         self.prepared, self.precision = prepared, precision
         self._kept: dict[tuple[Any, str], _Kept] = {}
         self._changes = 0
-        handle = register_optimizer_step_post_hook(_invalidate(weakref.ref(self)))
-        weakref.finalize(self, handle.remove)
+        invalidate_after_steps(self)
 
     def __deepcopy__(self, memo: Any) -> PreparedWeights:
         """Of a copied module: the same choices, nothing kept."""
@@ -166,12 +164,13 @@ def _values(weight: torch.Tensor, use: str, old: Copy | None) -> torch.Tensor:
     return values
 
 
-def _invalidate(prepared: weakref.ref[PreparedWeights]) -> Callable[..., None]:
-    """What is called after each step of an optimizer, as long as the copies are there."""
+def invalidate_after_steps(owner: Any) -> None:
+    """Call `owner.invalidate` after each step of any torch optimizer, as long as the owner is there."""
+    reference = weakref.ref(owner)
 
     def after_step(*_: Any) -> None:
-        alive = prepared()
+        alive = reference()
         if alive is not None:
             alive.invalidate()
 
-    return after_step
+    weakref.finalize(owner, register_optimizer_step_post_hook(after_step).remove)

@@ -160,11 +160,13 @@ class SwiGLUExperts(nn.Module):
     def look_at_shards(self) -> None:
         """Invalidate if what FSDP gathers next has changed: gathered weights have the counter of those before. To be
         called before a pass, while parameters are shards."""
+        if not isinstance(self.w2, DTensor):
+            return
         shards = [each for each in self.parameters(recurse=False) if isinstance(each, DTensor)]
         # An operation on the DTensor counts there, one on what it holds there.
         both = [part for shard in shards for part in (shard, shard.to_local())]
         now = [0 if part.is_inference() else part._version for part in both]
-        if now and now != self._shards:
+        if now != self._shards:
             self._shards = now
             self.invalidate()
 

@@ -36,6 +36,11 @@ class TritonEPTokenDispatcher(TokenDispatch, BaseEPTokenDispatcher):
         TokenDispatch.__init__(self, **{f.name: getattr(config, f.name) for f in fields(config) if f.init})
 
 
+def _after_load(experts: TritonEPGroupedExperts, _: Any) -> None:
+    """A state dict may have gone into shards of FSDP, whose version counters gathered weights do not have."""
+    experts._experts.invalidate()
+
+
 class TritonEPGroupedExperts(GroupedExperts):
     """torchtitan's SwiGLU experts as triton_ep's expert block: two products, with the activation in the first.
 
@@ -53,6 +58,7 @@ class TritonEPGroupedExperts(GroupedExperts):
         super().__init__(config)
         self.recipe = config.recipe
         self._experts = ArrivedExperts(config.recipe)
+        self.register_load_state_dict_post_hook(_after_load)
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """[R, D] of x's dtype; x may be an MXTensor, which the base class would cast."""
