@@ -84,6 +84,7 @@ _ONE_ABOVE = tl.constexpr(1 << 16)
 _REST = tl.constexpr(64)
 _WORD_SHIFT = tl.constexpr(codes.LL_WORD_SHIFT)
 _COUNT_SHIFT = tl.constexpr(codes.LL_COUNT_SHIFT)
+_TOKEN_UNITS = tl.constexpr(16)  # of a token whose tiles have programs of their own, more than there are tiles
 
 
 @triton.jit
@@ -124,10 +125,12 @@ class PushTile(NamedTuple):
     Attributes:
         TILES: tiles of a row.
         BLOCK_H: words of a tile.
+        SPLIT: each tile has a program of its own, and so have keys, weights and totals of a token.
     """
 
     TILES: tl.constexpr
     BLOCK_H: tl.constexpr
+    SPLIT: tl.constexpr
 
 
 class Segments(NamedTuple):
@@ -156,6 +159,80 @@ class Parts(NamedTuple):
     HAS_PADDING: tl.constexpr
 
 
+@triton.jit
+def units_of_token(SPLIT: tl.constexpr):
+    """What the programs of a token add to a flag, all together."""
+    if SPLIT:
+        return _TOKEN_UNITS
+    else:
+        return 1
+
+
+@triton.jit
+def _load_tile(source, token, num_tokens, t, BLOCK_H: tl.constexpr):
+    """Tile `t` of the row of a token, [1, BLOCK_H]."""
+    row = tl.arange(0, 1) + token
+    row_ptrs = source.x_ptr + row.to(tl.int64) * source.row_words
+    return load_row_tile(row_ptrs, row < num_tokens, t * BLOCK_H, source.row_words, BLOCK_H)
+
+
+@triton.jit
+def _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, t, WP: tl.constexpr):
+    """Store tile `t` of a token's row, `data_tile`, at every rank that owns one of its experts `mine`."""
+    BLOCK_H: tl.constexpr = data_tile.shape[1]
+    h = t * BLOCK_H
+    wire = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD)
+    row = tl.arange(0, 1) + token
+    scale_ptrs = source.scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
+    # Ranks and tokens begin with different destinations, so that no link is everybody's first.
+    first_rank = job.rank + token - quotient(job.rank + token, job.num_ranks) * job.num_ranks
+    dest_rank = first_rank + tl.arange(0, WP)
+    dest_rank = tl.where(dest_rank < job.num_ranks, dest_rank, dest_rank - job.num_ranks)
+    bits = rank_bits(owners(mine, job.experts_per_rank), 0)
+    goes_there = healthy & is_rank(job, tl.arange(0, WP)) & (((bits >> dest_rank) & 1) > 0)
+    arrival = (first_of_half(job, epoch) + job.rank) * job.max_tokens + token
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    data, scales = wire_tile(data_tile, scale_ptrs, row < num_tokens, h, source.row_words, source.PAYLOAD)
+    dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, data.dtype)
+    dest += arrival.to(tl.int64) * wire.stride
+    data = tl.broadcast_to(data, [WP, BLOCK_H])
+    tl.store(dest[:, None] + h + offs, data, mask=goes_there[:, None] & (h + offs < source.row_words))
+    if source.PAYLOAD != WORDS:
+        dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, tl.uint8)
+        dest += arrival.to(tl.int64) * wire.row_bytes + wire.data_bytes
+        scales = tl.broadcast_to(scales, [WP, scales.shape[1]])
+        store_scales(dest, goes_there, scales, h, source.row_words, data.dtype.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, kept_idx_ptr, num_tokens, choices, sizes):
+    """Store the keys and weights of a token at all ranks, and totals that end here at their owners."""
+    ks = tl.arange(0, choices.KP)
+    alive = token < num_tokens
+    entry = alive & (ks < choices.TOPK)
+    owner = owners(mine, job.experts_per_rank)
+    sender = first_of_half(job, epoch) + job.rank
+    arrival = sender * job.max_tokens + token
+    slot, total = _slots(
+        topk_idx_ptr, mine, token * choices.TOPK, num_tokens * choices.TOPK, num_experts(job), sizes.BLOCK_N
+    )
+    local = mine - owner * job.experts_per_rank
+    peers = tl.arange(0, sizes.WP)
+    to_all = alive & is_rank(job, peers) & healthy
+    meta = (arrival * (2 * choices.KP) + ks)[None, :]
+    dest = buffer_ptrs(job, LL_META, peers, to_all, tl.int32)[:, None] + meta
+    keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
+    tl.store(dest, keys, mask=to_all[:, None])
+    if routed.HAS_WEIGHTS:
+        weights = tl.load(routed.weights_ptr + token * choices.TOPK + ks, mask=entry, other=0.0)
+        dest = buffer_ptrs(job, LL_META, peers, to_all, tl.float32)[:, None] + meta + choices.KP
+        tl.store(dest, tl.broadcast_to(weights[None, :], [sizes.WP, choices.KP]), mask=to_all[:, None])
+    is_last = (mine >= 0) & (slot + 1 == total) & healthy
+    counts_ptrs = buffer_ptrs(job, LL_COUNTS, owner, is_last, tl.int64)
+    tl.store(counts_ptrs + sender * sizes.EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
+    tl.store(kept_idx_ptr + token * choices.TOPK + ks, mine, mask=entry)
+
+
 @ep_kernel(
     x_ptr="*{WORD}",
     scale_ptr="*u8",
@@ -181,69 +258,43 @@ def low_latency_push_kernel(
     # After a failure nothing is stored; an early return would make every load wait for this one.
     healthy = tl.load(state_at(job, STATUS)) == 0
     epoch = tl.load(state_at(job, EPOCH_LL_DISPATCH)) + 1
-    parity = (epoch & 1).to(tl.int32)
-    token = tl.program_id(0)  # without tokens there is one program, which only releases
+    # Without tokens there is one, which nobody has: its programs only release.
+    tokens = tl.maximum(num_tokens, 1)
+    token = tl.program_id(0)
+    if tile.SPLIT:  # programs that count come first, and then those that have a tile each
+        token = tl.where(token < tokens, token, (token - tokens) // tile.TILES)
     alive = token < num_tokens
-    ks = tl.arange(0, choices.KP)
-    entry = alive & (ks < choices.TOPK)
-    mine = _kept(tl.load(topk_idx_ptr + token * choices.TOPK + ks, mask=entry, other=-1), num_experts(job))
-    row = tl.arange(0, 1) + token
-    wire = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD)
-    row_ptrs = source.x_ptr + row.to(tl.int64) * source.row_words
-    scale_ptrs = source.scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
-    owner = owners(mine, job.experts_per_rank)
-    sender = first_of_half(job, epoch) + job.rank
-    arrival = sender * job.max_tokens + token
-    peers = tl.arange(0, sizes.WP)
-    in_group = is_rank(job, peers) & healthy
-    data_tile = load_row_tile(row_ptrs, row < num_tokens, 0, source.row_words, tile.BLOCK_H)
+    entry = alive & (tl.arange(0, choices.KP) < choices.TOPK)
+    ids = tl.load(topk_idx_ptr + token * choices.TOPK + tl.arange(0, choices.KP), mask=entry, other=-1)
+    mine = _kept(ids, num_experts(job))
+    units = 1
+    if tile.SPLIT:
+        if tl.program_id(0) < tokens:
+            units = _TOKEN_UNITS - tile.TILES
+            _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, kept_idx_ptr, num_tokens, choices, sizes)
+        else:
+            t = (tl.program_id(0) - tokens) % tile.TILES
+            data_tile = _load_tile(source, token, num_tokens, t, tile.BLOCK_H)
+            _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, t, sizes.WP)
+    else:
+        data_tile = _load_tile(source, token, num_tokens, 0, tile.BLOCK_H)
+        _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, 0, sizes.WP)
+        # While the stores of the first tile are on their way.
+        _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, kept_idx_ptr, num_tokens, choices, sizes)
+        for t in tl.static_range(1, tile.TILES):
+            data_tile = _load_tile(source, token, num_tokens, t, tile.BLOCK_H)
+            _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, t, sizes.WP)
 
-    # Ranks and tokens begin with different destinations, so that no link is everybody's first.
-    first_rank = job.rank + token - quotient(job.rank + token, job.num_ranks) * job.num_ranks
-    dest_rank = first_rank + peers
-    dest_rank = tl.where(dest_rank < job.num_ranks, dest_rank, dest_rank - job.num_ranks)
-    goes_there = healthy & is_rank(job, peers) & (((rank_bits(owner, 0) >> dest_rank) & 1) > 0)
-    offs = tl.arange(0, tile.BLOCK_H)[None, :]
-    for t in tl.static_range(tile.TILES):
-        h = t * tile.BLOCK_H
-        if t > 0:
-            data_tile = load_row_tile(row_ptrs, row < num_tokens, h, source.row_words, tile.BLOCK_H)
-        data, scales = wire_tile(data_tile, scale_ptrs, row < num_tokens, h, source.row_words, source.PAYLOAD)
-        dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, data.dtype)
-        dest += arrival.to(tl.int64) * wire.stride
-        data = tl.broadcast_to(data, [sizes.WP, tile.BLOCK_H])
-        tl.store(dest[:, None] + h + offs, data, mask=goes_there[:, None] & (h + offs < source.row_words))
-        if source.PAYLOAD != WORDS:
-            dest = buffer_ptrs(job, LL_STAGE_X, dest_rank, goes_there, tl.uint8)
-            dest += arrival.to(tl.int64) * wire.row_bytes + wire.data_bytes
-            scales = tl.broadcast_to(scales, [sizes.WP, scales.shape[1]])
-            store_scales(dest, goes_there, scales, h, source.row_words, data.dtype.primitive_bitwidth // 8)
-        if t == 0:  # while the stores of the first tile are on their way
-            slot, total = _slots(
-                topk_idx_ptr, mine, token * choices.TOPK, num_tokens * choices.TOPK, num_experts(job), sizes.BLOCK_N
-            )
-            local = mine - owner * job.experts_per_rank
-            to_all = alive & in_group
-            meta = (arrival * (2 * choices.KP) + ks)[None, :]
-            dest = buffer_ptrs(job, LL_META, peers, to_all, tl.int32)[:, None] + meta
-            keys = tl.where(owner[None, :] == peers[:, None], (local << _SLOT_BITS | slot)[None, :], -1)
-            tl.store(dest, keys, mask=to_all[:, None])
-            if routed.HAS_WEIGHTS:
-                weights = tl.load(routed.weights_ptr + token * choices.TOPK + ks, mask=entry, other=0.0)
-                dest = buffer_ptrs(job, LL_META, peers, to_all, tl.float32)[:, None] + meta + choices.KP
-                tl.store(dest, tl.broadcast_to(weights[None, :], [sizes.WP, choices.KP]), mask=to_all[:, None])
-            is_last = (mine >= 0) & (slot + 1 == total) & healthy
-            counts_ptrs = buffer_ptrs(job, LL_COUNTS, owner, is_last, tl.int64)
-            tl.store(counts_ptrs + sender * sizes.EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
-            tl.store(kept_idx_ptr + token * choices.TOPK + ks, mine, mask=entry)
-
-    # Program 0 also adds the counts of absent programs (T < max_tokens) and publishes the per-call word.
-    is_first = token == 0
-    told_ptr = state_at(job, LL_TOLD) + parity
+    # Program 0 also adds the counts of absent tokens (T < max_tokens) and publishes the per-call word.
+    is_first = tl.program_id(0) == 0
+    told_ptr = state_at(job, LL_TOLD) + (epoch & 1)
     telling = ((host_word << _WORD_SHIFT) + num_tokens).to(tl.int64)
     told = tl.load(told_ptr, mask=is_first, other=telling)
-    count = tl.where(is_first, job.max_tokens + 1 - tl.num_programs(0), 1).to(tl.int64)
-    flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, in_group, tl.int64) + sender
+    absent = (job.max_tokens - tokens) * units_of_token(tile.SPLIT)
+    count = tl.where(is_first, absent + units, units).to(tl.int64)
+    peers = tl.arange(0, sizes.WP)
+    in_group = is_rank(job, peers) & healthy
+    flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, in_group, tl.int64) + first_of_half(job, epoch) + job.rank
     tl.store(told_ptr, telling, mask=is_first & healthy)
     tl.store(state_at(job, LL_DISPATCH_SENT), epoch, mask=is_first & healthy)
     added = tl.where(is_first, telling - told, 0) + (count << _COUNT_SHIFT)
@@ -364,6 +415,7 @@ def low_latency_expand_kernel(
     choices: Choices,
     WP: tl.constexpr,
     EP: tl.constexpr,
+    SPLIT: tl.constexpr,  # of the push
     tile: RowTile,
 ):
     job = in_one_node(job)
@@ -377,7 +429,7 @@ def low_latency_expand_kernel(
     if tl.program_id(0) == 0:
         tl.store(state_at(job, EPOCH_LL_DISPATCH), epoch)
     # Times that this half has been used.
-    expected = (((epoch + 1) >> 1) * job.max_tokens) << _COUNT_SHIFT
+    expected = (((epoch + 1) >> 1) * job.max_tokens * units_of_token(SPLIT)) << _COUNT_SHIFT
     first_source = first_of_half(job, epoch)
     source = tl.arange(0, WP)
     in_group = is_rank(job, source)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 if __name__ in ("__main__", "__mp_main__"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -46,6 +47,10 @@ class WrongResult(Exception):
     """A way does not compute what the first one does."""
 
 
+SPLIT = "tiles pushed apart"
+"""The way whose tiles of a row are pushed by programs of their own."""
+
+
 def _varied(changes: dict[str, int]) -> Callable[[Shape, bool], Plan]:
     plan_of = plans.combine
 
@@ -61,7 +66,9 @@ def _varied(changes: dict[str, int]) -> Callable[[Shape, bool], Plan]:
 class _Way:
     """A layer that exchanges in one way."""
 
-    def __init__(self, args: argparse.Namespace, tokens: int, announced: bool, changes: dict[str, int]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, tokens: int, announced: bool, changes: dict[str, int], split: bool = False
+    ) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.layer = EPAll2AllLayer(
             dist.group.WORLD, tokens, args.hidden, args.topk, rank, args.experts, ranks, ranks,
@@ -73,6 +80,7 @@ class _Way:
         self.x = coded_rows(rank, tokens, args.hidden, 0, self.device)
         self.idx = uniform_idx(rank, tokens, args.topk, args.experts, 0).to(self.device)
         before, plans.combine = plans.combine, _varied(changes)
+        plans._SPLIT_ROWS = split
         try:
             self.dispatch()
             self.y = torch.randn(self.recv_x.shape, generator=torch.Generator().manual_seed(rank)).to(self.device)
@@ -80,7 +88,7 @@ class _Way:
             self.combine()
             self.layer.check()
         finally:
-            plans.combine = before
+            plans.combine, plans._SPLIT_ROWS = before, False
         self.first = self.out.clone()
 
     def dispatch(self) -> None:
@@ -124,7 +132,8 @@ def _times(timer: Timer, call: Callable[[int], object]) -> list[float]:
 def run(args: argparse.Namespace) -> None:
     """What a rank does."""
     rank, ranks = ep_distributed.initialize_distributed(timeout_s=300)
-    ways = {"two launches": (False, {}), "one launch": (True, {})}
+    ways: dict[str, tuple[Any, ...]] = {"two launches": (False, {}), "one launch": (True, {})}
+    ways[SPLIT] = (True, {}, True)
     if not INTERPRETING:
         ways |= {f"one, {name}": (True, changes) for name, changes in COMBINE_TILES.items()}
     for tokens in (int(text) for text in args.tokens.split(",")):
