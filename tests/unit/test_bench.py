@@ -252,11 +252,11 @@ def test_a_profile_of_the_host_leaves_the_interpreter_out(monkeypatch: pytest.Mo
 
     seen = []
 
-    def interpreted(number: int) -> None:
+    def interpreted(number: int, *rest: Any) -> None:
         seen.append(sum(range(number)))
 
     def a_call_of_the_layer() -> None:
-        launch._interpret(1000)
+        launch._interpret(1000, 1, [], {})
 
     monkeypatch.setattr(launch, "_interpret", interpreted)
     job = types.SimpleNamespace(settings=types.SimpleNamespace(interpreting=True, iters=2), device=torch.device("cpu"))

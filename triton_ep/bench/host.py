@@ -12,7 +12,7 @@ import gc
 import pstats
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,10 @@ def _without_interpreter(profiler: cProfile.Profile) -> Iterator[None]:
     """Profile nothing of interpreted kernels, all of which pass one function."""
     interpret = launch._interpret
 
-    def unseen(*args: Any) -> None:
+    def unseen(kernel_spec: Any, grid: int, args: Sequence[Any], constexprs: Mapping[str, Any]) -> None:
         profiler.disable()
         try:
-            interpret(*args)
+            interpret(kernel_spec, grid, args, constexprs)
         finally:
             profiler.enable()
 
