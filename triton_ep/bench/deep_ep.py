@@ -8,6 +8,7 @@ as DeepEP's own tests do.
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ def check_here(job: Job, case: Case) -> None:
         raise Unavailable(f"FP8 rows of deep_ep are multiples of {_BLOCK} values, not {job.shape.hidden}.")
 
 
-class _Peer:
+class _Peer(ABC):
     """What both kinds of calls have in common."""
 
     roundings = 1
@@ -89,9 +90,9 @@ class _Peer:
         if not bool((error <= limit).all()):
             raise WrongResult(f"combine on rank {self.job.rank}: off by {error.max().item()}")
 
+    @abstractmethod
     def copies(self, idx: torch.Tensor) -> torch.Tensor:
         """[T]: how many rows of each token combine sums."""
-        raise NotImplementedError
 
 
 def _near(exact: torch.Tensor) -> torch.Tensor:
