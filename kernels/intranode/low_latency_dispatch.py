@@ -152,11 +152,13 @@ class Parts(NamedTuple):
         HAS_SCALES: scales of MXFP8.
         HAS_WEIGHTS: routing weights.
         HAS_PADDING: rows of zeros between the experts' segments.
+        SPLIT: they were pushed tile by tile (`PushTile`).
     """
 
     HAS_SCALES: tl.constexpr
     HAS_WEIGHTS: tl.constexpr
     HAS_PADDING: tl.constexpr
+    SPLIT: tl.constexpr
 
 
 @triton.jit
@@ -205,7 +207,7 @@ def _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, 
 
 
 @triton.jit
-def _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, kept_idx_ptr, num_tokens, choices, sizes):
+def _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, num_tokens, choices, sizes):
     """Store the keys and weights of a token at all ranks, and totals that end here at their owners."""
     ks = tl.arange(0, choices.KP)
     alive = token < num_tokens
@@ -230,7 +232,6 @@ def _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, kept_idx_
     is_last = (mine >= 0) & (slot + 1 == total) & healthy
     counts_ptrs = buffer_ptrs(job, LL_COUNTS, owner, is_last, tl.int64)
     tl.store(counts_ptrs + sender * sizes.EP + local, (epoch << _SLOT_BITS) + total, mask=is_last)
-    tl.store(kept_idx_ptr + token * choices.TOPK + ks, mine, mask=entry)
 
 
 @ep_kernel(
@@ -271,7 +272,7 @@ def low_latency_push_kernel(
     if tile.SPLIT:
         if tl.program_id(0) < tokens:
             units = _TOKEN_UNITS - tile.TILES
-            _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, kept_idx_ptr, num_tokens, choices, sizes)
+            _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, num_tokens, choices, sizes)
         else:
             t = (tl.program_id(0) - tokens) % tile.TILES
             data_tile = _load_tile(source, token, num_tokens, t, tile.BLOCK_H)
@@ -280,11 +281,13 @@ def low_latency_push_kernel(
         data_tile = _load_tile(source, token, num_tokens, 0, tile.BLOCK_H)
         _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, 0, sizes.WP)
         # While the stores of the first tile are on their way.
-        _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, kept_idx_ptr, num_tokens, choices, sizes)
+        _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, num_tokens, choices, sizes)
         for t in tl.static_range(1, tile.TILES):
             data_tile = _load_tile(source, token, num_tokens, t, tile.BLOCK_H)
             _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, t, sizes.WP)
 
+    kept_ptrs = kept_idx_ptr + token * choices.TOPK + tl.arange(0, choices.KP)
+    tl.store(kept_ptrs, mine, mask=entry & (tl.program_id(0) < tokens))
     # Program 0 also adds the counts of absent tokens (T < max_tokens) and publishes the per-call word.
     is_first = tl.program_id(0) == 0
     told_ptr = state_at(job, LL_TOLD) + (epoch & 1)
@@ -415,7 +418,6 @@ def low_latency_expand_kernel(
     choices: Choices,
     WP: tl.constexpr,
     EP: tl.constexpr,
-    SPLIT: tl.constexpr,  # of the push
     tile: RowTile,
 ):
     job = in_one_node(job)
@@ -429,7 +431,7 @@ def low_latency_expand_kernel(
     if tl.program_id(0) == 0:
         tl.store(state_at(job, EPOCH_LL_DISPATCH), epoch)
     # Times that this half has been used.
-    expected = (((epoch + 1) >> 1) * job.max_tokens * units_of_token(SPLIT)) << _COUNT_SHIFT
+    expected = (((epoch + 1) >> 1) * job.max_tokens * units_of_token(parts.SPLIT)) << _COUNT_SHIFT
     first_source = first_of_half(job, epoch)
     source = tl.arange(0, WP)
     in_group = is_rank(job, source)
