@@ -326,10 +326,11 @@ def _write_tiles(job, placement_ptr, failed, EP: tl.constexpr):
     """Write the tile table of this rank's output rows; of a dispatch that failed there are none."""
     expert_offsets_ptr = expert_offsets_of(job, placement_ptr)
     num_rows = tl.where(failed, 0, tl.load(num_rows_of(job, placement_ptr)))
-    max_tiles = tl.cdiv(num_rows, TILE_ROWS) + job.experts_per_rank
+    experts = job.experts_per_rank
+    max_tiles = tl.cdiv(num_rows, TILE_ROWS) + experts
     tiles_ptr = tiles_of(job, placement_ptr)
     filled_ptr = num_recv_of(job, placement_ptr)
-    write_tile_table(tiles_ptr, expert_offsets_ptr, filled_ptr, num_rows, job.experts_per_rank, max_tiles, EP, True)
+    write_tile_table(tiles_ptr, expert_offsets_ptr, filled_ptr, num_rows, experts, max_tiles, EP, True)
 
 
 @triton.jit

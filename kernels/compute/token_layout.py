@@ -60,10 +60,10 @@ def token_layout_kernel(
     valid = (expert >= 0) & (expert < places.num_experts)
     expert = tl.where(valid, expert, 0).to(tl.int32)
     owner = tl.where(valid, expert // places.experts_per_rank, -1)
-    _count_groups(counts_ptr, owner, places.num_ranks, in_rank_ptr, token, num_tokens, GP, True)
-    counts_ptr += places.num_ranks
-    per_node = places.ranks_per_node
-    num_nodes = places.num_ranks // per_node
+    ranks, per_node = places.num_ranks, places.ranks_per_node
+    _count_groups(counts_ptr, owner, ranks, in_rank_ptr, token, num_tokens, GP, True)
+    counts_ptr += ranks
+    num_nodes = ranks // per_node
     node = tl.where(valid, owner // per_node, -1)
     _count_groups(counts_ptr, node, num_nodes, in_rank_ptr, token, num_tokens, GP, False)
     tl.atomic_add(counts_ptr + num_nodes + expert, valid.to(tl.int32), mask=valid)

@@ -12,7 +12,7 @@ Replay        Signals are the caller's, who clears them before the kernel that r
 
 import triton.language as tl
 
-from ..device.job import Job
+from ..device.job import Job, is_local_expert
 from ..device.waits import WAIT_SIGNALS, wait_flags
 from ..spec import ep_kernel
 
@@ -30,7 +30,7 @@ def wait_signals_kernel(
 ):
     for first in range(0, job.experts_per_rank * blocks, BLOCK):
         signal = first + tl.arange(0, BLOCK)
-        awaited = signal < job.experts_per_rank * blocks
+        awaited = is_local_expert(job, signal // blocks)
         if BY_BLOCKS:
             num_rows = tl.load(num_rows_ptr + signal // blocks, mask=awaited, other=0)
             awaited = awaited & (signal % blocks * block_rows < num_rows)
