@@ -1,6 +1,7 @@
 """tools/environment.py: which torch it asks pip for, on machines that are not here."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -95,3 +96,12 @@ def test_the_demo_does_not_wait_for_the_tests_tools() -> None:
     """In the Makefile `demo` needs the environment, `test` its tools too."""
     needs = dict(re.findall(r"^([a-z-]+): (\$\(\w+\))", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert needs["demo"] == "$(READY)" and needs["test"] == needs["aot"] == "$(TOOLS)"
+
+
+def test_python_keeps_what_it_has_compiled() -> None:
+    """Where the environment forbids it, too: tests start dozens of processes that import torch."""
+    show = "show:; @echo [$$PYTHONDONTWRITEBYTECODE]"
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = ["make", "--no-print-directory", f"--eval={show}", "show"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout == "[]\n", done.stderr
