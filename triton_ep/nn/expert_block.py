@@ -241,7 +241,8 @@ class ExpertBlock:
         w13, w2, b13, b2 = params
         row_weights, aligned = saved["row_weights"], self.settings.aligned
         want_w13, want_w2, want_b13, want_b2 = needs.params
-        dpre = act = dweights = dw2 = db2 = x = None
+        dpre = act = dweights = dw2 = db2 = None
+        x: list[tuple[slice, torch.Tensor]] = []  # strips of the rows, in bf16
         operand = self._operand(grad, offs)
         if needs.rows or needs.row_weights or want_w13 or want_w2 or want_b13:
             dpre, act, dweights = down_dgrad_of_any_width(
@@ -260,7 +261,7 @@ class ExpertBlock:
             wide = operand if isinstance(grad, MXTensor) else grad
             of_w2 = _WeightGradient(w2, offs, aligned, filled) if want_w2 else None
             of_b2 = []
-            for columns in _strips(wide, aligned):
+            for columns in _strips(wide, aligned, 2):
                 values = _values(wide, offs, columns)
                 if b2 is not None and want_b2:
                     of_b2.append(bias_gradient(values, offs, row_weights).to(b2.dtype))
@@ -276,25 +277,30 @@ class ExpertBlock:
             return self._rows_gradient(dpre, w13, offs, tiles)
 
         @torch.no_grad()
-        def prepare() -> None:
-            nonlocal x
-            if want_w13:
-                x = _values(saved.pop("rows"), offs)
+        def prepare(room: bool) -> None:
+            if want_w13 and "rows" in saved:
+                # A quarter beside the gradient of the rows takes no more memory than there has been before.
+                for columns in _strips(saved["rows"], aligned, 4)[len(x) :]:
+                    if room or columns.stop is not None:
+                        x.append((columns, _values(saved["rows"], offs, columns)))
+            if room:
+                saved.pop("rows", None)
 
         @torch.no_grad()
         def of_params() -> Params:
-            nonlocal dpre, x
+            nonlocal dpre
             dw13 = db13 = None
             if dpre is not None and b13 is not None and want_b13:
                 db13 = bias_gradient(dpre, offs).to(b13.dtype)
             if want_w13:
-                if x is None:
-                    prepare()
-                assert dpre is not None and x is not None, "computed above"
+                prepare(True)
+                assert dpre is not None, "computed above"
                 of_w13 = _WeightGradient(w13, offs, aligned, filled)
-                of_w13.add(dpre, x, of_w13.out)
+                for columns, values in x:
+                    of_w13.add(dpre, values, of_w13.out[:, :, columns])
                 dw13 = of_w13.found()
-            dpre = x = None
+            dpre = None
+            x.clear()
             return dw13, dw2, db13, db2
 
         return ExpertGradients(
@@ -337,14 +343,14 @@ def _values(x: Rows, offs: torch.Tensor, columns: slice = _ALL) -> torch.Tensor:
     return dequantize_rows_in_use(x, offs, columns=columns) if isinstance(x, RowScaled) else x[:, columns].contiguous()
 
 
-def _strips(x: Rows, aligned: bool) -> list[slice]:
-    """Columns of rows that are made bf16 at a time: two halves of those in 8 bits, which take half the memory then.
+def _strips(x: Rows, aligned: bool, parts: int) -> list[slice]:
+    """Columns of rows that are made bf16 at a time: of those in 8 bits one of so many parts, then the rest.
 
     Not aligned: all, because the gradients of weights are not computed by parts.
     """
-    half = -(-x.shape[1] // (2 * _STRIP)) * _STRIP
-    halves = aligned and isinstance(x, RowScaled) and half < x.shape[1]
-    return [slice(0, half), slice(half, None)] if halves else [_ALL]
+    first = -(-x.shape[1] // (parts * _STRIP)) * _STRIP
+    cut = aligned and isinstance(x, RowScaled) and first < x.shape[1]
+    return [slice(0, first), slice(first, None)] if cut else [_ALL]
 
 
 class _WeightGradient:

@@ -31,7 +31,7 @@ from triton_ep.ops.row_scales import RowScaled
 Params = Sequence[torch.Tensor | None]
 
 
-def _nothing() -> None:
+def _nothing(room: bool) -> None:
     """Where there is nothing to prepare."""
 
 
@@ -43,8 +43,8 @@ def _no_work(params: Params) -> None:
 class ExpertGradients:
     """What the backward pass of experts gives.
 
-    Calls are made in the order rows, prepare, params, each once. The memory of the rows that `backward` was given is
-    free before the first, and that of what `rows` gave before `prepare`.
+    Calls are made in the order rows, prepare (twice), params. The memory of the rows that `backward` was given is free
+    before the first.
 
     Attributes:
         rows: computes [R, H] of the layer's dtype, of the rows that were received; rows without a copy may hold
@@ -52,14 +52,15 @@ class ExpertGradients:
         row_weights: [R] float32, of their weights, likewise.
         params: computes those of the parameters, once the gradient of the rows has been sent. None for one that needs
             none, or whose gradient has been accumulated elsewhere (Megatron's main_grad).
-        prepare: for what moves memory, while the last of the gradient of the rows is on its way. A product that fills
-            the GPU would keep the exchange from its multiprocessors, and with it all other ranks.
+        prepare: for what moves memory, while the gradient of the rows is on its way; with False before, with True after
+            the memory of what `rows` gave is free. A product that fills the GPU would keep the exchange from its
+            multiprocessors, and with it all other ranks.
     """
 
     rows: Callable[[], torch.Tensor] | None
     row_weights: torch.Tensor | None
     params: Callable[[], Params]
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[bool], None] = _nothing
 
 
 class Experts(Protocol):
@@ -211,19 +212,21 @@ class MoEBlock:
         rows = None if found.rows is None else self._of_experts(found.rows)
         if side is None:
             grads = self._send_rows(rows, desc, needs), self._send_weights(found, desc, slots, needs)
+            self._of_experts(found.prepare, False)
             del rows
-            self._of_experts(found.prepare)
+            self._of_experts(found.prepare, True)
             return grads
         side.wait_stream(current_stream())
         with torch.cuda.stream(side):
             grad_x = self._send_rows(rows, desc, needs)
             arrived = EPEvent.record()
+        self._of_experts(found.prepare, False)
         if rows is None or not steps.wait_published(self.layer.context, desc):
             arrived.current_stream_wait()
         del rows  # whose memory `prepare` may have now: what is still to be sent has been summed elsewhere
         with torch.cuda.stream(side):
             grad_weights = self._send_weights(found, desc, slots, needs)
-        self._of_experts(found.prepare)
+        self._of_experts(found.prepare, True)
         arrived.current_stream_wait()
         return grad_x, grad_weights
 
