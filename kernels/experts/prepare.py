@@ -180,6 +180,14 @@ def prepare_weights_kernel(
         at = expert * n + first
         in_n = first + offs_n < end
         mask = in_n[:, None] & in_k[None, :]
+        if copies.FPROP:
+            # Before the weights, so that nothing waits for it when they have come.
+            if CHECK:
+                of_row = _scale_of_copy(copies.scale_ptr, at + offs_n, in_n)
+            else:
+                of_row = _scale_of_max(maxima.row_max_ptr, at + offs_n, in_n)
+                if left == 0:
+                    tl.store(copies.scale_ptr + at + offs_n, scale_value(of_row), mask=in_n)
         if CHECK:
             x = tl.load(w_ptr + at * k + offs, mask=mask, other=0.0).to(tl.float32)
             bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -192,12 +200,6 @@ def prepare_weights_kernel(
         # Once more, from the nearest cache: to keep it takes registers, and with them other programs' place.
         x = tl.load(w_ptr + at * k + offs, mask=mask, other=0.0)
         if copies.FPROP:
-            if CHECK:
-                of_row = _scale_of_copy(copies.scale_ptr, at + offs_n, in_n)
-            else:
-                of_row = _scale_of_max(maxima.row_max_ptr, at + offs_n, in_n)
-                if left == 0:
-                    tl.store(copies.scale_ptr + at + offs_n, scale_value(of_row), mask=in_n)
             elements = scaled_elements(x.to(tl.float32), of_row[:, None], MODE_RCEIL, False)
             tl.store(copies.out_ptr + at * k + offs, elements, mask=mask)
         if copies.DGRAD:

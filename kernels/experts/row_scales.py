@@ -95,8 +95,8 @@ def rebase_rows_kernel(
         for first in range(0, BLOCKS if WHOLE else blocks, BLOCKS):
             alive = in_rows[:, None] & (first + offs_b < blocks)
             if WHOLE:
-                # Before anything waits for the scales.
-                elements = tl.load(elements_ptr + at, mask=alive[:, :, None], other=0.0)
+                # Before anything waits for the scales. Read once: what is written is what the product wants in L2.
+                elements = tl.load(elements_ptr + at, mask=alive[:, :, None], other=0.0, eviction_policy="evict_first")
             scale = tl.load(scale_row + first + offs_b, mask=alive, other=0).to(tl.int32)
             largest = tl.maximum(largest, tl.max(scale, axis=1))
         tl.store(row_scale_ptr + row, scale_value(largest), mask=in_rows)

@@ -54,9 +54,9 @@ BF16 = {
     "128x128 split, 2 per SM": ProductTile(128, 128, 64, 3, 4, per_sm=2, split=True),
 }
 PREPARED = (
+    ((128, 64), 4, 128, 4),
     ((128, 64), 4, 128, 16),
     ((128, 64), 4, 128, 1),
-    ((128, 64), 4, 128, 4),
     ((128, 64), 4, 128, 64),
     ((128, 64), 4, 160, 16),
     ((128, 64), 8, 80, 16),
@@ -177,8 +177,8 @@ def passes(given: Operands) -> Iterator[Variant]:
     # Rows of MXFP8 as a caller has them, and the activation of a layer.
     for name, x, offs in (("256 rows per expert", given.x[: given.rows // 6], None), ("act", given.act, given.offs)):
         parts = quantize_rows(x)
-        for blocks in (128, 64, 256, 0):
-            values = {"LEAST_BLOCKS": blocks} if blocks else {"QUANTIZED_BLOCKS": 0}
+        for blocks in (256, 128, 512, 0):
+            values = {"REBASED_BLOCKS": blocks} if blocks else {"QUANTIZED_BLOCKS": 0}
             call = patched(plans, values, lambda parts=parts, offs=offs: rebase_rows(*parts, offs))
             yield Variant(f"rebase_rows {name}", f"{32 * blocks} values" if blocks else "by steps", call)
     rows = quantize_to_rows(given.x, given.offs)

@@ -96,7 +96,7 @@ def _rebase_rows(
             "rebase_rows_kernel",
             rows,
             offs,
-            quantized_tile(k, INTERPRETING),
+            quantized_tile(k, INTERPRETING, rebased=True),
             elements_ptr=rows,
             scale_ptr=scale.contiguous(),
             out_ptr=out,

@@ -27,14 +27,16 @@ ACT_OUT = {"bf16": ACT_OUT_BF16, "mx": ACT_OUT_MX, "mx_bf16": ACT_OUT_MX_BF16}
 
 PREPARED, PREPARED_WARPS, PREPARED_REGISTERS = (128, 64), 4, 128
 """Rows and columns of a weight that are prepared at once; with so many registers four programs fit side by side."""
-PREPARED_STEPS, PREPARED_FOLD = 16, 4
+PREPARED_STEPS, PREPARED_FOLD = 4, 4
 """Such tiles, one below the other, that a program takes; and rows of a tile that are a thread's own."""
 MENDED = 32
 """Rows or columns that a program looks at: more, and more are read that need not be; fewer, and more programs start."""
 QUANTIZED_BLOCKS = 256
 """Of 32 values: rows of more are taken by steps, and read twice when they are quantised."""
 LEAST_BLOCKS = 128
-"""Of shorter rows, a program takes several, until it has so many."""
+"""Of shorter rows, a program that quantises takes several, until it has so many."""
+REBASED_BLOCKS = 256
+"""The same of a program that moves e4m3 elements, which are half as long."""
 COPIED_COLUMNS = 8192
 """Values that a program of row_tile has at once."""
 
@@ -63,15 +65,19 @@ def segments_power(num_experts: int) -> int:
     return next_power_of_2(num_experts)
 
 
-def quantized_tile(k: int, interpreted: bool) -> dict[str, int]:
-    """WHOLE, ROWS and BLOCKS of kernels that give rows of `k` values one scale: of up to 8192 a tile has whole rows."""
+def quantized_tile(k: int, interpreted: bool, rebased: bool = False) -> dict[str, int]:
+    """WHOLE, ROWS and BLOCKS of kernels that give rows of `k` values one scale: of up to 8192 a tile has whole rows.
+
+    rebased: the rows are of e4m3 already.
+    """
     if interpreted:
         blocks = min(next_power_of_2(k // 32), 16)
         return {"WHOLE": k <= 32 * blocks, "ROWS": 32, "BLOCKS": blocks}
     blocks = max(next_power_of_2(k // 32), 32)
     if blocks > QUANTIZED_BLOCKS:
         return {"WHOLE": False, "ROWS": 4, "BLOCKS": 32}
-    return {"WHOLE": True, "ROWS": max(LEAST_BLOCKS // blocks, 1), "BLOCKS": blocks}
+    least = REBASED_BLOCKS if rebased else LEAST_BLOCKS
+    return {"WHOLE": True, "ROWS": max(least // blocks, 1), "BLOCKS": blocks}
 
 
 def row_tile(k: int, interpreted: bool) -> dict[str, int]:
@@ -377,8 +383,9 @@ def _row_scales(training: tuple[bool, ...]) -> list[KernelRequest]:
     """What makes and takes apart row scales, of rows in use and of whole weights."""
     found = []
     for k in (1024, 2048, 4096, 8192, 16384):
+        rebased = offsets_constexprs(True) | quantized_tile(k, interpreted=False, rebased=True)
+        found.append(KernelRequest("rebase_rows_kernel", rebased, {"offs_ptr": "*i32"}, ("k",)))
         constexprs = offsets_constexprs(True) | quantized_tile(k, interpreted=False)
-        found.append(KernelRequest("rebase_rows_kernel", constexprs, {"offs_ptr": "*i32"}, ("k",)))
         types = {"x_ptr": "*bf16", "offs_ptr": "*i32"}
         found.append(KernelRequest("quantize_to_rows_kernel", constexprs, types, ("k",)))
     if any(training):
