@@ -27,6 +27,12 @@ _HOOKS_INSIDE = (
 )
 
 
+@torch.compiler.disable
+def _look_at_shards(experts: SwiGLUExperts) -> None:
+    """Behind a break of the graph, because counters of versions are nothing to trace."""
+    experts.look_at_shards()
+
+
 class MoE(nn.Module):
     """Router, dispatch, experts, combine: [..., H] to [..., H]. All ranks of the group make it and call it alike.
 
@@ -220,6 +226,7 @@ class MoE(nn.Module):
         ids, weights = self._route(x, topk_idx, topk_weights)
         if isinstance(self.experts, FSDPModule):
             torch._dynamo.graph_break(msg=_HOOKS_INSIDE)  # FSDP's hooks would break the graph, too, and not say why
+            _look_at_shards(self.experts)
         exchange = self._connection.traced
         y: torch.Tensor = self.experts(x.reshape(-1, self.hidden).contiguous(), ids, weights, over=exchange)
         y = y.view(x.shape)
