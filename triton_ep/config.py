@@ -177,6 +177,11 @@ class EPConfig:
         object.__setattr__(self, "num_sm", min(self.num_sm, most))
 
     @property
+    def budgeted(self) -> bool:
+        """Whether there is a budget of multiprocessors."""
+        return self.sm_budget is not None
+
+    @property
     def fits_low_latency(self) -> bool:
         """Whether a layer with low_latency=True takes these sizes, given a static capacity."""
         fits = all(getattr(self, name) <= most for name, most in _LOW_LATENCY_MOST.items())

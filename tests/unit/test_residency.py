@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -105,17 +106,17 @@ def test_a_dispatch_keeps_its_budget(multiprocessors: int, budget: int, senders:
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 8, 20, 24, 64])
-@pytest.mark.parametrize("reduce", [Program(32, 64), Program(16, 64), Program(4, 160)])
-def test_a_combine_keeps_its_budget(budget: int, reduce: Program) -> None:
+@pytest.mark.parametrize("pull", [Program(32, 64), Program(8, 80)])
+@pytest.mark.parametrize("reduce", [Program(32, 64), Program(8, 80), Program(4, 160)])
+def test_a_combine_keeps_its_budget(budget: int, reduce: Program, pull: Program) -> None:
     """Sums and pulls together, where they are there together; else each of them."""
-    pull = Program(32, 64)
-    both = budgeted_combine(budget, 20, reduce, pull, True)
-    assert both.publishing >= 1 and 1 <= both.pulling <= 20
+    both = budgeted_combine(budget, reduce, pull, True)
+    assert both.publishing >= 1 and both.pulling >= 1
     shares = both.publishing * share_of_one(reduce), both.pulling * share_of_one(pull)
     assert (sum(shares) if both.overlapped else max(shares)) <= budget
     assert both.overlapped == (budget > 1)
-    after = budgeted_combine(budget, 20, reduce, pull, False)
-    assert not after.overlapped and after.pulling == min(budget, 20)
+    after = budgeted_combine(budget, reduce, pull, False)
+    assert not after.overlapped and after.pulling == in_budget(budget, pull)
     assert after.publishing == min(in_budget(budget, reduce), 128)
 
 
@@ -129,6 +130,16 @@ def test_a_budget_limits_the_programs_of_a_layer() -> None:
         EPConfig(**sizes, local_world_size=4, sm_budget=0)
     with pytest.raises(ConfigError, match="low_latency"):
         EPConfig(**sizes, local_world_size=4, low_latency=True, recv_capacity=64, sm_budget=8)
+
+
+def test_sums_within_a_budget_take_a_third_of_a_multiprocessor() -> None:
+    """Inside a node; kernels of several nodes, and of short rows, are the same with and without."""
+    shape = Shape(4096, 7168, 8, 256, 8, 8, enable_local_combine=True)
+    for plan in (lambda s: exchange.reduce(s, False), lambda s: exchange.pull(s, False, True)):
+        assert share_of_one(Program.declared(plan(replace(shape, budgeted=True)), 32)) == Fraction(1, 3)
+        assert share_of_one(Program.declared(plan(shape), 32)) == 1
+        for other in (replace(shape, local_world_size=4), replace(shape, hidden=128)):
+            assert plan(replace(other, budgeted=True)) == plan(other)
 
 
 @dataclass(eq=False)
@@ -155,7 +166,9 @@ def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tuning.Launcher, "num_compiled", tuning.Launcher.num_compiled + 1)
     assert tuning.expanding_programs(ctx, fmt, expand, True) == 112
     whole = Program(32, 64)
-    assert tuning.combining_programs(config, device, whole, whole, True) == (14, 10, True)
+    assert tuning.combining_programs(config, device, whole, whole, True) == (12, 12, True)
+    third = Program(8, 80)
+    assert tuning.combining_programs(config, device, third, third, True) == (36, 36, True)
     assert tuning.combining_programs(plain, device, whole, whole, True) == (112, 20, True)
     assert tuning.combining_programs(plain, device, whole, whole, False) == (128, 20, False)
     quantize = cast(Any, _Launched(Program(4, 40)))

@@ -1,12 +1,14 @@
 """An exchange beside matrix products on another stream: how much longer the products and the exchange take together.
 
 The products are queued first, as a model queues the experts of one micro-batch before the exchange of another; the
-exchange runs on a stream of higher priority. Both are waited for. A row has the time of both together, and as its bound
-that of the products alone, so the exchange has added the difference.
+exchange runs on a stream of higher priority. There are as many products as take twice as long as the exchange, so that
+it does not outlast them. A row has the time of both together, and as its bound that of the products alone, so the
+exchange has added the difference.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,19 +27,32 @@ def measure_beside(job: Job, case: Case) -> dict[str, Measured]:
         WrongResult: a check failed.
         Unavailable: the provider cannot run here.
     """
-    products = _products(job)
-    found = {}
+    found, on_gpu = {}, job.device.type == "cuda"
     with make_provider(job, case) as provider:
         calls = checked_calls(job, case, provider)
-        alone = over_ranks(job.timer.times(lambda _: products(), provider.meet)).median_us
+
+        def time(call: Call) -> float:
+            return over_ranks(job.timer.times(call, provider.meet)).median_us
+
+        def one(call: Call) -> Call:
+            return lambda number: call(number % len(job.idxs))
+
+        each = time(_only(_products(job, PRODUCTS_BESIDE))) / PRODUCTS_BESIDE
         for op, name in (("dispatch_beside", "dispatch"), ("combine_beside", "combine")):
-            both = _beside(products, calls[name], len(job.idxs), job.device)
+            number = max(math.ceil(2 * time(one(calls[name])) / each), PRODUCTS_BESIDE) if on_gpu else PRODUCTS_BESIDE
+            products = _products(job, number)
+            alone = time(_only(products))
+            both = _beside(products, one(calls[name]), job.device)
             found[op] = replace(job.measure(both, provider.meet), floor_us=alone)
     return found
 
 
-def _products(job: Job) -> Callable[[], None]:
-    """Products of rows [T, H] with weights [H, ffn], one after the other."""
+def _only(products: Callable[[], None]) -> Call:
+    return lambda _: products()
+
+
+def _products(job: Job, number: int) -> Callable[[], None]:
+    """So many products of rows [T, H] with weights [H, ffn], one after the other."""
     shape, device = job.shape, job.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = torch.randn(shape.tokens, shape.hidden, dtype=dtype, device=device)
@@ -45,19 +60,19 @@ def _products(job: Job) -> Callable[[], None]:
     out = torch.empty(shape.tokens, shape.ffn, dtype=dtype, device=device)
 
     def run() -> None:
-        for _ in range(PRODUCTS_BESIDE):
+        for _ in range(number):
             torch.mm(rows, weights, out=out)
 
     return run
 
 
-def _beside(products: Callable[[], None], call: Call, inputs: int, device: torch.device) -> Call:
+def _beside(products: Callable[[], None], call: Call, device: torch.device) -> Call:
     """Both, from the current stream on, and waited for by it."""
     if device.type != "cuda":
 
         def one_after_the_other(number: int) -> None:
             products()
-            call(number % inputs)
+            call(number)
 
         return one_after_the_other
     side = torch.cuda.Stream(device, priority=-1)
@@ -68,7 +83,7 @@ def _beside(products: Callable[[], None], call: Call, inputs: int, device: torch
         side.wait_stream(current)
         products()
         with torch.cuda.stream(side):
-            kept[:] = [call(number % inputs)]
+            kept[:] = [call(number)]
         current.wait_stream(side)
 
     return together

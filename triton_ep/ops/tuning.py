@@ -29,7 +29,7 @@ _EXPANDING_SHARE = (3, 2)
 _LAYERS = 2
 """Layers within a node that may dispatch at the same time, without a budget."""
 
-_PULL_SHARE = (5, 12)
+_PULL_SHARE = (1, 2)
 """Of a budget, what pulls rows; the rest sums them meanwhile."""
 
 _WORDS = {"i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "u8": torch.uint8}
@@ -135,21 +135,21 @@ def combining_programs(config: EPConfig, device: torch.device, publish: Program,
     overlapped = reduced and overlaps(config, device)
     if config.sm_budget is not None:
         budget = min(config.sm_budget, multiprocessors(device))
-        return budgeted_combine(budget, config.num_sm, publish, pull, overlapped)
+        return budgeted_combine(budget, publish, pull, overlapped)
     if not overlapped:
         return Combining(local_programs(device), pulling, False)
     most = most_waiting(multiprocessors(device), publish, pull, config.num_sm)
     return Combining(min(waiting_programs(multiprocessors(device), config.num_sm), most), pulling, True)
 
 
-def budgeted_combine(budget: int, num_sm: int, publish: Program, pull: Program, overlapped: bool) -> Combining:
+def budgeted_combine(budget: int, publish: Program, pull: Program, overlapped: bool) -> Combining:
     """The same within a budget of multiprocessors."""
     if overlapped:
-        pulling = min(in_budget(max(budget * _PULL_SHARE[0] // _PULL_SHARE[1], 1), pull), num_sm)
+        pulling = in_budget(max(budget * _PULL_SHARE[0] // _PULL_SHARE[1], 1), pull)
         publishing = in_budget(budget, publish, [pull], pulling)
         if publishing and pulling:
             return Combining(min(publishing, STAGE_PROGRAMS), pulling, True)
-    pulling = min(max(in_budget(budget, pull), 1), num_sm)
+    pulling = max(in_budget(budget, pull), 1)
     return Combining(min(max(in_budget(budget, publish), 1), STAGE_PROGRAMS), pulling, False)
 
 

@@ -164,10 +164,20 @@ def _short(s: Shape) -> tuple[dict[str, int], dict[str, int]]:
     return {} if s.interpreted else {"ROWS": 8}, {"num_warps": 4, "maxnreg": 160}
 
 
+def _budgeted(s: Shape) -> tuple[dict[str, int], dict[str, int]]:
+    """Tile and options of kernels that sum rows within a budget: three programs on a multiprocessor in place of one, so
+    that some wait for memory while others have their rows."""
+    if not s.budgeted or s.interpreted or s.num_nodes > 1 or s.hidden <= SHORT_ROW:
+        return {}, {}
+    return {"ROWS": 1, "BLOCK_H": min(s.summing_tile()["BLOCK_H"], 4096)}, {"num_warps": 8, "maxnreg": 80}
+
+
 def reduce(s: Shape, has_weights: bool, copies: int = 0) -> Plan:
     """Expert outputs summed per token, for the ranks of this node; `copies` at most: 1 of compact rows, 0 = top-k."""
     common = s.common("WP", "LWP", "MAX_PROGRAMS")
     rows, options = s.chosen("reduce")
+    tile, within = _budgeted(s)
+    rows, options = rows | tile, options | within
     if s.hidden <= SHORT_ROW:
         rows, options = _short(s)
     elif copies == 1:
@@ -216,6 +226,8 @@ def partial(s: Shape, has_weights: bool, reduced: bool) -> Plan:
 def pull(s: Shape, has_weights: bool, reduced: bool) -> Plan:
     """Sums of this rank's tokens."""
     rows, options = s.chosen("pull")
+    tile, within = _budgeted(s)
+    rows, options = rows | tile, options | within
     if s.hidden <= SHORT_ROW:
         rows, options = _short(s)
     constexprs = {**_sum(s, has_weights, reduced), **s.common("NNP"), "BLOCK_T": ROUTING_TOKENS, **rows}

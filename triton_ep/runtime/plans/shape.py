@@ -55,6 +55,7 @@ class Shape:
         network: how bytes cross nodes, P2P or NVSHMEM (kernels/device/codes.py).
         tuned: (kernel, rows, warps) of the tuned entry.
         interpreted: for the interpreter.
+        budgeted: the layer has a budget of multiprocessors.
     """
 
     max_tokens: int
@@ -72,6 +73,7 @@ class Shape:
     network: int = P2P
     tuned: tuple[tuple[str, int, int], ...] = ()
     interpreted: bool = False
+    budgeted: bool = False
 
     @property
     def experts_per_rank(self) -> int:
