@@ -45,7 +45,7 @@ LL_COMBINE = tl.constexpr(codes.LL_COMBINE)
 LL_COMBINE_FLAG = tl.constexpr(codes.LL_COMBINE_FLAG)
 NUM_BUFFERS = tl.constexpr(codes.NUM_BUFFERS)
 
-# Words of `state`. The status record (device/waits.py) has four, LL_TOLD and LL_COMBINE_TOLD two each.
+# Words of `state`. The status record (device/waits.py) has four, LL_TOLD two.
 EPOCH_DISPATCH = tl.constexpr(codes.EPOCH_DISPATCH)
 EPOCH_COMBINE = tl.constexpr(codes.EPOCH_COMBINE)
 EPOCH_BARRIER_ALL = tl.constexpr(codes.EPOCH_BARRIER_ALL)
@@ -54,7 +54,6 @@ TIMEOUT_US = tl.constexpr(codes.TIMEOUT_US)
 EPOCH_LL_DISPATCH = tl.constexpr(codes.EPOCH_LL_DISPATCH)
 EPOCH_LL_COMBINE = tl.constexpr(codes.EPOCH_LL_COMBINE)
 LL_DISPATCH_SENT = tl.constexpr(codes.LL_DISPATCH_SENT)
-LL_COMBINE_SENT = tl.constexpr(codes.LL_COMBINE_SENT)
 LL_TOLD = tl.constexpr(codes.LL_TOLD)
 STATUS = tl.constexpr(codes.STATUS)
 STATUS_INDEX = tl.constexpr(codes.STATUS_INDEX)
@@ -63,7 +62,6 @@ STATUS_SEEN = tl.constexpr(codes.STATUS_SEEN)
 PROGRAMS_DONE = tl.constexpr(codes.PROGRAMS_DONE)
 ALARM = tl.constexpr(codes.ALARM)
 OVERFLOW_TOTAL = tl.constexpr(codes.OVERFLOW_TOTAL)
-LL_COMBINE_TOLD = tl.constexpr(codes.LL_COMBINE_TOLD)
 STATE_WORDS = tl.constexpr(codes.STATE_WORDS)
 
 

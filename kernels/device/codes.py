@@ -166,7 +166,7 @@ TAG_BITS = COMBINE_SHIFT + EPOCH_BITS
 MIXED_TAG = 2**TAG_BITS - 1
 """In place of the tag, for ranks of other nodes: the ranks of this node are in different combines."""
 
-# buffers.py: words of the state array. The status record (waits.py) has four, what was told (LL_*TOLD) two each.
+# buffers.py: words of the state array. The status record (waits.py) has four, what was told (LL_TOLD) two.
 EPOCH_DISPATCH = 0
 EPOCH_COMBINE = 1
 EPOCH_BARRIER_ALL = 2
@@ -175,14 +175,12 @@ TIMEOUT_US = 4
 EPOCH_LL_DISPATCH = 5
 EPOCH_LL_COMBINE = 6
 LL_DISPATCH_SENT = 7
-LL_COMBINE_SENT = 8
-LL_TOLD = 9
-STATUS = 11
-PROGRAMS_DONE = 15
-ALARM = 16
-OVERFLOW_TOTAL = 17
-LL_COMBINE_TOLD = 18
-STATE_WORDS = 20
+LL_TOLD = 8
+STATUS = 10
+PROGRAMS_DONE = 14
+ALARM = 15
+OVERFLOW_TOTAL = 16
+STATE_WORDS = 17
 """Behind them are as many words as there are ranks: the tag of each, plus one, where calls differ (calls.py)."""
 
 # intranode/low_latency_dispatch.py: a flag of a low-latency dispatch, int64, one per source and parity of the call.
@@ -200,7 +198,7 @@ STATE_WORDS = 20
 #      5     (4 << 32) + 0x20004 - 0x1    0x0000000c_00020004
 LL_WORD_SHIFT = 16
 LL_COUNT_SHIFT = 32
-"""Of a low-latency combine, too, where the tag of the combine is below."""
+"""Of a low-latency combine, too: its number, and its tag below."""
 
 # waits.py: the status record, int64 [STATUS_WORDS] of the state array from STATUS on; its first word is what a wait
 # waited for, or which calls differ; 0 = all is well. A rank that in its 7th dispatch waited in vain for the splits of

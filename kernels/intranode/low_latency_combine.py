@@ -1,22 +1,32 @@
-"""Low-latency combine of few tokens inside a node: two launches.
+"""Low-latency combine of few tokens inside a node, in one launch: sums announce themselves.
 
-Protocol      1 reduce: for each arrival row of the dispatch, the sum of its copies in float32, in k order, rounded once
-              and stored at the token's rank
-              2 reduce: every program adds its rows to ll_combine_flag of their ranks, which get max_tokens each in all,
-              and the first program one more
-              3 sum: wait for the flags of all ranks; add the sums of each token in float32, in the order of the ranks
-              that it went to, and round. Where tags differ, ranks are in different combines (device/calls.py): the
-              first program reports it
-Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token; ll_combine_flag [2, W] int64:
-              (rows << LL_COUNT_SHIFT | tag), where max_tokens + 1 are added in every second call, and the first program
-              exchanges the lower half, as in low_latency_dispatch.py.
-Memory order  As in low_latency_dispatch.py: the adds are one release sequence; 3 acquires their total.
-Progress      1 and 2 wait for nobody. 3 waits for the reduces of all ranks, its own launched before.
-Replay        As in low_latency_dispatch.py, with the combine's own epoch: a rank that reduces for epoch n has ended
-              its sum of n - 1, for which every rank had set its flag, each after its own sum of n - 2, the last
-              reader of the half that is written now, of sums and of flags. A rank without tokens waits as well. What
-              reduce reads is the caller's and the descriptor's, so descriptors may be combined in any order.
+Protocol      The first programs reduce, the others sum.
+              1 reduce: the first program tells every rank the number and the tag of this combine, in ll_combine_flag
+              2 reduce: of an arrival row of the dispatch, the sum of its copies in float32, in k order, rounded once,
+              is stored at the token's rank: negated, and never as +0
+              3 sum: the first of these programs waits until every rank has told the same number, and compares the tags
+              (device/calls.py)
+              4 sum: the others wait until no element of the sums of a token is +0 any more, subtract them in float32,
+              in the order of the ranks that it went to, round, and put +0 back
+Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token. +0 is what fresh memory holds, and
+              means that nothing has come; a sum of +0 or -0 travels as -0.
+              ll_combine_flag [2, W] int64: (epoch << 32 | tag) of each rank, by parity of the epoch.
+              EPOCH_LL_COMBINE holds (epoch << 20 | programs that have ended): all programs of a combine together add
+              1 << 20, each when it ends, so that all of them read the same epoch when they start.
+Memory order  None between 2 and 4: each element says by itself that it has come, whatever the order of elements, and a
+              thread uses the very elements that it has looked at. No sum is what stands for nothing, so no bit
+              pattern needs another sign. 1 releases and 3 acquires what Replay needs.
+Progress      1 and 2 wait for nobody. 3 and 4 wait for other ranks, and for programs of 2 of their own launch, whose
+              numbers are lower: they have started before. Programs that wait are no more than fit on half of the GPU
+              (triton_ep/ops/tuning.py), so the reduce of another layer finds room beside them.
+Replay        A rank reduces for epoch n when its combine n - 1 has ended, for which every rank had told its number
+              n - 1, each after its own combine of n - 2, the last reader of the half that is written now. A
+              rank without tokens waits as well. Nothing but sums is put back, and that by who has read them.
+Two launches  The same kernel twice, where sending and receiving are to be apart: `first_waiting` is the number of
+              programs of the first launch, and 0 in the second.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,134 +36,306 @@ from ..device.buffers import (
     EPOCH_LL_COMBINE,
     LL_COMBINE,
     LL_COMBINE_FLAG,
-    LL_COMBINE_SENT,
-    LL_COMBINE_TOLD,
     STATUS,
+    TIMEOUT_US,
     buffer_ptrs,
     own_buffer,
 )
 from ..device.calls import CALLS_LL_COMBINE, Combine, combine_tag, report_calls
 from ..device.job import Job, in_one_node, is_rank, state_at
-from ..device.low_latency import first_of_half, owners, quotient, rank_bits, release_counts
-from ..device.payload import Choices, RowTile, Tile, Weights
-from ..device.waits import WAIT_LL_PARTIALS, wait_values
+from ..device.low_latency import first_of_half, owners, quotient, rank_bits
+from ..device.payload import Choices, RowTile
+from ..device.spin import now_ns, pause
+from ..device.waits import WAIT_LL_PARTIALS, release_flags, report_expiry, wait_values
 from ..spec import ep_kernel
 
-_COUNT_SHIFT = tl.constexpr(codes.LL_COUNT_SHIFT)
+_TURN = tl.constexpr(20)
+_ONE_TURN = tl.constexpr(1 << 20)
+_TOLD = tl.constexpr(codes.LL_COUNT_SHIFT)
+_POLLS_AWAKE = tl.constexpr(8)  # of these units before a waiting program sleeps between two looks
+_LOOKS = tl.constexpr(16)  # polls from one look at the clock and at the status record to the next
+
+
+class Outputs(NamedTuple):
+    """Outputs of this rank's experts.
+
+    Attributes:
+        y_ptr: [R, H].
+        weights_ptr: [R] float32; read if HAS_WEIGHTS.
+        copy_rows_ptr: [W * M, K] int32, of the expand kernel: copies first, then -1.
+        HAS_WEIGHTS: whether each row is multiplied by its weight.
+    """
+
+    y_ptr: Any
+    weights_ptr: Any
+    copy_rows_ptr: Any
+    HAS_WEIGHTS: tl.constexpr
+
+
+class SumTile(NamedTuple):
+    """What a program that waits sums at once.
+
+    Attributes:
+        PARTS: parts of a row, each another item of work.
+        BLOCK_S: elements of a part, at least a word per thread: no two threads look at the same one.
+        PACKED: whether it looks at words of two elements, which takes half the registers.
+    """
+
+    PARTS: tl.constexpr
+    BLOCK_S: tl.constexpr
+    PACKED: tl.constexpr
+
+
+class Results(NamedTuple):
+    """Sums of this rank's tokens.
+
+    Attributes:
+        out_ptr: [T, H].
+        kept_idx_ptr: [T, K] int32, of the push kernel.
+        num_tokens: T.
+    """
+
+    out_ptr: Any
+    kept_idx_ptr: Any
+    num_tokens: Any
 
 
 @triton.jit
-def _add_copy(acc, y_ptr, routed, copy, h, hidden, in_row):
-    """Add columns `h` and on of the rows `copy` [ROWS] of y to `acc`, times their weights; negative = none."""
-    rows = y_ptr + copy.to(tl.int64)[:, None] * hidden + h + tl.arange(0, acc.shape[1])[None, :]
+def _add_copy(acc, outputs, copy, column, in_row, hidden):
+    """Add `column` of the rows `copy` [ROWS] of y to `acc`, times their weights; negative = none."""
+    rows = outputs.y_ptr + copy.to(tl.int64)[:, None] * hidden + column
     value = tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
-    if routed.HAS_WEIGHTS:
-        value *= tl.load(routed.weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
+    if outputs.HAS_WEIGHTS:
+        value *= tl.load(outputs.weights_ptr + copy, mask=copy >= 0, other=0.0)[:, None]
     return acc + value
 
 
-@ep_kernel(y_ptr="*{TOKEN}", weights_ptr="*fp32", copy_rows_ptr="*i32", specialised=("hidden",), num_warps=8)
-def low_latency_reduce_kernel(
-    y_ptr,  # [R, H]
-    routed: Weights,  # [R]
-    copy_rows_ptr,  # [W * M, K] int32, of the expand kernel: copies first, then -1
-    combine: Combine,
-    job: Job,
-    hidden,
-    TOPK: tl.constexpr,
-    WP: tl.constexpr,
-    tile: RowTile,
-):
-    job = in_one_node(job)
+@triton.jit
+def _sum_copies(outputs, copies, column, in_row, hidden, TOPK: tl.constexpr):
+    """Float32 sum [ROWS, BLOCK_H] of the rows `copies` of y, a tuple of [ROWS] numbers; negative = none."""
+    acc = tl.zeros([copies[0].shape[0], column.shape[1]], tl.float32)
+    for first in tl.static_range(0, TOPK, 2):  # two at a time are in flight, and few rows have more
+        if (first == 0) or (tl.max((copies[first] != -1).to(tl.int32)) > 0):
+            acc = _add_copy(acc, outputs, copies[first], column, in_row, hidden)
+            if first + 1 < TOPK:
+                acc = _add_copy(acc, outputs, copies[first + 1], column, in_row, hidden)
+    return acc
+
+
+@triton.jit
+def _tell(job, epoch, tag, healthy, WP: tl.constexpr):
+    """Tell every rank that this one is in combine `epoch`, with this tag."""
+    peers = tl.arange(0, WP)
+    told = is_rank(job, peers) & healthy
+    flag_ptrs = buffer_ptrs(job, LL_COMBINE_FLAG, peers, told, tl.int64) + first_of_half(job, epoch) + job.rank
+    release_flags(flag_ptrs, told, tl.zeros([WP], tl.int64) + (epoch << _TOLD | tag))
+
+
+@triton.jit
+def _reduce(job, epoch, outputs, hidden, TOPK: tl.constexpr, tile):
+    """Sum one tile of the copies of some arrival rows, and store it at the ranks of their tokens."""
     # After a failure nothing is stored; an early return would make every load wait for this one.
     healthy = tl.load(state_at(job, STATUS)) == 0
-    epoch = tl.load(state_at(job, EPOCH_LL_COMBINE)) + 1
-    parity = (epoch & 1).to(tl.int32)
-    part = first_of_half(job, epoch) + job.rank
-    tag = combine_tag(job, combine)
-    is_first = tl.program_id(0) == 0
-    told_ptr = state_at(job, LL_COMBINE_TOLD) + parity
-    told = tl.load(told_ptr, mask=is_first, other=tag)
-    item = tl.program_id(0) + tl.arange(0, tile.ROWS) * tl.num_programs(0)
+    piece = tl.program_id(0) % tile.TILES
+    num_items = job.num_ranks * job.max_tokens
+    item = tl.program_id(0) // tile.TILES + tl.arange(0, tile.ROWS) * tl.cdiv(num_items, tile.ROWS)
+    alive = item < num_items
     # Neighbours go to different ranks, and ranks begin with different ones.
     token = quotient(item, job.num_ranks)
     source = job.rank + item - token * job.num_ranks
     source = tl.where(is_rank(job, source), source, source - job.num_ranks)
-    alive = item < job.num_ranks * job.max_tokens
-    copy_ptrs = copy_rows_ptr + (source * job.max_tokens + token) * TOPK
+    copy_ptrs = outputs.copy_rows_ptr + (source * job.max_tokens + token) * TOPK
+    # All numbers at once: one after the other they would be a chain of loads.
+    copies = ()
+    for k in tl.static_range(TOPK):
+        copies += (tl.load(copy_ptrs + k, mask=alive, other=-1),)
     came = tl.load(copy_ptrs, mask=alive, other=-1) != -1
-    offs = tl.arange(0, tile.BLOCK_H)[None, :]
-    peers = tl.arange(0, WP)
-    mine = (source[:, None] == peers[None, :]) & (alive & healthy)[:, None]
-    # The first program adds one more, so that no count is complete before its tag is there.
-    count = tl.sum(mine.to(tl.int64), axis=0) + tl.where(is_rank(job, peers) & healthy & is_first, 1, 0)
-    flag_ptrs = buffer_ptrs(job, LL_COMBINE_FLAG, peers, count > 0, tl.int64) + part
-    dest = buffer_ptrs(job, LL_COMBINE, source, came, y_ptr.dtype.element_ty)
-    dest += (part * job.max_tokens + token).to(tl.int64) * hidden
-    for t in tl.static_range(tile.TILES):
-        h = t * tile.BLOCK_H
-        in_row = h + offs < hidden
-        acc = tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32)
-        for first in tl.static_range(0, TOPK, 2):  # two at a time are in flight, and few rows have more
-            copy = tl.load(copy_ptrs + first, mask=alive, other=-1)
-            if (first == 0) or (tl.max((copy != -1).to(tl.int32)) > 0):
-                acc = _add_copy(acc, y_ptr, routed, copy, h, hidden, in_row)
-                if first + 1 < TOPK:
-                    copy = tl.load(copy_ptrs + first + 1, mask=alive, other=-1)
-                    acc = _add_copy(acc, y_ptr, routed, copy, h, hidden, in_row)
-        tl.store(dest[:, None] + h + offs, acc.to(y_ptr.dtype.element_ty), mask=(came & healthy)[:, None] & in_row)
-    if is_first:
-        tl.store(state_at(job, LL_COMBINE_SENT), epoch)
-    release_counts(flag_ptrs, count > 0, (count << _COUNT_SHIFT) + tl.where(is_first, tag - told, 0))
-    # Behind the barrier of the release: all threads have read what was told before.
-    tl.store(told_ptr, tag, mask=is_first & healthy)
+    column = (piece * tile.BLOCK_H + tl.arange(0, tile.BLOCK_H))[None, :]
+    in_row = column < hidden
+    ELEMENT: tl.constexpr = outputs.y_ptr.dtype.element_ty
+    BITS: tl.constexpr = tl.int32 if ELEMENT.primitive_bitwidth == 32 else tl.int16
+    SIGN: tl.constexpr = -(1 << (ELEMENT.primitive_bitwidth - 1))
+    dest = buffer_ptrs(job, LL_COMBINE, source, came, BITS)
+    dest += ((first_of_half(job, epoch) + job.rank) * job.max_tokens + token).to(tl.int64) * hidden
+    acc = _sum_copies(outputs, copies, column, in_row, hidden, TOPK)
+    sign = tl.full(acc.shape, SIGN, BITS)
+    bits = acc.to(ELEMENT).to(BITS, bitcast=True) ^ sign
+    bits = tl.where(bits == 0, sign, bits)
+    tl.store(dest[:, None] + column, bits, mask=(came & healthy)[:, None] & in_row)
 
 
-@ep_kernel(out_ptr="*{TOKEN}", kept_idx_ptr="*i32", specialised=("hidden",), num_warps=8)
-def low_latency_sum_kernel(
-    out_ptr,  # out [T, H]
-    kept_idx_ptr,  # [T, K] int32, of the push kernel
-    job: Job,
-    num_tokens,
-    hidden,
-    choices: Choices,
-    WP: tl.constexpr,
-    PARTS: tl.constexpr,  # programs per tile of tokens, each with BLOCK_H columns
-    tile: Tile,
-):
-    job = in_one_node(job)
-    # Without tokens there is one program: it must wait all the same (Replay).
-    token = tl.program_id(0) // PARTS * tile.ROWS + tl.arange(0, tile.ROWS)
-    alive = token < num_tokens
-    ks = tl.arange(0, choices.KP)[None, :]
-    ids = tl.load(
-        kept_idx_ptr + token[:, None] * choices.TOPK + ks, mask=alive[:, None] & (ks < choices.TOPK), other=-1
-    )
-    goes_to = rank_bits(owners(ids, job.experts_per_rank), 1)
-    offs = (tl.program_id(0) % PARTS * tile.BLOCK_H + tl.arange(0, tile.BLOCK_H))[None, :]
-    in_row = offs < hidden
-    epoch = tl.load(state_at(job, LL_COMBINE_SENT))
-    own_tag = tl.load(state_at(job, LL_COMBINE_TOLD) + (epoch & 1)).to(tl.int32)
-    if tl.program_id(0) == 0:
-        tl.store(state_at(job, EPOCH_LL_COMBINE), epoch)
+@triton.jit
+def _meet(job, epoch, tag, WP: tl.constexpr):
+    """Wait until every rank is in combine `epoch`, and report ranks that are in another one."""
     peers = tl.arange(0, WP)
     in_group = is_rank(job, peers)
     first = first_of_half(job, epoch)
     flag_ptrs = own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers
-    sums_ptr = own_buffer(job, LL_COMBINE, out_ptr.dtype.element_ty)
-    # Times that this half has been used.
-    expected = (((epoch + 1) >> 1) * (job.max_tokens + 1)) << _COUNT_SHIFT
-    arrived, seen = wait_values(job, flag_ptrs, in_group, expected, WAIT_LL_PARTIALS, first)
+    arrived, seen = wait_values(job, flag_ptrs, in_group, epoch << _TOLD, WAIT_LL_PARTIALS, first)
     if arrived:
-        acc = tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32)
-        for peer in tl.static_range(WP):
-            here = ((goes_to >> peer) & 1) > 0
-            rows = sums_ptr + ((first + peer) * job.max_tokens + token).to(tl.int64)[:, None] * hidden
-            acc += tl.load(rows + offs, mask=here[:, None] & in_row, other=0.0).to(tl.float32)
-        dest = out_ptr + token.to(tl.int64)[:, None] * hidden + offs
-        tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
-    # All programs have seen the same tags. Sums of rows of different calls are not used: the host raises.
-    if arrived & (tl.program_id(0) == 0):
         tags = seen.to(tl.int32)
-        if tl.max((in_group & (tags != own_tag)).to(tl.int32)) > 0:
+        # Sums of rows of different calls are not used: the host raises.
+        if tl.max((in_group & (tags != tag.to(tl.int32))).to(tl.int32)) > 0:
             report_calls(job, peers, tags, in_group, CALLS_LL_COMBINE)
+
+
+@triton.jit
+def _elements(words, ELEMENT: tl.constexpr, PACKED: tl.constexpr):
+    """Elements of words as float32: the even and the odd ones of two in a word, or all of them twice."""
+    if PACKED:
+        even, odd = (words & 0xFFFF).to(tl.int16), (words >> 16).to(tl.int16)
+        return even.to(ELEMENT, bitcast=True).to(tl.float32), odd.to(ELEMENT, bitcast=True).to(tl.float32)
+    else:
+        every = words.to(ELEMENT, bitcast=True).to(tl.float32)
+        return every, every
+
+
+@triton.jit
+def _missing(words, PACKED: tl.constexpr):
+    """Where an element has not come."""
+    if PACKED:
+        return ((words & 0xFFFF) == 0) | ((words >> 16) == 0)
+    else:
+        return words == 0
+
+
+@triton.jit
+def _report_missing(job, epoch, sums_ptrs, stride, mask, goes_to, WP: tl.constexpr, PACKED: tl.constexpr):
+    """Write the status record for sums that did not come; arguments as those of `_await_sums`."""
+    peers = tl.arange(0, WP)
+    offs = tl.arange(0, mask.shape[1])[None, :]
+    late = peers < 0
+    for peer in tl.static_range(WP):
+        here = mask & (((goes_to >> peer) & 1) > 0)
+        words = tl.load(sums_ptrs + peer * stride + offs, mask=here, other=-1, volatile=True)
+        missing = tl.max(tl.max(_missing(words, PACKED).to(tl.int32), axis=1), axis=0)
+        late |= (peers == peer) & (missing > 0)
+    first = first_of_half(job, epoch)
+    expected = epoch << _TOLD
+    told = tl.load(own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers, mask=late, other=0)
+    # A rank that has told its number, but whose sums are missing, counts as one call behind.
+    told = tl.where(late, tl.minimum(told, expected - 1), expected)
+    report_expiry(job, told, expected, first, WAIT_LL_PARTIALS)
+
+
+@triton.jit
+def _await_sums(
+    job, epoch, sums_ptrs, stride, mask, goes_to, ELEMENT: tl.constexpr, WP: tl.constexpr, PACKED: tl.constexpr
+):
+    """Float32 sums of what the ranks of `goes_to` (bits) send, as `_elements`, and whether all of it came in time.
+
+    sums_ptrs: [ROWS, 1], where the words of rank 0 begin; `stride` words from one rank to the next. mask: of words.
+    """
+    # -0 in every element.
+    NOTHING: tl.constexpr = -0x7FFF8000 if PACKED else -(1 << (ELEMENT.primitive_bitwidth - 1))
+    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
+    start = now_ns()
+    offs = tl.arange(0, mask.shape[1])[None, :]
+    polls = 0
+    late = 1
+    even, odd = tl.zeros(mask.shape, tl.float32), tl.zeros(mask.shape, tl.float32)
+    while late == 1:
+        even, odd = tl.zeros(mask.shape, tl.float32), tl.zeros(mask.shape, tl.float32)
+        missing = even != 0
+        tiles = ()
+        for peer in tl.static_range(WP):  # all on their way before the first is looked at
+            here = mask & (((goes_to >> peer) & 1) > 0)
+            tiles += (tl.load(sums_ptrs + peer * stride + offs, mask=here, other=NOTHING, volatile=True),)
+        for peer in tl.static_range(WP):
+            missing |= _missing(tiles[peer], PACKED)
+            first, second = _elements(tiles[peer], ELEMENT, PACKED)
+            even -= first
+            odd -= second
+        # Threads may see different things here: what they conclude goes through the one reduction.
+        given_up = 0
+        if polls % _LOOKS == _LOOKS - 1:
+            failed = tl.load(state_at(job, STATUS), volatile=True) != 0
+            given_up = (failed | (now_ns() - start >= limit)).to(tl.int32)
+        late = tl.max(tl.max(tl.where(missing, 1 + given_up, 0), axis=1), axis=0)
+        if late == 1:
+            pause(polls // _POLLS_AWAKE)
+        polls += 1
+    if late > 1:
+        _report_missing(job, epoch, sums_ptrs, stride, mask, goes_to, WP, PACKED)
+    return even, odd, late == 0
+
+
+@triton.jit
+def _sum(job, epoch, number, step, results, hidden, ROWS: tl.constexpr, choices, WP: tl.constexpr, sum_tile):
+    """Sums of the tokens of items `number`, `number + step`, ...: item = tile of tokens and part of their rows."""
+    ELEMENT: tl.constexpr = results.out_ptr.dtype.element_ty
+    IN_WORD: tl.constexpr = 2 if sum_tile.PACKED else 1
+    WORD: tl.constexpr = tl.int16 if IN_WORD == 1 and ELEMENT.primitive_bitwidth == 16 else tl.int32
+    row_words = hidden // IN_WORD
+    sums_ptr = own_buffer(job, LL_COMBINE, WORD) + (first_of_half(job, epoch) * job.max_tokens).to(tl.int64) * row_words
+    stride = job.max_tokens.to(tl.int64) * row_words
+    ks = tl.arange(0, choices.KP)[None, :]
+    for item in range(number, tl.cdiv(results.num_tokens, ROWS) * sum_tile.PARTS, step):
+        token = item // sum_tile.PARTS * ROWS + tl.arange(0, ROWS)
+        alive = token < results.num_tokens
+        ids = tl.load(
+            results.kept_idx_ptr + token[:, None] * choices.TOPK + ks,
+            mask=alive[:, None] & (ks < choices.TOPK),
+            other=-1,
+        )
+        goes_to = rank_bits(owners(ids, job.experts_per_rank), 1)[:, None]
+        part = item % sum_tile.PARTS
+        words = tl.arange(0, sum_tile.BLOCK_S // IN_WORD)[None, :]
+        mask = alive[:, None] & (part * (sum_tile.BLOCK_S // IN_WORD) + words < row_words)
+        row = token.to(tl.int64)[:, None]
+        ptrs = sums_ptr + row * row_words + part * (sum_tile.BLOCK_S // IN_WORD)
+        even, odd, came = _await_sums(job, epoch, ptrs, stride, mask, goes_to, ELEMENT, WP, sum_tile.PACKED)
+        if came:
+            sums = even
+            if sum_tile.PACKED:
+                sums = tl.reshape(tl.join(even, odd), [ROWS, sum_tile.BLOCK_S])
+            h = part * sum_tile.BLOCK_S
+            offs = tl.arange(0, sum_tile.BLOCK_S)[None, :]
+            inside = alive[:, None] & (h + offs < hidden)
+            tl.store(results.out_ptr + row * hidden + h + offs, sums.to(ELEMENT), mask=inside)
+            for peer in tl.static_range(WP):
+                here = mask & (((goes_to >> peer) & 1) > 0)
+                tl.store(ptrs + peer * stride + words, tl.zeros(mask.shape, WORD), mask=here)
+
+
+@ep_kernel(
+    y_ptr="*{TOKEN}",
+    weights_ptr="*fp32",
+    copy_rows_ptr="*i32",
+    out_ptr="*{TOKEN}",
+    kept_idx_ptr="*i32",
+    specialised=("hidden",),
+    maxnreg=128,
+)
+def low_latency_combine_kernel(
+    outputs: Outputs,
+    results: Results,
+    combine: Combine,
+    job: Job,
+    hidden,
+    first_waiting,  # programs of this launch that reduce; they come first
+    choices: Choices,
+    WP: tl.constexpr,
+    tile: RowTile,
+    sum_tile: SumTile,
+):
+    job = in_one_node(job)
+    turn_ptr = state_at(job, EPOCH_LL_COMBINE)
+    epoch = (tl.load(turn_ptr) >> _TURN) + 1
+    number = tl.program_id(0) - first_waiting
+    if number < 0:
+        if tl.program_id(0) == 0:
+            healthy = tl.load(state_at(job, STATUS)) == 0
+            _tell(job, epoch, combine_tag(job, combine), healthy, WP)
+        _reduce(job, epoch, outputs, hidden, choices.TOPK, tile)
+    else:
+        if number == 0:
+            _meet(job, epoch, combine_tag(job, combine), WP)
+        else:
+            step = tl.num_programs(0) - first_waiting - 1
+            _sum(job, epoch, number - 1, step, results, hidden, tile.ROWS, choices, WP, sum_tile)
+    # Behind the barrier: all threads have read the epoch.
+    tl.debug_barrier()
+    others = tl.cdiv(job.num_ranks * job.max_tokens, tile.ROWS) * tile.TILES + tl.num_programs(0) - first_waiting - 1
+    ended = tl.where(number == 0, _ONE_TURN - others, 1).to(tl.int64)
+    tl.atomic_add(turn_ptr, ended, sem="relaxed", scope="gpu")

@@ -40,7 +40,7 @@ COMBINE_TILES = {
     "tiles of 2048": {"BLOCK_H": 2048},
     "tiles of 512": {"BLOCK_H": 512},
 }
-"""Ways to combine in one launch, by what is another than in the plan."""
+"""Ways to combine, by what is another than in the plan."""
 
 
 class WrongResult(Exception):
@@ -66,9 +66,7 @@ def _varied(changes: dict[str, int]) -> Callable[[Shape, bool], Plan]:
 class _Way:
     """A layer that exchanges in one way."""
 
-    def __init__(
-        self, args: argparse.Namespace, tokens: int, announced: bool, changes: dict[str, int], split: bool = False
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, tokens: int, changes: dict[str, int], split: bool = False) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.layer = EPAll2AllLayer(
             dist.group.WORLD, tokens, args.hidden, args.topk, rank, args.experts, ranks, ranks,
@@ -76,7 +74,6 @@ class _Way:
             capacity=ranks * tokens * args.topk + args.experts // ranks * args.alignment, alignment=args.alignment,
         )  # fmt: skip
         self.device = self.layer.context.device
-        self.layer.context.sums_announce_themselves = announced
         self.x = coded_rows(rank, tokens, args.hidden, 0, self.device)
         self.idx = uniform_idx(rank, tokens, args.topk, args.experts, 0).to(self.device)
         before, plans.combine = plans.combine, _varied(changes)
@@ -132,10 +129,10 @@ def _times(timer: Timer, call: Callable[[int], object]) -> list[float]:
 def run(args: argparse.Namespace) -> None:
     """What a rank does."""
     rank, ranks = ep_distributed.initialize_distributed(timeout_s=300)
-    ways: dict[str, tuple[Any, ...]] = {"two launches": (False, {}), "one launch": (True, {})}
-    ways[SPLIT] = (True, {}, True)
+    ways: dict[str, tuple[Any, ...]] = {"built in": ({},), SPLIT: ({}, True)}
     if not INTERPRETING:
-        ways |= {f"one, {name}": (True, changes) for name, changes in COMBINE_TILES.items()}
+        ways |= {name: (changes,) for name, changes in COMBINE_TILES.items()}
+        ways[f"{SPLIT}, sums of 2048"] = (COMBINE_TILES["sums of 2048"], True)
     for tokens in (int(text) for text in args.tokens.split(",")):
         made = {name: _Way(args, tokens, *options) for name, options in ways.items()}
         first = next(iter(made.values()))

@@ -45,7 +45,6 @@ class Case:
     payload: str | None = None
     quantised_input: bool = False
     low_latency: bool = False  # implies static and local_combine
-    announced: bool = False  # sums of low latency announce themselves
 
     def __post_init__(self) -> None:
         if self.low_latency:
@@ -131,7 +130,7 @@ def make_layer(case: Case, rank: int, nodes: int, ranks_per_node: int, group=Non
         "timeout_s": 60.0 if current_heap().device.type == "cuda" else LIMIT_S,
         **kwargs,
     }
-    layer = EPAll2AllLayer(
+    return EPAll2AllLayer(
         group if group is not None else dist.group.WORLD,
         hidden=case.hidden,
         topk=case.topk,
@@ -141,8 +140,6 @@ def make_layer(case: Case, rank: int, nodes: int, ranks_per_node: int, group=Non
         world_size=world_size,
         **arguments,
     )
-    layer.context.sums_announce_themselves = case.announced
-    return layer
 
 
 def full_scatter_indices(idx: torch.Tensor, num_experts: int) -> torch.Tensor:

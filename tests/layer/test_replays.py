@@ -13,8 +13,8 @@ from tests.layer.test_large import _capture
 from triton_ep.distributed import current_heap
 
 INPUTS = 4
-DECODE = Case("decode", tokens=(128,), hidden=7168, topk=8, experts=16, low_latency=True, announced=True)
-TINY = Case("tiny", tokens=(3,), hidden=32, topk=2, experts=2, low_latency=True, announced=True)
+DECODE = Case("decode", tokens=(128,), hidden=7168, topk=8, experts=16, low_latency=True)
+TINY = Case("tiny", tokens=(3,), hidden=32, topk=2, experts=2, low_latency=True)
 
 
 def _replay(rank, nodes, ranks_per_node, case, replays, delay_s):

@@ -46,11 +46,11 @@ def test_reports_have_the_same_fields_on_host_and_device() -> None:
 def test_words_of_the_state_array_do_not_overlap() -> None:
     """Epochs, counters, time limit, alarm, what was told and the four words of the status record have a place each."""
     words = [buffers.EPOCH_DISPATCH, buffers.EPOCH_COMBINE, buffers.EPOCH_BARRIER_ALL, buffers.EPOCH_BARRIER_NODE]
-    words += [buffers.EPOCH_LL_DISPATCH, buffers.EPOCH_LL_COMBINE, buffers.LL_DISPATCH_SENT, buffers.LL_COMBINE_SENT]
+    words += [buffers.EPOCH_LL_DISPATCH, buffers.EPOCH_LL_COMBINE, buffers.LL_DISPATCH_SENT]
     words += [buffers.TIMEOUT_US, buffers.PROGRAMS_DONE, buffers.ALARM, buffers.OVERFLOW_TOTAL]
     single = [word.value for word in words]
     status = range(buffers.STATUS.value, buffers.STATUS.value + 4)
-    told = [word.value + half for word in (buffers.LL_TOLD, buffers.LL_COMBINE_TOLD) for half in range(2)]
+    told = [buffers.LL_TOLD.value + half for half in range(2)]
     assert sorted([*single, *status, *told]) == list(range(buffers.STATE_WORDS.value))
 
 

@@ -93,9 +93,6 @@ class DispatchCombineContext:
         self.calls, self._closed = OpenCalls(), False
         self.failure: str | None = None
         self.backward = False  # calls made now send gradients
-        # Low-latency combines in one launch (kernels/intranode/low_latency_combine_once.py); the same on all ranks, and
-        # in all calls of a layer.
-        self.sums_announce_themselves = False
         self.unread: torch.Tensor | None = None  # placement of the latest static dispatch, which no host has looked at
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
         self.rows = RowFormats(config.shape(self.network, INTERPRETING), config.token_dtype)

@@ -57,7 +57,7 @@ class MoE(nn.Module):
         capacity: None: the host waits for the number of rows that arrive. n, or a float as a multiple of the mean load
             max_tokens * K: so many rows are there, rounded up to 128, and nothing waits; those that do not fit are left
             out, counted (`overflow_total`) and warned of. CUDA graphs need one.
-        low_latency: for decoding, at most 1024 tokens: two launches per exchange, no gradient; static.
+        low_latency: for decoding, at most 1024 tokens: three launches per pair, no gradient; static.
         router: None: a `TopKRouter` with softmax scores. A callable: router(x) gives topk_idx [..., K], topk_weights
             [..., K] and, if it likes, a loss, kept as `last_aux`. False: none, the routing is always given.
         exchange: an exchange of its own (`new_exchange`); None: the shared one of these sizes.

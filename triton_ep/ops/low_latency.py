@@ -17,8 +17,6 @@ from triton_ep.ops.tuning import as_words, summing_programs
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import low_latency as plans
 
-_SUMMED_ROWS = plans.summed_rows(INTERPRETING)
-
 
 def dispatch(
     ctx: DispatchCombineContext,
@@ -63,56 +61,9 @@ def combine(
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Sum expert outputs y [R, H] per token at their rank, and send the sums back.
 
-    split: the receiving half is launched apart.
+    split: the receiving half is launched apart; otherwise both are one launch.
     Returns memory for the result [T, H], and the receiving half: launched, it sums there what arrives.
     """
-    if ctx.sums_announce_themselves:
-        return _combine_once(ctx, y, weights, desc, split)
-    cfg = ctx.config
-    copy_rows = desc.skipped_token_topk_mapping_indices
-    assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
-    ctx.launcher(("ll_reduce", weights is not None), plans.reduce, weights is not None).launch(
-        -(-copy_rows.shape[0] // _SUMMED_ROWS),
-        y_ptr=y,
-        # A pointer of the right type; not read without weights.
-        weights_ptr=ctx.no_floats if weights is None else weights,
-        copy_rows_ptr=copy_rows,
-        placement_ptr=desc.placement,
-        hidden=cfg.hidden,
-        call=COMBINE_WEIGHTS if weights is not None else 0,
-    )
-    out = torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
-    return out, partial(_sum, ctx, out, desc)
-
-
-def wait_signals(
-    ctx: DispatchCombineContext, signals: torch.Tensor, num_rows: torch.Tensor | None, block_rows: int, expected: int
-) -> None:
-    """Let the current stream wait until signals [e, n] int32 are at least `expected`.
-
-    num_rows: [e] int32, rows of each expert, of which signal i stands for rows i * block_rows and on: signals of no
-    rows are not awaited. None: all are.
-    """
-    by_blocks = num_rows is not None
-    ctx.launcher(("wait_signals", by_blocks), plans.wait_signals, by_blocks).launch(
-        1,
-        signals_ptr=signals,
-        # A pointer of the right type; not read without blocks.
-        num_rows_ptr=signals if num_rows is None else num_rows,
-        blocks=signals.shape[1],
-        block_rows=block_rows,
-        expected=expected,
-    )
-
-
-def _combine_once(
-    ctx: DispatchCombineContext,
-    y: torch.Tensor,
-    weights: torch.Tensor | None,
-    desc: EPAllToAllLayoutDesc,
-    split: bool,
-) -> tuple[torch.Tensor, Callable[[], None]]:
-    """`combine`; both halves in one launch unless `split`."""
     cfg, copy_rows = ctx.config, desc.skipped_token_topk_mapping_indices
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
     out = torch.empty(desc.num_dispatch_token_cur_rank, cfg.hidden, dtype=cfg.token_dtype, device=ctx.device)
@@ -141,20 +92,28 @@ def _combine_once(
     return out, _no_more
 
 
+def wait_signals(
+    ctx: DispatchCombineContext, signals: torch.Tensor, num_rows: torch.Tensor | None, block_rows: int, expected: int
+) -> None:
+    """Let the current stream wait until signals [e, n] int32 are at least `expected`.
+
+    num_rows: [e] int32, rows of each expert, of which signal i stands for rows i * block_rows and on: signals of no
+    rows are not awaited. None: all are.
+    """
+    by_blocks = num_rows is not None
+    ctx.launcher(("wait_signals", by_blocks), plans.wait_signals, by_blocks).launch(
+        1,
+        signals_ptr=signals,
+        # A pointer of the right type; not read without blocks.
+        num_rows_ptr=signals if num_rows is None else num_rows,
+        blocks=signals.shape[1],
+        block_rows=block_rows,
+        expected=expected,
+    )
+
+
 def _no_more() -> None:
     """The receiving half of a call that has been received."""
-
-
-def _sum(ctx: DispatchCombineContext, out: torch.Tensor, desc: EPAllToAllLayoutDesc) -> None:
-    cfg, num_tokens = ctx.config, out.shape[0]
-    launcher = ctx.launcher(("ll_sum",), plans.sum_ranks)
-    launcher.launch(
-        max(-(-num_tokens // _SUMMED_ROWS), 1) * launcher.plan.constexprs["PARTS"],
-        out_ptr=out,
-        kept_idx_ptr=desc.entries,
-        num_tokens=num_tokens,
-        hidden=cfg.hidden,
-    )
 
 
 def _push(

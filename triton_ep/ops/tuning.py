@@ -163,7 +163,7 @@ def quantizing_programs(config: EPConfig, quantize: Launcher, tiles: int) -> int
 def summing_programs(device: torch.device, combine: Launcher) -> int:
     """Programs of a low-latency combine that wait, at most: half of those that fit on the GPU.
 
-    So what they wait for finds room (kernels/intranode/low_latency_combine_once.py), whatever is there first.
+    So what they wait for finds room (kernels/intranode/low_latency_combine.py), whatever is there first.
     """
     return 2 if INTERPRETING else half_of(multiprocessors(device), combine.program)
 

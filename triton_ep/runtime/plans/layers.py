@@ -237,10 +237,8 @@ def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
         yield from _low_latency_dispatch(_scaled(s), [MX], uses)
     hidden = {"hidden": s.hidden}
     for weights in uses.weights:
-        yield KernelRequest.of(low_latency.reduce(s, weights), {"y_ptr": f"*{s.token}"}, hidden)
         types = {"y_ptr": f"*{s.token}", "out_ptr": f"*{s.token}"}
         yield KernelRequest.of(low_latency.combine(s, weights), types, hidden)
-    yield KernelRequest.of(low_latency.sum_ranks(s), {"out_ptr": f"*{s.token}"}, hidden)
     for by_blocks in (False, True) if uses.slabs else ():
         yield KernelRequest.of(low_latency.wait_signals(s, by_blocks))
 

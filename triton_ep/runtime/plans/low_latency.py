@@ -56,30 +56,6 @@ def expand(s: Shape, has_weights: bool, row_words: int) -> Plan:
     return Plan("low_latency_expand_kernel", constexprs)
 
 
-def reduce(s: Shape, has_weights: bool) -> Plan:
-    """Expert outputs summed per token, and sent back."""
-    constexprs = {
-        "HAS_WEIGHTS": has_weights,
-        "ROWS": summed_rows(s.interpreted),
-        **_columns(s, s.hidden, 8192),
-        **s.common("TOPK", "WP"),
-    }
-    return Plan("low_latency_reduce_kernel", constexprs)
-
-
-def sum_ranks(s: Shape) -> Plan:
-    """Sums of all ranks, summed."""
-    block = next_power_of_2(-(-s.hidden // (1 if s.interpreted else _SUM_PARTS)))
-    block = min(max(block, 128), 8192)
-    constexprs = {
-        "PARTS": -(-s.hidden // block),
-        "ROWS": summed_rows(s.interpreted),
-        "BLOCK_H": block,
-        **s.common("TOPK", "KP", "WP"),
-    }
-    return Plan("low_latency_sum_kernel", constexprs)
-
-
 def wait_signals(s: Shape, by_blocks: bool) -> Plan:
     """Wait for a kernel of the caller that writes expert outputs; by_blocks: a signal per block of rows."""
     return Plan("wait_signals_kernel", {"BY_BLOCKS": by_blocks, "BLOCK": 256})
