@@ -66,7 +66,7 @@ def combine(s: Shape, has_weights: bool) -> Plan:
     ranks, nbytes = next_power_of_2(s.world_size), TOKEN_BYTES[s.token]
     packed = nbytes == 2 and s.hidden % 2 == 0
     most = min(_SUM_BYTES // (ranks * nbytes), 4096)
-    if (nbytes == 2 and not packed) or ranks > 8:
+    if (nbytes == 2 and not packed) or ranks > 4:
         most //= 2
     # A thread of a GPU has at least one word.
     part = max(min(next_power_of_2(-(-s.hidden // _SUM_PARTS)), most), 256)
