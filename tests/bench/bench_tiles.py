@@ -238,10 +238,10 @@ def few(given: Operands) -> Iterator[Variant]:
         weights, result = given.weights[:copies].contiguous(), given._normal(copies, h)
         tiles = {
             "in use": None,
-            "2 per SM": replace(base, per_sm=2, stages=min(base.stages, 5)),
-            "2 per SM s4": replace(base, per_sm=2, stages=4),
-            "s8": replace(base, stages=8),
-            "256 columns s4": replace(base, n=2 * base.n, warps=8, stages=4),
+            "s5": replace(base, stages=5),
+            "1 per SM s6": replace(base, per_sm=1, stages=6),
+            "1 per SM s8": replace(base, per_sm=1, stages=8),
+            "256 columns, 1 per SM s4": replace(base, per_sm=1, n=2 * base.n, warps=8, stages=4),
             "128 rows": plans.product_tile("rows", "fp8", 128, "sm_90", True),
         }
         for how, tile in ({"in use": None} if INTERPRETING else tiles).items():

@@ -161,8 +161,8 @@ class ProductTile:
 
 _BF16_FEW = ProductTile(64, 128, 64, 6, table=False)
 _FP8_FEW = (
-    (16, ProductTile(16, 128, 128, 6, 4, promote=True, swap=True, table=False)),
-    (32, ProductTile(32, 128, 128, 6, 4, promote=True, swap=True, table=False)),
+    (16, ProductTile(16, 128, 128, 4, 4, per_sm=2, promote=True, swap=True, table=False)),
+    (32, ProductTile(32, 128, 128, 4, 4, per_sm=2, promote=True, swap=True, table=False)),
     (64, ProductTile(64, 256, 128, 4, 8, promote=True, swap=True, table=False)),
 )
 _FP8 = ProductTile(128, 128, 128, 3, 4, per_sm=2, promote=True, split=True)
