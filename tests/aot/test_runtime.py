@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,7 @@ def test_the_jit_gets_groups(compiled_mode: None, monkeypatch: pytest.MonkeyPatc
 
     class Compiled:
         function, packed_metadata = "function", "metadata"
+        metadata, n_regs = SimpleNamespace(num_warps=8, shared=0), 64
 
         def __init__(self, source: Any, options: dict[str, Any]) -> None:
             compiled.append((source, options))

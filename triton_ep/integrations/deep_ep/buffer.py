@@ -29,6 +29,7 @@ from triton_ep.integrations.deep_ep.fp8 import (
     QuantizedRows,
     check_hidden,
     check_quantizable,
+    quantized,
 )
 from triton_ep.integrations.deep_ep.handles import DispatchHandle, LowLatencyHandle
 from triton_ep.integrations.deep_ep.layers import layers_of, room_for
@@ -37,7 +38,6 @@ from triton_ep.integrations.deep_ep.slabs import Slabs, run_halves
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.channel_scales import quantize_channels
 from triton_ep.ops.slabs import from_slabs
 from triton_ep.ops.token_layout import ZeroCounts, token_layout
 
@@ -507,7 +507,7 @@ class Buffer:
 
         def send() -> tuple[EPAllToAllLayoutDesc, Callable[[], None]]:
             if use_fp8:
-                sent = quantize_channels(x.contiguous(), round_scale, use_ue8m0)
+                sent = quantized(x, round_scale, use_ue8m0, layer.context.device)
                 *flat, _, desc, hook = layer.dispatch_scaled(*sent, topk_idx, return_recv_hook=True)
             else:
                 *flat, _, desc, hook = layer.dispatch(x, topk_idx, return_recv_hook=True)

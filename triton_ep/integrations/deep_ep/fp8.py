@@ -14,7 +14,7 @@ from triton_ep.errors import InputError
 from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations.deep_ep.utils import EventOverlap, order_of
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.channel_scales import CHANNELS
+from triton_ep.ops.channel_scales import CHANNELS, quantize_channels
 from triton_ep.ops.strides import view_as
 
 
@@ -43,6 +43,16 @@ def check_quantizable(x: Any, round_scale: bool, use_ue8m0: bool) -> None:
             f"rows have {x.shape[1]} values, but use_fp8=True{' with use_ue8m0=True' * use_ue8m0} needs a multiple of "
             f"{multiple}: one scale is for {CHANNELS}. Pad the rows, or pass use_fp8=False."
         )
+
+
+def quantized(
+    x: torch.Tensor, round_scale: bool, use_ue8m0: bool, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_channels` of rows on `device`. Of rows elsewhere only shapes: the layer refuses them on all ranks."""
+    if x.device == device:
+        return quantize_channels(x.contiguous(), round_scale, use_ue8m0)
+    data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    return data, x.new_empty((x.shape[0], x.shape[1] // 32), dtype=torch.uint8)
 
 
 class QuantizedRows(NamedTuple):
