@@ -311,5 +311,5 @@ def _decode(rank: int, nodes: int, ranks_per_node: int, payload: str | None) -> 
 
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_low_latency_is_the_dense_layer(run_ranks, payload):
-    """Two launches per exchange, no gradient, static without a capacity being named."""
+    """Two launches per dispatch, one per combine, no gradient, static without a capacity being named."""
     run_ranks(_decode, 1, 2, payload)
