@@ -82,7 +82,7 @@ class EPConfig:
         recv_capacity: None = exact (outputs sized to what arrives, the host waits for the count);
             n = static (n output rows, no host synchronisation, overflow flagged on the device).
         num_sm: programs of the communication kernels; at most `sm_budget`, and half of it where rows cross nodes.
-        sm_budget: multiprocessors that the exchange takes; None: what lays out and sums rows takes those that are free.
+        sm_budget: multiprocessors that the exchange takes; None: kernels that lay out and sum rows take what is free.
         enable_local_combine: sum rows of a token on the expert's rank before they cross a link.
         timeout_s: bound of every wait, in seconds.
         payload: how rows travel in dispatch: None = as they are, "mxfp8" = e4m3 with one e8m0 scale per 32 values.

@@ -80,8 +80,8 @@ class EPAll2AllLayer:
         capacity: None (exact): outputs are sized to what arrives and the host waits for the count.
             n (static): n output rows, no host synchronisation; overflow is flagged in the descriptor.
         low_latency: two launches per dispatch, one per combine, for at most 1024 tokens (decode): static, one node.
-        sm_budget: multiprocessors that dispatch and combine take, with laying out and summing rows, and how many
-            programs at most `num_sm` makes; None: what waits for the communication kernels takes the free ones.
+        sm_budget: multiprocessors that dispatch and combine take, laying out and summing rows included; `num_sm` is
+            then at most this, half of it with several nodes. Not with `low_latency`. None: no budget.
         tuned: an entry of a tuned table (`triton_ep.runtime.tuned.table`), with num_sm=None only, the same everywhere.
         timeout_s: bound of every wait, in seconds.
 

@@ -118,13 +118,11 @@ def _changed(way: Way) -> Iterator[None]:
     exchange.expand = expand
     combine_ops.combining_programs = combining_programs
     tuning._EXPANDING_SHARE, tuning._LAYERS = way.expanding or share, way.layers or layers
-    tuning.Expanding.programs.cache_clear()
     try:
         yield
     finally:
         exchange.expand, combine_ops.combining_programs = expand_plan, combining
         tuning._EXPANDING_SHARE, tuning._LAYERS = share, layers
-        tuning.Expanding.programs.cache_clear()
 
 
 class _Made:

@@ -26,7 +26,7 @@ def _replay(rank, nodes, ranks_per_node, case, replays, delay_s):
         xs = [work.x.to(device) for work in mine]
         idxs = [work.topk_idx.to(device) for work in mine]
         x, idx = xs[0].clone(), idxs[0].clone()
-        # Twice a sum is another one, with other signs, and nothing in the halves is what the last call left.
+        # Sums have other signs than tokens, and a sum of this call is none of the call that wrote the half before.
         y = torch.empty(layer.config.recv_capacity, case.hidden, dtype=case.dtype, device=device)
         made = {}
 

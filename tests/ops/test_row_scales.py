@@ -108,6 +108,7 @@ def test_errors() -> None:
         (lambda: RowScaled(qdata, scale), "float32"),
         (lambda: RowScaled(qdata.t(), scale), "contiguous"),
         (lambda: dequantize_rows_in_use(rebase_rows(qdata, scale), offs, torch.float16), "float16"),
+        (lambda: dequantize_rows_in_use(rebase_rows(qdata, scale), offs, columns=slice(0, 64, 2)), "step of 2"),
     ):
         with pytest.raises(InputError, match=match):
             call()

@@ -329,6 +329,16 @@ def test_settings_that_cannot_work_are_refused(words: str) -> None:
         cli.settings_of(parser.parse_args(["dispatch", *TINY, *words.split()]), 2, interpreting=True)
 
 
+@pytest.mark.parametrize("command", ["beside-gemm", "host"])
+def test_a_row_says_graph_only_where_there_is_one(command: str) -> None:
+    """What launches its calls anew refuses the option."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    words = [command, *TINY, "--capacity", "static", "--graph"]
+    with pytest.raises(ConfigError, match=f"{command} launches them anew"):
+        cli.settings_of(parser.parse_args(words), 2, interpreting=False)
+
+
 def test_time_slices_are_not_measured(monkeypatch) -> None:
     """Ranks that may share a GPU are for tests."""
     monkeypatch.setenv("TRITON_EP_RANKS_PER_GPU", "2")
@@ -470,6 +480,8 @@ def test_pictures_that_cannot_be_drawn_are_refused_early(monkeypatch: pytest.Mon
     cli.add_arguments(parser)
     with pytest.raises(ConfigError, match="draws exchanges"):
         cli.run(parser.parse_args(["barrier", *TINY, "--plot", "times.svg"]))
+    with pytest.raises(ConfigError, match="--stages"):
+        cli.run(parser.parse_args(["host", *TINY, "--timeline", "kernels.svg"]))
     with pytest.raises(ConfigError, match=r"\.png or \.svg"):
         cli.run(parser.parse_args(["dispatch", *TINY, "--plot", "times.pdf"]))
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)

@@ -73,8 +73,8 @@ def test_what_is_waited_for_finds_room(waiting: Program, needed: Program) -> Non
             assert room >= num_needed or found == 0, (times, room)
 
 
-def test_grids_that_hang_today_are_not_made() -> None:
-    """400 waiting programs leave a push no room, nor do 168 beside a push of 32 warps; no two layers come to that."""
+def test_grids_that_would_hang_are_not_made() -> None:
+    """400 waiting programs would leave a push no room, and so would 168 one of 32 warps: two layers have fewer."""
     assert most_waiting(H200, EXPAND, PUSH, 20) == 356
     assert most_waiting(H200, EXPAND, WIDE_PUSH, 20) == H200 - 20
     assert Expanding(H200, 20, None, True, True).programs(EXPAND, (PUSH,)) == 168

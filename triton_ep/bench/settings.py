@@ -203,10 +203,15 @@ class Settings:
             raise ConfigError("--graph needs --capacity static: an exact dispatch waits on the host.")
         if self.graph and self.refresh_weights:
             raise ConfigError("--graph and --refresh-weights do not go together: a replay does not look at weights.")
+        if self.graph and self.command in ("beside-gemm", "host"):
+            raise ConfigError(f"--graph measures calls by themselves; {self.command} launches them anew. Leave it out.")
         if self.graph and self.interpreting:
             raise ConfigError("--graph needs GPUs: there are no CUDA graphs in the interpreter.")
         if self.plot and self.command in ("beside-gemm", "host", "barrier", "quantise", "moe-layer"):
-            raise ConfigError(f"--plot draws exchanges; {self.command} has --csv and --timeline.")
+            has = "--csv" if self.command == "host" else "--csv and --timeline"
+            raise ConfigError(f"--plot draws exchanges; {self.command} has {has}.")
+        if self.timeline and self.command == "host":
+            raise ConfigError("--timeline draws kernels; host measures the host. Pass --stages, which names functions.")
         if self.command == "moe-layer" and (self.alignment != 128 or not self.local_combine):
             raise ConfigError("moe-layer measures triton_ep.nn.MoE, which aligns rows to 128 and combines locally.")
         if self.backward and self.command != "moe-layer":

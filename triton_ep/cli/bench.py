@@ -99,7 +99,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     group.add_argument("--num-sm", default="20", help="programs of the exchange, or auto (default 20)", **many)
     moe = name == "moe-layer"
     if name == "host":
-        text = "a layer of low latency: 128 tokens unless told, static"
+        text = "a layer of low latency: 128 tokens by default, static"
         group.add_argument("--low-latency", action="store_true", help=text)
     if name in _BUDGETED:
         text = "multiprocessors of the layer's whole exchange (default: no budget)"
@@ -113,7 +113,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     group.add_argument("--enable-local-combine", action="store_true", default=moe, help=text)
     if moe:
         group.add_argument("--backward", action="store_true", help="measure a training step as well")
-        text = "decoding: 128 tokens unless told, an exchange of low latency, in a CUDA graph"
+        text = "decoding: 128 tokens by default, an exchange of low latency, in a CUDA graph"
         group.add_argument("--low-latency", action="store_true", help=text)
         group.add_argument("--refresh-weights", action="store_true", help="and with weights that have just changed")
         text = f"of MXFP8 products: {', '.join(bench.PRECISIONS)} (default default)"
@@ -131,7 +131,8 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--csv", metavar="PATH", help="append the rows to this file")
     group.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    group.add_argument("--stages", action="store_true", help="print the time of each kernel on rank 0")
+    what = "the functions that take most of a call" if name == "host" else "the time of each kernel on rank 0"
+    group.add_argument("--stages", action="store_true", help=f"print {what}")
     group.add_argument("--plot", metavar="PATH", help="draw the rows of this run (.png, .svg)")
     group.add_argument("--timeline", metavar="PATH", help="draw the kernels of a call of each op (.png, .svg)")
     group.add_argument("--commit", help="of stored rows, where there is no .git (default: of this checkout)")

@@ -34,7 +34,7 @@ class SideStream:
             current_stream().wait_event(joined)
 
     def wait_joined(self) -> None:
-        """Make the current stream wait for what the last stream that joined this one has waited for."""
+        """Make the current stream wait for the work that the latest `join` waited for."""
         if self._made is not None:
             current_stream().wait_event(self._made[2])
 

@@ -188,13 +188,15 @@ def dequantize_rows_in_use(
 ) -> torch.Tensor:
     """[R, K] values of rows, in bf16 or fp32; rows from offs[-1] on are neither read nor written.
 
-    Exact in bf16 where that reaches: scales of 2^-124 to 2^119. columns: which of them; None: all.
+    Exact in bf16 where that reaches: scales of 2^-124 to 2^119. columns: consecutive ones, in place of all K.
 
     Raises:
-        InputError: weights, another dtype, or offsets that are none.
+        InputError: weights, another dtype, offsets that are none, or columns with a step.
     """
     if x.qdata.dim() != 2:
         raise InputError(f"x must be rows [R, K]; it is {list(x.shape)}.")
+    if columns is not None and columns.step not in (None, 1):
+        raise InputError(f"columns must be consecutive; {columns} has a step of {columns.step}. Leave the step out.")
     _check_rows(offs, x.qdata)
     return _values(x.qdata if columns is None else x.qdata[:, columns], x.scale, offs, dtype)
 
