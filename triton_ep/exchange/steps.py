@@ -204,9 +204,11 @@ def wait_signals(ctx: DispatchCombineContext, signals: Signals) -> None:
 
 
 def wait_published(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> bool:
-    """Make the current stream wait until the `combine` before, of this descriptor without weights, has read its rows.
+    """Make the current stream wait until the rows of the latest `combine` have been read.
 
-    False: nothing waits, because that is not known before the end of it.
+    That was a whole call, not one taken apart by a hook, with this descriptor and no weights.
+
+    False: nothing waits, because only the end of that combine says so.
     """
     return not ctx.config.low_latency and combine_ops.wait_published(ctx, ctx.rows.own, desc)
 

@@ -47,7 +47,9 @@ def combine(
 
 
 def wait_published(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc) -> bool:
-    """Make the current stream wait until the latest `combine`, of this descriptor without weights, has read its rows.
+    """Make the current stream wait until the rows of the latest `combine` have been read.
+
+    That was a whole call, not one taken apart by a hook, with this descriptor and no weights.
 
     False: rows are not read on a stream of their own, so that only its end will do.
     """
