@@ -86,6 +86,15 @@ class Canvas:
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" class="f-{colour}"{at}{weight}>{escape(words)}</text>'
         )
 
+    def line(self, points: list[tuple[float, float]], colour: str, width: float, dashed: bool = False) -> None:
+        """A line through the points."""
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        dash = ' stroke-dasharray="9 6"' if dashed else ""
+        self._parts.append(
+            f'<polyline points="{path}" fill="none" class="s-{colour}" stroke-width="{width:g}" '
+            f'stroke-linejoin="round"{dash}/>'
+        )
+
     def arrow(self, points: list[tuple[float, float]], colour: str = "ink", dashed: bool = False) -> None:
         """A line through the points, with a head at the last one."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)

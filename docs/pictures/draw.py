@@ -7,6 +7,7 @@ from pathlib import Path
 
 import architecture
 import layout
+import losses
 import speed
 import timeline
 
@@ -16,6 +17,7 @@ PICTURES = {
     DOCS / "concepts/layout.svg": layout.draw,
     DOCS / "concepts/timeline.svg": timeline.draw,
     DOCS / "pictures/exchange.svg": speed.draw_exchange,
+    DOCS / "pictures/losses.svg": losses.draw,
     DOCS / "pictures/speed.svg": speed.draw,
 }
 

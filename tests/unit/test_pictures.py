@@ -44,3 +44,15 @@ def test_a_bar_without_a_row_is_refused(drawn: Any) -> None:
     assert speed.median_us("dispatch_combine.csv", wanted) > 0
     with pytest.raises(LookupError, match="no row"):
         speed.median_us("dispatch_combine.csv", wanted | {"ranks": "8"})
+
+
+def test_losses_stay_inside_of_their_panels(drawn: Any) -> None:
+    """Every run has a loss for every step; those that a panel shows lie between its lowest and its highest."""
+    import losses
+
+    runs = losses.runs()
+    assert list(runs) == ["bf16 seed 0", "bf16 seed 1", "bf16 seed 2", "MXFP8"]
+    assert {len(values) for values in runs.values()} == {losses.STEPS}
+    for _, (first, last), (low, high), _, _ in losses.PANELS:
+        shown = [loss for values in runs.values() for loss in values[first - 1 : last]]
+        assert low < min(shown) <= max(shown) < high
