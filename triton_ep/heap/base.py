@@ -1,8 +1,8 @@
 """The symmetric heap: memory that every rank of a group can address in all of them.
 
-One protocol, two backends: host.py (shared memory of CPU ranks) and nvshmem.py (GPUs). A rank allocates from
-its own arena, and the members of the group then exchange offsets. So offsets may differ between ranks, and two
-disjoint groups may allocate at the same time.
+One protocol, three backends: host.py (shared memory of CPU ranks), nvshmem.py and torch_symmetric.py (GPUs). A rank
+allocates from its own arena, and the members of the group then exchange offsets. So offsets may differ between ranks,
+and two disjoint groups may allocate at the same time.
 
 All ranks of a layer use its memory. A piece returns to the arena when every rank has finalized the layer and its device
 has finished, or its process has ended (`retire`). Until then the piece stays reserved, however the layer ended: a rank
@@ -29,7 +29,7 @@ from triton_ep.heap.farewells import Farewells
 
 _DYING_S = 0.5
 _LONGEST_POLL_S = 0.02
-_ASK_EACH_S = 0.1  # between questions about single ranks, which cost a message each
+_ASK_EACH_S = 0.1  # between two questions about single ranks, each of which costs a message
 _LONGEST_WAIT_FOR_ROOM_S = 60.0
 _DEFAULT_LIMIT_S = 1800.0  # torch's own, where a process group does not say
 
@@ -59,7 +59,7 @@ class SymmTensor:
 class _Piece(NamedTuple):
     """What a member says of its part in an allocation; bytes. `offset` is None where there was no room.
 
-    `held` bytes more are of layers that the ranks `late` have not ended.
+    Another `held` bytes belong to layers that the ranks `late` have not ended.
     """
 
     rank: int
@@ -208,7 +208,7 @@ class SymmetricHeap(ABC):
             late = within(limit_s + _LONGEST_WAIT_FOR_ROOM_S, lambda: self._end_layer(layer, limit_s, stop))
         except (RuntimeError, TimeoutError) as error:
             if not wait:
-                return  # the job is over: nobody can learn of it
+                return  # the job is over: no rank reads notes any more
             raise PeerFailed(
                 f"rank {self.rank} ended a layer, but cannot report it to the others: whoever serves the store of the "
                 f"job is gone, or stopped: {error}"
@@ -240,7 +240,7 @@ class SymmetricHeap(ABC):
             ConfigError: this rank is not a member, or the group was destroyed.
         """
         try:
-            # torch returns at once from collectives of ranks that are no members, without the others.
+            # From a collective of a group without this rank torch returns at once, without an error.
             if dist.get_world_size(group) > 0:
                 return list(dist.get_process_group_ranks(group))
         except (KeyError, ValueError) as error:
@@ -346,9 +346,9 @@ class SymmetricHeap(ABC):
     # --- memory of layers that not all ranks have ended ---------------------------------------------------
 
     def _end_layer(self, layer: str, limit_s: float, stop: threading.Event) -> list[int]:
-        """Report that this rank has ended the layer, and wait for the others; the members that did not come.
+        """Report that this rank has ended the layer, and wait for the others. Returns the members that have not.
 
-        They are gone, or have failed, or the limit is over.
+        Those are gone or have failed, or the time limit has passed.
         """
         deadline, asked, pause_s = time.monotonic() + limit_s, time.monotonic(), 1e-4
         members = self._retired[layer].members
@@ -364,7 +364,7 @@ class SymmetricHeap(ABC):
         return []
 
     def _reclaim(self) -> tuple[int, ...]:
-        """Give the arena the memory of layers that all their ranks have ended by now; the ranks still awaited."""
+        """Give the arena the memory of layers that all ranks have ended. Returns the ranks that have not."""
         awaited: set[int] = set()
         for layer, left in list(self._retired.items()):
             try:
@@ -387,7 +387,7 @@ class SymmetricHeap(ABC):
             self._arena.give(offset, nbytes)
             self._discard(offset, nbytes)
         if len(left.members) > 1:
-            with contextlib.suppress(RuntimeError, TimeoutError):  # notes then stay where nobody reads them
+            with contextlib.suppress(RuntimeError, TimeoutError):  # nobody reads what stays in the store
                 within(_LONGEST_WAIT_FOR_ROOM_S, lambda: self._farewells.forget(layer, left.members))
 
     # --- meetings -----------------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ class SymmetricHeap(ABC):
 
     @abstractmethod
     def _ended(self, rank: int) -> bool:
-        """The process of that rank is known to have ended, so it stores nothing any more."""
+        """Whether the process of that rank is known to have ended, so that it stores nothing any more."""
 
     def _fate(self, rank: int) -> str | None:
         """Why not to wait for a rank: a clause without its subject; None = it may still come."""

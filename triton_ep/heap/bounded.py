@@ -1,4 +1,4 @@
-"""A bound around calls that have none of their own."""
+"""A time limit for calls that have none of their own."""
 
 from __future__ import annotations
 

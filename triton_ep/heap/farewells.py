@@ -1,8 +1,8 @@
 """Which ranks have ended a layer: notes in the store of the job, written and read without a meeting.
 
 A rank that saw a failure does not wait for the others, and a rank that saw none must not take the next meeting of the
-first for its own. So no rank meets another to end a layer: each says that it has, once its device has run what it was
-given, and looks for what the others have said.
+first for its own. So ending a layer is no meeting: each rank writes a note once its device has finished, and reads the
+notes of the others.
 
 Keys of a layer     <rank>  this member has ended it
                     count   how many have

@@ -75,7 +75,7 @@ class GpuHeap(SymmetricHeap):
 
     @abstractmethod
     def _begin(self, heap_bytes: int) -> int:
-        """Start what makes chunks, on all ranks; bytes of the first chunk."""
+        """Start the library that makes chunks, on all ranks. Returns the bytes of the first chunk."""
 
     @abstractmethod
     def _make_chunk(self, size: int, group: Any) -> tuple[torch.Tensor, Sequence[int], Any] | None:
@@ -86,7 +86,7 @@ class GpuHeap(SymmetricHeap):
 
     @abstractmethod
     def _end(self) -> None:
-        """Give the chunks back and end what made them; all ranks do so."""
+        """Free the chunks and end the library that made them; collective over the world."""
 
     def close(self) -> None:
         """Give all memory back; collective over the world, idempotent.
@@ -145,7 +145,7 @@ class GpuHeap(SymmetricHeap):
         """Wait until what kernels have put is at the peers."""
 
     def _ended(self, rank: int) -> bool:
-        if rank not in self._pidfds:  # of another host
+        if rank not in self._pidfds:  # a rank of another host
             return False
         poll = select.poll()
         poll.register(self._pidfds[rank], select.POLLIN)
@@ -166,7 +166,7 @@ class GpuHeap(SymmetricHeap):
         if not whole and not self.sub_groups_grow:
             return False
         size = -(-nbytes // CHUNK_STEP) * CHUNK_STEP
-        torch.cuda.empty_cache()  # what torch keeps for itself but does not use
+        torch.cuda.empty_cache()  # memory that torch's allocator has cached and does not use
         made = self._make_chunk(size, group)
         if made is None:
             return False

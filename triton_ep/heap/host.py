@@ -118,7 +118,7 @@ class HostHeap(SymmetricHeap):
             self._end(met)
 
     def _end(self, met: bool) -> None:
-        """met: no rank uses the memory of another any more."""
+        """Unmap and close; met: all ranks have met, so none uses the memory of another any more."""
         self._closed = True
         interpreter.set_wait_hook(None)
         for base in self._bases:
@@ -149,7 +149,7 @@ class HostHeap(SymmetricHeap):
         text = reason.encode()[:_LONGEST_REASON]
         own = self._maps[self.rank]
         own[_WORD.size : _WORD.size + len(text)] = text
-        own[: _WORD.size] = _WORD.pack(len(text) + 1)  # last: whoever sees it finds the text
+        own[: _WORD.size] = _WORD.pack(len(text) + 1)  # written last, so that a reader who sees it finds the text
         self._aborted = True
 
     def check_peers(self) -> None:

@@ -16,7 +16,7 @@ from triton_ep.errors import HeapError
 from triton_ep.heap.gpu import CHUNK_STEP, GpuHeap, check_fits
 from triton_ep.runtime.environment import read_environment, set_defaults
 
-_OWN_BYTES = 2**27  # what NVSHMEM may need for itself besides our chunks
+_OWN_BYTES = 2**27  # memory left for NVSHMEM itself, besides our chunks
 # On one host nothing but NVLink is needed, and the loopback interface carries the start. Multicast (NVLS) is
 # not used by our kernels, and reserves memory.
 _DEFAULTS = {"NVSHMEM_DISABLE_NVLS": "1"}
@@ -53,7 +53,7 @@ class NvshmemHeap(GpuHeap):
     def close(self) -> None:
         """Give all memory back and end NVSHMEM; collective over the world, idempotent.
 
-        If a peer is gone NVSHMEM cannot end, for that is collective; its memory then goes with the process.
+        If a peer is gone NVSHMEM cannot end, because that is collective; its memory then goes with the process.
 
         Raises:
             ConfigError: the process group was destroyed before; NVSHMEM's memory then goes with the process, too.

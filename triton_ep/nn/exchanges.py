@@ -31,7 +31,7 @@ from triton_ep.layer import EPAll2AllLayer
 ALIGNMENT = 128
 """Rows to which the segment of an expert is aligned: a tile of the grouped products holds rows of one expert."""
 TIMEOUT_S = 120.0
-"""Bound of waits unless told: ranks may compile kernels for different times between a dispatch and its combine."""
+"""Default bound of waits: ranks may compile kernels for different times between a dispatch and its combine."""
 _FREE = ("max_tokens", "num_sm", "timeout_s", "local_world_size")
 """Of these a given exchange may have others than the module names; more tokens only."""
 _FIELDS = {"capacity": "recv_capacity", "dtype": "token_dtype"}
@@ -167,7 +167,7 @@ class _Turns:
         self.what = ""
         self.last: Any = None  # stream of the latest pass outside of a capture
         self.captured: Any = None  # stream of all captures
-        self.told: torch.Tensor | None = None  # the overflow counter as the host has it, or will have it
+        self.told: torch.Tensor | None = None  # copy of the overflow counter on the host, complete once `event` is
         self.event: torch.cuda.Event | None = None
         self.seen = 0
 
@@ -200,7 +200,7 @@ class Exchange:
     def use(self, what: str) -> Iterator[None]:
         """The block is a pass (dispatch to combine) on this exchange; no other may be open.
 
-        On another stream than the pass before, it is ordered behind that.
+        On another stream than the pass before, it waits for that pass.
 
         Raises:
             InputError: another pass is open, in another thread; a capture on another stream than captures before.

@@ -1,7 +1,7 @@
 """The two products of the experts, forward (kernels/experts/gate_up.py and rows_product.py).
 
 Rows stand in segments, one per expert: `offs` [E + 1] int32 on the device, first row of each segment, then the end of
-the last. Nothing behind that end is computed or written. E experts, R rows, H hidden, F columns of the activation.
+the last. Rows after it are neither computed nor written. E experts, R rows, H hidden, F columns of the activation.
 
 Operands are bf16, or `RowScaled` (rows and weights both) for FP8 tensor cores. TMA reads what starts at multiples of
 16 bytes with rows of multiples of 16 bytes: H and F multiples of 8 in bf16, of 32 in FP8. Other bf16 shapes take a
@@ -124,7 +124,7 @@ def launch_gate_up(
     tile: ProductTile | None = None,
     tma: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Activation, its scale bytes and what it was made of; the last two empty where nobody asked.
+    """Activation, its scale bytes and what it was made of; the last two empty where they are not wanted.
 
     Operands are checked. tile, tma: None = by size, and wherever sizes and addresses allow.
     """
@@ -151,7 +151,7 @@ def launch_gate_up(
         _grid(tile, rows, num_experts, f),
         x=operands[0],
         w=operands[1],
-        # Pointers that are not read are to the places of tiles.
+        # Pointers that the kernel does not read get the table of tiles.
         x_scale_ptr=places if x_scale is None else x_scale,
         w_scale_ptr=places if w_scale is None else w_scale,
         bias_ptr=places if bias is None else bias,
@@ -301,7 +301,7 @@ def launch_rows_product(
     rows = dense(rows.contiguous())
     row_weights = None if bias is None else row_weights
     k_major = weights.is_contiguous()
-    # All tiles step by as much, but for one of e4m3; a box that crosses K would bring the next expert's rows.
+    # bf16 tiles step by 64 terms; of a transposed w, a box that crosses K would load rows of the next expert.
     able = fits_tma((rows, k), (weights, k if k_major else n)) and (k_major or k % 64 == 0)
     tma = able and not INTERPRETING if tma is None else tma
     tile = tile or _choose("rows", rows, num_experts, a_scale is not None, fast, tma)
@@ -420,7 +420,7 @@ def rows_product(
         w: [E, N, K] of the same kind, contiguous; or bf16 [E, N, K] that is the transpose of a contiguous [E, K, N].
         offs: [E + 1] int32, see the module.
         bias: [E, N] float32 or bf16, added. row_weights: [R] float32, which multiply the bias and nothing else.
-        out: [R, N] bf16 with consecutive columns, to be written; None: a new one. Rows behind the last segment are not
+        out: [R, N] bf16 with consecutive columns, to be written; None: a new one. Rows after the last segment are not
             written.
         aligned: every segment starts and ends at a multiple of 128 rows. That is a promise: rows of other segments come
             out wrong where it is broken.

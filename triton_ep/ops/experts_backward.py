@@ -1,7 +1,7 @@
 """Launchers of the backward pass of experts (kernels/experts).
 
 Rows stand in segments, one per expert: `offs` [E + 1] int32 on the device, first row of each, then the end of the last.
-What stands behind it is neither read nor written. R rows, E experts, H hidden, F ffn.
+Rows after that end are neither read nor written. R rows, E experts, H hidden, F ffn.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _down_dgrad(
     pre: torch.Tensor,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dpre, act and the shares of the rows' weights' gradients; w: [E, H, F], with k_major [E, F, H]."""
+    """dpre, act, and partial sums of the row weights' gradient; w: [E, H, F], with k_major [E, F, H]."""
     dpre, act, shares = _down_like(pre, options[0], options[3], dy_scale is not None, options[-1])
     _launch_down((dy, dy_scale, w, w_scale, k_major, pre), (dpre, act, shares), options)
     return dpre, act, shares
@@ -90,7 +90,7 @@ def _down_dgrad_over(
     pre: torch.Tensor,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """act and shares; dpre is in `pre`."""
+    """act and those partial sums; dpre is stored in `pre`."""
     _, act, shares = _down_like(pre, options[0], options[3], dy_scale is not None, options[-1], pre)
     _launch_down((dy, dy_scale, w, w_scale, k_major, pre), (pre, act, shares), options)
     return act, shares
@@ -114,7 +114,7 @@ def _launch_down(operands: tuple[Any, ...], results: tuple[torch.Tensor, ...], o
         min(programs(dy.device) * tile.per_sm, most_programs(tile, num_rows, experts, ffn)),
         dy=Boxes(dy, [num_rows, hidden], [hidden, 1], [tile.box_rows, tile.k]),
         w=Boxes(w, [experts, lines, length], [lines * length, length, 1], box),
-        # Pointers that are not read are to the tiles.
+        # Pointers that the kernel does not read get the table of tiles.
         dy_scale_ptr=tiles if dy_scale is None else dy_scale,
         w_scale_ptr=tiles if w_scale is None else w_scale,
         pre_ptr=pre,
@@ -148,7 +148,7 @@ def _row_weight_gradient(
         plan,
         grid if out.shape[0] else 0,
         shares_ptr=shares,
-        # Gradients and their scales are read for a bias alone.
+        # Gradients and their scales are read only where there is a bias.
         dy_ptr=tiles if bias is None else dy,
         dy_scale_ptr=tiles if bias is None or dy_scale is None else dy_scale,
         bias_ptr=tiles if bias is None else bias,
@@ -192,8 +192,8 @@ def down_dgrad(
         tiles: `tile_table(offs, R)`, where it is there already.
         overwrite: dpre takes the place of `pre`, which must be contiguous.
 
-    Returns dpre [R, 2F] bf16; act [R, F] bf16, the activation times the rows' weights once more, of what `pre` has kept
-    of it; and the gradient of the row weights [R] float32, or None without them. The latter is added up in one order.
+    Returns dpre [R, 2F] bf16; act [R, F] bf16, the activation times the rows' weights, computed again from `pre`;
+    and the gradient of the row weights [R] float32, summed in a fixed order, or None without them.
 
     Raises:
         InputError: operands that do not fit each other, or rows that are no multiples of 16 bytes. ConfigError: an

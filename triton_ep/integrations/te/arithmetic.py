@@ -2,7 +2,8 @@
 
 The rule is that of the project's RCEIL (triton_ep/ops/mxfp8.py, triton_ep/mx/arithmetic.py) in all but one case: a
 block whose largest magnitude is infinite gets the scale byte 254, not NaN's 255, and its infinities become the largest
-value of the format. Kernels do it (GPUs), or it is put right behind the project's arithmetic (CPUs, tiles).
+value of the format. On GPUs the kernels do that; on CPUs and for tiles a second step corrects what the project's
+arithmetic returns.
 
 Rows may end in a short last block when they are quantised along columns: it counts as filled up with zeros.
 """
@@ -26,14 +27,14 @@ _OF_INFINITY = 254
 def _elements_of_infinite(x: torch.Tensor, elem_dtype: torch.dtype) -> torch.Tensor:
     """Elements (bytes) of values in blocks whose largest magnitude is infinite."""
     largest = elem_format(elem_dtype).max_pos
-    # 2**-127 in two factors: as one it is no normal number.
+    # 2**-127 in two factors, because it is no normal number itself.
     return (x.float() * 2.0**-64 * 2.0**-63).clamp(-largest, largest).to(elem_dtype).view(torch.uint8)
 
 
 def _saturate(
     x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, elem_dtype: torch.dtype, along: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements (bytes) and scales with the blocks right whose largest magnitude is infinite.
+    """Elements (bytes) and scales, those blocks corrected whose largest magnitude is infinite.
 
     along: dimension of x [R, H] in which blocks lie.
     """
@@ -137,7 +138,7 @@ def quantize_groups(
 
     offsets: [groups + 1] int32 on the device, first row of each group, then the end of the last.
 
-    Returns elements [M, N], zero behind the last group, and scales [S, N] as `ops.mxfp8.quantize_columns` has them:
+    Returns elements [M, N], zero after the last group, and scales [S, N] as `ops.mxfp8.quantize_columns` has them:
     one row per block, group after group.
     """
     x = _checked(x)
@@ -154,7 +155,7 @@ def quantize_groups(
 def dequantize_groups(
     data: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor, elem_dtype: torch.dtype, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Values [M, N] of what `quantize_groups` gave; zero behind the last group."""
+    """Values [M, N] of what `quantize_groups` gave; zero after the last group."""
     if data.is_cuda and data.numel():
         return mxfp8.dequantize_columns(data.view(elem_dtype), scale, offsets, dtype)
     values = torch.zeros_like(data, dtype=dtype)

@@ -4,7 +4,7 @@ Both Linear (one matrix) and GroupedLinear (one per group of rows) go through he
 
 Eagerly, the node keeps what the backward pass needs in 8 bits: x quantised along columns. In a compiled graph there is
 one op for the forward and one for the backward pass. If the plan is not known while tracing, the forward op asks for
-it when it runs and hands it on; so a graph serves any recipe, and is traced once.
+it when it runs and returns it for the backward op; so one traced graph serves any recipe.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class LinearFunction(torch.autograd.Function):
             x.shape,
             x.dtype,
         )
-        # Those themselves, with the attributes that they have: saved ones may be others.
+        # The weights themselves, because autograd may return saved tensors without their attributes.
         ctx.parameters = weights if extra.gradients is not None else ()
         kept: tuple[torch.Tensor, ...] = ()
         ctx.kept = None

@@ -61,7 +61,7 @@ class _Together(torch.autograd.Function):
 
 
 def _after_load(block: EPMoE, _: Any) -> None:
-    """A state dict may have gone into shards of FSDP, whose counters gathered weights do not have."""
+    """Quantise weights anew: a state dict may have changed shards of FSDP, which gathered weights do not show."""
     block._prepared.invalidate()
 
 
@@ -70,7 +70,7 @@ class EPMoE(nn.Module):
 
     Experts in bf16 are triton_ep's expert block: two products with the activation in the first, quantised inside of
     `autocast`, in bf16 outside of it. The block runs E4M3 in both directions: x w^T and dy w take what the recipe
-    quantises, at one scale per row, and dy^T x the values that dy and x have in these. A recipe that asks for anything
+    quantises, at one scale per row, and dy^T x the values of these quantised dy and x. A recipe that asks for anything
     else (HYBRID, `backward_override`, 2-D tiles), weights in MXFP8, other dtypes, torch.autocast, gradients that are
     fused or delayed, and torch.compile have the products of two GroupedLinear, by TransformerEngine's rule to the bit.
 
@@ -173,7 +173,7 @@ class EPMoE(nn.Module):
         weights = [weight for fc in (self.fc1, self.fc2) for weight in fc._weights]
         if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return PreparedWeights("none")
-        # What the block sees is one view of all of them, with the counter of one.
+        # The block sees one view of all weights, which has the version counter of one of them.
         made_of = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
         if made_of != self._prepared_of:
             self._prepared.invalidate()

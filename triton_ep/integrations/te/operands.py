@@ -78,7 +78,7 @@ def values_of(x: Given, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rows_of(x: Given, elem_dtype: torch.dtype) -> Quantised:
-    """x [..., N] quantised along rows; what is so already, as it is."""
+    """x [..., N] quantised along rows; an MXFP8 tensor along rows is returned unchanged."""
     if isinstance(x, MXTensor):
         if x.block_dim == -1 and x.block_size == 32 and x.elem_dtype in FP8_DTYPES:
             return Quantised(flatten(x.qdata.view(torch.uint8)), flatten(x.scale.view(torch.uint8)), x.qdata.dtype)
@@ -163,7 +163,7 @@ def product(a: Operand, b: Operand, a_across: bool, b_across: bool) -> torch.Ten
     left = left.t() if a_across else left
     right = right if b_across else right.t()
     if left.is_cuda and dtype != torch.float32 and left.numel() and right.numel():
-        # float32 out: by default partial sums of a bf16 product may be added in bf16.
+        # float32 results, because torch may add partial sums of a bf16 product in bf16.
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left.float(), right.float())
 
@@ -194,7 +194,7 @@ def _scaled_mm(a: Quantised, b: Quantised) -> torch.Tensor:
 
 
 def grouped_forward(x: Operand, w: Operand, ends: torch.Tensor, experts: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """[R, N] `out_dtype`: rows of group e times w[e]^T; w [E * N, K]. Zeros behind the last group."""
+    """[R, N] `out_dtype`: rows of group e times w[e]^T; w [E * N, K]. Zeros after the last group."""
     left, right = _group_values(x), _group_values(w).unflatten(0, (experts, -1))
     if left.dtype == right.dtype == torch.bfloat16:
         return grouped_gemm(left, right.transpose(-2, -1), ends, out_dtype=out_dtype)
@@ -205,7 +205,7 @@ def grouped_forward(x: Operand, w: Operand, ends: torch.Tensor, experts: int, ou
 
 
 def grouped_dgrad(dy: Operand, w: Operand, ends: torch.Tensor, experts: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """[R, K] `out_dtype`: rows of group e of dy times w[e]. Zeros behind the last group."""
+    """[R, K] `out_dtype`: rows of group e of dy times w[e]. Zeros after the last group."""
     left, right = _group_values(dy), _group_values(w).unflatten(0, (experts, -1))
     if left.dtype == right.dtype == torch.bfloat16:
         return grouped_gemm_dgrad(left, right.transpose(-2, -1), ends, out_dtype=out_dtype)
@@ -264,7 +264,7 @@ def ends_of(m_splits: Sequence[int] | torch.Tensor, groups: int, inp: torch.Tens
 
 
 def rows_of_groups(per_group: torch.Tensor, ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[R, N]: row e of [E, N] for each row of group e; zeros behind the last group."""
+    """[R, N]: row e of [E, N] for each row of group e; zeros after the last group."""
     row = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
     return pad(per_group, (0, 0, 0, 1))[(row.unsqueeze(1) >= ends).sum(1)]
 

@@ -1,7 +1,7 @@
 """Recipes: which 8-bit formats a module uses, forward and backward.
 
 Names, fields and defaults are those of `transformer_engine.common.recipe`. The one recipe that runs here is
-`MXFP8BlockScaling`; `Recipe` is there to be told apart from it.
+`MXFP8BlockScaling`; `Recipe` is its base class.
 """
 
 from __future__ import annotations

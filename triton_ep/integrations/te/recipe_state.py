@@ -51,7 +51,7 @@ class RecipeState(ABC):
             roles: what each quantiser is for, such as "linear_weight"; "weight" in it makes it one of weights.
 
         Raises:
-            ValueError: a recipe without a state here, or as many roles as there are not quantisers.
+            ValueError: a recipe without a state here, or a number of roles that is not that of quantisers.
             RuntimeError: another mode.
         """
         if not isinstance(recipe, MXFP8BlockScaling):

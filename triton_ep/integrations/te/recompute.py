@@ -17,7 +17,7 @@ class _Recomputation:
 
     Arguments:
         state: of `autocast`, in the forward pass.
-        tracker: of random states, which are then `drawn` again; those of now come back at the end. None: there is none.
+        tracker: of random states: those in `drawn` are set, and the present ones put back at the end. None: no tracker.
     """
 
     def __init__(self, state: AutocastState, tracker: Any = None, drawn: Any = None) -> None:

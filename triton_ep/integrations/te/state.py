@@ -43,7 +43,7 @@ class AutocastState:
 
 @dataclass(frozen=True)
 class Entry:
-    """One open region; `key` tells it from all others, `task` is the backward pass that it was opened in, or -1."""
+    """One open region; `key` is unique, `task` is the backward pass in which it was opened, or -1."""
 
     key: object
     state: AutocastState

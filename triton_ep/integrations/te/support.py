@@ -35,7 +35,7 @@ def default_device() -> torch.device:
 
 
 def check_whole(weight: torch.Tensor) -> None:
-    """Refuse a weight that is a DTensor: an MXFP8Tensor in its place would be sharded no more.
+    """Refuse a weight that is a DTensor: an MXFP8Tensor in its place would not be sharded.
 
     Raises:
         InputError: it is one.
