@@ -26,6 +26,7 @@ if __name__ in ("__main__", "__mp_main__"):
 import torch
 import torch.distributed as dist
 
+from tests.bench.sizes import sizes_parser
 from triton_ep import distributed as ep_distributed
 from triton_ep.bench import rows as bench_rows
 from triton_ep.bench import tables
@@ -296,12 +297,7 @@ def _report(
 
 def main() -> None:
     """Start the ranks, unless torchrun or another launcher has."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
+    parser = sizes_parser(__doc__)
     parser.add_argument("--num-sm", type=int, default=24)
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)

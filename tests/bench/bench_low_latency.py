@@ -23,6 +23,7 @@ if __name__ in ("__main__", "__mp_main__"):
 import torch
 import torch.distributed as dist
 
+from tests.bench.sizes import sizes_parser
 from triton_ep import distributed as ep_distributed
 from triton_ep.bench.origins import coded_rows
 from triton_ep.bench.providers import meet_by_collective
@@ -169,12 +170,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Start the ranks, unless torchrun or another launcher has."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--tokens", default="1,8,128")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
+    parser = sizes_parser(__doc__, tokens="1,8,128")
     parser.add_argument("--alignment", type=int, default=1)
     parser.add_argument("--payload", choices=("bf16", "mxfp8"), default="bf16")
     parser.add_argument("--iters", type=int, default=30)

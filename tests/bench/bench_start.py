@@ -28,6 +28,7 @@ if __name__ in ("__main__", "__mp_main__"):
 import torch
 import torch.distributed as dist
 
+from tests.bench.sizes import sizes_parser
 from triton_ep import distributed as ep_distributed
 from triton_ep.bench import rows as bench_rows
 from triton_ep.bench.origins import coded_rows
@@ -94,14 +95,9 @@ def _row(args: argparse.Namespace, heap: str, op: str, found: list[dict[str, flo
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Front door."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = sizes_parser(__doc__)
     parser.add_argument("--heap", default="host" if INTERPRETING else "nvshmem,torch", help="of host, nvshmem, torch")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", default=bench_rows.commit_of_checkout() or "unknown", help="of the rows")
     args = parser.parse_args(argv)

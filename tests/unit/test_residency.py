@@ -12,9 +12,10 @@ import torch
 from triton_ep.config import EPConfig
 from triton_ep.context.rows import RowFormat
 from triton_ep.errors import ConfigError
+from triton_ep.kernels.intranode import low_latency_combine
 from triton_ep.ops import tuning
 from triton_ep.ops.tuning import Expanding, budgeted_combine
-from triton_ep.runtime.plans import exchange
+from triton_ep.runtime.plans import exchange, low_latency
 from triton_ep.runtime.plans.residency import (
     Program,
     in_budget,
@@ -142,6 +143,24 @@ def test_sums_within_a_budget_take_a_third_of_a_multiprocessor() -> None:
             assert plan(replace(other, budgeted=True)) == plan(other)
 
 
+def test_a_combine_of_low_latency_has_no_more_programs_than_its_kernel_counts() -> None:
+    """32 ranks of 1024 tokens: rows of up to 31 tiles of 1024 elements; half the tokens may have longer ones."""
+    assert (
+        2**low_latency_combine._TURN.value == low_latency_combine._ONE_TURN.value == low_latency.MOST_REDUCING + 2**13
+    )
+    sizes = {"topk": 2, "num_experts": 64, "rank": 0, "world_size": 32, "local_world_size": 32, "recv_capacity": 64}
+    assert EPConfig(1024, 31 * 1024, **sizes, low_latency=True).fits_low_latency
+    assert EPConfig(512, 31 * 1024 + 8, **sizes, low_latency=True).fits_low_latency
+    assert not EPConfig(1024, 31 * 1024 + 8, **sizes).fits_low_latency
+    with pytest.raises(ConfigError, match="32 \\* 1024 tokens of 31752 elements in 1048576 programs"):
+        EPConfig(1024, 31 * 1024 + 8, **sizes, low_latency=True)
+
+
+def test_fewer_programs_wait_in_a_combine_of_low_latency_than_its_kernel_counts_beside_those() -> None:
+    """Half of the smallest programs that fit on a GPU with 256 multiprocessors, more than there is."""
+    assert tuning.half_of(256, Program(1, 1)) < 2**13
+
+
 @dataclass(eq=False)
 class _Launched:
     """A launcher, as grids see it."""
@@ -165,6 +184,7 @@ def test_grids_of_a_gpu_follow_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     assert tuning.expanding_programs(ctx, fmt, expand, True) == 56
     monkeypatch.setattr(tuning.Launcher, "num_compiled", tuning.Launcher.num_compiled + 1)
     assert tuning.expanding_programs(ctx, fmt, expand, True) == 112
+    assert len(fmt.grids) == 1, "a number that is out of date is kept"
     whole = Program(32, 64)
     assert tuning.combining_programs(config, device, whole, whole, True) == (12, 12, True)
     third = Program(8, 80)

@@ -13,6 +13,7 @@ import torch
 from triton_ep.context.context import DispatchCombineContext, reports_failure
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import RoutingMap
+from triton_ep.context.rows import RowFormat
 from triton_ep.ops import combine as combine_ops
 from triton_ep.ops import routing as routing_ops
 
@@ -57,16 +58,12 @@ def to_slots(
     Raises:
         ConfigError: rows of the layer are shorter than one float32.
     """
-    topk = ctx.config.topk
-    narrow = ctx.rows.narrow(topk)
-    width = narrow.hidden
-    parts = []
-    for first in range(0, topk, width):
-        column = torch.arange(first, first + width, dtype=torch.int32, device=values.device)
-        rows = torch.where(slots.unsqueeze(1) == column, values.unsqueeze(1), 0.0)
-        parts.append(combine_ops.combine(ctx, narrow, rows, None, desc, of_slots=True))
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return whole[:, :topk].contiguous()
+
+    def columns(fmt: RowFormat, first: int) -> torch.Tensor:
+        column = torch.arange(first, first + fmt.hidden, dtype=torch.int32, device=values.device)
+        return torch.where(slots.unsqueeze(1) == column, values.unsqueeze(1), 0.0)
+
+    return combine_ops.combine_columns(ctx, desc, columns)
 
 
 def slots_of_map(ctx: DispatchCombineContext, given: RoutingMap) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -46,6 +46,26 @@ def combine(
     return out
 
 
+def combine_columns(
+    ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, columns: Callable[[RowFormat, int], torch.Tensor]
+) -> torch.Tensor:
+    """Sum K float32 columns of received rows per token: [T, K].
+
+    Rows of the layer may be too short for all columns at once, so a combine carries as many as fit.
+
+    columns: given the format of a combine's rows and their first column, those rows [R, hidden]; columns from K on are
+    ignored.
+
+    Raises:
+        ConfigError: rows of the layer are shorter than one float32.
+    """
+    topk = ctx.config.topk
+    fmt = ctx.rows.narrow(topk)
+    parts = [combine(ctx, fmt, columns(fmt, first), None, desc, of_slots=True) for first in range(0, topk, fmt.hidden)]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return whole[:, :topk].contiguous()
+
+
 def wait_published(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc) -> bool:
     """Make the current stream wait until the rows of the latest `combine` have been read.
 

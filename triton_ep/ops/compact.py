@@ -117,13 +117,10 @@ def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllT
     Raises:
         ConfigError: rows of the layer are shorter than one float32.
     """
-    topk = ctx.config.topk
-    narrow = ctx.rows.narrow(topk)
-    width = narrow.hidden
-    parts = []
-    for first in range(0, topk, width):
-        columns = values[:, first : first + width]
-        if columns.shape[1] < width:
-            columns = torch.nn.functional.pad(columns, (0, width - columns.shape[1]))
-        parts.append(combine_ops.combine(ctx, narrow, columns.contiguous(), None, desc, of_slots=True))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)[:, :topk].contiguous()
+
+    def columns(fmt: RowFormat, first: int) -> torch.Tensor:
+        part = values[:, first : first + fmt.hidden]
+        missing = fmt.hidden - part.shape[1]
+        return torch.nn.functional.pad(part, (0, missing)) if missing else part.contiguous()
+
+    return combine_ops.combine_columns(ctx, desc, columns)

@@ -81,7 +81,7 @@ def combine(
         call=COMBINE_WEIGHTS if weights is not None else 0,
         hidden=cfg.hidden,
     )
-    reducing = -(-copy_rows.shape[0] // tiles["ROWS"]) * tiles["TILES"]
+    reducing = plans.reducing_programs(tiles, copy_rows.shape[0])
     items = -(-out.shape[0] // tiles["ROWS"]) * tiles["PARTS"]
     # One more, which waits for the ranks themselves.
     waiting = min(1 + items, summing_programs(ctx.device, launcher))

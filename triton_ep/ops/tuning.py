@@ -66,14 +66,14 @@ def expanding_programs(ctx: DispatchCombineContext, fmt: RowFormat, expand: Laun
     """
     if INTERPRETING:
         return 2
-    # What programs take is known better once they are compiled.
-    key = expand, overlapped, Launcher.num_compiled
-    found = fmt.grids.get(key)
-    if found is None:
+    # What programs take is known once they are compiled: a number is for the kernels compiled when it was computed.
+    num_compiled, programs = fmt.grids.get((expand, overlapped), (-1, 0))
+    if num_compiled != Launcher.num_compiled:
         cfg = ctx.config
         grid = Expanding(multiprocessors(ctx.device), cfg.num_sm, cfg.sm_budget, cfg.is_intra_node, overlapped)
-        found = fmt.grids[key] = grid.programs(expand.program, fmt.programs("push", "send", "forward"))
-    return int(found)
+        programs = grid.programs(expand.program, fmt.programs("push", "send", "forward"))
+        fmt.grids[expand, overlapped] = Launcher.num_compiled, programs
+    return int(programs)
 
 
 class Expanding(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from triton_ep.kernels.device.codes import QUANTISE
 from triton_ep.runtime.plans.shape import TOKEN_BYTES, Plan, Shape, next_power_of_2
 
@@ -10,6 +12,9 @@ _SPLIT_ROWS = False
 _SUM_PARTS = 2
 _SUM_BYTES = 2**15
 """Of the sums that a program waits for, all ranks together: half of the registers of four warps."""
+
+MOST_REDUCING = 2**20 - 2**13
+"""Most programs that reduce in a combine: the kernel counts those of a launch in 20 bits, and fewer than 2**13 wait."""
 
 
 def expanded_rows(interpreted: bool) -> int:
@@ -82,6 +87,11 @@ def combine(s: Shape, has_weights: bool) -> Plan:
         **s.common("TOPK", "KP", "WP"),
     }
     return Plan("low_latency_combine_kernel", constexprs)
+
+
+def reducing_programs(tiles: Mapping[str, int], arrival_rows: int) -> int:
+    """Programs of a combine that reduce; tiles: constexprs of its plan. arrival_rows: W * max_tokens."""
+    return -(-arrival_rows // tiles["ROWS"]) * tiles["TILES"]
 
 
 def _columns(s: Shape, row_words: int, most: int) -> dict[str, int]:
