@@ -502,7 +502,7 @@ class EPAll2AllLayer:
 
         received, event = self._finish("dispatch", send, arguments, ending)
         assert not isinstance(event, RecvHook), "not asked for"
-        return replace(received, event=event)
+        return received if event is None else replace(received, event=event)
 
     @overload
     def dispatch_compact_again(

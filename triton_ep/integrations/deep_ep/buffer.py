@@ -34,7 +34,7 @@ from triton_ep.integrations.deep_ep.fp8 import (
 from triton_ep.integrations.deep_ep.handles import DispatchHandle, LowLatencyHandle
 from triton_ep.integrations.deep_ep.layers import layers_of, room_for
 from triton_ep.integrations.deep_ep.signals import per_block, per_expert
-from triton_ep.integrations.deep_ep.slabs import Slabs, run_halves
+from triton_ep.integrations.deep_ep.slabs import Slabs, no_hook, run_halves
 from triton_ep.integrations.deep_ep.utils import EventHandle, EventOverlap, order_of, to_overlap
 from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
@@ -62,6 +62,9 @@ class Buffer:
         low_latency_mode: allows the low-latency calls.
         explicitly_destroy: stored only. `destroy` frees the memory in any case, a destructor never does.
         timeout_s: bound of every wait, in seconds.
+
+    Attributes:
+        longest_row: bytes of the longest row that `num_nvl_bytes` is for.
 
     The other arguments are settings of DeepEP's transport; they are accepted and have no effect.
 
@@ -107,7 +110,7 @@ class Buffer:
         self._zeros = ZeroCounts()
         self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self._longest_row = longest_row(num_nvl_bytes, self.group_size)
+        self.longest_row = longest_row(num_nvl_bytes, self.group_size)
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self._number = next(_numbers)
         self._closed = False
@@ -296,7 +299,8 @@ class Buffer:
         if align != 1:
             aligned = [-(-count // align) * align for count in counts]
         recv_idx = None if topk_idx is None else rows.topk_idx
-        return rows.x, recv_idx, rows.topk_weights, aligned, made, to_overlap(rows.event)
+        arrived = rows.x if rows.scale is None else (rows.x, rows.scale)
+        return arrived, recv_idx, rows.topk_weights, aligned, made, to_overlap(rows.event)
 
     def dispatch_rows(
         self,
@@ -310,32 +314,33 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
     ) -> tuple[CompactRows, DispatchHandle]:
-        """`dispatch` without counts: the rows (`x` of these is a tuple if the argument is one), and the handle."""
+        """`dispatch` without counts: the rows, whose `scale` is of quantised ones as given, and the handle."""
         self._check_open()
         pair = self._check_rows(x)
         check_ids(topk_idx)
         num_sm = Buffer.num_sms if config is None else _config(config).num_sms
         num_worst_tokens = check.integer("num_worst_tokens", num_worst_tokens, 0)
-        num_tokens, hidden = x.shape if pair is None else pair.data.shape
+        data = x if pair is None else pair.data
         # combine takes bfloat16 rows for quantised ones, so the layer is for bfloat16.
-        dtype = x.dtype if pair is None else torch.bfloat16
-        sizes = self._sizes(hidden, topk_idx.shape[1], num_experts, dtype, num_sm)
+        dtype = torch.bfloat16 if pair is not None else data.dtype
+        kind = (data.shape[1], topk_idx.shape[1], num_experts, dtype, num_sm)
+        layer = self._pool.found.get((self._number, Buffer.budgeted, *kind))
+        if layer is None:
+            layer = self._layer(kind, room_for(data.shape[0]))
         order = {} if pair is not None else order_of(previous_event, async_finish)
-        room = room_for(num_tokens)
+        num_rows = num_worst_tokens or None
         while True:
-            layer = self._latest = self._pool.get(sizes, room, self._number)
-            call = partial(
-                layer.dispatch_compact, exp_indices=topk_idx, weight=topk_weights, num_rows=num_worst_tokens or None
-            )
+            self._latest = layer
             try:
                 if pair is None:
-                    rows = call(x, **order)
+                    rows = layer.dispatch_compact(x, topk_idx, topk_weights, num_rows=num_rows, **order)
                 else:
+                    call = partial(layer.dispatch_compact, exp_indices=topk_idx, weight=topk_weights, num_rows=num_rows)
                     rows = pair.dispatch(layer, call, (topk_idx, topk_weights), previous_event, async_finish)
             except CapacityError as error:
                 # The same on all ranks, before a row was sent.
-                room = room_for(error.needed_tokens + error.needed_tokens // 4)
-                self._pool.outgrow(sizes)
+                self._pool.outgrow(self._sizes(*kind))
+                layer = self._layer(kind, room_for(error.needed_tokens + error.needed_tokens // 4))
                 continue
             return rows, DispatchHandle(layer, rows.layout_desc)
 
@@ -505,25 +510,22 @@ class Buffer:
             )
         slabs = Slabs(slab, x, use_fp8, use_ue8m0)
 
-        def send() -> tuple[EPAllToAllLayoutDesc, Callable[[], None]]:
-            if use_fp8:
-                sent = quantized(x, round_scale, use_ue8m0, layer.context.device)
-                *flat, _, desc, hook = layer.dispatch_scaled(*sent, topk_idx, return_recv_hook=True)
-            else:
-                *flat, _, desc, hook = layer.dispatch(x, topk_idx, return_recv_hook=True)
+        def send() -> tuple[tuple[EPAllToAllLayoutDesc, torch.Tensor], Callable[[], None]]:
+            rows = quantized(x, round_scale, use_ue8m0, layer.context.device) if use_fp8 else (x,)
+            flat, desc, hook = _sent(layer, rows, topk_idx, return_recv_hook)
+            counts = desc.num_recv_tokens_per_expert
 
             def receive() -> None:
                 hook()
-                counts = desc.num_recv_tokens_per_expert
                 slabs.fill(flat, desc.expert_offsets, counts)
                 if stats is not None:
                     stats.add_(counts)
 
-            return desc, receive
+            return (desc, counts), receive
 
-        desc, event, hook = run_halves(layer, send, (x, topk_idx, *slabs.tensors), async_finish, return_recv_hook)
-        handle = LowLatencyHandle(layer, desc)
-        return slabs.result, desc.num_recv_tokens_per_expert, handle, event, hook
+        found, event, hook = run_halves(layer, send, (x, topk_idx, *slabs.tensors), async_finish, return_recv_hook)
+        desc, counts = found
+        return slabs.result, counts, LowLatencyHandle(layer, desc), event, hook
 
     def low_latency_combine(
         self,
@@ -588,8 +590,8 @@ class Buffer:
         check.tensor("x", x)
         check.tensor("topk_idx", topk_idx, 2)
         check.optional_tensor("out", out)
-        experts = desc.num_recv_tokens_per_expert.shape[0]
-        wanted = (experts, self.group_size * cfg.max_tokens, cfg.hidden)
+        counts = desc.num_recv_tokens_per_expert
+        wanted = (counts.shape[0], self.group_size * cfg.max_tokens, cfg.hidden)
         if tuple(x.shape) != wanted or x.dtype != cfg.token_dtype or not x.is_contiguous():
             raise InputError(f"x must be {list(wanted)} {cfg.token_dtype}, contiguous; got {list(x.shape)} {x.dtype}.")
         ids = desc.topk_indices_tensor
@@ -611,12 +613,16 @@ class Buffer:
         companion = self._low_latency_layer(_WEIGHTS_HIDDEN, *sizes)
 
         def send() -> tuple[torch.Tensor, Callable[[], None]]:
-            nothing = torch.zeros(ids.shape[0], _WEIGHTS_HIDDEN, dtype=torch.bfloat16, device=x.device)
-            _, weights, _ = companion.dispatch(nothing, ids, topk_weights)
+            unread = torch.empty(ids.shape[0], _WEIGHTS_HIDDEN, dtype=torch.bfloat16, device=x.device)
+            _, weights, _ = companion.dispatch(unread, ids, topk_weights)
             if signals is not None:
                 steps.wait_signals(layer.context, signals)
-            flat = from_slabs(x, desc.expert_offsets, desc.num_recv_tokens_per_expert, desc.num_recv_rows)
-            combined, hook = layer.combine(flat, desc, weights, return_recv_hook=True)
+            flat = from_slabs(x, desc.expert_offsets, counts, desc.num_recv_rows)
+            hook: Callable[[], None] = no_hook
+            if return_recv_hook:
+                combined, hook = layer.combine(flat, desc, weights, return_recv_hook=True)
+            else:  # one launch, not two
+                combined = layer.combine(flat, desc, weights)
 
             def receive() -> None:
                 hook()
@@ -676,20 +682,24 @@ class Buffer:
         variant: str | None = None,
     ) -> EPAll2AllLayer:
         """The layer of slabs, with room for the most rows that can arrive."""
-        sizes = LayerSizes(
-            hidden,
-            topk,
-            num_experts,
-            dtype,
-            num_sm,
-            self._timeout_s,
-            capacity=self.group_size * max_tokens * min(topk, num_experts // self.group_size),
-            max_tokens=max_tokens,
-            low_latency=True,
-            enable_local_combine=True,
-            variant=variant,
-        )
-        return self._pool.get(sizes, user=self._number)
+        key = (self._number, hidden, topk, num_experts, dtype, num_sm, max_tokens, variant)
+        layer = self._pool.found.get(key)
+        if layer is None:
+            sizes = LayerSizes(
+                hidden,
+                topk,
+                num_experts,
+                dtype,
+                num_sm,
+                self._timeout_s,
+                capacity=self.group_size * max_tokens * min(topk, num_experts // self.group_size),
+                max_tokens=max_tokens,
+                low_latency=True,
+                enable_local_combine=True,
+                variant=variant,
+            )
+            layer = self._pool.found[key] = self._pool.get(sizes, user=self._number)
+        return layer
 
     def _check_handle(self, handle: Any) -> None:
         self._check_open()
@@ -717,6 +727,12 @@ class Buffer:
                 "this Buffer was destroyed, its memory is freed. Make a new one on all ranks of its group."
             )
 
+    def _layer(self, kind: tuple[int, int, int, torch.dtype, int], room: int) -> EPAll2AllLayer:
+        """The layer for rows of these `_sizes`; room: tokens of this rank, where it has to be made."""
+        layer = self._pool.get(self._sizes(*kind), room, self._number)
+        self._pool.found[self._number, Buffer.budgeted, *kind] = layer
+        return layer
+
     def _sizes(self, hidden: int, topk: int, num_experts: int, dtype: torch.dtype, num_sm: int) -> LayerSizes:
         # In one node this only changes how many rows there is room for: those by rank are fewer than those of experts.
         one_node = self._pool.ranks_per_node == self.group_size
@@ -731,10 +747,10 @@ class Buffer:
         if not isinstance(x, torch.Tensor) or x.dim() != 2:
             raise InputError("x must be a tensor of rows [T, H], or a tuple of quantised rows and their scales.")
         nbytes = x.shape[1] * max(x.element_size(), 2)
-        if nbytes > self._longest_row:
+        if nbytes > self.longest_row:
             raise ConfigError(
                 f"rows of {nbytes} bytes do not fit: with num_nvl_bytes={self.num_nvl_bytes} this Buffer was made for "
-                f"up to {self._longest_row}. Make a new Buffer on all ranks, with what "
+                f"up to {self.longest_row}. Make a new Buffer on all ranks, with what "
                 "Config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) says."
             )
         return pair
@@ -747,6 +763,17 @@ class Buffer:
             raise StaleHandleError("the handle is of a dispatch over another group. Pass one of this Buffer's group.")
         self._latest = layer
         return layer
+
+
+def _sent(
+    layer: EPAll2AllLayer, rows: tuple[torch.Tensor, ...], ids: torch.Tensor, split: bool
+) -> tuple[list[torch.Tensor], EPAllToAllLayoutDesc, Callable[[], None]]:
+    """A low-latency dispatch of rows, and of their scales where they have some: what arrives of both, the descriptor,
+    and what launches the receiving half; without `split` that has been launched."""
+    call: Callable[..., tuple[Any, ...]] = layer.dispatch if len(rows) == 1 else layer.dispatch_scaled
+    results = call(*rows, ids, return_recv_hook=True) if split else (*call(*rows, ids), no_hook)
+    *flat, _, desc, hook = results
+    return flat, desc, hook
 
 
 def _config(given: Any) -> Config:

@@ -63,6 +63,7 @@ class _Call(NamedTuple):
     Attributes:
         max_tokens: most tokens of any rank.
         num_sms: 0: the layer chooses.
+        keeps_copies: what the handle has is its own.
     """
 
     topk_idx: torch.Tensor
@@ -72,6 +73,7 @@ class _Call(NamedTuple):
     num_sms: int
     do_expand: bool
     do_cpu_sync: bool
+    keeps_copies: bool
 
 
 class ElasticBuffer:
@@ -326,22 +328,18 @@ class ElasticBuffer:
 
             (recv, ids, weights), event = self._run(layer, again, tensors, async_with_compute_stream)
             return recv, ids, weights, handle, to_overlap(event)
-        call = self._call(topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, num_sms)
-        call = call._replace(do_expand=do_expand, do_cpu_sync=do_cpu_sync is None or bool(do_cpu_sync))
+        modes = do_expand, do_cpu_sync is None or bool(do_cpu_sync), check.flag("do_handle_copy", do_handle_copy)
+        call = self._call(topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, num_sms, modes)
         if rows.sent.hidden.shape[0] > call.max_tokens:
             raise InputError(
                 f"{rows.sent.hidden.shape[0]} tokens were given, but num_max_tokens_per_rank is {call.max_tokens}. "
                 "Raise it on all ranks, in the call or in the buffer."
             )
         layer = self._layer(rows, call)
-        copy = check.flag("do_handle_copy", do_handle_copy)
 
         def send() -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle]:
             work = self._expand if do_expand else self._compact
             recv, ids, weights, made = work(layer, rows, call, topk_weights, column_major)
-            if copy:
-                made.topk_idx = made.topk_idx.clone()
-                made.recv_topk_idx = None if ids is None else ids.clone()
             _count(stats, made)
             return recv, ids, weights, made
 
@@ -409,8 +407,16 @@ class ElasticBuffer:
 
     # --- layers and checks ------------------------------------------------------------------------------
 
-    def _call(self, topk_idx: Any, num_experts: Any, max_tokens: Any, alignment: Any, num_sms: Any) -> _Call:
-        """The arguments that say which layer serves a dispatch."""
+    def _call(
+        self,
+        topk_idx: Any,
+        num_experts: Any,
+        max_tokens: Any,
+        alignment: Any,
+        num_sms: Any,
+        modes: tuple[bool, bool, bool],
+    ) -> _Call:
+        """The arguments that say which layer serves a dispatch; modes: the last three of `_Call`."""
         check_ids(topk_idx)
         if num_experts is None:
             raise InputError("dispatch without a handle needs num_experts, over all ranks.")
@@ -421,31 +427,37 @@ class ElasticBuffer:
             check.integer("num_max_tokens_per_rank", most, 1),
             1 if alignment is None else check.integer("expert_alignment", alignment, 1),
             check.integer("num_sms", num_sms, 0),
-            do_expand=False,
-            do_cpu_sync=True,
+            *modes,
         )
 
     def _layer(self, rows: ElasticRows, call: _Call) -> EPAll2AllLayer:
         """The layer that serves a dispatch."""
-        topk = call.topk_idx.shape[1]
+        hidden, dtype, topk = rows.sent.hidden.shape[1], rows.sent.dtype, call.topk_idx.shape[1]
+        key = (self._user, hidden, dtype, topk, *call[1:-1])
+        layer = self._pool.found.get(key)
+        if layer is None:
+            layer = self._pool.found[key] = self._pool.get(self._sizes(hidden, dtype, topk, call), user=self._user)
+        self._latest = layer
+        return layer
+
+    def _sizes(self, hidden: int, dtype: torch.dtype, topk: int, call: _Call) -> LayerSizes:
         chosen = call.num_sms in (0, self.get_theoretical_num_sms(call.num_experts, topk))
         sizes = LayerSizes(
-            rows.sent.hidden.shape[1],
+            hidden,
             topk,
             call.num_experts,
-            rows.sent.dtype,
+            dtype,
             None if chosen else call.num_sms,
             self._timeout_s,
             max_tokens=max(call.max_tokens, self.num_max_tokens_per_rank),
             # In one node this only changes how many rows there is room for: compact rows are fewer than expanded ones.
             enable_local_combine=self.num_rdma_ranks == 1,
         )
-        if call.do_expand:
-            capacity = None if call.do_cpu_sync else self._most_rows(call)
-            local = self.allow_multiple_reduction
-            sizes = sizes._replace(alignment=call.alignment, capacity=capacity, enable_local_combine=local)
-        layer = self._latest = self._pool.get(sizes, user=self._user)
-        return layer
+        if not call.do_expand:
+            return sizes
+        capacity = None if call.do_cpu_sync else self._most_rows(call)
+        local = self.allow_multiple_reduction
+        return sizes._replace(alignment=call.alignment, capacity=capacity, enable_local_combine=local)
 
     def _most_rows(self, call: _Call) -> int:
         """Expanded rows that may arrive, padding included."""
@@ -466,7 +478,7 @@ class ElasticBuffer:
         recv = layer.dispatch_compact(sent.hidden, call.topk_idx, weights, scale=sent.scales, num_rows=num_rows)
         counts = recv.num_recv_tokens_per_expert
         made = self._handle(layer, call, recv.layout_desc, None, None if counts is None else _rounded(counts, call))
-        made.recv_topk_idx = recv.topk_idx
+        made.recv_topk_idx = recv.topk_idx.clone() if call.keeps_copies else recv.topk_idx
         return rows.arrived((recv.x, recv.scale), column_major), recv.topk_idx, recv.topk_weights, made
 
     def _expand(
@@ -501,7 +513,8 @@ class ElasticBuffer:
             expert_alignment=call.alignment,
             num_max_tokens_per_rank=call.max_tokens,
             num_sms=layer.config.num_sm,
-            topk_idx=call.topk_idx,
+            given_idx=None if call.keeps_copies else call.topk_idx,
+            idx_dtype=call.topk_idx.dtype,
             num_recv_tokens=tokens,
             num_expanded_tokens=self._most_rows(call) if counts is None else sum(counts),
             num_recv_tokens_per_expert_list=counts or [],
@@ -557,13 +570,15 @@ def _count(stats: torch.Tensor | None, handle: EPHandle) -> None:
 
 
 def _rounded(counts: list[int], call: _Call) -> list[int]:
-    return [-(-count // call.alignment) * call.alignment for count in counts]
+    align = call.alignment
+    return counts if align == 1 else [-(-count // align) * align for count in counts]
 
 
 def _wait(*events: Any) -> None:
     """Make the current stream wait for events, None = none."""
     for event in events:
-        order_of(event, False)
+        if event is not None:
+            order_of(event, False)
 
 
 def _nothing() -> None:

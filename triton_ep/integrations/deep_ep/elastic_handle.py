@@ -26,7 +26,8 @@ class EPHandle:
         scaleup_ranks: U.
         do_expand: a row per (token, expert), by expert; False: a row per token, by source rank and token.
         num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
-        topk_idx: [T, K], expert ids.
+        given_idx: `topk_idx` as the caller gave it; None: the handle takes the ids from the dispatch.
+        idx_dtype: of `topk_idx`.
         num_recv_tokens: C; without host synchronisation W * M, of which the first ones arrived.
         num_expanded_tokens: rows of all local experts, each rounded up to `expert_alignment`; without host
             synchronisation the most that there may be.
@@ -44,7 +45,8 @@ class EPHandle:
     expert_alignment: int
     num_max_tokens_per_rank: int
     num_sms: int
-    topk_idx: torch.Tensor
+    given_idx: torch.Tensor | None
+    idx_dtype: torch.dtype
     num_recv_tokens: int
     num_expanded_tokens: int
     num_recv_tokens_per_expert_list: list[int]
@@ -52,6 +54,12 @@ class EPHandle:
     copies: torch.Tensor | None
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
+
+    @cached_property
+    def topk_idx(self) -> torch.Tensor:
+        """[T, K], expert ids, -1 = dropped, whatever the caller has written to its own since."""
+        ids = self.layout_desc.topk_indices_tensor
+        return ids.to(self.idx_dtype, copy=True) if self.given_idx is None else self.given_idx
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:

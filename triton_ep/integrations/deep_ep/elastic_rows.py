@@ -19,9 +19,9 @@ class ElasticRows(NamedTuple):
     """Rows to send.
 
     Attributes:
-        sent: rows [T, H], and scales as a layer sends them, [T, H / 32] uint8.
-        packs: scales of a row, four bytes each.
-        dtype: of the packs; None: the rows have no scales.
+        sent: rows [T, H], and scales as a layer sends them: as given, or [T, H / 32] uint8.
+        packs: scales of a row, four bytes each, that were copied into bytes; 0: they travel as given.
+        dtype: of these packs.
     """
 
     sent: SentRows
@@ -38,6 +38,8 @@ class ElasticRows(NamedTuple):
         if not isinstance(x, tuple):
             return cls(SentRows(check.tensor("x", x, 2).contiguous(), None))
         pair = QuantizedRows.of(x)
+        if not pair.repack:
+            return cls(SentRows(pair.data, pair.scales))
         sent = SentRows(pair.data, scale_bytes(pair.scales, pair.data.shape[1]))
         return cls(sent, pair.scales.shape[1], pair.scales.dtype)
 
@@ -60,11 +62,12 @@ class ElasticRows(NamedTuple):
 
         column_major: rows are the fast dimension of scales, and each column begins at a multiple of 16 bytes.
         """
-        data, sent = rows
-        if sent is None or self.dtype is None:
+        data, scales = rows
+        if scales is None:
             return data
-        scales = scales_of_bytes(sent, self.packs, self.dtype)
+        if self.dtype is not None:
+            scales = scales_of_bytes(scales, self.packs, self.dtype)
         if column_major:
             strides = (1, -(-scales.shape[0] // _PACKS) * _PACKS)
-            scales = torch.empty_strided(scales.shape, strides, dtype=self.dtype, device=data.device).copy_(scales)
+            scales = torch.empty_strided(scales.shape, strides, dtype=scales.dtype, device=data.device).copy_(scales)
         return data, scales

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from triton_ep.integrations.deep_ep.utils import EventOverlap, order_of
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.channel_scales import CHANNELS, quantize_channels
 from triton_ep.ops.strides import view_as
+
+_Result = TypeVar("_Result")
 
 
 def scale_bytes(scales: torch.Tensor, hidden: int) -> torch.Tensor:
@@ -108,50 +110,48 @@ class QuantizedRows(NamedTuple):
         previous_event: EventOverlap | None,
         async_finish: bool,
     ) -> CompactRows:
-        """What `call`, a `layer.dispatch_compact`, returns, with a pair as `x`; arguments: other tensors that it
-        reads."""
-        send = partial(_fields_of_call, call)
-        fields, event = self._send(layer, send, arguments, previous_event, async_finish)
-        recv, scales, ids, recv_weights, counts, desc = fields
-        pair: Any = (recv, scales)
-        return CompactRows(pair, ids, recv_weights, counts, desc, event=event)
+        """What `call`, a `layer.dispatch_compact`, returns, with scales as they were given; arguments: other tensors
+        that it reads."""
+        if not self.repack:
+            return call(self.data, scale=self.scales, **order_of(previous_event, async_finish))
+
+        def repacked() -> CompactRows:
+            rows = call(self.data, scale=scale_bytes(self.scales, self.data.shape[1]))
+            assert rows.scale is not None, "sent"
+            return replace(rows, scale=scales_of_bytes(rows.scale, self.scales.shape[1], self.scales.dtype))
+
+        rows, event = self._run(layer, repacked, arguments, previous_event, async_finish)
+        return rows if event is None else replace(rows, event=event)
 
     def again(
         self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, previous_event: EventOverlap | None, async_finish: bool
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], EPEvent | None]:
         """The pair that arrives by an earlier dispatch, and the event."""
-        send: Callable[..., Any] = partial(layer.dispatch_compact_again, layout_desc=desc)
-        (recv, scales), event = self._send(layer, send, (desc,), previous_event, async_finish)
-        return (recv, scales), event
+        call: Callable[..., Any] = layer.dispatch_compact_again
+        if not self.repack:
+            order = order_of(previous_event, async_finish)
+            recv, scales, event = call(self.data, desc, scale=self.scales, **order)
+            return (recv, scales), event
 
-    def _send(
+        def repacked() -> tuple[torch.Tensor, torch.Tensor]:
+            recv, sent, _ = call(self.data, desc, scale=scale_bytes(self.scales, self.data.shape[1]))
+            return recv, scales_of_bytes(sent, self.scales.shape[1], self.scales.dtype)
+
+        return self._run(layer, repacked, (desc,), previous_event, async_finish)
+
+    def _run(
         self,
         layer: EPAll2AllLayer,
-        call: Callable[..., tuple[Any, ...]],
+        call: Callable[[], _Result],
         arguments: tuple[object, ...],
         previous_event: EventOverlap | None,
         async_finish: bool,
-    ) -> tuple[Any, EPEvent | None]:
-        """What `call` of rows and scales returns (rows and scales that arrived, others, an event), and its event."""
-        if not self.repack:
-            *fields, event = call(self.data, scale=self.scales, **order_of(previous_event, async_finish))
-            return fields, event
-
-        def repacked() -> tuple[Any, ...]:
-            recv, sent, *rest, _ = call(self.data, scale=scale_bytes(self.scales, self.data.shape[1]))
-            return recv, scales_of_bytes(sent, self.scales.shape[1], self.scales.dtype), *rest
-
+    ) -> tuple[_Result, EPEvent | None]:
+        """What `call` returns, and with `async_finish` its event; it reads these rows and the arguments."""
         order_of(previous_event, False)  # the current stream waits for the event
         if async_finish:
-            return layer.on_comm_stream(repacked, (self.data, self.scales, *arguments))
-        return repacked(), None
-
-
-def _fields_of_call(call: Callable[..., CompactRows], data: torch.Tensor, **options: Any) -> tuple[Any, ...]:
-    """What `call` returns, as a tuple whose tensors can be recorded on a stream: scales second, the event last."""
-    rows = call(data, **options)
-    counts = rows.num_recv_tokens_per_expert
-    return rows.x, rows.scale, rows.topk_idx, rows.topk_weights, counts, rows.layout_desc, rows.event
+            return layer.on_comm_stream(call, (self.data, self.scales, *arguments))
+        return call(), None
 
 
 def check_hidden(layer: EPAll2AllLayer, rows: QuantizedRows) -> None:

@@ -73,10 +73,10 @@ def run_halves(
         return result
 
     if not async_finish:
-        return both(), EventOverlap(), _no_hook
+        return both(), EventOverlap(), no_hook
     result, event = layer.on_comm_stream(both, arguments)
-    return result, to_overlap(event), _no_hook
+    return result, to_overlap(event), no_hook
 
 
-def _no_hook() -> None:
+def no_hook() -> None:
     """What has been received needs no second half."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from operator import sub
 from types import SimpleNamespace
 from typing import Any
 
@@ -395,8 +396,11 @@ class HybridEPBuffer:
                 f"{desc.num_recv_rows} permuted rows. Pass that number, or None."
             )
         topk_idx, topk_weights, probs = given
-        checks.check_weights(routing.layer, desc.topk_indices_tensor, probs, topk_idx, topk_weights)
-        weights = weights_by_ids(desc.topk_indices_tensor, probs, topk_idx, topk_weights, routing.num_experts)
+        weights = None
+        if any(each is not None for each in given):
+            ids = desc.topk_indices_tensor
+            checks.check_weights(routing.layer, ids, probs, topk_idx, topk_weights)
+            weights = weights_by_ids(ids, probs, topk_idx, topk_weights, routing.num_experts)
         (recv_x, scales), recv_probs = rows.again(routing.layer, desc, weights)
         return recv_x, recv_probs, scales, counts, handle
 
@@ -404,7 +408,8 @@ class HybridEPBuffer:
 def _counts(desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
     """[e] int64, rows of each local expert, padding included."""
     if desc.host_expert_offsets is not None:
-        # A third of the time of torch.tensor.
-        return torch.frombuffer(array("q", desc.host_expert_offsets), dtype=torch.int64).diff()
+        # A third of the time of torch.tensor; differences by torch would be three operations more.
+        offsets = desc.host_expert_offsets
+        return torch.frombuffer(array("q", map(sub, offsets[1:], offsets)), dtype=torch.int64)
     counts = desc.expert_offsets.diff().long()
     return counts if non_blocking else counts.cpu()

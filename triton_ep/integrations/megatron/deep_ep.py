@@ -10,8 +10,7 @@ import torch
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError
 from triton_ep.integrations import arguments as check
-from triton_ep.integrations.deep_ep import Buffer, EventHandle, EventOverlap
-from triton_ep.integrations.deep_ep.config import longest_row
+from triton_ep.integrations.deep_ep import Buffer
 from triton_ep.integrations.deep_ep.handles import DispatchHandle
 
 _buffer: Buffer | None = None
@@ -37,12 +36,7 @@ def get_buffer(group: Any, hidden_bytes: int) -> Buffer:
     """
     global _buffer
     hidden_bytes = check.integer("hidden_bytes", hidden_bytes, 1, ConfigError)
-    if (
-        _buffer is not None
-        and _buffer.is_open
-        and _buffer.group is group
-        and longest_row(_buffer.num_nvl_bytes, _buffer.group_size) >= hidden_bytes
-    ):
+    if _buffer is not None and _buffer.is_open and _buffer.group is group and _buffer.longest_row >= hidden_bytes:
         return _buffer
     ranks = check_group(group)
     configs = (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks))
@@ -50,8 +44,22 @@ def get_buffer(group: Any, hidden_bytes: int) -> Buffer:
     return _buffer
 
 
-def _previous(async_finish: bool) -> EventOverlap | None:
-    return EventOverlap(EventHandle()) if async_finish else None
+Dispatched = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, DispatchHandle]
+
+
+def _dispatched(x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor | None, experts: int, group: Any) -> Dispatched:
+    """What `FusedDispatch` returns."""
+    buffer = get_buffer(group, get_hidden_bytes(x))
+    rows, handle = buffer.dispatch_rows(x, ids, probs, check.integer("num_experts", experts, 1))
+    assert rows.num_recv_tokens_per_expert is not None, "the host waited for them"
+    # A third of the time of torch.tensor.
+    counts = torch.frombuffer(array("q", rows.num_recv_tokens_per_expert), dtype=torch.int64)
+    return rows.x, rows.topk_idx, rows.topk_weights, counts, handle
+
+
+def _combined(x: torch.Tensor, group: Any, handle: DispatchHandle) -> torch.Tensor:
+    """The rows that `FusedCombine` returns."""
+    return get_buffer(group, get_hidden_bytes(x)).combine(x, handle)[0]
 
 
 class FusedDispatch(torch.autograd.Function):
@@ -67,7 +75,7 @@ class FusedDispatch(torch.autograd.Function):
         group: Any,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, DispatchHandle]:
+    ) -> Dispatched:
         """Dispatch.
 
         Args:
@@ -75,8 +83,8 @@ class FusedDispatch(torch.autograd.Function):
             token_indices: [T, K] int64 or int32; -1 = dropped.
             token_probs: [T, K] float32.
             num_experts: over all ranks of the group.
-            async_finish: run on the communication stream; the current stream then waits for it.
-            allocate_on_comm_stream: no effect.
+            async_finish, allocate_on_comm_stream: no effect. Megatron waits for the end of the call at once, on the
+                current stream, so the call runs there, without events and a second stream.
 
         Returns:
             recv_x [R, H], by source rank, then by token; [R, K] local expert ids, -1 = another rank's; [R, K] float32
@@ -85,46 +93,37 @@ class FusedDispatch(torch.autograd.Function):
         Raises:
             What `integrations.deep_ep.Buffer.dispatch` raises.
         """
-        num_experts = check.integer("num_experts", num_experts, 1)
-        buffer = get_buffer(group, get_hidden_bytes(x))
-        rows, handle = buffer.dispatch_rows(
-            x,
-            token_indices,
-            token_probs,
-            num_experts,
-            previous_event=_previous(async_finish),
-            async_finish=async_finish,
-        )
-        if rows.event is not None:
-            rows.event.current_stream_wait()
-        ctx.group, ctx.handle, ctx.async_finish = group, handle, async_finish
-        assert rows.num_recv_tokens_per_expert is not None, "the host waited for them"
-        # A third of the time of torch.tensor.
-        tokens_per_expert = torch.frombuffer(array("q", rows.num_recv_tokens_per_expert), dtype=torch.int64)
-        ctx.mark_non_differentiable(rows.topk_idx, tokens_per_expert)
-        return rows.x, rows.topk_idx, rows.topk_weights, tokens_per_expert, handle
+        found = _dispatched(x, token_indices, token_probs, num_experts, group)
+        _, ids, _, tokens_per_expert, ctx.handle = found
+        ctx.group = group
+        ctx.set_materialize_grads(False)  # of ids and counts, too, torch would make zeros at every backward pass
+        ctx.mark_non_differentiable(ids, tokens_per_expert)
+        return found
 
     @staticmethod
     def backward(
         ctx: Any,
-        grad_output: torch.Tensor,
+        grad_output: torch.Tensor | None,
         grad_token_indices: Any,
-        grad_token_probs: torch.Tensor,
+        grad_token_probs: torch.Tensor | None,
         grad_tokens_per_expert: Any,
         grad_handle: Any,
     ) -> tuple[Any, ...]:
-        """Gradients of x, summed over ranks in float32, and of the probabilities, exact per slot."""
+        """Gradients of x, summed over ranks in float32, and of the probabilities, exact per slot.
+
+        Without a gradient of an output zeros are sent, because other ranks may have one."""
+        desc, layer = ctx.handle.layout_desc, ctx.handle.layer
+        if grad_output is None:
+            shape, dtype = (desc.num_recv_rows, layer.config.hidden), layer.config.token_dtype
+            grad_output = torch.zeros(shape, dtype=dtype, device=layer.context.device)
+        weights = None
+        if ctx.needs_input_grad[2]:
+            if grad_token_probs is None:
+                grad_token_probs = grad_output.new_zeros(desc.num_recv_rows, layer.config.topk, dtype=torch.float32)
+            weights = grad_token_probs.float().contiguous()
         buffer = get_buffer(ctx.group, get_hidden_bytes(grad_output))
-        with ctx.handle.layer.context.backward_pass():
-            grad_x, grad_probs, event = buffer.combine(
-                grad_output.contiguous(),
-                ctx.handle,
-                topk_weights=grad_token_probs.float().contiguous() if ctx.needs_input_grad[2] else None,
-                previous_event=_previous(ctx.async_finish),
-                async_finish=ctx.async_finish,
-            )
-        if ctx.async_finish:
-            event.current_stream_wait()
+        with layer.context.backward_pass():
+            grad_x, grad_probs, _ = buffer.combine(grad_output.contiguous(), ctx.handle, topk_weights=weights)
         return grad_x, None, grad_probs, None, None, None, None
 
 
@@ -145,28 +144,15 @@ class FusedCombine(torch.autograd.Function):
         Raises:
             What `integrations.deep_ep.Buffer.combine` raises.
         """
-        buffer = get_buffer(group, get_hidden_bytes(x))
-        combined, _, event = buffer.combine(
-            x, handle, previous_event=_previous(async_finish), async_finish=async_finish
-        )
-        if async_finish:
-            event.current_stream_wait()
-        ctx.group, ctx.handle, ctx.async_finish = group, handle, async_finish
-        return combined, None
+        ctx.group, ctx.handle = group, handle
+        return _combined(x, group, handle), None
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor, previous_event: Any = None) -> tuple[Any, ...]:
         """Send each token's gradient to the ranks that sent rows for it; the host does not wait."""
         buffer = get_buffer(ctx.group, get_hidden_bytes(grad_output))
         with ctx.handle.layer.context.backward_pass():
-            grad_x, *_, event = buffer.dispatch(
-                grad_output.contiguous(),
-                handle=ctx.handle,
-                previous_event=_previous(ctx.async_finish),
-                async_finish=ctx.async_finish,
-            )
-        if ctx.async_finish:
-            event.current_stream_wait()
+            grad_x, *_ = buffer.dispatch(grad_output.contiguous(), handle=ctx.handle)
         return grad_x, None, None, None, None
 
 
@@ -180,10 +166,10 @@ def fused_dispatch(
     allocate_on_comm_stream: bool = False,
 ) -> Any:
     """`FusedDispatch`, differentiable in x and token_probs."""
-    check.tensor("x", x, 2)
-    return FusedDispatch.apply(
-        x.contiguous(), token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
-    )
+    x = check.tensor("x", x, 2).contiguous()
+    if not torch.is_grad_enabled():
+        return _dispatched(x, token_indices, token_probs, num_experts, group)
+    return FusedDispatch.apply(x, token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream)
 
 
 def fused_combine(
@@ -194,6 +180,8 @@ def fused_combine(
     allocate_on_comm_stream: bool = False,
 ) -> Any:
     """`FusedCombine`, differentiable in x: the combined rows, and None."""
+    if not torch.is_grad_enabled():
+        return _combined(x, group, handle), None
     return FusedCombine.apply(x, group, handle, async_finish, allocate_on_comm_stream)
 
 

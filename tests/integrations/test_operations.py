@@ -1,0 +1,254 @@
+"""Operations of torch that a call of a door runs beyond those of the layer's same call: at most so many.
+
+Each takes microseconds of the host, and one that is a kernel takes time of the GPU: a cast, a copy, a fill that
+somebody adds to a door is found here, on a machine without a GPU. What each number stands for is said beside it.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from triton_ep import distributed as ep_distributed
+from triton_ep.distributed import current_heap
+from triton_ep.integrations import megatron
+from triton_ep.integrations.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
+from triton_ep.layer import EPAll2AllLayer
+from triton_ep.runtime import launch
+
+TOKENS, HIDDEN, TOPK, EXPERTS, PAD = 16, 256, 4, 8, 16
+Calls = dict[str, Callable[[], object]]
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations of torch by name, but for those by which the interpreter runs kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._interpreting = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += not self._interpreting
+        return func(*args, **(kwargs or {}))
+
+    def interpret(self, *arguments: Any) -> None:
+        """In place of `runtime.launch._interpret`, which all interpreted launches pass."""
+        self._interpreting = True
+        try:
+            _INTERPRET(*arguments)
+        finally:
+            self._interpreting = False
+
+
+_INTERPRET = launch._interpret
+
+
+def _operations(call: Callable[[], object]) -> Counter[str]:
+    """Of the third call: the first two may make layers and memory that stays."""
+    for _ in range(2):
+        call()
+    with _Operations() as operations, mock.patch.object(launch, "_interpret", operations.interpret):
+        call()
+    return operations.counts
+
+
+def _more(doors: Calls, layers: Calls, most: dict[str, tuple[str, int]]) -> None:
+    """Compare each door with the call of the layer that stands beside it, and with what it may take more."""
+    for name, (beside, extra) in most.items():
+        door, layer = _operations(doors[name]), _operations(layers[beside])
+        told = f"{name}: {dict(door - layer)} more than {beside}, which has {dict(layer)}"
+        assert door.total() - layer.total() <= extra, told
+
+
+def _inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows [T, H], distinct ids [T, K] int64 in ascending order, weights."""
+    chosen = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS - rank, HIDDEN, generator=chosen).bfloat16()
+    idx = torch.rand(TOKENS - rank, EXPERTS, generator=chosen).argsort(1)[:, :TOPK].sort(1).values
+    device = current_heap().device
+    return x.to(device), idx.to(device), torch.rand(idx.shape, generator=chosen).to(device)
+
+
+def _layer(**options: Any) -> EPAll2AllLayer:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    per_node = ep_distributed.local_world_size()
+    return EPAll2AllLayer(dist.group.WORLD, TOKENS, HIDDEN, TOPK, rank, EXPERTS, per_node, ranks, **options)
+
+
+def _scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.to(torch.float8_e4m3fn), torch.ones(len(x), HIDDEN // 128, device=x.device)
+
+
+def _check_compact_rows(rank: int, nodes: int, ranks_per_node: int) -> None:
+    group, (x, idx, weights), ranks = dist.group.WORLD, _inputs(rank), nodes * ranks_per_node
+    buffer = Buffer(group, Buffer.get_dispatch_config(ranks).get_nvl_buffer_size_hint(2 * HIDDEN, ranks))
+    elastic = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=TOPK)
+    layer = _layer(enable_local_combine=True)
+    data, scale = _scaled(x)
+    counts = buffer.get_dispatch_layout(idx, EXPERTS)[2]
+    routing = {"topk_idx": idx, "topk_weights": weights, "num_tokens_per_expert": counts}
+    to_elastic = {"topk_idx": idx, "topk_weights": weights, "num_experts": EXPERTS}
+    rows = layer.dispatch_compact(x, idx, weights)
+    recv_x, _, _, _, handle, _ = buffer.dispatch(x, **routing)
+    elastic_x, _, _, elastic_handle, _ = elastic.dispatch(x, **to_elastic)
+    leaf, probs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+
+    def layer_round() -> torch.Tensor:
+        rows = layer.dispatch_compact(x, idx, weights)
+        return layer.combine(rows.x, rows.layout_desc)
+
+    def layer_both() -> object:
+        rows = layer.dispatch_compact(x, idx, weights)
+        layer.combine(rows.x, rows.layout_desc)
+        grad, _ = layer.dispatch_compact_again(x, rows.layout_desc)
+        layer.combine(grad, rows.layout_desc)
+        assert rows.topk_weights is not None
+        return layer.combine_topk(rows.topk_weights, rows.layout_desc)
+
+    def fused() -> torch.Tensor:
+        recv, _, _, _, made = megatron.fused_dispatch(leaf, idx, probs, EXPERTS, group, True, True)
+        return megatron.fused_combine(recv, group, made, True, True)[0]
+
+    def fused_both() -> None:
+        leaf.grad = probs.grad = None
+        fused().backward(x)
+
+    doors: Calls = {
+        "deep_ep layout": lambda: buffer.get_dispatch_layout(idx, EXPERTS),
+        "deep_ep dispatch": lambda: buffer.dispatch(x, **routing),
+        "deep_ep dispatch of one-byte rows": lambda: buffer.dispatch((data, scale), **routing),
+        "deep_ep combine": lambda: buffer.combine(recv_x, handle),
+        "deep_ep dispatch again": lambda: buffer.dispatch(x, handle=handle),
+        "elastic dispatch": lambda: elastic.dispatch(x, **to_elastic),
+        "elastic dispatch of one-byte rows": lambda: elastic.dispatch((data, scale), **to_elastic),
+        "elastic combine": lambda: elastic.combine(elastic_x, elastic_handle),
+        "elastic dispatch again": lambda: elastic.dispatch(x, handle=elastic_handle),
+        "fused_a2a forward": fused,
+        "fused_a2a forward and backward": fused_both,
+    }
+    layers: Calls = {
+        "nothing": lambda: None,
+        "dispatch": lambda: layer.dispatch_compact(x, idx, weights),
+        "dispatch of one-byte rows": lambda: layer.dispatch_compact(data, idx, weights, scale=scale),
+        "combine": lambda: layer.combine(rows.x, rows.layout_desc),
+        "dispatch again": lambda: layer.dispatch_compact_again(x, rows.layout_desc),
+        "round": layer_round,
+        "forward and backward": layer_both,
+    }
+    _more(
+        doors,
+        layers,
+        {
+            "deep_ep layout": ("nothing", 5),  # zeroed counts, [T, W] and its bytes, four parts of the counts in one
+            "deep_ep dispatch": ("dispatch", 0),
+            "deep_ep dispatch of one-byte rows": ("dispatch of one-byte rows", 0),
+            "deep_ep combine": ("combine", 0),
+            "deep_ep dispatch again": ("dispatch again", 0),
+            "elastic dispatch": ("dispatch", 1),  # the handle's copy of the ids that arrive
+            "elastic dispatch of one-byte rows": ("dispatch of one-byte rows", 1),
+            "elastic combine": ("combine", 0),
+            "elastic dispatch again": ("dispatch again", 1),
+            "fused_a2a forward": ("round", 0),
+            # Zeros for the probabilities, of which nothing is asked here, and what autograd keeps of two gradients.
+            "fused_a2a forward and backward": ("forward and backward", 3),
+        },
+    )
+
+
+def _check_expert_major_rows(rank: int, nodes: int, ranks_per_node: int) -> None:
+    group, (x, idx, weights), ranks = dist.group.WORLD, _inputs(rank), nodes * ranks_per_node
+    hybrid = HybridEPBuffer(group, HIDDEN, TOKENS, EXPERTS // ranks, use_fp8=True, topk=TOPK)
+    elastic = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=TOPK)
+    layer, summing = _layer(alignment=PAD), _layer(alignment=PAD, enable_local_combine=True)
+    data, scale = _scaled(x)
+    device, shape = x.device, (len(x), EXPERTS)
+    by_map = {
+        "routing_map": torch.zeros(shape, dtype=torch.bool, device=device).scatter_(1, idx, True),
+        "probs": torch.zeros(shape, device=device).scatter_(1, idx, weights),
+        "pad_multiple": PAD,
+    }
+    by_ids = {"topk_idx": idx, "topk_weights": weights, "num_of_experts": EXPERTS, "pad_multiple": PAD}
+    to_elastic = {"num_experts": EXPERTS, "do_expand": True, "expert_alignment": PAD}
+    recv_x, _, desc = layer.dispatch(x, idx, weights)
+    assert isinstance(recv_x, torch.Tensor)
+    hybrid_x, _, _, _, handle = hybrid.dispatch_with_permute(hidden=x, **by_map)
+    fp8 = {"hidden": data, "scaling_factor": scale}
+    doors: Calls = {
+        "hybrid_ep dispatch by map": lambda: hybrid.dispatch_with_permute(hidden=x, **by_map),
+        "hybrid_ep dispatch by ids": lambda: hybrid.dispatch_with_permute(hidden=x, **by_ids),
+        "hybrid_ep dispatch of one-byte rows": lambda: hybrid.dispatch_with_permute(**fp8, **by_ids),
+        "hybrid_ep combine": lambda: hybrid.combine_with_unpermute(hidden=hybrid_x, handle=handle),
+        "hybrid_ep dispatch again": lambda: hybrid.dispatch_with_permute(hidden=x, handle=handle),
+        "elastic dispatch": lambda: elastic.dispatch(x, idx, weights, **to_elastic),
+    }
+    layers: Calls = {
+        "dispatch": lambda: layer.dispatch(x, idx, weights),
+        "dispatch of one-byte rows": lambda: layer.dispatch_scaled(data, scale, idx, weights),
+        "combine": lambda: layer.combine(recv_x, desc),
+        "dispatch again": lambda: layer.dispatch_again(x, desc),
+        "dispatch that sums": lambda: summing.dispatch(x, idx, weights),
+    }
+    _more(
+        doors,
+        layers,
+        {
+            "hybrid_ep dispatch by map": ("dispatch", 3),  # rows of assignments, and the bytes of the map
+            "hybrid_ep dispatch by ids": ("dispatch", 1),  # rows of assignments
+            "hybrid_ep dispatch of one-byte rows": ("dispatch of one-byte rows", 1),
+            "hybrid_ep combine": ("combine", 0),
+            "hybrid_ep dispatch again": ("dispatch again", 0),
+            "elastic dispatch": ("dispatch that sums", 0),
+        },
+    )
+
+
+def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
+    group, (x, idx, weights), ranks = dist.group.WORLD, _inputs(rank), nodes * ranks_per_node
+    size = Buffer.get_low_latency_rdma_size_hint(TOKENS, HIDDEN, ranks, EXPERTS)
+    buffer = Buffer(group, 0, size, low_latency_mode=True)
+    capacity = ranks * TOKENS * min(TOPK, EXPERTS // ranks)
+    layer = _layer(capacity=capacity, low_latency=True, enable_local_combine=True)
+    one_byte = _layer(capacity=capacity, low_latency=True, enable_local_combine=True)
+    data, scale = _scaled(x)
+    recv_x, recv_weights, desc = layer.dispatch(x, idx, weights)
+    assert isinstance(recv_x, torch.Tensor)
+    slabs, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False)
+    doors: Calls = {
+        "dispatch": lambda: buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False),
+        "dispatch of one-byte rows": lambda: buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS),
+        "combine": lambda: buffer.low_latency_combine(slabs, idx, weights, handle),
+    }
+    layers: Calls = {
+        "dispatch": lambda: layer.dispatch(x, idx),
+        "dispatch with weights": lambda: layer.dispatch(x, idx, weights),
+        "dispatch of one-byte rows": lambda: one_byte.dispatch_scaled(data, scale, idx),
+        "combine": lambda: layer.combine(recv_x, desc, recv_weights),
+    }
+    _more(
+        doors,
+        layers,
+        {
+            # Slabs, and rows and slabs as words; where rows and how many of an expert are.
+            "dispatch": ("dispatch", 7),
+            # Besides: what `quantize_channels` makes, and slabs of scales.
+            "dispatch of one-byte rows": ("dispatch of one-byte rows", 18),
+            # The dispatch that brings the weights (9, and its rows), rows out of slabs as words, where rows are.
+            "combine": ("dispatch with weights", 10),
+        },
+    )
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
+@pytest.mark.parametrize("check", [_check_compact_rows, _check_expert_major_rows, _check_low_latency])
+def test_doors_run_no_more_operations(
+    check: Callable[..., None], nodes: int, ranks_per_node: int, run_ranks: Callable[..., list[Any]]
+) -> None:
+    """Rows by rank, rows by expert, low latency."""
+    run_ranks(check, nodes, ranks_per_node)
