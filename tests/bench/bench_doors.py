@@ -5,9 +5,11 @@
 
 Providers: triton_ep, expert-major rows (`mode` ...-expert-major), compact ones (...-compact), and expert-major ones
 padded to 16 without local combine (...-permuted), with scales and one byte per value where it says -fp8; deep_ep and
-hybrid_ep, the doors, the latter by a routing map or by ids (...-permuted-ids); and megatron, forward and backward of
-fused_dispatch and fused_combine. Each door is checked against the layer, bit for bit, before it is timed, and timed in
-turns with it.
+hybrid_ep, the doors, the latter by a routing map or by ids (...-permuted-ids); elastic, ElasticBuffer, rows by rank and
+(...-permuted) by expert; and megatron, forward and backward of fused_dispatch and fused_combine. Rows by low latency
+(...-low-latency) have at most 128 tokens and are captured in CUDA graphs: without a host time; the doors' one-byte ones
+are quantised on their way, the layer's before. Each door is checked against the layer, bit for bit, before it is timed,
+and timed in turns with it.
 Columns and method: docs/benchmarks/README.md.
 """
 
@@ -19,6 +21,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 if __name__ in ("__main__", "__mp_main__"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -26,6 +29,7 @@ if __name__ in ("__main__", "__mp_main__"):
 import torch
 import torch.distributed as dist
 
+from tests.bench import doors_low_latency
 from tests.bench.sizes import sizes_parser
 from triton_ep import distributed as ep_distributed
 from triton_ep.bench import rows as bench_rows
@@ -35,7 +39,7 @@ from triton_ep.bench.providers import meet_by_collective
 from triton_ep.bench.routing import uniform_idx
 from triton_ep.bench.timing import Timer, Timing, over_ranks, slowest
 from triton_ep.integrations import megatron
-from triton_ep.integrations.deep_ep import Buffer, HybridEPBuffer, release
+from triton_ep.integrations.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer, release
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.runtime.launch import INTERPRETING
 
@@ -183,6 +187,51 @@ def _hybrid_calls(args: argparse.Namespace, layer: EPAll2AllLayer, buffer: Hybri
     return calls
 
 
+def _elastic_calls(args: argparse.Namespace, layer: EPAll2AllLayer, padded: EPAll2AllLayer) -> Calls:
+    """Calls of ElasticBuffer, checked against the layers': rows by rank, and by expert without local combine."""
+    rank, device = dist.get_rank(), layer.context.device
+    x = coded_rows(rank, args.tokens, args.hidden, 0, device)
+    idx = uniform_idx(rank, args.tokens, args.topk, args.experts, 0).to(device).long()
+    weights = torch.rand(idx.shape, generator=torch.Generator().manual_seed(rank)).to(device)
+    buffer = ElasticBuffer(
+        dist.group.WORLD,
+        num_max_tokens_per_rank=args.tokens,
+        hidden=args.hidden,
+        num_topk=args.topk,
+        allow_multiple_reduction=False,
+        num_gpu_timeout_secs=120.0,
+    )
+    routing = {"topk_idx": idx, "topk_weights": weights, "num_experts": args.experts, "num_sms": args.num_sm}
+    by_expert = {**routing, "do_expand": True, "expert_alignment": PAD}
+    data, scale = _quantised(x)
+
+    rows, (expert_x, _, desc) = layer.dispatch_compact(x, idx, weights), padded.dispatch(x, idx, weights)
+    found, _, _, handle, _ = buffer.dispatch(x, **routing)
+    expanded, _, _, of_experts, _ = buffer.dispatch(x, **by_expert)
+    _same("recv_x of ElasticBuffer", found, rows.x)
+    _same("expanded recv_x", expanded, expert_x)
+    _same("combine of ElasticBuffer", buffer.combine(found, handle)[0], layer.combine(rows.x, rows.layout_desc))
+    _same("combine of expanded rows", buffer.combine(expanded, of_experts)[0], padded.combine(expert_x, desc))
+    one_byte = buffer.dispatch((data, scale), **routing)[0][0]
+    wanted = layer.dispatch_compact(data, idx, weights, scale=scale).x
+    _same("one-byte rows of ElasticBuffer", one_byte.view(torch.uint8), wanted.view(torch.uint8))
+
+    def round_of(routing: dict[str, Any]) -> torch.Tensor:
+        recv_x, _, _, made, _ = buffer.dispatch(x, **routing)
+        return buffer.combine(recv_x, made)[0]
+
+    return {
+        ("dispatch", "elastic", "compact"): lambda: buffer.dispatch(x, **routing),
+        ("dispatch", "elastic", "compact-fp8"): lambda: buffer.dispatch((data, scale), **routing),
+        ("combine", "elastic", "compact"): lambda: buffer.combine(found, handle),
+        ("dispatch-again", "elastic", "compact"): lambda: buffer.dispatch(x, handle=handle),
+        ("roundtrip", "elastic", "compact"): lambda: round_of(routing),
+        ("dispatch", "elastic", "permuted"): lambda: buffer.dispatch(x, **by_expert),
+        ("combine", "elastic", "permuted"): lambda: buffer.combine(expanded, of_experts),
+        ("roundtrip", "elastic", "permuted"): lambda: round_of(by_expert),
+    }
+
+
 def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes of rows [T, H], and scales [T, H / 128] that say which token they are of."""
     scale = torch.arange(len(x), device=x.device).float().add(0.5).unsqueeze(1)
@@ -228,16 +277,27 @@ def run(args: argparse.Namespace) -> None:
         EPAll2AllLayer(*sizes, enable_local_combine=per_node == ranks, **options) as layer,
         EPAll2AllLayer(*sizes, alignment=PAD, **options) as padded,
     ):
-        calls = _calls(args, layer, device) | _hybrid_calls(args, padded, hybrid)
+        calls = _calls(args, layer, device) | _hybrid_calls(args, padded, hybrid) | _elastic_calls(args, layer, padded)
+        captured: Calls = {}
+        if per_node == ranks:
+            few = doors_low_latency.LowLatencyDoor(
+                min(args.tokens, doors_low_latency.TOKENS), (args.hidden, args.topk, args.experts), args.num_sm, _same
+            )
+            captured = few.calls
+            calls |= captured
         timings: dict[tuple[str, str, str], list[Timing]] = {name: [] for name in calls}
         for _ in range(TURNS):
             for name, call in calls.items():
                 times = timer.times(lambda _, call=call: call(), lambda: meet_by_collective(device))
-                timings[name].append(over_ranks(times))
+                per_call = doors_low_latency.PER_REPLAY if name in captured else 1
+                timings[name].append(over_ranks([us / per_call for us in times]))
         hosts = {
             name: slowest(timer.host_time(lambda _, call=call: call(), lambda: meet_by_collective(device)))
             for name, call in calls.items()
+            if name not in captured
         }
+        if captured:
+            few.finish()
         layer.check()
         padded.check()
     hybrid.close()
@@ -258,17 +318,17 @@ def _report(
     how = "interpreted" if INTERPRETING else "jit"
     found = []
     for (op, provider, kind), timing in timings.items():
-        host = hosts[op, provider, kind]
+        host, few = hosts.get((op, provider, kind)), kind.startswith("low-latency")
         found.append(
             bench_rows.make_row(
                 {
                     "op": op,
                     "provider": provider,
-                    "mode": f"{how}-exact-sm{args.num_sm}-{kind}",
+                    "mode": f"{how}-{'graph' if few else 'exact'}-sm{args.num_sm}-{kind}",
                     "payload": "fp8" if kind.endswith("fp8") else "bf16",
                     "nodes": ranks // per_node,
                     "ranks": ranks,
-                    "tokens": args.tokens,
+                    "tokens": min(args.tokens, doors_low_latency.TOKENS) if few else args.tokens,
                     "hidden": args.hidden,
                     "topk": args.topk,
                     "experts": args.experts,
