@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import silu
 
 from triton_ep.bench.job import Job
-from triton_ep.bench.providers import Unavailable, meet_by_collective
+from triton_ep.bench.providers import Unavailable, exchange_counts, meet_by_collective
 from triton_ep.bench.settings import Case
 from triton_ep.context.layout import estimate_bytes
 from triton_ep.nn import MoE, new_exchange
@@ -229,13 +229,8 @@ class CollectiveMoe:
 
     def _pack(self, idx: torch.Tensor) -> _Packing:
         """What goes where; the host waits for how many rows come."""
-        expert = idx.flatten().long()
-        counts = torch.bincount(expert + 1, minlength=self.num_ranks * self.experts_per_rank + 1)
-        order = torch.argsort(expert, stable=True)
-        sent_counts = counts[1:].view(self.num_ranks, self.experts_per_rank)
-        recv_counts = torch.empty_like(sent_counts)
-        dist.all_to_all_single(recv_counts, sent_counts.contiguous())
-        told = torch.cat([counts[:1], sent_counts.sum(1), recv_counts.sum(1)]).tolist()
+        order, num_dropped, sent_counts, recv_counts = exchange_counts(idx, self.num_ranks, self.experts_per_rank)
+        told = torch.cat([num_dropped, sent_counts.sum(1), recv_counts.sum(1)]).tolist()
         dropped, sent, received = told[0], told[1 : 1 + self.num_ranks], told[1 + self.num_ranks :]
         local = torch.arange(self.experts_per_rank, device=self.device).repeat(self.num_ranks)
         local = torch.repeat_interleave(local, recv_counts.flatten(), output_size=sum(received))

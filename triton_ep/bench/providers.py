@@ -90,6 +90,22 @@ class LayerProvider(_Permuted):
         self.layer.ep_barrier_all()
 
 
+def exchange_counts(
+    idx: torch.Tensor, num_ranks: int, experts_per_rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copies of tokens in the order of their experts, and how many each rank sends to each expert. Collective.
+
+    Returns places in the flattened ids [T * K], dropped copies (id -1) first; the number of these [1]; and copies by
+    (other rank, expert of the receiving rank), sent and received, both [num_ranks, experts_per_rank].
+    """
+    expert = idx.flatten().long()
+    counts = torch.bincount(expert + 1, minlength=num_ranks * experts_per_rank + 1)
+    sent_counts = counts[1:].view(num_ranks, experts_per_rank)
+    recv_counts = torch.empty_like(sent_counts)
+    dist.all_to_all_single(recv_counts, sent_counts.contiguous())
+    return torch.argsort(expert, stable=True), counts[:1], sent_counts, recv_counts
+
+
 def meet_by_collective(device: torch.device) -> None:
     """All ranks have come here; on a GPU the current stream waits for it, not the host."""
     if device.type == "cuda":
@@ -123,16 +139,10 @@ class CollectiveProvider(_Permuted):
     def dispatch(self, x: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """(rows, what combine needs)."""
         num_tokens, topk = idx.shape
-        expert = idx.flatten().long()
-        # Dropped entries sort first and have no counterpart.
-        counts = torch.bincount(expert + 1, minlength=self.num_ranks * self.experts_per_rank + 1)
-        order = torch.argsort(expert, stable=True)
-        sent_counts = counts[1:].view(self.num_ranks, self.experts_per_rank)
-        recv_counts = torch.empty_like(sent_counts)
-        dist.all_to_all_single(recv_counts, sent_counts.contiguous())
+        order, num_dropped, sent_counts, recv_counts = exchange_counts(idx, self.num_ranks, self.experts_per_rank)
         per_expert = recv_counts.sum(0)
         aligned = (per_expert + self.alignment - 1) // self.alignment * self.alignment
-        told = torch.cat([counts[:1], aligned.sum()[None], sent_counts.sum(1), recv_counts.sum(1)]).tolist()
+        told = torch.cat([num_dropped, aligned.sum()[None], sent_counts.sum(1), recv_counts.sum(1)]).tolist()
         dropped, num_rows, *sizes = told
         sent, received = sizes[: self.num_ranks], sizes[self.num_ranks :]
         rows = self.exchange(self.wire(x)[order[dropped:] // topk], sent, received)

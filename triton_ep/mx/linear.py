@@ -139,6 +139,26 @@ def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return tuple(each if each is None else each.to(dtype) for each in tensors)
 
 
+def linear_by(
+    product: type[torch.autograd.Function],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: object,
+) -> torch.Tensor:
+    """[..., N] = x [..., K] times weight [N, K] transposed by `product` (x [R, K], weight, config), plus bias [N].
+
+    Raises:
+        InputError: shapes or dtypes that do not fit each other.
+    """
+    lowered_x, lowered_weight, lowered_bias = autocast(x, weight, bias)
+    assert lowered_x is not None and lowered_weight is not None, "they were not None"
+    check_operands(lowered_x, lowered_weight)
+    rows: torch.Tensor = product.apply(flat(lowered_x), lowered_weight, config)
+    out = rows if x.dim() == 2 else rows.reshape([*x.shape[:-1], rows.shape[-1]])
+    return out if lowered_bias is None else out + lowered_bias
+
+
 def flat(x: torch.Tensor) -> torch.Tensor:
     """[..., K] as rows [R, K]."""
     return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
@@ -160,12 +180,7 @@ def mx_linear(
     Raises:
         InputError: shapes or dtypes that do not fit each other.
     """
-    lowered_x, lowered_weight, lowered_bias = autocast(x, weight, bias)
-    assert lowered_x is not None and lowered_weight is not None, "they were not None"
-    check_operands(lowered_x, lowered_weight)
-    rows: torch.Tensor = _MXLinear.apply(flat(lowered_x), lowered_weight, config or MXLinearConfig())
-    out = rows if x.dim() == 2 else rows.reshape([*x.shape[:-1], rows.shape[-1]])
-    return out if lowered_bias is None else out + lowered_bias
+    return linear_by(_MXLinear, x, weight, bias, config or MXLinearConfig())
 
 
 class ConfiguredLinear(nn.Linear, Generic[Config]):

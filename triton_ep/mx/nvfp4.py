@@ -21,7 +21,7 @@ from triton_ep.mx import nvfp4_arithmetic as arithmetic
 from triton_ep.mx.formats import check_high_precision
 from triton_ep.mx.hadamard import check_signs
 from triton_ep.mx.nvfp4_arithmetic import E2M1_LARGEST, E4M3_LARGEST
-from triton_ep.mx.operations import BlockTensor, Operations, axis_of, cuts_blocks, is_dtensor
+from triton_ep.mx.operations import BlockTensor, Dequantize, Operations, axis_of, cuts_blocks, is_dtensor
 from triton_ep.mx.serialize import saved_as
 from triton_ep.mx.swizzle import blocked_shape, from_blocked, to_blocked
 from triton_ep.ops import nvfp4 as ops
@@ -177,7 +177,7 @@ class NVFP4Tensor(BlockTensor):
         """The values, rounded to float32 and then to `dtype`, by default `orig_dtype`; gradients pass through."""
         dtype = self.orig_dtype if dtype is None else dtype
         check_high_precision(dtype, "dtype")
-        values: torch.Tensor = _Dequantize.apply(self, dtype)
+        values: torch.Tensor = Dequantize.apply(self, dtype)
         return values
 
     def get_hp_scales(self) -> torch.Tensor:
@@ -334,19 +334,6 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grads[0], None, None, None
-
-
-class _Dequantize(torch.autograd.Function):
-    """The values; their gradient is that of the tensor they came from."""
-
-    @staticmethod
-    def forward(ctx: Any, mx: NVFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.orig_dtype = mx.orig_dtype
-        return mx._plain(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0].to(ctx.orig_dtype), None
 
 
 def _scales_in_place(func: Any, x: NVFP4Tensor) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from triton_ep.mx.hadamard import check_signs
-from triton_ep.mx.linear import ConfiguredLinear, autocast, check_operands, fill_blocks, flat
+from triton_ep.mx.linear import ConfiguredLinear, fill_blocks, linear_by
 from triton_ep.mx.nvfp4 import BLOCK, NVFP4Tensor, per_tensor_amax_to_scale
 
 DEFAULT_SIGNS = 0x9D2C
@@ -109,12 +109,7 @@ def nvfp4_linear(
     Raises:
         InputError: shapes or dtypes that do not fit each other.
     """
-    lowered_x, lowered_weight, lowered_bias = autocast(x, weight, bias)
-    assert lowered_x is not None and lowered_weight is not None, "they were not None"
-    check_operands(lowered_x, lowered_weight)
-    rows: torch.Tensor = _NVFP4Linear.apply(flat(lowered_x), lowered_weight, config or NVFP4LinearConfig())
-    out = rows if x.dim() == 2 else rows.reshape([*x.shape[:-1], rows.shape[-1]])
-    return out if lowered_bias is None else out + lowered_bias
+    return linear_by(_NVFP4Linear, x, weight, bias, config or NVFP4LinearConfig())
 
 
 class NVFP4Linear(ConfiguredLinear[NVFP4LinearConfig]):

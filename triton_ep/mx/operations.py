@@ -104,6 +104,21 @@ class BlockTensor(torch.Tensor):
         return all(part.is_shared() for part in _parts(self))
 
 
+class Dequantize(torch.autograd.Function):
+    """The values of a tensor of blocks; their gradient is that of the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, mx: BlockTensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values in `dtype`."""
+        ctx.orig_dtype = mx.orig_dtype
+        return mx._plain(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient, in the dtype that the tensor stands for."""
+        return grads[0].to(ctx.orig_dtype), None
+
+
 class Operations:
     """Operations on one kind of tensor.
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from triton_ep.errors import InputError
 from triton_ep.mx import arithmetic
 from triton_ep.mx.formats import BLOCK, ElemFormat, ScalingMode, check_high_precision, elem_format
-from triton_ep.mx.operations import BlockTensor, Operations, axis_of, cuts_blocks
+from triton_ep.mx.operations import BlockTensor, Dequantize, Operations, axis_of, cuts_blocks
 from triton_ep.mx.serialize import saved_as
 from triton_ep.mx.swizzle import from_blocked
 from triton_ep.ops import mx_formats, mxfp8
@@ -172,7 +172,7 @@ class MXTensor(BlockTensor, MXOperand):
         """
         dtype = self.orig_dtype if dtype is None else dtype
         check_high_precision(dtype, "dtype")
-        result: torch.Tensor = _Dequantize.apply(self, dtype)
+        result: torch.Tensor = Dequantize.apply(self, dtype)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -379,19 +379,6 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grads[0], None, None, None, None
-
-
-class _Dequantize(torch.autograd.Function):
-    """The values; their gradient is that of the tensor they came from."""
-
-    @staticmethod
-    def forward(ctx: Any, mx: MXTensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.orig_dtype = mx.orig_dtype
-        return mx._plain(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0].to(ctx.orig_dtype), None
 
 
 _OPERATIONS = Operations(
