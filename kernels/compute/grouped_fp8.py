@@ -2,17 +2,15 @@
 
 Protocol      equalize_scales: the four 32-blocks of every 128 values of K get the largest of their scales, and
               the values move into it; an e4m3 value keeps all its bits unless it becomes subnormal.
-              grouped_fp8: ROW_SCALES: one scale per row of both operands, so a step of 128 is one fp8 product,
-              added in float32, and the sum is scaled. HARDWARE: the operands as they are, one scale per 32 values,
-              into tensor cores that know them (sm_100; elsewhere the compiler emulates). Neither: equal scales along
-              128 of K, so a step's product is scaled before it is added.
+              grouped_fp8: HARDWARE: the operands as they are, one scale per 32 values, into tensor cores that know
+              them (sm_100; elsewhere the compiler emulates). Else equal scales along 128 of K, so a step of 128 is one
+              fp8 product, which is scaled before it is added, in float32.
               Weights are the rows of the tile and tokens its columns: 16 tokens fill a tile 16 wide. Tiles and
               groups as in grouped_gemm.py.
 Layout        a [R, K] e4m3, b [E, N, K] e4m3, both contiguous. MX scales are bytes 0..255 = 2^(s - 127), 255 = NaN:
-              [R, K/32] and [E, N, K/32]. Row scales are float32 [R] and [E, N]. Equal scales are float32,
-              [K/128, R] and [E, K/128, N], K/128 rounded up:
-              a step reads them side by side, and 4 bytes are the least that a copy into shared memory moves, so
-              that they are loaded ahead like the operands.
+              [R, K/32] and [E, N, K/32]. Equal scales are float32, [K/128, R] and [E, K/128, N], K/128 rounded up: a
+              step reads them side by side, and 4 bytes are the least that a copy into shared memory moves, so that they
+              are loaded ahead like the operands.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -67,16 +65,14 @@ class Scales(NamedTuple):
     """Scales of both operands.
 
     Attributes:
-        a_scale_ptr, b_scale_ptr: with HARDWARE [rows, K / 32] uint8, with ROW_SCALES [rows] float32; else float32 per
-            row and 128 elements, a's step by step, b's matrix by matrix.
+        a_scale_ptr, b_scale_ptr: with HARDWARE [rows, K / 32] uint8; else float32 per row and 128 elements, a's step by
+            step, b's matrix by matrix.
         HARDWARE: the tensor cores apply them.
-        ROW_SCALES: one for a whole row.
     """
 
     a_scale_ptr: Any
     b_scale_ptr: Any
     HARDWARE: tl.constexpr
-    ROW_SCALES: tl.constexpr
 
 
 @ep_kernel(
@@ -144,8 +140,6 @@ def grouped_fp8_kernel(
                 a_scale = tl.load(a_scales, mask=in_m[:, None] & (at_s < blocks), other=127)
                 b_scale = tl.load(b_scales, mask=in_n[:, None] & (at_s < blocks), other=127)
                 acc = tl.dot_scaled(b_tile, b_scale, _E4M3, a_tile.T, a_scale, _E4M3, acc)
-            elif scales.ROW_SCALES:
-                acc += tl.dot(b_tile, a_tile.T)
             else:
                 a_scale = tl.load(scales.a_scale_ptr + step * groups.num_rows + out_rows, mask=in_m, other=0.0)
                 b_scale = tl.load(
@@ -154,10 +148,5 @@ def grouped_fp8_kernel(
                 # One factor after the other: the product of two scales may leave float32 where the result does not.
                 part = tl.dot(b_tile, a_tile.T) * b_scale[:, None]
                 acc += part * a_scale[None, :]
-        if scales.ROW_SCALES:
-            acc = acc * tl.load(scales.b_scale_ptr + weights, mask=in_n, other=0.0)[:, None]
-            acc = acc * tl.load(scales.a_scale_ptr + out_rows, mask=in_m, other=0.0)[None, :]
-            # Rows after the last group have no scale, and no steps.
-            acc = tl.where(group < groups.num_experts, acc, 0.0)
         out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * n + cols[None, :]
         tl.store(out_ptrs, acc.T.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])

@@ -65,10 +65,6 @@ def _rows_in_use(given):
     out_ptr="*fp8e4nv",
     row_scale_ptr="*fp32",
     specialised=("k",),
-    variants=(
-        Variant({"HAS_OFFSETS": False, "WHOLE": False, "ROWS": 4, "BLOCKS": 32}, {"OFFS": "fp8e4nv"}, ("k",)),
-        Variant({"HAS_OFFSETS": False, "WHOLE": True, "ROWS": 1, "BLOCKS": 256}, {"OFFS": "fp8e4nv"}, ("k",)),
-    ),
 )
 def rebase_rows_kernel(
     elements_ptr,  # [R, K] e4m3

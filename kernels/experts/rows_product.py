@@ -1,15 +1,15 @@
 """Second product of the experts, and the gradients of rows: rows in segments, one matrix per segment.
 
 Protocol      out[r] = a[r] @ w[expert of r]^T (+ bias, times row_weights[r]). Programs are persistent; each takes
-              every num_programs-th tile of the tile table, or of the segments. Sums are float32, results bf16. Rows
-              behind the last segment have no tiles, and are not written.
+              every num_programs-th tile of the tile table, or of the segments. Sums are float32, results those of
+              `out`. Rows behind the last segment have no tiles; they are not written, or (ZERO_REST) zeroed.
 Layout        a [R, K], contiguous; w [E, N, K] (K_MAJOR) or [E, K, N], contiguous; bf16, or (SCALED) e4m3 with scales
-              [R] and [E, N] float32, then K_MAJOR. out [R, N], rows stride_om apart. TMA: boxes of a and w may reach
-              into the next segment or expert: what is computed there is not stored. Without K_MAJOR, K must be a
-              multiple of BLOCK_K: a box that crosses K would bring the next expert's rows. BOX_STORES: results leave
-              through a descriptor, in two halves of a tile: for segments of multiples of 128 rows, because a box
-              would overwrite the first rows of the next segment. FLATTEN: one loop over tiles and steps, whose loads
-              go on under the epilogue; BLOCK_M is then 128, and nothing after the steps is conditional.
+              [R] and [E, N] float32, then K_MAJOR. out [R, N] bf16, fp16 or fp32, rows stride_om apart. TMA: boxes of
+              a and w may reach into the next segment or expert: what is computed there is not stored. Without K_MAJOR,
+              K must be a multiple of BLOCK_K: a box that crosses K would bring the next expert's rows. BOX_STORES:
+              results leave through a descriptor, in two halves of a tile: for segments of multiples of 128 rows,
+              because a box would overwrite the first rows of the next segment. FLATTEN: one loop over tiles and steps,
+              whose loads go on under the epilogue; BLOCK_M is then 128, and nothing after the steps is conditional.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -36,7 +36,7 @@ def _weights_tile(w, expert, col, k0, n, k, K_MAJOR: tl.constexpr):
 
 @triton.jit
 def _finish(acc, factors, rows, in_m, cols, in_n, expert, n):
-    """A tile of the product in bf16: scaled, with bias."""
+    """A tile of the product in float32: scaled, with bias."""
     if factors.SCALED:
         # One factor after the other: the product of two scales may leave float32 where the result does not.
         acc = acc * tl.load(factors.x_scale_ptr + rows, mask=in_m, other=0.0)[:, None]
@@ -46,21 +46,38 @@ def _finish(acc, factors, rows, in_m, cols, in_n, expert, n):
         if factors.HAS_WEIGHTS:
             bias = bias * tl.load(factors.row_weights_ptr + rows, mask=in_m, other=0.0)[:, None]
         acc += bias
-    return acc.to(tl.bfloat16)
+    return acc
 
 
 class ByRows(NamedTuple):
     """Where the result goes.
 
     Attributes:
-        out_ptr: out [R, N] bf16.
+        out_ptr: out [R, N].
         stride_om: elements from one row to the next.
-        BOX_STORES: it goes there in boxes.
+        BOX_STORES: it goes there in boxes, in bf16.
+        ZERO_REST: rows behind the last segment become zero.
     """
 
     out_ptr: Any
     stride_om: Any
     BOX_STORES: tl.constexpr
+    ZERO_REST: tl.constexpr
+
+
+@triton.jit
+def _zero_rest(by_rows, segments, n, BLOCK_N: tl.constexpr):
+    """Zero the rows behind the last segment, each by one program."""
+    # Where the table, or the offsets, say how many rows are in use.
+    where = 1 if segments.TABLE else segments.num_experts
+    in_use = tl.load(segments.tiles_ptr + where)
+    offs_n = tl.arange(0, BLOCK_N)
+    for row in range(in_use + tl.program_id(0), segments.num_rows, tl.num_programs(0)):
+        for col in range(0, n, BLOCK_N):
+            cols = col + offs_n
+            zeros = tl.zeros((BLOCK_N,), by_rows.out_ptr.dtype.element_ty)
+            at = tl.full((BLOCK_N,), row, tl.int64) * by_rows.stride_om + cols
+            tl.store(by_rows.out_ptr + at, zeros, mask=cols < n)
 
 
 class Method(NamedTuple):
@@ -90,7 +107,7 @@ class Method(NamedTuple):
     w_scale_ptr="*{SCALE}",
     bias_ptr="*{BIAS}",
     row_weights_ptr="*{WEIGHTS}",
-    out_ptr="*bf16",
+    out_ptr="*{RESULT}",
     tiles_ptr="*i32",
     specialised=("n", "k", "stride_om"),
     num_warps=None,
@@ -176,9 +193,12 @@ def rows_product_kernel(
             in_m = rows < end
             result = _finish(parts[part], factors, rows, in_m, cols, in_n, expert, n)
             if by_rows.BOX_STORES:
-                left, right = result.reshape(tile.BLOCK_M, 2, tile.BLOCK_N // 2).permute(0, 2, 1).split()
+                halves = result.to(tl.bfloat16).reshape(tile.BLOCK_M, 2, tile.BLOCK_N // 2)
+                left, right = halves.permute(0, 2, 1).split()
                 out.store([row, col], left)
                 out.store([row, col + tile.BLOCK_N // 2], right)
             else:
                 out_ptrs = by_rows.out_ptr + rows.to(tl.int64)[:, None] * by_rows.stride_om + cols[None, :]
-                tl.store(out_ptrs, result, mask=in_m[:, None] & in_n[None, :])
+                tl.store(out_ptrs, result.to(by_rows.out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+    if by_rows.ZERO_REST:
+        _zero_rest(by_rows, segments, n, tile.BLOCK_N)

@@ -18,7 +18,7 @@ EXPERTS = 32
 def _results() -> Iterator[tuple[str, object]]:
     import torch
 
-    from triton_ep.ops import grouped_bf16, grouped_fp8, mxfp8
+    from triton_ep.ops import grouped_bf16, grouped_fp8, mxfp8, row_scales
 
     torch.manual_seed(0)
     device, n, k = "cuda", 512, 256
@@ -42,10 +42,11 @@ def _results() -> Iterator[tuple[str, object]]:
         yield f"columns back {rows}", mxfp8.dequantize_columns(*columns, offsets)
         for part in mxfp8.quantize_both(a, offsets):
             yield f"both {rows}", part.view(torch.uint8)
-        left = grouped_fp8.equalize_scales(qa, sa)
-        right = grouped_fp8.equalize_scales(qw.view(EXPERTS, n, k), sw.view(EXPERTS, n, k // 32))
-        for tma in (True, False):
-            yield f"fp8 {rows} tma={tma}", grouped_fp8.fp8_gemm(left, right, ends, tma=tma)
+        weights = qw.view(EXPERTS, n, k), sw.view(EXPERTS, n, k // 32)
+        for moved in (grouped_fp8.equalize_scales, row_scales.rebase_rows):
+            left, right = moved(qa, sa), moved(*weights)
+            for tma in (True, False):
+                yield f"fp8 {moved.__name__} {rows} tma={tma}", grouped_fp8.fp8_gemm(left, right, ends, tma=tma)
 
 
 def _experts() -> Iterator[tuple[str, object]]:

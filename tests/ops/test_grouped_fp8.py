@@ -90,15 +90,20 @@ def _row_values(x: RowScaled) -> torch.Tensor:
     return x.qdata.double() * x.scale.double().unsqueeze(-1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tma", [False, True])
-@pytest.mark.parametrize("sizes", CPU_GROUPS[1:], ids=str)
-def test_row_scales_product(sizes: tuple[int, ...], tma: bool) -> None:
+@pytest.mark.parametrize("sizes", [*CPU_GROUPS[1:], (150, 0, 90)], ids=str)
+def test_row_scales_product(sizes: tuple[int, ...], tma: bool, dtype: torch.dtype) -> None:
     """The float64 product of operands with one scale per row; rows behind are zero, whatever their scales say."""
     a, w = rebase_rows(*_mx(sum(sizes) + 3, 160)), rebase_rows(*_mx(len(sizes), 72, 160, seed=1))
     a.scale[-3:] = torch.nan
     ends = ends_of(sizes)
     left, right = _row_values(a), _row_values(w).transpose(1, 2)
-    out = fp8_gemm(a, w, ends, tma=tma)
+    out = fp8_gemm(a, w, ends, out_dtype=dtype, tma=tma)
+    assert out.dtype == dtype
+    starts = torch.nn.functional.pad(ends, (1, 0))
+    for given in (starts, starts.long(), ends.long()):
+        assert torch.equal(fp8_gemm(a, w, given, out_dtype=dtype, tma=tma), out)
     used = int(ends[-1])
     unit = oracle.magnitude(left[:used], right, ends)
     check(out[:used], oracle.grouped_gemm(left[:used], right, ends), unit, terms=160, steps=FP8_STEPS)

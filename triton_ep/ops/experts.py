@@ -292,8 +292,12 @@ def launch_rows_product(
     aligned: bool,
     tile: ProductTile | None = None,
     tma: bool | None = None,
+    zero_rest: bool = False,
 ) -> None:
-    """Write the product to `out`. Operands are checked. tile, tma: None = by size, and wherever that is possible."""
+    """Write the product to `out`. Operands are checked.
+
+    tile, tma: None = by size, and wherever that is possible. zero_rest: rows after the last segment become zero.
+    """
     (rows, a_scale), (weights, w_scale) = _parts(a), _parts(w)
     (num_rows, k), (num_experts, n, _) = rows.shape, weights.shape
     if num_rows == 0 or n == 0:
@@ -309,7 +313,7 @@ def launch_rows_product(
     operands: tuple[Any, Any, Any] = (rows, weights, out)
     has = (bias is not None, row_weights is not None)
     aligned = aligned and fits_tma((out, out.stride(0)))
-    constexprs = rows_constexprs(tile, num_experts, tma, a_scale is not None, k_major, aligned, has)
+    constexprs = rows_constexprs(tile, num_experts, tma, a_scale is not None, k_major, aligned, has, zero_rest)
     box_stores = constexprs["BOX_STORES"]
     if tma:
         box = [tile.n, tile.k] if k_major else [tile.k, tile.n]

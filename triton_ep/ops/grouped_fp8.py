@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from triton_ep.errors import InputError
+from triton_ep.ops.experts import launch_rows_product
 from triton_ep.ops.grouped_bf16 import OUT_DTYPES, boxes, fits_tma, group_ends, programs
 from triton_ep.ops.mxfp8 import dequantize_rows
 from triton_ep.ops.row_scales import RowScaled
@@ -20,8 +22,6 @@ from triton_ep.runtime.plans.compute import (
     EQUALIZE_ROWS,
     FP8_TILES,
     HARDWARE_TILE,
-    PROGRAMS_OF_LAST,
-    ROW_SCALE_TILES,
     Tile,
     gemm_fp8_constexprs,
 )
@@ -92,14 +92,26 @@ def equalize_scales(qdata: torch.Tensor, scale: torch.Tensor) -> EqualScales:
     return EqualScales(out, out_scale)
 
 
-def _tile_for(num_rows: int, num_experts: int, scales: str) -> tuple[Tile, int]:
-    """By the mean rows of a group: tile, and programs per multiprocessor."""
-    if scales == "hardware":
-        return HARDWARE_TILE, 1
-    tiles = ROW_SCALE_TILES if scales == "rows" else FP8_TILES
+def _tile_for(num_rows: int, num_experts: int, hardware: bool) -> Tile:
+    """By the mean rows of a group."""
+    if hardware:
+        return HARDWARE_TILE
     mean = -(-num_rows // num_experts)
-    tile = next((tile for tile in tiles if mean <= tile.m), tiles[-1])
-    return tile, PROGRAMS_OF_LAST if tile is ROW_SCALE_TILES[-1] and not INTERPRETING else 1
+    return next((tile for tile in FP8_TILES if mean <= tile.m), FP8_TILES[-1])
+
+
+def _result(
+    a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R, N] to be written, and [E] int32 ends of groups."""
+    if a.shape[1] != w.shape[2]:
+        raise InputError(f"the rows have K = {a.shape[1]}, the weights K = {w.shape[2]}.")
+    if out_dtype not in OUT_DTYPES:
+        raise InputError(f"out_dtype is {out_dtype}, choose from {OUT_DTYPES}.")
+    ends = group_ends(offs, w.shape[0])
+    if not a.device == w.device == ends.device:
+        raise InputError(f"rows, weights and offs are on {a.device}, {w.device} and {ends.device}.")
+    return a.new_empty(a.shape[0], w.shape[1], dtype=out_dtype), ends
 
 
 def _launch(
@@ -109,21 +121,14 @@ def _launch(
     w_scale: torch.Tensor,
     offs: torch.Tensor,
     out_dtype: torch.dtype,
-    scales: str,
+    hardware: bool,
     tma: bool | None,
 ) -> torch.Tensor:
-    (num_rows, k), (num_experts, n, k_of_w) = a.shape, w.shape
-    if k != k_of_w:
-        raise InputError(f"the rows have K = {k}, the weights K = {k_of_w}.")
-    if out_dtype not in OUT_DTYPES:
-        raise InputError(f"out_dtype is {out_dtype}, choose from {OUT_DTYPES}.")
-    ends = group_ends(offs, num_experts)
-    if not a.device == w.device == ends.device:
-        raise InputError(f"rows, weights and offs are on {a.device}, {w.device} and {ends.device}.")
-    out = a.new_empty(num_rows, n, dtype=out_dtype)
+    out, ends = _result(a, w, offs, out_dtype)
+    (num_rows, k), (num_experts, n, _) = a.shape, w.shape
     if out.numel() == 0 or k == 0 or num_experts == 0:
         return out.zero_()
-    tile, per_sm = _tile_for(num_rows, num_experts, scales)
+    tile = _tile_for(num_rows, num_experts, hardware)
     tma = fits_tma((a, k), (w, k)) and not INTERPRETING if tma is None else tma
     operands: tuple[Any, Any] = (a, w)
     if tma:
@@ -131,10 +136,10 @@ def _launch(
             boxes(a, num_rows, k, k, [tile.m, _STEP]),
             boxes(w, num_experts * n, k, k, [tile.n, _STEP]),
         )
-    constexprs = gemm_fp8_constexprs(num_experts, tile, tma, scales)
+    constexprs = gemm_fp8_constexprs(num_experts, tile, tma, hardware)
     launch(
         Plan("grouped_fp8_kernel", constexprs, tile.warps),
-        programs(a.device) * per_sm,
+        programs(a.device),
         a=operands[0],
         b=operands[1],
         a_scale_ptr=a_scale,
@@ -168,10 +173,16 @@ def fp8_gemm(
     """
     if type(a) is not type(w):
         raise InputError(f"a is {type(a).__name__}, w is {type(w).__name__}: give both scales of one kind.")
-    scales = "rows" if isinstance(a, RowScaled) else "equal"
     if a.qdata.ndim != 2 or w.qdata.ndim != 3:
         raise InputError(f"rows must be [R, K] and weights [E, N, K]: {list(a.qdata.shape)}, {list(w.qdata.shape)}.")
-    return _launch(a.qdata, a.scale, w.qdata, w.scale, offs, out_dtype, scales, tma)
+    if isinstance(a, EqualScales) or isinstance(w, EqualScales):
+        return _launch(a.qdata, a.scale, w.qdata, w.scale, offs, out_dtype, False, tma)
+    out, ends = _result(a.qdata, w.qdata, offs, out_dtype)
+    if out.numel() == 0 or a.qdata.shape[1] == 0 or w.qdata.shape[0] == 0:
+        return out.zero_()
+    starts = offs if offs.shape[0] > len(ends) and offs.dtype == torch.int32 else F.pad(ends, (1, 0))
+    launch_rows_product(a, w, starts.contiguous(), out, None, None, None, False, False, tma=tma, zero_rest=True)
+    return out
 
 
 def scaled_gemm(
@@ -192,4 +203,4 @@ def scaled_gemm(
     _check("a", *a, 2)
     _check("w", *w, 3)
     (a_q, a_s), (w_q, w_s) = ((q.contiguous(), s.view(torch.uint8).contiguous()) for q, s in (a, w))
-    return _launch(a_q, a_s, w_q, w_s, offs, out_dtype, "hardware", tma)
+    return _launch(a_q, a_s, w_q, w_s, offs, out_dtype, True, tma)

@@ -58,10 +58,6 @@ HARDWARE_TILE = Tile(128, 128, 128, 3)
 FP8_TILES = (Tile(16, 128, 128, 6, 4), Tile(32, 128, 128, 6, 4), Tile(64, 256, 128, 4))
 """For up to 16, 32 and more rows per expert: the fastest of ten at 8, 16, 32, 64 and 128 (one H200, N = 4096,
 K = 7168)."""
-ROW_SCALE_TILES = (*FP8_TILES[:2], Tile(64, 256, 128, 4), Tile(128, 64, 128, 4, 4))
-"""For up to 16, 32, 64 and more rows per expert, of operands with one scale per row."""
-PROGRAMS_OF_LAST = 2
-"""Programs per multiprocessor of the last of them."""
 
 
 def gemm_constexprs(num_experts: int, tile: Tile, tma: bool, k_major: bool) -> dict[str, Any]:
@@ -76,11 +72,10 @@ def wgrad_constexprs(num_experts: int, tile: Tile, tma: bool, accumulate: bool =
     return {"TMA": tma, "ACCUMULATE": accumulate, **blocks, **_common(num_experts, tile)}
 
 
-def gemm_fp8_constexprs(num_experts: int, tile: Tile, tma: bool, scales: str) -> dict[str, Any]:
-    """Constexprs of the grouped GEMM of MXFP8 operands with "equal" scales along 128, of "rows", or for "hardware"."""
+def gemm_fp8_constexprs(num_experts: int, tile: Tile, tma: bool, hardware: bool) -> dict[str, Any]:
+    """Constexprs of the grouped GEMM of MXFP8 operands, with equal scales along 128 or for hardware that scales."""
     blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
-    kind = {"HARDWARE": scales == "hardware", "ROW_SCALES": scales == "rows"}
-    return {"TMA": tma, **kind, **blocks, **_common(num_experts, tile)}
+    return {"TMA": tma, "HARDWARE": hardware, **blocks, **_common(num_experts, tile)}
 
 
 def _common(num_experts: int, tile: Tile) -> dict[str, int]:

@@ -255,11 +255,23 @@ def gate_up_constexprs(
 
 
 def rows_constexprs(
-    tile: ProductTile, num_experts: int, tma: bool, scaled: bool, k_major: bool, aligned: bool, has: tuple[bool, bool]
+    tile: ProductTile,
+    num_experts: int,
+    tma: bool,
+    scaled: bool,
+    k_major: bool,
+    aligned: bool,
+    has: tuple[bool, bool],
+    zero_rest: bool = False,
 ) -> dict[str, Any]:
-    """Constexprs of the other products of rows. aligned: results may leave in boxes; has: a bias, its row weights."""
+    """Constexprs of the other products of rows.
+
+    aligned: results, in bf16, may leave in boxes. has: a bias, its row weights. zero_rest: rows behind the last segment
+    become zero.
+    """
     box_stores = tma and aligned and tile.table and tile.box_rows == TILE_ROWS
     options = {"BOX_STORES": box_stores, "K_MAJOR": k_major, "HAS_BIAS": has[0], "HAS_WEIGHTS": all(has)}
+    options["ZERO_REST"] = zero_rest
     return {**tile_constexprs(tile, num_experts, tma, scaled), **options}
 
 
@@ -363,14 +375,18 @@ def _rows(
     aligned: bool,
     bias: str | None,
     weighted: bool,
+    out: str = "bf16",
+    zero_rest: bool = False,
 ) -> KernelRequest:
     scaled = how != "bf16"
     element = "fp8e4nv" if scaled else "bf16"
-    constexprs = rows_constexprs(tile, experts, tma, scaled, k_major, aligned, (bias is not None, weighted))
+    has = (bias is not None, weighted)
+    constexprs = rows_constexprs(tile, experts, tma, scaled, k_major, aligned, has, zero_rest)
     types = {
         "a": _operand(element, tma, tile.box_rows, tile.k),
         "w": _operand(element, tma, *((tile.n, tile.k) if k_major else (tile.k, tile.n))),
-        "out": f"tensordesc<bf16[{tile.m},{tile.n // 2}]>" if constexprs["BOX_STORES"] else "*bf16",
+        "out": f"tensordesc<bf16[{tile.m},{tile.n // 2}]>" if constexprs["BOX_STORES"] else f"*{out}",
+        "out_ptr": f"*{out}",
         "x_scale_ptr": "*fp32" if scaled else "*i32",
         "w_scale_ptr": "*fp32" if scaled else "*i32",
         "bias_ptr": f"*{bias}" if bias else "*i32",
@@ -379,12 +395,30 @@ def _rows(
     return KernelRequest("rows_product_kernel", constexprs, types, ("k", "n", "stride_om"), num_warps=tile.warps)
 
 
+def products_with_row_scales(experts_per_rank: int, out: str, tma: bool, arch: str = "sm_90") -> list[KernelRequest]:
+    """Products of MXFP8 rows and weights with one scale per row, segments of any size; rows behind them are zero.
+
+    out: dtype of the results. tma: operands are read in boxes. arch: whose tiles.
+    """
+    tiles = {product_tile("rows", "fp8", mean, arch, tma) for mean in (16, 32, 64, TILE_ROWS)}
+    return [
+        _rows(tile, experts_per_rank, tma, "fp8", True, False, None, False, out, zero_rest=True)
+        for tile in sorted(tiles, key=repr)
+    ]
+
+
+def rebased_rows(has_offsets: bool) -> list[KernelRequest]:
+    """MXFP8 rows moved to one scale each: those in use, or all of them."""
+    types = {"offs_ptr": "*i32" if has_offsets else "*fp8e4nv"}
+    sizes = (1024, 2048, 4096, 8192, 16384)
+    tiles = [quantized_tile(k, interpreted=False, rebased=True) for k in sizes]
+    return [KernelRequest("rebase_rows_kernel", offsets_constexprs(has_offsets) | t, types, ("k",)) for t in tiles]
+
+
 def _row_scales(training: tuple[bool, ...]) -> list[KernelRequest]:
     """What makes and takes apart row scales, of rows in use and of whole weights."""
-    found = []
+    found = rebased_rows(has_offsets=True)
     for k in (1024, 2048, 4096, 8192, 16384):
-        rebased = offsets_constexprs(True) | quantized_tile(k, interpreted=False, rebased=True)
-        found.append(KernelRequest("rebase_rows_kernel", rebased, {"offs_ptr": "*i32"}, ("k",)))
         constexprs = offsets_constexprs(True) | quantized_tile(k, interpreted=False)
         types = {"x_ptr": "*bf16", "offs_ptr": "*i32"}
         found.append(KernelRequest("quantize_to_rows_kernel", constexprs, types, ("k",)))

@@ -12,7 +12,6 @@ from triton_ep.runtime.plans.compute import (
     HARDWARE_TILE,
     LARGE,
     PLAIN,
-    ROW_SCALE_TILES,
     SMALL,
     WGRAD,
     gemm_constexprs,
@@ -21,6 +20,7 @@ from triton_ep.runtime.plans.compute import (
     mx_columns,
     wgrad_constexprs,
 )
+from triton_ep.runtime.plans.experts import products_with_row_scales, rebased_rows, segments_power
 from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import next_power_of_2
 
@@ -68,7 +68,10 @@ def grouped_gemm(
                 found.append(_wgrad(experts_per_rank, by_box, dtype))
             if fp8:
                 found += _fp8(experts_per_rank, by_box, dtype, hardware)
+                found += products_with_row_scales(experts_per_rank, dtype, by_box)
     if fp8:
+        found += rebased_rows(has_offsets=False)
+        found.append(KernelRequest("tile_table_kernel", {"SP": segments_power(experts_per_rank)}))
         found.append(KernelRequest("equalize_scales_kernel", {"ROWS": EQUALIZE_ROWS}, aligned=("k",)))
     return found
 
@@ -81,14 +84,13 @@ def _wgrad(experts: int, tma: bool, out: str) -> KernelRequest:
 
 
 def _fp8(experts: int, tma: bool, out: str, hardware: bool) -> Iterator[KernelRequest]:
-    tiles = [("equal", tile) for tile in FP8_TILES] + [("rows", tile) for tile in ROW_SCALE_TILES]
-    for scales, tile in [*tiles, *([("hardware", HARDWARE_TILE)] if hardware else [])]:
-        scale = "*u8" if scales == "hardware" else "*fp32"
+    for scaling, tile in [*((False, tile) for tile in FP8_TILES), *([(True, HARDWARE_TILE)] if hardware else [])]:
+        scale = "*u8" if scaling else "*fp32"
         types = {"a": "*fp8e4nv", "b": "*fp8e4nv"}
         if tma:
             types = {"a": f"tensordesc<fp8e4nv[{tile.m},128]>", "b": f"tensordesc<fp8e4nv[{tile.n},128]>"}
         types |= {"a_scale_ptr": scale, "b_scale_ptr": scale, "out_ptr": f"*{out}"}
-        constexprs = gemm_fp8_constexprs(experts, tile, tma, scales)
+        constexprs = gemm_fp8_constexprs(experts, tile, tma, scaling)
         yield KernelRequest("grouped_fp8_kernel", constexprs, types, ("k", "n"), num_warps=tile.warps)
 
 
