@@ -193,6 +193,8 @@ def _misfits(given: Mapping[str, Any], token: str) -> Iterator[str]:
         yield 'landing is for layers with payload "mxfp8" and without low_latency'
     if given.get("compact") and (given.get("payload") or given.get("low_latency")):
         yield "compact is for layers without payload and low_latency"
+    if given.get("biases") and given.get("low_latency"):
+        yield "biases are for layers without low_latency"
     if given.get("fp8_rows") and given.get("payload"):
         yield "fp8_rows are for layers without payload"
     if given.get("fp8_rows") and hidden % 32:

@@ -44,6 +44,7 @@ ReceivedRows = tuple[RowScaled, torch.Tensor | None, EPAllToAllLayoutDesc]
 ReceivedScaled = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]
 _Landed = torch.Tensor | MXTensor | RowScaled
 _ExpertMajor = tuple[_Landed, torch.Tensor | None, EPAllToAllLayoutDesc]
+_Biases = torch.Tensor | tuple[torch.Tensor, ...] | None
 _Result = TypeVar("_Result")
 
 
@@ -572,6 +573,7 @@ class EPAll2AllLayer:
         ep_a2a_layout_desc: EPAllToAllLayoutDesc,
         weights: torch.Tensor | None = None,
         *,
+        bias: _Biases = None,
         return_recv_hook: Literal[False] = False,
         async_finish: Literal[False] = False,
         previous_event: None = None,
@@ -584,6 +586,7 @@ class EPAll2AllLayer:
         ep_a2a_layout_desc: EPAllToAllLayoutDesc,
         weights: torch.Tensor | None = None,
         *,
+        bias: _Biases = None,
         return_recv_hook: Literal[True],
         async_finish: Literal[False] = False,
         previous_event: None = None,
@@ -596,6 +599,7 @@ class EPAll2AllLayer:
         ep_a2a_layout_desc: EPAllToAllLayoutDesc,
         weights: torch.Tensor | None = None,
         *,
+        bias: _Biases = None,
         return_recv_hook: Literal[False] = False,
         async_finish: Literal[True],
         previous_event: EPEvent | None = None,
@@ -607,6 +611,7 @@ class EPAll2AllLayer:
         ep_a2a_layout_desc: EPAllToAllLayoutDesc,
         weights: torch.Tensor | None = None,
         *,
+        bias: _Biases = None,
         return_recv_hook: bool = False,
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
@@ -618,13 +623,15 @@ class EPAll2AllLayer:
             ep_a2a_layout_desc: descriptor of the dispatch, any of this layer that is still held.
             weights: [R] float32, contiguous; multiplies each row in float32 before the sum; on all ranks or
                 on none. None: a plain sum.
+            bias: one or two [T, H] of the layer's dtype, contiguous, which the float32 sums begin with, in this order:
+                what comes of no expert of another rank, as a shared expert's output. Not of a low-latency layer.
             return_recv_hook, async_finish, previous_event: as in `dispatch`. The hook must be called before the next
                 combine of this layer. `input` may be overwritten when the sending half is through.
 
         Returns:
             [T, H] of the layer's dtype: the sum over k in float32, rounded once (with
             `enable_local_combine`, partial sums of ranks and nodes are rounded to the dtype as well).
-            A token whose copies were all dropped gets zeros. Then the hook or the event, if asked for.
+            A token whose copies were all dropped gets zeros, or its biases. Then the hook or the event, if asked for.
 
         Raises:
             InputError: an argument does not fit. The hook of this dispatch, or of the combine before, has not been
@@ -634,16 +641,18 @@ class EPAll2AllLayer:
                 WaitTimeout: a rank did not come within `timeout_s` (on a GPU: both from a later call or `check`).
         """
         ctx, desc = self.context, ep_a2a_layout_desc
-        self._begin_combine(input, weights)
+        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+        self._begin_combine(input, weights, *biases)
         ending = Ending(return_recv_hook, async_finish, previous_event)
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
+        checks.check_biases(self.config, ctx.device, biases, desc)
         checks.check_overlap(*ending)
         ctx.calls.check_combine(desc.dispatch_number)
 
         def send() -> Launched[torch.Tensor]:
-            return steps.combine(ctx, input, weights, desc, split=return_recv_hook)
+            return steps.combine(ctx, input, weights, desc, split=return_recv_hook, biases=biases)
 
-        out, end = self._finish("combine", send, (input, weights, desc), ending)
+        out, end = self._finish("combine", send, (input, weights, desc, *biases), ending)
         return out if end is None else (out, end)
 
     def combine_topk(

@@ -10,7 +10,7 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               are not read (device/calls.py)
               4 pull: wait for the staged flags of all local ranks (with several nodes also for the
               partial sums of the others: internode/combine.py), as far as the next tokens need them, then sum
-              the rows of each token in float32 in k order, and round once
+              the rows of each token in float32 in k order, behind its biases if there are some, and round once
               5 the last program of the pull posts done_flag = epoch to every rank (device/post.py)
 Layout        combine_x [capacity, H]: by output row (stage) or by arrival row (reduce); combine_weight
               [capacity] float32, read by the pull if HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since
@@ -103,6 +103,22 @@ class ExpertRows(NamedTuple):
     weights_ptr: Any
     row_capacity: Any
     HAS_WEIGHTS: tl.constexpr
+
+
+class Biases(NamedTuple):
+    """What the sum of each token begins with, in place of zero.
+
+    Attributes:
+        bias_ptr: [T, H] of the dtype of rows; read if HAS_BIAS.
+        second_bias_ptr: the same, added to it; read if there are two.
+        num_biases: 1 or 2.
+        HAS_BIAS: whether there are any.
+    """
+
+    bias_ptr: Any
+    second_bias_ptr: Any
+    num_biases: Any
+    HAS_BIAS: tl.constexpr
 
 
 class PullTile(NamedTuple):
@@ -299,9 +315,28 @@ def _add_partials(
     return acc
 
 
-@ep_kernel(out_ptr="*{TOKEN}", entries_ptr="*i32", specialised=("hidden",), num_warps=32)
+@triton.jit
+def _first_sum(biases, at, mask):
+    """What the sums of a tile begin with, float32: biases at elements `at`, or zeros."""
+    acc = tl.zeros(mask.shape, tl.float32)
+    if biases.HAS_BIAS:
+        acc += tl.load(biases.bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        two = mask & (biases.num_biases > 1)
+        acc += tl.load(biases.second_bias_ptr + at, mask=two, other=0.0).to(tl.float32)
+    return acc
+
+
+@ep_kernel(
+    out_ptr="*{TOKEN}",
+    bias_ptr="*{TOKEN}",
+    second_bias_ptr="*{TOKEN}",
+    entries_ptr="*i32",
+    specialised=("hidden",),
+    num_warps=32,
+)
 def combine_pull_kernel(
     out_ptr,  # out [T, H]
+    biases: Biases,
     entries: Entries,
     combine: Combine,
     job: Job,
@@ -341,10 +376,12 @@ def combine_pull_kernel(
                 token = number * tile.ROWS + tl.arange(0, tile.ROWS)
                 alive = token < end
                 for h in range(0, rows.hidden, tile.BLOCK_H):
+                    at = token.to(tl.int64)[:, None] * rows.hidden + h + offs[None, :]
+                    mask = alive[:, None] & (h + offs < rows.hidden)[None, :]
                     acc = pull_sum(
                         job,
                         rows,
-                        tl.zeros([tile.ROWS, tile.BLOCK_H], tl.float32),
+                        _first_sum(biases, at, mask),
                         alive,
                         h,
                         Held(rank_ptr + token * entries.TOPK, row_ptr + token * entries.TOPK),
@@ -355,9 +392,7 @@ def combine_pull_kernel(
                     if NNP > 1:
                         slot_ptrs = partial_row_ptr + token * entries.TOPK
                         acc = _add_partials(job, acc, alive, h, partial_ptr, slot_ptrs, rows.hidden, entries.TOPK)
-                    in_row = (h + offs < rows.hidden)[None, :]
-                    dest = out_ptr + token.to(tl.int64)[:, None] * rows.hidden + h + offs[None, :]
-                    tl.store(dest, acc.to(out_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
+                    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
     if not ready:
         report_staged(job, staged, tag)
     if last_to_arrive(job):

@@ -204,6 +204,7 @@ def test_names_of_variants_do_not_depend_on_order() -> None:
         ({"payload": "fp8"}, "payload is 'fp8'"),
         ({"payload": "mxfp8", "compact": True}, "compact is for layers without payload"),
         ({"fp8_rows": True, "payload": "mxfp8"}, "fp8_rows are for layers without payload"),
+        ({"biases": True, "low_latency": True}, "biases are for layers without low_latency"),
         ({"fp8_rows": ["f32"], "compact": True}, r"fp8_rows must be true or false, got \['f32'\]"),
         ({"fp8_rows": True, "compact": True, "hidden": 48}, "hidden 48 must be a multiple of 32"),
         ({"landing": ["row"]}, 'landing is for layers with payload "mxfp8"'),

@@ -144,6 +144,7 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
                 buffer.dispatch(rows, handle=got[4])
         received = buffer.dispatch(x, **routing)
         buffer.combine(received[0], received[4], received[2])
+        buffer.combine(received[0], received[4], bias=(x, x))
         with pytest.raises(InputError):  # the refusal is a dispatch as well
             buffer.dispatch(x, **{**routing, "topk_weights": weights.double()})
         for ids in (idx, idx.int()) if low_latency else ():
@@ -166,7 +167,7 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
     wanted = []
     for layer in made:
         fp8 = layer.config.hidden == hidden
-        how = {"slabs": True} if layer.config.low_latency else {"compact": True}
+        how = {"slabs": True} if layer.config.low_latency else {"compact": True, "biases": True}
         uses = layers.LayerCalls(fp8_rows=fp8, maps=True, **how)
         wanted += layers.layer_requests(layer.config.shape(layer.context.network, interpreted=True), uses)
     _assert_named(found, wanted)

@@ -124,14 +124,14 @@ def _combine(buffer: door.Buffer, rank: int, sent: _Sent, asynchronous: bool) ->
     event.current_stream_wait()
     equal(out, reference.combine(ys, sent.results, rank, first_k, torch.bfloat16))
     equal(weights, torch.where(sent.work.topk_idx >= 0, sent.work.topk_weights, 0.0))
-    # Biases: the same sums, and one rounding more.
-    biases = tuple((sent.work.x * factor).to(device) for factor in (0.5, 3.0))
+    # Biases: what the sums begin with, rounded once with them.
+    biases = tuple((sent.work.x * factor).to(device) for factor in (0.53, 3.1))
     for bias in (biases, biases[0], list(biases[:1])):
         biased, no_weights, event = buffer.combine(ys[rank].to(device), sent.handle, bias=bias, **order)
         event.current_stream_wait()
         assert no_weights is None
-        total = out.float() + biases[0].float() + (biases[1].float() if bias is biases else 0)
-        equal(biased, total.bfloat16().cpu())
+        added = [each.cpu() for each in (biases if bias is biases else biases[:1])]
+        equal(biased, reference.combine(ys, sent.results, rank, first_k, torch.bfloat16, added))
     again, *nothing, event = buffer.dispatch((sent.work.x * 2).to(device), handle=sent.handle, **order)
     event.current_stream_wait()
     assert nothing == [None] * 4

@@ -322,6 +322,20 @@ def check_combine(
         _check_tensor(device, "weights", weights, (desc.num_recv_rows,), (torch.float32,))
 
 
+def check_biases(
+    cfg: EPConfig, device: torch.device, biases: tuple[torch.Tensor, ...], desc: EPAllToAllLayoutDesc
+) -> None:
+    """Raise InputError unless these biases [T, H] can be added to the sums of a combine."""
+    if not biases:
+        return
+    if cfg.low_latency:
+        raise InputError("bias is not for low-latency layers: add it to what combine returns.")
+    if len(biases) > 2:
+        raise InputError(f"bias must be one tensor or two, got {len(biases)}. Add some of them before.")
+    for each in biases:
+        _check_tensor(device, "bias", each, (desc.num_dispatch_token_cur_rank, cfg.hidden), (cfg.token_dtype,))
+
+
 @_refusing
 def check_again(
     cfg: EPConfig,

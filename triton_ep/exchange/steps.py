@@ -178,8 +178,9 @@ def combine(
     weights: torch.Tensor | None,
     desc: EPAllToAllLayoutDesc,
     split: bool = False,
+    biases: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Bring expert outputs y [R, H] back and sum them, weighted by weights [R] float32.
+    """Bring expert outputs y [R, H] back and sum them, weighted by weights [R] float32, and up to two biases [T, H].
 
     Returns [T, H] and the receiving half. split: the caller launches that; otherwise it has been launched.
     """
@@ -188,9 +189,10 @@ def combine(
         if not split:
             receive()
     elif split:
-        out, receive = combine_ops.send(ctx, ctx.rows.own, y, weights, desc)
+        out, receive = combine_ops.send(ctx, ctx.rows.own, y, weights, desc, biases)
     else:  # its halves overlap
-        out, receive = combine_ops.combine(ctx, ctx.rows.own, y, weights, desc), _no_more
+        out = combine_ops.combine(ctx, ctx.rows.own, y, weights, desc, biases=biases)
+        receive = _no_more
     if not split:
         ctx.poll_status()
     return out, receive

@@ -30,17 +30,18 @@ def combine(
     weights: torch.Tensor | None,
     desc: EPAllToAllLayoutDesc,
     of_slots: bool = False,
+    biases: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     """Publish expert outputs y [R, H], bring them back and sum them: [T, H].
 
-    fmt: of `y` and the result. weights: [R] float32.
+    fmt: of `y` and the result. weights: [R] float32. biases: up to two [T, H], what the sums begin with.
     of_slots: rows have a value per slot of their tokens, in place of expert outputs.
     """
     plan = _plan(ctx, fmt, desc, weights is not None, of_slots)
     # Rows are summed while the first sums are on their way.
     _publish(ctx, fmt, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
     out = _make_output(ctx, fmt, desc)
-    _receive(ctx, fmt, out, weights is not None, desc, plan)
+    _receive(ctx, fmt, out, weights is not None, desc, plan, biases)
     if plan.overlapped:
         ctx.join()
     return out
@@ -85,15 +86,16 @@ def send(
     y: torch.Tensor,
     weights: torch.Tensor | None,
     desc: EPAllToAllLayoutDesc,
+    biases: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Publish expert outputs y [R, H] with weights [R] float32.
+    """Publish expert outputs y [R, H] with weights [R] float32; biases: as in `combine`.
 
     Returns memory for the result [T, H], and a callable that launches the receiving half, which writes the sums there.
     """
     plan = _plan(ctx, fmt, desc, weights is not None)
     _publish(ctx, fmt, y, weights, desc, plan)
     out = _make_output(ctx, fmt, desc)
-    return out, partial(_receive, ctx, fmt, out, weights is not None, desc, plan)
+    return out, partial(_receive, ctx, fmt, out, weights is not None, desc, plan, biases)
 
 
 class _Plan(NamedTuple):
@@ -149,8 +151,10 @@ def _stager(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, row_
     return ctx.launcher(("stage", has_weights, row_words), exchange.stage, has_weights, row_words, fmt=fmt)
 
 
-def _puller(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, reduced: bool) -> Launcher:
-    kind = (has_weights and not reduced, reduced)
+def _puller(
+    ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, reduced: bool, has_bias: bool = False
+) -> Launcher:
+    kind = (has_weights and not reduced, reduced, has_bias)
     return ctx.launcher(("pull", *kind), exchange.pull, *kind, fmt=fmt)
 
 
@@ -165,10 +169,11 @@ def _receive(
     has_weights: bool,
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
+    biases: tuple[torch.Tensor, ...],
 ) -> None:
     if not ctx.config.is_intra_node:
         _send_partials(ctx, fmt, has_weights, desc, plan)
-    _pull(ctx, fmt, out, has_weights, desc, plan)
+    _pull(ctx, fmt, out, has_weights, desc, plan, biases)
 
 
 def _publish(
@@ -254,12 +259,17 @@ def _pull(
     has_weights: bool,
     desc: EPAllToAllLayoutDesc,
     plan: _Plan,
+    biases: tuple[torch.Tensor, ...],
 ) -> None:
-    """Wait for the rows of this rank's tokens and sum them into out [T, H]."""
+    """Wait for the rows of this rank's tokens and sum them, and biases, into out [T, H]."""
     sizes = ctx.sizes
-    _puller(ctx, fmt, has_weights, is_reduced(desc)).launch(
+    bias, second = biases[0] if biases else out, biases[-1] if biases else out
+    _puller(ctx, fmt, has_weights, is_reduced(desc), bool(biases)).launch(
         plan.pulling,
         out_ptr=out,
+        bias_ptr=bias,
+        second_bias_ptr=second,
+        num_biases=len(biases),
         entries_ptr=desc.entries,
         placement_ptr=desc.placement,
         num_tokens=out.shape[0],

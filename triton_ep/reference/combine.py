@@ -13,6 +13,7 @@ def combine(
     rank: int,
     out_dtype: torch.dtype,
     weights: Sequence[torch.Tensor] | None = None,
+    biases: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """What rank `rank` gets back: [T, H] `out_dtype`, the float32 sum in the order of k, rounded once.
 
@@ -21,11 +22,14 @@ def combine(
         results: every rank's dispatch.
         weights: every rank's row weights [R_r] float32; a row is multiplied by its weight in float32, and
             the product rounded to float32, before it is added. None: a plain sum.
+        biases: [T, H] of this rank, which the sum begins with, in this order.
 
-    A token without kept copies comes back as zeros.
+    A token without kept copies comes back as zeros, or as its biases.
     """
     terms = _terms(ys, results, rank, weights)
     total = terms.new_zeros(terms.shape[0], terms.shape[2])
+    for bias in biases:
+        total = total + bias.float()
     for k in range(terms.shape[1]):
         total = total + terms[:, k]
     return total.to(out_dtype)

@@ -63,6 +63,7 @@ def combine(
     rank: int,
     first_k: torch.Tensor,
     out_dtype: torch.dtype,
+    biases: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """What rank `rank` gets back: [T, n] `out_dtype`, the float32 sum of its tokens' rows, rounded once.
 
@@ -71,6 +72,7 @@ def combine(
         results: every rank's dispatch.
         first_k: [T, W] int64, the first k of each token that goes to each rank, K = none: ranks are added in this
             order.
+        biases: [T, n] of this rank, which the sum begins with.
     """
     num_tokens, world_size = first_k.shape
     terms = torch.zeros(world_size, num_tokens, ys[rank].shape[1])
@@ -79,6 +81,8 @@ def combine(
         terms[owner, result.src[mine, 1]] = y[mine].float()
     order = first_k.argsort(dim=1, stable=True)
     total = torch.zeros(num_tokens, ys[rank].shape[1])
+    for bias in biases:
+        total = total + bias.float()
     for place in range(world_size):
         total = total + terms[order[:, place], torch.arange(num_tokens)]
     return total.to(out_dtype)

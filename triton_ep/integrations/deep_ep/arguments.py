@@ -78,7 +78,7 @@ def ids_of_ranks(is_token_in_rank: Any, num_tokens: int, num_ranks: int, num_exp
 
 
 def biases_of(bias: Any, shape: tuple[int, int], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The 0, 1 or 2 tensors in `bias`.
+    """The 0, 1 or 2 tensors in `bias`, contiguous.
 
     Raises:
         InputError: more than 2, or one that is not `shape` with the dtype and device of `like`.
@@ -96,12 +96,4 @@ def biases_of(bias: Any, shape: tuple[int, int], like: torch.Tensor) -> tuple[to
         ):
             got = f"{list(each.shape)} {each.dtype} on {each.device}" if isinstance(each, torch.Tensor) else str(each)
             raise InputError(f"bias must be {list(shape)} {like.dtype} on {like.device}, one row per token, got {got}.")
-    return biases
-
-
-def add(rows: torch.Tensor, biases: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Rows and biases summed in float32, rounded to the dtype of the rows."""
-    total = rows.float()
-    for each in biases:
-        total += each.float()
-    return total.to(rows.dtype)
+    return tuple(each.contiguous() for each in biases)

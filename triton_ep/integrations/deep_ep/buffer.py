@@ -16,7 +16,6 @@ from triton_ep.exchange import steps
 from triton_ep.exchange.landings import CompactRows
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.deep_ep.arguments import (
-    add,
     biases_of,
     check_counts,
     check_ids,
@@ -361,8 +360,7 @@ class Buffer:
             x: [R, H], contiguous: one row per row of `recv_x`, summed over the experts of this rank.
             handle: of that dispatch.
             topk_weights: [R, K] float32, contiguous: sent back and summed over ranks as well; on all ranks or on none.
-            bias: up to two [T, H] of the dtype of x, added to the sums in float32, which are then rounded once more.
-                With a bias the current stream waits for `previous_event`.
+            bias: up to two [T, H] of the dtype of x, which the float32 sums begin with.
             config: no effect: the handle refers to its layer.
 
         Returns:
@@ -377,17 +375,7 @@ class Buffer:
         check.tensor("x", x, 2)
         biases = biases_of(bias, (desc.num_dispatch_token_cur_rank, layer.config.hidden), x)
         order = order_of(previous_event, async_finish)
-        result: Any
-        if biases:
-
-            def summed() -> torch.Tensor:
-                return add(layer.combine(x, desc), biases)
-
-            if async_finish:
-                order_of(previous_event, False)
-            result = layer.on_comm_stream(summed, (x, desc, *biases)) if async_finish else summed()
-        else:
-            result = layer.combine(x, desc, None, **order)
+        result: Any = layer.combine(x, desc, None, bias=biases, **order)
         out, event = result if async_finish else (result, None)
         weights = None
         if topk_weights is not None:

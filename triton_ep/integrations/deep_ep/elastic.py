@@ -16,7 +16,7 @@ from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
 from triton_ep.exchange.slots import to_slots
 from triton_ep.integrations import arguments as check
-from triton_ep.integrations.deep_ep.arguments import add, biases_of, check_ids
+from triton_ep.integrations.deep_ep.arguments import biases_of, check_ids
 from triton_ep.integrations.deep_ep.elastic_handle import EPHandle
 from triton_ep.integrations.deep_ep.elastic_rows import ElasticRows
 from triton_ep.integrations.deep_ep.layers import layers_of
@@ -368,7 +368,7 @@ class ElasticBuffer:
             handle: of that dispatch.
             topk_weights: [R, K] float32, or [R] with `do_expand`: brought back as numbers of their slots. They multiply
                 nothing. On all ranks or on none.
-            bias: up to two [T, H] of the dtype of x, added to the sums in float32, which are then rounded once more.
+            bias: up to two [T, H] of the dtype of x, which the float32 sums begin with.
             num_sms, num_qps, allocate_on_comm_stream: no effect: the handle refers to its layer.
             previous_event, previous_event_before_epilogue, async_with_compute_stream: as in `dispatch`.
 
@@ -392,8 +392,7 @@ class ElasticBuffer:
         _wait(previous_event, previous_event_before_epilogue)
 
         def bring_back() -> tuple[torch.Tensor, torch.Tensor | None]:
-            out = layer.combine(x, desc)
-            out = add(out, biases) if biases else out
+            out = layer.combine(x, desc, bias=biases)
             if topk_weights is None:
                 return out, None
             values = topk_weights.contiguous()

@@ -223,12 +223,13 @@ def partial(s: Shape, has_weights: bool, reduced: bool) -> Plan:
     return Plan("combine_partial_kernel", _sum(s, has_weights, reduced))
 
 
-def pull(s: Shape, has_weights: bool, reduced: bool) -> Plan:
-    """Sums of this rank's tokens."""
+def pull(s: Shape, has_weights: bool, reduced: bool, has_bias: bool = False) -> Plan:
+    """Sums of this rank's tokens, and with `has_bias` of what the caller adds to them."""
     rows, options = s.chosen("pull")
     tile, within = _budgeted(s)
     rows, options = rows | tile, options | within
     if s.hidden <= SHORT_ROW:
         rows, options = _short(s)
     constexprs = {**_sum(s, has_weights, reduced), **s.common("NNP"), "BLOCK_T": ROUTING_TOKENS, **rows}
+    constexprs["HAS_BIAS"] = has_bias
     return Plan("combine_pull_kernel", constexprs, **options)

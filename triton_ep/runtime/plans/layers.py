@@ -35,6 +35,7 @@ class LayerCalls:
         maps: calls are those of `HybridEPBuffer`: by routing maps of up to `topk` experts per token, or by ids, with
             handles that know where the copies of a token went.
         slabs: rows go to slabs of their experts, and back.
+        biases: biases are added to the sums of combines.
         landing: "row", "bf16": what rows of payload "mxfp8" become where they arrive, in some calls.
     """
 
@@ -47,6 +48,7 @@ class LayerCalls:
     fp8_rows: bool = False
     maps: bool = False
     slabs: bool = False
+    biases: bool = False
     landing: tuple[str, ...] = ()
 
 
@@ -225,7 +227,9 @@ def _sums(s: Shape, uses: LayerCalls, copies: int) -> Iterator[KernelRequest]:
         summed = weights and not reduced
         if s.num_nodes > 1:
             yield KernelRequest.of(exchange.partial(s, summed, reduced), {"like_x_ptr": f"*{s.token}"}, hidden)
-        yield KernelRequest.of(exchange.pull(s, summed, reduced), {"out_ptr": f"*{s.token}"}, hidden)
+        types = dict.fromkeys(("out_ptr", "bias_ptr", "second_bias_ptr"), f"*{s.token}")
+        for biases in sorted({False, uses.biases}):
+            yield KernelRequest.of(exchange.pull(s, summed, reduced, biases), types, hidden)
     if not reduced:
         yield KernelRequest.of(exchange.publish(s))
         yield KernelRequest.of(exchange.free(s))
