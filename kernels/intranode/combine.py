@@ -105,16 +105,18 @@ class ExpertRows(NamedTuple):
     HAS_WEIGHTS: tl.constexpr
 
 
-class Biases(NamedTuple):
-    """What the sum of each token begins with, in place of zero.
+class Sums(NamedTuple):
+    """Sums of this rank's tokens, and what they begin with in place of zeros.
 
     Attributes:
-        bias_ptr: [T, H] of the dtype of rows; read if HAS_BIAS.
+        out_ptr: out [T, H].
+        bias_ptr: [T, H]; read if HAS_BIAS.
         second_bias_ptr: the same, added to it; read if there are two.
         num_biases: 1 or 2.
         HAS_BIAS: whether there are any.
     """
 
+    out_ptr: Any
     bias_ptr: Any
     second_bias_ptr: Any
     num_biases: Any
@@ -316,13 +318,13 @@ def _add_partials(
 
 
 @triton.jit
-def _first_sum(biases, at, mask):
+def _first_sum(sums, at, mask):
     """What the sums of a tile begin with, float32: biases at elements `at`, or zeros."""
     acc = tl.zeros(mask.shape, tl.float32)
-    if biases.HAS_BIAS:
-        acc += tl.load(biases.bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        two = mask & (biases.num_biases > 1)
-        acc += tl.load(biases.second_bias_ptr + at, mask=two, other=0.0).to(tl.float32)
+    if sums.HAS_BIAS:
+        acc += tl.load(sums.bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        two = mask & (sums.num_biases > 1)
+        acc += tl.load(sums.second_bias_ptr + at, mask=two, other=0.0).to(tl.float32)
     return acc
 
 
@@ -335,8 +337,7 @@ def _first_sum(biases, at, mask):
     num_warps=32,
 )
 def combine_pull_kernel(
-    out_ptr,  # out [T, H]
-    biases: Biases,
+    sums: Sums,
     entries: Entries,
     combine: Combine,
     job: Job,
@@ -347,6 +348,7 @@ def combine_pull_kernel(
     NNP: tl.constexpr,  # nodes rounded up to a power of two; 1 = one node, no partial sums
     tile: PullTile,
 ):
+    ELEMENT: tl.constexpr = sums.out_ptr.dtype.element_ty
     rank_ptr = entry_field(entries, PULL_RANK if rows.REDUCED else OWNER)
     row_ptr = entry_field(entries, PULL_ROW if rows.REDUCED else DST_ROW)
     partial_row_ptr = entry_field(entries, PULL_PARTIAL)
@@ -381,18 +383,18 @@ def combine_pull_kernel(
                     acc = pull_sum(
                         job,
                         rows,
-                        _first_sum(biases, at, mask),
+                        _first_sum(sums, at, mask),
                         alive,
                         h,
                         Held(rank_ptr + token * entries.TOPK, row_ptr + token * entries.TOPK),
-                        out_ptr.dtype.element_ty,
+                        ELEMENT,
                         entries.TOPK,
                         staged.LWP,
                     )
                     if NNP > 1:
                         slot_ptrs = partial_row_ptr + token * entries.TOPK
                         acc = _add_partials(job, acc, alive, h, partial_ptr, slot_ptrs, rows.hidden, entries.TOPK)
-                    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+                    tl.store(sums.out_ptr + at, acc.to(ELEMENT), mask=mask)
     if not ready:
         report_staged(job, staged, tag)
     if last_to_arrive(job):
