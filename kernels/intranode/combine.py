@@ -4,6 +4,7 @@ Protocol      1 stage or reduce: wait until every rank is done with the previous
               2 stage: copy the expert rows to combine_x; or reduce: write per arrival row the sum of the
               token's rows on this rank, so that one row per (token, rank) crosses the link; in steps, each some
               rows of every source, or with several nodes first those of other nodes, then those of this one
+              (OF_SLOTS: expert rows are one value each, and the row has that of each slot in a column of its own)
               3 set staged_flag[my local rank, program] on every rank of the node, after each step
               (the caller may do step 2 himself: combine_free is step 1 alone, combine_publish step 3)
               The flag carries the tag of the combine, and 4 compares: a rank in another one is reported, and its rows
@@ -93,7 +94,7 @@ class ExpertRows(NamedTuple):
     """Expert outputs to publish.
 
     Attributes:
-        y_ptr: [R, H] elements, or words of them.
+        y_ptr: [R, H] elements, or words of them; with OF_SLOTS [R].
         weights_ptr: [R] float32, read if HAS_WEIGHTS.
         row_capacity: rows of combine_x.
         HAS_WEIGHTS: rows are multiplied by their weights where they are summed.
@@ -103,6 +104,20 @@ class ExpertRows(NamedTuple):
     weights_ptr: Any
     row_capacity: Any
     HAS_WEIGHTS: tl.constexpr
+
+
+class TokenCopies(NamedTuple):
+    """Copies of arrived tokens.
+
+    Attributes:
+        copy_rows_ptr: [C, K] int32, output rows of each arrival row, -1 = none.
+        TOPK: K.
+        OF_SLOTS: expert rows are one value each, y [R]; rows have K columns, no more than BLOCK_H.
+    """
+
+    copy_rows_ptr: Any
+    TOPK: tl.constexpr
+    OF_SLOTS: tl.constexpr
 
 
 class Sums(NamedTuple):
@@ -215,15 +230,30 @@ def _reduce_rows(
         tl.store(dest, acc.to(rows.y_ptr.dtype.element_ty), mask=alive[:, None] & in_row)
 
 
+@triton.jit
+def _gather_slots(
+    values_ptr,  # [R]
+    copies_ptrs,  # [ROWS] pointers to K rows, -1 = none
+    dest_ptrs,  # [ROWS]
+    alive,  # [ROWS]
+    num_slots,
+    BLOCK_H: tl.constexpr,
+):
+    """Store the values of the copies of arrived tokens, 0 in slots without one."""
+    slot = tl.arange(0, BLOCK_H)[None, :]
+    mask = alive[:, None] & (slot < num_slots)
+    copy = tl.load(copies_ptrs[:, None] + slot, mask=mask, other=-1)
+    tl.store(dest_ptrs[:, None] + slot, tl.load(values_ptr + copy, mask=copy >= 0, other=0.0), mask=mask)
+
+
 @ep_kernel(y_ptr="*{TOKEN}", weights_ptr="*fp32", copy_rows_ptr="*i32", specialised=("hidden",), num_warps=32)
 def combine_reduce_kernel(
     rows: ExpertRows,
-    copy_rows_ptr,  # [C, K] int32, output rows of each arrival row, -1 = none
+    copies: TokenCopies,
     combine: Combine,
     job: Job,
     hidden,
     num_steps,  # divides STEPS; with several nodes 2
-    TOPK: tl.constexpr,
     WP: tl.constexpr,
     stagers: Stagers,
     tile: Tile,
@@ -252,9 +282,12 @@ def combine_reduce_kernel(
                 for number in range(my_first(0, tiles_before), tiles, tl.num_programs(0)):
                     row = begin + number * tile.ROWS + tl.arange(0, tile.ROWS)
                     alive = row < end
-                    copies_ptrs = copy_rows_ptr + row.to(tl.int64) * TOPK
+                    copies_ptrs = copies.copy_rows_ptr + row.to(tl.int64) * copies.TOPK
                     dest_ptrs = combine_ptr + row.to(tl.int64) * hidden
-                    _reduce_rows(rows, copies_ptrs, dest_ptrs, alive, hidden, TOPK, tile.BLOCK_H)
+                    if copies.OF_SLOTS:
+                        _gather_slots(rows.y_ptr, copies_ptrs, dest_ptrs, alive, hidden, tile.BLOCK_H)
+                    else:
+                        _reduce_rows(rows, copies_ptrs, dest_ptrs, alive, hidden, copies.TOPK, tile.BLOCK_H)
                 tiles_before += tiles
             release_staged(job, reached, tag, stagers)
 

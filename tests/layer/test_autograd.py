@@ -30,6 +30,7 @@ CASES = (
     Case("static", static=True, topk=4, experts=4, combine_weights=True),
     Case("static_local", static=True, alignment=16, topk=3, experts=4, local_combine=True, combine_weights=True),
     Case("short_rows", hidden=3, topk=5, experts=8, combine_weights=True),
+    Case("short_rows_local", hidden=3, topk=5, experts=8, local_combine=True),
 )
 FP32 = tuple(replace(case, dtype=torch.float32) for case in CASES)
 

@@ -114,6 +114,7 @@ def _dispatch(
     given = x if scale is None else MXTensor.from_qdata_and_scales(x, scale, owner.config.token_dtype)
     recv_x, recv_weights, desc = owner.dispatch(given, topk_idx, weights)
     nothing = x.new_empty(0, dtype=torch.int32)
+    slots = slot_ops.needed_slots(owner.context, desc) if want_slots else None
     copies, tiles = desc.skipped_token_topk_mapping_indices, desc.tiles
     assert tiles is not None, "neither compact nor low latency"
     # Room for more tiles than these rows have: equal inputs must give equal outputs.
@@ -123,7 +124,7 @@ def _dispatch(
     return (
         *_parts(recv_x),
         recv_weights if recv_weights is not None else x.new_empty(0, dtype=torch.float32),
-        slot_ops.row_slots(owner.context, desc) if want_slots else nothing,
+        nothing.clone() if slots is None else slots,
         desc.entries,
         desc.placement,
         nothing.clone() if desc.forward is None else desc.forward,
@@ -147,7 +148,7 @@ def _(x: Any, scale: Any, topk_idx: Any, weights: Any, want_slots: bool, layer: 
     return (
         *_fake_rows(x, owner, rows),
         x.new_empty((rows if weights is not None else 0,), dtype=torch.float32),
-        integers(rows if want_slots else 0),
+        integers(rows if want_slots and not cfg.enable_local_combine else 0),
         integers(entry_fields(cfg), *topk_idx.shape),
         integers(owner.context.sizes.placement_length),
         integers(0) if cfg.is_intra_node else integers(2, cfg.num_nodes, cfg.max_tokens, cfg.topk),
@@ -187,7 +188,8 @@ def _dispatch_backward(
         grad_x = owner.combine(grad_rows, layout_desc) if want_x else grad_rows.new_empty(0)
         if grad_weights is None:
             return grad_x, grad_rows.new_empty(0, dtype=torch.float32)
-        return grad_x, slot_ops.to_slots(owner.context, grad_weights, slots, layout_desc)
+        of_rows = None if owner.config.enable_local_combine else slots
+        return grad_x, slot_ops.to_slots(owner.context, grad_weights, of_rows, layout_desc)
 
 
 @_dispatch_backward.register_fake

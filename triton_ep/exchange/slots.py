@@ -3,7 +3,8 @@
 A value per received row goes back to its own (token, k): the gradient of routing weights. Combine sums over k, so it
 carries a value per slot if every slot has a column of its own: each row puts its value into column k and zeros into the
 others. That is a combine of short float32 rows, with the same kernels, buffers and epochs as any other; all terms but
-one are zero, so the sum is exact.
+one are zero, so the sum is exact. With local combine the kernel that sums the rows of a token on their rank writes
+those columns itself, from the table of their copies.
 """
 
 from __future__ import annotations
@@ -43,15 +44,22 @@ def row_slots(
     return slots.scatter_(0, target.flatten(), ks.flatten())[: desc.num_recv_rows]
 
 
+def needed_slots(
+    ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, rows: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """`row_slots`; None where `to_slots` needs none, because the descriptor says it."""
+    return None if combine_ops.is_reduced(desc) else row_slots(ctx, desc, rows)
+
+
 @reports_failure("combine", begun=True)
 def to_slots(
-    ctx: DispatchCombineContext, values: torch.Tensor, slots: torch.Tensor, desc: EPAllToAllLayoutDesc
+    ctx: DispatchCombineContext, values: torch.Tensor, slots: torch.Tensor | None, desc: EPAllToAllLayoutDesc
 ) -> torch.Tensor:
     """Send the value of each row to the slot it came from. Collective.
 
     Arguments:
         values: [R] float32.
-        slots: [R] int32, from `row_slots`.
+        slots: [R] int32, from `needed_slots`.
 
     Returns [T, K] float32; a dropped entry gets zero.
 
@@ -59,9 +67,13 @@ def to_slots(
         ConfigError: rows of the layer are shorter than one float32.
     """
 
+    if slots is None:
+        return combine_ops.combine_slots(ctx, desc, values.contiguous().resolve_neg())
+    of_rows = slots.unsqueeze(1)
+
     def columns(fmt: RowFormat, first: int) -> torch.Tensor:
         column = torch.arange(first, first + fmt.hidden, dtype=torch.int32, device=values.device)
-        return torch.where(slots.unsqueeze(1) == column, values.unsqueeze(1), 0.0)
+        return torch.where(of_rows == column, values.unsqueeze(1), 0.0)
 
     return combine_ops.combine_columns(ctx, desc, columns)
 

@@ -257,7 +257,7 @@ class MoEBlock:
         if not needs.row_weights:
             return None
         assert found.row_weights is not None, "asked for"
-        return slot_ops.to_slots(self.layer.context, found.row_weights, self._slots(desc, slots), desc)
+        return slot_ops.to_slots(self.layer.context, found.row_weights, slots, desc)
 
     def _refuse_backward(self, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None, needs: Needs) -> None:
         """In place of `_backward`: no rank waits for this one, gradients that it had a part in are NaN."""
@@ -266,12 +266,7 @@ class MoEBlock:
             layer.refuse(desc, combines=needs.rows)
             if needs.row_weights:
                 nothing = torch.full((desc.num_recv_rows,), torch.nan, device=ctx.device)
-                slot_ops.to_slots(ctx, nothing, self._slots(desc, slots), desc)
-
-    def _slots(self, desc: EPAllToAllLayoutDesc, slots: torch.Tensor | None) -> torch.Tensor:
-        if slots is not None:
-            return slots
-        return slot_ops.row_slots(self.layer.context, desc, desc.skipped_token_topk_mapping_indices)
+                slot_ops.to_slots(ctx, nothing, slots, desc)
 
 
 def _as_sent(grad: torch.Tensor) -> torch.Tensor:
@@ -294,10 +289,8 @@ class _Block(torch.autograd.Function):
     ) -> torch.Tensor:
         """[T, H]."""
         out, desc, saved = block._forward(x, topk_idx, topk_weights, params, keep=True)
-        slots = None
-        if ctx.needs_input_grad[3] and desc.skipped_token_topk_mapping_indices is None:
-            # Known of the latest dispatch only; with local combine the descriptor keeps it.
-            slots = slot_ops.row_slots(block.layer.context, desc)
+        # Known of the latest dispatch only.
+        slots = slot_ops.needed_slots(block.layer.context, desc) if ctx.needs_input_grad[3] else None
         ctx.block = block
         tensors, ctx.rest = _split((desc, slots, saved))
         # Parameters are not for hooks of saved tensors (checkpoints, offloading), which would hand out others in their

@@ -112,7 +112,7 @@ def _kept(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, saved: dict[str, An
     if unused.numel():
         unused.zero_()
     parts = (rows.qdata, rows.scale) if isinstance(rows, RowScaled) else (rows, None)
-    slots = slot_ops.row_slots(layer.context, desc) if copies is None else None
+    slots = slot_ops.needed_slots(layer.context, desc)
     found = (desc.entries, desc.placement, desc.forward, copies, slots, *parts, saved["pre"], saved["row_weights"])
     return [nothing.clone() if each is None else each for each in found]
 

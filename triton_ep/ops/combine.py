@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -35,9 +36,10 @@ def combine(
     """Publish expert outputs y [R, H], bring them back and sum them: [T, H].
 
     fmt: of `y` and the result. weights: [R] float32. biases: up to two [T, H], what the sums begin with.
-    of_slots: rows have a value per slot of their tokens, in place of expert outputs.
+    of_slots: rows have a value per slot of their tokens, in place of expert outputs; y [R]: each has one, for the slot
+    in whose column the descriptor has it.
     """
-    plan = _plan(ctx, fmt, desc, weights is not None, of_slots)
+    plan = _plan(ctx, fmt, desc, weights is not None, of_slots, y.dim() == 1)
     # Rows are summed while the first sums are on their way.
     _publish(ctx, fmt, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
     out = _make_output(ctx, fmt, desc)
@@ -65,6 +67,26 @@ def combine_columns(
     parts = [combine(ctx, fmt, columns(fmt, first), None, desc, of_slots=True) for first in range(0, topk, fmt.hidden)]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return whole[:, :topk].contiguous()
+
+
+def combine_slots(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, values: torch.Tensor) -> torch.Tensor:
+    """Bring the value of each received row, [R] float32, back to its slot: [T, K]. Of layers with local combine.
+
+    Raises:
+        ConfigError: as `combine_columns`.
+    """
+    copies, topk = desc.skipped_token_topk_mapping_indices, ctx.config.topk
+    assert copies is not None and copies.shape[1] == topk, "rows of a token are summed first, but not deduplicated"
+    fmt = ctx.rows.narrow(topk)
+    if fmt.hidden == topk:
+        return combine(ctx, fmt, values, None, desc, of_slots=True)
+    parts = []
+    for first in range(0, topk, fmt.hidden):
+        part = copies[:, first : first + fmt.hidden]
+        part = torch.nn.functional.pad(part, (0, fmt.hidden - part.shape[1]), value=-1).contiguous()
+        of_part = replace(desc, skipped_token_topk_mapping_indices=part)
+        parts.append(combine(ctx, fmt, values, None, of_part, of_slots=True))
+    return torch.cat(parts, 1)[:, :topk].contiguous()
 
 
 def wait_published(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc) -> bool:
@@ -117,14 +139,20 @@ class _Plan(NamedTuple):
 
 
 def _plan(
-    ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc, has_weights: bool, of_slots: bool = False
+    ctx: DispatchCombineContext,
+    fmt: RowFormat,
+    desc: EPAllToAllLayoutDesc,
+    has_weights: bool,
+    of_slots: bool = False,
+    gathered: bool = False,
 ) -> _Plan:
     call = COMBINE_WEIGHTS * has_weights | COMBINE_SLOTS * of_slots | COMBINE_BACKWARD * ctx.backward
     copy_rows = desc.skipped_token_topk_mapping_indices
     copies = 0 if copy_rows is None else copy_rows.shape[1]
-    grids = fmt.grids.get((has_weights, copies))
+    kind = (has_weights, copies, gathered)
+    grids = fmt.grids.get(kind)
     if grids is None:
-        grids = fmt.grids[has_weights, copies] = _grids(ctx, fmt, has_weights, copies)
+        grids = fmt.grids[kind] = _grids(ctx, fmt, *kind)
     publishing, pulling, overlapped = grids
     if not ctx.config.is_intra_node:
         return _Plan(publishing, pulling, 2, overlapped, call)
@@ -132,18 +160,18 @@ def _plan(
     return _Plan(publishing, pulling, STEPS if overlapped else 2 if INTERPRETING else 1, overlapped, call)
 
 
-def _grids(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int) -> Combining:
+def _grids(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool) -> Combining:
     """Grids of combines of such rows; copies: of a token that are summed first, 0: none are."""
     if copies:
-        publisher = _reducer(ctx, fmt, has_weights, copies)
+        publisher = _reducer(ctx, fmt, has_weights, copies, gathered)
     else:  # rows in place are published by another kernel, in as many programs
         publisher = _stager(ctx, fmt, has_weights, fmt.payload_bytes // WORD_BYTES[word_type(fmt.payload_bytes)])
     puller = _puller(ctx, fmt, has_weights, copies > 0)
     return combining_programs(ctx.config, ctx.device, publisher.declared, puller.declared, copies > 0)
 
 
-def _reducer(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int) -> Launcher:
-    kind = (has_weights, copies)
+def _reducer(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool) -> Launcher:
+    kind = (has_weights, copies, gathered)
     return ctx.launcher(("reduce", *kind), exchange.reduce, *kind, fmt=fmt)
 
 
@@ -192,7 +220,7 @@ def _publish(
     copy_rows = desc.skipped_token_topk_mapping_indices
     if copy_rows is not None:
         ctx.calls.end_loan(False)
-        _reducer(ctx, fmt, has_weights, copy_rows.shape[1]).launch(
+        _reducer(ctx, fmt, has_weights, copy_rows.shape[1], y.dim() == 1).launch(
             plan.programs,
             y_ptr=y,
             weights_ptr=weights_arg,

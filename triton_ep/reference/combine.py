@@ -35,6 +35,16 @@ def combine(
     return total.to(out_dtype)
 
 
+def slot_values(values: Sequence[torch.Tensor], results: Sequence[DispatchResult], rank: int) -> torch.Tensor:
+    """What each (token, k) of rank `rank` gets back of values of rows: [T, K], zeros for dropped entries.
+
+    Arguments:
+        values: every rank's [R_r] float32, of the rows of its `recv_x`.
+        results: every rank's dispatch.
+    """
+    return _terms([each.unsqueeze(1) for each in values], results, rank, None)[:, :, 0]
+
+
 def combine_tolerance(
     ys: Sequence[torch.Tensor],
     results: Sequence[DispatchResult],

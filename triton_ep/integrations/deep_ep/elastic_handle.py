@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.exchange.slots import known_copies, row_slots
+from triton_ep.exchange.slots import known_copies, needed_slots
 from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.strides import view_as
 
@@ -103,9 +103,9 @@ class EPHandle:
         return torch.cat([source.unsqueeze(1), alone.unsqueeze(1), rows], 1)
 
     @cached_property
-    def row_slots(self) -> torch.Tensor:
-        """[R] int32, k of each row, -1 in padding; with `do_expand` only."""
-        return row_slots(self.layer.context, self.layout_desc, self.copies)
+    def row_slots(self) -> torch.Tensor | None:
+        """[R] int32, k of each row, -1 in padding; with `do_expand` only. None where the layer knows it."""
+        return needed_slots(self.layer.context, self.layout_desc, self.copies)
 
     def _rows(self) -> torch.Tensor:
         """[num_recv_tokens, K] int32, rows in `recv_x` of each token that arrived, -1 = none."""

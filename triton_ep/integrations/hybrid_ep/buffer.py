@@ -12,7 +12,7 @@ import torch
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.distributed import check_group
 from triton_ep.errors import ConfigError, InputError
-from triton_ep.exchange.slots import row_slots, to_slots
+from triton_ep.exchange.slots import needed_slots, to_slots
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.hybrid_ep import arguments as checks
 from triton_ep.integrations.hybrid_ep.handle import RANK_ITEMS, Handle, Routing, open_handle
@@ -265,7 +265,7 @@ class HybridEPBuffer:
         combined = layer.combine(hidden.contiguous(), desc)
         if probs is None:
             return combined, None
-        slots = row_slots(layer.context, desc, routing.copies)
+        slots = needed_slots(layer.context, desc, routing.copies)
         values = to_slots(layer.context, probs.contiguous(), slots, desc)
         return combined, map_of_slots(values, desc.topk_indices_tensor, routing.num_experts)
 

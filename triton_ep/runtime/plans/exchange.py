@@ -172,8 +172,11 @@ def _budgeted(s: Shape) -> tuple[dict[str, int], dict[str, int]]:
     return {"ROWS": 1, "BLOCK_H": min(s.summing_tile()["BLOCK_H"], 4096)}, {"num_warps": 8, "maxnreg": 80}
 
 
-def reduce(s: Shape, has_weights: bool, copies: int = 0) -> Plan:
-    """Expert outputs summed per token, for the ranks of this node; `copies` at most: 1 of compact rows, 0 = top-k."""
+def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False) -> Plan:
+    """Expert outputs summed per token, for the ranks of this node; `copies` at most: 1 of compact rows, 0 = top-k.
+
+    of_slots: they are one value per row, and each has a column of its own.
+    """
     common = s.common("WP", "LWP", "MAX_PROGRAMS")
     rows, options = s.chosen("reduce")
     tile, within = _budgeted(s)
@@ -182,7 +185,10 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0) -> Plan:
         rows, options = _short(s)
     elif copies == 1:
         options = {"num_warps": 16} | options  # more would spill registers
-    constexprs = {"HAS_WEIGHTS": has_weights, "TOPK": copies or s.topk, **common, **s.summing_tile(), **rows}
+    if of_slots:  # a load that waits for another, so as many at once as make up for it
+        rows = {"ROWS": CHUNK, "BLOCK_H": next_power_of_2(s.hidden)}
+    kind = {"HAS_WEIGHTS": has_weights, "TOPK": copies or s.topk, "OF_SLOTS": of_slots}
+    constexprs = {**kind, **common, **s.summing_tile(), **rows}
     return Plan("combine_reduce_kernel", constexprs, **options)
 
 

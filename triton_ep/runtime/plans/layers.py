@@ -74,7 +74,7 @@ def layer_requests(s: Shape, uses: LayerCalls | None = None) -> list[KernelReque
         if uses.maps:
             found += _maps(s, given)
         if (uses.gradients or uses.compact) and (narrow := narrow_shape(s, s.topk)) is not None:
-            found += _combine(narrow, LayerCalls(weights=(False,), compact=uses.compact))
+            found += _combine(narrow, LayerCalls(weights=(False,), compact=uses.compact), of_slots=True)
         if uses.gradients and True in uses.weights:
             found += _weighted_rows(s)
         if uses.fp8_rows:
@@ -209,18 +209,23 @@ def _slabs(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
             yield KernelRequest.of(plan, types | {"dest_ptr": types["source_ptr"]}, numbers)
 
 
-def _combine(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
-    kinds = [s.topk] if s.enable_local_combine else [0]
-    for copies in [*kinds, 1] if uses.compact else kinds:
-        yield from _sums(s, uses, copies)
+def _combine(s: Shape, uses: LayerCalls, of_slots: bool = False) -> Iterator[KernelRequest]:
+    """of_slots: rows carry a value per slot."""
+    if s.enable_local_combine:
+        yield from _sums(s, uses, s.hidden if of_slots else s.topk, of_slots)
+    else:
+        yield from _sums(s, uses, 0)
+    if uses.compact:
+        yield from _sums(s, uses, 1)
 
 
-def _sums(s: Shape, uses: LayerCalls, copies: int) -> Iterator[KernelRequest]:
-    """copies: of a token that are summed before they are published, at most; 0: none is."""
+def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> Iterator[KernelRequest]:
+    """copies: of a token that are summed before they are published, at most; 0: none is. of_slots: one value each."""
     reduced, hidden = copies > 0, {"hidden": s.hidden}
     for weights in uses.weights:
         if reduced:
-            yield KernelRequest.of(exchange.reduce(s, weights, copies), {"y_ptr": f"*{s.token}"}, hidden)
+            plan = exchange.reduce(s, weights, copies, of_slots)
+            yield KernelRequest.of(plan, {"y_ptr": f"*{s.token}"}, hidden)
         else:
             types, numbers, row_words = _words(s.payload_bytes, "y_ptr")
             yield KernelRequest.of(exchange.stage(s, weights, row_words), types, numbers)
