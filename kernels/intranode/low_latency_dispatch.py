@@ -84,7 +84,6 @@ _ONE_ABOVE = tl.constexpr(1 << 16)
 _REST = tl.constexpr(64)
 _WORD_SHIFT = tl.constexpr(codes.LL_WORD_SHIFT)
 _COUNT_SHIFT = tl.constexpr(codes.LL_COUNT_SHIFT)
-_TOKEN_UNITS = tl.constexpr(16)  # of a token whose tiles have programs of their own, more than there are tiles
 
 
 @triton.jit
@@ -125,12 +124,10 @@ class PushTile(NamedTuple):
     Attributes:
         TILES: tiles of a row.
         BLOCK_H: words of a tile.
-        SPLIT: each tile has a program of its own, and so have keys, weights and totals of a token.
     """
 
     TILES: tl.constexpr
     BLOCK_H: tl.constexpr
-    SPLIT: tl.constexpr
 
 
 class Segments(NamedTuple):
@@ -152,22 +149,11 @@ class Parts(NamedTuple):
         HAS_SCALES: scales of MXFP8.
         HAS_WEIGHTS: routing weights.
         HAS_PADDING: rows of zeros between the experts' segments.
-        SPLIT: they were pushed tile by tile (`PushTile`).
     """
 
     HAS_SCALES: tl.constexpr
     HAS_WEIGHTS: tl.constexpr
     HAS_PADDING: tl.constexpr
-    SPLIT: tl.constexpr
-
-
-@triton.jit
-def units_of_token(SPLIT: tl.constexpr):
-    """What the programs of a token add to a flag, all together."""
-    if SPLIT:
-        return _TOKEN_UNITS
-    else:
-        return 1
 
 
 @triton.jit
@@ -259,42 +245,28 @@ def low_latency_push_kernel(
     # After a failure nothing is stored; an early return would make every load wait for this one.
     healthy = tl.load(state_at(job, STATUS)) == 0
     epoch = tl.load(state_at(job, EPOCH_LL_DISPATCH)) + 1
-    # Without tokens there is one, which nobody has: its programs only release.
-    tokens = tl.maximum(num_tokens, 1)
     token = tl.program_id(0)
-    if tile.SPLIT:  # programs that count come first, and then those that have a tile each
-        token = tl.where(token < tokens, token, (token - tokens) // tile.TILES)
     alive = token < num_tokens
     entry = alive & (tl.arange(0, choices.KP) < choices.TOPK)
     ids = tl.load(topk_idx_ptr + token * choices.TOPK + tl.arange(0, choices.KP), mask=entry, other=-1)
     mine = _kept(ids, num_experts(job))
-    units = 1
-    if tile.SPLIT:
-        if tl.program_id(0) < tokens:
-            units = _TOKEN_UNITS - tile.TILES
-            _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, num_tokens, choices, sizes)
-        else:
-            t = (tl.program_id(0) - tokens) % tile.TILES
-            data_tile = _load_tile(source, token, num_tokens, t, tile.BLOCK_H)
-            _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, t, sizes.WP)
-    else:
-        data_tile = _load_tile(source, token, num_tokens, 0, tile.BLOCK_H)
-        _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, 0, sizes.WP)
-        # While the stores of the first tile are on their way.
-        _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, num_tokens, choices, sizes)
-        for t in tl.static_range(1, tile.TILES):
-            data_tile = _load_tile(source, token, num_tokens, t, tile.BLOCK_H)
-            _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, t, sizes.WP)
+    data_tile = _load_tile(source, token, num_tokens, 0, tile.BLOCK_H)
+    _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, 0, sizes.WP)
+    # While the stores of the first tile are on their way.
+    _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, num_tokens, choices, sizes)
+    for t in tl.static_range(1, tile.TILES):
+        data_tile = _load_tile(source, token, num_tokens, t, tile.BLOCK_H)
+        _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, t, sizes.WP)
 
     kept_ptrs = kept_idx_ptr + token * choices.TOPK + tl.arange(0, choices.KP)
-    tl.store(kept_ptrs, mine, mask=entry & (tl.program_id(0) < tokens))
+    tl.store(kept_ptrs, mine, mask=entry)
     # Program 0 also adds the counts of absent tokens (T < max_tokens) and publishes the per-call word.
     is_first = tl.program_id(0) == 0
     told_ptr = state_at(job, LL_TOLD) + (epoch & 1)
     telling = ((host_word << _WORD_SHIFT) + num_tokens).to(tl.int64)
     told = tl.load(told_ptr, mask=is_first, other=telling)
-    absent = (job.max_tokens - tokens) * units_of_token(tile.SPLIT)
-    count = tl.where(is_first, absent + units, units).to(tl.int64)
+    absent = job.max_tokens - tl.maximum(num_tokens, 1)
+    count = tl.where(is_first, absent + 1, 1).to(tl.int64)
     peers = tl.arange(0, sizes.WP)
     in_group = is_rank(job, peers) & healthy
     flag_ptrs = buffer_ptrs(job, LL_FLAG, peers, in_group, tl.int64) + first_of_half(job, epoch) + job.rank
@@ -431,7 +403,7 @@ def low_latency_expand_kernel(
     if tl.program_id(0) == 0:
         tl.store(state_at(job, EPOCH_LL_DISPATCH), epoch)
     # Times that this half has been used.
-    expected = (((epoch + 1) >> 1) * job.max_tokens * units_of_token(parts.SPLIT)) << _COUNT_SHIFT
+    expected = (((epoch + 1) >> 1) * job.max_tokens) << _COUNT_SHIFT
     first_source = first_of_half(job, epoch)
     source = tl.arange(0, WP)
     in_group = is_rank(job, source)

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 if __name__ in ("__main__", "__mp_main__"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -48,10 +47,6 @@ class WrongResult(Exception):
     """A way does not compute what the first one does."""
 
 
-SPLIT = "tiles pushed apart"
-"""The way whose tiles of a row are pushed by programs of their own."""
-
-
 def _varied(changes: dict[str, int]) -> Callable[[Shape, bool], Plan]:
     plan_of = plans.combine
 
@@ -67,7 +62,7 @@ def _varied(changes: dict[str, int]) -> Callable[[Shape, bool], Plan]:
 class _Way:
     """A layer that exchanges in one way."""
 
-    def __init__(self, args: argparse.Namespace, tokens: int, changes: dict[str, int], split: bool = False) -> None:
+    def __init__(self, args: argparse.Namespace, tokens: int, changes: dict[str, int]) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.layer = EPAll2AllLayer(
             dist.group.WORLD, tokens, args.hidden, args.topk, rank, args.experts, ranks, ranks,
@@ -78,7 +73,6 @@ class _Way:
         self.x = coded_rows(rank, tokens, args.hidden, 0, self.device)
         self.idx = uniform_idx(rank, tokens, args.topk, args.experts, 0).to(self.device)
         before, plans.combine = plans.combine, _varied(changes)
-        plans._SPLIT_ROWS = split
         try:
             self.dispatch()
             self.y = torch.randn(self.recv_x.shape, generator=torch.Generator().manual_seed(rank)).to(self.device)
@@ -86,7 +80,7 @@ class _Way:
             self.combine()
             self.layer.check()
         finally:
-            plans.combine, plans._SPLIT_ROWS = before, False
+            plans.combine = before
         self.first = self.out.clone()
 
     def dispatch(self) -> None:
@@ -130,12 +124,11 @@ def _times(timer: Timer, call: Callable[[int], object]) -> list[float]:
 def run(args: argparse.Namespace) -> None:
     """What a rank does."""
     rank, ranks = ep_distributed.initialize_distributed(timeout_s=300)
-    ways: dict[str, tuple[Any, ...]] = {"built in": ({},), SPLIT: ({}, True)}
+    ways: dict[str, dict[str, int]] = {"built in": {}}
     if not INTERPRETING:
-        ways |= {name: (changes,) for name, changes in COMBINE_TILES.items()}
-        ways[f"{SPLIT}, sums of 2048"] = (COMBINE_TILES["sums of 2048"], True)
+        ways |= COMBINE_TILES
     for tokens in (int(text) for text in args.tokens.split(",")):
-        made = {name: _Way(args, tokens, *options) for name, options in ways.items()}
+        made = {name: _Way(args, tokens, changes) for name, changes in ways.items()}
         first = next(iter(made.values()))
         for name, way in made.items():
             if not torch.equal(way.first, first.first):

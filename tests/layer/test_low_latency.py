@@ -22,7 +22,6 @@ from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, InputError, StaleHandleError, WaitTimeout
 from triton_ep.kernels.device import codes
 from triton_ep.reference import dispatch as dispatch_reference
-from triton_ep.runtime.plans import low_latency as plans
 
 CASES = {
     case.name: replace(case, low_latency=True)
@@ -56,23 +55,6 @@ def test_dispatch_and_combine_equal_the_reference(run_ranks, chaos_seed, nodes, 
 def test_the_most_tokens_that_there_may_be(run_ranks, nodes, ranks_per_node):
     """1024 on a rank, as `test_dispatch_and_combine_equal_the_reference`."""
     run_ranks(check_case, nodes, ranks_per_node, replace(MOST, calls=1))
-
-
-def _split_rows(rank, nodes, ranks_per_node, case):
-    plans._SPLIT_ROWS = True
-    try:
-        check_case(rank, nodes, ranks_per_node, case)
-    finally:
-        plans._SPLIT_ROWS = False
-
-
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
-@pytest.mark.parametrize("name", ["plain", "nothing", "wide", "wide_mxfp8", "mx_given"])
-def test_tiles_of_a_row_may_have_programs_of_their_own(run_ranks, nodes, ranks_per_node, name):
-    """The same rows, weights, counts and offsets; flags count as much for a token of any number of tiles."""
-    if ranks_per_node > 2 and name.startswith("wide"):
-        pytest.skip("two ranks have such rows")
-    run_ranks(_split_rows, nodes, ranks_per_node, CASES[name])
 
 
 def _wrap(rank, nodes, ranks_per_node):

@@ -132,10 +132,8 @@ def _push(
     row_words = x.data.shape[1] * x.data.element_size() // words.element_size()
     num_tokens = topk_idx.shape[0]
     kind = (payload, weights is not None, row_words)
-    launcher = ctx.launcher(("ll_push", *kind), plans.push, *kind, fmt=fmt)
-    tiles = launcher.plan.constexprs
-    launcher.launch(
-        max(num_tokens, 1) * (tiles["TILES"] + 1 if tiles["SPLIT"] else 1),
+    ctx.launcher(("ll_push", *kind), plans.push, *kind, fmt=fmt).launch(
+        max(num_tokens, 1),  # without tokens one, which only releases
         x_ptr=words,
         # Pointers of the right type; not read with other payloads, or without weights.
         scale_ptr=ctx.no_bytes if scale is None else scale,

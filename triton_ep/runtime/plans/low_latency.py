@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from triton_ep.kernels.device.codes import QUANTISE
 from triton_ep.runtime.plans.shape import TOKEN_BYTES, Plan, Shape, next_power_of_2
 
-_SPLIT_ROWS = False
-"""Not measured yet: tests/bench/bench_low_latency.py."""
 _SUM_PARTS = 2
 _SUM_BYTES = 2**15
 """Of the sums that a program waits for, all ranks together: half of the registers of four warps."""
@@ -27,18 +25,12 @@ def summed_rows(interpreted: bool) -> int:
     return 16 if interpreted else 1
 
 
-def splits_rows(s: Shape) -> bool:
-    """Whether each tile of a row that is pushed has a program of its own: the same for all kinds of rows of a layer."""
-    return _SPLIT_ROWS and s.hidden <= 2**15  # then no row has more tiles than a flag counts
-
-
 def push(s: Shape, payload: int, has_weights: bool, row_words: int) -> Plan:
     """Rows, and what is to be known of them, to all ranks."""
     constexprs = {
         "PAYLOAD": payload,
         "HAS_WEIGHTS": has_weights,
         "EP": next_power_of_2(s.experts_per_rank),
-        "SPLIT": splits_rows(s),
         "BLOCK_N": min(max(next_power_of_2(s.max_tokens * s.topk), 16), 1024),
         **_columns(s, row_words, 4096 if payload == QUANTISE else 1024),
         **s.common("TOPK", "KP", "WP"),
@@ -52,7 +44,6 @@ def expand(s: Shape, has_weights: bool, row_words: int) -> Plan:
         "HAS_SCALES": s.payload is not None,
         "HAS_WEIGHTS": has_weights,
         "HAS_PADDING": s.alignment > 1,
-        "SPLIT": splits_rows(s),
         "EP": next_power_of_2(s.experts_per_rank),
         "ROWS": expanded_rows(s.interpreted),
         **_columns(s, row_words, 2048),
