@@ -26,6 +26,7 @@ import triton.language as tl
 
 from ..device.arrivals import push_meta
 from ..device.buffers import STAGE_X, STATUS, address_of
+from ..device.host_read import is_held
 from ..device.job import (
     Job,
     first_local,
@@ -260,6 +261,8 @@ def routing_slots_kernel(
     recv_capacity,
     sizes: Sizes,
 ):
+    if is_held(job, placement_ptr):
+        return
     num_chunks = tl.num_programs(0) - 1
     failed = tl.load(state_at(job, STATUS)) != 0
     if tl.program_id(0) == num_chunks:

@@ -24,7 +24,8 @@ each node.
     expert_offsets    [e + 1]
     num_recv          [e]
     overflow          [1] rows beyond the capacity on this rank; behind it [1] low bits of the dispatch's number, which
-                      the device counts, so that they are those of the latest replay (device/calls.py)
+                      the device counts, so that they are those of the latest replay (device/calls.py), and [1] whether
+                      rows wait until the host has read the counts (device/host_read.py)
     tokens_from_node  [N] tokens that my counterpart of each node sends to this node
     row               [S] my splits row: counts of experts, ranks, nodes, at the end the TAIL_WORDS that are
                       REPORT_TOKENS to REPORT_HOST_WORD of my report
@@ -202,6 +203,12 @@ def overflow_of(job, placement_ptr):
 def number_of(job, placement_ptr):
     """Pointer to the low bits of the dispatch's number [1]."""
     return overflow_of(job, placement_ptr) + 1
+
+
+@triton.jit
+def held_of(job, placement_ptr):
+    """Pointer to whether the dispatch is held [1]."""
+    return overflow_of(job, placement_ptr) + 2
 
 
 @triton.jit

@@ -34,6 +34,7 @@ from ..device.buffers import (
     own_buffer,
 )
 from ..device.groups import my_first
+from ..device.host_read import is_held
 from ..device.job import Job, first_local, my_node, num_nodes, on_my_node, other_node, state_at
 from ..device.payload import WORDS, Choices, Source, Tile, Weights, load_payload, store_scales, wire_of
 from ..device.post import Chunk, Network, put_chunk
@@ -158,7 +159,7 @@ def internode_send_kernel(
     network: Network,
     tile: Tile,
 ):
-    if tl.load(state_at(job, STATUS)) != 0:
+    if (tl.load(state_at(job, STATUS)) != 0) | is_held(job, placement_ptr):
         return
     epoch = tl.load(state_at(job, EPOCH_DISPATCH))
     wire = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD)

@@ -8,6 +8,7 @@ Protocol      1 scan: an exclusive prefix of the counts over this rank's chunks 
               4 wait until the flag of every rank is at least the epoch
               5 derive the first rows of all segments, here and at every other rank
               6 compare the host words: where ranks are in different calls, nothing more is sent (device/calls.py)
+              7 if hosts read: decide whether rows wait for that, and tell the host (device/host_read.py)
 Layout        splits [2, W, S] int32, half chosen by the parity of the epoch; flags [W] int64, one per source.
               A splits row, int32 [S], S a multiple of 4, has C counts; at the end TAIL_WORDS: REPORT_TOKENS to
               REPORT_HOST_WORD of this rank (device/codes.py). What comes out is `placement` (device/tables.py).
@@ -28,6 +29,7 @@ import triton.language as tl
 
 from ..device.buffers import EPOCH_DISPATCH, SPLITS, SPLITS_FLAG, count_overflow, own_buffer
 from ..device.calls import CALLS_DISPATCH, dispatch_word, report_calls, store_epoch, words_differ
+from ..device.host_read import HostRead, must_hold, tell_host
 from ..device.job import Job, is_local_expert, is_rank, local_rank, my_node, node_of, state_at
 from ..device.post import Row, post_to_all
 from ..device.tables import (
@@ -45,6 +47,7 @@ from ..device.tables import (
     bases_of,
     chunk_bad_ptrs,
     expert_offsets_of,
+    held_of,
     node_columns_of,
     num_columns_of,
     num_recv_of,
@@ -291,7 +294,7 @@ class Sizes(NamedTuple):
     BLOCK: tl.constexpr
 
 
-@ep_kernel(chunks_ptr="*i32", bad_scatter_ptr="*i32", routed_ptr="*i32", num_warps=8)
+@ep_kernel(chunks_ptr="*i32", bad_scatter_ptr="*i32", routed_ptr="*i32", told_ptr="*i64", num_warps=8)
 def splits_kernel(
     chunks_ptr,  # in: counts, out: exclusive prefix over chunks; device/tables.py
     placement_ptr,  # out, device/tables.py
@@ -300,6 +303,7 @@ def splits_kernel(
     num_chunks,
     num_tokens,
     segments: Segments,
+    read: HostRead,
     NETWORK: tl.constexpr,
     sizes: Sizes,
 ):
@@ -326,3 +330,7 @@ def splits_kernel(
             earlier = _place_segments(job, splits_ptr, placement_ptr, first_owner, earlier, segments, sizes)
         if words_differ(words, is_rank(job, source)):
             report_calls(job, source, words, is_rank(job, source), CALLS_DISPATCH)
+        # The reports just stored are read by other threads.
+        tl.debug_barrier()
+        tl.store(held_of(job, placement_ptr), must_hold(job, placement_ptr, read, sizes.WP).to(tl.int32))
+        tell_host(job, placement_ptr, read, sizes.BLOCK)

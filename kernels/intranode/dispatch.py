@@ -31,6 +31,7 @@ from ..device import codes
 from ..device.arrivals import ALL_ROWS, Arrivals, Senders, release_arrivals, share_of, sources_of, wait_arrivals
 from ..device.buffers import ARRIVE_FLAG, STAGE_META, STAGE_X, STATUS, own_buffer
 from ..device.groups import my_first
+from ..device.host_read import is_held
 from ..device.job import Job, is_local, my_node, num_nodes, state_at
 from ..device.landing import BLOCK_WORDS, block_words, land_words, load_block_scales
 from ..device.mxfp8 import BLOCK, scale_value
@@ -84,7 +85,7 @@ def dispatch_push_kernel(
     STEP_CHUNKS: tl.constexpr,  # tokens / BLOCK_T for which a step is worth its release
     tile: Tile,
 ):
-    if tl.load(state_at(job, STATUS)) != 0:
+    if (tl.load(state_at(job, STATUS)) != 0) | is_held(job, placement_ptr):
         return
     data_bytes = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD).data_bytes
     step_rows_ptr = step_rows_of(job, placement_ptr)

@@ -1,8 +1,8 @@
 """DispatchCombineContext: one layer on this rank, as its steps see it.
 
 A context belongs to one process group; contexts of different groups live side by side. It joins what has a file each:
-symmetric memory (memory.py), launches (launches.py), streams and reads by the host (streams.py, overlap.py), what
-kernels report (status.py); and it knows whether the layer is open, has failed, or is finalized.
+symmetric memory (memory.py), launches (launches.py), streams (streams.py, overlap.py), what the host reads
+(host_read.py), what kernels report (status.py); and it knows whether the layer is open, has failed, or is finalized.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from triton_ep.config import EPConfig, as_integer
 from triton_ep.context import layout, status
 from triton_ep.context.agreement import check_agreement
 from triton_ep.context.choice import Choice
+from triton_ep.context.host_read import HostRead
 from triton_ep.context.launches import Launches
 from triton_ep.context.memory import SymmetricBuffers
 from triton_ep.context.overlap import OpenCalls
 from triton_ep.context.rows import RowFormats
-from triton_ep.context.streams import HostReads, SideStream
+from triton_ep.context.streams import SideStream
 from triton_ep.distributed import current_heap  # before kernels: decides whether they are interpreted
 from triton_ep.errors import (
     AotArchMismatch,
@@ -108,7 +109,7 @@ class DispatchCombineContext:
         side = SideStream(self.device)
         self.fork, self.join, self.wait_joined = side.fork, side.join, side.wait_joined
         # The device bounds its own wait; twice that covers earlier work on the stream.
-        self._host_reads = HostReads(2 * config.timeout_s + 60)
+        self.host_read = HostRead(sizes.told_words, 2 * config.timeout_s + 60, self.device)
         try:
             if aot is not None:
                 aot.check(config.shape(self.network))
@@ -204,10 +205,10 @@ class DispatchCombineContext:
         self.grow(self.sizes.arrival_rows, rows)
         return self.local("dispatch_output_buf"), self.local("weight_recv_buf")
 
-    def grow(self, arrival_rows: int, output_rows: int) -> None:
+    def grow(self, arrival_rows: int, output_rows: int) -> bool:
         """Make room for that many rows on every rank; collective, the same numbers on all ranks.
 
-        Safe right after a splits exchange: every rank has then finished its previous call.
+        False: there was room. Safe right after a splits exchange: every rank has then finished its previous call.
 
         Raises:
             InputError: somebody still reads or writes rows that would be given up (overlap.OpenCalls).
@@ -215,11 +216,12 @@ class DispatchCombineContext:
         """
         wanted = self.memory.wanted_sizes(arrival_rows, output_rows)
         if wanted is self.sizes:
-            return
+            return False
         if wanted.output_rows > self.sizes.output_rows:
             self.calls.check_growth(wanted.output_rows)
         with self._together():
             self.memory.grow(wanted)
+        return True
 
     def make_room_for_all(self) -> None:
         """Make room for every token of every rank; collective where it is not there yet, the same on all ranks.
@@ -364,26 +366,30 @@ class DispatchCombineContext:
 
     def poll_status(self) -> None:
         """Raise what a kernel has reported up to now, without waiting for the stream."""
-        if self._status.is_set and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if self._status.is_set and not self.is_capturing:
             self.check_status()
 
-    def read_back(self, placement: torch.Tensor, count: int) -> list[int]:
-        """The first `count` words of a dispatch's `placement` on the host, once the device has written them.
+    @property
+    def is_capturing(self) -> bool:
+        """Whether calls of the current stream become part of a CUDA graph."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def read_back(self) -> list[int]:
+        """The words of a dispatch's `placement` up to `overflow`, once the device has told them to the host.
 
         Raises:
             WaitTimeout: the splits exchange did not finish.
+            CallMismatch: ranks are in different calls.
         """
-        words = placement.narrow(0, 0, count)
-        if self.device.type != "cuda":
-            self.check_status()
-            return words.tolist()
         try:
-            read = self._host_reads.read(words)
+            *words, failed = self.host_read.wait()
         except TimeoutError as error:
             self.failure = "the GPU did not finish the splits exchange."
             raise WaitTimeout(
-                f"dispatch waited {self._host_reads.limit_s:.0f} s on the host for the GPU of rank "
+                f"dispatch waited {self.host_read.limit_s:.0f} s on the host for the GPU of rank "
                 f"{self.config.rank}. Look for an earlier kernel on this stream that does not end."
             ) from error
+        if failed:
+            self.check_status()
         self.poll_status()
-        return read
+        return words

@@ -49,6 +49,7 @@ def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) 
     ):
         parts[name] = (at, count)
         at += _fours(count)
+    parts["held"] = parts["overflow"][0] + 2, 1
     return parts
 
 
@@ -87,6 +88,12 @@ class Sizes:
         most = c.world_size * c.max_tokens * c.topk + c.num_experts_per_rank * (c.alignment - 1)
         first, _ = placement_parts(c.world_size, c.local_world_size, c.num_experts_per_rank)["tiles"]
         return first + tile_words(most if c.recv_capacity is None else c.recv_capacity, c.num_experts_per_rank)
+
+    @cached_property
+    def told_words(self) -> int:
+        """Words that the host is told of a dispatch: those of `placement` before `overflow`, and one more."""
+        c = self.config
+        return placement_parts(c.world_size, c.local_world_size, c.num_experts_per_rank)["overflow"][0] + 1
 
     @property
     def message_meta_offset(self) -> int:

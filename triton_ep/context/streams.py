@@ -1,8 +1,6 @@
-"""What a layer does concurrently with the current stream: local work on a second one, and numbers read by the host."""
+"""Local work of a layer concurrently with the current stream, on a second one."""
 
 from __future__ import annotations
-
-import time
 
 import torch
 
@@ -37,30 +35,3 @@ class SideStream:
         """Make the current stream wait for the work that the latest `join` waited for."""
         if self._made is not None:
             current_stream().wait_event(self._made[2])
-
-
-class HostReads:
-    """Reads small tensors of the device; the host waits for each, at most `limit_s` seconds."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._pinned: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}  # by length
-
-    def read(self, words: torch.Tensor) -> list[int]:
-        """[n] integers of a tensor on a GPU, once the current stream has come there.
-
-        Raises:
-            TimeoutError: it does not come there.
-        """
-        count = words.shape[0]
-        if count not in self._pinned:  # kept, because to make an event is a call of the driver
-            with torch.inference_mode(False):
-                self._pinned[count] = torch.empty(count, dtype=words.dtype, pin_memory=True), torch.cuda.Event()
-        copied, done = self._pinned[count]
-        copied.copy_(words, non_blocking=True)
-        done.record(current_stream())
-        deadline = time.monotonic() + self.limit_s
-        while not done.query():
-            if time.monotonic() > deadline:
-                raise TimeoutError
-        return copied.tolist()

@@ -112,6 +112,15 @@ def _raise_for_capacity(cfg: EPConfig, reports: Sequence[Report]) -> None:
         )
 
 
+def check_not_captured(is_capturing: bool) -> None:
+    """Raise ConfigError if a dispatch whose output the host sizes by counts would become part of a CUDA graph."""
+    if is_capturing:
+        raise ConfigError(
+            "dispatch is captured in a CUDA graph, but in exact mode the host sizes its output by what arrives, which "
+            "a graph cannot. Make the layer with capacity=, or pass num_rows= to dispatch_compact."
+        )
+
+
 def check_num_tokens(cfg: EPConfig, num_tokens: int) -> None:
     """Raise InputError if this rank has more tokens than the layer has room for."""
     if num_tokens > cfg.max_tokens:

@@ -15,9 +15,10 @@ from typing import ClassVar, Generic
 import torch
 
 from triton_ep.config import EPConfig
-from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import Rows
+from triton_ep.context.layout import Sizes
 from triton_ep.context.overlap import EPEvent
 from triton_ep.context.records import Report
 from triton_ep.context.rows import RowFormat
@@ -47,6 +48,10 @@ class Landing(ABC, Generic[Received]):
     @abstractmethod
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
         """Arrival rows and output rows for which all ranks must have room."""
+
+    @abstractmethod
+    def limits(self, sizes: Sizes) -> tuple[int, int]:
+        """Most arrivals and most output rows of a rank for which buffers of these sizes have the `room`."""
 
     @abstractmethod
     def make(self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool) -> Received:
@@ -88,6 +93,12 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         """A row per arrival to combine from where rows are summed first, else one per output row."""
         staged = max(report.arrivals for report in reports)
         return staged, staged if config.enable_local_combine else max(report.rows for report in reports)
+
+    def limits(self, sizes: Sizes) -> tuple[int, int]:
+        """As `room`."""
+        if sizes.config.enable_local_combine:
+            return min(sizes.arrival_rows, sizes.output_rows), NO_LIMIT
+        return sizes.arrival_rows, sizes.output_rows
 
     def make(
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool
@@ -145,6 +156,10 @@ class Deduplicated(Landing[compact_ops.Compact]):
         """A row per arrival to combine from."""
         staged = max(report.arrivals for report in reports)
         return staged, staged
+
+    def limits(self, sizes: Sizes) -> tuple[int, int]:
+        """As `room`."""
+        return min(sizes.arrival_rows, sizes.output_rows), NO_LIMIT
 
     def make(
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool

@@ -1,8 +1,9 @@
 """The steps of a dispatch and of a combine, in the order of the protocol (docs/concepts/protocol.md).
 
-A dispatch: quantise · count · exchange splits · read back, raise, grow · place · send · push · land. Every dispatch of
-a layer is one `Request` that goes through `dispatch`; a `Landing` says what becomes of its rows. That of a low-latency
-layer goes through `dispatch_low_latency`: rows fly first, and counting comes after.
+A dispatch: quantise · count · exchange splits · place · send · push · read back, raise, grow · land. Where buffers
+grow, place, send and push have done nothing and are launched again. Every dispatch of a layer is one `Request` that
+goes through `dispatch`; a `Landing` says what becomes of its rows. That of a low-latency layer goes through
+`dispatch_low_latency`: rows fly first, and counting comes after.
 """
 
 from __future__ import annotations
@@ -48,25 +49,43 @@ def dispatch(
 
     split: the caller launches the receiving half; otherwise it has been launched.
     """
-    if request.num_rows is not None and request.routed is None and ctx.config.recv_capacity is None:
+    reads = ctx.config.recv_capacity is None and request.num_rows is None
+    if reads:
+        checks.check_not_captured(ctx.is_capturing)
+    elif request.routed is None and ctx.config.recv_capacity is None:
         ctx.make_room_for_all()
     rows = dispatch_ops.quantize(ctx, request.rows)
-    routing, placement = preprocess(ctx, request, landing)
+    routing, placement = preprocess(ctx, request, landing, reads)
     # From here on the other ranks wait for this one; `reports_failure` compares this number.
     ctx.num_dispatches += 1
-    arrivals = init_output_buffer(ctx, request, landing, placement)
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
-    routing_ops.place(ctx, fmt, routing, placement, request.scatter)
     has_weights = routing.weights is not None
-    # What is not filled is allocated while rows are on their way.
-    received = landing.make(ctx, fmt, arrivals, has_weights) if arrivals.host_counts is None else None
     forward = dispatch_ops.make_forward(ctx)
-    side = dispatch_ops.fork(ctx, rows is not request.rows, split)
-    if not ctx.config.is_intra_node:
-        dispatch_ops.send(ctx, fmt, rows, routing, placement)
-    dispatch_ops.push(ctx, fmt, rows, routing, placement)
-    if received is None:
+    quantized = rows is not request.rows
+
+    def push() -> torch.cuda.Stream | None:
+        side = dispatch_ops.fork(ctx, quantized, split)
+        if not ctx.config.is_intra_node:
+            dispatch_ops.send(ctx, fmt, rows, routing, placement)
+        dispatch_ops.push(ctx, fmt, rows, routing, placement)
+        return side
+
+    routing_ops.place(ctx, fmt, routing, placement, request.scatter)
+    if reads:
+        # Launched before the host knows what it reads; whether they may send, kernels know (device/host_read.py).
+        side = push()
+        arrivals, grown = init_output_buffer(ctx, request, landing, placement)
+        if grown:
+            release_held(ctx, placement)
+            routing_ops.place(ctx, fmt, routing, placement, request.scatter)
+            side = push()
+        # Allocated while rows are on their way.
         received = landing.make(ctx, fmt, arrivals, has_weights)
+    else:
+        arrivals = known_arrivals(ctx, request, placement)
+        # What is filled is filled before the side stream begins.
+        received = landing.make(ctx, fmt, arrivals, has_weights)
+        side = push()
     receive = partial(landing.receive, ctx, fmt, received, placement, forward, side)
     if not split:
         receive()
@@ -90,11 +109,11 @@ def dispatch(
 
 
 def preprocess(
-    ctx: DispatchCombineContext, request: Request, landing: Landing[Received]
+    ctx: DispatchCombineContext, request: Request, landing: Landing[Received], reads: bool
 ) -> tuple[routing_ops.Routing, torch.Tensor]:
     """Count entries, give them slots, and exchange the counts of all ranks: routing, and what the ranks said.
 
-    The step has its name from the specification of `EPAll2AllLayer`.
+    reads: the host will read what the ranks said. The step has its name from the specification of `EPAll2AllLayer`.
     """
     ids, bad_scatter = request.ids, None
     if request.scatter is not None and isinstance(ids, torch.Tensor):
@@ -107,7 +126,8 @@ def preprocess(
     routing = routing_ops.count(ctx, ids, request.weights)
     word = _host_word(ctx, request, landing.deduplicated, routing.weights is not None)
     routed = None if request.routed is None else request.routed.placement
-    return routing, splits_ops.exchange(ctx, routing, word, bad_scatter, routed, request.needed_tokens)
+    room = landing.limits(ctx.sizes) if reads else None
+    return routing, splits_ops.exchange(ctx, routing, word, bad_scatter, routed, room, request.needed_tokens)
 
 
 def _host_word(ctx: DispatchCombineContext, request: Request, deduplicated: bool, has_weights: bool) -> int:
@@ -127,30 +147,40 @@ def _host_word(ctx: DispatchCombineContext, request: Request, deduplicated: bool
 
 def init_output_buffer(
     ctx: DispatchCombineContext, request: Request, landing: Landing[Received], placement: torch.Tensor
-) -> Arrivals:
-    """What arrives here, in buffers that are large enough. (The name is the specification's.)
+) -> tuple[Arrivals, bool]:
+    """What arrives here, as the host reads it, and whether buffers had to grow. (The name is the specification's.)
 
-    Where the host reads it, errors of any rank surface on all, before any row is sent, and buffers grow, by the same
-    numbers on all ranks; otherwise buffers are large enough, and errors are left to `check`.
+    Errors of any rank surface on all, and buffers grow by the same numbers on all ranks. In both cases the device has
+    decided, by the same reports, that no row was sent.
     """
     cfg = ctx.config
-    num_rows = request.num_rows if cfg.recv_capacity is None else cfg.recv_capacity
-    if num_rows is not None or request.others_know:
-        # What is captured has not run, and may never do so.
-        capturing = ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        ctx.unread = None if capturing else placement
-    if num_rows is not None:
-        return Arrivals(num_rows, ctx.sizes.arrival_rows, None)
     parts = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)
     first, count = parts[landing.counts]
-    words = ctx.read_back(placement, first + count)
+    words = ctx.read_back()
     reports = read_reports(words, cfg.world_size)
     own = reports[cfg.rank]
     if request.others_know:
-        return Arrivals(landing.num_rows(own), ctx.sizes.arrival_rows, None)
+        ctx.unread = placement
+        return Arrivals(landing.num_rows(own), ctx.sizes.arrival_rows, None), False
     checks.raise_for_ranks(cfg, reports)
-    ctx.grow(*landing.room(cfg, reports))
-    return Arrivals(landing.num_rows(own), own.arrivals, tuple(words[first : first + count]))
+    grown = ctx.grow(*landing.room(cfg, reports))
+    return Arrivals(landing.num_rows(own), own.arrivals, tuple(words[first : first + count])), grown
+
+
+def known_arrivals(ctx: DispatchCombineContext, request: Request, placement: torch.Tensor) -> Arrivals:
+    """What may arrive here, where the host does not read it: buffers are large enough, errors are left to `check`."""
+    num_rows = request.num_rows if ctx.config.recv_capacity is None else ctx.config.recv_capacity
+    assert num_rows is not None, "otherwise the host reads it"
+    # What is captured has not run, and may never do so.
+    ctx.unread = None if ctx.is_capturing else placement
+    return Arrivals(num_rows, ctx.sizes.arrival_rows, None)
+
+
+def release_held(ctx: DispatchCombineContext, placement: torch.Tensor) -> None:
+    """Let the kernels that send rows, launched once more, do so, now that there is room."""
+    cfg = ctx.config
+    first, _ = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["held"]
+    placement[first].zero_()
 
 
 @reports_failure("dispatch", begun=False)

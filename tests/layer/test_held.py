@@ -1,0 +1,273 @@
+"""Exact dispatches: rows are on their way before the host has read the counts, or held on all ranks until it has."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+from tests.layer.cases import Case, combine_and_check, dispatch_and_check, make_layer, workloads
+from tests.layer.test_autograd import _check_gradients
+from triton_ep import ConfigError
+from triton_ep.context.context import DispatchCombineContext
+from triton_ep.context.layout import Sizes
+from triton_ep.context.memory import SymmetricBuffers
+from triton_ep.context.records import Report, read_reports
+from triton_ep.distributed import current_heap
+from triton_ep.errors import EPError
+from triton_ep.exchange import checks
+from triton_ep.exchange.landings import Deduplicated, ExpertMajor
+from triton_ep.kernels.device import codes
+from triton_ep.ops import dispatch as dispatch_ops
+from triton_ep.runtime.launch import INTERPRETING
+
+# isort: split
+from triton_ep.kernels.device.host_read import HostRead, must_hold
+from triton_ep.kernels.device.job import Job
+
+DEVICE = "cpu" if INTERPRETING else "cuda"
+TOPOLOGIES = [(1, 2), (1, 4), (2, 2)]
+FEW = Case("few", tokens=(2, 1), hidden=32, topk=1, drop=0.0, dtype=torch.float32)
+MANY = replace(FEW, tokens=(24, 17), routing="one_expert")
+
+
+@contextmanager
+def _order() -> Iterator[list[str]]:
+    """What dispatches do in this process: pushes launched, counts read, buffers grown."""
+    happened: list[str] = []
+
+    def noting(owner: object, name: str, what: str) -> mock._patch:
+        before = getattr(owner, name)
+
+        def noted(*given: object) -> object:
+            happened.append(what)
+            return before(*given)
+
+        return mock.patch.object(owner, name, noted)
+
+    with (
+        noting(dispatch_ops, "push", "push"),
+        noting(DispatchCombineContext, "read_back", "read"),
+        noting(SymmetricBuffers, "grow", "grow"),
+    ):
+        yield happened
+
+
+# --- in which order -----------------------------------------------------------------------------------------
+
+
+def _check_growth(rank: int, nodes: int, ranks_per_node: int, options: dict) -> None:
+    few, many = replace(FEW, **options), replace(MANY, **options)
+    with make_layer(few, rank, nodes, ranks_per_node, max_tokens=24) as layer:
+        layer.context.memory.sizes = _shrunk(layer.context.sizes, 32)
+        with _order() as happened:
+            combine_and_check(layer, dispatch_and_check(layer, few, 0))
+            assert happened == ["push", "read"]
+            happened.clear()
+            combine_and_check(layer, dispatch_and_check(layer, many, 1))
+            assert happened == ["push", "read", "grow", "push"]
+            happened.clear()
+            combine_and_check(layer, dispatch_and_check(layer, many, 2))
+            assert happened == ["push", "read"]
+        layer.check()
+
+
+def _shrunk(sizes: Sizes, rows: int) -> Sizes:
+    """Room for less than there is memory, as if the layer had been made for fewer rows."""
+    return Sizes(sizes.config, rows, rows)
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "options", [{}, {"local_combine": True}, {"payload": "mxfp8", "alignment": 16}], ids=["plain", "local", "mxfp8"]
+)
+def test_rows_are_sent_before_the_counts_are_read_and_again_where_buffers_grow(
+    run_ranks, chaos_seed, nodes, ranks_per_node, options
+):
+    """All ranks hold the dispatch that does not fit, and its rows arrive like those of any other."""
+    run_ranks(_check_growth, nodes, ranks_per_node, options)
+
+
+def _check_compact_growth(rank: int, nodes: int, ranks_per_node: int) -> None:
+    with make_layer(MANY, rank, nodes, ranks_per_node) as layer, _order() as happened:
+        layer.context.memory.sizes = _shrunk(layer.context.sizes, 32)
+        works, device = workloads(MANY, layer.config.world_size, 0), current_heap().device
+        mine = works[rank]
+        got = layer.dispatch_compact(mine.x.to(device), mine.topk_idx.to(device))
+        assert happened == ["push", "read", "grow", "push"]
+        everything = torch.cat([work.x for work in works])
+        owner = torch.cat([work.topk_idx for work in works])[:, 0] // layer.config.num_experts_per_rank
+        assert torch.equal(got.x.cpu(), everything[owner == rank])
+        out = layer.combine(got.x * 2, got.layout_desc)
+        assert torch.equal(out.cpu(), mine.x * 2)
+        layer.check()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+def test_compact_rows_arrive_where_buffers_grow_on_the_way(run_ranks, chaos_seed, nodes, ranks_per_node):
+    """The same of rows per (token, rank)."""
+    run_ranks(_check_compact_growth, nodes, ranks_per_node)
+
+
+def _check_backward(rank: int, nodes: int, ranks_per_node: int) -> None:
+    case = Case("grown", topk=4, experts=4, dtype=torch.float32)
+    made = make_layer
+
+    def small(*given: object, **options: object) -> object:
+        layer = made(*given, **options)
+        layer.context.memory.sizes = _shrunk(layer.context.sizes, 3)
+        return layer
+
+    with mock.patch(f"{_check_gradients.__module__}.make_layer", small), _order() as happened:
+        _check_gradients(rank, nodes, ranks_per_node, case)
+    # Forward; then the gradient of combine, by routing and counts that are known.
+    assert happened == ["push", "read", "grow", "push", "push"]
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
+def test_gradients_are_right_where_the_forward_pass_grew_buffers(run_ranks, nodes, ranks_per_node):
+    """Forward and backward against plain torch, from a layer without room for the first of them."""
+    run_ranks(_check_backward, nodes, ranks_per_node)
+
+
+# --- what is held back --------------------------------------------------------------------------------------
+
+
+def _check_refused(rank: int, nodes: int, ranks_per_node: int, kind: str) -> None:
+    with make_layer(FEW, rank, nodes, ranks_per_node) as layer:
+        call = dispatch_and_check(layer, FEW, 0)
+        combine_and_check(layer, call)
+        work, device = workloads(FEW, layer.config.world_size, 1)[rank], current_heap().device
+        x, ids = work.x.to(device), work.topk_idx.to(device)
+        weights = work.topk_weights.to(device)
+        if rank == 1 and kind == "id":
+            ids = torch.full_like(ids, layer.config.num_experts + 7)
+        if rank == 1 and kind == "rows":
+            x = x[:, :-1].contiguous()
+        if rank == 1 and kind == "weights":
+            weights = None
+        names = ("stage_x", "stage_meta", "arrive_flag", "token_flag")
+        arrived = [layer.context.local(name).clone() for name in names]
+        with pytest.raises(EPError):
+            layer.dispatch(x, ids, weights)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        for before, name in zip(arrived, names, strict=True):
+            assert torch.equal(layer.context.local(name).view(torch.uint8), before.view(torch.uint8)), name
+        dist.barrier()
+        combine_and_check(layer, dispatch_and_check(layer, FEW, 2))
+        layer.check()
+
+
+@pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
+@pytest.mark.parametrize("kind", ["id", "rows", "weights"])
+def test_no_rank_sends_anything_where_one_is_refused(run_ranks, nodes, ranks_per_node, kind):
+    """Every rank raises; arrival buffers and flags are as they were; the next call is right."""
+    run_ranks(_check_refused, nodes, ranks_per_node, kind)
+
+
+def _check_capture(rank: int, nodes: int, ranks_per_node: int) -> None:
+    with make_layer(FEW, rank, nodes, ranks_per_node) as layer:
+        work, device = workloads(FEW, layer.config.world_size, 0)[rank], current_heap().device
+        x, ids = work.x.to(device), work.topk_idx.to(device)
+        dispatches = layer.context.num_dispatches
+        with mock.patch.object(DispatchCombineContext, "is_capturing", True):
+            with pytest.raises(ConfigError, match="CUDA graph"):
+                layer.dispatch(x, ids)
+            with pytest.raises(ConfigError, match="num_rows"):
+                layer.dispatch_compact(x, ids)
+        assert layer.context.num_dispatches == dispatches
+        combine_and_check(layer, dispatch_and_check(layer, FEW, 1))
+
+
+def test_an_exact_dispatch_is_not_captured(run_ranks):
+    """It raises before anything is launched, and the layer lives on."""
+    run_ranks(_check_capture, 1, 2)
+
+
+# --- the device decides as hosts do -------------------------------------------------------------------------
+
+
+@triton.jit
+def _decide(
+    reports_ptr,
+    held_ptr,
+    state_ptr,
+    arrival_room,
+    output_room,
+    rank,
+    num_ranks,
+    WORDS: tl.constexpr,
+    WP: tl.constexpr,
+):
+    job = Job(state_ptr, state_ptr, rank, num_ranks, num_ranks, 1, 1)
+    read = HostRead(state_ptr, 1, arrival_room, output_room)
+    at = tl.program_id(0)
+    tl.store(held_ptr + at, must_hold(job, reports_ptr + at * WORDS, read, WP).to(tl.int32))
+
+
+def _made_up(draw: random.Random, num_ranks: int) -> list[Report]:
+    """Reports of a call: mostly alike and right, else with something wrong, on a rank or on all."""
+    word = codes.HOST_READS | draw.choice([0, codes.HOST_WEIGHTS, codes.HOST_SCALED, codes.HOST_COMPACT])
+    reports = [
+        Report(draw.randint(0, 130), draw.randint(0, 130), draw.randint(0, 99), 0, 0, word, 0, 0)
+        for _ in range(num_ranks)
+    ]
+    if draw.random() < 0.5:  # else most have too many rows
+        reports = [report._replace(rows=report.rows // 2, arrivals=report.arrivals // 2) for report in reports]
+    flags = (codes.HOST_REJECTED, codes.HOST_SCATTER, codes.HOST_WEIGHTS, codes.HOST_SCALED, codes.HOST_BACKWARD,
+             codes.HOST_AGAIN | 3 << codes.HOST_SHIFT)  # fmt: skip
+    if draw.random() < 0.4:
+        flag, everywhere, one = draw.choice(flags), draw.random() < 0.3, draw.randrange(num_ranks)
+        for rank, report in enumerate(reports):
+            if everywhere or rank == one:
+                reports[rank] = report._replace(host_word=report.host_word ^ flag)
+    if draw.random() < 0.15:
+        rank = draw.randrange(num_ranks)
+        bad_id = draw.choice([-5, 1000, codes.NEEDED_TOPK + 3])
+        reports[rank] = reports[rank]._replace(bad_entry=draw.randint(1, 9), bad_id=bad_id)
+    return reports
+
+
+def _hosts_go_on(ctx: DispatchCombineContext, landing: object, reports: list[Report]) -> bool:
+    try:
+        checks.raise_for_ranks(ctx.config, reports)
+    except EPError:
+        return False
+    return ctx.memory.wanted_sizes(*landing.room(ctx.config, reports)) is ctx.sizes
+
+
+def _check_decisions(rank: int, nodes: int, ranks_per_node: int, local_combine: bool) -> None:
+    case = replace(FEW, local_combine=local_combine)
+    num_cases, num_ranks = 1500, 3  # ranks of the made-up reports; not a power of two
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        ctx, draw = layer.context, random.Random(rank)
+        ctx.memory.sizes = Sizes(ctx.config, 70, 100)
+        for landing in (ExpertMajor(), Deduplicated()):
+            made = [_made_up(draw, num_ranks) for _ in range(num_cases)]
+            words = torch.tensor(made, dtype=torch.int32)
+            assert read_reports(words[0].flatten().tolist(), num_ranks) == made[0]
+            held = torch.full((num_cases,), -1, dtype=torch.int32, device=DEVICE)
+            state = torch.zeros(64, dtype=torch.int64, device=DEVICE)
+            arrivals, rows = landing.limits(ctx.sizes)
+            of_case = num_ranks * codes.REPORT_WORDS
+            given = words.to(DEVICE), held, state, arrivals, rows, draw.randrange(num_ranks), num_ranks
+            _decide[(num_cases,)](*given, WORDS=of_case, WP=4)
+            want = [not _hosts_go_on(ctx, landing, reports) for reports in made]
+            assert 0.2 < sum(want) / num_cases < 0.9
+            assert held.bool().tolist() == want
+        ctx.memory.sizes = Sizes(ctx.config, 1, 1)  # what there is is larger
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("local_combine", [False, True])
+def test_the_device_holds_what_hosts_would_raise_or_make_room_for(run_ranks, local_combine):
+    """Thousands of made-up reports: `must_hold` against `raise_for_ranks` and the sizes that `grow` would make."""
+    run_ranks(_check_decisions, 1, 1, local_combine)

@@ -1,0 +1,69 @@
+"""Numbers that a kernel writes to memory of the host, which waits for them (kernels/device/host_read.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import torch
+
+from triton_ep.context.overlap import current_stream
+
+_LOOKS_AFTER_S = 0.05
+"""Waited for so long, the host asks the driver now and then whether the device is still well."""
+_NUMBERS = 2**31 - 1
+
+
+class HostRead:
+    """Reads of one layer: at most one is under way.
+
+    On GPUs the memory is page-locked, and mapped at the same address. A word arrives whole, with the number of its
+    read, so neither the kernel nor the host needs a barrier, on hosts that reorder loads either.
+
+    Args:
+        num_words: told at each read.
+        limit_s: how long the host waits at most.
+
+    Attributes:
+        memory: [num_words] int64, where the kernel writes.
+    """
+
+    @torch.inference_mode(False)  # written for as long as the layer lives
+    def __init__(self, num_words: int, limit_s: float, device: torch.device) -> None:
+        self.limit_s = limit_s
+        self._on_gpu = device.type == "cuda"
+        self.memory = torch.zeros(num_words, dtype=torch.int64, pin_memory=self._on_gpu)
+        address = self.memory.data_ptr()
+        self._words = (ctypes.c_int64 * num_words).from_address(address)
+        self._values = (ctypes.c_int32 * (2 * num_words)).from_address(address)  # and the numbers between them
+        self._number = 0
+
+    def begin(self) -> int:
+        """The number of the next read, from 1, for the kernel that will tell."""
+        self._number = self._number % _NUMBERS + 1
+        return self._number
+
+    def wait(self) -> list[int]:
+        """The words that the kernel tells in the read that has begun last.
+
+        Raises:
+            TimeoutError: they do not come.
+            RuntimeError: the GPU has failed, as torch reports it.
+        """
+        began = looked = time.monotonic()
+        while not self._has_come():
+            time.sleep(0)  # another thread may take its turn
+            now = time.monotonic()
+            if now - looked > _LOOKS_AFTER_S and self._on_gpu:
+                looked = now
+                current_stream().query()  # raises what went wrong there
+            if now - began > self.limit_s:
+                raise TimeoutError
+        return self._values[::2]
+
+    def _has_come(self) -> bool:
+        if self._words[-1] >> 32 != self._number:  # told last, so mostly it comes last
+            return False
+        # Each word is one load, which brings its number.
+        seen = self._words[:]
+        return min(seen) >> 32 == max(seen) >> 32 == self._number
