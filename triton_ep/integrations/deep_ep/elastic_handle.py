@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.exchange.slots import known_copies, needed_slots
+from triton_ep.integrations.deep_ep.handles import ranks_of_tokens
 from triton_ep.layer import EPAll2AllLayer
-from triton_ep.ops.strides import view_as
 
 
 @dataclass(eq=False, kw_only=True)
@@ -93,12 +94,13 @@ class EPHandle:
         among the arrivals; its row in `recv_x` for each k, -1 where another rank, or none, has the expert. Rows after
         the arrivals are -1.
 
-        The first read is collective: source tokens travel when they are asked for, in a dispatch of their own. Read
-        this on all ranks or on none, in the same order with other calls.
+        The first read is collective: ranks tell each other which tokens they have sent, a byte per token and rank, by
+        torch's all_to_all. Read this on all ranks or on none, in the same order with other calls. Dispatches do not
+        pay for it.
         """
         rows = self._rows()
         place = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-        source = self._source_tokens(rows)
+        source = self._source_tokens()
         alone = torch.where(source < 0, -1, place)
         return torch.cat([source.unsqueeze(1), alone.unsqueeze(1), rows], 1)
 
@@ -118,19 +120,19 @@ class EPHandle:
         arrived = place < desc.arrivals_of_rank[self.layer.config.rank]
         return torch.where((self.recv_topk_idx >= 0) & arrived, place, -1)
 
-    def _source_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_recv_tokens] int32, source rank * M + token of each token that arrived; else -1. Collective."""
-        desc, cfg = self.layout_desc, self.layer.config
-        tokens = desc.num_dispatch_token_cur_rank
-        first = cfg.rank * self.num_max_tokens_per_rank
-        numbers = torch.arange(first, first + tokens, dtype=torch.int32, device=rows.device)
-        sent = torch.zeros(tokens, cfg.hidden, dtype=cfg.token_dtype, device=rows.device)
-        view_as(sent, torch.uint8)[:, :4] = view_as(numbers.unsqueeze(1), torch.uint8)
-        if self.do_expand:
-            received, _ = self.layer.dispatch_again(sent, desc)
-            assert isinstance(received, torch.Tensor), "the layer quantises nothing"
-        else:
-            received, _ = self.layer.dispatch_compact_again(sent, desc)
-        of_row = view_as(view_as(received, torch.uint8)[:, :4].contiguous(), torch.int32).squeeze(1)
-        row = rows.max(1).values.long()
-        return torch.cat([of_row, of_row.new_full((1,), -1)])[row]
+    def _source_tokens(self) -> torch.Tensor:
+        """[num_recv_tokens] int32, source rank * M + token of each token that arrived; else -1. Collective.
+
+        Tokens arrive by source rank, then by number: which of them come says where each lies.
+        """
+        desc, cfg, most = self.layout_desc, self.layer.config, self.num_max_tokens_per_rank
+        leaving = torch.zeros(cfg.world_size, most, dtype=torch.uint8, device=desc.placement.device)
+        leaving[:, : desc.num_dispatch_token_cur_rank] = ranks_of_tokens(desc, cfg.world_size).t()
+        coming = torch.empty_like(leaving)
+        dist.all_to_all_single(coming, leaving, group=self.layer.context.group)
+        came = coming.flatten().bool()
+        # A place more, for tokens that did not come.
+        place = torch.where(came, came.cumsum(0) - 1, self.num_recv_tokens)
+        source = torch.full((self.num_recv_tokens + 1,), -1, dtype=torch.int32, device=came.device)
+        numbers = torch.arange(came.numel(), dtype=torch.int32, device=came.device)
+        return source.scatter_(0, place, numbers)[:-1]

@@ -61,11 +61,7 @@ class DispatchHandle(LazyItems):
         return matrix
 
     def _in_rank(self) -> torch.Tensor:
-        owners, ranks = self.layout_desc.owner_ranks, self.layer.config.world_size
-        assert owners is not None, "a low-latency dispatch has a handle of its own"
-        column = torch.where(owners < 0, ranks, owners).long()
-        out = torch.zeros(owners.shape[0], ranks + 1, dtype=torch.bool, device=owners.device)
-        return out.scatter_(1, column, True)[:, :ranks].contiguous()
+        return ranks_of_tokens(self.layout_desc, self.layer.config.world_size)
 
     def _node_prefix_sum(self) -> torch.Tensor:
         cfg, desc = self.layer.config, self.layout_desc
@@ -127,3 +123,12 @@ class LowLatencyHandle(LazyItems):
         cell = expert.clamp(max=experts) * ranks + source // self.layer.config.max_tokens
         counts = counts.view(-1).scatter_add_(0, cell, ones).view(-1, ranks)[:experts]
         return (counts.cumsum(1) - counts) << 32 | counts
+
+
+def ranks_of_tokens(desc: EPAllToAllLayoutDesc, num_ranks: int) -> torch.Tensor:
+    """[T, W] bool: whether each token goes to each rank; not of a low-latency dispatch."""
+    owners = desc.owner_ranks
+    assert owners is not None, "a low-latency dispatch has a handle of its own"
+    column = torch.where(owners < 0, num_ranks, owners).long()
+    out = torch.zeros(owners.shape[0], num_ranks + 1, dtype=torch.bool, device=owners.device)
+    return out.scatter_(1, column, True)[:, :num_ranks].contiguous()
