@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ import triton_ep.integrations.te as te
 from triton_ep import MXTensor
 from triton_ep.distributed import current_heap
 from triton_ep.errors import CapacityError, ConfigError, InputError
+from triton_ep.integrations.te import symmetric
 from triton_ep.reference import dispatch as dispatch_reference
 from triton_ep.reference import mxfp8 as mxfp8_reference
 from triton_ep.testing import Workload, make_workload
@@ -53,9 +56,6 @@ def _check_round_trip(rank: int, nodes: int, ranks_per_node: int, quantised: tup
         # Two micro-batches in flight: F0 F1 B0 B1.
         works = [_works(world_size, seed) for seed in (0, 1)]
         prepared = [te.ep_prepare(b, w[rank].topk_idx.to(b.device)) for b, w in zip(buffers, works, strict=True)]
-        given = te.symm_mem_alloc((3, HIDDEN), torch.bfloat16, dist.group.WORLD)
-        assert (given.shape, given.device, te.is_symm_backed(given)) == ((3, HIDDEN), buffers[0].device, False)
-        te.release_symm_mem_pool()
         done = [_round(b, w[rank], 2.0**i) for i, (b, w) in enumerate(zip(buffers, works, strict=True))]
         for index, (work, (_, _, rows, row_weights, per_expert, out)) in enumerate(zip(works, done, strict=True)):
             idxs = [w.topk_idx for w in work]
@@ -219,3 +219,46 @@ def _check_refused(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_what_is_refused(run_ranks, nodes, ranks_per_node):
     """Before anything is sent, in TransformerEngine's words where it has some."""
     run_ranks(_check_refused, nodes, ranks_per_node)
+
+
+def _check_symmetric(rank: int, nodes: int, ranks_per_node: int) -> None:
+    group, heap, size = dist.group.WORLD, current_heap(), nodes * ranks_per_node
+    before = heap.available()
+    first, other = (te.symm_mem_alloc((3, HIDDEN), torch.bfloat16, group, where) for where in (None, heap.device))
+    assert (first.shape, first.dtype, first.device) == ((3, HIDDEN), torch.bfloat16, heap.device)
+    assert not first.any() and te.is_symm_backed(first[1:]) and te.is_symm_backed(other)
+    assert not te.is_symm_backed(first.clone())
+    first.fill_(1.0 + rank)
+    other.fill_(-1.0)
+    dist.barrier(group)
+    if heap.device.type == "cpu":  # what the others wrote, at the addresses that this rank has for them
+        made = symmetric._Pool.tensors[0].tensor
+        for peer, address in enumerate(made.addrs.tolist()):
+            words = torch.frombuffer((ctypes.c_int16 * (3 * HIDDEN)).from_address(address), dtype=torch.bfloat16)
+            assert (words == 1.0 + peer).all()
+    with pytest.raises(InputError, match="symmetric memory of this rank is on"):
+        te.symm_mem_alloc((1,), torch.float32, group, "meta")
+    te.ep_bootstrap(group, EXPERTS * size, MOST, HIDDEN, TOPK)
+    try:
+        work = _works(size, 0)[rank]
+        buffer, capacity = _buffer(), 2 * size * MOST * TOPK
+        room = te.symm_mem_alloc((capacity, HIDDEN), torch.bfloat16, group)
+        x, idx, weights = (each.to(buffer.device) for each in (work.x, work.topk_idx, work.topk_weights))
+        want, _, _ = te.ep_dispatch(buffer, x, idx, weights)
+        rows, _, _ = te.ep_dispatch(buffer, x, idx, weights, recv_tokens=room)
+        assert te.is_symm_backed(rows) and torch.equal(rows, want)
+        outs = [te.ep_combine(buffer, each, num_local_tokens=x.shape[0]) for each in (rows, want)]
+        assert torch.equal(*outs)
+    finally:
+        te.ep_finalize()
+    te.release_symm_mem_pool()
+    assert not any(te.is_symm_backed(each) for each in (first, other, room))
+    te.release_symm_mem_pool()
+    assert heap.available() == before
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_tensors_in_the_symmetric_heap(run_ranks, nodes, ranks_per_node):
+    """They lie where other ranks find them, serve as outputs and inputs, and are given back."""
+    run_ranks(_check_symmetric, nodes, ranks_per_node)

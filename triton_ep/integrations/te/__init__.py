@@ -20,9 +20,6 @@ from triton_ep.integrations.te.ep import (
     ep_finalize,
     ep_prepare,
     is_ep_bootstrapped,
-    is_symm_backed,
-    release_symm_mem_pool,
-    symm_mem_alloc,
 )
 from triton_ep.integrations.te.layouts import swizzle, unswizzle
 from triton_ep.integrations.te.manager import FP8GlobalStateManager
@@ -55,6 +52,7 @@ from triton_ep.integrations.te.support import (
     is_nvfp4_available,
     mxfp8_mode,
 )
+from triton_ep.integrations.te.symmetric import is_symm_backed, release_symm_mem_pool, symm_mem_alloc
 from triton_ep.integrations.te.tensor import MXFP8Tensor
 from triton_ep.integrations.te.wgrad import NothingDelayedError
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from triton_ep import autograd
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.distributed import check_group, current_heap
+from triton_ep.distributed import check_group
 from triton_ep.errors import CapacityError, ConfigError, EPError, InputError
 from triton_ep.integrations import arguments as check
 from triton_ep.integrations.layer_pool import LayerPool, LayerSizes
@@ -88,7 +88,7 @@ def ep_bootstrap(
         recv_capacity_per_rank: most rows that a rank receives. With it dispatch does not wait for the host and can be
             captured in CUDA graphs; None: all rows are received, and the host waits for their number.
         max_num_sms: CTAs of the communication kernels; 0: by the tuned tables.
-        zero_copy: must be False; outputs are never the symmetric memory itself.
+        zero_copy: must be False: rows of other ranks are read in the layer's own buffers alone.
         drop_on_overflow: drop rows beyond the capacity. False: `ep_dispatch` outside a CUDA graph capture reads the
             count, which waits for the device, and raises.
         max_token_dtype: dtype of tokens, torch.bfloat16.
@@ -144,29 +144,6 @@ def _integer(name: str, value: Any, least: int) -> int:
 def is_ep_bootstrapped() -> bool:
     """Whether `ep_bootstrap` was called, and `ep_finalize` not since."""
     return _Registry.group is not None
-
-
-def is_symm_backed(tensor: torch.Tensor) -> bool:
-    """False: outputs of `ep_dispatch` and inputs of `ep_combine` are ordinary tensors, never symmetric memory."""
-    check.tensor("tensor", tensor)
-    return False
-
-
-def symm_mem_alloc(shape: Any, dtype: torch.dtype, ep_group: Any, device: torch.device | None = None) -> torch.Tensor:
-    """An ordinary tensor of this shape, uninitialised, for outputs that the caller gives: `is_symm_backed` is False.
-
-    ep_group: process group; device: None = where the group's ranks compute.
-
-    Raises:
-        InputError: no shape, or no device. ConfigError: no dtype, or an unknown group.
-    """
-    check_group(ep_group)
-    where = current_heap().device if device is None else check.device("device", device)
-    return torch.empty(check.sizes("shape", shape), dtype=check.dtype("dtype", dtype), device=where)
-
-
-def release_symm_mem_pool() -> None:
-    """No effect: tensors of `symm_mem_alloc` are ordinary ones."""
 
 
 def ep_prepare(buffer: EpBuffer, topk_idx: torch.Tensor) -> torch.Tensor:
