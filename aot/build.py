@@ -22,7 +22,9 @@ from typing import Any
 
 from triton_ep.errors import ConfigError
 from triton_ep.kernels.device.codes import NVSHMEM_SYMBOLS
+from triton_ep.runtime.files import write_complete
 from triton_ep.runtime.library import FORMAT, INDEX, check_entry
+from triton_ep.runtime.parameters import declared
 from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.sources import kernels_folder, source_hash
 
@@ -157,14 +159,8 @@ def _kernels() -> dict[str, dict[str, Any]]:
     found = {}
     for spec in all_kernels().values():
         file = Path(spec.kernel.fn.__code__.co_filename).resolve().relative_to(kernels_folder().resolve())
-        found[spec.name] = {
-            "arguments": [list(item) for item in spec.arguments.items()],
-            "order": list(spec.runtime_order),
-            "specialised": list(spec.specialised),
-            "file": file.as_posix(),
-            "source": source_hash(file.as_posix()),
-            "options": [spec.num_warps, spec.maxnreg],
-        }
+        place = {"file": file.as_posix(), "source": source_hash(file.as_posix())}
+        found[spec.name] = {**declared(spec), **place}
     return found
 
 
@@ -293,13 +289,4 @@ def _write(path: Path, data: bytes) -> None:
     """Write a file, unless it has these bytes already; others see it complete or not at all."""
     if path.is_file() and path.read_bytes() == data:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-        try:
-            file.write(data)
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    write_complete(path, data)

@@ -17,14 +17,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from triton_ep.aot.ptx import local_bytes, narrow_accesses, parameters, without_places
+from triton_ep.aot.ptx import local_bytes, narrow_accesses, without_places
 from triton_ep.kernels.spec import KernelSpec, all_kernels
 from triton_ep.runtime.compiler import options_of, source_of
+from triton_ep.runtime.parameters import interface
 from triton_ep.runtime.plans.request import KernelRequest
 
 _LIBRARY = "libnvshmem_device"
 _STATE = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
-_OTHER_LAUNCHES = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
 
 
 def start() -> None:
@@ -83,55 +83,10 @@ def _compile(request: KernelRequest, arch: int, bitcode: str | None) -> dict[str
     kept: dict[str, str] = {}
     with _without_line_info(kept):
         compiled = triton.compile(source_of(spec, request), target=GPUTarget("cuda", arch, 32), options=options)
-    metadata, cubin = compiled.metadata, compiled.asm["cubin"]
-    other = [name for name in _OTHER_LAUNCHES if getattr(metadata, name, 0)]
-    if other or metadata.num_ctas != 1:
-        raise ValueError(
-            f"{request.kernel} wants a launch that the run time does not know: {other}, {metadata.num_ctas}"
-        )
-    descriptors = [_descriptor(told) for told in getattr(metadata, "tensordesc_meta", None) or []]
-    kinds = parameters(compiled.asm["ptx"])
-    wanted = _kinds(request, spec, descriptors)
-    if kinds != wanted:
-        raise ValueError(f"{request.kernel} has the parameters {kinds} in its PTX; by its arguments they are {wanted}")
-    entry = {
-        "symbol": metadata.name,
-        "params": kinds,
-        "threads": 32 * metadata.num_warps,
-        "shared": metadata.shared,
-        "descriptors": descriptors,
-    }
+    entry, cubin = interface(spec, request, compiled), compiled.asm["cubin"]
     facts = _facts(spec, request, compiled.asm["ttgir"], compiled.asm["ptx"], cubin, 32 * options["num_warps"])
-    facts["shared_bytes"] = metadata.shared
+    facts["shared_bytes"] = entry["shared"]
     return {"cubin": cubin, "ptx": kept["ptx"], "entry": entry, "facts": facts}
-
-
-def _descriptor(told: Any) -> dict[str, Any]:
-    if told is None:
-        return {}
-    names = ("swizzle", "elem_size", "elem_type", "block_size")
-    if told.get("fp4_padded"):
-        raise ValueError("descriptors of padded fp4 are not supported")
-    return {name: list(told[name]) if name == "block_size" else told[name] for name in names}
-
-
-def _kinds(request: KernelRequest, spec: KernelSpec, descriptors: list[dict[str, Any]]) -> list[str]:
-    """Kinds of the parameters by the launch interface of Triton: arguments in order, then two pointers to scratch."""
-    kinds: list[str] = []
-    boxes = iter(descriptors)
-    for name in spec.runtime_order:
-        kind = request.types.get(name, spec.arguments[name])
-        if name in request.ones:
-            continue
-        if kind.startswith("*"):
-            kinds.append("ptr")
-        elif kind.startswith("tensordesc"):
-            ndim = kind.count(",") + 1
-            by_copy_engine = ["tensormap"] if next(boxes, {}) else ["ptr", *["i64"] * 2 * ndim, "i1", "i1"]
-            kinds += [*by_copy_engine, *["i32"] * ndim, *["i64"] * ndim]
-        else:
-            kinds.append(kind)
-    return [*kinds, "ptr", "ptr"]
 
 
 def _facts(

@@ -109,37 +109,6 @@ def local_bytes(resource_usage: str) -> int:
     return max(int(stack) + int(local) for stack, local in found)
 
 
-_ENTRY = re.compile(r"\.visible \.entry (\w+)\s*\((.*?)\)", re.DOTALL)
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([bsuf]\d+)(\s+\.ptr[^\[]*?)?\s+\w+(?:\[(\d+)\])?\s*$")
-_KINDS = {"64": "i64", "32": "i32", "16": "i16", "8": "i1"}
-
-
-def parameters(ptx: str) -> list[str]:
-    """Kinds of the parameters of the kernel, in order: "ptr", "i32", "i64", "i1", "tensormap".
-
-    Raises:
-        ValueError: there is not exactly one kernel, or a parameter of another kind.
-    """
-    entries = _ENTRY.findall(ptx)
-    if len(entries) != 1:
-        raise ValueError(f"the PTX has {len(entries)} kernels, not 1")
-    kinds = []
-    for text in entries[0][1].split(","):
-        found = _PARAM.search(text.strip())
-        if found is None:
-            raise ValueError(f"parameter not understood: {text.strip()!r}")
-        kind, pointer, count = found.groups()
-        if count is not None:
-            if count != "128":
-                raise ValueError(f"a parameter of {count} bytes: {text.strip()!r}")
-            kinds.append("tensormap")
-        elif pointer:
-            kinds.append("ptr")
-        else:
-            kinds.append(_KINDS[kind[1:]])
-    return kinds
-
-
 def without_places(ptx: str) -> str:
     """The PTX without places of the source and debug sections, whose paths differ from machine to machine."""
     lines, inside = [], False

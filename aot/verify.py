@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from triton_ep.aot.build import FACTS
-from triton_ep.aot.ptx import parameters
 from triton_ep.errors import EPError
 from triton_ep.runtime.library import Entry, Library, architectures
+from triton_ep.runtime.parameters import parameters
 from triton_ep.runtime.sources import source_hash
 
 _WIDE_STORE = re.compile(r"\bst\.(?:\w+\.)*?global(?:\.[\w:]+)*?\.(?:v4\.[bsuf]32|v2\.[bsuf]64)\b")

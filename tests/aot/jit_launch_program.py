@@ -18,9 +18,9 @@ from triton.backends.nvidia.driver import CudaDriver
 from triton.compiler import CompiledKernel
 
 from triton_ep.aot.manifest import default_manifest, read_manifest
-from triton_ep.aot.ptx import parameters
 from triton_ep.kernels.spec import KernelSpec, all_kernels
 from triton_ep.runtime import launch
+from triton_ep.runtime.parameters import parameters
 from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan
 

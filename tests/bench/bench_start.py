@@ -5,7 +5,7 @@
 
 Every heap gets processes of its own, --repeats times by turns; a first job of each, not counted, compiles the kernels.
 Ops: start_job, the process group and the heap; start_layer, the layer with its buffers; start_call, the first dispatch
-and combine, checked, kernels loaded from Triton's cache; start, all of it. Importing is not in it.
+and combine, checked, with kernels that an earlier job compiled; start, all of it. Importing is not in it.
 Columns: docs/benchmarks/README.md.
 """
 

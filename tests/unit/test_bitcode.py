@@ -18,6 +18,7 @@ from triton_ep.errors import HeapError
 from triton_ep.heap import bitcode
 from triton_ep.heap.bitcode import find_bitcode, pruned_bitcode
 from triton_ep.kernels.device.codes import NVSHMEM_SYMBOLS
+from triton_ep.runtime import files
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
@@ -142,7 +143,7 @@ def test_an_interrupted_write_is_not_used(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(bitcode.os, step, interrupt)
+        patch.setattr(files.os, step, interrupt)
         with pytest.raises(KeyboardInterrupt):
             pruned_bitcode(["put"], tmp_path / "cache")
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []

@@ -8,6 +8,7 @@ from typing import Any
 import triton_ep
 from triton_ep.cli.details import Section, details
 from triton_ep.errors import EPError
+from triton_ep.runtime import jit_cache
 from triton_ep.runtime.environment import read_what_can_be
 from triton_ep.runtime.machine import SUPPORTED, Machine, Plan, Problem, inspect_machine, judge, version_tuple
 from triton_ep.runtime.tuned import table as tuned_table
@@ -147,6 +148,7 @@ def page(
             ("backend", plan.backend),
             ("transport", plan.transport),
             ("kernels by", plan.execution),
+            *([] if plan.execution == "interpreter" else [("compiled kernels", f"kept in {jit_cache.root()}")]),
             ("symmetric heap", "unknown" if heap_bytes is None else f"{_gib(heap_bytes)} per rank"),
             ("self-test", self_test),
         ],

@@ -13,7 +13,6 @@ The two constants by which NVSHMEM finds its state in a loaded module (`nvshmemi
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from triton_ep.errors import HeapError
+from triton_ep.runtime.files import write_complete
 
 _FOLDER = Path("nvidia", "nvshmem", "lib")
 _WHOLE = "libnvshmem_device.bc"
@@ -82,22 +82,8 @@ def pruned_bitcode(symbols: Sequence[str], cache_dir: Path | None = None) -> Pat
     folder = Path(cache_dir if cache_dir is not None else triton.knobs.cache.dir) / "triton_ep"
     target = folder / f"nvshmem-{key[:32]}.ll"
     if not target.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_atomically(target, _prune(source, wanted))
+        write_complete(target, _prune(source, wanted).encode())
     return target
-
-
-def _write_atomically(target: Path, text: str) -> None:
-    """Write a file that other processes see complete or not at all."""
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".part", delete=False) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def _stub(symbols: Sequence[str]) -> str:

@@ -39,7 +39,8 @@ class Kernel:
 
     def __init__(self, entry: Entry, function: Any, driver: Driver) -> None:
         self.entry = entry
-        self._driver = driver
+        # A map says where and how large: the same for the same tensor, and the driver takes longer than a look-up.
+        self._tensor_map = functools.lru_cache(maxsize=64)(driver.tensor_map)
         layout, offsets, size = "<", [], 0
         for kind in entry.params:
             code, nbytes = _KINDS[kind]
@@ -66,13 +67,13 @@ class Kernel:
     def describe(self, number: int, boxes: Any) -> list[Any]:
         """Parameters of a tensor descriptor, the `number`-th of the kernel's."""
         told = self.entry.descriptors[number]
-        shape, strides = list(boxes.shape), list(boxes.strides)
+        shape, strides = tuple(boxes.shape), tuple(boxes.strides)
         address = boxes.base.data_ptr()
         if not told:  # a GPU without a copy engine for tensors: the kernel computes addresses itself
             return [address, *shape, *strides, *[0] * self.entry.params[:-2].count("i1"), *shape, *strides]
-        box = told["block_size"]
+        box = tuple(told["block_size"])
         element = (told["elem_type"], told["elem_size"])
-        return [self._driver.tensor_map(address, *element, box, shape, strides, told["swizzle"]), *shape, *strides]
+        return [self._tensor_map(address, *element, box, shape, strides, told["swizzle"]), *shape, *strides]
 
 
 class CompiledLibrary:

@@ -18,10 +18,12 @@ and these override a choice:
     TRITON_EP_AOT                     1: kernels come from the ahead-of-time library, in all layers and outside of them;
                                       prefer: those that it has; 0: where a layer asks for it
     TRITON_EP_AOT_DIR                 folder of the ahead-of-time library
+    TRITON_EP_JIT_CACHE               0: no compiled kernels are kept for later processes, nor taken from earlier ones
     TRITON_EP_NVTX                    1: calls of a layer are NVTX ranges, for Nsight Systems
     TRITON_EP_TUNED                   path of a table of tuned choices, asked before those of the package
     NVTE_BACKWARD_OVERRIDE            default of `backward_override` of MXFP8 recipes (triton_ep.integrations.te)
     MASTER_ADDR, MASTER_PORT          where rank 0 listens, for jobs over several hosts without torchrun
+    TRITON_*, LLVM_*, MLIR_* ...      Triton's own; kept kernels are of the same settings (CompilerSettings)
     NVSHMEM_*                         NVSHMEM's own; heap/nvshmem.py sets defaults for a few of those left alone
 """
 
@@ -32,6 +34,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from triton_ep.errors import ConfigError
@@ -53,6 +56,31 @@ _SHOWN = (
     "NVTE_",
 )
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+_OF_TRITON = ("TRITON_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "DISABLE_", "ALLOW_LHS_", "USE_IR_LOC")
+"""How the variables start by which Triton's compiler can be changed; some of them only by that."""
+_NOT_OF_CODE = ("TRITON_EP_", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "TRITON_LIBCUDA_PATH")
+_WATCHING = (
+    "TRITON_ALWAYS_COMPILE",
+    "TRITON_CACHE_MANAGER",
+    "TRITON_DEBUG",
+    "TRITON_DUMP_PTXAS_LOG",
+    "TRITON_FRONT_END_DEBUGGING",
+    "TRITON_INSTRUMENTATION_MODE",
+    "TRITON_KERNEL_DUMP",
+    "TRITON_KERNEL_OVERRIDE",
+    "TRITON_OVERRIDE_ARCH",
+    "TRITON_PLUGIN_PATHS",
+    "TRITON_REMOTE_CACHE_BACKEND",
+    "TRITON_REPRODUCER_PATH",
+    "LLVM_ENABLE_TIMING",
+    "LLVM_IR_ENABLE_DUMP",
+    "MLIR_DUMP_PATH",
+    "MLIR_ENABLE_DUMP",
+    "MLIR_ENABLE_TIMING",
+    "NVPTX_ENABLE_DUMP",
+)
+"""Variables by which a user wants to see a compilation or to put something in its place."""
+_OFF = ("", "0", "false", "off", "n", "no")
 MOST_BYTES = 2**46
 """Of a symmetric heap: half of what a process has addresses for."""
 
@@ -76,6 +104,7 @@ class Environment:
         backward_override: NVTE_BACKWARD_OVERRIDE, which recipes check.
         aot: "require", "prefer" or None: whether kernels come from the ahead-of-time library.
         aot_dir: folder of the ahead-of-time library.
+        jit_cache: whether kernels that the JIT compiles are kept for later processes.
         nvtx: whether calls of a layer are NVTX ranges.
     """
 
@@ -97,6 +126,7 @@ class Environment:
     backward_override: str | None = None
     aot: str | None = None
     aot_dir: str | None = None
+    jit_cache: bool = True
     nvtx: bool = False
 
 
@@ -127,9 +157,44 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         backward_override=env.get("NVTE_BACKWARD_OVERRIDE") or None,
         aot=_aot(env),
         aot_dir=env.get("TRITON_EP_AOT_DIR") or None,
+        jit_cache=_truth(env, "TRITON_EP_JIT_CACHE") is not False,
         nvtx=_truth(env, "TRITON_EP_NVTX") or False,
         **_read_launcher(env),
     )
+
+
+@dataclass(frozen=True)
+class CompilerSettings:
+    """What the environment says to Triton's compiler.
+
+    Attributes:
+        cache: folder of Triton's compiled kernels.
+        deciding: variables that may decide code with their values; of a path also size and time of the file.
+        watched: somebody wants to see compilations or to replace what they make, so none may be left out.
+    """
+
+    cache: Path
+    deciding: tuple[tuple[str, ...], ...]
+    watched: bool
+
+
+def read_compiler_settings(variables: Mapping[str, str] | None = None) -> CompilerSettings:
+    """Read what Triton's compiler reads, without loading Triton."""
+    env = os.environ if variables is None else variables
+    home = Path(env.get("TRITON_HOME") or os.path.expanduser("~"))
+    names = [name for name in sorted(env) if name.startswith(_OF_TRITON) and not name.startswith(_NOT_OF_CODE)]
+    return CompilerSettings(
+        cache=Path(env.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"),
+        deciding=tuple((name, env[name], *_state_of_file(env[name])) for name in names),
+        watched=any(env.get(name, "").strip().lower() not in _OFF for name in _WATCHING),
+    )
+
+
+def _state_of_file(path: str) -> tuple[str, ...]:
+    if not os.path.isfile(path):
+        return ()
+    found = os.stat(path)
+    return (str(found.st_size), str(found.st_mtime_ns))
 
 
 def shown_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -3,7 +3,8 @@
 Whether kernels are interpreted is decided once per process, when this module is imported, and before triton is: Triton
 decides it when a kernel is decorated. TRITON_INTERPRET in the environment wins; without it, a machine with a GPU
 compiles and a machine without one interprets. Where kernels are compiled, Triton is imported when the first of them is:
-a process that takes all of its kernels from a library (triton_ep/aot) has no compiler in it.
+a process that takes all of its kernels from a library (triton_ep/aot), or from those that earlier processes have
+compiled (jit_cache.py), has no compiler in it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from triton_ep.errors import AotMiss, ConfigError, EPError, LaunchError
+from triton_ep.runtime import jit_cache
 from triton_ep.runtime.cubins import Aot, Kernel, choose
 from triton_ep.runtime.environment import read_environment
 from triton_ep.runtime.plans.request import WORD, KernelRequest
@@ -177,7 +179,13 @@ gives; and what hooks of Triton are told, and the hooks."""
 
 
 class _NoHooks:
+    """Of kernels that do not come from Triton."""
+
     calls = ()
+
+
+class _NoHooksYet(_NoHooks):
+    """Of a process that has not loaded Triton, and may."""
 
 
 class Launcher:
@@ -198,8 +206,8 @@ class Launcher:
 
     Attributes:
         declared: what a program takes at most, by plan and kernel: the same on all ranks.
-        program: what it takes, by the kernels that the JIT has compiled; until then as declared.
-        num_compiled: kernels of all launchers that the JIT has compiled.
+        program: what it takes, by the kernels that the JIT has compiled, now or before; until then as declared.
+        num_compiled: kernels of all launchers that the JIT has compiled, or taken from those of earlier processes.
         launch: launch(grid, *, stream=None, **arguments) launches `grid` programs; a grid of 0 launches nothing.
             Tensors (or `Boxes`) and ints, by the names of the kernel's parameters. stream: where; None: the current
             stream. To name it here takes a fraction of making it current.
@@ -218,6 +226,8 @@ class Launcher:
 
     launch: Callable[..., None]
     num_compiled = 0
+    spec: Any = None
+    """The kernel's KernelSpec; None: Triton has not been needed."""
 
     def __init__(
         self,
@@ -234,9 +244,17 @@ class Launcher:
         self._aot = aot
         self._enter: Any = _NoHooks
         self._exit: Any = _NoHooks
+        self._cache: jit_cache.JitCache | None = None
         info = None if aot is None else aot.info(plan.kernel)
         if info is None:
+            self._aot = None
+            self._cache = None if INTERPRETING else jit_cache.current(architecture)
+            info = None if self._cache is None else self._cache.info(plan.kernel)
+            self._enter = self._exit = _NoHooksYet
+        if info is None:
             self._use_jit()
+            if self._cache is not None:
+                self._cache.store_infos()
             warps, maxnreg = self.spec.num_warps, self.spec.maxnreg
             self._set_arguments(self.spec.arguments, self.spec.specialised, bound or {})
         else:
@@ -266,6 +284,8 @@ class Launcher:
 
     def _use_jit(self) -> None:
         """Load Triton and the kernel, and what it is compiled with."""
+        if self.spec is not None:
+            return
         self._aot = None
         self.spec = spec(self.plan.kernel)
         self._order = self.spec.runtime_order
@@ -304,6 +324,8 @@ class Launcher:
     @property
     def is_hooked(self) -> bool:
         """Whether a profiler of Triton wants to be called at launches."""
+        if self._enter is _NoHooksYet and hasattr(sys.modules.get("triton.knobs"), "runtime"):
+            _, self._enter, self._exit = _triton()
         return bool(self._enter.calls or self._exit.calls)
 
     def named(self, args: Sequence[Any]) -> dict[str, Any]:
@@ -334,6 +356,8 @@ class Launcher:
             start = self._compiled[kind] = self._make_start(kind, self._request(args, unaligned))
         where = torch._C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream
         if self.is_hooked:
+            if kind not in self._told:  # Triton tells of kernels that it has loaded itself
+                start = self._compiled[kind] = self._start_of_jit(kind, self._request(args, unaligned))
             told = self._told[kind]((grid, 1, 1), where)
             start(grid, where, pointers, args[self._num_pointers :], told, self._enter, self._exit)
             return
@@ -351,9 +375,15 @@ class Launcher:
                 return self._start_of_library(kernel, request)
             self._compiled.clear()
             self._use_jit()
+        if self._cache is not None and not request.calls_nvshmem and not self.is_hooked:
+            kept = self._cache.kernel(request, torch._C._cuda_getDevice())
+            if kept is not None:
+                self._note(kept.program)
+                return self._start_of_library(kept.kernel, request)
         return self._start_of_jit(kind, request)
 
     def _start_of_jit(self, kind: Any, request: KernelRequest) -> Start:
+        self._use_jit()
         from triton import compile as compile_by_triton
         from triton import knobs
 
@@ -365,7 +395,11 @@ class Launcher:
             options["extern_libs"] = dict(libs)
         made = compile_by_triton(source_of(self.spec, request), options=options)
         self._told[kind] = made.launch_metadata
-        self._note(made)
+        made.run  # loads it  # noqa: B018
+        taken = Program(made.metadata.num_warps, made.n_regs, made.metadata.shared)
+        self._note(taken)
+        if self._cache is not None and not request.calls_nvshmem:
+            self._cache.store(self.spec, request, made, taken)
         texts = {name: f"{name}.descriptor()" if _is_boxes(request, name) else name for name in self._order}
         texts |= dict.fromkeys(self.spec.constexprs, "None")  # compiled in; what is given does not matter
         passed = []
@@ -376,10 +410,8 @@ class Launcher:
         names = {"run": made.run, "function": made.function, "metadata": made.packed_metadata}
         return self._written_out(before + ", ".join(passed) + ")", names)
 
-    def _note(self, made: Any) -> None:
+    def _note(self, taken: Program) -> None:
         """Keep what a program of the largest variant takes."""
-        made.run  # loads it  # noqa: B018
-        taken = Program(made.metadata.num_warps, made.n_regs, made.metadata.shared)
         self.program = taken if self._taken is None else Program(*map(max, taken, self._taken))
         self._taken = self.program
         Launcher.num_compiled += 1

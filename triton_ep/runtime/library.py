@@ -90,6 +90,16 @@ class Entry:
     nvshmem: str = ""
     descriptors: tuple[Mapping[str, Any], ...] = ()
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Entry:
+        """What an index has of it; see `check_entry`."""
+        return cls(
+            request=KernelRequest.from_dict(values["request"]),
+            params=tuple(values["params"]),
+            descriptors=tuple(values.get("descriptors", ())),
+            **{name: values[name] for name in (*_FIELDS, "nvshmem") if name in values},
+        )
+
 
 class Library:
     """What was built for one architecture.
@@ -156,7 +166,7 @@ class Library:
                 f"{kernel['file']} and what it imports. Build it again: {self.command()} --variant "
                 f"{shlex.quote(request.text())}"
             )
-        return self._entry(found)
+        return Entry.from_dict(found)
 
     def has(self, request: KernelRequest) -> bool:
         """True if there is an entry for this variant."""
@@ -165,7 +175,7 @@ class Library:
     @cached_property
     def entries(self) -> list[Entry]:
         """All of them."""
-        return [self._entry(values) for _, values in sorted(self._entries.items())]
+        return [Entry.from_dict(values) for _, values in sorted(self._entries.items())]
 
     def read(self, entry: Entry) -> bytes:
         """The cubin of an entry.
@@ -209,14 +219,6 @@ class Library:
     def command(self) -> str:
         """The start of the command that adds to this library."""
         return f"{_COMMAND} --arch {self.arch} --out {shlex.quote(str(self.folder))}"
-
-    def _entry(self, values: Mapping[str, Any]) -> Entry:
-        return Entry(
-            request=KernelRequest.from_dict(values["request"]),
-            params=tuple(values["params"]),
-            descriptors=tuple(values.get("descriptors", ())),
-            **{name: values[name] for name in (*_FIELDS, "nvshmem") if name in values},
-        )
 
     def _again(self) -> str:
         return f"Build it again: {self.command()} --force"

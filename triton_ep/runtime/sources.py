@@ -27,6 +27,19 @@ def source_hash(file: str) -> str:
 
 
 @functools.cache
+def hash_of_all() -> str:
+    """Hash of all files of `kernels/`, and of the one by which a request becomes what Triton compiles.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in [Path(__file__).with_name("compiler.py"), *sorted(kernels_folder().rglob("*.py"))]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@functools.cache
 def _hash(root: Path, file: str) -> str:
     found: set[Path] = set()
     waiting = [root / file]

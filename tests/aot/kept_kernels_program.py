@@ -1,0 +1,163 @@
+"""Launches what a dispatch and a combine launch, on a machine without a GPU, and says what was handed to the driver.
+
+    TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=FOLDER LD_LIBRARY_PATH=FOLDER python kept_kernels_program.py FOLDER [watch]
+
+FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. The last line is JSON. Addresses are made up, so that those of
+two processes are the same. With "watch", what Triton's front end does is counted, and after all launches a profiler
+asks to be told of one more.
+"""
+
+import ctypes
+import json
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from triton_ep.runtime import jit_cache, launch
+from triton_ep.runtime.plans.layers import LayerCalls, layer_requests
+from triton_ep.runtime.plans.request import KernelRequest
+from triton_ep.runtime.plans.shape import Plan, Shape
+
+GRID, STREAM, WORDS = 7, 77, 64
+SHAPE = Shape(4096, 7168, 8, 256, 2, 2, num_sm=24, enable_local_combine=True)
+CALLS = LayerCalls(ids=("i64",), weights=(False,), gradients=False)
+DTYPES = {name: dtype for dtype, name in launch._TYPES.items()}
+
+
+class CDriver:
+    """The stand-in, called as `runtime.driver.Driver` calls cuda-python."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library, self.loaded = library, 0
+
+    def load(self, cubin: bytes, what: str) -> int:
+        """A handle; cubins begin as ELF files do."""
+        assert cubin.startswith(b"\x7fELF"), what
+        self.loaded += 1
+        return self.loaded
+
+    def function(self, library: int, symbol: str, shared: int) -> int:
+        """A handle."""
+        return 32
+
+    def tensor_map(self, address: int, *about: Any) -> bytes:
+        """Something to be recognised by."""
+        return struct.pack("Q", address) + bytes(120)
+
+    def launcher(self, function: int, threads: int, shared: int, params: int, what: str) -> Callable[[int, int], None]:
+        """What launches it."""
+
+        def run(grid: int, stream: int) -> None:
+            config = struct.pack("7IQ", grid, 1, 1, threads, 1, 1, shared, stream) + bytes(32)
+            self._library.cuLaunchKernelEx(config, ctypes.c_void_p(function), ctypes.c_void_p(params), None)
+
+        return run
+
+
+class Address(torch.Tensor):
+    """A tensor at a made-up address."""
+
+    def data_ptr(self) -> int:
+        """Of nothing."""
+        return self.made_up  # type: ignore[attr-defined, no-any-return]
+
+
+def value_of(kind: str, number: int) -> Any:
+    """An argument that no other one equals."""
+    if kind.startswith("*"):
+        made = torch.zeros(16, dtype=torch.uint8).view(DTYPES[kind[1:]]).as_subclass(Address)
+        made.made_up = 2**40 + 4096 * number  # type: ignore[attr-defined]
+        return made
+    return 16 * (100 + number)
+
+
+def _launcher_of(request: KernelRequest) -> tuple[launch.Launcher, dict[str, Any]]:
+    """A launcher and what it is to be given."""
+    plan = Plan(request.kernel, dict(request.constexprs), num_warps=request.num_warps, maxnreg=request.maxnreg)
+    launcher = launch.Launcher(plan)
+    kinds = {name: request.types.get(name, kind) for name, kind in launcher._types.items()}
+    values = {name: value_of(kind, number) for number, (name, kind) in enumerate(kinds.items())}
+    return launcher, values | dict.fromkeys(request.ones, 1)
+
+
+def launch_of(stand_in: ctypes.CDLL, request: KernelRequest) -> dict[str, Any]:
+    """The second launch as the driver saw it: programs, threads, stream, and what all parameters begin with."""
+    launcher, values = _launcher_of(request)
+    stand_in.expect_parameters(0, (ctypes.c_int * 0)())
+    launcher.launch(GRID, **values)
+    # In the order of the compiled kernel: 8 bytes of an address, 4 of an integer.
+    given = [name for name in launcher._order if name not in request.ones]
+    sizes = [8 if isinstance(values[name], torch.Tensor) else 4 for name in given]
+    stand_in.expect_parameters(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
+    launcher.launch(GRID, **values)
+    noted = []
+    for number, size in enumerate(sizes):
+        memory = ctypes.create_string_buffer(128)
+        stand_in.noted_parameter(number, memory)
+        noted.append(memory.raw[:size].hex())
+    how = (ctypes.c_uint64 * 3)()
+    stand_in.noted_launch(how)
+    return {"kernel": request.kernel, "how": list(how), "parameters": noted, "program": list(launcher.program)}
+
+
+def count_triton(counts: dict[str, int]) -> None:
+    """Count what Triton's front end does from now on."""
+    import triton
+    import triton.compiler
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    triton.compile = counted("compile", triton.compile)
+    source = triton.compiler.ASTSource
+    source.__init__ = counted("sources", source.__init__)
+
+
+def told_to_a_profiler(launcher: launch.Launcher, values: dict[str, Any]) -> list[str]:
+    """Names of the kernels that Triton tells its hooks of when this one is launched."""
+    from triton import knobs
+
+    names: list[str] = []
+    knobs.runtime.launch_enter_hook.add(lambda told: names.append(told.get()["name"]))
+    launcher.launch(GRID, **values)
+    return names
+
+
+def main(folder: str, mode: str = "") -> None:
+    """Launch and tell."""
+    stand_ins = {
+        (torch._C, "_cuda_getDevice"): lambda: 0,
+        (torch._C, "_cuda_getCurrentRawStream"): lambda device: STREAM,
+        (torch.cuda, "is_available"): lambda: True,
+        (torch.cuda, "current_device"): lambda: 0,
+        (torch.cuda, "get_device_capability"): lambda device=0: (9, 0),
+    }
+    for (module, name), function in stand_ins.items():
+        setattr(module, name, function)
+    stand_in = ctypes.CDLL(f"{folder}/libcuda.so.1")
+    driver = CDriver(stand_in)
+    jit_cache._driver = lambda: driver
+    counts = {"compile": 0, "sources": 0}
+    if mode == "watch":
+        count_triton(counts)
+    requests = layer_requests(SHAPE, CALLS)
+    began = time.perf_counter()
+    launches = [launch_of(stand_in, request) for request in requests]
+    seconds = time.perf_counter() - began
+    found = {"counts": dict(counts), "loaded": driver.loaded, "triton": "triton" in sys.modules, "seconds": seconds}
+    if mode == "watch":
+        stand_in.expect_parameters(0, (ctypes.c_int * 0)())
+        found["told"] = told_to_a_profiler(*_launcher_of(requests[0]))
+    print(json.dumps({**found, "launches": launches}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,20 @@
+"""Files that other processes see complete or not at all."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_complete(path: Path, data: bytes) -> None:
+    """Write a file under its name when all of it is there; its folder is made. OSError: that cannot be done."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,207 @@
+"""Kernels that the JIT has compiled, kept on disk: later processes launch them without loading Triton.
+
+    CACHE/triton_ep/STATE/kernels                       how every kernel is launched
+    CACHE/triton_ep/STATE/<kernel>-<signature>          a compiled variant
+
+CACHE is Triton's own (TRITON_CACHE_DIR). STATE is a hash of what decides code besides what a launch asks for
+(`KernelRequest`): the sources of all kernels, the files of Triton, the architecture, variables of Triton's compiler. A
+file has three parts, with a newline between them: the sha256 of what follows, JSON, and the cubin. It appears complete
+or not at all. One that cannot be read or is not what was written is as if it were not there: Triton is asked, and the
+file is written anew. Nothing is removed; the folder triton_ep may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from triton_ep.errors import AotArchMismatch, LaunchError
+from triton_ep.runtime.cubins import Kernel
+from triton_ep.runtime.driver import Driver
+from triton_ep.runtime.environment import read_compiler_settings, read_environment
+from triton_ep.runtime.files import write_complete
+from triton_ep.runtime.library import Entry, check_entry
+from triton_ep.runtime.parameters import declared, interface
+from triton_ep.runtime.plans.request import KernelRequest
+from triton_ep.runtime.plans.residency import Program
+from triton_ep.runtime.sources import hash_of_all
+
+if TYPE_CHECKING:
+    from triton_ep.kernels.spec import KernelSpec
+
+FORMAT = 1
+"""Part of STATE; to be raised with every change of what is written."""
+_KERNELS = "kernels"
+_OF_COMPILER = ("__init__.py", "_C/*.so", "compiler/*.py", "language/**/*.py", "runtime/*.py", "backends/nvidia/**/*")
+"""Files of Triton that decide code."""
+_log = logging.getLogger("triton_ep.jit")
+
+
+class Kept(NamedTuple):
+    """A compiled kernel that is loaded, and what a program of it takes."""
+
+    kernel: Kernel
+    program: Program
+
+
+class JitCache:
+    """Compiled kernels of one folder, and which of them are loaded into this process.
+
+    Args:
+        folder: CACHE/triton_ep/STATE; made at the first `store`.
+    """
+
+    def __init__(self, folder: Path, driver: Driver) -> None:
+        self.folder = folder
+        self._driver = driver
+        self._loaded: dict[tuple[int, str], Kept] = {}
+        self._libraries: list[Any] = []
+        self._infos: Mapping[str, Mapping[str, Any]] | None = None
+
+    def info(self, kernel: str) -> Mapping[str, Any] | None:
+        """What `declared` says of a kernel; None: that is not known without Triton."""
+        if self._infos is None:
+            found = _read(self.folder / _KERNELS)
+            self._infos = {} if found is None else found[0]["kernels"]
+        return self._infos.get(kernel)
+
+    def store_infos(self) -> None:
+        """Keep what `info` says, where it is not there yet. Loads Triton."""
+        if self._infos:
+            return
+        from triton_ep.kernels.spec import all_kernels
+
+        ours = [spec for spec in all_kernels().values() if spec.kernel.__module__.startswith("triton_ep.kernels.")]
+        self._infos = {spec.name: declared(spec) for spec in ours}
+        try:
+            _write(self.folder / _KERNELS, {"kernels": self._infos}, b"")
+        except OSError as error:
+            _log.info("nothing is kept: %s", error)
+
+    def kernel(self, request: KernelRequest, device: int) -> Kept | None:
+        """The kernel of this variant, loaded for the current device, whose number is `device`; None: there is none that
+        can be used."""
+        key = device, request.signature()
+        kept = self._loaded.get(key)
+        if kept is None and (found := _read(self._path(request))) is not None:
+            try:
+                kept = self._load(request, *found)
+            except (AotArchMismatch, LaunchError, KeyError, TypeError) as error:
+                _log.info("%s cannot be used: %s", self._path(request), error)
+                return None
+            self._loaded[key] = kept
+        return kept
+
+    def _load(self, request: KernelRequest, told: Mapping[str, Any], cubin: bytes) -> Kept:
+        check_entry(told)
+        entry = Entry.from_dict(told)
+        if entry.request.text() != request.text():
+            raise KeyError("it is of another variant")
+        library = self._driver.load(cubin, entry.file)
+        self._libraries.append(library)
+        function = self._driver.function(library, entry.symbol, entry.shared)
+        return Kept(Kernel(entry, function, self._driver), Program(*told["program"]))
+
+    def store(self, spec: KernelSpec, request: KernelRequest, compiled: Any, program: Program) -> None:
+        """Keep a kernel that the JIT has compiled and loaded, if launches without Triton can serve it."""
+        if self.info(spec.name) is None:
+            return  # its sources are not in STATE
+        path = self._path(request)
+        try:
+            told = {"request": request.as_dict(), "file": path.name, **interface(spec, request, compiled)}
+            _write(path, {**told, "program": program}, compiled.asm["cubin"])
+        except (ValueError, KeyError, OSError) as error:
+            _log.info("%s is not kept: %s", spec.name, error)
+
+    def _path(self, request: KernelRequest) -> Path:
+        return self.folder / f"{request.kernel}-{request.signature()}"
+
+
+def root() -> Path:
+    """CACHE/triton_ep."""
+    return read_compiler_settings().cache / "triton_ep"
+
+
+def current(architecture: Callable[[], str]) -> JitCache | None:
+    """The cache for kernels that are asked for now; None: Triton has to compile them, or there is no cuda-python.
+
+    architecture: of the current GPU ("sm_90").
+    """
+    settings = read_compiler_settings()
+    if not read_environment().jit_cache or settings.watched or _is_watched():
+        return None
+    driver, compiler = _driver(), _compiler()
+    if driver is None or compiler is None:
+        return None
+    state = [FORMAT, hash_of_all(), compiler, architecture(), settings.deciding]
+    name = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]
+    return _opened(root() / name, driver)
+
+
+_opened = functools.cache(JitCache)
+
+
+@functools.cache
+def _driver() -> Driver | None:
+    try:
+        return Driver()
+    except (LaunchError, RuntimeError):  # the latter from cuda-python, where it finds no driver
+        return None
+
+
+@functools.cache
+def _compiler() -> str | None:
+    """Hash of the files of the Triton that would compile: their sizes and times, and its release; None: there is none.
+    Not of what they hold: Triton's library has hundreds of megabytes."""
+    try:
+        found = importlib.util.find_spec("triton")
+    except ValueError:
+        return None
+    if found is None or found.origin is None:
+        return None
+    root = Path(found.origin).parent
+    digest = hashlib.sha256((root / "__init__.py").read_bytes())
+    for path in sorted({path for pattern in _OF_COMPILER for path in root.glob(pattern)}):
+        if path.is_file() and path.suffix != ".pyc":
+            told = path.stat()
+            digest.update(f"{path.relative_to(root)} {told.st_size} {told.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _is_watched() -> bool:
+    """Whether this program has told Triton to show compilations and loads, or to change what it makes."""
+    knobs = sys.modules.get("triton.knobs")
+    runtime = getattr(knobs, "runtime", None)
+    if knobs is None or runtime is None:
+        return False
+    loads = [*runtime.kernel_load_start_hook.calls, *runtime.kernel_load_end_hook.calls]
+    return (
+        any(vars(knobs.compilation).values())
+        or any(value for name, value in vars(runtime).items() if name != "interpret")
+        or "manager_class" in vars(knobs.cache)
+        or not all(str(getattr(call, "__module__", "")).startswith("triton_ep.") for call in loads)
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, Any], bytes] | None:
+    """What `_write` wrote; None: nothing, or not all of it."""
+    try:
+        digest, rest = path.read_bytes().split(b"\n", 1)
+        if digest.decode() != hashlib.sha256(rest).hexdigest():
+            return None
+        told, data = rest.split(b"\n", 1)
+        return {**json.loads(told), "sha256": digest.decode()}, data
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(path: Path, told: Mapping[str, Any], data: bytes) -> None:
+    rest = json.dumps(told).encode() + b"\n" + data
+    write_complete(path, hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
