@@ -41,9 +41,10 @@ test: $(TOOLS)  ## lint, types, then every test that needs no GPU; those with ra
 PEERS := build/peers
 peers: $(TOOLS)  ## tests with the frameworks' own code, from their wheels, without what these depend on
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PEERS) megatron-core==0.16.1 torchtitan==0.3.0 \
-	  spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0
+	  spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0 sglang==0.5.23 vllm==0.33.0
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS) $(BIN)/python -m pytest tests/integrations/test_megatron_core.py \
-	  tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_deep_ep.py
+	  tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_deep_ep.py \
+	  tests/integrations/test_sglang_deep_ep.py tests/integrations/test_vllm_own.py
 
 chaos: $(TOOLS)  ## the tests with ranks in chaos mode, under three seeds
 	$(RUN) -m pytest tests -m "$(CPU)" -k chaos --chaos-seeds 1,2,3 $(PARALLEL)

@@ -1,0 +1,218 @@
+"""vLLM's own FusedMoEKernel over triton_ep's class, and over vLLM's three for DeepEP; skipped where vLLM is absent.
+
+    pip install --no-deps vllm==0.33.0        (into a folder of its own: --target DIR, and PYTHONPATH=DIR)
+
+The files of the kernel, of its configuration and of the classes for DeepEP are loaded as they are; the rest of vLLM is
+stand-ins (peer_modules.py). Experts multiply by a number of their own, in float32, against a dense sum.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+from tests.integrations.peer_modules import folder_of, loaded
+from triton_ep.distributed import current_heap
+from triton_ep.integrations import deep_ep
+from triton_ep.reference.channel_scales import quantize_channels
+from triton_ep.testing import make_workload
+
+_LAYERS = "model_executor.layers.fused_moe"
+_CLASSES = f"{_LAYERS}.prepare_finalize"
+_REAL = (
+    "utils.math_utils",
+    f"{_LAYERS}.config",
+    f"{_LAYERS}.modular_kernel",
+    f"{_LAYERS}.topk_weight_and_reduce",
+    f"{_CLASSES}.deepep_ht",
+    f"{_CLASSES}.deepep_ll",
+    f"{_CLASSES}.deepep_v2",
+)
+_FOLDER = folder_of("vllm", "model_executor/layers/fused_moe/prepare_finalize/deepep_v2.py")
+
+pytestmark = [
+    pytest.mark.plain,
+    pytest.mark.skipif(_FOLDER is None, reason="vLLM with its classes for DeepEP 1 and 2 is not installed"),
+]
+
+HIDDEN, TOPK, EXPERTS, MOST = 2048, 3, 2, 16  # experts per rank; the least hidden size of vLLM's low-latency class
+
+
+class GroupShape(NamedTuple):
+    """vLLM's, of a file that needs its compiled code."""
+
+    row: int
+    col: int
+
+
+GroupShape.PER_TENSOR, GroupShape.PER_TOKEN = GroupShape(-1, -1), GroupShape(1, -1)  # type: ignore[attr-defined]
+
+
+def _quantized(
+    A: torch.Tensor, A_scale: Any, quant_dtype: Any, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """In place of vLLM's kernel, with its names: nothing, or float32 scales per 128 values."""
+    return (A, None) if quant_dtype is None else quantize_channels(A, False, False)
+
+
+def _names(ranks: int) -> dict[str, dict[str, Any]]:
+    tokens = SimpleNamespace(num_tokens_across_dp_cpu=torch.full((ranks,), MOST))
+    platform = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False, is_rocm=lambda: False)
+    return {
+        "_custom_ops": {"moe_sum": lambda rows, out: out.copy_(rows.float().sum(1))},
+        "forward_context": {"get_forward_context": lambda: SimpleNamespace(dp_metadata=tokens)},
+        "platforms": {"current_platform": platform},
+        "triton_utils": {"tl": tl, "triton": triton},
+        "utils.import_utils": {"get_triton_kernels_version": lambda: None},
+        "utils.torch_utils": {"PIN_MEMORY": False},
+        f"{_LAYERS}.utils": {
+            "_resize_cache": lambda cache, shape: cache.flatten()[: torch.Size(shape).numel()].view(*shape),
+            "moe_kernel_quantize_input": _quantized,
+            "normalize_batched_scales_shape": lambda scales, num_experts: scales,
+        },
+        f"{_LAYERS}.experts.fused_humming_moe": {"HummingIndexedExperts": type("HummingIndexedExperts", (), {})},
+        "model_executor.layers.quantization.utils.quant_utils": {"GroupShape": GroupShape},
+        "model_executor.layers.quantization.utils.ocp_mx_utils": {"OCP_MX_DTYPES": set()},
+        "v1.worker.ubatching": {
+            "dbo_current_ubatch_id": lambda: 0,
+            "dbo_enabled": lambda: False,
+            "dbo_get_previous_event": lambda function: None,
+        },
+    }
+
+
+@contextmanager
+def _vllm(ranks: int) -> Iterator[SimpleNamespace]:
+    """vLLM's modules, by their last names, over the door."""
+    deep_ep.install()
+    try:
+        assert _FOLDER is not None
+        with loaded("vllm", _FOLDER, _REAL, _names(ranks)) as modules:
+            yield SimpleNamespace(**{module.__name__.split(".")[-1]: module for module in modules})
+    finally:
+        sys.modules.pop("triton_ep.integrations.vllm.classes", None)
+        deep_ep.uninstall()
+        deep_ep.release()
+
+
+def _values(rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Rows as float32, with scales [..., H / 128] or none."""
+    values = rows.float()
+    return values if scale is None else (values.unflatten(-1, (-1, 128)) * scale.unsqueeze(-1)).flatten(-2)
+
+
+def _experts(vllm: SimpleNamespace, batched: bool, **arguments: Any) -> Any:
+    """Experts that multiply by the number of the expert, over vLLM's base class."""
+    mk, reduce = vllm.modular_kernel, vllm.topk_weight_and_reduce
+
+    class Numbered(mk.FusedMoEExpertsModular):
+        @staticmethod
+        def activation_format() -> Any:
+            return mk.FusedMoEActivationFormat["BatchedExperts" if batched else "Standard"]
+
+        def finalize_weight_and_reduce_impl(self) -> Any:
+            return reduce.TopKWeightAndReduceDelegate() if batched else reduce.TopKWeightAndReduceNoOP()
+
+        def workspace_shapes(self, num_rows: int, n: int, k: int, topk: int, *_: Any) -> Any:
+            slabs = (EXPERTS, num_rows, HIDDEN)
+            return (0,), (0,), slabs if batched else (num_rows, HIDDEN)
+
+        def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
+            values = _values(hidden_states, given["a1q_scale"])
+            mine = (given["expert_map"] >= 0).nonzero().flatten()
+            if batched:
+                counts = given["expert_tokens_meta"].expert_num_tokens
+                here = torch.arange(values.shape[1], device=counts.device) < counts.unsqueeze(1)
+                output.copy_(torch.where(here.unsqueeze(2), values * (mine.view(-1, 1, 1) + 1), 0.0))
+                return
+            ids, weights = given["topk_ids"], given["topk_weights"]
+            kept = (ids >= 0) & (given["expert_map"][ids.clamp(min=0)] >= 0)
+            factors = torch.where(kept, weights * (ids + 1), 0.0).sum(1, keepdim=True)
+            output.copy_(torch.where(kept.any(1, keepdim=True), values * factors, 0.0))
+
+        def supports_expert_map(self) -> bool:
+            return True
+
+        @staticmethod
+        def _supports(*_: Any) -> bool:
+            return True
+
+        _supports_current_device = _supports_no_act_and_mul = _supports_quant_scheme = _supports
+        _supports_activation = _supports_parallel_config = _supports
+
+    return Numbered(SimpleNamespace(moe_parallel_config=None), **arguments)
+
+
+def _made(vllm: SimpleNamespace, name: str, rank: int, ranks: int, quantised: bool) -> Any:
+    """vLLM's class of that name, with the buffer that its manager would make; or triton_ep's."""
+    group, num_experts = dist.group.WORLD, EXPERTS * ranks
+    if name.startswith("triton_ep"):
+        # As `from triton_ep.integrations.vllm import ...`, which would keep the class of another test's vLLM.
+        classes = importlib.import_module("triton_ep.integrations.vllm.classes")
+        sizes = {"max_tokens": MOST, "hidden": HIDDEN, "topk": TOPK, "num_experts": num_experts}
+        return classes.TritonEPPrepareAndFinalize(group, batched=name == "triton_ep_batched", **sizes)
+    if name == "ht":
+        return vllm.deepep_ht.DeepEPHTPrepareAndFinalize(deep_ep.Buffer(group, 1 << 26), ranks, ranks, EXPERTS * rank)
+    if name == "ll":
+        size = deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, ranks, num_experts)
+        buffer = deep_ep.Buffer(group, 0, size, low_latency_mode=True, num_qps_per_rank=EXPERTS)
+        return vllm.deepep_ll.DeepEPLLPrepareAndFinalize(buffer, MOST, ranks, quantised)
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK)
+    sizes = {"num_experts": num_experts, "num_topk": TOPK, "use_fp8_dispatch": quantised}
+    decode = name == "v2_decode"
+    return vllm.deepep_v2.DeepEPV2PrepareAndFinalize(
+        buffer, ranks, ranks, EXPERTS * rank, **sizes, use_cudagraph=decode
+    )
+
+
+BATCHES = (((7, 12), 0.2), ((0, 5), 0.0), ((16, 0), 0.3))
+
+
+def _check(rank: int, nodes: int, ranks_per_node: int, name: str, quantised: bool) -> None:
+    ranks, device = nodes * ranks_per_node, current_heap().device
+    with _vllm(ranks) as vllm:
+        made = _made(vllm, name, rank, ranks, quantised)
+        assert isinstance(made, vllm.modular_kernel.FusedMoEPrepareAndFinalizeModular)
+        batched = made.activation_format.name == "BatchedExperts"
+        kinds = {"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]} if quantised else {}
+        config = vllm.config.FusedMoEQuantConfig.make(**kinds)
+        slabs = {"max_num_tokens": MOST, "num_dispatchers": ranks} if batched else {}
+        kernel = vllm.modular_kernel.FusedMoEKernel(made, _experts(vllm, batched, quant_config=config, **slabs))
+        expert_map = torch.full((EXPERTS * ranks,), -1, dtype=torch.int32, device=device)
+        expert_map[EXPERTS * rank :][:EXPERTS] = torch.arange(EXPERTS, dtype=torch.int32, device=device)
+        w1, w2 = torch.zeros(EXPERTS, 2, HIDDEN, device=device), torch.zeros(EXPERTS, HIDDEN, 1, device=device)
+        for tokens, drop in BATCHES:
+            sizes = {"hidden": HIDDEN, "topk": TOPK, "num_experts": EXPERTS * ranks, "drop": drop, "seed": len(tokens)}
+            work = make_workload(rank, ranks, tokens[rank % 2], **sizes)
+            x, weights, ids = (each.to(device) for each in (work.x, work.topk_weights, work.topk_idx.long()))
+            ids = torch.where(ids == EXPERTS * ranks, -1, ids)
+            want = x.float() * torch.where(ids >= 0, weights * (ids + 1), 0.0).sum(1, keepdim=True)
+            out = kernel.apply(x, w1, w2, weights, ids, "silu", EXPERTS * ranks, expert_map, False)
+            # bf16 rounds rows, sums per rank and the result; e4m3 rounds rows by 1/16.
+            bound = (0.07 if quantised else 0.012) * want.abs() + 0.02 * want.abs().mean()
+            assert out.shape == want.shape and ((out.float() - want).abs() <= bound).all()
+        if name.startswith("triton_ep"):
+            made.close()
+
+
+CASES = [
+    *[(name, False) for name in ("triton_ep", "triton_ep_batched", "ht", "ll", "v2_prefill", "v2_decode")],
+    *[(name, True) for name in ("ht", "ll", "v2_prefill", "v2_decode")],
+]
+
+
+@pytest.mark.parametrize("name, quantised", CASES)
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+def test_its_kernel_over_each_class(run_ranks, nodes, ranks_per_node, name, quantised):
+    """bf16 rows and FP8 ones with a scale per 128 values, dropped ids, a rank without tokens."""
+    run_ranks(_check, nodes, ranks_per_node, name, quantised)
