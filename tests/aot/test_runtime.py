@@ -45,6 +45,7 @@ class NotingDriver:
         self.loaded: list[str] = []
         self.launches: list[tuple[Any, ...]] = []
         self.kinds: tuple[str, ...] = ()
+        self.maps = 0
 
     def load(self, cubin: bytes, what: str) -> int:
         """A handle."""
@@ -57,6 +58,7 @@ class NotingDriver:
 
     def tensor_map(self, address: int, *about: Any) -> bytes:
         """Something to be recognised by."""
+        self.maps += 1
         return struct.pack("Q", address) + bytes(120)
 
     def launcher(self, function: str, threads: int, shared: int, params: int, what: str) -> Callable[[int, int], None]:
@@ -231,7 +233,7 @@ def test_threads_do_not_mix_their_arguments(aot: Aot, driver: NotingDriver, comp
 def test_products_pass_tensor_maps(
     aot: Aot, driver: NotingDriver, compiled_mode: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With TMA: a map, sizes and strides of each operand; the other arguments behind them."""
+    """With TMA: a map, sizes and strides of each operand, encoded once; the other arguments behind them."""
     monkeypatch.setattr(runtime, "default_aot", lambda: aot)
     monkeypatch.setattr(grouped_bf16, "INTERPRETING", False)
     monkeypatch.setattr(grouped_bf16, "programs", lambda device: 132)
@@ -247,6 +249,12 @@ def test_products_pass_tensor_maps(
     assert values[1:5] == [9000, 256, 256, 1]
     assert values[6:10] == [32 * 512, 256, 256, 1]
     assert values[10:] == [out.data_ptr(), ends.data_ptr(), 9000, 32, 512, 256, 256, 512 * 256, 256, 512, 0, 0]
+    grouped_bf16.bf16_gemm(a, w.transpose(1, 2), ends, tma=True)
+    assert driver.launches[-1][4][:10] == values[:10]
+    assert driver.maps == 2  # those of the first launch
+    grouped_bf16.bf16_gemm(a[:8999], w.transpose(1, 2), ends, tma=True)
+    assert driver.launches[-1][4][1] == 8999
+    assert driver.maps == 3
     runtime._launchers.clear()
 
 
