@@ -12,6 +12,7 @@ import torch.distributed as dist
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, StaleHandleError
 from triton_ep.integrations import deep_ep as door
+from triton_ep.integrations.deep_ep.layers import layers_of
 from triton_ep.reference import compact as reference
 from triton_ep.reference import dispatch as dispatch_reference
 from triton_ep.testing import Workload, apply_expert, make_workload
@@ -262,6 +263,7 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         # Sums of a rank are rounded on their way, and the sum of the ranks once more.
         bound = torch.finfo(torch.bfloat16).eps * terms.abs().sum(1)
         assert ((out.cpu().float() - terms.sum(1)).abs() <= bound).all()
+        _check_travelling_weights(buffer, xs[rank].to(device), idx, topk_weights, lent, out, how)
     with pytest.raises(InputError, match=f"{HIDDEN} values.*multiple of 128.*use_fp8=False"):
         buffer.low_latency_dispatch(xs[rank].to(device), idx, most, num_experts)
     with pytest.raises(ConfigError, match="num_rdma_bytes"):
@@ -278,7 +280,7 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         )
     with pytest.raises(StaleHandleError):
         buffer.get_next_low_latency_combine_buffer(object())
-    for name, value in (("use_nvfp4", True), ("x_global_scale", topk_weights), ("topk_weights", topk_weights)):
+    for name, value in (("use_nvfp4", True), ("x_global_scale", topk_weights)):
         with pytest.raises(InputError, match=f"low_latency_dispatch does not support {name}"):
             buffer.low_latency_dispatch(xs[rank].to(device), idx, most, num_experts, **{name: value})
     masked = torch.ones(ranks, dtype=torch.int32, device=device)
@@ -293,6 +295,32 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
     with pytest.raises(InputError, match="out must be"):
         buffer.low_latency_combine(lent, idx, topk_weights, handle, out=xs[rank].to(device)[:, 1:])
     buffer.destroy()
+
+
+def _check_travelling_weights(
+    buffer: door.Buffer,
+    x: torch.Tensor,
+    idx: torch.Tensor,
+    weights: torch.Tensor,
+    y: torch.Tensor,
+    want: torch.Tensor,
+    how: dict[str, Any],
+) -> None:
+    """Weights that a low-latency dispatch gets come with the rows, and combine gives the same bits by them."""
+    most, num_experts = y.shape[1] // buffer.group_size, EXPERTS * buffer.group_size
+    given = {"use_fp8": False, "topk_weights": weights, **how}
+    _, _, handle, event, hook = buffer.low_latency_dispatch(x, idx, most, num_experts, **given)
+    hook()
+    event.current_stream_wait()
+    with pytest.raises(InputError, match="other topk_weights than low_latency_dispatch"):
+        buffer.low_latency_combine(y, idx, weights.clone() if len(weights) else None, handle)
+    # No dispatch carries weights: that of other layers would count.
+    before = [layer.context.num_dispatches for layer in layers_of(buffer.group).layers.values()]
+    out, event, hook = buffer.low_latency_combine(y, idx, weights.view_as(weights), handle, **how)
+    hook()
+    event.current_stream_wait()
+    equal(out, want.cpu())
+    assert [layer.context.num_dispatches for layer in layers_of(buffer.group).layers.values()] == before
 
 
 @pytest.mark.plain

@@ -219,10 +219,14 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
     recv_x, recv_weights, desc = layer.dispatch(x, idx, weights)
     assert isinstance(recv_x, torch.Tensor)
     slabs, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False)
+    with_weights: dict[str, Any] = {"use_fp8": False, "topk_weights": weights}
+    handle_of_weights = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, **with_weights)[2]
     doors: Calls = {
         "dispatch": lambda: buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False),
+        "dispatch with weights": lambda: buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, **with_weights),
         "dispatch of one-byte rows": lambda: buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS),
         "combine": lambda: buffer.low_latency_combine(slabs, idx, weights, handle),
+        "combine by weights of dispatch": lambda: buffer.low_latency_combine(slabs, idx, weights, handle_of_weights),
     }
     layers: Calls = {
         "dispatch": lambda: layer.dispatch(x, idx),
@@ -236,10 +240,13 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         {
             # Slabs, and rows and slabs as words; where rows and how many of an expert are.
             "dispatch": ("dispatch", 7),
+            "dispatch with weights": ("dispatch with weights", 7),
             # Besides: what `quantize_channels` makes, and slabs of scales.
             "dispatch of one-byte rows": ("dispatch of one-byte rows", 18),
             # The dispatch that brings the weights (9, and its rows), rows out of slabs as words, where rows are.
             "combine": ("dispatch with weights", 10),
+            # Rows out of slabs as words, where rows are.
+            "combine by weights of dispatch": ("combine", 9),
         },
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from triton_ep.config import EPConfig
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.errors import CapacityError, ConfigError, FinalizedError, InputError, StaleHandleError
 from triton_ep.exchange import steps
@@ -457,7 +458,9 @@ class Buffer:
             use_ue8m0: exponents of such scales, four to an int32; H a multiple of 512.
             async_finish: run on the communication stream.
             return_recv_hook: launch the sending half only; the hook, the fifth result, launches the receiving half.
-            use_nvfp4, x_global_scale, use_ue8m0_for_sf, topk_weights: not supported; leave them out.
+            topk_weights: [T, K] float32, contiguous; they travel with the rows. `low_latency_combine` must get the same
+                tensor, unchanged, and sends no weights then. On all ranks or on none.
+            use_nvfp4, x_global_scale, use_ue8m0_for_sf: not supported; leave them out.
 
         Returns:
             [e, W * M, H]: the rows of each expert at the start of its slab, by source rank, then by token; the other
@@ -470,7 +473,7 @@ class Buffer:
             ConfigError: a buffer that was not made for it, or sizes that a low-latency layer does not take.
         """
         given = {"use_nvfp4": use_nvfp4, "x_global_scale": x_global_scale, "use_ue8m0_for_sf": use_ue8m0_for_sf}
-        refuse("low_latency_dispatch", {**given, "topk_weights": topk_weights})
+        refuse("low_latency_dispatch", given)
         check.tensor("x", x, 2)
         check_ids(topk_idx)
         use_fp8, round_scale = check.flag("use_fp8", use_fp8), check.flag("round_scale", round_scale)
@@ -500,7 +503,7 @@ class Buffer:
 
         def send() -> tuple[tuple[EPAllToAllLayoutDesc, torch.Tensor], Callable[[], None]]:
             rows = quantized(x, round_scale, use_ue8m0, layer.context.device) if use_fp8 else (x,)
-            flat, desc, hook = _sent(layer, rows, topk_idx, return_recv_hook)
+            flat, row_weights, desc, hook = _sent(layer, rows, topk_idx, topk_weights, return_recv_hook)
             counts = desc.num_recv_tokens_per_expert
 
             def receive() -> None:
@@ -509,11 +512,12 @@ class Buffer:
                 if stats is not None:
                     stats.add_(counts)
 
-            return (desc, counts), receive
+            return (desc, counts, row_weights), receive
 
-        found, event, hook = run_halves(layer, send, (x, topk_idx, *slabs.tensors), async_finish, return_recv_hook)
-        desc, counts = found
-        return slabs.result, counts, LowLatencyHandle(layer, desc), event, hook
+        tensors = (x, topk_idx, topk_weights, *slabs.tensors)
+        found, event, hook = run_halves(layer, send, tensors, async_finish, return_recv_hook)
+        desc, counts, row_weights = found
+        return slabs.result, counts, LowLatencyHandle(layer, desc, topk_weights, row_weights), event, hook
 
     def low_latency_combine(
         self,
@@ -541,12 +545,13 @@ class Buffer:
         does not wait.
 
         The experts' rank multiplies and sums in float32, in k order, and rounds the sums; the sums of the ranks are
-        added in float32. A small dispatch of their own carries the weights first.
+        added in float32. So it needs the weights: a small dispatch of two launches carries them first, unless they came
+        with the rows (`topk_weights` of `low_latency_dispatch`).
 
         Args:
             x: [e, W * M, H], outputs for the rows of that dispatch; contiguous.
             topk_idx: [T, K] of that dispatch.
-            topk_weights: [T, K] float32, contiguous.
+            topk_weights: [T, K] float32, contiguous; that of the dispatch, if it got one.
             handle: of that dispatch.
             use_logfmt: must be False.
             zero_copy: no effect: `x` may be the tensor of `get_next_low_latency_combine_buffer` or any other.
@@ -597,12 +602,16 @@ class Buffer:
                 signals = per_expert(src_signals, src_signal_expect_value, desc)
             else:
                 signals = per_block(comp_signal, block_m, threshold, x.shape[1], desc)
-        sizes = (cfg.topk, cfg.num_experts, torch.bfloat16, cfg.num_sm, cfg.max_tokens)
-        companion = self._low_latency_layer(_WEIGHTS_HIDDEN, *sizes)
+        if handle.row_weights is not None and not _same(topk_weights, handle.given_weights):
+            raise InputError(
+                "low_latency_combine got other topk_weights than low_latency_dispatch, with whose rows they travelled. "
+                "Pass the same tensor, or none to low_latency_dispatch."
+            )
 
         def send() -> tuple[torch.Tensor, Callable[[], None]]:
-            unread = torch.empty(ids.shape[0], _WEIGHTS_HIDDEN, dtype=torch.bfloat16, device=x.device)
-            _, weights, _ = companion.dispatch(unread, ids, topk_weights)
+            weights = handle.row_weights
+            if weights is None:
+                weights = self._sent_weights(cfg, ids, topk_weights)
             if signals is not None:
                 steps.wait_signals(layer.context, signals)
             flat = from_slabs(x, desc.expert_offsets, counts, desc.num_recv_rows)
@@ -689,6 +698,13 @@ class Buffer:
             layer = self._pool.found[key] = self._pool.get(sizes, user=self._number)
         return layer
 
+    def _sent_weights(self, cfg: EPConfig, ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor | None:
+        """Weights of the rows of a dispatch of `ids`, by a dispatch of rows that nobody reads."""
+        sizes = (cfg.topk, cfg.num_experts, torch.bfloat16, cfg.num_sm, cfg.max_tokens)
+        companion = self._low_latency_layer(_WEIGHTS_HIDDEN, *sizes)
+        unread = torch.empty(ids.shape[0], _WEIGHTS_HIDDEN, dtype=torch.bfloat16, device=ids.device)
+        return companion.dispatch(unread, ids, topk_weights)[1]
+
     def _check_handle(self, handle: Any) -> None:
         self._check_open()
         if not isinstance(handle, LowLatencyHandle):
@@ -754,14 +770,26 @@ class Buffer:
 
 
 def _sent(
-    layer: EPAll2AllLayer, rows: tuple[torch.Tensor, ...], ids: torch.Tensor, split: bool
-) -> tuple[list[torch.Tensor], EPAllToAllLayoutDesc, Callable[[], None]]:
-    """A low-latency dispatch of rows, and of their scales where they have some: what arrives of both, the descriptor,
-    and what launches the receiving half; without `split` that has been launched."""
+    layer: EPAll2AllLayer,
+    rows: tuple[torch.Tensor, ...],
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    split: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
+    """A low-latency dispatch of rows, and of their scales where they have some: what arrives of both, the weights, the
+    descriptor, and what launches the receiving half; without `split` that has been launched."""
     call: Callable[..., tuple[Any, ...]] = layer.dispatch if len(rows) == 1 else layer.dispatch_scaled
-    results = call(*rows, ids, return_recv_hook=True) if split else (*call(*rows, ids), no_hook)
-    *flat, _, desc, hook = results
-    return flat, desc, hook
+    results = call(*rows, ids, weights, return_recv_hook=True) if split else (*call(*rows, ids, weights), no_hook)
+    *flat, row_weights, desc, hook = results
+    return flat, row_weights, desc, hook
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether both are one tensor, or views of the same elements."""
+    return one is other or (
+        isinstance(one, torch.Tensor)
+        and (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+    )
 
 
 def _config(given: Any) -> Config:

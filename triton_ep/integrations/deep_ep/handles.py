@@ -80,10 +80,17 @@ class LowLatencyHandle(LazyItems):
     Items, e local experts, W ranks, M most tokens per rank, as DeepEP's: [e, W * M] int32, the source's token of each
     row in its slab, -1 after the rows that arrived; [e, W] int64, first row << 32 | rows of each source rank; M; H;
     the number of experts.
+
+    Attributes:
+        layer, layout_desc: that served the dispatch.
+        given_weights: [T, K] float32, weights that the dispatch got; None: it got none.
+        row_weights: [R] float32, those that arrived with the rows, expert-major.
     """
 
     layer: EPAll2AllLayer
     layout_desc: EPAllToAllLayoutDesc
+    given_weights: torch.Tensor | None
+    row_weights: torch.Tensor | None
 
     def _makers(self) -> tuple[Callable[[], Any], ...]:
         cfg = self.layer.config
