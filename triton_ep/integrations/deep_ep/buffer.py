@@ -501,7 +501,7 @@ class Buffer:
             )
         slabs = Slabs(slab, x, use_fp8, use_ue8m0)
 
-        def send() -> tuple[tuple[EPAllToAllLayoutDesc, torch.Tensor], Callable[[], None]]:
+        def send() -> tuple[tuple[EPAllToAllLayoutDesc, torch.Tensor, torch.Tensor | None], Callable[[], None]]:
             rows = quantized(x, round_scale, use_ue8m0, layer.context.device) if use_fp8 else (x,)
             flat, row_weights, desc, hook = _sent(layer, rows, topk_idx, topk_weights, return_recv_hook)
             counts = desc.num_recv_tokens_per_expert
