@@ -8,16 +8,15 @@ import torch
 
 from triton_ep.distributed import check_group, current_heap
 from triton_ep.errors import InputError
-from triton_ep.heap.base import SymmetricHeap, SymmTensor
 from triton_ep.integrations import arguments as check
 
 
 class _Allocated(NamedTuple):
-    """A tensor that `symm_mem_alloc` made, in which heap and for which group."""
+    """A tensor that `symm_mem_alloc` made, in which heap and for which group: of `current_heap`, and of its `alloc`."""
 
-    heap: SymmetricHeap
+    heap: Any
     group: Any
-    tensor: SymmTensor
+    tensor: Any
 
 
 class _Pool:
