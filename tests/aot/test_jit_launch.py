@@ -30,6 +30,7 @@ def test_the_driver_gets_what_a_launch_gives(tmp_path: Path) -> None:
         "TRITON_LIBCUDA_PATH": str(tmp_path),
         "LD_LIBRARY_PATH": str(tmp_path),
         "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "TRITON_EP_JIT_CACHE": "0",  # what Triton launches is looked at
         "PYTHONPATH": str(HERE.parents[1]),
         "OMP_NUM_THREADS": "1",
     }
