@@ -1,7 +1,8 @@
 """Routing of one rank: from expert ids to counts, stable slots and destination rows.
 
-Protocol      1 count: each chunk of tokens ranks its own entries and counts them per column
-              (2 all ranks exchange their totals and derive where every segment starts: internode/splits.py)
+Protocol      1 count: each chunk of tokens ranks its own entries and counts them per column; by programs of the
+              kernel that goes on with step 2 (internode/splits.py)
+              (2 all ranks exchange their totals and derive where every segment starts)
               3 slots: every entry gets its row at its owner, every token its arrival row per rank. The ranks of
               this node are told which output rows each arrival row fills, and the push kernel
               (intranode/dispatch.py) where to store each row. The last program, which has no chunk, writes the tile
@@ -34,6 +35,7 @@ from ..device.job import (
     is_local,
     my_node,
     node_of,
+    num_experts,
     num_nodes,
     on_my_node,
     owner_of,
@@ -94,33 +96,46 @@ def _first_in_token(group, valid):
     return valid & (tl.sum(alike.to(tl.int32), axis=1) == 0)
 
 
-@ep_kernel(topk_idx_ptr="*{IDX}", entries_ptr="*i32", chunks_ptr="*i32", num_warps=8)
-def routing_count_kernel(
-    topk_idx_ptr,  # [T, K] int32 or int64; -1 or E = dropped
-    entries: Entries,
-    chunks_ptr,  # out, see device/tables.py
-    num_experts,
-    job: Job,
-    KP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    OTHERS: tl.constexpr,
-):
+class Counting(NamedTuple):
+    """Ids to count, where the counts go, and sizes, powers of two.
+
+    Attributes:
+        topk_idx_ptr: [T, K] int32 or int64; -1 or E = dropped.
+        chunks_ptr: out; device/tables.py.
+        KP: top-k.
+        BLOCK_T: tokens of a chunk.
+        CLEARED: columns set to zero at a time.
+        OTHERS: entries with which each is compared at a time.
+    """
+
+    topk_idx_ptr: Any
+    chunks_ptr: Any
+    KP: tl.constexpr
+    BLOCK_T: tl.constexpr
+    CLEARED: tl.constexpr
+    OTHERS: tl.constexpr
+
+
+@triton.jit
+def count_chunk(job, counting, entries, num_chunks):
+    """Slots and counts of the chunk with this program's number."""
+    chunks_ptr = counting.chunks_ptr
     chunk = tl.program_id(0)
     num_columns = num_columns_of(job)
-    _, _, offs, mask = _entries(entries.num_tokens, entries.TOPK, KP, BLOCK_T)
-    raw = tl.load(topk_idx_ptr + offs, mask=mask, other=-1).to(tl.int64)
-    valid = (raw >= 0) & (raw < num_experts)
-    bad = mask & (raw != -1) & (raw != num_experts) & (valid == 0)
+    experts = num_experts(job)
+    _, _, offs, mask = _entries(entries.num_tokens, entries.TOPK, counting.KP, counting.BLOCK_T)
+    raw = tl.load(counting.topk_idx_ptr + offs, mask=mask, other=-1).to(tl.int64)
+    valid = (raw >= 0) & (raw < experts)
+    bad = mask & (raw != -1) & (raw != experts) & (valid == 0)
     first_bad = tl.min(tl.where(bad, offs, _NO_INDEX))
     bad_id = tl.sum(tl.where(bad & (offs == first_bad), raw, 0))
     bad_id = tl.minimum(tl.maximum(bad_id, -_NO_INDEX), _NO_INDEX).to(tl.int32)
-    tl.store(chunk_bad_ptrs(job, chunks_ptr, tl.num_programs(0), chunk, BAD_ENTRY), first_bad)
-    tl.store(chunk_bad_ptrs(job, chunks_ptr, tl.num_programs(0), chunk, BAD_ID), bad_id)
+    tl.store(chunk_bad_ptrs(job, chunks_ptr, num_chunks, chunk, BAD_ENTRY), first_bad)
+    tl.store(chunk_bad_ptrs(job, chunks_ptr, num_chunks, chunk, BAD_ID), bad_id)
 
     counts_ptr = chunks_ptr + tl.cast(chunk, tl.int64) * num_columns
-    columns = tl.arange(0, BLOCK_C)
-    for start in range(0, num_columns, BLOCK_C):
+    columns = tl.arange(0, counting.CLEARED)
+    for start in range(0, num_columns, counting.CLEARED):
         tl.store(counts_ptr + start + columns, 0, mask=start + columns < num_columns)
     # The zeros and the counts below go to the same words from different threads.
     tl.debug_barrier()
@@ -138,44 +153,38 @@ def routing_count_kernel(
     tl.store(stage_row_ptr + offs, tl.where(_first_in_token(owner, valid), owner, -1), mask=mask)
     tl.store(node_slot_ptr + offs, tl.where(_first_in_token(node, valid), node, -1), mask=mask)
     tl.debug_barrier()
-    _rank_entries(dst_row_ptr, counts_ptr, entries.num_tokens, entries.TOPK, KP, BLOCK_T, OTHERS)
-    _rank_entries(
-        stage_row_ptr, rank_columns_of(job, counts_ptr), entries.num_tokens, entries.TOPK, KP, BLOCK_T, OTHERS
-    )
-    _rank_entries(
-        node_slot_ptr, node_columns_of(job, counts_ptr), entries.num_tokens, entries.TOPK, KP, BLOCK_T, OTHERS
-    )
+    _rank_entries(counting, entries, dst_row_ptr, counts_ptr)
+    _rank_entries(counting, entries, stage_row_ptr, rank_columns_of(job, counts_ptr))
+    _rank_entries(counting, entries, node_slot_ptr, node_columns_of(job, counts_ptr))
 
 
 @triton.jit
 def _rank_entries(
+    counting,
+    entries,
     field_ptr,  # [T, K] int32, in: groups, -1 = none; out: slots within the chunk and group, -1 = none
     counts_ptr,  # out: entries of each group that has any
-    num_tokens,
-    TOPK: tl.constexpr,
-    KP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    OTHERS: tl.constexpr,  # entries compared at a time
 ):
     """Of each entry of the chunk: how many earlier ones share its group; of each group: how many there are."""
-    N: tl.constexpr = BLOCK_T * KP
+    KP: tl.constexpr = counting.KP
+    N: tl.constexpr = counting.BLOCK_T * KP
     entry = tl.arange(0, N)
-    first_token = tl.program_id(0) * BLOCK_T
+    first_token = tl.program_id(0) * counting.BLOCK_T
     token, k = first_token + entry // KP, entry % KP
-    mask = (token < num_tokens) & (k < TOPK)
-    group = tl.load(field_ptr + token * TOPK + k, mask=mask, other=-1)
-    both = tl.zeros([OTHERS, N], tl.int32)  # one sum for the two numbers
-    for start in range(0, N, OTHERS):
-        other = start + tl.arange(0, OTHERS)
+    mask = (token < entries.num_tokens) & (k < entries.TOPK)
+    group = tl.load(field_ptr + token * entries.TOPK + k, mask=mask, other=-1)
+    both = tl.zeros([counting.OTHERS, N], tl.int32)  # one sum for the two numbers
+    for start in range(0, N, counting.OTHERS):
+        other = start + tl.arange(0, counting.OTHERS)
         other_token, other_k = first_token + other // KP, other % KP
-        is_other = (other_token < num_tokens) & (other_k < TOPK)
-        theirs = tl.load(field_ptr + other_token * TOPK + other_k, mask=is_other, other=-2)
+        is_other = (other_token < entries.num_tokens) & (other_k < entries.TOPK)
+        theirs = tl.load(field_ptr + other_token * entries.TOPK + other_k, mask=is_other, other=-2)
         alike = theirs[:, None] == group[None, :]
         both += tl.where(alike, tl.where(other[:, None] < entry[None, :], 65537, 65536), 0)
     both = tl.sum(both, axis=0)  # along this axis sums stay in a thread
     chosen = mask & (group >= 0)
     tl.debug_barrier()  # all threads have read the groups
-    tl.store(field_ptr + token * TOPK + k, tl.where(chosen, both & 65535, -1), mask=mask)
+    tl.store(field_ptr + token * entries.TOPK + k, tl.where(chosen, both & 65535, -1), mask=mask)
     # All entries of a group store the same count.
     tl.store(counts_ptr + group, both >> 16, mask=chosen)
 

@@ -8,9 +8,9 @@ with this one. Of 4 ranks, stage_x (2) of rank 3 is at tables[2 * 4 + 3] for sto
 puts.
 
 The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record, a count of
-programs that came to their end, the address of a word in host memory that says if there is a record, and how many
-rows have not fitted a static capacity. Behind them are [W] words for the tags of the ranks, where their calls differ
-(device/calls.py).
+programs that came to their end, the address of a word in host memory that says if there is a record, how many rows
+have not fitted a static capacity, and a count of programs that have counted their entries. Behind them are [W] words
+for the tags of the ranks, where their calls differ (device/calls.py).
 """
 
 import triton
@@ -62,6 +62,7 @@ STATUS_SEEN = tl.constexpr(codes.STATUS_SEEN)
 PROGRAMS_DONE = tl.constexpr(codes.PROGRAMS_DONE)
 ALARM = tl.constexpr(codes.ALARM)
 OVERFLOW_TOTAL = tl.constexpr(codes.OVERFLOW_TOTAL)
+PROGRAMS_COUNTED = tl.constexpr(codes.PROGRAMS_COUNTED)
 STATE_WORDS = tl.constexpr(codes.STATE_WORDS)
 
 

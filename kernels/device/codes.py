@@ -180,7 +180,8 @@ STATUS = 10
 PROGRAMS_DONE = 14
 ALARM = 15
 OVERFLOW_TOTAL = 16
-STATE_WORDS = 17
+PROGRAMS_COUNTED = 17
+STATE_WORDS = 18
 """Behind them are as many words as there are ranks: the tag of each, plus one, where calls differ (calls.py)."""
 
 # intranode/low_latency_dispatch.py: a flag of a low-latency dispatch, int64, one per source and parity of the call.

@@ -157,14 +157,40 @@ def release_flags(flag_ptrs, mask, value):
 
 
 @triton.jit
-def last_to_arrive(job):
-    """True in the program of a grid that comes here last; it then sees what the others stored before.
+def wait_programs(job, counter_ptr, expected, OPERATION: tl.constexpr):
+    """Wait until `expected` lower programs of this grid have added themselves to a counter; False if they do not.
+
+    They wait for nobody, so they come after a failure as well, which therefore does not end this wait; their adds are
+    releases. The record of an expiry names this rank.
+    """
+    limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
+    start = now_ns()
+    polls = 0
+    one = tl.arange(0, 1)
+    wanted = tl.cast(expected, tl.int64)
+    seen = _acquire(job, counter_ptr + one, one == 0, wanted)
+    late = tl.sum((seen < wanted).to(tl.int32))
+    while (late > 0) & (now_ns() - start < limit):
+        pause(polls)
+        polls += 1
+        seen = _acquire(job, counter_ptr + one, one == 0, wanted)
+        late = tl.sum((seen < wanted).to(tl.int32))
+    if late > 0:
+        report_expiry(job, seen, wanted, job.rank, OPERATION)
+    # The acquire pairs with the release of the programs; the barrier hands the order on to the other threads.
+    tl.debug_barrier()
+    return late == 0
+
+
+@triton.jit
+def last_to_arrive(job, num_programs):
+    """True in the last of so many programs of a grid to come here; it then sees what the others stored before.
 
     The last one sets the count back, for the next kernel on the stream.
     """
     tl.debug_barrier()
     before = tl.atomic_add(state_at(job, PROGRAMS_DONE), 1, sem="acq_rel", scope="gpu")
-    last = before == tl.num_programs(0) - 1
+    last = before == num_programs - 1
     if last:
         tl.store(state_at(job, PROGRAMS_DONE), 0)
     tl.debug_barrier()

@@ -1,8 +1,9 @@
-"""Splits exchange: every rank learns how many tokens every rank sends to every expert, rank and node, and derives
-where every segment of rows starts.
+"""Splits exchange: every rank counts its entries, learns how many tokens every rank sends to every expert, rank and
+node, and derives where every segment of rows starts.
 
-Protocol      1 scan: an exclusive prefix of the counts over this rank's chunks (compute/routing.py); the totals
-              are its splits row. The program that ends last goes on alone:
+Protocol      0 count: the first programs, one for each chunk of tokens (compute/routing.py)
+              1 scan: the others wait until all have counted. An exclusive prefix of the counts over this rank's
+              chunks; the totals are its splits row. Of these programs the one that ends last goes on alone:
               2 advance this rank's dispatch epoch
               3 post my splits row, then my flag = epoch, to every rank (device/post.py)
               4 wait until the flag of every rank is at least the epoch
@@ -12,10 +13,12 @@ Protocol      1 scan: an exclusive prefix of the counts over this rank's chunks 
 Layout        splits [2, W, S] int32, half chosen by the parity of the epoch; flags [W] int64, one per source.
               A splits row, int32 [S], S a multiple of 4, has C counts; at the end TAIL_WORDS: REPORT_TOKENS to
               REPORT_HOST_WORD of this rank (device/codes.py). What comes out is `placement` (device/tables.py).
-Memory order  A program counts itself done by an acquire-release add, behind a block barrier; the last one so
-              sees the totals of all. The flag is released after the row; step 4 acquires it.
-Progress      One program; it posts before it waits.
-Replay        The epoch lives on the device and only grows; the last program sets the count of programs back. A
+Memory order  A program of step 0 adds itself to a counter by a release, behind a block barrier; those of step 1
+              acquire it. These count themselves done by acquire-release adds; the last one so sees the totals of
+              all. The flag is released after the row; step 4 acquires it.
+Progress      Programs of step 0 wait for nobody, and have lower numbers than those of step 1, which wait for them.
+              One program waits for other ranks; it posts before.
+Replay        The epoch lives on the device and only grows; the last program sets both counts of programs back. A
               rank that is through step 4 knows that every rank has finished its previous call (its kernels precede
               the post on its stream): this is what allows the pushes of this call to overwrite the arrival buffers
               without a barrier. A fast peer may post the next epoch while I still read this one: hence the two
@@ -27,7 +30,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.buffers import EPOCH_DISPATCH, SPLITS, SPLITS_FLAG, count_overflow, own_buffer
+from ..compute.routing import Counting, count_chunk
+from ..device.buffers import EPOCH_DISPATCH, PROGRAMS_COUNTED, SPLITS, SPLITS_FLAG, count_overflow, own_buffer
 from ..device.calls import CALLS_DISPATCH, dispatch_word, report_calls, store_epoch, words_differ
 from ..device.host_read import HostRead, must_hold, tell_host
 from ..device.job import Job, is_local_expert, is_rank, local_rank, my_node, node_of, state_at
@@ -44,6 +48,7 @@ from ..device.tables import (
     REPORT_ROWS,
     REPORT_TOKENS,
     TAIL_WORDS,
+    Entries,
     bases_of,
     chunk_bad_ptrs,
     expert_offsets_of,
@@ -63,23 +68,23 @@ from ..device.tables import (
     tiles_of,
     tokens_from_node_of,
 )
-from ..device.waits import WAIT_SPLITS, last_to_arrive, wait_flags
+from ..device.waits import WAIT_SPLITS, last_to_arrive, wait_flags, wait_programs
 from ..spec import ep_kernel
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _scan(job, chunks_ptr, row_ptr, num_chunks, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Prefix of this program's columns over the chunks, in place; their totals into the splits row."""
+def _scan(job, chunks_ptr, row_ptr, num_chunks, number, counted, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Prefix of some columns over the chunks, in place; their totals into the splits row. Not counted: all are 0."""
     num_columns = num_columns_of(job)
-    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    columns = number * BLOCK_C + tl.arange(0, BLOCK_C)
     chunks = tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_C], tl.int32)
     for start in range(0, num_chunks, BLOCK_N):
         mask = (start + chunks < num_chunks)[:, None] & (columns < num_columns)[None, :]
         ptrs = chunks_ptr + (start + chunks).to(tl.int64)[:, None] * num_columns + columns[None, :]
-        counts = tl.load(ptrs, mask=mask, other=0)
+        counts = tl.load(ptrs, mask=mask & counted, other=0)
         tl.store(ptrs, total[None, :] + tl.cumsum(counts, axis=0) - counts, mask=mask)
         total += tl.sum(counts, axis=0)
     tl.store(row_ptr + columns, total, mask=columns < num_columns)
@@ -251,12 +256,14 @@ class Call(NamedTuple):
     """What ranks compare of a dispatch.
 
     Attributes:
+        reported_tokens: what this rank reports as its tokens.
         host_word: HOST_* (device/codes.py).
         bad_scatter_ptr: [1] int32, read if HAS_SCATTER: added to the host word.
         routed_ptr: `placement` of the dispatch whose routing is taken; not read without HOST_AGAIN in the host word.
         HAS_SCATTER: the caller gives rows of its own.
     """
 
+    reported_tokens: Any
     host_word: Any
     bad_scatter_ptr: Any
     routed_ptr: Any
@@ -294,28 +301,51 @@ class Sizes(NamedTuple):
     BLOCK: tl.constexpr
 
 
-@ep_kernel(chunks_ptr="*i32", bad_scatter_ptr="*i32", routed_ptr="*i32", told_ptr="*i64", num_warps=8)
+@ep_kernel(
+    topk_idx_ptr="*{IDX}",
+    entries_ptr="*i32",
+    chunks_ptr="*i32",
+    bad_scatter_ptr="*i32",
+    routed_ptr="*i32",
+    told_ptr="*i64",
+    num_warps=8,
+    maxnreg=128,  # two programs that count find room on a multiprocessor
+)
 def splits_kernel(
-    chunks_ptr,  # in: counts, out: exclusive prefix over chunks; device/tables.py
+    counting: Counting,
+    entries: Entries,  # out
     placement_ptr,  # out, device/tables.py
     call: Call,
     job: Job,
-    num_chunks,
-    num_tokens,
+    first_waiting,  # programs that count a chunk each; they come first
     segments: Segments,
     read: HostRead,
     NETWORK: tl.constexpr,
     sizes: Sizes,
 ):
+    num_chunks = first_waiting
+    if tl.program_id(0) < num_chunks:
+        count_chunk(job, counting, entries, num_chunks)
+        # One thread releases for the whole block; pairs with the acquire in `wait_programs`.
+        tl.debug_barrier()
+        tl.atomic_add(state_at(job, PROGRAMS_COUNTED), 1, sem="release", scope="gpu")
+        return
+    number = tl.program_id(0) - num_chunks
+    chunks_ptr = counting.chunks_ptr
     row_ptr = row_of(job, placement_ptr)
-    _scan(job, chunks_ptr, row_ptr, num_chunks, sizes.BLOCK_N, sizes.BLOCK_C)
-    if tl.program_id(0) == 0:
+    if number == 0:
+        # While others count.
         _clear(job, placement_ptr, sizes.BLOCK)
+    counted = wait_programs(job, state_at(job, PROGRAMS_COUNTED), num_chunks, WAIT_SPLITS)
+    _scan(job, chunks_ptr, row_ptr, num_chunks, number, counted, sizes.BLOCK_N, sizes.BLOCK_C)
+    if number == 0:
         host_word = dispatch_word(job, call.host_word, call.routed_ptr)
         if call.HAS_SCATTER:
             host_word += tl.load(call.bad_scatter_ptr)
-        _fill_tail(job, chunks_ptr, row_ptr, num_chunks, num_tokens, host_word, sizes.BLOCK_N)
-    if last_to_arrive(job):
+        tokens = call.reported_tokens
+        _fill_tail(job, chunks_ptr, row_ptr, num_chunks, tokens, host_word, sizes.BLOCK_N)
+    if last_to_arrive(job, tl.num_programs(0) - num_chunks):
+        tl.store(state_at(job, PROGRAMS_COUNTED), 0)
         # Also after an expired wait: what is computed from old counts is bounded, what nobody computed is not.
         _exchange(job, row_ptr, NETWORK, sizes.WP, sizes.LWP, sizes.BLOCK)
         epoch = tl.load(state_at(job, EPOCH_DISPATCH))

@@ -430,7 +430,7 @@ def combine_pull_kernel(
                     tl.store(sums.out_ptr + at, acc.to(ELEMENT), mask=mask)
     if not ready:
         report_staged(job, staged, tag)
-    if last_to_arrive(job):
+    if last_to_arrive(job, tl.num_programs(0)):
         epoch = tl.load(state_at(job, EPOCH_COMBINE)) + 1
         tl.debug_barrier()
         tl.store(state_at(job, EPOCH_COMBINE), epoch)

@@ -356,7 +356,7 @@ def test_nvshmem_of_the_node(built: Built, driver: NotingDriver, host: str, fits
 def test_a_layer_is_refused_before_it_is_made(aot: Aot) -> None:
     """A shape of which a kernel is missing altogether; one that is covered passes."""
     aot.check(SHAPE)
-    with pytest.raises(AotMiss, match="routing_count_kernel is not in"):
+    with pytest.raises(AotMiss, match="splits_kernel is not in"):
         aot.check(replace(SHAPE, topk=5))
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations import hybrid_reference as reference
+from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.given import RoutingMap
 from triton_ep.distributed import current_heap
 from triton_ep.errors import ConfigError, FinalizedError, InputError, PeerFailed, StaleHandleError
@@ -359,6 +360,13 @@ def test_buffer_grows_and_mistakes_are_told(run_ranks):
     run_ranks(_check_growth_and_mistakes, 1, 2)
 
 
+def _counted(ctx: DispatchCombineContext, given: RoutingMap) -> routing_ops.Routing:
+    """The tables of a dispatch by a map, up to its exchange of counts."""
+    routing, ids = routing_ops.prepare(ctx, given)
+    routing_ops.exchange_splits(ctx, routing, ids, 0)
+    return routing
+
+
 def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
     world_size, device = nodes * ranks_per_node, current_heap().device
     generator = torch.Generator().manual_seed(rank)
@@ -371,13 +379,13 @@ def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
         sizes = (max(tokens, 1), HIDDEN, topk, rank, experts, ranks_per_node, world_size)
         with EPAll2AllLayer(dist.group.WORLD, *sizes) as layer:
             found = torch.zeros(1, dtype=torch.int32, device=device)
-            counted = routing_ops.count(layer.context, RoutingMap(routed, given, found))
+            counted = _counted(layer.context, RoutingMap(routed, given, found))
             assert counted.weights is not None
             same(counted.entries[0], ids)
             same(counted.weights[: tokens * topk].view(tokens, topk), weights_of_slots(probs, ids))
             same(found, excess)
             # Where nobody counts them, an expert too many makes the last slot one that is reported and not kept.
-            counted = routing_ops.count(layer.context, RoutingMap(routed, None, None))
+            counted = _counted(layer.context, RoutingMap(routed, None, None))
             ids[routing_map.sum(1) > topk, -1] = -1
             same(counted.entries[0], ids)
             assert counted.weights is None

@@ -191,10 +191,10 @@ def _check_not_begun(rank: int, nodes: int, ranks_per_node: int) -> None:
     with _layer(rank, nodes, ranks_per_node) as layer:
         x, idx, weights = _inputs(rank, (3,), False)
         if rank == 1:
-            original, routing_ops.count = routing_ops.count, _no_memory
+            original, routing_ops.prepare = routing_ops.prepare, _no_memory
             with pytest.raises(RuntimeError, match="no memory left"):
                 layer.dispatch(x, idx, weights)
-            routing_ops.count = original
+            routing_ops.prepare = original
         recv_x, _, desc = layer.dispatch(x, idx, weights)
         assert torch.equal(layer.combine(recv_x, desc), 2 * x)
 

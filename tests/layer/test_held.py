@@ -25,6 +25,7 @@ from triton_ep.exchange import checks
 from triton_ep.exchange.landings import Deduplicated, ExpertMajor
 from triton_ep.kernels.device import codes
 from triton_ep.ops import dispatch as dispatch_ops
+from triton_ep.runtime import launch
 from triton_ep.runtime.launch import INTERPRETING
 
 # isort: split
@@ -60,6 +61,32 @@ def _order() -> Iterator[list[str]]:
 
 
 # --- in which order -----------------------------------------------------------------------------------------
+
+
+def _check_launches(rank: int, nodes: int, ranks_per_node: int, case: Case, between: list[str]) -> None:
+    launched: list[str] = []
+    interpret = launch._interpret
+
+    def noting(kernel_spec: object, *given: object) -> None:
+        launched.append(kernel_spec.name)
+        interpret(kernel_spec, *given)
+
+    with make_layer(case, rank, nodes, ranks_per_node) as layer, mock.patch.object(launch, "_interpret", noting):
+        dispatch_and_check(layer, case, 0)
+        layer.check()
+    assert launched == ["splits_kernel", "routing_slots_kernel", *between, "dispatch_expand_kernel"]
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_dispatch_is_four_launches(run_ranks, backend, nodes, static):
+    """Between nodes two more, of rows that cross the network."""
+    if backend != "host":
+        pytest.skip("launches of CPU ranks pass one function")
+    between = ["internode_send_kernel", "dispatch_push_kernel", "internode_forward_kernel"]
+    of_rows = between if nodes > 1 else ["dispatch_push_kernel"]
+    run_ranks(_check_launches, nodes, 2 // nodes, replace(FEW, static=static), of_rows)
 
 
 def _check_growth(rank: int, nodes: int, ranks_per_node: int, options: dict) -> None:

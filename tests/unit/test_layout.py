@@ -48,6 +48,7 @@ def test_words_of_the_state_array_do_not_overlap() -> None:
     words = [buffers.EPOCH_DISPATCH, buffers.EPOCH_COMBINE, buffers.EPOCH_BARRIER_ALL, buffers.EPOCH_BARRIER_NODE]
     words += [buffers.EPOCH_LL_DISPATCH, buffers.EPOCH_LL_COMBINE, buffers.LL_DISPATCH_SENT]
     words += [buffers.TIMEOUT_US, buffers.PROGRAMS_DONE, buffers.ALARM, buffers.OVERFLOW_TOTAL]
+    words += [buffers.PROGRAMS_COUNTED]
     single = [word.value for word in words]
     status = range(buffers.STATUS.value, buffers.STATUS.value + 4)
     told = [buffers.LL_TOLD.value + half for half in range(2)]

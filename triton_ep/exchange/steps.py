@@ -35,7 +35,6 @@ from triton_ep.ops import compact as compact_ops
 from triton_ep.ops import dispatch as dispatch_ops
 from triton_ep.ops import low_latency as low_latency_ops
 from triton_ep.ops import routing as routing_ops
-from triton_ep.ops import splits as splits_ops
 
 
 @reports_failure("dispatch", begun=False)
@@ -123,11 +122,13 @@ def preprocess(
         legal = (ids >= 0) & (ids < num_experts)
         ids = torch.where(legal & ~good, -1, ids)
         bad_scatter = torch.where(good, 0, HOST_SCATTER).int().view(1)
-    routing = routing_ops.count(ctx, ids, request.weights)
+    routing, ids = routing_ops.prepare(ctx, ids, request.weights)
     word = _host_word(ctx, request, landing.deduplicated, routing.weights is not None)
     routed = None if request.routed is None else request.routed.placement
     room = landing.limits(ctx.sizes) if reads else None
-    return routing, splits_ops.exchange(ctx, routing, word, bad_scatter, routed, room, request.needed_tokens)
+    return routing, routing_ops.exchange_splits(
+        ctx, routing, ids, word, bad_scatter, routed, room, request.needed_tokens
+    )
 
 
 def _host_word(ctx: DispatchCombineContext, request: Request, deduplicated: bool, has_weights: bool) -> int:

@@ -1,5 +1,5 @@
-"""Routing of one rank's tokens: ids of routing maps (kernels/compute/map_slots.py), counts and slots, then rows at
-their owners (kernels/compute/routing.py)."""
+"""Routing: ids of routing maps (kernels/compute/map_slots.py), counts, slots and the counts of all ranks
+(kernels/internode/splits.py), then rows at their owners (kernels/compute/routing.py)."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def num_chunks(num_tokens: int) -> int:
     return -(-num_tokens // ROUTING_TOKENS)
 
 
-def count(
+def prepare(
     ctx: DispatchCombineContext, topk_idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None = None
-) -> Routing:
-    """Count this rank's entries [T, K] and give each its slot within its chunk.
+) -> tuple[Routing, torch.Tensor]:
+    """Memory for the tables of a dispatch, and its ids [T, K], those of a routing map too.
 
     weights: [T, K] float32; None with a routing map, which has its own.
     """
@@ -56,23 +56,63 @@ def count(
         topk_idx = ctx.scratch("map_ids", entries, torch.int32)
         weights = None if given.probs is None else ctx.scratch("map_weights", entries, torch.float32)
         map_slots(ctx, given, topk_idx, weights)
-    chunks = num_chunks(num_tokens)
     node_tokens = 0 if cfg.is_intra_node else cfg.num_nodes * cfg.max_tokens
-    out = Routing(
+    routing = Routing(
         torch.empty(entry_fields(cfg), num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
         ctx.scratch("chunks", num_chunks(cfg.max_tokens) * (sizes.shape.num_columns + 2) + node_tokens, torch.int32),
         ctx.scratch("push_addrs", cfg.max_tokens * cfg.topk, torch.int64),
         weights,
     )
-    ctx.launcher(("count",), exchange.count).launch(
-        chunks,
+    return routing, topk_idx
+
+
+def exchange_splits(
+    ctx: DispatchCombineContext,
+    routing: Routing,
+    topk_idx: torch.Tensor,
+    host_word: int,
+    bad_scatter: torch.Tensor | None = None,
+    routed: torch.Tensor | None = None,
+    room: tuple[int, int] | None = None,
+    needed_tokens: int = 0,
+) -> torch.Tensor:
+    """Count this rank's entries, give each its slot within its chunk, post the counts to all ranks, wait for theirs,
+    and derive where all segments start (kernels/internode/splits.py). Collective; advances the dispatch epoch.
+
+    routing, topk_idx: from `prepare`.
+    host_word: goes out as it is, plus `bad_scatter` [1] int32 from the device, and with HOST_AGAIN the number of the
+        dispatch that wrote `routed`.
+    room: arrival rows and output rows for which there is room, where the host will read what arrives; None: it will
+        not.
+    needed_tokens: what a rank that sends nothing reports as its tokens: more than the layer has room for.
+
+    Returns `placement`, int32 (kernels/device/tables.py).
+    """
+    cfg, sizes = ctx.config, ctx.sizes
+    arrival_room, output_room = (0, 0) if room is None else room
+    placement = torch.empty(sizes.placement_length, dtype=torch.int32, device=ctx.device)
+    chunks = num_chunks(routing.num_tokens)
+    ctx.launcher(("splits", bad_scatter is not None), exchange.splits, bad_scatter is not None).launch(
+        chunks + -(-sizes.shape.num_columns // exchange.SPLITS_COLUMNS),
         topk_idx_ptr=topk_idx,
-        entries_ptr=out.entries,
-        chunks_ptr=out.chunks,
-        num_tokens=num_tokens,
-        num_experts=cfg.num_experts,
+        entries_ptr=routing.entries,
+        chunks_ptr=routing.chunks,
+        placement_ptr=placement,
+        # Pointers of the right type; not read without.
+        bad_scatter_ptr=placement if bad_scatter is None else bad_scatter,
+        routed_ptr=placement if routed is None else routed,
+        told_ptr=ctx.host_read.memory,
+        num_tokens=routing.num_tokens,
+        reported_tokens=needed_tokens or routing.num_tokens,
+        host_word=host_word,
+        first_waiting=chunks,
+        alignment=cfg.alignment,
+        recv_capacity=NO_LIMIT if cfg.recv_capacity is None else cfg.recv_capacity,
+        read_number=0 if room is None else ctx.host_read.begin(),
+        arrival_room=arrival_room,
+        output_room=output_room,
     )
-    return out
+    return placement
 
 
 def map_slots(ctx: DispatchCombineContext, given: RoutingMap, ids: torch.Tensor, weights: torch.Tensor | None) -> None:

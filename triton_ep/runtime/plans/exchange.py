@@ -18,7 +18,7 @@ from triton_ep.runtime.plans.compute import mx_blocks
 from triton_ep.runtime.plans.shape import CHUNK, ROUTING_TOKENS, Plan, Shape, next_power_of_2, step_chunks
 
 SPLITS_COLUMNS = 16
-"""Columns of a program of the splits exchange."""
+"""Columns of a program of the splits exchange that adds counts up."""
 _SEGMENTS = 4096  # of a program's tile, at most, unless one owner has more
 _PUSH_REGISTERS = 64
 """Of a thread: a program fits beside programs of the kernel that expands rows, which wait for it."""
@@ -28,23 +28,14 @@ EXPANDING = {"num_warps": 4, "maxnreg": 128}
 """Warps and registers of kernels that lay out arrived rows: they fit beside the push, for which they wait."""
 
 
-def count(s: Shape) -> Plan:
-    """Counts and slots of this rank's entries."""
-    # A larger table of comparisons is a longer program, and each instruction is fetched once.
-    others = ROUTING_TOKENS * s.kp if s.interpreted else min(ROUTING_TOKENS * s.kp, 16)
-    constexprs = {
-        "BLOCK_T": ROUTING_TOKENS,
-        "BLOCK_C": min(next_power_of_2(s.num_columns), 512),
-        "OTHERS": others,
-        **s.common("TOPK", "KP"),
-    }
-    return Plan("routing_count_kernel", constexprs)
-
-
 def splits(s: Shape, has_scatter: bool) -> Plan:
-    """The splits exchange between all ranks."""
+    """Counts and slots of this rank's entries, and the splits exchange between all ranks."""
     ranks, experts = next_power_of_2(s.world_size), next_power_of_2(s.experts_per_rank)
     constexprs = {
+        "BLOCK_T": ROUTING_TOKENS,
+        "CLEARED": min(next_power_of_2(s.num_columns), 512),
+        # A larger table of comparisons is a longer program, and each instruction is fetched once.
+        "OTHERS": ROUTING_TOKENS * s.kp if s.interpreted else min(ROUTING_TOKENS * s.kp, 16),
         "HAS_SCATTER": has_scatter,
         "NETWORK": s.network,
         "EP": experts,
@@ -52,7 +43,7 @@ def splits(s: Shape, has_scatter: bool) -> Plan:
         "BLOCK_N": min(max(next_power_of_2(-(-s.max_tokens // ROUTING_TOKENS)), 16), 256),
         "BLOCK_C": SPLITS_COLUMNS,
         "BLOCK": min(next_power_of_2(s.row_length), 512),
-        **s.common("WP", "LWP"),
+        **s.common("TOPK", "KP", "WP", "LWP"),
     }
     return Plan("splits_kernel", constexprs)
 

@@ -112,10 +112,9 @@ def _barriers(s: Shape) -> Iterator[KernelRequest]:
 
 
 def _routing(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
-    for ids in uses.ids:
-        yield KernelRequest.of(exchange.count(s), {"topk_idx_ptr": f"*{ids}"})
     for scatter in sorted({False, *uses.scatter}):
-        yield KernelRequest.of(exchange.splits(s, scatter))
+        for ids in uses.ids:
+            yield KernelRequest.of(exchange.splits(s, scatter), {"topk_idx_ptr": f"*{ids}"})
     yield from _places(s, uses)
 
 
