@@ -8,8 +8,8 @@ padded to 16 without local combine (...-permuted), with scales and one byte per 
 hybrid_ep, the doors, the latter by a routing map or by ids (...-permuted-ids); elastic, ElasticBuffer, rows by rank and
 (...-permuted) by expert; and megatron, forward and backward of fused_dispatch and fused_combine. Rows by low latency
 (...-low-latency) have at most 128 tokens and are captured in CUDA graphs: without a host time; the doors' one-byte ones
-are quantised on their way, the layer's before. Each door is checked against the layer, bit for bit, before it is timed,
-and timed in turns with it.
+are quantised on their way, the layer's before; with -early the weights came with the rows. Each door is checked against
+the layer, bit for bit, before it is timed, and timed in turns with it.
 Columns and method: docs/benchmarks/README.md.
 """
 

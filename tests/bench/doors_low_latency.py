@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,10 @@ class LowLatencyDoor:
             same("slabs of scales", scales[expert, :count], flat_scales[rows].view(torch.float32))
         combined = buffer.low_latency_combine(slabs, idx, weights, handle)[0]
         same("low-latency combine", combined, layer.combine(recv_x, desc, recv_weights))
+        # The same with weights that travel with the rows.
+        early: dict[str, Any] = {"use_fp8": False, "topk_weights": weights}
+        brought = buffer.low_latency_dispatch(x, idx, tokens, experts, **early)[2]
+        same("combine by early weights", buffer.low_latency_combine(slabs, idx, weights, brought)[0], combined)
 
         def layer_round() -> torch.Tensor:
             rows, with_rows, made = layer.dispatch(x, idx, weights)
@@ -84,6 +89,11 @@ class LowLatencyDoor:
 
         def door_round() -> torch.Tensor:
             rows, _, made, _, _ = buffer.low_latency_dispatch(x, idx, tokens, experts, use_fp8=False)
+            assert isinstance(rows, torch.Tensor)
+            return buffer.low_latency_combine(rows, idx, weights, made)[0]
+
+        def early_round() -> torch.Tensor:
+            rows, _, made, _, _ = buffer.low_latency_dispatch(x, idx, tokens, experts, **early)
             assert isinstance(rows, torch.Tensor)
             return buffer.low_latency_combine(rows, idx, weights, made)[0]
 
@@ -97,6 +107,10 @@ class LowLatencyDoor:
             ("combine", "deep_ep", kind): lambda: buffer.low_latency_combine(slabs, idx, weights, handle),
             ("roundtrip", "triton_ep", kind): layer_round,
             ("roundtrip", "deep_ep", kind): door_round,
+            ("combine", "triton_ep", f"{kind}-early"): lambda: layer.combine(recv_x, desc, recv_weights),
+            ("combine", "deep_ep", f"{kind}-early"): lambda: buffer.low_latency_combine(slabs, idx, weights, brought),
+            ("roundtrip", "triton_ep", f"{kind}-early"): layer_round,
+            ("roundtrip", "deep_ep", f"{kind}-early"): early_round,
         }
         self.calls = {name: call if INTERPRETING else _replayed(call) for name, call in plain.items()}
 
