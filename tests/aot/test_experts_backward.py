@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from triton_ep.ops import experts_backward, grouped_bf16, weighted_rows
+from triton_ep.ops import arrivals, experts_backward, grouped_bf16, weighted_rows
 from triton_ep.ops.activation import Activation
 from triton_ep.ops.row_scales import RowScaled
 from triton_ep.runtime import launch as runtime
@@ -68,6 +68,9 @@ def _steps(how: str, tiles: torch.Tensor, bias: torch.Tensor | None, activation:
     w2 = _zeros(EXPERTS, F, H, scaled=True) if scaled else _zeros(EXPERTS, H, F)
     given = {"activation": activation, "fast": how == "fast", "tiles": tiles}
     experts_backward.down_dgrad(dy, w2, pre, offs, row_weights=row_weights, bias=bias, **given)
+    if not scaled:
+        numbers = torch.zeros(2, 8, dtype=torch.int32)
+        arrivals.expand_arrivals(_zeros(2, H), numbers, numbers, 0, offs, offs[:-1], ROWS)
     for aligned in (True, False):
         experts_backward.weight_gradient(pre, _zeros(ROWS, H), offs, aligned=aligned)
         main_grad = torch.zeros(EXPERTS, 2 * F, H)

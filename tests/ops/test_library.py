@@ -119,6 +119,10 @@ def test_gradients_of_experts() -> None:
     out = backward.weight_gradient(dy, pre, offs).float()
     _check(OPS.weight_gradient.default, (dy, pre, offs, None, out, True, False))
     _check(OPS.weighted_rows_backward.default, (dy, None, pre[:, :64], weights, offs))
+    copies = torch.tensor([[0, 3], [2, 36]], dtype=torch.int32, device=dy.device)
+    given = (dy[:2].contiguous(), copies, offs, 1, offs, torch.diff(offs), len(dy))
+    # Rows that are no copies and no padding are not written.
+    torch.library.opcheck(OPS.expand_arrivals.default, given, test_utils=["test_schema", "test_faketensor"])
 
 
 @pytest.mark.parametrize("path", ["bf16", "fp8"])

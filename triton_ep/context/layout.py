@@ -174,7 +174,7 @@ BUFFERS: tuple[Buffer, ...] = (
         lambda s: (s.arrival_rows, s.shape.wire_bytes),
         _fixed(torch.uint8),
         "dispatch push and forward of the ranks of this node",
-        "dispatch expand",
+        "dispatch expand, copies for backward passes",
         _SPLITS,
         grows="arrival",
     ),

@@ -25,6 +25,7 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.overlap import EPEvent
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.mx.tensor import MXTensor
+from triton_ep.nn.arrivals import Arrived
 from triton_ep.nn.beside import run_beside
 from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
 from triton_ep.nn.padded import down_dgrad_of_any_width
@@ -40,8 +41,8 @@ PRECISIONS = (None, "default", "fast", "exact")
 
 Rows = torch.Tensor | RowScaled
 Saved = dict[str, Any]
-"""What the backward pass needs: "rows" as they came or were multiplied, the 8-bit form of them if there is one, and
-only for the gradient of w13; "pre", the first product; "row_weights"."""
+"""What the backward pass needs: "rows" as they came or were multiplied, the 8-bit form of them if there is one, or
+`Arrived`, and only for the gradient of w13; "pre", the first product; "row_weights"."""
 
 _SWIGLU = Activation()
 _ALL = slice(None)
@@ -134,6 +135,8 @@ class ExpertBlock:
 
     Attributes:
         prepared, settings: as of `expert_block`.
+        keep_arrivals: gives what the latest dispatch brought, with its descriptor: kept in place of its rows. None:
+            these are.
 
     Raises:
         InputError: copies of weights without a precision, or the other way.
@@ -141,6 +144,7 @@ class ExpertBlock:
 
     prepared: PreparedWeights | None
     settings: ExpertSettings
+    keep_arrivals: Callable[[EPAllToAllLayoutDesc], Arrived] | None = None
 
     def __post_init__(self) -> None:
         """Check that both go together."""
@@ -174,14 +178,23 @@ class ExpertBlock:
     def forward(
         self, rows: Rows, row_weights: torch.Tensor | None, params: Params, desc: EPAllToAllLayoutDesc, keep: bool
     ) -> tuple[torch.Tensor, Saved]:
-        """As `run`, of rows that a dispatch has delivered."""
-        return self.run(rows, row_weights, params, desc.expert_offsets, _tiles(desc) if keep else desc.tiles, keep=keep)
+        """As `run`, of rows that a dispatch has delivered, and that are written over where nothing needs them."""
+        w13, tiles = params[0], _tiles(desc) if keep else desc.tiles
+        wanted = keep and w13 is not None and w13.requires_grad
+        arrivals = self.keep_arrivals if wanted else None
+        overwrite = not wanted or arrivals is not None
+        y, saved = self.run(rows, row_weights, params, desc.expert_offsets, tiles, keep=keep, overwrite=overwrite)
+        if arrivals is not None:
+            saved["rows"] = arrivals(desc)
+        return y, saved
 
     def backward(
         self, grad: Rows, saved: Saved, params: Params, desc: EPAllToAllLayoutDesc, needs: Needs
     ) -> ExpertGradients:
         """As `differentiate`, of gradients that a dispatch has delivered."""
-        filled = desc.num_recv_tokens_per_expert
+        filled, rows = desc.num_recv_tokens_per_expert, saved["rows"]
+        if isinstance(rows, Arrived):
+            saved["rows"] = partial(rows.expand, desc)
         return self.differentiate(grad, saved, params, desc.expert_offsets, _tiles(desc), needs, filled)
 
     @torch.no_grad()
@@ -194,8 +207,13 @@ class ExpertBlock:
         tiles: torch.Tensor | None,
         *,
         keep: bool,
+        overwrite: bool = False,
     ) -> tuple[torch.Tensor, Saved]:
-        """The result [R, H], and what `differentiate` needs if `keep`, else nothing."""
+        """The result [R, H], and what `differentiate` needs if `keep`, else nothing.
+
+        overwrite: the rows are not needed any more. The result takes their place where they are bf16, and they are not
+        kept.
+        """
         settings = self.settings
         if isinstance(rows, MXTensor | RowScaled) and settings.precision is None:
             raise InputError(f"the rows are {type(rows).__name__}; with precision=None they must be bf16.")
@@ -225,6 +243,7 @@ class ExpertBlock:
             offs,
             bias=b2,
             row_weights=row_weights,
+            out=_wide(rows) if overwrite else None,
             fast=settings.fast,
             aligned=settings.aligned,
             tiles=tiles,
@@ -232,7 +251,7 @@ class ExpertBlock:
         if not keep:
             return y, {}
         kept = None
-        if w13 is not None and w13.requires_grad:
+        if w13 is not None and w13.requires_grad and not overwrite:
             kept = operand if settings.fp8 else rows
         return y, {"rows": kept, "pre": pre, "row_weights": row_weights}
 
@@ -250,7 +269,8 @@ class ExpertBlock:
         """Gradients from that of the result [R, H], bf16, MXTensor or RowScaled; each only where it is needed.
 
         That of w2 comes first, which needs `grad` and the activation: so both are gone when those of the rows and of
-        w13 are computed. These are left to calls, because other ranks wait for the rows'. saved: is taken apart.
+        w13 are computed. These are left to calls, because other ranks wait for the rows'. saved: is taken apart; its
+        "rows" may be a call that makes them, in bf16.
 
         filled: [E] int32, rows of each segment in front of padding whose gradients are zero; None: there is none.
         """
@@ -294,7 +314,10 @@ class ExpertBlock:
 
         @torch.no_grad()
         def prepare(room: bool) -> None:
-            if want_w13 and "rows" in saved:
+            if want_w13 and "rows" in saved and callable(saved["rows"]):
+                if room:
+                    x.append((_ALL, saved["rows"]()))
+            elif want_w13 and "rows" in saved:
                 # A quarter beside the gradient of the rows takes no more memory than there has been before.
                 for columns in _strips(saved["rows"], aligned, 4)[len(x) :]:
                     if room or columns.stop is not None:
@@ -366,6 +389,11 @@ class ExpertBlock:
 
 def _tiles(desc: EPAllToAllLayoutDesc) -> torch.Tensor:
     return tile_table(desc.expert_offsets, desc.num_recv_rows) if desc.tiles is None else desc.tiles
+
+
+def _wide(x: Rows) -> torch.Tensor | None:
+    """Rows, if they are bf16."""
+    return x if isinstance(x, torch.Tensor) and not isinstance(x, MXTensor) and x.dtype == torch.bfloat16 else None
 
 
 def _values(x: Rows, offs: torch.Tensor, columns: slice = _ALL) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Unpack
 
 from triton_ep.config import EPConfig
 from triton_ep.context.layout import Sizes, entry_fields, estimate_bytes, initial_sizes
+from triton_ep.nn.arrivals import keeps_arrivals
 from triton_ep.nn.exchanges import ALIGNMENT, ExchangeOptions, alignment_of, sizes_of
 from triton_ep.nn.swiglu_experts import check_precision
 
@@ -101,12 +102,13 @@ def _prepared_bytes(
 
 
 def _saved_bytes(rows: int, sizes: Sizes, ffn: int, payload: str | None, precision: str, gated: bool) -> int:
-    """Rows as they were multiplied, the first product in bf16, the rows' weights, and the tables of the exchange."""
+    """Rows as they were multiplied or arrived, the first product in bf16, the rows' weights, the exchange's tables."""
     config = sizes.config
+    kept = sizes.arrival_rows if keeps_arrivals(config) else rows
     row = 2 * config.hidden if payload is None or precision == "exact" else config.hidden + _SCALE_BYTES
     pre = 2 * (2 if gated else 1) * ffn
     tables = entry_fields(config) * config.max_tokens * config.topk  # of every (token, k)
     tables += sizes.arrival_rows * config.topk + sizes.placement_length
     if not config.is_intra_node:
         tables += 2 * config.num_nodes * config.max_tokens * config.topk
-    return rows * (row + pre + 4) + _TABLE_BYTES * tables
+    return kept * row + rows * (pre + 4) + _TABLE_BYTES * tables

@@ -20,6 +20,7 @@ from triton_ep.context.layout import entry_fields
 from triton_ep.errors import StaleHandleError
 from triton_ep.exchange import slots as slot_ops
 from triton_ep.layer import EPAll2AllLayer
+from triton_ep.nn.arrivals import Arrived, keeps_arrivals
 from triton_ep.nn.exchanges import Exchange
 from triton_ep.nn.moe_block import MoEBlock, Needs
 from triton_ep.ops.row_scales import RowScaled
@@ -27,7 +28,7 @@ from triton_ep.ops.row_scales import RowScaled
 _EXPERTS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count(1)
 _NUM_SAVED = 9
-"""entries, placement, forward tables, copies, slots, rows, their scales, the first product, weights of rows."""
+"""entries, placement, forward tables, copies, slots, rows (or what arrived), scales, the first product, row weights."""
 
 
 def register(experts: Any) -> int:
@@ -111,6 +112,7 @@ def _kept(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, saved: dict[str, An
     unused = desc.placement[tiles.storage_offset() + tiles.numel() :]
     if unused.numel():
         unused.zero_()
+    rows = rows.rows if isinstance(rows, Arrived) else rows
     parts = (rows.qdata, rows.scale) if isinstance(rows, RowScaled) else (rows, None)
     slots = slot_ops.needed_slots(layer.context, desc)
     found = (desc.entries, desc.placement, desc.forward, copies, slots, *parts, saved["pre"], saved["row_weights"])
@@ -132,7 +134,9 @@ def _found(
         pre.shape[0],
         dispatch_number=0,
     )
-    of_rows = RowScaled(rows, scale) if rows.dtype == torch.float8_e4m3fn else rows
+    of_rows: Any = RowScaled(rows, scale) if rows.dtype == torch.float8_e4m3fn else rows
+    if keeps_arrivals(cfg):
+        of_rows = Arrived(rows, cfg.rank)
     saved = {"rows": of_rows, "pre": pre, "row_weights": row_weights}
     return desc, None if cfg.enable_local_combine else slots, saved
 
@@ -152,7 +156,7 @@ def _(x: Any, idx: Any, weights: Any, params: Any, keep: bool, needs: Any, layer
     if rows is None:
         rows = torch.library.get_ctx().new_dynamic_size()
         arrivals = torch.library.get_ctx().new_dynamic_size()
-    nothing = integers(0)
+    nothing, kept_rows = integers(0), arrivals if keeps_arrivals(cfg) else rows
     fp8 = owner.payload is not None and owner.precision != "exact"
     want_rows = owner.joined_needs(needs)[0]
     row_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
@@ -163,7 +167,7 @@ def _(x: Any, idx: Any, weights: Any, params: Any, keep: bool, needs: Any, layer
         nothing if cfg.is_intra_node else integers(2, cfg.num_nodes, cfg.max_tokens, cfg.topk),
         integers(arrivals, cfg.topk) if cfg.enable_local_combine else integers(0),
         integers(0) if cfg.enable_local_combine else integers(rows),
-        x.new_empty((rows, owner.hidden), dtype=row_dtype) if want_rows else integers(0),
+        x.new_empty((kept_rows, owner.hidden), dtype=row_dtype) if want_rows else integers(0),
         x.new_empty(rows, dtype=torch.float32) if want_rows and fp8 else integers(0),
         x.new_empty((rows, (2 if owner.activation.gated else 1) * owner.ffn)),
         x.new_empty(rows, dtype=torch.float32),

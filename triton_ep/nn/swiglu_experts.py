@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.nn import operations
+from triton_ep.nn.arrivals import keeper_of_arrivals
 from triton_ep.nn.exchanges import Exchange
 from triton_ep.nn.expert_block import ExpertBlock, ExpertSettings, expert_block
 from triton_ep.nn.joined import Joined
@@ -229,7 +230,7 @@ class SwiGLUExperts(nn.Module):
 
     def block_over(self, over: Exchange) -> MoEBlock:
         """Dispatch, these experts, combine."""
-        block = ExpertBlock(self.prepared, self._settings(aligned=True))
+        block = ExpertBlock(self.prepared, self._settings(aligned=True), keeper_of_arrivals(over.layer))
         landing = None if self.payload is None else "bf16" if self.precision == "exact" else "row"
         return MoEBlock(over.layer, block, landing, landing, over.use, block.before)
 

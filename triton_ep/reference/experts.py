@@ -145,6 +145,17 @@ def bias_gradient(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     return torch.stack([x[a:b].double().sum(0) for _, a, b in segments(offs)])
 
 
+def expanded(
+    arrived: torch.Tensor, copies: torch.Tensor, count: int, offs: torch.Tensor, num_rows: int
+) -> torch.Tensor:
+    """[num_rows, H]: the first `count` arrived rows [C, H] at their copies [C, K] (-1 = none), zeros elsewhere."""
+    out = arrived.new_zeros(num_rows, arrived.shape[1])
+    for row in range(count):
+        kept = copies[row][copies[row] >= 0].long()
+        out[kept] = arrived[row]
+    return out[: int(offs[-1])]
+
+
 def weighted_rows_backward(
     dy: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

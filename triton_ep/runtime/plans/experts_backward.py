@@ -24,6 +24,7 @@ WGRAD_INTERPRETED = Tile(64, 64, 64, 1)
 WEIGHTED_ROWS, WEIGHTED_COLUMNS = 2, 1024
 BIAS_ROWS, BIAS_COLUMNS = 32, 128
 ROW_WEIGHTS, ROW_WEIGHTS_COLUMNS = 16, 256
+ARRIVAL_COLUMNS, PADDING_SHARES = 1024, 16
 
 DOWN_BF16 = ProductTile(128, 256, 64, 4)
 DOWN_FP8 = ProductTile(128, 128, 128, 3, 4, per_sm=2, promote=True, split=True)
@@ -99,6 +100,12 @@ def weighted_rows(hidden: int, mx: bool, offs: bool, interpreted: bool) -> Plan:
     return Plan("weighted_rows_backward_kernel", constexprs)
 
 
+def expand_arrivals(hidden: int, interpreted: bool) -> Plan:
+    """Arrived rows, copied to the rows of their experts."""
+    shares, block = (1, next_power_of_2(hidden)) if interpreted else (PADDING_SHARES, ARRIVAL_COLUMNS)
+    return Plan("expand_arrivals_kernel", {"SHARES": shares, "BLOCK_H": block})
+
+
 # --- what an ahead-of-time library is asked for -----------------------------------------------------------------
 
 
@@ -138,6 +145,8 @@ def experts_backward(
         for weighted in sorted({False, *weights}):
             types = {"weights_ptr": "*fp32" if weighted else "*bf16"}
             found.append(_request(bias_gradient(1024, weighted, interpreted=False), types, ("n",)))
+    if "bf16" in arithmetic:
+        found.append(_request(expand_arrivals(1024, interpreted=False), {}, ("hidden",)))
     for mx in (False, True):
         for offs in (False, True):
             types = {"dy_ptr": "*fp8e4nv" if mx else "*bf16", "dy_scale_ptr": "*u8" if mx else "*bf16"}

@@ -1,0 +1,88 @@
+"""Arrived rows, one per token and rank, copied to the rows of their experts: a dispatch's expansion, once more.
+
+Protocol      A program copies one arrived row to each of its copies; those behind the arrivals write zeros, SHARES of
+              them per segment, from its last copy to its end. Rows from the end of the last segment on are not written.
+Layout        arrived [C, H], out [R, H] bf16 row-major; copies [C, K] int32, rows of `out`, -1 = none. Of `counts` one
+              entry says how many rows of `arrived` and `copies` mean something.
+Memory order  Plain loads and stores; the kernels follow each other on one stream. No two programs write one row.
+Progress      No program waits.
+Replay        Nothing is kept between calls.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from ..spec import ep_kernel
+
+
+class Copied(NamedTuple):
+    """What arrived.
+
+    Attributes:
+        arrived_ptr: [C, H] bf16.
+        copies_ptr: [C, K] int32.
+        counts_ptr: int32, whose entry `at` is the number of arrivals.
+        num_arrivals: C.
+        at, topk: see above; K.
+    """
+
+    arrived_ptr: Any
+    copies_ptr: Any
+    counts_ptr: Any
+    num_arrivals: Any
+    at: Any
+    topk: Any
+
+
+class Segments(NamedTuple):
+    """Rows of each expert.
+
+    Attributes:
+        offs_ptr: [E + 1] int32, first row of each segment, then the end of the last.
+        filled_ptr: [E] int32, rows of each segment that are copies; behind them is padding.
+    """
+
+    offs_ptr: Any
+    filled_ptr: Any
+
+
+@ep_kernel(
+    arrived_ptr="*bf16",
+    copies_ptr="*i32",
+    counts_ptr="*i32",
+    offs_ptr="*i32",
+    filled_ptr="*i32",
+    out_ptr="*bf16",
+    specialised=("hidden",),
+)
+def expand_arrivals_kernel(
+    copied: Copied,
+    segments: Segments,
+    out_ptr,  # out [R, H] bf16
+    hidden,
+    SHARES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    program = tl.program_id(0)
+    offs = tl.arange(0, BLOCK_H)
+    if program < copied.num_arrivals:
+        if program < tl.load(copied.counts_ptr + copied.at):
+            source = copied.arrived_ptr + program.to(tl.int64) * hidden
+            copies = copied.copies_ptr + program.to(tl.int64) * copied.topk
+            for h in range(0, hidden, BLOCK_H):
+                mask = h + offs < hidden
+                row = tl.load(source + h + offs, mask=mask)
+                for k in range(copied.topk):
+                    copy = tl.load(copies + k)
+                    if copy >= 0:
+                        tl.store(out_ptr + copy.to(tl.int64) * hidden + h + offs, row, mask=mask)
+    else:
+        expert = (program - copied.num_arrivals) // SHARES
+        first = tl.load(segments.offs_ptr + expert) + tl.load(segments.filled_ptr + expert)
+        end = tl.load(segments.offs_ptr + expert + 1)
+        zeros = tl.zeros([BLOCK_H], out_ptr.dtype.element_ty)
+        for padding in range(first + (program - copied.num_arrivals) % SHARES, end, SHARES):
+            dest = out_ptr + tl.cast(padding, tl.int64) * hidden
+            for h in range(0, hidden, BLOCK_H):
+                tl.store(dest + h + offs, zeros, mask=h + offs < hidden)

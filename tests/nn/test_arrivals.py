@@ -1,0 +1,113 @@
+"""A step that keeps what arrived gives the bits of one that keeps the rows made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from triton_ep.config import EPConfig
+from triton_ep.distributed import current_heap
+from triton_ep.nn import MoE, finalize_exchanges
+from triton_ep.nn.arrivals import keeps_arrivals
+
+HIDDEN, FFN, TOKENS, TOPK = 64, 96, 7, 4
+
+
+def _steps(moe: MoE, rank: int, observed: bool) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+    """Results and gradients of two micro-batches, the second one sent before the first goes back; shapes kept."""
+    device, generator = current_heap().device, torch.Generator().manual_seed(rank)
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.bfloat16 and not isinstance(tensor, torch.nn.Parameter):
+            shapes.append(tuple(tensor.shape))
+        return tensor
+
+    found, leaves, grads = [], [], []
+    with (
+        mock.patch("triton_ep.nn.operations.is_observed", return_value=observed),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        for num in (TOKENS - rank, 3 * rank):
+            x = torch.randn(num, HIDDEN, generator=generator).bfloat16().to(device).requires_grad_()
+            ids = torch.rand(num, moe.exchange.config.num_experts, generator=generator).topk(TOPK, 1).indices
+            ids = torch.where(torch.rand(num, TOPK, generator=generator) < 0.2, -1, ids).to(device)
+            weights = (torch.rand(num, TOPK, generator=generator) + 0.5).to(device).requires_grad_()
+            found.append(moe(x, topk_idx=ids, topk_weights=weights))
+            leaves.append([x, weights, *moe.experts.parameters()])
+            grads.append(torch.randn(num, HIDDEN, generator=generator).bfloat16().to(device))
+    for y, given, grad in zip(list(found), leaves, grads, strict=True):
+        found += torch.autograd.grad(y, given, grad)
+    return found, shapes
+
+
+def _check(rank: int, nodes: int, ranks_per_node: int, capacity: Any) -> None:
+    world = nodes * ranks_per_node
+    for observed in (False, True):
+        torch.manual_seed(3)
+        moe = MoE(
+            HIDDEN,
+            FFN,
+            num_experts=4 * world,
+            topk=TOPK,
+            max_tokens=TOKENS,
+            capacity=capacity,
+            local_world_size=ranks_per_node,
+            num_sm=2,
+            router=False,
+        )
+        rows = moe.exchange.config.recv_capacity
+        assert keeps_arrivals(moe.exchange.config)
+        kept, shapes = _steps(moe, rank, observed)
+        never = mock.Mock(return_value=False)
+        with (
+            mock.patch("triton_ep.nn.arrivals.keeps_arrivals", never),
+            mock.patch("triton_ep.nn.operations.keeps_arrivals", never),
+        ):
+            expanded, wide = _steps(moe, rank, observed)
+        for seen, want in zip(kept, expanded, strict=True):
+            assert torch.isfinite(want).all() and torch.equal(seen, want)
+        of_rows = [shape for shape in wide if shape[1:] == (HIDDEN,)]
+        of_arrivals = [shape for shape in shapes if shape[1:] == (HIDDEN,)]
+        assert sum(map(len, of_rows)) and max(of_arrivals) < max(of_rows)
+        if rows is not None:
+            assert (rows, HIDDEN) in of_rows and (rows, HIDDEN) not in of_arrivals
+            assert (world * TOKENS, HIDDEN) in of_arrivals
+        if capacity != 128:  # rows that do not fit are an error there
+            moe.check()
+        finalize_exchanges()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "capacity"),
+    [(1, 1, None), (1, 2, None), (1, 2, 3.0), (1, 2, 128), (2, 1, 3.0)],
+    ids=["one-rank", "exact", "static", "overflow", "nodes"],
+)
+def test_the_same_bits_from_what_arrived(run_ranks, nodes, ranks_per_node, capacity):
+    """Of tokens, weights and parameters, with two micro-batches in flight, by autograd and as an op."""
+    run_ranks(_check, nodes, ranks_per_node, capacity)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({}, True),
+        ({"world_size": 4, "local_world_size": 4}, True),
+        ({"world_size": 8, "local_world_size": 8}, False),
+        ({"world_size": 8, "local_world_size": 8, "recv_capacity": 1024}, True),
+        ({"recv_capacity": 255}, False),
+        ({"payload": "mxfp8"}, False),
+        ({"token_dtype": torch.float32}, False),
+        ({"enable_local_combine": False}, False),
+    ],
+    ids=str,
+)
+def test_where_arrivals_are_few(change: dict[str, Any], kept: bool) -> None:
+    """Ranks times tokens, against rows; and only where the table of copies is there."""
+    sizes: dict[str, Any] = {"max_tokens": 64, "hidden": 256, "topk": 8, "num_experts": 64, "rank": 0, "num_sm": 8}
+    sizes |= {"world_size": 2, "local_world_size": 2, "enable_local_combine": True, **change}
+    assert keeps_arrivals(EPConfig(**sizes)) == kept

@@ -1,0 +1,86 @@
+"""Expansion of rows that a dispatch has delivered before (kernels/experts/expand.py)."""
+
+from __future__ import annotations
+
+import torch
+
+from triton_ep.errors import InputError
+from triton_ep.ops import library
+from triton_ep.ops.tiles import check_offsets
+from triton_ep.runtime import launch as runtime  # before the kernels: decides whether they are interpreted
+from triton_ep.runtime.plans import experts_backward as plans
+
+
+@library.op(
+    "(Tensor arrived, Tensor copies, Tensor counts, int at, Tensor offs, Tensor filled, SymInt num_rows) -> Tensor",
+    lambda arrived, copies, counts, at, offs, filled, num_rows: arrived.new_empty(num_rows, arrived.shape[1]),
+)
+def _expand_arrivals(
+    arrived: torch.Tensor,
+    copies: torch.Tensor,
+    counts: torch.Tensor,
+    at: int,
+    offs: torch.Tensor,
+    filled: torch.Tensor,
+    num_rows: int,
+) -> torch.Tensor:
+    (num_arrivals, hidden), experts = arrived.shape, offs.shape[0] - 1
+    out = arrived.new_empty(num_rows, hidden)
+    plan = plans.expand_arrivals(hidden, runtime.INTERPRETING)
+    runtime.launch(
+        plan,
+        num_arrivals + experts * plan.constexprs["SHARES"] if out.numel() else 0,
+        arrived_ptr=arrived,
+        copies_ptr=copies,
+        counts_ptr=counts,
+        offs_ptr=offs,
+        filled_ptr=filled,
+        out_ptr=out,
+        num_arrivals=num_arrivals,
+        at=at,
+        topk=copies.shape[1],
+        hidden=hidden,
+    )
+    return out
+
+
+@torch.no_grad()
+def expand_arrivals(
+    arrived: torch.Tensor,
+    copies: torch.Tensor,
+    counts: torch.Tensor,
+    at: int,
+    offs: torch.Tensor,
+    filled: torch.Tensor,
+    num_rows: int,
+) -> torch.Tensor:
+    """[num_rows, H] bf16: arrived rows at the places of their copies, zeros in the padding of segments. No gradient.
+
+    Rows from offs[-1] on are not written.
+
+    Arguments:
+        arrived: [C, H] bf16, contiguous.
+        copies: [C, K] int32, contiguous: rows of the result, each at most once; -1 = none.
+        counts: int32, contiguous; entry `at` of it says how many rows of `arrived` and `copies` there are. Others are
+            not read.
+        offs: [E + 1] int32, first row of each expert's segment, then the end of the last.
+        filled: [E] int32, rows of each segment that are copies, the first ones.
+
+    Raises:
+        InputError: operands that do not fit each other.
+    """
+    if arrived.ndim != 2 or arrived.dtype != torch.bfloat16 or not arrived.is_contiguous():
+        raise InputError(f"arrived must be contiguous bfloat16 [C, H]; it is {arrived.dtype} {list(arrived.shape)}.")
+    check_offsets(offs, device=arrived.device)
+    shapes = {"copies": (copies, arrived.shape[:1]), "filled": (filled, (offs.shape[0] - 1,))}
+    for name, (each, shape) in {**shapes, "counts": (counts, ())}.items():
+        fits = each.dtype == torch.int32 and each.is_contiguous() and each.device == arrived.device
+        if not fits or each.shape[: len(shape)] != tuple(shape):
+            raise InputError(
+                f"{name} must be contiguous int32 {[*shape, '...']} on {arrived.device}; it is {each.dtype} "
+                f"{list(each.shape)} on {each.device}."
+            )
+    if copies.ndim != 2 or not 0 <= at < counts.numel():
+        raise InputError(f"copies must be [C, K], at an entry of counts; got {list(copies.shape)}, {at}.")
+    found: torch.Tensor = _expand_arrivals(arrived, copies, counts, at, offs.contiguous(), filled, num_rows)
+    return found
