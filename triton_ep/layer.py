@@ -28,7 +28,7 @@ from triton_ep.errors import ConfigError
 from triton_ep.exchange import checks, refusals, steps
 from triton_ep.exchange.accept import Requests
 from triton_ep.exchange.barrier import BarrierAllContext
-from triton_ep.exchange.finish import Ending, Finisher, InFlight, Launched
+from triton_ep.exchange.finish import PLAIN, Ending, Finisher, InFlight, Launched
 from triton_ep.exchange.landings import EXPERT_MAJOR, CompactRows, Deduplicated, ExpertMajor, compact_rows
 from triton_ep.exchange.request import Request, Sent
 from triton_ep.kernels.device import codes
@@ -645,8 +645,10 @@ class EPAll2AllLayer:
         self._begin_combine(input, weights, *biases)
         ending = Ending(return_recv_hook, async_finish, previous_event)
         checks.check_combine(self.config, ctx.device, ctx.layer_id, input, desc, weights)
-        checks.check_biases(self.config, ctx.device, biases, desc)
-        checks.check_overlap(*ending)
+        if biases:
+            checks.check_biases(self.config, ctx.device, biases, desc)
+        if ending != PLAIN:
+            checks.check_overlap(*ending)
         ctx.calls.check_combine(desc.dispatch_number)
 
         def send() -> Launched[torch.Tensor]:
@@ -854,14 +856,17 @@ class EPAll2AllLayer:
 
     def _warn_of_no_gradient(self, call: str, inputs: tuple[object, ...]) -> None:
         """Warn, once in the life of the layer, if `call` would cut a graph of autograd."""
-        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in inputs):
-            self._warned = True
-            warnings.warn(
-                f"layer.{call} got a tensor that requires a gradient, but what it returns has none: the graph ends "
-                f"here. For training call triton_ep.autograd.{call}(layer, ...); otherwise detach, or use "
-                "torch.no_grad().",
-                stacklevel=4,
-            )
+        # No generator: every call asks, and that would take it twice as long.
+        for tensor in inputs:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                self._warned = True
+                warnings.warn(
+                    f"layer.{call} got a tensor that requires a gradient, but what it returns has none: the graph ends "
+                    f"here. For training call triton_ep.autograd.{call}(layer, ...); otherwise detach, or use "
+                    "torch.no_grad().",
+                    stacklevel=4,
+                )
+                return
 
     def _send(self, request: Request, landing: ExpertMajor, split: bool = False) -> Sent[dispatch_ops.Received]:
         if self.config.low_latency:

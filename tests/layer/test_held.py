@@ -92,7 +92,7 @@ def test_a_dispatch_is_four_launches(run_ranks, backend, nodes, static):
 def _check_growth(rank: int, nodes: int, ranks_per_node: int, options: dict) -> None:
     few, many = replace(FEW, **options), replace(MANY, **options)
     with make_layer(few, rank, nodes, ranks_per_node, max_tokens=24) as layer:
-        layer.context.memory.sizes = _shrunk(layer.context.sizes, 32)
+        layer.context.sizes = layer.context.memory.sizes = _shrunk(layer.context.sizes, 32)
         with _order() as happened:
             combine_and_check(layer, dispatch_and_check(layer, few, 0))
             assert happened == ["push", "read"]
@@ -123,7 +123,7 @@ def test_rows_are_sent_before_the_counts_are_read_and_again_where_buffers_grow(
 
 def _check_compact_growth(rank: int, nodes: int, ranks_per_node: int) -> None:
     with make_layer(MANY, rank, nodes, ranks_per_node) as layer, _order() as happened:
-        layer.context.memory.sizes = _shrunk(layer.context.sizes, 32)
+        layer.context.sizes = layer.context.memory.sizes = _shrunk(layer.context.sizes, 32)
         works, device = workloads(MANY, layer.config.world_size, 0), current_heap().device
         mine = works[rank]
         got = layer.dispatch_compact(mine.x.to(device), mine.topk_idx.to(device))
@@ -148,7 +148,7 @@ def _check_backward(rank: int, nodes: int, ranks_per_node: int) -> None:
 
     def small(*given: object, **options: object) -> object:
         layer = made(*given, **options)
-        layer.context.memory.sizes = _shrunk(layer.context.sizes, 3)
+        layer.context.sizes = layer.context.memory.sizes = _shrunk(layer.context.sizes, 3)
         return layer
 
     with mock.patch(f"{_check_gradients.__module__}.make_layer", small), _order() as happened:
@@ -276,7 +276,7 @@ def _check_decisions(rank: int, nodes: int, ranks_per_node: int, local_combine: 
     num_cases, num_ranks = 1500, 3  # ranks of the made-up reports; not a power of two
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         ctx, draw = layer.context, random.Random(rank)
-        ctx.memory.sizes = Sizes(ctx.config, 70, 100)
+        ctx.sizes = ctx.memory.sizes = Sizes(ctx.config, 70, 100)
         for landing in (ExpertMajor(), Deduplicated()):
             made = [_made_up(draw, num_ranks) for _ in range(num_cases)]
             words = torch.tensor(made, dtype=torch.int32)
@@ -290,7 +290,7 @@ def _check_decisions(rank: int, nodes: int, ranks_per_node: int, local_combine: 
             want = [not _hosts_go_on(ctx, landing, reports) for reports in made]
             assert 0.2 < sum(want) / num_cases < 0.9
             assert held.bool().tolist() == want
-        ctx.memory.sizes = Sizes(ctx.config, 1, 1)  # what there is is larger
+        ctx.sizes = ctx.memory.sizes = Sizes(ctx.config, 1, 1)  # what there is is larger
 
 
 @pytest.mark.plain

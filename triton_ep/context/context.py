@@ -78,6 +78,9 @@ class DispatchCombineContext:
 
     Made by `create`, collective over the group; ended by `finalize`, collective as well. Nothing is freed by
     a destructor, because freeing symmetric memory out of step hangs the other ranks.
+
+    Attributes:
+        sizes: rows for which there is room; exact layers grow.
     """
 
     @torch.inference_mode(False)  # these tensors outlive inference mode and must stay writable outside it
@@ -101,8 +104,8 @@ class DispatchCombineContext:
         self.no_floats = self.no_bytes.view(torch.float32)
 
         self._status = status.DeviceState(config.world_size, config.timeout_s, self.device)
-        self.state = self._status.words
-        self.memory = SymmetricBuffers(config, sizes, group, heap, name)
+        self.state, self._alarm = self._status.words, self._status.alarm
+        self.memory, self.sizes = SymmetricBuffers(config, sizes, group, heap, name), sizes
         self.local_as, self.local_address = self.memory.local_as, self.memory.local_address
         launches = Launches(self.rows, self._bound(), aot, self.network, self.device)
         self.launcher, self.scratch, self._identity_rows = launches.launcher, launches.scratch, launches.identity_rows
@@ -168,11 +171,6 @@ class DispatchCombineContext:
 
     # --- memory -----------------------------------------------------------------------------------------
 
-    @property
-    def sizes(self) -> layout.Sizes:
-        """Rows for which there is room; exact layers grow."""
-        return self.memory.sizes
-
     def local(self, name: str) -> torch.Tensor:
         """This rank's copy of a buffer, as a tensor of the shape and dtype in triton_ep/context/layout.py."""
         self.check_open()
@@ -219,8 +217,11 @@ class DispatchCombineContext:
             return False
         if wanted.output_rows > self.sizes.output_rows:
             self.calls.check_growth(wanted.output_rows)
-        with self._together():
-            self.memory.grow(wanted)
+        try:
+            with self._together():
+                self.memory.grow(wanted)
+        finally:
+            self.sizes = self.memory.sizes
         return True
 
     def make_room_for_all(self) -> None:
@@ -366,7 +367,7 @@ class DispatchCombineContext:
 
     def poll_status(self) -> None:
         """Raise what a kernel has reported up to now, without waiting for the stream."""
-        if self._status.is_set and not self.is_capturing:
+        if self._alarm.value and not self.is_capturing:
             self.check_status()
 
     @property

@@ -25,7 +25,7 @@ from triton_ep.kernels.device.codes import (
     TILE_WORDS,
     partial_stride,
 )
-from triton_ep.runtime.plans.shape import Shape, next_power_of_2
+from triton_ep.runtime.plans.shape import ROUTING_TOKENS, Shape, next_power_of_2
 
 ALIGN_BYTES = 256
 """Start of every symmetric buffer."""
@@ -79,6 +79,18 @@ class Sizes:
     def shape(self) -> Shape:
         """What of the sizes decides how kernels are compiled."""
         return self.config.shape()
+
+    @cached_property
+    def entry_fields(self) -> int:
+        """As `entry_fields`."""
+        return entry_fields(self.config)
+
+    @cached_property
+    def chunks_length(self) -> int:
+        """int32 words of what is kept by routing chunk (kernels/device/tables.py)."""
+        c = self.config
+        node_tokens = 0 if c.is_intra_node else c.num_nodes * c.max_tokens
+        return -(-c.max_tokens // ROUTING_TOKENS) * (self.shape.num_columns + 2) + node_tokens
 
     @cached_property
     def placement_length(self) -> int:

@@ -60,6 +60,7 @@ class DeviceState:
 
     Attributes:
         words: int64 [codes.STATE_WORDS + W]; positions are in kernels/device/codes.py, the rest are tags of calls.
+        alarm: its value is not 0 once a kernel has left a record, as far as the host has heard; waits for nothing.
     """
 
     @torch.inference_mode(False)  # these tensors outlive inference mode and must stay writable outside it
@@ -69,12 +70,7 @@ class DeviceState:
         # A word that the host can read at any time; the device sets it with the status record.
         self._alarm = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.words[codes.ALARM] = self._alarm.data_ptr()
-        self._alarmed = ctypes.c_int64.from_address(self._alarm.data_ptr())
-
-    @property
-    def is_set(self) -> bool:
-        """Whether a kernel has left a record, as far as the host has heard; waits for nothing."""
-        return self._alarmed.value != 0
+        self.alarm = ctypes.c_int64.from_address(self._alarm.data_ptr())
 
     def record(self) -> StatusRecord | None:
         """The record that a kernel left, once the current stream is through; None = all is well."""

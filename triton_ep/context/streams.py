@@ -21,7 +21,7 @@ class SideStream:
             self._made = torch.cuda.Stream(self._device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
         side, forked, _ = self._made
         forked.record(current_stream())
-        side.wait_event(forked)
+        forked.wait(side)  # as side.wait_event(forked), which does the same
         return side
 
     def join(self) -> None:
@@ -29,9 +29,9 @@ class SideStream:
         if self._made is not None:
             side, _, joined = self._made
             joined.record(side)
-            current_stream().wait_event(joined)
+            joined.wait(current_stream())
 
     def wait_joined(self) -> None:
         """Make the current stream wait for the work that the latest `join` waited for."""
         if self._made is not None:
-            current_stream().wait_event(self._made[2])
+            self._made[2].wait(current_stream())

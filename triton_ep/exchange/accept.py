@@ -11,7 +11,7 @@ from triton_ep.context.descriptor import EPAllToAllLayoutDesc
 from triton_ep.context.given import RoutingMap, Rows
 from triton_ep.errors import InputError, StaleHandleError
 from triton_ep.exchange import checks, refusals
-from triton_ep.exchange.finish import Ending
+from triton_ep.exchange.finish import PLAIN, Ending
 from triton_ep.exchange.landings import Deduplicated
 from triton_ep.exchange.request import Request, as_sent, rows_of
 from triton_ep.mx.tensor import MXTensor
@@ -40,10 +40,13 @@ class Requests:
     ) -> Request:
         """Of `EPAll2AllLayer.dispatch`."""
         try:
-            checks.check_overlap(*ending)
-            checks.check_landing(self._cfg, landing)
+            if ending != PLAIN:
+                checks.check_overlap(*ending)
+            if landing is not None:
+                checks.check_landing(self._cfg, landing)
             checks.check_dispatch(self._cfg, self._device, x, ids, weights, scatter)
-            self._keep_kind(scaled=False)
+            if self._cfg.low_latency:
+                self._keep_kind(scaled=False)
         except _Refused:
             refusals.refuse(self._ctx)
             raise

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.context.overlap import CommStream, EPEvent, RecvHook
-from triton_ep.exchange.ranges import call_range
+from triton_ep.exchange.ranges import call_range, records_ranges
 
 Call = Literal["dispatch", "combine"]
 Results = TypeVar("Results")
@@ -29,6 +29,9 @@ class Ending(NamedTuple):
     return_recv_hook: bool = False
     async_finish: bool = False
     previous_event: EPEvent | None = None
+
+
+PLAIN = Ending()
 
 
 class InFlight:
@@ -85,9 +88,10 @@ class Finisher:
             with call_range(call, self._context):
                 return send()
 
+        launch = named if records_ranges() else send
         if ending.async_finish:
-            return self._comm.run(lambda: named()[0], arguments, ending.previous_event)
-        results, receive = named()
+            return self._comm.run(lambda: launch()[0], arguments, ending.previous_event)
+        results, receive = launch()
         if not ending.return_recv_hook:
             return results, None
         return results, InFlight(self._context, call, receive).hook(results, arguments)

@@ -19,13 +19,18 @@ def _wants_nvtx() -> bool:
     return read_environment().nvtx
 
 
+def records_ranges() -> bool:
+    """Whether somebody records: otherwise a call spends nothing on its range."""
+    return _profiler_enabled() or _wants_nvtx()
+
+
 def call_range(what: str, context: DispatchCombineContext) -> AbstractContextManager[object]:
     """The range of a call: `record_function` under torch's profiler, NVTX with TRITON_EP_NVTX=1, else nothing.
 
     what: "dispatch", "hook of combine". The range is called `triton_ep.dispatch 7, layer 3fa2`: by the number of
     dispatches before it, and the last digits of the layer's id.
     """
-    if not (_wants_nvtx() or _profiler_enabled()):
+    if not records_ranges():
         return _NO_RANGE
     name = f"triton_ep.{what} {context.num_dispatches}, layer {context.layer_id & 0xFFFF:04x}"
     if _profiler_enabled():

@@ -9,7 +9,6 @@ import torch
 
 from triton_ep.context.context import NO_LIMIT, DispatchCombineContext
 from triton_ep.context.given import RoutingMap
-from triton_ep.context.layout import entry_fields
 from triton_ep.context.rows import RowFormat
 from triton_ep.runtime.launch import INTERPRETING
 from triton_ep.runtime.plans import compact, exchange
@@ -24,22 +23,16 @@ class Routing(NamedTuple):
         chunks: int32, counts per chunk and what else is kept by chunk.
         push_addrs: [T, K] int64 and what follows it, written by `place`.
         weights: [T, K] float32, for this dispatch only; None: there are none.
+        num_tokens: T.
+        num_chunks: routing chunks of these tokens.
     """
 
     entries: torch.Tensor
     chunks: torch.Tensor
     push_addrs: torch.Tensor
     weights: torch.Tensor | None
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.entries.shape[1]
-
-
-def num_chunks(num_tokens: int) -> int:
-    """Routing chunks of this many tokens."""
-    return -(-num_tokens // ROUTING_TOKENS)
+    num_tokens: int
+    num_chunks: int
 
 
 def prepare(
@@ -56,12 +49,13 @@ def prepare(
         topk_idx = ctx.scratch("map_ids", entries, torch.int32)
         weights = None if given.probs is None else ctx.scratch("map_weights", entries, torch.float32)
         map_slots(ctx, given, topk_idx, weights)
-    node_tokens = 0 if cfg.is_intra_node else cfg.num_nodes * cfg.max_tokens
     routing = Routing(
-        torch.empty(entry_fields(cfg), num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
-        ctx.scratch("chunks", num_chunks(cfg.max_tokens) * (sizes.shape.num_columns + 2) + node_tokens, torch.int32),
+        torch.empty(sizes.entry_fields, num_tokens, cfg.topk, dtype=torch.int32, device=ctx.device),
+        ctx.scratch("chunks", sizes.chunks_length, torch.int32),
         ctx.scratch("push_addrs", cfg.max_tokens * cfg.topk, torch.int64),
         weights,
+        num_tokens,
+        -(-num_tokens // ROUTING_TOKENS),
     )
     return routing, topk_idx
 
@@ -91,7 +85,7 @@ def exchange_splits(
     cfg, sizes = ctx.config, ctx.sizes
     arrival_room, output_room = (0, 0) if room is None else room
     placement = torch.empty(sizes.placement_length, dtype=torch.int32, device=ctx.device)
-    chunks = num_chunks(routing.num_tokens)
+    chunks = routing.num_chunks
     ctx.launcher(("splits", bad_scatter is not None), exchange.splits, bad_scatter is not None).launch(
         chunks + -(-sizes.shape.num_columns // exchange.SPLITS_COLUMNS),
         topk_idx_ptr=topk_idx,
@@ -163,7 +157,7 @@ def place(
     static = cfg.recv_capacity is not None
     make = (exchange.place, weights is not None, scatter is not None)
     ctx.launcher(("place", *make[1:]), *make, fmt=fmt).launch(
-        num_chunks(routing.num_tokens) + 1,
+        routing.num_chunks + 1,
         entries_ptr=routing.entries,
         scatter_idx_ptr=routing.entries if scatter is None else scatter,
         # A pointer of the right type; not read without weights.

@@ -194,8 +194,13 @@ def as_words(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
     Copies need no dtype: one compiled kernel serves all, and the interpreter moves 8 bytes per element.
     """
     # torch wants a multiple of the words in front of the rows as well, where memory itself begins at an odd address.
-    offset = int(rows.storage_offset()) * rows.element_size()
-    return view_as(rows, _WORDS[word_type(row_bytes, rows.data_ptr() | offset)])
+    place = rows.data_ptr() | int(rows.storage_offset()) * rows.element_size()
+    if (row_bytes | place) & 7 == 0:  # most rows
+        try:
+            return rows.view(torch.int64)
+        except RuntimeError:
+            pass  # their strides say nothing
+    return view_as(rows, _WORDS[word_type(row_bytes, place)])
 
 
 def mx_blocks(num_blocks: int) -> int:

@@ -9,6 +9,7 @@ compiled (jit_cache.py), has no compiler in it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
@@ -174,8 +175,8 @@ class Boxes:
 
 
 Start = Callable[..., None]
-"""Launches a compiled kernel: programs, address of a stream, addresses and `Boxes`, integers, both of what a launch
-gives; and what hooks of Triton are told, and the hooks."""
+"""Launches a compiled kernel: programs, address of a stream, then the addresses (or `Boxes`) and integers that a launch
+gives, in order; and, by name, what hooks of Triton are told, and the hooks."""
 
 
 class _NoHooks:
@@ -310,13 +311,14 @@ class Launcher:
             "    device = C._cuda_getDevice()",
             *[f"    {address} = {name}.data_ptr()" for address, name in zip(addresses, pointers, strict=True)],
             f"    start = compiled.get({kind})",
-            f"    if start is None or ({' | '.join([*addresses, '0'])}) & 15 or not grid or me.is_hooked:",
+            f"    unlike = start is None or ({' | '.join([*addresses, '0'])}) & 15 or not grid",
+            "    if unlike or me._enter.calls or me._exit.calls or me._enter is unknown and 'triton.knobs' in modules:",
             f"        return launch(grid, ({given}), stream)",
             "    where = C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream",
-            f"    start(grid, where, ({''.join(f'{each}, ' for each in addresses)}), "
-            f"({''.join(f'{each}, ' for each in integers)}))",
+            f"    start({', '.join(['grid', 'where', *addresses, *integers])})",
         ]
-        scope: dict[str, Any] = {"C": torch._C, "compiled": self._compiled, "me": self, "launch": self._launch}
+        scope: dict[str, Any] = {"C": torch._C, "compiled": self._compiled, "me": self, "launch": self._launch,
+                                 "unknown": _NoHooksYet, "modules": sys.modules}  # fmt: skip
         exec("\n".join(lines), scope)
         made: Callable[..., None] = scope[self.plan.kernel]
         return made
@@ -359,9 +361,9 @@ class Launcher:
             if kind not in self._told:  # Triton tells of kernels that it has loaded itself
                 start = self._compiled[kind] = self._start_of_jit(kind, self._request(args, unaligned))
             told = self._told[kind]((grid, 1, 1), where)
-            start(grid, where, pointers, args[self._num_pointers :], told, self._enter, self._exit)
+            start(grid, where, *pointers, *args[self._num_pointers :], told=told, enter=self._enter, leave=self._exit)
             return
-        start(grid, where, pointers, args[self._num_pointers :])
+        start(grid, where, *pointers, *args[self._num_pointers :])
 
     def _addresses(self, args: Sequence[Any]) -> list[Any]:
         """Addresses of tensors, and `Boxes` as they are."""
@@ -406,9 +408,9 @@ class Launcher:
         for parameter in self.spec.parameters:
             values = ", ".join(texts[name] for name in parameter.fields)
             passed.append(values if parameter.group is None else f"({values},)")
-        before = "run(grid, 1, 1, where, function, metadata, told, enter, leave, "
         names = {"run": made.run, "function": made.function, "metadata": made.packed_metadata}
-        return self._written_out(before + ", ".join(passed) + ")", names)
+        given = ["grid", "1", "1", "where", "function", "metadata", "told", "enter", "leave", *passed]
+        return self._written_out(*(_inside(made.run, given, names) or (f"run({', '.join(given)})", names)))
 
     def _note(self, taken: Program) -> None:
         """Keep what a program of the largest variant takes."""
@@ -435,13 +437,9 @@ class Launcher:
         """
         bound = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value
                  for name, value in self._bound.items()}  # fmt: skip
-        pointers, integers = self._names[: self._num_pointers], self._names[self._num_pointers :]
-        lines = ["def start(grid, where, pointers, integers, told=None, enter=None, leave=None):"]
-        lines += [
-            f"    {', '.join(given)}, = {of}" for given, of in ((pointers, "pointers"), (integers, "integers")) if given
-        ]
+        given = ", ".join(["grid", "where", *self._names])
         scope = {**bound, **names}
-        exec("\n".join([*lines, f"    {call}"]), scope)
+        exec(f"def start({given}, *, told=None, enter=None, leave=None):\n    {call}", scope)
         made: Start = scope["start"]
         return made
 
@@ -461,6 +459,53 @@ class Launcher:
         numbers = {self._names[i]: args[i] for i in self._special}
         odd = [name for name, arg in self._bound.items() if isinstance(arg, torch.Tensor) and arg.data_ptr() % WORD]
         return KernelRequest.of(self.plan, types, numbers, [*odd, *[self._names[i] for i in unaligned]])
+
+
+class _Given:
+    """Stands for an argument of `_inside`.
+
+    Attributes:
+        text: of the expression that it stands for.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _inside(run: Any, given: Sequence[str], names: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The call of the driver's launcher that Triton's `run(*given)` makes, and the names in it; None: it is not known.
+
+    Triton's own function asks at each launch whether the kernel wants scratch memory, and puts what is the same in all
+    launches beside what is given: a fifth of a launch. Here it does so once, of arguments that stand for others.
+
+    given: expressions. names: of what `run` itself is given.
+    """
+    if type(run).__name__ != "CudaLauncher" or any(
+        getattr(run, f"{of}_scratch_size", 1) for of in ("global", "profile")
+    ):
+        return None
+    calls: list[tuple[Any, ...]] = []
+    probe = copy.copy(run)
+    probe.launch = lambda *passed: calls.append(passed)
+    try:
+        probe(*map(_Given, given))
+    except Exception:  # a version that looks at what it is given
+        return None
+    if len(calls) != 1:
+        return None
+    known: dict[str, Any] = {**names, "launch": run.launch}
+    del known["run"]
+
+    def written(value: Any) -> str:
+        if isinstance(value, _Given):
+            return value.text
+        if type(value) is tuple and value:
+            return f"({', '.join(map(written, value))},)"
+        name = f"always_{len(known)}"
+        known[name] = value
+        return name
+
+    return f"launch({', '.join(map(written, calls[0]))})", known
 
 
 def _is_boxes(request: KernelRequest, name: str) -> bool:

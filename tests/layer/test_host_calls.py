@@ -1,0 +1,81 @@
+"""Python functions of this package that a call runs on the host: at most so many.
+
+Each takes a tenth of a microsecond, on a slow host three times that. A property that is asked for again and again, a
+wrapper, a check of what was not given: what somebody adds is found here, on a machine without a GPU. Launches do not
+count, because interpreted ones take other functions.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import triton_ep
+from tests.layer.cases import Case, make_layer
+from triton_ep.runtime import launch
+from triton_ep.testing import make_workload
+
+PACKAGE = str(Path(triton_ep.__file__).parent)
+PLAIN = Case("plain", static=True, weights=False)
+MOST = {
+    "plain": (PLAIN, 55, 32),
+    "local_combine": (Case("local_combine", static=True, weights=False, local_combine=True), 55, 30),
+    "low_latency": (Case("low_latency", low_latency=True, weights=False), 34, 22),
+}
+"""By name: the case, and the most functions of its dispatch and of its combine."""
+_INTERPRET = launch._interpret
+
+
+def _functions(call: Callable[[], object]) -> Counter[str]:
+    """Of the third call: the first two make launchers and memory that stay."""
+    for _ in range(2):
+        call()
+    counts: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_filename != launch.__file__:
+            counts[f"{code.co_filename[len(PACKAGE) + 1 :]} {code.co_name}"] += 1
+
+    def interpret(*arguments: Any) -> None:
+        sys.setprofile(None)
+        try:
+            _INTERPRET(*arguments)
+        finally:
+            sys.setprofile(note)
+
+    with mock.patch.object(launch, "_interpret", interpret):
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+    return counts
+
+
+def _check_functions(rank: int, nodes: int, ranks_per_node: int, name: str) -> None:
+    case, in_dispatch, in_combine = MOST[name]
+    with make_layer(case, rank, nodes, ranks_per_node) as layer:
+        work = make_workload(
+            rank, 2, case.tokens[rank], hidden=case.hidden, topk=case.topk, num_experts=2 * case.experts
+        )
+        x, idx = work.x, work.topk_idx
+        recv_x, _, desc = layer.dispatch(x, idx)
+        found = _functions(lambda: layer.dispatch(x, idx)), _functions(lambda: layer.combine(recv_x, desc))
+        for counts, most in zip(found, (in_dispatch, in_combine), strict=True):
+            told = f"{[each.total() for each in found]} functions of dispatch and combine: {dict(counts)}"
+            assert counts.total() <= most, told
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
+@pytest.mark.parametrize("name", list(MOST))
+def test_calls_run_no_more_functions(run_ranks, backend, nodes, ranks_per_node, name):
+    """As many as are needed, in plain calls: no hooks, events, weights or biases."""
+    if backend != "host":
+        pytest.skip("GPUs have streams and events besides; CPU ranks find what is added")
+    run_ranks(_check_functions, nodes, ranks_per_node, name)
