@@ -11,7 +11,6 @@ import torch
 
 from tests.ops.grouped import DEVICE
 from triton_ep import MXTensor
-from triton_ep.context.overlap import EPEvent
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.nn import expert_block as module
 from triton_ep.nn.expert_block import ExpertBlock, ExpertSettings, expert_block
@@ -183,58 +182,6 @@ def test_only_what_is_needed(monkeypatch: pytest.MonkeyPatch, needed: tuple[str,
     assert [t.dtype for t in rows] == (
         [torch.float8_e4m3fn if precision else torch.bfloat16] if "w13" in needed else []
     )
-
-
-def test_copies_of_w2_are_made_beside_the_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where weights have changed: those of w13 before it, those of w2 behind its launch; the bits of new copies."""
-    case, prepared = Case("default"), PreparedWeights()
-    block, params = ExpertBlock(prepared, case.settings), tuple(case.tensors[name] for name in NAMES[2:])
-    w13, w2 = params[:2]
-    order: list[Any] = []
-
-    def product(*args: Any, **kwargs: Any) -> Any:
-        order.append(("gate_up", kwargs["shared"]))
-        return gate_up(*args, **kwargs)
-
-    def refresh(self: PreparedWeights, weight: torch.Tensor, *, name: str = "") -> None:
-        order.append(("refresh", name))
-        refresh_now(self, weight, name=name)
-
-    gate_up, refresh_now = module.gate_up, PreparedWeights.refresh
-    monkeypatch.setattr(module, "gate_up", product)
-    monkeypatch.setattr(PreparedWeights, "refresh", refresh)
-    if DEVICE == "cpu":  # which has no streams
-
-        def run_beside(call: Any, *_: Any) -> EPEvent:
-            call()
-            return EPEvent()
-
-        monkeypatch.setattr(module, "run_beside", run_beside)
-        monkeypatch.setattr(ExpertBlock, "_refreshes_beside", lambda _, w: prepared.is_stale_in_place(w, name="w2"))
-
-    def run(of: ExpertBlock) -> torch.Tensor:
-        work = of.before(params)
-        if work is not None:
-            work()
-        y = of.run(case.tensors["x_rows"], case.tensors["row_weights"], params, case.offs, None, keep=False)[0]
-        return y[: case.used]
-
-    run(block)
-    for use in ("fprop", "dgrad"):
-        prepared.get(w2, use, name="w2")
-    kept = prepared.get(w2, "fprop", name="w2")
-    for factor in (0.7, 1.9):
-        for weight in (w13, w2):
-            weight.mul_(factor)
-        order.clear()
-        found = run(block)
-        assert order == [("refresh", "w13"), ("gate_up", True), ("refresh", "w2")]
-        assert prepared.get(w2, "fprop", name="w2") is kept and not prepared.is_stale(w2, name="w2")
-        wanted = run(ExpertBlock(PreparedWeights(), case.settings))
-        assert torch.equal(found, wanted)
-    order.clear()
-    assert torch.equal(run(block), wanted)
-    assert order == [("gate_up", False)]
 
 
 @pytest.mark.parametrize("precision", [None, "default", "exact"])

@@ -96,9 +96,7 @@ def test_products_of_experts() -> None:
     for rows, matrix in (((x, None), (w, None)), (OPS.quantize_to_rows(x, None), (fprop.qdata, fprop.scale))):
         activation = ("silu", True, 7.0, 1.702, 1.0)
         for act in ("bf16", "mx"):
-            _check(
-                OPS.gate_up.default, (*rows, *matrix, offs, None, weights, bias, *activation, True, act, False, False)
-            )
+            _check(OPS.gate_up.default, (*rows, *matrix, offs, None, weights, bias, *activation, True, act, False))
         operands_of = (*rows, *matrix, offs, tiles, weights, bias, False, False)
         _check(OPS.rows_product.default, operands_of)
         _check(OPS.rows_product_into.default, (*operands_of, x.new_zeros(len(x), 128)))

@@ -37,8 +37,6 @@ LONG_SIGNATURES = {
     "MXFP8Tensor.__new__",
     "MXFP8Tensor.__init__",
     "PrepareFinalize.__init__",
-    # A product of the experts: three operands, then its options.
-    "gate_up",
 }
 # Plans and launches of the expert block.
 LONG_OF_EXPERTS = {"experts", "experts_backward", "launch_gate_up", "launch_rows_product", "_run_rows_product"}

@@ -1,32 +1,19 @@
-"""What runs on a stream of its own: shared experts beside the exchange, which see every token of this rank and need no
-other rank; and other work beside kernels that leave it room.
-"""
+"""A module that runs beside the exchange: shared experts, which see every token of this rank and need no other rank."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from triton_ep.context.overlap import EPEvent, current_stream
+from triton_ep.context.overlap import current_stream
 
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all modules of a device."""
     return torch.cuda.Stream(device)
-
-
-def run_beside(call: Callable[[], None], device: torch.device, start: EPEvent) -> EPEvent:
-    """The end of `call`, which runs on the other stream of a GPU from `start` on, and leaves no memory behind."""
-    side = _side_stream(device)
-    assert start.event is not None, "of a GPU"
-    side.wait_event(start.event)
-    with torch.cuda.stream(side):
-        call()
-        return EPEvent.record()
 
 
 class Beside:

@@ -22,11 +22,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from triton_ep.context.descriptor import EPAllToAllLayoutDesc
-from triton_ep.context.overlap import EPEvent
 from triton_ep.errors import ConfigError, InputError
 from triton_ep.mx.tensor import MXTensor
 from triton_ep.nn.arrivals import Arrived
-from triton_ep.nn.beside import run_beside
 from triton_ep.nn.moe_block import ExpertGradients, Needs, Params
 from triton_ep.nn.padded import down_dgrad_of_any_width
 from triton_ep.nn.prepared import PreparedWeights
@@ -153,19 +151,12 @@ class ExpertBlock:
             raise InputError(f"prepared goes with precision={self.settings.precision!r}, got {given}.")
 
     def before(self, params: Params) -> Callable[[], None] | None:
-        """Brings copies of weights up to date that are kept, where they have changed: no row is needed for that.
-
-        Those of w2 only where they cannot be made beside the first product (`_refreshes_beside`).
-        """
+        """Brings copies of weights up to date that are kept, where they have changed: no row is needed for that."""
         prepared, names = self.prepared, ("w13", "w2")
         if prepared is None:
             return None
         weights = [(name, weight) for name, weight in zip(names, params, strict=False) if weight is not None]
-        stale = [
-            (name, weight)
-            for name, weight in weights
-            if prepared.is_stale(weight, name=name) and not (name == "w2" and self._refreshes_beside(weight))
-        ]
+        stale = [(name, weight) for name, weight in weights if prepared.is_stale(weight, name=name)]
         if not stale:
             return None
 
@@ -219,12 +210,9 @@ class ExpertBlock:
             raise InputError(f"the rows are {type(rows).__name__}; with precision=None they must be bf16.")
         w13, w2, b13, b2 = params
         operand = self._operand(rows, offs)
-        of_w13 = self._weight(w13, "fprop", "w13")
-        beside = self._refreshes_beside(w2)
-        start = EPEvent.record() if beside else None
         act, pre = gate_up(
             operand,
-            of_w13,
+            self._weight(w13, "fprop", "w13"),
             offs,
             row_weights=row_weights,
             activation=settings.activation,
@@ -233,10 +221,7 @@ class ExpertBlock:
             act="bf16" if settings.precision is None else "mx" if settings.fp8 else "mx_bf16",
             fast=settings.fast,
             tiles=tiles,
-            shared=beside,
         )
-        if start is not None:
-            self._refresh_beside(w2, start)
         y = rows_product(
             act,
             self._weight(w2, "fprop", "w2"),
@@ -353,22 +338,6 @@ class ExpertBlock:
         if isinstance(x, MXTensor):
             return rebase_rows(x.qdata, x.scale, offs)
         return x if isinstance(x, RowScaled) else quantize_to_rows(x.contiguous(), offs)
-
-    def _refreshes_beside(self, w2: torch.Tensor | None) -> bool:
-        """True if copies of w2 have to be made anew, and that can be beside the first product.
-
-        It is bound by the tensor cores and the copies by memory, so both together take less time than one after the
-        other. The product is launched first, with fewer programs: copies launched first would fill the GPU.
-        """
-        if self.prepared is None or w2 is None or w2.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return False
-        return self.prepared.is_stale_in_place(w2, name="w2")
-
-    def _refresh_beside(self, w2: torch.Tensor | None, start: EPEvent) -> None:
-        """Make the copies of w2 anew on another stream, from `start` on; the current one waits for their end."""
-        prepared = self.prepared
-        assert prepared is not None and w2 is not None, "as `_refreshes_beside` says"
-        run_beside(partial(prepared.refresh, w2, name="w2"), w2.device, start).current_stream_wait()
 
     def _weight(self, weight: torch.Tensor | None, use: str, name: str) -> Any:
         """For x w^T [E, N, K]; for dy w RowScaled [E, K, N], or bf16 [E, N, K] as it is."""

@@ -113,13 +113,6 @@ class PreparedWeights:
         made_of = (*_identity(weight), self._changes)
         return any(self._is_stale((name or tuple(weight.shape), use), made_of) for use in USES)
 
-    def is_stale_in_place(self, weight: torch.Tensor, *, name: str = "") -> bool:
-        """True if `is_stale`, and `refresh` needs no memory that stays: it writes the copies where they are."""
-        key = name or tuple(weight.shape)
-        kept = [(use, self._kept[key, use].copy) for use in USES if (key, use) in self._kept]
-        in_place = all(isinstance(copy, RowScaled) and _fits(copy, weight, use) for use, copy in kept)
-        return in_place and self.is_stale(weight, name=name)
-
     def invalidate(self) -> None:
         """Make copies anew at their next use: weights changed in a way that their version counters do not show."""
         self._changes += 1

@@ -102,12 +102,9 @@ def _places(tile: ProductTile, offs: torch.Tensor, tiles: torch.Tensor | None, n
     return tile_table(offs, num_rows) if tiles is None else tiles
 
 
-def _grid(tile: ProductTile, rows: torch.Tensor, num_experts: int, columns: int, shared: bool = False) -> int:
-    """Programs; shared: a quarter of what fits on the GPU is left to another kernel."""
-    fit = programs(rows.device) * (1 if INTERPRETING else tile.per_sm)
-    if shared:
-        fit -= fit // 4
-    return min(fit, most_programs(tile, rows.shape[0], num_experts, columns))
+def _grid(tile: ProductTile, rows: torch.Tensor, num_experts: int, columns: int) -> int:
+    per_sm = 1 if INTERPRETING else tile.per_sm
+    return min(programs(rows.device) * per_sm, most_programs(tile, rows.shape[0], num_experts, columns))
 
 
 # --- gate and up --------------------------------------------------------------------------------------------
@@ -126,7 +123,6 @@ def launch_gate_up(
     fast: bool,
     tile: ProductTile | None = None,
     tma: bool | None = None,
-    shared: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Activation, its scale bytes and what it was made of; the last two empty where they are not wanted.
 
@@ -152,7 +148,7 @@ def launch_gate_up(
     constexprs = gate_up_constexprs(tile, num_experts, tma, scaled, has, act, activation_constexprs(activation))
     runtime.launch(
         Plan("gate_up_kernel", constexprs, tile.warps),
-        _grid(tile, rows, num_experts, f, shared),
+        _grid(tile, rows, num_experts, f),
         x=operands[0],
         w=operands[1],
         # Pointers that the kernel does not read get the table of tiles.
@@ -186,7 +182,7 @@ def _gate_up_like(
 @library.op(
     "(Tensor x, Tensor? x_scale, Tensor w, Tensor? w_scale, Tensor offs, Tensor? tiles, Tensor? row_weights, "
     "Tensor? bias, str kind, bool gated, float? limit, float alpha, float up_offset, bool keep_pre, str act, "
-    "bool fast, bool shared) -> (Tensor, Tensor, Tensor)",
+    "bool fast) -> (Tensor, Tensor, Tensor)",
     lambda x, _, w, *rest: _gate_up_like(x, w, rest[6], rest[10], rest[11]),
 )
 def _gate_up(
@@ -206,12 +202,11 @@ def _gate_up(
     keep_pre: bool,
     act: str,
     fast: bool,
-    shared: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = x if x_scale is None else RowScaled(x, x_scale)
     weights = w if w_scale is None else RowScaled(w, w_scale)
     activation = Activation(kind, gated, limit, alpha, up_offset)
-    return launch_gate_up(rows, weights, offs, tiles, row_weights, bias, activation, keep_pre, act, fast, shared=shared)
+    return launch_gate_up(rows, weights, offs, tiles, row_weights, bias, activation, keep_pre, act, fast)
 
 
 @torch.no_grad()
@@ -227,7 +222,6 @@ def gate_up(
     act: str = "bf16",
     fast: bool = False,
     tiles: torch.Tensor | None = None,
-    shared: bool = False,
 ) -> tuple[_Operand, torch.Tensor | None]:
     """First product of the experts and the activation of it, in one kernel. No gradient.
 
@@ -244,7 +238,6 @@ def gate_up(
         fast: FP8 tensor cores add up by themselves, on Hopper with about 14 bits: faster, and 12 % off where all
             terms have one sign.
         tiles: `tile_table(offs, R)`, where it is there already.
-        shared: leave a quarter of the GPU to another kernel, launched behind this one on another stream.
 
     Returns the activation [R, F], bf16 or RowScaled ("mx"), and the product [R, 2F] ([R, F]) bf16, bias included, gate
     columns first; or None.
@@ -272,7 +265,7 @@ def gate_up(
     vectors = [None if each is None else each.contiguous() for each in (row_weights, bias)]
     value, scale, pre = _gate_up(x_scale=x_scale, w_scale=w_scale, x=rows, w=w, offs=offs, tiles=tiles,
                                  row_weights=vectors[0], bias=vectors[1], **_spelled(activation),
-                                 keep_pre=keep_pre, act=act, fast=fast, shared=shared)  # fmt: skip
+                                 keep_pre=keep_pre, act=act, fast=fast)  # fmt: skip
     result: _Operand = rebase_rows(value, scale, offs) if act == "mx" else value
     return result, pre if keep_pre else None
 
