@@ -55,7 +55,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
 
 
 def _check_fused(out, case, biases, ys, results, rank, weights) -> None:
-    """A GPU multiplies and adds in one step: its float32 sum differs in its last bits, and is rounded once all the same.
+    """A GPU multiplies and adds in one step: its float32 sum differs in its last bits, and is still rounded once.
 
     A second rounding, of up to half a step of the dtype, would be far above what such a sum may be off.
     """
