@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 
+import numpy as np
 import torch
 
 from triton_ep.context.overlap import current_stream
@@ -33,9 +34,8 @@ class HostRead:
         self.limit_s = limit_s
         self._on_gpu = device.type == "cuda"
         self.memory = torch.zeros(num_words, dtype=torch.int64, pin_memory=self._on_gpu)
-        address = self.memory.data_ptr()
-        self._words = (ctypes.c_int64 * num_words).from_address(address)
-        self._values = (ctypes.c_int32 * (2 * num_words)).from_address(address)  # and the numbers between them
+        self._last = ctypes.c_int64.from_address(self.memory.data_ptr() + 8 * (num_words - 1))
+        self._words = self.memory.numpy()
         self._number = 0
 
     def begin(self) -> int:
@@ -51,7 +51,7 @@ class HostRead:
             RuntimeError: the GPU has failed, as torch reports it.
         """
         began = looked = time.monotonic()
-        while not self._has_come():
+        while (told := self._told()) is None:
             time.sleep(0)  # another thread may take its turn
             now = time.monotonic()
             if now - looked > _LOOKS_AFTER_S and self._on_gpu:
@@ -59,11 +59,13 @@ class HostRead:
                 current_stream().query()  # raises what went wrong there
             if now - began > self.limit_s:
                 raise TimeoutError
-        return self._values[::2]
+        return told
 
-    def _has_come(self) -> bool:
-        if self._words[-1] >> 32 != self._number:  # told last, so mostly it comes last
-            return False
-        # Each word is one load, which brings its number.
-        seen = self._words[:]
-        return min(seen) >> 32 == max(seen) >> 32 == self._number
+    def _told(self) -> list[int] | None:
+        """The words, or None until all of them have come."""
+        if self._last.value >> 32 != self._number:  # told last, so mostly it comes last
+            return None
+        # Each word is one load, which brings its number. While the host looks, rows may have to wait for it.
+        seen = self._words.copy()
+        halves = seen.view(np.int32).reshape(-1, 2)  # of little-endian hosts
+        return halves[:, 0].tolist() if bool((halves[:, 1] == self._number).all()) else None
