@@ -31,6 +31,7 @@ class LowLatencyDoor:
 
     Attributes:
         calls: (op, provider, kind of rows) -> what is timed.
+        eager: the same without graphs; they hold the tensors whose addresses the graphs have.
         layers: that the calls use, to be checked and finalized.
     """
 
@@ -98,7 +99,7 @@ class LowLatencyDoor:
             return buffer.low_latency_combine(rows, idx, weights, made)[0]
 
         kind = "low-latency"
-        plain: dict[tuple[str, str, str], Callable[[], object]] = {
+        self.eager: dict[tuple[str, str, str], Callable[[], object]] = {
             ("dispatch", "triton_ep", kind): lambda: layer.dispatch(x, idx),
             ("dispatch", "deep_ep", kind): lambda: buffer.low_latency_dispatch(x, idx, tokens, experts, use_fp8=False),
             ("dispatch", "triton_ep", f"{kind}-fp8"): lambda: one_byte.dispatch_scaled(data, scale, idx),
@@ -112,7 +113,7 @@ class LowLatencyDoor:
             ("roundtrip", "triton_ep", f"{kind}-early"): layer_round,
             ("roundtrip", "deep_ep", f"{kind}-early"): early_round,
         }
-        self.calls = {name: call if INTERPRETING else _replayed(call) for name, call in plain.items()}
+        self.calls = {name: call if INTERPRETING else _replayed(call) for name, call in self.eager.items()}
 
     def finish(self) -> None:
         """Check and finalize the layers. Collective."""
