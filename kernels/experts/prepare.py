@@ -26,6 +26,7 @@ import triton.language as tl
 
 from ..device.mxfp8 import FORMAT_E4M3, MODE_RCEIL, block_amax, block_scale, scale_value, scaled_elements
 from ..spec import Variant, ep_kernel
+from .magnitudes import column_maxima, e4m3_pair, fold, larger, magnitudes, product, row_maxima, upper_and_lower
 
 
 @triton.jit
@@ -101,12 +102,11 @@ class Copies(NamedTuple):
 
 
 class WeightTile(NamedTuple):
-    """STEPS tiles of a matrix [N, K], one below the other. FOLD: rows of a tile that a thread has, at most."""
+    """STEPS tiles of a matrix [N, K], one below the other."""
 
     BLOCK_N: tl.constexpr
     BLOCK_K: tl.constexpr
     STEPS: tl.constexpr
-    FOLD: tl.constexpr
 
 
 @triton.jit
@@ -114,6 +114,12 @@ def _scale_of_max(max_ptr, at, mask):
     """Scale bytes, int32, that follow from largest magnitudes."""
     bits = tl.load(max_ptr + at, mask=mask, other=0)
     return block_scale(bits.to(tl.float32, bitcast=True), MODE_RCEIL, FORMAT_E4M3)
+
+
+@triton.jit
+def _inverse(scale):
+    """Float32 values by which weights are multiplied, of scale bytes; NaN of 255."""
+    return scale_value(tl.where(scale == 255, 255, 254 - scale))
 
 
 @triton.jit
@@ -134,12 +140,12 @@ def _scale_of_copy(scale_ptr, at, mask):
     specialised=("n", "k"),
     variants=(
         Variant(
-            {"FPROP": False, "DGRAD": True, "CHECK": False, "BLOCK_N": 128, "BLOCK_K": 64, "STEPS": 8, "FOLD": 4},
+            {"FPROP": False, "DGRAD": True, "CHECK": False, "BLOCK_N": 128, "BLOCK_K": 64, "STEPS": 8},
             {"W": "fp32"},
             ("n", "k"),
         ),
         Variant(
-            {"FPROP": False, "DGRAD": True, "CHECK": True, "BLOCK_N": 128, "BLOCK_K": 64, "STEPS": 8, "FOLD": 4},
+            {"FPROP": False, "DGRAD": True, "CHECK": True, "BLOCK_N": 128, "BLOCK_K": 64, "STEPS": 8},
             {"W": "fp32"},
             ("n", "k"),
         ),
@@ -164,50 +170,61 @@ def prepare_weights_kernel(
     col = left + tl.arange(0, tile.BLOCK_K)
     in_k = col < k
     at_col = expert * k + col
-    of_col = tl.zeros((tile.BLOCK_K,), tl.int32)
+    of_col = tl.zeros((tile.BLOCK_K,), tl.float32)
     if copies.DGRAD:
         if CHECK:
-            of_col = _scale_of_copy(copies.transposed_scale_ptr, at_col, in_k)
+            of_col = _inverse(_scale_of_copy(copies.transposed_scale_ptr, at_col, in_k))
         else:
-            of_col = _scale_of_max(maxima.column_max_ptr, at_col, in_k)
+            column_scale = _scale_of_max(maxima.column_max_ptr, at_col, in_k)
             if begin == 0:
-                tl.store(copies.transposed_scale_ptr + at_col, scale_value(of_col), mask=in_k)
-    offs_n = tl.arange(0, tile.BLOCK_N)
+                tl.store(copies.transposed_scale_ptr + at_col, scale_value(column_scale), mask=in_k)
+            of_col = _inverse(column_scale)
+    HALF: tl.constexpr = tile.BLOCK_N // 2
+    pair = tl.arange(0, HALF)
+    # Even rows, then odd ones (magnitudes.py).
+    offs_n = tl.arange(0, tile.BLOCK_N) % HALF * 2 + tl.arange(0, tile.BLOCK_N) // HALF
     offs = offs_n[:, None] * k + col[None, :]
-    transposed_offs = col[:, None].to(tl.int64) * n + offs_n[None, :]
-    largest = tl.zeros((tile.BLOCK_N // tile.FOLD, tile.BLOCK_K), tl.int32)
+    pairs = copies.transposed_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
+    transposed_offs = col[:, None].to(tl.int64) * tl.multiple_of(n // 2, 8) + pair[None, :]
+    largest = fold(magnitudes(tl.zeros((tile.BLOCK_N, tile.BLOCK_K), w_ptr.dtype.element_ty)))
     for first in range(begin, end, tile.BLOCK_N):
         at = expert * n + first
         in_n = first + offs_n < end
         mask = in_n[:, None] & in_k[None, :]
+        of_row = tl.zeros((tile.BLOCK_N,), tl.float32)
         if copies.FPROP:
             # Before the weights, so that nothing waits for it when they have come.
             if CHECK:
-                of_row = _scale_of_copy(copies.scale_ptr, at + offs_n, in_n)
+                of_row = _inverse(_scale_of_copy(copies.scale_ptr, at + offs_n, in_n))
             else:
-                of_row = _scale_of_max(maxima.row_max_ptr, at + offs_n, in_n)
+                row_scale = _scale_of_max(maxima.row_max_ptr, at + offs_n, in_n)
                 if left == 0:
-                    tl.store(copies.scale_ptr + at + offs_n, scale_value(of_row), mask=in_n)
+                    tl.store(copies.scale_ptr + at + offs_n, scale_value(row_scale), mask=in_n)
+                of_row = _inverse(row_scale)
+        x = tl.load(w_ptr + at * k + offs, mask=mask, other=0.0)
         if CHECK:
-            x = tl.load(w_ptr + at * k + offs, mask=mask, other=0.0).to(tl.float32)
-            bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            found = magnitudes(x)
             if copies.FPROP:
-                tl.atomic_max(maxima.row_max_ptr + at + offs_n, tl.max(bits, 1), mask=in_n, sem="relaxed")
+                even, odd = row_maxima(found)
+                row = first + 2 * pair
+                tl.atomic_max(maxima.row_max_ptr + at + 2 * pair, even, mask=row < end, sem="relaxed")
+                tl.atomic_max(maxima.row_max_ptr + at + 2 * pair + 1, odd, mask=row + 1 < end, sem="relaxed")
             if copies.DGRAD:
                 # Of rows that one thread has; threads meet at the end.
-                folded = bits.reshape(tile.FOLD, tile.BLOCK_N // tile.FOLD, tile.BLOCK_K)
-                largest = tl.maximum(largest, tl.max(folded, 0))
-        # Once more, from the nearest cache: to keep it takes registers, and with them other programs' place.
-        x = tl.load(w_ptr + at * k + offs, mask=mask, other=0.0)
+                largest = larger(largest, fold(found))
         if copies.FPROP:
-            elements = scaled_elements(x.to(tl.float32), of_row[:, None], MODE_RCEIL, False)
-            tl.store(copies.out_ptr + at * k + offs, elements, mask=mask)
+            tl.store(copies.out_ptr + at * k + offs, product(x, of_row[:, None]).to(tl.float8e4nv), mask=mask)
         if copies.DGRAD:
-            elements = scaled_elements(x.T.to(tl.float32), of_col[:, None], MODE_RCEIL, False)
-            to = copies.transposed_ptr + expert * n * k + first + transposed_offs
-            tl.store(to, elements, mask=in_k[:, None] & in_n[None, :])
+            even, odd = upper_and_lower(product(x, of_col[None, :]))
+            to = pairs + tl.multiple_of((expert * n * k + first) // 2, 8) + transposed_offs
+            in_pairs = pair < tl.multiple_of((end - first) // 2, 8)
+            tl.store(to, e4m3_pair(even, odd).T, mask=in_k[:, None] & in_pairs[None, :])
     if copies.DGRAD and CHECK:
-        tl.atomic_max(maxima.column_max_ptr + at_col, tl.max(largest, 0), mask=in_k, sem="relaxed")
+        even, odd = column_maxima(largest)
+        at = expert * k + left + 2 * tl.arange(0, tile.BLOCK_K // 2)
+        in_k = left + 2 * tl.arange(0, tile.BLOCK_K // 2) < k
+        tl.atomic_max(maxima.column_max_ptr + at, even, mask=in_k, sem="relaxed")
+        tl.atomic_max(maxima.column_max_ptr + at + 1, odd, mask=in_k, sem="relaxed")
 
 
 class Lines(NamedTuple):

@@ -58,12 +58,12 @@ PREPARED = (
     ((128, 64), 4, 128, 16),
     ((128, 64), 4, 128, 1),
     ((128, 64), 4, 128, 64),
-    ((128, 64), 4, 160, 16),
-    ((128, 64), 8, 80, 16),
-    ((64, 64), 4, 96, 16),
-    ((64, 64), 4, 80, 16),
-    ((64, 128), 4, 128, 16),
-    ((128, 128), 8, 128, 16),
+    ((128, 64), 4, 160, 4),
+    ((128, 64), 4, 128, 2),
+    ((128, 64), 8, 80, 4),
+    ((64, 64), 2, 128, 8),
+    ((64, 128), 4, 128, 8),
+    ((128, 128), 8, 128, 4),
 )
 """Tile, warps, registers and steps of the kernel that prepares weights; in use first."""
 WGRAD: dict[str, dict[str, Any]] = {
@@ -147,9 +147,8 @@ def prepare(given: Operands) -> Iterator[Variant]:
         kept = prepare_weights(w, "both")
         yield Variant(f"prepare {name}", "new copies", lambda w=w: prepare_weights(w, "both"))
         for tile, warps, registers, steps in PREPARED:
-            values = {"PREPARED": tile, "PREPARED_WARPS": warps, "PREPARED_REGISTERS": registers}
-            # Rows of a tile that a thread has: of 16 columns each.
-            values |= {"PREPARED_STEPS": steps, "PREPARED_FOLD": tile[0] * tile[1] // (512 * warps)}
+            values = {"PREPARED": tile, "PREPARED_WARPS": warps}
+            values |= {"PREPARED_REGISTERS": registers, "PREPARED_STEPS": steps}
             again = patched(plans, values, lambda w=w, kept=kept: prepare_weights(w, "both", out=kept))
             how = f"{tile[0]}x{tile[1]} {warps}w r{registers} s{steps}"
             yield Variant(f"prepare {name}", f"up to date, {how}", again)

@@ -27,8 +27,8 @@ ACT_OUT = {"bf16": ACT_OUT_BF16, "mx": ACT_OUT_MX, "mx_bf16": ACT_OUT_MX_BF16}
 
 PREPARED, PREPARED_WARPS, PREPARED_REGISTERS = (128, 64), 4, 128
 """Rows and columns of a weight that are prepared at once; with so many registers four programs fit side by side."""
-PREPARED_STEPS, PREPARED_FOLD = 4, 4
-"""Such tiles, one below the other, that a program takes; and rows of a tile that are a thread's own."""
+PREPARED_STEPS = 4
+"""Such tiles, one below the other, that a program takes."""
 MENDED = 32
 """Rows or columns that a program looks at: more, and more are read that need not be; fewer, and more programs start."""
 QUANTIZED_BLOCKS = 256
@@ -107,7 +107,7 @@ def prepare_weights_plan(
     """
     rows, columns = (128, 128) if interpreted else PREPARED
     steps = 2 if interpreted else PREPARED_STEPS
-    tile = {"BLOCK_N": rows, "BLOCK_K": columns, "STEPS": steps, "FOLD": PREPARED_FOLD}
+    tile = {"BLOCK_N": rows, "BLOCK_K": columns, "STEPS": steps}
     registers = None if interpreted or wide else PREPARED_REGISTERS
     plan = Plan("prepare_weights_kernel", {**uses, "CHECK": check, **tile}, PREPARED_WARPS, registers)
     return plan, (rows * steps, columns)
@@ -171,7 +171,7 @@ _ANY = 2**31
 
 PRODUCT_TILES: dict[str, dict[tuple[str, str], tuple[tuple[int, ProductTile], ...]]] = {
     "sm_90": {
-        ("gate_up", "bf16"): ((64, _BF16_FEW), (_ANY, ProductTile(128, 256, 64, 4))),
+        ("gate_up", "bf16"): ((64, _BF16_FEW), (_ANY, ProductTile(128, 256, 64, 4, flatten=True))),
         ("gate_up", "fp8"): (*_FP8_FEW, (_ANY, _FP8)),
         ("gate_up", "fast"): (*_FP8_FEW, (_ANY, replace(_FP8_FAST, flatten=False))),
         ("rows", "bf16"): ((64, _BF16_FEW), (_ANY, ProductTile(128, 256, 64, 3, flatten=True))),
