@@ -1,1 +1,1 @@
-"""What kernels share, inlined into them: the device context (job.py), records, waits, transport, rows."""
+"""Functions and types that kernels share and inline: the device context (job.py), records, waits, transport, rows."""

@@ -1,15 +1,15 @@
-"""Arrivals: telling the ranks of this node what came, up to which step, and waiting for it.
+"""Arrivals: publish to the ranks of this node how far a dispatch has pushed its rows, and wait for rows.
 
-Shared by the intra-node and the inter-node kernels. Arrival buffers of a rank: `stage_x` [capacity, row] holds one row
-per (token, rank); `stage_meta` [W * max_tokens, 2 * KP] int32 holds, for each of them, the output rows of its copies
-(-1 = none), then their weights as float32 bits. KP is top-k rounded up to a power of two.
+Shared by the intra-node and the inter-node kernels. Staging buffers of a rank: `stage_x` [capacity, row] holds one
+staging row per (token, rank); `stage_meta` [W * max_tokens, 2 * KP] int32 holds, for each staging row, the output rows
+of its assignments (-1 = none), then their weights as float32 bits. KP is top-k rounded up to a power of two.
 
-A rank pushes its tokens in up to STEPS steps, and each of its programs raises its arrival flag on every rank
-of the node after each, so that a receiver can work on the first rows while the last are on their way. So it does with
-the tokens of its counterpart on each other node. The high 32 bits of the flag count steps since the layer was made,
-STEPS per call; the low 32 bits say how far the steps reach in the receiver's arrival rows of that source: their number
-(own tokens), or the row behind them (other nodes'). In the second dispatch, after step 3 of 8 and 40 rows, the flag is
-(8 + 3) << 32 | 40; after the last step it is (8 + 8) << 32 | ALL_ROWS.
+A rank pushes its tokens in up to STEPS steps. After each step, each of its programs raises its arrival flag on every
+rank of the node, so a receiver can work on the first rows while the last are in flight. The rank forwards the tokens
+of its counterpart on each other node in the same way. The high 32 bits of the flag count steps since the layer was
+created, STEPS per call. The low 32 bits say how far the steps reach in the receiver's staging rows of that source: the
+number of rows (own tokens), or the row past the last one (other nodes' tokens). In the second dispatch, after step 3
+of 8 and 40 rows, the flag is (8 + 3) << 32 | 40; after the last step it is (8 + 8) << 32 | ALL_ROWS.
 """
 
 from typing import Any, NamedTuple
@@ -27,12 +27,12 @@ ALL_ROWS = tl.constexpr(2**31 - 1)
 
 
 class Sources(NamedTuple):
-    """Ranks of one node, whose tokens arrive here.
+    """Ranks of one node, as sources of the rows that this rank receives.
 
     Attributes:
-        node: the tokens'.
-        starts: [SOURCES] first arrival row of each rank.
-        counts: [SOURCES] arrival rows of each.
+        node: number of the node.
+        starts: [SOURCES] first staging row of each rank.
+        counts: [SOURCES] number of staging rows of each rank.
     """
 
     node: Any
@@ -41,12 +41,12 @@ class Sources(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Arrival rows of one source.
+    """Staging rows of one source that arrived between two waits.
 
     Attributes:
-        start: first arrival row of the source.
-        first, end: tiles of its rows, from the first one to before the other.
-        num_rows: of the source, in all.
+        start: first staging row of the source.
+        first, end: range of tiles of the source's rows; `end` is excluded.
+        num_rows: all rows of the source.
     """
 
     start: Any
@@ -56,11 +56,11 @@ class Share(NamedTuple):
 
 
 class Senders(NamedTuple):
-    """The flags of programs that send rows, [N, LW, SENDERS].
+    """Arrival flags [N, LW, SENDERS], as the programs that send rows see them.
 
     Attributes:
         LWP: ranks of a node, rounded up to a power of two.
-        SENDERS: programs of a rank at most, a power of two.
+        SENDERS: most programs of a rank, a power of two.
     """
 
     LWP: tl.constexpr
@@ -68,13 +68,13 @@ class Senders(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """The same for kernels that wait for them.
+    """Arrival flags, as the kernels that wait for rows see them.
 
-    SOURCES * SENDERS is at least the number of threads: a flag that two threads read while it changes would be two
-    flags, and their warps would disagree on what has been copied.
+    SOURCES * SENDERS is at least the number of threads, so one thread reads each flag. Two threads might read
+    different values of a flag that changes, and their warps would disagree on which rows have been copied.
 
     Attributes:
-        num_senders: programs of each rank that raise flags: of the push, and of the forward, kernel.
+        num_senders: programs of each rank that raise flags; the push and the forward kernel have as many each.
         SOURCES: a power of two, at least LW.
         SENDERS: a power of two, at least num_senders.
     """
@@ -87,15 +87,15 @@ class Arrivals(NamedTuple):
 @triton.jit
 def push_meta(
     job,
-    weights,  # [n, KP] float32, or any if not HAS_WEIGHTS
+    weights,  # [n, KP] float32; not read unless HAS_WEIGHTS
     owner,  # [n, KP] ranks, -1 = dropped
     dst_row,  # [n, KP] output rows, -1 = dropped
-    arrival,  # [n, KP] arrival rows
-    here,  # [n, KP] the first entry of each rank of this node
+    arrival,  # [n, KP] staging rows
+    here,  # [n, KP] true at a token's first entry for each rank of this node
     HAS_WEIGHTS: tl.constexpr,
     KP: tl.constexpr,
 ):
-    """Tell the rank of each entry, where `here`, which output rows its token fills there, and with what weights."""
+    """For each entry where `here`, store stage_meta at its owner: the output rows of the token there, their weights."""
     mine = owner[:, :, None] == owner[:, None, :]
     at = (arrival.to(tl.int64) * (2 * KP))[:, :, None] + tl.arange(0, KP)[None, None, :]
     to_all = tl.broadcast_to(here[:, :, None], mine.shape)
@@ -110,9 +110,9 @@ def push_meta(
 @triton.jit
 def release_arrivals(
     job,
-    step,  # 1 to STEPS, the last one
-    rows,  # [LWP] how far all programs have come by then at each rank of the node; ALL_ROWS with the last step
-    node,  # whose tokens they are
+    step,  # 1 to STEPS; STEPS is the last
+    rows,  # [LWP] how far the steps so far reach at each rank of the node; ALL_ROWS with the last step
+    node,  # node of the tokens
     senders,
 ):
     """Raise arrive_flag[node, my local rank, this program] on every rank of my node."""
@@ -127,7 +127,7 @@ def release_arrivals(
 
 @triton.jit
 def sources_of(job, placement_ptr, index, SOURCES: tl.constexpr):
-    """Where the rows of a node's tokens arrive: own node first, then in the order in which they come."""
+    """Staging rows of one node's tokens. Index 0 is the own node; the others follow in the order in which they send."""
     nodes = num_nodes(job)
     node = (my_node(job) - index + nodes) % nodes
     source = tl.arange(0, SOURCES)
@@ -140,21 +140,21 @@ def sources_of(job, placement_ptr, index, SOURCES: tl.constexpr):
 
 @triton.jit
 def share_of(sources, done, ready, local):
-    """Of a rank of a node what came between two waits."""
+    """Rows of one rank of the node that arrived between two waits."""
     return Share(pick(sources.starts, local), pick(done, local), pick(ready, local), pick(sources.counts, local))
 
 
 @triton.jit
 def wait_arrivals(
     job,
-    flags_ptr,  # of this rank
+    flags_ptr,  # arrival flags of this rank
     sources,
-    steps,  # seen so far, int64
-    done,  # [SOURCES] tiles seen so far of each rank's rows
+    steps,  # steps seen so far, int64
+    done,  # [SOURCES] tiles of each rank's rows seen so far
     arrivals,
     ROWS: tl.constexpr,
 ):
-    """Wait until the rows of a node's tokens are a step further: whether they came, tiles [SOURCES], steps by now."""
+    """Wait for the next step of a node's tokens. Returns whether it came, tiles [SOURCES] and steps seen by now."""
     SENDERS: tl.constexpr = arrivals.SENDERS
     flag = tl.arange(0, arrivals.SOURCES * SENDERS)
     used = is_local(job, flag // SENDERS) & (flag % SENDERS < arrivals.num_senders)
@@ -162,7 +162,7 @@ def wait_arrivals(
     before = arrival_steps(job)
     expected = (before + steps + 1) << 32
     arrived, seen = wait_values(job, flags_ptr + first_flag + flag, used, expected, WAIT_ARRIVALS, first_flag)
-    # Of each source what all its programs have; flags not in use are as far as the last one will be.
+    # A source is as far as its slowest program; unused flags count as finished.
     seen = tl.where(used, seen, (before + STEPS) << 32 | ALL_ROWS)
     of_source = tl.min(tl.reshape(seen, [arrivals.SOURCES, SENDERS]), axis=1)
     ready = (of_source & ALL_ROWS).to(tl.int32) - tl.where(sources.node == my_node(job), 0, sources.starts)

@@ -1,16 +1,20 @@
 """Symmetric buffers as device code sees them: one table of addresses, one index per buffer.
 
-The table `tables` is int64 [2 * NUM_BUFFERS + 1, W]: first the address through which this rank loads and
-stores the copy of each rank (0 = not mapped: another node), one row per buffer; then the same for put
-functions; last NVSHMEM's number of each rank. The indices below, of codes.py, are rows of the first two parts; what
-each buffer holds, who writes and who reads it, is the table in triton_ep/context/layout.py, whose order a test compares
-with this one. Of 4 ranks, stage_x (2) of rank 3 is at tables[2 * 4 + 3] for stores, at tables[(24 + 2) * 4 + 3] for
-puts.
+The table `tables` is int64 [2 * NUM_BUFFERS + 1, W] and has three parts:
 
-The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record, a count of
-programs that came to their end, the address of a word in host memory that says if there is a record, how many rows
-have not fitted a static capacity, and a count of programs that have counted their entries. Behind them are [W] words
-for the tags of the ranks, where their calls differ (device/calls.py).
+- the address at which this rank loads and stores each rank's instance of a buffer (0 = not mapped: another node), one
+  row per buffer;
+- the address by which put functions name it, one row per buffer;
+- one row with NVSHMEM's number of each rank (its PE).
+
+The indices below, from codes.py, are rows of the first two parts. The table in triton_ep/context/layout.py says what
+each buffer holds, who writes it and who reads it; a test compares its order with this one. With 4 ranks, stage_x (2) of
+rank 3 is at tables[2 * 4 + 3] for stores and at tables[(24 + 2) * 4 + 3] for puts.
+
+The array `state` is int64 [STATE_WORDS] in this rank's own memory: epochs, time limit, status record, number of
+programs that have finished, address of the alarm word in host memory (nonzero if there is a status record), number of
+rows that did not fit a static capacity, number of programs that have counted their entries. [W] words follow it, for
+the tags of the ranks if their calls differ (device/calls.py).
 """
 
 import triton
@@ -68,48 +72,48 @@ STATE_WORDS = tl.constexpr(codes.STATE_WORDS)
 
 @triton.jit
 def table_ptrs(job, row, peers):
-    """Pointers to what a row of the tables has for ranks."""
+    """Pointers to the entries of `peers` in one row of the tables."""
     return job.tables_ptr + row * job.num_ranks + peers
 
 
 @triton.jit
 def address_of(job, BUFFER: tl.constexpr, peer):
-    """int64 address of one rank's copy of a buffer, for loads and stores."""
+    """int64 address of one rank's instance of a buffer, for loads and stores."""
     return tl.load(table_ptrs(job, BUFFER, peer))
 
 
 @triton.jit
 def net_address_of(job, BUFFER: tl.constexpr, peer):
-    """int64 address that names one rank's copy of a buffer to a put function."""
+    """int64 address of one rank's instance of a buffer, for put functions."""
     return tl.load(table_ptrs(job, NUM_BUFFERS + BUFFER, peer))
 
 
 @triton.jit
 def pe_of(job, peer):
-    """int32 number that NVSHMEM gives a rank."""
+    """NVSHMEM's number of a rank, int32."""
     return tl.load(table_ptrs(job, 2 * NUM_BUFFERS, peer)).to(tl.int32)
 
 
 @triton.jit
 def count_overflow(job, num_rows):
-    """Add rows that did not fit to those of all calls; one program of a call does so, and nothing else writes there."""
+    """Add a call's overflow rows to the total of all calls. One program per call does this; nothing else writes it."""
     total_ptr = state_at(job, OVERFLOW_TOTAL)
-    there_are = num_rows > 0  # else memory is not touched
+    there_are = num_rows > 0  # otherwise touch no memory
     tl.store(total_ptr, tl.load(total_ptr, mask=there_are, other=0) + num_rows, mask=there_are)
 
 
 @triton.jit
 def own_buffer(job, BUFFER: tl.constexpr, DTYPE: tl.constexpr):
-    """Pointer to this rank's copy of a buffer."""
+    """Pointer to this rank's instance of a buffer."""
     return tl.multiple_of(address_of(job, BUFFER, job.rank).to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
 def buffer_ptrs(job, BUFFER: tl.constexpr, peers, mask, DTYPE: tl.constexpr):
-    """Pointers to the copies of several ranks [block of ranks].
+    """Pointers to the instances of a buffer at several ranks [block of ranks].
 
-    An address read from a table carries no alignment: without this hint the accesses through it compile to
-    2 bytes each instead of 16. Every symmetric buffer starts at a multiple of 256 bytes.
+    The compiler knows no alignment of an address read from a table: without this hint, accesses compile to 2 bytes
+    each instead of 16. Every symmetric buffer starts at a multiple of 256 bytes.
     """
     addr = tl.load(table_ptrs(job, BUFFER, peers), mask=mask, other=0)
     return tl.multiple_of(addr.to(tl.pointer_type(DTYPE)), 16)

@@ -1,21 +1,22 @@
-"""Which call each rank is in: tags that ranks compare within the exchange, and what they do where these differ.
+"""Detect ranks in different calls: tags that ranks compare during the exchange, and the report if they differ.
 
-All ranks of a layer make the same calls in the same order. A rank that does not would read rows of another call, or
-write where another one has room. So every call carries a tag of what must be the same on all ranks:
+All ranks of a layer must make the same calls in the same order. Otherwise a rank reads rows of another call, or writes
+to memory sized for another call. So every call carries a tag of what must agree on all ranks:
 
-dispatch   the host word of the splits row, or of the low-latency rows: kind, weights, scales; where rows go by the
-           routing of an earlier dispatch, its number. Compared before anything is written at other ranks; low-latency
-           rows fly first, each to a place of its own. Ranks that rejected their arguments are left out. Where the
-           hosts of all ranks read the words before rows are sent, nothing is recorded: they raise by themselves.
-combine    the number of the dispatch whose rows come back, weights, kind: in the low bits of the flags that ranks wait
-           for anyway (device/waits.py). Every rank waits for those of all ranks of its node. Between nodes the flags of
-           partial sums carry the tag; where the ranks of a node differ, they carry MIXED_TAG, so that the ranks of all
-           nodes hear of it.
+dispatch   The tag is the host word of the splits row, or of the low-latency rows: kind, weights, scales, and, if rows
+           follow the routing of an earlier dispatch, the number of that dispatch. Ranks compare it before they write
+           anything at other ranks; only low-latency rows are sent earlier, each to a place of its own. Ranks that
+           rejected their arguments are left out. If the hosts of all ranks read the words before rows are sent,
+           nothing is recorded: the hosts raise by themselves.
+combine    The tag is the number of the dispatch whose rows come back, weights and kind. It sits in the low bits of the
+           flags that ranks wait for anyway (device/waits.py). Every rank waits for the flags of all ranks of its node.
+           Between nodes, the flags of partial sums carry the tag; if the ranks of a node disagree, these flags carry
+           MIXED_TAG, so that the ranks of all nodes learn of it.
 
-The number of a dispatch is that which the device counted, kept in `placement` (device/tables.py): it is the same on all
-ranks, whether a rank made the dispatch itself or replays a graph.
+The device counts dispatches and keeps the number in `placement` (device/tables.py). The number is the same on all
+ranks, whether a rank launched the dispatch itself or replays a graph.
 
-Where tags differ, the rank writes the status record (operation CALLS_*) and, behind the state array, the tags that it
+If tags differ, the rank writes the status record (operation CALLS_*) and, past the state array, the tags that it
 knows. From then on it neither waits nor stores anything at other ranks; the host raises CallMismatch.
 """
 
@@ -56,16 +57,16 @@ _NO_WORD = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def store_epoch(job, placement_ptr, epoch):
-    """Note in `placement` of which dispatch it is; 0 of a single rank, whose outputs depend on its inputs alone."""
+    """Store the dispatch's number in `placement`; 0 for a single rank, whose outputs depend on its inputs alone."""
     number = (epoch & _EPOCHS).to(tl.int32)
     tl.store(number_of(job, placement_ptr), tl.where(job.num_ranks > 1, number, 0))
 
 
 @triton.jit
 def dispatch_word(job, host_word, routed_ptr):
-    """The host word of a dispatch, with the number of the one by whose routing it goes, if there is one.
+    """Host word of a dispatch; with HOST_AGAIN, includes the number of the dispatch whose routing it reuses.
 
-    routed_ptr: `placement` of that dispatch.
+    routed_ptr: `placement` of that earlier dispatch.
     """
     again = host_word & _AGAIN > 0
     number = tl.load(number_of(job, routed_ptr), mask=again, other=0)
@@ -74,7 +75,7 @@ def dispatch_word(job, host_word, routed_ptr):
 
 @triton.jit
 def words_differ(words, mask):
-    """True if ranks have sent host words [ranks] of different calls, and not all of their hosts will see it in time."""
+    """True if the host words [ranks] are of different calls and not all hosts read them before rows are sent."""
     compared = mask & (words & _REJECTED == 0)
     call = words & _COMPARED
     most, least = tl.max(tl.where(compared, call, -1)), tl.min(tl.where(compared, call, _NO_WORD))
@@ -84,15 +85,15 @@ def words_differ(words, mask):
 
 @triton.jit
 def words_unlike(own, words):
-    """Which host words [ranks] are of another call than this rank's; none, where this one rejected its arguments."""
+    """Which host words [ranks] are of another call than this rank's; none if this rank rejected its arguments."""
     return (words & _REJECTED == 0) & (own & _REJECTED == 0) & ((words ^ own) & _COMPARED != 0)
 
 
 class Combine(NamedTuple):
-    """Which combine it is; ranks compare it.
+    """Identity of a combine, from which ranks build the tag that they compare.
 
     Attributes:
-        placement_ptr: of the dispatch whose rows come back (tables.py).
+        placement_ptr: `placement` of the dispatch whose rows come back (tables.py).
         call: COMBINE_* bits (codes.py).
     """
 
@@ -109,9 +110,9 @@ def combine_tag(job, combine):
 
 @triton.jit
 def report_calls(job, ranks, tags, known, OPERATION: tl.constexpr):
-    """Write the status record, unless there is one: calls differ.
+    """Write the status record of calls that differ, unless this rank already has a record.
 
-    ranks, tags: blocks of the same shape; known: where there is a tag.
+    ranks, tags: blocks of the same shape; known: which of the tags are valid.
     """
     if take_record(job, OPERATION):
         tl.store(state_at(job, STATE_WORDS) + ranks, tags.to(tl.int64) + 1, mask=known)

@@ -1,6 +1,6 @@
-"""Numbers that device and host code agree on, as plain integers: the host needs no Triton to know them.
+"""Numbers shared by device and host code, as plain integers, so the host can import them without Triton.
 
-Device code has the same names as compile-time constants, in the files named below.
+Device code defines the same names as compile-time constants, in the files named below.
 """
 
 # transport.py: how bytes cross nodes.
@@ -9,18 +9,18 @@ NVSHMEM = 1
 NVSHMEM_SYMBOLS = ("nvshmemx_putmem_signal_block",)
 """Functions of NVSHMEM's device library that kernels call."""
 
-# rows.py: what the rows of a dispatch are.
+# payload.py: payload of a dispatch.
 WORDS = 0
 QUANTISE = 1
 MX = 2
 
-# intranode/dispatch.py: what the output rows of a dispatch are.
+# intranode/dispatch.py: form of the output rows of a dispatch.
 LANDING_WORDS = 0
-"""Opaque words, as they travel."""
+"""Opaque words, as on the wire."""
 LANDING_MX = 1
-"""Elements and their scale bytes, as they travel."""
+"""Elements and their scale bytes, as on the wire."""
 LANDING_ROW = 2
-"""Elements that share the largest scale of their row, a float32."""
+"""Elements with one float32 scale per row, the largest scale of the row."""
 LANDING_BF16 = 3
 """Values in bfloat16."""
 
@@ -31,20 +31,20 @@ MODE_CEIL = 2
 MODE_EVEN = 3
 MODE_RCEIL_SATFINITE = 4
 
-# experts/activation.py: what stands between the two products of an expert.
+# experts/activation.py: activation between the two products of an expert.
 ACT_SILU = 0
 ACT_GELU = 1
 ACT_RELU = 2
 ACT_RELU2 = 3
 
-# experts/gate_up.py: how the activation leaves.
+# experts/gate_up.py: form in which the activation is written.
 ACT_OUT_BF16 = 0
 ACT_OUT_MX = 1
 """Elements and scales of MXFP8."""
 ACT_OUT_MX_BF16 = 2
-"""Values of MXFP8, in bf16."""
+"""Values rounded to MXFP8, stored in bf16."""
 
-# tiles.py: rows of a tile of the tile table, words of one of its records, and which is where.
+# tiles.py: rows of a tile, words of a record of the tile table, and the index of each word.
 TILE_ROWS = 128
 TILE_WORDS = 4
 TILE_EXPERT = 0
@@ -56,7 +56,7 @@ TABLE_NUM_TILES = 0
 TABLE_ROWS_IN_USE = 1
 """Of record 0."""
 BAND_TILES = 8
-"""Tiles of rows that are computed together at most: they share the weights' tiles in L2."""
+"""Most tiles of rows that are computed together, sharing the weights' tiles in L2."""
 
 # buffers.py: the symmetric buffers, by their row in the table of addresses. What each holds, who writes and who reads
 # it, is the table in triton_ep/context/layout.py, in the same order.
@@ -91,22 +91,22 @@ NUM_BUFFERS = 24
 REPORT_ROWS = 0
 """Output rows of that rank."""
 REPORT_ARRIVALS = 1
-"""Arrival rows of that rank: tokens that at least one of its experts gets."""
+"""Staging rows of that rank: tokens that go to at least one of its experts."""
 REPORT_TOKENS = 2
-"""Tokens that it dispatches. From here on four words as the rank sent them at the end of its splits row."""
+"""Tokens that the rank dispatches. First of the four words that the rank sent at the end of its splits row."""
 REPORT_BAD_ENTRY = 3
-"""1 + index [T * K] of its first illegal expert id; 0 = none."""
+"""1 + index [T * K] of the rank's first illegal expert id; 0 = none."""
 REPORT_BAD_ID = 4
 """That id."""
 REPORT_HOST_WORD = 5
 """HOST_* below."""
 REPORT_FIRST_ARRIVAL = 6
-"""First of the rows that arrive here from it."""
+"""First staging row on this rank of the tokens from that rank."""
 REPORT_ARRIVALS_HERE = 7
-"""Number of them."""
+"""Number of these rows."""
 REPORT_WORDS = 8
 TAIL_WORDS = 4
-"""At the end of a splits row: what REPORT_TOKENS to REPORT_HOST_WORD say of its rank."""
+"""Words at the end of a splits row: REPORT_TOKENS to REPORT_HOST_WORD of its rank."""
 
 # tables.py: fields of `entries` [F, T, K].
 ENTRY_KEPT = 0
@@ -117,56 +117,57 @@ ENTRY_NODE_SLOT = 4
 ENTRY_PULL_RANK = 5
 ENTRY_PULL_ROW = 6
 ENTRY_PULL_PARTIAL = 7
-"""With several nodes only."""
+"""Only with several nodes."""
 
 # tables.py: steps of a dispatch or combine.
 STEPS = 8
-"""Most steps of a call, after each of which other ranks may go on."""
+"""Most steps of a call. After each step, ranks that wait for its rows may go on."""
 PARTS = STEPS**2
-"""Parts of a rank's tokens, in whose units steps begin and end."""
+"""Parts of a rank's tokens. Steps begin and end at multiples of a part."""
 
 
 def partial_stride(hidden):
-    """Elements from one row of partial sums to the next; for host and device, where it is compiled as it stands."""
+    """Elements from one row of partial sums to the next. Host code calls it; device code compiles the same source."""
     return (hidden + 7) // 8 * 8
 
 
-# calls.py: the host word that a rank tells with its splits, or with its low-latency rows.
+# calls.py: the host word that a rank publishes with its splits, or with its low-latency rows.
 HOST_REJECTED = 1
-"""The host refused this rank's arguments."""
+"""The host rejected this rank's arguments."""
 HOST_WEIGHTS = 2
 """This rank sends weights."""
 HOST_SCATTER = 4
-"""This rank's scatter indices are no sort of its entries."""
+"""This rank's scatter indices do not sort its entries."""
 HOST_SCALED = 8
-"""This rank sends one-byte rows with scales, of a layer without payload."""
+"""This rank sends one-byte rows with scales through a layer without payload."""
 HOST_AGAIN = 16
-"""Rows go by the routing of an earlier dispatch, whose number stands above HOST_SHIFT."""
+"""Rows follow the routing of an earlier dispatch; the bits from HOST_SHIFT on hold its number."""
 HOST_COMPACT = 32
-"""Rows arrive one per (token, rank)."""
+"""Output rows are compact: one per (token, rank)."""
 HOST_BACKWARD = 64
-"""A gradient is sent: the call belongs to a backward pass."""
+"""The rows are gradients: the call belongs to a backward pass."""
 HOST_READS = 128
-"""This rank's host looks at the host words of all ranks before anything else is sent."""
+"""This rank's host reads the host words of all ranks before anything else is sent."""
 HOST_SHIFT = 8
-"""Above are, with HOST_AGAIN, the low bits of the number of that dispatch."""
+"""First bit, with HOST_AGAIN, of the low bits of that dispatch's number."""
 NEEDED_TOPK = 2**30
-"""compute/map_slots.py: in the last slot of a token with n experts and fewer slots, NEEDED_TOPK + n. No expert has this
-id, so the entry is dropped and reported with the splits of its rank; the hosts read n from the report."""
+"""compute/map_slots.py: the last slot of a token with n experts and fewer slots holds NEEDED_TOPK + n. No expert has
+this id, so the entry is dropped and reported with the splits of its rank; the hosts read n from the report."""
 
-# calls.py: the tag of a combine; above COMBINE_SHIFT the low bits of the number of its dispatch.
+# calls.py: the tag of a combine; the bits from COMBINE_SHIFT on are the low bits of the number of its dispatch.
 COMBINE_WEIGHTS = 1
 COMBINE_SLOTS = 2
 COMBINE_BACKWARD = 4
 COMBINE_SHIFT = 4
 EPOCH_BITS = 20
-"""Low bits of a dispatch's number that calls carry."""
+"""Number of low bits of a dispatch's number that calls carry."""
 TAG_BITS = COMBINE_SHIFT + EPOCH_BITS
-"""Of flags that carry a tag: the low bits, below the count."""
+"""Low bits of a flag that hold its tag; the count is above them."""
 MIXED_TAG = 2**TAG_BITS - 1
-"""In place of the tag, for ranks of other nodes: the ranks of this node are in different combines."""
+"""Sent to other nodes in place of a tag: the ranks of this node are in different combines."""
 
-# buffers.py: words of the state array. The status record (waits.py) has four, what was told (LL_TOLD) two.
+# buffers.py: words of the state array. The status record (waits.py) has four words; LL_TOLD, what this rank published
+# in its last low-latency dispatch of each parity, has two.
 EPOCH_DISPATCH = 0
 EPOCH_COMBINE = 1
 EPOCH_BARRIER_ALL = 2
@@ -182,16 +183,17 @@ ALARM = 15
 OVERFLOW_TOTAL = 16
 PROGRAMS_COUNTED = 17
 STATE_WORDS = 18
-"""Behind them are as many words as there are ranks: the tag of each, plus one, where calls differ (calls.py)."""
+"""One word per rank follows: if calls differ, 1 + the tag of that rank (calls.py)."""
 
 # intranode/low_latency_dispatch.py: a flag of a low-latency dispatch, int64, one per source and parity of the call.
 #
 #     63        32 31        16 15        0
 #     |  programs  | host word  |  tokens |
 #
-# The programs of a call add max_tokens to the upper half in all, so its bits count them since the layer was made; that
-# of token 0 also adds to the lower half what it publishes now less what it published in the last call of this parity.
-# With max_tokens = 4, of one parity: 3 tokens with weights (HOST_WEIGHTS = 2), then 1 token without, then 4 with:
+# The programs of a call together add max_tokens to the upper half, which thus counts programs since the layer was
+# created. The program of token 0 also replaces the lower half: it adds what it publishes now minus what it published
+# in the last call of this parity. With max_tokens = 4, calls of one parity: 3 tokens with weights (HOST_WEIGHTS = 2),
+# then 1 token without, then 4 with:
 #
 #     call   added                        flag
 #      1     (4 << 32) + 0x20003          0x00000004_00020003
@@ -199,20 +201,20 @@ STATE_WORDS = 18
 #      5     (4 << 32) + 0x20004 - 0x1    0x0000000c_00020004
 LL_WORD_SHIFT = 16
 LL_COUNT_SHIFT = 32
-"""Of a low-latency combine, too: its number, and its tag below."""
+"""Also in the flags of a low-latency combine: the call's number from this bit on, its tag below."""
 
-# waits.py: the status record, int64 [STATUS_WORDS] of the state array from STATUS on; its first word is what a wait
-# waited for, or which calls differ; 0 = all is well. A rank that in its 7th dispatch waited in vain for the splits of
-# rank 2, which was in its 6th, has (WAIT_SPLITS, 2, 7, 6).
+# waits.py: the status record, int64 [STATUS_WORDS] of the state array from STATUS on. Its first word says which wait
+# expired (WAIT_*) or which calls differ (CALLS_*); 0 = no failure. A rank that in its 7th dispatch waited in vain for
+# the splits of rank 2, which was in its 6th, has (WAIT_SPLITS, 2, 7, 6).
 STATUS_INDEX = 1
 """Index of the first missing flag in its buffer."""
 STATUS_EXPECTED = 2
-"""What was expected of it at least."""
+"""Least value expected of that flag."""
 STATUS_SEEN = 3
-"""What it was."""
+"""Its value when the wait expired."""
 STATUS_WORDS = 4
 
-# waits.py: what a wait waited for.
+# waits.py: which wait expired.
 WAIT_SPLITS = 1
 WAIT_ARRIVALS = 2
 WAIT_NETWORK_ROWS = 3
@@ -224,11 +226,11 @@ WAIT_NODE_BARRIER = 8
 WAIT_LL_ROWS = 9
 WAIT_LL_PARTIALS = 10
 
-# calls.py: which calls differ, in place of what a wait waited for.
+# calls.py: which calls differ; in the same word as WAIT_*.
 CALLS_DISPATCH = 11
 CALLS_COMBINE = 12
 CALLS_LL_DISPATCH = 13
 CALLS_LL_COMBINE = 14
 
-# waits.py again: signals of a kernel of the caller on this GPU; no other rank is waited for.
+# waits.py again: a wait for signals of the caller's kernel on this GPU, not for another rank.
 WAIT_SIGNALS = 15

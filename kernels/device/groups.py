@@ -1,6 +1,6 @@
-"""Tiles of grouped matrix products, found on the device from the groups' ends.
+"""Tiles of grouped matrix products, derived on the device from the groups' ends.
 
-Rows lie group after group; `ends` [E] int32 holds the row after the last one of each group. The rows after
+Rows lie group after group; `ends` [E] int32 holds the row past the last one of each group. The rows past
 the last group count as group E, which has no weights. EP, a power of two, is at least E + 1.
 """
 
@@ -15,7 +15,7 @@ class Groups(NamedTuple):
 
     Attributes:
         ends_ptr: [E] int32.
-        num_rows: R, of all groups and behind the last one.
+        num_rows: R, including the rows past the last group.
         num_experts: E.
         EP: a power of two, at least E + 1.
     """
@@ -27,11 +27,11 @@ class Groups(NamedTuple):
 
 
 class GemmTile(NamedTuple):
-    """A tile of a product [M, N] and how its sum over K is done.
+    """Tile of a product [M, N], and the loop over K that computes it.
 
     Attributes:
         BLOCK_M, BLOCK_N: rows and columns.
-        BLOCK_K: of the sum at a time.
+        BLOCK_K: elements of K per step of the loop.
         BAND: rows of tiles that are computed together (`in_bands`).
         STAGES: loads in flight.
     """
@@ -44,11 +44,11 @@ class GemmTile(NamedTuple):
 
 
 class WgradTile(NamedTuple):
-    """A tile of the result [I, J] and how its sum over rows is done.
+    """Tile of the result [I, J], and the loop over rows that computes it.
 
     Attributes:
         BLOCK_I, BLOCK_J: rows and columns of the result.
-        BLOCK_R: rows of x and y at a time.
+        BLOCK_R: rows of x and y per step of the loop.
         BAND: rows of tiles that are computed together (`in_bands`).
         STAGES: loads in flight.
     """
@@ -62,7 +62,7 @@ class WgradTile(NamedTuple):
 
 @triton.jit
 def group_rows(groups):
-    """First row and number of rows of every group, [EP] each; ends that make no sense are cut to the rows."""
+    """First row and number of rows of every group, [EP] each; invalid ends are clamped to the rows."""
     group = tl.arange(0, groups.EP)
     start = tl.load(groups.ends_ptr + group - 1, mask=(group > 0) & (group <= groups.num_experts), other=0)
     end = tl.load(groups.ends_ptr + group, mask=group < groups.num_experts, other=0)
@@ -79,7 +79,7 @@ def pick(values, group):
 
 @triton.jit
 def in_bands(tile, tiles_m, tiles_n, BAND: tl.constexpr):
-    """Tile number -> (m, n), in bands of BAND rows of tiles, so that tiles computed together share operands in L2."""
+    """Map a tile number to (m, n) in bands of BAND rows of tiles, so tiles computed together share operands in L2."""
     per_band = BAND * tiles_n
     first = tile // per_band * BAND
     height = tl.minimum(tiles_m - first, BAND)
@@ -89,7 +89,7 @@ def in_bands(tile, tiles_m, tiles_n, BAND: tl.constexpr):
 
 @triton.jit
 def my_first(first, shift):
-    """First tile from `first` on that is this program's: programs take turns from tile -`shift` on."""
+    """This program's first tile from `first` on. Tile t belongs to program (t + shift) modulo the programs."""
     num_programs = tl.num_programs(0)
     turn = (first + shift) % num_programs
     return first + (tl.program_id(0) + num_programs - turn) % num_programs

@@ -1,18 +1,18 @@
-"""What a host reads of an exact dispatch, and whether rows wait until it has.
+"""What the host reads of an exact dispatch, and whether rows wait until the host has read it.
 
-Such a dispatch needs numbers on the host, which sizes the output by them, raises what ranks report of each other's
-arguments, and lets buffers grow. The program that knows them (internode/splits.py) writes them to memory of the host,
-which polls it: nothing is copied, and the host asks the driver for nothing. Kernels that send are launched before, and
-go on at once where the host will find nothing to do. Otherwise the dispatch is *held*: they return without having
-written anything, here or elsewhere; the host raises, or lets buffers grow and launches them again.
+In an exact dispatch the host needs numbers from the device: it sizes the output by them, raises the errors that ranks
+report about arguments, and grows buffers. The program that computes them (internode/splits.py) writes them to host
+memory, which the host polls: no copy, no call of the driver. The kernels that send rows are launched before that.
+If the host will have nothing to do, they go on at once. Otherwise the dispatch is *held*: they return without having
+written anything, here or elsewhere; the host raises, or grows buffers and launches them again.
 
-Every rank decides by the same reports and has the same room, so all of them hold a dispatch, or none.
+Every rank decides from the same reports and has the same room, so all ranks hold a dispatch, or none does.
 
-Told words    int64, a word of `placement` each, from its beginning up to `overflow` (tables.py); one more says whether
-              this rank has a status record (waits.py). The upper half of each is the number of the read. Read 7 of a
-              rank with 2 reports of 3 output rows tells 0x7_00000003 first.
-Order         None is needed: a word is one store of eight bytes, and whoever finds the number of this read in all words
-              has all of them, on hosts that reorder loads, too.
+Words         `told_ptr`, int64: one per word of `placement`, from its beginning up to `overflow` (tables.py), and one
+              more that says whether this rank has a status record (waits.py). The upper half of each is the number of
+              the read. In read 7, a rank with 2 reports of 3 output rows publishes 0x7_00000003 first.
+Order         None is needed: each word is one store of eight bytes. A host that finds the number of this read in all
+              words has all of them, even if it reorders loads.
 """
 
 from typing import Any, NamedTuple
@@ -39,13 +39,13 @@ _WORD = tl.constexpr(2**32 - 1)
 
 
 class HostRead(NamedTuple):
-    """What the host wants to know, and has room for.
+    """Where the host reads, and the rows for which it has room.
 
     Attributes:
-        told_ptr: told words, in memory of the host.
-        read_number: of this read, from 1; 0 = the host reads nothing.
-        arrival_room: arrival rows for which there is room at every rank.
-        output_room: the same of output rows.
+        told_ptr: published words, in host memory.
+        read_number: number of this read, from 1; 0 = the host reads nothing.
+        arrival_room: staging rows for which every rank has room.
+        output_room: output rows for which every rank has room.
     """
 
     told_ptr: Any
@@ -56,8 +56,8 @@ class HostRead(NamedTuple):
 
 @triton.jit
 def must_hold(job, placement_ptr, read, WP: tl.constexpr):
-    """Whether hosts that read will raise, or let buffers grow: what `raise_for_ranks` (triton_ep/exchange/checks.py)
-    and `grow` (triton_ep/context/context.py) make of the same reports."""
+    """Whether hosts that read will raise or grow buffers, as `raise_for_ranks` (triton_ep/exchange/checks.py) and
+    `grow` (triton_ep/context/context.py) decide from the same reports."""
     rank = tl.arange(0, WP)
     mask = is_rank(job, rank)
     words = tl.load(report_ptrs(placement_ptr, rank, REPORT_HOST_WORD), mask=mask, other=0)
@@ -72,14 +72,14 @@ def must_hold(job, placement_ptr, read, WP: tl.constexpr):
 
 @triton.jit
 def tell_host(job, placement_ptr, read, BLOCK: tl.constexpr):
-    """Write the told words. All of `placement` up to there has been stored, and the block has met a barrier since."""
+    """Publish the words to the host. The block has stored `placement` up to `overflow` and passed a barrier since."""
     if read.read_number != 0:
         number = tl.cast(read.read_number, tl.int64) << 32
         count = overflow_of(job, tl.zeros([], tl.int32))
         for start in range(0, count, BLOCK):
             offs = start + tl.arange(0, BLOCK)
             words = tl.load(placement_ptr + offs, mask=offs < count, other=0)
-            # Written through: the host waits for nothing else.
+            # Write through: the host waits for exactly these words.
             told = number | (words.to(tl.int64) & _WORD)
             tl.store(read.told_ptr + offs, told, mask=offs < count, cache_modifier=".wt")
         failed = tl.load(state_at(job, STATUS), volatile=True) != 0
@@ -88,5 +88,5 @@ def tell_host(job, placement_ptr, read, BLOCK: tl.constexpr):
 
 @triton.jit
 def is_held(job, placement_ptr):
-    """Whether a kernel that sends rows has nothing to do, because the dispatch is held."""
+    """Whether the dispatch is held; a kernel that sends rows then does nothing."""
     return tl.load(held_of(job, placement_ptr)) != 0

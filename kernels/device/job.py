@@ -1,12 +1,12 @@
-"""The device context: what a kernel of the exchange knows of its rank and of the others.
+"""The device context: what a kernel of the exchange knows about its rank and the others.
 
-It is one parameter of a kernel (kernels/spec.py), and what the kernel calls takes it as the first argument:
+It is one parameter of a kernel (kernels/spec.py) and the first argument of the functions that the kernel calls:
 
     def combine_free_kernel(job: Job, WP: tl.constexpr):
         flags_ptr = own_buffer(job, DONE_FLAG, tl.int64)
 
-Triton takes it apart when it compiles: the PTX has a parameter for each field, and is otherwise that of a kernel that
-takes them one by one. A layer binds all fields when it makes a launcher (triton_ep/context/context.py).
+Triton takes it apart when it compiles: the PTX has one parameter per field, and is the same as if the kernel took the
+fields one by one. A layer binds all fields when it creates a launcher (triton_ep/context/context.py).
 
 Ranks are numbered node by node: of 8 ranks, 4 per node, rank 6 is local rank 2 of node 1, and the first rank of its
 node is 4.
@@ -18,7 +18,7 @@ import triton
 
 
 class Job(NamedTuple):
-    """The same in all launches of a layer.
+    """Fields that are the same in all launches of a layer.
 
     Attributes:
         state_ptr: [STATE_WORDS + W] int64 of this rank: epochs, time limit, status record (codes.py, buffers.py).
@@ -26,8 +26,8 @@ class Job(NamedTuple):
         rank: this rank, 0 to W - 1.
         num_ranks: W.
         ranks_per_node: LW; divides W.
-        experts_per_rank: e, local experts; rank r owns those from r * e on.
-        max_tokens: M, tokens of a rank per call at most.
+        experts_per_rank: e, local experts; rank r owns the e experts from r * e on.
+        max_tokens: M, most tokens of a rank per call.
     """
 
     state_ptr: Any
@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 @triton.jit
 def in_one_node(job):
-    """The same with all ranks on one node, known when the kernel is compiled."""
+    """The same job with all ranks on one node, which the compiler then knows."""
     return Job(
         job.state_ptr, job.tables_ptr, job.rank, job.num_ranks, job.num_ranks, job.experts_per_rank, job.max_tokens
     )
@@ -55,19 +55,19 @@ def state_at(job, word):
 
 @triton.jit
 def is_rank(job, ranks):
-    """Which numbers are ranks of the group."""
+    """Mask of the numbers that are ranks of the group."""
     return ranks < job.num_ranks
 
 
 @triton.jit
 def is_local(job, locals_):
-    """Which numbers are ranks of a node."""
+    """Mask of the numbers that are local ranks of a node."""
     return locals_ < job.ranks_per_node
 
 
 @triton.jit
 def is_local_expert(job, experts):
-    """Which numbers are experts of a rank."""
+    """Mask of the numbers that are local experts of a rank."""
     return experts < job.experts_per_rank
 
 
@@ -115,26 +115,26 @@ def my_node(job):
 
 @triton.jit
 def num_nodes(job):
-    """N, all nodes."""
+    """N, number of nodes."""
     return job.num_ranks // job.ranks_per_node
 
 
 @triton.jit
 def num_experts(job):
-    """E, experts of all ranks."""
+    """E, number of experts of all ranks."""
     return job.num_ranks * job.experts_per_rank
 
 
 @triton.jit
 def on_my_node(job, peer):
-    """True for the ranks that share this one's node."""
+    """True for the ranks on this rank's node."""
     first = first_local(job)
     return (peer >= first) & (peer < first + job.ranks_per_node)
 
 
 @triton.jit
 def other_node(job, item):
-    """Node and chunk of a work item; neighbours first, so that nodes do not all send to the same one."""
+    """Node and chunk of a work item. Each node starts with its next neighbour, so nodes do not all send to one node."""
     nodes = num_nodes(job)
     node = (my_node(job) + 1 + item % (nodes - 1)) % nodes
     return node, item // (nodes - 1)

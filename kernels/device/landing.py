@@ -1,12 +1,12 @@
-"""MXFP8 rows on their last step: to elements with one scale per row, or to bfloat16.
+"""Convert received MXFP8 rows on their way to the output: to elements with one scale per row, or to bfloat16.
 
-One scale per row is the largest of the row's scales, 2**(s - 127) in float32; NaN if one of them is. Elements of a
-block with a smaller one are moved to it: times a power of two, rounded to nearest even on e4m3's grid. That changes the
-bits of those only that become subnormal. It is done in float16, of which one instruction converts two elements. What
-float16 does not hold exactly is below 2**-20, and becomes zero either way.
+The scale of a row is the largest of its block scales, 2**(s - 127) in float32; NaN if one of them is NaN. Elements of a
+block with a smaller scale are rebased to it: multiplied by a power of two and rounded to nearest even on e4m3's grid.
+Only elements that become subnormal lose bits. The arithmetic is float16, where one instruction converts two elements.
+Values that float16 cannot hold exactly are below 2**-20, and become zero either way.
 
-A tile is [ROWS, BLOCKS, 8] words of four elements: a thread has 16 bytes of one block, and the scale for them. Single
-bytes would take a register each for as long as a tile is stored to its copies, and be packed anew for each of them.
+A tile is [ROWS, BLOCKS, 8] words of four elements: a thread holds 16 bytes of one block, and their scale. Single bytes
+would take a register each while a tile is stored to its output rows, and would be packed again for each of them.
 """
 
 import triton
@@ -26,7 +26,7 @@ BLOCK_WORDS = tl.constexpr(8)
 
 @triton.jit
 def block_words(first, row_words, BLOCKS: tl.constexpr):
-    """Positions [1, BLOCKS, 8] in their row of the words from `first` on, and which blocks [1, BLOCKS, 1] there are."""
+    """Positions [1, BLOCKS, 8] in a row of the words from `first` on, and mask [1, BLOCKS, 1] of blocks in the row."""
     block = first + tl.arange(0, BLOCKS)[None, :, None] * BLOCK_WORDS
     return block + tl.arange(0, BLOCK_WORDS)[None, None, :], block < row_words
 
@@ -39,7 +39,7 @@ def load_block_scales(
     row_words,
     BLOCKS: tl.constexpr,
 ):
-    """Scale bytes [ROWS, BLOCKS] of a tile, int32; zero outside of the rows."""
+    """Scale bytes [ROWS, BLOCKS] of a tile, int32; zero outside the rows."""
     block = first // BLOCK_WORDS + tl.arange(0, BLOCKS)
     mask = alive[:, None] & (block < row_words // BLOCK_WORDS)[None, :]
     return tl.load(scale_ptrs[:, None] + block[None, :], mask=mask, other=0).to(tl.int32)
@@ -54,15 +54,15 @@ def _element(words, INDEX: tl.constexpr):
 
 @triton.jit
 def _rebased(words, factor, INDEX: tl.constexpr):
-    """Element INDEX of each word times `factor`, at its place in a word."""
+    """Element INDEX of each word times `factor`, as bits at its place in the word."""
     byte = (_element(words, INDEX) * factor).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return byte.to(tl.uint32) << (8 * INDEX)
 
 
 @triton.jit
 def rebase_words(words, scales, largest):
-    """Words [ROWS, BLOCKS, 8] int32 of elements with scale bytes [ROWS, BLOCKS], moved to those of [ROWS], which are
-    not smaller."""
+    """Rebase words [ROWS, BLOCKS, 8] int32 of elements from scale bytes `scales` [ROWS, BLOCKS] to `largest` [ROWS],
+    which are not smaller."""
     # 2**(scale - largest), exactly, and zero where even the largest element would become zero.
     factor = scale_value(tl.maximum(127 - (largest[:, None] - scales), 0)).to(tl.float16)[:, :, None]
     moved = _rebased(words, factor, 0) | _rebased(words, factor, 1) | _rebased(words, factor, 2)
@@ -78,7 +78,7 @@ def _value_bits(words, value, INDEX: tl.constexpr):
 
 @triton.jit
 def dequantize_words(words, scales):
-    """Values of words [ROWS, BLOCKS, 8] int32 of elements with scale bytes [ROWS, BLOCKS]: int64 of four bfloat16."""
+    """Values of words [ROWS, BLOCKS, 8] int32 of elements with scale bytes [ROWS, BLOCKS], four bfloat16 per int64."""
     value = scale_value(scales)[:, :, None]
     low = _value_bits(words, value, 0) | (_value_bits(words, value, 1) << 16)
     high = _value_bits(words, value, 2) | (_value_bits(words, value, 3) << 16)
@@ -87,7 +87,7 @@ def dequantize_words(words, scales):
 
 @triton.jit
 def land_words(words, scales, largest, LANDING: tl.constexpr):
-    """Words of a tile as they are stored: int32 of e4m3 with the scales `largest`, or int64 of bfloat16."""
+    """Output words of a tile: int32 of e4m3 with the scales `largest`, or int64 of bfloat16."""
     if LANDING == ROW:
         return rebase_words(words, scales, largest)
     else:

@@ -1,4 +1,4 @@
-"""What the low-latency kernels share: a release that counts, owners of experts."""
+"""Helpers of the low-latency kernels: a release that counts, owners of experts."""
 
 import triton
 import triton.language as tl
@@ -6,11 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def release_counts(flag_ptrs, mask, counts):
-    """Add to flags [block of pointers to one flag per rank], after all stores this program made before.
+    """Add to flags [block of pointers to one flag per rank], after all earlier stores of this program.
 
-    Each program adds for itself: a counter on this GPU, whose last arriver tells the others, costs its round trip and
-    a second fence. The adds to a flag are one release sequence: who acquires their total has them all before it.
-    One thread sets each flag, so the barrier must come first, as in `release_flags` (waits.py).
+    Each program adds for itself: a counter on this GPU, whose last arriver would raise the flags, costs a round trip
+    and a second fence. The adds to a flag form one release sequence, so an acquire of the total covers the stores of
+    all programs. One thread sets each flag, so the barrier must come first, as in `release_flags` (waits.py).
     """
     tl.debug_barrier()
     tl.atomic_add(flag_ptrs, counts, mask=mask, sem="release", scope="sys")
@@ -19,19 +19,19 @@ def release_counts(flag_ptrs, mask, counts):
 @triton.jit
 def quotient(value, divisor):
     """value // divisor for 0 <= value < 2**20; three instructions, not twenty."""
-    # Half a unit keeps the product away from whole numbers, by more than its rounding errors.
+    # Adding 0.5 keeps the product further from whole numbers than its rounding error.
     return ((value.to(tl.float32) + 0.5) * (1.0 / divisor)).to(tl.int32)
 
 
 @triton.jit
 def first_of_half(job, epoch):
-    """First entry, of one per rank, of the half that a call uses: calls take turns."""
+    """First entry of the half that a call uses, with one entry per rank. Calls alternate between the halves."""
     return (epoch & 1).to(tl.int32) * job.num_ranks
 
 
 @triton.jit
 def owners(ids, experts_per_rank):
-    """Ranks that own kept ids; -1 of those that are dropped."""
+    """Ranks that own the experts `ids`; -1 for dropped entries."""
     return tl.where(ids >= 0, quotient(ids, experts_per_rank), -1)
 
 
@@ -42,5 +42,5 @@ def _or(a, b):
 
 @triton.jit
 def rank_bits(owner, AXIS: tl.constexpr):
-    """Along an axis of owners: one int32 with a bit for each rank that is among them."""
+    """Along an axis of owners: one int32 with the bit of each rank that occurs."""
     return tl.reduce(tl.where(owner >= 0, 1 << tl.maximum(owner, 0), 0), AXIS, _or)

@@ -1,8 +1,8 @@
-"""Element formats of MX kernels and their tiles, as plain integers: the host needs no Triton to know them."""
+"""Element formats of MX kernels and their tiles, as plain integers, so the host can import them without Triton."""
 
 from __future__ import annotations
 
-# mxfp8.py, mx_formats.py: what elements are. The first two are also named by a truth value, E5M2.
+# mxfp8.py, mx_formats.py: element formats. A boolean, E5M2, also selects between the first two.
 FORMAT_E4M3 = 0
 FORMAT_E5M2 = 1
 FORMAT_E2M3 = 2

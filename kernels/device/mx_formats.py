@@ -1,15 +1,16 @@
-"""Arithmetic of every MX element format on tiles: codes of float32 values and values of codes, one scale per block.
+"""Arithmetic of every MX element format on tiles: float32 values to codes and back, with one scale per block.
 
-Formats of 8 bits are those of mxfp8.py and give the same bytes. The narrow ones have no dtype in Triton, so a code is
-an integer: sign, exponent and mantissa bits, lowest mantissa bit first.
+The 8-bit formats use mxfp8.py and give the same bytes. The narrow formats have no dtype in Triton, so a code is an
+integer: sign, exponent and mantissa bits, with the mantissa in the lowest bits.
 
     format  bits  largest  smallest normal  steps below it
     e2m3    6     7.5      1                1/8
     e3m2    6     28       1/4              1/16
     e2m1    4     6        1                1/2
 
-Rounded to nearest even, saturating, subnormal values kept, zero with its sign. There is no NaN among them: the elements
-of a block whose scale is NaN are the largest one, 0x1F or 0x7. All of it is exact float32 and integer arithmetic.
+Rounding is to nearest even and saturates; subnormal values and the sign of zero are kept. The narrow formats have no
+NaN: in a block whose scale is NaN, all elements are the largest one, 0x1F or 0x7. The float32 and integer arithmetic
+is exact.
 
 Source: OCP Microscaling Formats (MX) v1.0, section 5.3.
 """
@@ -25,20 +26,21 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def narrow_codes(value, FORMAT: tl.constexpr):
-    """Codes, int32, of the nearest elements of fp6 or fp4 to float32 values; any code for a NaN."""
+    """Round float32 values to fp6 or fp4; int32 codes. A NaN gives an arbitrary code."""
     MBITS: tl.constexpr = 3 if FORMAT == FORMAT_E2M3 else (2 if FORMAT == FORMAT_E3M2 else 1)
     MIN_EXPONENT: tl.constexpr = -2 if FORMAT == FORMAT_E3M2 else 0
     LARGEST: tl.constexpr = 7.5 if FORMAT == FORMAT_E2M3 else (28.0 if FORMAT == FORMAT_E3M2 else 6.0)
     SIGN: tl.constexpr = 0x8 if FORMAT == FORMAT_E2M1 else 0x20
     SHIFT: tl.constexpr = 23 - MBITS
-    # Below the normal range the step is fixed, that of the float32 numbers from 2**UNIT on: a sum rounds to it. Were
-    # the product that made `value` fused with the sum, nothing would change: a product is inexact only below 2**-126.
+    # Below the normal range the step is fixed. It is the step of float32 numbers from 2**UNIT on, so adding 2**UNIT
+    # rounds to it. Fusing this sum with the product that gave `value` changes nothing: the product is inexact only
+    # below 2**-126.
     UNIT: tl.constexpr = MIN_EXPONENT - MBITS + 23
     raw = value.to(tl.int32, bitcast=True)
     magnitude = (raw & _MAGNITUDE).to(tl.float32, bitcast=True)
     magnitude = tl.where(magnitude > LARGEST, LARGEST, magnitude)
     bits = magnitude.to(tl.int32, bitcast=True)
-    # The low bits are rounded away; a carry runs on into the exponent, as it should.
+    # Round the low bits away; a carry correctly runs on into the exponent.
     rounded = bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)
     normal = (rounded >> SHIFT) - ((126 + MIN_EXPONENT) << MBITS)
     subnormal = (magnitude + (1 << UNIT)).to(tl.int32, bitcast=True) - ((127 + UNIT) << 23)
@@ -48,7 +50,7 @@ def narrow_codes(value, FORMAT: tl.constexpr):
 
 @triton.jit
 def narrow_values(code, FORMAT: tl.constexpr):
-    """Float32 values of int32 codes of fp6 or fp4; bits that are not an element's are not looked at."""
+    """Float32 values of int32 codes of fp6 or fp4; higher bits are ignored."""
     MBITS: tl.constexpr = 3 if FORMAT == FORMAT_E2M3 else (2 if FORMAT == FORMAT_E3M2 else 1)
     MIN_EXPONENT: tl.constexpr = -2 if FORMAT == FORMAT_E3M2 else 0
     SIGN: tl.constexpr = 0x8 if FORMAT == FORMAT_E2M1 else 0x20
@@ -80,7 +82,7 @@ def quantize_codes(x, MODE: tl.constexpr, FORMAT: tl.constexpr, AXIS: tl.constex
 
 @triton.jit
 def dequantize_codes(codes, scale, FORMAT: tl.constexpr, AXIS: tl.constexpr):
-    """Float32 values of uint8 codes and their uint8 scale bytes, which lack dimension AXIS."""
+    """Float32 values of uint8 codes; `scale` holds uint8 scale bytes, without dimension AXIS."""
     if FORMAT <= FORMAT_E5M2:
         values = codes.to(tl.float8e5 if FORMAT == FORMAT_E5M2 else tl.float8e4nv, bitcast=True).to(tl.float32)
     else:

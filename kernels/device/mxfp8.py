@@ -1,12 +1,12 @@
 """MXFP8 arithmetic on tiles: one power-of-two scale (e8m0, a byte) per 32 values, elements e4m3 or e5m2.
 
 The scale byte s stands for 2**(s - 127); 255 is NaN. Elements are x * 2**(127 - s), rounded to nearest even.
-A block that holds a NaN or an infinity has scale 255 and elements 0x7F; with RCEIL_SATFINITE only one that holds a NaN:
-infinities get scale 254 and the largest element. All of it is exact float32 and integer
-arithmetic that keeps subnormals, so it gives the same bits on every machine (Triton emits no .ftz).
+A block that holds a NaN or an infinity has scale 255 and elements 0x7F. With RCEIL_SATFINITE this holds for NaN only;
+infinities get scale 254 and the largest element. The float32 and integer arithmetic is exact and keeps subnormals, so
+it gives the same bits on every machine (Triton emits no .ftz).
 
-How a block's largest magnitude `amax` gives its scale, m being the largest element (448 or 57344) and p its
-exponent (8 or 15); every scale is at least byte 0. It is the same for the formats of mx_formats.py:
+The mode says how a block's largest magnitude `amax` gives its scale. m is the largest element (448 or 57344) and p its
+exponent (8 or 15); every scale is at least byte 0. The formats of mx_formats.py use the same modes:
 
     RCEIL  2**ceil(log2(amax / m)), the quotient rounded to float32: nothing saturates
     FLOOR  2**(floor(log2(amax)) - p): the largest values saturate
@@ -47,8 +47,8 @@ _HALF_OF_SMALLEST_NORMAL = tl.constexpr(0x00400000)  # 2**-127
 
 @triton.jit
 def block_amax(x, AXIS: tl.constexpr):
-    """Largest magnitude of float32 values along an axis; NaN if one of them is."""
-    # On bit patterns: among integers a NaN is above infinity, where a float maximum would drop it.
+    """Largest magnitude of float32 values along an axis; NaN if one of them is NaN."""
+    # Compare bit patterns: as an integer a NaN is above infinity, whereas a float maximum would drop it.
     magnitude = x.to(tl.int32, bitcast=True) & _MAGNITUDE
     return tl.max(magnitude, axis=AXIS).to(tl.float32, bitcast=True)
 
@@ -65,7 +65,7 @@ def block_scale(amax, MODE: tl.constexpr, FORMAT: tl.constexpr):
     bits = amax.to(tl.int32, bitcast=True)
     is_finite = bits < _INF
     if MODE == MODE_RCEIL or MODE == MODE_RCEIL_SATFINITE:
-        # One rounding, as the rule says; the product of a subnormal amax rounds to byte 0 or 1 by itself.
+        # One rounding, as the mode requires; the product of a subnormal amax rounds to byte 0 or 1 by itself.
         bits = (amax * INVERSE).to(tl.int32, bitcast=True)
         exponent = bits >> 23
         mantissa = bits & _MANTISSA
@@ -74,7 +74,7 @@ def block_scale(amax, MODE: tl.constexpr, FORMAT: tl.constexpr):
         scale = exponent + above.to(tl.int32)
     else:
         if MODE == MODE_EVEN:
-            # Half a unit of the element's mantissa; the carry, if there is one, is all that counts.
+            # Add half a unit of the element's mantissa; only a carry into the exponent matters.
             bits = tl.minimum(bits, _INF) + (1 << (22 - MBITS))
             is_finite = bits < _INF
         exponent = bits >> 23
@@ -100,7 +100,7 @@ def scaled_elements(x, scale, MODE: tl.constexpr, E5M2: tl.constexpr):
     # 1 / 2**(s - 127) is the value of byte 254 - s, exactly.
     value = x * scale_value(tl.where(scale == 255, 255, 254 - scale))
     if MODE == MODE_FLOOR or MODE == MODE_EVEN or MODE == MODE_RCEIL_SATFINITE:
-        # The only modes whose scale can be too small. Comparisons with NaN are false, so a NaN stays.
+        # Only in these modes can the scale be too small. Comparisons with NaN are false, so a NaN stays.
         LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
         value = tl.where(value > LARGEST, LARGEST, value)
         value = tl.where(value < -LARGEST, -LARGEST, value)
@@ -120,5 +120,5 @@ def quantize_tile(x, MODE: tl.constexpr, E5M2: tl.constexpr, AXIS: tl.constexpr 
 
 @triton.jit
 def dequantize_tile(elements, scale, AXIS: tl.constexpr = -1):
-    """Float32 values of float8 `elements` and their uint8 scale bytes, which lack dimension AXIS."""
+    """Float32 values of float8 `elements`; `scale` holds uint8 scale bytes, without dimension AXIS."""
     return elements.to(tl.float32) * scale_value(tl.expand_dims(scale.to(tl.int32), AXIS))

@@ -1,11 +1,11 @@
 """Rows on the wire: opaque words, or elements quantised to MXFP8 with their scales.
 
-A *tile* is [ROWS, BLOCK_H]: several rows at once, because one program then has several independent accesses in flight,
-and because the interpreter pays per operation, not per element.
+A *tile* is [ROWS, BLOCK_H]. It holds several rows so that a program has several independent accesses in flight, and
+because the interpreter pays per operation, not per element.
 
-What travels is a *payload* of opaque words, or a row quantised to MXFP8: `hidden` e4m3 bytes, then one e8m0
-scale byte per 32 of them, padded to 16 bytes. A low-latency push quantises rows itself (QUANTISE); other kernels
-get them quantised (MX). A row of 96 elements is 192 bytes in bfloat16; quantised it is 96 bytes of data and 3 of
+The *payload* of a row is opaque words, or the row quantised to MXFP8: `hidden` e4m3 bytes, then one e8m0 scale byte
+per 32 elements, padded to 16 bytes. A low-latency push quantises rows itself (QUANTISE); other kernels receive
+quantised rows (MX). A row of 96 elements is 192 bytes in bfloat16; quantised it is 96 bytes of data and 3 of
 scales, padded to 112: in words of 4 bytes, 24 words of data and 28 from one row to the next.
 """
 
@@ -24,11 +24,11 @@ _BLOCK = tl.constexpr(32)
 
 
 class Tile(NamedTuple):
-    """What a program moves or sums at once.
+    """Block of rows that a program moves or sums at once.
 
     Attributes:
         ROWS: rows.
-        BLOCK_H: words, or elements, of each of them.
+        BLOCK_H: words, or elements, of each row.
     """
 
     ROWS: tl.constexpr
@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """The same, where the number of tiles of a row is known when the kernel is compiled.
+    """Like `Tile`, with the number of tiles per row known at compile time.
 
     Attributes:
         ROWS, BLOCK_H: as in `Tile`.
@@ -49,7 +49,7 @@ class RowTile(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Experts that a token chooses.
+    """Number of experts per token.
 
     Attributes:
         TOPK: K.
@@ -65,7 +65,7 @@ class Weights(NamedTuple):
 
     Attributes:
         weights_ptr: float32; read if HAS_WEIGHTS.
-        HAS_WEIGHTS: whether there are any.
+        HAS_WEIGHTS: whether the call has weights.
     """
 
     weights_ptr: Any
@@ -76,8 +76,8 @@ class Source(NamedTuple):
     """Rows of this rank that a kernel sends.
 
     Attributes:
-        x_ptr: [T, row_words] words, or with QUANTISE elements.
-        scale_ptr: [T, row bytes / 32] uint8, read with the payload MX.
+        x_ptr: [T, row_words] words; with QUANTISE elements.
+        scale_ptr: [T, row bytes / 32] uint8; read if PAYLOAD is MX.
         row_words: words of a row.
         PAYLOAD: WORDS, QUANTISE or MX.
     """
@@ -93,7 +93,7 @@ class Wire(NamedTuple):
 
     Attributes:
         stride: words from one row to the next.
-        data_bytes: bytes of its data; scales, if there are any, begin behind them.
+        data_bytes: bytes of its data; scales, if any, begin right after them.
         row_bytes: bytes of data, scales and padding.
     """
 
@@ -107,8 +107,8 @@ class Output(NamedTuple):
 
     Attributes:
         recv_x_ptr: [R, row_words] words.
-        recv_scale_ptr: [R, row bytes / 32] uint8, or one float32 per row; written where rows have scales.
-        recv_weights_ptr: [R] float32, or [R, K]; written where there are weights.
+        recv_scale_ptr: [R, row bytes / 32] uint8, or one float32 per row; written if rows have scales.
+        recv_weights_ptr: [R] float32, or [R, K]; written if the call has weights.
         row_words: words of a row.
     """
 
@@ -120,9 +120,9 @@ class Output(NamedTuple):
 
 @triton.jit
 def wire_of(row_words, WORD: tl.constexpr, PAYLOAD: tl.constexpr):
-    """Sizes of a row.
+    """Sizes of a row on the wire.
 
-    row_words: words of the data; with QUANTISE its elements, each of which becomes one byte.
+    row_words: words of the data; with QUANTISE elements, each of which becomes one byte.
     """
     WORD_BYTES: tl.constexpr = 1 if PAYLOAD == QUANTISE else WORD.primitive_bitwidth // 8
     data_bytes = tl.cast(row_words, tl.int64) * WORD_BYTES
@@ -135,7 +135,7 @@ def wire_of(row_words, WORD: tl.constexpr, PAYLOAD: tl.constexpr):
 
 @triton.jit
 def staged_rows(bytes_ptr, row, wire, WORD: tl.constexpr):
-    """Pointers to the data of rows [block] on the wire, and to their scales; bytes_ptr: to row 0."""
+    """Pointers to the data and to the scales of rows [block] on the wire; bytes_ptr points to row 0."""
     row = row.to(tl.int64)
     words_ptr = tl.multiple_of(bytes_ptr.to(tl.pointer_type(WORD)), 16)
     return words_ptr + row * wire.stride, bytes_ptr + row * wire.row_bytes + wire.data_bytes
@@ -151,21 +151,21 @@ def load_payload(
     PAYLOAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Tile [ROWS, BLOCK_H] of wire data and its scales [ROWS, BLOCK_H * word bytes / 32]; with WORDS the data twice."""
+    """Tile [ROWS, BLOCK_H] of wire data and its scales [ROWS, BLOCK_H * word bytes / 32]; for WORDS the data twice."""
     data = load_row_tile(row_ptrs, alive, h, row_words, BLOCK_H)
     return wire_tile(data, scale_ptrs, alive, h, row_words, PAYLOAD)
 
 
 @triton.jit
 def load_row_tile(row_ptrs, alive, h, row_words, BLOCK_H: tl.constexpr):
-    """Words `h` and on of some rows, [ROWS, BLOCK_H]; zero outside of them."""
+    """Words from `h` on of some rows, [ROWS, BLOCK_H]; zero outside the rows."""
     offs = h + tl.arange(0, BLOCK_H)
     return tl.load(row_ptrs[:, None] + offs[None, :], mask=alive[:, None] & (offs < row_words)[None, :], other=0)
 
 
 @triton.jit
 def wire_tile(data, scale_ptrs, alive, h, row_words, PAYLOAD: tl.constexpr):
-    """What `load_payload` returns, from the words that `load_row_tile` loaded."""
+    """The result of `load_payload`, from words already loaded by `load_row_tile`."""
     BLOCK_H: tl.constexpr = data.shape[1]
     if PAYLOAD == WORDS:
         return data, data
@@ -182,7 +182,7 @@ def wire_tile(data, scale_ptrs, alive, h, row_words, PAYLOAD: tl.constexpr):
 
 @triton.jit
 def store_scales(scale_ptrs, mask, scales, h, row_words, WORD_BYTES: tl.constexpr):
-    """Store scales [ROWS, n] of the tile that starts at word `h` to rows of scales at `scale_ptrs` [ROWS]."""
+    """Store the scales [ROWS, n] of the tile that starts at word `h`; `scale_ptrs` [ROWS] point to rows of scales."""
     at = h * WORD_BYTES // _BLOCK + tl.arange(0, scales.shape[1])
     mask = mask[:, None] & (at < row_words * WORD_BYTES // _BLOCK)[None, :]
     tl.store(scale_ptrs[:, None] + at[None, :], scales, mask=mask)

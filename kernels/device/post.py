@@ -1,7 +1,7 @@
-"""Posting one row and one flag to every rank: the building block of the splits exchange and of barriers. And putting
-a chunk of rows with its flag to a rank of another node.
+"""Post one row and one flag to every rank, the building block of the splits exchange and of barriers; put a chunk of
+rows with its flag to a rank of another node.
 
-Inside a node both are stores through mapped addresses; to other nodes they are one put-with-signal per
+Inside a node, row and flag are stores through mapped addresses; to other nodes they are one put-with-signal per
 rank. All posts come before any wait (the caller waits afterwards), so ranks cannot wait for each other in
 a ring, whatever the order in which they run.
 """
@@ -22,7 +22,7 @@ class Network(NamedTuple):
 
     Attributes:
         NETWORK: P2P or NVSHMEM (codes.py).
-        MAX_CHUNKS: chunks for a node at most, a power of two.
+        MAX_CHUNKS: most chunks for a node, a power of two.
         CHUNK: rows of a chunk.
     """
 
@@ -32,7 +32,7 @@ class Network(NamedTuple):
 
 
 class Row(NamedTuple):
-    """My row in a symmetric buffer.
+    """This rank's row in a symmetric buffer.
 
     Attributes:
         offset: int64, in bytes.
@@ -47,11 +47,11 @@ class Chunk(NamedTuple):
     """Consecutive rows for another node, in a buffer [N, max_tokens, row_bytes].
 
     Attributes:
-        node: where they go.
-        number: of the chunk among those for this node.
+        node: destination node.
+        number: index of the chunk among the chunks for that node.
         first: slot of its first row.
-        count: rows.
-        max_tokens, row_bytes: of the buffer; row_bytes int64.
+        count: number of rows.
+        max_tokens, row_bytes: sizes of the buffer; row_bytes is int64.
     """
 
     node: Any
@@ -66,21 +66,21 @@ class Chunk(NamedTuple):
 def post_to_all(
     job,
     row,  # Row, in the buffer ROW_BUFFER
-    epoch,  # int64, value of my flag: entry `rank` of the buffer FLAG_BUFFER [W] int64
+    epoch,  # int64, value of this rank's flag: entry `rank` of the buffer FLAG_BUFFER [W] int64
     ROW_BUFFER: tl.constexpr,
     FLAG_BUFFER: tl.constexpr,
-    COPY_ROW: tl.constexpr,  # False: the ranks of this node get the flag only
+    COPY_ROW: tl.constexpr,  # False: send only the flag to the ranks of this node
     SAME_NODE_ONLY: tl.constexpr,
     NETWORK: tl.constexpr,
     LWP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Send my row (read from my own copy of the buffer) and then my flag to all ranks, own rank included."""
+    """Send this rank's row, read from its own instance of the buffer, then its flag, to all ranks including itself."""
     first_rank = first_local(job)
     if not SAME_NODE_ONLY:
         source = address_of(job, ROW_BUFFER, job.rank) + row.offset
         flag_offset = tl.cast(job.rank, tl.int64) * 8
-        # Start behind this node, so that the nodes do not all send to the same one first.
+        # Start after this node, so that the nodes do not all send to the same node first.
         for step in range(job.ranks_per_node, job.num_ranks):
             peer = (first_rank + step) % job.num_ranks
             dest = net_address_of(job, ROW_BUFFER, peer) + row.offset
@@ -112,7 +112,7 @@ def post_flag(
     NETWORK: tl.constexpr,
     LWP: tl.constexpr,
 ):
-    """Send my flag alone to all ranks; to other nodes with 16 bytes that mean nothing, for a put has to carry some."""
+    """Send this rank's flag alone to all ranks; to other nodes with 16 unused bytes, because a put must carry data."""
     offset = tl.cast(job.rank, tl.int64) * 16
     nbytes = tl.full([], 16, tl.int64)
     post_to_all(job, Row(offset, nbytes), epoch, BARRIER_SCRATCH, FLAG_BUFFER, False, SAME_NODE_ONLY, NETWORK, LWP, 16)
@@ -122,14 +122,14 @@ def post_flag(
 def put_chunk(
     job,
     chunk,  # Chunk
-    value,  # int64, of the chunk's flag there, one of [N, MAX_CHUNKS]
-    SEND: tl.constexpr,  # buffer [N, max_tokens, row], by the other node
-    RECV: tl.constexpr,  # likewise
-    FLAGS: tl.constexpr,
+    value,  # int64, value for the chunk's flag
+    SEND: tl.constexpr,  # buffer [N, max_tokens, row], indexed by destination node
+    RECV: tl.constexpr,  # buffer [N, max_tokens, row], indexed by source node
+    FLAGS: tl.constexpr,  # buffer [N, MAX_CHUNKS] int64, indexed by source node
     network,
     BLOCK: tl.constexpr,
 ):
-    """Put rows for another node into its buffer, to the rank there that has my local rank, with the chunk's flag."""
+    """Put a chunk, with its flag, into the buffer of its node's rank that has this rank's local rank."""
     peer = rank_of(job, chunk.node, local_rank(job))
     dest_row = tl.cast(my_node(job) * chunk.max_tokens + chunk.first, tl.int64)
     source_row = (chunk.node * chunk.max_tokens + chunk.first).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Pulling rows: sums of the rows that the ranks of this node hold for a token."""
+"""Pull and sum the rows that the ranks of this node hold for a token."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from .buffers import COMBINE_WEIGHT, COMBINE_X, buffer_ptrs
 from .job import on_my_node
 
 PULLED = tl.constexpr(4)
-"""Rows of one token that are on their way at once; where it has fewer, those of more tokens (plans/exchange.py)."""
+"""Rows of one token in flight at once; with fewer rows per token, a tile has more tokens (plans/exchange.py)."""
 
 
 @triton.jit
@@ -23,9 +23,9 @@ def _popcount(x):
 
 @triton.jit
 def compact_position(here):
-    """[n, KP]: where each entry goes when those `here` come first, in k order, and then the others.
+    """[n, KP]: position of each entry when the entries `here` come first, in k order, and then the others.
 
-    By bits of a word, KP <= 32: Triton 3.6 does not compile every scan of two elements with 16 warps.
+    Uses the bits of a word (KP <= 32): Triton 3.6 does not compile every scan of two elements with 16 warps.
     """
     k = tl.arange(0, here.shape[1])[None, :]
     bit = tl.full(here.shape, 1, tl.uint32) << k.to(tl.uint32)
@@ -35,11 +35,11 @@ def compact_position(here):
 
 
 class Held(NamedTuple):
-    """Where the ranks of this node hold rows of tokens.
+    """Where the ranks of this node hold the rows of tokens.
 
     Attributes:
-        rank_ptrs: [ROWS] pointers to K int32, ranks.
-        row_ptrs: [ROWS] pointers to K int32, rows in the combine buffers there, -1 = none.
+        rank_ptrs: [ROWS] pointers to K int32 ranks.
+        row_ptrs: [ROWS] pointers to K int32 rows in the combine buffers of these ranks, -1 = none.
     """
 
     rank_ptrs: Any
@@ -52,9 +52,10 @@ class PulledRows(NamedTuple):
     Attributes:
         hidden: elements of a row.
         row_capacity: rows of a combine buffer.
-        HAS_WEIGHTS: rows are multiplied by their weights.
-        REDUCED: rows were reduced: by arrival row, in steps, those of a token without gaps; or staged: by output row.
-        PARTIAL_DTYPE: of sums that cross nodes.
+        HAS_WEIGHTS: multiply rows by their weights.
+        REDUCED: rows were reduced, in steps: indexed by staging row, a token's rows listed without gaps. Otherwise
+            rows were staged: indexed by output row.
+        PARTIAL_DTYPE: dtype of partial sums that cross nodes.
     """
 
     hidden: Any
@@ -66,11 +67,11 @@ class PulledRows(NamedTuple):
 
 @triton.constexpr_function
 def pull_batches(compact, topk, node_ranks):
-    """Rows of one token that are loaded at once, and how many entries are looked at.
+    """Rows of one token that are loaded at once, and the number of its entries that are examined.
 
-    Without gaps there is one row per rank of the node at most, so what comes first is all there is. A second batch
-    is looked for even so: without that branch behind the first loads, the compiler spreads them between their uses,
-    and half as many rows are on their way (4 x H200: a combine of 4096 tokens takes 700 us in place of 570).
+    A list without gaps has at most one row per rank of the node, so the first batch may hold all rows. The kernel still
+    checks for a second batch: without that branch after the first loads, the compiler spreads the loads between their
+    uses, and half as many rows are in flight (4 x H200: a combine of 4096 tokens takes 700 us instead of 570).
     """
     most = min(topk, node_ranks) if compact else topk
     batch = min(PULLED.value, most)
@@ -96,11 +97,11 @@ def pull_sum(
     LOOKED_AT: tl.constexpr = BATCHES[1]
     for first in tl.static_range(0, LOOKED_AT, BATCH):
         row = tl.load(held.row_ptrs + first, mask=alive, other=-1)
-        # Where rows come without gaps, there are few tokens with more than some.
+        # Without gaps, a later batch is empty if all its first entries are, as they mostly are.
         if first == 0 or (not rows.REDUCED or tl.sum((row >= 0).to(tl.int32)) > 0):
             tiles = ()
             weights = ()
-            # As many in the last batch as in the others: a branch cannot change the length of a tuple.
+            # The last batch is as long as the others: a branch cannot change the length of a tuple.
             for k in tl.static_range(first, first + BATCH):
                 is_entry = alive & (k < TOPK)
                 peer = tl.load(held.rank_ptrs + k, mask=is_entry, other=-1)

@@ -1,8 +1,8 @@
-"""Clock and pause of a waiting kernel: lets other ranks run when interpreted, other warps when compiled.
+"""Clock and pause of a waiting kernel: a pause lets other ranks run when interpreted, other warps when compiled.
 
-A function that the compiler meets by name, in a dead branch even, must be a Triton function, and Triton's
-interpreter can read no clock. Hence two definitions of one name, chosen when this module is imported; kernels
-call them without asking which:
+Every function that the compiler meets, even in a dead branch, must be a Triton function, and Triton's interpreter
+has no clock. So each name has two definitions, one of which is chosen when this module is imported; kernels call
+either in the same way:
 
     start = now_ns()
     polls = 0
@@ -12,8 +12,8 @@ call them without asking which:
         polls += 1
         seen = tl.load(flag_ptr, volatile=True)
 
-Import the two names (`from .spin import now_ns, pause`), not the module. `pause` never ends a wait: the
-bound is the caller's, and it is the same on both sides.
+Import the two names (`from .spin import now_ns, pause`), not the module. `pause` never ends a wait: the caller
+bounds the wait, in the same way for both definitions.
 """
 
 import os
@@ -29,15 +29,15 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _YIELDS = 8  # one interpreted turn takes 60 to 100 us, so most waits end here
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
-_POLLS_AWAKE = tl.constexpr(8)  # about 10 us: what a rank waits for the counts of others
+_POLLS_AWAKE = tl.constexpr(8)  # about 10 us: how long a rank waits for the counts of others
 
 _on_pause: Callable[[], None] | None = None
 
 
 def call_on_pause(function: Callable[[], None] | None) -> None:
-    """Call `function` at every pause of an interpreted wait of this process; None: no more.
+    """Call `function` at every pause of an interpreted wait in this process; None removes it.
 
-    What it raises ends the kernel. Used by triton_ep.runtime.interpreter; compiled kernels never call it.
+    An exception that it raises ends the kernel. Used by triton_ep.runtime.interpreter; compiled kernels never call it.
     """
     global _on_pause
     _on_pause = function
@@ -47,7 +47,7 @@ if INTERPRET.value:
     from triton.runtime.interpreter import interpreter_builder
 
     def pause(polls):
-        """Give the core away: `polls` (turns so far) decides between a yield and a sleep of 50 us to 1 ms."""
+        """Yield the core, or sleep 50 us to 1 ms, depending on `polls`, the number of polls so far."""
         if _on_pause is not None:
             _on_pause()
         turn = index(polls) - _YIELDS
@@ -69,10 +69,10 @@ else:
 
     @triton.jit
     def pause(polls):
-        """Nothing for the first polls; then the block sleeps for about half a microsecond.
+        """Do nothing for the first polls; after that, sleep for about half a microsecond.
 
-        Blocks of other kernels may share the multiprocessor, the very ones that are waited for: polling at full
-        rate would take their turns.
+        Blocks of other kernels may share the multiprocessor, including the ones that this block waits for. Polling at
+        full rate would take issue slots from them.
         """
         if polls >= _POLLS_AWAKE:
             tl.inline_asm_elementwise(

@@ -1,8 +1,8 @@
-"""Staged rows of a combine: how far each rank of the node is, and which combine it is in.
+"""Staged rows of a combine: publish and wait for how many steps each rank of the node has staged, and in which combine.
 
-Rows of a combine are staged in steps, STEPS per call: each some rows of every source, or with several nodes first all
-rows of other nodes' tokens. The flags count those steps since the layer was made, and carry the tag of the combine
-below (device/calls.py): after step 2 of the fourth combine the flag is (3 * 8 + 2) << TAG_BITS | tag.
+A combine stages its rows in steps, STEPS per call. Each step has some rows of every source; with several nodes, all
+rows of other nodes' tokens come first. The flags count these steps since the layer was created, with the tag of the
+combine in the low bits (device/calls.py): after step 2 of the fourth combine the flag is (3 * 8 + 2) << TAG_BITS | tag.
 """
 
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ from .waits import TAG_BITS, TAGS, WAIT_COMBINE_STAGED, release_flags, wait_tagg
 
 
 class Stagers(NamedTuple):
-    """The flags of programs that stage rows, [LW, MAX_PROGRAMS].
+    """Staged flags [LW, MAX_PROGRAMS], as the programs that stage rows see them.
 
     Attributes:
         LWP: ranks of a node, rounded up to a power of two.
-        MAX_PROGRAMS: programs of a rank at most, a power of two.
+        MAX_PROGRAMS: most programs of a rank, a power of two.
     """
 
     LWP: tl.constexpr
@@ -30,7 +30,7 @@ class Stagers(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """The same for kernels that wait for them.
+    """Staged flags, as the kernels that wait for rows see them.
 
     Attributes:
         num_stage_programs: programs of each rank that raise flags.
@@ -44,7 +44,7 @@ class Staged(NamedTuple):
 
 @triton.jit
 def release_staged(job, steps, tag, stagers):
-    """Raise staged_flag[my local rank, this program] on every rank of my node: rows are staged up to a step."""
+    """Raise staged_flag[my local rank, this program] on every rank of my node: `steps` steps are staged."""
     local = tl.arange(0, stagers.LWP)
     mask = is_local(job, local)
     flag_ptrs = buffer_ptrs(job, STAGED_FLAG, first_local(job) + local, mask, tl.int64)
@@ -55,10 +55,10 @@ def release_staged(job, steps, tag, stagers):
 
 @triton.jit
 def wait_staged(job, staged, steps, tag):
-    """Wait until every rank of this node has staged its rows of this combine up to a step: whether all have, and
-    whether one of them is in another combine.
+    """Wait until every rank of this node has staged `steps` steps of this combine. Returns whether all have, and
+    whether a rank is in another combine.
 
-    steps: of STEPS. tag: int64, of this combine.
+    steps: 0 to STEPS. tag: int64 tag of this combine.
     """
     flag, used = _flags_of(job, staged)
     flag_ptrs = own_buffer(job, STAGED_FLAG, tl.int64) + flag
@@ -77,10 +77,10 @@ def _flags_of(job, staged):
 
 @triton.jit
 def report_staged(job, staged, tag):
-    """After a `wait_staged` that failed: report the calls, if ranks of this node are in different combines.
+    """After a failed `wait_staged`: report the calls if ranks of this node are in different combines.
 
-    Apart from the wait: inside the loop that pulls rows, it took registers from the rows in flight, and combine took a
-    tenth longer (4 x H200, 4096 tokens of 7168 elements).
+    Separate from the wait: inside the loop that pulls rows, the report took registers from the rows in flight, and
+    combine took a tenth longer (4 x H200, 4096 tokens of 7168 elements).
     """
     flag, used = _flags_of(job, staged)
     flag_ptrs = own_buffer(job, STAGED_FLAG, tl.int64) + flag
@@ -93,7 +93,7 @@ def report_staged(job, staged, tag):
 
 @triton.jit
 def tags_of_rows(seen, used, before, ROWS: tl.constexpr):
-    """[ROWS] the tag in each row of tagged flags; -1 where none counts more than `before`."""
+    """[ROWS] the tag in each row of tagged flags; -1 if no flag of the row counts more than `before`."""
     tags = tl.where(used & ((seen >> TAG_BITS) > before), seen & TAGS, -1)
     return tl.max(tl.reshape(tags, [ROWS, seen.numel // ROWS]), axis=1)
 
@@ -106,5 +106,5 @@ def staged_steps(job):
 
 @triton.jit
 def staged_part(rows, step):
-    """How many of `rows` rows of a source are staged after some of STEPS steps; the first ones are short."""
+    """How many of a source's `rows` rows are staged after `step` of STEPS steps; the first steps are short."""
     return rows * (step * step) // PARTS

@@ -1,42 +1,44 @@
-"""Tables of one dispatch, as kernels see them. triton_ep/context/layout.py has the same arithmetic for the host,
-triton_ep/context/records.py the rows of the report. The numbers of all fields are in codes.py.
+"""Tables of one dispatch, as kernels see them. triton_ep/context/layout.py has the same arithmetic for the host, and
+triton_ep/context/records.py the rows of the report. codes.py has the numbers of all fields.
 
 Letters: W ranks, LW per node, N nodes, E experts, e per rank, T tokens of this rank, K top-k, C columns, Q chunks.
 
-`entries` [F, T, K] int32, F = 7, or 8 with several nodes, fields of every (token, k):
+`entries` [F, T, K] int32, F = 7, or 8 with several nodes. Fields of every (token, k):
     KEPT        expert id, -1 = dropped
     OWNER       rank that owns the expert, -1 = dropped
-    DST_ROW     row of the copy in its owner's output, -1 = dropped
-    STAGE_ROW   arrival row of the token at that rank, -1 = not the first k that goes there
+    DST_ROW     row of the assignment in its owner's output, -1 = dropped
+    STAGE_ROW   staging row of the token at that rank, -1 = not the first k that goes there
     NODE_SLOT   slot among this rank's tokens for that node, -1 = not the first k that goes there
-and without gaps, in the order of k, for the ranks of this node that a token goes to:
+Fields that list, without gaps and in the order of k, the ranks of this node that a token goes to:
     PULL_RANK   rank, then -1
-    PULL_ROW    arrival row of the token there, then -1
-and, with several nodes, for the other nodes that it goes to:
+    PULL_ROW    staging row of the token there, then -1
+and, with several nodes, the other nodes that it goes to:
     PULL_PARTIAL  slot among my tokens for that node, times N, plus the node; then -1
 
-`chunks` int32: counts [Q, C] per chunk of tokens, an exclusive prefix over the chunks once they are scanned;
+`chunks` int32: counts [Q, C] per chunk of tokens, after the scan an exclusive prefix over the chunks;
 [Q, BAD_WORDS] first illegal entry of each chunk and its id; node_token [N, T], this rank's tokens for
 each node.
 
-`placement` int32, what the splits of all ranks say about this one; parts start at multiples of 4:
-    report            [W, 8] of every rank the fields REPORT_*
+`placement` int32, derived for this rank from the splits of all ranks; parts start at multiples of 4:
+    report            [W, 8] the fields REPORT_* of every rank
     expert_offsets    [e + 1]
     num_recv          [e]
-    overflow          [1] rows beyond the capacity on this rank; behind it [1] low bits of the dispatch's number, which
-                      the device counts, so that they are those of the latest replay (device/calls.py), and [1] whether
-                      rows wait until the host has read the counts (device/host_read.py)
+    overflow          [1] rows beyond the capacity on this rank; next [1] low bits of the dispatch's number, counted by
+                      the device, so that they belong to the latest replay (device/calls.py); next [1] whether rows
+                      wait until the host has read the counts (device/host_read.py)
     tokens_from_node  [N] tokens that my counterpart of each node sends to this node
-    row               [S] my splits row: counts of experts, ranks, nodes, at the end the TAIL_WORDS that are
+    row               [S] my splits row: counts of experts, ranks, nodes; at the end TAIL_WORDS words, which are
                       REPORT_TOKENS to REPORT_HOST_WORD of my report
-    step_rows         [64, LW] my arrival rows at each rank of my node, of the tokens before a 64th of them
-    bases             [2 * E + W] of each expert the first row of my entries in its owner's output; of each expert
-                      its first position in a sort of my entries; of each rank the first arrival row of my tokens
+    step_rows         [64, LW] for each 64th of my tokens, the staging rows that all earlier tokens take at each rank
+                      of my node
+    bases             [2 * E + W] per expert, the first row of my entries in its owner's output; per expert, its first
+                      position in a sort of my entries; per rank, the first staging row of my tokens
     tiles             [1 + n, 4] tile table of the output rows of this rank (tiles.py)
 
-Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank 0 go to the experts 0, 2, 3, those of
-              rank 1 to 2, 1. Rank 1 gets rows for expert 2 from rank 0 and from itself, for expert 3 from rank 0. Its
-              first dispatch, with weights and a host that reads (HOST_WEIGHTS | HOST_READS = 130), has there
+Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank 0 go to experts 0, 2, 3, the tokens of
+              rank 1 to experts 2, 1. Rank 1 gets rows for expert 2 from rank 0 and from itself, and for expert 3 from
+              rank 0. In its first dispatch, with weights and a host that reads (HOST_WEIGHTS | HOST_READS = 130),
+              rank 1 has
                   entries         KEPT 2 1, OWNER 1 0, DST_ROW 1 1, STAGE_ROW 2 1, NODE_SLOT 0 1, PULL_RANK 1 0,
                                   PULL_ROW 2 1
                   report          (2, 2, 3, 0, 0, 130, 0, 2), (3, 3, 2, 0, 0, 130, 2, 1)
@@ -44,9 +46,9 @@ Example       2 ranks of one node with 2 experts each, K = 1. The tokens of rank
                   row             0 1 1 0 of experts, 1 1 of ranks, 2 of the node, 0 to a multiple of 4, tail 2 0 0 130
                   bases           1 1 1 3, then 0 0 1 2, then 1 2
                   tiles           (2, 3, 0, 0), (0, 0, 2, 131328), (1, 2, 1, 65792): 65536 * filled + 256 * height
-Parts         Steps of a dispatch begin and end at 64ths of a rank's tokens. Of 4 steps (`part_of_step`) they are 0, 28,
-              48, 60, 64: of 128 chunks 56, 40, 24, 8. A combine stages of a source with 64 rows 1, 4, 9, 16, 25, 36,
-              49, 64 after each of its 8 steps (`staged_part`, staging.py).
+Parts         Steps of a dispatch begin and end at 64ths of a rank's tokens. 4 steps (`part_of_step`) have the bounds 0,
+              28, 48, 60, 64: of 128 chunks they take 56, 40, 24, 8. After each of its 8 steps, a combine has staged
+              1, 4, 9, 16, 25, 36, 49, 64 of a source's 64 rows (`staged_part`, staging.py).
 """
 
 from typing import Any, NamedTuple
@@ -81,9 +83,9 @@ STEPS = tl.constexpr(codes.STEPS)
 PARTS = tl.constexpr(codes.PARTS)
 
 BAD_ENTRY = tl.constexpr(0)
-"""Index of the first illegal entry of a chunk among this rank's T * K; 2**31 - 1 = none."""
+"""Index of a chunk's first illegal entry among this rank's T * K entries; 2**31 - 1 = none."""
 BAD_ID = tl.constexpr(1)
-"""Its expert id."""
+"""Expert id of that entry."""
 BAD_WORDS = tl.constexpr(2)
 
 partial_stride = triton.jit(codes.partial_stride)
@@ -91,19 +93,19 @@ partial_stride = triton.jit(codes.partial_stride)
 
 @triton.jit
 def part_begin(part, num_chunks):
-    """First chunk of a part of this rank's chunks, one of STEPS * STEPS."""
+    """First chunk of a part, one of STEPS * STEPS parts of this rank's chunks."""
     return num_chunks * part // PARTS
 
 
 @triton.jit
 def part_of_step(step, num_steps):
-    """Where a step of a dispatch begins, in 64ths of the rows. Steps get shorter, so that little is left at last."""
+    """Part, in 64ths of the rows, at which a step of a dispatch begins. Steps shrink, so the last one is short."""
     left = (num_steps - step) * STEPS // num_steps
     return PARTS - left * left
 
 
 class Entries(NamedTuple):
-    """What routing knows of each (token, k).
+    """Routing table with the fields of each (token, k).
 
     Attributes:
         entries_ptr: [F, T, K] int32, the fields below.
@@ -124,43 +126,43 @@ def entry_field(entries, FIELD: tl.constexpr):
 
 @triton.jit
 def report_ptrs(placement_ptr, source, FIELD: tl.constexpr):
-    """Pointers to one field, REPORT_*, of what ranks [block] report."""
+    """Pointers to one field, REPORT_*, of the reports of ranks [block]."""
     return placement_ptr + source * REPORT_WORDS + FIELD
 
 
 @triton.jit
 def num_columns_of(job):
-    """Counts in a splits row: experts, ranks, nodes."""
+    """Number of counts in a splits row: one per expert, rank and node."""
     return num_experts(job) + job.num_ranks + num_nodes(job)
 
 
 @triton.jit
 def rank_columns_of(job, row_ptr):
-    """Pointer to the counts per rank [W], behind those per expert."""
+    """Pointer to the counts per rank [W], which follow the counts per expert."""
     return row_ptr + num_experts(job)
 
 
 @triton.jit
 def node_columns_of(job, row_ptr):
-    """Pointer to the counts per node [N], behind those per expert and per rank."""
+    """Pointer to the counts per node [N], which follow the counts per expert and per rank."""
     return row_ptr + num_experts(job) + job.num_ranks
 
 
 @triton.jit
 def row_length_of(job):
-    """S, words of a splits row: counts, up to a multiple of 4, and the tail."""
+    """S, words of a splits row: counts, padded to a multiple of 4, and the tail."""
     return _fours(num_columns_of(job)) + TAIL_WORDS
 
 
 @triton.jit
 def tail_ptr(job, row_ptr, FIELD: tl.constexpr):
-    """Pointer to one word of the tail of a splits row: the field REPORT_* that it becomes."""
+    """Pointer to one word of the tail of a splits row; FIELD is the field REPORT_* that it becomes."""
     return row_ptr + row_length_of(job) - TAIL_WORDS + (FIELD - REPORT_TOKENS)
 
 
 @triton.jit
 def chunk_bad_ptrs(job, chunks_ptr, num_chunks, chunk, FIELD: tl.constexpr):
-    """Pointers to what is known of the first illegal entry of chunks [block]: BAD_ENTRY or BAD_ID."""
+    """Pointers to BAD_ENTRY or BAD_ID of chunks [block]."""
     return chunks_ptr + tl.cast(num_chunks, tl.int64) * num_columns_of(job) + chunk * BAD_WORDS + FIELD
 
 
@@ -183,7 +185,7 @@ def expert_offsets_of(job, placement_ptr):
 
 @triton.jit
 def num_rows_of(job, placement_ptr):
-    """Pointer to the last of expert_offsets: output rows of this rank."""
+    """Pointer to the last element of expert_offsets: output rows of this rank."""
     return expert_offsets_of(job, placement_ptr) + job.experts_per_rank
 
 
@@ -207,7 +209,7 @@ def number_of(job, placement_ptr):
 
 @triton.jit
 def held_of(job, placement_ptr):
-    """Pointer to whether the dispatch is held [1]."""
+    """Pointer to the word that says whether the dispatch is held [1]."""
     return overflow_of(job, placement_ptr) + 2
 
 
@@ -237,19 +239,19 @@ def step_rows_of(job, placement_ptr):
 
 @triton.jit
 def bases_of(job, placement_ptr):
-    """Pointer to bases [2 * E + W]: of each expert the first row of my entries."""
+    """Pointer to bases [2 * E + W], and so to its first part [E]: per expert, the first row of my entries."""
     return step_rows_of(job, placement_ptr) + PARTS * job.ranks_per_node
 
 
 @triton.jit
 def sort_bases_of(job, placement_ptr):
-    """Pointer to the second part of bases [E]: of each expert its first position in a sort of my entries."""
+    """Pointer to the second part of bases [E]: per expert, its first position in a sort of my entries."""
     return bases_of(job, placement_ptr) + num_experts(job)
 
 
 @triton.jit
 def stage_bases_of(job, placement_ptr):
-    """Pointer to the third part of bases [W]: of each rank the first arrival row of my tokens."""
+    """Pointer to the third part of bases [W]: per rank, the first staging row of my tokens."""
     return sort_bases_of(job, placement_ptr) + num_experts(job)
 
 

@@ -1,16 +1,15 @@
-"""The tile table: which rows every tile of a product over segments has. Written once per routing, read by every tile.
+"""The tile table: the rows of every tile of a product over segments. Written once per routing, read by every tile.
 
-A table is int32 [1 + max_tiles, 4]; codes.py names the words. Record 0 is (tiles, rows in use, 0, 0), the rows in use
-being those before the end of the last segment. Record 1 + i is (expert, first row, rows, band) of tile i: 1 to 128 rows
-of one segment; of the tiles of a segment all but the last have 128. Tiles come segment by segment. max_tiles =
-ceil(rows / 128) + segments suffices for any segments; records behind the last tile are zero, so that equal routings
-give equal tables.
+A table is int32 [1 + max_tiles, 4]; codes.py names the words. Record 0 is (tiles, rows in use, 0, 0); the rows in use
+end with the last segment. Record 1 + i is (expert, first row, rows, band) of tile i: 1 to 128 rows of one segment; all
+tiles of a segment but the last have 128. Tiles come segment by segment. max_tiles = ceil(rows / 128) + segments
+suffices for any segments; records past the last tile are zero, so that equal routings give equal tables.
 
-The band is 65536 * filled + 256 * height + place. The first `filled` rows of the tile are not padding; those of padding
-are zero, and so is every product of them. A band is a run of up to 8 tiles of one segment, all bands of it as high as
-they can be, but for the last; this tile is number `place` of `height`. Its tiles are computed together, with one tile
-of columns of the weights after the other: so the weights come from memory once per band, and not for two experts at
-a time.
+The word `band` is 65536 * filled + 256 * height + place. The first `filled` rows of the tile are not padding; padding
+rows are zero, and so are all their products. A band is a run of up to 8 tiles of one segment. A segment has as few
+bands as possible, all of the same height except a shorter last one; this tile is number `place` of `height`. The tiles
+of a band are computed together, one tile of columns of the weights after the other, so the weights are read from memory
+once per band, and not for two experts at a time.
 
 For example 300 rows of expert 0 and 128 of expert 2, none of them padding:
 
@@ -40,7 +39,7 @@ _CLEARED = tl.constexpr(256)
 
 @triton.jit
 def tiles_in_table(table_ptr):
-    """Tiles of a table."""
+    """Number of tiles of a table."""
     return tl.load(table_ptr + _NUM_TILES)
 
 
@@ -61,9 +60,9 @@ def band_of_tile(table_ptr, tile):
 
 @triton.jit
 def segment_rows(offs_ptr, num_rows, num_segments, SP: tl.constexpr):
-    """First row and number of rows of every segment, [SP] each, a power of two of at least `num_segments`.
+    """First row and number of rows of every segment, [SP] each. SP is a power of two, at least `num_segments`.
 
-    offs_ptr: [num_segments + 1] int32. Offsets that make no sense are cut to the rows.
+    offs_ptr: [num_segments + 1] int32. Invalid offsets are clamped to the rows.
     """
     segment = tl.arange(0, SP)
     start = tl.load(offs_ptr + segment, mask=segment < num_segments, other=0)
@@ -74,9 +73,9 @@ def segment_rows(offs_ptr, num_rows, num_segments, SP: tl.constexpr):
 
 @triton.jit
 def write_tile_records(table_ptr, starts, rows, filled, max_tiles):
-    """Write the table of segments that stand in registers, [SP] each, in order. By one program.
+    """Write the table of segments given in registers, [SP] each, in order. One program does this.
 
-    filled: rows of each that are not padding.
+    filled: rows of each segment that are not padding.
     """
     tiles = tl.cdiv(rows, TILE_ROWS)
     before = tl.cumsum(tiles, 0) - tiles
@@ -92,7 +91,7 @@ def write_tile_records(table_ptr, starts, rows, filled, max_tiles):
         place = step % tl.maximum(height, 1)
         of_band = tl.minimum(tl.minimum(height, tiles - (step - place)), max_tiles - (tile - place))
         packed = tl.maximum(tl.minimum(filled - done, in_tile), 0) * 65536 + of_band * 256 + place
-        # One record, 16 bytes, at a time.
+        # Store each record as one 16-byte word.
         record = tl.where(word[None, :] == _FIRST_ROW, (starts + done)[:, None], segment)
         record = tl.where(word[None, :] == _NUM_ROWS, in_tile[:, None], record)
         record = tl.where(word[None, :] == _BAND, packed[:, None], record)
@@ -112,10 +111,10 @@ def write_tile_records(table_ptr, starts, rows, filled, max_tiles):
 def write_tile_table(
     table_ptr, offs_ptr, filled_ptr, num_rows, num_segments, max_tiles, SP: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Write the table of segments given by `offs_ptr` [num_segments + 1] int32 over `num_rows` rows. By one program.
+    """Write the table of segments given by `offs_ptr` [num_segments + 1] int32 over `num_rows` rows. One program does
+    this, after a barrier if it wrote any of these inputs itself.
 
-    filled_ptr: with PADDED [num_segments] int32, rows of each segment in front of its padding. What wrote any of it in
-    the same program must stand before a barrier.
+    filled_ptr: with PADDED [num_segments] int32, rows of each segment before its padding.
     """
     starts, rows = segment_rows(offs_ptr, num_rows, num_segments, SP)
     filled = rows

@@ -1,11 +1,11 @@
-"""Moving a block of bytes together with a flag to another node.
+"""Move a block of bytes together with a flag to another node.
 
 `NETWORK` is a constexpr of every kernel that may cross nodes: P2P stores through a mapped address (host
-heap, or one node), or NVSHMEM's put-with-signal (any fabric NVSHMEM has a transport for). The dead arm is
+heap, or one node), or NVSHMEM's put-with-signal (any fabric NVSHMEM has a transport for). The unused branch is
 never compiled, so a P2P kernel has no NVSHMEM symbol in it and needs no bitcode.
 
 Only `*_block` functions are used: an NVSHMEM extern with scalar arguments runs in every thread of the
-block, which is right for these alone.
+block, which is correct only for these functions.
 """
 
 import triton
@@ -37,8 +37,8 @@ def _putmem_signal_block(dest, source, nbytes, flag, value, op, pe, _semantic=No
 def put_signal(dest, source, nbytes, flag, value, pe, NETWORK: tl.constexpr, BLOCK: tl.constexpr):
     """Copy `nbytes` (a multiple of 4) from address `source` to `dest` at rank `pe`, then set `flag` there.
 
-    All addresses are int64. The flag becomes visible only after the data; the source may be reused when
-    this returns. Collective over the block: its threads must have written the source before.
+    All addresses are int64. The flag becomes visible only after the data; the source may be reused once
+    this returns. All threads of the block call it, and must have written the source before.
     """
     tl.debug_barrier()
     if NETWORK == NVSHMEM:
@@ -52,6 +52,6 @@ def put_signal(dest, source, nbytes, flag, value, pe, NETWORK: tl.constexpr, BLO
             mask = start + offs < words
             data = tl.load(source_ptr + start + offs, mask=mask)
             tl.store(dest_ptr + start + offs, data, mask=mask)
-        # The barrier collects the stores of all warps under the release; pairs with `wait_flags`.
+        # The barrier puts the stores of all warps before the release, which pairs with the acquire in `wait_flags`.
         tl.debug_barrier()
         tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), value, sem="release", scope="sys")

@@ -5,10 +5,10 @@ its writer has reached (arrival flags: see device/arrivals.py), so nothing is ev
 may replay. Every wait is bounded: on expiry one program writes a status record and all later waits of this
 rank return at once; the host raises from the record (triton_ep/context/context.py).
 
-Status record, STATUS_* of codes.py: four words of the state array from STATUS on. A word in host memory then says
-that there is a record. The operation codes are `WAIT_*` below; the host names them (triton_ep/context/context.py).
+The status record (STATUS_*, codes.py) is four words of the state array from STATUS on. The alarm word in host memory
+then says that the record exists. The operation codes are `WAIT_*` below; triton_ep/context/context.py names them.
 
-Flags of a combine carry the tag of the call below their count (device/calls.py).
+The flags of a combine carry the tag of the call in the bits below their count (device/calls.py).
 """
 
 import triton
@@ -37,12 +37,12 @@ TAGS = tl.constexpr(2**codes.TAG_BITS - 1)
 
 @triton.jit
 def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
-    """Wait until every masked flag is at least `expected` [scalar int64]; False when that did not happen in time.
+    """Wait until every masked flag is at least `expected` [scalar int64]; returns False if the wait expired.
 
-    Flags may wrap: what is less than 2**63 ahead counts as reached. Low-latency dispatches count programs in the upper
-    half of a word, which is full after some hours of decoding.
-    flag_ptrs: block of pointers to this rank's own flags, the first of which is flag `first_index` of its
-    buffer, for the status record. Pairs with `release_flags` on the writer's side.
+    Flags may wrap: a flag less than 2**63 ahead counts as reached. Low-latency dispatches count programs in the upper
+    half of a word, which overflows after some hours of decoding.
+    flag_ptrs: block of pointers to this rank's own flags. The first one is flag `first_index` of its buffer, which the
+    status record uses. Pairs with `release_flags` on the writer's side.
     """
     arrived, _ = wait_values(job, flag_ptrs, mask, expected, OPERATION, first_index)
     return arrived
@@ -50,11 +50,11 @@ def wait_flags(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_in
 
 @triton.jit
 def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_index=0):
-    """`wait_flags`, and what the flags were when they were acquired; `expected` where masked off."""
+    """Like `wait_flags`, but also returns the acquired values of the flags; `expected` where masked off."""
     limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
     start = now_ns()
     polls = 0
-    # After a first failure the rank's data are void: waiting again would only add time-outs up.
+    # After a first failure the rank's data are no longer valid: another wait would only add another time-out.
     healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
     seen = _acquire(job, flag_ptrs, mask, expected)
     late = tl.sum((seen - expected < 0).to(tl.int32))
@@ -66,18 +66,18 @@ def wait_values(job, flag_ptrs, mask, expected, OPERATION: tl.constexpr, first_i
         healthy = tl.load(state_at(job, STATUS), volatile=True) == 0
     if (late > 0) & healthy:
         report_expiry(job, seen, expected, first_index, OPERATION)
-    # The acquire pairs with the release of the flag's writer; the barrier hands the order on to the other threads.
+    # The acquire pairs with the release of the flag's writer; the barrier extends the order to the other threads.
     tl.debug_barrier()
     return (late == 0) & healthy, seen
 
 
 @triton.jit
 def wait_tagged(job, flag_ptrs, mask, expected, before, tag, OPERATION: tl.constexpr, first_index=0):
-    """Wait until every masked flag counts at least `expected`, or one that counts more than `before` has another tag.
+    """Wait until all masked flags count at least `expected`, or one that counts more than `before` has another tag.
 
-    Such a flag is (count << TAG_BITS | tag). Those of this call count more than `before`, and their writers reach the
-    next call only when this one has ended here.
-    Returns whether all have come, with the same tag and in time, whether a tag is another one, and the flags.
+    A tagged flag is (count << TAG_BITS | tag). Flags of this call count more than `before`; their writers reach the
+    next call only after this rank has finished this one.
+    Returns whether all flags came in time with this tag, whether a tag differs, and the flags.
     """
     limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
     start = now_ns()
@@ -101,20 +101,20 @@ def wait_tagged(job, flag_ptrs, mask, expected, before, tag, OPERATION: tl.const
 
 @triton.jit
 def _verdict(seen, mask, wanted, before, tag):
-    """0: all have come; 1: one is late; 2: one is of another call. One reduction, because every poll pays for it."""
+    """0: all flags came; 1: one is late; 2: one is of another call. A single reduction, because every poll pays it."""
     other = mask & ((seen >> TAG_BITS) > before) & ((seen & TAGS) != tag)
     return tl.max(tl.where(other, 2, tl.where(seen < wanted, 1, 0)))
 
 
 @triton.jit
 def _acquire(job, flag_ptrs, mask, expected):
-    """The flags as they are, `expected` where masked off. By loads: atomics of many waiting programs queue up.
+    """Acquire the current flags; `expected` where masked off. Uses loads: atomics of many waiting programs queue up.
 
-    Signals of 32 bits, for which one program waits, by atomics.
+    Signals of 32 bits use atomics: only one program waits for them.
     """
     if flag_ptrs.dtype.element_ty == tl.int32:
         return tl.where(mask, tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys").to(tl.int64), expected)
-    # Such a load takes no mask; the word that stands in for the others is not looked at.
+    # The load takes no mask: masked-off lanes read a word of `state` instead, and ignore it.
     seen = acquire_loads(tl.where(mask, flag_ptrs.to(tl.int64), job.state_ptr.to(tl.int64)))
     return tl.where(mask, seen, expected)
 
@@ -134,20 +134,20 @@ def report_expiry(job, seen, expected, first_index, OPERATION: tl.constexpr):
 
 @triton.jit
 def take_record(job, OPERATION: tl.constexpr):
-    """True in the first program of this rank that has something to report; from then on no wait waits."""
+    """True in the first program of this rank that reports a failure; from then on all waits return at once."""
     return tl.atomic_cas(state_at(job, STATUS), tl.cast(0, tl.int64), tl.cast(OPERATION, tl.int64)) == 0
 
 
 @triton.jit
 def raise_alarm(job, OPERATION: tl.constexpr):
-    """Tell the host that there is a record."""
+    """Set the alarm word in host memory: the record exists."""
     alarm_ptr = tl.load(state_at(job, ALARM)).to(tl.pointer_type(tl.int64))
     tl.store(alarm_ptr, tl.cast(OPERATION, tl.int64))
 
 
 @triton.jit
 def release_flags(flag_ptrs, mask, value):
-    """Set flags [block of pointers, own or peers'] to `value`, after all stores this program made before.
+    """Set flags [block of pointers, own or peers'] to `value`, after all earlier stores of this program.
 
     One thread of the block sets each flag, so the barrier must come first: only then does the
     system-scope release cover the stores of all warps. Pairs with the acquire in `wait_flags`.
@@ -158,10 +158,10 @@ def release_flags(flag_ptrs, mask, value):
 
 @triton.jit
 def wait_programs(job, counter_ptr, expected, OPERATION: tl.constexpr):
-    """Wait until `expected` lower programs of this grid have added themselves to a counter; False if they do not.
+    """Wait until `expected` lower programs of this grid have added themselves to a counter; False if the wait expired.
 
-    They wait for nobody, so they come after a failure as well, which therefore does not end this wait; their adds are
-    releases. The record of an expiry names this rank.
+    These programs wait for nobody, so they arrive even after a failure, and a failure does not end this wait. Their
+    adds are releases. The record of an expiry names this rank.
     """
     limit = tl.load(state_at(job, TIMEOUT_US)) * 1000
     start = now_ns()
@@ -177,16 +177,16 @@ def wait_programs(job, counter_ptr, expected, OPERATION: tl.constexpr):
         late = tl.sum((seen < wanted).to(tl.int32))
     if late > 0:
         report_expiry(job, seen, wanted, job.rank, OPERATION)
-    # The acquire pairs with the release of the programs; the barrier hands the order on to the other threads.
+    # The acquire pairs with the releases of the programs; the barrier extends the order to the other threads.
     tl.debug_barrier()
     return late == 0
 
 
 @triton.jit
 def last_to_arrive(job, num_programs):
-    """True in the last of so many programs of a grid to come here; it then sees what the others stored before.
+    """True in the last of `num_programs` programs of a grid to arrive; it then sees the earlier stores of the others.
 
-    The last one sets the count back, for the next kernel on the stream.
+    The last program resets the count for the next kernel on the stream.
     """
     tl.debug_barrier()
     before = tl.atomic_add(state_at(job, PROGRAMS_DONE), 1, sem="acq_rel", scope="gpu")
