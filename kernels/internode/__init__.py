@@ -1,1 +1,1 @@
-"""Kernels that may reach other nodes, by put and signal: splits, barrier (in one node too), dispatch and combine."""
+"""Kernels that may reach other nodes by put-with-signal: splits, barrier (also in one node), dispatch and combine."""

@@ -3,10 +3,10 @@
 Protocol      1 advance the epoch of this scope
               2 post my flag = epoch to every rank of the scope (device/post.py)
               3 wait until the flag of every rank of the scope is at least the epoch
-Layout        flags [W] int64, one per source rank: one array for the barrier of all, one for the
-              barrier of a node; scratch [W, 4] int32, the payload that a put-with-signal has to carry.
-Memory order  Everything this stream did before is visible to a rank that has passed: the kernel starts
-              after it, and step 2 is a system-scope release.
+Layout        flags [W] int64, one per source rank: one array for the barrier of all ranks, one for the
+              barrier of a node; scratch [W, 4] int32, the data that a put-with-signal must carry.
+Memory order  A rank that has passed sees everything that this stream did before: the kernel starts after it, and
+              step 2 is a system-scope release.
 Progress      One program; it posts before it waits.
 Replay        The epoch lives on the device and only grows, so a captured graph may replay.
 """
@@ -23,7 +23,7 @@ from ..spec import ep_kernel
 @ep_kernel(num_warps=1)
 def barrier_kernel(
     job: Job,
-    EPOCH: tl.constexpr,  # row of the epoch array
+    EPOCH: tl.constexpr,  # word of the state array (device/codes.py)
     FLAG_BUFFER: tl.constexpr,
     SAME_NODE_ONLY: tl.constexpr,
     NETWORK: tl.constexpr,

@@ -1,17 +1,18 @@
 """Inter-node combine: one partial sum per (token, node) crosses the network.
 
 Protocol      1 wait until the ranks of this node have staged their rows (intranode/combine.py, step 3)
-              (reduced rows: the first half of their steps, which have all rows of other nodes' tokens)
+              (reduced rows: the first half of the steps, which has all rows of other nodes' tokens)
               2 for the tokens that my counterpart of another node sent here: sum in float32, in k order,
               the rows that the ranks of this node hold, CHUNK tokens at a time, into partial_send
               3 put the chunk into partial_recv of that counterpart, with its flag = epoch above the tag of the combine;
-              it adds the partial sums to its own (intranode/combine.py, step 4). The first chunk always goes, for its
-              tag; where ranks of this node are in different combines it says so (device/calls.py)
+              the counterpart adds the partial sums to its own (intranode/combine.py, step 4). The first chunk is always
+              sent, to carry the tag; if ranks of this node are in different combines, the tag is MIXED_TAG
+              (device/calls.py)
 Layout        partial_send, partial_recv [N, max_tokens, stride] of the partial dtype, by the other node,
               then by the token's slot; partial_flag [N, MAX_CHUNKS] int64.
 Memory order  3: put-with-signal orders data before flag; acquired in step 4 of intranode/combine.py.
-Progress      Waits for the stage kernels of this node only, which precede every wait for partial sums. It may run
-              beside this rank's own reduce, if that is launched first and both fit on the GPU.
+Progress      Waits only for the stage or reduce kernels of this node, which precede every wait for partial sums. It may
+              run concurrently with this rank's own reduce, if that is launched first and both fit on the GPU.
 Replay        partial_recv is free again when its owner has posted done_flag (intranode/combine.py, step 5).
 """
 
@@ -31,7 +32,7 @@ from ..spec import ep_kernel
 
 @ep_kernel(like_x_ptr="*{TOKEN}", forward_ptr="*i32", specialised=("hidden",), num_warps=32)
 def combine_partial_kernel(
-    like_x_ptr,  # any pointer to the token dtype
+    like_x_ptr,  # any pointer to the token dtype; only its type is used
     combine: Combine,
     forward_ptr,  # [2, N, max_tokens, K] int32 (internode/dispatch.py)
     job: Job,

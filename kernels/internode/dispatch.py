@@ -1,17 +1,18 @@
-"""Inter-node dispatch: a token crosses the network once per destination node, to the rank there that has
-the same local rank; that rank pushes it on to the ranks of its node.
+"""Inter-node dispatch: a token crosses the network once per destination node, to the rank there with the
+same local rank (the forwarder), which pushes it to the ranks of its node.
 
-Protocol      1 send: pack the rows for one node, CHUNK tokens at a time, into net_send: payload, expert
-              ids, output rows, arrival rows, weights
+Protocol      1 send: pack the rows for one node, CHUNK tokens at a time, into net_send: payload, owners,
+              output rows, staging rows, weights
               2 send: put the chunk into net_recv of the forwarder, with its flag = epoch
               3 forward: wait for the flag of a chunk, push its rows to the ranks of this node exactly as
               the owner of the token would (device/arrivals.py), keep its tables for combine
-              4 forward: after some chunks, the steps of intranode/dispatch.py, raise arrive_flag[node, my local
-              rank, program] on every rank of this node. How many arrival rows that are, the last chunk of the step
-              says; if nothing in it goes to a rank, that rank is told of none and waits for the next step
+              4 forward: after each step of several chunks (steps as in intranode/dispatch.py), raise arrive_flag[node,
+              my local rank, program] on every rank of this node. The flag's count of staging rows comes from the last
+              chunk of the step; if no token of that chunk goes to a rank, its count is 0, and it waits for the next
+              step
 Layout        net_send, net_recv [N, max_tokens, row_bytes], by the other node, then by the source's slot;
               a message row is payload (padded to 16 bytes), then 4 x KP int32; net_flag [N, MAX_CHUNKS] int64.
-Memory order  2: put-with-signal orders data before flag. 3 acquires. 4 is one release per program.
+Memory order  2: put-with-signal orders data before flag. 3 acquires. 4 is one release per program and step.
 Progress      Send waits for nobody. Forward waits for other ranks' sends, which precede their waits.
 Replay        net_send is free when the put returns; net_recv is free again when this rank posts its next
               splits row, after its forward kernel (internode/splits.py).
@@ -57,12 +58,12 @@ from ..spec import ep_kernel
 
 
 class Messages(NamedTuple):
-    """Rows of messages in a buffer [N, max_tokens, row_bytes].
+    """Message rows in a buffer [N, max_tokens, row_bytes].
 
     Attributes:
         base: int64 address of the buffer.
-        row_bytes: int64, of a message row.
-        meta_offset: int64, bytes of it before its tables [4, KP]: owners, output rows, arrival rows, weights.
+        row_bytes: int64, bytes of a message row.
+        meta_offset: int64, offset in a message row of its tables [4, KP]: owners, output rows, staging rows, weights.
     """
 
     base: Any
@@ -71,12 +72,12 @@ class Messages(NamedTuple):
 
 
 class ForwardedRows(NamedTuple):
-    """Rows that came from other nodes.
+    """Rows received from other nodes.
 
     Attributes:
-        word_ptr: any pointer to words of the payload: gives their type.
+        word_ptr: any pointer to words of the payload; only its type is used.
         row_words: words of a row.
-        stage_capacity: arrival rows of a rank.
+        stage_capacity: staging rows of a rank.
         HAS_WEIGHTS: messages carry routing weights.
     """
 
@@ -90,7 +91,7 @@ class Chunks(NamedTuple):
     """Chunks of the tokens of a node.
 
     Attributes:
-        MAX_CHUNKS: of a node at most, a power of two.
+        MAX_CHUNKS: most chunks of a node, a power of two.
         CHUNK: tokens of a chunk.
         STEP_CHUNKS: chunks for which a step is worth its release.
     """
@@ -101,11 +102,11 @@ class Chunks(NamedTuple):
 
 
 class Pulls(NamedTuple):
-    """What combine pulls for the tokens forwarded.
+    """Tables from which combine pulls the rows of forwarded tokens.
 
     Attributes:
         forward_ptr: [2, N, max_tokens, K] int32: ranks, and rows there.
-        num_entries: int64, of each of the two tables.
+        num_entries: int64, entries of each of the two tables.
     """
 
     forward_ptr: Any
@@ -114,14 +115,14 @@ class Pulls(NamedTuple):
 
 @triton.jit
 def messages_at(base, wire_bytes, KP: tl.constexpr):
-    """Messages with rows of `wire_bytes` in the buffer at an address; context/layout.py has the same sizes."""
+    """Messages with rows of `wire_bytes` in the buffer at address `base`; context/layout.py has the same sizes."""
     meta_offset = (wire_bytes + 15) // 16 * 16
     return Messages(base, meta_offset + 4 * KP * 4, meta_offset)
 
 
 @triton.jit
 def _row_ptrs(messages, rows, offset, DTYPE: tl.constexpr):
-    """Pointers into message rows [block], `offset` bytes behind their beginning."""
+    """Pointers into message rows [block], `offset` bytes after their start."""
     return tl.multiple_of((messages.base + rows * messages.row_bytes + offset).to(tl.pointer_type(DTYPE)), 16)
 
 
@@ -223,16 +224,16 @@ def internode_send_kernel(
 def _rows_before(
     job,
     messages,
-    end,  # slot behind a chunk
+    end,  # slot past the chunk
     tokens,
     first_row,  # message row of slot 0
     choices,
     LWP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """[LWP] the arrival row behind those of a chunk's tokens at each rank of this node, 0 where none goes there.
+    """[LWP] the staging row past those of a chunk's tokens at each rank of this node; 0 if no token goes there.
 
-    Arrival rows of a source are in the order of its tokens: those of all earlier tokens lie before.
+    Staging rows of a source are in the order of its tokens: the rows of all earlier tokens lie before.
     """
     slot = end - CHUNK + tl.arange(0, CHUNK)
     mask = ((slot >= 0) & (slot < tokens))[:, None] & (tl.arange(0, choices.KP) < choices.TOPK)[None, :]
@@ -258,7 +259,7 @@ def _note_pulls(
     REDUCED: tl.constexpr,
     TOPK: tl.constexpr,
 ):
-    """Note for combine where the rows of forwarded tokens are: [n, KP] ranks, and rows there."""
+    """Store for combine where the rows of forwarded tokens are: [n, KP] ranks, and rows there."""
     if REDUCED:
         at = row[:, None] * TOPK + compact_position(here)
         tl.store(pulls.forward_ptr + at, tl.where(here, owner, -1), mask=mask)
@@ -277,18 +278,18 @@ def _push_rows(
     alive,  # [ROWS]
     owner,  # [ROWS, KP]
     arrival,
-    here,  # one entry of each rank that the token goes to
+    here,  # true at one entry of each rank that the token goes to
     rows,  # ForwardedRows
-    MOST: tl.constexpr,  # ranks that a token goes to
+    MOST: tl.constexpr,  # most ranks that a token goes to
     BLOCK_H: tl.constexpr,
 ):
-    """Store the data of message rows to arrival rows of the ranks of this node."""
+    """Store the data of message rows to staging rows of the ranks of this node."""
     WORD: tl.constexpr = rows.word_ptr.dtype.element_ty
     row_words = rows.row_words
     addrs = address_of(job, STAGE_X, tl.where(here, owner, 0))
     addrs += arrival.to(tl.int64) * row_words * (WORD.primitive_bitwidth // 8)
     position = compact_position(here)
-    # All at once: behind the stores of one row, what is loaded for the next one would wait for memory each time.
+    # Compute all addresses first: after the stores of one row, loads for the next would wait for memory each time.
     dests = ()
     for j in tl.static_range(MOST):
         dests += (tl.sum(tl.where(here & (position == j), addrs, 0), axis=1),)
@@ -317,7 +318,7 @@ def _forward_rows(
     LWP: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Push some rows to the ranks of this node that their tokens go to, say what they are, and note where they went."""
+    """Push some rows and their stage_meta to the ranks of this node that their tokens go to; store where they went."""
     mask = alive[:, None] & (tl.arange(0, choices.KP) < choices.TOPK)[None, :]
     owner = tl.load(_meta_ptrs(messages, row, OWNERS, tl.int32, choices.KP), mask=mask, other=-1)
     dst_row = tl.load(_meta_ptrs(messages, row, DST_ROWS, tl.int32, choices.KP), mask=mask, other=-1)
@@ -337,9 +338,9 @@ def _forward_rows(
 def internode_forward_kernel(
     rows: ForwardedRows,
     placement_ptr,  # device/tables.py
-    forward_ptr,  # out [2, N, max_tokens, K] int32, what combine pulls for the tokens forwarded: ranks, and rows there
+    forward_ptr,  # out [2, N, max_tokens, K] int32, rows that combine pulls for forwarded tokens: ranks, and rows there
     job: Job,
-    REDUCED: tl.constexpr,  # combine pulls arrival rows: without gaps, then -1; else output rows, in k order
+    REDUCED: tl.constexpr,  # combine pulls staging rows: without gaps, then -1; else output rows, in k order
     choices: Choices,
     senders: Senders,
     chunks: Chunks,
@@ -352,10 +353,10 @@ def internode_forward_kernel(
     nodes = num_nodes(job)
     pulls = Pulls(forward_ptr, tl.cast(nodes, tl.int64) * job.max_tokens * choices.TOPK)
     one = tl.arange(0, 1)
-    # After an expired wait the rows are not complete: without the flags the receivers report it as well.
+    # After an expired wait the rows are incomplete: raise no flags, so that the receivers report it as well.
     arrived = tl.load(state_at(job, STATUS)) == 0
     for index in range(1, nodes):
-        # The node whose neighbour I am sends to mine first, and so on.
+        # The previous node sends to this one first (`other_node`), then the node before it, and so on.
         node = (my_node(job) - index + nodes) % nodes
         tokens = tl.load(tokens_from_node_of(job, placement_ptr) + node)
         flags_ptr = own_buffer(job, NET_FLAG, tl.int64) + node * chunks.MAX_CHUNKS

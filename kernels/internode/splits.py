@@ -2,27 +2,27 @@
 node, and derives where every segment of rows starts.
 
 Protocol      0 count: the first programs, one for each chunk of tokens (compute/routing.py)
-              1 scan: the others wait until all have counted. An exclusive prefix of the counts over this rank's
-              chunks; the totals are its splits row. Of these programs the one that ends last goes on alone:
+              1 scan: the other programs wait until all chunks are counted, then compute an exclusive prefix of the
+              counts over this rank's chunks; the totals are its splits row. The last of these programs to finish
+              goes on alone:
               2 advance this rank's dispatch epoch
               3 post my splits row, then my flag = epoch, to every rank (device/post.py)
               4 wait until the flag of every rank is at least the epoch
               5 derive the first rows of all segments, here and at every other rank
-              6 compare the host words: where ranks are in different calls, nothing more is sent (device/calls.py)
-              7 if hosts read: decide whether rows wait for that, and tell the host (device/host_read.py)
+              6 compare the host words: if ranks are in different calls, nothing more is sent (device/calls.py)
+              7 if hosts read: decide whether rows wait for that, and publish to the host (device/host_read.py)
 Layout        splits [2, W, S] int32, half chosen by the parity of the epoch; flags [W] int64, one per source.
-              A splits row, int32 [S], S a multiple of 4, has C counts; at the end TAIL_WORDS: REPORT_TOKENS to
-              REPORT_HOST_WORD of this rank (device/codes.py). What comes out is `placement` (device/tables.py).
-Memory order  A program of step 0 adds itself to a counter by a release, behind a block barrier; those of step 1
-              acquire it. These count themselves done by acquire-release adds; the last one so sees the totals of
-              all. The flag is released after the row; step 4 acquires it.
-Progress      Programs of step 0 wait for nobody, and have lower numbers than those of step 1, which wait for them.
+              A splits row, int32 [S], S a multiple of 4, has C counts; at the end TAIL_WORDS words: REPORT_TOKENS to
+              REPORT_HOST_WORD of this rank (device/codes.py). The result is `placement` (device/tables.py).
+Memory order  A program of step 0 adds itself to a counter by a release, after a block barrier; programs of step 1
+              acquire it. These programs count themselves done by acquire-release adds, so the last one sees the
+              totals of all. The flag is released after the row; step 4 acquires it.
+Progress      Programs of step 0 wait for nobody, and have lower numbers than programs of step 1, which wait for them.
               One program waits for other ranks; it posts before.
-Replay        The epoch lives on the device and only grows; the last program sets both counts of programs back. A
-              rank that is through step 4 knows that every rank has finished its previous call (its kernels precede
-              the post on its stream): this is what allows the pushes of this call to overwrite the arrival buffers
-              without a barrier. A fast peer may post the next epoch while I still read this one: hence the two
-              halves.
+Replay        The epoch lives on the device and only grows; the last program resets both counts of programs. A
+              rank that has passed step 4 knows that every rank has finished its previous call (its kernels precede
+              the post on its stream), so the pushes of this call may overwrite the staging buffers without a barrier.
+              A fast peer may post the next epoch while this rank still reads this one: hence the two halves.
 """
 
 from typing import Any, NamedTuple
@@ -76,7 +76,8 @@ _NO_INDEX = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _scan(job, chunks_ptr, row_ptr, num_chunks, number, counted, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Prefix of some columns over the chunks, in place; their totals into the splits row. Not counted: all are 0."""
+    """Exclusive prefix of some columns over the chunks, in place; store totals in the splits row. All 0 if not
+    `counted`."""
     num_columns = num_columns_of(job)
     columns = number * BLOCK_C + tl.arange(0, BLOCK_C)
     chunks = tl.arange(0, BLOCK_N)
@@ -92,7 +93,7 @@ def _scan(job, chunks_ptr, row_ptr, num_chunks, number, counted, BLOCK_N: tl.con
 
 @triton.jit
 def _clear(job, placement_ptr, BLOCK: tl.constexpr):
-    """Zeros in `placement` before the tile table, but not in the splits row: between parts nothing else is written."""
+    """Zero `placement` up to the tile table, except the splits row. Nothing else writes the gaps between parts."""
     zero = tl.zeros([], tl.int32)
     row = row_of(job, zero)
     end = tiles_of(job, zero)
@@ -103,7 +104,7 @@ def _clear(job, placement_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _fill_tail(job, chunks_ptr, row_ptr, num_chunks, num_tokens, host_word, BLOCK_N: tl.constexpr):
-    """The tail of the splits row, and zeros between the counts and it."""
+    """Write the tail of the splits row, and zeros between the counts and the tail."""
     chunks = tl.arange(0, BLOCK_N)
     first_bad = tl.full([], _NO_INDEX, tl.int32)
     bad_id = tl.full([], 0, tl.int32)
@@ -135,7 +136,7 @@ def _exchange(
     LWP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Post my row to all ranks and wait for theirs."""
+    """Post this rank's row to all ranks and wait for their rows."""
     row_length = row_length_of(job)
     epoch = tl.load(state_at(job, EPOCH_DISPATCH)) + 1
     my_row = ((epoch & 1) * job.num_ranks + job.rank) * row_length
@@ -144,7 +145,7 @@ def _exchange(
         offs = start + tl.arange(0, BLOCK)
         words = tl.load(row_ptr + offs, mask=offs < row_length, other=0)
         tl.store(splits_ptr + my_row + offs, words, mask=offs < row_length)
-    # The row just stored is the source of the posts, which other threads read; and all threads have read the epoch.
+    # Other threads read the row just stored, as the source of the posts; and all threads must have read the epoch.
     tl.debug_barrier()
     tl.store(state_at(job, EPOCH_DISPATCH), epoch)
     post_to_all(
@@ -173,7 +174,7 @@ def _report(
     rows,  # [OWNERS] their output rows
     WP: tl.constexpr,
 ):
-    """What concerns whole ranks: reports, arrival rows, tokens from other nodes."""
+    """Store the results per rank: reports, staging rows, tokens from other nodes."""
     row_length = row_length_of(job)
     source = tl.arange(0, WP)
     is_owner = is_rank(job, owner)
@@ -213,7 +214,7 @@ def _place_segments(
     segments,
     sizes,
 ):
-    """First rows of my entries at some ranks, and of the experts' segments here; returns `earlier` for the next."""
+    """Derive first rows of my entries at some ranks, and of the experts' segments here. Returns the next `earlier`."""
     source = tl.arange(0, sizes.WP)
     owner = first_owner + tl.arange(0, sizes.OWNERS)
     local = tl.arange(0, sizes.EP)
@@ -234,7 +235,7 @@ def _place_segments(
     sorted_start = earlier + (tl.cumsum(of_owner, axis=0) - of_owner)[:, None] + tl.cumsum(mine, axis=1) - mine
     tl.store(sort_bases_of(job, placement_ptr) + expert, sorted_start, mask=is_expert)
 
-    # Clamped, so that a GEMM driven by the offsets stays inside a static buffer that overflowed.
+    # Clamp, so that a GEMM driven by the offsets stays inside a static buffer that overflowed.
     here = is_expert & (owner == job.rank)[:, None]
     clamped = tl.minimum(start, segments.recv_capacity)
     locals_ = tl.broadcast_to(local[None, :], [sizes.OWNERS, sizes.EP])
@@ -253,14 +254,14 @@ def _place_segments(
 
 
 class Call(NamedTuple):
-    """What ranks compare of a dispatch.
+    """What this rank reports of a dispatch, for all ranks to compare.
 
     Attributes:
-        reported_tokens: what this rank reports as its tokens.
+        reported_tokens: number of tokens that this rank reports.
         host_word: HOST_* (device/codes.py).
-        bad_scatter_ptr: [1] int32, read if HAS_SCATTER: added to the host word.
-        routed_ptr: `placement` of the dispatch whose routing is taken; not read without HOST_AGAIN in the host word.
-        HAS_SCATTER: the caller gives rows of its own.
+        bad_scatter_ptr: [1] int32, added to the host word; read if HAS_SCATTER.
+        routed_ptr: `placement` of the dispatch whose routing is reused; read with HOST_AGAIN in the host word.
+        HAS_SCATTER: the caller provides scatter indices.
     """
 
     reported_tokens: Any
@@ -274,8 +275,8 @@ class Segments(NamedTuple):
     """Output rows of the local experts.
 
     Attributes:
-        alignment: rows; segments are padded to multiples of it.
-        recv_capacity: output rows at most.
+        alignment: segments are padded to multiples of this number of rows.
+        recv_capacity: most output rows.
     """
 
     alignment: Any
@@ -283,13 +284,13 @@ class Segments(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What is read at once; powers of two.
+    """Block sizes, powers of two.
 
     Attributes:
         WP, LWP: all ranks, ranks of a node.
         EP: local experts.
         OWNERS: ranks whose experts are placed at a time.
-        BLOCK_N: chunks. BLOCK_C: columns of the counts. BLOCK: words.
+        BLOCK_N, BLOCK_C, BLOCK: chunks, columns of the counts, and words read at a time.
     """
 
     WP: tl.constexpr
@@ -309,7 +310,7 @@ class Sizes(NamedTuple):
     routed_ptr="*i32",
     told_ptr="*i64",
     num_warps=8,
-    maxnreg=128,  # two programs that count find room on a multiprocessor
+    maxnreg=128,  # two programs that count fit on a multiprocessor
 )
 def splits_kernel(
     counting: Counting,
@@ -317,7 +318,7 @@ def splits_kernel(
     placement_ptr,  # out, device/tables.py
     call: Call,
     job: Job,
-    first_waiting,  # programs that count a chunk each; they come first
+    first_waiting,  # number of programs that count one chunk each; they come first
     segments: Segments,
     read: HostRead,
     NETWORK: tl.constexpr,
@@ -334,7 +335,7 @@ def splits_kernel(
     chunks_ptr = counting.chunks_ptr
     row_ptr = row_of(job, placement_ptr)
     if number == 0:
-        # While others count.
+        # Clear while others count.
         _clear(job, placement_ptr, sizes.BLOCK)
     counted = wait_programs(job, state_at(job, PROGRAMS_COUNTED), num_chunks, WAIT_SPLITS)
     _scan(job, chunks_ptr, row_ptr, num_chunks, number, counted, sizes.BLOCK_N, sizes.BLOCK_C)
@@ -346,7 +347,7 @@ def splits_kernel(
         _fill_tail(job, chunks_ptr, row_ptr, num_chunks, tokens, host_word, sizes.BLOCK_N)
     if last_to_arrive(job, tl.num_programs(0) - num_chunks):
         tl.store(state_at(job, PROGRAMS_COUNTED), 0)
-        # Also after an expired wait: what is computed from old counts is bounded, what nobody computed is not.
+        # Go on even after an expired wait: values computed from old counts are bounded, uninitialised ones are not.
         _exchange(job, row_ptr, NETWORK, sizes.WP, sizes.LWP, sizes.BLOCK)
         epoch = tl.load(state_at(job, EPOCH_DISPATCH))
         row_length = row_length_of(job)
@@ -360,7 +361,7 @@ def splits_kernel(
             earlier = _place_segments(job, splits_ptr, placement_ptr, first_owner, earlier, segments, sizes)
         if words_differ(words, is_rank(job, source)):
             report_calls(job, source, words, is_rank(job, source), CALLS_DISPATCH)
-        # The reports just stored are read by other threads.
+        # Other threads read the reports just stored.
         tl.debug_barrier()
         tl.store(held_of(job, placement_ptr), must_hold(job, placement_ptr, read, sizes.WP).to(tl.int32))
         tell_host(job, placement_ptr, read, sizes.BLOCK)

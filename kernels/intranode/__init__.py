@@ -1,1 +1,1 @@
-"""Kernels that reach peers of their node by plain loads and stores: dispatch, combine, low latency, compact rows."""
+"""Kernels that access peers on their node by plain loads and stores: dispatch, combine, low latency, compact rows."""

@@ -1,27 +1,27 @@
 """Intra-node combine: publish expert outputs, then pull and sum the rows of each token.
 
 Protocol      1 stage or reduce: wait until every rank is done with the previous combine (done_flag)
-              2 stage: copy the expert rows to combine_x; or reduce: write per arrival row the sum of the
-              token's rows on this rank, so that one row per (token, rank) crosses the link; in steps, each some
-              rows of every source, or with several nodes first those of other nodes, then those of this one
-              (OF_SLOTS: expert rows are one value each, and the row has that of each slot in a column of its own)
+              2 stage: copy the expert rows to combine_x; or reduce: write per staging row the sum of the
+              token's rows on this rank, so that one row per (token, rank) crosses the link. The reduce goes in steps.
+              Each step has some rows of every source; with several nodes, rows of other nodes come first, then rows
+              of this one. (OF_SLOTS: each expert row is one value, and the value of each slot gets its own column)
               3 set staged_flag[my local rank, program] on every rank of the node, after each step
-              (the caller may do step 2 himself: combine_free is step 1 alone, combine_publish step 3)
-              The flag carries the tag of the combine, and 4 compares: a rank in another one is reported, and its rows
-              are not read (device/calls.py)
-              4 pull: wait for the staged flags of all local ranks (with several nodes also for the
-              partial sums of the others: internode/combine.py), as far as the next tokens need them, then sum
-              the rows of each token in float32 in k order, behind its biases if there are some, and round once
+              (the caller may do step 2 itself: combine_free is step 1 alone, combine_publish step 3)
+              The flag carries the tag of the combine, which 4 compares: a rank in another combine is reported, and its
+              rows are not read (device/calls.py)
+              4 pull: wait for the staged flags of all local ranks, as far as the next tokens need them (with several
+              nodes also for the partial sums of the other nodes: internode/combine.py). Then start from the token's
+              biases or zero, add its rows in k order, in float32, and round once
               5 the last program of the pull posts done_flag = epoch to every rank (device/post.py)
-Layout        combine_x [capacity, H]: by output row (stage) or by arrival row (reduce); combine_weight
+Layout        combine_x [capacity, H]: by output row (stage) or by staging row (reduce); combine_weight
               [capacity] float32, read by the pull if HAS_WEIGHTS; staged_flag [LW, MAX_PROGRAMS] int64: steps since
-              the layer was made, STEPS per combine, above the tag.
+              the layer was created, STEPS per combine, above the tag.
 Memory order  3 is a system-scope release per program and step, acquired in 4. 5 comes after all pulls of its rank:
-              the program that posts has acquired that the others are done.
+              the program that posts has acquired the arrival of the others.
 Progress      1 waits for step 5 of the previous call, which every rank posts without waiting for this call.
-              4 waits for other ranks' step 3; its grid is independent of theirs. It may run beside this rank's
-              own reduce, if that is launched first and both fit on the GPU.
-Replay        Epochs: the device counter holds the last finished combine; this one is that + 1.
+              4 waits for other ranks' step 3; its grid is independent of theirs. It may run concurrently with this
+              rank's own reduce, if that is launched first and both fit on the GPU.
+Replay        Epochs: the device counter holds the number n of the last finished combine; this one is n + 1.
 """
 
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ class ExpertRows(NamedTuple):
         y_ptr: [R, H] elements, or words of them; with OF_SLOTS [R].
         weights_ptr: [R] float32, read if HAS_WEIGHTS.
         row_capacity: rows of combine_x.
-        HAS_WEIGHTS: rows are multiplied by their weights where they are summed.
+        HAS_WEIGHTS: the kernel that sums rows multiplies them by their weights.
     """
 
     y_ptr: Any
@@ -107,12 +107,12 @@ class ExpertRows(NamedTuple):
 
 
 class TokenCopies(NamedTuple):
-    """Copies of arrived tokens.
+    """Assignments of received tokens.
 
     Attributes:
-        copy_rows_ptr: [C, K] int32, output rows of each arrival row, -1 = none.
+        copy_rows_ptr: [C, K] int32, output rows of each staging row, -1 = none.
         TOPK: K.
-        OF_SLOTS: expert rows are one value each, y [R]; rows have K columns, no more than BLOCK_H.
+        OF_SLOTS: each expert row is one value, y [R]; reduced rows have K columns, at most BLOCK_H.
     """
 
     copy_rows_ptr: Any
@@ -121,14 +121,14 @@ class TokenCopies(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums of this rank's tokens, and what they begin with in place of zeros.
+    """Sums of this rank's tokens, and the biases that they start from.
 
     Attributes:
         out_ptr: out [T, H].
         bias_ptr: [T, H]; read if HAS_BIAS.
-        second_bias_ptr: the same, added to it; read if there are two.
+        second_bias_ptr: [T, H], added to the first; read if num_biases is 2.
         num_biases: 1 or 2.
-        HAS_BIAS: whether there are any.
+        HAS_BIAS: whether there are biases; otherwise sums start from zero.
     """
 
     out_ptr: Any
@@ -139,7 +139,7 @@ class Sums(NamedTuple):
 
 
 class PullTile(NamedTuple):
-    """What a program of the pull does at once.
+    """Block that a program of the pull handles at once.
 
     Attributes:
         BLOCK_T: tokens of a routing chunk.
@@ -153,7 +153,7 @@ class PullTile(NamedTuple):
 
 @triton.jit
 def _wait_free(job, WP: tl.constexpr):
-    """Wait until no rank reads combine_x any more."""
+    """Wait until no rank reads this rank's combine_x any more."""
     epoch = tl.load(state_at(job, EPOCH_COMBINE))
     peers = tl.arange(0, WP)
     flag_ptrs = own_buffer(job, DONE_FLAG, tl.int64) + peers
@@ -214,7 +214,7 @@ def _reduce_rows(
     TOPK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Store sums of rows of y, in float32 and k order, rounded once."""
+    """Store sums of rows of y, computed in float32 in k order and rounded once."""
     offs = tl.arange(0, BLOCK_H)
     for h in range(0, hidden, BLOCK_H):
         in_row = (h + offs < hidden)[None, :]
@@ -239,7 +239,7 @@ def _gather_slots(
     num_slots,
     BLOCK_H: tl.constexpr,
 ):
-    """Store the values of the copies of arrived tokens, 0 in slots without one."""
+    """Store the values of the assignments of received tokens; 0 in slots without an assignment."""
     slot = tl.arange(0, BLOCK_H)[None, :]
     mask = alive[:, None] & (slot < num_slots)
     copy = tl.load(copies_ptrs[:, None] + slot, mask=mask, other=-1)
@@ -270,12 +270,12 @@ def combine_reduce_kernel(
                 first = tl.load(report_ptrs(combine.placement_ptr, source, REPORT_FIRST_ARRIVAL))
                 count = tl.load(report_ptrs(combine.placement_ptr, source, REPORT_ARRIVALS_HERE))
                 if has_other_nodes(job):
-                    # In two steps: what crosses the network once more comes first (internode/combine.py).
+                    # Two steps: rows whose sums cross the network come first (internode/combine.py).
                     mine = on_my_node(job, source) == (turn == 1)
                     begin = first
                     end = tl.minimum(first + tl.where(mine, count, 0), num_rows)
                 else:
-                    # Some rows of every source, so that all of them can begin to pull.
+                    # Some rows of every source, so that all sources can begin to pull.
                     begin = first + staged_part(count, step)
                     end = tl.minimum(first + staged_part(count, reached), num_rows)
                 tiles = tl.cdiv(tl.maximum(end - begin, 0), tile.ROWS)
@@ -294,7 +294,7 @@ def combine_reduce_kernel(
 
 @triton.jit
 def _wait_partials(job, placement_ptr, tag, NNP: tl.constexpr, network):
-    """Wait for the partial sums that the other nodes owe for my tokens: flags [N, MAX_CHUNKS], one of each at least."""
+    """Wait for the other nodes' partial sums of my tokens: flags [N, MAX_CHUNKS], at least one flag per node."""
     flag = tl.arange(0, NNP * network.MAX_CHUNKS)
     node = flag // network.MAX_CHUNKS
     remote = (node < num_nodes(job)) & (node != my_node(job))
@@ -313,7 +313,7 @@ def _wait_partials(job, placement_ptr, tag, NNP: tl.constexpr, network):
 
 @triton.jit
 def _steps_needed(job, placement_ptr, part, LWP: tl.constexpr):
-    """Steps after which every rank of this node has staged its rows of my tokens before a part (of PARTS)."""
+    """Steps after which every rank of this node has staged its rows of my tokens before `part` (of PARTS)."""
     local = tl.arange(0, LWP)
     rows_ptr = rank_columns_of(job, row_of(job, placement_ptr)) + first_local(job)
     in_all = tl.load(rows_ptr + local, mask=is_local(job, local), other=0)
@@ -337,7 +337,7 @@ def _add_partials(
     hidden,
     TOPK: tl.constexpr,
 ):
-    """Add to `acc` the partial sums that the other nodes have sent for each token."""
+    """Add to `acc` the partial sums of each token from the other nodes."""
     offs = h + tl.arange(0, acc.shape[1])
     stride = partial_stride(hidden)
     nodes = num_nodes(job)
@@ -352,7 +352,7 @@ def _add_partials(
 
 @triton.jit
 def _first_sum(sums, at, mask):
-    """What the sums of a tile begin with, float32: biases at elements `at`, or zeros."""
+    """Initial float32 sums of a tile: biases at elements `at`, or zeros."""
     acc = tl.zeros(mask.shape, tl.float32)
     if sums.HAS_BIAS:
         acc += tl.load(sums.bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -401,7 +401,7 @@ def combine_pull_kernel(
             steps = STEPS + tl.zeros([], tl.int32)
             if rows.REDUCED:
                 steps = _steps_needed(job, combine.placement_ptr, reached * reached, staged.LWP)
-                # In the end all ranks have been heard, whether they have rows for this one or not: for their tags.
+                # Hear every rank by the last turn, even one without rows for this rank: its tag must be compared.
                 steps = tl.maximum(steps, (turn + 1) // num_steps)
             ready, _ = wait_staged(job, staged, steps, tag)
         if ready:

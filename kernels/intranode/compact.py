@@ -1,17 +1,17 @@
-"""Compact output of a dispatch: one row per (token, rank), and which experts of this rank the row is for.
+"""Compact output of a dispatch: one row per (token, rank), with the local experts that the row is for.
 
-Protocol      As the expand kernel (intranode/dispatch.py, steps 3 and 4): wait until all programs of all local ranks
-              are a step further; with several nodes, when there is no further step, for the steps of the
-              forwarding kernels (internode/dispatch.py). Then copy the arrival rows of the step, each to the output
+Protocol      Like the expand kernel (intranode/dispatch.py, steps 3 and 4): wait until all programs of all local ranks
+              have finished the next step; after their last step, with several nodes, wait likewise for the steps of
+              the forward kernels (internode/dispatch.py). Then copy the staging rows of the step, each to the output
               row of the same number, with its expert ids and weights
-Layout        stage_x, stage_meta, arrive_flag: as there. recv_x [R, row], recv_scale [R, row / 32], recv_idx [R, K]
-              local expert ids, -1 = an expert of another rank, or none; recv_weights [R, K] float32, zero where
-              recv_idx is -1. Rows by source rank, then by token: that of the arrival rows. stage_meta says which
-              expert-major rows the copies of an arrival would be; the expert is the last one whose segment starts
-              at or before that row.
+Layout        stage_x, stage_meta, arrive_flag: as in intranode/dispatch.py. recv_x [R, row], recv_scale [R, row / 32],
+              recv_idx [R, K] local expert ids, -1 = an expert of another rank, or none; recv_weights [R, K] float32,
+              zero where recv_idx is -1. Rows are ordered by source rank, then by token, like the staging rows.
+              stage_meta gives the expert-major row of each assignment of a staging row; its expert is the last one
+              whose segment starts at or before that row.
 Memory order  Acquires the releases of push and forward, which cover stage_x and stage_meta.
-Progress      Waits for other ranks' pushes and forwards only; its grid is independent of theirs. It may run beside
-              this rank's own push and forward, if those are launched first.
+Progress      Waits only for other ranks' pushes and forwards; its grid is independent of theirs. It may run
+              concurrently with this rank's own push and forward, if those are launched first.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py).
 """
 
@@ -30,12 +30,12 @@ from ..spec import ep_kernel
 
 _NO_ROW = tl.constexpr(2**31 - 1)
 _EXPERTS = tl.constexpr(32)
-"""Experts that a row number is compared with at a time."""
+"""Experts whose first rows are compared with a row number at a time."""
 
 
 @triton.jit
 def _local_experts(job, dst, placement_ptr):
-    """Local expert of each expert-major row [ROWS, KP]; -1 where there is none."""
+    """Local expert of each expert-major row [ROWS, KP]; -1 where the row is -1."""
     expert_offsets_ptr = expert_offsets_of(job, placement_ptr)
     found = tl.zeros(dst.shape, tl.int32)
     for first in range(1, job.experts_per_rank, _EXPERTS):
@@ -50,11 +50,11 @@ def _copy_rows(
     out,
     row,  # [ROWS]
     alive,  # [ROWS]
-    stage_ptr,  # bytes of arrival row 0
+    stage_ptr,  # bytes of staging row 0
     HAS_SCALES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Copy arrival rows to the output rows of the same numbers."""
+    """Copy staging rows to the output rows of the same numbers."""
     WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
     PAYLOAD: tl.constexpr = MX if HAS_SCALES else WORDS
     wire = wire_of(out.row_words, WORD, PAYLOAD)
@@ -80,7 +80,7 @@ def _store_experts(
     HAS_WEIGHTS: tl.constexpr,
     choices,
 ):
-    """Store which local experts arrival rows are for, and their weights."""
+    """Store the local experts of staging rows, and their weights."""
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
     stage_weights_ptr = own_buffer(job, STAGE_META, tl.float32) + choices.KP
     ks = tl.arange(0, choices.KP)[None, :]
@@ -96,12 +96,12 @@ def _store_experts(
 
 
 class Parts(NamedTuple):
-    """What comes with the rows.
+    """Outputs that accompany the rows.
 
     Attributes:
         HAS_SCALES: scales of MXFP8.
-        HAS_IDX: the local experts of each row, [R, K].
-        HAS_WEIGHTS: their weights, with HAS_IDX only.
+        HAS_IDX: local experts of each row, [R, K].
+        HAS_WEIGHTS: weights of these experts; only with HAS_IDX.
     """
 
     HAS_SCALES: tl.constexpr
@@ -122,7 +122,7 @@ def compact_rows_kernel(
     recv_idx_ptr,  # out [R, K] int32 or int64, written if HAS_IDX
     placement_ptr,  # device/tables.py
     job: Job,
-    row_limit,  # R: arrivals from this row on are left out
+    row_limit,  # R: staging rows from this one on are left out
     arrivals: Arrivals,
     parts: Parts,
     choices: Choices,
@@ -140,7 +140,7 @@ def compact_rows_kernel(
             if arrived:
                 for local in range(job.ranks_per_node):
                     share = share_of(sources, done, ready, local)
-                    # Shares are by position, as in the expand kernel.
+                    # Shares depend on position, as in the expand kernel.
                     for number in range(my_first(share.first, share.start // tile.ROWS), share.end, tl.num_programs(0)):
                         row = share.start + number * tile.ROWS + tl.arange(0, tile.ROWS)
                         alive = (row < share.start + share.num_rows) & (row < row_limit)

@@ -1,24 +1,24 @@
 """Intra-node dispatch: push every token once to each rank of this node that owns one of its experts, and
-expand what arrived into expert-major rows.
+expand the received rows into expert-major rows.
 
-Protocol      1 push, in steps of consecutive tokens, each shorter than the one before: store x[token] at its
-              addresses in stage_x of the destination ranks. What stage_meta says of its copies is there already
-              (compute/routing.py)
+Protocol      1 push, in steps of consecutive tokens, each step shorter than the one before: store x[token] at its
+              addresses in stage_x of the destination ranks. stage_meta of these ranks already describes the token's
+              assignments (compute/routing.py)
               2 push, after each step: raise arrive_flag[my node, my local rank, program] on every rank of the node
-              3 expand: wait until all programs of all local ranks are a step further; with several nodes, when
-              there is no further step, for the steps of the forwarding kernels (internode/dispatch.py)
-              4 expand: copy the arrival rows of the step to the output rows of their copies, then on to 3. MXFP8
-              rows may be converted on the way, once for all copies (device/landing.py). The padding rows are zeroed
-              before
+              3 expand: wait until all programs of all local ranks have finished the next step; after their last
+              step, with several nodes, wait likewise for the steps of the forward kernels (internode/dispatch.py)
+              4 expand: copy the staging rows of the step to the output rows of their assignments, then repeat from 3.
+              MXFP8 rows may be converted on the way, once for all assignments (device/landing.py). The padding rows
+              are zeroed before
 Layout        stage_x [capacity, row on the wire (device/payload.py)], by source rank, then by token; stage_meta
               [W * max_tokens, 2 * KP];
               recv_x [R, row], recv_scale [R, row / 32] or [R], expert-major, segments aligned; arrive_flag
               [N, LW, SENDERS] int64, by the node of the tokens, then by the rank that pushed them here.
-Memory order  2 is one system-scope release per program and step, after a block barrier, and covers all its stores
-              so far; 3 acquires. A release per row costs 3 times the bandwidth (8 x H200: 78 against
-              284 GB/s at 16 programs).
-Progress      Push waits for nobody. Expand waits for other ranks' pushes and forwards only; its grid is independent
-              of theirs. It may run beside this rank's own push and forward, if those are launched first.
+Memory order  2 is one system-scope release per program and step, after a block barrier, and covers all stores of the
+              program so far; 3 acquires. A release per row cuts the bandwidth to less than a third (8 x H200: 78
+              against 284 GB/s at 16 programs).
+Progress      Push waits for nobody. Expand waits only for other ranks' pushes and forwards; its grid is independent
+              of theirs. It may run concurrently with this rank's own push and forward, if those are launched first.
 Replay        stage_x is free again when this rank posts its next splits row (internode/splits.py).
 """
 
@@ -57,13 +57,13 @@ LANDING_BF16 = tl.constexpr(codes.LANDING_BF16)
 
 
 class Landing(NamedTuple):
-    """How rows land.
+    """Form of the output rows.
 
     Attributes:
-        LANDING: device/codes.py.
-        HAS_WEIGHTS: they have routing weights.
+        LANDING: LANDING_* (device/codes.py).
+        HAS_WEIGHTS: rows have routing weights.
         HAS_PADDING: experts' segments are padded with rows of zeros.
-        KEEP_COPY_ROWS: copy_rows is written.
+        KEEP_COPY_ROWS: write copy_rows.
     """
 
     LANDING: tl.constexpr
@@ -75,14 +75,14 @@ class Landing(NamedTuple):
 @ep_kernel(x_ptr="*{WORD}", scale_ptr="*u8", push_addrs_ptr="*i64", specialised=("row_words",), num_warps=None)
 def dispatch_push_kernel(
     source: Source,
-    push_addrs_ptr,  # [T, K] int64, addresses of arrival rows, then zeros (compute/routing.py)
+    push_addrs_ptr,  # [T, K] int64, addresses of staging rows, then zeros (compute/routing.py)
     placement_ptr,  # device/tables.py
     job: Job,
     num_tokens,
     TOPK: tl.constexpr,
     senders: Senders,
     BLOCK_T: tl.constexpr,
-    STEP_CHUNKS: tl.constexpr,  # tokens / BLOCK_T for which a step is worth its release
+    STEP_CHUNKS: tl.constexpr,  # chunks of BLOCK_T tokens for which a step is worth its release
     tile: Tile,
 ):
     if (tl.load(state_at(job, STATUS)) != 0) | is_held(job, placement_ptr):
@@ -100,7 +100,7 @@ def dispatch_push_kernel(
         for number in range(my_first(begin // tile.ROWS, 0), tl.cdiv(end, tile.ROWS), tl.num_programs(0)):
             token = number * tile.ROWS + tl.arange(0, tile.ROWS)
             alive = token < end
-            # All at once: behind the stores of one row, the load for the next one would wait for memory each time.
+            # Load all addresses first: after the stores of one row, the next load would wait for memory each time.
             addrs = ()
             for k in tl.static_range(TOPK):
                 addrs += (tl.load(push_addrs_ptr + token.to(tl.int64) * TOPK + k, mask=alive, other=0),)
@@ -124,7 +124,7 @@ def dispatch_push_kernel(
                         if source.PAYLOAD != WORDS:
                             dest = tl.multiple_of((addr + data_bytes).to(tl.pointer_type(tl.uint8)), 16)
                             store_scales(dest, here, scales, h, source.row_words, data.dtype.primitive_bitwidth // 8)
-        # The last step may come before the STEPS-th: the flag then jumps.
+        # With fewer than STEPS steps, the flag jumps to STEPS at the last one.
         more = tl.cast(step + 1, tl.int32) < num_steps
         mask = is_local(job, local) & more
         counts = tl.load(step_rows_ptr + next_part * job.ranks_per_node + local, mask=mask, other=ALL_ROWS)
@@ -135,14 +135,14 @@ def dispatch_push_kernel(
 @triton.jit
 def _copy_tiles(
     out,
-    stage_ptr,  # bytes of arrival row 0
+    stage_ptr,  # bytes of staging row 0
     copies,  # per k [ROWS] output rows, -1 = none
-    row,  # [ROWS] arrival rows
-    here,  # [ROWS]
+    row,  # [ROWS] staging rows
+    here,  # [ROWS] rows that arrived
     LANDING: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Copy arrival rows, as they are, to the output rows of their copies."""
+    """Copy staging rows, unconverted, to the output rows of their assignments."""
     WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
     PAYLOAD: tl.constexpr = MX if LANDING == LANDING_MX else WORDS
     wire = wire_of(out.row_words, WORD, PAYLOAD)
@@ -153,7 +153,7 @@ def _copy_tiles(
         words, scales = load_payload(row_ptrs, scale_ptrs, here, h, out.row_words, PAYLOAD, BLOCK_H)
         for k in tl.static_range(len(copies)):
             dst = copies[k]
-            # Most k carry no copy: their addresses would be computed for nothing.
+            # Most k have no assignment here: skip computing their addresses.
             if tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
                 dest = out.recv_x_ptr + dst.to(tl.int64)[:, None] * out.row_words + h + offs[None, :]
                 tl.store(dest, words, mask=(dst >= 0)[:, None] & in_row)
@@ -164,22 +164,22 @@ def _copy_tiles(
 
 @triton.jit
 def _land_tiles(
-    out,  # of int32 or int64, a word per four elements
-    stage_ptr,  # as above
+    out,  # words are int32 or int64, one per four elements
+    stage_ptr,  # this and the next three as in `_copy_tiles`
     copies,
     row,
     here,
     LANDING: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    TILES: tl.constexpr,  # of a row
+    TILES: tl.constexpr,  # tiles of a row
 ):
-    """Convert arrival rows of MXFP8, and copy them to the output rows of their copies. Returns each row's largest
+    """Convert MXFP8 staging rows, and store them to the output rows of their assignments. Returns each row's largest
     scale byte."""
     BLOCKS: tl.constexpr = BLOCK_H // BLOCK_WORDS
     row_words = out.row_words
     row_ptrs, scale_ptrs = staged_rows(stage_ptr, row, wire_of(row_words, tl.int32, MX), tl.int32)
     source = row_ptrs[:, None, None]
-    # The first tile is on its way before anything waits for the scales of the whole row.
+    # Start loading the first tile before anything waits for the scales of the whole row.
     at, in_row = block_words(0, row_words, BLOCKS)
     words = tl.load(source + at, mask=here[:, None, None] & in_row, other=0)
     scales = ()
@@ -188,17 +188,17 @@ def _land_tiles(
     largest = tl.zeros(row.shape, tl.int32)
     for tile in tl.static_range(TILES):
         largest = tl.maximum(largest, tl.max(scales[tile], axis=1))
-    # Rows are whole blocks: the compiler is told that they begin at multiples of 16 bytes.
+    # Rows are whole blocks; this tells the compiler that they begin at multiples of 16 bytes.
     row_words = row_words // BLOCK_WORDS * BLOCK_WORDS
     for tile in tl.static_range(TILES):
         if tile > 0:
             at, in_row = block_words(tile * BLOCK_H, row_words, BLOCKS)
             words = tl.load(source + at, mask=here[:, None, None] & in_row, other=0)
-        # Once for all copies.
+        # Convert once for all assignments.
         landed = land_words(words, scales[tile], largest, LANDING)
         for k in tl.static_range(len(copies)):
             dst = copies[k]
-            # bfloat16 takes another layout on its way to memory, which without branches it does once.
+            # bfloat16 changes its layout before the stores; without branches it does so once for all k.
             if LANDING == LANDING_BF16 or tl.sum(tl.where(dst >= 0, 1, 0)) > 0:
                 dest = out.recv_x_ptr + dst.to(tl.int64)[:, None, None] * row_words + at
                 tl.store(dest, landed, mask=(dst >= 0)[:, None, None] & in_row)
@@ -216,9 +216,9 @@ def _expand_rows(
     choices,
     tile,
 ):
-    """Copy this program's share of some arrival rows to the output rows of their copies.
+    """Copy this program's share of some staging rows to the output rows of their assignments.
 
-    Shares are by position, not by progress: programs may see a source at different steps.
+    Shares depend on position, not on progress: programs may see a source at different steps.
     """
     stage_ptr = own_buffer(job, STAGE_X, tl.uint8)
     stage_rows_ptr = own_buffer(job, STAGE_META, tl.int32)
@@ -229,9 +229,9 @@ def _expand_rows(
         row = share.start + number * tile.ROWS + tl.arange(0, tile.ROWS)
         alive = row < share.start + share.num_rows
         meta = row.to(tl.int64) * (2 * choices.KP)
-        # An arrival row beyond the buffer never came (static overflow): its copies become zero rows.
+        # A staging row beyond the buffer never arrived (static overflow): its output rows become zero.
         here = alive & (row < stage_capacity)
-        # All at once: behind the stores of one row, the load for the next one would wait for memory each time.
+        # Load all rows first: after the stores of one row, the next load would wait for memory each time.
         copies = ()
         for k in tl.static_range(choices.TOPK):
             copies += (tl.load(stage_rows_ptr + meta + k, mask=alive, other=-1),)
@@ -247,7 +247,7 @@ def _expand_rows(
                 weights = tl.where(here[:, None], weights, 0.0)
                 tl.store(out.recv_weights_ptr + dst, weights, mask=mask & (dst >= 0))
             if landing.LANDING == LANDING_ROW:
-                # A row that never came is a row of zeros, like padding.
+                # A row that never arrived is a row of zeros with scale 1, like padding.
                 scale = tl.where(here, scale_value(largest), 1.0)
                 tl.store(out.recv_scale_ptr + dst, tl.broadcast_to(scale[:, None], dst.shape), mask=mask & (dst >= 0))
             if landing.KEEP_COPY_ROWS:
@@ -263,8 +263,8 @@ def _zero_padding(
     landing,
     tile,
 ):
-    """Zero data, scales and weights of the rows between an expert's last row and the next expert's first; scales of
-    whole rows become 1."""
+    """Zero data, scales and weights of the rows between an expert's last row and the next expert's first row; with one
+    scale per row, the scale becomes 1."""
     WORD_BYTES: tl.constexpr = out.recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
     no_scales = tl.zeros([tile.ROWS, tile.BLOCK_H * WORD_BYTES // 32 if landing.LANDING == LANDING_MX else 1], tl.uint8)
     offs = tl.arange(0, tile.BLOCK_H)
@@ -301,7 +301,7 @@ def _zero_padding(
 )
 def dispatch_expand_kernel(
     out: Output,
-    copy_rows_ptr,  # out [C, K] int32, output rows of each arrival row; written if KEEP_COPY_ROWS
+    copy_rows_ptr,  # out [C, K] int32, output rows of each staging row; written if KEEP_COPY_ROWS
     placement_ptr,  # device/tables.py
     job: Job,
     stage_capacity,
@@ -312,7 +312,7 @@ def dispatch_expand_kernel(
 ):
     flags_ptr = own_buffer(job, ARRIVE_FLAG, tl.int64)
     arrived = tl.load(state_at(job, STATUS)) == 0
-    # While the first rows are on their way.
+    # Zero the padding while the first rows are in flight.
     if landing.HAS_PADDING:
         if arrived:
             _zero_padding(job, out, placement_ptr, landing, tile)

@@ -1,7 +1,7 @@
-"""The plainest exchange there is, as a yardstick for the others: every rank stores rows to all its peers.
+"""The simplest exchange, a yardstick for the others: every rank stores rows to all its peers.
 
 Protocol      1 store row r of the source to row r of peer (rank + 1 + r mod (W - 1)) mod W
-              Nobody is told: whoever measures lets the ranks meet before and after.
+              Nothing is published: the benchmark synchronises the ranks before and after.
 Layout        source and destination [num_rows, row_words]; each row of a destination has one writer, because the
               peers of a row differ between ranks.
 Memory order  None beyond the end of the kernel.
@@ -35,7 +35,7 @@ def floor_push_kernel(
         # Neighbouring programs store to different peers, so that no link is idle.
         peer = (rank + 1 + row % (num_ranks - 1)) % num_ranks
         addr = tl.load(addrs_ptr + peer)
-        # An address read from a table carries no alignment: without the hint stores are 2 bytes each.
+        # The compiler knows no alignment of an address read from a table: without the hint, stores are 2 bytes each.
         dest_ptr = tl.multiple_of(addr.to(source_ptr.dtype), 16)
         first = tl.cast(row, tl.int64) * row_words
         for begin in range(0, row_words, BLOCK):

@@ -1,28 +1,29 @@
 """Low-latency combine of few tokens inside a node, in one launch: sums announce themselves.
 
 Protocol      The first programs reduce, the others sum.
-              1 reduce: the first program tells every rank the number and the tag of this combine, in ll_combine_flag
-              2 reduce: of an arrival row of the dispatch, the sum of its copies in float32, in k order, rounded once,
-              is stored at the token's rank: negated, and never as +0
-              3 sum: the first of these programs waits until every rank has told the same number, and compares the tags
-              (device/calls.py)
-              4 sum: the others wait until no element of the sums of a token is +0 any more, subtract them in float32,
-              in the order of the ranks that it went to, round, and put +0 back
-Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token. +0 is what fresh memory holds, and
-              means that nothing has come; a sum of +0 or -0 travels as -0.
+              1 reduce: the first program publishes the number and the tag of this combine to every rank, in
+              ll_combine_flag
+              2 reduce: for each staging row of the dispatch, sum the outputs of its assignments in float32, in k order,
+              round once, and store the sum at the token's rank: negated, and never as +0
+              3 sum: the first of these programs waits until every rank has published the same number, and compares the
+              tags (device/calls.py)
+              4 sum: the others wait until no element of a token's sums is +0 any more, subtract the sums in float32,
+              in the order of the ranks that the token went to, round, and reset the elements to +0
+Layout        ll_combine [2, W, M, H]: by parity of the epoch, experts' rank, token. +0, which fresh memory holds, means
+              "not arrived"; a sum of +0 or -0 travels as -0.
               ll_combine_flag [2, W] int64: (epoch << 32 | tag) of each rank, by parity of the epoch.
               EPOCH_LL_COMBINE holds (epoch << 20 | programs that have ended): all programs of a combine together add
               1 << 20, each when it ends, so that all of them read the same epoch when they start.
-Memory order  None between 2 and 4: each element says by itself that it has come, whatever the order of elements, and a
-              thread uses the very elements that it has looked at. No sum is what stands for nothing, so no bit
-              pattern needs another sign. 1 releases and 3 acquires what Replay needs.
-Progress      1 and 2 wait for nobody. 3 and 4 wait for other ranks, and for programs of 2 of their own launch, whose
-              numbers are lower: they have started before. Programs that wait are no more than fit on half of the GPU
-              (triton_ep/ops/tuning.py), so the reduce of another layer finds room beside them.
-Replay        A rank reduces for epoch n when its combine n - 1 has ended, for which every rank had told its number
-              n - 1, each after its own combine of n - 2, the last reader of the half that is written now. A
-              rank without tokens waits as well. Nothing but sums is put back, and that by who has read them.
-Two launches  The same kernel twice, where sending and receiving are to be apart: `first_waiting` is the number of
+Memory order  None between 2 and 4: each element shows by itself that it has arrived, in whatever order elements come,
+              and a thread uses the very values that it has checked. No stored sum equals "not arrived", so no bit
+              pattern needs a separate marker. 1 releases and 3 acquires what Replay needs.
+Progress      1 and 2 wait for nobody. 3 and 4 wait for other ranks, and for programs of 2 of their own launch, which
+              have lower numbers and so have started before. At most as many programs wait as fit on half of the GPU
+              (triton_ep/ops/tuning.py), so the reduce of another layer fits next to them.
+Replay        A rank reduces for epoch n after its combine n - 1 has ended. For that, every rank had published its
+              number n - 1, each after its own combine n - 2, the last reader of the half that is now written. A
+              rank without tokens waits as well. Only sums are reset, each by the program that has read it.
+Two launches  If sending and receiving are separate, the same kernel is launched twice: `first_waiting` is the number of
               programs of the first launch, and 0 in the second.
 """
 
@@ -52,8 +53,8 @@ from ..spec import ep_kernel
 _TURN = tl.constexpr(20)
 _ONE_TURN = tl.constexpr(1 << 20)
 _TOLD = tl.constexpr(codes.LL_COUNT_SHIFT)
-_POLLS_AWAKE = tl.constexpr(8)  # of these units before a waiting program sleeps between two looks
-_LOOKS = tl.constexpr(16)  # polls from one look at the clock and at the status record to the next
+_POLLS_AWAKE = tl.constexpr(8)  # polls that `pause` counts as one, so that a program sleeps later
+_LOOKS = tl.constexpr(16)  # polls between two checks of the clock and the status record
 
 
 class Outputs(NamedTuple):
@@ -62,8 +63,8 @@ class Outputs(NamedTuple):
     Attributes:
         y_ptr: [R, H].
         weights_ptr: [R] float32; read if HAS_WEIGHTS.
-        copy_rows_ptr: [W * M, K] int32, of the expand kernel: copies first, then -1.
-        HAS_WEIGHTS: whether each row is multiplied by its weight.
+        copy_rows_ptr: [W * M, K] int32, from the expand kernel: rows of the assignments first, then -1.
+        HAS_WEIGHTS: multiply each row by its weight.
     """
 
     y_ptr: Any
@@ -73,12 +74,12 @@ class Outputs(NamedTuple):
 
 
 class SumTile(NamedTuple):
-    """What a program that waits sums at once.
+    """Block that a waiting program sums at once.
 
     Attributes:
-        PARTS: parts of a row, each another item of work.
-        BLOCK_S: elements of a part, at least a word per thread: no two threads look at the same one.
-        PACKED: whether it looks at words of two elements, which takes half the registers.
+        PARTS: parts of a row, each a separate work item.
+        BLOCK_S: elements of a part, at least one word per thread, so that no two threads check the same word.
+        PACKED: check words of two elements, which takes half the registers.
     """
 
     PARTS: tl.constexpr
@@ -91,7 +92,7 @@ class Results(NamedTuple):
 
     Attributes:
         out_ptr: [T, H].
-        kept_idx_ptr: [T, K] int32, of the push kernel.
+        kept_idx_ptr: [T, K] int32, from the push kernel.
         num_tokens: T.
     """
 
@@ -102,7 +103,7 @@ class Results(NamedTuple):
 
 @triton.jit
 def _add_copy(acc, outputs, copy, column, in_row, hidden):
-    """Add `column` of the rows `copy` [ROWS] of y to `acc`, times their weights; negative = none."""
+    """Add columns `column` of rows `copy` [ROWS] of y, times their weights, to `acc`; negative = no row."""
     rows = outputs.y_ptr + copy.to(tl.int64)[:, None] * hidden + column
     value = tl.load(rows, mask=(copy >= 0)[:, None] & in_row, other=0.0).to(tl.float32)
     if outputs.HAS_WEIGHTS:
@@ -112,9 +113,9 @@ def _add_copy(acc, outputs, copy, column, in_row, hidden):
 
 @triton.jit
 def _sum_copies(outputs, copies, column, in_row, hidden, TOPK: tl.constexpr):
-    """Float32 sum [ROWS, BLOCK_H] of the rows `copies` of y, a tuple of [ROWS] numbers; negative = none."""
+    """Float32 sum [ROWS, BLOCK_H] of the rows `copies` of y, a tuple of [ROWS] row numbers; negative = no row."""
     acc = tl.zeros([copies[0].shape[0], column.shape[1]], tl.float32)
-    for first in tl.static_range(0, TOPK, 2):  # two at a time are in flight, and few rows have more
+    for first in tl.static_range(0, TOPK, 2):  # two loads in flight at a time; few rows have more assignments
         if (first == 0) or (tl.max((copies[first] != -1).to(tl.int32)) > 0):
             acc = _add_copy(acc, outputs, copies[first], column, in_row, hidden)
             if first + 1 < TOPK:
@@ -124,7 +125,7 @@ def _sum_copies(outputs, copies, column, in_row, hidden, TOPK: tl.constexpr):
 
 @triton.jit
 def _tell(job, epoch, tag, healthy, WP: tl.constexpr):
-    """Tell every rank that this one is in combine `epoch`, with this tag."""
+    """Publish to every rank that this rank is in combine `epoch`, with this tag."""
     peers = tl.arange(0, WP)
     told = is_rank(job, peers) & healthy
     flag_ptrs = buffer_ptrs(job, LL_COMBINE_FLAG, peers, told, tl.int64) + first_of_half(job, epoch) + job.rank
@@ -133,19 +134,19 @@ def _tell(job, epoch, tag, healthy, WP: tl.constexpr):
 
 @triton.jit
 def _reduce(job, epoch, outputs, hidden, TOPK: tl.constexpr, tile):
-    """Sum one tile of the copies of some arrival rows, and store it at the ranks of their tokens."""
-    # After a failure nothing is stored; an early return would make every load wait for this one.
+    """Sum one tile of the outputs of some staging rows, and store it at the ranks of their tokens."""
+    # After a failure store nothing; an early return instead would make every load wait for this one.
     healthy = tl.load(state_at(job, STATUS)) == 0
     piece = tl.program_id(0) % tile.TILES
     num_items = job.num_ranks * job.max_tokens
     item = tl.program_id(0) // tile.TILES + tl.arange(0, tile.ROWS) * tl.cdiv(num_items, tile.ROWS)
     alive = item < num_items
-    # Neighbours go to different ranks, and ranks begin with different ones.
+    # Neighbouring items go to different ranks, and each rank begins with a different one.
     token = quotient(item, job.num_ranks)
     source = job.rank + item - token * job.num_ranks
     source = tl.where(is_rank(job, source), source, source - job.num_ranks)
     copy_ptrs = outputs.copy_rows_ptr + (source * job.max_tokens + token) * TOPK
-    # All numbers at once: one after the other they would be a chain of loads.
+    # Load all row numbers at once; one after the other they would be a chain of loads.
     copies = ()
     for k in tl.static_range(TOPK):
         copies += (tl.load(copy_ptrs + k, mask=alive, other=-1),)
@@ -166,7 +167,7 @@ def _reduce(job, epoch, outputs, hidden, TOPK: tl.constexpr, tile):
 
 @triton.jit
 def _meet(job, epoch, tag, WP: tl.constexpr):
-    """Wait until every rank is in combine `epoch`, and report ranks that are in another one."""
+    """Wait until every rank has reached combine number `epoch`; report ranks whose tag differs."""
     peers = tl.arange(0, WP)
     in_group = is_rank(job, peers)
     first = first_of_half(job, epoch)
@@ -174,14 +175,14 @@ def _meet(job, epoch, tag, WP: tl.constexpr):
     arrived, seen = wait_values(job, flag_ptrs, in_group, epoch << _TOLD, WAIT_LL_PARTIALS, first)
     if arrived:
         tags = seen.to(tl.int32)
-        # Sums of rows of different calls are not used: the host raises.
+        # The host raises, so sums of rows of different calls are not used.
         if tl.max((in_group & (tags != tag.to(tl.int32))).to(tl.int32)) > 0:
             report_calls(job, peers, tags, in_group, CALLS_LL_COMBINE)
 
 
 @triton.jit
 def _elements(words, ELEMENT: tl.constexpr, PACKED: tl.constexpr):
-    """Elements of words as float32: the even and the odd ones of two in a word, or all of them twice."""
+    """Elements of words as float32: even and odd elements if PACKED, else all elements twice."""
     if PACKED:
         even, odd = (words & 0xFFFF).to(tl.int16), (words >> 16).to(tl.int16)
         return even.to(ELEMENT, bitcast=True).to(tl.float32), odd.to(ELEMENT, bitcast=True).to(tl.float32)
@@ -192,7 +193,7 @@ def _elements(words, ELEMENT: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _missing(words, PACKED: tl.constexpr):
-    """Where an element has not come."""
+    """Mask of the words with an element that has not arrived."""
     if PACKED:
         return ((words & 0xFFFF) == 0) | ((words >> 16) == 0)
     else:
@@ -201,7 +202,7 @@ def _missing(words, PACKED: tl.constexpr):
 
 @triton.jit
 def _report_missing(job, epoch, sums_ptrs, stride, mask, goes_to, WP: tl.constexpr, PACKED: tl.constexpr):
-    """Write the status record for sums that did not come; arguments as those of `_await_sums`."""
+    """Write the status record for sums that did not arrive; arguments as in `_await_sums`."""
     peers = tl.arange(0, WP)
     offs = tl.arange(0, mask.shape[1])[None, :]
     late = peers < 0
@@ -213,7 +214,7 @@ def _report_missing(job, epoch, sums_ptrs, stride, mask, goes_to, WP: tl.constex
     first = first_of_half(job, epoch)
     expected = epoch << _TOLD
     told = tl.load(own_buffer(job, LL_COMBINE_FLAG, tl.int64) + first + peers, mask=late, other=0)
-    # A rank that has told its number, but whose sums are missing, counts as one call behind.
+    # A rank that has published its number, but whose sums are missing, counts as one call behind.
     told = tl.where(late, tl.minimum(told, expected - 1), expected)
     report_expiry(job, told, expected, first, WAIT_LL_PARTIALS)
 
@@ -222,9 +223,9 @@ def _report_missing(job, epoch, sums_ptrs, stride, mask, goes_to, WP: tl.constex
 def _await_sums(
     job, epoch, sums_ptrs, stride, mask, goes_to, ELEMENT: tl.constexpr, WP: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Float32 sums of what the ranks of `goes_to` (bits) send, as `_elements`, and whether all of it came in time.
+    """Float32 sums, in the form of `_elements`, over the ranks in the bits `goes_to`, and whether all came in time.
 
-    sums_ptrs: [ROWS, 1], where the words of rank 0 begin; `stride` words from one rank to the next. mask: of words.
+    sums_ptrs: [ROWS, 1], first words of rank 0; `stride` words from one rank to the next. mask: mask of words.
     """
     # -0 in every element.
     NOTHING: tl.constexpr = -0x7FFF8000 if PACKED else -(1 << (ELEMENT.primitive_bitwidth - 1))
@@ -238,7 +239,7 @@ def _await_sums(
         even, odd = tl.zeros(mask.shape, tl.float32), tl.zeros(mask.shape, tl.float32)
         missing = even != 0
         tiles = ()
-        for peer in tl.static_range(WP):  # all on their way before the first is looked at
+        for peer in tl.static_range(WP):  # start all loads before the first is checked
             here = mask & (((goes_to >> peer) & 1) > 0)
             tiles += (tl.load(sums_ptrs + peer * stride + offs, mask=here, other=NOTHING, volatile=True),)
         for peer in tl.static_range(WP):
@@ -246,7 +247,7 @@ def _await_sums(
             first, second = _elements(tiles[peer], ELEMENT, PACKED)
             even -= first
             odd -= second
-        # Threads may see different things here: what they conclude goes through the one reduction.
+        # Threads may see different values here, so the decision goes through the one reduction.
         given_up = 0
         if polls % _LOOKS == _LOOKS - 1:
             failed = tl.load(state_at(job, STATUS), volatile=True) != 0
@@ -262,7 +263,7 @@ def _await_sums(
 
 @triton.jit
 def _sum(job, epoch, number, step, results, hidden, ROWS: tl.constexpr, choices, WP: tl.constexpr, sum_tile):
-    """Sums of the tokens of items `number`, `number + step`, ...: item = tile of tokens and part of their rows."""
+    """Sum items `number`, `number + step`, ...; an item is a tile of tokens and a part of their rows."""
     ELEMENT: tl.constexpr = results.out_ptr.dtype.element_ty
     IN_WORD: tl.constexpr = 2 if sum_tile.PACKED else 1
     WORD: tl.constexpr = tl.int16 if IN_WORD == 1 and ELEMENT.primitive_bitwidth == 16 else tl.int32
@@ -313,7 +314,7 @@ def low_latency_combine_kernel(
     combine: Combine,
     job: Job,
     hidden,
-    first_waiting,  # programs of this launch that reduce; they come first
+    first_waiting,  # number of programs of this launch that reduce; they come first
     choices: Choices,
     WP: tl.constexpr,
     tile: RowTile,
@@ -334,7 +335,7 @@ def low_latency_combine_kernel(
         else:
             step = tl.num_programs(0) - first_waiting - 1
             _sum(job, epoch, number - 1, step, results, hidden, tile.ROWS, choices, WP, sum_tile)
-    # Behind the barrier: all threads have read the epoch.
+    # After the barrier all threads have read the epoch.
     tl.debug_barrier()
     others = tl.cdiv(job.num_ranks * job.max_tokens, tile.ROWS) * tile.TILES + tl.num_programs(0) - first_waiting - 1
     ended = tl.where(number == 0, _ONE_TURN - others, 1).to(tl.int64)

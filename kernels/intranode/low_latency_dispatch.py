@@ -1,30 +1,30 @@
-"""Low-latency dispatch of few tokens inside a node: two launches, and nothing is counted before rows fly.
+"""Low-latency dispatch of few tokens inside a node: two launches, and nothing is counted before rows are sent.
 
-Protocol      1 push, one program per token: to every rank go the token's keys, -1 where the expert is elsewhere, and
-              its weights; the row goes once to each rank that owns one of its experts, to an arrival row that is
-              this token's alone. A key is (local expert << 16 | slot); the slot, the number of earlier entries of
-              this rank for that expert, is counted by each program for its own token. The program that has the
-              expert's last entry tells its owner the total
-              2 push: every program adds to ll_flag of every rank, all of them together max_tokens
-              3 expand: wait until the flags of all ranks have their counts, and compare their host words: where ranks
-              are in different calls, nothing is copied (device/calls.py). From the totals of all sources follows
-              where each source's rows of each expert begin; that plus the slot is the output row. Copy rows, note
-              where they went (for combine), zero the padding
-Layout        ll_stage_x [2, W * M, row on the wire (device/payload.py)], arrival row = source rank * M + token;
+Protocol      1 push, one program per token: store the token's keys, -1 where the expert is elsewhere, and its weights
+              at every rank. Store its row once at each rank that owns one of its experts, in a staging row reserved
+              for this token. A key is (local expert << 16 | slot). The slot is the number of earlier entries of this
+              rank for that expert; each program counts it for its own token. The program with the expert's last entry
+              stores the total at the expert's owner
+              2 push: every program adds to ll_flag of every rank; together they add max_tokens
+              3 expand: wait until the flags of all ranks have their counts, and compare the host words: if ranks
+              are in different calls, copy nothing (device/calls.py). Derive from the totals of all sources where each
+              source's rows of each expert begin; that plus the slot is the output row. Copy rows, store their output
+              rows (for combine), zero the padding
+Layout        ll_stage_x [2, W * M, row on the wire (device/payload.py)], staging row = source rank * M + token;
               ll_meta [2, W * M, 2 * KP] int32: keys, then weights as float32 bits; ll_counts [2, W, EP] int64:
-              (epoch << 16 | total), so that an old word counts as none and nothing need be cleared;
-              ll_flag [2, W] int64: programs, host word and tokens (device/codes.py, LL_WORD_SHIFT), where max_tokens
-              programs are added in every second call, and the program of token 0 exchanges the lower half: it adds
-              what it publishes now less what it published before (LL_TOLD). Their first dimension is the parity of the
-              epoch. W ranks, M max_tokens, e experts per rank, KP top-k rounded up to a power of two.
-Memory order  All stores of a program come before a block barrier and its release adds, at system scope. The adds to a
-              flag are one release sequence, so 3, which acquires their total, sees what all programs stored.
-Progress      1 and 2 wait for nobody. 3 waits for the pushes of all ranks, its own launched before.
+              (epoch << 16 | total), so a word of an older epoch counts as 0 and nothing needs clearing;
+              ll_flag [2, W] int64: programs, host word and tokens (device/codes.py, LL_WORD_SHIFT). Each half gets
+              max_tokens programs every second call, and the program of token 0 replaces the lower bits: it adds what
+              it publishes now minus what it published last (LL_TOLD). The first dimension of all of them is the parity
+              of the epoch. W ranks, M max_tokens, e experts per rank, KP top-k rounded up to a power of two.
+Memory order  All stores of a program precede a block barrier and its release adds, at system scope. The adds to a
+              flag form one release sequence, so 3, which acquires their total, sees the stores of all programs.
+Progress      1 and 2 wait for nobody. 3 waits for the pushes of all ranks; its own rank's push is launched before it.
 Replay        The epoch lives on the device, in two words: push reads the first and writes the second, expand the
-              other way round, so that no program reads what another one of its launch writes.
-              Two halves suffice. A rank that pushes epoch n has ended its expand of n - 1, for which every rank had
-              set its flag n - 1, and each did so after its own expand of n - 2, the last reader of the half that is
-              written now. This goes for ll_flag, too: its low bits are those of one epoch.
+              other way round, so no program reads a word that another program of its launch writes.
+              Two halves suffice. A rank that pushes epoch n has ended its expand of n - 1. For that, every rank had
+              set its flag n - 1, each after its own expand of n - 2, the last reader of the half that is now written.
+              This holds for ll_flag, too: its low bits are those of one epoch.
 """
 
 from typing import Any, NamedTuple
@@ -88,13 +88,16 @@ _COUNT_SHIFT = tl.constexpr(codes.LL_COUNT_SHIFT)
 
 @triton.jit
 def _kept(ids, num_experts):
-    """Expert ids as int32, -1 for those that name no expert."""
+    """Expert ids as int32; -1 for ids that name no expert."""
     return tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
 
 
 @triton.jit
 def _slots(topk_idx_ptr, mine, first, num_entries, num_experts, BLOCK_N: tl.constexpr):
-    """For each of my experts [KP], whose first entry is number `first`: entries before mine, and in all."""
+    """Entries for the experts `mine` [KP] of one token: how many precede the token's own entry, and how many in all.
+
+    first: index of the token's first entry.
+    """
     position = first + tl.arange(0, mine.shape[0])
     packed = tl.zeros([mine.shape[0]], tl.int32)
     for start in range(0, num_entries, BLOCK_N):
@@ -106,7 +109,7 @@ def _slots(topk_idx_ptr, mine, first, num_entries, num_experts, BLOCK_N: tl.cons
 
 
 class Sizes(NamedTuple):
-    """Numbers rounded up to powers of two.
+    """Sizes rounded up to powers of two.
 
     Attributes:
         WP: all ranks. EP: local experts.
@@ -119,7 +122,7 @@ class Sizes(NamedTuple):
 
 
 class PushTile(NamedTuple):
-    """What a program, which has one token, pushes at once.
+    """Tiles in which a program pushes its one token.
 
     Attributes:
         TILES: tiles of a row.
@@ -134,8 +137,8 @@ class Segments(NamedTuple):
     """Output rows of the local experts.
 
     Attributes:
-        capacity: output rows at most.
-        alignment: rows; segments are padded to multiples of it.
+        capacity: most output rows.
+        alignment: segments are padded to multiples of this number of rows.
     """
 
     capacity: Any
@@ -143,7 +146,7 @@ class Segments(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What comes with the rows.
+    """Outputs that accompany the rows.
 
     Attributes:
         HAS_SCALES: scales of MXFP8.
@@ -172,7 +175,7 @@ def _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, 
     wire = wire_of(source.row_words, source.x_ptr.dtype.element_ty, source.PAYLOAD)
     row = tl.arange(0, 1) + token
     scale_ptrs = source.scale_ptr + row.to(tl.int64) * (wire.data_bytes // 32)
-    # Ranks and tokens begin with different destinations, so that no link is everybody's first.
+    # Ranks and tokens begin with different destinations, so that they do not all start on the same link.
     first_rank = job.rank + token - quotient(job.rank + token, job.num_ranks) * job.num_ranks
     dest_rank = first_rank + tl.arange(0, WP)
     dest_rank = tl.where(dest_rank < job.num_ranks, dest_rank, dest_rank - job.num_ranks)
@@ -194,7 +197,8 @@ def _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, 
 
 @triton.jit
 def _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, num_tokens, choices, sizes):
-    """Store the keys and weights of a token at all ranks, and totals that end here at their owners."""
+    """Store the keys and weights of a token at all ranks, and the totals of experts whose last entry is the token's at
+    their owners."""
     ks = tl.arange(0, choices.KP)
     alive = token < num_tokens
     entry = alive & (ks < choices.TOPK)
@@ -242,7 +246,7 @@ def low_latency_push_kernel(
     tile: PushTile,
 ):
     job = in_one_node(job)
-    # After a failure nothing is stored; an early return would make every load wait for this one.
+    # After a failure store nothing; an early return instead would make every load wait for this one.
     healthy = tl.load(state_at(job, STATUS)) == 0
     epoch = tl.load(state_at(job, EPOCH_LL_DISPATCH)) + 1
     token = tl.program_id(0)
@@ -252,7 +256,7 @@ def low_latency_push_kernel(
     mine = _kept(ids, num_experts(job))
     data_tile = _load_tile(source, token, num_tokens, 0, tile.BLOCK_H)
     _push_tile(job, epoch, healthy, token, mine, source, data_tile, num_tokens, 0, sizes.WP)
-    # While the stores of the first tile are on their way.
+    # Compute and store the keys while the stores of the first tile are in flight.
     _push_keys(job, epoch, healthy, token, mine, topk_idx_ptr, routed, num_tokens, choices, sizes)
     for t in tl.static_range(1, tile.TILES):
         data_tile = _load_tile(source, token, num_tokens, t, tile.BLOCK_H)
@@ -282,16 +286,16 @@ def _store_copies(
     words,  # [ROWS, BLOCK_H]
     scales,
     h,
-    copies,  # tuple of [ROWS] output rows of each arrival row, negative = none
+    copies,  # tuple of [ROWS] output rows of each staging row, negative = none
     HAS_SCALES: tl.constexpr,
     TOPK: tl.constexpr,
 ):
-    """Store a tile of arrival rows to the output rows of their copies."""
+    """Store a tile of staging rows to the output rows of their assignments."""
     WORD_BYTES: tl.constexpr = out.recv_x_ptr.dtype.element_ty.primitive_bitwidth // 8
     offs = (h + tl.arange(0, words.shape[1]))[None, :]
     for k in tl.static_range(TOPK):
         copy = copies[k]
-        if tl.max(copy) >= 0:  # most rows have few copies
+        if tl.max(copy) >= 0:  # most rows have few assignments
             dest = out.recv_x_ptr + copy.to(tl.int64)[:, None] * out.row_words + offs
             tl.store(dest, words, mask=(copy >= 0)[:, None] & (offs < out.row_words))
             if HAS_SCALES:
@@ -308,8 +312,8 @@ def _zero_rest(
     parts,
     tile,
 ):
-    """Zero the padding rows, and the weights of all rows that are no copy."""
-    # Rows that are no copy, numbered from 0, the expert's before which they begin to count, and how many there are.
+    """Zero the padding rows, and the weights of all rows without an assignment."""
+    # Padding rows are numbered from 0 over all experts: padding of each expert, of the experts before it, of all.
     padding = padded - total
     before = (tl.cumsum(padding, axis=0) - padding)[None, :]
     num_padding = tl.sum(padding)
@@ -321,7 +325,7 @@ def _zero_rest(
         offs = tl.arange(0, tile.BLOCK_H)[None, :]
         for first in range(tl.program_id(0) * tile.ROWS, num_padding, step * tile.ROWS):
             number = first + tl.arange(0, tile.ROWS)
-            # Before it lie all other numbers below, and the copies of its expert and those before.
+            # Before a padding row lie the padding rows of lower number and the real rows up to its expert.
             row = number + tl.sum(tl.where(before <= number[:, None], total[None, :], 0), axis=1)
             inside = (number < num_padding) & (row < capacity)
             for h in range(0, out.row_words, tile.BLOCK_H):
@@ -348,8 +352,8 @@ def _store_placement(
     capacity,
     epoch,
 ):
-    """Write the parts of `placement` (device/tables.py) that a low-latency dispatch has: of the report tokens, host
-    words and the own rows; then up to the number of the dispatch."""
+    """Write the parts of `placement` (device/tables.py) that a low-latency dispatch has: tokens, host words and own
+    output rows of the report, then all parts up to the number of the dispatch."""
     source = tl.arange(0, word_of.shape[0])
     local = tl.arange(0, total.shape[0])
     start = tl.cumsum(padded, axis=0) - padded
@@ -382,7 +386,7 @@ def _store_placement(
 )
 def low_latency_expand_kernel(
     out: Output,
-    copy_rows_ptr,  # out [W * M, K] int32, rows of each arrival row's copies, -2 = beyond the capacity; then -1
+    copy_rows_ptr,  # out [W * M, K] int32, output rows of each staging row, -2 = beyond the capacity; then -1
     placement_ptr,  # out int32 (device/tables.py), up to the number of the dispatch
     job: Job,
     segments: Segments,
@@ -393,7 +397,7 @@ def low_latency_expand_kernel(
     tile: RowTile,
 ):
     job = in_one_node(job)
-    # Addresses are loaded before the wait: its acquire empties L1.
+    # Load addresses before the wait: its acquire empties L1.
     stage_ptr = own_buffer(job, LL_STAGE_X, tl.uint8)
     meta_ptr = own_buffer(job, LL_META, tl.int32)
     meta_weights_ptr = own_buffer(job, LL_META, tl.float32)
@@ -402,7 +406,7 @@ def low_latency_expand_kernel(
     own_word = (tl.load(state_at(job, LL_TOLD) + (epoch & 1)) >> _WORD_SHIFT).to(tl.int32)
     if tl.program_id(0) == 0:
         tl.store(state_at(job, EPOCH_LL_DISPATCH), epoch)
-    # Times that this half has been used.
+    # Each use of this half so far has added max_tokens programs.
     expected = (((epoch + 1) >> 1) * job.max_tokens) << _COUNT_SHIFT
     first_source = first_of_half(job, epoch)
     source = tl.arange(0, WP)
@@ -410,13 +414,13 @@ def low_latency_expand_kernel(
     flag_ptrs = own_buffer(job, LL_FLAG, tl.int64) + first_source + source
     arrived, seen = wait_values(job, flag_ptrs, in_group, expected, WAIT_LL_ROWS, first_source)
     word_of = tl.where(in_group, seen, 0).to(tl.int32)
-    # The report stands at the end: most calls pass it, and none waits for it.
+    # `report_calls` is at the end of the kernel: calls that agree do not wait for it.
     alike = tl.max((in_group & words_unlike(own_word, word_of >> _WORD_SHIFT)).to(tl.int32)) == 0
     if arrived & alike:
         PAYLOAD: tl.constexpr = MX if parts.HAS_SCALES else WORDS
         WORD: tl.constexpr = out.recv_x_ptr.dtype.element_ty
         wire = wire_of(out.row_words, WORD, PAYLOAD)
-        # Rows far from each other, so that programs share what few tokens there may be.
+        # Take rows far apart, so that programs share the work if there are few tokens.
         num_arrivals = job.num_ranks * job.max_tokens
         arrival = tl.program_id(0) + tl.arange(0, tile.ROWS) * tl.num_programs(0)
         of_source = quotient(arrival, job.max_tokens)
@@ -425,7 +429,7 @@ def low_latency_expand_kernel(
         here = (arrival < num_arrivals) & (token < (word & _SLOT_MASK))
         staged = first_source * job.max_tokens + arrival
         row_ptrs, scale_ptrs = staged_rows(stage_ptr, staged, wire, WORD)
-        # On their way while the output rows are computed.
+        # In flight while the output rows are computed.
         words, scales = load_payload(row_ptrs, scale_ptrs, here, 0, out.row_words, PAYLOAD, tile.BLOCK_H)
         ks = tl.arange(0, choices.KP)[None, :]
         meta = staged[:, None] * (2 * choices.KP) + ks
@@ -434,7 +438,7 @@ def low_latency_expand_kernel(
             weights = tl.load(meta_weights_ptr + meta + choices.KP, mask=here[:, None], other=0.0)
 
         local = tl.arange(0, EP)
-        # Words of no expert are never written: they carry no epoch.
+        # Words past the last expert, never written, carry no epoch and count as 0.
         counts_ptrs = counts_ptr + (first_source + source)[:, None] * EP + local[None, :]
         counts = tl.load(counts_ptrs, mask=in_group[:, None], other=0)
         counts = tl.where((counts >> _SLOT_BITS) == epoch, counts & _SLOT_MASK, 0).to(tl.int32)
@@ -451,13 +455,13 @@ def low_latency_expand_kernel(
         copy = tl.where(is_copy, tl.where(copy < segments.capacity, copy, -2), -1)
         if parts.HAS_WEIGHTS:
             tl.store(out.recv_weights_ptr + copy, weights, mask=copy >= 0)
-        # Copies first, in k order, so that who reads them may stop at the first -1.
+        # Assignments first, in k order, so that a reader may stop at the first -1.
         copies_so_far = tl.cumsum(is_copy.to(tl.int32), axis=1)
         num_copies = tl.sum(is_copy.to(tl.int32), axis=1)[:, None]
         position = tl.where(is_copy, copies_so_far - 1, num_copies + ks - copies_so_far)
         noted = (arrival < num_arrivals)[:, None] & (position < choices.TOPK)
         tl.store(copy_rows_ptr + arrival[:, None] * choices.TOPK + position, copy, mask=noted)
-        # Every thread needs all of them: in registers, where memory would be a chain of loads.
+        # Every thread needs all output rows: keep them in registers, because memory would be a chain of loads.
         copies = ()
         for k in tl.static_range(choices.TOPK):
             copies += (tl.sum(tl.where(ks == k, copy, 0), axis=1),)
