@@ -1,14 +1,14 @@
-"""How a kernel is declared: one decorator, in the file of the kernel. Launches, builds and checks read the declaration.
+"""Declare a kernel with one decorator, in the kernel's file. Launches, builds and checks read the declaration.
 
     @ep_kernel(x_ptr="*{WORD}", addrs_ptr="*i64", specialised=("row_words",), num_warps=16)
     def push_kernel(x_ptr, addrs_ptr, num_rows, row_words, BLOCK: tl.constexpr): ...
 
-The signature gives names and order; the decorator adds what a signature cannot say. Types are Triton's: "*i64" is a
-pointer, "{WORD}" a type that each launch decides: the dtype of rows, of expert ids, or what an operand is.
+The signature gives names and order; the decorator adds what a signature cannot express. Types are Triton's: "*i64" is a
+pointer. "{WORD}" is a type that each launch decides: the dtype of rows or expert ids, or the kind of an operand.
 
-What travels together is one parameter, a *group*: a NamedTuple class as its annotation, like `Job` (device/job.py). Its
-fields are arguments, those with the annotation tl.constexpr compile-time arguments. Launches, plans and the decorator
-name the fields, as if each were a parameter; only the kernel sees the group:
+Arguments that belong together form one parameter, a *group*, annotated with a NamedTuple class like `Job`
+(device/job.py). Each field of the class is an argument; fields annotated tl.constexpr are compile-time arguments.
+Launches, plans and the decorator name the fields as if each were a parameter; only the kernel sees the group:
 
     class Tile(NamedTuple):
         ROWS: tl.constexpr
@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 _COMMON = {"state_ptr": "*i64", "tables_ptr": "*i64", "placement_ptr": "*i32"}
-"""Types of pointers that mean the same in every kernel."""
+"""Types of pointers that have the same meaning in every kernel."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Variant:
     """One choice of types and constexprs of a kernel.
 
     Attributes:
-        constexprs: all of them; dtypes by Triton's names ("fp32").
-        types: of the letters in the declaration, without braces.
+        constexprs: values of all constexprs; dtypes by Triton's names ("fp32").
+        types: types of the names in braces in the declaration, keyed without braces.
         aligned: specialised integers that are multiples of 16.
     """
 
@@ -55,9 +55,9 @@ class Parameter(NamedTuple):
     """One parameter of a kernel.
 
     Attributes:
-        name: as the kernel has it.
-        fields: names of the arguments that it consists of: its own, or those of its group.
-        group: its class; None: it is one argument.
+        name: name in the kernel's signature.
+        fields: names of its arguments: its own name, or the fields of its group.
+        group: class of the group; None if the parameter is one argument.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Parameter(NamedTuple):
     group: Any = None
 
     def of(self, values: Mapping[str, Any]) -> Any:
-        """The parameter from a value for each argument."""
+        """Build the parameter from a value for each argument."""
         return values[self.name] if self.group is None else self.group(*[values[name] for name in self.fields])
 
 
@@ -74,16 +74,16 @@ class KernelSpec:
     """A declared kernel.
 
     Attributes:
-        name: of the function.
+        name: name of the function.
         kernel: the `triton.jit` function.
-        parameters: in the order of the kernel.
+        parameters: parameters, in the kernel's order.
         arguments: type of every run-time argument, pointers and operands before integers: the order of launches.
-        constexprs: names of its compile-time arguments.
-        specialised: integers that the compiler may know to be 1, or multiples of 16.
-        num_warps: warps of a program on a GPU; None: the plan of each call site chooses them.
-        maxnreg: registers of a thread at most, so that programs of other kernels fit beside it; None: as many as the
-            compiler likes, or as the plan says.
-        variants: what is built ahead of time besides what plans ask for.
+        constexprs: names of the compile-time arguments.
+        specialised: integers for which the compiler may use that they are 1, or multiples of 16.
+        num_warps: warps of a program on a GPU; None: the plan of each call site chooses.
+        maxnreg: most registers of a thread, so that programs of other kernels fit next to it; None: the plan or the
+            compiler chooses.
+        variants: variants built ahead of time in addition to those of plans.
     """
 
     name: str
@@ -98,18 +98,18 @@ class KernelSpec:
 
     @property
     def runtime_order(self) -> tuple[str, ...]:
-        """Names of the run-time arguments in the order of the kernel's parameters, which compiled kernels take."""
+        """Names of the run-time arguments in the order of the kernel's parameters, as compiled kernels take them."""
         return tuple(name for each in self.parameters for name in each.fields if name in self.arguments)
 
     def for_interpreter(self, values: Mapping[str, Any]) -> list[Any]:
-        """The parameters of a call that is interpreted, from a value for each argument."""
-        # Elsewhere in a group the interpreter takes a number for a run-time one.
+        """Build the parameters of an interpreted call from a value for each argument."""
+        # In a group, the interpreter would take a plain number for a run-time argument.
         kept = {**values, **{name: tl.constexpr(values[name]) for name in self.constexprs}}
         return [parameter.of(values if parameter.group is None else kept) for parameter in self.parameters]
 
     @property
     def moves_rows(self) -> bool:
-        """True if it takes rows of tokens."""
+        """True if the kernel takes rows of tokens."""
         return any("{WORD}" in kind or "{TOKEN}" in kind for kind in self.arguments.values())
 
 
@@ -124,14 +124,16 @@ def ep_kernel(
     variants: tuple[Variant, ...] = (),
     **types: str,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Declare the decorated function as a kernel, and compile it by `triton.jit`.
+    """Declare the decorated function as a kernel, and wrap it in `triton.jit`.
 
     Arguments:
         specialised, num_warps, maxnreg, variants: as in `KernelSpec`.
-        types: of pointers and operands, by name. What is named neither here nor in `_COMMON` is an integer: "i32".
+        types: types of pointers and operands, by name. Run-time arguments named neither here nor in `_COMMON` are
+            integers: "i32".
 
     Raises:
-        TypeError: a type or a specialised integer is no argument, a pointer has no type, or two arguments share a name.
+        TypeError: a type or a specialised integer names no run-time argument, a pointer has no type, or two arguments
+            share a name.
     """
 
     def declare(function: Callable[..., Any]) -> Any:
@@ -171,7 +173,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[tuple[Parameter, ...], tu
 
 @functools.cache
 def all_kernels() -> Mapping[str, KernelSpec]:
-    """Every kernel of the package by its name. Imports all files of this folder, and so Triton."""
+    """Every kernel of the package by name. Imports all files of this folder, and so Triton."""
     package = importlib.import_module(__package__)
     for module in pkgutil.walk_packages(package.__path__, f"{__package__}."):
         importlib.import_module(module.name)

@@ -1,1 +1,1 @@
-"""Routing, products, formats, slabs, signals. Only routing_slots stores to peers; the others touch this GPU alone."""
+"""Routing, products, formats, slabs, signals. Only routing_slots stores to peers; the others access only this GPU."""

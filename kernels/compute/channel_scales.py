@@ -1,8 +1,8 @@
-"""Rows quantised to e4m3 with one scale per 128 values, the format of DeepEP and of blockwise FP8 models.
+"""Quantise rows to e4m3 with one scale per 128 values, the format of DeepEP and of blockwise FP8 models.
 
-Protocol      Each program quantises BLOCKS blocks of 128 values in registers, writes elements and scales.
-Layout        x and elements [T, H], row-major: one list of T * H / 128 blocks. scale: 4 bytes for each of them. Those
-              of a row are [H / 128] float32; with EXPONENTS [H / 128] uint8, then zeros.
+Protocol      Each program quantises BLOCKS blocks of 128 values in registers, and writes elements and scales.
+Layout        x and elements [T, H], row-major: one list of T * H / 128 blocks. scale: 4 bytes per block. The scales of
+              a row are [H / 128] float32; with EXPONENTS [H / 128] uint8, then zeros.
 Memory order  Plain loads and stores.
 Progress      No program waits.
 Replay        Nothing is kept between calls; every byte of the outputs is written once.
@@ -26,8 +26,8 @@ def quantize_channels_kernel(
     scale_ptr,  # out [num_blocks] float32; with EXPONENTS [T, 4, blocks_per_row] uint8
     num_blocks,
     blocks_per_row,
-    ROUND: tl.constexpr,  # scales are powers of two, rounded up
-    EXPONENTS: tl.constexpr,  # of such scales
+    ROUND: tl.constexpr,  # round scales up to powers of two
+    EXPONENTS: tl.constexpr,  # store only the exponents of such scales
     BLOCKS: tl.constexpr,
 ):
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
@@ -39,7 +39,7 @@ def quantize_channels_kernel(
     scale = amax * (1 / 448)
     if ROUND:
         bits = scale.to(tl.int32, bitcast=True)
-        # The exponent of the next power of two. An infinite amax gets the largest, and the factor 0.
+        # Exponent of the next power of two. An infinite amax gets the largest exponent, and the factor 0.
         exponent = tl.minimum((bits >> 23) + ((bits & _MANTISSA) != 0).to(tl.int32), 254)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)

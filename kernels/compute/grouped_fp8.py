@@ -1,16 +1,16 @@
-"""Grouped GEMM on MXFP8 operands with fp8 tensor cores, for few rows per expert, where bytes of weights rule.
+"""Grouped GEMM on MXFP8 operands with fp8 tensor cores, for few rows per expert, where weight bytes dominate the time.
 
 Protocol      equalize_scales: the four 32-blocks of every 128 values of K get the largest of their scales, and
-              the values move into it; an e4m3 value keeps all its bits unless it becomes subnormal.
-              grouped_fp8: HARDWARE: the operands as they are, one scale per 32 values, into tensor cores that know
-              them (sm_100; elsewhere the compiler emulates). Else equal scales along 128 of K, so a step of 128 is one
-              fp8 product, which is scaled before it is added, in float32.
+              the values are rebased to it; an e4m3 value keeps all its bits unless it becomes subnormal.
+              grouped_fp8: with HARDWARE, tensor cores take the operands unchanged, with one scale per 32 values
+              (sm_100; elsewhere the compiler emulates this). Otherwise scales are equal along 128 of K, so a step of
+              128 is one fp8 product, which is scaled in float32 before it is added.
               Weights are the rows of the tile and tokens its columns: 16 tokens fill a tile 16 wide. Tiles and
               groups as in grouped_gemm.py.
 Layout        a [R, K] e4m3, b [E, N, K] e4m3, both contiguous. MX scales are bytes 0..255 = 2^(s - 127), 255 = NaN:
-              [R, K/32] and [E, N, K/32]. Equal scales are float32, [K/128, R] and [E, K/128, N], K/128 rounded up: a
-              step reads them side by side, and 4 bytes are the least that a copy into shared memory moves, so that they
-              are loaded ahead like the operands.
+              [R, K/32] and [E, N, K/32]. Equal scales are float32, [K/128, R] and [E, K/128, N], K/128 rounded up. A
+              step reads adjacent scales, and each has 4 bytes, the smallest size that a copy into shared memory moves,
+              so scales are prefetched like the operands.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -54,7 +54,7 @@ def equalize_scales_kernel(
     where_k = (step * 128 + offs_k)[None, :, :]
     at = row.to(tl.int64)[:, None, None] * k + where_k
     values = tl.load(qdata_ptr + at, mask=in_rows[:, None, None] & (where_k < k), other=0.0).to(tl.float32)
-    # A value more than 2^126 smaller than its neighbours is zero beside them in any case.
+    # A block whose scale is more than 2^126 times smaller than the largest would round to zero in any case.
     exponent = tl.maximum(127 + scale - largest[:, None], 0)
     moved = values * (exponent << 23).to(tl.float32, bitcast=True)[:, :, None]
     tl.store(out_ptr + at, moved.to(out_ptr.dtype.element_ty), mask=in_rows[:, None, None] & (where_k < k))
@@ -65,9 +65,9 @@ class Scales(NamedTuple):
     """Scales of both operands.
 
     Attributes:
-        a_scale_ptr, b_scale_ptr: with HARDWARE [rows, K / 32] uint8; else float32 per row and 128 elements, a's step by
-            step, b's matrix by matrix.
-        HARDWARE: the tensor cores apply them.
+        a_scale_ptr, b_scale_ptr: with HARDWARE [rows, K / 32] uint8; else one float32 per row and 128 elements,
+            [K/128, R] for a, [E, K/128, N] for b.
+        HARDWARE: the tensor cores apply the scales.
     """
 
     a_scale_ptr: Any
@@ -145,7 +145,7 @@ def grouped_fp8_kernel(
                 b_scale = tl.load(
                     scales.b_scale_ptr + expert.to(tl.int64) * steps * n + step * n + cols, mask=in_n, other=0.0
                 )
-                # One factor after the other: the product of two scales may leave float32 where the result does not.
+                # Apply one factor after the other: the product of both may leave float32's range, unlike the result.
                 part = tl.dot(b_tile, a_tile.T) * b_scale[:, None]
                 acc += part * a_scale[None, :]
         out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * n + cols[None, :]

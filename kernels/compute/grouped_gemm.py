@@ -2,16 +2,16 @@
 product over its rows (gradient of the weights).
 
 Protocol      grouped_gemm: out[r, :] = a[r, :] @ b[group of r]. Programs are persistent; each takes every
-              num_programs-th tile. Where a tile lies follows on the device from the groups' ends, so the
-              host waits for nothing and a captured graph takes new groups. A tile holds rows of one group.
-              Rows after the last group are a group without steps: they become zeros.
+              num_programs-th tile. The device derives the position of a tile from the groups' ends, so the
+              host waits for nothing and a captured graph accepts new groups. A tile holds rows of one group.
+              Rows past the last group are a group without steps over K: they become zeros.
               grouped_wgrad: out[e] = x_e^T @ y_e over the rows of group e; one program per tile. ACCUMULATE adds to
-              what out holds, and leaves what belongs to an empty group alone.
-              Accumulation in float32, one rounding to the output's type.
+              the values in out, and does not touch out[e] of an empty group.
+              Both accumulate in float32 and round once to the output's type.
 Layout        a, x, y: row-major. b [E, K, N]: K_MAJOR = consecutive along K, else along N. Groups start
-              anywhere and may be empty. TMA: operands come through descriptors, whose boxes may reach into
-              the next group or expert; what they compute there is never stored. For that, K must be a
-              multiple of BLOCK_K: a box that crosses K would bring the next expert's rows.
+              anywhere and may be empty. TMA: operands are loaded through descriptors, whose boxes may reach into
+              the next group or expert; the results computed there are never stored. For that, K must be a
+              multiple of BLOCK_K: a box that crosses K would load the next expert's rows.
 Memory order  Plain loads and stores; the kernels follow each other on one stream.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -76,7 +76,7 @@ def grouped_gemm_kernel(
         tile_m, tile_n = in_bands(inside, tl.cdiv(group_size, tile.BLOCK_M), tiles_n, tile.BAND)
         row = group_start + tile_m * tile.BLOCK_M
         col = tile_n * tile.BLOCK_N
-        expert = tl.minimum(group, groups.num_experts - 1)  # the rows after the last group have none, and no steps
+        expert = tl.minimum(group, groups.num_experts - 1)  # rows past the last group have no expert and no steps
         acc = tl.zeros((tile.BLOCK_M, tile.BLOCK_N), dtype=tl.float32)
         if TMA:
             for k0 in tl.range(0, tl.where(group < groups.num_experts, k, 0), tile.BLOCK_K, num_stages=tile.STAGES):
@@ -100,7 +100,7 @@ def grouped_gemm_kernel(
                     b_ptrs = b_ptr + (k0 + offs_k).to(tl.int64)[:, None] * strides.stride_bw + (col + offs_n)[None, :]
                     in_b = in_k[:, None] & (col + offs_n < n)[None, :]
                     acc = tl.dot(a_tile, tl.load(b_ptrs, mask=in_b, other=0.0), acc)
-        # Never through a descriptor: its box would overwrite the first rows of the next group.
+        # Never store through a descriptor: its box would overwrite the first rows of the next group.
         out_rows = row + offs_m
         out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * strides.stride_om + (col + offs_n)[None, :]
         in_out = (out_rows < group_start + group_size)[:, None] & (col + offs_n < n)[None, :]
@@ -115,10 +115,10 @@ def _load_rows(ptr, rows, end, stride, cols, num_cols):
 
 
 class Operands(NamedTuple):
-    """x [R, I] and y [R, J], bf16.
+    """Operands x [R, I] and y [R, J], bf16.
 
     Attributes:
-        x_ptr, y_ptr: pointers to them.
+        x_ptr, y_ptr: x and y.
         num_i, num_j: I and J.
         stride_xm, stride_ym: elements from one row to the next.
     """
@@ -143,8 +143,8 @@ class Operands(NamedTuple):
 )
 def grouped_wgrad_kernel(
     operands: Operands,
-    x_desc,  # with TMA a descriptor of boxes [BLOCK_R, BLOCK_I] of x, else anything
-    y_desc,  # with TMA a descriptor of boxes [BLOCK_R, BLOCK_J] of y, else anything
+    x_desc,  # with TMA a descriptor of boxes [BLOCK_R, BLOCK_I] of x, else unused
+    y_desc,  # with TMA a descriptor of boxes [BLOCK_R, BLOCK_J] of y, else unused
     out_ptr,  # [E, I, J] contiguous; in and out with ACCUMULATE
     groups: Groups,
     TMA: tl.constexpr,
@@ -166,7 +166,7 @@ def grouped_wgrad_kernel(
         whole = start + (end - start) // tile.BLOCK_R * tile.BLOCK_R
         for r in tl.range(start, whole, tile.BLOCK_R, num_stages=tile.STAGES):
             acc = tl.dot(x_desc.load([r, tile_i * tile.BLOCK_I]).T, y_desc.load([r, tile_j * tile.BLOCK_J]), acc)
-        # The last rows through pointers: a box would add those of the next group.
+        # Load the last rows through pointers: a box would add rows of the next group.
         if whole < end:
             x_tile = _load_rows(operands.x_ptr, whole + offs_r, end, operands.stride_xm, cols_i, operands.num_i)
             y_tile = _load_rows(operands.y_ptr, whole + offs_r, end, operands.stride_ym, cols_j, operands.num_j)

@@ -1,10 +1,10 @@
-"""Ids and weights of the experts that a routing map names, a slot for each of a token's experts.
+"""Convert a routing map to expert ids and weights, with one slot for each of a token's experts.
 
-Protocol      1 each program takes a block of tokens, and stores the experts of each in ascending order
-              2 it fills what is left of the token's slots; of a token with more experts than slots it tells how many
+Protocol      1 each program takes a block of tokens, and stores the experts of each token in ascending order
+              2 it fills the remaining slots of the token; for a token with more experts than slots, it reports how many
 Layout        map [T, E] bytes, 1 = the token goes to the expert. ids [T, K] int32, then -1. weights [T, K], then 0.
-Memory order  A barrier of the program between 1 and 2, which may store into the same slot. Additions of integers,
-              whose order does not matter.
+Memory order  A block barrier separates 1 and 2, which may store into the same slot. Integer additions, whose order
+              does not matter.
 Progress      No program waits.
 Replay        With COUNT_EXCESS the caller zeroes `excess`.
 """
@@ -28,12 +28,12 @@ class Counts(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program does at once; powers of two.
+    """Block sizes of a program; powers of two.
 
     Attributes:
         KP: top-k rounded up.
         BLOCK_T: tokens.
-        BLOCK_E: experts.
+        BLOCK_E: experts at a time.
     """
 
     KP: tl.constexpr
@@ -47,10 +47,10 @@ def map_slots_kernel(
     probs_ptr,  # [T, E] float32, read if HAS_PROBS
     ids_ptr,  # out [T, K] int32
     weights_ptr,  # out [T, K] float32, if HAS_PROBS
-    excess_ptr,  # [1] int32, added to if COUNT_EXCESS: experts that had no slot
+    excess_ptr,  # [1] int32; if COUNT_EXCESS, the number of experts without a slot is added to it
     counts: Counts,
     HAS_PROBS: tl.constexpr,
-    COUNT_EXCESS: tl.constexpr,  # else the last slot of such a token holds NEEDED_TOPK + its number of experts
+    COUNT_EXCESS: tl.constexpr,  # else the last slot of a token with too many experts holds NEEDED_TOPK + their number
     tile: Tile,
 ):
     token = tl.program_id(0) * tile.BLOCK_T + tl.arange(0, tile.BLOCK_T)

@@ -1,11 +1,11 @@
-"""Quantisation of one GPU's tensors to any MX element format and block size, along rows or columns, and back.
+"""Quantise one GPU's tensors to any MX element format and block size, along rows or columns, and back.
 
-Protocol      Each program reads its tile once, quantises it in registers, writes elements and scale bytes.
-Layout        x [R, H], row-major. Rowwise: blocks of BLOCK columns; a row is a whole number of them, so the kernels see
-              one list of R * H / BLOCK blocks, scale one byte each. Columnwise: blocks of BLOCK rows, R a multiple of
-              BLOCK, scale [R / BLOCK, H]. Elements are bytes in the place of the values; packed, two neighbours along
-              the block share one, the even one in the low half: [R, H / 2] rowwise, [R / 2, H] columnwise.
-              MXFP8 in blocks of 32 by groups of rows is in mxfp8.py.
+Protocol      Each program reads its tile once, quantises it in registers, and writes elements and scale bytes.
+Layout        x [R, H], row-major. Rowwise: blocks of BLOCK columns; a row is a whole number of blocks, so the kernels
+              see one list of R * H / BLOCK blocks, with one scale byte each. Columnwise: blocks of BLOCK rows, R a
+              multiple of BLOCK, scale [R / BLOCK, H]. One byte per element, in the shape of x. Packed, two neighbours
+              along the block share a byte, the even one in the low half: [R, H / 2] rowwise, [R / 2, H] columnwise.
+              mxfp8.py has MXFP8 in blocks of 32 with groups of rows.
 Memory order  Plain loads and stores.
 Progress      No program waits.
 Replay        Nothing is kept between calls; every byte of the outputs is written once.
@@ -24,7 +24,7 @@ _SHORT = ("bf16", codes.MODE_CEIL, mx_codes.FORMAT_E5M2, False, 16)
 
 
 def _variant(choice, rows, back):
-    """Of a dtype, mode, format, packing and block size; `back`: from elements to values, which needs no mode."""
+    """Variant for a dtype, mode, format, packing and block size; `back` dequantises, which needs no mode."""
     token, mode, fmt, packed, block = choice
     tile = {"BLOCKS": mx_codes.row_blocks(block)} if rows else mx_codes.column_tile(block)
     how = {} if back else {"MODE": mode}
@@ -58,7 +58,7 @@ def mx_quantize_rows_kernel(
     if PACKED:
         WIDTH: tl.constexpr = BLOCK // 2
         pairs = tl.reshape(codes.to(tl.int32), (BLOCKS, WIDTH, 2))
-        # The halves share no bits: their sum is both.
+        # The halves share no bits, so their sum packs both.
         codes = tl.sum(pairs << (4 * tl.arange(0, 2))[None, None, :], axis=2).to(tl.uint8)
         tl.store(elements_ptr + first * WIDTH + tl.arange(0, WIDTH)[None, :], codes, mask=alive[:, None])
     else:

@@ -1,14 +1,14 @@
 """MXFP8 quantisation of one GPU's rows: along rows, along tokens inside groups, both in one read, and back.
 
-Protocol      Each program reads its tile once, quantises it in registers, writes elements and scale bytes.
+Protocol      Each program reads its tile once, quantises it in registers, and writes elements and scale bytes.
 Layout        x, elements [R, H], row-major. Rowwise scale [R, H / 32]: one byte per 32 columns. A row is a
               whole number of blocks, so the rowwise kernels see one list of R * H / 32 blocks.
               Columnwise scale [S, H]: one byte per column and block of 32 rows. Blocks start anew at each
               group of rows (an expert's tokens); the last block of a group may be short. Scale row of row r
               of group g: first_block[g] + (r - offsets[g]) // 32, where first_block counts the blocks of the
-              groups before, first_block[g + 1] = first_block[g] + ceil(rows of g / 32). It is r // 32
-              where all groups are multiples of 32. S = (R + 31 * groups) // 32 suffices for any groups;
-              scale rows that no block has are zero. Rows after the last group have zero elements.
+              earlier groups, first_block[g + 1] = first_block[g] + ceil(rows of g / 32). It is r // 32
+              if all groups are multiples of 32. S = (R + 31 * groups) // 32 suffices for any groups;
+              scale rows without a block are zero. Rows past the last group have zero elements.
 Memory order  Plain loads and stores.
 Progress      No program waits.
 Replay        Nothing is kept between calls; every byte of the outputs is written once.
@@ -35,7 +35,7 @@ def quantize_rows_kernel(
     E5M2: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    # Once, unless a budget of multiprocessors limits the grid.
+    # One iteration, unless a budget of multiprocessors limits the grid.
     for number in range(tl.program_id(0), tl.cdiv(num_blocks, BLOCKS), tl.num_programs(0)):
         block = number * BLOCKS + tl.arange(0, BLOCKS)
         alive = block < num_blocks
@@ -65,13 +65,13 @@ def dequantize_rows_kernel(
 
 
 class RowGroups(NamedTuple):
-    """Groups of rows that are quantised along columns apart from each other.
+    """Groups of rows that are quantised along columns independently of each other.
 
     Attributes:
-        offsets_ptr: [groups + 1] int32, first row of each group, then their end; read if HAS_OFFSETS.
-        num_groups: how many.
-        HAS_OFFSETS: else all rows are one group.
-        GP: a power of two above the number of groups.
+        offsets_ptr: [groups + 1] int32, first row of each group, then the end of the last; read if HAS_OFFSETS.
+        num_groups: number of groups.
+        HAS_OFFSETS: False: all rows are one group.
+        GP: a power of two greater than the number of groups.
     """
 
     offsets_ptr: Any
@@ -81,14 +81,14 @@ class RowGroups(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """How scales are chosen, MODE_* (device/mxfp8.py), and whether elements are e5m2."""
+    """Mode of the scales, MODE_* (device/mxfp8.py), and whether elements are e5m2."""
 
     MODE: tl.constexpr
     E5M2: tl.constexpr
 
 
 class Strip(NamedTuple):
-    """Columns of a program: STEPS times BLOCK_H."""
+    """Columns of a program: STEPS blocks of BLOCK_H."""
 
     BLOCK_H: tl.constexpr
     STEPS: tl.constexpr
@@ -110,9 +110,9 @@ class OfColumns(NamedTuple):
 
 @triton.jit
 def rows_of_block(groups, block, num_rows):
-    """First and end row of a scale row's block, and whether a group owns it; no rows: first = end.
+    """First and end row of a scale row's block, and whether a group owns it. A block without rows has first = end.
 
-    Rows after the last group count as one more group, whose blocks follow.
+    Rows past the last group count as one more group, whose blocks follow.
     """
     if groups.HAS_OFFSETS:
         group = tl.arange(0, groups.GP)
@@ -186,7 +186,7 @@ def quantize_both_kernel(
     block = tl.program_id(0) // strips
     first, end, owned = rows_of_block(groups, block, num_rows)
     row = first + tl.arange(0, BLOCK)
-    # [32 rows, blocks of a row, 32 columns]: one tile that is quantised along its first and its last dimension.
+    # [32 rows, blocks of a row, 32 columns]: one tile, quantised along its first and along its last dimension.
     of_row = tl.program_id(0) % strips * (strip.BLOCK_H // BLOCK * strip.STEPS) + tl.arange(0, strip.BLOCK_H // BLOCK)
     for _ in range(strip.STEPS):
         in_row = of_row < hidden // BLOCK
@@ -228,7 +228,7 @@ def dequantize_columns_kernel(
         offs = row.to(tl.int64)[:, None] * hidden + columns[None, :]
         scale = tl.load(scale_ptr + block.to(tl.int64) * hidden + columns, mask=in_row & owned, other=0)
         values = dequantize_tile(tl.load(elements_ptr + offs, mask=mask, other=0.0), scale, AXIS=0)
-        # Selected, not multiplied: after the last group the elements may be anything.
+        # Select, do not multiply: past the last group the elements may be anything.
         values = tl.where(owned, values, 0.0)
         tl.store(out_ptr + offs, values.to(out_ptr.dtype.element_ty), mask=mask)
         columns += strip.BLOCK_H

@@ -1,16 +1,17 @@
 """NVFP4 quantisation of rows and back: e2m1 elements, one e4m3 scale per 16 values, one float32 scale per tensor.
 
-Protocol      Each program reads its blocks once, quantises them in registers, writes packed elements and scales.
-              scale = e4m3(clamp(amax / 6 / tensor scale, 2**-6, 448)), elements = e2m1(x * (1 / tensor scale / scale)),
-              every step rounded to float32, the last one to nearest, ties to even, or stochastically: up with the
-              probability that makes the mean right. Then scales are rounded up, so that nothing saturates.
-              A block with a NaN has scale NaN and elements 0. Infinities saturate. A tensor scale of 0 counts as 1.
+Protocol      Each program reads its blocks once, quantises them in registers, and writes packed elements and scales.
+              scale = e4m3(clamp(amax / 6 / tensor scale, 2**-6, 448)), elements = e2m1(x * (1 / tensor scale / scale)).
+              Every step is rounded to float32. Elements are rounded to nearest, ties to even, or stochastically: up
+              with the probability that gives the correct mean. Stochastic rounding rounds scales up, so that nothing
+              saturates. A block with a NaN has scale NaN and elements 0. Infinities saturate. A tensor scale of 0
+              counts as 1.
 Layout        x [num_blocks, 16]. elements [num_blocks, 8] bytes: values 2i and 2i + 1 in the low and high half of
               byte i. scale [num_blocks]. tensor_scale: one per blocks_per_scale consecutive blocks.
 Memory order  Plain loads and stores.
 Progress      No program waits.
-Replay        Nothing is kept between calls. Randomness is a function of the seed and of a value's position, by
-              Philox; the seed is read from memory, so a captured graph draws anew when somebody changes it there.
+Replay        Nothing is kept between calls. Random numbers are a Philox function of the seed and of a value's position.
+              The kernel reads the seed from memory, so a replay draws new numbers if the caller changes the seed there.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ _FP32_MAX = tl.constexpr(3.4028234663852886e38)
 def hadamard_tile(x, signs, INVERSE: tl.constexpr, BLOCKS: tl.constexpr):
     """Random Hadamard transform of float32 rows [BLOCKS, 16]: signs, then Sylvester's matrix / 4; or back.
 
-    signs: bit i set: lane i changes its sign. The order of additions is that of triton_ep.mx.hadamard.
+    signs: if bit i is set, lane i changes its sign. Additions have the same order as in triton_ep.mx.hadamard.
     """
     lane = tl.arange(0, 16)
     negate = ((signs >> lane) & 1)[None, :] == 1
@@ -51,7 +52,7 @@ def hadamard_tile(x, signs, INVERSE: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def random_words(seed, block):
-    """Random uint32 [BLOCKS, 16] of blocks [BLOCKS] int64: word i has counter 4 * block + i // 4, is its i % 4-th."""
+    """Random uint32 [BLOCKS, 16] for blocks [BLOCKS] int64: word i is output i % 4 of counter 4 * block + i // 4."""
     counter = block[:, None] * 4 + tl.arange(0, 4)[None, :].to(tl.int64)
     low = counter.to(tl.uint32)
     high = (counter >> 32).to(tl.uint32)
@@ -65,7 +66,7 @@ def e2m1_codes(value, words, STOCHASTIC: tl.constexpr):
     """Codes, int32 0..15, of float32 values; words: random uint32 of the same shape, read if STOCHASTIC."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = tl.minimum((bits & _MAGNITUDE).to(tl.float32, bitcast=True), 6.0)
-    # Steps are 0.5 below 2, 1 below 4, 2 from there on; codes count them.
+    # Steps are 0.5 below 2, 1 below 4, and 2 from 4 on; codes count steps.
     small = magnitude < 2.0
     middle = magnitude < 4.0
     steps = magnitude * tl.where(small, 2.0, tl.where(middle, 1.0, 0.5))
@@ -87,16 +88,16 @@ def _scale_value(bits):
 
 @triton.jit
 def _scale_bits(wanted):
-    """e4m3 bits [n] int32 of float32 values from 2**-6 to 448, to nearest, ties to even.
+    """Round float32 values from 2**-6 to 448 to e4m3, to nearest, ties to even; returns the bits [n] int32.
 
-    In integers: after a conversion to e4m3 and back, Triton 3.6 gave another value in some variants of the kernel.
+    Uses integers: a conversion to e4m3 and back gave another value with Triton 3.6 in some variants of the kernel.
     """
     word = wanted.to(tl.int32, bitcast=True)
     return ((word + 0x7FFFF + ((word >> 20) & 1)) >> 20) - (120 << 3)
 
 
 def _variant(value, tensor_scale, hadamard, **more):
-    """BLOCKS: with 128 threads, each stores the 8 bytes of one block."""
+    """Variant with BLOCKS = 128: each of 128 threads stores the 8 bytes of one block."""
     return Variant(
         {"HAS_TENSOR_SCALE": tensor_scale, "HADAMARD": hadamard, **more, "BLOCKS": 128}, types={"VALUE": value}
     )
@@ -108,7 +109,7 @@ class TensorScales(NamedTuple):
     Attributes:
         tensor_scale_ptr: [ceil(num_blocks / blocks_per_scale)] fp32, read if HAS_TENSOR_SCALE.
         blocks_per_scale: blocks of one tensor.
-        HAS_TENSOR_SCALE: whether there are any.
+        HAS_TENSOR_SCALE: False: no tensor scales, as if all were 1.
     """
 
     tensor_scale_ptr: Any
@@ -117,7 +118,7 @@ class TensorScales(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """To nearest, or at random from a seed: [1] int64, read if STOCHASTIC."""
+    """Rounding to nearest, or stochastic from a seed: seed_ptr [1] int64, read if STOCHASTIC."""
 
     seed_ptr: Any
     STOCHASTIC: tl.constexpr
@@ -155,16 +156,16 @@ def quantize_nvfp4_kernel(
     # int64: 2**31 elements are 300k rows of H = 7168.
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     block = first + tl.arange(0, BLOCKS)
-    # Loads and stores go by values, not by blocks: a block's 8 bytes would be half of a full store.
+    # Load and store by values, not by blocks: a block's 8 bytes would be half of a full store.
     lane = tl.arange(0, BLOCKS * 16)
     x = tl.load(x_ptr + first * 16 + lane, mask=first * 16 + lane < num_blocks.to(tl.int64) * 16, other=0.0)
     x = tl.reshape(x.to(tl.float32), (BLOCKS, 16))
     if transform.HADAMARD:
         x = hadamard_tile(x, transform.signs, False, BLOCKS)
 
-    # On bit patterns: among integers a NaN is above infinity, where a float maximum would drop it.
+    # Compare bit patterns: as an integer a NaN is above infinity, whereas a float maximum would drop it.
     amax = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
-    # Plain / is an approximation on a GPU.
+    # Division by `/` is an approximation on a GPU.
     wanted = tl.math.div_rn(amax, tl.full((BLOCKS,), 6.0, tl.float32))
     one = tl.full((BLOCKS,), 1.0, tl.float32)
     inverse = one
@@ -218,14 +219,14 @@ def dequantize_nvfp4_kernel(
     scale = tl.load(scale_ptr + block, mask=block < num_blocks, other=0).to(tl.float8e4nv, bitcast=True)
     codes = tl.reshape(tl.join(packed & 15, packed >> 4), (BLOCKS, 16))
     exponent = (codes >> 1) & 3
-    # The bits of a float32; below the smallest normal number, 1, there is only one half.
+    # Assemble the bits of a float32; the only value between 0 and the smallest normal number, 1, is one half.
     normal = (((exponent + 126) << 23) | ((codes & 1) << 22)).to(tl.float32, bitcast=True)
     value = tl.where(exponent > 0, normal, (codes & 1).to(tl.float32) * 0.5)
-    # Factors of 2 and 4 bits: exact.
+    # Exact: the factors have 2 and 4 significant bits.
     value = tl.where(codes >= 8, -value, value) * scale.to(tl.float32)[:, None]
     if transform.HADAMARD:
         value = hadamard_tile(value, transform.signs, True, BLOCKS)
-    # Last: a product that is not exact, before the sums of the transform, might be fused with them.
+    # The inexact product comes last: before the sums of the transform, it might be fused with them.
     if outer.HAS_TENSOR_SCALE:
         index = tl.minimum(block, num_blocks - 1) // outer.blocks_per_scale
         value = value * tl.load(outer.tensor_scale_ptr + index)[:, None]

@@ -1,22 +1,22 @@
 """Routing of one rank: from expert ids to counts, stable slots and destination rows.
 
-Protocol      1 count: each chunk of tokens ranks its own entries and counts them per column; by programs of the
-              kernel that goes on with step 2 (internode/splits.py)
+Protocol      1 count: for each chunk of tokens, a program gives the entries slots within the chunk and counts them per
+              column; it belongs to the kernel that goes on with step 2 (internode/splits.py)
               (2 all ranks exchange their totals and derive where every segment starts)
-              3 slots: every entry gets its row at its owner, every token its arrival row per rank. The ranks of
-              this node are told which output rows each arrival row fills, and the push kernel
-              (intranode/dispatch.py) where to store each row. The last program, which has no chunk, writes the tile
-              table of this rank's output rows meanwhile (device/tiles.py)
-Layout        device/tables.py. A *column* is an expert, then a rank, then a node: C = E + W + N columns. An
+              3 slots: every entry gets its row at its owner, every token its staging row per rank. Store stage_meta at
+              the ranks of this node: the output rows that each staging row fills. Store push_addrs for the push kernel
+              (intranode/dispatch.py): where it stores each row. Meanwhile the last program, which has no chunk, writes
+              the tile table of this rank's output rows (device/tiles.py)
+Layout        device/tables.py. A *column* is an expert, a rank or a node, in this order: C = E + W + N columns. An
               *entry* is one (token, k). A token counts once per destination rank and once per destination node,
-              at the first k that goes there; this is where de-duplication is decided.
-              push_addrs [T, K] int64: addresses of the token's arrival rows on this node, then zeros.
-              stage_meta [W * max_tokens, 2 * KP] int32 of each rank: output rows of an arrival row's copies
+              at the first k that goes there; this decides de-duplication.
+              push_addrs [T, K] int64: addresses of the token's staging rows on this node, then zeros.
+              stage_meta [W * max_tokens, 2 * KP] int32 of each rank: output rows of a staging row's assignments
               (-1 = none), then their weights as float32 bits.
-Memory order  Plain loads and stores; the kernels follow each other on one stream. The stores to stage_meta are
-              covered by the releases of the push, which starts after them.
+Memory order  Plain loads and stores; the kernels follow each other on one stream. The releases of the push, which
+              starts after this kernel, cover its stores to stage_meta.
 Progress      No program waits.
-Replay        Nothing is kept between calls. Slots follow (token, k), no atomic decides one: the same input
+Replay        Nothing is kept between calls. Slots follow (token, k) and no atomic decides one, so the same input
               gives the same rows. stage_meta is free since the splits exchange.
 """
 
@@ -89,7 +89,7 @@ def _entries(num_tokens, TOPK: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.const
 
 @triton.jit
 def _first_in_token(group, valid):
-    """[T, K]: true at the first valid entry of each group in its token."""
+    """Mask [T, K]: true at a token's first valid entry of each group."""
     k = tl.arange(0, group.shape[1])
     earlier = (k[:, None] < k[None, :])[None, :, :]
     alike = valid[:, :, None] & (group[:, :, None] == group[:, None, :]) & earlier
@@ -97,15 +97,15 @@ def _first_in_token(group, valid):
 
 
 class Counting(NamedTuple):
-    """Ids to count, where the counts go, and sizes, powers of two.
+    """Ids to count, the destination of the counts, and sizes, which are powers of two.
 
     Attributes:
         topk_idx_ptr: [T, K] int32 or int64; -1 or E = dropped.
         chunks_ptr: out; device/tables.py.
-        KP: top-k.
+        KP: top-k rounded up.
         BLOCK_T: tokens of a chunk.
         CLEARED: columns set to zero at a time.
-        OTHERS: entries with which each is compared at a time.
+        OTHERS: entries that each entry is compared with at a time.
     """
 
     topk_idx_ptr: Any
@@ -118,7 +118,7 @@ class Counting(NamedTuple):
 
 @triton.jit
 def count_chunk(job, counting, entries, num_chunks):
-    """Slots and counts of the chunk with this program's number."""
+    """Compute slots and counts of the chunk with this program's number."""
     chunks_ptr = counting.chunks_ptr
     chunk = tl.program_id(0)
     num_columns = num_columns_of(job)
@@ -137,7 +137,7 @@ def count_chunk(job, counting, entries, num_chunks):
     columns = tl.arange(0, counting.CLEARED)
     for start in range(0, num_columns, counting.CLEARED):
         tl.store(counts_ptr + start + columns, 0, mask=start + columns < num_columns)
-    # The zeros and the counts below go to the same words from different threads.
+    # Different threads store the zeros and, below, the counts to the same words.
     tl.debug_barrier()
 
     expert = tl.where(valid, raw, -1).to(tl.int32)
@@ -145,7 +145,7 @@ def count_chunk(job, counting, entries, num_chunks):
     node = node_of(job, owner)
     tl.store(entry_field(entries, KEPT) + offs, expert, mask=mask)
     tl.store(entry_field(entries, OWNER) + offs, tl.where(valid, owner, -1), mask=mask)
-    # Groups, or -1, where the slots will be: each entry is compared with those of all others.
+    # Store groups, or -1, in place of the slots for now, so that each entry can be compared with all others.
     dst_row_ptr = entry_field(entries, DST_ROW)
     stage_row_ptr = entry_field(entries, STAGE_ROW)
     node_slot_ptr = entry_field(entries, NODE_SLOT)
@@ -165,7 +165,7 @@ def _rank_entries(
     field_ptr,  # [T, K] int32, in: groups, -1 = none; out: slots within the chunk and group, -1 = none
     counts_ptr,  # out: entries of each group that has any
 ):
-    """Of each entry of the chunk: how many earlier ones share its group; of each group: how many there are."""
+    """For each entry of the chunk, count the earlier entries of its group; for each group, count its entries."""
     KP: tl.constexpr = counting.KP
     N: tl.constexpr = counting.BLOCK_T * KP
     entry = tl.arange(0, N)
@@ -173,7 +173,7 @@ def _rank_entries(
     token, k = first_token + entry // KP, entry % KP
     mask = (token < entries.num_tokens) & (k < entries.TOPK)
     group = tl.load(field_ptr + token * entries.TOPK + k, mask=mask, other=-1)
-    both = tl.zeros([counting.OTHERS, N], tl.int32)  # one sum for the two numbers
+    both = tl.zeros([counting.OTHERS, N], tl.int32)  # one sum for both counts: low half earlier entries, high half all
     for start in range(0, N, counting.OTHERS):
         other = start + tl.arange(0, counting.OTHERS)
         other_token, other_k = first_token + other // KP, other % KP
@@ -181,7 +181,7 @@ def _rank_entries(
         theirs = tl.load(field_ptr + other_token * entries.TOPK + other_k, mask=is_other, other=-2)
         alike = theirs[:, None] == group[None, :]
         both += tl.where(alike, tl.where(other[:, None] < entry[None, :], 65537, 65536), 0)
-    both = tl.sum(both, axis=0)  # along this axis sums stay in a thread
+    both = tl.sum(both, axis=0)  # along this axis, sums stay within a thread
     chosen = mask & (group >= 0)
     tl.debug_barrier()  # all threads have read the groups
     tl.store(field_ptr + token * entries.TOPK + k, tl.where(chosen, both & 65535, -1), mask=mask)
@@ -200,7 +200,7 @@ def _store_packed(
     here,
     mask,
 ):
-    """The entries of each token where `here`, without gaps, in k order: addresses to push to, ranks and rows."""
+    """Store, without gaps and in k order, the entries of each token where `here`: push addresses, ranks and rows."""
     at = entry - tl.arange(0, here.shape[1])[None, :] + compact_position(here)
     addrs = address_of(job, STAGE_X, tl.where(here, owner, 0))
     addrs += arrival.to(tl.int64) * arrivals.row_bytes
@@ -212,11 +212,11 @@ def _store_packed(
 
 
 class Scatter(NamedTuple):
-    """Rows that the caller gives.
+    """Scatter indices from the caller.
 
     Attributes:
         scatter_idx_ptr: [T, K] int32 or int64, full_scatter_indices; read if HAS_SCATTER.
-        HAS_SCATTER: whether there are any.
+        HAS_SCATTER: whether the caller provides them.
     """
 
     scatter_idx_ptr: Any
@@ -224,12 +224,12 @@ class Scatter(NamedTuple):
 
 
 class ArrivalRows(NamedTuple):
-    """Where tokens arrive.
+    """Staging rows of the tokens.
 
     Attributes:
-        push_addrs_ptr: out [T, K] int64, addresses of arrival rows, then zeros.
-        row_bytes: of a row on the wire.
-        stage_capacity: arrival rows of a rank.
+        push_addrs_ptr: out [T, K] int64, addresses of staging rows, then zeros.
+        row_bytes: bytes of a row on the wire.
+        stage_capacity: staging rows of a rank.
     """
 
     push_addrs_ptr: Any
@@ -238,7 +238,7 @@ class ArrivalRows(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers rounded up to powers of two.
+    """Sizes rounded up to powers of two.
 
     Attributes:
         KP: top-k. LWP: ranks of a node. EP: local experts.
@@ -306,7 +306,7 @@ def routing_slots_kernel(
     first_of_node = slot >= 0
     slot += tl.load(node_columns_of(job, prefix_ptr) + node, mask=first_of_node, other=0)
 
-    # A copy exists if its row fits the output and the row of its token fits the arrival buffer.
+    # Keep an assignment if its row fits the output and its token's row fits the staging buffer.
     same = first[:, :, None] & (owner[:, :, None] == owner[:, None, :])
     arrival = tl.sum(tl.where(same, stage_row[:, :, None], 0), axis=1)
     alive = valid & (dst_row < recv_capacity) & (arrival < arrivals.stage_capacity)
@@ -335,7 +335,7 @@ def routing_slots_kernel(
 
 @triton.jit
 def _write_tiles(job, placement_ptr, failed, EP: tl.constexpr):
-    """Write the tile table of this rank's output rows; of a dispatch that failed there are none."""
+    """Write the tile table of this rank's output rows; a failed dispatch has no rows."""
     expert_offsets_ptr = expert_offsets_of(job, placement_ptr)
     num_rows = tl.where(failed, 0, tl.load(num_rows_of(job, placement_ptr)))
     experts = job.experts_per_rank
@@ -347,7 +347,7 @@ def _write_tiles(job, placement_ptr, failed, EP: tl.constexpr):
 
 @triton.jit
 def _store_step_rows(job, rows_ptr, placement_ptr, num_chunks, LWP: tl.constexpr):
-    """Arrival rows of the tokens before this chunk, for the parts that begin here."""
+    """For the parts that begin at this chunk, store the number of staging rows of all earlier tokens."""
     part = tl.arange(0, PARTS)[:, None]
     local = tl.arange(0, LWP)[None, :]
     here = is_local(job, local)

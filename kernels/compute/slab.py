@@ -1,9 +1,9 @@
-"""Rows of experts between the two forms that grouped GEMMs take: expert-major without gaps, and a slab per expert.
+"""Copy rows between the two layouts that grouped GEMMs take: expert-major without gaps, and one slab per expert.
 
-Protocol      1 pack: row i of expert e goes from row offsets[e] + i to row e * slab_rows + i; unpack: back
-Layout        offsets [e + 1] int32, first expert-major row of each expert; counts [e] int32, its rows. Rows of a slab
-              after counts[e], and expert-major rows after the last expert's, are not touched. Scales [R, words] of
-              32 bits go to slabs [e, columns, slab_rows], rows as the fast dimension.
+Protocol      1 pack: copy row i of expert e from row offsets[e] + i to row e * slab_rows + i; unpack: copy back
+Layout        offsets [e + 1] int32, first expert-major row of each expert; counts [e] int32, rows of each expert. Rows
+              of a slab past counts[e], and expert-major rows past the last expert, are not touched. Scales [R, words]
+              of 32 bits go to slabs [e, columns, slab_rows], rows as the fast dimension.
 Memory order  Plain loads and stores.
 Progress      No program waits.
 Replay        Nothing is kept between calls.
@@ -23,7 +23,7 @@ def slab_rows_kernel(
     num_experts,
     slab_rows,
     row_words,
-    PACK: tl.constexpr,  # expert-major to slabs; otherwise back
+    PACK: tl.constexpr,  # from expert-major rows to slabs; otherwise from slabs to rows
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -54,7 +54,7 @@ def slab_scales_kernel(
     num_experts,
     slab_rows,
     source_words,
-    columns,  # the first words of a row, up to source_words
+    columns,  # number of words copied from the start of a row, at most source_words
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):

@@ -1,9 +1,9 @@
-"""Where the tokens of one rank go: counts per rank, node and expert, and which ranks each token goes to.
+"""Count where the tokens of one rank go, per rank, node and expert, and store which ranks each token goes to.
 
-Protocol      1 each program takes a block of tokens, stores which ranks each of them goes to, and adds its counts
-Layout        counts [W + N + E] int32, zero before: tokens per rank, tokens per node, entries per expert. A token
+Protocol      1 each program takes a block of tokens, stores which ranks each token goes to, and adds its counts
+Layout        counts [W + N + E] int32, initially zero: tokens per rank, tokens per node, entries per expert. A token
               counts once per rank and once per node. in_rank [T, W] bytes, 1 = the token goes there.
-Memory order  Additions of integers, whose order does not matter.
+Memory order  Integer additions, whose order does not matter.
 Progress      No program waits.
 Replay        The caller zeroes the counts.
 """
@@ -20,7 +20,7 @@ from ..spec import ep_kernel
 def _count_groups(
     counts_ptr, owner, num_groups, in_group_ptr, token, num_tokens, GP: tl.constexpr, STORE: tl.constexpr
 ):
-    """Tokens [BLOCK_T, KP] per group, a token once; with STORE also which tokens."""
+    """Count tokens per group, each token once, from `owner` [BLOCK_T, KP]; with STORE also store which tokens."""
     for first in range(0, num_groups, GP):
         group = first + tl.arange(0, GP)
         hits = tl.sum((owner[:, :, None] == group[None, None, :]).to(tl.int32), axis=1)
@@ -33,7 +33,7 @@ def _count_groups(
 
 
 class Places(NamedTuple):
-    """Who owns which expert, and who sits on which node; as in `Job` (device/job.py)."""
+    """Sizes that map experts to ranks and ranks to nodes, as in `Job` (device/job.py)."""
 
     num_experts: Any
     num_ranks: Any
@@ -43,8 +43,8 @@ class Places(NamedTuple):
 
 @ep_kernel(topk_idx_ptr="*{IDX}", counts_ptr="*i32", in_rank_ptr="*u8")
 def token_layout_kernel(
-    topk_idx_ptr,  # [T, K] int32 or int64; -1 = dropped, ids outside of [0, E) count nowhere
-    counts_ptr,  # [W + N + E] int32, zero
+    topk_idx_ptr,  # [T, K] int32 or int64; ids outside [0, E) are dropped and not counted
+    counts_ptr,  # in and out [W + N + E] int32, initially zero
     in_rank_ptr,  # out [T, W] uint8
     num_tokens,
     places: Places,

@@ -1,13 +1,13 @@
-"""Wait for a kernel of the caller that writes expert outputs and raises signals, on another stream of this GPU.
+"""Wait for the caller's kernel that writes expert outputs and raises signals, on another stream of this GPU.
 
-Protocol      1 wait until every signal of a block of rows that holds rows is at least `expected`
+Protocol      1 wait until the signal of every non-empty block of rows is at least `expected`
 Layout        signals [e, n] int32, one per expert and block of `block_rows` rows of its slab; num_rows [e] int32, rows
-              of each expert. Without blocks: signals [e], one per expert, which experts without rows raise as well.
-Memory order  The acquire pairs with the release by which the caller's kernel raises a signal, so what follows on this
-              stream sees the rows that the kernel stored before.
-Progress      One program. It waits for a kernel that may run beside it on the same GPU; that kernel waits for nothing
-              of this stream.
-Replay        Signals are the caller's, who clears them before the kernel that raises them.
+              of each expert. Without blocks: signals [e], one per expert, raised also for experts without rows.
+Memory order  The acquire pairs with the release by which the caller's kernel raises a signal, so later kernels on this
+              stream see the rows that the caller's kernel stored before.
+Progress      One program. It waits for a kernel that may run concurrently on the same GPU; that kernel waits for
+              nothing on this stream.
+Replay        The caller owns the signals, and clears them before the kernel that raises them.
 """
 
 import triton.language as tl
@@ -22,7 +22,7 @@ def wait_signals_kernel(
     job: Job,
     signals_ptr,  # [e, blocks] int32
     num_rows_ptr,  # [e] int32; not read unless BY_BLOCKS
-    blocks,  # of an expert
+    blocks,  # blocks per expert
     block_rows,
     expected,
     BY_BLOCKS: tl.constexpr,
