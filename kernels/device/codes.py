@@ -58,8 +58,8 @@ TABLE_ROWS_IN_USE = 1
 BAND_TILES = 8
 """Most tiles of rows that are computed together, sharing the weights' tiles in L2."""
 
-# buffers.py: the symmetric buffers, by their row in the table of addresses. What each holds, who writes and who reads
-# it, is the table in triton_ep/context/layout.py, in the same order.
+# buffers.py: the symmetric buffers, by their row in the table of addresses. The table in triton_ep/context/layout.py
+# says, in the same order, what each buffer holds, who writes it and who reads it.
 SPLITS = 0
 SPLITS_FLAG = 1
 STAGE_X = 2
