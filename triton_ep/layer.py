@@ -1,8 +1,8 @@
 """EPAll2AllLayer: dispatch tokens to their experts, combine the results.
 
-All public calls are here. Each lets triton_ep/exchange/accept.py check its arguments and make a `Request`, and sends
-it through the steps that all dispatches take (triton_ep/exchange/steps.py), and ends as the caller asks (finish.py).
-What the steps launch is in triton_ep/ops, in the order of the protocol (docs/concepts/protocol.md).
+This module holds all public calls. A call checks its arguments and builds a `Request` (triton_ep/exchange/accept.py),
+runs the steps that all dispatches share (triton_ep/exchange/steps.py), and ends as the caller requests (finish.py).
+The steps launch the operations of triton_ep/ops, in the order of the protocol (docs/concepts/protocol.md).
 """
 
 from __future__ import annotations
@@ -48,47 +48,47 @@ _Biases = torch.Tensor | tuple[torch.Tensor, ...] | None
 _Result = TypeVar("_Result")
 
 
-def _field(name: str) -> Any:  # of that field's type, which `property` cannot say
+def _field(name: str) -> Any:  # Any, because `property` cannot express the type of the field
     return property(lambda self: getattr(self.config, name), doc=f"`config.{name}`.")
 
 
 class EPAll2AllLayer:
-    """Expert-parallel all-to-all: every token's row goes to the ranks that own its experts, and back summed.
+    """Expert-parallel all-to-all: sends each token's row to the ranks of its experts and sums the expert outputs.
 
-    Made and finalized collectively by all ranks of `ep_group`; also a context manager. `dispatch` and
-    `combine` are collective too and run asynchronously on the current stream. Several layers, over the same
-    or different groups, live side by side; calls of one layer must not overlap on several streams.
+    All ranks of `ep_group` create and finalize the layer collectively; it is also a context manager. `dispatch` and
+    `combine` are collective too and run asynchronously on the current stream. Several layers may exist at a time, over
+    the same or different groups; calls of one layer must not overlap on several streams.
 
     Args:
         ep_group: process group of the layer, any sub-group of the world; None = the world.
         max_tokens: most tokens per rank and dispatch.
         hidden: elements per row.
         topk: experts per token.
-        rank, world_size: this process in `ep_group`, and its size; None: as the group says.
+        rank, world_size: this process's rank in `ep_group`, and the size of `ep_group`. None: taken from the group.
         num_tot_experts: experts over all ranks; must be given.
-        local_world_size: ranks per node; smaller than the ranks of a host, it makes virtual nodes. None: as
-            `initialize_distributed` was given, or ranks per host.
+        local_world_size: ranks per node; a number below the ranks of a host creates virtual nodes. None: the number
+            given to `initialize_distributed`, or ranks per host.
         dtype: dtype of rows: bfloat16, float16 or float32.
         weight_dtype: float32.
         num_sm: programs of the communication kernels. None: from `tuned`, else from the tuned table that has an
             entry for this GPU, topology and shape, else by a formula; `config` shows number and entry.
-        enable_local_combine: combine sums the rows of a token on the expert's rank first, so one row per
-            (token, rank) crosses a link, rounded to `dtype`; False: one rounding in all.
-        use_aot: kernels come from the ahead-of-time library in `aot_dir`; aot="prefer": from the JIT what it lacks.
-        payload: None: rows travel as they are. "mxfp8": they are quantised before they leave, e4m3 with one e8m0
+        enable_local_combine: combine first sums the rows of a token on the expert's rank, so one row per
+            (token, rank) crosses a link, rounded to `dtype`. False: combine rounds once in all.
+        use_aot: take kernels from the ahead-of-time library in `aot_dir`; aot="prefer": the JIT compiles missing ones.
+        payload: None: rows travel as they are. "mxfp8": rows are quantised before they leave, e4m3 with one e8m0
             scale per 32 values (RCEIL), and arrive as an `MXTensor`; combine stays in `dtype`.
         alignment: every expert's segment of received rows starts at a multiple of this many rows.
-        capacity: None (exact): outputs are sized to what arrives and the host waits for the count.
-            n (static): n output rows, no host synchronisation; overflow is flagged in the descriptor.
+        capacity: None (exact): the host waits for the row count and outputs have that size.
+            n (static): n output rows, no host synchronisation; the descriptor reports overflow.
         low_latency: two launches per dispatch, one per combine, for at most 1024 tokens (decode): static, one node.
-        sm_budget: multiprocessors that dispatch and combine take, laying out and summing rows included; `num_sm` is
-            then at most this, half of it with several nodes. Not with `low_latency`. None: no budget.
-        tuned: an entry of a tuned table (`triton_ep.runtime.tuned.table`), with num_sm=None only, the same everywhere.
+        sm_budget: multiprocessors that dispatch and combine take, including the layout and the sums of rows; limits
+            `num_sm` to this number, or to half of it with several nodes. Not with `low_latency`. None: no budget.
+        tuned: an entry of a tuned table (`triton_ep.runtime.tuned.table`), the same on all ranks; needs num_sm=None.
         timeout_s: bound of every wait, in seconds.
 
     Raises:
         ConfigError: sizes that cannot work, or that differ from the group's. HeapError: not enough symmetric memory.
-        AotMiss, AotArchMismatch, AotNvshmemMismatch, AotCorrupted: of the ahead-of-time library.
+        AotMiss, AotArchMismatch, AotNvshmemMismatch, AotCorrupted: the ahead-of-time library does not fit.
 
     Source: names follow the EP all-to-all layer of Triton-distributed; meanings are in docs/reference/layer.md.
     """
@@ -274,26 +274,26 @@ class EPAll2AllLayer:
             weight: [T, K] float32, contiguous; on all ranks or on none.
             full_scatter_indices: [T, K] int32 or int64: position of each kept entry in a stable sort of this
                 rank's entries by expert (dropped last); replaces the computed order.
-            landing: what rows of payload="mxfp8" become where they arrive, written in the same pass. None or "mx": an
-                `MXTensor`. "row": a `RowScaled`, e4m3 with one float32 scale per row. "bf16": a tensor of bfloat16, the
-                values of the `MXTensor`. Ranks need not agree.
-            return_recv_hook: launch the sending half only. What comes back is valid after the hook, which launches
-                the receiving half on the stream that is current then; it is collective, and must be called before
-                the next dispatch of this layer and before the combine of this one.
-            async_finish: run on `comm_stream`, after the work that the current stream has. What comes back may
-                be used on a stream after `EPEvent.current_stream_wait`.
-            previous_event: with async_finish, what to wait for in place of the current stream.
+            landing: format of received rows with payload="mxfp8", written in the pass that lays them out. None or
+                "mx": an `MXTensor`. "row": a `RowScaled`, e4m3 with one float32 scale per row. "bf16": a tensor of
+                bfloat16, the values of the `MXTensor`. Ranks may choose differently.
+            return_recv_hook: launch the sending half only, and return a hook. The hook launches the receiving half on
+                the stream that is current then; the results are valid after it. The hook is collective: call it before
+                the next dispatch of this layer and before the combine of this dispatch.
+            async_finish: run on `comm_stream`, after the work already on the current stream. A stream may use the
+                results after `EPEvent.current_stream_wait`.
+            previous_event: with async_finish, the event to wait for in place of the current stream.
 
         Returns:
-            recv_x [R, H] (of payload="mxfp8" as `landing` says), recv_weights [R] float32 or None, and the descriptor.
-            Rows are expert-major, inside an expert by source rank, inside a source rank by (token, k). All three are
-            owned by the caller. Then the hook (`RecvHook`) or the event (`EPEvent`), if asked for.
+            recv_x [R, H] (with payload="mxfp8" in the format of `landing`), recv_weights [R] float32 or None, and the
+            descriptor. Rows are sorted by local expert, then source rank, then (token, k). The caller owns all three.
+            Then the hook (`RecvHook`) or the event (`EPEvent`), if requested.
 
         Raises:
             InputError: an argument does not fit, on the rank that got it; an id out of range, or weights on
                 some ranks only, on every rank. In static mode ids out of range are dropped instead, and
-                reported by `check`. The hook of the dispatch before has not been called.
-            CallMismatch: other ranks are in other calls; in static mode also of weights on some ranks only (on a GPU:
+                reported by `check`. The hook of the previous dispatch has not been called.
+            CallMismatch: other ranks are in other calls; in static mode also weights on some ranks only (on a GPU:
                 from a later call or `check`).
             PeerFailed: another rank rejected its arguments, or (CPU) died.
             WaitTimeout: a rank did not come within `timeout_s`.
@@ -347,22 +347,23 @@ class EPAll2AllLayer:
         *,
         landing: str | None = None,
     ) -> tuple[_Landed, torch.Tensor | None]:
-        """Send other rows by the routing of an earlier dispatch. Collective; nothing waits for the host, in exact mode
-        either: how many rows arrive is known.
+        """Send other rows by the routing of an earlier dispatch. Collective; the host never waits, even in exact mode,
+        because the row count is known.
 
         Args:
             input: [T, H] as in `dispatch`, with the T of `layout_desc`.
-            layout_desc: of the same earlier dispatch of this layer on all ranks, any that is still held.
+            layout_desc: descriptor of the same earlier dispatch of this layer on all ranks, however old.
             weight: [T, K] float32; on all ranks or on none.
             landing: as in `dispatch`.
 
         Returns:
-            recv_x [R, H] and recv_weights [R] or None, in the rows that `layout_desc` describes, which serves their
-            combine as well.
+            recv_x [R, H] and recv_weights [R] or None, in the row order of `layout_desc`. Combine these rows with
+            `layout_desc` too.
 
         Raises:
-            InputError: an argument does not fit; a dispatch with `full_scatter_indices`, whose order is not kept. On
-                the rank that got it only; the others learn it from `check`, as in static mode.
+            InputError: an argument does not fit, or the earlier dispatch had `full_scatter_indices`, whose order is
+                not kept. Only the rank that got the argument raises; `check` reports it on the others, as in static
+                mode.
             StaleHandleError: the descriptor is not of this layer.
             CallMismatch: descriptors of different dispatches, weights on some ranks only, or another call on another
                 rank; before rows are sent (on a GPU: from a later call or `check`).
@@ -407,27 +408,27 @@ class EPAll2AllLayer:
         layout_desc: EPAllToAllLayoutDesc | None = None,
         return_recv_hook: bool = False,
     ) -> ReceivedScaled | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc, RecvHook]:
-        """`dispatch`, expert-major, of rows that somebody has quantised: bytes with their scales. Collective.
+        """`dispatch` rows that the caller has quantised: one-byte elements with scales. Expert-major. Collective.
 
-        They travel as they are, and nothing looks at what they hold. `combine` takes rows of the layer's dtype.
+        Rows and scales travel as they are; their values are never read. `combine` takes rows of the layer's dtype.
 
         Args:
             input: [T, H] float8_e4m3fn, float8_e5m2 or uint8, contiguous.
             scale: [T, S] of any dtype, contiguous, a byte per 32 values: [T, H / 32] uint8, [T, H / 128] float32.
             exp_indices, weight: as in `dispatch`; ids are None with `layout_desc`.
-            layout_desc: of an earlier dispatch, whose routing is taken; the host waits for nothing (`dispatch_again`).
+            layout_desc: descriptor of an earlier dispatch, whose routing is used; no host waits (`dispatch_again`).
             return_recv_hook: as in `dispatch`.
 
         Returns:
             recv_x [R, H] and recv_scale [R, S] of the dtypes given, recv_weights [R] float32 or None, and the
-            descriptor. Then the hook, if asked for. Rows that pad an expert's are zero, scales too.
+            descriptor. Then the hook, if requested. Padding rows and their scales are zero.
 
         Raises:
             InputError: an argument does not fit; weights or scales on some ranks only, on every rank; a low-latency
                 layer that has sent rows of its dtype.
-            CallMismatch: of a static layer, or with `layout_desc`: weights or scales on some ranks only; as
+            CallMismatch: static layer, or with `layout_desc`: weights or scales on some ranks only; otherwise as
                 `dispatch`, `dispatch_again`.
-            ConfigError: a layer with payload; with `layout_desc` one with low_latency.
+            ConfigError: the layer has a payload, or, with `layout_desc`, low_latency.
             StaleHandleError, PeerFailed, WaitTimeout: as `dispatch`, `dispatch_again`.
         """
         checks.check_scaled_layer(self.config, again=layout_desc is not None)
@@ -445,9 +446,10 @@ class EPAll2AllLayer:
     def dispatch_with_row_map(
         self, rows: Rows, given: torch.Tensor | RoutingMap, weights: torch.Tensor | None
     ) -> tuple[Rows, torch.Tensor | None, EPAllToAllLayoutDesc, torch.Tensor]:
-        """`dispatch` or `dispatch_scaled` for integrations, with output rows [C, K] int32 of each arrival row.
+        """`dispatch` or `dispatch_scaled` for integrations; also returns [C, K] int32, the output rows of each staging
+        row.
 
-        given: expert ids, or a routing map, with which the door has looked at all arguments.
+        given: expert ids, or a routing map; with a map the integration has already checked all arguments.
 
         Raises:
             CapacityError: a layer without capacity has room for fewer tokens than some rank has, or fewer slots than a
@@ -470,17 +472,17 @@ class EPAll2AllLayer:
         async_finish: bool = False,
         previous_event: EPEvent | None = None,
     ) -> CompactRows:
-        """`dispatch`, but a token that several experts of a rank want arrives there once. Collective.
+        """`dispatch` that sends a token to a rank once, even if several experts of that rank get it. Collective.
 
-        `combine` of the descriptor takes [R, H], one row per row of `x`, already summed over the experts of this rank,
-        and adds those of all ranks in float32.
+        `combine` with this descriptor takes [R, H]: one row per row of `x`, already summed over the experts of this
+        rank. It adds the rows of all ranks in float32.
 
         Args:
             input, exp_indices, weight: as in `dispatch`.
-            scale: of one-byte rows, as in `dispatch_scaled`; on all ranks or on none.
-            num_rows: None: as many rows as arrive, for which the host waits. n: n rows on every rank, and the host
-                waits for nothing; ids in rows after the arrivals are -1, their weights 0. The first such call makes
-                room for the most that can arrive, and waits for that. Arrivals from row n on are left out.
+            scale: scales of one-byte rows, as in `dispatch_scaled`; on all ranks or on none.
+            num_rows: None: the host waits for the number of rows that arrive. n: n rows on every rank, and the host
+                never waits; rows past the received ones have ids -1 and weights 0. Rows from n on are left out. The
+                first such call allocates room for the most rows that can arrive, and waits for all ranks.
             async_finish, previous_event: as in `dispatch`.
 
         Raises:
@@ -542,11 +544,12 @@ class EPAll2AllLayer:
 
         Args:
             input: [T, H] of the layer's dtype, contiguous, T as in that dispatch.
-            layout_desc: of that dispatch.
-            scale: of one-byte rows, whatever was sent then; on all ranks or on none.
+            layout_desc: descriptor of that dispatch.
+            scale: scales of one-byte rows, whatever that dispatch sent; on all ranks or on none.
 
         Returns:
-            [R, H], rows as there, with `scale` [R, S], and with async_finish the event, otherwise None.
+            [R, H] in the row order of that dispatch; with `scale` also [R, S]; with async_finish the event, otherwise
+            None.
 
         Raises:
             InputError: an argument does not fit.
@@ -620,21 +623,21 @@ class EPAll2AllLayer:
 
         Args:
             input: [R, H] of the layer's dtype, contiguous: one output per row of `recv_x`.
-            ep_a2a_layout_desc: descriptor of the dispatch, any of this layer that is still held.
+            ep_a2a_layout_desc: descriptor of the dispatch, which need not be the latest one of this layer.
             weights: [R] float32, contiguous; multiplies each row in float32 before the sum; on all ranks or
                 on none. None: a plain sum.
-            bias: one or two [T, H] of the layer's dtype, contiguous, which the float32 sums begin with, in this order:
-                what comes of no expert of another rank, as a shared expert's output. Not of a low-latency layer.
+            bias: one or two [T, H] of the layer's dtype, contiguous. The float32 sums start with them, in this order:
+                terms that need no exchange, such as a shared expert's output. Not for low-latency layers.
             return_recv_hook, async_finish, previous_event: as in `dispatch`. The hook must be called before the next
-                combine of this layer. `input` may be overwritten when the sending half is through.
+                combine of this layer. `input` may be overwritten once the sending half has run.
 
         Returns:
             [T, H] of the layer's dtype: the sum over k in float32, rounded once (with
             `enable_local_combine`, partial sums of ranks and nodes are rounded to the dtype as well).
-            A token whose copies were all dropped gets zeros, or its biases. Then the hook or the event, if asked for.
+            A token without assignments gets zeros, or its biases. Then the hook or the event, if requested.
 
         Raises:
-            InputError: an argument does not fit. The hook of this dispatch, or of the combine before, has not been
+            InputError: an argument does not fit. The hook of this dispatch, or of the previous combine, has not been
                 called.
             StaleHandleError: the descriptor is not of this layer.
             CallMismatch: ranks combine different dispatches, weights on some ranks only, or are in other calls;
@@ -667,12 +670,12 @@ class EPAll2AllLayer:
     ) -> tuple[torch.Tensor, EPEvent | None]:
         """Bring a number per (row, k) back to its (token, k), summed over ranks in float32. Collective.
 
-        With zeros where `topk_idx` of the dispatch is -1 every entry gets the number of its own slot exactly, and
-        zero where it was dropped: the gradient of the routing weights.
+        If `values` is zero wherever `topk_idx` of the dispatch is -1, each entry gets the number of its own slot
+        exactly, and a dropped entry gets zero: the gradient of the routing weights.
 
         Args:
             values: [R, K] float32, contiguous.
-            layout_desc: of a `dispatch_compact`.
+            layout_desc: descriptor of a `dispatch_compact`.
 
         Returns:
             [T, K] float32, and with async_finish the event.
@@ -692,11 +695,11 @@ class EPAll2AllLayer:
         return self._comm.run(lambda: steps.combine_topk(ctx, values, desc), (values, desc), previous_event)
 
     def combine_buffer(self, num_rows: int) -> torch.Tensor:
-        """Symmetric buffer that `combine` reads; write expert outputs here to skip its staging copy.
+        """Symmetric buffer that `combine` reads. Write expert outputs here to skip the staging copy.
 
-        Waits, on the current stream, until no rank reads the rows of the combine before. Pass the whole tensor to the
-        next combine, on the same stream or one that is ordered after it; any other combine of this layer takes the
-        buffer back. Call it on all ranks or on none, after the dispatch, which may move the buffer of an exact layer.
+        Waits, on the current stream, until no rank reads the rows of the previous combine. Pass the whole tensor to the
+        next combine, on the same stream or one that is ordered after it; any other combine of this layer invalidates
+        the buffer. Call it on all ranks or on none, after the dispatch, which may move the buffer of an exact layer.
 
         Args:
             num_rows: `num_recv_rows` of the descriptor that will be combined.
@@ -706,7 +709,7 @@ class EPAll2AllLayer:
 
         Raises:
             ConfigError: with `enable_local_combine` or `low_latency`, where `combine` sums before it stores.
-            InputError: more rows than there are; the hook of the combine before has not been called.
+            InputError: the buffer has fewer rows; the hook of the previous combine has not been called.
         """
         ctx = self.context
         ctx.check_open()
@@ -718,22 +721,21 @@ class EPAll2AllLayer:
 
     @property
     def comm_stream(self) -> torch.cuda.Stream | None:
-        """The stream of calls with `async_finish`, made at first use; its programs go before those of other streams
-        when both wait for a multiprocessor. None on the CPU."""
+        """The stream of calls with `async_finish`, created at first use. It has high priority: its programs get a free
+        multiprocessor before those of other streams. None on the CPU."""
         return self._comm.stream
 
     def on_comm_stream(self, call: Callable[[], _Result], arguments: tuple[object, ...]) -> tuple[_Result, EPEvent]:
-        """What `call` returns on `comm_stream`, after the work of the current stream, and the event of its end.
+        """Run `call` on `comm_stream`, after the work of the current stream; return its result and end event.
 
-        arguments: what the call reads, which may then be dropped on the current stream.
+        arguments: everything that the call reads. The caller may drop these tensors on the current stream at once.
         """
         return self._comm.run(call, arguments, None)
 
     @property
     def overflow_total(self) -> int:
-        """Rows that did not fit `capacity` on this rank, in all dispatches of the layer so far: those of backward
-        passes and of every replay of a CUDA graph are counted, too. 0 without a capacity. Waits for this stream and
-        `comm_stream`."""
+        """Rows that did not fit `capacity` on this rank, in all dispatches of the layer so far, including backward
+        passes and every replay of a CUDA graph. 0 without a capacity. Waits for this stream and `comm_stream`."""
         self.context.check_open()
         self._comm.join()
         return int(self.context.state[codes.OVERFLOW_TOTAL])
@@ -744,24 +746,24 @@ class EPAll2AllLayer:
         """Free the symmetric memory of the layer. All ranks call it, in any state of the layer; idempotent.
 
         Waits for the work of this rank's device, then, unless the layer has failed, until all ranks have come. After a
-        failure nothing more is awaited: the memory is used again when every rank has finalized the layer, or is dead.
+        failure it waits for no rank: the memory is reused when every rank has finalized the layer, or is dead.
 
         Raises:
             PeerFailed: a rank has not come within the time limit of host collectives, or is dead.
-            WaitTimeout: this rank's device does not end its work; finalize may be called again.
+            WaitTimeout: this rank's device does not finish its work; finalize may be called again.
         """
         self.context.finalize()
 
     def check(self) -> None:
-        """Wait for this stream and `comm_stream`, and raise what the device reported; nothing if all is well.
+        """Wait for this stream and `comm_stream`, and raise the errors that the device reported, if any.
 
-        Warns if rows have not fitted `capacity` since the last check; `overflow_total` says how many there were.
+        Warns if rows have not fitted `capacity` since the last check; `overflow_total` counts them.
 
         Raises:
             WaitTimeout: an expired wait.
             CallMismatch: ranks were in different calls.
-            InputError, PeerFailed: what the latest dispatch would have raised on all ranks had it waited for them; of
-                static layers that are not of low latency, outside of CUDA graphs.
+            InputError, PeerFailed: the errors of the latest dispatch for which its host did not wait; not of
+                low-latency layers, nor of dispatches captured in CUDA graphs.
         """
         ctx = self.context
         ctx.check_open()
@@ -775,7 +777,7 @@ class EPAll2AllLayer:
             self.warn_of_overflow()
 
     def warn_of_overflow(self) -> None:
-        """Warn if rows have not fitted `capacity` of this rank since the last such call; waits as `overflow_total`."""
+        """Warn if rows have not fitted `capacity` of this rank since the last call; waits like `overflow_total`."""
         total = self.overflow_total
         new, self._overflow_told = total - self._overflow_told, total
         if new:
@@ -787,15 +789,15 @@ class EPAll2AllLayer:
             )
 
     def refuse(self, layout_desc: EPAllToAllLayoutDesc | None = None, *, combines: bool = True) -> None:
-        """In place of a `dispatch` and its `combine`, where the caller has found arguments that do not fit. Collective.
+        """Stand in for a `dispatch` and its `combine` if the caller has found wrong arguments. Collective.
 
-        The other ranks, which make both calls, learn what they would of a dispatch that refused its arguments: exact
-        layers raise PeerFailed from `dispatch`, others from `check`. No rank waits in combine for this one; what it
-        gives there is NaN, so that nobody takes the sums for whole. The caller then raises.
+        The other ranks make both calls, and see the error of a dispatch that refused its arguments: exact layers raise
+        PeerFailed from `dispatch`, others from `check`. This rank also takes part in combine, so that no rank waits
+        for it there, and sends NaN, so that nobody takes the sums for complete. The caller then raises.
 
         Args:
-            layout_desc: the others make a `dispatch_again` with it, and combine with it.
-            combines: they combine.
+            layout_desc: the other ranks call `dispatch_again` with this descriptor, and combine with it.
+            combines: the other ranks combine.
         """
         ctx = self.context
         self._begin()
@@ -807,10 +809,10 @@ class EPAll2AllLayer:
             steps.combine(
                 ctx, torch.full(shape, torch.nan, dtype=self.config.token_dtype, device=ctx.device), None, desc
             )
-        ctx.unread = None  # this rank knows
+        ctx.unread = None  # this rank raises the error itself
 
     def ep_barrier_all(self, stream: torch.cuda.Stream | None = None, intra_node_only: bool = False) -> None:
-        """Barrier on `stream` over all ranks, or over those of this node (`BarrierAllContext.barrier_all`)."""
+        """Barrier on `stream` over all ranks, or over the ranks of this node (`BarrierAllContext.barrier_all`)."""
         self.barrier.barrier_all(stream, intra_node_only)
 
     def __enter__(self) -> EPAll2AllLayer:
@@ -820,7 +822,7 @@ class EPAll2AllLayer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self.context.failure is None:
-            # The other ranks may never come to a barrier: free without one.
+            # The other ranks may never reach a barrier: free without one.
             self.context.failure = f"{type(error).__name__} left the layer's block."
         self.finalize()
 
@@ -836,9 +838,10 @@ class EPAll2AllLayer:
     # --- what calls have in common ----------------------------------------------------------------------
 
     def _begin(self, call: str = "", *inputs: object) -> None:
-        """Raise if a dispatch may not begin: before the other ranks learn anything, because an open one counts.
+        """Raise if a dispatch may not begin: before anything is reported to the other ranks, because a dispatch whose
+        hook is still open counts.
 
-        call, inputs: warn of a gradient that they lose.
+        call, inputs: name and tensors to warn about if they would lose a gradient.
         """
         ctx = self.context
         ctx.check_open()
@@ -848,15 +851,15 @@ class EPAll2AllLayer:
             self._warn_of_no_gradient(call, inputs)
 
     def _begin_combine(self, *inputs: object) -> None:
-        """Raise if the layer has failed; warn of a gradient that inputs lose."""
+        """Raise if the layer has failed; warn if the inputs lose a gradient."""
         self.context.check_open()
         self.context.poll_status()
         if not self._warned and torch.is_grad_enabled():
             self._warn_of_no_gradient("combine", inputs)
 
     def _warn_of_no_gradient(self, call: str, inputs: tuple[object, ...]) -> None:
-        """Warn, once in the life of the layer, if `call` would cut a graph of autograd."""
-        # No generator: every call asks, and that would take it twice as long.
+        """Warn, once in the life of the layer, if `call` would cut an autograd graph."""
+        # Hot path: a loop, because a generator takes twice as long.
         for tensor in inputs:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 self._warned = True
@@ -874,7 +877,7 @@ class EPAll2AllLayer:
         return steps.dispatch(self.context, request, landing, split)
 
     def _send_expert_major(self, request: Request, landing: str | None, split: bool = False) -> Launched[_ExpertMajor]:
-        """What `dispatch` returns of a request, rows as `landing` says."""
+        """Send a request and return the results of `dispatch`, with rows in the format of `landing`."""
         land = EXPERT_MAJOR[landing]
         sent = self._send(request, land, split)
         rows = land.output(sent.received.x, self.config)
