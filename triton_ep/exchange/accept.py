@@ -1,4 +1,4 @@
-"""From the arguments of a public call to its `Request`. If this rank refuses them, the other ranks learn it."""
+"""Check the arguments of a public call and build its `Request`; report refused arguments to the other ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _Refused = (InputError, StaleHandleError)
 
 
 class Requests:
-    """Makes the requests of one layer. Each method takes the arguments of the public call of its name.
+    """Builds the requests of one layer. Each method takes the arguments of the public call of the same name.
 
-    Each raises InputError or StaleHandleError if they do not fit; the other ranks have then learned of it.
+    If the arguments do not fit, a method reports that to the other ranks and raises InputError or StaleHandleError.
     """
 
     def __init__(self, ctx: DispatchCombineContext) -> None:
         self._ctx, self._cfg, self._device = ctx, ctx.config, ctx.device
-        self._sends_scaled: bool | None = None  # a low-latency layer, once it has sent rows: whether one-byte ones
+        self._sends_scaled: bool | None = None  # low latency: whether rows are one-byte; None before the first dispatch
 
     def dispatch(
         self,
@@ -38,7 +38,7 @@ class Requests:
         weights: torch.Tensor | None,
         scatter: torch.Tensor | None,
     ) -> Request:
-        """Of `EPAll2AllLayer.dispatch`."""
+        """Build the request of `EPAll2AllLayer.dispatch`."""
         try:
             if ending != PLAIN:
                 checks.check_overlap(*ending)
@@ -59,7 +59,7 @@ class Requests:
         desc: EPAllToAllLayoutDesc,
         weights: torch.Tensor | None,
     ) -> Request:
-        """Of `EPAll2AllLayer.dispatch_again`."""
+        """Build the request of `EPAll2AllLayer.dispatch_again`."""
         try:
             checks.check_landing(self._cfg, landing)
             checks.check_again(self._cfg, self._device, self._ctx.layer_id, x, desc, weights)
@@ -76,7 +76,7 @@ class Requests:
         weights: torch.Tensor | None,
         desc: EPAllToAllLayoutDesc | None,
     ) -> Request:
-        """Of `EPAll2AllLayer.dispatch_scaled`; desc: of an earlier dispatch, in place of ids."""
+        """Build the request of `EPAll2AllLayer.dispatch_scaled`; desc: of an earlier dispatch, in place of ids."""
         cfg, ctx = self._cfg, self._ctx
         try:
             if rows.scale is None:
@@ -97,7 +97,7 @@ class Requests:
     def dispatch_with_row_map(
         self, rows: Rows, given: torch.Tensor | RoutingMap, weights: torch.Tensor | None
     ) -> Request:
-        """Of `EPAll2AllLayer.dispatch_with_row_map`.
+        """Build the request of `EPAll2AllLayer.dispatch_with_row_map`.
 
         Raises:
             CapacityError: this rank has too many tokens; the same on all ranks.
@@ -125,7 +125,7 @@ class Requests:
         weights: torch.Tensor | None,
         num_rows: int | None,
     ) -> Request:
-        """Of `EPAll2AllLayer.dispatch_compact`.
+        """Build the request of `EPAll2AllLayer.dispatch_compact`.
 
         Raises:
             CapacityError: without `num_rows`, this rank or another one has too many tokens; the same on all ranks.
@@ -141,7 +141,7 @@ class Requests:
         except InputError:
             if num_rows is None:
                 refusals.refuse(self._ctx)
-            else:  # the others go on without this rank's rows, so it keeps in step
+            else:  # the other ranks go on without this rank's rows, so it must take part
                 refusals.refuse(self._ctx, Deduplicated(), scaled=rows.scale is not None, num_rows=0)
             raise
         if x.shape[0] > cfg.max_tokens:
@@ -149,7 +149,7 @@ class Requests:
         return Request(as_sent(rows), ids, weights, num_rows=num_rows)
 
     def dispatch_compact_again(self, ending: Ending, rows: Rows, desc: EPAllToAllLayoutDesc) -> Request:
-        """Of `EPAll2AllLayer.dispatch_compact_again`."""
+        """Build the request of `EPAll2AllLayer.dispatch_compact_again`."""
         try:
             checks.check_overlap(*ending)
             checks.check_compact_desc("dispatch_compact_again", self._ctx.layer_id, desc)
@@ -161,17 +161,17 @@ class Requests:
         return again(as_sent(rows), desc)
 
     def _keep_kind(self, scaled: bool) -> None:
-        """Hold a low-latency layer to rows of one kind."""
+        """Raise InputError if a low-latency layer changes its kind of rows."""
         if self._cfg.low_latency:
             checks.check_kind(self._cfg, self._sends_scaled, scaled)
             self._sends_scaled = scaled
 
     def _needs(self, num_tokens: int) -> NoReturn:
-        """Report to all ranks that this one has so many tokens, more than there is room for; all of them raise."""
+        """Report to all ranks that this one has more tokens than fit the layer; all ranks raise CapacityError."""
         refusals.refuse(self._ctx, needed_tokens=num_tokens)
         raise AssertionError("the refusal raises CapacityError on all ranks")
 
 
 def again(rows: Rows, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None = None) -> Request:
-    """Rows that go by the routing of an earlier dispatch; the host knows how many arrive."""
+    """Build a request to send rows by the routing of an earlier dispatch; the host knows how many arrive."""
     return Request(rows, desc.topk_indices_tensor, weights, routed=desc, num_rows=desc.num_recv_rows)

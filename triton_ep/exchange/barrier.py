@@ -11,8 +11,7 @@ from triton_ep.ops import barrier as ops
 class BarrierAllContext:
     """Barriers over all ranks of a context, or over the ranks of one node.
 
-    Lives as long as its context and owns no memory of its own. All ranks of the scope must make the same
-    sequence of calls.
+    Lives as long as its context and owns no memory. All ranks of the scope must make the same sequence of calls.
     """
 
     def __init__(self, context: DispatchCombineContext) -> None:
@@ -21,7 +20,7 @@ class BarrierAllContext:
     def barrier_all(self, stream: torch.cuda.Stream | None = None, intra_node_only: bool = False) -> None:
         """Make `stream` wait until all ranks (of this node, if `intra_node_only`) have reached this call.
 
-        Asynchronous on a GPU; everything the streams of the others did before is visible after it.
+        Asynchronous on a GPU. After the barrier all earlier work on the streams of the other ranks is visible.
         stream: a torch.cuda.Stream; None = the current one. Ignored on a CPU.
 
         Raises:

@@ -1,6 +1,6 @@
-"""Arguments of the layer's calls: what fits, and how every rank learns of a mistake that one of them sees.
+"""Check the arguments of the layer's calls, and raise on every rank the mistakes that one rank reports.
 
-Arguments have the types that callers promise; checks that ask for the type itself take `object`.
+Parameters have the types that callers promise; a check of the type itself takes `object`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 def _refusing(check: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """The same check, which refuses what it cannot look at: kinds of tensors that raise errors of their own."""
+    """Wrap `check`: InputError for tensors that the check cannot read because their kind raises its own errors."""
 
     @functools.wraps(check)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
@@ -37,19 +37,19 @@ def _refusing(check: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
             raise
         except Exception as error:
             raise InputError(
-                f"an argument cannot be looked at ({type(error).__name__}: {error}). Pass plain strided tensors."
+                f"an argument cannot be checked ({type(error).__name__}: {error}). Pass plain strided tensors."
             ) from error
 
     return checked
 
 
 def raise_for_ranks(cfg: EPConfig, reports: Sequence[Report]) -> None:
-    """Raise what the splits exchange reported about the arguments of any rank; the same on all ranks.
+    """Raise the errors that the splits exchange reported about the arguments of any rank; the same on all ranks.
 
-    reports: of all W ranks.
+    reports: one report of each of the W ranks.
 
     Raises:
-        CapacityError: a rank has more tokens than the layer has room for, or a token more experts.
+        CapacityError: a rank has more tokens, or a token more experts, than the layer has room for.
         PeerFailed: a rank rejected its arguments.
         InputError: an id out of range, bad scatter indices, weights or scales on some ranks only.
         CallMismatch: ranks are in different calls.
@@ -62,7 +62,7 @@ def raise_for_ranks(cfg: EPConfig, reports: Sequence[Report]) -> None:
     for rank, report in enumerate(reports):
         if report.is_rejected:
             raise PeerFailed(f"rank {rank} rejected its arguments to dispatch; see the InputError it raised.")
-    # Without what one call may have or not, the kind of call is left.
+    # Mask the bits of optional arguments; the rest is the kind of call.
     if len({report.host_word & ~(HOST_WEIGHTS | HOST_SCALED | HOST_SCATTER) for report in reports}) > 1:
         raise of_calls({rank: report.host_word for rank, report in enumerate(reports)}, dispatch_name, failed=False)
     for rank, report in enumerate(reports):
@@ -89,13 +89,15 @@ def raise_for_ranks(cfg: EPConfig, reports: Sequence[Report]) -> None:
 
 
 def _raise_for_capacity(cfg: EPConfig, reports: Sequence[Report]) -> None:
-    """Raise CapacityError if a rank needs a larger layer: a rank that sends nothing reports the tokens it has, a token
-    with more experts than slots is reported as its first illegal id.
+    """Raise CapacityError if a rank needs a larger layer.
 
-    reports: of all W ranks.
+    A rank that has too many tokens rejects its arguments and reports its number of tokens. A token with more experts
+    than slots is reported as the first illegal id.
+
+    reports: one report of each of the W ranks.
     """
     tokens = max(report.tokens if report.is_rejected else 0 for report in reports)
-    # A caller's own illegal id may be anything; no token has more experts than there are.
+    # An illegal id of the caller can have any value; a real count is at most `num_experts`.
     topk = max(report.needed_topk if report.needed_topk <= cfg.num_experts else 0 for report in reports)
     if tokens:
         raise CapacityError(
@@ -113,11 +115,11 @@ def _raise_for_capacity(cfg: EPConfig, reports: Sequence[Report]) -> None:
 
 
 def check_not_captured(is_capturing: bool) -> None:
-    """Raise ConfigError if a dispatch whose output the host sizes by counts would become part of a CUDA graph."""
+    """Raise ConfigError if a CUDA graph would capture a dispatch whose output size the host must read."""
     if is_capturing:
         raise ConfigError(
             "dispatch is captured in a CUDA graph, but in exact mode the host sizes its output by what arrives, which "
-            "a graph cannot. Make the layer with capacity=, or pass num_rows= to dispatch_compact."
+            "a graph cannot do. Make the layer with capacity=, or pass num_rows= to dispatch_compact."
         )
 
 
@@ -142,7 +144,7 @@ def _check_dispatch(
 ) -> None:
     """Raise InputError unless the arguments of `EPAll2AllLayer.dispatch` fit the layer.
 
-    known_tokens: T, where the routing is given by an earlier dispatch. scale: of one-byte rows.
+    known_tokens: T of the earlier dispatch whose routing is used, if any. scale: scales of one-byte rows.
     """
     _check_rows(cfg, device, x, known_tokens, scale)
     num_tokens = x.shape[0]
@@ -174,9 +176,9 @@ def _check_rows(
     num_tokens: int | None,
     scale: torch.Tensor | None = None,
 ) -> None:
-    """Raise InputError unless `x` is rows of the layer, `num_tokens` of them (None = any number).
+    """Raise InputError unless `x` is `num_tokens` rows that the layer can send (None = any number).
 
-    scale: of one-byte rows, which a layer without payload takes in place of its own.
+    scale: scales of one-byte rows, which a layer without payload also accepts.
     """
     if num_tokens is not None and isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] != num_tokens:
         raise InputError(
@@ -195,10 +197,10 @@ check_dispatch, check_rows = _refusing(_check_dispatch), _refusing(_check_rows)
 
 
 def check_scaled_layer(cfg: EPConfig, again: bool) -> None:
-    """Raise unless a layer sends rows that have scales already; again: by an earlier routing.
+    """Raise unless a layer can send rows that come with scales; again: by the routing of an earlier dispatch.
 
     Raises:
-        ConfigError: it quantises itself; or low latency, which knows no earlier routing of such rows.
+        ConfigError: the layer quantises rows itself; or low latency, which cannot reuse a routing for such rows.
     """
     if cfg.payload is not None or (cfg.low_latency and again):
         raise ConfigError(
@@ -208,12 +210,13 @@ def check_scaled_layer(cfg: EPConfig, again: bool) -> None:
 
 
 def check_kind(cfg: EPConfig, before: bool | None, scaled: bool) -> None:
-    """Hold a low-latency layer to rows of one kind.
+    """Raise if a low-latency layer changes its kind of rows.
 
-    Its arrivals have two halves, by the parity of the epoch, and where the second begins depends on the length of
-    rows: with others, rows of a dispatch would land among those of the one before, which a slower rank still reads.
+    Its staging rows have two halves, by the parity of the epoch, and the start of the second half depends on the length
+    of a row. With another length, rows of a dispatch would overwrite rows of the previous dispatch, which a slower rank
+    still reads.
 
-    before: whether the first dispatch sent one-byte rows with scales; None: there was none. scaled: this one does.
+    before: whether the first dispatch sent one-byte rows with scales; None: no dispatch yet. scaled: this one does.
 
     Raises:
         InputError: the first dispatch had rows of the other kind.
@@ -227,7 +230,7 @@ def check_kind(cfg: EPConfig, before: bool | None, scaled: bool) -> None:
 
 
 def check_compact_layer(cfg: EPConfig) -> None:
-    """Raise ConfigError if the layer has no compact rows: one with payload or capacity (low latency has one)."""
+    """Raise ConfigError if the layer has no compact rows: with payload, or with a capacity, as low latency has."""
     for name, value in (("payload", cfg.payload), ("capacity", cfg.recv_capacity)):
         if value is not None:
             raise ConfigError(
@@ -243,10 +246,10 @@ def check_num_rows(num_rows: object) -> None:
 
 
 def check_compact_desc(call: str, layer_id: int, desc: EPAllToAllLayoutDesc) -> None:
-    """Raise unless `desc` is of a `dispatch_compact` of this layer.
+    """Raise unless `desc` is the descriptor of a `dispatch_compact` of this layer.
 
     Raises:
-        InputError: something else, or a descriptor of expert-major rows.
+        InputError: no descriptor, or a descriptor of expert-major rows.
         StaleHandleError: a descriptor of another layer.
     """
     _check_descriptor(call, layer_id, desc)
@@ -263,30 +266,30 @@ def check_topk_values(cfg: EPConfig, device: torch.device, values: torch.Tensor,
 
 
 def check_overlap(return_recv_hook: bool, async_finish: bool, previous_event: object) -> None:
-    """Raise InputError unless these arguments of `dispatch` and `combine` go together."""
+    """Raise InputError unless these arguments of `dispatch` and `combine` can be combined."""
     if return_recv_hook and async_finish:
         raise InputError(
-            "return_recv_hook=True and async_finish=True were asked for in one call. Choose one; for both halves on a "
+            "return_recv_hook=True and async_finish=True were requested in one call. Choose one; for both halves on a "
             "stream of your own, make it current and use the hook."
         )
     if previous_event is not None and not async_finish:
         raise InputError(
-            "previous_event is for async_finish=True. Without it call previous_event.current_stream_wait() before."
+            "previous_event is for async_finish=True. Without it call previous_event.current_stream_wait() first."
         )
     if previous_event is not None and not isinstance(previous_event, EPEvent):
         raise InputError(f"previous_event must be an EPEvent, got {type(previous_event).__name__}.")
 
 
 def check_landing(cfg: EPConfig, landing: object) -> None:
-    """Raise InputError unless rows of the layer can land as `landing` says."""
+    """Raise InputError unless the layer can receive rows in the format of `landing`."""
     if landing is None:
         return
     if not isinstance(landing, str) or landing not in LANDINGS:
         raise InputError(f"landing is {landing!r}; rows land as {', '.join(map(repr, LANDINGS))}, or None.")
     if cfg.payload is None or cfg.low_latency:
         raise InputError(
-            f"landing={landing!r} was asked of a layer with payload={cfg.payload!r}, low_latency={cfg.low_latency}: it "
-            'converts rows of payload="mxfp8" without low latency. Pass None, or make such a layer.'
+            f"landing={landing!r} was asked of a layer with payload={cfg.payload!r}, low_latency={cfg.low_latency}: "
+            'only layers with payload="mxfp8" and without low latency convert rows. Pass None, or make such a layer.'
         )
 
 
@@ -340,7 +343,7 @@ def check_biases(
     if cfg.low_latency:
         raise InputError("bias is not for low-latency layers: add it to what combine returns.")
     if len(biases) > 2:
-        raise InputError(f"bias must be one tensor or two, got {len(biases)}. Add some of them before.")
+        raise InputError(f"bias must be one tensor or two, got {len(biases)}. Add some of them up first.")
     for each in biases:
         _check_tensor(device, "bias", each, (desc.num_dispatch_token_cur_rank, cfg.hidden), (cfg.token_dtype,))
 
@@ -355,7 +358,7 @@ def check_again(
     weights: torch.Tensor | None,
     scale: torch.Tensor | None = None,
 ) -> None:
-    """Raise unless the arguments of `dispatch_again` fit the layer; scale: of one-byte rows.
+    """Raise unless the arguments of `dispatch_again` fit the layer; scale: scales of one-byte rows.
 
     Raises:
         InputError: a tensor does not fit, or the order of the descriptor's rows is not kept.
@@ -398,7 +401,7 @@ def _check_mx(cfg: EPConfig, device: torch.device, x: MXTensor) -> None:
 
 
 def _check_scaled(cfg: EPConfig, device: torch.device, data: torch.Tensor, scale: object) -> None:
-    """Raise InputError unless one-byte rows and their scales fit a layer of rows of H elements."""
+    """Raise InputError unless one-byte rows and their scales fit the layer's rows of H elements."""
     _check_tensor(device, "input", data, (None, cfg.hidden), ONE_BYTE)
     if not isinstance(scale, torch.Tensor):
         raise InputError(f"scale must be a tensor, got {type(scale).__name__}.")
@@ -414,10 +417,8 @@ def _check_scaled(cfg: EPConfig, device: torch.device, data: torch.Tensor, scale
 def _check_tensor(
     device: torch.device, name: str, tensor: object, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Raise InputError unless `tensor` has that shape (None = any), one of the dtypes, and the layer's device.
-
-    shape: of one or two extents.
-    """
+    """Raise InputError unless `tensor` has `shape` (one or two extents, None = any), one of the dtypes, and the layer's
+    device."""
     # Hot path: format no message unless a check fails.
     try:
         if (
@@ -435,7 +436,7 @@ def _check_tensor(
         ):
             return
     except RuntimeError:
-        pass  # nested tensors have no shape; they are named below
+        pass  # nested tensors have no shape; the error for them is below
     if isinstance(tensor, MXTensor):
         raise InputError(f"{name} must be a plain tensor, got an MXTensor; call .dequantize().")
     if not isinstance(tensor, torch.Tensor):
@@ -456,9 +457,9 @@ def _check_tensor(
     if not tensor.is_contiguous():
         raise InputError(f"{name} must be contiguous, got strides {tensor.stride()}; call .contiguous().")
     if tensor.is_neg():
-        raise InputError(f"{name} is a view whose values are yet to be negated; call .resolve_neg().")
+        raise InputError(f"{name} is a view with the negative bit set; call .resolve_neg().")
     if not tensor.data_ptr() and tensor.numel():
         raise InputError(
-            f"{name} has no memory: it is a {type(tensor).__name__} that stands for values (of a tracer, or zeros of "
-            "autograd). Pass a tensor that holds them; .clone() makes one of such zeros."
+            f"{name} has no memory: it is a {type(tensor).__name__} without storage (from a tracer, or zeros of "
+            "autograd). Pass a tensor with storage; .clone() allocates one for such zeros."
         )

@@ -1,4 +1,4 @@
-"""How a call of a layer ends: now, by a hook, or on the layer's stream with an event."""
+"""End a call of a layer: at once, by a hook, or on the layer's stream with an event."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Results = TypeVar("Results")
 
 
 Launched = tuple[Results, Callable[[], None]]
-"""What a call returns, and its receiving half, which has been launched unless a hook was asked for."""
+"""The results of a call, and its receiving half, which has been launched unless a hook was requested."""
 
 
 class Ending(NamedTuple):
-    """How the caller wants a call to end; none of these: it has been launched when it returns.
+    """How the caller wants a call to end. By default both halves have been launched when the call returns.
 
     Attributes:
-        return_recv_hook: the receiving half is launched by a hook that the caller gets.
+        return_recv_hook: the caller gets a hook that launches the receiving half.
         async_finish: the call runs on `comm_stream`, and the caller gets an event.
-        previous_event: with async_finish, what to wait for in place of the current stream.
+        previous_event: with async_finish, the event to wait for in place of the current stream.
     """
 
     return_recv_hook: bool = False
@@ -35,9 +35,9 @@ PLAIN = Ending()
 
 
 class InFlight:
-    """A call whose sending half has been launched, and not the other one.
+    """A call whose sending half has been launched and whose receiving half has not.
 
-    Making one begins it: until the hook is called the layer may not begin another such call.
+    Creating one opens the call: until its hook is called the layer may not begin another call of this kind.
 
     Args:
         receive: launches the receiving half.
@@ -48,7 +48,7 @@ class InFlight:
         context.calls.begin(call, context.num_dispatches)
 
     def hook(self, *results: object) -> RecvHook:
-        """The hook that ends it. results: what the call returns, and what else its receiving half reads."""
+        """The hook that ends the call. results: its results, and everything else that its receiving half reads."""
         return RecvHook(self._end, results, self.context.device.type == "cuda")
 
     def _end(self) -> None:
@@ -65,7 +65,7 @@ class InFlight:
 
 
 class Finisher:
-    """Ends the calls of one layer as their callers ask."""
+    """Ends the calls of one layer as their callers request."""
 
     def __init__(self, context: DispatchCombineContext, comm: CommStream) -> None:
         self._context, self._comm = context, comm
@@ -77,11 +77,11 @@ class Finisher:
         arguments: tuple[object, ...],
         ending: Ending,
     ) -> tuple[Results, RecvHook | EPEvent | None]:
-        """What a call returns, and its hook or event, if one was asked for.
+        """Launch a call; return its results, and its hook or event if one was requested.
 
         Args:
             send: checks arguments and launches the call.
-            arguments: what the call reads.
+            arguments: everything that the call reads.
         """
 
         def named() -> Launched[Results]:

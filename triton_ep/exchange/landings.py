@@ -1,8 +1,9 @@
-"""How rows land: a row per expert (`ExpertMajor`), or a row per (token, rank) with its experts' ids (`Deduplicated`).
+"""Layouts of received rows: a row per expert (`ExpertMajor`), or a row per (token, rank) with the ids of its experts
+(`Deduplicated`).
 
-Up to their arrival all rows take the same steps (triton_ep/exchange/steps.py). A landing says how many rows that makes,
-allocates them, writes them from what arrives, and what of them the combine needs. Low-latency layers have no steps
-before the rows: they land expert-major, in `steps.dispatch_low_latency`.
+All dispatches share the steps until rows arrive (triton_ep/exchange/steps.py). A landing counts the received rows,
+allocates them, and copies the staging rows into them. Low-latency layers always receive expert-major rows
+(`steps.dispatch_low_latency`).
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from triton_ep.runtime.plans.layers import LANDINGS
 
 
 class Landing(ABC, Generic[Received]):
-    """What becomes of rows where they arrive.
+    """Layout of the received rows of a dispatch.
 
     Attributes:
-        deduplicated: a token that several experts of a rank want is one row there.
+        deduplicated: a token for several experts of a rank is one row there.
         counts: the part of `placement` that the host reads, after the reports of all ranks.
     """
 
@@ -43,19 +44,19 @@ class Landing(ABC, Generic[Received]):
 
     @abstractmethod
     def num_rows(self, report: Report) -> int:
-        """Rows that a rank gets."""
+        """Rows that the rank of this report receives."""
 
     @abstractmethod
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
-        """Arrival rows and output rows for which all ranks must have room."""
+        """Staging rows and output rows for which all ranks must have room."""
 
     @abstractmethod
     def limits(self, sizes: Sizes) -> tuple[int, int]:
-        """Most arrivals and most output rows of a rank for which buffers of these sizes have the `room`."""
+        """Most staging rows and most output rows of a rank for which buffers of these sizes have the `room`."""
 
     @abstractmethod
     def make(self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool) -> Received:
-        """Memory for what arrives. Where fewer rows may come, it is filled, after what the current stream has got."""
+        """Allocate the results. If fewer rows may arrive, fill them on the current stream."""
 
     @abstractmethod
     def receive(
@@ -72,11 +73,11 @@ class Landing(ABC, Generic[Received]):
 
 @dataclass(slots=True)
 class ExpertMajor(Landing[dispatch_ops.Received]):
-    """A row per (token, expert), by expert, source rank, token, k.
+    """A row per (token, expert), sorted by expert, source rank, token, k.
 
     Attributes:
         kind: `landing` of `EPAll2AllLayer.dispatch`.
-        keep_copies: the caller wants the output rows of each arrival row, whatever the combine needs.
+        keep_copies: return the output rows of each staging row, even if combine does not need them.
     """
 
     deduplicated = False
@@ -90,7 +91,7 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         return report.rows
 
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
-        """A row per arrival to combine from where rows are summed first, else one per output row."""
+        """Combine reads one row per staging row if rows are summed first, else one per output row."""
         staged = max(report.arrivals for report in reports)
         return staged, staged if config.enable_local_combine else max(report.rows for report in reports)
 
@@ -103,7 +104,7 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
     def make(
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool
     ) -> dispatch_ops.Received:
-        """Rows, weights where there are some, output rows of arrival rows where they are wanted."""
+        """Allocate rows; weights if there are some; output rows of staging rows if needed."""
         exact = arrivals.host_counts is not None
         return dispatch_ops.make_received(
             ctx, fmt, arrivals.num_rows, arrivals.num_staged, has_weights, exact, self.keep_copies, self.kind
@@ -118,7 +119,7 @@ class ExpertMajor(Landing[dispatch_ops.Received]):
         forward: torch.Tensor | None,
         side: torch.cuda.Stream | None,
     ) -> None:
-        """Forward, wait, and copy each arrived row to its output rows."""
+        """Forward, wait, and copy each staging row to its output rows."""
         dispatch_ops.receive(ctx, fmt, received, placement, forward, side)
 
     def output(self, rows: Rows, config: EPConfig) -> torch.Tensor | MXTensor | RowScaled:
@@ -137,10 +138,10 @@ EXPERT_MAJOR = {kind: ExpertMajor(kind) for kind in (None, *LANDINGS)}
 
 @dataclass(slots=True)
 class Deduplicated(Landing[compact_ops.Compact]):
-    """A row per (token, rank), by source rank and token, with the local ids of its experts and their weights.
+    """A row per (token, rank), sorted by source rank and token, with the local ids of its experts and their weights.
 
     Attributes:
-        idx_dtype: of expert ids; None: the caller has ids and weights already.
+        idx_dtype: dtype of expert ids; None: the caller has ids and weights already.
     """
 
     deduplicated = True
@@ -149,11 +150,11 @@ class Deduplicated(Landing[compact_ops.Compact]):
     idx_dtype: torch.dtype | None = None
 
     def num_rows(self, report: Report) -> int:
-        """Arrival rows."""
+        """Staging rows."""
         return report.arrivals
 
     def room(self, config: EPConfig, reports: Sequence[Report]) -> tuple[int, int]:
-        """A row per arrival to combine from."""
+        """Combine reads one row per staging row."""
         staged = max(report.arrivals for report in reports)
         return staged, staged
 
@@ -164,7 +165,7 @@ class Deduplicated(Landing[compact_ops.Compact]):
     def make(
         self, ctx: DispatchCombineContext, fmt: RowFormat, arrivals: Arrivals, has_weights: bool
     ) -> compact_ops.Compact:
-        """Rows; ids and weights where ids are wanted."""
+        """Allocate rows; ids and weights if ids are wanted."""
         exact = arrivals.host_counts is not None
         return compact_ops.make_compact(ctx, fmt, arrivals.num_rows, exact, self.idx_dtype, has_weights)
 
@@ -177,22 +178,22 @@ class Deduplicated(Landing[compact_ops.Compact]):
         forward: torch.Tensor | None,
         side: torch.cuda.Stream | None,
     ) -> None:
-        """Forward, wait, and copy each arrived row out as it is."""
+        """Forward, wait, and copy each staging row to the output as it is."""
         compact_ops.receive(ctx, fmt, received, placement, forward, side)
 
 
 @dataclass(frozen=True)
 class CompactRows:
-    """What `dispatch_compact` returns. Rows are ordered by source rank, then by token.
+    """Results of `dispatch_compact`. Rows are sorted by source rank, then by token.
 
     Attributes:
         x: [R, H] of the dtype given: one row per (token, this rank).
         topk_idx: [R, K] of the dtype given: local expert ids, 0 to e - 1; -1 = an expert of another rank, or dropped.
         topk_weights: [R, K] float32, zero where `topk_idx` is -1; None if no weights were sent.
         num_recv_tokens_per_expert: rows of each local expert, e numbers on the host; None with `num_rows`.
-        layout_desc: for `combine`, `combine_topk` and `dispatch_compact_again`.
-        scale: [R, S] as given, with one-byte rows; otherwise None.
-        event: with async_finish, of the end of the call; otherwise None.
+        layout_desc: descriptor for `combine`, `combine_topk` and `dispatch_compact_again`.
+        scale: [R, S] of the dtype given, with one-byte rows; otherwise None.
+        event: with async_finish, the end of the call; otherwise None.
     """
 
     x: torch.Tensor
@@ -205,7 +206,7 @@ class CompactRows:
 
 
 def compact_rows(sent: Sent[compact_ops.Compact], given: Rows) -> CompactRows:
-    """What `dispatch_compact` returns of rows whose dtypes are those of `given`; ids were asked for."""
+    """Build the results of `dispatch_compact`, with the dtypes of `given`; the dispatch must have written ids."""
     rows, ids = sent.received, sent.received.topk_idx
     assert ids is not None, "asked for"
     x, scales = Rows(rows.x, rows.scale).like(given)

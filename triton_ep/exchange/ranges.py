@@ -1,4 +1,4 @@
-"""Names of calls for profilers: a range around each half of a call, when somebody records."""
+"""Ranges for profilers: a named range around each half of a call while a profiler records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.autograd import _profiler_enabled  # what torch's own modules ask
+from torch.autograd import _profiler_enabled  # torch's own modules call this one, too
 
 from triton_ep.context.context import DispatchCombineContext
 from triton_ep.runtime.environment import read_environment
@@ -20,15 +20,15 @@ def _wants_nvtx() -> bool:
 
 
 def records_ranges() -> bool:
-    """Whether somebody records: otherwise a call spends nothing on its range."""
+    """Whether a profiler records; if not, calls skip the cost of a range."""
     return _profiler_enabled() or _wants_nvtx()
 
 
 def call_range(what: str, context: DispatchCombineContext) -> AbstractContextManager[object]:
-    """The range of a call: `record_function` under torch's profiler, NVTX with TRITON_EP_NVTX=1, else nothing.
+    """The range of a call: `record_function` under torch's profiler, NVTX with TRITON_EP_NVTX=1, else an empty context.
 
-    what: "dispatch", "hook of combine". The range is called `triton_ep.dispatch 7, layer 3fa2`: by the number of
-    dispatches before it, and the last digits of the layer's id.
+    what: "dispatch", "hook of combine". The name is `triton_ep.dispatch 7, layer 3fa2`, with the number of earlier
+    dispatches and the last digits of the layer's id.
     """
     if not records_ranges():
         return _NO_RANGE

@@ -1,4 +1,4 @@
-"""How the other ranks learn that this one refused its arguments, and that it sends nothing."""
+"""Report to the other ranks that this rank refused its arguments and sends nothing."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def refuse(
     others_know: bool = False,
     needed_tokens: int = 0,
 ) -> EPAllToAllLayoutDesc | None:
-    """Report that this rank's arguments were refused; keep in step with the others by a dispatch of no rows.
+    """Report that this rank refused its arguments; stay in step with the other ranks by a dispatch of no rows.
 
-    Returns its descriptor, None where nothing comes of the call on any rank.
+    Returns the descriptor of that dispatch, or None if no rank completes the call.
 
     Args:
-        landing: of the call.
-        scaled: the call is for one-byte rows with scales, which this rank may have to pass on.
+        landing: landing of the call.
+        scaled: the call is for one-byte rows with scales, which this rank may have to forward.
         num_rows, others_know, needed_tokens: as in `Request`.
 
     Raises:
@@ -45,12 +45,12 @@ def refuse(
     except PeerFailed:
         if needed_tokens:
             raise
-        # This rank's own rejection, seen in the exchange: the caller raises what caused it.
+        # The report of this rank's own rejection: the caller raises its cause.
         return None
 
 
 def _no_rows(ctx: DispatchCombineContext, scaled: bool) -> tuple[Rows, torch.Tensor]:
-    """Rows and ids of no token; scaled: of one byte, with scales, where rows of the layer can be such."""
+    """Rows and ids of zero tokens; scaled: one-byte rows with scales, if the hidden size allows them."""
     cfg, device = ctx.config, ctx.device
     ids = torch.empty(0, cfg.topk, dtype=torch.int32, device=device)
     if not scaled or cfg.hidden % 32:

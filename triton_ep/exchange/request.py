@@ -1,4 +1,4 @@
-"""A dispatch as it is asked for, and as it is while its rows are on their way."""
+"""Records of a dispatch: the request, and its state while rows are in flight."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from triton_ep.ops.dispatch import Received as Expanded
 from triton_ep.ops.strides import view_as
 
 Received = TypeVar("Received", Expanded, Compact)
-"""What a landing gives (triton_ep/exchange/landings.py)."""
+"""Results of a landing (triton_ep/exchange/landings.py)."""
 
 
 def rows_of(x: torch.Tensor | MXTensor) -> Rows:
-    """Rows to send; an MXTensor goes as it is."""
+    """Rows to send; an MXTensor is sent as it is."""
     return Rows(x.qdata, x.scale.view(torch.uint8)) if isinstance(x, MXTensor) else Rows(x)
 
 
 def as_sent(rows: Rows) -> Rows:
-    """The same memory under the dtypes that travel: one-byte rows as e4m3 whatever they hold, their scales as bytes."""
+    """View rows with the dtypes of the wire: one-byte rows as e4m3 whatever they hold, their scales as bytes."""
     if rows.scale is None:
         return rows
     data = rows.data if rows.data.dtype == torch.float8_e4m3fn else rows.data.view(torch.float8_e4m3fn)
@@ -34,19 +34,19 @@ def as_sent(rows: Rows) -> Rows:
 
 @dataclass(slots=True)
 class Request:
-    """A dispatch of this rank: arguments that have been checked.
+    """A dispatch of this rank, with checked arguments.
 
     Attributes:
-        rows: [T, H], with their scales where they have some.
+        rows: [T, H], with their scales if they have some.
         ids: expert ids [T, K] int32 or int64; or a routing map, which has weights of its own.
         weights: [T, K] float32, or None; None with a routing map.
-        scatter: [T, K] int32 or int64, the order of entries that the caller gives; None: it is computed.
-        routed: of the earlier dispatch whose routing is taken; the same on all ranks.
-        num_rows: rows that the caller gets, where they are known; None: the layer's capacity, or else the host reads
-            how many arrive.
-        refused: this rank's arguments were refused: it sends nothing, and reports that to the others.
-        needed_tokens: of a refused call: tokens of this rank, if these are more than the layer has room for.
-        others_know: of a refused call: the other ranks know how many rows arrive, and read nothing.
+        scatter: [T, K] int32 or int64, the caller's order of entries; None: the order is computed.
+        routed: descriptor of the earlier dispatch whose routing is used; the same on all ranks.
+        num_rows: rows that the caller gets, if known; None: the layer's capacity, or without one the host reads the
+            row count.
+        refused: this rank refused its arguments: it sends nothing, and reports that to the others.
+        needed_tokens: refused calls: tokens of this rank, if they exceed the layer's room; else 0.
+        others_know: refused calls: the other ranks know how many rows arrive, and their hosts read nothing.
     """
 
     rows: Rows
@@ -61,13 +61,13 @@ class Request:
 
 
 class Signals(NamedTuple):
-    """How a kernel on another stream says which expert outputs it has written.
+    """Signals by which a kernel on another stream reports the expert outputs that it has written.
 
     Attributes:
         values: [e, n] int32, on the device.
-        num_rows: [e] int32, rows of each expert: signals of blocks without rows are not awaited; None: all are.
-        block_rows: rows for which a signal stands.
-        expected: what the kernel counts a signal up to.
+        num_rows: [e] int32, rows of each expert; combine waits for no signal of a block without rows. None: for all.
+        block_rows: rows per signal.
+        expected: value that a signal reaches when the kernel has written its rows.
     """
 
     values: torch.Tensor
@@ -78,13 +78,13 @@ class Signals(NamedTuple):
 
 @dataclass(slots=True)
 class Arrivals:
-    """What arrives on this rank.
+    """Numbers of rows that arrive on this rank.
 
     Attributes:
         num_rows: rows that the caller gets.
-        num_staged: arrival rows that there may be: one per (token, this rank).
-        host_counts: the counts of the landing, as the host has read them; None: it has read none, and fewer rows may
-            come.
+        num_staged: most staging rows that may arrive: one per (token, this rank).
+        host_counts: the counts of the landing, as the host has read them; None: the host has read none, and fewer rows
+            may arrive.
     """
 
     num_rows: int
@@ -97,10 +97,10 @@ class Sent(Generic[Received]):
     """A dispatch whose sending half has been launched.
 
     Attributes:
-        received: memory for what arrives; the receiving half writes it.
-        desc: what its combine needs.
+        received: memory of the results, which the receiving half writes.
+        desc: descriptor for combine.
         host_counts: as in `Arrivals`.
-        receive: launches the receiving half; it has been launched unless the caller parts the halves.
+        receive: launches the receiving half; already launched unless the caller splits the call.
     """
 
     received: Received

@@ -1,10 +1,10 @@
-"""Slots: which (token, k) a received row belongs to, and which experts a routing map puts into a token's slots.
+"""Slots: the (token, k) of each received row, and the experts that a routing map puts into a token's slots.
 
-A value per received row goes back to its own (token, k): the gradient of routing weights. Combine sums over k, so it
-carries a value per slot if every slot has a column of its own: each row puts its value into column k and zeros into the
-others. That is a combine of short float32 rows, with the same kernels, buffers and epochs as any other; all terms but
-one are zero, so the sum is exact. With local combine the kernel that sums the rows of a token on their rank writes
-those columns itself, from the table of their copies.
+The gradient of routing weights needs the value of each received row back at its own (token, k). Combine sums over k, so
+each slot gets a column of its own: a row puts its value into column k and zeros into the others. That is a combine of
+short float32 rows, with the same kernels, buffers and epochs as any other; all terms but one are zero, so the sum is
+exact. With local combine the kernel that sums the rows of a token on their rank writes these columns itself, from the
+table of the token's output rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton_ep.ops import routing as routing_ops
 def known_copies(
     ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[C, K] int32: output row of each arrival row's copies, R = none; arguments as in `row_slots`."""
+    """[C, K] int32: output rows of each staging row, R = none; arguments as in `row_slots`."""
     if rows is None:
         rows = ctx.local("stage_meta")[:, : ctx.config.topk]
     arrivals = desc.arrivals_of_rank[ctx.config.rank].clamp(max=ctx.sizes.arrival_rows)
@@ -34,9 +34,9 @@ def known_copies(
 def row_slots(
     ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[R] int32: k of the copy in each row of a dispatch, -1 in rows without one.
+    """[R] int32: k of the assignment in each row of a dispatch, -1 in rows without one.
 
-    rows: [C, K] int32, what that dispatch has noted (`ops.dispatch.Received`); None: it is the latest one.
+    rows: [C, K] int32, `copy_rows` of that dispatch (`ops.dispatch.Received`); None: it is the latest dispatch.
     """
     target = known_copies(ctx, desc, rows).long()
     slots = torch.full((desc.num_recv_rows + 1,), -1, dtype=torch.int32, device=ctx.device)
@@ -47,7 +47,7 @@ def row_slots(
 def needed_slots(
     ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, rows: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """`row_slots`; None where `to_slots` needs none, because the descriptor says it."""
+    """`row_slots`, or None if `to_slots` finds the slots in the descriptor."""
     return None if combine_ops.is_reduced(desc) else row_slots(ctx, desc, rows)
 
 
@@ -55,7 +55,7 @@ def needed_slots(
 def to_slots(
     ctx: DispatchCombineContext, values: torch.Tensor, slots: torch.Tensor | None, desc: EPAllToAllLayoutDesc
 ) -> torch.Tensor:
-    """Send the value of each row to the slot it came from. Collective.
+    """Send the value of each row back to its slot. Collective.
 
     Arguments:
         values: [R] float32.
@@ -79,10 +79,10 @@ def to_slots(
 
 
 def slots_of_map(ctx: DispatchCombineContext, given: RoutingMap) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ids [T, K] int32 of the experts of a routing map, ascending, -1 in slots without one; their weights [T, K]
-    float32, or None. Local.
+    """Ids [T, K] int32 of the experts of a routing map, ascending, -1 in empty slots; their weights [T, K] float32, or
+    None. Local.
 
-    A map on another device than the layer's gives ids -1 there, which the layer refuses.
+    A map on another device than the layer's gives ids -1 on that device, which the layer refuses.
     """
     shape, device = (given.routed.shape[0], ctx.config.topk), given.routed.device
     if device != ctx.device:

@@ -1,9 +1,9 @@
 """The steps of a dispatch and of a combine, in the order of the protocol (docs/concepts/protocol.md).
 
-A dispatch: quantise · count · exchange splits · place · send · push · read back, raise, grow · land. Where buffers
-grow, place, send and push have done nothing and are launched again. Every dispatch of a layer is one `Request` that
-goes through `dispatch`; a `Landing` says what becomes of its rows. That of a low-latency layer goes through
-`dispatch_low_latency`: rows fly first, and counting comes after.
+A dispatch: quantise · count · exchange splits · place · send · push · read back, raise, grow · land. If buffers must
+grow, place, send and push have done nothing and are launched again. Every dispatch of a layer is one `Request` passed
+to `dispatch`, with a `Landing` for the layout of the received rows. Low-latency layers use `dispatch_low_latency`,
+which sends rows first and counts afterwards.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from triton_ep.ops import routing as routing_ops
 def dispatch(
     ctx: DispatchCombineContext, request: Request, landing: Landing[Received], split: bool = False
 ) -> Sent[Received]:
-    """Send the rows of a request; all steps of it.
+    """Run all steps of a request.
 
-    Buffers that the host cannot grow later, because it reads no counts, grow first: on ranks with refused arguments as
-    on the others, which wait for them.
+    If the host reads no counts it cannot grow buffers later, so they grow first. Ranks with refused arguments take part
+    in that, because the other ranks wait for them.
 
     split: the caller launches the receiving half; otherwise it has been launched.
     """
@@ -55,7 +55,7 @@ def dispatch(
         ctx.make_room_for_all()
     rows = dispatch_ops.quantize(ctx, request.rows)
     routing, placement = preprocess(ctx, request, landing, reads)
-    # From here on the other ranks wait for this one; `reports_failure` compares this number.
+    # From here on the other ranks wait for this rank; `reports_failure` compares this number.
     ctx.num_dispatches += 1
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
     has_weights = routing.weights is not None
@@ -71,18 +71,18 @@ def dispatch(
 
     routing_ops.place(ctx, fmt, routing, placement, request.scatter)
     if reads:
-        # Launched before the host knows what it reads; whether they may send, kernels know (device/host_read.py).
+        # Launched before the host has read the counts; the kernels decide whether they may send (device/host_read.py).
         side = push()
         arrivals, grown = init_output_buffer(ctx, request, landing, placement)
         if grown:
             release_held(ctx, placement)
             routing_ops.place(ctx, fmt, routing, placement, request.scatter)
             side = push()
-        # Allocated while rows are on their way.
+        # Allocate while rows are in flight.
         received = landing.make(ctx, fmt, arrivals, has_weights)
     else:
         arrivals = known_arrivals(ctx, request, placement)
-        # What is filled is filled before the side stream begins.
+        # `make` may fill tensors on the current stream, so it comes before the fork of the side stream.
         received = landing.make(ctx, fmt, arrivals, has_weights)
         side = push()
     receive = partial(landing.receive, ctx, fmt, received, placement, forward, side)
@@ -110,15 +110,15 @@ def dispatch(
 def preprocess(
     ctx: DispatchCombineContext, request: Request, landing: Landing[Received], reads: bool
 ) -> tuple[routing_ops.Routing, torch.Tensor]:
-    """Count entries, give them slots, and exchange the counts of all ranks: routing, and what the ranks said.
+    """Count entries, assign slots, and exchange the counts of all ranks. Returns the routing and the `placement`.
 
-    reads: the host will read what the ranks said. The step has its name from the specification of `EPAll2AllLayer`.
+    reads: the host will read the placement. The specification of `EPAll2AllLayer` names this step.
     """
     ids, bad_scatter = request.ids, None
     if request.scatter is not None and isinstance(ids, torch.Tensor):
         num_experts = ctx.config.num_experts
         good = routing_ops.legal_scatter(ids, request.scatter, num_experts)
-        # A bad table counts as no tokens at all: nobody may write by it. Illegal ids are still reported.
+        # A bad table drops all entries, because no row may be written by it. Illegal ids are still reported.
         legal = (ids >= 0) & (ids < num_experts)
         ids = torch.where(legal & ~good, -1, ids)
         bad_scatter = torch.where(good, 0, HOST_SCATTER).int().view(1)
@@ -132,7 +132,7 @@ def preprocess(
 
 
 def _host_word(ctx: DispatchCombineContext, request: Request, deduplicated: bool, has_weights: bool) -> int:
-    """What this rank reports to the others about the call (kernels/device/codes.py)."""
+    """The word that this rank reports to the others about the call (kernels/device/codes.py)."""
     cfg = ctx.config
     reads = cfg.recv_capacity is None and request.num_rows is None and not request.others_know
     return (
@@ -149,10 +149,10 @@ def _host_word(ctx: DispatchCombineContext, request: Request, deduplicated: bool
 def init_output_buffer(
     ctx: DispatchCombineContext, request: Request, landing: Landing[Received], placement: torch.Tensor
 ) -> tuple[Arrivals, bool]:
-    """What arrives here, as the host reads it, and whether buffers had to grow. (The name is the specification's.)
+    """Read the row counts on the host; return them, and whether buffers grew. (The name is the specification's.)
 
-    Errors of any rank surface on all, and buffers grow by the same numbers on all ranks. In both cases the device has
-    decided, by the same reports, that no row was sent.
+    Raises the errors of any rank on all ranks, and grows buffers by the same numbers on all ranks. In both cases the
+    device has decided, by the same reports, not to send any row.
     """
     cfg = ctx.config
     parts = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)
@@ -169,16 +169,16 @@ def init_output_buffer(
 
 
 def known_arrivals(ctx: DispatchCombineContext, request: Request, placement: torch.Tensor) -> Arrivals:
-    """What may arrive here, where the host does not read it: buffers are large enough, errors are left to `check`."""
+    """Most rows that may arrive, if the host reads no counts: buffers are large enough, `check` raises the errors."""
     num_rows = request.num_rows if ctx.config.recv_capacity is None else ctx.config.recv_capacity
     assert num_rows is not None, "otherwise the host reads it"
-    # What is captured has not run, and may never do so.
+    # A captured dispatch has not run, and may never run.
     ctx.unread = None if ctx.is_capturing else placement
     return Arrivals(num_rows, ctx.sizes.arrival_rows, None)
 
 
 def release_held(ctx: DispatchCombineContext, placement: torch.Tensor) -> None:
-    """Let the kernels that send rows, launched once more, do so, now that there is room."""
+    """Clear the `held` word, so that the kernels launched again send their rows: the buffers now have room."""
     cfg = ctx.config
     first, _ = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["held"]
     placement[first].zero_()
@@ -188,10 +188,10 @@ def release_held(ctx: DispatchCombineContext, placement: torch.Tensor) -> None:
 def dispatch_low_latency(
     ctx: DispatchCombineContext, request: Request, split: bool = False
 ) -> Sent[dispatch_ops.Received]:
-    """`dispatch` of a low-latency layer: push, then wait and land, expert-major. The host waits for nothing."""
+    """`dispatch` of a low-latency layer: push, then wait and lay rows out expert-major. The host never waits."""
     rows, ids = request.rows, request.ids
     assert isinstance(ids, torch.Tensor), "no integration has maps for it"
-    ctx.num_dispatches += 1  # before the push, for which others wait
+    ctx.num_dispatches += 1  # before the push, for which the other ranks wait
     scaled = rows.scale is not None and ctx.config.payload is None
     word = HOST_REJECTED * request.refused | HOST_SCALED * scaled
     fmt = ctx.rows.own if rows.scale is None else ctx.rows.scaled
@@ -211,9 +211,9 @@ def combine(
     split: bool = False,
     biases: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Bring expert outputs y [R, H] back and sum them, weighted by weights [R] float32, and up to two biases [T, H].
+    """Bring expert outputs y [R, H] back and sum them, weighted by weights [R] float32, plus up to two biases [T, H].
 
-    Returns [T, H] and the receiving half. split: the caller launches that; otherwise it has been launched.
+    Returns [T, H] and the receiving half. split: the caller launches that half; otherwise it has been launched.
     """
     if ctx.config.low_latency:
         out, receive = low_latency_ops.combine(ctx, y, weights, desc, split)
@@ -221,7 +221,7 @@ def combine(
             receive()
     elif split:
         out, receive = combine_ops.send(ctx, ctx.rows.own, y, weights, desc, biases)
-    else:  # its halves overlap
+    else:  # the halves overlap
         out = combine_ops.combine(ctx, ctx.rows.own, y, weights, desc, biases=biases)
         receive = _no_more
     if not split:
@@ -231,7 +231,7 @@ def combine(
 
 @reports_failure("combine", begun=True)
 def wait_signals(ctx: DispatchCombineContext, signals: Signals) -> None:
-    """Let the current stream wait for the kernel that writes the rows of a low-latency combine."""
+    """Make the current stream wait for the kernel that writes the rows of a low-latency combine."""
     low_latency_ops.wait_signals(ctx, *signals)
     ctx.poll_status()
 
@@ -239,9 +239,9 @@ def wait_signals(ctx: DispatchCombineContext, signals: Signals) -> None:
 def wait_published(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc) -> bool:
     """Make the current stream wait until the rows of the latest `combine` have been read.
 
-    That was a whole call, not one taken apart by a hook, with this descriptor and no weights.
+    That combine must have been a whole call, not split by a hook, with this descriptor and no weights.
 
-    False: nothing waits, because only the end of that combine says so.
+    Returns False, without waiting, if only the end of that combine implies that its rows have been read.
     """
     return not ctx.config.low_latency and combine_ops.wait_published(ctx, ctx.rows.own, desc)
 
@@ -255,4 +255,4 @@ def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllT
 
 
 def _no_more() -> None:
-    """The receiving half of a call that has been received."""
+    """The receiving half of a call that has already run it."""
