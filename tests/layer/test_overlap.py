@@ -189,7 +189,7 @@ def _refused(rank, nodes, ranks_per_node, case):
         hook()
     halves.dispatch()
     halves.publish()
-    with pytest.raises(InputError, match=r"before the hook of the combine before.*a layer of its own"):
+    with pytest.raises(InputError, match=r"before the hook of the previous combine.*a layer of its own"):
         halves.combine()
     halves.dispatch()
     hook = halves.published[-1]

@@ -1,1 +1,1 @@
-"""What the calls of a layer share: symmetric buffers, launches, streams, status, descriptors."""
+"""State that the calls of a layer share: symmetric buffers, launches, streams, status, descriptors."""

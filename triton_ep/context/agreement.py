@@ -1,4 +1,4 @@
-"""What the ranks of a layer must have been given alike, compared before any of them allocates."""
+"""Compare the arguments that all ranks of a layer must share, before any rank allocates."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _SHOWN_RANKS = 8
 
 
 def check_agreement(config: EPConfig, group: Any, heap: SymmetricHeap, choice: Choice | None = None) -> str:
-    """Raise unless the group is as the configuration says, and that is the same on all its ranks. Collective.
+    """Raise unless the configuration fits the group and is the same on all its ranks. Collective.
 
-    Each rank may have a `timeout_s` of its own. choice: what this rank found, where num_sm was left to it.
+    Each rank may have a `timeout_s` of its own. choice: this rank's choice of num_sm, if the caller gave none.
 
     Returns:
-        a name for what is made by this configuration: the same on all ranks, and no other's.
+        a unique name for the layer, the same on all ranks.
 
     Raises:
-        ConfigError: on every rank, with the field and who has which value; no such group on this rank alone.
+        ConfigError: on every rank, with the field and the value of each rank; on this rank alone if it has no such
+            group.
         PeerFailed: a rank did not come, or is in another call.
     """
     ranks, rank = check_group(group), dist.get_rank(group)
@@ -57,7 +58,7 @@ def check_agreement(config: EPConfig, group: Any, heap: SymmetricHeap, choice: C
 
 
 class _Answer(NamedTuple):
-    """What a rank says of the layer that it is to make."""
+    """What a rank reports about the layer that it is to create."""
 
     mistake: str | None
     values: dict[str, Any]
@@ -79,7 +80,7 @@ def _compare(name: str, values: Sequence[Any]) -> None:
 
 
 def named(ranks: list[int]) -> str:
-    """These ranks in words, the first ones by number."""
+    """Name these ranks: the first ones by number, the others by count."""
     shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
     more = len(ranks) - _SHOWN_RANKS
     return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Which call each rank was in, in words, where ranks of a layer make different ones (kernels/device/calls.py)."""
+"""Describe the call of each rank when ranks of a layer make different calls (kernels/device/calls.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOW_LATENCY = "low-latency "
 def mismatch(operation: int, tags: Sequence[int]) -> CallMismatch:
     """The error for a status record of this operation (CALLS_*).
 
-    tags: of every rank, plus one; 0 where this rank had not heard of it yet.
+    tags: the tag of every rank, plus one; 0 if this rank had not received it yet.
     """
     combines = operation in (codes.CALLS_COMBINE, codes.CALLS_LL_COMBINE)
     prefix = _LOW_LATENCY if operation in (codes.CALLS_LL_DISPATCH, codes.CALLS_LL_COMBINE) else ""
@@ -23,7 +23,7 @@ def mismatch(operation: int, tags: Sequence[int]) -> CallMismatch:
 
 
 def of_calls(reported: Mapping[int, int], name: Callable[[int], str], failed: bool) -> CallMismatch:
-    """The error for these tags, or host words, of ranks. failed: the layer is of no more use."""
+    """The error for these tags, or host words, of ranks. failed: the layer is unusable from now on."""
     ranks: dict[str, list[int]] = {}
     for rank, tag in reported.items():
         ranks.setdefault(name(tag), []).append(rank)
@@ -36,7 +36,7 @@ def of_calls(reported: Mapping[int, int], name: Callable[[int], str], failed: bo
 
 
 def dispatch_name(word: int) -> str:
-    """What a host word says of the call."""
+    """Name the call of a host word."""
     if word & codes.HOST_REJECTED:
         return "a dispatch whose arguments it rejected"
     name = "dispatch_compact" if word & codes.HOST_COMPACT else "dispatch"
@@ -50,7 +50,7 @@ def dispatch_name(word: int) -> str:
 
 
 def combine_name(tag: int) -> str:
-    """What the tag of a combine says of the call."""
+    """Name the call of a combine's tag."""
     if tag == codes.MIXED_TAG:
         return "combines that differ within its node"
     name = "combine of values per slot" if tag & codes.COMBINE_SLOTS else "combine"

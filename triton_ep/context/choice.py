@@ -1,4 +1,4 @@
-"""What a layer made with num_sm=None runs with: the entry of a table, or a formula; the same on all its ranks."""
+"""Choose num_sm for a layer with num_sm=None, from a tuned table or by a formula; the same on all its ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from triton_ep.config import EPConfig
 from triton_ep.errors import ConfigError
 from triton_ep.runtime.tuned.table import Key, TunedEntry, look_up
 
-_PROGRAM_GBPS = 30  # that one program of the push moves (8 of them 238, 8 x H200)
+_PROGRAM_GBPS = 30  # moved by one program of the push (8 programs move 238, 8 x H200)
 _LINK_GBPS = {8: 230, 9: 343, 10: 686}  # out of a GPU, by major compute capability; 9 measured, others by NVLink's rate
 _PROGRAMS_INTERPRETED = 2
 
 
 def key_of(config: EPConfig, device: torch.device) -> Key:
-    """What a layer is looked up by. Rows of float32 have a payload that no table holds."""
+    """The key of a layer in tuned tables. Rows of float32 have a payload that no table holds."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     dtype = config.token_dtype
     payload = config.payload or ("bf16" if dtype.itemsize == 2 else str(dtype).removeprefix("torch."))
@@ -27,8 +27,8 @@ def key_of(config: EPConfig, device: torch.device) -> Key:
 
 
 def default_num_sm(device: torch.device) -> int:
-    """Programs of the exchange where no table has an entry: twice as many as would fill the links if each kept its
-    pace next to the others, in eights, and a quarter of the multiprocessors at most. H200: 24."""
+    """Programs of the exchange if no table has an entry. Twice the number that would fill the links if programs did not
+    slow each other down, rounded to a multiple of 8; at most a quarter of the multiprocessors. H200: 24."""
     if device.type != "cuda":
         return _PROGRAMS_INTERPRETED
     properties = torch.cuda.get_device_properties(device)
@@ -42,7 +42,7 @@ def programs_for(link_gbps: float, multiprocessors: int) -> int:
 
 
 class Choice(NamedTuple):
-    """What a rank would run with: number, where it comes from, or why it cannot choose."""
+    """A rank's choice: the number, its source, and the error if the rank cannot choose."""
 
     num_sm: int
     source: str
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 
 
 def choose(config: EPConfig, device: torch.device) -> tuple[EPConfig, Choice]:
-    """The configuration with num_sm and entry of a table, or with num_sm by the formula; ranks have yet to compare."""
+    """The configuration with num_sm and entry from a table, or with num_sm by the formula; ranks compare it later."""
     entry: TunedEntry | None = None
     failure = None
     try:
@@ -63,7 +63,7 @@ def choose(config: EPConfig, device: torch.device) -> tuple[EPConfig, Choice]:
 
 
 def check_choices(own: Choice, choices: Sequence[Choice]) -> None:
-    """Raise unless all ranks of a group, in its order, would run with the same number.
+    """Raise unless all ranks of a group, in the order of `choices`, would run with the same number.
 
     Raises:
         ConfigError: on all ranks, if one cannot read a table, or if they find different choices.

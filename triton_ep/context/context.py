@@ -1,8 +1,8 @@
 """DispatchCombineContext: one layer on this rank, as its steps see it.
 
-A context belongs to one process group; contexts of different groups live side by side. It joins what has a file each:
-symmetric memory (memory.py), launches (launches.py), streams (streams.py, overlap.py), what the host reads
-(host_read.py), what kernels report (status.py); and it knows whether the layer is open, has failed, or is finalized.
+A context belongs to one process group; contexts of different groups can coexist. It joins parts with a file each:
+symmetric memory (memory.py), launches (launches.py), streams (streams.py, overlap.py), counts read by the host
+(host_read.py), status reported by kernels (status.py). It also knows whether the layer is open, failed or finalized.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from triton_ep.runtime.launch import INTERPRETING, aot_for
 NO_LIMIT = 2**31 - 1
 """Row limit of kernels in exact mode, where buffers are grown before anything is written."""
 _OF_ONE_RANK = (AotArchMismatch, AotCorrupted, AotMiss, LaunchError)
-"""Errors of ours that may come in the middle of a call, and on one rank alone."""
+"""Errors of this package that a single rank may raise in the middle of a call."""
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def reports_failure(what: str, *, begun: bool) -> Callable[[_Call], _Call]:
-    """Decorator of what a layer or context does in a collective call: if it breaks off, the layer has failed.
+    """Decorator for parts of a collective call: an exception in the middle of the call marks the layer as failed.
 
-    begun: other ranks wait for this one from the start; False: once the dispatch counts (`num_dispatches`).
+    begun: other ranks wait for this rank from the start; False: once the call has increased `num_dispatches`.
     """
 
     def decorate(call: _Call) -> _Call:
@@ -76,11 +76,11 @@ def reports_failure(what: str, *, begun: bool) -> Callable[[_Call], _Call]:
 class DispatchCombineContext:
     """Symmetric buffers, launchers, open calls and state of one layer on this rank.
 
-    Made by `create`, collective over the group; ended by `finalize`, collective as well. Nothing is freed by
-    a destructor, because freeing symmetric memory out of step hangs the other ranks.
+    `create` and `finalize` are collective over the group. No destructor frees anything, because freeing symmetric
+    memory out of step hangs the other ranks.
 
     Attributes:
-        sizes: rows for which there is room; exact layers grow.
+        sizes: rows for which the buffers have room; exact layers grow.
     """
 
     @torch.inference_mode(False)  # these tensors outlive inference mode and must stay writable outside it
@@ -91,13 +91,13 @@ class DispatchCombineContext:
         self.group, self.heap, self.device = group, heap, heap.device
         self.layer_id = secrets.randbits(62)
         self.name, self._members = name, heap.members(group)
-        # Dispatches that this host has made, the number of each from 1. The device counts for itself, and further where
-        # a CUDA graph replays: what ranks compare is the device's number (kernels/device/calls.py).
+        # Dispatches that this host has made; their numbers start at 1. The device keeps a count of its own, which
+        # replays of a CUDA graph advance too. Ranks compare the device's number (kernels/device/calls.py).
         self.num_dispatches = 0
         self.calls, self._closed = OpenCalls(), False
         self.failure: str | None = None
         self.backward = False  # calls made now send gradients
-        self.unread: torch.Tensor | None = None  # placement of the latest static dispatch, which no host has looked at
+        self.unread: torch.Tensor | None = None  # placement of the latest dispatch whose reports no host has read
         self.network = codes.P2P if config.is_intra_node or heap.network == "p2p" else codes.NVSHMEM
         self.rows = RowFormats(config.shape(self.network, INTERPRETING), config.token_dtype)
         self.no_bytes = torch.zeros(16, dtype=torch.uint8, device=self.device)
@@ -111,7 +111,7 @@ class DispatchCombineContext:
         self.launcher, self.scratch, self._identity_rows = launches.launcher, launches.scratch, launches.identity_rows
         side = SideStream(self.device)
         self.fork, self.join, self.wait_joined = side.fork, side.join, side.wait_joined
-        # The device bounds its own wait; twice that covers earlier work on the stream.
+        # The device bounds its own wait; the host waits twice as long, which covers earlier work on the stream.
         self.host_read = HostRead(sizes.told_words, 2 * config.timeout_s + 60, self.device)
         try:
             if aot is not None:
@@ -119,11 +119,11 @@ class DispatchCombineContext:
             self.memory.allocate()
         except BaseException as error:
             self.failure = f"its constructor raised {type(error).__name__}."
-            self.finalize()  # other ranks may have gone on, and store here
+            self.finalize()  # other ranks may have gone on and store into this rank's buffers
             raise
 
     def _bound(self) -> dict[str, Any]:
-        """Arguments that are the same in all launches of the layer."""
+        """Arguments shared by all launches of the layer."""
         return {
             "state_ptr": self.state,
             "tables_ptr": self.memory.tables,
@@ -149,11 +149,11 @@ class DispatchCombineContext:
 
         capacity: room for received rows at the start, in multiples of the average max_tokens * topk; an
             exact context grows beyond it, a static one has `ep_config.recv_capacity` rows and ignores this.
-        aot: library to take kernels from; None: as TRITON_EP_AOT says.
-        choice: what this rank found for `num_sm`, where it was not given.
+        aot: library to take kernels from; None: decided by TRITON_EP_AOT.
+        choice: this rank's choice of `num_sm`, if the caller gave none.
 
         Raises:
-            ConfigError: on every rank, if the group does not fit the configuration, or the ranks have different ones.
+            ConfigError: on every rank, if the configuration does not fit the group or differs between ranks.
             HeapError: not enough symmetric memory, on every rank of the group.
         """
         group = group if group is not None else dist.group.WORLD
@@ -178,12 +178,12 @@ class DispatchCombineContext:
 
     @property
     def dispatch_output_buf(self) -> torch.Tensor:
-        """[rows, H] of the token dtype: expert outputs, from which combine pulls; another one once it has grown."""
+        """[rows, H] of the token dtype: expert outputs that combine pulls; a new buffer after each growth."""
         return self.local("dispatch_output_buf")
 
     @property
     def weight_recv_buf(self) -> torch.Tensor:
-        """[rows] float32: their weights; another one once it has grown."""
+        """[rows] float32: weights of the expert outputs; a new buffer after each growth."""
         return self.local("weight_recv_buf")
 
     def identity_rows(self, num_rows: int) -> torch.Tensor:
@@ -195,7 +195,7 @@ class DispatchCombineContext:
 
         Returns (dispatch_output_buf [rows, H] of the token dtype, weight_recv_buf [rows] float32), with
         rows >= dispatch_recv_tokens. Must be called between two calls of the layer, with the same number on all
-        ranks; waits until all of them have ended the call before.
+        ranks; waits until all ranks have ended the previous call.
         """
         self.check_open()
         rows = as_integer("dispatch_recv_tokens", dispatch_recv_tokens, 0)
@@ -206,10 +206,10 @@ class DispatchCombineContext:
     def grow(self, arrival_rows: int, output_rows: int) -> bool:
         """Make room for that many rows on every rank; collective, the same numbers on all ranks.
 
-        False: there was room. Safe right after a splits exchange: every rank has then finished its previous call.
+        False: the buffers had room. Safe right after a splits exchange: every rank has then finished its previous call.
 
         Raises:
-            InputError: somebody still reads or writes rows that would be given up (overlap.OpenCalls).
+            InputError: other ranks still read the rows to be freed, or the caller may write there (overlap.OpenCalls).
             HeapError: on all ranks, if one has no room; the buffers then stay as large as they were.
         """
         wanted = self.memory.wanted_sizes(arrival_rows, output_rows)
@@ -225,7 +225,7 @@ class DispatchCombineContext:
         return True
 
     def make_room_for_all(self) -> None:
-        """Make room for every token of every rank; collective where it is not there yet, the same on all ranks.
+        """Make room for every token of every rank; collective if buffers must grow, which all ranks decide alike.
 
         Raises:
             HeapError: on all ranks, if one has no room.
@@ -236,14 +236,14 @@ class DispatchCombineContext:
             self.grow(worst, worst)
 
     def _meet(self) -> None:
-        """Wait until no rank of the group has work under way that reaches into the buffers of another."""
+        """Wait until no rank of the group has work in flight that accesses the buffers of another rank."""
         self._drain()
         with self._together():
             self.heap.barrier(self.group, self.name)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """A meeting of the ranks. One that does not come about leaves the layer failed: it may lack a buffer."""
+        """Run a host collective. If a rank is missing, the layer has failed: it may lack a buffer."""
         try:
             yield
         except PeerFailed as error:
@@ -253,12 +253,12 @@ class DispatchCombineContext:
     # --- life -------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Wait until the device has run what it was given, on any stream and in any graph.
+        """Wait until the device has finished all work, on any stream and in any graph.
 
         Raises:
-            WaitTimeout: it does not end.
+            WaitTimeout: the work does not end.
         """
-        # The waits of our kernels have a bound each; the rest is for what the program has given the device.
+        # Each wait of this package's kernels is bounded; the rest is for other work of the program.
         limit_s = 2 * self.config.timeout_s + max(60.0, self.heap.limit_s())
         try:
             self.heap.drain(limit_s, self.network != codes.P2P)
@@ -271,19 +271,19 @@ class DispatchCombineContext:
         except RuntimeError:
             if self.failure is None:
                 raise
-            # A GPU with an error runs nothing any more, and the caller has the first report of it.
+            # A GPU with an error runs no more work, and the caller has already seen the error.
 
     def finalize(self) -> None:
-        """Give the symmetric memory back, once the device has run what it was given; idempotent.
+        """Give the symmetric memory back, once the device has finished its work; idempotent.
 
-        A healthy layer waits until all ranks have ended it. After a failure (an expired wait, a dead peer, an exception
-        in the layer's block) nobody waits, and the memory comes back when every rank has ended the layer, or its
-        process has: those that were late still read and write there. No rank meets another here, so it does not matter
-        which of them saw the failure.
+        A healthy layer waits until all ranks have finalized it. After a failure (an expired wait, a dead peer, an
+        exception in the layer's block) no rank waits. The memory is reused when every rank has finalized the layer or
+        has died, because late ranks still read and write there. This is no barrier, so it does not matter which ranks
+        saw the failure.
 
         Raises:
-            PeerFailed: of a healthy layer, a rank has not ended it in time, or is dead.
-            WaitTimeout: the GPU does not end its work; finalize may be called again.
+            PeerFailed: the layer is healthy, but a rank has not finalized it in time, or is dead.
+            WaitTimeout: the GPU does not finish its work; finalize may be called again.
         """
         if self._closed:
             return
@@ -318,12 +318,12 @@ class DispatchCombineContext:
             )
 
     def fail(self, what: str, error: Exception, begun: bool) -> None:
-        """Note that a call broke off here in the middle; report it to the ranks that wait, where the heap can.
+        """Mark the layer as failed because a call broke off in the middle; report it to waiting ranks, if the heap can.
 
-        Nothing for errors that all ranks raise, or that are raised before anything is sent: those of this package.
-        What another rank has reported to this one is noted, and not reported again.
+        Ignores this package's own errors: all ranks raise them, or they come before anything is sent. A failure that
+        another rank has reported marks the layer too, but is not reported again.
 
-        begun: other ranks wait for this one.
+        begun: other ranks wait for this rank.
         """
         if self.failure is not None:
             return
@@ -333,12 +333,12 @@ class DispatchCombineContext:
         if not begun or (isinstance(error, EPError) and not isinstance(error, _OF_ONE_RANK)):
             return
         self.failure = f"{what} broke off on rank {self.config.rank} with {type(error).__name__}: {error}"
-        if self.heap.backend == "host":  # the others on GPUs learn it from their time limit
+        if self.heap.backend == "host":  # on GPUs the waits of the other ranks expire
             self.heap.abort(self.failure)
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Calls made inside send gradients; so another rank's call of a forward pass is a mismatch."""
+        """Mark the calls inside as sending gradients; a forward-pass call on another rank is then a mismatch."""
         before, self.backward = self.backward, True
         try:
             yield
@@ -348,7 +348,7 @@ class DispatchCombineContext:
     # --- what the device reports --------------------------------------------------------------------------
 
     def check_status(self) -> None:
-        """Wait for the stream of this device and raise what a kernel reported.
+        """Wait for the current stream and raise the error that a kernel reported, if any.
 
         Raises:
             CallMismatch: ranks are in different calls.
@@ -366,17 +366,17 @@ class DispatchCombineContext:
         raise error
 
     def poll_status(self) -> None:
-        """Raise what a kernel has reported up to now, without waiting for the stream."""
+        """Raise the error that a kernel has reported so far, if any, without waiting for the stream."""
         if self._alarm.value and not self.is_capturing:
             self.check_status()
 
     @property
     def is_capturing(self) -> bool:
-        """Whether calls of the current stream become part of a CUDA graph."""
+        """Whether a CUDA graph captures the current stream."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def read_back(self) -> list[int]:
-        """The words of a dispatch's `placement` up to `overflow`, once the device has told them to the host.
+        """The words of a dispatch's `placement` up to `overflow`, once the device has published them to the host.
 
         Raises:
             WaitTimeout: the splits exchange did not finish.

@@ -27,34 +27,33 @@ from triton_ep.kernels.device.codes import (
 class EPAllToAllLayoutDesc:
     """Routing facts of one dispatch, needed by its combine and by both backward passes.
 
-    Made by `EPAll2AllLayer.dispatch`. It owns its tensors: any number may be live, in any order, until the
+    Returned by `EPAll2AllLayer.dispatch`. It owns its tensors: any number may be live, in any order, until the
     layer is finalized. Holds tensors and ints only, so it is a pytree and passes through CUDA graphs.
-    Letters: T tokens of this rank, K top-k, W ranks, N nodes, M max_tokens, e local experts, C arrival rows.
+    Letters: T tokens of this rank, K top-k, W ranks, N nodes, M max_tokens, e local experts, C staging rows.
 
     Attributes:
         num_dispatch_token_cur_rank: T.
-        num_recv_rows: rows of `recv_x`: what arrived with padding (exact), or the capacity (static).
-        entries: [F, T, K] int32, what is known of every (token, k), F = 7 or 8 fields; low latency: [1, T, K],
-            the ids only.
-        placement: int32, what the splits of all ranks say about this one; see the properties below. Low
-            latency: as far as `overflow`, and of the report only tokens, the host words and the own rows.
-        shape: (W, LW, e), ranks, ranks per node, local experts: where the parts of `placement` are.
-        layer_id: identifies the layer that made it.
-        dispatch_number: the host's number of this dispatch on its layer, from 1; 0 where an op of torch.library makes
+        num_recv_rows: rows of `recv_x`: received rows with padding (exact), or the capacity (static).
+        entries: [F, T, K] int32, F = 7 or 8 fields of every (token, k); low latency: [1, T, K], the ids only.
+        placement: int32, facts about this rank from the splits of all ranks; see the properties below. Low
+            latency: only up to `overflow`, and of the report only tokens, host words and this rank's rows.
+        shape: (W, LW, e), ranks, ranks per node, local experts; determines the parts of `placement`.
+        layer_id: identifies the layer of the dispatch.
+        dispatch_number: the host's number of this dispatch on its layer, from 1; 0 if an op of torch.library builds
             the descriptor. Kernels compare the epoch of the device instead, which replays of a graph advance as well.
-        forward: [2, N, M, K] int32, of the tokens that this rank forwards for other nodes, by their node and slot:
+        forward: [2, N, M, K] int32, targets of the tokens that this rank forwards for other nodes, by node and slot:
             ranks, and rows there, in k order, -1 = dropped; with `enable_local_combine` the ranks of this node that
-            they go to, and their arrival rows there, then -1. None with one node.
+            a token goes to, and its staging rows there, then -1. None with one node.
         send_reqs_recv_tensor: None; the protocol has no ranges of tokens.
-        skipped_token_mapping_indices: None; copies of a token are found through the next field.
-        skipped_token_topk_mapping_indices: [C, K] int32, rows in `recv_x` of the copies of each arrived
-            token, -1 = none; only with `enable_local_combine`. Low latency: C = W * M, a row per token of any rank,
-            copies first, -2 = one beyond the capacity.
+        skipped_token_mapping_indices: None; the next field maps a token to its rows.
+        skipped_token_topk_mapping_indices: [C, K] int32, rows in `recv_x` of each received token, -1 = none; only
+            with `enable_local_combine`. Low latency: C = W * M, a row per token of any rank, with its rows in
+            `recv_x` first, -2 = a row beyond the capacity.
         full_scatter: `full_scatter_indices` gave the order of rows.
-        compact: rows are one per (token, rank), of `dispatch_compact`: R = C, and the field above is [C, 1], the row
+        compact: one row per (token, rank), from `dispatch_compact`: R = C, and the field above is [C, 1], the row
             itself.
-        host_expert_offsets: e + 1 numbers, `expert_offsets` as the host has read it; None where it has not: with a
-            capacity, rows of `dispatch_again` or compact ones. Not part of the pytree.
+        host_expert_offsets: e + 1 numbers, `expert_offsets` as the host has read it; None if the host has not: with a
+            capacity, after `dispatch_again`, or with compact rows. Not part of the pytree.
     """
 
     num_dispatch_token_cur_rank: int
@@ -72,8 +71,8 @@ class EPAllToAllLayoutDesc:
     compact: bool = False
     host_expert_offsets: tuple[int, ...] | None = None
 
-    # Views, made when they are asked for: a dispatch whose descriptor goes straight into combine makes none. What a
-    # low-latency dispatch leaves out, because its combine does not need it, is None.
+    # Views, created on access: a descriptor that goes straight into combine creates none. A low-latency dispatch leaves
+    # out what its combine does not need; those properties are None.
 
     @property
     def topk_indices_tensor(self) -> torch.Tensor:
@@ -87,22 +86,22 @@ class EPAllToAllLayoutDesc:
 
     @property
     def token_dst_scatter_idx(self) -> torch.Tensor | None:
-        """[T, K] int32, row of each copy in its owner's `recv_x`, -1 = dropped."""
+        """[T, K] int32, row of each assignment in its owner's `recv_x`, -1 = dropped."""
         return self._field(ENTRY_DST_ROW)
 
     @property
     def stage_row(self) -> torch.Tensor | None:
-        """[T, K] int32, arrival row of the token at each rank, at the first k that goes there, else -1."""
+        """[T, K] int32, staging row of the token at each rank, at the first k that goes there, else -1."""
         return self._field(ENTRY_STAGE_ROW)
 
     @property
     def node_slot(self) -> torch.Tensor | None:
-        """[T, K] int32, the token's slot among those for that node, at the first k that goes there, else -1."""
+        """[T, K] int32, the token's slot among the tokens for that node, at the first k that goes there, else -1."""
         return self._field(ENTRY_NODE_SLOT)
 
     @property
     def report(self) -> torch.Tensor:
-        """[W, 8] int32, what the splits of every rank say: triton_ep.context.records.Report, columns REPORT_*."""
+        """[W, 8] int32, the report of every rank: triton_ep.context.records.Report, columns REPORT_*."""
         return self._part("report").view(-1, REPORT_WORDS)
 
     @property
@@ -112,7 +111,7 @@ class EPAllToAllLayoutDesc:
 
     @property
     def arrivals_of_rank(self) -> torch.Tensor:
-        """[W] int32, arrival rows of each rank."""
+        """[W] int32, staging rows of each rank."""
         return self.report[:, REPORT_ARRIVALS]
 
     @property
@@ -137,8 +136,8 @@ class EPAllToAllLayoutDesc:
 
     @property
     def tiles(self) -> torch.Tensor | None:
-        """[1 + ceil(R / 128) + e, 4] int32, tile table (kernels/device/tiles.py): which rows each tile of a grouped
-        product has. None of compact rows and with low latency."""
+        """[1 + ceil(R / 128) + e, 4] int32, tile table (kernels/device/tiles.py): the rows of each tile of a grouped
+        GEMM. None for compact rows and with low latency."""
         if self._low_latency or self.compact:
             return None
         first, _ = placement_parts(*self.shape)["tiles"]

@@ -1,4 +1,4 @@
-"""What a dispatch is given: rows, and a routing map where the caller has no expert ids."""
+"""Inputs of a dispatch: rows, and a routing map if the caller has no expert ids."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 
 class Rows(NamedTuple):
-    """Rows to send, [T, H]: as they are, or quantised; or rows that were received.
+    """Rows to send, [T, H], as they are or quantised; or received rows.
 
     Attributes:
-        data: of the token dtype, or e4m3, whatever the bytes are; received ones also bfloat16.
-        scale: [T, H / 32] uint8, with e4m3 data only; of received ones also [R] float32.
+        data: of the token dtype, or e4m3, whatever the bytes hold; received rows may also be bfloat16.
+        scale: [T, H / 32] uint8, with e4m3 data only; for received rows also [R] float32.
     """
 
     data: torch.Tensor
     scale: torch.Tensor | None = None
 
     def like(self, given: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The data and scales, with the dtypes of those whose bytes were sent."""
+        """The data and scales, viewed with the dtypes of the rows given to the dispatch."""
         if self.scale is None or given.scale is None:
             return self.data, None
         same = given.data.dtype == self.data.dtype
@@ -27,13 +27,13 @@ class Rows(NamedTuple):
 
 
 class RoutingMap(NamedTuple):
-    """What a routing map says of this rank's tokens, in place of expert ids [T, K] and weights [T, K].
+    """Routing map of this rank's tokens, in place of expert ids [T, K] and weights [T, K].
 
     Attributes:
         routed: [T, E] bool, contiguous.
         probs: [T, E] float32, contiguous, or None.
-        excess: [1] int32 on the device, to which experts are added that find no slot; None: a token with more than K
-            experts is reported with the splits, from which hosts raise `CapacityError`.
+        excess: [1] int32 on the device; experts without a slot are added to this count. None: the splits report a token
+            with more than K experts, and hosts raise `CapacityError`.
     """
 
     routed: torch.Tensor

@@ -1,4 +1,4 @@
-"""Numbers that a kernel writes to memory of the host, which waits for them (kernels/device/host_read.py)."""
+"""Wait on the host for numbers that a kernel writes to host memory (kernels/device/host_read.py)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from triton_ep.context.overlap import current_stream
 
 _LOOKS_AFTER_S = 0.05
-"""Waited for so long, the host asks the driver now and then whether the device is still well."""
+"""Interval at which a waiting host checks with the driver whether the device has failed."""
 _NUMBERS = 2**31 - 1
 
 
 class HostRead:
-    """Reads of one layer: at most one is under way.
+    """Reads of one layer, at most one at a time.
 
     On GPUs the memory is page-locked, and mapped at the same address. A word arrives whole, with the number of its
-    read, so neither the kernel nor the host needs a barrier, on hosts that reorder loads either.
+    read, so neither the kernel nor the host needs a barrier, not even on hosts that reorder loads.
 
     Args:
-        num_words: told at each read.
-        limit_s: how long the host waits at most.
+        num_words: words published in each read.
+        limit_s: longest wait of the host, in seconds.
 
     Attributes:
         memory: [num_words] int64, where the kernel writes.
@@ -39,12 +39,12 @@ class HostRead:
         self._number = 0
 
     def begin(self) -> int:
-        """The number of the next read, from 1, for the kernel that will tell."""
+        """The number of the next read, from 1, for the kernel that will publish the words."""
         self._number = self._number % _NUMBERS + 1
         return self._number
 
     def wait(self) -> list[int]:
-        """The words that the kernel tells in the read that has begun last.
+        """The words that the kernel publishes in the latest read.
 
         Raises:
             TimeoutError: they do not come.
@@ -52,20 +52,20 @@ class HostRead:
         """
         began = looked = time.monotonic()
         while (told := self._told()) is None:
-            time.sleep(0)  # another thread may take its turn
+            time.sleep(0)  # let another thread run
             now = time.monotonic()
             if now - looked > _LOOKS_AFTER_S and self._on_gpu:
                 looked = now
-                current_stream().query()  # raises what went wrong there
+                current_stream().query()  # raises the device's error
             if now - began > self.limit_s:
                 raise TimeoutError
         return told
 
     def _told(self) -> list[int] | None:
         """The words, or None until all of them have come."""
-        if self._last.value >> 32 != self._number:  # told last, so mostly it comes last
+        if self._last.value >> 32 != self._number:  # published last, so it usually arrives last
             return None
-        # Each word is one load, which brings its number. While the host looks, rows may have to wait for it.
+        # Each word is one load, which brings its number. Hot path: rows may have to wait until the host has read.
         seen = self._words.copy()
-        halves = seen.view(np.int32).reshape(-1, 2)  # of little-endian hosts
+        halves = seen.view(np.int32).reshape(-1, 2)  # on little-endian hosts
         return halves[:, 0].tolist() if bool((halves[:, 1] == self._number).all()) else None

@@ -1,4 +1,4 @@
-"""Launches: the kernels of one layer, each with what all its launches have in common bound to it."""
+"""Launches: the kernels of one layer, with their common arguments bound."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from triton_ep.runtime.plans import Plan
 
 
 class Launches:
-    """Launchers of one layer, made at first use, and the memory that its kernels leave to each other.
+    """Launchers of one layer, built at first use, and the scratch memory that its kernels share.
 
     Args:
-        bound: arguments that are the same in all launches: state and tables, ranks, experts, most tokens.
-        aot: library to take kernels from; None: they are compiled or interpreted.
+        bound: arguments shared by all launches: state and tables, ranks, experts, most tokens.
+        aot: library to take kernels from; None: kernels are compiled or interpreted.
         network: codes.P2P or codes.NVSHMEM.
     """
 
@@ -35,9 +35,9 @@ class Launches:
     def launcher(
         self, key: tuple[object, ...], plan: Callable[..., Plan], *args: Any, fmt: RowFormat | None = None
     ) -> Launcher:
-        """The launcher of this key; at first it is made, from `plan(shape, *args)` of triton_ep/runtime/plans.
+        """The launcher of this key, built at first use from `plan(shape, *args)` of triton_ep/runtime/plans.
 
-        fmt: of the rows that the kernel moves; None: the layer's own, or it moves none.
+        fmt: format of the rows that the kernel moves; None: the layer's own format, or the kernel moves no rows.
         """
         rows = self._own if fmt is None else fmt
         found = rows.launchers.get(key)
@@ -48,7 +48,7 @@ class Launches:
         return found
 
     def extern_libs(self) -> dict[str, str] | None:
-        """Device bitcode for kernels that call NVSHMEM; None if this layer has none of them."""
+        """Device bitcode for kernels that call NVSHMEM; None if this layer has no such kernels."""
         if self._network != codes.P2P and self._extern_libs is None:
             from triton_ep.heap.bitcode import pruned_bitcode
 
@@ -56,17 +56,17 @@ class Launches:
         return self._extern_libs
 
     def scratch(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """[length] memory that the kernels of a call leave to each other; kept, because allocating takes host time."""
+        """[length] scratch memory shared by the kernels of a call; kept, because an allocation takes host time."""
         found = self._scratch.get(name)
         if found is None:
             found = torch.empty(length, dtype=dtype, device=self._device)
-            # What is allocated in a capture belongs to that graph.
+            # Memory allocated during a capture belongs to that graph.
             if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
                 self._scratch[name] = found
         return found
 
     def identity_rows(self, num_rows: int, most: int) -> torch.Tensor:
-        """[num_rows, 1] int32, each row's own number; a view of one table, which grows to `most` rows at once."""
+        """[num_rows, 1] int32, each row's own number: a view of one table, which grows to `most` rows in one step."""
         table = self._identity_rows
         if table.shape[0] < num_rows:
             size = max(num_rows, most)

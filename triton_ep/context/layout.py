@@ -1,7 +1,7 @@
-"""The table of symmetric buffers: what each holds, who writes it, who reads it, and how it is reset.
+"""The table of symmetric buffers: shape, dtype, writer, reader and reset of each buffer.
 
-The context allocates by this table, device code finds a buffer by its position in it
-(kernels/device/buffers.py; a test compares the two), and docs/concepts/layout.md is checked against it.
+The context allocates by this table, and device code finds a buffer by its position in the table
+(kernels/device/buffers.py; a test compares the two). A test checks docs/concepts/layout.md against it.
 
 Letters: W ranks, LW ranks per node, N nodes, M max_tokens, H hidden, KP top-k rounded up to a power of two,
 S splits row length, P programs, Q chunks.
@@ -28,12 +28,12 @@ from triton_ep.kernels.device.codes import (
 from triton_ep.runtime.plans.shape import ROUTING_TOKENS, Shape, next_power_of_2
 
 ALIGN_BYTES = 256
-"""Start of every symmetric buffer."""
+"""Alignment of every symmetric buffer."""
 
 
 @lru_cache(maxsize=256)
 def placement_parts(num_ranks: int, ranks_per_node: int, experts_per_rank: int) -> Mapping[str, tuple[int, int]]:
-    """Parts of a dispatch's `placement`: first int32, and number of them (kernels/device/tables.py)."""
+    """Parts of a dispatch's `placement`: index of the first int32, and length (kernels/device/tables.py)."""
     num_experts, num_nodes = num_ranks * experts_per_rank, num_ranks // ranks_per_node
     parts, at = {}, 0
     for name, count in (
@@ -77,7 +77,7 @@ class Sizes:
 
     @cached_property
     def shape(self) -> Shape:
-        """What of the sizes decides how kernels are compiled."""
+        """The sizes that kernels are compiled for."""
         return self.config.shape()
 
     @cached_property
@@ -87,7 +87,7 @@ class Sizes:
 
     @cached_property
     def chunks_length(self) -> int:
-        """int32 words of what is kept by routing chunk (kernels/device/tables.py)."""
+        """int32 words of the tables kept per routing chunk (kernels/device/tables.py)."""
         c = self.config
         node_tokens = 0 if c.is_intra_node else c.num_nodes * c.max_tokens
         return -(-c.max_tokens // ROUTING_TOKENS) * (self.shape.num_columns + 2) + node_tokens
@@ -96,14 +96,14 @@ class Sizes:
     def placement_length(self) -> int:
         """int32 words of a dispatch's `placement`."""
         c = self.config
-        # Made before it is known how many rows arrive.
+        # `placement` is allocated before the number of received rows is known.
         most = c.world_size * c.max_tokens * c.topk + c.num_experts_per_rank * (c.alignment - 1)
         first, _ = placement_parts(c.world_size, c.local_world_size, c.num_experts_per_rank)["tiles"]
         return first + tile_words(most if c.recv_capacity is None else c.recv_capacity, c.num_experts_per_rank)
 
     @cached_property
     def told_words(self) -> int:
-        """Words that the host is told of a dispatch: those of `placement` before `overflow`, and one more."""
+        """Words published to the host in a dispatch: the words of `placement` before `overflow`, and one more."""
         c = self.config
         return placement_parts(c.world_size, c.local_world_size, c.num_experts_per_rank)["overflow"][0] + 1
 
@@ -114,7 +114,7 @@ class Sizes:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of a network message row: payload, then expert ids, output rows, arrival rows, weights."""
+        """Bytes of a network message row: payload, then expert ids, output rows, staging rows, weights."""
         return self.message_meta_offset + 4 * self.shape.kp * 4
 
     @property
@@ -343,17 +343,17 @@ BUFFERS: tuple[Buffer, ...] = (
 
 
 def initial_sizes(config: EPConfig, capacity: float = 2) -> Sizes:
-    """Rows at the start: all of a static context; of an exact one, room for `capacity` times the average load.
+    """Initial rows: for a static context all rows; for an exact one, room for `capacity` times the average load.
 
-    A token arrives once per rank, so a rank never gets more than W * M arrival rows.
+    A token arrives once per rank, so a rank never gets more than W * M staging rows.
     """
     if config.low_latency:
-        return Sizes(config, arrival_rows=1, output_rows=1)  # it has buffers of its own
+        return Sizes(config, arrival_rows=1, output_rows=1)  # low latency has buffers of its own
     worst = config.world_size * config.max_tokens
     padding = config.num_experts_per_rank * (config.alignment - 1)
     if config.recv_capacity is not None:
-        # Arrival rows are not ordered by expert: with fewer, a copy whose row fits could be left out, and its row,
-        # which counts as the expert's, would be undefined.
+        # Staging rows are not sorted by expert: with fewer of them, an assignment whose output row fits could be left
+        # out, and that output row, which counts as the expert's, would be undefined.
         output, arrivals = config.recv_capacity, worst
     else:
         output = max(int(config.max_tokens * config.topk * capacity), 1) + padding

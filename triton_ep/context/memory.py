@@ -1,7 +1,7 @@
 """SymmetricBuffers: the symmetric memory of one layer, by the table in triton_ep/context/layout.py.
 
-Buffers of one growth class are one block. The address of every buffer at every rank stands in `tables`, which kernels
-read (kernels/device/buffers.py), so a block can be replaced by a larger one without compiling or binding anything anew.
+Buffers of one growth class are one block. Kernels read the address of every buffer at every rank from `tables`
+(kernels/device/buffers.py), so a larger block can replace a block without compiling or binding kernels again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton_ep.heap.base import SymmetricHeap, SymmTensor
 _log = logging.getLogger("triton_ep")
 _INDEX = {buffer.name: index for index, buffer in enumerate(layout.BUFFERS)}
 _CLASSES = ("", "arrival", "output")  # `grows` of the buffers
-_SLACK_BYTES = 4096  # what a heap may add to one allocation to align it
+_SLACK_BYTES = 4096  # most bytes that a heap adds to one allocation for alignment
 
 
 class SymmetricBuffers:
@@ -28,8 +28,8 @@ class SymmetricBuffers:
     `allocate`, `grow` and `retire` are collective over the group.
 
     Attributes:
-        config: of the layer.
-        sizes: rows for which there is room.
+        config: configuration of the layer.
+        sizes: rows for which the buffers have room.
         tables: [2 * buffers + 1, W] int64 on the device: addresses of every buffer at every rank, for loads and stores
             and for the network, and the numbers of the ranks in the heap.
     """
@@ -57,7 +57,7 @@ class SymmetricBuffers:
         self._note("made")
 
     def _note(self, what: str) -> None:
-        """For logs at level INFO: rooms and bytes, and once the configuration that they are of."""
+        """Log rows and bytes at level INFO, and the configuration once."""
         _log.info(
             "%s %s: room for %d arriving rows and %d rows of output, %.1f MiB of symmetric memory per rank%s",
             self._name,
@@ -91,21 +91,21 @@ class SymmetricBuffers:
         return self._blocks[grows].local[offset : offset + count].view(dtype).view(shape)
 
     def local_as(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """All memory of this rank's copy of a buffer, as elements of a dtype."""
+        """The whole memory of this rank's copy of a buffer, padding included, viewed as `dtype`."""
         grows, offset = self._offsets[name]
         nbytes = layout.BUFFERS[_INDEX[name]].nbytes(self.sizes)
         return self._blocks[grows].local[offset : offset + nbytes].view(dtype)
 
     def local_address(self, name: str) -> int:
-        """Address of `local(name)`, at less cost."""
+        """Address of `local(name)`, without creating a tensor."""
         grows, offset = self._offsets[name]
         return self._blocks[grows].local.data_ptr() + offset
 
     def wanted_sizes(self, arrival_rows: int, output_rows: int) -> layout.Sizes:
-        """The sizes that `grow` would make, with room for at least that many rows; `sizes`, if there is room already.
+        """The sizes for `grow` with room for at least that many rows; `sizes` itself if it has room already.
 
         A class that grows gets a quarter more rows, so that a slow increase does not replace buffers at every call, but
-        never more arrival rows than can come.
+        never more staging rows than can arrive.
         """
         staged, output = self.sizes.arrival_rows, self.sizes.output_rows
         if arrival_rows > staged:
@@ -117,7 +117,7 @@ class SymmetricBuffers:
         return layout.Sizes(self.config, staged, output)
 
     def grow(self, wanted: layout.Sizes) -> None:
-        """Replace the classes that are smaller than `wanted`; what they hold is lost.
+        """Replace the classes that are smaller than `wanted`; their contents are lost.
 
         Raises:
             HeapError: on all ranks, if one has no room. The class keeps its former size, and smaller calls still work.
@@ -139,7 +139,7 @@ class SymmetricBuffers:
             raise
 
     def retire(self, members: list[int], wait: bool) -> None:
-        """Give the memory back, which is used again when all ranks have done so. wait: for that.
+        """Give the memory back. It is reused once all ranks have done so; wait: wait for that.
 
         members: world ranks of the group.
         """

@@ -1,4 +1,4 @@
-"""Calls in two halves and calls on a stream of their own: hooks, events, and what a layer may not do in between."""
+"""Split-phase calls and calls on a stream of their own: hooks, events, and the calls that a layer refuses meanwhile."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _stream_of(device: int, handle: int) -> torch.cuda.Stream:
 
 
 def current_stream() -> torch.cuda.Stream:
-    """Cached per stream handle, because torch.cuda.current_stream costs microseconds."""
+    """The current stream, cached per stream handle because torch.cuda.current_stream costs microseconds."""
     device = torch._C._cuda_getDevice()
     return _stream_of(device, torch._C._cuda_getCurrentRawStream(device))
 
 
 @dataclass
 class OpenCalls:
-    """What has begun on a layer and not ended: at most one dispatch and one combine at a time.
+    """Open calls of a layer: at most one dispatch and one combine at a time.
 
     Attributes:
         dispatch: number of the dispatch whose hook is still to be called; 0 = none.
@@ -42,14 +42,14 @@ class OpenCalls:
     lent: bool = False
 
     def begin(self, call: Literal["dispatch", "combine"], number: int) -> None:
-        """The caller has got a hook; number: of the dispatch."""
+        """Open a call whose hook the caller has got; number: number of the dispatch."""
         if call == "dispatch":
             self.dispatch = number
         else:
             self.combine = True
 
     def end(self, call: Literal["dispatch", "combine"]) -> None:
-        """The hook has been called."""
+        """Close a call whose hook has been called."""
         if call == "dispatch":
             self.dispatch = 0
         else:
@@ -59,7 +59,7 @@ class OpenCalls:
         """Raise if a dispatch may not begin.
 
         Raises:
-            InputError: the hook of the one before has not been called.
+            InputError: the hook of the previous dispatch has not been called.
         """
         if self.dispatch:
             raise InputError(
@@ -71,11 +71,11 @@ class OpenCalls:
         """Raise if a combine of the dispatch with that number may not begin.
 
         Raises:
-            InputError: the hook of that dispatch, or of the combine before, has not been called.
+            InputError: the hook of that dispatch, or of the previous combine, has not been called.
         """
         if self.combine:
             raise InputError(
-                "combine was called before the hook of the combine before on this layer, whose rows it would "
+                "combine was called before the hook of the previous combine on this layer, whose rows it would "
                 "overwrite. Call that hook first, or give each micro-batch a layer of its own."
             )
         if self.dispatch and self.dispatch == number:
@@ -85,23 +85,23 @@ class OpenCalls:
             )
 
     def lend(self) -> None:
-        """The caller gets the combine buffer.
+        """Lend the combine buffer to the caller.
 
         Raises:
             InputError: other ranks still read it.
         """
         if self.combine:
             raise InputError(
-                "combine_buffer was called before the hook of the combine before on this layer, whose rows are still "
+                "combine_buffer was called before the hook of the previous combine on this layer, whose rows are still "
                 "read from there. Call that hook first."
             )
         self.lent = True
 
     def end_loan(self, used: bool) -> None:
-        """A combine begins, from rows in the combine buffer (`used`) or from others, which go there.
+        """End the loan because a combine begins. used: its rows are in the combine buffer; else they are copied there.
 
         Raises:
-            InputError: the caller wrote there without having been lent it.
+            InputError: the rows are in the combine buffer, but the caller does not have the loan.
         """
         if used and not self.lent:
             raise InputError(
@@ -126,17 +126,17 @@ class OpenCalls:
 
 @dataclass(frozen=True)
 class EPEvent:
-    """A point of a stream, which other streams can wait for.
+    """A point of a stream, for which other streams can wait.
 
     Attributes:
-        event: of torch; None on the CPU, where calls have ended when they return.
+        event: event of torch; None on the CPU, where calls have ended when they return.
     """
 
     event: torch.cuda.Event | None = None
 
     @classmethod
     def record(cls) -> EPEvent:
-        """The point that the current stream has come to; on a machine without a GPU one that has passed already."""
+        """The current point of the current stream; without a GPU, an event that has already passed."""
         if not _on_gpu():
             return cls()
         event = torch.cuda.Event()
@@ -144,18 +144,18 @@ class EPEvent:
         return cls(event)
 
     def current_stream_wait(self) -> None:
-        """Make the current stream wait for it; the host goes on."""
+        """Make the current stream wait for the event; the host does not wait."""
         if self.event is not None:
             current_stream().wait_event(self.event)
 
 
 class RecvHook:
-    """The receiving half of a `dispatch` or `combine`; called once, on the stream that is to have the outputs.
+    """The receiving half of a `dispatch` or `combine`. Call it once, on the stream that uses the outputs.
 
     Raises when called:
-        InputError: a second time.
+        InputError: it is called a second time.
         FinalizedError, WaitTimeout: the layer was finalized, or has failed.
-        What the call itself raises.
+        The errors of the call itself.
     """
 
     def __init__(self, receive: Callable[[], None], results: tuple[object, ...], on_gpu: bool) -> None:
@@ -167,7 +167,7 @@ class RecvHook:
     def __call__(self) -> None:
         """Launch the receiving half on the current stream, after the sending half."""
         if self._receive is None:
-            raise InputError("a hook was called twice. The outputs of its call are valid since the first time.")
+            raise InputError("a hook was called twice. The outputs of its call have been valid since the first time.")
         receive, self._receive = self._receive, None
         if self._stream is not None and current_stream() != self._stream:
             self._sent.current_stream_wait()
@@ -177,31 +177,31 @@ class RecvHook:
 
 
 class CommStream:
-    """A layer's own stream for calls with `async_finish`; made at first use, on a GPU only."""
+    """A layer's own stream for calls with `async_finish`; created at first use, on a GPU only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._called: torch.cuda.Event | None = None  # kept, because to make an event is a call of the driver
+        self._called: torch.cuda.Event | None = None  # kept, because creating an event calls the driver
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """Of high priority; None on the CPU."""
+        """The stream, of high priority; None on the CPU."""
         if self._stream is None and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         return self._stream
 
     def join(self) -> None:
-        """Make the current stream wait for what this one has been given."""
+        """Make the current stream wait for all work on this one."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def run(
         self, call: Callable[[], _Result], arguments: tuple[object, ...], previous: EPEvent | None
     ) -> tuple[_Result, EPEvent]:
-        """What `call` returns on the stream, after `previous` or else the current stream, and the event of its end.
+        """Run `call` on the stream, after `previous` or else the current stream; return its result and end event.
 
-        arguments: what the call reads; it was made for the current stream, and what it returns for the other one.
+        arguments: everything that the call reads, allocated on the current stream. Results are allocated on this one.
         """
         stream = self.stream
         if stream is None:
@@ -212,9 +212,9 @@ class CommStream:
                 self._called = torch.cuda.Event()
             self._called.record(current)
             stream.wait_event(self._called)
-        elif isinstance(previous, EPEvent) and previous.event is not None:  # else the call refuses it
+        elif isinstance(previous, EPEvent) and previous.event is not None:  # the call refuses other types
             stream.wait_event(previous.event)
-        torch.cuda.set_stream(stream)  # torch.cuda.stream asks for the current one twice
+        torch.cuda.set_stream(stream)  # torch.cuda.stream queries the current stream twice
         try:
             result = call()
             done = EPEvent.record()
@@ -226,15 +226,15 @@ class CommStream:
 
 
 def tensors_in(*values: object) -> list[torch.Tensor]:
-    """All tensors of what a call takes or returns."""
+    """All tensors in the arguments or results of a call."""
     found: list[torch.Tensor] = []
     for value in values:
-        if type(value) is int or value is None:  # first, because counts have one for each expert
+        if type(value) is int or value is None:  # first, because lists of counts have an int for each expert
             continue
         if type(value) is torch.Tensor:
             found.append(value)
         elif isinstance(value, torch.Tensor):
-            # A tensor made of others has no memory of its own.
+            # A tensor that wraps other tensors has no memory of its own.
             inner = getattr(value, "__tensor_flatten__", None)
             found += [value] if inner is None else tensors_in(*(getattr(value, name) for name in inner()[0]))
         elif isinstance(value, tuple | list):
@@ -247,6 +247,6 @@ def tensors_in(*values: object) -> list[torch.Tensor]:
 
 
 def keep(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
-    """Record that `stream` uses them: the caching allocator does not hand freed ones out before it is through."""
+    """Record that `stream` uses the tensors: the caching allocator reuses freed ones only after that stream's work."""
     for tensor in tensors:
         tensor.record_stream(stream)

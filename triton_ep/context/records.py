@@ -1,4 +1,4 @@
-"""Records of `placement` as the host reads them (kernels/device/codes.py, kernels/device/tables.py)."""
+"""Reports in `placement`, as the host reads them (kernels/device/codes.py, kernels/device/tables.py)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from triton_ep.kernels.device.codes import (
 
 
 class Report(NamedTuple):
-    """What the splits of one rank say: one row of `placement`'s report, REPORT_WORDS int32, in this order.
+    """Report of one rank from its splits: one row of `placement`'s report, REPORT_WORDS int32, in this order.
 
     Two ranks of two experts each, one expert per token: rank 0 sends its tokens to the experts 0, 2, 3, rank 1 to 2, 1.
-    Both send weights, and their hosts read (HOST_WEIGHTS | HOST_READS = 130). On rank 1, of experts 2 and 3, that is
+    Both send weights, and their hosts read (HOST_WEIGHTS | HOST_READS = 130). Rank 1, with experts 2 and 3, has
 
         Report(rows=2, arrivals=2, tokens=3, bad_entry=0, bad_id=0, host_word=130, first_arrival=0, arrivals_here=2)
         Report(rows=3, arrivals=3, tokens=2, bad_entry=0, bad_id=0, host_word=130, first_arrival=2, arrivals_here=1)
 
     Attributes:
         rows: output rows of that rank, padding included.
-        arrivals: arrival rows of that rank.
-        tokens: that it dispatches.
+        arrivals: staging rows of that rank.
+        tokens: tokens that it dispatches.
         bad_entry: 1 + index of its first illegal expert id among its T * K; 0 = none.
         bad_id: that id.
         host_word: HOST_* of its call.
-        first_arrival: first of the rows that arrive here from it.
-        arrivals_here: number of them.
+        first_arrival: first staging row on this rank for tokens of that rank.
+        arrivals_here: number of these rows.
     """
 
     rows: int
@@ -46,30 +46,30 @@ class Report(NamedTuple):
 
     @property
     def is_rejected(self) -> bool:
-        """Its host refused the arguments of the call."""
+        """Whether its host refused the arguments of the call."""
         return bool(self.host_word & HOST_REJECTED)
 
     @property
     def has_bad_scatter(self) -> bool:
-        """Its scatter indices are no sort of its entries."""
+        """Whether its scatter indices are not a sort of its entries."""
         return bool(self.host_word & HOST_SCATTER)
 
     @property
     def has_weights(self) -> bool:
-        """It sends weights."""
+        """Whether it sends weights."""
         return bool(self.host_word & HOST_WEIGHTS)
 
     @property
     def is_scaled(self) -> bool:
-        """It sends one-byte rows with scales."""
+        """Whether it sends one-byte rows with scales."""
         return bool(self.host_word & HOST_SCALED)
 
     @property
     def needed_topk(self) -> int:
-        """Experts of a token that has more of them than slots (NEEDED_TOPK). Of another illegal id it means nothing."""
+        """Experts of a token that has more experts than slots (NEEDED_TOPK). Not valid for other illegal ids."""
         return max(self.bad_id - NEEDED_TOPK, 0)
 
 
 def read_reports(words: Sequence[int], num_ranks: int) -> list[Report]:
-    """The reports of all ranks. words: the first ones of `placement`, W * REPORT_WORDS of them or more."""
+    """The reports of all ranks. words: at least the first W * REPORT_WORDS words of `placement`."""
     return [Report(*words[at : at + REPORT_WORDS]) for at in range(0, num_ranks * REPORT_WORDS, REPORT_WORDS)]

@@ -1,4 +1,4 @@
-"""RowFormat: what the rows are that a call sends through the buffers of a layer."""
+"""RowFormat: format of the rows that a call sends through the buffers of a layer."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from triton_ep.runtime.plans.shape import Shape
 
 
 class RowFormat:
-    """Rows of one kind in the buffers of a layer.
+    """Format of one kind of rows in the buffers of a layer.
 
-    A layer has rows of its own, as its configuration says. Through the same buffers go one-byte rows with scales, which
-    travel as MXFP8 rows do (`RowFormats.scaled`), and short float32 rows with a number per slot (`RowFormats.narrow`).
+    The configuration defines a layer's own rows. The same buffers also carry one-byte rows with scales, which travel
+    like MXFP8 rows (`RowFormats.scaled`), and short float32 rows with a number per slot (`RowFormats.narrow`).
 
     Example: own rows of 7168 bfloat16 take 14336 bytes; one-byte rows of such a layer 7168 and 224 of scales, 7392
     bytes; narrow rows of its 8 slots 32 bytes.
 
     Attributes:
         hidden: elements per row.
-        dtype: of rows that are not quantised.
+        dtype: dtype of rows that are not quantised.
         payload: how rows travel in dispatch: None = as they are, "mxfp8" = elements and scales.
-        payload_bytes: of a row of `dtype`.
-        wire_bytes: of a row in dispatch.
-        shape: what kernels for such rows are compiled by.
-        launchers: these kernels, by what their call sites name them.
-        grids: numbers of programs that have been computed for these kernels (triton_ep/ops/tuning.py).
+        payload_bytes: bytes of a row of `dtype`.
+        wire_bytes: bytes of a row in dispatch.
+        shape: the sizes that kernels for such rows are compiled for.
+        launchers: these kernels, by the keys of their call sites.
+        grids: cached numbers of programs for these kernels (triton_ep/ops/tuning.py).
     """
 
     __slots__ = ("dtype", "grids", "hidden", "launchers", "payload", "payload_bytes", "shape", "wire_bytes")
@@ -44,16 +44,16 @@ class RowFormat:
         self.grids: dict[tuple[object, ...], Any] = {}
 
     def programs(self, *names: str) -> tuple[Program, ...]:
-        """What programs of these kernels take, of those that have been launched."""
+        """Resources of a program of each of these kernels that has a launcher."""
         return tuple([found.program for key, found in self.launchers.items() if key[0] in names])
 
 
 class RowFormats:
-    """The rows that one layer sends, each format made once.
+    """The row formats of one layer, each built once.
 
     Attributes:
         own: rows of the layer's configuration.
-        scaled: one-byte rows with scales; those of a layer with payload="mxfp8" are its own.
+        scaled: one-byte rows with scales; the same as `own` with payload="mxfp8".
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:

@@ -1,5 +1,5 @@
-"""What kernels report to the host: status records of expired waits (kernels/device/waits.py), and these in words: which
-wait, who is missing, what was expected."""
+"""Status records that kernels report to the host (kernels/device/waits.py), and the errors for them: which wait
+expired, which ranks are missing, which value was expected."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from triton_ep.kernels.device import codes
 
 
 class StatusRecord(NamedTuple):
-    """What a kernel leaves where a wait expires, four int64.
+    """Record that a kernel writes when a wait expires, four int64.
 
-    Example: (2, 5, 12884901888, 8589934592) = WAIT_ARRIVALS: arrive_flag[5] should be 3 << 32, 3 rows, and is 2 << 32.
+    Example: (2, 5, 12884901888, 8589934592) = WAIT_ARRIVALS: arrive_flag[5] should be 3 << 32, 3 steps, and is 2 << 32.
 
     Attributes:
         operation: WAIT_* or CALLS_* (kernels/device/codes.py); 0 = all is well.
@@ -33,7 +33,7 @@ class StatusRecord(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A wait: for what, and the buffer with its flags."""
+    """A kind of wait: what it waits for, and the buffer of its flags."""
 
     what: str
     flags: str
@@ -52,15 +52,15 @@ OPERATIONS = {
     codes.WAIT_LL_PARTIALS: Operation("the sums of all ranks (low-latency combine)", "ll_combine_flag"),
     codes.WAIT_SIGNALS: Operation("the kernel that writes expert outputs (low-latency combine)", "signals"),
 }
-"""Waits by their number."""
+"""Kinds of waits, by number."""
 
 
 class DeviceState:
-    """The state of one layer on its device, with the status record that kernels leave there.
+    """The state of one layer on its device, with the status record that kernels write there.
 
     Attributes:
-        words: int64 [codes.STATE_WORDS + W]; positions are in kernels/device/codes.py, the rest are tags of calls.
-        alarm: its value is not 0 once a kernel has left a record, as far as the host has heard; waits for nothing.
+        words: int64 [codes.STATE_WORDS + W]; positions are in kernels/device/codes.py, the last W are tags of calls.
+        alarm: its value is not 0 once the host can see that a kernel has written a record; reading it never waits.
     """
 
     @torch.inference_mode(False)  # these tensors outlive inference mode and must stay writable outside it
@@ -73,12 +73,12 @@ class DeviceState:
         self.alarm = ctypes.c_int64.from_address(self._alarm.data_ptr())
 
     def record(self) -> StatusRecord | None:
-        """The record that a kernel left, once the current stream is through; None = all is well."""
+        """Wait for the current stream and return the record that a kernel wrote; None = no record."""
         found = StatusRecord(*self.words[codes.STATUS :][: codes.STATUS_WORDS].tolist())
         return found if found.operation else None
 
     def tags(self) -> list[int]:
-        """Tags of the calls of all ranks, plus one; 0 where this rank has not heard of it."""
+        """Tags of the calls of all ranks, plus one; 0 if this rank has not received the tag."""
         return self.words[codes.STATE_WORDS :].tolist()
 
     def error(
@@ -95,12 +95,12 @@ def expired_wait(
 ) -> EPError:
     """The error for a record of one of OPERATIONS: PeerFailed if the process of a rank has ended, else WaitTimeout.
 
-    local: gives this rank's copy of a buffer by its name. failed_peer: that rank, of the world.
+    local: returns this rank's copy of a buffer by name. failed_peer: world rank of the process that has ended.
     """
     cfg = sizes.config
     operation, index, expected, seen = record
     what, flags = OPERATIONS[operation]
-    if operation == codes.WAIT_SIGNALS:  # of this rank's own kernel
+    if operation == codes.WAIT_SIGNALS:  # signals of this rank's own kernel
         return WaitTimeout(
             f"rank {cfg.rank} of {cfg.world_size} waited {cfg.timeout_s:g} s for {what}: {flags}[{index}] should be "
             f"{expected}, is {seen}. Launch that kernel on another stream before combine, and clear signals before it."
@@ -111,7 +111,7 @@ def expired_wait(
             f"rank {failed_peer} of the world has ended. Start the job again."
         )
     missing = sorted({_sender(sizes, operation, index)} | _late_senders(sizes, record, local(flags)))
-    # Below: rows, tokens, tags (the kernels say).
+    # Drop the low bits, which hold rows, tokens or tags; the upper bits count calls or steps.
     if operation in (codes.WAIT_ARRIVALS, codes.WAIT_LL_ROWS, codes.WAIT_LL_PARTIALS):
         expected, seen = expected >> 32, seen >> 32
     elif operation in (codes.WAIT_COMBINE_STAGED, codes.WAIT_NETWORK_PARTIALS):
@@ -137,7 +137,7 @@ def _sender(sizes: Sizes, operation: int, index: int) -> int:
 
 
 def _late_senders(sizes: Sizes, record: StatusRecord, values: torch.Tensor) -> set[int]:
-    """All ranks whose first flag is behind; the record itself names one only. values: the flags now."""
+    """All ranks whose first flag is too low; the record itself names only one rank. values: the flags now."""
     cfg, operation = sizes.config, record.operation
     topology = cfg.topology
     if operation in (codes.WAIT_ARRIVALS, codes.WAIT_COMBINE_STAGED):

@@ -1,4 +1,4 @@
-"""Local work of a layer concurrently with the current stream, on a second one."""
+"""A side stream for local work of a layer, concurrently with the current stream."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from triton_ep.context.overlap import current_stream
 
 
 class SideStream:
-    """A stream of a layer, made at first use, with the events that order it and the current one."""
+    """A stream of a layer, created at first use, with the events that order it and the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event] | None = None
 
     def fork(self) -> torch.cuda.Stream:
-        """The stream, starting from where the current one is now; `join` must follow."""
+        """The stream, ordered after all work launched on the current stream so far; `join` must follow."""
         if self._made is None:
-            # As that of `async_finish`: what an exchange waits for must not wait for the caller's own kernels.
+            # High priority, as for `async_finish`: work that an exchange waits for must not queue behind other kernels.
             self._made = torch.cuda.Stream(self._device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
         side, forked, _ = self._made
         forked.record(current_stream())
-        forked.wait(side)  # as side.wait_event(forked), which does the same
+        forked.wait(side)  # the same as side.wait_event(forked)
         return side
 
     def join(self) -> None:
-        """Make the current stream wait for what was launched on this one."""
+        """Make the current stream wait for all work launched on this one."""
         if self._made is not None:
             side, _, joined = self._made
             joined.record(side)
