@@ -1,7 +1,7 @@
-"""Expert parallelism in Triton over symmetric memory: tokens to their experts and back.
+"""Expert parallelism in Triton over symmetric memory: dispatch tokens to their experts and combine the results.
 
 The public names below are loaded at first use (PEP 562): `import triton_ep` itself needs neither torch nor
-Triton, which is what lets tools inspect or build the package on a machine that has neither.
+Triton, so tools can inspect or build the package on a machine that has neither.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 def _find_siblings() -> None:
     """Let a checkout that was never installed import `triton_ep.kernels` and `triton_ep.aot`.
 
-    The two folders stand beside `triton_ep/` and are mapped below it when the package is built (pyproject.toml,
+    The two folders are next to `triton_ep/`; a build of the package maps them below it (pyproject.toml,
     `tool.setuptools.package-dir`), so that nothing named `kernels` or `aot` lands at the top of site-packages.
     """
     package = Path(__file__).resolve().parent
@@ -98,7 +98,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
-    globals()[name] = value  # later look-ups do not come here
+    globals()[name] = value  # later look-ups skip this function
     return value
 
 

@@ -23,7 +23,7 @@ _TOKEN_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "
 _SHAPE = [field.name for field in fields(Shape) if field.name not in ("token", "network", "tuned", "interpreted")]
 _POSITIVE = ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size", "alignment", "num_sm")
 
-# Every program goes through the ids of all tokens of its rank, and counts in half a word; ranks are bits of a word.
+# Each program scans the ids of all tokens of its rank and counts in half a word; ranks are bits of a word.
 _LOW_LATENCY_MOST = {"max_tokens": 1024, "num_experts": 2048, "world_size": 32}
 _LOW_LATENCY_MOST_ENTRIES = 2**15 - 1
 
@@ -60,7 +60,7 @@ class Topology:
         return self.node * self.local_world_size
 
     def counterpart(self, node: int) -> int:
-        """Rank of `node` with this rank's local rank: the one that network traffic goes through."""
+        """Rank of `node` with the same local rank as this one; network traffic with that node goes through it."""
         return node * self.local_world_size + self.local_rank
 
 
@@ -80,15 +80,15 @@ class EPConfig:
         weight_dtype: float32.
         offset_dtype: dtype of counts and offsets, int32.
         alignment: every expert's segment of received rows starts at a multiple of this many rows.
-        recv_capacity: None = exact (outputs sized to what arrives, the host waits for the count);
+        recv_capacity: None = exact (the host waits for the row count, outputs have that size);
             n = static (n output rows, no host synchronisation, overflow flagged on the device).
-        num_sm: programs of the communication kernels; at most `sm_budget`, and half of it where rows cross nodes.
-        sm_budget: multiprocessors that the exchange takes; None: kernels that lay out and sum rows take what is free.
+        num_sm: programs of the communication kernels; at most `sm_budget`, or half of it with several nodes.
+        sm_budget: multiprocessors of the exchange; None: kernels that lay out and sum rows use all free ones.
         enable_local_combine: sum rows of a token on the expert's rank before they cross a link.
         timeout_s: bound of every wait, in seconds.
         payload: how rows travel in dispatch: None = as they are, "mxfp8" = e4m3 with one e8m0 scale per 32 values.
         low_latency: fewer launches for few tokens; static, one node, at most 1024 tokens, 2048 experts, 32 ranks.
-        tuned: entry of a tuned table, for how kernels run on a GPU; None: as built in. `num_sm` is as given here.
+        tuned: entry of a tuned table with kernel parameters for a GPU; None: the built-in ones. Does not set `num_sm`.
 
     Raises:
         ConfigError: naming the field, its value and what would fit.
@@ -166,8 +166,8 @@ class EPConfig:
             raise ConfigError(f"EPConfig.timeout_s must be above 0 and at most 2000 seconds, got {self.timeout_s!r}.")
 
     def _take_budget(self, budget: int) -> None:
-        """Limit `num_sm`, so that half of the budget is left for what waits for these programs: a program that pushes
-        within a node takes half a multiprocessor, one that sends to other nodes a whole one."""
+        """Limit `num_sm`, so that half of the budget is left for the kernels that wait for these programs: a program
+        that pushes within a node takes half a multiprocessor, one that sends to other nodes a whole one."""
         if self.low_latency:
             raise ConfigError(
                 f"sm_budget={budget} and low_latency=True do not go together: a program per token is short, and no "
@@ -184,7 +184,7 @@ class EPConfig:
 
     @property
     def fits_low_latency(self) -> bool:
-        """Whether a layer with low_latency=True takes these sizes, given a static capacity."""
+        """Whether a layer with low_latency=True accepts these sizes, given a static capacity."""
         fits = all(getattr(self, name) <= most for name, most in _LOW_LATENCY_MOST.items())
         fits = fits and self.max_tokens * self.topk <= _LOW_LATENCY_MOST_ENTRIES
         return self.is_intra_node and fits and self._reducing_programs <= low_latency_plans.MOST_REDUCING
@@ -245,7 +245,7 @@ class EPConfig:
         return Topology(self.rank, self.world_size, self.local_world_size)
 
     def shape(self, network: int = P2P, interpreted: bool = False) -> Shape:
-        """What decides how kernels are compiled; `network` is P2P or NVSHMEM (kernels/device/codes.py)."""
+        """The sizes that kernels are compiled for; `network` is P2P or NVSHMEM (kernels/device/codes.py)."""
         choices = [] if self.tuned is None else [(name, self.tuned.kernel(name)) for name in KERNELS]
         return Shape(
             **{name: getattr(self, name) for name in _SHAPE},
@@ -259,7 +259,7 @@ class EPConfig:
     def partial_dtype(self) -> torch.dtype:
         """Dtype in which partial sums cross the network.
 
-        float32 by default, so that the whole combine rounds once. With `enable_local_combine` the token
+        float32 by default, so that the whole combine rounds once. With `enable_local_combine` it is the token
         dtype, half the bytes: the partial sums of ranks and of nodes are then rounded as well.
         """
         return self.token_dtype if self.enable_local_combine else torch.float32

@@ -1,6 +1,6 @@
-"""Errors of triton_ep: every one names what happened, both numbers, and the remedy.
+"""Errors of triton_ep. Each names the problem, expected and actual value, and the remedy.
 
-All derive from `EPError`, so that one `except` catches what this package raises on purpose.
+All derive from `EPError`, so that one `except` catches every error that this package raises on purpose.
 Mistakes in arguments are also `ValueError`, expired waits are also `TimeoutError`.
 """
 
@@ -18,15 +18,16 @@ class InputError(EPError, ValueError):
 
 
 class CapacityError(EPError, RuntimeError):
-    """A call needs more than its layer or buffer was made for.
+    """A call needs a larger layer or buffer.
 
-    A dispatch for which the host waits raises it on all ranks, with the same numbers, before any row is sent: make a
+    A dispatch for which the host waits raises it on all ranks, with the same numbers, before any row is sent: create a
     layer that is large enough by these numbers on all ranks, and call again.
 
     Attributes:
-        needed_tokens: `max_tokens` that the call needs, the largest number of tokens of any rank; 0 = there was room.
-        needed_topk: `topk` that the call needs: experts of one token that has too many. Another token may need more, so
-            the call with the larger layer may raise once more. 0 = no token was seen to have too many.
+        needed_tokens: `max_tokens` that the call needs, the largest number of tokens of any rank; 0 = `max_tokens`
+            suffices.
+        needed_topk: `topk` that the call needs, the experts of one token that has too many. Another token may need
+            more, so the call with the larger layer may raise once more. 0 = no such token was found.
     """
 
     def __init__(self, message: str = "", *, needed_tokens: int = 0, needed_topk: int = 0) -> None:
@@ -40,11 +41,11 @@ class CapacityError(EPError, RuntimeError):
 
 
 class HeapError(EPError, RuntimeError):
-    """Symmetric memory could not be started, allocated or mapped."""
+    """The symmetric heap could not be started, or symmetric memory not be allocated or mapped."""
 
 
 class StaleHandleError(EPError, RuntimeError):
-    """A layout descriptor that this layer cannot combine: made by another layer, or outlived its own."""
+    """A layout descriptor that this layer cannot use: it belongs to another layer, or its layer is gone."""
 
 
 class FinalizedError(EPError, RuntimeError):
@@ -52,15 +53,15 @@ class FinalizedError(EPError, RuntimeError):
 
 
 class LaunchError(EPError, RuntimeError):
-    """A kernel could not be launched in the present mode (interpreter, JIT or AOT)."""
+    """A kernel could not be launched in the current mode (interpreter, JIT or AOT)."""
 
 
 class AotMiss(EPError, RuntimeError):
-    """The ahead-of-time library lacks the asked kernel variant."""
+    """The ahead-of-time library lacks the requested kernel variant."""
 
 
 class AotCorrupted(EPError, RuntimeError):
-    """A file of the ahead-of-time library is not what was built."""
+    """A file of the ahead-of-time library differs from the built one."""
 
 
 class AotArchMismatch(EPError, RuntimeError):
@@ -68,11 +69,11 @@ class AotArchMismatch(EPError, RuntimeError):
 
 
 class AotNvshmemMismatch(EPError, RuntimeError):
-    """Kernels of the ahead-of-time library contain device code of an NVSHMEM that this node's cannot serve."""
+    """Kernels of the ahead-of-time library contain NVSHMEM device code that this node's NVSHMEM cannot serve."""
 
 
 class CallMismatch(EPError, RuntimeError):
-    """Ranks of one layer are in different calls, or in one call with other descriptors: says which call each was in."""
+    """Ranks of one layer are in different calls, or in one call with different descriptors; names each rank's call."""
 
 
 class WaitTimeout(EPError, TimeoutError):

@@ -1,11 +1,11 @@
-"""Differentiable dispatch and combine over EPAll2AllLayer, as torch.library ops that torch.compile takes whole.
+"""Differentiable dispatch and combine over EPAll2AllLayer: torch.library ops that torch.compile keeps as single nodes.
 
 The backward pass of one is the other: the gradient of received rows is combined, and the gradient of combined
 rows is dispatched again, by the routing of the forward pass. Both are collective, so every rank must run the same
-forward and backward passes in the same order, with gradients asked for the same inputs.
+forward and backward passes in the same order, with gradients required for the same inputs.
 
-An op takes tensors and ints only. It finds its layer by an integer key, in a table that holds layers weakly:
-`enter` puts one there, `leave` takes it out.
+An op takes tensors and ints only. It finds its layer by an integer key, in a table of weak references: `enter` adds a
+layer, `leave` removes it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["combine", "dispatch", "enter", "leave"]
 
 
 def enter(layer: EPAll2AllLayer) -> int:
-    """Make a layer known to the ops and return its key; idempotent, and the layer may still be collected.
+    """Register a layer for the ops and return its key. Idempotent; the layer may still be garbage-collected.
 
-    `dispatch` and `combine` do it by themselves, except while torch.compile traces them: call this before.
+    `dispatch` and `combine` call it themselves, except while torch.compile traces them: call it before compiling.
 
     Raises:
         ConfigError: a layer with low_latency=True, which has no gradient.
@@ -37,7 +37,7 @@ def enter(layer: EPAll2AllLayer) -> int:
 
 
 def leave(layer: EPAll2AllLayer) -> None:
-    """Forget a layer: graphs that were made with it can no longer run backward. Idempotent."""
+    """Unregister a layer: autograd graphs built with it can no longer run backward. Idempotent."""
     ops.LAYERS.pop(layer.context.layer_id, None)
 
 
@@ -53,24 +53,24 @@ def dispatch(
 
     Returns:
         recv_x [R, H], recv_weights [R] float32 or None, and the descriptor. With payload="mxfp8" recv_x is an
-        MXTensor. The gradient of `x` is the sum over k of the rows' gradients, in float32, rounded once; that of
-        `topk_weights` is, entry by entry, the gradient of the row it went to, and zero where it was dropped.
+        MXTensor. The gradient of `x` is the sum over k of the rows' gradients, in float32, rounded once. The gradient
+        of an entry of `topk_weights` is the gradient of the row it went to, or zero if it was dropped.
 
     Raises:
         StaleHandleError: in the backward pass, after `leave` or when the layer is gone.
-        What `EPAll2AllLayer.dispatch` raises.
+        Errors of `EPAll2AllLayer.dispatch`.
     """
     key = _key(layer)
     if not torch.compiler.is_compiling() and not _passable(layer, x, topk_idx, topk_weights):
         with torch.no_grad():
-            layer.dispatch(x, topk_idx, topk_weights)  # raises, and the other ranks learn of it
+            layer.dispatch(x, topk_idx, topk_weights)  # raises, and reports that to the other ranks
     want_slots = topk_weights is not None and topk_weights.requires_grad and torch.is_grad_enabled()
     if layer.config.payload is None:
         recv_x, _, *outputs = torch.ops.triton_ep.dispatch(x, None, topk_idx, topk_weights, want_slots, key)
     else:
         recv_x, *outputs = ops.DispatchMX.apply(x, topk_idx, topk_weights, want_slots, key)
     recv_weights, _, entries, placement, forward, copies = outputs
-    # A compiled graph may run any number of dispatches: it does not know which one this is.
+    # A compiled graph may run any number of times, so its dispatches have no fixed number.
     number = 0 if torch.compiler.is_compiling() else layer.context.num_dispatches
     desc = ops.make_descriptor(
         layer,
@@ -99,14 +99,14 @@ def combine(
         weights: [R] float32, on all ranks or on none; None: a plain sum.
 
     Returns:
-        [T, H] of the layer's dtype. The gradient of a row of `y` is that of its token, times its weight; the
-        gradient of a weight is the product of both rows, summed in float32. With payload="mxfp8" gradients are
-        quantised on their way as rows are, and the gradient of `y` is an MXTensor unless there are weights.
-        Rows without a copy have gradient zero.
+        [T, H] of the layer's dtype. The gradient of a row of `y` is the gradient of its token, times its weight; the
+        gradient of a weight is the product of both rows, summed in float32. With payload="mxfp8" gradients travel
+        quantised as rows do, and the gradient of `y` is an MXTensor unless there are weights.
+        Rows without an assignment have gradient zero.
 
     Raises:
         InputError, StaleHandleError: as `EPAll2AllLayer.combine`.
-        InputError: a descriptor with an order of rows of its own, or of compact rows.
+        InputError: a descriptor with a caller-given order of rows, or of compact rows.
     """
     if not isinstance(layout_desc, EPAllToAllLayoutDesc):
         raise InputError(f"combine needs the descriptor that dispatch returned, got {type(layout_desc).__name__}.")
@@ -132,7 +132,7 @@ def combine(
 
 
 def _passable(layer: EPAll2AllLayer, x: object, *others: object) -> bool:
-    """Whether an op takes these arguments: others it would refuse by itself, and no other rank would learn of it."""
+    """Whether an op accepts these arguments. If not, the op itself would raise without a report to the other ranks."""
     if layer.config.payload is None and isinstance(x, MXTensor):
         return False
     return all(

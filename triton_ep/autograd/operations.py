@@ -1,7 +1,7 @@
 """The torch.library ops of triton_ep.autograd: dispatch, combine, and the backward pass of each.
 
-An op takes and returns tensors and ints only, none of them a view of another. So a descriptor goes in and out as a
-list of tensors, rows that may be an MXTensor as elements and scale bytes, and a layer as an integer key.
+An op takes and returns tensors and ints only, and no tensor is a view of another. So a descriptor is passed as a list
+of tensors, rows that may be an MXTensor as elements and scale bytes, and a layer as an integer key.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from triton_ep.mx.tensor import MXTensor
 from triton_ep.ops.weighted_rows import weighted_rows_backward
 
 LAYERS: WeakValueDictionary[int, EPAll2AllLayer] = WeakValueDictionary()
-"""Layers by their key, held weakly: what `triton_ep.autograd.enter` and `leave` change."""
+"""Layers by key, as weak references; `triton_ep.autograd.enter` and `leave` change this table."""
 
 
 def layer_of(key: int) -> EPAll2AllLayer:
-    """The layer that was entered under a key.
+    """The layer registered under a key.
 
     Raises:
-        StaleHandleError: there is none, or none any more.
+        StaleHandleError: no layer is registered, or it is gone.
     """
     layer = LAYERS.get(key)
     if layer is None:
@@ -45,7 +45,7 @@ def layer_of(key: int) -> EPAll2AllLayer:
 
 
 def tensors_of(desc: EPAllToAllLayoutDesc) -> list[torch.Tensor]:
-    """The tensors of a descriptor, in the order that `_descriptor` expects: entries and placement, then what it has."""
+    """The tensors of a descriptor, in the order that `_descriptor` expects: entries, placement, then optional ones."""
     found = (desc.entries, desc.placement, desc.forward, desc.skipped_token_topk_mapping_indices)
     return [tensor for tensor in found if tensor is not None]
 
@@ -66,7 +66,7 @@ def make_descriptor(
     num_rows: int,
     dispatch_number: int,
 ) -> EPAllToAllLayoutDesc:
-    """A descriptor of these tensors and what follows from them."""
+    """Build a descriptor from its tensors."""
     cfg = layer.config
     return EPAllToAllLayoutDesc(
         num_dispatch_token_cur_rank=entries.shape[1],
@@ -82,7 +82,7 @@ def make_descriptor(
 
 
 def _parts(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements and scale bytes of rows that may be an MXTensor; no scale bytes otherwise."""
+    """Elements and scale bytes of rows; no scale bytes unless the rows are an MXTensor."""
     if isinstance(rows, MXTensor):
         return rows.qdata, rows.scale.view(torch.uint8)
     return rows, rows.new_empty(0, dtype=torch.uint8)
@@ -109,7 +109,7 @@ def _dispatch(
     want_slots: bool,
     layer: int,
 ) -> tuple[torch.Tensor, ...]:
-    """recv_x, its scale bytes, recv_weights, slots of rows, descriptor's tensors; absent outputs are empty tensors."""
+    """recv_x, its scale bytes, recv_weights, slots of rows, the descriptor's tensors; absent outputs are empty."""
     owner = layer_of(layer)
     given = x if scale is None else MXTensor.from_qdata_and_scales(x, scale, owner.config.token_dtype)
     recv_x, recv_weights, desc = owner.dispatch(given, topk_idx, weights)
@@ -117,7 +117,7 @@ def _dispatch(
     slots = slot_ops.needed_slots(owner.context, desc) if want_slots else None
     copies, tiles = desc.skipped_token_topk_mapping_indices, desc.tiles
     assert tiles is not None, "neither compact nor low latency"
-    # Room for more tiles than these rows have: equal inputs must give equal outputs.
+    # The tile table has room for more tiles than these rows need. Zero the rest: equal inputs must give equal outputs.
     unused = desc.placement[tiles.storage_offset() + tiles.numel() :]
     if unused.numel():
         unused.zero_()
@@ -157,7 +157,7 @@ def _(x: Any, scale: Any, topk_idx: Any, weights: Any, want_slots: bool, layer: 
 
 
 def _fake_rows(like: Any, owner: EPAll2AllLayer, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements and scale bytes of `rows` rows as dispatch gives them."""
+    """Fake elements and scale bytes of `rows` rows that dispatch returns."""
     cfg = owner.config
     if cfg.payload is None:
         return like.new_empty((rows, cfg.hidden), dtype=cfg.token_dtype), like.new_empty(0, dtype=torch.uint8)
@@ -181,7 +181,8 @@ def _dispatch_backward(
     want_x: bool,
     layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x [T, H] and of the weights [T, K] float32; empty if not wanted. One op, hence one order."""
+    """Gradients of x [T, H] and of the weights [T, K] float32; empty if not wanted. One op, so that all ranks run both
+    collectives in the same order."""
     owner = layer_of(layer)
     layout_desc = _descriptor(owner, desc, grad_rows.shape[0])
     with owner.context.backward_pass():
@@ -208,13 +209,13 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.want_slots, ctx.layer = inputs[4], inputs[5]
     _, _, _, slots, entries, placement, forward, copies = output
     cfg = layer_of(ctx.layer).config
-    # What is not there is empty, and must not be taken for a part of the descriptor.
+    # Absent outputs are empty tensors, and must not become parts of the descriptor.
     optional = ([] if cfg.is_intra_node else [forward]) + ([copies] if cfg.enable_local_combine else [])
     ctx.save_for_backward(slots, entries, placement, *optional)
 
 
 def _dispatch_grads(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor | None, x: int, weights: int) -> Any:
-    """Gradients of the inputs with these positions."""
+    """Gradients of the inputs at positions `x` and `weights`."""
     slots, *desc = ctx.saved_tensors
     want_x, want_weights = ctx.needs_input_grad[x], ctx.want_slots and ctx.needs_input_grad[weights]
     if not (want_x or want_weights):
@@ -239,7 +240,7 @@ _dispatch.register_autograd(_backward_of_dispatch, setup_context=_save_dispatch)
 
 
 class DispatchMX(torch.autograd.Function):
-    """The op where rows arrive quantised: autograd sees an MXTensor instead of its parts."""
+    """The dispatch op for quantised rows: autograd sees an MXTensor instead of its parts."""
 
     @staticmethod
     def forward(
@@ -250,7 +251,7 @@ class DispatchMX(torch.autograd.Function):
         want_slots: bool,
         layer: int,
     ) -> tuple[torch.Tensor, ...]:
-        """The outputs of the op from the weights on, after recv_x."""
+        """recv_x as an MXTensor, then the outputs of the op from the weights on."""
         data, scale = _parts(x)
         given = scale if isinstance(x, MXTensor) else None
         output = torch.ops.triton_ep.dispatch(data, given, topk_idx, weights, want_slots, layer)
@@ -268,7 +269,7 @@ class DispatchMX(torch.autograd.Function):
 
 @functools.cache
 def let_compile() -> None:
-    """Let torch.compile take `DispatchMX` as one node of its graph: it cannot look into a table of weak references."""
+    """Make `DispatchMX` one node in graphs of torch.compile, which cannot trace a table of weak references."""
     torch.compiler.allow_in_graph(DispatchMX)
 
 
@@ -283,7 +284,7 @@ def let_compile() -> None:
 def _combine(
     y: torch.Tensor, weights: torch.Tensor | None, desc: list[torch.Tensor], num_rows: int, layer: int
 ) -> torch.Tensor:
-    """`EPAll2AllLayer.combine`; num_rows: of the dispatch, which `y` must have too."""
+    """`EPAll2AllLayer.combine`; num_rows: received rows of the dispatch, which `y` must have."""
     owner = layer_of(layer)
     return owner.combine(y.contiguous(), _descriptor(owner, desc, num_rows), weights)
 
@@ -303,12 +304,12 @@ def _(y: Any, weights: Any, desc: Any, num_rows: Any, layer: int) -> torch.Tenso
 def _combine_backward(
     grad: torch.Tensor, entries: torch.Tensor, placement: torch.Tensor, num_rows: int, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's copy of its token's gradient, [R, H], and its scale bytes: a dispatch by the same routing.
+    """Dispatch the tokens' gradients by the same routing: [R, H], and its scale bytes.
 
-    The same expert ids give the same rows, because no atomic decides a slot, and the host need not wait for how many.
+    The same expert ids give the same rows, because no atomic decides a slot, and the host knows the row count.
     """
     owner = layer_of(layer)
-    # To send again takes less than to combine: neither forward tables nor copies.
+    # Unlike combine, `dispatch_again` needs neither forward tables nor the rows of each token.
     desc = make_descriptor(owner, entries, placement, None, None, num_rows, dispatch_number=0)
     with owner.context.backward_pass():
         rows, _ = owner.dispatch_again(grad, desc)
@@ -334,7 +335,7 @@ def _backward_of_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     data, scale = torch.ops.triton_ep.combine_backward(_plain(grad), entries, placement, ctx.num_rows, ctx.layer)
     offs = None
     if cfg.recv_capacity is not None:
-        # Static mode leaves rows after the last expert as they are.
+        # Static mode does not write rows past the last expert.
         first, count = placement_parts(cfg.world_size, cfg.local_world_size, cfg.num_experts_per_rank)["expert_offsets"]
         offs = placement[first : first + count]
     if with_weights:
@@ -349,7 +350,7 @@ def _backward_of_combine(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _zero_unused(rows: torch.Tensor, in_use: torch.Tensor) -> torch.Tensor:
-    """Rows [R, n] of any dtype, zero where `in_use` [R, 1] is not."""
+    """Rows [R, n] of any dtype, zero where `in_use` [R, 1] is False."""
     if rows.dtype == torch.float8_e4m3fn:
         return torch.where(in_use, rows.view(torch.uint8), 0).view(rows.dtype)
     return torch.where(in_use, rows, 0)

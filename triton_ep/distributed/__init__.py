@@ -1,8 +1,8 @@
-"""Starting a job: who this process is, its process group, and the symmetric heap.
+"""Start a job: the rank of this process, its process group, and the symmetric heap.
 
-initialize_distributed    in every rank, however it was started: torchrun, mpirun, srun, run_ranks, a store,
-                          or a process group that is already there
-run_ranks                 starts the ranks of a program that was started bare
+initialize_distributed    called in every rank, started by torchrun, mpirun, srun or run_ranks, with a store, or
+                          with an existing process group
+run_ranks                 starts the ranks of a program that was started without a launcher
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Its functions take the world group of the moment of this import as a default argument: imported later, by
-# torch.compile's machinery say, they would keep the group and its threads to the end of the process, which aborts.
+# Its functions bind the world group at the time of this import as a default argument. Imported later, for example by
+# torch.compile, they would keep the group and its threads alive until the process exits, which then aborts.
 import torch.distributed.nn
 
 from triton_ep.distributed.rendezvous import Place, find_place, joining
@@ -36,14 +36,14 @@ from triton_ep.heap.registry import HEAPS, heap_of_gpus
 from triton_ep.runtime.environment import MOST_BYTES, as_integer, read_environment
 from triton_ep.runtime.launch import INTERPRETING
 
-_TIMEOUTS_S = 1e-3, 1e6  # what torch's stores count in, and more than anybody waits
-_LEAVE_S = 10.0  # for a rank of run_ranks that is done: to write out what it printed, and end
-_GRACE_S = 0.5  # after the first failure, for the reports of the others, one of which may be the cause
+_TIMEOUTS_S = 1e-3, 1e6  # the resolution of torch's stores, and longer than any wait
+_LEAVE_S = 10.0  # for a finished rank of run_ranks: time to flush its output and exit
+_GRACE_S = 0.5  # after the first failure: time for reports of the other ranks, one of which may be the cause
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What initialize_distributed made; the one per process."""
+    """The job of this process, created by initialize_distributed; at most one at a time."""
 
     rank: int
     world_size: int
@@ -69,22 +69,23 @@ def initialize_distributed(
     world_size: int | None = None,
     exist_ok: bool = False,
 ) -> tuple[int, int]:
-    """Join the job: choose the GPU, make the process group, start the symmetric heap. Collective.
+    """Join the job: choose the GPU, create the process group, start the symmetric heap. Collective.
 
-    A process group that exists already is used, and outlives `finalize_distributed`. Otherwise rank and size come
-    from the arguments, from torchrun, mpirun, srun, or `run_ranks`; a process started by none is a job of one.
+    An existing process group is used, and outlives `finalize_distributed`. Otherwise rank and size come from the
+    arguments, torchrun, mpirun, srun, or `run_ranks`; a process without any of these is a job of one rank.
 
     Args:
-        backend: the heap by its older name: "nvshmem", "torch", "host" or "auto".
-        local_world_size: ranks per node; None = ranks per host. Smaller than that, it makes virtual nodes.
+        backend: older name of `heap`: "nvshmem", "torch", "host" or "auto".
+        local_world_size: ranks per node; None = ranks per host. A smaller number creates virtual nodes.
         timeout_s: bound on each step of joining, and on later host-side collectives, in seconds.
-        heap: whose symmetric memory: "nvshmem" (GPUs of any hosts), "torch" (GPUs of one host; no other package,
-            and sub-groups can make memory without the others), "host" (CPU ranks of one host). "auto": where kernels
-            are interpreted "host", else TRITON_EP_HEAP, else "nvshmem" if nvshmem4py is installed, else "torch".
-        heap_bytes: symmetric memory per rank; None = what `default_heap_bytes` says.
-        store, rank, world_size: a torch store that all ranks share, and this process in the job; all or none.
-        exist_ok: where the job has been joined before, answer as then, and communicate nothing. The backend, ranks per
-            node and heap that were asked for then stay, so each must be what is asked for now, or left out.
+        heap: kind of symmetric heap: "nvshmem" (GPUs of any hosts), "torch" (GPUs of one host; needs no other package,
+            and sub-groups can allocate without the other ranks), "host" (CPU ranks of one host). "auto": "host" if
+            kernels are interpreted, else TRITON_EP_HEAP, else "nvshmem" if nvshmem4py is installed, else "torch".
+        heap_bytes: symmetric memory per rank; None = `default_heap_bytes`.
+        store, rank, world_size: a torch store that all ranks share, this process's rank, and the size of the job; all
+            or none.
+        exist_ok: if this process has joined a job before, return the same result and communicate nothing. Each of
+            backend, heap, heap_bytes, local_world_size, rank and world_size must then fit that job, or be left out.
 
     Returns:
         (rank, world_size).
@@ -138,7 +139,7 @@ def _as_joined(
     heap_bytes: int | None,
     place: tuple[int | None, int | None],
 ) -> tuple[int, int]:
-    """(rank, world_size) of the job; ConfigError if what is asked for (None, "auto": nothing) is not what it has."""
+    """(rank, world_size) of the job; ConfigError if a requested value (None, "auto": none) differs from the job's."""
     pairs = (
         *(("heap", None if asked == "auto" else asked, job.heap.backend) for asked in heaps),
         ("local_world_size", local_world_size, job.local_world_size),
@@ -156,19 +157,19 @@ def _as_joined(
 
 
 def is_initialized() -> bool:
-    """Whether this process has joined a job with `initialize_distributed`, and not left it since."""
+    """Whether this process has joined a job with `initialize_distributed` and has not left it."""
     return _job is not None
 
 
 def join_group(group: Any = None) -> int:
-    """Ranks of a layer's group, None = the world, and a symmetric heap for them if there is none yet.
+    """Return the number of ranks of a layer's group, None = the world; start the symmetric heap if there is none yet.
 
-    After a plain `torch.distributed.init_process_group` the heap is started here, with the defaults of
-    `initialize_distributed`. Collective over the world then, so only a group of all ranks may do so.
+    After a plain `torch.distributed.init_process_group` this call starts the heap, with the defaults of
+    `initialize_distributed`. That is collective over the world, so only a group of all ranks may do so.
 
     Raises:
         ConfigError: no process group; this process is not in it; or it is smaller than the world, and there is no heap.
-        HeapError, PeerFailed: of `initialize_distributed`.
+        HeapError, PeerFailed: as `initialize_distributed`.
     """
     size = check_group(dist.group.WORLD if group is None else group)
     if _job is None and size < dist.get_world_size():
@@ -182,29 +183,29 @@ def join_group(group: Any = None) -> int:
 
 
 def default_heap_bytes(backend: str = "auto") -> int:
-    """Bytes of symmetric heap per rank that `initialize_distributed` takes by default.
+    """Bytes of symmetric heap per rank that `initialize_distributed` allocates by default.
 
     TRITON_EP_HEAP_SIZE, else NVSHMEM_SYMMETRIC_SIZE, else the default of the backend.
 
     Raises:
-        ConfigError: a variable holds no size, or the backend does not fit how kernels run here.
+        ConfigError: a variable holds no size, or the backend does not fit the mode of this process's kernels.
     """
     heap = HEAPS[_choose_heap(backend, "auto")]
     return read_environment().heap_bytes or heap.default_bytes
 
 
 def most_gpu_ranks() -> int:
-    """Ranks that this host can have on GPUs: one each, or TRITON_EP_RANKS_PER_GPU of them."""
+    """Most ranks on the GPUs of this host: one per GPU, or TRITON_EP_RANKS_PER_GPU."""
     return torch.cuda.device_count() * read_environment().ranks_per_gpu
 
 
 def finalize_distributed() -> None:
-    """Close the heap, and the process group if `initialize_distributed` made it. Collective, idempotent.
+    """Close the heap, and the process group if `initialize_distributed` created it. Collective, idempotent.
 
     Raises:
         PeerFailed: a rank did not come, or ended meanwhile.
         ConfigError: the process group was destroyed before.
-        The job has ended on this rank all the same.
+        In both cases the job has ended on this rank.
     """
     global _job
     if _job is None:
@@ -227,7 +228,7 @@ def current_heap() -> SymmetricHeap:
 
 
 def local_world_size() -> int:
-    """Ranks per node: what `initialize_distributed` was given, or ranks per host.
+    """Ranks per node: the number given to `initialize_distributed`, or ranks per host.
 
     Raises:
         EPError: `initialize_distributed` has not been called.
@@ -236,10 +237,10 @@ def local_world_size() -> int:
 
 
 def ranks_per_node(group: Any) -> int:
-    """Ranks of a group, None = the world, on each node, by what `initialize_distributed` knows of the world.
+    """Ranks of a group, None = the world, on each node, by the nodes that `initialize_distributed` determined.
 
     Raises:
-        ConfigError: nodes have different numbers of them, or those of a node are not numbered in a row.
+        ConfigError: nodes have different numbers of them, or the ranks of a node are not consecutive.
     """
     members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     nodes = [rank // local_world_size() for rank in members]
@@ -248,16 +249,16 @@ def ranks_per_node(group: Any) -> int:
     if any(len(set(block)) != 1 or len(block) != count for block in blocks) or len(blocks) != len(set(nodes)):
         raise ConfigError(
             f"the ranks of the group are on nodes {nodes}: every node must have the same number of them, numbered in a "
-            "row. Choose other groups, or say how many ranks make a node."
+            "row. Choose other groups, or pass the number of ranks per node."
         )
     return count
 
 
 def check_group(group: Any) -> int:
-    """Ranks of a process group that has this process as a member.
+    """Number of ranks of a process group that this process is a member of.
 
     Raises:
-        ConfigError: it is none, or this process is not in it.
+        ConfigError: `group` is no process group, or this process is not in it.
     """
     if not dist.is_initialized():
         raise ConfigError("there is no process group yet. Call triton_ep.initialize_distributed() first.")
@@ -270,9 +271,9 @@ def check_group(group: Any) -> int:
 
 
 def gather(value: Any, group: Any, purpose: str) -> list[Any]:
-    """What every rank of a group gave, in their order. Collective.
+    """The values of all ranks of a group, in rank order. Collective.
 
-    purpose: what this is for, as errors put it; ranks that meet for different purposes raise instead of mixing values.
+    purpose: named in errors; ranks that meet with different purposes raise instead of mixing values.
 
     Raises:
         ConfigError: this rank is not a member, or the group was destroyed.
@@ -283,7 +284,7 @@ def gather(value: Any, group: Any, purpose: str) -> list[Any]:
 
 
 def launched_by() -> str:
-    """What started this process: "torchrun", "mpirun", "srun", "run_ranks" or "none"."""
+    """The launcher of this process: "torchrun", "mpirun", "srun", "run_ranks" or "none"."""
     return "run_ranks" if _spawned is not None else read_environment().launcher
 
 
@@ -297,7 +298,7 @@ def _current_job() -> _Job:
 
 
 def _choose_heap(backend: str, heap: str) -> str:
-    """Name of the heap that these two ask for."""
+    """Name of the heap that these two arguments request."""
     for argument, asked in (("backend", backend), ("heap", heap)):
         if asked != "auto" and asked not in HEAPS:
             names = ", ".join(f'"{name}"' for name in ("auto", *HEAPS))
@@ -317,7 +318,7 @@ def _choose_heap(backend: str, heap: str) -> str:
 
 
 def _choose_gpu(heap: str, local_rank: int | None) -> None:
-    """Take the GPU with the number of this rank on its host; keep the current one where no launcher gives a number."""
+    """Select the GPU with this rank's number on its host; keep the current GPU if no launcher gives a number."""
     if heap == "host" or local_rank is None:
         return
     count, places = torch.cuda.device_count(), most_gpu_ranks()
@@ -333,7 +334,7 @@ def _choose_gpu(heap: str, local_rank: int | None) -> None:
 def _make_group(heap: str, place: Place, timeout_s: float) -> None:
     with joining(place.rank, place.world_size, timeout_s):
         store = place.store()
-        # A store may outlive a job, and a second one must not read what the first one left there.
+        # A store may outlive a job, and a second job must not read the entries of the first.
         start = store.add(f"triton_ep/starts/{place.rank}", 1)
         dist.init_process_group(
             _collectives(heap),
@@ -345,17 +346,17 @@ def _make_group(heap: str, place: Place, timeout_s: float) -> None:
 
 
 def _collectives(heap: str) -> str:
-    """Backends of a process group over a heap of this kind. NCCL takes one rank per GPU; Gloo copies to the host."""
+    """Backends of a process group for a heap of this kind. NCCL allows one rank per GPU; Gloo copies to the host."""
     shared = read_environment().ranks_per_gpu > 1
     return "cpu:gloo,cuda:nccl" if heap != "host" and not shared else "gloo"
 
 
 def _ranks_per_node(given: int | None) -> int:
-    """Ranks per node: as given, or ranks per host. Collective.
+    """Ranks per node: the given number, or ranks per host. Collective.
 
     Raises:
-        ConfigError: it does not divide the world, a node would span hosts, or hosts have different numbers of
-            ranks or interleaved ones.
+        ConfigError: the number does not divide the world, a node would span hosts, or hosts have different numbers
+            of ranks or interleaved ones.
     """
     world_size = dist.get_world_size()
     hosts: list[Any] = [None] * world_size
@@ -397,13 +398,13 @@ def _check_divides(given: int, world_size: int) -> None:
 def run_ranks(function: Callable[..., Any], num_ranks: int | None = None, *args: Any) -> None:
     """Run function(*args) in `num_ranks` processes of this host, in which `initialize_distributed` works.
 
-    For programs that were started bare. The function must be importable by the child: at the top level of a
-    module, or of the script, which then needs its `if __name__ == "__main__":`. With GPUs rank r gets GPU r.
+    For programs that were started without a launcher. The child must be able to import the function: define it at the
+    top level of a module, or of the script, which then needs `if __name__ == "__main__":`. With GPUs rank r gets GPU r.
 
-    num_ranks: None = 4, or 2 or 1 where there are fewer GPUs than that.
+    num_ranks: None = 4, or 2 or 1 on hosts with fewer GPUs.
 
     Raises:
-        EPError: a rank raised or died; the message has its traceback. The other ranks are ended.
+        EPError: a rank raised or died; the message has its traceback. The other ranks are killed.
         ConfigError: more ranks than GPUs.
     """
     num_gpus = 0 if INTERPRETING else most_gpu_ranks()
@@ -444,10 +445,11 @@ def run_ranks(function: Callable[..., Any], num_ranks: int | None = None, *args:
 
 
 def _await_ranks(ranks: list[tuple[Any, Connection]]) -> None:
-    """Return when every rank has ended well.
+    """Return when every rank has succeeded.
 
     Raises:
-        EPError: one has not; of several that failed, one that died comes first, one that saw a peer fail last.
+        EPError: a rank failed. Of several failures it reports one: a rank that died before one that raised, and a rank
+            that raised PeerFailed last.
     """
     left = {ours: rank for rank, (_, ours) in enumerate(ranks)}
     failures: list[tuple[int, int, str]] = []  # (0 = died, 1 = raised, 2 = raised PeerFailed; rank; what happened)
@@ -482,7 +484,7 @@ def _run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Life of a rank: run, report a traceback or none."""
+    """Main function of a rank: run `function`, report a traceback or an empty string."""
     global _spawned
     die_with(os.pidfd_open(parent))
     _spawned = place
@@ -499,7 +501,7 @@ def _run_rank(
 
 
 def die_with(owner_fd: int) -> None:
-    """End this process as soon as the one that `owner_fd` (a pidfd) names has ended."""
+    """Exit as soon as the process of `owner_fd` (a pidfd) has ended."""
 
     def watch() -> None:
         poll = select.poll()

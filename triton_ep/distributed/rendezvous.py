@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: who this process is, and a torch store that all of them share."""
+"""Rendezvous of the ranks of a job: the rank of this process, and a torch store that all ranks share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from triton_ep.runtime.environment import Environment, as_integer
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in its job, and how it meets the others."""
+    """Rank of this process in its job, and the store that connects it to the other ranks."""
 
     rank: int
     world_size: int
@@ -37,16 +37,16 @@ def find_place(
     world_size: int | None,
     timeout_s: float,
 ) -> Place:
-    """This process in its job: as given, else as `run_ranks` placed it, else as the launcher says, else alone.
+    """Place of this process in its job: from the arguments, else from `run_ranks`, else from the launcher, else alone.
 
     Args:
         spawned: (rank, world_size, port of the store) in a process that `run_ranks` started.
-        store, rank, world_size: what the caller of `initialize_distributed` gave; all or none.
+        store, rank, world_size: arguments of `initialize_distributed`; all or none.
 
     Raises:
         ConfigError: some of the three are missing, a rank outside its world, or, from `Place.store`, several
-            hosts that were not told where to meet.
-        PeerFailed: from `Place.store`, the others do not come within `timeout_s`.
+            hosts without an address to meet at.
+        PeerFailed: from `Place.store`, the other ranks do not come within `timeout_s`.
     """
     given = (store is not None, rank is not None, world_size is not None)
     if any(given):
@@ -72,8 +72,8 @@ def _check_rank(who: str, rank: int, world_size: int) -> None:
         raise ConfigError(f"{who} says this is rank {rank} of {world_size}; ranks are 0 to world_size - 1.")
 
 
-# A process belongs to one job of one launcher. Starting again in it uses the same store: rank 0 might else end
-# the old server while a faster rank is already talking to it.
+# A process belongs to one job of one launcher. A second start reuses the same store: otherwise rank 0 might close the
+# old server while a faster rank is still talking to it.
 _met: dist.Store | None = None
 
 
@@ -100,7 +100,7 @@ def _launcher_store(environment: Environment, timeout_s: float) -> dist.Store:
 
 
 def _meet_on_this_host(environment: Environment, timeout_s: float) -> dist.Store:
-    """Rank 0 listens on a free port and leaves its number in a file that bears the job's name."""
+    """Rank 0 listens on a free port and writes the port number to a file named after the job."""
     name = hashlib.sha256(str(environment.job).encode()).hexdigest()[:16]
     note = Path(tempfile.gettempdir(), f"triton_ep-{os.getuid()}-{name}")
     if environment.rank == 0:
@@ -109,7 +109,7 @@ def _meet_on_this_host(environment: Environment, timeout_s: float) -> dist.Store
         with open(descriptor, "w") as file:
             file.write(f"{os.getpid()} {_start_ticks(os.getpid())} {store.port}")
         try:
-            os.replace(draft, note)  # complete or not there
+            os.replace(draft, note)  # atomic: readers never see half a file
         except OSError as error:
             os.unlink(draft)
             raise ConfigError(
@@ -130,12 +130,12 @@ def _meet_on_this_host(environment: Environment, timeout_s: float) -> dist.Store
 def _read_note(note: Path, environment: Environment, timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        # What is no file of ours, or says something else, somebody else has put there: rank 0 replaces it, or says so.
+        # Skip a foreign file or unexpected content: rank 0 replaces the file, or raises if it cannot.
         with contextlib.suppress(OSError, ValueError):
             facts = note.lstat()
             if facts.st_uid == os.getuid() and stat.S_ISREG(facts.st_mode):
                 pid, ticks, port = map(int, note.read_text().split())
-                # A note of a process that is gone was left behind by a job that was killed.
+                # If that process is gone, the note is from a job that was killed.
                 if ticks == _start_ticks(pid):
                     return port
         time.sleep(0.02)
@@ -146,7 +146,7 @@ def _read_note(note: Path, environment: Environment, timeout_s: float) -> int:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot: with the pid it names one process for good. None: gone."""
+    """Start time of a process in clock ticks since boot; with the pid it identifies one process. None: it is gone."""
     try:
         return int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19])
     except (FileNotFoundError, ProcessLookupError):
@@ -154,7 +154,7 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _await_all(store: dist.TCPStore, environment: Environment, timeout_s: float) -> None:
-    """Return once all ranks are connected; the note is then of no more use."""
+    """Return once all ranks are connected; the note is no longer needed then."""
     rank, world_size = environment.rank, environment.world_size
     with joining(rank, world_size, timeout_s):
         if store.add("triton_ep/joined", 1) == world_size:
@@ -183,7 +183,7 @@ def _tcp_store(address: str, port: int, serve: bool, timeout_s: float) -> dist.T
 
 @contextlib.contextmanager
 def joining(rank: int | None, world_size: int | None, timeout_s: float) -> Iterator[None]:
-    """Turn what torch raises when a rank does not come into an error of ours."""
+    """Turn the error that torch raises when a rank does not come into PeerFailed."""
     try:
         yield
     except PeerFailed:

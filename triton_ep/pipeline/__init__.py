@@ -2,14 +2,15 @@
 
     a2a_dispatch -> permute -> to_mxfp8_then_scaled_grouped_mm -> unpermute -> a2a_combine
 
-Forward, rows are quantised before they cross and reach the GEMM as they were sent; its results cross in high
-precision. Backward is the mirror image: combine quantises the gradient, which reaches the GEMM's two gradients
-quantised; the gradient of the rows goes back in high precision. Each stage is a function with a short name; those
-with long names take the arguments of torchao's functions of that name. A compiler traces stages below Dynamo, because
-the gradient between two of them may be an MXTensor, which Dynamo would take for a plain tensor.
+In the forward pass rows are quantised before they are sent, and the GEMM reads them as they were sent; its results
+travel in high precision. The backward pass is the mirror image: combine quantises the gradient, and the GEMM's two
+gradients read it quantised; the gradient of the rows travels in high precision. Each stage is a function with a short
+name; the long names take the arguments of torchao's functions of the same name. torch.compile traces stages below
+Dynamo, because the gradient between two stages may be an MXTensor, which Dynamo would take for a plain tensor.
 
-Every exchange needs its splits on the host, moves one row per (token, expert), and leaves rows to be permuted.
-`triton_ep.autograd` over a layer with payload="mxfp8" gives the same rows in one step: docs/reference/pipeline.md.
+Every exchange needs its splits on the host, moves one row per (token, expert), and returns rows that still have to be
+permuted. `triton_ep.autograd` over a layer with payload="mxfp8" gives the same rows in one step:
+docs/reference/pipeline.md.
 """
 
 from __future__ import annotations
@@ -66,18 +67,18 @@ def a2a_dispatch(
     """Quantise rows and send them to the ranks of their experts. Collective, and so is its backward pass.
 
     Arguments:
-        input: [T, H] bf16, fp16 or fp32, one row per (token, expert), in the order of ranks; or an MXTensor, which
-            is sent as it is. H a multiple of `block_size`.
-        output_splits: [W], rows that come from each rank. What the other ranks send is not checked.
-        input_splits: [W], rows that go to each rank; their sum is T.
+        input: [T, H] bf16, fp16 or fp32, one row per (token, expert), sorted by target rank; or an MXTensor, which
+            is sent as it is. H is a multiple of `block_size`.
+        output_splits: [W], rows from each rank; not compared with what the other ranks send.
+        input_splits: [W], rows to each rank; their sum is T.
         group: process group or its name; None = all ranks.
         scaling_mode: "rceil", "floor", "ceil", "even".
 
-    Returns an MXTensor [sum of output_splits, H], e4m3, that stands for `input.dtype`: rows by source rank.
-    Gradients come back in that dtype, not quantised; they must be wanted on all ranks or on none.
+    Returns an MXTensor [sum of output_splits, H], e4m3, with `input.dtype` as its high-precision dtype, sorted by
+    source rank. Gradients travel back in that dtype, not quantised; all ranks or none must require them.
 
     Raises:
-        InputError: splits, shape, dtype or group that do not fit; nothing was sent then.
+        InputError: splits, shape, dtype or group do not fit; nothing was sent.
     """
     return exchange.dispatch(input, output_splits, input_splits, group, scaling_mode, block_size)
 
@@ -94,16 +95,16 @@ def a2a_combine(
     """Send rows back to the ranks of their tokens, as they are. Collective, and so is its backward pass.
 
     Arguments:
-        input: [R, H] bf16, fp16 or fp32, in the order in which `a2a_dispatch` gave rows.
+        input: [R, H] bf16, fp16 or fp32, in the row order of `a2a_dispatch`.
         output_splits: [W], rows that come back from each rank: `input_splits` of the dispatch.
         input_splits: [W], rows that go back to each rank: `output_splits` of the dispatch.
         group, scaling_mode, block_size: as for `a2a_dispatch`; the latter two for the gradient.
         mxfp8_bwd: send the gradient quantised, and return it as an MXTensor; False: as it is.
 
-    Returns [sum of output_splits, H], a row for each that was dispatched, in that order.
+    Returns [sum of output_splits, H], one row per dispatched row, in the same order.
 
     Raises:
-        InputError: splits, shape, dtype or group that do not fit; nothing was sent then.
+        InputError: splits, shape, dtype or group do not fit; nothing was sent.
     """
     return exchange.combine(input, output_splits, input_splits, group, scaling_mode, block_size, mxfp8_bwd)
 
@@ -121,7 +122,7 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     *,
     group: Group = None,
 ) -> torch.Tensor:
-    """`a2a_dispatch`; the group or its name under either of both names."""
+    """`a2a_dispatch`; `group_name` and `group` both accept a group or its name."""
     chosen = _either(group_name, group)
     return exchange.dispatch(input, output_splits, input_splits, chosen, scaling_mode, block_size)
 
@@ -135,7 +136,7 @@ def permute_mxfp8_fwd_hp_bwd(
     use_mxfp8: bool = True,
     use_triton_for_bwd: bool = True,
 ) -> Permuted:
-    """`permute_and_pad` with an alignment of `group_size_multiple_of`; the last two arguments change nothing."""
+    """`permute_and_pad` with an alignment of `group_size_multiple_of`; the last two arguments have no effect."""
     return permute_and_pad(mx_tensor, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of)
 
 
@@ -157,7 +158,7 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
     *,
     group: Group = None,
 ) -> torch.Tensor:
-    """`a2a_combine`; the group or its name under either of both names."""
+    """`a2a_combine`; `group_name` and `group` both accept a group or its name."""
     chosen = _either(group_name, group)
     return exchange.combine(input, output_splits, input_splits, chosen, scaling_mode, block_size, mxfp8_bwd)
 

@@ -1,7 +1,7 @@
-"""Rows of the pipeline between ranks: all-to-all collectives of a process group, quantised or not, differentiable.
+"""Exchange rows between ranks: differentiable all-to-all collectives of a process group, quantised or not.
 
-Elements and scales of quantised rows are two collectives, of bytes, because libraries know no scale dtype. Both are
-started before either is waited for. The collectives are torch's functional ones, which compilers can trace.
+Elements and scales of quantised rows travel as bytes in two collectives, because communication libraries have no scale
+dtype. Both start before the wait for either. They are torch's functional collectives, which compilers can trace.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def combine(
 
 
 def _resolve(group: Group) -> tuple[str, int | None]:
-    """Name and size of a group; None is the world. A compiler sees no more than a name."""
+    """Name and size of a group; None is the world. While a compiler traces, a name has no size."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return group, None
     if not dist.is_initialized():
@@ -155,7 +155,7 @@ def _finish(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _exchange(rows: torch.Tensor, outputs: list[int], inputs: list[int], name: str) -> torch.Tensor:
-    """Rows from all ranks, one rank after the other, of the kind that was given."""
+    """Rows from all ranks, sorted by rank; an MXTensor if the input is one."""
     if not isinstance(rows, MXTensor):
         return _finish(_start(rows, outputs, inputs, name))
     parts = [_start(part.view(torch.uint8), outputs, inputs, name) for part in (rows.qdata, rows.scale)]

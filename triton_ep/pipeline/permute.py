@@ -1,9 +1,8 @@
-"""Rows of the pipeline put in the order of experts, and back: gathers and scatters of torch, differentiable.
+"""Permute received rows into expert-major order, and back: differentiable gathers and scatters of torch.
 
-Received rows lie rank by rank, and inside a rank expert by expert. `permuted_indices[p]` is the received row that
-stands in row p of the expert-major order; a negative one is padding. A padding row is zero: elements 0x00, scale
-byte 0. No step reads a number on the host, so none waits for the device; lengths are upper bounds that follow from
-shapes.
+Received rows are sorted by rank, then by expert. `permuted_indices[p]` is the received row at position p of the
+expert-major order; a negative index is padding. A padding row is zero: elements 0x00, scale byte 0. No step reads a
+number on the host, so none waits for the device; lengths are upper bounds derived from shapes.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 class PermuteIndices(NamedTuple):
-    """What `generate_permute_indices` returns.
+    """Results of `generate_permute_indices`.
 
     Attributes:
         permuted_indices: [max_len] int32, received row of each expert-major row; -1 = padding.
         m_sizes: [E] int32, rows of each local expert, padding included.
-        m_offsets: [E] int32, the row after the last one of each local expert.
+        m_offsets: [E] int32, end of each local expert's rows (exclusive).
     """
 
     permuted_indices: torch.Tensor
@@ -39,14 +38,14 @@ class PermuteIndices(NamedTuple):
 
 
 class Permuted(NamedTuple):
-    """What `permute_mxfp8_fwd_hp_bwd` and `permute_and_pad` return.
+    """Results of `permute_mxfp8_fwd_hp_bwd` and `permute_and_pad`.
 
     Attributes:
-        padded_shape: (R + 1, H): of the received rows and one row of zeros.
-        rows: [P, H], expert-major, of the kind that was given; P = R + E * alignment, rounded up to the alignment.
+        padded_shape: (R + 1, H): shape of the received rows plus one row of zeros.
+        rows: [P, H], expert-major, MXTensor or plain as given; P = R + E * alignment, rounded up to the alignment.
         permuted_indices: [P] int32, see `PermuteIndices`.
         m_sizes: [E] int32.
-        group_offsets: [E] int32, the row after the last one of each local expert, as a grouped GEMM takes it.
+        group_offsets: [E] int32, end of each local expert's rows (exclusive), as a grouped GEMM takes it.
     """
 
     padded_shape: torch.Size
@@ -64,18 +63,18 @@ def generate_permute_indices(
     alignment: int,
     use_cpu: bool = False,
 ) -> PermuteIndices:
-    """Which received row stands where in the expert-major order: by expert, rank, order in the rank.
+    """Compute the received row of each row in expert-major order: sorted by expert, rank, order within the rank.
 
     Arguments:
-        tokens_per_expert_group: [num_ranks * experts_per_rank] integers on the device, rank-major: rows that came
-            from rank r for local expert i stand at r * experts_per_rank + i.
+        tokens_per_expert_group: [num_ranks * experts_per_rank] integers on the device, rank-major: entry
+            r * experts_per_rank + i counts the rows from rank r for local expert i.
         max_len: length of the result; at least the sum of `m_sizes`, for which rows + experts_per_rank * alignment
             suffices. Indices that do not fit are left out.
-        alignment: every expert's rows are filled up to a multiple of it; an expert without rows gets `alignment`.
-        use_cpu: accepted for callers of torchao; the work is done where the counts are.
+        alignment: every expert's rows are padded to a multiple of it; an expert without rows gets `alignment` rows.
+        use_cpu: accepted for callers of torchao; the work runs on the device of the counts.
 
     Raises:
-        InputError: shape, dtype or sizes that cannot be; on the CPU also a `max_len` that is too small.
+        InputError: impossible shape, dtype or sizes; on the CPU also a `max_len` that is too small.
     """
     counts = tokens_per_expert_group
     _check_tensor("counts of rows", counts)
@@ -109,7 +108,7 @@ def generate_permute_indices(
             f"{int(counts.sum())} rows in groups aligned to {alignment} take {int(m_offsets[-1])} rows, max_len is "
             f"{max_len}. Pass at least rows + experts_per_rank * alignment."
         )
-    # The result is a row of runs: of each expert, one per rank, then its padding.
+    # The result is a sequence of runs: for each expert one run per rank, then one of padding.
     runs = torch.cat([counts, (m_sizes - num_rows).unsqueeze(0)]).t().flatten()
     ends = runs.cumsum(0)
     from_position = torch.cat([first_row, torch.zeros_like(first_row[:1])]).t().flatten() - (ends - runs)
@@ -122,14 +121,14 @@ def generate_permute_indices(
 
 @in_graph
 def permute(mx: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Sequence[int]) -> torch.Tensor:
-    """[P, H]: row p is row permuted_indices[p] of the input, or zeros where that is negative.
+    """[P, H]: row p is row permuted_indices[p] of the input, or zeros if that index is negative.
 
     Arguments:
         mx: [R, H], MXTensor or plain; the result is of the same kind.
-        permuted_indices: [P] int32 or int64 on the device, at most R (which is zeros as well); no row twice.
-        padded_shape: (R + 1, H), of the rows and one row of zeros.
+        permuted_indices: [P] int32 or int64 on the device, at most R (R gives zeros as well); no row twice.
+        padded_shape: (R + 1, H), shape of the rows plus one row of zeros.
 
-    The gradient of a row is that of the place it went to, zero if it went nowhere; in `mx.dtype`, not quantised.
+    The gradient of a row is the gradient of its position p, or zero if it has none; in `mx.dtype`, not quantised.
 
     Raises:
         InputError: shapes that do not fit each other, or, on the CPU, an index out of range.
@@ -149,14 +148,14 @@ def permute(mx: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Sequ
 
 @in_graph
 def unpermute(x: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Sequence[int]) -> torch.Tensor:
-    """[R, N]: the inverse of `permute`. Row permuted_indices[p] is row p of the input; rows of no p are zero.
+    """[R, N]: the inverse of `permute`. Row permuted_indices[p] is row p of the input; rows without a p are zero.
 
     Arguments:
         x: [P, N] of any floating dtype.
         permuted_indices: [P], as given to `permute`; rows with a negative index are dropped.
-        padded_shape: (R + 1, any): that of `permute` serves, though the GEMM may have changed the row's length.
+        padded_shape: (R + 1, any): pass the one of `permute`, even if the GEMM has changed the row length.
 
-    The gradient is gathered as `permute` gathers rows, and is an MXTensor if the incoming one is.
+    The gradient is gathered as `permute` gathers rows, and is an MXTensor if the incoming gradient is one.
 
     Raises:
         InputError: shapes that do not fit each other, or, on the CPU, an index out of range.
@@ -181,10 +180,10 @@ def unpermute(x: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: Seq
 def permute_and_pad(
     x: torch.Tensor, num_tokens_per_expert: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int
 ) -> Permuted:
-    """Received rows in the order of experts, each expert's filled up with zeros; the indices are computed.
+    """Compute the indices and permute received rows into expert-major order, with zero rows as padding.
 
     Arguments:
-        x: [R, H], plain or MXTensor: rank by rank, inside a rank expert by expert.
+        x: [R, H], plain or MXTensor: sorted by rank, then by expert.
         num_tokens_per_expert: [ep_degree * num_local_experts] integers on the device, rank-major; their sum is R.
         ep_degree: ranks that sent rows.
         alignment: see `generate_permute_indices`.
@@ -220,7 +219,7 @@ def permute_and_pad(
 
 
 def _readable(x: torch.Tensor) -> bool:
-    """Whether the host may look at values without waiting for a device or stopping a compiler."""
+    """Whether the host may read values without waiting for a device or breaking a compiler's graph."""
     return x.device.type == "cpu" and type(x) is torch.Tensor and not torch.compiler.is_compiling()
 
 
@@ -230,7 +229,7 @@ def _check_tensor(name: str, given: Any) -> None:
 
 
 def _check_integer(name: str, given: Any) -> None:
-    """Symbols are what a compiler has in place of integers."""
+    """Raise unless `given` is an integer, or a symbol, which a compiler passes in place of an integer."""
     if not isinstance(given, int | torch.SymInt) or isinstance(given, bool) or given > _MOST:
         raise InputError(f"{name} must be an integer of at most {_MOST}, got {type(given).__name__} {given!r:.40}.")
 
@@ -254,12 +253,12 @@ def _check_indices(indices: torch.Tensor, device: torch.device, num_rows: int) -
 
 
 def _places(indices: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """int64, with the row after the last one for padding."""
+    """Indices as int64, with `num_rows` in place of padding."""
     return torch.where(indices < 0, num_rows, indices).long()
 
 
 def _take(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows by index, zeros for padding; an MXTensor of an MXTensor."""
+    """Rows by index, zeros for padding; an MXTensor gives an MXTensor."""
     if isinstance(rows, MXTensor):
         places = _places(indices, rows.shape[0])
         data, scale = (_take_bytes(part.view(torch.uint8), places) for part in (rows.qdata, rows.scale))
@@ -270,16 +269,16 @@ def _take(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _take_bytes(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[P, bytes] uint8 of [R, bytes] and one row of zeros after them."""
+    """Gather [P, bytes] uint8 from [R, bytes] plus one row of zeros."""
     padded = F.pad(rows.contiguous(), (0, 0, 0, 1))
     if rows.shape[1] % _WIDE == 0:
-        # A library's gather takes a thread per number.
+        # torch's gather uses one thread per element, so wide elements are faster.
         return padded.view(torch.int64).index_select(0, places).view(torch.uint8)
     return padded.index_select(0, places)
 
 
 def _put(rows: torch.Tensor, indices: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[num_rows, N]: rows at their indices, zeros elsewhere; those of padding end up in a row that is cut off."""
+    """[num_rows, N]: rows at their indices, zeros elsewhere; padding rows go to an extra row that is cut off."""
     out = rows.new_zeros(num_rows + 1, rows.shape[1])
     return out.index_copy_(0, _places(indices, num_rows), rows)[:num_rows]
 
@@ -312,5 +311,5 @@ class _Unpermute(torch.autograd.Function):
 
 
 def plain(rows: torch.Tensor) -> torch.Tensor:
-    """The values of rows that may be an MXTensor."""
+    """Dequantise rows if they are an MXTensor."""
     return rows.dequantize() if isinstance(rows, MXTensor) else rows

@@ -1,10 +1,10 @@
-"""What tests, benchmarks and examples share: a pool of rank processes, and data that know their origin.
+"""Helpers of tests, benchmarks and examples: a pool of rank processes, and data that encode their origin.
 
     with RankPool(4) as pool:
         results = pool.run(my_case, 2, 2)  # my_case(rank, 2, 2) in each of 4 processes
 
-`make_workload` gives tokens whose every four columns name their rank, token and column, so a row or a piece
-of a row in the wrong place cannot compare equal; no expert of `apply_expert` can be taken for another.
+Every four columns of a token of `make_workload` encode its rank, token and column, so a row or a piece of a row in the
+wrong place cannot compare equal. The experts of `apply_expert` give distinct results.
 """
 
 from triton_ep.testing.pool import RankPool

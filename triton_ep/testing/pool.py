@@ -1,8 +1,8 @@
 """A pool of rank processes that run test cases, public as `triton_ep.testing.RankPool`.
 
-The caller gives all ranks the same function and arguments, and waits for one answer of each: a result, an
-exception, or the end of the channel when the process died. After a failure the ranks are in an unknown state
-(somewhere in a collective, symmetric memory half written), so they are killed and made anew.
+The caller sends all ranks the same function and arguments, and waits for one answer from each: a result, an
+exception, or the end of the channel if the process died. After a failure the ranks are in an unknown state
+(somewhere in a collective, symmetric memory half written), so they are killed and replaced.
 """
 
 import pickle
@@ -21,7 +21,7 @@ from triton_ep.distributed import most_gpu_ranks
 from triton_ep.errors import ConfigError, InputError, PeerFailed
 from triton_ep.testing.process import CASE_TIMEOUT_S, START_TIMEOUT_S, RankError, RankHang, RankProcess
 
-# After the first failure the others get this long to notice (PeerFailed) before they are killed.
+# After the first failure the other ranks get this long to notice (PeerFailed) before they are killed.
 GRACE_S = 3.0
 STACKS_S = 3.0
 
@@ -29,9 +29,9 @@ STACKS_S = 3.0
 class RankPool:
     """`world_size` processes that form one job and run cases one after the other.
 
-    Ranks start at the first `run` and stay; after a case in which any rank failed they are killed, and the
-    next `run` starts fresh ones. They end with `close`, and when the process that made the pool dies in any
-    way. State that a case leaves in a rank (imported modules, symmetric memory it did not free) is there for
+    Ranks start at the first `run` and stay alive; after a case in which any rank failed they are killed, and the
+    next `run` starts fresh ones. They end with `close`, or when the process that created the pool dies in any
+    way. State that a case leaves in a rank (imported modules, symmetric memory it did not free) persists for
     the next case.
 
     Arguments:
@@ -41,7 +41,7 @@ class RankPool:
         chaos_seed: default of `run`'s argument.
 
     Raises:
-        ConfigError: unknown backend, too few GPUs, chaos mode asked for with compiled kernels.
+        ConfigError: unknown backend, too few GPUs, or chaos mode requested with compiled kernels.
     """
 
     def __init__(self, world_size: int, backend: str = "host", chaos_seed: int | None = None) -> None:
@@ -71,19 +71,18 @@ class RankPool:
         grace_s: float = GRACE_S,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call `function(rank, *args, **kwargs)` in every rank and return what they return, by rank.
+        """Call `function(rank, *args, **kwargs)` in every rank and return the results by rank.
 
-        When a rank raises, its peers are made to raise PeerFailed from their waits, and the first exception
-        that is not such an echo is raised here, in its own type, with the rank and the remote traceback as
-        notes.
+        When a rank raises, the waits of its peers raise PeerFailed. This method then raises the first exception
+        that is not such an echo, in its own type, with the rank and the remote traceback as notes.
 
         Arguments:
-            function: defined at the top level of a module that can be imported here (not of a script).
+            function: defined at the top level of an importable module (not of a script).
             args, kwargs: picklable.
-            timeout_s: limit for the whole case; 60 for host ranks, 240 on GPUs.
-            chaos_seed: the interpreter's chaos mode, each rank with its own seed made of this one; host only.
+            timeout_s: limit for the whole case, in seconds; default 60 for host ranks, 240 on GPUs.
+            chaos_seed: seed of the interpreter's chaos mode, from which each rank derives its own; host only.
             return_exceptions: return the exception of each rank that raised instead of raising one.
-            grace_s: how long the other ranks may still run once one has failed.
+            grace_s: seconds that the other ranks may still run once one has failed.
 
         Raises:
             RankHang: not all ranks finished in time; the message has the stack of every rank.
@@ -111,10 +110,10 @@ class RankPool:
         return [a.error if isinstance(a, _Failure) else a for a in answers]
 
     def start(self) -> None:
-        """Start the ranks unless they run; `run` does it by itself.
+        """Start the ranks unless they run; `run` calls it itself.
 
         Raises:
-            RankHang, RankError, or what a rank raised while it joined the job.
+            RankHang, RankError, or the error of a rank that failed to join the job.
         """
         if self._ranks:
             return
@@ -134,7 +133,7 @@ class RankPool:
             raise
 
     def kill(self) -> None:
-        """End all ranks at once; the next `run` starts fresh ones."""
+        """Kill all ranks; the next `run` starts fresh ones."""
         ranks, self._ranks, self._store = self._ranks, [], None
         for rank in ranks:
             rank.signal(signal.SIGKILL)
@@ -142,7 +141,7 @@ class RankPool:
             rank.release()
 
     def close(self) -> None:
-        """Let the ranks leave the job in order, and end those that have not within 10 s. Idempotent."""
+        """Let the ranks leave the job in order, and kill those still running after 10 s. Idempotent."""
         try:
             deadline = time.monotonic() + 10
             for rank in self._ranks:
@@ -161,7 +160,7 @@ class RankPool:
         self.close()
 
     def _gather(self, timeout_s: float, what: str, grace_s: float = GRACE_S) -> list[Any]:
-        """One answer per rank: what it returned, or a `_Failure`."""
+        """One answer per rank: its result, or a `_Failure`."""
         answers: dict[int, Any] = {}
         pending = {rank.channel: rank for rank in self._ranks}
         deadline = time.monotonic() + timeout_s
@@ -207,7 +206,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _pickle_case(function: Callable[..., Any], args: Any, kwargs: Any, chaos_seed: int | None) -> bytes:
-    """What `process._run_case` unpacks; checks here what would fail in every rank."""
+    """Pickle a case for `process._run_case`; catches errors here that would occur in every rank."""
     if getattr(function, "__module__", None) == "__main__":
         raise InputError(
             f"{function!r} is defined in a script, which ranks cannot import. Define it in a module; a "
@@ -238,11 +237,11 @@ def _answer(rank: RankProcess, index: int) -> Any:
 
 
 def _stacks(ranks: list[RankProcess]) -> dict[int, str]:
-    """Present Python stacks of running ranks, by rank."""
+    """Current Python stacks of running ranks, by rank."""
     before = {rank.rank: rank.stack() for rank in ranks}
     for rank in ranks:
         rank.signal(signal.SIGUSR1)
-    # The handlers write tens of lines each, on a busy machine not at once; a stopped process writes none, ever.
+    # The handlers write tens of lines each, slowly on a busy machine; a stopped process writes nothing.
     deadline = time.monotonic() + STACKS_S
     written, now = before, before
     while time.monotonic() < deadline and (now != written or any(now[r] == before[r] for r in now)):
@@ -252,7 +251,7 @@ def _stacks(ranks: list[RankProcess]) -> dict[int, str]:
 
 
 def _raise_first(answers: list[Any], what: str) -> None:
-    """Raise the failure that came first, echoes of others last, with notes on what the others saw."""
+    """Raise the first failure, an echo only if all are echoes, with notes on the other ranks' errors."""
     failures = [(rank, a) for rank, a in enumerate(answers) if isinstance(a, _Failure)]
     if not failures:
         return

@@ -1,14 +1,13 @@
-"""Processes that play the ranks of a job, kept alive over many test cases.
+"""Processes that act as the ranks of a job, kept alive over many test cases.
 
-`RankPool` in pool.py hands functions to ranks and gathers what they return. Here are the rank's side
-(`_rank_main` joins the job and runs what it is handed), the fork server, and the handles on both.
+`RankPool` in pool.py sends functions to ranks and gathers their results. This module has the rank's side (`_rank_main`
+joins the job and runs the cases), the fork server, and the handles on both.
 
-    host      Ranks are forked by a fork server, which has imported torch and triton_ep and translated the
-              kernels for the interpreter, once for all: a pool of four starts in about 0.2 s. The server is
-              single-threaded when it forks.
-    nvshmem   Ranks are fresh processes, for a process that has touched CUDA cannot be forked.
+    host      A fork server forks the ranks. It has imported torch and triton_ep and translated the kernels for the
+              interpreter once: a pool of four starts in about 0.2 s. The server is single-threaded when it forks.
+    nvshmem   Ranks are fresh processes, because a process that has touched CUDA cannot be forked.
 
-Every process holds a pidfd of the caller and ends when the caller does, however that died.
+Every process holds a pidfd of the caller and exits when the caller ends in any way.
 """
 
 import atexit
@@ -34,14 +33,15 @@ from triton_ep.errors import EPError
 
 START_TIMEOUT_S = {"host": 300.0, "nvshmem": 240.0, "torch": 240.0}
 CASE_TIMEOUT_S = {"host": 60.0, "nvshmem": 240.0, "torch": 240.0}  # the first case of a pool on GPUs compiles kernels
-# torch.testing.assert_close imports torch.distributed.tensor, which takes a second: once here, not once per rank.
+# torch.testing.assert_close imports torch.distributed.tensor, which takes a second: import it once, not in each rank.
 PRELOAD = ("torch", "torch.distributed.tensor", "triton_ep.runtime.launch", "triton_ep.distributed", "triton_ep.layer")
-# Under pytest, which each test module imports: the first autograd.Function of a rank would import dynamo, for a second.
+# Under pytest, which each test module imports. The first autograd.Function of a rank would spend a second on importing
+# dynamo.
 PRELOAD_OF_TESTS = ("pytest", "torch._dynamo", "triton_ep.autograd", "triton_ep.testing")
 
 
 class RankError(EPError, RuntimeError):
-    """A rank failed with something that cannot be raised here: a crash, an exception that does not pickle."""
+    """A rank failed in a way that the caller cannot raise again: a crash, or an exception that does not pickle."""
 
 
 class RankHang(RankError, TimeoutError):
@@ -72,7 +72,7 @@ def _set_chaos(seed: int | None) -> None:
 
 
 def _portable(error: BaseException, text: str) -> BaseException:
-    """The exception itself if it survives pickling, else a `RankError` that tells what it was."""
+    """The exception itself if it survives pickling, else a `RankError` that describes it."""
     try:
         copy = pickle.loads(pickle.dumps(error))
         if type(copy) is type(error) and str(copy) == str(error):
@@ -83,13 +83,13 @@ def _portable(error: BaseException, text: str) -> BaseException:
 
 
 def _abort_peers(error: BaseException) -> str:
-    """Let peers that wait for this rank raise PeerFailed; returns what to add to the report."""
+    """Make peers that wait for this rank raise PeerFailed; return text to add to the report."""
     from triton_ep.distributed import current_heap
 
     try:
         current_heap().abort(f"{type(error).__name__}: {error}")
     except Exception:
-        return f"\nThe peers could not be told:\n{traceback.format_exc()}"
+        return f"\nThe failure could not be reported to the peers:\n{traceback.format_exc()}"
     return ""
 
 
@@ -105,7 +105,7 @@ def _run_case(case: bytes, rank: int, world_size: int) -> tuple[str, bytes, str]
             if chaos_seed is not None:
                 _set_chaos(None)
         return "ok", pickle.dumps(result), ""
-    except BaseException as error:  # whatever it is, the caller gets it: pytest's outcomes are no Exceptions
+    except BaseException as error:  # the caller gets all of them: pytest's outcomes are not Exceptions
         text = traceback.format_exc() + _abort_peers(error)
         return "error", pickle.dumps(_portable(error, text)), text
 
@@ -118,7 +118,7 @@ def _load_case(case: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[s
 
 
 def _rank_main(case_fd: int, stack_fd: int, owner_fd: int, job: dict[str, Any]) -> NoReturn:
-    """Life of a rank: join, run cases until told to close or the channel ends."""
+    """Main function of a rank: join, run cases until it receives "close" or the channel ends."""
     code = 1
     try:
         faulthandler.enable(file=stack_fd, all_threads=True)
@@ -139,7 +139,7 @@ def _rank_main(case_fd: int, stack_fd: int, owner_fd: int, job: dict[str, Any]) 
             finalize_distributed()
             code = 0
     except (EOFError, BrokenPipeError):
-        code = 1  # the caller let go of this rank
+        code = 1  # the caller has closed the channel
     except BaseException:
         traceback.print_exc()
     finally:
@@ -161,7 +161,7 @@ def _serve(control_fd: int, owner_fd: int, preload: Sequence[str]) -> NoReturn:
 
         from triton_ep.runtime.interpreter import translate_kernels
 
-        torch.set_num_threads(1)  # a forked child has no use for threads of its parent's pools
+        torch.set_num_threads(1)  # a forked child cannot use the threads of its parent's pools
         translate_kernels()
     except BaseException:
         control.send(pickle.dumps(("failed", traceback.format_exc())))
@@ -198,21 +198,21 @@ def _serve(control_fd: int, owner_fd: int, preload: Sequence[str]) -> NoReturn:
             os.close(wake_w)
             _rank_main(fds[0], fds[1], owner_fd, pickle.loads(message))
         children.add(pid)
-        pidfd = os.pidfd_open(pid)  # valid: nobody but this loop reaps the child
+        pidfd = os.pidfd_open(pid)  # valid: only this loop reaps the child
         socket.send_fds(control, [pickle.dumps(("forked", pid))], [pidfd])
         for fd in (*fds, pidfd):
             os.close(fd)
 
 
 def _ignore_signal(_number: int, _frame: FrameType | None) -> None:
-    """SIGCHLD must have a handler for the wake-up file to be written."""
+    """Python writes the wake-up file only if SIGCHLD has a handler."""
 
 
 # --- the caller's side --------------------------------------------------------------------------------------
 
 
 def _python(call: str, *, interpret: bool) -> list[str]:
-    """Command that runs `call` of this module in a Python that finds modules where this one does."""
+    """Command that runs `call` of this module in a Python process with the same sys.path."""
     env = shutil.which("env")
     if env is None:
         raise EPError("rank processes are started through the program `env`, which is not on PATH: add it")
@@ -222,7 +222,7 @@ def _python(call: str, *, interpret: bool) -> list[str]:
 
 
 def _start(command: list[str], fds: Sequence[int]) -> subprocess.Popen:
-    # A session of its own: Ctrl-C reaches the caller, which ends the ranks.
+    # A session of its own, so that Ctrl-C reaches the caller only; the caller ends the ranks.
     return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -255,7 +255,7 @@ class _ForkServer:
         return kind, detail, fds
 
     def fork(self, job: dict[str, Any], case_fd: int, stack_fd: int) -> tuple[int, int]:
-        """A new rank; returns its pid and a pidfd of it."""
+        """Fork a new rank; return its pid and a pidfd."""
         socket.send_fds(self.control, [pickle.dumps(job)], [case_fd, stack_fd])
         while True:
             kind, pid, fds = self._receive(START_TIMEOUT_S["host"])
@@ -263,15 +263,15 @@ class _ForkServer:
                 return pid, fds[0]
 
     def exit_code(self, pid: int) -> int:
-        """Exit code of a rank that has ended or is about to; negative: the signal that ended it."""
+        """Exit code of a rank that has ended or is about to; negative: minus the signal that ended it."""
         while pid not in self.exits:
             self._receive(10)
         return self.exits.pop(pid)
 
     def stop(self) -> None:
-        """End the server and whatever ranks it still has."""
+        """End the server and its remaining ranks."""
         if self.owner_pid != os.getpid():
-            return  # a fork of the caller exits: the server is not its own
+            return  # this is a fork of the caller, which does not own the server
         self.control.close()
         self.process.wait()
 
@@ -295,7 +295,7 @@ class RankProcess:
         self.rank = job["rank"]
         self.code: int | None = None
         ours, theirs = socket.socketpair()
-        # Holds faulthandler's output; read here also after the rank has crashed. Has no name, leaves no file.
+        # Holds faulthandler's output, readable even after the rank has crashed. Has no name, leaves no file.
         self.stack_fd = os.memfd_create(f"rank{self.rank}-stack")
         self.server: _ForkServer | None = None
         with theirs:
@@ -313,14 +313,14 @@ class RankProcess:
         self.channel = Connection(ours.detach())
 
     def send(self, message: bytes) -> None:
-        """Hand over a case. A rank that has ended does not get it, and its channel then reads as ended."""
+        """Send a case. If the rank has ended, nothing is sent; reading its channel then reports the end."""
         try:
             self.channel.send_bytes(message)
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def signal(self, number: int) -> None:
-        """Send a signal; no error when the rank has ended already."""
+        """Send a signal; no error if the rank has already ended."""
         if self.code is not None:
             return
         try:
@@ -333,7 +333,7 @@ class RankProcess:
         return self.code is not None or bool(select.select([self.pidfd], [], [], timeout_s)[0])
 
     def reap(self) -> int:
-        """Exit code of the process; what still runs is killed."""
+        """Kill the process if it still runs; return its exit code."""
         if self.code is None:
             self.signal(signal.SIGKILL)
             self.code = self.server.exit_code(self.pid) if self.server else self.process.wait(10)
@@ -341,19 +341,19 @@ class RankProcess:
         return self.code
 
     def release(self) -> None:
-        """`reap`, and give back what the caller holds for this rank."""
+        """`reap`, and close the caller's file descriptors for this rank."""
         self.reap()
         self.channel.close()
         os.close(self.stack_fd)
 
     def stack(self) -> str:
-        """What faulthandler wrote, most recent call first."""
+        """Output of faulthandler, most recent call first."""
         text = os.pread(self.stack_fd, 1 << 20, 0).decode(errors="replace").strip()
         return text or "(no Python stack was written)"
 
     def how_it_ended(self) -> str:
         """E.g. "was ended by SIGSEGV; its last stack: ..."."""
-        self.ended(5)  # its channel has ended, so it is on its way out
+        self.ended(5)  # its channel has ended, so it is exiting
         code = self.reap()
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}; its last stack:\n{self.stack()}"

@@ -1,4 +1,4 @@
-"""Inputs of a dispatch that know their origin, and experts that cannot be taken for one another."""
+"""Inputs of a dispatch that encode their origin, and experts with distinct results."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -7,7 +7,7 @@ import torch
 
 from triton_ep.errors import InputError
 
-_GROUP = 4  # columns that together hold one origin
+_GROUP = 4  # columns that together encode one origin
 _BITS_PER_VALUE = 11  # sign, 3 bits of exponent, 7 of mantissa: exact in bf16, fp16 and fp32
 _RANK_BITS, _TOKEN_BITS, _COLUMN_BITS = 10, 17, 17
 _ORIGIN_BITS = _GROUP * _BITS_PER_VALUE
@@ -20,9 +20,9 @@ class Workload:
     """One rank's input of a dispatch.
 
     Attributes:
-        x: [T, H] rows; see `make_workload` for what they encode.
-        topk_idx: [T, K] int32 expert of each copy; -1 and `num_experts` both mark a dropped one.
-        topk_weights: [T, K] float32 in [0.5, 1), no two alike on all ranks while W * T * K <= 2**23.
+        x: [T, H] rows, encoded as described in `make_workload`.
+        topk_idx: [T, K] int32 expert of each assignment; -1 and `num_experts` both mark a dropped entry.
+        topk_weights: [T, K] float32 in [0.5, 1), distinct over all ranks while W * T * K <= 2**23.
     """
 
     x: torch.Tensor
@@ -30,11 +30,11 @@ class Workload:
     topk_weights: torch.Tensor
 
     def to(self, device: torch.device | str) -> "Workload":
-        """The same on another device."""
+        """The same workload on another device."""
         return Workload(self.x.to(device), self.topk_idx.to(device), self.topk_weights.to(device))
 
     def with_ids(self, dtype: torch.dtype) -> "Workload":
-        """The same with expert ids of int32 or int64."""
+        """The same workload with expert ids of int32 or int64."""
         return replace(self, topk_idx=self.topk_idx.to(dtype))
 
 
@@ -42,7 +42,7 @@ def _mix(value: torch.Tensor, bits: int) -> torch.Tensor:
     """A bijection of the integers below 2**bits (int64) that changes about half of the bits."""
     mask, half = (1 << bits) - 1, (bits + 1) // 2
     for factor in (0x9E3779B97F4A7C15 & mask | 1, 0xC2B2AE3D27D4EB4F & mask | 1):
-        value = (value * factor) & mask  # wraps at 2**64, which the mask does not see
+        value = (value * factor) & mask  # wraps at 2**64, above the mask
         value = value ^ (value >> half)
     return value
 
@@ -64,12 +64,12 @@ def make_workload(
     routing: str = "uniform",
     drop: float = 0.1,
 ) -> Workload:
-    """Input of rank `rank` on the CPU, the same wherever it is made: each rank can compute what every rank sends.
+    """Input of rank `rank` on the CPU. It depends on the arguments alone, so each rank can compute any rank's input.
 
     Columns 4c .. 4c+3 of a row of `x` are a one-to-one code of (rank, token, c): 4 values of 11 bits, each
-    +-(1 + m/128) * 2**e with m < 128 and -3 <= e <= 4, hence exact in bf16, fp16 and fp32. Any aligned piece
-    of 4 columns that is not where it belongs differs from what belongs there; so does, with a chance of error
-    of 1 : 2048 per value, an incomplete last piece. Another seed gives other values, so left-overs show too.
+    +-(1 + m/128) * 2**e with m < 128 and -3 <= e <= 4, hence exact in bf16, fp16 and fp32. A misplaced aligned
+    piece of 4 columns always differs from the expected one; an incomplete last piece may match with a chance of
+    1 : 2048 per value. Another seed gives other values, so stale data of an earlier call show too.
 
     Arguments:
         num_tokens: tokens of this rank; may be 0 and may differ between ranks.
@@ -79,13 +79,13 @@ def make_workload(
             "skewed": distinct; the i-th most popular expert has a probability proportional to 1/i (Zipf). The
                 order of popularity is drawn from the seed, the same on all ranks.
             "one_expert": experts s, s+1, .. (modulo `num_experts`) for every token; s = seed % num_experts.
-            "all_dropped": no copy goes anywhere.
-            "duplicates": as "uniform", but in every token a later copy goes to the same expert as the first.
-        drop: fraction of the copies that are dropped, drawn at random.
+            "all_dropped": every entry is dropped.
+            "duplicates": as "uniform", but in every token a later assignment goes to the same expert as the first.
+        drop: fraction of the entries that are dropped, drawn at random.
 
     Raises:
-        InputError: unknown routing, sizes beyond what the code can tell apart (1024 ranks, 131072 tokens per
-            rank, 524288 columns), or a `topk` that the routing cannot serve.
+        InputError: unknown routing, sizes beyond the range of the encoding (1024 ranks, 131072 tokens per rank,
+            524288 columns), or a `topk` that does not fit the routing.
     """
     _check_sizes(rank, world_size, num_tokens, hidden, topk, num_experts, routing)
     generator = torch.Generator().manual_seed(_salt(seed * 1024 + rank, 62))
@@ -100,7 +100,7 @@ def make_workload(
             shared = torch.Generator().manual_seed(_salt(seed, 62))
             place = torch.randperm(num_experts, generator=shared)
             popularity = -torch.log(place.double() + 1)
-        # The largest of log(p) + Gumbel noise are a draw without replacement by p.
+        # The top k of log(p) + Gumbel noise are a draw without replacement with probabilities p.
         noise = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64)
         idx = (popularity - torch.log(-torch.log(noise.clamp(1e-300, 1 - 1e-16)))).topk(topk, dim=1).indices
         if routing == "duplicates":
@@ -149,10 +149,10 @@ def _coded_rows(rank: int, num_tokens: int, hidden: int, seed: int) -> torch.Ten
 
 
 def expert_scale(expert: torch.Tensor | int) -> torch.Tensor:
-    """Factor of `apply_expert`, float32 of the shape of `expert`: none is 1, the first 512 all differ.
+    """Factors of `apply_expert`, float32 of the shape of `expert`: none is 1, the first 512 all differ.
 
-    They are +-(1 + (2m+1)/128) * 2**e, so that even after rounding to bf16 a row multiplied by one of them
-    differs from the row multiplied by another one.
+    A factor is +-(1 + (2m+1)/128) * 2**e, so that even after rounding to bf16 a row times one factor differs from
+    the row times another.
     """
     code = (torch.as_tensor(expert).long() * 0x9D) & 511
     value = torch.ldexp(1 + (2 * (code & 63) + 1) / 128, ((code >> 6) & 3) - 2)
@@ -160,7 +160,7 @@ def expert_scale(expert: torch.Tensor | int) -> torch.Tensor:
 
 
 def apply_expert(x: torch.Tensor, expert: torch.Tensor | int) -> torch.Tensor:
-    """An expert that cannot be taken for another: each row times `expert_scale`, rounded once to x's dtype.
+    """A test expert with distinct results: each row times `expert_scale`, rounded once to x's dtype.
 
     Arguments:
         x: [R, H], or one row [H].
@@ -175,7 +175,7 @@ def apply_experts(recv_x: torch.Tensor, expert_offsets: torch.Tensor, first_expe
 
     Arguments:
         recv_x: [R, H], expert-major.
-        expert_offsets: [e + 1], first row of each local expert; rows beyond the last entry become zero.
+        expert_offsets: [e + 1], first row of each local expert; rows from the last entry on become zero.
         first_expert: global id of the first local expert, rank * e.
     """
     offsets = expert_offsets.tolist()
