@@ -1,8 +1,8 @@
-"""The cases of the layer's promise, and the check that every one of them goes through.
+"""Test cases of the layer, and the check that all of them run.
 
-A case is a workload and a configuration; `check_case` makes the layer, runs dispatch, an expert per row and
-combine, and compares every row, weight, count and offset with the plain-torch reference. Topologies are not
-part of a case: every case runs on several.
+A case is a workload and a configuration. `check_case` builds the layer, runs dispatch, an expert per row and combine,
+and compares every row, weight, count and offset with the plain-torch reference. Topologies are not part of a case:
+every case runs on several.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton_ep.testing import Workload, apply_experts, make_workload
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration and workload. `tokens` is per rank, repeated round the ranks; `experts` per rank."""
+    """One configuration and workload. `tokens` is per rank, repeated cyclically over ranks; `experts` is per rank."""
 
     name: str
     tokens: tuple[int, ...] = (7, 12, 5, 9)
@@ -96,7 +96,7 @@ CASES = (
 
 
 def workloads(case: Case, world_size: int, call: int) -> list[Workload]:
-    """Inputs of all ranks of one call; other calls of a case have other data and token counts."""
+    """Inputs of all ranks for one call; other calls of a case have other data and token counts."""
     return [
         make_workload(
             rank,
@@ -152,7 +152,7 @@ def full_scatter_indices(idx: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 @dataclass
 class Call:
-    """One dispatch as the reference sees it, and what the layer returned for it."""
+    """One dispatch: the reference's results, and the layer's."""
 
     case: Case
     expected: Expected
@@ -162,13 +162,13 @@ class Call:
 
 
 def dispatch_and_check(layer: EPAll2AllLayer, case: Case, call: int) -> Call:
-    """Dispatch and compare bit for bit with the reference, in order."""
+    """Dispatch, and compare bit for bit with the reference, row order included."""
     works = workloads(case, layer.config.world_size, call)
     return check_dispatched(layer, case, call, *start_dispatch(layer, case, works))
 
 
 def limit_of_calls(case: Case, rank: int, nodes: int, ranks_per_node: int) -> float:
-    """Time limit for a layer of which a call must expire (tests/patience.py). Collective."""
+    """Time limit for a layer on which a call must expire (tests/patience.py). Collective."""
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         for call in range(2):  # the first one may compile
             dist.barrier()
@@ -180,7 +180,7 @@ def limit_of_calls(case: Case, rank: int, nodes: int, ranks_per_node: int) -> fl
 
 
 def start_dispatch(layer: EPAll2AllLayer, case: Case, works: list[Workload], **options) -> tuple:
-    """What `layer.dispatch` returns with these options."""
+    """Call `layer.dispatch` with these options; return its results."""
     cfg, device = layer.config, current_heap().device
     mine = works[cfg.rank]
     x = mine.x.to(device)
@@ -197,13 +197,13 @@ def start_dispatch(layer: EPAll2AllLayer, case: Case, works: list[Workload], **o
 
 @dataclass
 class Expected:
-    """What the reference says of one dispatch of all ranks; kept for other topologies, so not to be written to."""
+    """The reference's results of one dispatch of all ranks. Cached for other topologies, so read-only."""
 
     works: list[Workload]
     results: list[dispatch_reference.DispatchResult]
-    scales: list[torch.Tensor] | None  # of the rows of every rank, where they travel with some
-    rows: list[torch.Tensor]  # of every rank, in the token dtype
-    outputs: list[torch.Tensor]  # of the experts of every rank
+    scales: list[torch.Tensor] | None  # scales of the rows of every rank, if rows travel with scales
+    rows: list[torch.Tensor]  # rows of every rank, in the token dtype
+    outputs: list[torch.Tensor]  # expert outputs of every rank
 
 
 @functools.lru_cache(maxsize=64)
@@ -236,7 +236,7 @@ def _expected(case: Case, world_size: int, call: int) -> Expected:
 
 
 def check_dispatched(layer: EPAll2AllLayer, case: Case, call: int, recv_x, recv_weights, desc) -> Call:
-    """Compare what a dispatch of `workloads(case, .., call)` returned bit for bit with the reference, in order."""
+    """Compare the results of a dispatch of `workloads(case, .., call)` bit for bit with the reference, in order."""
     cfg = layer.config
     expected = _expected(case, cfg.world_size, call)
     works, want = expected.works, expected.results[cfg.rank]
@@ -267,25 +267,25 @@ def check_dispatched(layer: EPAll2AllLayer, case: Case, call: int, recv_x, recv_
 
 
 def combine_and_check(layer: EPAll2AllLayer, done: Call) -> torch.Tensor:
-    """Apply the experts to what arrived, combine, and compare with the exact sum."""
+    """Apply the experts to the received rows, combine, and compare with the exact sum."""
     out = start_combine(layer, done)
     check_sum(layer, done, out)
     return out
 
 
 def expert_outputs(layer: EPAll2AllLayer, done: Call) -> torch.Tensor:
-    """[R, H]: the experts applied to what arrived."""
+    """[R, H]: the experts applied to the received rows."""
     return apply_experts(done.recv_x, done.desc.expert_offsets, layer.config.rank * layer.config.num_experts_per_rank)
 
 
 def start_combine(layer: EPAll2AllLayer, done: Call, **options):
-    """Apply the experts to what arrived; what `layer.combine` returns with these options."""
+    """Apply the experts to the received rows and call `layer.combine` with these options; return its results."""
     weights = done.recv_weights if done.case.combine_weights else None
     return layer.combine(expert_outputs(layer, done), done.desc, weights, **options)
 
 
 def check_sum(layer: EPAll2AllLayer, done: Call, out: torch.Tensor) -> None:
-    """Compare what came back for `start_combine` with the exact sum."""
+    """Compare the result of `start_combine` with the exact sum."""
     check_combined(out.cpu(), done, layer.config)
 
 

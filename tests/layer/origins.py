@@ -16,21 +16,21 @@ def drawn_weights(rank: int, num_tokens: int, topk: int, seed: int) -> torch.Ten
 
 
 def row_experts(expert_offsets: torch.Tensor, num_rows: int, first_expert: int) -> torch.Tensor:
-    """[num_rows] int64 global expert of each row, without host work; rows behind the last one get the last expert."""
+    """[num_rows] int64 global expert of each row, without host work; unused rows at the end get the last expert."""
     row = torch.arange(num_rows, dtype=expert_offsets.dtype, device=expert_offsets.device)
     local = torch.searchsorted(expert_offsets[1:].contiguous(), row, right=True)
     return first_expert + local.clamp(max=expert_offsets.numel() - 2)
 
 
 def apply_experts_in_place(rows: torch.Tensor, experts: torch.Tensor) -> None:
-    """`apply_expert` on rows [R, H] with their experts [R], in pieces, so that little extra memory is needed."""
+    """`apply_expert` on rows [R, H] with their experts [R], in pieces, to save memory."""
     for begin in range(0, rows.shape[0], 8 * _CHUNK):
         part = slice(begin, begin + 8 * _CHUNK)
         rows[part] = apply_expert(rows[part], experts[part])
 
 
 def combine_excess(out: torch.Tensor, x: torch.Tensor, idx: torch.Tensor, *, local_combine: bool = False) -> float:
-    """How far out [T, H] is beyond the error bound of combining `apply_expert` of x; at most 0 = right.
+    """By how much out [T, H] exceeds the error bound of combining `apply_expert` of x; at most 0 = correct.
 
     The bound: float32 accumulation, one rounding to bfloat16; with local combine one per partial sum as well.
     """
@@ -48,6 +48,6 @@ def combine_excess(out: torch.Tensor, x: torch.Tensor, idx: torch.Tensor, *, loc
         if local_combine:
             bound += size * half_ulp * 2
         excess = (out[begin : begin + _CHUNK].double() - total).abs() - bound
-        # A NaN compares as nothing: it must not pass as "not greater".
+        # Comparisons with NaN are False: a NaN must not pass as "not greater".
         worst = max(worst, float("inf") if bool(excess.isnan().any()) else excess.max().item())
     return worst

@@ -1,4 +1,4 @@
-"""Gradients over the layer: those of a dense computation in double precision, slot by slot for the weights."""
+"""Gradients over the layer, compared with a dense computation in double precision; per slot for the weights."""
 
 import gc
 from dataclasses import replace
@@ -42,7 +42,7 @@ def _expert_weights(case: Case, num_experts: int) -> tuple[torch.Tensor, torch.T
 
 
 def _experts(x: torch.Tensor, offsets: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Each expert's rows through two matrices; rows behind the last one are zero."""
+    """Each expert's rows through two matrices; rows past the last one are zero."""
     starts = offsets.tolist()
     parts = [torch.tanh(x[a:b] @ up[e]) @ down[e] for e, (a, b) in enumerate(pairwise(starts))]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - starts[-1], x.shape[1])])
@@ -54,7 +54,7 @@ def _output_gradient(case: Case, rank: int, tokens: int) -> torch.Tensor:
 
 
 def _dense(case: Case, works, up: torch.Tensor, down: torch.Tensor):
-    """Every rank's output and gradients of x and weights, and those of all experts, in float64 without a layer."""
+    """Every rank's output and gradients of x and weights, and the gradients of all experts, in float64, no layer."""
     xs = [w.x.double().requires_grad_() for w in works]
     weights = [w.topk_weights.double().requires_grad_() for w in works]
     up, down = up.double().requires_grad_(), down.double().requires_grad_()
@@ -81,7 +81,7 @@ def _check_gradients(rank: int, nodes: int, ranks_per_node: int, case: Case) -> 
         x = works[rank].x.to(device).requires_grad_()
         weights = works[rank].topk_weights.to(device).requires_grad_() if case.weights else None
 
-        # Uninitialised memory is NaN from here on: what is not written must not be read.
+        # Fill uninitialised memory with NaN from here on: nobody may read memory that was not written.
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             recv_x, recv_weights, desc = autograd.dispatch(layer, x, works[rank].topk_idx.to(device), weights)
@@ -112,7 +112,7 @@ def _check_gradients(rank: int, nodes: int, ranks_per_node: int, case: Case) -> 
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("case", FP32, ids=lambda case: case.name)
 def test_gradients_are_those_of_the_dense_computation(run_ranks, backend, nodes, ranks_per_node, case):
-    """Of tokens, routing weights and experts; dropped entries get zero."""
+    """Gradients of tokens, routing weights and experts; dropped entries get zero."""
     if backend == "host" and nodes * ranks_per_node == 4 and FP32.index(case) % 2 == nodes % 2:
         pytest.skip("half of the cases on one node, half on two; all of them with --backend nvshmem")
     run_ranks(_check_gradients, nodes, ranks_per_node, case)
@@ -151,7 +151,7 @@ def _check_exact_slots(rank: int, nodes: int, ranks_per_node: int, case: Case) -
 def test_gradients_of_weights_are_exact_per_slot(
     run_ranks, backend, nodes, ranks_per_node, local_combine, dtype, payload
 ):
-    """Not their mean over a token's slots, not rounded to the dtype or the payload of rows."""
+    """Gradients are not averaged over a token's slots, nor rounded to the dtype or the payload of rows."""
     if backend == "host" and (ranks_per_node == 4 or (nodes == 2 and dtype == torch.float32)):
         pytest.skip("four CPU ranks take the dtype of most layers, on two nodes")
     case = Case("slots", topk=4, experts=4, hidden=32, dtype=dtype, local_combine=local_combine, payload=payload)
@@ -159,7 +159,7 @@ def test_gradients_of_weights_are_exact_per_slot(
 
 
 def _check_differences(rank: int, nodes: int, ranks_per_node: int, static: bool) -> None:
-    """Central differences: all ranks move the weight of the same slot at once, as no loss sees another rank's."""
+    """Central differences. All ranks change the weight of the same slot at once: no loss depends on another rank's."""
     case = Case(
         "moved", tokens=(3, 5, 4, 2), topk=3, experts=2, hidden=32, drop=0.3, dtype=torch.float32, static=static
     )
@@ -176,7 +176,7 @@ def _check_differences(rank: int, nodes: int, ranks_per_node: int, static: bool)
             starts = desc.expert_offsets.tolist()
             parts = [recv_x[a:b] @ up[e] * 8 for e, (a, b) in enumerate(pairwise(starts))]
             rest = recv_x.new_zeros(recv_x.shape[0] - starts[-1], case.hidden)
-            # The weight counts twice, inside the expert and in the sum.
+            # The weight is used twice, inside the expert and in the sum.
             y = torch.tanh(torch.cat([*parts, rest]) * recv_weights.unsqueeze(1))
             return (autograd.combine(layer, y, desc, recv_weights).double() * grad).sum()
 
@@ -243,7 +243,7 @@ def _check_parts_of_the_graph(rank: int, nodes: int, ranks_per_node: int, payloa
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node, payload", [(1, 2, None), (1, 2, "mxfp8"), (2, 2, "mxfp8")])
 def test_what_is_not_asked_for_is_not_needed(run_ranks, nodes, ranks_per_node, payload):
-    """Gradients of one input alone, through one output alone, and none at all."""
+    """Gradients of one input only, through one output only, and no gradients at all."""
     run_ranks(_check_parts_of_the_graph, nodes, ranks_per_node, payload)
 
 
@@ -311,7 +311,7 @@ def _check_rows_of_combine(rank: int, nodes: int, ranks_per_node: int, static: b
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node, static", [(1, 2, False), (1, 2, True)])
 def test_combine_takes_as_many_rows_as_were_dispatched(run_ranks, nodes, ranks_per_node, static):
-    """Fewer would be read past their end; the same layer then goes on."""
+    """With fewer rows combine would read past their end. The layer stays usable."""
     run_ranks(_check_rows_of_combine, nodes, ranks_per_node, static)
 
 
@@ -348,7 +348,7 @@ def _check_backward_of_combine(rank: int, nodes: int, ranks_per_node: int, case:
     ],
 )
 def test_the_backward_pass_of_combine_waits_for_no_count(run_ranks, nodes, ranks_per_node, options):
-    """Bit for bit what a dispatch of the gradient brings, and nothing is read back."""
+    """The gradient equals a dispatch of the output gradient bit for bit, and the host reads nothing back."""
     run_ranks(_check_backward_of_combine, nodes, ranks_per_node, Case("back", topk=4, experts=4, **options))
 
 
@@ -387,5 +387,5 @@ def _check_leaving(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_layers_are_held_weakly_and_may_leave(run_ranks):
-    """A graph whose layer left, was finalized or is of another layer says so."""
+    """Backward raises if its layer left or was finalized; combine raises for another layer's descriptor."""
     run_ranks(_check_leaving, 1, 1)

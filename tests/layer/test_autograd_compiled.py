@@ -1,7 +1,7 @@
 """The layer in one graph: opcheck, torch.compile(fullgraph=True), and CUDA graphs of forward and backward.
 
 On GPUs the compiler is inductor and a captured graph is replayed. On the CPU the same code runs through aot_eager,
-and a replay is the call itself, so that it is known to work before it meets a GPU.
+and a replay is the call itself, which tests the code before it runs on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BACKEND = "aot_eager" if INTERPRETING else "inductor"
 
 
 def _check_ops(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
-    # No drops and exactly as many rows as there are: static mode leaves nothing unwritten, which opcheck compares.
+    # No drops, and a capacity of exactly the received rows: opcheck compares all rows, so static mode must write all.
     capacity = {"capacity": case.tokens[0] * case.topk} if case.static else {}
     with make_layer(case, rank, nodes, ranks_per_node, **capacity) as layer:
         key = autograd.enter(layer)
@@ -40,7 +40,7 @@ def _check_ops(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
             torch.library.opcheck(ops.dispatch.default, args)
             torch.library.opcheck(ops.dispatch.default, (x, None, topk_idx, None, False, key))
         else:
-            # The op itself has a gradient only where rows are plain; autograd.DispatchMX has the other.
+            # The op itself has a gradient only for plain rows; autograd.DispatchMX has the gradient of quantised rows.
             given = (x.detach(), None, topk_idx, weights.detach(), True, key)
             torch.library.opcheck(ops.dispatch.default, given)
         slots = ops.dispatch(*(t.detach() if isinstance(t, torch.Tensor) else t for t in args))[3]
@@ -63,7 +63,7 @@ def _check_ops(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
     [(False, True, None), (True, False, None), (False, False, "mxfp8")],
 )
 def test_opcheck_finds_nothing(run_ranks, static, local_combine, payload):
-    """Schemas, fakes and gradients of the ops are what torch.compile takes them for."""
+    """Schemas, fakes and gradients of the ops are what torch.compile expects."""
     case = Case("ops", tokens=(6,), hidden=32, drop=0.0, static=static, local_combine=local_combine, payload=payload)
     run_ranks(_check_ops, 1, 1, replace(case, dtype=torch.bfloat16 if payload else torch.float32))
 
@@ -94,7 +94,7 @@ def _check_compiled(rank: int, nodes: int, ranks_per_node: int, case: Case, laye
         autograd.enter(layer)
     w1, w2 = _own_experts(case, rank, cfg.num_experts, device)
     generator = torch.Generator().manual_seed(3)
-    # Logits of about 1: the gradient of a softmax that is almost 0 or 1 is a difference of almost equal numbers.
+    # Logits of about 1: near 0 or 1 the gradient of a softmax is a difference of almost equal numbers.
     router = torch.randn(case.hidden, cfg.num_experts, generator=generator) * case.hidden**-0.5
     router = router.to(device, case.dtype).requires_grad_()
 
@@ -112,14 +112,14 @@ def _check_compiled(rank: int, nodes: int, ranks_per_node: int, case: Case, laye
 
     def moe(x: torch.Tensor) -> torch.Tensor:
         for layer in held:
-            # One choice whatever the compiler fuses: a flip of experts would be no rounding.
+            # The choice of experts must not depend on fusion: a flipped expert is more than a rounding error.
             weights, topk_idx = (x.detach() @ router).float().softmax(-1).topk(case.topk)
             recv_x, recv_weights, desc = autograd.dispatch(layer, x, topk_idx, weights.contiguous())
             x = x + autograd.combine(layer, experts(recv_x, desc.expert_offsets), desc, recv_weights)
         return x
 
     compiled = torch.compile(moe, fullgraph=True, backend=BACKEND)
-    with torch._inductor.config.patch(compile_threads=1):  # ranks start no processes of their own
+    with torch._inductor.config.patch(compile_threads=1):  # ranks must not start processes
         for tokens in (7, 4) if BACKEND == "aot_eager" else (7, 4, 12):
             generator = torch.Generator().manual_seed(tokens + rank)
             results = []
@@ -133,7 +133,7 @@ def _check_compiled(rank: int, nodes: int, ranks_per_node: int, case: Case, laye
                 if BACKEND == "aot_eager":
                     torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-5)
                 else:
-                    # Fused operations round less often; a value then may be quantised to its neighbour.
+                    # Fused operations round less often, so a value may be quantised to a neighbouring number.
                     noise = _noise_db(traced, eager)
                     assert noise > (80 if case.payload is None else 20), f"{name}: {noise:.0f} dB"
     for layer in held:
@@ -159,7 +159,7 @@ COMPILED_MX = replace(COMPILED, dtype=torch.bfloat16, payload="mxfp8")
     ],
 )
 def test_a_layer_compiles_into_one_graph(run_ranks, backend, nodes, ranks_per_node, case, layers, on_cpu):
-    """fullgraph=True, forward and backward; a second number of tokens is the same graph or another one."""
+    """fullgraph=True, forward and backward; another number of tokens may reuse the graph or compile a new one."""
     if backend == "host" and not on_cpu:
         pytest.skip("needs --backend nvshmem; on the CPU three cases stand for all, as tracing takes seconds")
     run_ranks(_check_compiled, nodes, ranks_per_node, case, layers)
@@ -198,11 +198,11 @@ class _Step:
         out = autograd.combine(self.layer, y, desc, recv_weights if self.case.combine_weights else None)
         leaves = (self.x, self.w1, self.w2, *((self.weights,) if self.case.combine_weights else ()))
         grads = torch.autograd.grad(out, leaves, self.grad)
-        # Without its graph, whose nodes would tie a later capture to the stream of this step.
+        # Drop the autograd graph, whose nodes would tie a later capture to the stream of this step.
         self.results = (out.detach(), *grads)
 
     def copies(self) -> list[torch.Tensor]:
-        """The results, safe from the next replay."""
+        """Copies of the results, which the next replay does not overwrite."""
         return [each.clone() for each in self.results]
 
 
@@ -214,8 +214,8 @@ def _capture(step: _Step) -> Callable[[], None]:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            step()  # compiles what is missing, which must not happen under capture
-    gc.collect()  # graphs of earlier steps, if a cycle holds any
+            step()  # compile missing kernels, which is not allowed during capture
+    gc.collect()  # free autograd graphs of earlier steps that a reference cycle holds
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # Other threads (the watchdog of a process group) may call CUDA meanwhile.
@@ -241,7 +241,7 @@ def _check_replays(rank: int, nodes: int, ranks_per_node: int, case: Case) -> No
             replay()
             for each, want in zip(step.copies(), eager[seed], strict=True):
                 assert torch.equal(each, want)
-        # A step without the graph fits in behind the replays, and the other way round.
+        # A step without the graph works after the replays, and a replay after that step.
         step()
         assert all(map(torch.equal, step.copies(), eager[0]))
         step.load(1)
@@ -282,7 +282,7 @@ ON_GPUS = {"tokens": (128,), "topk": 8, "experts": 8, "hidden": 1024}
 @pytest.mark.parametrize("name", STATIC_CASES)
 @pytest.mark.parametrize("check", [_check_replays, _check_no_synchronisation], ids=["replays", "no_synchronisation"])
 def test_a_static_step_needs_no_host(run_ranks, backend, nodes, ranks_per_node, name, check):
-    """Forward and backward, captured once and replayed with other inputs: bit for bit what the eager step gives."""
+    """Forward and backward, captured once and replayed with other inputs, equal the eager step bit for bit."""
     on_cpu = (ranks_per_node, name) in ((2, "mxfp8"), (1, "mxfp8_weighted")) and nodes * ranks_per_node == 2
     if backend == "host" and not (on_cpu and check is _check_replays):
         pytest.skip("needs --backend nvshmem: CUDA graphs; on the CPU two cases run the step itself")

@@ -1,4 +1,4 @@
-"""Gradients with payload="mxfp8": rows and gradients travel quantised, bit for bit as the reference quantises them."""
+"""Gradients with payload="mxfp8": rows and gradients travel quantised, with the bits of the reference."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def _gradient(rank: int, tokens: int, hidden: int, dtype: torch.dtype) -> torch.
 
 
 def _powers(experts: torch.Tensor) -> torch.Tensor:
-    """Power of two by which an expert multiplies: sums of a few products with e4m3 values are exact in float32."""
+    """Power-of-two factor of an expert, so that sums of a few products with e4m3 values are exact in float32."""
     return 2.0 ** (experts % 5 - 2)
 
 
@@ -53,7 +53,7 @@ def _check_routes(rank: int, nodes: int, ranks_per_node: int, case: Case) -> Non
         grads = [_gradient(r, w.x.shape[0], case.hidden, case.dtype) for r, w in enumerate(works)]
         autograd.combine(layer, y, desc).backward(grads[rank].to(device))
 
-        # The gradient of y: quantised where it came from, and routed as rows are.
+        # The gradient of y is quantised on the sending rank and routed like rows.
         (grad_y,) = seen
         assert isinstance(grad_y, MXTensor) and grad_y.dtype == case.dtype
         parts = [mxfp8_reference.quantize(grad) for grad in grads]
@@ -68,7 +68,7 @@ def _check_routes(rank: int, nodes: int, ranks_per_node: int, case: Case) -> Non
             assert torch.equal(given[:used].view(torch.uint8).cpu(), rows)
             assert not given[used:].view(torch.uint8).any()
 
-        # The gradient of x: the sum over the copies of what arrived, times what each expert did; rounded once.
+        # The gradient of x: its quantised gradient times the expert's factor, summed over assignments, rounded once.
         kept = (idx >= 0) & (idx < cfg.num_experts)
         factor = torch.where(kept, _powers(idx.double()), 0.0).sum(1, keepdim=True)
         values = mxfp8_reference.dequantize(*parts[rank], torch.float32)
@@ -81,7 +81,7 @@ def _check_routes(rank: int, nodes: int, ranks_per_node: int, case: Case) -> Non
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("case", ROUTES, ids=lambda case: case.name)
 def test_gradients_travel_quantised(run_ranks, backend, nodes, ranks_per_node, case):
-    """Combine's backward gives an MXTensor, bit for bit; dispatch's backward sums it; dropped tokens get zero."""
+    """Combine's backward returns the reference's MXTensor; dispatch's backward sums it; dropped tokens get zero."""
     if backend == "host" and ranks_per_node == 4:
         pytest.skip("two CPU ranks on a node stand for four")
     run_ranks(_check_routes, nodes, ranks_per_node, case)
@@ -151,14 +151,14 @@ def _dense_product(works, xs, all_w, grads):
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("combine_weights", [False, True])
 def test_noise_of_a_moe_layer(run_ranks, backend, nodes, ranks_per_node, combine_weights):
-    """Every product on MXFP8 operands, forward and backward, against float64: at least 28, 26 and 25 dB."""
+    """SQNR against float64 with MXFP8 operands in every product, forward and backward: at least 28, 26 and 25 dB."""
     if backend == "host" and ranks_per_node == 4:
         pytest.skip("two CPU ranks on a node stand for four")
     for out, grad_x, grad_w, grad_weights in run_ranks(_check_noise, nodes, ranks_per_node, combine_weights):
         assert out >= 28
         assert grad_x >= 26
         assert grad_w >= 25
-        assert grad_weights >= 23  # one number per slot: few to average over
+        assert grad_weights >= 23  # lower, because there is only one number per slot to average over
 
 
 # --- arguments ------------------------------------------------------------------------------------------
@@ -180,5 +180,5 @@ def _check_refused(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_quantised_rows_need_the_payload(run_ranks):
-    """An MXTensor where rows travel as they are is refused, on all ranks."""
+    """All ranks refuse an MXTensor on a layer without payload."""
     run_ranks(_check_refused, 1, 2)

@@ -45,7 +45,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
             if nodes == 1 and case.combine_weights and device.type == "cuda":
                 _check_fused(out.cpu(), case, biases, ys, results, rank, weights)
             else:
-                # Nodes add their partial sums in another order of the same float32 additions.
+                # With several nodes the same float32 additions run in another order.
                 near = {"rtol": 0, "atol": 0} if exact else {"rtol": torch.finfo(case.dtype).eps, "atol": 2.0**-18}
                 torch.testing.assert_close(out.cpu(), want, **near)
             torch.testing.assert_close(split, out, rtol=0, atol=0)
@@ -55,9 +55,9 @@ def _check(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
 
 
 def _check_fused(out, case, biases, ys, results, rank, weights) -> None:
-    """A GPU multiplies and adds in one step: its float32 sum differs in its last bits, and is still rounded once.
+    """Check a sum with fused multiply-add: a GPU's float32 sum differs in its last bits, and is still rounded once.
 
-    A second rounding, of up to half a step of the dtype, would be far above what such a sum may be off.
+    A second rounding, of up to half a step of the dtype, would be far above the error of such a sum.
     """
     total = reference.combine(ys, results, rank, torch.float32, weights, biases)
     off = reference.combine_tolerance(ys, results, rank, torch.float32, weights)
@@ -71,7 +71,7 @@ def _check_fused(out, case, biases, ys, results, rank, weights) -> None:
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_biases_join_the_sum_before_its_rounding(run_ranks, nodes, ranks_per_node, case):
-    """Bits of the reference, with one bias, two and none, in one launch of the receiving half and behind a hook."""
+    """Bits of the reference, with one bias, two and none, in a whole call and in a split-phase call."""
     run_ranks(_check, nodes, ranks_per_node, case)
 
 
@@ -102,5 +102,5 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_biases_that_do_not_fit_are_refused(run_ranks, nodes, ranks_per_node):
-    """Other dtypes, shapes and numbers, and layers whose sums have no place for them."""
+    """Wrong dtypes, shapes and numbers of biases, and low-latency layers, which take none."""
     run_ranks(_check_mistakes, nodes, ranks_per_node)

@@ -1,7 +1,7 @@
-"""Ranks in different calls: a named error on every rank that says who was in which, and nothing read or written by it.
+"""Ranks in different calls: every rank raises CallMismatch with the call of each rank, and reads and writes nothing.
 
-Right programs never see that error, whatever they mix: replays of graphs and plain calls, calls that were refused,
-calls in halves, buffers that grow, rows of every kind.
+Correct programs never see that error, whatever they mix: replays of graphs and plain calls, refused calls, split-phase
+calls, buffers that grow, rows of every kind.
 """
 
 import re
@@ -35,14 +35,14 @@ def _inputs(layer: EPAll2AllLayer, case: Case, call: int = 0) -> tuple[torch.Ten
 
 
 def _rows(layer: EPAll2AllLayer, desc: object) -> torch.Tensor:
-    """A row of ones for each of a dispatch."""
+    """A row of ones for each received row of a dispatch."""
     return torch.ones(
         desc.num_recv_rows, layer.config.hidden, dtype=layer.config.token_dtype, device=layer.context.device
     )
 
 
 def _told(layer: EPAll2AllLayer, call: Callable[[], object]) -> str:
-    """What is raised by a call that other ranks meet with another, or by `check` behind it; the layer has failed."""
+    """Error text of a call that meets another call on other ranks, or of `check` after it; the layer then fails."""
 
     def checked() -> None:
         call()
@@ -57,7 +57,7 @@ def _told(layer: EPAll2AllLayer, call: Callable[[], object]) -> str:
 
 
 def _end(layer: EPAll2AllLayer) -> None:
-    """Ranks have heard of it at different times: nobody's memory goes while another one is still at it."""
+    """Finalize. Ranks saw the error at different times: no rank frees its memory while another rank still uses it."""
     if layer.context.device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
@@ -68,7 +68,7 @@ def _end(layer: EPAll2AllLayer) -> None:
 def _in_different(
     rank: int, nodes: int, ranks_per_node: int, case: Case, others: tuple[int, ...], differ: Callable[..., object]
 ) -> str:
-    """What a rank hears where those of `others` call differ(layer, case, True), the rest differ(layer, case, False)."""
+    """Error text on a rank if ranks `others` call differ(layer, case, True) and the rest differ(layer, case, False)."""
     layer = make_layer(case, rank, nodes, ranks_per_node)
     combine_and_check(layer, dispatch_and_check(layer, case, 0))
     text = _told(layer, differ(layer, case, rank in others))
@@ -80,7 +80,7 @@ def _in_different(
 
 
 def _other_order(layer: EPAll2AllLayer, case: Case, other: bool) -> Callable[[], object]:
-    """Combines of two dispatches, alike but for their number, in different order."""
+    """Combine two dispatches, equal except for their numbers, in different order."""
     first, second = (layer.dispatch(*_inputs(layer, case))[2] for _ in range(2))
     order = (second, first) if other else (first, second)
     return lambda: [layer.combine(_rows(layer, desc), desc) for desc in order]
@@ -106,7 +106,7 @@ def _other_pass(layer: EPAll2AllLayer, case: Case, other: bool) -> Callable[[], 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("mode", MODES)
 def test_combines_in_another_order(run_ranks, nodes, ranks_per_node, mode):
-    """Each rank says whose dispatch every rank was combining."""
+    """Each rank's error names the dispatch that every rank was combining."""
     for text in run_ranks(_in_different, nodes, ranks_per_node, MODES[mode], (1,), _other_order):
         low = "low-latency " if mode == "low_latency" else ""
         assert f"rank 0 in {low}combine of dispatch number 2 without weights" in text, text
@@ -114,11 +114,11 @@ def test_combines_in_another_order(run_ranks, nodes, ranks_per_node, mode):
         assert "finalize it on all ranks" in text
 
 
-@pytest.mark.plain  # what is compared is one word, in the test above, too
+@pytest.mark.plain  # the test above already covers the comparison of that word
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("mode", ["exact", "static_local", "low_latency"])
 def test_weights_in_combine_on_some_ranks_only(run_ranks, nodes, ranks_per_node, mode):
-    """No row is multiplied by weights that an earlier call has left."""
+    """No row is multiplied by stale weights of an earlier call."""
     for text in run_ranks(_in_different, nodes, ranks_per_node, MODES[mode], (0,), _other_weights):
         assert "rank 0 in" in text and "number 2 with weights; rank 1 in" in text and "number 2 without" in text, text
 
@@ -126,7 +126,7 @@ def test_weights_in_combine_on_some_ranks_only(run_ranks, nodes, ranks_per_node,
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_a_backward_combine_meets_a_forward_one(run_ranks, nodes, ranks_per_node):
-    """Of the same dispatch, even: the rows are gradients on one rank."""
+    """Both combine the same dispatch, but on one rank the rows are gradients."""
     for text in run_ranks(_in_different, nodes, ranks_per_node, MODES["exact"], (1,), _other_pass):
         assert "rank 1 in combine of dispatch number 2 without weights in a backward pass" in text, text
 
@@ -141,7 +141,7 @@ def test_a_backward_combine_meets_a_forward_one(run_ranks, nodes, ranks_per_node
     ],
 )
 def test_every_rank_hears_of_a_combine_that_differs(run_ranks, nodes, ranks_per_node, others, local_combine):
-    """Ranks without tokens, too, and those that agree with their node and counterparts, whose nodes do not."""
+    """Also ranks without tokens, and ranks that agree with their node and counterparts while those nodes disagree."""
     case = replace(PLAIN, tokens=(0, 5, 3, 0), local_combine=local_combine, drop=0.0)
     texts = run_ranks(_in_different, nodes, ranks_per_node, case, others, _other_order)
     for rank, text in enumerate(texts):
@@ -156,7 +156,7 @@ def test_every_rank_hears_of_a_combine_that_differs(run_ranks, nodes, ranks_per_
 
 
 def _again_by_others(rank: int, nodes: int, ranks_per_node: int, static: bool) -> str:
-    """dispatch_again by a small dispatch on one rank, by a large one on the others: too many rows would come."""
+    """dispatch_again with a small dispatch on one rank, a large one on the others: too many rows would arrive."""
     case = replace(PLAIN, tokens=(1,), static=static)
     capacity = {"capacity": 40} if static else {}
     layer = make_layer(case, rank, nodes, ranks_per_node, max_tokens=9, **capacity)
@@ -174,14 +174,14 @@ def _again_by_others(rank: int, nodes: int, ranks_per_node: int, static: bool) -
     text = _told(layer, lambda: layer.dispatch_again(*mine))
     dist.barrier()
     for buffer, kept in zip(buffers, before, strict=True):
-        assert torch.equal(buffer, kept), "rows, or tables of them, came from a rank in another call"
+        assert torch.equal(buffer, kept), "a rank in another call has written rows or their tables"
     _end(layer)
     return text
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node, static", [(1, 2, False), (1, 2, True), (2, 1, False)])
 def test_dispatch_again_by_descriptors_of_different_dispatches(run_ranks, nodes, ranks_per_node, static):
-    """It is seen before any row is sent, so that no rank gets more than it has room for."""
+    """The mismatch is detected before any row is sent, so that no rank receives more rows than it has room for."""
     for text in run_ranks(_again_by_others, nodes, ranks_per_node, static):
         assert "rank 0 in dispatch_again by the routing of dispatch number 1 without weights" in text, text
         assert "rank 1 in dispatch_again by the routing of dispatch number 2 without weights" in text, text
@@ -215,7 +215,7 @@ def _backward_meets_forward(rank: int, nodes: int, ranks_per_node: int, static: 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_backward_pass_meets_a_forward_pass(run_ranks, nodes, ranks_per_node, static):
-    """No gradient is taken for a row, nor a row for a gradient."""
+    """No rank takes a gradient for a row, or a row for a gradient."""
     for text in run_ranks(_backward_meets_forward, nodes, ranks_per_node, static):
         where = text.split("rank 0 in ")[1].split(";")[0]
         assert where.startswith("dispatch") and where.endswith("in a backward pass"), text
@@ -223,7 +223,7 @@ def test_a_backward_pass_meets_a_forward_pass(run_ranks, nodes, ranks_per_node, 
 
 
 def _before_rows(rank: int, nodes: int, ranks_per_node: int) -> list[str]:
-    """Calls whose hosts all look before rows are sent: the layer lives on."""
+    """If all hosts read the reports before rows are sent, the layer stays usable."""
     texts = []
     with make_layer(PLAIN, rank, nodes, ranks_per_node) as layer:
         x, idx, _ = _inputs(layer, PLAIN)
@@ -247,7 +247,7 @@ def _before_rows(rank: int, nodes: int, ranks_per_node: int) -> list[str]:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_what_hosts_see_before_rows_are_sent_leaves_the_layer_usable(run_ranks, nodes, ranks_per_node):
-    """Exact dispatches of different kinds raise on all ranks, and the next call is right."""
+    """Exact dispatches of different kinds raise on all ranks, and the next call is correct."""
     for backward, compact in run_ranks(_before_rows, nodes, ranks_per_node):
         assert "rank 0 in dispatch without weights; rank 1 in dispatch without weights in a backward pass" in backward
         assert "rank 1 in dispatch_compact without weights" in compact and "No row was sent" in compact
@@ -265,7 +265,7 @@ def _weights_in_dispatch(rank: int, nodes: int, ranks_per_node: int, case: Case)
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("mode", ["static_local", "low_latency"])
 def test_weights_in_dispatch_on_some_ranks_only(run_ranks, nodes, ranks_per_node, mode):
-    """Where no host looks before rows are sent, the devices do. (Exact layers: tests/layer/test_errors.py.)"""
+    """Devices compare the calls if no host does before rows are sent. (Exact layers: tests/layer/test_errors.py.)"""
     for text in run_ranks(_weights_in_dispatch, nodes, ranks_per_node, MODES[mode]):
         assert "dispatch with weights; rank 1" in text and "dispatch without weights" in text, text
 
@@ -274,7 +274,7 @@ def test_weights_in_dispatch_on_some_ranks_only(run_ranks, nodes, ranks_per_node
 
 
 class _Step:
-    """Dispatch and combine over fixed addresses: what one rank captures and another one calls."""
+    """Dispatch and combine over fixed addresses, captured on one rank and called on another."""
 
     def __init__(self, layer: EPAll2AllLayer, case: Case) -> None:
         self.layer, self.inputs = layer, _inputs(layer, case)
@@ -297,11 +297,11 @@ def _mixed(rank: int, nodes: int, ranks_per_node: int, case: Case) -> str:
     for _ in range(3):
         replay()
     if layer.context.device.type == "cpu":
-        layer.context.num_dispatches += 3 * rank  # of calls that one host makes, and another one replays
+        layer.context.num_dispatches += 3 * rank  # as if one host had made calls that another host replayed
     layer.check()
     for _ in range(2):  # the same call, replayed on some ranks and plain on others
         (replay if rank % 2 else step)()
-    # Of the same dispatch: at every replay the tables of the captured one are written anew.
+    # Both descriptors are of the same dispatch: each replay rewrites the tables of the captured one.
     desc = captured if rank % 2 and layer.context.device.type == "cuda" else step.desc
     layer.combine(_rows(layer, desc), desc)
     if rank == 0:
@@ -314,7 +314,7 @@ def _mixed(rank: int, nodes: int, ranks_per_node: int, case: Case) -> str:
     out = layer.combine(_rows(layer, first), first)
     assert torch.equal(out, want)
     layer.check()
-    # And where calls do differ, a replayed one is found out as well.
+    # If calls do differ, a mismatch with a replayed call is detected as well.
     text = _told(layer, replay if rank == 0 else lambda: layer.dispatch(*step.inputs[:2]))
     _end(layer)
     return text
@@ -330,7 +330,7 @@ def _mixed(rank: int, nodes: int, ranks_per_node: int, case: Case) -> str:
     ],
 )
 def test_replays_and_plain_calls_meet(run_ranks, mode, nodes, ranks_per_node):
-    """Graphs on some ranks and plain calls on others, refused calls in between: no alarm before calls differ."""
+    """Graphs on some ranks, plain calls on others, refused calls in between: no error until calls differ."""
     case = replace(MODES["static_local"], local_combine=False) if mode == "static" else MODES[mode]
     for text in run_ranks(_mixed, nodes, ranks_per_node, case, timeout_s=120):
         assert "dispatch with weights" in text and "dispatch without weights" in text, text

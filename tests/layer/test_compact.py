@@ -1,4 +1,4 @@
-"""Compact rows: one per (token, rank), against the plain-torch reference; sent again; summed; their ids and weights."""
+"""Compact rows, one per (token, rank), against the plain-torch reference: rows, sums, ids, weights, rows sent again."""
 
 from contextlib import nullcontext
 
@@ -60,7 +60,7 @@ def _layer(rank: int, nodes: int, ranks_per_node: int, case: dict, **options) ->
 
 
 def _outputs(rank: int, result: reference.CompactResult) -> torch.Tensor:
-    """What a rank's experts make of its rows: differs by rank."""
+    """Expert outputs of a rank's rows, different on each rank."""
     return (result.recv_x.float() * (1.0 + 0.25 * rank)).to(result.recv_x.dtype)
 
 
@@ -74,7 +74,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, name: str, live: int = 3)
     device, num_experts = current_heap().device, CASES[name]["experts"] * world_size
     sent, works, results = [], [], []
     with _layer(rank, nodes, ranks_per_node, case) as layer:
-        for seed in range(live):  # descriptors alive at once
+        for seed in range(live):  # descriptors that are live at the same time
             works.append(_works(world_size, case, seed))
             everything = zip(*((w.x, w.topk_idx, w.topk_weights) for w in works[-1]), strict=True)
             xs, idxs, weights = map(list, everything)
@@ -100,7 +100,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, name: str, live: int = 3)
             expected = reference.combine(ys, results[seed], rank, first_k, mine.x.dtype)
             if nodes == 1:
                 _equal(out, expected)
-            else:  # partial sums of nodes: another order of the same float32 additions
+            else:  # with several nodes the same float32 additions run in another order
                 step = torch.finfo(mine.x.dtype).eps
                 torch.testing.assert_close(out.cpu(), expected, rtol=step, atol=64 * torch.finfo(torch.float32).eps)
             values = [result.recv_topk_weights for result in results[seed]]
@@ -124,7 +124,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, name: str, live: int = 3)
 
 @pytest.mark.parametrize("nodes, ranks_per_node, name", [(1, 2, "duplicates_odd"), (2, 2, "duplicates_odd")], ids=str)
 def test_compact_rows_equal_the_reference(run_ranks, nodes, ranks_per_node, name):
-    """Rows, ids, weights, counts, sums and rows sent again; three descriptors alive in one node; bit for bit there."""
+    """Rows, ids, weights, counts, sums and rows sent again; on one node with three live descriptors, bit for bit."""
     run_ranks(_check, nodes, ranks_per_node, name, live=3 if nodes == 1 else 1)
 
 
@@ -134,7 +134,7 @@ def test_compact_rows_equal_the_reference(run_ranks, nodes, ranks_per_node, name
     [(1, 2, "many_experts_int64"), (1, 2, "all_dropped"), (1, 4, "empty_rank_fp32")],
 )
 def test_other_topologies(run_ranks, nodes, ranks_per_node, name):
-    """The same with other numbers of ranks, ranks without tokens, and no rows at all."""
+    """The same check with other numbers of ranks, ranks without tokens, and no rows at all."""
     run_ranks(_check, nodes, ranks_per_node, name, live=1)
 
 
@@ -170,7 +170,7 @@ def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
-    """Too many tokens on one rank, other layers' and other dispatches' descriptors, rows that do not fit."""
+    """Too many tokens on one rank, descriptors of other layers and other dispatches, rows of a wrong shape."""
     run_ranks(_check_errors, nodes, ranks_per_node)
 
 
@@ -179,7 +179,7 @@ def _check_first_refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
     work, room = _works(world_size, case, 0)[rank], world_size * max(case["tokens"])
     device = current_heap().device
     x, idx = work.x.to(device), work.topk_idx.to(device)
-    mistakes = [  # of rank 1
+    mistakes = [  # on rank 1
         ({"exp_indices": idx.float()}, "exp_indices must be"),
         ({"num_rows": -1}, "num_rows is -1"),
         ({"previous_event": "an event"}, "previous_event is for"),
@@ -204,14 +204,14 @@ def _check_first_refusals(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])  # of fewer, the layer has room for all from the start
+@pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])  # with fewer ranks the layer never has to grow
 def test_the_first_call_with_num_rows_is_refused_on_one_rank(run_ranks, nodes, ranks_per_node):
-    """The buffers grow on all ranks, the others learn of the refusal from `check`, and the next calls work."""
+    """The buffers grow on all ranks, `check` reports the refusal on the other ranks, and the next calls work."""
     run_ranks(_check_first_refusals, nodes, ranks_per_node)
 
 
 def test_token_layout_counts_each_rank_once():
-    """Counts per rank, node and expert, and which ranks a token goes to, against counting one by one."""
+    """Counts per rank, node and expert, and the ranks of each token, against a loop over entries."""
     work = make_workload(0, 8, 70, hidden=8, topk=5, num_experts=24, routing="duplicates", drop=0.3)
     got = token_layout_ops.token_layout(work.topk_idx.to(DEVICE), 24, 8, 4, token_layout_ops.ZeroCounts())
     goes = torch.zeros(70, 8, dtype=torch.bool)
@@ -228,7 +228,7 @@ def test_token_layout_counts_each_rank_once():
 
 
 def test_counts_start_from_zero():
-    """Every piece, also when there were many, starts from zero and is nobody else's."""
+    """Every piece starts from zero and overlaps no other piece, even after many."""
     zeros, device = token_layout_ops.ZeroCounts(), torch.device(DEVICE)
     taken = [zeros.take(9, device).add_(number) for number in range(1, 150)]
     assert [each.tolist() for each in taken] == [[number] * 12 for number in range(1, 150)]
@@ -236,7 +236,7 @@ def test_counts_start_from_zero():
 
 
 def test_slabs_and_back():
-    """Rows of each expert come to the start of its slab, and back to where they were."""
+    """Rows of each expert are copied to the start of its slab, and back to their places."""
     counts = torch.tensor([3, 0, 5, 1], dtype=torch.int32, device=DEVICE)
     offsets = torch.tensor([0, 4, 4, 12, 16], dtype=torch.int32, device=DEVICE)  # with gaps
     rows = torch.arange(16 * 6, dtype=torch.bfloat16, device=DEVICE).view(16, 6)

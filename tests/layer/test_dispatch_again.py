@@ -1,4 +1,4 @@
-"""`dispatch_again`: other rows in the places of an earlier dispatch, without asking how many there are."""
+"""`dispatch_again`: send other rows by the routing of an earlier dispatch, without reading the row count."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def _check_again(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None
         assert (x.shape == first[rank].x.shape and not torch.equal(x, first[rank].x.to(device))) or not x.numel()
         _, _, desc = start_dispatch(layer, case, first)
         want_x, want_weights, other = layer.dispatch(x, desc.topk_indices_tensor, weights)
-        layer.dispatch(x, torch.full_like(desc.topk_indices_tensor, -1))  # routing of another call comes in between
+        layer.dispatch(x, torch.full_like(desc.topk_indices_tensor, -1))  # another routing in between
         waited = len(read_backs)
         recv_x, recv_weights = layer.dispatch_again(x, desc, weights)
         assert len(read_backs) == waited and bool(waited) is not case.static
@@ -51,7 +51,7 @@ def _check_again(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_rows_go_where_they_went_before(run_ranks, nodes, ranks_per_node, case):
-    """The same bits as a dispatch by the same ids, and the host reads no count."""
+    """The same bits as a dispatch with the same ids, and the host reads no count."""
     run_ranks(_check_again, nodes, ranks_per_node, case)
 
 
@@ -78,5 +78,5 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_mistakes_are_told(run_ranks):
-    """A wrong descriptor or shape is refused before rows are sent; the other ranks learn of it from `check`."""
+    """A wrong descriptor or shape is refused before rows are sent; `check` reports it on the other ranks."""
     run_ranks(_check_mistakes, 1, 2)

@@ -1,4 +1,4 @@
-"""Ranks that send or get nothing, tensors of no or one row with any strides, and what breaks off on one rank."""
+"""Ranks that send or receive nothing, tensors of zero or one row with any strides, calls that break off on one rank."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from triton_ep.ops import routing as routing_ops
 from triton_ep.testing import RankPool
 
 HIDDEN, TOPK, EXPERTS = 128, 2, 2  # experts per rank
-# Tokens by rank, and whether all of them go to rank 0: nothing sent here, nothing there, one row, nothing got.
+# Tokens by rank, and whether all go to rank 0: rank 1 sends nothing, nobody sends, one row, rank 1 receives nothing.
 BATCHES = (((4, 0), False), ((0, 0), False), ((0, 1), False), ((1, 3), True))
 KINDS = {
     "exact": {},
@@ -34,7 +34,7 @@ def _layer(rank: int, nodes: int, ranks_per_node: int, **options) -> EPAll2AllLa
 
 
 def _inputs(rank: int, tokens: tuple[int, ...], to_first: bool) -> tuple[torch.Tensor, ...]:
-    """x, ids, weights; small integers and powers of two, so that nothing rounds, quantised or not."""
+    """x, ids, weights: small integers and powers of two, so that nothing rounds, quantised or not."""
     device, count = current_heap().device, tokens[rank % len(tokens)]
     token = torch.arange(count, device=device)
     x = (1.0 + token % 3).bfloat16().unsqueeze(1).repeat(1, HIDDEN)
@@ -76,7 +76,7 @@ def _check_calls(rank: int, nodes: int, ranks_per_node: int, kind: str) -> None:
 
 
 def _check_scaled(layer: EPAll2AllLayer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> None:
-    """One-byte rows with one float32 scale each: a column, whose stride may be anything with many rows, too."""
+    """One-byte rows with one float32 scale each: a single column, whose column stride may be any number."""
     data, scale = odd(x.to(torch.uint8)), odd(x[:, :1].float())
     recv, recv_scale, _, desc = layer.dispatch_scaled(data, scale, idx, weights)
     rows = int(desc.expert_offsets[-1])
@@ -106,7 +106,7 @@ def _check_compact(layer: EPAll2AllLayer, x: torch.Tensor, idx: torch.Tensor, we
     [*((1, 2, kind) for kind in KINDS), (2, 1, "exact"), (2, 1, "mxfp8")],
 )
 def test_calls_take_any_strides_of_no_or_one_row(run_ranks, nodes, ranks_per_node, kind):
-    """Dispatch, again, of bytes with scales, compact; combine with and without weights; on ranks with nothing to do."""
+    """All dispatches (plain, again, one-byte rows, compact), combine with and without weights, on idle ranks too."""
     run_ranks(_check_calls, nodes, ranks_per_node, kind)
 
 
@@ -124,7 +124,7 @@ def _check_gradients(rank: int, nodes: int, ranks_per_node: int, kind: str) -> N
                 out.sum().backward()  # of an expanded scalar
                 assert torch.equal(x.grad, torch.full_like(x, 0.75))
                 assert torch.equal(weights.grad, (HIDDEN * x[:, :1].float()).expand(weights.shape))
-            # Received rows alone, summed: their gradient is an expanded scalar, too.
+            # Sum of the received rows alone: their gradient is an expanded scalar, too.
             x, idx, _ = _inputs(rank, tokens, to_first)
             rows, _, _ = autograd.dispatch(layer, x.requires_grad_(), idx)
             _plain(rows).sum().backward()
@@ -138,7 +138,7 @@ def _check_gradients(rank: int, nodes: int, ranks_per_node: int, kind: str) -> N
     [(1, 2, "exact"), (1, 2, "static"), (2, 1, "mxfp8"), (1, 2, "local_combine")],
 )
 def test_gradients_of_sums_reach_ranks_with_nothing_to_do(run_ranks, nodes, ranks_per_node, kind):
-    """`.sum()` losses, forward and backward, weights in combine and before it."""
+    """`.sum()` losses, forward and backward, with weights in combine or before it."""
     run_ranks(_check_gradients, nodes, ranks_per_node, kind)
 
 
@@ -179,10 +179,10 @@ def _no_memory(*_) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_what_breaks_off_on_one_rank_is_told_to_those_that_wait(backend, call):
-    """At once, with the cause, and long before the time limit; the layer says so from then on."""
+    """Waiting ranks get the cause at once, long before the time limit; the layer then raises it in every call."""
     if backend != "host":
-        pytest.skip("ranks on GPUs learn it from their time limit")
-    with RankPool(2) as pool:  # one of its own: what is told cannot be taken back
+        pytest.skip("on GPUs the waits of the other ranks expire instead")
+    with RankPool(2) as pool:  # a pool of its own: an abort cannot be undone
         told = pool.run(_check_broken_off, 1, 2, call, timeout_s=LIMIT_S)
     assert "rank 1 failed while rank 0 waited" in told[0] and "no memory left" in told[0]
 
@@ -202,5 +202,5 @@ def _check_not_begun(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_what_breaks_off_before_anything_is_sent_may_be_tried_again(run_ranks, nodes, ranks_per_node):
-    """The other ranks wait meanwhile, and the call then is right."""
+    """The other ranks wait meanwhile, and the repeated call is correct."""
     run_ranks(_check_not_begun, nodes, ranks_per_node)

@@ -1,4 +1,4 @@
-"""Mistakes: a clear error, on every rank where it can be known, no hang, and the layer still works after it."""
+"""Wrong arguments: a clear error on every rank that can know of it, no hang, and the layer still works afterwards."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def _inputs(rank, tokens=6):
 
 
 def _caught(call, *kinds):
-    """The error a call raises; fails if it raises none of these kinds."""
+    """Name and text of the error that a call raises; fails if it raises none of these kinds."""
     try:
         call()
     except kinds as error:
@@ -77,13 +77,13 @@ def _bad_input(rank, nodes, ranks_per_node, name):
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES[:1])
 @pytest.mark.parametrize("name", BAD_INPUTS)
 def test_a_rejected_input_raises_on_every_rank(run_ranks, nodes, ranks_per_node, name):
-    """InputError where the mistake is, PeerFailed naming that rank elsewhere; the next call works."""
+    """InputError on the rank with the mistake, PeerFailed naming that rank on the others; the next call works."""
     _raises_on_every_rank(run_ranks, nodes, ranks_per_node, name)
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 def test_the_news_of_a_rejected_input_comes_in_any_order(run_ranks, chaos_seed, nodes, ranks_per_node):
-    """The same on two nodes and in chaos mode; ranks tell each other of all in one way, so one stands for all."""
+    """The same on two nodes and in chaos mode. Ranks report all mistakes in the same way, so one case is enough."""
     _raises_on_every_rank(run_ranks, nodes, ranks_per_node, "hidden")
 
 
@@ -95,7 +95,7 @@ def _raises_on_every_rank(run_ranks, nodes, ranks_per_node, name):
 
 
 def _exotic(x):
-    """Tensors that pass for rows, and cannot be sent as they are."""
+    """Tensors that look like rows but cannot be sent as they are."""
     with FakeTensorMode():
         fake = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     yield "sparse_csr", x.to_sparse_csr()
@@ -142,11 +142,11 @@ def _exotic_inputs(rank, nodes, ranks_per_node, cfg):
 
 
 @pytest.mark.plain
-@pytest.mark.filterwarnings("ignore")  # torch's, of such tensors
+@pytest.mark.filterwarnings("ignore")  # torch warns about such tensors
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("cfg", [{}, {"static": True}], ids=["exact", "static"])
 def test_tensors_that_cannot_be_sent_are_refused_on_every_rank(run_ranks, nodes, ranks_per_node, cfg):
-    """By name where the mistake is; the others learn of it, and the layer goes on."""
+    """The rank with the mistake names the kind of tensor, the others raise too, and the layer stays usable."""
     run_ranks(_exotic_inputs, nodes, ranks_per_node, cfg)
 
 
@@ -175,7 +175,7 @@ def _bad_id_of_a_static_layer(rank, nodes, ranks_per_node):
             idx[3, 1] = 9
         _, _, desc = layer.dispatch(x, idx, weights)
         caught = _caught(layer.check, InputError)
-        layer.check()  # said once
+        layer.check()  # reported only once
         if rank == 2:
             assert int(desc.topk_indices_tensor[3, 1]) == -1
         layer.dispatch(*_inputs(rank))
@@ -185,7 +185,7 @@ def _bad_id_of_a_static_layer(rank, nodes, ranks_per_node):
 
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES[:1])
 def test_a_static_layer_reports_an_illegal_id_when_asked(run_ranks, nodes, ranks_per_node):
-    """Nobody waits for it in the call: the entry is dropped."""
+    """The call itself does not wait for the check: it drops the entry."""
     for _, text in run_ranks(_bad_id_of_a_static_layer, nodes, ranks_per_node):
         assert "exp_indices[3, 1] of rank 2" in text and "0 to 7" in text
 
@@ -204,7 +204,7 @@ def _bad_scatter(rank, nodes, ranks_per_node, same):
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("same", [pytest.param(False, marks=pytest.mark.plain), True])
 def test_wrong_scatter_indices_raise_on_every_rank(run_ranks, nodes, ranks_per_node, same):
-    """A position out of range, or used twice, is found before anything is sent."""
+    """A position out of range, or used twice, is detected before anything is sent."""
     for _, text in run_ranks(_bad_scatter, nodes, ranks_per_node, same):
         assert "full_scatter_indices of rank 0" in text
 
@@ -227,7 +227,7 @@ def _bad_mx(rank, nodes, ranks_per_node):
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 def test_quantised_input_must_fit_the_layer(run_ranks, nodes, ranks_per_node):
-    """An MXTensor for a layer without MXFP8, of other elements, or given to combine, is refused on every rank."""
+    """Every rank refuses an MXTensor on a layer without MXFP8, with other elements, or in combine."""
     for plain, elements, combined in run_ranks(_bad_mx, nodes, ranks_per_node):
         assert 'payload="mxfp8"' in plain and "e4m3" in elements and "dequantize" in combined
 
@@ -240,10 +240,10 @@ def _weights_on_some(rank, nodes, ranks_per_node):
     return caught
 
 
-@pytest.mark.plain  # told as a rejected input is
+@pytest.mark.plain  # reported like a rejected input
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 def test_weights_on_some_ranks_only_raise_everywhere(run_ranks, nodes, ranks_per_node):
-    """All or none."""
+    """Weights must come from all ranks or from none."""
     assert all("without: [3]" in text for _, text in run_ranks(_weights_on_some, nodes, ranks_per_node))
 
 
@@ -320,7 +320,7 @@ def _bad_config(rank, nodes, ranks_per_node, name):
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
 @pytest.mark.parametrize("name", BAD_CONFIGS)
 def test_a_configuration_that_cannot_work_is_refused(run_ranks, nodes, ranks_per_node, name):
-    """Before anything is allocated."""
+    """The constructor raises before anything is allocated."""
     run_ranks(_bad_config, nodes, ranks_per_node, name)
 
 
@@ -328,7 +328,7 @@ def _no_room(rank, nodes, ranks_per_node):
     heap = current_heap()
     text = _caught(lambda: make_layer(CASE, rank, nodes, ranks_per_node, max_tokens=2**28), HeapError)[1]
     with make_layer(CASE, rank, nodes, ranks_per_node, max_tokens=64) as layer:
-        rest = heap.alloc((heap.available() - 4096,), torch.uint8)  # nothing is left to grow into
+        rest = heap.alloc((heap.available() - 4096,), torch.uint8)  # leaves no room for growth
         crowd = replace(CASE, tokens=(64,), routing="one_expert", drop=0.0)
         works = workloads(crowd, nodes * ranks_per_node, 0)
         grown = _caught(lambda: layer.dispatch(works[rank].x, works[rank].topk_idx), HeapError)[1]
@@ -341,9 +341,9 @@ def _no_room(rank, nodes, ranks_per_node):
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 def test_lack_of_symmetric_memory_is_told_before_anything_is_allocated(run_ranks, backend, nodes, ranks_per_node):
-    """HeapError on every rank with the bytes of the whole layer and the setting; a layer that cannot grow lives on."""
+    """HeapError on every rank names the layer's bytes and the setting; a layer that cannot grow stays usable."""
     if backend != "host":
-        pytest.skip("a GPU heap takes what the GPU has: filling it would disturb what runs beside")
+        pytest.skip("a GPU heap uses the memory of the GPU: filling it would disturb other processes")
     for text, grown in run_ranks(_no_room, nodes, ranks_per_node):
         assert "no room for" in text and "TRITON_EP_HEAP_SIZE=" in text
         assert "no room for" in grown
@@ -360,7 +360,7 @@ def _late(rank, nodes, ranks_per_node, where):
     dist.barrier()
     start = time.monotonic()
     if rank == 1:
-        result = None  # it comes to the barrier when the others have given up
+        result = None  # it comes to the barrier after the waits of the others have expired
     elif where == "dispatch":
         result = _caught(lambda: layer.dispatch(*_inputs(rank)), WaitTimeout)
     else:
@@ -384,7 +384,7 @@ def _late(rank, nodes, ranks_per_node, where):
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
 def test_a_late_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_node, where):
-    """Every waiting rank raises WaitTimeout; in combine, those that wait for the late rank's rows."""
+    """Every waiting rank raises WaitTimeout; in combine, only ranks that wait for the late rank's rows name it."""
     results = run_ranks(_late, nodes, ranks_per_node, where)
     for rank, (caught, took, limit_s) in enumerate(results):
         if rank == 1:
@@ -392,11 +392,11 @@ def test_a_late_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_
         assert caught[0] == "WaitTimeout" and "missing rank" in caught[1]
         if where == "dispatch" or rank // ranks_per_node == 1 // ranks_per_node:
             assert "missing rank 1;" in caught[1], caught[1]
-        assert limit_s <= took < LIMIT_S / 2, "of the layer's time limit, not of the process group's"
+        assert limit_s <= took < LIMIT_S / 2, "the layer's time limit applies, not the process group's"
 
 
 def _killed(rank, nodes, ranks_per_node, where):
-    # A heap of the CPU sees that a process is gone; on a GPU the wait expires.
+    # The host heap detects that a process is gone; on a GPU the wait expires.
     limit = {"timeout_s": 8.0} if current_heap().device.type == "cuda" else {}
     layer = make_layer(CASE, rank, nodes, ranks_per_node, **limit)
     combine_and_check(layer, dispatch_and_check(layer, CASE, 0))
@@ -408,7 +408,7 @@ def _killed(rank, nodes, ranks_per_node, where):
     def call():
         if where == "combine":
             layer.combine(done.recv_x, done.desc)
-            layer.check()  # a rank that needs nothing from the dead one notices in the next call
+            layer.check()  # a rank that needs nothing from the dead rank notices in the next call
         layer.dispatch(*_inputs(rank))
         layer.check()
 
@@ -419,7 +419,7 @@ def _killed(rank, nodes, ranks_per_node, where):
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
 def test_a_killed_rank_is_named(run_ranks, nodes, ranks_per_node, where):
-    """Nobody waits for ever for a process that is gone."""
+    """No rank waits forever for a dead process."""
     results = run_ranks(_killed, nodes, ranks_per_node, where, return_exceptions=True, grace_s=LIMIT_S)
     assert isinstance(results[1], RankError)
     for rank, result in enumerate(results):

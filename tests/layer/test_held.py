@@ -1,4 +1,4 @@
-"""Exact dispatches: rows are on their way before the host has read the counts, or held on all ranks until it has."""
+"""Exact dispatches: rows are sent before the host has read the counts, or held on all ranks until it has."""
 
 import random
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ MANY = replace(FEW, tokens=(24, 17), routing="one_expert")
 
 @contextmanager
 def _order() -> Iterator[list[str]]:
-    """What dispatches do in this process: pushes launched, counts read, buffers grown."""
+    """Events of dispatches in this process, in order: pushes launched, counts read, buffers grown."""
     happened: list[str] = []
 
     def noting(owner: object, name: str, what: str) -> mock._patch:
@@ -81,9 +81,9 @@ def _check_launches(rank: int, nodes: int, ranks_per_node: int, case: Case, betw
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_dispatch_is_four_launches(run_ranks, backend, nodes, static):
-    """Between nodes two more, of rows that cross the network."""
+    """With several nodes two more, for rows that cross the network."""
     if backend != "host":
-        pytest.skip("launches of CPU ranks pass one function")
+        pytest.skip("only launches of CPU ranks all pass through one function")
     between = ["internode_send_kernel", "dispatch_push_kernel", "internode_forward_kernel"]
     of_rows = between if nodes > 1 else ["dispatch_push_kernel"]
     run_ranks(_check_launches, nodes, 2 // nodes, replace(FEW, static=static), of_rows)
@@ -106,7 +106,7 @@ def _check_growth(rank: int, nodes: int, ranks_per_node: int, options: dict) -> 
 
 
 def _shrunk(sizes: Sizes, rows: int) -> Sizes:
-    """Room for less than there is memory, as if the layer had been made for fewer rows."""
+    """Sizes with less room than there is memory, as if the layer had been created for fewer rows."""
     return Sizes(sizes.config, rows, rows)
 
 
@@ -117,7 +117,7 @@ def _shrunk(sizes: Sizes, rows: int) -> Sizes:
 def test_rows_are_sent_before_the_counts_are_read_and_again_where_buffers_grow(
     run_ranks, chaos_seed, nodes, ranks_per_node, options
 ):
-    """All ranks hold the dispatch that does not fit, and its rows arrive like those of any other."""
+    """All ranks hold the dispatch that does not fit; after the growth its rows arrive as usual."""
     run_ranks(_check_growth, nodes, ranks_per_node, options)
 
 
@@ -138,7 +138,7 @@ def _check_compact_growth(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 def test_compact_rows_arrive_where_buffers_grow_on_the_way(run_ranks, chaos_seed, nodes, ranks_per_node):
-    """The same of rows per (token, rank)."""
+    """The same for compact rows, one per (token, rank)."""
     run_ranks(_check_compact_growth, nodes, ranks_per_node)
 
 
@@ -153,13 +153,13 @@ def _check_backward(rank: int, nodes: int, ranks_per_node: int) -> None:
 
     with mock.patch(f"{_check_gradients.__module__}.make_layer", small), _order() as happened:
         _check_gradients(rank, nodes, ranks_per_node, case)
-    # Forward; then the gradient of combine, by routing and counts that are known.
+    # The forward pass; then the gradient of combine, with known routing and counts.
     assert happened == ["push", "read", "grow", "push", "push"]
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
 def test_gradients_are_right_where_the_forward_pass_grew_buffers(run_ranks, nodes, ranks_per_node):
-    """Forward and backward against plain torch, from a layer without room for the first of them."""
+    """Forward and backward against plain torch, on a layer without room for the forward pass."""
     run_ranks(_check_backward, nodes, ranks_per_node)
 
 
@@ -196,7 +196,7 @@ def _check_refused(rank: int, nodes: int, ranks_per_node: int, kind: str) -> Non
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 @pytest.mark.parametrize("kind", ["id", "rows", "weights"])
 def test_no_rank_sends_anything_where_one_is_refused(run_ranks, nodes, ranks_per_node, kind):
-    """Every rank raises; arrival buffers and flags are as they were; the next call is right."""
+    """Every rank raises; receive buffers and flags are unchanged; the next call is correct."""
     run_ranks(_check_refused, nodes, ranks_per_node, kind)
 
 
@@ -215,7 +215,7 @@ def _check_capture(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_an_exact_dispatch_is_not_captured(run_ranks):
-    """It raises before anything is launched, and the layer lives on."""
+    """It raises before anything is launched, and the layer stays usable."""
     run_ranks(_check_capture, 1, 2)
 
 
@@ -241,7 +241,7 @@ def _decide(
 
 
 def _made_up(draw: random.Random, num_ranks: int) -> list[Report]:
-    """Reports of a call: mostly alike and right, else with something wrong, on a rank or on all."""
+    """Random reports of a call: mostly equal and correct, otherwise with an error on one rank or on all."""
     word = codes.HOST_READS | draw.choice([0, codes.HOST_WEIGHTS, codes.HOST_SCALED, codes.HOST_COMPACT])
     reports = [
         Report(draw.randint(0, 130), draw.randint(0, 130), draw.randint(0, 99), 0, 0, word, 0, 0)
@@ -273,7 +273,7 @@ def _hosts_go_on(ctx: DispatchCombineContext, landing: object, reports: list[Rep
 
 def _check_decisions(rank: int, nodes: int, ranks_per_node: int, local_combine: bool) -> None:
     case = replace(FEW, local_combine=local_combine)
-    num_cases, num_ranks = 1500, 3  # ranks of the made-up reports; not a power of two
+    num_cases, num_ranks = 1500, 3  # ranks in the random reports; not a power of two
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         ctx, draw = layer.context, random.Random(rank)
         ctx.sizes = ctx.memory.sizes = Sizes(ctx.config, 70, 100)
@@ -290,11 +290,11 @@ def _check_decisions(rank: int, nodes: int, ranks_per_node: int, local_combine: 
             want = [not _hosts_go_on(ctx, landing, reports) for reports in made]
             assert 0.2 < sum(want) / num_cases < 0.9
             assert held.bool().tolist() == want
-        ctx.sizes = ctx.memory.sizes = Sizes(ctx.config, 1, 1)  # what there is is larger
+        ctx.sizes = ctx.memory.sizes = Sizes(ctx.config, 1, 1)  # smaller than the allocated memory
 
 
 @pytest.mark.plain
 @pytest.mark.parametrize("local_combine", [False, True])
 def test_the_device_holds_what_hosts_would_raise_or_make_room_for(run_ranks, local_combine):
-    """Thousands of made-up reports: `must_hold` against `raise_for_ranks` and the sizes that `grow` would make."""
+    """Thousands of random reports: `must_hold` against `raise_for_ranks` and the sizes that `grow` would choose."""
     run_ranks(_check_decisions, 1, 1, local_combine)

@@ -1,8 +1,8 @@
-"""Python functions of this package that a call runs on the host: at most so many.
+"""Upper bounds on the number of Python functions of this package that a call runs on the host.
 
-Each takes a tenth of a microsecond, on a slow host three times that. A property that is asked for again and again, a
-wrapper, a check of what was not given: what somebody adds is found here, on a machine without a GPU. Launches do not
-count, because interpreted ones take other functions.
+Each takes a tenth of a microsecond, on a slow host three times that. These tests find additions (a property read again
+and again, a wrapper, a check of an argument that was not given) on a machine without a GPU. Launches do not count,
+because interpreted launches run other functions.
 """
 
 import sys
@@ -26,12 +26,12 @@ MOST = {
     "local_combine": (Case("local_combine", static=True, weights=False, local_combine=True), 55, 30),
     "low_latency": (Case("low_latency", low_latency=True, weights=False), 34, 22),
 }
-"""By name: the case, and the most functions of its dispatch and of its combine."""
+"""By name: the case, and the most functions that its dispatch and its combine may run."""
 _INTERPRET = launch._interpret
 
 
 def _functions(call: Callable[[], object]) -> Counter[str]:
-    """Of the third call: the first two make launchers and memory that stay."""
+    """Functions that the third call runs: the first two create launchers and memory that are kept."""
     for _ in range(2):
         call()
     counts: Counter[str] = Counter()
@@ -75,7 +75,7 @@ def _check_functions(rank: int, nodes: int, ranks_per_node: int, name: str) -> N
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("name", list(MOST))
 def test_calls_run_no_more_functions(run_ranks, backend, nodes, ranks_per_node, name):
-    """As many as are needed, in plain calls: no hooks, events, weights or biases."""
+    """The bounds hold for plain calls: no hooks, events, weights or biases."""
     if backend != "host":
-        pytest.skip("GPUs have streams and events besides; CPU ranks find what is added")
+        pytest.skip("GPUs also have streams and events; CPU ranks find any addition")
     run_ranks(_check_functions, nodes, ranks_per_node, name)

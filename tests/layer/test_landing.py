@@ -1,4 +1,4 @@
-"""`landing`: rows that travel as MXFP8 and land with one scale per row, or as bfloat16; and the tile table."""
+"""`landing`: rows that travel as MXFP8 and are received with one scale per row, or as bfloat16; and the tile table."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ CASES = (
     Case("static_aligned", tokens=(6, 0, 9), hidden=160, experts=2, static=True, alignment=128, payload="mxfp8"),
     Case("local", tokens=(3, 20), hidden=160, topk=4, experts=4, local_combine=True, weights=False, payload="mxfp8"),
     Case("scatter", tokens=(4,), hidden=32, alignment=16, scatter=True, dtype=torch.float32, payload="mxfp8"),
-    # Two tiles of a row.
+    # A row of two tiles.
     Case("wide", tokens=(2, 3), hidden=8224, payload="mxfp8"),
     Case("all_dropped", tokens=(4, 3), hidden=32, routing="all_dropped", payload="mxfp8"),
 )
@@ -28,7 +28,7 @@ OVERFLOW = Case("overflow", tokens=(12, 9), hidden=64, topk=2, experts=2, static
 
 
 def mx_rows(rank: int, num_tokens: int, hidden: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 [T, H] of every bit pattern and scale bytes [T, H / 32], near each other in most rows; the extremes too."""
+    """e4m3 [T, H] of every bit pattern, and scale bytes [T, H / 32], close to each other in most rows; extremes too."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
 
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -36,7 +36,8 @@ def mx_rows(rank: int, num_tokens: int, hidden: int, seed: int) -> tuple[torch.T
 
     data = draw(0, 256, num_tokens, hidden)
     data = torch.where(data == 0xFF, 0x7F, data).to(torch.uint8)  # a NaN loses its sign
-    # From one block to the next 0 to 21 steps: from 19 on all is zero. Values below bfloat16's, and above; zero rows.
+    # Scales differ by 0 to 21 steps within a row; from 19 on a block becomes all zero. Also values below and above the
+    # range of bfloat16, and rows of zeros.
     lowest = torch.tensor([0, 3, 9, 90, 127, 200, 233])[draw(0, 7, num_tokens)]
     scale = lowest[:, None] + draw(0, 22, num_tokens, hidden // 32)
     scale = torch.where(draw(0, 40, num_tokens, hidden // 32) == 0, 255, scale)
@@ -45,7 +46,7 @@ def mx_rows(rank: int, num_tokens: int, hidden: int, seed: int) -> tuple[torch.T
 
 
 def _same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Equal, zeros with their sign; of NaN any."""
+    """Equal values, and zeros with equal signs; any NaN equals any other."""
     assert got.dtype == want.dtype
     torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
     zero = want.float() == 0
@@ -55,7 +56,7 @@ def _same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
 def _check_rows(
     landing: str | None, got: object, data: torch.Tensor, scale: torch.Tensor, padding: torch.Tensor
 ) -> None:
-    """What the first rows landed as, against MXFP8 rows [R, H]; padding: [R]."""
+    """Compare the first received rows with MXFP8 rows [R, H] in the format of `landing`; padding: [R]."""
     rows = data.shape[0]
     if landing == "row":
         assert isinstance(got, RowScaled)
@@ -73,7 +74,7 @@ def _check_rows(
 
 
 def _check_tiles(tiles: torch.Tensor, offsets: torch.Tensor, num_rows: int) -> None:
-    """The tile table of a dispatch against that of its offsets [e + 1]."""
+    """Compare the tile table of a dispatch with the table of its offsets [e + 1]."""
     want = experts_reference.tile_table(offsets)
     assert tiles.shape == (1 + -(-num_rows // 128) + len(offsets) - 1, 4) and tiles.dtype == torch.int32
     assert tiles[0].tolist() == [len(want), int(offsets[-1]), 0, 0]
@@ -106,7 +107,7 @@ def _check_landing(rank: int, nodes: int, ranks_per_node: int, case: Case) -> No
             for again in () if case.scatter else (landing, None):
                 got, _ = layer.dispatch_again(x, desc, landing=again)
                 _check_rows(again, got, data.recv_x, scale.recv_x, padding)
-            # What has landed is dispatched and combined like any other rows.
+            # Combine works as for any other rows.
             y = torch.ones(desc.num_recv_rows, case.hidden, dtype=case.dtype, device=device)
             copies = ((idxs[rank] >= 0) & (idxs[rank] < cfg.num_experts)).sum(1)
             assert torch.equal(layer.combine(y, desc)[:, 0].cpu().long(), copies)
@@ -120,12 +121,12 @@ def _check_landing(rank: int, nodes: int, ranks_per_node: int, case: Case) -> No
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_rows_land_as_asked(run_ranks, nodes, ranks_per_node, case):
-    """Bit for bit what the oracle makes of the rows that travelled, padding too; the tile table says where they are."""
+    """Received rows, padding included, equal the oracle's conversion bit for bit; the tile table describes them."""
     run_ranks(_check_landing, nodes, ranks_per_node, case)
 
 
 def test_rows_land_as_asked_in_any_order(run_ranks):
-    """The same under chaos, in two nodes."""
+    """The same in chaos mode, on two nodes."""
     run_ranks(_check_landing, 2, 1, replace(CASES[1], tokens=(3, 0)))
 
 
@@ -151,7 +152,7 @@ def _check_overflow(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_rows_beyond_the_capacity_are_left_out(run_ranks):
-    """Those that fit are what they are without overflow, and the tile table ends at the capacity."""
+    """Rows that fit are the same as without overflow, and the tile table ends at the capacity."""
     run_ranks(_check_overflow, 1, 2)
 
 
@@ -192,5 +193,5 @@ def _check_calls(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_landing_goes_with_the_other_options(run_ranks):
-    """Hooks and events give the same rows; what no layer knows, or this one cannot, is refused on all ranks."""
+    """Hooks and events give the same rows; all ranks refuse unknown landings, and landings that the layer lacks."""
     run_ranks(_check_calls, 1, 2)

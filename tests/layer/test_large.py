@@ -1,6 +1,6 @@
-"""Model sizes, indices past 2**31, thousands of calls, and static mode without the host: what only GPUs can do fast.
+"""Model sizes, indices past 2**31, thousands of calls, and static mode without the host: tests that need fast GPUs.
 
-Under the host backend the same code runs at toy sizes, so that it is known to work before it meets a GPU.
+With the host backend the same code runs at toy sizes, which tests it before it runs on a GPU.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _model_size(rank, nodes, ranks_per_node, tokens, hidden, experts, local_comb
 def _check_quantised(
     recv_x: MXTensor, rows: list[torch.Tensor], tokens: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compare elements and scales with those of the oracle; returns received and sent rows as values in bf16."""
+    """Compare elements and scales with the oracle's; return received and sent rows as values in bf16."""
     parts = [mxfp8.quantize(each) for each in rows]
     data, scales = (torch.cat(each) for each in zip(*parts, strict=True))
     for got, sent in ((recv_x.qdata, data), (recv_x.scale, scales)):
@@ -95,7 +95,7 @@ def _check_quantised(
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 @pytest.mark.parametrize("local_combine", [False, True])
 def test_model_size_is_exact(run_ranks, backend, nodes, ranks_per_node, local_combine, payload):
-    """4096 tokens of 7168 to the top 8 of 256: rows and weights bit for bit, sums within their rounding."""
+    """4096 tokens of 7168 elements to the top 8 of 256 experts: rows and weights bit for bit, sums within rounding."""
     sizes = (4096, 7168, 256) if backend != "host" else (20, 64, 64)
     run_ranks(_model_size, nodes, ranks_per_node, *sizes, local_combine, payload)
 
@@ -109,7 +109,7 @@ def _past_int32(rank, nodes, ranks_per_node, hidden, elements):
     tokens = elements * 21 // 20 // (world * TOPK * hidden) + 1
     rows = torch.cat([coded_rows(r, tokens, hidden, 0, device) for r in range(world)])
     mine = rows[rank * tokens : (rank + 1) * tokens]
-    # Rolled, so that k does not follow from the expert.
+    # Rolled, so that the expert does not determine k.
     idx = ((torch.arange(TOPK) + torch.arange(tokens).unsqueeze(1)) % TOPK).int()
     with _layer(rank, nodes, ranks_per_node, tokens, hidden, TOPK * world, num_sm=32) as layer:
         recv_x, _, desc = layer.dispatch(mine, idx.to(device))
@@ -117,12 +117,12 @@ def _past_int32(rank, nodes, ranks_per_node, hidden, elements):
         assert recv_x.shape == (arriving * TOPK, hidden)
         assert rank or recv_x.numel() > elements
         for expert in range(TOPK if rank == 0 else 0):
-            # All of them in every expert's segment, by source rank and token.
+            # Every expert's segment has all tokens, sorted by source rank and token.
             segment = recv_x[expert * arriving : (expert + 1) * arriving]
             difference = first_difference(segment, rows, torch.arange(arriving, device=device))
             assert difference is None, f"expert {expert}: {difference}"
         if rank == 0:
-            # The same once more by flat position, without the arithmetic of segments.
+            # Check again by flat position, without the arithmetic of segments.
             for element in (0, elements - 1, elements, recv_x.numel() - 1):
                 row, column = divmod(element, hidden)
                 assert recv_x.view(-1)[element] == rows[row % arriving, column], f"element {element}"
@@ -136,10 +136,10 @@ def _past_int32(rank, nodes, ranks_per_node, hidden, elements):
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 def test_more_than_two_to_the_31_elements(run_ranks, backend, nodes, ranks_per_node):
-    """Offsets of rows do not wrap: a receive buffer of 1.05 * 2**31 elements, every row checked, and its combine."""
+    """Row offsets do not wrap: a receive buffer of 1.05 * 2**31 elements, with every row and the combine checked."""
     hidden, elements = (7168, 2**31) if backend != "host" else (40, 2**12)
     symmetric = run_ranks(_past_int32, nodes, ranks_per_node, hidden, elements)
-    # All of it was one buffer of every rank's, at least as large as what arrived.
+    # Every rank had one symmetric buffer at least as large as the received rows.
     assert min(symmetric) > elements * torch.bfloat16.itemsize
 
 
@@ -207,7 +207,7 @@ class _StaticCall:
         self.out = self.layer.combine(apply_expert(self.recv_x, experts), self.desc)
 
     def check(self) -> None:
-        """Results are those of the inputs that were loaded last."""
+        """Check that the results belong to the inputs that were loaded last."""
         self.layer.check()
         ranks = range(self.world)
         rows = [coded_rows(r, self.tokens, self.hidden, self.seed, self.device) for r in ranks]
@@ -217,7 +217,7 @@ class _StaticCall:
         counts = want.expert_offsets.diff()
         assert torch.equal(self.desc.num_recv_tokens_per_expert, counts)
         assert int(self.desc.overflow) == 0
-        # Segments start at multiples of 4: where each dense row lies.
+        # Segments start at multiples of 4: compute the position of each dense row.
         begins = self.desc.expert_offsets[:-1].long()
         assert bool((begins % 4 == 0).all())
         shift = (begins - want.expert_offsets[:-1]).repeat_interleave(counts)
@@ -256,7 +256,7 @@ def _capture(call: Callable[[], None], device: torch.device) -> Callable[[], Non
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call()  # compiles what is missing, which must not happen under capture
+        call()  # compile missing kernels, which is not allowed during capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # Other threads (the watchdog of a process group) may call CUDA meanwhile.
@@ -274,7 +274,7 @@ def _replays(rank, nodes, ranks_per_node, *sizes):
             call.load(seed)
             replay()
             call.check()
-        # Epochs live on the device, so a call without the graph fits in behind the replays, and the other way round.
+        # Epochs live on the device, so a call without the graph works after the replays, and a replay after that call.
         call.load(4)
         captured = (call.recv_x, call.recv_weights, call.desc, call.out)
         call()
@@ -296,12 +296,12 @@ STATIC_LAYERS = [(*pair, False) for pair in TOPOLOGIES] + [(*pair, True) for pai
 def test_static_mode_never_waits_for_the_device(run_ranks, backend, nodes, ranks_per_node, low_latency):
     """With a capacity, torch sees no synchronising call between input and combined output."""
     if backend == "host":
-        pytest.skip("needs --backend nvshmem: a CPU has no device to wait for; the next test checks what comes out")
+        pytest.skip("needs --backend nvshmem: a CPU has no device to wait for; the next test checks the results")
     run_ranks(_no_synchronisation, nodes, ranks_per_node, low_latency, *STATIC_SIZES[backend != "host"])
 
 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node, low_latency", STATIC_LAYERS)
 def test_graph_replays_with_other_inputs(run_ranks, backend, nodes, ranks_per_node, low_latency):
-    """A captured dispatch + combine gives right results for new inputs at each replay."""
+    """A captured dispatch + combine gives correct results for new inputs at each replay."""
     run_ranks(_replays, nodes, ranks_per_node, low_latency, *STATIC_SIZES[backend != "host"])

@@ -1,4 +1,4 @@
-"""The layer's promise on every topology: rows, weights, counts and sums equal the plain-torch reference."""
+"""Rows, weights, counts and sums of the layer equal the plain-torch reference on every topology."""
 
 from dataclasses import replace
 
@@ -7,16 +7,16 @@ import pytest
 from tests.layer.cases import CASES, check_case
 
 TOPOLOGIES = ((1, 2), (2, 2))
-OTHERS = ((1, 1), (1, 4), (4, 1))  # chaos would find there what it finds in the two above
-# One of each way that rows, flags and sums take; dtypes, sizes and routings are other values on the same ways.
+OTHERS = ((1, 1), (1, 4), (4, 1))  # chaos mode would find nothing that it does not find in the two above
+# One case for each code path of rows, flags and sums; dtypes, sizes and routings are other values on the same paths.
 IN_CHAOS = {
     *("plain", "no_weights", "hidden_odd", "hidden_wide", "zero_tokens_on_a_rank", "all_to_one_rank", "skewed"),
     *("scatter_given", "local_combine", "local_combine_weighted", "weighted_combine", "static", "static_aligned_local"),
     *("one_program", "mxfp8", "mxfp8_wide_local", "mxfp8_quantised_input", "many_tokens"),
 }
-# Of CPU ranks: between calls a layer keeps epochs, parities and sizes, which these have in all their ways.
+# Cases with two calls on CPU ranks: between calls a layer keeps epochs, parities and sizes; these cases cover them all.
 TWICE_ON_NODES = {"plain", "local_combine_weighted", "static_aligned_local", "mxfp8_wide_local"}
-# Of four CPU ranks.
+# Cases for four CPU ranks.
 ON_FOUR = {
     *("plain", "topk8_64_experts", "aligned128", "hidden_wide", "zero_tokens_on_a_rank", "skewed", "scatter_given"),
     *("local_combine_weighted", "static_aligned_local", "mxfp8_wide_local", "mxfp8_quantised_fp32", "many_tokens"),
@@ -27,10 +27,10 @@ _EACH = [pytest.param(case, marks=() if case.name in IN_CHAOS else pytest.mark.p
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES, ids=lambda n: str(n))
 @pytest.mark.parametrize("case", _EACH)
 def test_dispatch_and_combine_equal_the_reference(run_ranks, backend, chaos_seed, nodes, ranks_per_node, case):
-    """Every kept copy arrives in its row bit for bit; combine is within one rounding of the exact sum."""
-    once = nodes > 1 and backend == "host" and case.name not in TWICE_ON_NODES  # two calls of all on one node
+    """Every assignment arrives in its row bit for bit; combine is within one rounding of the exact sum."""
+    once = nodes > 1 and backend == "host" and case.name not in TWICE_ON_NODES  # on one node all cases have two calls
     if chaos_seed is not None or once:
-        case = replace(case, calls=1)  # calls in a row meet chaos in test_life.py
+        case = replace(case, calls=1)  # test_life.py has several calls in chaos mode
     run_ranks(check_case, nodes, ranks_per_node, case)
 
 

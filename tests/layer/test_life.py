@@ -1,4 +1,4 @@
-"""What holds over many calls: live descriptors, growth, other groups, random sizes, chaos."""
+"""Many calls of a layer: live descriptors, growth, other groups, random sizes, chaos mode."""
 
 import random
 from dataclasses import replace
@@ -13,7 +13,7 @@ from triton_ep.reference import dispatch as dispatch_reference
 
 SMALL = Case("small", hidden=32, topk=2, experts=2)
 CHAOS = [(1, 2), (1, 4), (2, 2)]
-FOUR_NODES = (4, 1)  # chaos would find there what it finds in the others
+FOUR_NODES = (4, 1)  # chaos mode would find nothing that it does not find in the others
 TOPOLOGIES = [*CHAOS, FOUR_NODES]
 ORDERS = ((0, 1, 2), (2, 0, 1), (1, 2, 0))
 
@@ -59,7 +59,7 @@ def _evaluate_then_train(rank, nodes, ranks_per_node):
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_a_layer_made_in_inference_mode_trains(run_ranks, nodes, ranks_per_node):
-    """Its memory is written and grows outside of that mode as well, and what grew inside is no tensor of that mode."""
+    """Its memory is writable and grows outside inference mode too; a buffer grown inside is no inference tensor."""
     run_ranks(_evaluate_then_train, nodes, ranks_per_node)
 
 
@@ -92,7 +92,7 @@ def _growth(rank, nodes, ranks_per_node, local_combine):
     few = Case("few", tokens=(2,), topk=2, experts=2, drop=0.0, local_combine=local_combine)
     all_here = replace(few, name="all", tokens=(24,), routing="one_expert")
     with make_layer(few, rank, nodes, ranks_per_node, max_tokens=24) as layer:
-        # Room for the average only; everything to one rank needs `world` times as much.
+        # Room for the average only; sending everything to one rank needs `world` times as much.
         ctx = layer.context
         ctx.heap.barrier(ctx.group)
         before = ctx.sizes
@@ -108,7 +108,7 @@ def _growth(rank, nodes, ranks_per_node, local_combine):
 @pytest.mark.parametrize("nodes, ranks_per_node", [pytest.param(1, 2, marks=pytest.mark.plain), (2, 2)])
 @pytest.mark.parametrize("local_combine", [False, True])
 def test_buffers_grow(run_ranks, nodes, ranks_per_node, local_combine):
-    """An exact layer takes what comes; after growth everything still holds."""
+    """An exact layer grows for any load, and stays correct after growth."""
     run_ranks(_growth, nodes, ranks_per_node, local_combine)
 
 
@@ -139,7 +139,7 @@ def _many_calls(rank, nodes, ranks_per_node, calls, seed, case):
     [(1, 2, 24, False), (2, 1, 12, True), (1, 4, 8, True), (2, 2, 8, False)],
 )
 def test_many_calls_of_random_sizes(run_ranks, chaos_seed, backend, nodes, ranks_per_node, calls, local_combine):
-    """State left behind by any call would show in a later one."""
+    """Stale state of any call would show in a later one."""
     if chaos_seed is not None:
         calls = 6
     if backend != "host":
@@ -149,7 +149,7 @@ def test_many_calls_of_random_sizes(run_ranks, chaos_seed, backend, nodes, ranks
 
 
 def _static_overflow(rank, nodes, ranks_per_node, local_combine):
-    """Rows beyond the capacity are counted and dropped; the others are right, and so is the next call."""
+    """Rows beyond the capacity are counted and dropped; the others are correct, and so is the next call."""
     case = Case("over", tokens=(8,), topk=2, experts=2, drop=0.0, routing="one_expert", local_combine=local_combine)
     world, room = nodes * ranks_per_node, 12
     with make_layer(case, rank, nodes, ranks_per_node, capacity=room) as layer:
@@ -179,7 +179,7 @@ def _static_overflow(rank, nodes, ranks_per_node, local_combine):
         kept = torch.where(kept < room, kept, -1)
         assert torch.equal(desc.token_dst_scatter_idx.cpu().long(), kept.long())
         out = layer.combine(torch.ones_like(recv_x), desc)
-        # Every kept copy adds 1, a dropped one nothing.
+        # Every row that fits adds 1, a dropped one nothing.
         copies = (kept >= 0).sum(1, keepdim=True).expand(-1, case.hidden)
         assert torch.equal(out.cpu().float(), copies.float())
         quiet = replace(case, tokens=(1,), routing="uniform", static=True)
@@ -206,7 +206,7 @@ def _same_bits(rank, nodes, ranks_per_node):
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4), (2, 2)])
 def test_same_input_gives_same_bits(run_ranks, nodes, ranks_per_node):
-    """No order of arrival decides a row or a sum."""
+    """The order of arrival affects neither rows nor sums."""
     run_ranks(_same_bits, nodes, ranks_per_node)
 
 
@@ -219,5 +219,5 @@ def _barriers(rank, nodes, ranks_per_node):
 
 @pytest.mark.parametrize("nodes, ranks_per_node", TOPOLOGIES)
 def test_barriers_of_both_scopes(run_ranks, nodes, ranks_per_node):
-    """Barriers of all ranks and of one node count separately."""
+    """Barriers over all ranks and over one node have separate counts."""
     run_ranks(_barriers, nodes, ranks_per_node)

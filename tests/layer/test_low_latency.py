@@ -1,4 +1,4 @@
-"""Layers with low_latency=True: they mean what other static layers mean. CUDA graphs: test_large.py."""
+"""Layers with low_latency=True have the results of other static layers. CUDA graphs: test_large.py."""
 
 import random
 import time
@@ -46,20 +46,20 @@ SMALL = Case("small", tokens=(6, 3), hidden=32, topk=2, experts=2, low_latency=T
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
 @pytest.mark.parametrize("name", ["plain", "mxfp8"])
 def test_dispatch_and_combine_equal_the_reference(run_ranks, chaos_seed, nodes, ranks_per_node, name):
-    """Every row, weight, count and offset, and sums within the roundings of partial sums."""
+    """Every row, weight, count and offset is equal, and sums are within the roundings of partial sums."""
     run_ranks(check_case, nodes, ranks_per_node, replace(CASES[name], calls=1 if chaos_seed is not None else 3))
 
 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_the_most_tokens_that_there_may_be(run_ranks, nodes, ranks_per_node):
-    """1024 on a rank, as `test_dispatch_and_combine_equal_the_reference`."""
+    """1024 tokens on a rank, checked as in `test_dispatch_and_combine_equal_the_reference`."""
     run_ranks(check_case, nodes, ranks_per_node, replace(MOST, calls=1))
 
 
 def _wrap(rank, nodes, ranks_per_node):
     with make_layer(SMALL, rank, nodes, ranks_per_node) as layer:
-        ctx, calls = layer.context, 2**31 // max(SMALL.tokens)  # of each half, before its programs no longer fit
+        ctx, calls = layer.context, 2**31 // max(SMALL.tokens)  # calls of each half until its program count overflows
         ctx.state[codes.EPOCH_LL_DISPATCH] = ctx.state[codes.LL_DISPATCH_SENT] = 2 * calls
         ctx.local("ll_flag").fill_(calls * max(SMALL.tokens) << 32)
         dist.barrier()
@@ -73,7 +73,7 @@ def _wrap(rank, nodes, ranks_per_node):
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_counts_of_programs_may_wrap(run_ranks, nodes, ranks_per_node):
-    """A late rank is waited for where the sign of the counts changes."""
+    """Ranks still wait for a late rank when the sign of the counts changes."""
     run_ranks(_wrap, nodes, ranks_per_node)
 
 
@@ -86,7 +86,7 @@ def test_counts_of_programs_may_wrap(run_ranks, nodes, ranks_per_node):
     + [("aligned_fp16", 1, 3), *((name, 1, 8) for name in CASES)],
 )
 def test_other_sizes_and_numbers_of_ranks(run_ranks, backend, name, nodes, ranks_per_node):
-    """The same for one rank, for a number that is no power of two, and for a whole node of GPUs."""
+    """The same for one rank, for a number of ranks that is not a power of two, and for a whole node of GPUs."""
     if backend == "host" and ranks_per_node == 8:
         pytest.skip("needs --backend nvshmem")
     run_ranks(check_case, nodes, ranks_per_node, CASES[name])
@@ -109,13 +109,13 @@ def _many_calls(rank, nodes, ranks_per_node, calls):
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
 def test_many_calls_of_random_sizes(run_ranks, backend, chaos_seed, nodes, ranks_per_node):
-    """State left behind by any call would show in a later one; descriptors combine in any order."""
+    """Stale state of any call would show in a later one; descriptors combine in any order."""
     calls = 400 if backend != "host" else 4 if chaos_seed is not None else 12
     run_ranks(_many_calls, nodes, ranks_per_node, calls)
 
 
 def _same_as_static(rank, nodes, ranks_per_node, payload):
-    """Both layers, on ids out of range as well; returns what the low-latency one made of them."""
+    """Compare the results of a static and a low-latency layer, including ids out of range."""
     case = Case("both", tokens=(7, 4), hidden=64, topk=3, experts=4, payload=payload, local_combine=True, static=True)
     device = current_heap().device
     mine = workloads(case, nodes * ranks_per_node, 0)[rank]
@@ -148,7 +148,7 @@ def test_dispatch_has_the_bits_of_another_static_layer(run_ranks, nodes, ranks_p
 
 
 def _overflow(rank, nodes, ranks_per_node):
-    # All four copies of a token go to rank 1. The experts of the first ones lie last: those copies do not fit.
+    # All four assignments of a token go to rank 1. The first k have the last experts, so their rows do not fit.
     case = replace(SMALL, name="over", tokens=(8,), topk=4, experts=4, drop=0.0, routing="one_expert")
     world, room, device = nodes * ranks_per_node, 40, current_heap().device
     with make_layer(case, rank, nodes, ranks_per_node, capacity=room) as layer:
@@ -168,14 +168,14 @@ def _overflow(rank, nodes, ranks_per_node):
         out = layer.combine(torch.ones_like(recv_x), desc)
         row = want[rank].dst_row[rank]
         copies = ((row >= 0) & (row < room)).sum(1, keepdim=True).expand(-1, case.hidden)
-        assert torch.equal(out.cpu().float(), copies.float())  # a kept copy adds 1, a dropped one nothing
+        assert torch.equal(out.cpu().float(), copies.float())  # a row that fits adds 1, a dropped one nothing
         combine_and_check(layer, dispatch_and_check(layer, replace(case, tokens=(1,), routing="uniform"), 1))
     return int(desc.overflow)
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
 def test_overflow_is_flagged_and_harmless(run_ranks, nodes, ranks_per_node):
-    """Rows beyond the capacity are counted and dropped; all others are right, and so is the next call."""
+    """Rows beyond the capacity are counted and dropped; all others are correct, and so is the next call."""
     assert max(run_ranks(_overflow, nodes, ranks_per_node)) > 0
 
 
@@ -211,7 +211,7 @@ def _late(rank, nodes, ranks_per_node, where):
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
 def test_a_late_rank_is_named_within_the_time_limit(run_ranks, nodes, ranks_per_node, where):
-    """The wait expires and says for whom, for which epoch, and which one it saw: its own half's."""
+    """The error of the expired wait names the rank, and the expected and seen counts of the half in use."""
     run_ranks(_late, nodes, ranks_per_node, where)
 
 
@@ -224,7 +224,7 @@ def _refused(rank, nodes, ranks_per_node):
         if rank == 0:
             with pytest.raises(InputError, match=r"must have shape \[any, 32\]"):
                 layer.dispatch(x[:, :31].contiguous(), idx)
-        else:  # as in every static layer, the others find no rows of that rank
+        else:  # as in every static layer, the others receive no rows of that rank
             _, _, desc = layer.dispatch(x, idx)
             assert desc.num_input_tokens_per_rank.tolist() == [0, x.shape[0]]
         with pytest.raises(ConfigError, match="no gradient"):
@@ -254,7 +254,7 @@ def test_what_is_refused(run_ranks, nodes, ranks_per_node):
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, text):
-    """Both numbers are in the message."""
+    """The message has the given and the allowed number."""
     sizes = {"max_tokens": 16, "hidden": 32, "topk": 3, "num_experts": 8, "rank": 0, "world_size": 2}
     fits = {**sizes, "local_world_size": 2, "recv_capacity": 96, "low_latency": True}
     assert EPConfig(**fits).low_latency

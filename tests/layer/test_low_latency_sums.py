@@ -1,4 +1,4 @@
-"""Sums of low-latency combines announce themselves (low_latency_combine.py): whatever the bits of the rows are."""
+"""Low-latency combines detect arriving sums by their bits (low_latency_combine.py), for any bits of the rows."""
 
 import time
 from dataclasses import replace
@@ -21,7 +21,7 @@ BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: 
 
 
 def _patterns(dtype):
-    """Bits that could be taken for something else: zeros, all ones, NaN, infinities, subnormals, [n] integers."""
+    """Bit patterns that a receiver might misread: zeros, all ones, NaN, infinities, subnormals, [n] integers."""
     bits = 8 * dtype.itemsize
     lowest = -(2 ** (bits - 1))  # -0
     infinity = torch.tensor(torch.inf, dtype=dtype).view(BITS[dtype]).item()
@@ -30,7 +30,7 @@ def _patterns(dtype):
 
 
 def _rows(rank, call, num_rows, hidden, dtype):
-    """Outputs of a rank's experts: whole rows of one pattern, rows of all, and +0 beside -0."""
+    """Outputs of a rank's experts: whole rows of one pattern, rows of all patterns, and +0 next to -0."""
     draw, patterns = torch.Generator().manual_seed(call + 100 * rank), _patterns(dtype)
     kind = torch.randint(0, len(patterns), (num_rows, hidden), generator=draw)
     kind[:: 3 + call] = torch.randint(0, len(patterns), (1,), generator=draw)
@@ -38,7 +38,7 @@ def _rows(rank, call, num_rows, hidden, dtype):
 
 
 def _sums(done, rank, ys, weighted):
-    """[T, H]: copies of a token at a rank in k order, rounded; then these sums in the order of the ranks, rounded."""
+    """[T, H]: a token's rows on each rank summed in k order and rounded; these sums added in rank order and rounded."""
     results = done.expected.results
     owner, row = results[rank].dst_rank[rank], results[rank].dst_row[rank]
     total = torch.zeros(row.shape[0], done.case.hidden)
@@ -77,7 +77,7 @@ def _odd_rows(rank, nodes, ranks_per_node, dtype, weighted):
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_any_bits_are_right(run_ranks, nodes, ranks_per_node, dtype, weighted):
-    """Rows of -0, of 0xFF bytes, of NaN, Inf and subnormals: every bit of the sums, and nobody waits for them."""
+    """Rows of -0, 0xFF bytes, NaN, Inf and subnormals: every bit of the sums is correct, and no wait hangs."""
     assert min(run_ranks(_odd_rows, nodes, ranks_per_node, dtype, weighted)) > 0
 
 
@@ -86,7 +86,7 @@ def _halves(rank, nodes, ranks_per_node):
         case = CASES["plain"]
         for call in range(6):
             done = dispatch_and_check(layer, case, call)
-            if call % 3 == rank % 3:  # ranks need not agree on where they take a call apart
+            if call % 3 == rank % 3:  # ranks need not split the same calls
                 combine_and_check(layer, done)
             else:
                 out, hook = start_combine(layer, done, return_recv_hook=True)
@@ -98,7 +98,7 @@ def _halves(rank, nodes, ranks_per_node):
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
 def test_calls_in_halves_among_whole_ones(run_ranks, nodes, ranks_per_node):
-    """A hook launches the waiting programs apart; the count of programs that have ended is that of one launch."""
+    """A hook launches the waiting programs separately; the count of finished programs is the same as for one launch."""
     run_ranks(_halves, nodes, ranks_per_node)
 
 
@@ -108,7 +108,7 @@ def _combine_checked(layer, done):
 
 
 def _other_rows(rank, nodes, ranks_per_node):
-    """Ranks combine different dispatches: sums that never come are not waited for."""
+    """Ranks combine different dispatches: no rank waits for sums that never come."""
     layer = make_layer(SMALL, rank, nodes, ranks_per_node)
     done = [dispatch_and_check(layer, SMALL, call) for call in range(2)]
     with pytest.raises(CallMismatch):
@@ -120,7 +120,7 @@ def _other_rows(rank, nodes, ranks_per_node):
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_ranks_in_different_combines_hear_of_it(run_ranks, nodes, ranks_per_node):
-    """All of them raise, long before the time limit."""
+    """All ranks raise, long before the time limit."""
     began = time.monotonic()
     run_ranks(_other_rows, nodes, ranks_per_node)
     assert time.monotonic() - began < 100

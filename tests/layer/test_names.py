@@ -1,4 +1,4 @@
-"""What programs written for other packages find: attributes, integers of any type, what to do about the rest."""
+"""Programs written for other packages: attributes, integers of any type, and errors with a remedy for the rest."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ def _check_layer(rank: int, nodes: int, ranks_per_node: int) -> None:
         with pytest.raises(ConfigError, match="symmetric memory of running processes"):
             act(module)
 
-    # The table of Triton-distributed is over all ranks; its own rows, ranked, are what is wanted.
+    # The table of Triton-distributed covers all ranks; the layer takes this rank's rows of it, ranked again.
     ids = torch.tensor([[0, 3], [4, 1], [3, 2]], dtype=torch.int32)
     everybody = torch.cat([ids] * world)
     table = everybody.flatten().argsort(stable=True).argsort().int().view_as(everybody)
@@ -60,7 +60,7 @@ def _check_layer(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
 def test_a_layer_meets_programs_halfway(run_ranks, nodes, ranks_per_node):
-    """Attributes, sizes of numpy and of tensors; copies, groups and scatter tables that cannot be, with a remedy."""
+    """Attributes, and sizes from numpy and tensors; wrong copies, groups and scatter tables raise with a remedy."""
     run_ranks(_check_layer, nodes, ranks_per_node)
 
 
@@ -69,7 +69,7 @@ def _check_agreement(rank: int, nodes: int, ranks_per_node: int) -> None:
     right = {**SIZES, "num_tot_experts": 4, "rank": rank, "world_size": world, "local_world_size": world, "num_sm": 2}
     del right["num_experts"]
     for name, wrong, text in (
-        # More experts change no size of a buffer here, but where splits are written.
+        # More experts change no buffer size here, but they do change where splits are written.
         ("num_tot_experts", 8, r"EPConfig.num_experts: 4 by rank 0; 8 by rank 1\. Give all"),
         ("num_sm", 3, "EPConfig.num_sm: 2 by rank 0; 3 by rank 1"),
         ("num_sm", None, "EPConfig.num_sm: 2 by rank 0; None by rank 1"),
@@ -99,7 +99,7 @@ def _check_agreement(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
 def test_ranks_that_differ_are_told(run_ranks, nodes, ranks_per_node):
-    """On all of them, by field, before anything is allocated; waits may have bounds of their own."""
+    """All ranks raise, with the field, before anything is allocated; `timeout_s` may differ."""
     run_ranks(_check_agreement, nodes, ranks_per_node)
 
 
@@ -119,7 +119,7 @@ def test_ranks_that_differ_are_told(run_ranks, nodes, ranks_per_node):
     ],
 )
 def test_a_configuration_of_the_wrong_kind_is_told(change, text):
-    """By field and value."""
+    """The error names field and value."""
     assert EPConfig(**SIZES).rank == 0
     with pytest.raises(ConfigError, match=text):
         EPConfig(**{**SIZES, **change})

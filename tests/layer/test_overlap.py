@@ -1,4 +1,4 @@
-"""Calls in two halves, on a stream of their own, and into the combine buffer: they mean what plain calls mean."""
+"""Split-phase calls, calls on a stream of their own, and calls with the combine buffer: same results as plain calls."""
 
 import random
 import time
@@ -45,7 +45,7 @@ class _Halves:
         self.layer, self.case = layer, case
         self.calls = 0
         self.live = []
-        self.sent = self.published = None  # by dispatch and combine, their hooks uncalled
+        self.sent = self.published = None  # the open dispatch and combine, whose hooks have not been called
 
     def next_works(self):
         self.calls += 1
@@ -80,7 +80,7 @@ class _Halves:
         check_sum(self.layer, done, out)
 
     def possible(self):
-        """What the layer allows now."""
+        """Names of the calls that the layer allows now."""
         names = ["receive"] if self.sent else ["dispatch", "send"]
         if self.published:
             names.append("pull")
@@ -99,11 +99,11 @@ class _Halves:
 
 def _any_order(rank, nodes, ranks_per_node, case, steps):
     draw, own = random.Random(steps + len(case.name)), random.Random(rank)
-    # From 1024 tokens on a GPU runs parts of plain calls beside each other.
+    # From 1024 tokens on a GPU runs parts of plain calls concurrently.
     options = {"max_tokens": 1024} if current_heap().device.type == "cuda" and case.name == "local" else {}
     with make_layer(case, rank, nodes, ranks_per_node, **options) as layer:
         halves = _Halves(layer, case)
-        # What must work at all, then whatever comes; all ranks draw the same.
+        # First a fixed sequence, then random calls; all ranks draw the same ones.
         script = ["send", "receive", "send", "publish", "pull", "receive", "publish", "dispatch", "pull"]
         for step in range(steps):
             name = script[step] if step < len(script) else draw.choice(halves.possible())
@@ -118,7 +118,7 @@ def _any_order(rank, nodes, ranks_per_node, case, steps):
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (1, 4), (2, 2)])
 @pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)
 def test_halves_in_any_order_equal_the_reference(run_ranks, backend, chaos_seed, nodes, ranks_per_node, case):
-    """Combines of earlier dispatches before a dispatch's hook, dispatches before a combine's hook, at random."""
+    """In random order: combines of earlier dispatches before a dispatch's hook, dispatches before a combine's hook."""
     if nodes > 1 and case.low_latency:
         pytest.skip("low latency has one node")
     if backend == "host" and (ranks_per_node > 2 or (nodes == 2 == ranks_per_node and case is not SMALL)):
@@ -128,7 +128,7 @@ def test_halves_in_any_order_equal_the_reference(run_ranks, backend, chaos_seed,
 
 
 def _two_micro_batches(rank, nodes, ranks_per_node, case, rounds):
-    """While the rows of one micro-batch are under way the other computes."""
+    """While the rows of one micro-batch are in flight the other one computes."""
     with make_layer(case, rank, nodes, ranks_per_node) as one, make_layer(case, rank, nodes, ranks_per_node) as two:
         a, b = _Halves(one, case), _Halves(two, case)
         a.send()
@@ -147,7 +147,7 @@ def _two_micro_batches(rank, nodes, ranks_per_node, case, rounds):
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
 def test_two_micro_batches_on_two_layers(run_ranks, backend, nodes, ranks_per_node):
-    """The decoder's schedule: every half of one layer lies between two of the other."""
+    """The decoder's schedule: every half of one layer runs between two halves of the other."""
     if backend == "host" and ranks_per_node > 2:
         pytest.skip("needs --backend nvshmem")
     run_ranks(_two_micro_batches, nodes, ranks_per_node, LOW_LATENCY, 40 if backend != "host" else 2)
@@ -166,7 +166,7 @@ def _some_ranks(rank, nodes, ranks_per_node, case, calls):
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("case", HALVES[:3], ids=lambda case: case.name)
 def test_ranks_need_not_agree_on_hooks(run_ranks, backend, nodes, ranks_per_node, case):
-    """Halves on some ranks meet whole calls on others."""
+    """Split-phase calls on some ranks meet whole calls on others."""
     if (nodes > 1 and case.low_latency) or (backend == "host" and nodes * ranks_per_node > 2):
         pytest.skip("low latency has one node; needs --backend nvshmem")
     run_ranks(_some_ranks, nodes, ranks_per_node, case, 20 if backend != "host" else 2)
@@ -217,7 +217,7 @@ def _refused(rank, nodes, ranks_per_node, case):
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("case", [HALVES[0], HALVES[2]], ids=lambda case: case.name)
 def test_what_would_overwrite_rows_is_refused(run_ranks, nodes, ranks_per_node, case):
-    """A second dispatch or combine before the hook, rows not there yet, a hook's second call, one after the end."""
+    """A second dispatch or combine before the hook, rows not there yet, a hook's second call, a hook after the end."""
     run_ranks(_refused, nodes, ranks_per_node, case)
 
 
@@ -237,7 +237,7 @@ def _growth_refused(rank, nodes, ranks_per_node):
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
 def test_rows_that_others_still_read_are_not_given_up(run_ranks, nodes, ranks_per_node):
-    """An exact layer that would have to grow its combine buffer before a combine's hook raises, and works on."""
+    """An exact layer that must grow its combine buffer before a combine's hook raises, and stays usable."""
     run_ranks(_growth_refused, nodes, ranks_per_node)
 
 
@@ -267,7 +267,7 @@ def _late(rank, nodes, ranks_per_node, where):
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
 def test_a_hook_names_the_rank_that_did_not_send(run_ranks, nodes, ranks_per_node, where):
-    """The sending half waits for nobody; the hook raises what a plain call would."""
+    """The sending half waits for no rank; the hook raises the error of a plain call."""
     run_ranks(_late, nodes, ranks_per_node, where)
 
 
@@ -286,7 +286,7 @@ def _on_comm_stream(rank, nodes, ranks_per_node, case, calls):
                 y = done.recv_x.clone()
                 ready = EPEvent.record()
                 out, event = layer.combine(y, done.desc, async_finish=True, previous_event=ready)
-                del y  # its memory must not be handed out before the combine has read it
+                del y  # the allocator must not reuse its memory before the combine has read it
                 torch.full_like(done.recv_x, float("nan"))
                 event.current_stream_wait()
                 assert torch.equal(out, layer.combine(done.recv_x, done.desc))
@@ -294,21 +294,21 @@ def _on_comm_stream(rank, nodes, ranks_per_node, case, calls):
                 out, event = start_combine(layer, done, async_finish=True)
                 event.current_stream_wait()
                 check_sum(layer, done, out)
-            combine_and_check(layer, dispatch_and_check(layer, case, call + 100))  # plain calls behind it
+            combine_and_check(layer, dispatch_and_check(layer, case, call + 100))  # plain calls after it
         layer.check()
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
 @pytest.mark.parametrize("case", [HALVES[1], HALVES[2]], ids=lambda case: case.name)
 def test_calls_on_a_stream_of_their_own(run_ranks, backend, nodes, ranks_per_node, case):
-    """Results are right behind the event, with plain calls in between. On the CPU the event is done at once."""
+    """Results are correct after the event, with plain calls in between. On the CPU the event is done at once."""
     if backend == "host" and ranks_per_node > 2:
         pytest.skip("needs --backend nvshmem")
     run_ranks(_on_comm_stream, nodes, ranks_per_node, case, 20 if backend != "host" else 2)
 
 
 def _in_place(rank, nodes, ranks_per_node, case, calls):
-    """The same outputs, copied by combine and written where it would copy them."""
+    """Combine the same outputs twice: copied by combine, and written into the combine buffer."""
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         live = []
         for call in range(calls):
@@ -318,7 +318,7 @@ def _in_place(rank, nodes, ranks_per_node, case, calls):
             weights = done.recv_weights if case.combine_weights else None
             copied, hook = layer.combine(y, done.desc, weights, return_recv_hook=True)
             first = call < 2
-            time.sleep(0.02 * first * (rank == call))  # while this rank has not pulled, others must not write
+            time.sleep(0.02 * first * (rank == call))  # the other ranks must not write until this rank has pulled
             hook()
             rows = layer.combine_buffer(done.desc.num_recv_rows)
             assert rows.shape == y.shape and rows.dtype == y.dtype and rows.is_contiguous()
@@ -338,7 +338,7 @@ def _in_place(rank, nodes, ranks_per_node, case, calls):
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (1, 4), (2, 2)])
 @pytest.mark.parametrize("static", [False, True])
 def test_rows_written_into_the_combine_buffer_need_no_copy(run_ranks, backend, nodes, ranks_per_node, static):
-    """The same bits as by way of a copy, weighted or not, after earlier combines whose rows slow ranks still read."""
+    """The same bits as with a copy, weighted or not, after earlier combines whose rows slow ranks still read."""
     if backend == "host" and nodes * ranks_per_node > 2:
         pytest.skip("needs --backend nvshmem")
     case = replace(SMALL, static=static, combine_weights=static, alignment=8 if static else 1)
@@ -354,7 +354,7 @@ def _no_buffer(rank, nodes, ranks_per_node):
         rows.copy_(y)
         with pytest.raises(InputError, match="but combine_buffer has lent it"):
             dispatch_and_check(layer, replace(few, tokens=(24,), routing="one_expert"), 1)
-        layer.combine(y, first.desc)  # takes the buffer back
+        layer.combine(y, first.desc)  # ends the loan
         with pytest.raises(InputError, match="Call combine_buffer again"):
             layer.combine(rows, first.desc)
         with pytest.raises(InputError, match=r"asked for 10\d+ rows, the layer has \d+"):
@@ -376,12 +376,12 @@ def _no_buffer(rank, nodes, ranks_per_node):
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
 def test_the_combine_buffer_is_lent_for_one_combine(run_ranks, nodes, ranks_per_node):
-    """Not while others read it or it would have to move, not twice, not where sums are stored."""
+    """Refused while others read it, for a second combine, and if combine stores sums; it cannot grow while lent."""
     run_ranks(_no_buffer, nodes, ranks_per_node)
 
 
 class _Schedule:
-    """Two static layers that take turns: what a CUDA graph captures."""
+    """Two static layers that take turns, captured in one CUDA graph."""
 
     def __init__(self, how, *arguments):
         self.how = how
@@ -442,7 +442,7 @@ def _replays(rank, nodes, ranks_per_node, how, *sizes):
 def test_a_graph_replays_halves_events_and_the_buffer(
     run_ranks, backend, nodes, ranks_per_node, how, low_latency, tokens
 ):
-    """Two layers in turn, captured once, are right for other inputs. On the CPU the schedule without the graph."""
+    """Two layers in turn, captured once, are correct for other inputs. On the CPU the schedule runs without a graph."""
     sizes = (low_latency, tokens, 1024, 64)
     if nodes > 1 and (low_latency or how == "events"):
         pytest.skip("low latency has one node, and a stream changes nothing between nodes")

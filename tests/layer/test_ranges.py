@@ -1,4 +1,4 @@
-"""Calls have names in traces: a range around each half, when somebody records, and none otherwise."""
+"""Names of calls in traces: a range around each half while a profiler records, and none otherwise."""
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -11,7 +11,7 @@ from triton_ep.exchange.finish import Ending, Finisher
 
 
 def _call(*, hook: bool) -> list[str]:
-    """A combine whose halves note that they ran; with a hook, it is called."""
+    """Run a combine whose halves record that they ran; if it returns a hook, call the hook."""
     ran: list[str] = []
     context = MagicMock(num_dispatches=7, layer_id=0x123FA2, device=torch.device("cpu"))
     finish = Finisher(context, MagicMock())
@@ -28,7 +28,7 @@ def _call(*, hook: bool) -> list[str]:
 
 
 def test_both_halves_are_ranges_under_torchs_profiler() -> None:
-    """Names say the call, the number of dispatches and the layer; without a profiler there is no range."""
+    """A name has the call, the number of dispatches and the layer; without a profiler there is no range."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         assert _call(hook=True) == ["send", "receive"]
     named = [event.key for event in profile.key_averages() if event.key.startswith("triton_ep.")]
@@ -37,7 +37,7 @@ def test_both_halves_are_ranges_under_torchs_profiler() -> None:
 
 
 def test_nvtx_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRITON_EP_NVTX=1 makes them NVTX ranges, which end when the call has returned."""
+    """With TRITON_EP_NVTX=1 the ranges are NVTX ranges, which end when the call has returned."""
     monkeypatch.setenv("TRITON_EP_NVTX", "1")
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)

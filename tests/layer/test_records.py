@@ -1,4 +1,4 @@
-"""The example of the records of a dispatch, as kernels/device/tables.py and triton_ep/context/records.py tell it."""
+"""The example of a dispatch's records in kernels/device/tables.py and triton_ep/context/records.py."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def _dispatch_example(rank: int, nodes: int, ranks_per_node: int) -> None:
         assert desc.tokens_from_node.tolist() == [2] and desc.tokens_per_node.tolist() == [2]
         parts = {name: desc._part(name).tolist() for name in ("row", "bases")}
         assert parts == {"row": [0, 1, 1, 0, 1, 1, 2, 0, 2, 0, 0, word], "bases": [1, 1, 1, 3, 0, 0, 1, 2, 1, 2]}
-        bands = [65536 * filled + 256 * 1 + 0 for filled in (2, 1)]  # of one tile each
+        bands = [65536 * filled + 256 * 1 + 0 for filled in (2, 1)]  # one tile each
         assert desc.tiles.tolist()[:3] == [[2, 3, 0, 0], [0, 0, 2, bands[0]], [1, 2, 1, bands[1]]]
     layer.finalize()
 
@@ -45,5 +45,5 @@ def _dispatch_example(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2)])
 def test_records_of_a_dispatch_are_those_of_the_example(run_ranks, nodes, ranks_per_node):
-    """Two ranks of two experts each: every number that the documentation of the records gives."""
+    """Two ranks of two experts each have every number given in the documentation of the records."""
     run_ranks(_dispatch_example, nodes, ranks_per_node)

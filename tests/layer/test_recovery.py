@@ -1,6 +1,6 @@
-"""After a failure: whoever saw it, what others still use stays, and a new layer is right from its first call.
+"""After a failure, whichever ranks saw it: memory in use stays reserved, and a new layer is correct from the start.
 
-No rank is late by time: it waits for a file that another makes when it has come far enough.
+Delays are deterministic: a late rank waits for a file that another rank creates at a certain point.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def _await(file: Path) -> None:
 
 @contextlib.contextmanager
 def _in_turn(rank: int, file: Path) -> Iterator[None]:
-    """The block of rank 0 comes before those of the others."""
+    """Run the block on rank 0 before it runs on the other ranks."""
     if rank:
         _await(file)
     yield
@@ -52,7 +52,7 @@ def _in_turn(rank: int, file: Path) -> Iterator[None]:
 
 
 def _free_bytes() -> int:
-    """Room in the heap; what layers of earlier tests held back comes with an allocation, so now."""
+    """Free bytes of the heap, after memory that layers of earlier tests held back has been returned."""
     heap = current_heap()
     heap.require(1)
     return heap.available()
@@ -71,16 +71,16 @@ def _dispatch(layer: EPAll2AllLayer, case: Case, call: int) -> None:
 
 
 def _check_new(case: Case, rank: int, nodes: int, ranks_per_node: int) -> None:
-    """A layer made now begins with zeros everywhere, though ranks come to it at different times, and is right."""
+    """Check that a new layer starts with zeroed memory although ranks create it at different times, and is correct."""
     with make_layer(case, rank, nodes, ranks_per_node) as layer:
         assert not _bytes_of(layer).any()
-        dist.barrier()  # nobody stores before all have looked
+        dist.barrier()  # no rank stores before all ranks have checked
         for call in range(2):
             combine_and_check(layer, dispatch_and_check(layer, case, call))
 
 
 def _late(rank: int, nodes: int, ranks_per_node: int, case: Case, folder: str) -> dict[str, list[str]]:
-    """Rank 0 gives up, on all others it goes as it may; what each raised, by the call for which they were late."""
+    """Expire the wait of rank 0; return each rank's errors by the call for which the others were late."""
     seen: dict[str, list[str]] = {}
     free = _free_bytes()
     for where in ("dispatch", "combine"):
@@ -89,7 +89,7 @@ def _late(rank: int, nodes: int, ranks_per_node: int, case: Case, folder: str) -
         combine_and_check(layer, done)
         done = dispatch_and_check(layer, case, 1)
         layer.check()
-        dist.barrier()  # so that no healthy call runs into the short limit
+        dist.barrier()  # so that no healthy call hits the short time limit
         layer.context.state[codes.TIMEOUT_US] = 300_000
         old = {block.offset for block in layer.context.memory._blocks.values()}
         with _in_turn(rank, Path(folder, where)):
@@ -103,7 +103,7 @@ def _late(rank: int, nodes: int, ranks_per_node: int, case: Case, folder: str) -
             except WaitTimeout as error:
                 seen[where] = [str(error)]
             if rank == 0:
-                layer.finalize()  # and on to the constructor, while the others store to what it had
+                layer.finalize()  # the constructor follows, while the others still store to its old memory
         layer.finalize()
         with pytest.raises(FinalizedError):
             layer.check()
@@ -115,13 +115,13 @@ def _late(rank: int, nodes: int, ranks_per_node: int, case: Case, folder: str) -
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_new_layer_is_right_after_a_rank_was_late(run_ranks, nodes, ranks_per_node, case, tmp_path):
-    """All ranks, or some, saw the failure; all finalize and make another, to whose memory no late call stores."""
+    """Some or all ranks saw the failure; all finalize and create a new layer, to whose memory no late call stores."""
     if case.low_latency and nodes > 1:
         pytest.skip("low latency has one node")
     seen = run_ranks(_late, nodes, ranks_per_node, case, str(tmp_path), timeout_s=LIMIT_S)
     assert all("missing rank" in seen[0][where][0] for where in ("dispatch", "combine"))
     if (nodes, ranks_per_node) == (1, 2):
-        # The late rank found all that it needed of rank 0 in the combine, and the failure is rank 0's alone.
+        # In combine the late rank found all rows that it needed from rank 0, so only rank 0 failed.
         assert seen[1]["combine"] == []
         assert bool(seen[1]["dispatch"]) is not case.low_latency
 
@@ -135,10 +135,10 @@ def _leave_by_exception(rank: int, nodes: int, ranks_per_node: int, case: Case, 
             held = _bytes_of(layer).numel()
             if rank:
                 out, hook = start_combine(layer, done, return_recv_hook=True)
-                layer.check()  # a GPU has sent
+                layer.check()  # wait until the GPU has sent
                 Path(folder, f"sent{rank}").touch()
                 _await(Path(folder, "left"))
-                hook()  # what rank 0 has left behind is read now
+                hook()  # reads the rows that rank 0 has left in its memory
                 check_sum(layer, done, out)
             else:
                 for other in range(1, nodes * ranks_per_node):
@@ -146,7 +146,7 @@ def _leave_by_exception(rank: int, nodes: int, ranks_per_node: int, case: Case, 
                 combine_and_check(layer, done)
                 raise KeyError("of the program")
     except KeyError:
-        # Without the others: whatever memory there is for this rank alone, none of it is the layer's.
+        # Allocate on this rank alone: none of that memory may belong to the layer.
         mine = heap.alloc((held,), torch.uint8, alone)
         mine.local.fill_(255)
         if heap.device.type == "cuda":
@@ -165,12 +165,12 @@ def _leave_by_exception(rank: int, nodes: int, ranks_per_node: int, case: Case, 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_others_still_read_stays(run_ranks, nodes, ranks_per_node, case, tmp_path):
-    """A rank that leaves the layer's block by an exception takes nothing from the others, and gets none of it again."""
+    """A rank that leaves the layer's block by an exception neither frees nor reuses memory that others still read."""
     run_ranks(_leave_by_exception, nodes, ranks_per_node, case, str(tmp_path), timeout_s=LIMIT_S)
 
 
 def _without_the_late_rank(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
-    """Rank 0 goes on alone, and the late call of rank 1 stores to nothing that is in use."""
+    """Rank 0 goes on alone, and the late call of rank 1 stores to no memory in use."""
     alone = dist.new_group([0])
     layer = make_layer(EXACT, rank, nodes, ranks_per_node)
     layer.context.state[codes.TIMEOUT_US] = 300_000
@@ -198,13 +198,13 @@ def _without_the_late_rank(rank: int, nodes: int, ranks_per_node: int, folder: s
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_a_group_without_the_late_rank_is_safe_from_it(run_ranks, nodes, ranks_per_node, tmp_path):
-    """Memory is held back by the group of the layer that failed, not by that of the new one."""
+    """The group of the failed layer decides which memory is held back, not the group of the new layer."""
     run_ranks(_without_the_late_rank, nodes, ranks_per_node, str(tmp_path), timeout_s=LIMIT_S)
 
 
 def _meetings(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
     heap = current_heap()
-    # One makes a layer, the other waits at a barrier; then one is in a collective of the program.
+    # One rank creates a layer, the other waits at a barrier; then one is in a collective of the program.
     with pytest.raises(PeerFailed, match="different calls: a barrier by rank 0; the constructor of a layer by rank 1"):
         heap.barrier() if rank == 0 else make_layer(EXACT, rank, nodes, ranks_per_node)
     if rank == 0:
@@ -216,8 +216,8 @@ def _meetings(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
     with pytest.raises(PeerFailed, match="a barrier of layer 1 by rank 0; a barrier of layer 2 by rank 1"):
         two[rank].context.reallocate_dispatch_output_buf(1)
     for layer in two:
-        layer.finalize()  # one of them has failed here, the other one there
-    # Rank 1 is still at a meeting of the layer that rank 0 has given up, and rank 0 at the next one.
+        layer.finalize()  # one layer has failed on this rank, the other on the other rank
+    # Rank 1 is still at a meeting of the layer that rank 0 has finalized after a failure; rank 0 is at the next one.
     layer = make_layer(EXACT, rank, nodes, ranks_per_node)
     if rank == 0:
         layer.context.state[codes.TIMEOUT_US] = 300_000
@@ -234,14 +234,14 @@ def _meetings(rank: int, nodes: int, ranks_per_node: int, folder: str) -> None:
         layer.finalize()
     _check_new(EXACT, rank, nodes, ranks_per_node)
     alone = dist.new_group([rank], use_local_synchronization=True)
-    with make_layer(EXACT, 0, 1, 1, group=alone) as single:  # a group of one meets nobody
+    with make_layer(EXACT, 0, 1, 1, group=alone) as single:  # a group of one waits for no other rank
         combine_and_check(single, dispatch_and_check(single, EXACT, 0))
     dist.destroy_process_group(alone)
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_ranks_in_different_meetings_say_so(run_ranks, nodes, ranks_per_node, tmp_path):
-    """PeerFailed with who is where; a layer that one has given up is no reason for the other's new one to fail."""
+    """PeerFailed names the call of each rank; a layer that failed on one rank does not make a new layer fail."""
     run_ranks(_meetings, nodes, ranks_per_node, str(tmp_path), timeout_s=LIMIT_S)
 
 
@@ -263,5 +263,5 @@ def _constructor_fails(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_a_constructor_that_fails_on_one_rank_stops_the_others(run_ranks, nodes, ranks_per_node):
-    """They are told when they meet that rank again; then a layer can be made."""
+    """The others raise PeerFailed when they next meet that rank; afterwards a layer can be created."""
     run_ranks(_constructor_fails, nodes, ranks_per_node, timeout_s=LIMIT_S)

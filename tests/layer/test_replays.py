@@ -26,7 +26,7 @@ def _replay(rank, nodes, ranks_per_node, case, replays, delay_s):
         xs = [work.x.to(device) for work in mine]
         idxs = [work.topk_idx.to(device) for work in mine]
         x, idx = xs[0].clone(), idxs[0].clone()
-        # Sums have other signs than tokens, and a sum of this call is none of the call that wrote the half before.
+        # Sums have other signs than tokens, and a sum of this call equals no sum of the previous call in the same half.
         y = torch.empty(layer.config.recv_capacity, case.hidden, dtype=case.dtype, device=device)
         made = {}
 
@@ -38,7 +38,7 @@ def _replay(rank, nodes, ranks_per_node, case, replays, delay_s):
 
         pair()  # compiles
         replay = _capture(pair, device)
-        # What each input gives, by calls that are checked against the sum of its rows.
+        # Expected results of each input, from calls that are checked against the sum of its rows.
         want = []
         for each in range(INPUTS):
             x.copy_(xs[each])
@@ -71,7 +71,7 @@ def _replay(rank, nodes, ranks_per_node, case, replays, delay_s):
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
 @pytest.mark.parametrize("payload", [None, "mxfp8"])
 def test_replays_have_the_same_bits(run_ranks, backend, pytestconfig, nodes, ranks_per_node, payload):
-    """`--replays` of them on GPUs, 40 calls on a CPU: rows and sums are those of the calls that were checked."""
+    """`--replays` replays on GPUs, 40 calls on a CPU: rows and sums equal those of the checked calls."""
     if backend == "host":
         sizes = (replace(TINY, payload=payload), 40 if ranks_per_node == 2 else 8, 0.01)
     else:

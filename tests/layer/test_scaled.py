@@ -1,4 +1,4 @@
-"""One-byte rows with scales: bit for bit the rows that the plain-torch reference moves, whatever the bytes mean."""
+"""One-byte rows with scales equal the rows of the plain-torch reference bit for bit, whatever the bytes mean."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +44,7 @@ def _works(kind: Kind, world_size: int) -> list[Workload]:
 
 
 def _bytes(work: Workload, kind: Kind) -> torch.Tensor:
-    """[T, H + H / 32] uint8 of every value, NaNs too: a row's bytes say where it comes from."""
+    """[T, H + H / 32] uint8 of every value, NaNs too; a row's bytes encode its origin."""
     return work.x.view(torch.uint8)[:, : kind.hidden + kind.hidden // 32]
 
 
@@ -84,7 +84,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, kind: Kind) -> None:
         _equal(recv, recv_scale, want.recv_x, kind)
         assert torch.equal(recv_weights.cpu()[: len(want.recv_weights)], want.recv_weights)
         assert layer.dispatch_scaled(data, scale, idx)[2] is None
-        # The descriptor serves rows of both kinds, and combine those of the layer's dtype.
+        # The descriptor works for rows of both kinds, and combine for rows of the layer's dtype.
         plain, _, plain_desc = layer.dispatch(x, idx, weights)
         assert torch.equal(plain.cpu()[: len(rows.recv_x)], rows.recv_x)
         again, scale_again, _, _ = layer.dispatch_scaled(other, scale, None, layout_desc=desc)
@@ -118,7 +118,7 @@ def _check_compact(
     "nodes, ranks_per_node, kind",
     [
         (1, 2, KINDS[0]),
-        *(pytest.param(1, 2, kind, marks=pytest.mark.plain) for kind in KINDS[1:]),  # the same ways, other types
+        *(pytest.param(1, 2, kind, marks=pytest.mark.plain) for kind in KINDS[1:]),  # the same paths, other types
         pytest.param(2, 1, KINDS[3], marks=pytest.mark.plain),
         pytest.param(2, 2, KINDS[0], marks=pytest.mark.plain),
         (2, 2, KINDS[2]),
@@ -126,7 +126,7 @@ def _check_compact(
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_bytes_arrive_as_they_were_sent(run_ranks, nodes, ranks_per_node, kind):
-    """By expert, with padding of zeros, and by rank; by an earlier routing; between rows of the layer's dtype."""
+    """Expert-major with padding of zeros, and compact; by an earlier routing; mixed with rows of the layer's dtype."""
     run_ranks(_check, nodes, ranks_per_node, kind)
 
 
@@ -139,7 +139,7 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
     x, idx, weights = (part.to(data.device) for part in (works[rank].x, works[rank].topk_idx, works[rank].topk_weights))
     options = {"low_latency": True, "capacity": 400}
     with _layer(kind, rank, nodes, ranks_per_node, **options) as layer:
-        for _ in range(3):  # both halves of the arrivals, and again
+        for _ in range(3):  # both halves of the staging rows, and the first again
             recv, recv_scale, recv_weights, desc, hook = layer.dispatch_scaled(
                 data, scale, idx, weights, return_recv_hook=True
             )
@@ -159,7 +159,7 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_low_latency_layers_send_rows_of_one_kind(run_ranks, nodes, ranks_per_node):
-    """Bytes in both halves of the arrivals; rows of the other kind are refused."""
+    """One-byte rows in both halves of the staging rows; rows of the other kind are refused."""
     run_ranks(_check_low_latency, nodes, ranks_per_node)
 
 
@@ -187,7 +187,7 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
             with pytest.raises(InputError, match=r"ranks \[0\] of 2 dispatch one-byte rows"):
                 (plain if rank else scaled)(exp_indices=idx)
         want, *_, desc = layer.dispatch_scaled(data, scale, idx)
-        # By an earlier routing the others go on without its rows, and are told by `check`; then all are in step.
+        # With an earlier routing the others go on without its rows, and `check` reports it; then all are in step.
         if rank == 0:
             with pytest.raises(InputError, match=r"input must be torch\.uint8 or"):
                 layer.dispatch_scaled(x, scale, None, layout_desc=desc)
@@ -219,5 +219,5 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1)])
 def test_mistakes(run_ranks, nodes, ranks_per_node):
-    """Every rank learns of what one got wrong, and the layer goes on."""
+    """Every rank raises if one got a wrong argument, and the layer stays usable."""
     run_ranks(_check_mistakes, nodes, ranks_per_node)

@@ -1,4 +1,4 @@
-"""Values of received rows go back to the (token, k) that each row is a copy of, bit for bit."""
+"""The value of each received row goes back to the (token, k) of the row, bit for bit."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
         slots = slot_ops.needed_slots(layer.context, desc)
         assert (slots is None) == case.local_combine, "with local combine the descriptor has the copies"
         values = [_values(r, result.recv_x.shape[0]) for r, result in enumerate(results)]
-        given = torch.full((desc.num_recv_rows,), torch.nan)  # behind the last row nothing is read
+        given = torch.full((desc.num_recv_rows,), torch.nan)  # nothing is read past the last row
         given[: values[rank].shape[0]] = values[rank]
         for _ in range(2):
             back = slot_ops.to_slots(layer.context, given.to(device), slots, desc)
@@ -47,5 +47,5 @@ def _check(rank: int, nodes: int, ranks_per_node: int, case: Case) -> None:
 @pytest.mark.parametrize("local_combine", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_value_of_a_row_goes_back_to_its_slot(run_ranks, nodes, ranks_per_node, local_combine, case):
-    """With the rows of a token summed first on their rank, and without; dropped entries get zero."""
+    """With and without local combine, which sums the rows of a token on their rank; dropped entries get zero."""
     run_ranks(_check, nodes, ranks_per_node, replace(case, local_combine=local_combine))

@@ -1,4 +1,4 @@
-"""What a first program may not expect: calls without a gradient, and rows beyond a static capacity."""
+"""Warnings for pitfalls: calls without a gradient, and rows beyond a static capacity."""
 
 import warnings
 from dataclasses import replace
@@ -43,7 +43,7 @@ def _check_gradients(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_calls_that_cut_a_graph_of_autograd_say_so_once(run_ranks, nodes, ranks_per_node):
-    """In grad mode, on inputs that require a gradient; the functions of autograd themselves do not."""
+    """The layer warns in grad mode, on inputs that require a gradient; the functions of triton_ep.autograd do not."""
     run_ranks(_check_gradients, nodes, ranks_per_node)
 
 
@@ -52,7 +52,7 @@ def _check_overflow(rank: int, nodes: int, ranks_per_node: int, low_latency: boo
     works = workloads(case, nodes * ranks_per_node, 0)
     device, mine = current_heap().device, works[rank]
     inputs = {name: getattr(mine, name).to(device) for name in ("x", "topk_idx", "topk_weights")}
-    works[rank] = replace(mine, **inputs)  # a graph captures no copies from the CPU
+    works[rank] = replace(mine, **inputs)  # a graph cannot capture copies from the CPU
     with make_layer(case, rank, nodes, ranks_per_node, capacity=5) as layer, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert layer.overflow_total == 0
@@ -77,11 +77,11 @@ def _check_overflow(rank: int, nodes: int, ranks_per_node: int, low_latency: boo
         with pytest.warns(UserWarning, match=rf"{(calls - 1) * each} rows .* {calls * each} in all"):
             layer.check()
         warnings.simplefilter("error")
-        layer.check()  # said once
+        layer.check()  # reported only once
 
 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node, low_latency", [(1, 2, False), (1, 2, True), (2, 1, False)])
 def test_rows_beyond_the_capacity_are_counted_over_all_calls(run_ranks, nodes, ranks_per_node, low_latency):
-    """Replays of graphs too; `check` warns of what is new."""
+    """Replays of graphs count too; `check` warns of rows since the last check."""
     run_ranks(_check_overflow, nodes, ranks_per_node, low_latency)

@@ -457,7 +457,7 @@ def _check_tensor(
     if not tensor.is_contiguous():
         raise InputError(f"{name} must be contiguous, got strides {tensor.stride()}; call .contiguous().")
     if tensor.is_neg():
-        raise InputError(f"{name} is a view with the negative bit set; call .resolve_neg().")
+        raise InputError(f"{name} is a lazily negated view; call .resolve_neg().")
     if not tensor.data_ptr() and tensor.numel():
         raise InputError(
             f"{name} has no memory: it is a {type(tensor).__name__} without storage (from a tracer, or zeros of "
