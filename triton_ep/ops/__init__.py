@@ -1,5 +1,5 @@
-"""Launchers: tensors in, arguments out, launch. The only importers of kernels.
+"""Launchers of kernels; no other package imports kernels.
 
-Each takes the context as its first argument, allocates what the kernel writes, and launches on the current
-stream. Arguments are checked by the layer, before anything is sent.
+A launcher of the exchange takes the context first, allocates the kernel's outputs and launches on the current stream.
+The layer has checked the arguments before anything is sent.
 """

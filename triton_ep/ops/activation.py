@@ -1,4 +1,4 @@
-"""What stands between the two products of an expert, as callers name it (kernels/experts/activation.py computes it)."""
+"""The activation between the two products of an expert, as callers name it (see kernels/experts/activation.py)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from triton_ep.runtime.plans.experts import KINDS
 
 
 class Activation(NamedTuple):
-    """act(g) * (u + up_offset) of the two halves g and u of the first product; not gated: act(g).
+    """act(g) * (u + up_offset) for the two halves g and u of the first product; without gate: act(g).
 
     Attributes:
-        kind: "silu", "gelu" (by the error function), "relu" or "relu2" (its square).
-        gated: there is a second half u.
-        limit: g is clamped from above, u from both sides; None: neither.
-        alpha: act(g) is g * sigmoid(alpha * g) for "silu".
+        kind: "silu", "gelu" (by the error function), "relu" or "relu2" (the square of "relu").
+        gated: the first product has a second half u.
+        limit: clamps g from above and u from both sides; None: clamps neither.
+        alpha: "silu" computes g * sigmoid(alpha * g).
         up_offset: added to u.
     """
 
@@ -29,7 +29,7 @@ class Activation(NamedTuple):
 
 
 def check_activation(activation: Activation) -> None:
-    """Raise ConfigError for values that no kernel computes."""
+    """Raise ConfigError for an activation that no kernel computes."""
     kind, gated, limit, alpha, up_offset = activation
     if kind not in KINDS:
         raise ConfigError(f"Activation.kind is {kind!r}, choose from {', '.join(KINDS)}.")

@@ -1,4 +1,4 @@
-"""Expansion of rows that a dispatch has delivered before (kernels/experts/expand.py)."""
+"""Expansion of rows that an earlier dispatch delivered (kernels/experts/expand.py)."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def expand_arrivals(
     filled: torch.Tensor,
     num_rows: int,
 ) -> torch.Tensor:
-    """[num_rows, H] bf16: arrived rows at the places of their copies, zeros in the padding of segments. No gradient.
+    """[num_rows, H] bf16: each arrived row at the rows of its assignments, zeros in the padding of segments.
 
-    Rows from offs[-1] on are not written.
+    Has no gradient. Does not write rows from offs[-1] on.
 
     Arguments:
         arrived: [C, H] bf16, contiguous.
         copies: [C, K] int32, contiguous: rows of the result, each at most once; -1 = none.
-        counts: int32, contiguous; entry `at` of it says how many rows of `arrived` and `copies` there are. Others are
-            not read.
+        counts: int32, contiguous; entry `at` is the number of valid rows of `arrived` and `copies`. The other entries
+            are not read.
         offs: [E + 1] int32, first row of each expert's segment, then the end of the last.
-        filled: [E] int32, rows of each segment that are copies, the first ones.
+        filled: [E] int32, rows of each segment that hold assignments: the first ones; the rest is padding.
 
     Raises:
         InputError: operands that do not fit each other.

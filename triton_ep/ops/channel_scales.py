@@ -1,4 +1,4 @@
-"""Rows with a scale per 128 values, in the form in which a layer sends them (kernels/compute/channel_scales.py)."""
+"""Quantisation of rows with one scale per 128 values, in a layer's wire form (kernels/compute/channel_scales.py)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ CHANNELS = 128
 
 
 def quantize_channels(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows by their 128 values: amax at least 1e-4, data = x * (448 / amax), scale = amax * (1 / 448).
+    """Quantise blocks of 128 values of rows: amax at least 1e-4, data = x * (448 / amax), scale = amax * (1 / 448).
 
     Source: dispatch of DeepEP's csrc/kernels/internode_ll.cu, calculate_fp8_scales of its utils.cuh.
 
     Args:
         x: [T, H] bfloat16, contiguous, H a multiple of 128.
-        round_scale: scales are powers of two, rounded up, and data = x / scale.
-        use_ue8m0: of such a scale its exponent alone, a byte.
+        round_scale: round scales up to powers of two; data = x / scale.
+        use_ue8m0: store only the exponent byte of such a scale.
 
     Returns:
-        [T, H] float8_e4m3fn, saturated, and bytes [T, H / 32] uint8: those of [T, H / 128] float32 scales, or with
-        `use_ue8m0` H / 128 exponents and then zeros. Scales multiply.
+        [T, H] float8_e4m3fn, saturated, and scale bytes [T, H / 32] uint8: the bytes of [T, H / 128] float32 scales,
+        or with `use_ue8m0` H / 128 exponents, then zeros. Values are data * scale.
     """
     num_tokens, hidden = x.shape
     data = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)

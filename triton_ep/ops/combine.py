@@ -20,7 +20,7 @@ from triton_ep.runtime.plans.shape import WORD_BYTES, word_type
 
 
 def is_reduced(desc: EPAllToAllLayoutDesc) -> bool:
-    """True if rows of one token are summed on the expert's rank first."""
+    """True if the experts' rank sums the rows of one token before it publishes them."""
     return desc.skipped_token_topk_mapping_indices is not None
 
 
@@ -35,12 +35,12 @@ def combine(
 ) -> torch.Tensor:
     """Publish expert outputs y [R, H], bring them back and sum them: [T, H].
 
-    fmt: of `y` and the result. weights: [R] float32. biases: up to two [T, H], what the sums begin with.
-    of_slots: rows have a value per slot of their tokens, in place of expert outputs; y [R]: each has one, for the slot
-    in whose column the descriptor has it.
+    fmt: format of `y` and the result. weights: [R] float32. biases: up to two [T, H]; the sums start from them.
+    of_slots: rows carry one value per slot of their token instead of expert outputs. y [R]: each row carries the value
+    of one slot, the column in which the descriptor lists the row.
     """
     plan = _plan(ctx, fmt, desc, weights is not None, of_slots, y.dim() == 1)
-    # Rows are summed while the first sums are on their way.
+    # On the side stream, later rows are summed while the first sums are pulled.
     _publish(ctx, fmt, y, weights, desc, plan, ctx.fork() if plan.overlapped else None)
     out = _make_output(ctx, fmt, desc)
     _receive(ctx, fmt, out, weights is not None, desc, plan, biases)
@@ -54,10 +54,10 @@ def combine_columns(
 ) -> torch.Tensor:
     """Sum K float32 columns of received rows per token: [T, K].
 
-    Rows of the layer may be too short for all columns at once, so a combine carries as many as fit.
+    Each combine carries as many columns as fit into a row of the layer.
 
-    columns: given the format of a combine's rows and their first column, those rows [R, hidden]; columns from K on are
-    ignored.
+    columns: returns the rows [R, hidden] of one combine, given their format and their first column; columns from K on
+    are ignored.
 
     Raises:
         ConfigError: rows of the layer are shorter than one float32.
@@ -70,13 +70,13 @@ def combine_columns(
 
 
 def combine_slots(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, values: torch.Tensor) -> torch.Tensor:
-    """Bring the value of each received row, [R] float32, back to its slot: [T, K]. Of layers with local combine.
+    """Bring the value of each received row, [R] float32, back to its slot: [T, K]. For layers with local combine.
 
     Raises:
         ConfigError: as `combine_columns`.
     """
     copies, topk = desc.skipped_token_topk_mapping_indices, ctx.config.topk
-    assert copies is not None and copies.shape[1] == topk, "rows of a token are summed first, but not deduplicated"
+    assert copies is not None and copies.shape[1] == topk, "the descriptor is of expert-major rows with local combine"
     fmt = ctx.rows.narrow(topk)
     if fmt.hidden == topk:
         return combine(ctx, fmt, values, None, desc, of_slots=True)
@@ -90,11 +90,11 @@ def combine_slots(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, value
 
 
 def wait_published(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc) -> bool:
-    """Make the current stream wait until the rows of the latest `combine` have been read.
+    """Make the current stream wait until the latest `combine` has read its rows.
 
-    That was a whole call, not one taken apart by a hook, with this descriptor and no weights.
+    That `combine` had this descriptor and no weights, and was no split-phase call.
 
-    False: rows are not read on a stream of their own, so that only its end will do.
+    Returns False if the side stream does not read the rows: the caller must then wait for the end of the combine.
     """
     if not _plan(ctx, fmt, desc, False).overlapped:
         return False
@@ -124,10 +124,10 @@ class _Plan(NamedTuple):
     """How rows are published. Derived from the configuration alone, so ranks agree without communicating.
 
     Attributes:
-        programs: how many publish.
-        pulling: how many sum rows of other ranks.
-        num_steps: steps in which they publish.
-        overlapped: publishing runs concurrently with the kernels that pull, unless a hook separates them.
+        programs: number of programs that publish.
+        pulling: number of programs that sum rows of other ranks.
+        num_steps: steps in which rows are published.
+        overlapped: publishing runs concurrently with the kernels that pull, except in a split-phase call.
         call: COMBINE_* (kernels/device/codes.py), which ranks compare.
     """
 
@@ -156,15 +156,15 @@ def _plan(
     publishing, pulling, overlapped = grids
     if not ctx.config.is_intra_node:
         return _Plan(publishing, pulling, 2, overlapped, call)
-    # Steps pay for their extra releases only when overlapped; the interpreter uses two to exercise the path.
+    # The extra releases of steps pay off only when overlapped; the interpreter uses two steps to exercise the path.
     return _Plan(publishing, pulling, STEPS if overlapped else 2 if INTERPRETING else 1, overlapped, call)
 
 
 def _grids(ctx: DispatchCombineContext, fmt: RowFormat, has_weights: bool, copies: int, gathered: bool) -> Combining:
-    """Grids of combines of such rows; copies: of a token that are summed first, 0: none are."""
+    """Grids of a combine of such rows; copies: most rows per token to sum before publishing, 0: publish rows as is."""
     if copies:
         publisher = _reducer(ctx, fmt, has_weights, copies, gathered)
-    else:  # rows in place are published by another kernel, in as many programs
+    else:  # another kernel publishes rows that are in place already, with as many programs
         publisher = _stager(ctx, fmt, has_weights, fmt.payload_bytes // WORD_BYTES[word_type(fmt.payload_bytes)])
     puller = _puller(ctx, fmt, has_weights, copies > 0)
     return combining_programs(ctx.config, ctx.device, publisher.declared, puller.declared, copies > 0)
@@ -213,7 +213,7 @@ def _publish(
     plan: _Plan,
     side: torch.cuda.Stream | None = None,
 ) -> None:
-    """Make expert outputs readable to the ranks of this node; with local combine, summed per token."""
+    """Publish expert outputs to the ranks of this node; with local combine, sum them per token first."""
     ctx.calls.check_combine(desc.dispatch_number)
     has_weights = weights is not None
     weights_arg = ctx.no_floats if weights is None else weights
@@ -255,7 +255,7 @@ def _publish(
 
 
 def lend_buffer(ctx: DispatchCombineContext) -> torch.Tensor:
-    """The combine buffer [rows, H], once no rank reads it any more: what is launched next may write there."""
+    """The combine buffer [rows, H]. Kernels launched next may write it: the stream waits until no rank reads it."""
     ctx.calls.lend()
     ctx.launcher(("free",), exchange.free).launch(1)
     return ctx.local("dispatch_output_buf")

@@ -1,4 +1,4 @@
-"""Compact rows: a row per (token, this rank), out of the staging buffer (kernels/intranode/compact.py) and back."""
+"""Compact rows, one per (token, this rank): copied from the staging buffer (kernels/intranode/compact.py), and back."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from triton_ep.runtime.plans import compact as plans
 
 
 class Compact(NamedTuple):
-    """What `receive` writes.
+    """Outputs of `receive`.
 
     Attributes:
-        x: [R, H] of the token dtype; with scale of one byte.
+        x: [R, H] of the token dtype; with `scale`, of one byte per element.
         topk_idx: [R, K] int32 or int64, local expert ids, -1 = not here; None = not wanted.
         topk_weights: [R, K] float32, or None.
         scale: [R, H / 32] uint8, or None.
-        copy_rows: [R, 1] int32, each row itself: what combine sums for it first.
+        copy_rows: [R, 1] int32, the number of each row: the only row that combine sums for it before publishing.
     """
 
     x: torch.Tensor
@@ -41,9 +41,9 @@ def make_compact(
     idx_dtype: torch.dtype | None,
     has_weights: bool,
 ) -> Compact:
-    """Memory for `num_rows` rows; not `exact`: fewer may arrive, and ids and weights of the others are -1 and 0.
+    """Allocate `num_rows` rows; not `exact`: fewer may arrive, and the ids and weights of the rest are -1 and 0.
 
-    idx_dtype: of the expert ids; None = neither ids nor weights are wanted.
+    idx_dtype: dtype of the expert ids; None = neither ids nor weights are wanted.
     """
     if fmt.payload is None:
         x, scale = torch.empty(num_rows, fmt.hidden, dtype=fmt.dtype, device=ctx.device), None
@@ -70,9 +70,9 @@ def receive(
     forward_tables: torch.Tensor | None,
     side: torch.cuda.Stream | None,
 ) -> None:
-    """Pass on what came over the network, wait for the rows, as they come, and copy them out.
+    """Forward rows that came over the network, and copy the rows out as they arrive.
 
-    side: from `dispatch_ops.fork` before the push, so that first rows are copied while the last are on their way.
+    side: from `dispatch_ops.fork` before the push, so that the first rows are copied while the last are in transit.
     """
     if forward_tables is not None:
         dispatch_ops.forward(ctx, fmt, forward_tables, received.topk_weights is not None, True, placement)
@@ -111,8 +111,8 @@ def _copy_out(
 def combine_topk(ctx: DispatchCombineContext, values: torch.Tensor, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
     """Sum values [R, K] float32 of compact rows per token: [T, K] float32. Collective.
 
-    A combine of short float32 rows, with the same kernels, buffers and epochs as any other. Of the rows of a token
-    one has the value of a slot and the others zero, so the sum is exact.
+    A combine of short float32 rows, with the same kernels, buffers and epochs as any other. For each slot, one row of
+    the token has the value and the other rows have zero, so the sum is exact.
 
     Raises:
         ConfigError: rows of the layer are shorter than one float32.

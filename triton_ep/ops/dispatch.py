@@ -1,4 +1,4 @@
-"""Moving rows to their experts (kernels/intranode/dispatch.py, kernels/internode/dispatch.py)."""
+"""Launchers that move rows to their experts (kernels/intranode/dispatch.py, kernels/internode/dispatch.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LANDED_WORDS = {"i32": torch.int32, "i64": torch.int64}
 
 
 def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
-    """Rows as they travel: with payload="mxfp8" e4m3 and scales by RCEIL, else `x` itself.
+    """Rows in wire form: with payload="mxfp8" e4m3 and scales by RCEIL, else `x` itself.
 
     Large batches quantise on the side stream, concurrently with routing; `fork` joins it.
     """
@@ -61,7 +61,7 @@ def quantize(ctx: DispatchCombineContext, x: Rows) -> Rows:
 
 
 def _source(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """What kernels that send take of `rows`: data in words, scales, words per row, payload."""
+    """Arguments of the sending kernels for `rows`: data in words, scales, words per row, payload."""
     row_bytes = fmt.hidden * rows.data.element_size()
     words = as_words(rows.data, row_bytes)
     row_words = row_bytes // words.element_size()
@@ -71,7 +71,7 @@ def _source(ctx: DispatchCombineContext, fmt: RowFormat, rows: Rows) -> tuple[to
 
 
 def push(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing, placement: torch.Tensor) -> None:
-    """Push each row of x [T, H] once to every rank of this node that needs it, and release, step by step."""
+    """Push each row of x [T, H] once to every rank of this node that needs it; release after each step."""
     cfg = ctx.config
     words, scale, row_words, payload = _source(ctx, fmt, x)
     ctx.launcher(("push", payload, row_words), exchange.push, payload, row_words, fmt=fmt).launch(
@@ -104,7 +104,7 @@ def send(ctx: DispatchCombineContext, fmt: RowFormat, x: Rows, routing: Routing,
 
 
 def make_forward(ctx: DispatchCombineContext) -> torch.Tensor | None:
-    """Memory for what `forward` notes, [2, N, M, K] int32; None with one node."""
+    """Allocate the tables that `forward` writes, [2, N, M, K] int32; None with one node."""
     cfg = ctx.config
     if cfg.is_intra_node:
         return None
@@ -121,8 +121,8 @@ def forward(
 ) -> None:
     """Push the rows that other nodes sent here on to the ranks of this node, and release.
 
-    tables: from `make_forward`: where combine finds what was forwarded.
-    reduced: that is one row per (token, rank).
+    tables: from `make_forward`: tell combine where the forwarded rows are.
+    reduced: combine will pull one row per (token, rank).
     """
     cfg = ctx.config
     words = as_words(ctx.local_as("stage_x", torch.uint8), fmt.wire_bytes)
@@ -138,12 +138,12 @@ def forward(
 
 
 class Received(NamedTuple):
-    """What `expand` writes.
+    """Outputs of `expand`.
 
     Attributes:
-        x: recv_x [R, H]. Rows after the last expert's (static mode) are undefined.
-        weights: [R] float32, or None; zero after the last expert's rows.
-        copy_rows: with local combine, or where a caller keeps them, [C, K] int32, the output rows of each arrival row.
+        x: recv_x [R, H]. Rows past the last segment (static mode) are undefined.
+        weights: [R] float32, or None; zero past the last segment.
+        copy_rows: with local combine, or if the caller keeps them, [C, K] int32, the output rows of each staging row.
     """
 
     x: Rows
@@ -161,10 +161,10 @@ def make_received(
     keep_copies: bool,
     landing: str | None,
 ) -> Received:
-    """Memory for `num_rows` output rows from `num_arrivals` arrival rows.
+    """Allocate `num_rows` output rows for `num_arrivals` staging rows.
 
-    exact: as many come. Otherwise weights are filled, after the work that the current stream has.
-    keep_copies: the output rows of arrival rows are wanted, whatever combine needs.
+    exact: exactly `num_rows` rows come. Otherwise fewer may, and the current stream zeroes the weights.
+    keep_copies: keep the output rows of staging rows even if combine does not need them.
     landing: as in `EPAll2AllLayer.dispatch`.
     """
     cfg = ctx.config
@@ -190,7 +190,7 @@ def _make_rows(fmt: RowFormat, device: torch.device, num_rows: int, landing: str
 
 
 def _landing_of(fmt: RowFormat, rows: Rows) -> int:
-    """How these rows were asked for (kernels/device/codes.py)."""
+    """The landing code of these rows (kernels/device/codes.py)."""
     if fmt.payload is None:
         return LANDING_WORDS
     if rows.scale is None:
@@ -199,9 +199,9 @@ def _landing_of(fmt: RowFormat, rows: Rows) -> int:
 
 
 def fork(ctx: DispatchCombineContext, quantized: bool, split: bool) -> torch.cuda.Stream | None:
-    """Stream for `expand` to run on concurrently with what is launched next; None where it runs after that.
+    """Stream on which `expand` overlaps the kernels launched next; None if it runs after them.
 
-    quantized: the current stream must wait for what `quantize` has launched, too.
+    quantized: also make the current stream wait for the kernel that `quantize` launched.
     split: the caller decides when rows are received.
     """
     if not overlaps(ctx.config, ctx.device):
@@ -219,9 +219,9 @@ def receive(
     forward_tables: torch.Tensor | None,
     side: torch.cuda.Stream | None,
 ) -> None:
-    """Pass on what came over the network, wait for the rows, as they come, and lay them out expert by expert.
+    """Forward rows that came over the network, and lay the rows out expert by expert as they arrive.
 
-    side: from `fork` before the push, so that first rows are laid out while the last are on their way.
+    side: from `fork` before the push, so that the first rows are laid out while the last are in transit.
     """
     if forward_tables is not None:
         reduced = ctx.config.enable_local_combine

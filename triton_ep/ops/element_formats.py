@@ -14,11 +14,11 @@ import torch
 from triton_ep.errors import InputError
 
 BLOCK = 32
-"""Values that share a scale in every format of the MX specification."""
+"""Number of values that share a scale, in every format of the MX specification."""
 
 
 class ScalingMode(StrEnum):
-    """How a block's largest magnitude becomes its scale; a string of the same name serves as well."""
+    """How a block's largest magnitude becomes its scale; functions also take a string of the same name."""
 
     RCEIL = "rceil"
     FLOOR = "floor"
@@ -27,7 +27,7 @@ class ScalingMode(StrEnum):
 
     @classmethod
     def parse(cls, mode: ScalingMode | str | Enum) -> ScalingMode:
-        """The mode that a string, in any case, or an enum of the same names means; InputError if none."""
+        """The mode named by a string (in any case) or by another enum of the same names; InputError if none."""
         if isinstance(mode, cls):
             return mode
         name = mode.name if isinstance(mode, Enum) else mode
@@ -44,15 +44,15 @@ class ElemFormat:
 
     Attributes:
         name: short name, which `elem_format` takes as well as `dtype`.
-        dtype: what an MXTensor calls it, `elem_dtype`: torch's dtype, or a name where torch has none.
+        dtype: `elem_dtype` of an MXTensor: torch's dtype, or a name if torch has none.
         storage: dtype of the tensor that holds elements.
-        bits: bits of an element; where they are fewer than 8, they are the low ones of a byte, the others zero.
+        bits: bits of an element; fewer than 8 are the low bits of a byte whose other bits are zero.
         per_byte: elements in a byte: 2 in packed fp4, the even one in the low bits; 1 otherwise.
         max_pos: largest finite value.
-        max_pow2: its exponent.
+        max_pow2: exponent of `max_pos`.
         mbits: explicit mantissa bits.
         min_exponent: exponent of the smallest normal value.
-        nan: bits of the elements of a NaN block: a NaN, or the largest element where the format has none.
+        nan: bits of the elements of a NaN block: a NaN, or the largest element if the format has no NaN.
     """
 
     name: str
@@ -75,19 +75,19 @@ E2M1 = ElemFormat("e2m1", "fp4_e2m1", torch.uint8, 4, 1, 6.0, 2, 1, 0, 0x7)
 E2M1_PACKED = ElemFormat("e2m1_x2", torch.float4_e2m1fn_x2, torch.uint8, 4, 2, 6.0, 2, 1, 0, 0x7)
 
 ALL_FORMATS = (E4M3, E5M2, E2M3, E3M2, E2M1, E2M1_PACKED)
-"""In the order of falling width."""
+"""All formats, widest first."""
 
 FORMATS: dict[torch.dtype | str, ElemFormat] = {fmt.dtype: fmt for fmt in ALL_FORMATS}
-"""By `elem_dtype`, as the public functions take it."""
+"""Formats by `elem_dtype`, as the public functions take it."""
 
 _BY_NAME = {name: fmt for fmt in ALL_FORMATS for name in (fmt.name, str(fmt.dtype), f"fp{fmt.bits}_{fmt.name}")}
 
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
-"""What can be quantised, and what blocks can be turned back into."""
+"""Dtypes that can be quantised, and dequantised to."""
 
 
 def elem_format(elem_dtype: torch.dtype | str) -> ElemFormat:
-    """Format of an `elem_dtype`, or of a format's name; InputError if there is none."""
+    """Format of an `elem_dtype` or of a format's name; InputError if unknown."""
     found = FORMATS.get(elem_dtype) or (_BY_NAME.get(elem_dtype) if isinstance(elem_dtype, str) else None)
     if found is None:
         known = ", ".join(repr(each) for each in FORMATS)
@@ -96,7 +96,7 @@ def elem_format(elem_dtype: torch.dtype | str) -> ElemFormat:
 
 
 def fp8_dtype(elem_dtype: torch.dtype | str) -> torch.dtype:
-    """The float8 dtype of an `elem_dtype`; InputError if its elements are narrower, or there is none."""
+    """The float8 dtype of an `elem_dtype`; InputError if its elements are narrower, or it is unknown."""
     fmt = elem_format(elem_dtype)
     if not isinstance(fmt.dtype, torch.dtype) or fmt.bits != 8:
         raise InputError(f"elem_dtype is {elem_dtype}; MXFP8 has {E4M3.dtype} and {E5M2.dtype}.")
@@ -104,14 +104,14 @@ def fp8_dtype(elem_dtype: torch.dtype | str) -> torch.dtype:
 
 
 def check_high_precision(dtype: torch.dtype, what: str) -> None:
-    """Refuse a dtype that is not one of HIGH_PRECISION; `what` names it in the message."""
+    """Raise InputError unless `dtype` is in HIGH_PRECISION; `what` names it in the message."""
     if dtype not in HIGH_PRECISION:
         known = ", ".join(str(each) for each in HIGH_PRECISION)
         raise InputError(f"{what} is {dtype}; MX blocks are made of and turned into {known}.")
 
 
 class MXOperand(torch.Tensor):
-    """What launchers take as MX blocks: `mx.tensor.MXTensor`, by the attributes that they read.
+    """Interface of MX blocks for launchers: the attributes of `mx.tensor.MXTensor` that launchers read.
 
     Attributes:
         qdata: elements; of dtype `elem_dtype` if that is a float8.
@@ -128,4 +128,4 @@ class MXOperand(torch.Tensor):
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values in `dtype`; None: in the dtype that the blocks stand for."""
+        """The values in `dtype`; None: in the dtype of the tensor."""

@@ -1,4 +1,4 @@
-"""Two plain ways to move bytes to peers, by which an exchange is judged (kernels/intranode/floor.py)."""
+"""Two plain ways to move bytes to peers: the link bound of an exchange (kernels/intranode/floor.py)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from triton_ep.runtime.launch import INTERPRETING, launch
 from triton_ep.runtime.plans import Plan
 
 ROW_BYTES = 14336
-"""Row of the push: 7168 bf16 values."""
+"""Bytes of a row of the push: 7168 bf16 values."""
 
 
 def push(source: torch.Tensor, addrs: torch.Tensor, rank: int, num_programs: int) -> None:
-    """Store the rows of `source` to the other ranks in turn, by `num_programs` programs of 32 warps.
+    """Store the rows of `source` to the other ranks in turn, with `num_programs` programs of 32 warps.
 
     source: [R, 1792] int64, on the device.
     addrs: [W] int64 on the device, W >= 2: address of each rank's [R, 1792] int64.
@@ -34,7 +34,7 @@ def push(source: torch.Tensor, addrs: torch.Tensor, rank: int, num_programs: int
 
 
 def copy(destination: int, source: torch.Tensor) -> None:
-    """Copy a contiguous tensor to an address of a peer; on a GPU by the copy engine, on the current stream.
+    """Copy a contiguous tensor to an address of a peer; on a GPU with the copy engine, on the current stream.
 
     Raises:
         LaunchError: the driver refused.

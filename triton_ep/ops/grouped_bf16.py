@@ -1,6 +1,6 @@
 """Launchers of the grouped GEMM in bf16 (kernels/compute/grouped_gemm.py): rows in groups, one matrix per group.
 
-`ops.grouped_gemm` is the entry point; it takes MX operands too.
+The entry point is `ops.grouped_gemm`, which also takes MX operands.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ WGRAD_INTERPRETED = Tile(64, 64, 32, 1)
 
 
 def tile_for(num_rows: int, num_experts: int, tma: bool) -> Tile:
-    """Tile by the mean rows of a group; the host knows no more than its upper bound `num_rows / num_experts`.
+    """Tile by the mean rows of a group, of which the host knows only the upper bound `num_rows / num_experts`.
 
-    Up to 64 rows the weights are read once per group whatever the tile; narrower tiles then fill the GPU
-    more evenly and keep more bytes in flight.
+    Up to 64 rows per group, any tile reads the weights once per group; narrower tiles then fill the GPU more evenly
+    and keep more bytes in flight.
     """
     if INTERPRETING:
         return INTERPRETED
@@ -45,7 +45,7 @@ def tile_for(num_rows: int, num_experts: int, tma: bool) -> Tile:
 
 
 def group_ends(offs: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[E] int32, the row after the last of each group, from [E] ends or [E + 1] starts with the total last.
+    """[E] int32, the end of each group (one past its last row), from [E] ends or [E + 1] starts with the total last.
 
     Raises:
         InputError: another shape or dtype.
@@ -67,7 +67,7 @@ def _row_major(x: torch.Tensor) -> torch.Tensor:
 
 
 def _k_major(b_t: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The weights with one dimension consecutive, and whether it is K; a copy is made only if none is."""
+    """The weights with one consecutive dimension, and whether that is K; copies them only if neither is consecutive."""
     if b_t.stride(1) == 1 and b_t.stride(2) >= b_t.shape[1]:
         return b_t, True
     if b_t.stride(2) == 1 and b_t.stride(1) >= b_t.shape[2]:
@@ -76,12 +76,12 @@ def _k_major(b_t: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def boxes(matrix: torch.Tensor, rows: int, width: int, stride: int, box: list[int]) -> Boxes:
-    """A row-major matrix [rows, width] that starts where `matrix` does, to be read in boxes."""
+    """Boxes over a row-major matrix [rows, width] that starts at the address of `matrix`."""
     return Boxes(matrix, [rows, width], [stride, 1], box)
 
 
 def fits_tma(*operands: tuple[torch.Tensor, int]) -> bool:
-    """TMA wants 16-byte aligned starts and rows. operands: tensor and stride of its rows in elements."""
+    """True if starts and rows are 16-byte aligned, as TMA requires. operands: tensor, row stride in elements."""
     return all(t.data_ptr() % 16 == 0 and stride * t.element_size() % 16 == 0 for t, stride in operands)
 
 
@@ -106,10 +106,10 @@ def bf16_gemm(
     tile: Tile | None = None,
     tma: bool | None = None,
 ) -> torch.Tensor:
-    """[R, N] `out_dtype`: rows of group e times b_t[e]; zeros in the rows after the last group.
+    """[R, N] `out_dtype`: rows of group e times b_t[e]; zeros in the rows past the last group.
 
-    a: [R, K] bf16. b_t: [E, K, N] bf16, fastest with consecutive K or N. offs: on the device, see `group_ends`.
-    tile, tma: None = by size, and wherever sizes and addresses allow.
+    a: [R, K] bf16. b_t: [E, K, N] bf16; consecutive K or N saves a copy. offs: on the device, see `group_ends`.
+    tile: None = by size. tma: None = if sizes and addresses allow.
 
     Raises:
         InputError: shapes, dtypes or devices that do not fit each other.
@@ -135,7 +135,7 @@ def bf16_gemm(
     wide = b_t.stride(2 if k_major else 1)
     rows_of_b = n if k_major else k
     dense = b_t.stride(0) == rows_of_b * wide or num_experts == 1
-    # A box that crosses K would bring the next expert's rows; all tiles step by as much.
+    # A box that crosses K would read the next expert's rows. All tiles have the same k.
     able = dense and k % LARGE.k == 0 and fits_tma((a, a.stride(0)), (b_t, wide))
     tma = able and not INTERPRETING if tma is None else tma
     if tma and not able:
@@ -180,11 +180,11 @@ def bf16_wgrad(
     tile: Tile | None = None,
     tma: bool | None = None,
 ) -> torch.Tensor:
-    """[E, I, J] `out_dtype`: x_e^T @ y_e over the rows of each group; zeros for an empty one.
+    """[E, I, J] `out_dtype`: x_e^T @ y_e over the rows of each group; zeros for an empty group.
 
-    x: [R, I] bf16, y: [R, J] bf16. With x = dY and y = A it is the gradient of W [E, N, K]; the other way
-    round, that of its transpose. out: [E, I, J] contiguous, of any of the dtypes, which then takes the place of
-    `out_dtype`; with `accumulate` the products are added to what it holds. tile, tma: as in `bf16_gemm`.
+    x: [R, I] bf16, y: [R, J] bf16. x = dY and y = A give the gradient of W [E, N, K]; x = A and y = dY give the
+    gradient of its transpose. out: [E, I, J] contiguous; its dtype overrides `out_dtype`; `accumulate` adds the
+    products to its values. tile, tma: as in `bf16_gemm`.
 
     Raises:
         InputError: shapes, dtypes or devices that do not fit each other.

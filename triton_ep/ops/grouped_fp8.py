@@ -1,6 +1,6 @@
 """Launchers of the grouped GEMM on MXFP8 operands (kernels/compute/grouped_fp8.py), for few rows per expert.
 
-`ops.grouped_gemm` is the entry point; it takes MXTensor.
+The entry point is `ops.grouped_gemm`, which takes MXTensor.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _STEP = 128
 
 @dataclass(frozen=True)
 class EqualScales:
-    """MXFP8 values of which every 128 along K share one scale: fp8 tensor cores can use them as they are.
+    """MXFP8 values with one scale per 128 along K: fp8 tensor cores multiply them without conversion.
 
     Attributes:
         qdata: [R, K] (rows) or [E, N, K] (weights), float8_e4m3fn, contiguous.
-        scale: [K/128, R] or [E, K/128, N] float32, powers of two or NaN; K/128 is rounded up.
+        scale: [K/128, R] or [E, K/128, N] float32, powers of two or NaN; K/128 rounded up.
     """
 
     qdata: torch.Tensor
@@ -62,11 +62,11 @@ def _check(name: str, qdata: torch.Tensor, scale: torch.Tensor, ndim: int) -> No
 def equalize_scales(qdata: torch.Tensor, scale: torch.Tensor) -> EqualScales:
     """Give every 128 values along K the largest of their four scales.
 
-    qdata: [R, K] or [E, N, K] float8_e4m3fn; scale: the same with K/32, uint8 or float8_e8m0fnu.
+    qdata: [R, K] or [E, N, K] float8_e4m3fn; scale: the same shape with K/32, uint8 or float8_e8m0fnu.
 
-    A value keeps its bits unless it becomes subnormal under the larger scale s: then it is rounded to a multiple
-    of 2^(s - 127 - 9), an error of at most 2^(s - 127 - 10). With scales from RCEIL the largest of the 128 values
-    is above 224 * 2^(s - 127), so the error is below 2^-17 of it.
+    A value is exact unless it becomes subnormal under the larger scale byte s. It is then rounded to a multiple of
+    2^(s - 127 - 9), an error of at most 2^(s - 127 - 10). With scales from RCEIL the largest of the 128 values is
+    above 224 * 2^(s - 127), so the error is below 2^-17 of that value.
 
     Raises:
         InputError: shapes or dtypes that do not fit each other.
@@ -93,7 +93,7 @@ def equalize_scales(qdata: torch.Tensor, scale: torch.Tensor) -> EqualScales:
 
 
 def _tile_for(num_rows: int, num_experts: int, hardware: bool) -> Tile:
-    """By the mean rows of a group."""
+    """Tile by the mean rows of a group."""
     if hardware:
         return HARDWARE_TILE
     mean = -(-num_rows // num_experts)
@@ -103,7 +103,7 @@ def _tile_for(num_rows: int, num_experts: int, hardware: bool) -> Tile:
 def _result(
     a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R, N] to be written, and [E] int32 ends of groups."""
+    """The output [R, N], not yet written, and [E] int32 ends of groups."""
     if a.shape[1] != w.shape[2]:
         raise InputError(f"the rows have K = {a.shape[1]}, the weights K = {w.shape[2]}.")
     if out_dtype not in OUT_DTYPES:
@@ -162,11 +162,11 @@ def fp8_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     tma: bool | None = None,
 ) -> torch.Tensor:
-    """[R, N]: rows of group e of `a` [R, K] times w[e]^T, w [E, N, K]; zeros in the rows after the last group.
+    """[R, N]: rows of group e of `a` [R, K] times w[e]^T, w [E, N, K]; zeros in the rows past the last group.
 
-    Both with equal scales along 128 of K, or both with one scale per row. One fp8 product per 128 of K, added in
-    float32. Hopper's tensor cores keep about 14 bits of the
-    sums inside such a product; other devices and the interpreter all of float32.
+    Both operands have equal scales along 128 of K, or both have one scale per row. Computes one fp8 product per 128 of
+    K and adds the products in float32. Inside a product, Hopper's tensor cores keep about 14 bits of the sums; other
+    devices and the interpreter keep all of float32.
 
     Raises:
         InputError: shapes, dtypes or devices that do not fit each other.
@@ -193,9 +193,9 @@ def scaled_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     tma: bool | None = None,
 ) -> torch.Tensor:
-    """As `fp8_gemm`, of elements and scales as they are, [.., K] and [.., K/32]: for tensor cores that scale.
+    """`fp8_gemm` of MX elements [.., K] and scales [.., K/32] without preparation, for tensor cores that apply scales.
 
-    Exact up to float32 accumulation. Those are in sm_100; elsewhere the compiler emulates them, which is slow.
+    Exact up to float32 accumulation. sm_100 has such tensor cores; elsewhere the compiler emulates them, slowly.
 
     Raises:
         InputError: shapes, dtypes or devices that do not fit each other.

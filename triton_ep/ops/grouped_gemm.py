@@ -1,14 +1,14 @@
-"""Grouped GEMM of bf16 and MXFP8 operands: which kernel computes what.
+"""Grouped GEMM of bf16 and MXFP8 operands: chooses the kernel.
 
-Rows in groups, one weight matrix per group. R rows, E experts, N outputs, K terms. Three paths give a product:
+Rows come in groups with one weight matrix each: R rows, E experts, N outputs, K terms. Three paths give a product:
 
-"bf16"  MX operands become bf16 in a pass, then the bf16 kernel runs. Exact up to float32 accumulation and one
-        rounding of the result: e4m3 times a power of two fits bf16 wherever that reaches, which is everywhere for
-        scale bytes 3 to 246. Below, values under 2^-133 are rounded; above, values from 2^128 on become infinite.
-"fp8"   Scales are made equal along 128 of K (`equal_scales`, with its error), or along whole rows where one operand is
-        `RowScaled` (`rebase_rows`), then fp8 tensor cores multiply. Half the bytes of weights, for weights prepared
-        once: with equal scales for few rows per expert, with row scales for any number.
-"mx"    Tensor cores that know MX scales (sm_100). Exact up to float32 accumulation and one rounding.
+"bf16"  A separate pass converts MX operands to bf16, then the bf16 kernel runs. Exact up to float32 accumulation and
+        one rounding of the result: bf16 holds every e4m3 value times its power of two for scale bytes 3 to 246. With
+        lower scale bytes, values under 2^-133 are rounded; with higher ones, values from 2^128 on become infinite.
+"fp8"   Scales are made equal along 128 of K (`equal_scales`, with its error), or along whole rows if one operand is
+        `RowScaled` (`rebase_rows`), then fp8 tensor cores multiply. Reads half the bytes of weights. For weights
+        prepared once: with equal scales for few rows per expert, with row scales for any number.
+"mx"    Tensor cores apply the MX scales (sm_100). Exact up to float32 accumulation and one rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triton_ep.runtime.launch import INTERPRETING
 
 PATHS = ("auto", "bf16", "fp8", "mx")
 FEW_ROWS = 128
-"""Mean rows per expert up to which weights with equal scales are multiplied in fp8; bf16 is faster from 256 on
+"""Up to this many mean rows per expert, weights with equal scales are multiplied in fp8; bf16 is faster from 256 on
 (one H200, 32 experts, N = 4096, K = 7168)."""
 
 
@@ -112,12 +112,12 @@ def _grouped_mx(
 
 
 def equal_scales(x: MXOperand) -> EqualScales:
-    """Rows [R, K], or weights [E, K, N], quantised along K as e4m3, with one scale per 128 of K.
+    """Convert MX rows [R, K] or weights [E, K, N], e4m3 in blocks of 32 along K, to one scale per 128 of K.
 
-    For weights that stay the same over many calls: pass the result to `grouped_gemm` in their place.
+    For weights that stay the same over many calls: pass the result to `grouped_gemm` instead of the weights.
 
     Raises:
-        InputError: quantised along another dimension, or as another type.
+        InputError: quantised along another dimension, or to another type.
     """
     return EqualScales(*_equalize_scales(*_parts(x, "x")))
 
@@ -174,13 +174,13 @@ def grouped_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     path: str = "auto",
 ) -> torch.Tensor:
-    """[R, N] `out_dtype`: rows of group e times b_t[e]; zeros in the rows after the last group. No gradient.
+    """[R, N] `out_dtype`: rows of group e times b_t[e]; zeros in the rows past the last group. No gradient.
 
     Arguments:
-        a: [R, K] bf16, or MXTensor, or what `equal_scales` or `rebase_rows` made of one.
-        b_t: [E, K, N], the same choice; typically `w.transpose(-2, -1)` with w [E, N, K], without a copy. Prepared
-            weights, of `equal_scales` or `prepare_weights(w, "fprop")`, are given as they are.
-        offs: [E] int32 on the device, the row after the last one of each group; or [E + 1] with the starts,
+        a: [R, K] bf16, MXTensor, or the result of `equal_scales` or `rebase_rows` on an MXTensor.
+        b_t: [E, K, N], the same choice; typically `w.transpose(-2, -1)` with w [E, N, K], without a copy. Weights
+            prepared by `equal_scales` or `prepare_weights(w, "fprop")` are passed as they are.
+        offs: [E] int32 on the device, the end of each group (one past its last row); or [E + 1] with the starts,
             0 first. Groups may have any size. The host does not read it.
         out_dtype: bf16, fp16 or fp32.
         path: see the module. "auto" is "fp8" for MX rows and weights with row scales, or with equal scales and
@@ -211,7 +211,7 @@ def grouped_gemm(
 def grouped_gemm_dgrad(
     dy: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """[R, K]: gradient of the rows, dy[group e] times b_t[e]^T; zeros in the rows after the last group.
+    """[R, K]: gradient of the rows, dy[group e] times b_t[e]^T; zeros in the rows past the last group.
 
     dy: [R, N] bf16 or MXTensor. b_t: [E, K, N] bf16, or MXTensor quantised along N. Path "bf16".
 
@@ -231,10 +231,10 @@ def grouped_gemm_wgrad(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """[E, I, J]: x^T times y over the rows of each group; zeros for an empty one.
+    """[E, I, J]: x^T times y over the rows of each group; zeros for an empty group.
 
-    x: [R, I], y: [R, J], bf16 or MXTensor. x = dY, y = A gives the gradient of W [E, N, K]; the other way
-    round, that of W^T. Path "bf16".
+    x: [R, I], y: [R, J], bf16 or MXTensor. x = dY, y = A give the gradient of W [E, N, K]; x = A, y = dY give the
+    gradient of W^T. Path "bf16".
 
     Raises:
         InputError: operands that do not fit each other.

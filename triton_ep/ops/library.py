@@ -1,7 +1,7 @@
-"""Launchers as torch.library ops, which is how torch.compile, CUDA graphs of it and fake tensors take them.
+"""Launchers as torch.library ops, as torch.compile, its CUDA graphs and fake tensors require.
 
-Such an op has no gradient: those who differentiate call it from a torch.autograd.Function, and what they make of it
-enters a graph through `in_graph`.
+Such an op has no gradient: differentiable code calls it from a torch.autograd.Function and enters a graph through
+`in_graph`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _LIBRARY = torch.library.Library("triton_ep", "FRAGMENT")
 
 
 def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Register the decorated function as torch.ops.triton_ep.<its name>, and return that op in its place.
+    """Decorator: register the function as torch.ops.triton_ep.<its name>, and return the op instead.
 
     Arguments:
-        schema: of the arguments and results, as `torch.library.define` takes it; no result is a view of anything.
-        fake: the same arguments to results of the right shape, dtype and strides, without data.
+        schema: arguments and results, as in `torch.library.define`; no result may be a view.
+        fake: takes the same arguments, returns results of the right shape, dtype and strides without data.
     """
 
     def register(function: Callable[..., Any]) -> Any:
@@ -38,7 +38,7 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
 
 
 def in_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """The function as one call that Dynamo does not look into; AOTAutograd traces it, with the gradients that flow."""
+    """Wrap a function into one call that Dynamo does not trace into; AOTAutograd traces it with its gradients."""
     from torch._dynamo import nonstrict_trace
 
     return nonstrict_trace(function)

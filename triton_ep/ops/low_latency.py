@@ -28,8 +28,8 @@ def dispatch(
 ) -> tuple[Received, EPAllToAllLayoutDesc, Callable[[], None]]:
     """Push the rows of x [T, H].
 
-    Returns what is received, the descriptor, and the receiving half: launched, it lays out what arrives.
-    Advances the epoch of the device; the host has advanced its own. Waits for nothing on the host.
+    Returns the outputs, the descriptor, and a callable that launches the receiving half, which fills the outputs.
+    The device advances its epoch; the host has advanced its own. The host waits for nothing.
     """
     cfg = ctx.config
     num_tokens = topk_idx.shape[0]
@@ -61,8 +61,8 @@ def combine(
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Sum expert outputs y [R, H] per token at their rank, and send the sums back.
 
-    split: the receiving half is launched apart; otherwise both are one launch.
-    Returns memory for the result [T, H], and the receiving half: launched, it sums there what arrives.
+    split: launch only the sending half; otherwise one launch does both.
+    Returns memory for the result [T, H], and a callable that launches the receiving half, which sums into it.
     """
     cfg, copy_rows = ctx.config, desc.skipped_token_topk_mapping_indices
     assert copy_rows is not None, "a descriptor of a low-latency dispatch has it"
@@ -71,7 +71,7 @@ def combine(
     tiles = launcher.plan.constexprs
     launch = partial(
         launcher.launch,
-        # Without weights a pointer of the right type, not read.
+        # Without weights: a pointer of the right type, not read.
         weights_ptr=ctx.no_floats if weights is None else weights,
         copy_rows_ptr=copy_rows,
         out_ptr=out,
@@ -83,7 +83,7 @@ def combine(
     )
     reducing = plans.reducing_programs(tiles, copy_rows.shape[0])
     items = -(-out.shape[0] // tiles["ROWS"]) * tiles["PARTS"]
-    # One more, which waits for the ranks themselves.
+    # One more program waits for the ranks themselves.
     waiting = min(1 + items, summing_programs(ctx.device, launcher))
     if split:
         launch(reducing, y_ptr=y, first_waiting=reducing)
@@ -95,16 +95,16 @@ def combine(
 def wait_signals(
     ctx: DispatchCombineContext, signals: torch.Tensor, num_rows: torch.Tensor | None, block_rows: int, expected: int
 ) -> None:
-    """Let the current stream wait until signals [e, n] int32 are at least `expected`.
+    """Make the current stream wait until signals [e, n] int32 are at least `expected`.
 
-    num_rows: [e] int32, rows of each expert, of which signal i stands for rows i * block_rows and on: signals of no
-    rows are not awaited. None: all are.
+    num_rows: [e] int32, rows of each expert. Signal i stands for `block_rows` rows from i * block_rows on; signals
+    without rows are not awaited. None: all signals are awaited.
     """
     by_blocks = num_rows is not None
     ctx.launcher(("wait_signals", by_blocks), plans.wait_signals, by_blocks).launch(
         1,
         signals_ptr=signals,
-        # A pointer of the right type; not read without blocks.
+        # Without blocks: a pointer of the right type, not read.
         num_rows_ptr=signals if num_rows is None else num_rows,
         blocks=signals.shape[1],
         block_rows=block_rows,
@@ -113,7 +113,7 @@ def wait_signals(
 
 
 def _no_more() -> None:
-    """The receiving half of a call that has been received."""
+    """The receiving half of a call whose single launch has done it."""
 
 
 def _push(
@@ -133,9 +133,9 @@ def _push(
     num_tokens = topk_idx.shape[0]
     kind = (payload, weights is not None, row_words)
     ctx.launcher(("ll_push", *kind), plans.push, *kind, fmt=fmt).launch(
-        max(num_tokens, 1),  # without tokens one, which only releases
+        max(num_tokens, 1),  # without tokens, one program releases
         x_ptr=words,
-        # Pointers of the right type; not read with other payloads, or without weights.
+        # With other payloads, or without weights: pointers of the right type, not read.
         scale_ptr=ctx.no_bytes if scale is None else scale,
         topk_idx_ptr=topk_idx,
         weights_ptr=ctx.no_floats if weights is None else weights,

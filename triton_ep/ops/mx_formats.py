@@ -1,6 +1,6 @@
 """Quantisation to any MX element format and block size, and back (kernels/compute/mx_formats.py).
 
-MXFP8 rows in blocks of 32, and columns inside groups of rows, are in `ops.mxfp8`; the bytes are the same.
+`ops.mxfp8` quantises MXFP8 rows in blocks of 32, and columns inside groups of rows, to the same bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from triton_ep.runtime import launch as runtime  # before the kernels: decides w
 from triton_ep.runtime.plans import Plan
 
 BLOCK_SIZES = (16, 32, 64, 128)
-"""What the kernels are made for."""
+"""Block sizes that the kernels support."""
 
 _FORMATS = {
     E4M3.name: mx_codes.FORMAT_E4M3,
@@ -52,25 +52,25 @@ def _constexprs(fmt: ElemFormat, block_size: int) -> dict[str, Any]:
 
 
 def _rows(constexprs: dict[str, Any], num_blocks: int) -> tuple[int, dict[str, Any]]:
-    """Programs and constexprs of a kernel that goes by blocks of rows."""
+    """Programs and constexprs of a kernel over blocks along rows."""
     blocks = mx_blocks(num_blocks) if runtime.INTERPRETING else mx_codes.row_blocks(constexprs["BLOCK"])
     return -(-num_blocks // blocks), {**constexprs, "BLOCKS": blocks}
 
 
 def _columns(constexprs: dict[str, Any], num_scale_rows: int, width: int) -> tuple[int, dict[str, Any]]:
-    """Programs and constexprs of a kernel that goes by blocks of columns."""
+    """Programs and constexprs of a kernel over blocks along columns."""
     tile = mx_columns(width) if runtime.INTERPRETING else mx_codes.column_tile(constexprs["BLOCK"])
     return num_scale_rows * -(-width // (tile["BLOCK_H"] * tile["STEPS"])), {**constexprs, **tile}
 
 
 def _split(shape: list[int] | torch.Size, dim: int) -> tuple[int, int, int]:
-    """Sizes before, of, and after a dimension counted from the end."""
+    """Number of elements before a dimension (counted from the end), its size, and number of elements after it."""
     at = len(shape) + dim
     return prod(shape[:at]), shape[at], prod(shape[at + 1 :])
 
 
 def _shapes(shape: list[int] | torch.Size, fmt: ElemFormat, block_size: int, dim: int) -> tuple[list[int], list[int]]:
-    """Shapes of elements and scales of values of a shape."""
+    """Shapes of the elements and of the scales of values of this shape."""
     elements, scale = list(shape), list(shape)
     elements[dim] //= fmt.per_byte
     scale[dim] //= block_size
@@ -115,14 +115,14 @@ def quantize(
 
     Arguments:
         x: bf16, fp16 or fp32, of any shape; dimension `dim` is a multiple of `block_size`.
-        elem_dtype: of any format in `mx.formats`.
+        elem_dtype: any format in `mx.formats`.
         block_size: 16, 32, 64 or 128.
         dim: counted from the end, -1 along rows, -2 along columns.
 
     Returns elements, as the format stores them, and scale bytes uint8; both shaped as `x` except along `dim`.
 
     Raises:
-        InputError: shape, dtype, block size, or an unknown mode.
+        InputError: bad shape, dtype or block size, or an unknown mode.
     """
     fmt = elem_format(elem_dtype)
     check_high_precision(x.dtype, "dtype of x")
@@ -169,7 +169,7 @@ def dequantize(
     block_size: int = BLOCK,
     dim: int = -1,
 ) -> torch.Tensor:
-    """Values of what `quantize` made with the same arguments, rounded once to `dtype`.
+    """Values of elements and scales from `quantize` with the same arguments, rounded once to `dtype`.
 
     Raises:
         InputError: shapes or dtypes that do not fit each other.

@@ -23,10 +23,10 @@ MODES: dict[str, int] = {
     ScalingMode.CEIL: MODE_CEIL,
     ScalingMode.EVEN: MODE_EVEN,
 }
-"""What the kernels call them."""
+"""Codes of the modes in the kernels."""
 
 RCEIL_SATFINITE = "rceil_satfinite"
-"""A mode of the functions here alone: "rceil", but infinities become the largest elements, of scale byte 254."""
+"""A mode only for the functions of this module: "rceil", but infinities become the largest elements, scale byte 254."""
 
 
 def _constexprs(elem_dtype: torch.dtype, mode: str) -> dict[str, Any]:
@@ -35,13 +35,13 @@ def _constexprs(elem_dtype: torch.dtype, mode: str) -> dict[str, Any]:
 
 
 def _format(elem_dtype: torch.dtype, scaling_mode: ScalingMode | str | Enum) -> tuple[torch.dtype, str]:
-    """What the ops take, checked; InputError for an unknown mode or dtype."""
+    """Arguments of the ops, checked; InputError for an unknown mode or dtype."""
     mode = RCEIL_SATFINITE if scaling_mode == RCEIL_SATFINITE else ScalingMode.parse(scaling_mode).value
     return fp8_dtype(elem_dtype), mode
 
 
 def _check(x: torch.Tensor, whole_rows: bool) -> torch.Tensor:
-    """`x` made contiguous; InputError if it is not [R, H] of a dtype that can be quantised."""
+    """`x`, contiguous; InputError if it is not [R, H] of a dtype that can be quantised."""
     check_high_precision(x.dtype, "dtype of x")
     if x.dim() != 2 or (whole_rows and x.shape[1] % BLOCK):
         raise InputError(f"x is {list(x.shape)}; it must be [R, H] with H a multiple of {BLOCK}.")
@@ -49,7 +49,7 @@ def _check(x: torch.Tensor, whole_rows: bool) -> torch.Tensor:
 
 
 def max_scale_rows(num_rows: int, num_groups: int) -> int:
-    """Scale rows that suffice for `num_rows` rows in `num_groups` groups of any sizes."""
+    """Upper bound of the scale rows for `num_rows` rows in `num_groups` groups of any sizes."""
     return (num_rows + (BLOCK - 1) * num_groups) // BLOCK
 
 
@@ -84,7 +84,7 @@ def quantize_rows(
     Returns elements [R, H] of `elem_dtype` and scale bytes [R, H / 32] uint8.
 
     Raises:
-        InputError: shape, dtype, or an unknown mode.
+        InputError: bad shape or dtype, or an unknown mode.
     """
     elements, scale = _quantize_rows(x, *_format(elem_dtype, scaling_mode))
     return elements, scale
@@ -126,7 +126,7 @@ def dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 
 
 def _groups(offsets: torch.Tensor | None, rows: torch.Tensor) -> tuple[int, torch.Tensor, dict[str, Any]]:
-    """Number of groups, the offsets or a stand-in that is not read, and the constexprs about groups."""
+    """Number of groups, the offsets (or a stand-in that is not read), and the constexprs about groups."""
     if offsets is None:
         return 1, rows, {"HAS_OFFSETS": False, "GP": 1}
     if offsets.dim() != 1 or offsets.numel() < 1 or offsets.dtype != torch.int32 or offsets.device != rows.device:
@@ -134,7 +134,7 @@ def _groups(offsets: torch.Tensor | None, rows: torch.Tensor) -> tuple[int, torc
             f"offsets is {list(offsets.shape)} {offsets.dtype} on {offsets.device}; it must be [groups + 1] int32 "
             f"on {rows.device}: the first row of each group, then the end of the last."
         )
-    if offsets.device.type == "cpu":  # of a GPU the host would have to wait
+    if offsets.device.type == "cpu":  # to check offsets on a GPU, the host would have to wait for it
         _check_starts(offsets, rows.shape[0])
     groups = offsets.numel() - 1
     return groups, offsets.contiguous(), {"HAS_OFFSETS": True, "GP": next_power_of_2(groups + 1)}
@@ -151,7 +151,7 @@ def _check_starts(offsets: torch.Tensor, num_rows: int) -> None:
 
 
 def _column_grid(rows: torch.Tensor, groups: int, has_offsets: bool) -> tuple[int, dict[str, int]]:
-    """Programs and tile of a kernel that goes by blocks of rows; those after the last group are one more."""
+    """Programs and tile of a kernel over blocks of 32 rows; rows past the last group count as one more group."""
     tile = mx_columns(rows.shape[1])
     strips = -(-rows.shape[1] // (tile["BLOCK_H"] * tile["STEPS"]))
     return max_scale_rows(rows.shape[0], groups + has_offsets) * strips, tile
@@ -197,20 +197,20 @@ def quantize_columns(
     elem_dtype: torch.dtype = torch.float8_e4m3fn,
     scaling_mode: ScalingMode | str | Enum = "rceil",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise blocks of 32 rows of each column, anew in each group of rows.
+    """Quantise blocks of 32 rows of each column; blocks start anew in each group of rows.
 
     Arguments:
         x: [R, H] bf16, fp16 or fp32.
         offsets: [groups + 1] int32 on the device of `x`, first row of each group (0 for the first), then the end
             of the last; None: all rows are one group. The last block of a group may be short.
 
-    Returns elements [R, H] of `elem_dtype`, zero after the last group, and scale bytes [S, H] uint8 with
-    S = `max_scale_rows(R, groups)`. Group g's blocks stand in consecutive scale rows, after those of the groups
-    before; that is row // 32 where all groups are multiples of 32. Scale rows without a block are zero.
+    Returns elements [R, H] of `elem_dtype`, zero past the last group, and scale bytes [S, H] uint8 with
+    S = `max_scale_rows(R, groups)`. The blocks of all groups, in order, have consecutive scale rows: scale row
+    row // 32 if all group sizes are multiples of 32. Scale rows without a block are zero.
 
     Raises:
-        InputError: shape, dtype, or an unknown mode; on the CPU also offsets that do not begin with 0, decrease, or
-            pass the last row. On a GPU they are not looked at, and must be right.
+        InputError: bad shape or dtype, or an unknown mode; on the CPU also offsets that do not begin with 0, decrease,
+            or pass the last row. Offsets on a GPU are not checked and must be right.
     """
     elements, scale = _quantize_columns(x, offsets, *_format(elem_dtype, scaling_mode))
     return elements, scale
@@ -253,7 +253,7 @@ def quantize_both(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`quantize_rows` and `quantize_columns` of [R, H], H a multiple of 32, reading `x` once.
 
-    Returns what the two return, in that order: elements and scale of rows, elements and scale of columns.
+    Returns elements and scale of rows, then elements and scale of columns.
     """
     rows, row_scale, columns, column_scale = _quantize_both(x, offsets, *_format(elem_dtype, scaling_mode))
     return rows, row_scale, columns, column_scale
@@ -297,7 +297,7 @@ def dequantize_columns(
     offsets: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Values [R, H] of what `quantize_columns` made with the same `offsets`; zero after the last group.
+    """Values [R, H] of elements and scales from `quantize_columns` with the same `offsets`; zero past the last group.
 
     Raises:
         InputError: shapes or dtypes that do not fit each other.

@@ -15,7 +15,7 @@ BLOCK = 16
 
 
 def _tile(num_blocks: int) -> int:
-    """Blocks of a program: the interpreter pays per operation."""
+    """Blocks of a program; large in the interpreter, which pays per operation."""
     return min(2048, next_power_of_2(num_blocks)) if runtime.INTERPRETING else 128
 
 
@@ -80,14 +80,14 @@ def quantize_nvfp4(
 
     Arguments:
         x: bf16, fp16 or fp32.
-        tensor_scale: float32, one value, or one per equal share of the rows; None: one level of scales.
-        seed: [1] int64 on the device of `x`: round stochastically. None: to nearest.
-        signs: transform each block first (`triton_ep.mx.hadamard`). None: do not.
+        tensor_scale: float32, one value, or one per equal share of the rows; None: only block scales.
+        seed: [1] int64 on the device of `x`: round stochastically. None: round to nearest.
+        signs: Hadamard-transform each block first (`triton_ep.mx.hadamard`) with these signs. None: no transform.
 
     Returns packed elements [..., K / 2] uint8, and the bits of e4m3 scales [..., K / 16] uint8.
 
     Raises:
-        InputError: shape or dtype.
+        InputError: bad shape or dtype.
     """
     elements, scale = _nvfp4_quantize(x, tensor_scale, seed, -1 if signs is None else signs)
     return elements, scale
@@ -133,7 +133,7 @@ def dequantize_nvfp4(
 ) -> torch.Tensor:
     """Values [..., K] of packed elements [..., K / 2] and scale bits [..., K / 16] uint8.
 
-    They are rounded to float32, then to `dtype`. signs: take back the transform of `quantize_nvfp4` with these.
+    Values are rounded to float32, then to `dtype`. signs: invert the transform of `quantize_nvfp4` with these signs.
 
     Raises:
         InputError: shapes or dtypes that do not fit each other.

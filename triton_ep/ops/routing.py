@@ -1,5 +1,5 @@
-"""Routing: ids of routing maps (kernels/compute/map_slots.py), counts, slots and the counts of all ranks
-(kernels/internode/splits.py), then rows at their owners (kernels/compute/routing.py)."""
+"""Routing: ids from routing maps (kernels/compute/map_slots.py); counts, slots and the counts of all ranks
+(kernels/internode/splits.py); then rows at their owners (kernels/compute/routing.py)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from triton_ep.runtime.plans.shape import ROUTING_TOKENS
 
 
 class Routing(NamedTuple):
-    """Tables of one dispatch, kernels/device/tables.py.
+    """Tables of one dispatch (kernels/device/tables.py).
 
     Attributes:
-        entries: [F, T, K] int32; slots within the chunk, rows after `place`.
-        chunks: int32, counts per chunk and what else is kept by chunk.
-        push_addrs: [T, K] int64 and what follows it, written by `place`.
-        weights: [T, K] float32, for this dispatch only; None: there are none.
+        entries: [F, T, K] int32; hold slots within the chunk, and rows once `place` has run.
+        chunks: int32, counts and other tables by chunk.
+        push_addrs: [T, K] int64 at the start of the buffer; written by `place`.
+        weights: [T, K] float32, valid for this dispatch only; None: no weights.
         num_tokens: T.
-        num_chunks: routing chunks of these tokens.
+        num_chunks: number of routing chunks of the tokens.
     """
 
     entries: torch.Tensor
@@ -38,13 +38,13 @@ class Routing(NamedTuple):
 def prepare(
     ctx: DispatchCombineContext, topk_idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None = None
 ) -> tuple[Routing, torch.Tensor]:
-    """Memory for the tables of a dispatch, and its ids [T, K], those of a routing map too.
+    """Allocate the tables of a dispatch; return them with its ids [T, K], also for a routing map.
 
     weights: [T, K] float32; None with a routing map, which has its own.
     """
     cfg, sizes = ctx.config, ctx.sizes
     num_tokens = (topk_idx.routed if isinstance(topk_idx, RoutingMap) else topk_idx).shape[0]
-    if isinstance(topk_idx, RoutingMap):  # first of all: the GPU has it done when the next launch comes
+    if isinstance(topk_idx, RoutingMap):  # launched first: the GPU is done with it when the next launch comes
         given, entries = topk_idx, cfg.max_tokens * cfg.topk
         topk_idx = ctx.scratch("map_ids", entries, torch.int32)
         weights = None if given.probs is None else ctx.scratch("map_weights", entries, torch.float32)
@@ -70,15 +70,15 @@ def exchange_splits(
     room: tuple[int, int] | None = None,
     needed_tokens: int = 0,
 ) -> torch.Tensor:
-    """Count this rank's entries, give each its slot within its chunk, post the counts to all ranks, wait for theirs,
-    and derive where all segments start (kernels/internode/splits.py). Collective; advances the dispatch epoch.
+    """Count this rank's entries, give each its slot within its chunk, publish the counts to all ranks, wait for the
+    counts of all ranks, and derive where all segments start (kernels/internode/splits.py). Collective; advances the
+    dispatch epoch.
 
     routing, topk_idx: from `prepare`.
-    host_word: goes out as it is, plus `bad_scatter` [1] int32 from the device, and with HOST_AGAIN the number of the
+    host_word: published unchanged, plus `bad_scatter` [1] int32 from the device, and with HOST_AGAIN the number of the
         dispatch that wrote `routed`.
-    room: arrival rows and output rows for which there is room, where the host will read what arrives; None: it will
-        not.
-    needed_tokens: what a rank that sends nothing reports as its tokens: more than the layer has room for.
+    room: staging rows and output rows for which there is room, if the host will read the counts; None: it will not.
+    needed_tokens: token count that a rank reports when it has more tokens than the layer has room for and sends none.
 
     Returns `placement`, int32 (kernels/device/tables.py).
     """
@@ -92,7 +92,7 @@ def exchange_splits(
         entries_ptr=routing.entries,
         chunks_ptr=routing.chunks,
         placement_ptr=placement,
-        # Pointers of the right type; not read without.
+        # If None: pointers of the right type, not read.
         bad_scatter_ptr=placement if bad_scatter is None else bad_scatter,
         routed_ptr=placement if routed is None else routed,
         told_ptr=ctx.host_read.memory,
@@ -110,13 +110,14 @@ def exchange_splits(
 
 
 def map_slots(ctx: DispatchCombineContext, given: RoutingMap, ids: torch.Tensor, weights: torch.Tensor | None) -> None:
-    """Write the ids [T, K] int32 of a routing map, ascending, then -1, and its weights [T, K] float32, then 0."""
+    """Write the ids [T, K] int32 of a routing map, ascending, padded with -1, and its weights [T, K] float32, padded
+    with 0."""
     num_tokens, num_experts = given.routed.shape
     kind = (given.probs is not None, given.excess is not None)
     ctx.launcher(("map_slots", *kind), compact.map_slots, *kind).launch(
         -(-num_tokens // compact.map_slots_tokens(INTERPRETING)),
         map_ptr=given.routed.view(torch.uint8) if INTERPRETING else given.routed,
-        # Pointers of the right type; not read without.
+        # If None: pointers of the right type, not read.
         probs_ptr=ctx.no_floats if given.probs is None else given.probs,
         ids_ptr=ids,
         weights_ptr=ctx.no_floats if weights is None else weights,
@@ -128,9 +129,9 @@ def map_slots(ctx: DispatchCombineContext, given: RoutingMap, ids: torch.Tensor,
 
 
 def legal_scatter(topk_idx: torch.Tensor, scatter: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[] bool on the device: the caller's scatter indices are a sort of the kept entries by expert.
+    """[] bool on the device: True if the caller's scatter indices sort the kept entries by expert.
 
-    Every kept entry must have a position inside its expert's range, and no two the same one.
+    Every kept entry must have a position inside its expert's range, and no two entries the same position.
     """
     kept = (topk_idx >= 0) & (topk_idx < num_experts)
     expert = torch.where(kept, topk_idx, num_experts).long().flatten()
@@ -152,7 +153,7 @@ def place(
     placement: torch.Tensor,
     scatter: torch.Tensor | None,
 ) -> None:
-    """Turn slots into rows, in place, and publish to the ranks of this node what will arrive; write the tile table."""
+    """Turn slots into rows, in place; publish to the ranks of this node what will arrive; write the tile table."""
     cfg, weights = ctx.config, routing.weights
     static = cfg.recv_capacity is not None
     make = (exchange.place, weights is not None, scatter is not None)
@@ -160,7 +161,7 @@ def place(
         routing.num_chunks + 1,
         entries_ptr=routing.entries,
         scatter_idx_ptr=routing.entries if scatter is None else scatter,
-        # A pointer of the right type; not read without weights.
+        # Without weights: a pointer of the right type, not read.
         weights_ptr=ctx.no_floats if weights is None else weights,
         chunks_ptr=routing.chunks,
         placement_ptr=placement,

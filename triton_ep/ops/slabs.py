@@ -1,4 +1,4 @@
-"""Slabs: rows of each expert at a fixed place, from expert-major rows and back (kernels/compute/slab.py)."""
+"""Slabs, which hold each expert's rows at a fixed place: from expert-major rows and back (kernels/compute/slab.py)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from triton_ep.runtime.plans import compact as plans
 
 
 def to_slabs(rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """Expert-major rows [R, H] into out [e, n, H]: those of each expert at the start of its slab; the rest is left.
+    """Copy expert-major rows [R, H] into out [e, n, H], each expert's to the start of its slab; keep the rest of `out`.
 
-    offsets: [e + 1] int32, first row of each expert; counts: [e] int32, its rows, at most n.
+    offsets: [e + 1] int32, first row of each expert; counts: [e] int32, rows of each expert, at most n.
     """
     _move(rows, out, offsets, counts, out.shape[1], pack=True)
 
 
 def scales_to_slabs(scales: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """Scales of expert-major rows, [R, S] uint8 contiguous, into out [e, columns, n] of 32 bits, contiguous.
+    """Copy scales of expert-major rows, [R, S] uint8 contiguous, into out [e, columns, n] of 32 bits, contiguous.
 
-    Scales of a row are the first `columns` words of S bytes; rows become the fast dimension. offsets, counts: as in
-    `to_slabs`.
+    The first `columns` 32-bit words of the S bytes are the scales of a row. Rows become the fast dimension.
+    offsets, counts: as in `to_slabs`.
     """
     words, dest = view_as(scales, torch.int32), view_as(out, torch.int32)
     num_experts, columns, slab_rows = dest.shape
@@ -42,7 +42,7 @@ def scales_to_slabs(scales: torch.Tensor, offsets: torch.Tensor, counts: torch.T
 
 
 def from_slabs(slabs: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[num_rows, H]: `to_slabs` backwards; rows after the last expert's are undefined."""
+    """Inverse of `to_slabs`: [num_rows, H]; rows past the last segment are undefined."""
     rows = torch.empty(num_rows, slabs.shape[2], dtype=slabs.dtype, device=slabs.device)
     _move(slabs, rows, offsets, counts, slabs.shape[1], pack=False)
     return rows
@@ -68,7 +68,7 @@ def _move(
 
 
 def _programs(num_experts: int, device: torch.device) -> int:
-    """A whole number per expert."""
+    """Number of programs: a multiple of the number of experts."""
     return num_experts * max(local_programs(device) * 4 // num_experts, 1)
 
 

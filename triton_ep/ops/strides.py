@@ -1,8 +1,8 @@
-"""Tensors whose strides say nothing, and memory seen under another dtype.
+"""Views under another dtype, also of tensors with arbitrary strides.
 
-Where a dimension has no or one element, its stride may be any number: of the gradient of a sum, of an empty array of
-numpy, of one row cut out of a wider tensor. torch calls such tensors contiguous all the same, but refuses to view them
-under a dtype of another size.
+The stride of a dimension with no or one element may be any number, as in the gradient of a sum, an empty numpy array,
+or one row cut out of a wider tensor. torch calls such tensors contiguous, but refuses to view them under a dtype of
+another size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor with the strides that its shape implies: the same memory, if there is any."""
+    """A contiguous tensor with the strides that its shape implies. It shares the memory unless it is empty."""
     if not x.numel():
         return x.new_empty(x.shape)
     strides, step = [], 1
@@ -22,11 +22,11 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def view_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The memory of a contiguous tensor under another dtype, whatever its strides say.
+    """View a contiguous tensor under another dtype, whatever its strides.
 
     Its last dimension and its address must be multiples of the new elements.
     """
     try:
         return x.view(dtype)
-    except RuntimeError:  # not asked for beforehand, because that would cost time in every call
+    except RuntimeError:  # a check beforehand would cost time in every call
         return dense(x).view(dtype)

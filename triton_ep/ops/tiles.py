@@ -1,4 +1,4 @@
-"""The tile table of rows in segments (kernels/device/tiles.py): what products over them go by."""
+"""The tile table of rows in segments (kernels/device/tiles.py), which directs the products over these rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_ep.runtime.plans.experts import max_tiles, segments_power
 
 
 def check_offsets(offs: torch.Tensor, num_experts: int | None = None, device: torch.device | None = None) -> None:
-    """Raise InputError unless `offs` is [E + 1] int32, of these experts and on this device where they are given."""
+    """Raise InputError unless `offs` is [E + 1] int32, with E = `num_experts` and on `device` where these are given."""
     wanted = "E" if num_experts is None else str(num_experts)
     if not isinstance(offs, torch.Tensor) or offs.dim() != 1 or offs.dtype != torch.int32 or offs.shape[0] < 2:
         what = f"{offs.dtype} {list(offs.shape)}" if isinstance(offs, torch.Tensor) else f"a {type(offs).__name__}"
@@ -51,7 +51,7 @@ def tile_table(offs: torch.Tensor, num_rows: int) -> torch.Tensor:
     """[1 + ceil(num_rows / 128) + E, 4] int32: (tiles, rows in use, 0, 0), then (expert, first row, rows, band).
 
     offs: [E + 1] int32 on the device, first row of each segment, then the end of the last. The host does not read it.
-    num_rows: rows that there is room for. A tile holds 1 to 128 rows of one segment; records after the last tile are
+    num_rows: rows for which there is room. A tile holds 1 to 128 rows of one segment; records past the last tile are
     not written.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How many tokens of this rank go where, counted without communication (kernels/compute/token_layout.py)."""
+"""Counts of this rank's tokens per destination, without communication (kernels/compute/token_layout.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CLEARED = 64  # pieces of memory that are zeroed at once
 
 
 class TokenLayout(NamedTuple):
-    """Where the tokens of this rank go.
+    """Destinations of this rank's tokens.
 
     Attributes:
-        tokens_per_rank: [W] int32, a token once per rank.
-        tokens_per_node: [N] int32, a token once per node.
+        tokens_per_rank: [W] int32; counts a token once per rank.
+        tokens_per_node: [N] int32; counts a token once per node.
         entries_per_expert: [E] int32.
-        in_rank: [T, W] bool.
+        in_rank: [T, W] bool, whether a token goes to a rank.
     """
 
     tokens_per_rank: torch.Tensor
@@ -30,7 +30,7 @@ class TokenLayout(NamedTuple):
 
 
 class ZeroCounts:
-    """Memory for counts, cleared for many calls at once: clearing it is a launch, which takes longer than counting.
+    """Zeroed memory for counts. One launch clears it for many calls, because a launch takes longer than counting.
 
     Each piece is handed out once, on the stream that cleared it.
     """
@@ -39,16 +39,16 @@ class ZeroCounts:
         self._left: dict[tuple[int, int | None, int], list[torch.Tensor]] = {}
 
     def take(self, length: int, device: torch.device) -> torch.Tensor:
-        """[length or up to three more] int32 zeros that start at a multiple of 16 bytes."""
+        """`length` int32 zeros, rounded up to a multiple of 4, that start at a multiple of 16 bytes."""
         length = -(-length // 4) * 4
-        # What a graph captures must clear its own memory at each replay.
+        # A captured graph must clear its own memory at each replay.
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return torch.zeros(length, dtype=torch.int32, device=device)
         # Private, because torch.cuda.current_stream takes microseconds (triton_ep/runtime/launch.py).
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         left = self._left.setdefault((length, device.index, stream), [])
         if not left:
-            with torch.inference_mode(False):  # who gets a piece may be outside of that mode
+            with torch.inference_mode(False):  # a piece may be used outside inference mode
                 left += torch.zeros(_CLEARED, length, dtype=torch.int32, device=device).unbind()
         return left.pop()
 
@@ -56,7 +56,7 @@ class ZeroCounts:
 def token_layout(
     topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks_per_node: int, zeros: ZeroCounts
 ) -> TokenLayout:
-    """Count the destinations of topk_idx [T, K] int32 or int64, -1 = dropped; local, and the host waits for nothing."""
+    """Count the destinations of topk_idx [T, K] int32 or int64, -1 = dropped. Local; the host waits for nothing."""
     num_tokens, topk = topk_idx.shape
     num_nodes = num_ranks // ranks_per_node
     counts = zeros.take(num_ranks + num_nodes + num_experts, topk_idx.device)

@@ -1,7 +1,6 @@
-"""Grids: one place for the GPU's and for the interpreter's. Tile shapes are in triton_ep/plans.
+"""Grids of all kernels, for GPUs and for the interpreter. Tile shapes are in triton_ep/runtime/plans.
 
-The interpreter pays per operation, so it gets few programs; two rather than one, so that the order of programs is
-exercised.
+The interpreter pays per operation, so it gets few programs: two rather than one, to exercise the order of programs.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from triton_ep.runtime.plans.residency import Program, in_budget, most_waiting, 
 from triton_ep.runtime.plans.shape import STAGE_PROGRAMS, word_type
 
 _LEAST_WAITING = 16
-"""Fewer programs would take longer concurrently with an exchange than all of them after it."""
+"""Fewer programs that overlap an exchange would take longer than a full grid after it."""
 
 _EXPANDING_SHARE = (3, 2)
-"""Of multiprocessors that are left, programs that expand rows (tests/bench/bench_exchange_tiles.py)."""
+"""Programs that expand rows per free multiprocessor, as a fraction (tests/bench/bench_exchange_tiles.py)."""
 
 _LAYERS = 2
-"""Layers within a node that may dispatch at the same time, without a budget."""
+"""Number of single-node layers that may dispatch at the same time without a budget."""
 
 _PULL_SHARE = (1, 2)
-"""Of a budget, what pulls rows; the rest sums them meanwhile."""
+"""Share of a budget that pulls rows, as a fraction; the rest sums rows at the same time."""
 
 _WORDS = {"i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "u8": torch.uint8}
 
@@ -39,20 +38,20 @@ _OVERLAPPED_TOKENS = 1024
 
 
 def exchange_programs(num_sm: int) -> int:
-    """Programs of a kernel that talks to other ranks."""
+    """Programs of a kernel that communicates with other ranks."""
     return min(num_sm, 2) if INTERPRETING else num_sm
 
 
 def local_programs(device: torch.device) -> int:
-    """Programs of a kernel that only moves rows within this rank's memory, while nothing else runs."""
+    """Programs of a kernel that only moves rows within this rank's memory and overlaps no other kernel."""
     if INTERPRETING:
         return 2
     return min(multiprocessors(device), STAGE_PROGRAMS)
 
 
 def waiting_programs(multiprocessors: int, num_sm: int) -> int:
-    """Programs of such a kernel that waits for a concurrent one of `num_sm` programs, where each of both may take a
-    multiprocessor; 0: they may not overlap."""
+    """Programs of a local kernel that waits for a concurrent kernel of `num_sm` programs, if each program of either
+    may take a whole multiprocessor; 0: the two kernels may not overlap."""
     if INTERPRETING:
         return 0
     programs = multiprocessors - num_sm
@@ -60,13 +59,13 @@ def waiting_programs(multiprocessors: int, num_sm: int) -> int:
 
 
 def expanding_programs(ctx: DispatchCombineContext, fmt: RowFormat, expand: Launcher, overlapped: bool) -> int:
-    """Programs of the kernel that expands rows, alone or concurrently with those that send, for which it waits.
+    """Programs of the kernel that expands rows, alone or concurrently with the sending kernels it waits for.
 
-    expand: launches it. fmt: of its rows, whose kernels that send have been launched before.
+    expand: its launcher. fmt: format of its rows; the sending kernels of this format have been launched before.
     """
     if INTERPRETING:
         return 2
-    # What programs take is known once they are compiled: a number is for the kernels compiled when it was computed.
+    # Resources of programs are known once compiled, so a grid is valid only until another kernel is compiled.
     num_compiled, programs = fmt.grids.get((expand, overlapped), (-1, 0))
     if num_compiled != Launcher.num_compiled:
         cfg = ctx.config
@@ -77,10 +76,10 @@ def expanding_programs(ctx: DispatchCombineContext, fmt: RowFormat, expand: Laun
 
 
 class Expanding(NamedTuple):
-    """What decides how many programs expand rows.
+    """The facts that decide how many programs expand rows.
 
     Attributes:
-        overlapped: they run beside the programs that send.
+        overlapped: they run concurrently with the programs that send.
     """
 
     multiprocessors: int
@@ -90,11 +89,12 @@ class Expanding(NamedTuple):
     overlapped: bool
 
     def programs(self, expand: Program, senders: tuple[Program, ...]) -> int:
-        """Their number, so that what they wait for fits on the GPU beside them, wherever they are.
+        """Number of programs that, wherever they are placed, leaves room on the GPU for the programs they wait for.
 
-        Within a node also beside a second layer that dispatches at the same time. Without a budget they take what is
-        left: by their registers (triton_ep/runtime/plans/exchange.py) four fit on a multiprocessor, and a program of
-        the push in place of two. With several nodes they wait for programs, too, that take a multiprocessor each.
+        Within a node it leaves room for a second layer that dispatches at the same time, too. Without a budget,
+        expanding programs take the multiprocessors that are left: their registers (triton_ep/runtime/plans/exchange.py)
+        let four fit on a multiprocessor, or one program of the push instead of two of them. With several nodes they
+        also wait for programs that take a multiprocessor each.
         """
         free = self.multiprocessors - self.num_sm * self.overlapped
         many, each = _EXPANDING_SHARE
@@ -112,9 +112,9 @@ class Combining(NamedTuple):
     """Programs of a combine.
 
     Attributes:
-        publishing: of the kernel that publishes rows, the same on all ranks.
-        pulling: of those that bring them back.
-        overlapped: both are there at the same time.
+        publishing: programs of the kernel that publishes rows, the same number on all ranks.
+        pulling: programs of each kernel that brings rows back.
+        overlapped: publishing and pulling overlap.
     """
 
     publishing: int
@@ -126,8 +126,8 @@ def combining_programs(config: EPConfig, device: torch.device, publish: Program,
                        reduced: bool) -> Combining:  # fmt: skip
     """Grids of a combine.
 
-    publish, pull: what their programs take at most, which all ranks know.
-    reduced: rows are summed before they are published, which may go on while others are pulled.
+    publish, pull: upper bounds of what their programs take, the same on all ranks.
+    reduced: rows are summed before they are published; the sums may overlap the pull.
     """
     pulling = exchange_programs(config.num_sm)
     if INTERPRETING:
@@ -143,7 +143,7 @@ def combining_programs(config: EPConfig, device: torch.device, publish: Program,
 
 
 def budgeted_combine(budget: int, publish: Program, pull: Program, overlapped: bool) -> Combining:
-    """The same within a budget of multiprocessors."""
+    """Grids of a combine within a budget of multiprocessors."""
     if overlapped:
         pulling = in_budget(max(budget * _PULL_SHARE[0] // _PULL_SHARE[1], 1), pull)
         publishing = in_budget(budget, publish, [pull], pulling)
@@ -154,27 +154,27 @@ def budgeted_combine(budget: int, publish: Program, pull: Program, overlapped: b
 
 
 def quantizing_programs(config: EPConfig, quantize: Launcher, tiles: int) -> int:
-    """Programs of the kernel that quantises rows before they are sent; tiles: that there are."""
+    """Programs of the kernel that quantises rows before they are sent; tiles: number of tiles to quantise."""
     if INTERPRETING or config.sm_budget is None:
         return tiles
     return min(tiles, max(in_budget(config.sm_budget, quantize.program), 1))
 
 
 def summing_programs(device: torch.device, combine: Launcher) -> int:
-    """Programs of a low-latency combine that wait, at most: half of those that fit on the GPU.
+    """Most programs of a low-latency combine that may wait: half of those that fit on the GPU.
 
-    So what they wait for finds room (kernels/intranode/low_latency_combine.py), whatever is there first.
+    The programs they wait for then find room, whichever start first (kernels/intranode/low_latency_combine.py).
     """
     return 2 if INTERPRETING else half_of(multiprocessors(device), combine.program)
 
 
 def half_of(multiprocessors: int, program: Program) -> int:
-    """Half of the programs that fit on so many multiprocessors, and at least one on each."""
+    """Half of the programs that fit on this many multiprocessors, and at least one on each."""
     return max(per_multiprocessor(program) // 2, 1) * multiprocessors
 
 
 def overlaps(config: EPConfig, device: torch.device) -> bool:
-    """True if local work of a layer runs concurrently with its exchange, on a stream of its own."""
+    """True if local work of a layer overlaps its exchange, on the side stream."""
     if INTERPRETING or config.max_tokens < _OVERLAPPED_TOKENS:
         return False
     if config.sm_budget is not None:
@@ -184,30 +184,30 @@ def overlaps(config: EPConfig, device: torch.device) -> bool:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
+    """Number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def as_words(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
-    """The same memory as the widest integers that fit rows of `row_bytes` and the start address.
+    """View `rows` as the widest integers that fit rows of `row_bytes` and the start address.
 
     Copies need no dtype: one compiled kernel serves all, and the interpreter moves 8 bytes per element.
     """
-    # torch wants a multiple of the words in front of the rows as well, where memory itself begins at an odd address.
+    # torch also requires the storage offset to be a multiple of the words, even where memory begins at an odd address.
     place = rows.data_ptr() | int(rows.storage_offset()) * rows.element_size()
     if (row_bytes | place) & 7 == 0:  # most rows
         try:
             return rows.view(torch.int64)
         except RuntimeError:
-            pass  # their strides say nothing
+            pass  # arbitrary strides (ops/strides.py)
     return view_as(rows, _WORDS[word_type(row_bytes, place)])
 
 
 def mx_blocks(num_blocks: int) -> int:
-    """Blocks of 32 that a program quantises along rows."""
+    """Blocks of 32 along rows that one program quantises."""
     return compute.mx_blocks(num_blocks, INTERPRETING)
 
 
 def mx_columns(hidden: int) -> dict[str, int]:
-    """BLOCK_H and STEPS of kernels that go by blocks of 32 rows."""
+    """BLOCK_H and STEPS of kernels over blocks of 32 rows."""
     return compute.mx_columns(hidden, INTERPRETING)

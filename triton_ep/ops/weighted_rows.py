@@ -56,11 +56,11 @@ def weighted_rows_backward(
     """Gradients of sum(weights[r] * y[r]) over rows: dy * weights [R, H] in the dtype of `y`, and <dy, y> [R] float32.
 
     Arguments:
-        dy: [R, H], the gradient of each row's sum: bf16, fp16 or fp32; with `scale` e4m3.
+        dy: [R, H], the gradient of the sum that each row enters: bf16, fp16 or fp32; with `scale` e4m3.
         y: [R, H] bf16, fp16 or fp32.
         weights: [R] float32.
-        offs: int32 on the device, whose last entry is the end of the rows in use: both gradients are zero from there
-            on, and neither `dy`, `y` nor `weights` is read. None: all rows are in use.
+        offs: int32 on the device; its last entry is the end of the rows in use. Past it both gradients are zero, and
+            `dy`, `y` and `weights` are not read. None: all rows are in use.
         scale: [R, H / 32] uint8, scale bytes of MXFP8 rows `dy`.
 
     Raises:
