@@ -261,7 +261,7 @@ def test_products_pass_tensor_maps(
 def test_a_miss_says_what_to_do(aot: Aot, built: Built, compiled_mode: None) -> None:
     """What was asked, the closest of what is there, and a command that builds it."""
     launcher = runtime.Launcher(exchange.push(replace(SHAPE, topk=3), 0, 1792), aot=aot)
-    with pytest.raises(AotMiss, match=r"closest has TOPK=8 \(asked: 3\)") as raised:
+    with pytest.raises(AotMiss, match=r"closest has TOPK=8 \(requested: 3\)") as raised:
         launcher.launch(24, **_push_arguments())
     assert f"--arch sm_90 --out {built.folder} --variant" in str(raised.value)
     splits = runtime.Launcher(exchange.splits(SHAPE, False), aot=aot)
@@ -293,12 +293,12 @@ def test_no_library_and_other_architectures(built: Built, tmp_path: Path) -> Non
     """Nothing there: AotMiss with the command; another GPU: AotArchMismatch naming both; "prefer" takes the JIT."""
     with pytest.raises(AotMiss, match=r"no ahead-of-time library in .*build --arch sm_90 --out"):
         choose("require", tmp_path, lambda: "sm_90")
-    with pytest.raises(AotArchMismatch, match="is for sm_90, sm_100, asked for is sm_89"):
+    with pytest.raises(AotArchMismatch, match="is for sm_90, sm_100, not for sm_89"):
         choose("require", built.folder, lambda: "sm_89")
     for folder, arch in ((tmp_path, "sm_90"), (built.folder, "sm_89")):
         assert choose("prefer", folder, lambda arch=arch: arch).compiled is None
     shutil.copytree(built.folder / "sm_90", tmp_path / "sm_100")
-    with pytest.raises(AotArchMismatch, match="is for sm_90, asked for is sm_100"):
+    with pytest.raises(AotArchMismatch, match="is for sm_90, not for sm_100"):
         Library(tmp_path, "sm_100")
 
 

@@ -1,1 +1,1 @@
-"""How kernels run: launches, their plans, Triton's interpreter on CPU ranks, measured settings, the environment."""
+"""Running kernels: launches and their plans, Triton's interpreter on CPU ranks, tuned settings, the environment."""

@@ -1,4 +1,4 @@
-"""A variant of a kernel as Triton's compiler takes it: for the JIT and for builds ahead of time. Imports Triton."""
+"""Inputs of Triton's compiler for a kernel variant, for the JIT and for ahead-of-time builds. Imports Triton."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def source_of(spec: KernelSpec, request: KernelRequest) -> ASTSource:
     """The variant as Triton's compiler takes it.
 
-    Not left to Triton's JIT: it specialises every integer of a group by its value, ranks and sizes too.
+    Triton's JIT cannot do this: it specialises every integer of an argument group by its value, even ranks and sizes.
 
     Raises:
-        ValueError: what was asked does not fit the kernel.
+        ValueError: the request does not fit the kernel.
     """
     if sorted(request.constexprs) != sorted(spec.constexprs):
         raise ValueError(f"{spec.name} takes {[*spec.constexprs]}, the request has {[*request.constexprs]}")
@@ -44,10 +44,10 @@ def source_of(spec: KernelSpec, request: KernelRequest) -> ASTSource:
 
 
 def options_of(spec: KernelSpec, request: KernelRequest) -> dict[str, Any]:
-    """What a variant is compiled with: warps and registers.
+    """Compiler options of a variant: warps and registers.
 
     Raises:
-        ValueError: neither the kernel nor the request says how many warps a program has.
+        ValueError: neither the kernel nor the request sets the number of warps.
     """
     warps = request.num_warps or spec.num_warps
     if warps is None:
@@ -57,5 +57,5 @@ def options_of(spec: KernelSpec, request: KernelRequest) -> dict[str, Any]:
 
 
 def constexpr(value: Any) -> Any:
-    """The value of a compile-time argument; dtypes have Triton's names in plans."""
+    """The value of a compile-time argument; plans write dtypes by Triton's names."""
     return getattr(triton.language, _DTYPES[value]) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Compiled kernels of a library: loaded when first asked for, launched with a kept block of parameters."""
+"""Compiled kernels of a library: loaded at first use, launched with a parameter block that is kept between launches."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _ALIGN = {"tensormap": 64}
 
 
 class Kernel:
-    """A compiled kernel, ready to be launched; from several threads, too.
+    """A compiled kernel, ready to be launched, also from several threads.
 
     Args:
-        entry: of the library.
-        function: what the driver calls it.
+        entry: its entry in the library.
+        function: the driver's handle of it.
 
     Attributes:
         run: launches it: run(grid, stream, values) takes the number of programs, the address of a stream, and the
@@ -39,7 +39,7 @@ class Kernel:
 
     def __init__(self, entry: Entry, function: Any, driver: Driver) -> None:
         self.entry = entry
-        # A map says where and how large: the same for the same tensor, and the driver takes longer than a look-up.
+        # A tensor map depends only on address and sizes, and a look-up takes less time than the driver.
         self._tensor_map = functools.lru_cache(maxsize=64)(driver.tensor_map)
         layout, offsets, size = "<", [], 0
         for kind in entry.params:
@@ -56,7 +56,7 @@ class Kernel:
         launch = driver.launcher(function, entry.threads, entry.shared, ctypes.addressof(addresses), entry.symbol)
         lock = threading.Lock()
 
-        # A closure, so that a launch looks none of this up in an object.
+        # A closure saves attribute look-ups at every launch.
         def run(grid: int, stream: int, values: Sequence[Any]) -> None:
             with lock:
                 pack(memory, start, *values, 0, 0)
@@ -65,11 +65,11 @@ class Kernel:
         self.run = run
 
     def describe(self, number: int, boxes: Any) -> list[Any]:
-        """Parameters of a tensor descriptor, the `number`-th of the kernel's."""
+        """Parameters of the kernel's tensor descriptor with this number."""
         told = self.entry.descriptors[number]
         shape, strides = tuple(boxes.shape), tuple(boxes.strides)
         address = boxes.base.data_ptr()
-        if not told:  # a GPU without a copy engine for tensors: the kernel computes addresses itself
+        if not told:  # a GPU without TMA: the kernel computes addresses itself
             return [address, *shape, *strides, *[0] * self.entry.params[:-2].count("i1"), *shape, *strides]
         box = tuple(told["block_size"])
         element = (told["elem_type"], told["elem_size"])
@@ -77,29 +77,29 @@ class Kernel:
 
 
 class CompiledLibrary:
-    """The library of one architecture with what of it is loaded into this process.
+    """The library of one architecture, with its kernels that are loaded into this process.
 
     Args:
         library: the index.
-        driver: None: that of this process, asked for at the first kernel.
+        driver: None: the driver of this process, opened at the first kernel.
     """
 
     def __init__(self, library: Library, driver: Driver | None = None) -> None:
         self.library = library
         self._driver = driver
         self._kernels: dict[str, Kernel] = {}
-        # NVSHMEM gives its state to the modules of one start of it; its owner is that start.
+        # A module holds the state of one start of NVSHMEM, so modules are kept per heap, the owner of that start.
         self._of_owner: WeakKeyDictionary[Any, dict[str, Kernel]] = WeakKeyDictionary()
         self._loaded: list[Any] = []
 
     def kernel(self, request: KernelRequest, heap: Any = None) -> Kernel:
         """The kernel for this variant.
 
-        heap: with `nvshmem_version` and `initialize_library`, for kernels that call NVSHMEM.
+        heap: has `nvshmem_version` and `initialize_library`; for kernels that call NVSHMEM.
 
         Raises:
-            AotMiss: it was not built.
-            AotCorrupted: its cubin is not what was built.
+            AotMiss: the variant was not built.
+            AotCorrupted: its cubin differs from the one that was built.
             AotArchMismatch: the driver cannot run it on this GPU.
             AotNvshmemMismatch: its device code does not fit the NVSHMEM of this process.
         """
@@ -123,12 +123,12 @@ class CompiledLibrary:
 
 
 def check_nvshmem(device: str, heap: Any, library: Library) -> None:
-    """Raise if device code of this release of NVSHMEM cannot be used with the host library of `heap`.
+    """Raise if device code of this NVSHMEM release cannot run with the host library of `heap`.
 
-    NVSHMEM's own rule: the same major release, and the host library is not the older one.
+    NVSHMEM's own rule: the same major release, and a host library that is not older than the device code.
 
     Raises:
-        AotNvshmemMismatch: naming both.
+        AotNvshmemMismatch: with both releases.
     """
     host = getattr(heap, "nvshmem_version", None)
     if host is None:
@@ -151,17 +151,17 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @functools.cache
 def open_library(folder: Path, arch: str) -> CompiledLibrary:
-    """The library of a folder for an architecture; the same object at every call of this process."""
+    """The library of a folder for an architecture; one object per process."""
     return CompiledLibrary(Library(folder, arch))
 
 
 @dataclass(frozen=True)
 class Aot:
-    """Where launches take compiled kernels from.
+    """Source of compiled kernels for launches.
 
     Attributes:
-        compiled: the library; None: there is none to be used, which only `prefer` allows.
-        prefer: what is missing is compiled by the JIT, and logged.
+        compiled: the library; None: no usable library, which only `prefer` allows.
+        prefer: the JIT compiles missing kernels, and logs them.
         heap: for kernels that call NVSHMEM.
     """
 
@@ -170,12 +170,12 @@ class Aot:
     heap: Any = None
 
     def check(self, shape: Shape) -> None:
-        """Raise unless there is some variant of every kernel that a layer of this shape needs, before it is made.
+        """Raise unless the library has some variant of every kernel that a layer of this shape needs.
 
-        Nothing is checked with `prefer`.
+        Runs before the layer is created. Checks nothing with `prefer`.
 
         Raises:
-            AotMiss: of a kernel there is none.
+            AotMiss: the library lacks all variants of a kernel.
             AotNvshmemMismatch: kernels that call NVSHMEM do not fit this process.
         """
         if self.compiled is None or self.prefer:
@@ -190,10 +190,10 @@ class Aot:
                 check_nvshmem(version, self.heap, library)
 
     def info(self, kernel: str) -> Mapping[str, Any] | None:
-        """Arguments of a kernel as the index has them; None: it is to be compiled by the JIT.
+        """Launch facts of a kernel from the index; None: the JIT must compile it.
 
         Raises:
-            AotMiss: there is no variant of it, and nothing else is allowed.
+            AotMiss: the library has no variant of it, and the JIT is not allowed.
         """
         if self.compiled is None:
             return None
@@ -203,7 +203,7 @@ class Aot:
         return found
 
     def kernel(self, request: KernelRequest) -> Kernel | None:
-        """The compiled kernel; None: it is to be compiled by the JIT. Raises as `CompiledLibrary.kernel`."""
+        """The compiled kernel; None: the JIT must compile it. Raises as `CompiledLibrary.kernel`."""
         if self.compiled is None:
             return None
         try:
@@ -213,7 +213,7 @@ class Aot:
         return None
 
     def _fall_back(self, error: Exception) -> None:
-        """Raise `error`, or log it where the JIT may take over."""
+        """Raise `error`, or log it if the JIT may take over."""
         if not self.prefer:
             raise error
         _log.warning("compiled by the JIT: %s", error)
@@ -222,11 +222,11 @@ class Aot:
 def choose(mode: str, folder: Path | str | None, arch: Callable[[], str], heap: Any = None) -> Aot:
     """The library of a folder (None: the default one) for this GPU.
 
-    mode: "require": raise where something is missing. "prefer": log it, and let the JIT compile.
+    mode: "require": raise if something is missing. "prefer": log it, and let the JIT compile it.
 
     Raises:
         AotMiss: there is no library.
-        AotArchMismatch: there is none for this GPU.
+        AotArchMismatch: the library is not for this GPU.
         AotCorrupted: its index cannot be read.
     """
     where = default_folder() if folder is None else Path(folder)

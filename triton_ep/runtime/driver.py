@@ -1,4 +1,4 @@
-"""The CUDA driver through cuda-python: the calls that cubins need, each with its status checked."""
+"""The CUDA driver through cuda-python: the calls that cubins need, with every status checked."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from triton_ep.errors import AotArchMismatch, LaunchError
 _NO_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
 _NOT_FOR_THIS_GPU = ("CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
 _ELEMENTS_OF_HOST = {8: 10, 9: 8, 10: 9}
-"""CUtensorMapDataType by the number that device code has for it, where the two differ."""
+"""CUtensorMapDataType by the number that device code uses for it, where the two differ."""
 _NEWEST_WITH_SMALL_FAULT = 13010
 _DEFAULT_SHARED = 48 * 1024
-"""Bytes of dynamic shared memory that a kernel may have without asking."""
+"""Bytes of dynamic shared memory that a kernel may use without a function attribute."""
 
 
 class Driver:
-    """cuda.bindings.driver of this process, on the device that is current.
+    """cuda.bindings.driver of this process, on the current device.
 
     Raises:
         LaunchError: cuda-python is not installed.
@@ -37,14 +37,14 @@ class Driver:
         self._success = driver.CUresult.CUDA_SUCCESS
         self._streams: dict[int, Any] = {}
         status, self._version = driver.cuDriverGetVersion()
-        self._check(status, "asking for the driver's version")
+        self._check(status, "getting the driver's version")
 
     def load(self, cubin: bytes, what: str) -> Any:
-        """A library (CUlibrary) of one cubin.
+        """Load one cubin as a library (CUlibrary).
 
         Raises:
-            AotArchMismatch: not for this GPU.
-            LaunchError: the driver refuses.
+            AotArchMismatch: the cubin is not for this GPU.
+            LaunchError: the driver refuses it.
         """
         self._make_current()
         status, library = self._cuda.cuLibraryLoadData(cubin, None, None, 0, None, None, 0)
@@ -57,19 +57,19 @@ class Driver:
         """A kernel (CUfunction) of a library, allowed `shared` bytes of dynamic shared memory."""
         cuda = self._cuda
         status, kernel = cuda.cuLibraryGetKernel(library, symbol.encode())
-        self._check(status, f"looking {symbol} up")
+        self._check(status, f"looking up {symbol}")
         status, function = cuda.cuKernelGetFunction(kernel)
-        self._check(status, f"taking {symbol}")
+        self._check(status, f"getting the function {symbol}")
         if shared > _DEFAULT_SHARED:
             limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = cuda.cuFuncSetAttribute(function, limit, shared)
-            self._check(status, f"giving {symbol} {shared} bytes of shared memory")
+            self._check(status, f"allowing {symbol} {shared} bytes of shared memory")
         return function
 
     def launcher(self, function: Any, threads: int, shared: int, params: int, what: str) -> Callable[[int, int], None]:
-        """What launches a kernel, called with the number of programs and the address of a stream.
+        """A function that launches a kernel, given the number of programs and the address of a stream.
 
-        params: address of an array of addresses of parameters.
+        params: address of an array of parameter addresses.
         """
         launch, success, streams = self._cuda.cuLaunchKernel, self._success, self._streams
 
@@ -81,7 +81,7 @@ class Driver:
             if status is success or status == success:
                 return
             if status.name == _NO_CONTEXT:
-                # A thread that torch has given nothing to do yet.
+                # torch has not used this thread yet.
                 self._make_current()
                 (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, handle, params, 0)
             self._check(status, f"launching {grid} programs of {what}")
@@ -90,8 +90,7 @@ class Driver:
 
     def tensor_map(self, address: int, element: int, size: int, box: Sequence[int], shape: Sequence[int],
                    strides: Sequence[int], swizzle: int) -> bytes:  # fmt: skip
-        """128 bytes that describe a tensor to the copy engine. Sizes are in elements, the last dimension is
-        consecutive and comes last."""
+        """128 bytes that describe a tensor to TMA. Sizes are in elements; the consecutive dimension comes last."""
         cuda, rank = self._cuda, len(shape)
         inner = cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
         promotion = cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
@@ -113,22 +112,22 @@ class Driver:
         words = list(struct.unpack("16Q", ctypes.string_at(found.getPtr(), 128)))
         last = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)) * size
         if self._version <= _NEWEST_WITH_SMALL_FAULT and last + 1 < 128 * 1024:
-            words[1] &= ~(1 << 21)  # as CUTLASS and Triton do: these drivers describe small tensors wrongly
+            words[1] &= ~(1 << 21)  # these drivers encode small tensors wrongly; CUTLASS and Triton do the same
         return struct.pack("16Q", *words)
 
     def _make_current(self) -> None:
         """Give this thread the primary context of the current device, if it has none."""
         cuda = self._cuda
         status, context = cuda.cuCtxGetCurrent()
-        self._check(status, "asking for the current context")
+        self._check(status, "getting the current context")
         if int(context):
             return
         import torch
 
         status, device = cuda.cuDeviceGet(torch.cuda.current_device())
-        self._check(status, "asking for the current device")
+        self._check(status, "getting the current device")
         status, context = cuda.cuDevicePrimaryCtxRetain(device)
-        self._check(status, "taking the primary context")
+        self._check(status, "retaining the primary context")
         (status,) = cuda.cuCtxSetCurrent(context)
         self._check(status, "making the primary context current")
 

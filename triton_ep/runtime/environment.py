@@ -1,30 +1,30 @@
-"""The environment variables that triton_ep looks at, read here and nowhere else.
+"""The environment variables of triton_ep, read only here.
 
-Nobody has to set one. The launchers set theirs:
+All are optional. Launchers set theirs:
 
     torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-                TORCHELASTIC_USE_AGENT_STORE; or whoever else sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+                TORCHELASTIC_USE_AGENT_STORE; or any other launcher of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     mpirun      OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}, PMIX_NAMESPACE; or PMI_RANK, PMI_SIZE,
                 MPI_LOCALRANKID, MPI_LOCALNRANKS (MPICH, Intel MPI)
     srun        SLURM_STEP_ID, SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
 
-and these override a choice:
+and these override a default:
 
     TRITON_INTERPRET                  1 interprets kernels on CPU ranks, 0 compiles them
-    TRITON_EP_HEAP                    symmetric heap of GPU ranks where the program names none: nvshmem, torch
+    TRITON_EP_HEAP                    symmetric heap of GPU ranks if the program names none: nvshmem, torch
     TRITON_EP_HEAP_SIZE               bytes of the symmetric heap per rank; suffixes K, M, G (powers of 1024)
-    NVSHMEM_SYMMETRIC_SIZE            the same, by NVSHMEM's own name; asked second
+    NVSHMEM_SYMMETRIC_SIZE            the same, under NVSHMEM's name; TRITON_EP_HEAP_SIZE wins
     TRITON_EP_RANKS_PER_GPU           most ranks that may share a GPU, in time slices; unset: 1. For tests
-    TRITON_EP_AOT                     1: kernels come from the ahead-of-time library, in all layers and outside of them;
-                                      prefer: those that it has; 0: where a layer asks for it
+    TRITON_EP_AOT                     1: all kernels, of layers and others, come from the ahead-of-time library;
+                                      prefer: those that it has; 0: only in layers that request it
     TRITON_EP_AOT_DIR                 folder of the ahead-of-time library
-    TRITON_EP_JIT_CACHE               0: no compiled kernels are kept for later processes, nor taken from earlier ones
+    TRITON_EP_JIT_CACHE               0: keep no compiled kernels for later processes, and use none of earlier ones
     TRITON_EP_NVTX                    1: calls of a layer are NVTX ranges, for Nsight Systems
-    TRITON_EP_TUNED                   path of a table of tuned choices, asked before those of the package
+    TRITON_EP_TUNED                   path of a table of tuned settings, which precedes those of the package
     NVTE_BACKWARD_OVERRIDE            default of `backward_override` of MXFP8 recipes (triton_ep.integrations.te)
     MASTER_ADDR, MASTER_PORT          where rank 0 listens, for jobs over several hosts without torchrun
-    TRITON_*, LLVM_*, MLIR_* ...      Triton's own; kept kernels are of the same settings (CompilerSettings)
-    NVSHMEM_*                         NVSHMEM's own; heap/nvshmem.py sets defaults for a few of those left alone
+    TRITON_*, LLVM_*, MLIR_* ...      Triton's own; cached kernels are valid for the same settings (CompilerSettings)
+    NVSHMEM_*                         NVSHMEM's own; heap/nvshmem.py sets defaults for a few that are unset
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any
 
 from triton_ep.errors import ConfigError
 
-_SLURM_OWN_STEPS = 0xFFFFFFF0  # from here on: what Slurm runs beside srun's steps, the shell of an salloc say
+_SLURM_OWN_STEPS = 0xFFFFFFF0  # from here on: steps that srun did not start, such as the shell of an salloc
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SHOWN = (
     "TRITON_",
@@ -57,7 +57,7 @@ _SHOWN = (
 )
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 _OF_TRITON = ("TRITON_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "DISABLE_", "ALLOW_LHS_", "USE_IR_LOC")
-"""How the variables start by which Triton's compiler can be changed; some of them only by that."""
+"""Prefixes of the variables that may change what Triton's compiler generates."""
 _NOT_OF_CODE = ("TRITON_EP_", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "TRITON_LIBCUDA_PATH")
 _WATCHING = (
     "TRITON_ALWAYS_COMPILE",
@@ -79,15 +79,15 @@ _WATCHING = (
     "MLIR_ENABLE_TIMING",
     "NVPTX_ENABLE_DUMP",
 )
-"""Variables by which a user wants to see a compilation or to put something in its place."""
+"""Variables with which a user watches a compilation or replaces its result."""
 _OFF = ("", "0", "false", "off", "n", "no")
 MOST_BYTES = 2**46
-"""Of a symmetric heap: half of what a process has addresses for."""
+"""Largest symmetric heap: half of the address space of a process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the environment says about this process; None = it says nothing.
+    """Settings of this process from the environment; None = not set.
 
     Attributes:
         triton_interpret: TRITON_INTERPRET as a truth value.
@@ -97,10 +97,10 @@ class Environment:
         master_addr, master_port: where the ranks meet.
         agent_listens: a process of the launcher listens there; otherwise rank 0 has to.
         heap: name of the symmetric heap of GPU ranks.
-        heap_bytes: symmetric heap per rank.
+        heap_bytes: bytes of the symmetric heap per rank.
         ranks_per_gpu: most ranks that may share a GPU.
         nvshmem: NVSHMEM's own variables that are set.
-        tuned: path of a table of tuned choices.
+        tuned: path of a table of tuned settings.
         backward_override: NVTE_BACKWARD_OVERRIDE, which recipes check.
         aot: "require", "prefer" or None: whether kernels come from the ahead-of-time library.
         aot_dir: folder of the ahead-of-time library.
@@ -131,10 +131,10 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Read the environment of this process, or `variables` in its place.
+    """Read the environment of this process, or `variables` instead.
 
     Raises:
-        ConfigError: a variable does not hold what it must.
+        ConfigError: a variable has an invalid value.
     """
     env = os.environ if variables is None else variables
     size = next((name for name in ("TRITON_EP_HEAP_SIZE", "NVSHMEM_SYMMETRIC_SIZE") if env.get(name)), None)
@@ -165,12 +165,13 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 @dataclass(frozen=True)
 class CompilerSettings:
-    """What the environment says to Triton's compiler.
+    """Settings of Triton's compiler from the environment.
 
     Attributes:
         cache: folder of Triton's compiled kernels.
-        deciding: variables that may decide code with their values; of a path also size and time of the file.
-        watched: somebody wants to see compilations or to replace what they make, so none may be left out.
+        deciding: variables that may change the generated code, with their values; for a path also the file's size and
+            time.
+        watched: the user watches compilations or replaces their results, so no compilation may be skipped.
     """
 
     cache: Path
@@ -179,7 +180,7 @@ class CompilerSettings:
 
 
 def read_compiler_settings(variables: Mapping[str, str] | None = None) -> CompilerSettings:
-    """Read what Triton's compiler reads, without loading Triton."""
+    """Read the settings that Triton's compiler would read, without loading Triton."""
     env = os.environ if variables is None else variables
     home = Path(env.get("TRITON_HOME") or os.path.expanduser("~"))
     names = [name for name in sorted(env) if name.startswith(_OF_TRITON) and not name.startswith(_NOT_OF_CODE)]
@@ -198,15 +199,15 @@ def _state_of_file(path: str) -> tuple[str, ...]:
 
 
 def shown_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables that bear on a run, for a report of a problem: by prefix, so that no key or token is among them."""
+    """Variables that affect a run, for a problem report. Filtered by name, so that no key or token is included."""
     env = os.environ if variables is None else variables
     return {name: env[name] for name in sorted(env) if name.startswith(_SHOWN) and not _SECRET.search(name)}
 
 
 def read_what_can_be(variables: Mapping[str, str] | None = None) -> tuple[Environment, list[str]]:
-    """`read_environment` without the variables that do not hold what they must, and what is wrong with each of those.
+    """`read_environment` without the variables that have invalid values, and the fault of each of these.
 
-    For `triton-ep doctor`, which says all of it at once.
+    For `triton-ep doctor`, which reports all faults at once.
     """
     env, faults = dict(os.environ if variables is None else variables), list[str]()
     while True:
@@ -222,7 +223,7 @@ def read_what_can_be(variables: Mapping[str, str] | None = None) -> tuple[Enviro
 
 
 def set_defaults(defaults: Mapping[str, str]) -> None:
-    """Set variables for a library that reads them in this process, where the user has not.
+    """Set the variables that the user has not set, for a library that reads them in this process.
 
     For NVSHMEM, which has no other interface for its settings.
     """
@@ -231,10 +232,10 @@ def set_defaults(defaults: Mapping[str, str]) -> None:
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """Bytes of "2G", "512M", "1073741824"; `name` is what the error calls it.
+    """Bytes of "2G", "512M", "1073741824"; `name` names the value in the error.
 
     Raises:
-        ConfigError: not a size.
+        ConfigError: `text` is not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
     size = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
@@ -246,14 +247,14 @@ def parse_bytes(name: str, text: str) -> int:
 
 
 def as_integer(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int: of numpy, or a tensor with one integer, too.
+    """Convert an integer, also of numpy or a one-element tensor, to int.
 
     Raises:
-        ConfigError: it is no integer, or below `least`.
+        ConfigError: `value` is no integer, or below `least`.
     """
     try:
         number = operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # of tensors without data, too
+    except (TypeError, ValueError, RuntimeError):  # also from tensors without data
         number = least - 1
     if number < least or isinstance(value, bool):
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}.")
@@ -265,7 +266,7 @@ def _short(text: str) -> str:
 
 
 def _read_launcher(env: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of Environment that a launcher decides. The innermost launcher wins: mpirun inside sbatch."""
+    """Fields of Environment that the launcher sets. The innermost launcher wins, such as mpirun inside sbatch."""
     if "RANK" in env and ("LOCAL_RANK" in env or {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(env)):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return _launcher(env, "torchrun", names, "TORCHELASTIC_RUN_ID")
@@ -273,7 +274,7 @@ def _read_launcher(env: Mapping[str, str]) -> dict[str, Any]:
         ompi = tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
         job = "PMIX_NAMESPACE" if "PMIX_NAMESPACE" in env else "OMPI_MCA_ess_base_jobid"
         return _launcher(env, "mpirun", ompi, job)
-    # Where srun started the daemons of another mpirun, PMI_* are of the rank and SLURM_* of its daemon.
+    # If srun started the daemons of an mpirun, PMI_* describe the rank and SLURM_* its daemon.
     in_daemon = "PMI_RANK" in env and env.get("PMI_SIZE") != env.get("SLURM_STEP_NUM_TASKS")
     step = _integer(env, "SLURM_STEP_ID")  # the script of sbatch has none
     if "SLURM_PROCID" in env and step is not None and step < _SLURM_OWN_STEPS and not in_daemon:
@@ -298,7 +299,7 @@ def _launcher(env: Mapping[str, str], launcher: str, names: tuple[str, ...], job
         "world_size": world_size,
         "local_rank": local_rank,
         "local_size": local_size,
-        # The parent is the launcher's daemon: another job has another one.
+        # The parent is the launcher's daemon, which is different for every job.
         "job": env.get(job) or f"parent{os.getppid()}",
     }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_complete(path: Path, data: bytes) -> None:
-    """Write a file under its name when all of it is there; its folder is made. OSError: that cannot be done."""
+    """Create the folder, write the data, then give the file its name. Raises OSError if one of them fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
         try:

@@ -1,13 +1,13 @@
-"""Kernels that the JIT has compiled, kept on disk: later processes launch them without loading Triton.
+"""Kernels compiled by the JIT, kept on disk: later processes launch them without loading Triton.
 
     CACHE/triton_ep/STATE/kernels                       how every kernel is launched
     CACHE/triton_ep/STATE/<kernel>-<signature>          a compiled variant
 
-CACHE is Triton's own (TRITON_CACHE_DIR). STATE is a hash of what decides code besides what a launch asks for
-(`KernelRequest`): the sources of all kernels, the files of Triton, the architecture, variables of Triton's compiler. A
-file has three parts, with a newline between them: the sha256 of what follows, JSON, and the cubin. It appears complete
-or not at all. One that cannot be read or is not what was written is as if it were not there: Triton is asked, and the
-file is written anew. Nothing is removed; the folder triton_ep may be deleted at any time.
+CACHE is Triton's own (TRITON_CACHE_DIR). STATE is a hash of everything that decides code besides the `KernelRequest`
+of a launch: the sources of all kernels, the files of Triton, the architecture, variables of Triton's compiler. A file
+has three parts, with a newline between them: the sha256 of the rest, JSON, and the cubin. Other processes see it
+complete or not at all. A file that is unreadable or damaged counts as missing: Triton compiles, and the file is written
+anew. Nothing is ever removed; the folder triton_ep may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ if TYPE_CHECKING:
     from triton_ep.kernels.spec import KernelSpec
 
 FORMAT = 1
-"""Part of STATE; to be raised with every change of what is written."""
+"""Part of STATE; raise it with every change of the file format."""
 _KERNELS = "kernels"
 _OF_COMPILER = ("__init__.py", "_C/*.so", "compiler/*.py", "language/**/*.py", "runtime/*.py", "backends/nvidia/**/*")
-"""Files of Triton that decide code."""
+"""Files of Triton that may change the generated code."""
 _log = logging.getLogger("triton_ep.jit")
 
 
 class Kept(NamedTuple):
-    """A compiled kernel that is loaded, and what a program of it takes."""
+    """A loaded compiled kernel, and the resources of one of its programs."""
 
     kernel: Kernel
     program: Program
 
 
 class JitCache:
-    """Compiled kernels of one folder, and which of them are loaded into this process.
+    """Compiled kernels of one folder, and those of them that are loaded into this process.
 
     Args:
-        folder: CACHE/triton_ep/STATE; made at the first `store`.
+        folder: CACHE/triton_ep/STATE; created at the first `store`.
     """
 
     def __init__(self, folder: Path, driver: Driver) -> None:
@@ -66,14 +66,14 @@ class JitCache:
         self._infos: Mapping[str, Mapping[str, Any]] | None = None
 
     def info(self, kernel: str) -> Mapping[str, Any] | None:
-        """What `declared` says of a kernel; None: that is not known without Triton."""
+        """The result of `parameters.declared` for a kernel; None: not known without Triton."""
         if self._infos is None:
             found = _read(self.folder / _KERNELS)
             self._infos = {} if found is None else found[0]["kernels"]
         return self._infos.get(kernel)
 
     def store_infos(self) -> None:
-        """Keep what `info` says, where it is not there yet. Loads Triton."""
+        """Write the facts that `info` returns, unless the folder has them. Loads Triton."""
         if self._infos:
             return
         from triton_ep.kernels.spec import all_kernels
@@ -86,8 +86,7 @@ class JitCache:
             _log.info("nothing is kept: %s", error)
 
     def kernel(self, request: KernelRequest, device: int) -> Kept | None:
-        """The kernel of this variant, loaded for the current device, whose number is `device`; None: there is none that
-        can be used."""
+        """The kernel of this variant, loaded for the current device, whose number is `device`; None: no usable file."""
         key = device, request.signature()
         kept = self._loaded.get(key)
         if kept is None and (found := _read(self._path(request))) is not None:
@@ -110,9 +109,9 @@ class JitCache:
         return Kept(Kernel(entry, function, self._driver), Program(*told["program"]))
 
     def store(self, spec: KernelSpec, request: KernelRequest, compiled: Any, program: Program) -> None:
-        """Keep a kernel that the JIT has compiled and loaded, if launches without Triton can serve it."""
+        """Keep a kernel that the JIT has compiled and loaded, if it can be launched without Triton."""
         if self.info(spec.name) is None:
-            return  # its sources are not in STATE
+            return  # STATE does not cover its sources
         path = self._path(request)
         try:
             told = {"request": request.as_dict(), "file": path.name, **interface(spec, request, compiled)}
@@ -130,9 +129,9 @@ def root() -> Path:
 
 
 def current(architecture: Callable[[], str]) -> JitCache | None:
-    """The cache for kernels that are asked for now; None: Triton has to compile them, or there is no cuda-python.
+    """The cache for the present settings; None: Triton has to compile, or cuda-python is missing.
 
-    architecture: of the current GPU ("sm_90").
+    architecture: returns the architecture of the current GPU ("sm_90").
     """
     settings = read_compiler_settings()
     if not read_environment().jit_cache or settings.watched or _is_watched():
@@ -152,14 +151,14 @@ _opened = functools.cache(JitCache)
 def _driver() -> Driver | None:
     try:
         return Driver()
-    except (LaunchError, RuntimeError):  # the latter from cuda-python, where it finds no driver
+    except (LaunchError, RuntimeError):  # cuda-python raises RuntimeError if it finds no driver
         return None
 
 
 @functools.cache
 def _compiler() -> str | None:
-    """Hash of the files of the Triton that would compile: their sizes and times, and its release; None: there is none.
-    Not of what they hold: Triton's library has hundreds of megabytes."""
+    """Hash of the installed Triton: its release, and sizes and times of its files; None: not installed.
+    Contents are not hashed, because Triton's library has hundreds of megabytes."""
     try:
         found = importlib.util.find_spec("triton")
     except ValueError:
@@ -176,7 +175,7 @@ def _compiler() -> str | None:
 
 
 def _is_watched() -> bool:
-    """Whether this program has told Triton to show compilations and loads, or to change what it makes."""
+    """Whether this program has configured Triton to show compilations and loads, or to change their results."""
     knobs = sys.modules.get("triton.knobs")
     runtime = getattr(knobs, "runtime", None)
     if knobs is None or runtime is None:
@@ -191,7 +190,7 @@ def _is_watched() -> bool:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes] | None:
-    """What `_write` wrote; None: nothing, or not all of it."""
+    """Read a file of `_write`; None: it is missing or incomplete."""
     try:
         digest, rest = path.read_bytes().split(b"\n", 1)
         if digest.decode() != hashlib.sha256(rest).hexdigest():

@@ -1,10 +1,10 @@
 """How a kernel gets launched: interpreted on the CPU, compiled on the GPU, or taken from an ahead-of-time library.
 
-Whether kernels are interpreted is decided once per process, when this module is imported, and before triton is: Triton
-decides it when a kernel is decorated. TRITON_INTERPRET in the environment wins; without it, a machine with a GPU
-compiles and a machine without one interprets. Where kernels are compiled, Triton is imported when the first of them is:
-a process that takes all of its kernels from a library (triton_ep/aot), or from those that earlier processes have
-compiled (jit_cache.py), has no compiler in it.
+The import of this module decides, once per process, whether kernels are interpreted. It must precede the import of
+triton, because Triton decides when it decorates a kernel. TRITON_INTERPRET in the environment wins; without it, a
+machine with a GPU compiles and a machine without one interprets. When kernels are compiled, the first compilation
+imports Triton: a process that takes all kernels from a library (triton_ep/aot), or from those that earlier processes
+have compiled (jit_cache.py), never loads the compiler.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ _TYPES = {
 }
 
 
-# A call looks at every address; done in C, that takes a third of the time.
+# A launch reads every address; in C that takes a third of the time.
 _ADDRESS = torch.Tensor.data_ptr
 
 
 @functools.cache
 def _specs() -> Mapping[str, Any]:
-    """KernelSpecs by name. Loads Triton, and the kernels, which are declared at import."""
+    """KernelSpecs by name. Loads Triton and the kernels, whose import declares them."""
     from triton_ep.kernels.spec import all_kernels
 
     return all_kernels()
@@ -81,7 +81,7 @@ def _specs() -> Mapping[str, Any]:
 
 @functools.cache
 def _triton() -> tuple[Mapping[str, Any], Any, Any]:
-    """Dtypes by name, and what profilers of Triton want to be called at a launch: they get its own launch path."""
+    """Dtypes by name, and the launch hooks of Triton's profilers; a launch with hooks takes Triton's own path."""
     import triton.language as tl
     from triton import knobs
 
@@ -90,7 +90,7 @@ def _triton() -> tuple[Mapping[str, Any], Any, Any]:
 
 
 if INTERPRETING:
-    _specs()  # with the launchers' import, before ranks are forked
+    _specs()  # load kernels with the launchers' import, before ranks are forked
 
 
 def spec(name: str) -> Any:
@@ -99,22 +99,22 @@ def spec(name: str) -> Any:
 
 
 def architecture() -> str:
-    """Of the current GPU, as cubins are named: "sm_90"."""
+    """Architecture of the current GPU, as in the names of cubins: "sm_90"."""
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
 
 
 def aot_for(mode: str | bool | None, folder: Path | str | None, heap: Any = None) -> Aot | None:
-    """Where kernels come from: the library of `folder`; None: the JIT, or the interpreter.
+    """The library of `folder` as source of kernels; None: kernels come from the JIT or the interpreter.
 
-    mode: "require" (also True) or "prefer"; None (also False): what TRITON_EP_AOT says.
+    mode: "require" (also True) or "prefer"; None (also False): the value of TRITON_EP_AOT.
     folder: None: TRITON_EP_AOT_DIR, else `library.default_folder`.
     heap: for kernels that call NVSHMEM.
 
     Raises:
         ConfigError: another mode.
         AotMiss: there is no library, or kernels are interpreted; not with "prefer".
-        AotArchMismatch: there is none for this GPU; not with "prefer".
+        AotArchMismatch: the library is not for this GPU; not with "prefer".
         AotCorrupted: its index cannot be read.
     """
     if not isinstance(mode, bool | str | None):
@@ -138,18 +138,18 @@ def aot_for(mode: str | bool | None, folder: Path | str | None, heap: Any = None
 
 @functools.cache
 def default_aot() -> Aot | None:
-    """The library for launches that no layer makes."""
+    """The library for launches outside layers."""
     return aot_for(None, None)
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """A row-major matrix that a kernel reads in boxes, by TMA where there is one.
+    """A row-major matrix that a kernel reads in boxes, with TMA if the GPU has it.
 
     Attributes:
-        base: where it starts.
+        base: tensor at its start.
         shape, strides: in elements; the last stride is 1.
-        block_shape: of a box.
+        block_shape: shape of a box.
     """
 
     base: torch.Tensor
@@ -159,76 +159,75 @@ class Boxes:
 
     @property
     def type(self) -> str:
-        """Triton's name for the type of its descriptor."""
+        """Triton's type name of its descriptor."""
         return f"tensordesc<{_TYPES[self.base.dtype]}[{','.join(map(str, self.block_shape))}]>"
 
     @property
     def dtype(self) -> tuple[Any, ...]:
-        """What a kernel is compiled for, as the dtype of a tensor is."""
+        """The part that a kernel is compiled for, like the dtype of a tensor."""
         return (self.base.dtype, *self.block_shape)
 
     def descriptor(self) -> Any:
-        """As the JIT and the interpreter take it."""
+        """The descriptor for the JIT and the interpreter."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape)
 
 
 Start = Callable[..., None]
-"""Launches a compiled kernel: programs, address of a stream, then the addresses (or `Boxes`) and integers that a launch
-gives, in order; and, by name, what hooks of Triton are told, and the hooks."""
+"""Launches a compiled kernel. Takes the number of programs, the address of a stream, then the addresses (or `Boxes`)
+and integers of a launch, in order; and, by name, the metadata for hooks of Triton, and these hooks."""
 
 
 class _NoHooks:
-    """Of kernels that do not come from Triton."""
+    """Hooks of kernels that do not come from Triton."""
 
     calls = ()
 
 
 class _NoHooksYet(_NoHooks):
-    """Of a process that has not loaded Triton, and may."""
+    """Hooks of a process that has not loaded Triton but may load it."""
 
 
 class Launcher:
     """One kernel with its constexprs, ready to be launched any number of times, by the names of its arguments.
 
-    Triton's own launch path binds and inspects every argument at each call. This one asks it once per kind of
-    arguments and keeps the compiled kernel that it answers with; from then on it looks at what decides the kind:
-    the dtype of what pointers point to where the declaration leaves it open, addresses that are no multiple of 16, and
-    integers that the kernel is specialised by. A library of compiled kernels is asked in the same way, by the same
-    kinds.
+    Triton's own launch path binds and inspects every argument at each call. A Launcher compiles once per kind of
+    arguments and keeps the compiled kernel. Later launches look only at what decides the kind: element dtypes of
+    pointers whose declaration leaves them open, addresses that are no multiple of 16, and integers that the kernel is
+    specialised by. A library of compiled kernels is looked up by the same kinds.
 
     Args:
         plan: kernel, constexprs and options.
-        bound: arguments that are the same in every launch, by name; what the kernel does not take is left out.
-        extern_libs: name and path of device bitcode, for variants that call NVSHMEM, or what returns them.
+        bound: arguments that are the same in every launch, by name; those that the kernel does not take are ignored.
+        extern_libs: name and path of device bitcode, for variants that call NVSHMEM, or a function that returns them.
         aot: library to take the kernel from; None: the JIT, or the interpreter.
-        any_arguments: dtypes and sizes are a caller's, so the kind has all of them, not only what is left open.
+        any_arguments: callers choose all dtypes and sizes, so the kind contains all of them, not only the open ones.
 
     Attributes:
-        declared: what a program takes at most, by plan and kernel: the same on all ranks.
-        program: what it takes, by the kernels that the JIT has compiled, now or before; until then as declared.
+        declared: upper bound of the resources of a program, from plan and kernel: the same on all ranks.
+        program: resources of a program of the kernels compiled by the JIT, now or earlier; until then as declared.
         num_compiled: kernels of all launchers that the JIT has compiled, or taken from those of earlier processes.
         launch: launch(grid, *, stream=None, **arguments) launches `grid` programs; a grid of 0 launches nothing.
-            Tensors (or `Boxes`) and ints, by the names of the kernel's parameters. stream: where; None: the current
-            stream. To name it here takes a fraction of making it current.
+            Takes tensors (or `Boxes`) and ints, by the names of the kernel's parameters. stream: None: the current
+            stream. Passing a stream takes a fraction of the time of making it current.
 
             Raises:
                 TypeError: an argument is missing, or the kernel has none of that name.
-                EPError: what a hook raised inside an interpreted kernel (`PeerFailed`).
+                EPError: a hook raised it inside an interpreted kernel (`PeerFailed`).
                 LaunchError: the driver refused.
-                AotMiss: the library lacks the variant. AotCorrupted, AotArchMismatch, AotNvshmemMismatch: it is there,
-                    but cannot be used.
+                AotMiss: the library lacks the variant. AotCorrupted, AotArchMismatch, AotNvshmemMismatch: it has the
+                    variant, but cannot use it.
 
     Raises:
-        AotMiss: the library has no variant of the kernel, and nothing else is allowed.
-        LaunchError: neither plan nor kernel says how many warps a program has.
+        AotMiss: the library has no variant of the kernel, and the JIT is not allowed.
+        LaunchError: neither plan nor kernel sets the number of warps.
     """
 
     launch: Callable[..., None]
     num_compiled = 0
     spec: Any = None
-    """The kernel's KernelSpec; None: Triton has not been needed."""
+    """The kernel's KernelSpec; None: Triton has not been needed yet."""
 
     def __init__(
         self,
@@ -280,11 +279,11 @@ class Launcher:
         self._typed = tuple(i for i in range(self._num_pointers) if self._any_arguments or "{" in kinds[i])
         self._special = tuple(i for i, name in enumerate(names) if name in specialised)
         self._kinds = bool(self._typed or self._special)
-        # Only an argument whose type is open altogether may be a matrix in boxes.
+        # Only an argument whose declared type is fully open may be a matrix in boxes.
         self._may_have_boxes = any(kind[0] == "{" for kind in kinds)
 
     def _use_jit(self) -> None:
-        """Load Triton and the kernel, and what it is compiled with."""
+        """Load Triton, the kernel and its compile-time values."""
         if self.spec is not None:
             return
         self._aot = None
@@ -297,8 +296,8 @@ class Launcher:
         self._constexprs = {name: dtypes[value] if isinstance(value, str) else value for name, value in values}
 
     def _short_cut(self) -> Callable[..., None]:
-        """What `_by_name` makes of `_launch`, written out for this kernel: of aligned arguments of a kind that has been
-        compiled it hands addresses and integers to the driver in one step, for everything else it calls `_launch`."""
+        """`launch` as a function generated for this kernel. It passes aligned arguments of a compiled kind straight to
+        the driver; for all other arguments it calls `_launch`, like the function of `_by_name`."""
         pointers, integers = self._names[: self._num_pointers], self._names[self._num_pointers :]
         kind = "device"
         if self._kinds:
@@ -325,13 +324,13 @@ class Launcher:
 
     @property
     def is_hooked(self) -> bool:
-        """Whether a profiler of Triton wants to be called at launches."""
+        """Whether a profiler has hooks in Triton's launches."""
         if self._enter is _NoHooksYet and hasattr(sys.modules.get("triton.knobs"), "runtime"):
             _, self._enter, self._exit = _triton()
         return bool(self._enter.calls or self._exit.calls)
 
     def named(self, args: Sequence[Any]) -> dict[str, Any]:
-        """All arguments of the kernel by name, from those that a launch gives, in order."""
+        """All arguments of the kernel by name, from the arguments of a launch in order."""
         return self._bound | dict(zip(self._names, args, strict=True))
 
     def _launch(self, grid: int, args: tuple[Any, ...], stream: torch.cuda.Stream | None) -> None:
@@ -341,8 +340,8 @@ class Launcher:
             named = self.named(args)
             _interpret(self.spec, grid, [named[name] for name in self.spec.arguments], self._constexprs)
             return
-        # Private, because torch.cuda.current_device and current_stream check and wrap what these return: together they
-        # take longer than the rest of a launch.
+        # Private functions, because torch.cuda.current_device and current_stream check and wrap their results: together
+        # they take longer than the rest of a launch.
         device = torch._C._cuda_getDevice()
         pointers = self._addresses(args) if self._may_have_boxes else list(map(_ADDRESS, args[: self._num_pointers]))
         unaligned: tuple[int, ...] = ()
@@ -351,14 +350,14 @@ class Launcher:
         kind: Any = device
         if unaligned or self._kinds:
             kind = (device, unaligned, *[args[i].dtype for i in self._typed], *[args[i] for i in self._special])
-            if self._any_arguments:  # Triton gives an integer 64 bits where it needs them
+            if self._any_arguments:  # Triton passes an integer as 64 bits if 32 do not suffice
                 kind += tuple([value >> 31 for value in args[self._num_pointers :]])
         start = self._compiled.get(kind)
         if start is None:
             start = self._compiled[kind] = self._make_start(kind, self._request(args, unaligned))
         where = torch._C._cuda_getCurrentRawStream(device) if stream is None else stream.cuda_stream
         if self.is_hooked:
-            if kind not in self._told:  # Triton tells of kernels that it has loaded itself
+            if kind not in self._told:  # hooks get metadata only for kernels that Triton has loaded
                 start = self._compiled[kind] = self._start_of_jit(kind, self._request(args, unaligned))
             told = self._told[kind]((grid, 1, 1), where)
             start(grid, where, *pointers, *args[self._num_pointers :], told=told, enter=self._enter, leave=self._exit)
@@ -370,7 +369,7 @@ class Launcher:
         return [arg if isinstance(arg, Boxes) else arg.data_ptr() for arg in args[: self._num_pointers]]
 
     def _make_start(self, kind: Any, request: KernelRequest) -> Start:
-        """The library's kernel for this request, or the JIT's; from then on the JIT's of all that the library lacks."""
+        """The library's kernel for this request. If the library lacks it, this launcher uses the JIT from then on."""
         if self._aot is not None:
             kernel = self._aot.kernel(request)
             if kernel is not None:
@@ -403,7 +402,7 @@ class Launcher:
         if self._cache is not None and not request.calls_nvshmem:
             self._cache.store(self.spec, request, made, taken)
         texts = {name: f"{name}.descriptor()" if _is_boxes(request, name) else name for name in self._order}
-        texts |= dict.fromkeys(self.spec.constexprs, "None")  # compiled in; what is given does not matter
+        texts |= dict.fromkeys(self.spec.constexprs, "None")  # compiled in; the passed value does not matter
         passed = []
         for parameter in self.spec.parameters:
             values = ", ".join(texts[name] for name in parameter.fields)
@@ -413,7 +412,7 @@ class Launcher:
         return self._written_out(*(_inside(made.run, given, names) or (f"run({', '.join(given)})", names)))
 
     def _note(self, taken: Program) -> None:
-        """Keep what a program of the largest variant takes."""
+        """Note the resources of a program; keep the maximum over the variants."""
         self.program = taken if self._taken is None else Program(*map(max, taken, self._taken))
         self._taken = self.program
         Launcher.num_compiled += 1
@@ -430,10 +429,9 @@ class Launcher:
         return self._written_out(f"run(grid, where, [{', '.join(passed)}])", names)
 
     def _written_out(self, call: str, names: Mapping[str, Any]) -> Start:
-        """A function that makes `call`, with the arguments of the kernel by name.
+        """Generate a function for this kernel that executes `call`, with the kernel's arguments in scope by name.
 
-        It is written out for this kernel: to put arguments into groups and in order takes no loop, and those that are
-        the same in every launch are looked up once.
+        Generated code groups and orders arguments without a loop, and reads the bound arguments only once.
         """
         bound = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value
                  for name, value in self._bound.items()}  # fmt: skip
@@ -444,7 +442,7 @@ class Launcher:
         return made
 
     def _request(self, args: Sequence[Any], unaligned: Sequence[int]) -> KernelRequest:
-        """What a launch with these arguments asks for."""
+        """The request of a launch with these arguments."""
         types = {}
         for arg, (name, declared) in zip(args, self._types.items(), strict=True):
             actual = declared
@@ -462,10 +460,10 @@ class Launcher:
 
 
 class _Given:
-    """Stands for an argument of `_inside`.
+    """Stand-in for an argument in `_inside`.
 
     Attributes:
-        text: of the expression that it stands for.
+        text: the expression that it stands for.
     """
 
     def __init__(self, text: str) -> None:
@@ -473,12 +471,12 @@ class _Given:
 
 
 def _inside(run: Any, given: Sequence[str], names: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The call of the driver's launcher that Triton's `run(*given)` makes, and the names in it; None: it is not known.
+    """The driver call inside Triton's `run(*given)` as text, and the names in it; None: it cannot be found out.
 
-    Triton's own function asks at each launch whether the kernel wants scratch memory, and puts what is the same in all
-    launches beside what is given: a fifth of a launch. Here it does so once, of arguments that stand for others.
+    Triton's own function checks at each launch whether the kernel needs scratch memory, and adds constant arguments: a
+    fifth of a launch. Here it runs once, on stand-ins for the arguments.
 
-    given: expressions. names: of what `run` itself is given.
+    given: expressions. names: values of the names in these expressions.
     """
     if type(run).__name__ != "CudaLauncher" or any(
         getattr(run, f"{of}_scratch_size", 1) for of in ("global", "profile")
@@ -489,7 +487,7 @@ def _inside(run: Any, given: Sequence[str], names: Mapping[str, Any]) -> tuple[s
     probe.launch = lambda *passed: calls.append(passed)
     try:
         probe(*map(_Given, given))
-    except Exception:  # a version that looks at what it is given
+    except Exception:  # a version of Triton that inspects its arguments
         return None
     if len(calls) != 1:
         return None
@@ -515,7 +513,7 @@ def _is_boxes(request: KernelRequest, name: str) -> bool:
 def _by_name(kernel: str, names: Sequence[str], launch: Callable[..., None]) -> Callable[..., None]:
     """A function that takes a kernel's arguments by name and calls launch(grid, arguments in order, stream).
 
-    It is written out for this kernel, so that Python itself matches the names, in a fraction of a microsecond; a
+    It is generated for this kernel, so that Python itself matches the names, in a fraction of a microsecond; a
     function of **arguments would build and search a dict at every launch.
     """
     given = "".join(f"{name}, " for name in names)
@@ -526,7 +524,7 @@ def _by_name(kernel: str, names: Sequence[str], launch: Callable[..., None]) -> 
 
 
 _launchers: dict[Any, Launcher] = {}
-"""Of `launch`, by plan."""
+"""Launchers of `launch`, by plan."""
 
 
 def launch(plan: Plan, grid: int, **arguments: Any) -> None:
@@ -549,7 +547,7 @@ def _interpret(kernel_spec: Any, grid: int, args: Sequence[Any], constexprs: Map
     try:
         kernel_spec.kernel[(grid,)](*kernel_spec.for_interpreter(values))
     except Exception as error:
-        # The interpreter wraps what a kernel raises; our own errors must reach the caller as they are.
+        # The interpreter wraps exceptions of a kernel; unwrap our own errors for the caller.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, EPError):
             cause = cause.__cause__

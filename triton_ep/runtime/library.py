@@ -1,8 +1,8 @@
-"""The ahead-of-time library on disk: a folder per architecture, cubins and an index. Look-up, and what is missing.
+"""The ahead-of-time library on disk: a folder per architecture with cubins and an index. Look-up and error messages.
 
     DIR/sm_90/index.json            kernels, entries, versions; relative paths only, so the folder may be moved
     DIR/sm_90/<kernel>-<hash>.cubin
-    DIR/sm_90/facts.json, ptx/      what `verify` looks at; not needed at run time
+    DIR/sm_90/facts.json, ptx/      read by `verify`; not needed at run time
 
 Needs neither torch, Triton nor CUDA.
 """
@@ -26,10 +26,10 @@ from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.sources import source_hash
 
 FORMAT = 3
-"""Version of index.json; another one is not read."""
+"""Version of index.json; other versions are rejected."""
 INDEX = "index.json"
 COMPANION = "triton_ep_cubins"
-"""Package of the wheel that brings a library."""
+"""Package of the wheel that contains a library."""
 _COMMAND = "python -m triton_ep.aot build"
 _ARCH = re.compile(r"sm_\d{2,3}")
 _SOURCE = re.compile(r"(?:\w+/)*\w+\.py")  # below kernels/, nowhere else
@@ -37,8 +37,8 @@ _FIELDS = {"file": str, "sha256": str, "symbol": str, "threads": int, "shared": 
 
 
 def default_folder() -> Path:
-    """Where the library is, unless a folder is named: TRITON_EP_AOT_DIR, else what was built here, else the library of
-    the wheel triton-ep-cubins; without any of them, the folder that a build fills."""
+    """Folder of the library, unless the caller names one: TRITON_EP_AOT_DIR, else what was built here, else the library
+    of the wheel triton-ep-cubins; without any of them, the folder that a build fills."""
     own = build_folder()
     if read_environment().aot_dir or architectures(own):
         return own
@@ -49,11 +49,11 @@ def default_folder() -> Path:
 
 
 def build_folder() -> Path:
-    """Where a build writes, unless a folder is named: TRITON_EP_AOT_DIR, or `cubins` of triton_ep.aot."""
+    """Folder that a build fills, unless the caller names one: TRITON_EP_AOT_DIR, or `cubins` of triton_ep.aot."""
     folder = read_environment().aot_dir
     if folder:
         return Path(folder)
-    spec = importlib.util.find_spec("triton_ep.aot")  # beside the package in a checkout, below it in a wheel
+    spec = importlib.util.find_spec("triton_ep.aot")  # next to the package in a checkout, below it in a wheel
     assert spec is not None and spec.origin is not None, "triton_ep.aot is part of every installation"
     return Path(spec.origin).resolve().parent / "cubins"
 
@@ -69,15 +69,15 @@ class Entry:
     """One compiled kernel.
 
     Attributes:
-        request: what it serves.
+        request: the variant that it serves.
         file: path of the cubin below the architecture's folder.
-        sha256: of the cubin.
+        sha256: hash of the cubin.
         symbol: name of the kernel in the cubin.
         params: kinds of its parameters in order: "ptr", "i32", "i64", "tensormap"; the last two are Triton's scratch.
-        threads: of a program.
+        threads: threads of a program.
         shared: bytes of dynamic shared memory of a program.
-        nvshmem: release of NVSHMEM whose device code it contains; "" if none.
-        descriptors: of each tensor descriptor, how it swizzles and what its elements are.
+        nvshmem: release of the NVSHMEM device code that the cubin contains; "" if none.
+        descriptors: swizzle and element type of each tensor descriptor.
     """
 
     request: KernelRequest
@@ -92,7 +92,7 @@ class Entry:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Entry:
-        """What an index has of it; see `check_entry`."""
+        """The entry from its values in an index; see `check_entry`."""
         return cls(
             request=KernelRequest.from_dict(values["request"]),
             params=tuple(values["params"]),
@@ -102,10 +102,10 @@ class Entry:
 
 
 class Library:
-    """What was built for one architecture.
+    """The kernels that were built for one architecture.
 
     Args:
-        folder: of the library; has one folder per architecture.
+        folder: folder of the library, with one subfolder per architecture.
         arch: "sm_90".
 
     Raises:
@@ -153,8 +153,8 @@ class Library:
         """The entry of exactly this variant.
 
         Raises:
-            AotMiss: naming what was asked, the closest of what is there, and the command that builds it; or the
-                kernel's sources have changed since.
+            AotMiss: with the request, the closest variant that exists, and the command that builds it; or the kernel's
+                sources have changed since.
         """
         found = self._entries.get(request.signature())
         if found is None:
@@ -174,14 +174,14 @@ class Library:
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """All of them."""
+        """All entries."""
         return [Entry.from_dict(values) for _, values in sorted(self._entries.items())]
 
     def read(self, entry: Entry) -> bytes:
         """The cubin of an entry.
 
         Raises:
-            AotCorrupted: there is none, or its hash is another one than the index says.
+            AotCorrupted: it cannot be read, or its hash differs from the hash in the index.
         """
         path = self.folder / self.arch / entry.file
         try:
@@ -199,7 +199,7 @@ class Library:
         return cubin
 
     def missing(self, request: KernelRequest) -> str:
-        """What to tell whoever asked for a variant that is not there."""
+        """Error message for a variant that the library lacks."""
         same = [
             KernelRequest.from_dict(entry["request"])
             for entry in self._entries.values()
@@ -212,7 +212,7 @@ class Library:
                 f"There are {len(same)} variants of it; the closest has {', '.join(_differences(request, closest))}. "
             )
         else:
-            text += f"It has no variant of that kernel, and {len(self._entries)} of others. "
+            text += f"It has no variant of that kernel, only {len(self._entries)} of other kernels. "
         command = f"{self.command()} --variant {shlex.quote(request.text())}"
         return text + f'Build it: {command}; or let the JIT compile what is missing: aot="prefer".'
 
@@ -225,13 +225,13 @@ class Library:
 
     def _wrong_arch(self, there: str) -> str:
         return (
-            f"the ahead-of-time library {self.folder} is for {there}, asked for is {self.arch}: cubins run on "
-            f"the architecture that they were built for and on no other. Build it: {self.command()}"
+            f"the ahead-of-time library {self.folder} is for {there}, not for {self.arch}: cubins run only on the "
+            f"architecture that they were built for. Build it: {self.command()}"
         )
 
 
 def check_entry(entry: Any) -> None:
-    """Raise KeyError or TypeError for what no build writes into an index."""
+    """Raise KeyError or TypeError for an entry that no build writes into an index."""
     if not isinstance(entry, dict) or not all(isinstance(entry[name], kind) for name, kind in _FIELDS.items()):
         raise TypeError(f"an entry is {entry!r}"[:200])
     if Path(entry["file"]).name != entry["file"]:
@@ -251,7 +251,7 @@ def _flat(request: KernelRequest) -> dict[str, Any]:
 
 
 def _differences(request: KernelRequest, other: KernelRequest) -> list[str]:
-    """Where `other` is different, as text: "KP=8 (asked: 4)"."""
+    """Differences of `other` from the request, as text: "KP=8 (requested: 4)"."""
     mine, theirs = _flat(request), _flat(other)
     names = sorted({*mine, *theirs})
-    return [f"{n}={theirs.get(n)} (asked: {mine.get(n)})" for n in names if mine.get(n) != theirs.get(n)]
+    return [f"{n}={theirs.get(n)} (requested: {mine.get(n)})" for n in names if mine.get(n) != theirs.get(n)]

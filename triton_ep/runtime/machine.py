@@ -1,7 +1,6 @@
-"""What this machine has, and what triton_ep can do with it: the facts and the judgement behind `doctor`.
+"""Facts about this machine, and what triton_ep can do with it: the basis of `doctor`.
 
-`inspect_machine` looks and judges nothing; `judge` decides from its result alone, so that a test can put any
-machine before it.
+`inspect_machine` only collects facts; `judge` decides from these facts alone, so that a test can describe any machine.
 """
 
 import importlib.util
@@ -62,14 +61,14 @@ class Machine:
 
     Attributes:
         cuda: CUDA version that torch was built for, None for a CPU build.
-        driver: whether an NVIDIA driver is loaded, whatever torch makes of it.
+        driver: whether an NVIDIA driver is loaded, even if torch cannot use it.
         peer_access: [n][n], whether GPU i can address the memory of GPU j.
-        nvshmem: version of the NVSHMEM library package; `nvshmem_bitcode` its device bitcode.
+        nvshmem: version of the NVSHMEM library package; `nvshmem_bitcode`: files of its device bitcode.
         nvshmem4py: version of the Python bindings.
-        shared_memory: whether the kernel offers memfd and pidfd, which the host heap is made of.
-        interpret: TRITON_INTERPRET of the environment, None where unset.
+        shared_memory: whether the operating system offers memfd and pidfd, which the host heap needs.
+        interpret: TRITON_INTERPRET of the environment, None if unset.
         launcher: what started this process: torchrun, mpirun, srun or none.
-        malformed: what is wrong with environment variables that do not hold what they must.
+        malformed: faults of environment variables with invalid values.
     """
 
     python: tuple[int, ...]
@@ -95,7 +94,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that keeps triton_ep from running here, and what to do about it."""
+    """Something that keeps triton_ep from running here, and its remedy."""
 
     what: str
     remedy: str
@@ -103,14 +102,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run on this machine will use, and what stands in its way.
+    """What a run on this machine will use, and what prevents it.
 
     Attributes:
         backend: symmetric heap, "nvshmem", "torch" or "host".
         transport: how rows travel inside a node and between nodes.
         execution: "interpreter" or "JIT for sm_..".
         problems: empty when the package can run here.
-        hints: what would be worth knowing, but stops nothing.
+        hints: useful advice that prevents nothing.
     """
 
     backend: str
@@ -139,7 +138,7 @@ def _nvshmem_bitcode() -> tuple[str, ...]:
 
 
 def _find_torchrun() -> str | None:
-    """torchrun of this Python, else of the PATH, else the module that it is."""
+    """torchrun of this Python, else of the PATH, else its module."""
     beside = Path(sys.executable).parent / "torchrun"
     found = str(beside) if beside.is_file() else shutil.which("torchrun")
     if found is None and _version("torch") is not None:
@@ -148,7 +147,7 @@ def _find_torchrun() -> str | None:
 
 
 def inspect_machine() -> Machine:
-    """Look at this machine. Imports torch where there is one; starts no rank and allocates nothing."""
+    """Collect facts about this machine. Imports torch if installed; starts no rank and allocates nothing."""
     from triton_ep.runtime.environment import read_what_can_be
 
     cuda = None
@@ -219,7 +218,7 @@ def _package_problems(machine: Machine) -> list[Problem]:
 
 
 def _nvshmem_problems(machine: Machine) -> list[Problem]:
-    """What the NVSHMEM heap lacks on a machine with GPUs."""
+    """Missing parts of the NVSHMEM heap on a machine with GPUs."""
     major = version_tuple(machine.cuda or "13")[0]
     if major not in NVSHMEM_REQUIREMENTS:
         known = " and ".join(map(str, sorted(NVSHMEM_REQUIREMENTS)))
@@ -245,7 +244,7 @@ def _nvshmem_problems(machine: Machine) -> list[Problem]:
 
 
 def judge(machine: Machine) -> Plan:
-    """Decide what a run on this machine uses, and collect what stands in its way."""
+    """Decide what a run on this machine uses, and collect what prevents it."""
     interpreting = machine.interpret if machine.interpret is not None else not machine.gpus
     problems = [Problem(what, "mend the variable, or unset it") for what in machine.malformed]
     problems += _package_problems(machine)

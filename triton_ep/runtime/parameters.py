@@ -1,4 +1,4 @@
-"""Parameters of a compiled kernel and what else a launch without Triton has to know. Needs neither torch nor Triton."""
+"""Parameters and other facts for launching a compiled kernel without Triton. Needs neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parameters(ptx: str) -> list[str]:
 
 
 def declared(spec: KernelSpec) -> dict[str, Any]:
-    """What launches have to know of a kernel before any variant is there, for JSON."""
+    """Facts about a kernel that a launch needs before it has a variant, for JSON."""
     return {
         "arguments": [list(item) for item in spec.arguments.items()],
         "order": list(spec.runtime_order),
@@ -55,16 +55,16 @@ def declared(spec: KernelSpec) -> dict[str, Any]:
 def interface(spec: KernelSpec, request: KernelRequest, compiled: Any) -> dict[str, Any]:
     """How a variant is launched: fields of `library.Entry`, for JSON.
 
-    compiled: what `triton.compile` returned.
+    compiled: the result of `triton.compile`.
 
     Raises:
-        ValueError: it wants what our launches do not do, or takes other parameters than its arguments say.
+        ValueError: it needs a launch that the run time does not support, or its parameters do not fit its arguments.
     """
     metadata = compiled.metadata
     other = [name for name in _OTHER_LAUNCHES if getattr(metadata, name, 0)]
     if other or metadata.num_ctas != 1:
         raise ValueError(
-            f"{request.kernel} wants a launch that the run time does not know: {other}, {metadata.num_ctas}"
+            f"{request.kernel} needs a launch that the run time does not support: {other}, {metadata.num_ctas}"
         )
     descriptors = [_descriptor(told) for told in getattr(metadata, "tensordesc_meta", None) or []]
     kinds = parameters(compiled.asm["ptx"])
@@ -90,7 +90,7 @@ def _descriptor(told: Any) -> dict[str, Any]:
 
 
 def _by_arguments(request: KernelRequest, spec: KernelSpec, descriptors: list[dict[str, Any]]) -> list[str]:
-    """Kinds of the parameters by the launch interface of Triton: arguments in order, then two pointers to scratch."""
+    """Kinds of the parameters in Triton's launch interface: arguments in order, then two pointers to scratch."""
     kinds: list[str] = []
     boxes = iter(descriptors)
     for name in spec.runtime_order:

@@ -1,4 +1,4 @@
-"""Which source files a kernel is compiled from, and a hash of them. Needs neither torch nor Triton."""
+"""The source files that a kernel is compiled from, and their hash. Needs neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def kernels_folder() -> Path:
 
 
 def source_hash(file: str) -> str:
-    """Hash of a file of `kernels/` (its path below that folder) and of all that it imports from there; "" if there is
-    no such file."""
+    """Hash of a file of `kernels/` (its path below that folder) and of all files that it imports from there; "" if it
+    does not exist."""
     try:
         return _hash(kernels_folder(), file)
     except OSError:
@@ -28,7 +28,7 @@ def source_hash(file: str) -> str:
 
 @functools.cache
 def hash_of_all() -> str:
-    """Hash of all files of `kernels/`, and of the one by which a request becomes what Triton compiles.
+    """Hash of all files of `kernels/` and of compiler.py, which turns a request into the input of Triton's compiler.
 
     Raises:
         OSError: a file cannot be read.
@@ -56,7 +56,7 @@ def _hash(root: Path, file: str) -> str:
 
 @functools.cache
 def _imported(path: Path) -> tuple[Path, ...]:
-    """Files that a file imports by relative names."""
+    """Files that a file imports by relative import."""
     found = []
     for dots, module, names in _IMPORT.findall(path.read_text(encoding="utf-8")):
         folder = path.parents[len(dots) - 1].joinpath(*module.split(".") if module else ())
