@@ -1,4 +1,4 @@
-"""Plans of what integrations need besides expert-major rows: compact rows, slabs, where tokens go, routing maps."""
+"""Plans for integrations, beyond expert-major rows: compact rows, slabs, token counts per destination, routing maps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from triton_ep.runtime.plans.shape import Plan, Shape, next_power_of_2
 
 
 def copy_out(s: Shape, has_scales: bool, has_idx: bool, has_weights: bool, row_words: int) -> Plan:
-    """Arrived rows as they are, with their expert ids and weights."""
+    """Copy arrived rows out unchanged, with their expert ids and weights."""
     constexprs = {
         "HAS_SCALES": has_scales,
         "HAS_IDX": has_idx,
@@ -27,7 +27,7 @@ def token_layout_tokens(interpreted: bool) -> int:
 
 
 def token_layout(topk: int, num_ranks: int, interpreted: bool) -> Plan:
-    """Where the tokens of one rank go."""
+    """Count the destinations of one rank's tokens."""
     constexprs = {
         "TOPK": topk,
         "KP": next_power_of_2(topk),
@@ -55,12 +55,12 @@ def map_slots(s: Shape, has_probs: bool, count_excess: bool) -> Plan:
 
 
 def slab_rows(pack: bool, row_words: int, interpreted: bool) -> Plan:
-    """Rows of experts to slabs, or back."""
+    """Copy rows of experts to slabs, or back."""
     block = min(next_power_of_2(row_words), 2048)
     rows = 16 if interpreted else min(max(4096 // max(block, 128), 1), 16)
     return Plan("slab_rows_kernel", {"PACK": pack, "ROWS": rows, "BLOCK_H": block if interpreted else max(block, 128)})
 
 
 def slab_scales(interpreted: bool) -> Plan:
-    """Scales of rows to slabs, rows as the fast dimension."""
+    """Copy scales of rows to slabs, with rows as the fast dimension."""
     return Plan("slab_scales_kernel", {"ROWS": 128 if interpreted else 32, "BLOCK_C": 64})

@@ -18,23 +18,23 @@ from triton_ep.runtime.plans.compute import mx_blocks
 from triton_ep.runtime.plans.shape import CHUNK, ROUTING_TOKENS, Plan, Shape, next_power_of_2, step_chunks
 
 SPLITS_COLUMNS = 16
-"""Columns of a program of the splits exchange that adds counts up."""
-_SEGMENTS = 4096  # of a program's tile, at most, unless one owner has more
+"""Columns of counts that one program of the splits exchange adds up."""
+_SEGMENTS = 4096  # most segments in a program's tile, unless one owner alone has more
 _PUSH_REGISTERS = 64
-"""Of a thread: a program fits beside programs of the kernel that expands rows, which wait for it."""
+"""Per thread: a push program fits on a multiprocessor next to programs that expand rows, which wait for it."""
 SHORT_ROW = 128
-"""Elements of rows that carry gradients of routing weights, at most."""
+"""Most elements of a row that carries gradients of routing weights."""
 EXPANDING = {"num_warps": 4, "maxnreg": 128}
-"""Warps and registers of kernels that lay out arrived rows: they fit beside the push, for which they wait."""
+"""Warps and registers of kernels that lay out arrived rows: they fit next to the push, for which they wait."""
 
 
 def splits(s: Shape, has_scatter: bool) -> Plan:
-    """Counts and slots of this rank's entries, and the splits exchange between all ranks."""
+    """Count this rank's entries, give them slots, and exchange splits between all ranks."""
     ranks, experts = next_power_of_2(s.world_size), next_power_of_2(s.experts_per_rank)
     constexprs = {
         "BLOCK_T": ROUTING_TOKENS,
         "CLEARED": min(next_power_of_2(s.num_columns), 512),
-        # A larger table of comparisons is a longer program, and each instruction is fetched once.
+        # A larger table of comparisons makes a longer program, and each instruction is fetched for a single use.
         "OTHERS": ROUTING_TOKENS * s.kp if s.interpreted else min(ROUTING_TOKENS * s.kp, 16),
         "HAS_SCATTER": has_scatter,
         "NETWORK": s.network,
@@ -49,7 +49,7 @@ def splits(s: Shape, has_scatter: bool) -> Plan:
 
 
 def place(s: Shape, has_weights: bool, has_scatter: bool) -> Plan:
-    """Rows of this rank's entries at their owners."""
+    """Compute the rows of this rank's entries at their owners."""
     constexprs = {
         "HAS_SCATTER": has_scatter,
         "HAS_WEIGHTS": has_weights,
@@ -61,7 +61,7 @@ def place(s: Shape, has_weights: bool, has_scatter: bool) -> Plan:
 
 
 def barrier(s: Shape, intra_node_only: bool) -> Plan:
-    """A barrier of all ranks, or of those of this node."""
+    """A barrier of all ranks, or of the ranks of this node."""
     constexprs = {
         "EPOCH": EPOCH_BARRIER_NODE if intra_node_only else EPOCH_BARRIER_ALL,
         "FLAG_BUFFER": NODE_BARRIER_FLAG if intra_node_only else BARRIER_FLAG,
@@ -73,13 +73,13 @@ def barrier(s: Shape, intra_node_only: bool) -> Plan:
 
 
 def quantize(s: Shape, num_blocks: int) -> Plan:
-    """Rows to MXFP8 before they are sent; `num_blocks` of 32."""
+    """Quantise rows to MXFP8 before they are sent; `num_blocks` blocks of 32."""
     blocks = mx_blocks(num_blocks, s.interpreted)
     return Plan("quantize_rows_kernel", {"MODE": MODE_RCEIL, "E5M2": False, "BLOCKS": blocks})
 
 
 def push(s: Shape, payload: int, row_words: int) -> Plan:
-    """Rows to the ranks of this node."""
+    """Push rows to the ranks of this node."""
     constexprs = {
         "PAYLOAD": payload,
         "BLOCK_T": ROUTING_TOKENS,
@@ -94,7 +94,7 @@ def push(s: Shape, payload: int, row_words: int) -> Plan:
 
 
 def send(s: Shape, payload: int, row_words: int, has_weights: bool) -> Plan:
-    """Rows to other nodes."""
+    """Send rows to other nodes."""
     constexprs = {
         "PAYLOAD": payload,
         "HAS_WEIGHTS": has_weights,
@@ -107,7 +107,7 @@ def send(s: Shape, payload: int, row_words: int, has_weights: bool) -> Plan:
 
 
 def forward(s: Shape, has_weights: bool, reduced: bool, row_words: int) -> Plan:
-    """Rows of other nodes on to the ranks of this one; `reduced`: combine will pull one row per (token, rank)."""
+    """Forward rows of other nodes to the ranks of this node; `reduced`: combine will pull one row per (token, rank)."""
     constexprs = {
         "HAS_WEIGHTS": has_weights,
         "REDUCED": reduced,
@@ -119,9 +119,10 @@ def forward(s: Shape, has_weights: bool, reduced: bool, row_words: int) -> Plan:
 
 
 def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_words: int) -> Plan:
-    """Arrived rows, expert by expert, as `landing` says (kernels/device/codes.py).
+    """Lay out arrived rows expert by expert, converted as `landing` says (kernels/device/codes.py).
 
-    keep_copies: noting where each went, as combine needs it in some layers. row_words: of the output.
+    keep_copies: record the output rows of each staging row, which combine needs in some layers. row_words: words of an
+    output row.
     """
     constexprs = {
         "LANDING": landing,
@@ -131,7 +132,7 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
         **s.common("TOPK", "KP", "SENDERS"),
     }
     if landing in (LANDING_ROW, LANDING_BF16):
-        # More rows of short ones would spill registers; what was tuned are rows as they travel.
+        # More of such short rows would spill registers; tuned tiles are for rows in wire form.
         tile, options = s.tile(row_words, 2048), EXPANDING
         most = 4 if landing == LANDING_ROW else 2
         tile["ROWS"] = tile["ROWS"] if s.interpreted else min(tile["ROWS"], most)
@@ -144,29 +145,30 @@ def expand(s: Shape, landing: int, has_weights: bool, keep_copies: bool, row_wor
 
 
 def watched_sources(s: Shape, num_warps: int) -> int:
-    """SOURCES of the kernel that expands rows: one thread for each flag that it watches, not several."""
+    """SOURCES of the kernel that expands rows, so that not several but one thread watches each flag."""
     fewest = max(next_power_of_2(s.local_world_size), 2)
     return fewest if s.interpreted else max(fewest, 32 * num_warps // s.senders)
 
 
 def _short(s: Shape) -> tuple[dict[str, int], dict[str, int]]:
-    """Rows and options for short rows, which tuned tiles were not chosen for: a program finds room on a multiprocessor
-    beside two of the products for gradients of weights, which leave 22,000 registers."""
+    """Tile and options for short rows, for which tuned tiles were not chosen: a program fits on a multiprocessor next
+    to two programs of the weight-gradient products, which leave 22,000 registers."""
     return {} if s.interpreted else {"ROWS": 8}, {"num_warps": 4, "maxnreg": 160}
 
 
 def _budgeted(s: Shape) -> tuple[dict[str, int], dict[str, int]]:
-    """Tile and options of kernels that sum rows within a budget: three programs on a multiprocessor in place of one, so
-    that some wait for memory while others have their rows."""
+    """Tile and options of kernels that sum rows within a budget: three programs per multiprocessor instead of one, so
+    that some wait for memory while others sum."""
     if not s.budgeted or s.interpreted or s.num_nodes > 1 or s.hidden <= SHORT_ROW:
         return {}, {}
     return {"ROWS": 1, "BLOCK_H": min(s.summing_tile()["BLOCK_H"], 4096)}, {"num_warps": 8, "maxnreg": 80}
 
 
 def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False) -> Plan:
-    """Expert outputs summed per token, for the ranks of this node; `copies` at most: 1 of compact rows, 0 = top-k.
+    """Sum expert outputs per token for the ranks of this node; `copies`: most rows per token, 1 for compact rows,
+    0 = top-k.
 
-    of_slots: they are one value per row, and each has a column of its own.
+    of_slots: each row has one value, which goes to a column of its own.
     """
     common = s.common("WP", "LWP", "MAX_PROGRAMS")
     rows, options = s.chosen("reduce")
@@ -176,7 +178,7 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False)
         rows, options = _short(s)
     elif copies == 1:
         options = {"num_warps": 16} | options  # more would spill registers
-    if of_slots:  # a load that waits for another, so as many at once as make up for it
+    if of_slots:  # each load depends on another one, so many are in flight to hide the latency
         rows = {"ROWS": CHUNK, "BLOCK_H": next_power_of_2(s.hidden)}
     kind = {"HAS_WEIGHTS": has_weights, "TOPK": copies or s.topk, "OF_SLOTS": of_slots}
     constexprs = {**kind, **common, **s.summing_tile(), **rows}
@@ -184,25 +186,25 @@ def reduce(s: Shape, has_weights: bool, copies: int = 0, of_slots: bool = False)
 
 
 def stage(s: Shape, has_weights: bool, row_words: int) -> Plan:
-    """Expert outputs copied to where the ranks of this node read them."""
+    """Copy expert outputs to the buffer that the ranks of this node read."""
     common = s.common("WP", "LWP", "MAX_PROGRAMS")
     return Plan("combine_stage_kernel", {"HAS_WEIGHTS": has_weights, **common, **s.tile(row_words)})
 
 
 def publish(s: Shape) -> Plan:
-    """Expert outputs that are in place already."""
+    """Publish expert outputs that are in place already."""
     return Plan("combine_publish_kernel", s.common("LWP", "MAX_PROGRAMS"))
 
 
 def free(s: Shape) -> Plan:
-    """Wait until nobody reads the combine buffer."""
+    """Wait until no rank reads the combine buffer."""
     return Plan("combine_free_kernel", s.common("WP"))
 
 
 def _sum(s: Shape, has_weights: bool, reduced: bool) -> dict[str, Any]:
     tile = s.summing_tile()
     if reduced and not s.interpreted:
-        # As many rows on their way as there are with four ranks, by more tokens at a time.
+        # Take more tokens at a time, to keep as many rows in flight as with four ranks.
         at_once = max(4 // next_power_of_2(min(s.topk, s.local_world_size)), 1)
         tile["ROWS"] = min(tile["ROWS"] * at_once, CHUNK)
     return {
@@ -216,12 +218,12 @@ def _sum(s: Shape, has_weights: bool, reduced: bool) -> dict[str, Any]:
 
 
 def partial(s: Shape, has_weights: bool, reduced: bool) -> Plan:
-    """Sums of this node for the tokens of other nodes."""
+    """Sum this node's rows of the tokens of other nodes."""
     return Plan("combine_partial_kernel", _sum(s, has_weights, reduced))
 
 
 def pull(s: Shape, has_weights: bool, reduced: bool, has_bias: bool = False) -> Plan:
-    """Sums of this rank's tokens, and with `has_bias` of what the caller adds to them."""
+    """Sum the rows of this rank's tokens, and with `has_bias` the caller's biases."""
     rows, options = s.chosen("pull")
     tile, within = _budgeted(s)
     rows, options = rows | tile, options | within

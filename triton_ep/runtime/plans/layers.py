@@ -1,4 +1,4 @@
-"""Everything that a layer of a given shape may ask for: what an ahead-of-time build compiles for it."""
+"""All kernels that a layer of a given shape may request, which an ahead-of-time build compiles."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from triton_ep.runtime.plans.shape import TOKEN_BYTES, WORD_BYTES, Shape, word_t
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """How a layer is called; each True or tuple doubles some of its kernels.
+    """How a layer is called; each option that is set doubles some of its kernels.
 
     Attributes:
-        ids: dtypes of expert ids: "i32", "i64". A rank that refuses its arguments sends int32 itself.
-        weights: with routing weights, without, or both. Without is always there: backward passes need it.
+        ids: dtypes of expert ids: "i32", "i64". int32 is always built: a rank that refuses its arguments sends it.
+        weights: with routing weights, without, or both. Without is always built, because backward passes need it.
         scatter: full_scatter_indices are passed.
-        quantized: rows are passed as MXTensor, too (payload "mxfp8").
-        gradients: gradients of routing weights are taken.
-        compact: `dispatch_compact` is called, too, and `ops.token_layout`.
-        fp8_rows: one-byte rows with scales are sent, too (`dispatch_scaled`, and with `compact` the calls of that).
+        quantized: rows are also passed as MXTensor (payload "mxfp8").
+        gradients: gradients of routing weights are computed.
+        compact: `dispatch_compact` and `ops.token_layout` are also called.
+        fp8_rows: one-byte rows with scales are also sent (`dispatch_scaled`; with `compact`, as compact rows, too).
         maps: calls are those of `HybridEPBuffer`: by routing maps of up to `topk` experts per token, or by ids, with
-            handles that know where the copies of a token went.
-        slabs: rows go to slabs of their experts, and back.
-        biases: biases are added to the sums of combines.
-        landing: "row", "bf16": what rows of payload "mxfp8" become where they arrive, in some calls.
+            handles that record the rows of a token's assignments.
+        slabs: rows are copied to slabs of their experts, and back.
+        biases: combines add biases to the sums.
+        landing: "row", "bf16": conversions of arriving rows of payload "mxfp8", in some calls.
     """
 
     ids: tuple[str, ...] = ("i32", "i64")
@@ -53,16 +53,16 @@ class LayerCalls:
 
 
 LANDINGS = {"mx": LANDING_MX, "row": LANDING_ROW, "bf16": LANDING_BF16}
-"""What rows of payload "mxfp8" may become where they arrive."""
+"""Conversions of arriving rows of payload "mxfp8"."""
 
 
 def landed_words(landing: int, hidden: int) -> tuple[str, int]:
-    """Type and number of the words of an output row into which MXFP8 rows are converted: of four elements each."""
+    """Type and number of the words of an output row converted from MXFP8: each word has four elements."""
     return "i32" if landing == LANDING_ROW else "i64", hidden // 4
 
 
 def layer_requests(s: Shape, uses: LayerCalls | None = None) -> list[KernelRequest]:
-    """What `EPAll2AllLayer` of this shape asks for, without repetition."""
+    """All kernel requests of an `EPAll2AllLayer` of this shape, without duplicates."""
     given = uses = LayerCalls() if uses is None else uses
     # A refused call sends no rows, with int32 ids and without weights.
     uses = replace(uses, weights=tuple(sorted({False, *uses.weights})), ids=tuple(sorted({"i32", *uses.ids})))
@@ -87,7 +87,7 @@ def layer_requests(s: Shape, uses: LayerCalls | None = None) -> list[KernelReque
 
 
 def _weighted_rows(s: Shape) -> Iterator[KernelRequest]:
-    """Backward of a combine with weights; in static mode of the rows in use."""
+    """Backward of a combine with weights; in static mode only for the rows in use."""
     mx = s.payload is not None
     types = {"dy_ptr": "*fp8e4nv" if mx else f"*{s.token}", "dy_scale_ptr": "*u8" if mx else f"*{s.token}"}
     types |= {"y_ptr": f"*{s.token}", "grad_ptr": f"*{s.token}"}
@@ -97,7 +97,7 @@ def _weighted_rows(s: Shape) -> Iterator[KernelRequest]:
 
 
 def narrow_shape(s: Shape, columns: int) -> Shape | None:
-    """The same for rows of up to `columns` float32 in the buffers of the layer; None: not even one fits in."""
+    """The shape for rows of up to `columns` float32 in the buffers of the layer; None: not even one fits."""
     width = min(columns, s.payload_bytes // 4)
     if s.num_nodes > 1:
         partial_bytes = partial_stride(s.hidden) * (TOKEN_BYTES[s.token] if s.enable_local_combine else 4)
@@ -121,7 +121,7 @@ def _routing(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
 def _maps(s: Shape, given: LayerCalls) -> Iterator[KernelRequest]:
     """Ids and weights of routing maps."""
     for probs in given.weights:
-        # The exact mode reports a token with too many experts, budgets count them.
+        # Exact mode reports a token with too many experts; budgets count such experts.
         for excess in (False, True):
             yield KernelRequest.of(compact.map_slots(s, probs, excess))
 
@@ -135,12 +135,12 @@ def _places(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
 
 
 def _scaled(s: Shape) -> Shape:
-    """The same for one-byte rows with scales, which take the way of MXFP8 ones."""
+    """The shape for one-byte rows with scales, which travel like MXFP8 rows."""
     return replace(s, payload="mxfp8")
 
 
 def _words(row_bytes: int, pointer: str) -> tuple[dict[str, str], dict[str, int], int]:
-    """Types and integers of a kernel that takes rows in words, and the number of words."""
+    """Types and integers of a kernel that takes rows in words, and the number of words per row."""
     word = word_type(row_bytes)
     row_words = row_bytes // WORD_BYTES[word]
     return {pointer: f"*{word}"}, {"row_words": row_words}, row_words
@@ -178,12 +178,12 @@ def _expansions(s: Shape, uses: LayerCalls, weights: bool, row_bytes: int) -> It
 
 
 def _compact_rows(s: Shape, uses: LayerCalls, given: LayerCalls) -> Iterator[KernelRequest]:
-    """Arrived rows, one per (token, rank); ids and weights with them as given."""
+    """Copies of arrived compact rows, with and without their ids and weights."""
     for ids in given.ids:
         yield KernelRequest.of(compact.token_layout(s.topk, s.world_size, s.interpreted), {"topk_idx_ptr": f"*{ids}"})
     for scales, row_bytes in [(False, s.payload_bytes), (True, s.hidden)][: 1 + uses.fp8_rows]:
         types, numbers, row_words = _words(row_bytes, "recv_x_ptr")
-        # Where nobody wants ids, a pointer to int32 stands in for them.
+        # Without ids, a pointer to int32 stands in for them.
         yield KernelRequest.of(
             compact.copy_out(s, scales, False, False, row_words), types | {"recv_idx_ptr": "*i32"}, numbers
         )
@@ -219,7 +219,7 @@ def _combine(s: Shape, uses: LayerCalls, of_slots: bool = False) -> Iterator[Ker
 
 
 def _sums(s: Shape, uses: LayerCalls, copies: int, of_slots: bool = False) -> Iterator[KernelRequest]:
-    """copies: of a token that are summed before they are published, at most; 0: none is. of_slots: one value each."""
+    """copies: most rows per token summed before publishing; 0: none. of_slots: each row has one value."""
     reduced, hidden = copies > 0, {"hidden": s.hidden}
     for weights in uses.weights:
         if reduced:
@@ -252,7 +252,7 @@ def _low_latency(s: Shape, uses: LayerCalls) -> Iterator[KernelRequest]:
 
 
 def _low_latency_dispatch(s: Shape, kinds: list[int], uses: LayerCalls) -> Iterator[KernelRequest]:
-    """kinds: of what the push is given (kernels/device/payload.py)."""
+    """kinds: payloads that the push takes (kernels/device/payload.py)."""
     for weights in uses.weights:
         for kind in kinds:
             if kind == QUANTISE:

@@ -9,24 +9,25 @@ from triton_ep.runtime.plans.shape import TOKEN_BYTES, Plan, Shape, next_power_o
 
 _SUM_PARTS = 2
 _SUM_BYTES = 2**15
-"""Of the sums that a program waits for, all ranks together: half of the registers of four warps."""
+"""Bytes of the sums that a program waits for, over all ranks: half of the registers of four warps."""
 
 MOST_REDUCING = 2**20 - 2**13
-"""Most programs that reduce in a combine: the kernel counts those of a launch in 20 bits, and fewer than 2**13 wait."""
+"""Most programs that reduce in a combine: the kernel counts the programs of a launch in 20 bits, and fewer than 2**13
+of them wait."""
 
 
 def expanded_rows(interpreted: bool) -> int:
-    """Rows of a program that expands."""
+    """Rows that one program expands."""
     return 16 if interpreted else 1
 
 
 def summed_rows(interpreted: bool) -> int:
-    """Rows of a program that sums."""
+    """Rows that one program sums."""
     return 16 if interpreted else 1
 
 
 def push(s: Shape, payload: int, has_weights: bool, row_words: int) -> Plan:
-    """Rows, and what is to be known of them, to all ranks."""
+    """Push rows and their routing facts to all ranks."""
     constexprs = {
         "PAYLOAD": payload,
         "HAS_WEIGHTS": has_weights,
@@ -39,7 +40,7 @@ def push(s: Shape, payload: int, has_weights: bool, row_words: int) -> Plan:
 
 
 def expand(s: Shape, has_weights: bool, row_words: int) -> Plan:
-    """Arrived rows, expert by expert."""
+    """Lay out arrived rows expert by expert."""
     constexprs = {
         "HAS_SCALES": s.payload is not None,
         "HAS_WEIGHTS": has_weights,
@@ -53,18 +54,18 @@ def expand(s: Shape, has_weights: bool, row_words: int) -> Plan:
 
 
 def wait_signals(s: Shape, by_blocks: bool) -> Plan:
-    """Wait for a kernel of the caller that writes expert outputs; by_blocks: a signal per block of rows."""
+    """Wait for the caller's kernel that writes expert outputs; by_blocks: one signal per block of rows."""
     return Plan("wait_signals_kernel", {"BY_BLOCKS": by_blocks, "BLOCK": 256})
 
 
 def combine(s: Shape, has_weights: bool) -> Plan:
-    """Expert outputs summed per token, sent back, and the sums of all ranks summed."""
+    """Sum expert outputs per token, send the sums back, and add the sums of all ranks."""
     ranks, nbytes = next_power_of_2(s.world_size), TOKEN_BYTES[s.token]
     packed = nbytes == 2 and s.hidden % 2 == 0
     most = min(_SUM_BYTES // (ranks * nbytes), 4096)
     if (nbytes == 2 and not packed) or ranks > 4:
         most //= 2
-    # A thread of a GPU has at least one word.
+    # On a GPU, each thread has at least one word.
     part = max(min(next_power_of_2(-(-s.hidden // _SUM_PARTS)), most), 256)
     if s.interpreted:
         part = min(next_power_of_2(s.hidden), 8192)
@@ -81,11 +82,11 @@ def combine(s: Shape, has_weights: bool) -> Plan:
 
 
 def reducing_programs(tiles: Mapping[str, int], arrival_rows: int) -> int:
-    """Programs of a combine that reduce; tiles: constexprs of its plan. arrival_rows: W * max_tokens."""
+    """Number of programs that reduce in a combine; tiles: constexprs of its plan. arrival_rows: W * max_tokens."""
     return -(-arrival_rows // tiles["ROWS"]) * tiles["TILES"]
 
 
 def _columns(s: Shape, row_words: int, most: int) -> dict[str, int]:
-    """TILES and BLOCK_H of a kernel that takes rows of `row_words` in one piece if they have no more than `most`."""
+    """TILES and BLOCK_H of a kernel that takes a row of `row_words` in one piece if it has at most `most` words."""
     block = min(max(next_power_of_2(row_words), 32 if s.interpreted else 128), most)
     return {"TILES": -(-row_words // block), "BLOCK_H": block}

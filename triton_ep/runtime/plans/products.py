@@ -1,4 +1,4 @@
-"""What the kernels that no layer owns are asked for: grouped GEMM and MXFP8 quantisation, with the sizes they meet."""
+"""Requests for the kernels that belong to no layer: grouped GEMM and MXFP8 quantisation, for the sizes in use."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ def grouped_gemm(
 
     Arguments:
         out: dtypes of the result: "bf16", "fp16", "fp32".
-        tma: operands are read in boxes, or by addresses, where they fit no box.
-        k_major: weights [E, N, K], or [E, K, N]: the backward pass has what the forward pass has not.
+        tma: read operands in boxes (True), or by addresses if they fit no box (False).
+        k_major: weights [E, N, K] (True) or [E, K, N] (False): forward and backward pass need one each.
         few_rows: 64 rows per expert or fewer (True), more (False).
-        gradients: of weights, too.
-        fp8: of MXFP8 operands with equal scales, or one per row; hardware: by tensor cores that scale (sm_100).
+        gradients: also of weights.
+        fp8: also MXFP8 operands with equal scales, or one per row; hardware: also for tensor cores that apply scales
+            (sm_100).
     """
     found = []
     for dtype in out:
@@ -104,8 +105,8 @@ def mxfp8(
     """Quantisation to MXFP8 along rows, columns and both, and back, for hidden sizes that are multiples of 16.
 
     Arguments:
-        values: dtypes of what is quantised: "bf16", "fp16", "fp32".
-        modes: how scales are chosen; "rceil_satfinite" is that of `integrations.te`.
+        values: dtypes of the values that are quantised: "bf16", "fp16", "fp32".
+        modes: how scales are chosen; `integrations.te` uses "rceil_satfinite".
         e5m2: elements are e5m2 (True), e4m3 (False).
         offsets: columns are quantised inside groups of rows (True), or over all rows (False).
     """
@@ -121,7 +122,7 @@ def mxfp8(
                 groups: dict[str, Any] = {"HAS_OFFSETS": grouped, "GP": next_power_of_2(experts_per_rank + 1)}
                 if not grouped:
                     groups["GP"] = 1
-                # Without offsets a pointer to the rows stands in for theirs.
+                # Without offsets, a pointer to the rows stands in for them.
                 stand_in = {} if grouped else {"offsets_ptr": f"*{value}"}
                 back = {} if grouped else {"offsets_ptr": element}
                 by_columns = {"elements_ptr": element, "out_ptr": f"*{value}"} | back

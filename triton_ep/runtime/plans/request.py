@@ -1,4 +1,4 @@
-"""One compiled kernel as a call site asks for it, and its name in a library of compiled ones."""
+"""A call site's request for a compiled kernel, and its name in a library of compiled kernels."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from triton_ep.kernels.device.codes import NVSHMEM
 from triton_ep.runtime.plans.shape import Plan
 
 WORD = 16
-"""Pointers and integers that are multiples of it let the compiler use wider accesses."""
+"""Pointers and integers that are multiples of WORD let the compiler use wider accesses."""
 
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """A plan, and what of the arguments decides machine code: what Triton's JIT specialises a kernel by.
+    """A plan, and the properties of arguments that decide machine code, by which Triton's JIT specialises a kernel.
 
     Attributes:
         kernel: name.
         constexprs: all of them; dtypes by Triton's names.
-        types: of arguments whose declaration leaves the type open, or which have another: "*bf16", "tensordesc<..>".
+        types: types of arguments whose declaration leaves the type open or differs: "*bf16", "tensordesc<..>".
         aligned: integer arguments that the kernel is specialised by and that are multiples of 16.
-        ones: those that are 1, and hence no arguments of the compiled kernel.
+        ones: integer arguments that it is specialised by and that are 1: the compiled kernel does not take them.
         unaligned: pointers to addresses that are no multiples of 16.
         num_warps, maxnreg: None: as the kernel declares.
     """
@@ -46,7 +46,7 @@ class KernelRequest:
         integers: Mapping[str, int] | None = None,
         unaligned: Sequence[str] = (),
     ) -> KernelRequest:
-        """A plan with the types of arguments, and the integers that the kernel is specialised by."""
+        """The request of a plan with these types of arguments, and these integers that the kernel is specialised by."""
         numbers = {} if integers is None else integers
         return cls(
             plan.kernel,
@@ -65,7 +65,7 @@ class KernelRequest:
         return self.constexprs.get("NETWORK") == NVSHMEM
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: sorted, and without what is empty."""
+        """The request for JSON: sorted, without empty fields."""
         values = {name: value for name, value in asdict(self).items() if value not in (None, {}, ())}
         return {
             name: dict(sorted(value.items())) if isinstance(value, dict) else _plain(value)
@@ -74,16 +74,16 @@ class KernelRequest:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KernelRequest:
-        """What `as_dict` wrote; KeyError or TypeError for anything else."""
+        """Inverse of `as_dict`; KeyError or TypeError for other values."""
         lists = {name: tuple(values[name]) for name in ("aligned", "ones", "unaligned") if name in values}
         return cls(**{"constexprs": {}, **values, **lists})
 
     def text(self) -> str:
-        """As JSON on one line."""
+        """The request as JSON on one line."""
         return json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
 
     def signature(self) -> str:
-        """Hash of all of it, 32 hexadecimal digits."""
+        """Hash of the request, 32 hexadecimal digits."""
         return hashlib.sha256(self.text().encode()).hexdigest()[:32]
 
 

@@ -1,9 +1,9 @@
 """Which programs a GPU holds at the same time, by registers, warps and shared memory.
 
-A program that waits keeps its place on a multiprocessor. If such programs filled the GPU, what they wait for would
-never start. So grids of kernels that wait are computed here, for any way in which the hardware may place them. A budget
-of multiprocessors is computed here as well: programs have no affinity to a multiprocessor, so a budget of n means
-programs whose resources add up to those of n. Needs neither torch nor Triton.
+A program that waits keeps its place on a multiprocessor. If waiting programs filled the GPU, the programs they wait for
+would never start. This module therefore computes grids of kernels that wait so that they are safe for any placement by
+the hardware. It also computes budgets of multiprocessors: programs have no affinity to a multiprocessor, so a budget of
+n means programs whose resources add up to those of n multiprocessors. Needs neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from triton_ep.runtime.plans.shape import Plan
 
 _WARP = 32
 _MOST_REGISTERS = 255
-"""Of a thread."""
+"""Per thread."""
 _REGISTER_STEP = 8
-"""Registers of a thread are handed out in multiples of it."""
+"""Registers of a thread are allocated in multiples of it."""
 _RESERVED_SHARED = 1024
-"""Bytes of shared memory that CUDA takes of each program."""
+"""Bytes of shared memory that CUDA reserves per program."""
 UNCOMPILED_SHARED = 2**14
-"""Bytes of shared memory that programs of the exchange have at most (tests/gate)."""
+"""Most bytes of shared memory of a program of the exchange (tests/gate)."""
 
 
 class Multiprocessor(NamedTuple):
-    """What the programs on a multiprocessor share; defaults: compute capability 9.0 and 10.0."""
+    """Resources shared by the programs on a multiprocessor; defaults: compute capability 9.0 and 10.0."""
 
     registers: int = 2**16
     warps: int = 64
@@ -41,12 +41,12 @@ _SM = Multiprocessor()
 
 
 class Program(NamedTuple):
-    """What a program takes.
+    """Resources of a program.
 
     Attributes:
-        warps: its number.
-        registers: of a thread.
-        shared_bytes: static and dynamic.
+        warps: number of warps.
+        registers: registers per thread.
+        shared_bytes: static and dynamic shared memory.
     """
 
     warps: int
@@ -55,14 +55,14 @@ class Program(NamedTuple):
 
     @classmethod
     def declared(cls, plan: Plan, warps: int, maxnreg: int | None = None) -> Program:
-        """The most that a kernel can take which is not compiled yet; warps, maxnreg: where the plan does not choose."""
+        """Upper bound for a kernel that is not compiled yet; warps, maxnreg: used if the plan does not choose."""
         warps = plan.num_warps or warps
         limit = plan.maxnreg or maxnreg or min(_SM.registers // (_WARP * warps), _MOST_REGISTERS)
         return cls(warps, limit)
 
 
 def per_multiprocessor(program: Program, beside: Program | None = None, times: int = 0) -> int:
-    """How many of these programs a multiprocessor holds, beside `times` others."""
+    """Number of these programs that fit on a multiprocessor next to `times` programs `beside`."""
     takes = _takes(program)
     taken = (0, 0, 0, 0) if beside is None else tuple(times * each for each in _takes(beside))
     return max(min((all_ - used) // each for all_, used, each in zip(_SM, taken, takes, strict=True)), 0)
@@ -74,14 +74,14 @@ def _takes(program: Program) -> tuple[int, int, int, int]:
 
 
 def share_of_one(program: Program) -> Fraction:
-    """Of a multiprocessor, that a program takes."""
+    """Fraction of a multiprocessor that a program takes."""
     return Fraction(1, max(per_multiprocessor(program), 1))
 
 
 def in_budget(budget: int, program: Program, others: Iterable[Program] = (), num_others: int = 0) -> int:
-    """Programs that fit on `budget` multiprocessors, beside `num_others` programs, of whichever of `others` is largest.
+    """Programs that fit on `budget` multiprocessors next to `num_others` programs of the largest of `others`.
 
-    Kernels among `others` run one after the other, so one of them is there at a time.
+    The kernels of `others` run one after the other, so only one of them is resident at a time.
     """
     largest = max((share_of_one(other) for other in others), default=Fraction(0))
     return max(math.floor((budget - num_others * largest) / share_of_one(program)), 0)
@@ -91,9 +91,9 @@ def in_budget(budget: int, program: Program, others: Iterable[Program] = (), num
 def most_waiting(multiprocessors: int, waiting: Program, needed: Program, num_needed: int) -> int:
     """The most programs that may wait for a kernel of `num_needed` programs, so that these fit at the same time.
 
-    However the waiting ones are placed: worst is what leaves least room. With j of them on a multiprocessor there is
-    room for r(j) others. With w of them on m multiprocessors there is room for m * h(w / m) others at least, where h is
-    the lower convex hull of r.
+    The result holds for any placement of the waiting programs; the worst leaves least room. j waiting programs on a
+    multiprocessor leave room for r(j) needed ones. w waiting programs on m multiprocessors leave room for at least
+    m * h(w / m) needed ones, where h is the lower convex hull of r.
     """
     room = [per_multiprocessor(needed, waiting, times) for times in range(per_multiprocessor(waiting) + 1)]
     hull = _lower_hull(room)
@@ -108,7 +108,7 @@ def most_waiting(multiprocessors: int, waiting: Program, needed: Program, num_ne
 
 
 def _lower_hull(room: list[int]) -> list[tuple[int, int]]:
-    """Corners (j, r) of the lower convex hull of falling numbers r(j)."""
+    """Corners (j, r(j)) of the lower convex hull of decreasing numbers r(j)."""
     hull: list[tuple[int, int]] = []
     for point in enumerate(room):
         while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
@@ -118,6 +118,6 @@ def _lower_hull(room: list[int]) -> list[tuple[int, int]]:
 
 
 def _is_above(first: tuple[int, int], middle: tuple[int, int], last: tuple[int, int]) -> bool:
-    """Whether `middle` is not below the line between the others."""
+    """True if `middle` is on or above the line through `first` and `last`."""
     rise = (last[1] - first[1]) * (middle[0] - first[0])
     return (middle[1] - first[1]) * (last[0] - first[0]) >= rise

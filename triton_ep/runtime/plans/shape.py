@@ -1,7 +1,7 @@
-"""Sizes that decide what kernels compile to, tile shapes, and what a plan is.
+"""The sizes that kernels are compiled for, tile shapes, and the type of a plan.
 
-The interpreter pays per operation, so it gets large tiles. GPUs of one architecture share plans: numbers of
-multiprocessors decide grids only.
+The interpreter pays per operation, so it gets large tiles. GPUs of one architecture share plans: the number of
+multiprocessors decides only grids.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ STAGE_PROGRAMS = 128
 ROUTING_TOKENS = 16
 """Tokens per routing chunk: chunk tables are [tokens * KP] squared."""
 TOKEN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Dtypes of rows, by Triton's names."""
+"""Bytes of the dtypes of rows, by Triton's names."""
 _PROGRAM_REGISTERS = {"push": 2**15, "expand": 2**14}
-"""Four programs of expand fit on a multiprocessor, and one of push in place of two, whatever their warps."""
+"""With any number of warps, four programs of expand fit on a multiprocessor, and one of push replaces two of them."""
 
 
 def next_power_of_2(n: int) -> int:
@@ -32,7 +32,7 @@ def next_power_of_2(n: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel and what it is compiled with.
+    """A kernel and its compile-time arguments and options.
 
     Attributes:
         kernel: name.
@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Shape:
-    """What of an EPConfig decides constexprs; its fields have the meanings that they have there.
+    """The part of an EPConfig that decides constexprs; fields have the same meaning as there.
 
     Attributes:
         token: dtype of rows: "bf16", "fp16" or "fp32".
@@ -102,17 +102,17 @@ class Shape:
 
     @property
     def senders(self) -> int:
-        """Flags per sender of rows: a power of two."""
+        """Flags per rank that sends rows, one for each of its programs: a power of two."""
         return next_power_of_2(self.num_sm)
 
     @property
     def max_chunks(self) -> int:
-        """Flags per node of network messages: a power of two."""
+        """Flags per node that sends network messages, one for each message: a power of two."""
         return next_power_of_2(-(-self.max_tokens // CHUNK))
 
     @property
     def max_programs(self) -> int:
-        """Flags per rank that stages rows: a power of two."""
+        """Flags per rank that stages rows, one for each of its programs: a power of two."""
         return next_power_of_2(STAGE_PROGRAMS)
 
     @property
@@ -122,13 +122,13 @@ class Shape:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of one row in dispatch: as it is, or e4m3 data and then scales, padded to 16 bytes."""
+        """Bytes of one row in dispatch: unchanged, or e4m3 data, then scales, padded to 16 bytes."""
         if self.payload is None:
             return self.payload_bytes
         return -(-(self.hidden + self.hidden // 32) // 16) * 16
 
     def common(self, *names: str) -> dict[str, Any]:
-        """Constexprs that several kernels have, by name."""
+        """Constexprs shared by several kernels, by name."""
         values = {
             "TOPK": self.topk,
             "KP": self.kp,
@@ -143,7 +143,7 @@ class Shape:
         return {name: values[name] for name in names}
 
     def tile(self, row_elements: int, elements: int = 4096) -> dict[str, int]:
-        """ROWS and BLOCK_H of kernels that copy rows of `row_elements` words: `elements` at a time, or a row."""
+        """ROWS and BLOCK_H of kernels that copy rows of `row_elements` words: about `elements` words at a time."""
         return self._tile(row_elements, 2048, elements)
 
     def summing_tile(self) -> dict[str, int]:
@@ -158,7 +158,7 @@ class Shape:
         return {"ROWS": min(max(elements // block, 1), CHUNK), "BLOCK_H": block}
 
     def chosen(self, kernel: str) -> tuple[dict[str, int], dict[str, int]]:
-        """What the tuned entry says of "push", "expand", "reduce" or "pull": constexprs, and fields of a Plan."""
+        """The tuned settings of "push", "expand", "reduce" or "pull": constexprs, and fields of a Plan."""
         for name, rows, warps in self.tuned:
             if name == kernel and not self.interpreted:
                 options = {"num_warps": warps}
@@ -169,12 +169,12 @@ class Shape:
 
 
 def step_chunks(interpreted: bool) -> int:
-    """Routing chunks in a step of the push, at least: a release costs microseconds, so few tokens have one step."""
+    """Least routing chunks in a step of the push. A release costs microseconds, so few tokens take one step."""
     return 1 if interpreted else 16
 
 
 def word_type(row_bytes: int, address: int = 0) -> str:
-    """The widest integer type that fits rows of `row_bytes` from an address."""
+    """The widest integer type whose size divides `row_bytes` and the address."""
     for name, nbytes in (("i64", 8), ("i32", 4), ("i16", 2)):
         if row_bytes % nbytes == 0 and address % nbytes == 0:
             return name
