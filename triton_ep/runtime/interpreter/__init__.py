@@ -1,7 +1,7 @@
-"""What makes Triton's interpreter fit for CPU ranks: numeric fix-ups, waits that yield, chaos mode.
+"""Adapts Triton's interpreter to CPU ranks: numeric fix-ups, waits that yield, chaos mode.
 
-Importing this package does nothing and imports no Triton. `install()` changes the interpreter, in this
-process, when kernels are interpreted; the other functions set what the interpreter then uses.
+Importing this package does nothing and imports no Triton. `install()` changes the interpreter of this process, if
+kernels are interpreted; the other functions configure the changed interpreter.
 """
 
 import sys
@@ -31,7 +31,7 @@ def install() -> None:
     """Fix the interpreter of this process and test it; does nothing once that has succeeded.
 
     Raises:
-        EPError: kernels are not interpreted here, or a fix-up does not do its work with this Triton.
+        EPError: kernels are not interpreted here, or a fix-up does not work with this Triton.
     """
     global _applied, _tested
     if not _applied:
@@ -57,7 +57,7 @@ def self_test() -> None:
     """Check the fix-ups by interpreting a small function; takes a few milliseconds.
 
     Raises:
-        EPError: names the fix-ups that fail, with expected and seen values; or `install` has not been called.
+        EPError: a fix-up fails (with expected and seen values), or `install` has not been called.
     """
     if not _applied:
         raise EPError("the interpreter's fix-ups are not installed; call triton_ep.runtime.interpreter.install().")
@@ -67,9 +67,9 @@ def self_test() -> None:
 
 
 def translate_kernels() -> None:
-    """Do now what the interpreter does at the first call of a kernel: translate its source.
+    """Translate the sources of all kernels now; the interpreter otherwise does so at the first call of a kernel.
 
-    For a process that is to be forked: its children share the result. Takes some milliseconds per function.
+    For a process that will be forked: its children share the result. Takes some milliseconds per function.
 
     Raises:
         EPError: `install` has not been called.
@@ -82,13 +82,13 @@ def translate_kernels() -> None:
 
 
 def set_chaos(seed: int | None) -> None:
-    """Chaos mode of this process: on with a seed (its state starts anew), off with None.
+    """Switch chaos mode of this process on with a seed (its state starts anew), or off with None.
 
     On: the programs of a grid run in random order; masked-off lanes of loads without `other`, and of atomics,
     hold garbage; plain stores to registered heaps are hidden from peers until a release covers them, then
     appear in random order. The release must come from the same program, at system scope, after a
-    tl.debug_barrier() (held.py has the whole rule). What stays uncovered appears when the kernel ends.
-    To be called between launches.
+    tl.debug_barrier() (held.py has the whole rule). Stores that no release covers appear when the kernel ends.
+    Call it between launches.
 
     Raises:
         EPError: a seed is given and the fix-ups are not installed.
@@ -110,7 +110,7 @@ def set_chaos(seed: int | None) -> None:
 
 
 def register_heap(base: int, nbytes: int) -> None:
-    """Chaos mode holds back plain stores to [base, base + nbytes); `base` as this process maps it."""
+    """Let chaos mode hold back plain stores to [base, base + nbytes); `base` is an address of this process."""
     _ranges.add(base, nbytes)
 
 
@@ -120,10 +120,10 @@ def unregister_heap(base: int) -> None:
 
 
 def set_wait_hook(fn: Callable[[], None] | None) -> None:
-    """Call `fn` about every 20 ms from a kernel that waits; None: no more.
+    """Call `fn` about every 20 ms from a kernel that waits; None: call nothing.
 
-    What `fn` raises ends the kernel and leaves its launch as the __cause__ (of the __cause__ ...) of
-    triton.runtime.errors.InterpreterError.
+    An exception of `fn` ends the kernel; the launch raises triton.runtime.errors.InterpreterError with that exception
+    as its __cause__ (of the __cause__ ...).
     """
     spinning.set_wait_hook(fn)
 

@@ -1,11 +1,11 @@
-"""Chaos mode: the interpreter as unkind as a GPU may be, so that ordering bugs show on a CPU.
+"""Chaos mode: the interpreter orders as badly as a GPU may, so that ordering bugs show on a CPU.
 
-Programs of a grid run in random order; where a kernel has the argument `first_waiting`, those from that number on after
-the others, for which they wait, and meanwhile stores of the others get through one by one. Masked-off lanes of loads
-without `other`, and of atomics, hold garbage. Plain stores to heap ranges stay invisible to peers until they are
-properly released (held.py).
+Programs of a grid run in random order. If a kernel has the argument `first_waiting`, programs from that number on run
+after the others, for which they wait; while they wait, unreleased stores of the others become visible bit by bit.
+Masked-off lanes of loads without `other`, and of atomics, hold garbage. Plain stores to heap ranges stay invisible to
+peers until they are properly released (held.py).
 
-What it cannot find: a missing acquire on the reader's side, races inside one block other than a missing
+Chaos mode cannot find: a missing acquire on the reader's side, races inside one block other than a missing
 barrier before a release, warp divergence.
 """
 
@@ -30,7 +30,7 @@ _StockExecutor: Any = interpreter.GridExecutor
 
 
 def start(seed: int, ranges: HeapRanges) -> None:
-    """Make launches of this process chaotic, from `seed`; anew if they are already."""
+    """Make launches of this process chaotic, from `seed`; restart if they are already."""
     builder = interpreter.interpreter_builder
     builder.__class__ = ChaosBuilder
     builder.begin(seed, ranges)
@@ -39,7 +39,7 @@ def start(seed: int, ranges: HeapRanges) -> None:
 
 
 def stop() -> None:
-    """Back to the usual order; nothing is held back between launches, so nothing is lost."""
+    """Return to the usual order. No store is held back between launches, so none is lost."""
     interpreter.interpreter_builder.__class__ = _StockBuilder
     interpreter.GridExecutor = _StockExecutor
     spinning.call_at_each_turn(None)
@@ -50,14 +50,14 @@ def _write(addrs: Any, values: Any) -> None:
 
 
 def _active(ptrs: Any, mask: Any) -> tuple[Any, Any]:
-    """Addresses [n] of the active lanes, and which lanes these are (mask is a handle, an array or None)."""
+    """Addresses [n] of the active lanes, and the mask of these lanes (`mask` is a handle, an array or None)."""
     lanes = np.ones(ptrs.data.shape, dtype=bool) if mask is None else np.asarray(mask.data, dtype=bool)
     lanes = np.broadcast_to(lanes, ptrs.data.shape)
     return ptrs.data[lanes], lanes
 
 
 def _garbage(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Array whose bytes are all _GARBAGE; True for bool."""
+    """Array whose bytes are all _GARBAGE; for bool: all True."""
     if dtype == np.bool_:
         return np.ones(shape, dtype=bool)
     return np.full((*shape, dtype.itemsize), _GARBAGE, dtype=np.uint8).view(dtype).reshape(shape)
@@ -67,23 +67,23 @@ class ChaosBuilder(_StockBuilder):
     """The interpreter's builder with a weak memory and a grid in random order."""
 
     def begin(self, seed: int, ranges: HeapRanges) -> None:
-        """Start a chaotic run; the state is that of this process, made of `seed` alone."""
+        """Start a chaotic run of this process; its state depends on `seed` alone."""
         self._rng = np.random.default_rng(seed)
         self._ranges = ranges
         self._held = HeldStores(_write, self._rng, linger=lambda: time.sleep(_LINGER_S))
         self._first_waiting = 0
 
     def let_programs_wait_from(self, first: int) -> None:
-        """In the launch that comes, programs from number `first` on wait for lower ones, and come after all of them."""
+        """In the next launch, run programs from number `first` on after all lower ones, for which they wait."""
         self._first_waiting = first
 
     def while_waiting(self) -> None:
-        """A program of this process waits. If it may wait for stores that nobody releases, those get through."""
+        """While a program of this process waits: make some of the stores visible that no program will release."""
         if self._first_waiting:
             self._held.leak()
 
     def set_grid_dim(self, nx: int, ny: int, nz: int) -> None:
-        """A launch begins: shuffle its programs."""
+        """At the start of a launch: shuffle its programs."""
         super().set_grid_dim(nx, ny, nz)
         programs = list(itertools.product(range(nx), range(ny), range(nz)))
         first = min(self._first_waiting, len(programs))
@@ -91,22 +91,22 @@ class ChaosBuilder(_StockBuilder):
         self._programs = [programs[i] for i in order]
 
     def set_grid_idx(self, x: int, y: int, z: int) -> None:
-        """A program begins: another one than the executor thinks."""
+        """At the start of a program: run another one than the executor asks for."""
         self._held.next_program()
         _, ny, nz = self.grid_dim
         super().set_grid_idx(*self._programs[(x * ny + y) * nz + z])
 
     def end_launch(self) -> None:
-        """The launch is over, or failed."""
+        """At the end of a launch, or when it failed: make all stores visible."""
         self._held.end_of_kernel()
 
     def create_barrier(self) -> None:
-        """Block barrier."""
+        """Block barrier: orders the program's stores before a later release."""
         self._held.barrier()
         super().create_barrier()
 
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *rest: Any, **options: Any) -> Any:
-        """Load; reads this process's own held stores, and garbage where nothing is asked for."""
+        """Load; reads this process's own held stores, and garbage in masked-off lanes without `other`."""
         dtype_tt = ptrs.get_element_ty()
         dtype = interpreter._get_np_dtype(dtype_tt)
         addrs, lanes = _active(ptrs, mask)
@@ -116,7 +116,7 @@ class ChaosBuilder(_StockBuilder):
         return super().create_masked_load(ptrs, mask, other, *rest, **options)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        """Store; held back where it goes to a heap."""
+        """Store; elements in a heap are held back."""
         addrs, lanes = _active(ptrs, mask)
         values = np.broadcast_to(value.data, ptrs.data.shape)[lanes]
         in_heap = self._ranges.contains(addrs)
@@ -126,7 +126,7 @@ class ChaosBuilder(_StockBuilder):
             _write(addrs[~in_heap], values[~in_heap])
 
     def create_atomic_rmw(self, rmwOp: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        """Atomic; the only thing that releases. Inactive lanes return garbage."""
+        """Atomic; only atomics release. Inactive lanes return garbage."""
         addrs, lanes = _active(ptr, mask)
         self._before_atomic(addrs, val.data.itemsize, sem, scope)
         result = super().create_atomic_rmw(rmwOp, ptr, val, mask, sem, scope)
@@ -141,7 +141,7 @@ class ChaosBuilder(_StockBuilder):
         return super().create_atomic_cas(ptr, cmp, val, sem, scope)
 
     def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        """Triton 3.9: visible at once, and a release where `sem` says so."""
+        """Atomic store (Triton 3.9): visible at once, and a release if `sem` says so."""
         addrs, lanes = _active(ptr, mask)
         self._before_atomic(addrs, val.data.itemsize, sem, scope)
         _write(addrs, np.broadcast_to(val.data, ptr.data.shape)[lanes])
@@ -157,7 +157,7 @@ class ChaosBuilder(_StockBuilder):
 
 
 class ChaosExecutor(_StockExecutor):
-    """One launch, after which nothing is held back."""
+    """Runs a launch; when it ends, no store is held back."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all programs of the grid."""

@@ -1,10 +1,10 @@
 """Numeric fix-ups of Triton's interpreter: narrow floats behave as on a GPU.
 
-As shipped (3.6 to 3.9) the interpreter truncates float32 to bf16, loses mantissa carries and saturation on
-the way to float8, reads the NaN of e4m3 as 480, does bf16 arithmetic on the raw 16-bit integers, makes a scalar
-condition a number where it meets a block, and adds nothing through descriptors. Here every operation on bf16 computes
-in float32 and rounds once, and every conversion goes through `narrow.py`.
-Installed once per process, by `triton_ep.runtime.interpreter.install`, on the interpreter's own classes.
+As shipped (3.6 to 3.9) the interpreter truncates float32 to bf16, loses mantissa carries and saturation in
+conversions to float8, reads the NaN of e4m3 as 480, does bf16 arithmetic on the raw 16-bit integers, turns a scalar
+condition into a number when it meets a block, and cannot add through descriptors. With the fix-ups every operation on
+bf16 computes in float32 and rounds once, and every conversion goes through `narrow.py`.
+`triton_ep.runtime.interpreter.install` installs them once per process, on the interpreter's own classes.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from .narrow import BF16, E4M3, FORMATS, NarrowFloat, decode_e2m1, decode_e8m0
 Handle = interpreter.TensorHandle
 Builder = interpreter.InterpreterBuilder
 
-# Arithmetic, by the name of the builder's method: all operands are handles, and so is the result.
+# Names of the builder's arithmetic methods whose operands and result are all handles.
 _ARITHMETIC = ("create_fma", "create_clampf", "create_rsqrt", "create_erf")
 
 
@@ -42,24 +42,24 @@ def _format_of(dtype: Any) -> NarrowFloat | None:
 
 
 def _is_bf16(handle: Any) -> bool:
-    # The look at the storage first: it is cheap, and every operation of every kernel comes by here.
+    # Hot path of every operation of every kernel: check the storage first, which is cheap.
     return isinstance(handle, Handle) and handle.data.dtype.char == "H" and handle.dtype.scalar == tl.bfloat16
 
 
 def _widen(handle: Any) -> Any:
-    """A bf16 handle as float32; anything else as it is."""
+    """Convert a bf16 handle to float32; return other handles unchanged."""
     return Handle(BF16.decode(handle.data), tl.float32) if _is_bf16(handle) else handle
 
 
 def _narrow(handle: Any) -> Any:
-    """The result of float32 arithmetic as the bf16 (or bool) that the kernel expects."""
+    """Convert the result of float32 arithmetic to the bf16 (or bool) that the kernel expects."""
     if handle.data.dtype == np.bool_:
         return Handle(handle.data, tl.int1)
     return Handle(BF16.encode(handle.data), tl.bfloat16)
 
 
 def _in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A builder's method that computes bf16 operands in float32."""
+    """Wrap a builder's method so that it computes bf16 operands in float32."""
 
     def method(self: Any, *operands: Any) -> Any:
         if not any(map(_is_bf16, operands)):
@@ -70,7 +70,7 @@ def _in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _convert(source: Any, dst_type: Any, truncate: bool) -> Any:
-    """Handle of another dtype; one of the two is a narrow float."""
+    """Convert a handle to another dtype; one of the two dtypes is a narrow float."""
     data, target = source.data, _format_of(dst_type)
     from_format = _format_of(source.dtype)
     if from_format is not None:
@@ -153,7 +153,7 @@ def _narrow_tensor(tensor: Any) -> Any:
 
 
 def _retyped(tensor: Any, handle: Any) -> Any:
-    """`tensor` with other data: the same shape, the dtype of `handle`."""
+    """A tensor with the shape of `tensor`, and the data and dtype of `handle`."""
     dtype = handle.dtype
     return tl.core.tensor(handle, tl.block_type(dtype, tensor.type.shape) if tensor.type.is_block() else dtype)
 
@@ -166,7 +166,7 @@ def _fix_dots() -> None:
         return stock_dot(self, a, b, *rest)
 
     Builder.create_dot = create_dot
-    # One implementation for all versions: 3.6 and 3.7 have none, that of 3.9 passes bf16 through float16.
+    # One implementation for all versions: 3.6 and 3.7 have none, and 3.9 converts bf16 through float16.
     Builder.create_dot_scaled = _create_dot_scaled
     # 3.6 and 3.7 insist on constexpr formats, which string literals of an interpreted kernel are not.
     stock_scaled = TritonSemantic.dot_scaled
@@ -179,18 +179,18 @@ def _fix_dots() -> None:
 
 
 def _fix_conditions() -> None:
-    """A scalar condition stays one when it meets a block: 3.9 takes no mask of another type."""
+    """Keep a scalar condition a condition when it meets a block: 3.9 takes no mask of another type."""
     stock_splat = Builder.create_splat
 
     def create_splat(self: Any, to: Any, scalar: Any) -> Any:
-        # A comparison's handle has the type of what was compared.
+        # A comparison's handle has the type of the compared operands.
         return stock_splat(self, to, Handle(scalar.data, tl.int1) if scalar.data.dtype == bool else scalar)
 
     Builder.create_splat = create_splat
 
 
 def _add_descriptor_sums() -> None:
-    """A box of float32 added to memory; not atomic, because the programs of a process run one after the other."""
+    """Add a box of float32 to memory. Not atomic: the programs of a process run one after the other."""
     add = interpreter._ir.DESCRIPTOR_REDUCE_KIND.ADD
 
     def create_descriptor_reduce(self: Any, kind: Any, desc: Any, value: Any, indices: Any) -> Any:
@@ -202,7 +202,7 @@ def _add_descriptor_sums() -> None:
 
 
 def _keep_compile_time_arguments() -> None:
-    """A compile-time argument in a group (kernels/spec.py) is in the kernel what it is as a parameter of its own."""
+    """Give a compile-time argument in a group (kernels/spec.py) the same value as one that is a parameter itself."""
     stock_convert = interpreter._implicit_cvt
 
     def convert(arg: Any) -> Any:
@@ -212,7 +212,7 @@ def _keep_compile_time_arguments() -> None:
 
 
 def _silence_overflow() -> None:
-    """An overflow or a NaN is a value to a GPU: no numpy warning. Division by zero still warns."""
+    """Silence numpy's warnings of overflow and NaN, which are plain values on a GPU. Division by zero still warns."""
     stock_call = interpreter.GridExecutor.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +223,7 @@ def _silence_overflow() -> None:
 
 
 def _decoded(handle: Any) -> Any:
-    """Handle of a narrow float as float32."""
+    """Convert a handle of a narrow float to float32."""
     fmt = _format_of(handle.dtype)
     assert fmt is not None, f"{handle.dtype} is no narrow float"
     return Handle(fmt.decode(handle.data), tl.float32)

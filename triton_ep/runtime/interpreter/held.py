@@ -1,16 +1,16 @@
 """Stores of this process that its peers may not see yet: the memory model of chaos mode.
 
-A plain store to a heap range is held back here. It moves on as a GPU would have to let it:
+A plain store to a heap range is held back. It passes through these states, as a GPU must guarantee:
 
     fresh      stored by the program that runs now; other warps of its block may not have stored yet
     ordered    a block barrier came after it (a store of one element needs none)
     released   a release at GPU scope came after that: covered by any later system-scope release
     visible    a release at system scope by the same program came after `ordered`, or after `released`
 
-What a program leaves unreleased stays back until the kernel ends, or gets visible bit by bit where later programs of
-the kernel wait for it (`leak`). Loads, atomics and stores of this process that overlap a held store apply its
-overlapping elements first, so one process always sees its own memory in order. Addresses are those of this process;
-Triton is not known here.
+Stores that a program leaves unreleased stay hidden until the kernel ends, or become visible bit by bit if later
+programs of the kernel wait for them (`leak`). Loads, atomics and stores of this process that overlap a held store apply
+its overlapping elements first, so a process always sees its own memory in order. Addresses are those of this process.
+Independent of Triton.
 """
 
 from bisect import bisect_right
@@ -31,7 +31,7 @@ class HeapRanges:
         self._bases: list[int] = []
 
     def add(self, base: int, nbytes: int) -> None:
-        """Register [base, base + nbytes); again with another size: the size changes."""
+        """Register [base, base + nbytes), or change the size of a registered range."""
         self._size[base] = nbytes
         self._bases = sorted(self._size)
 
@@ -41,7 +41,7 @@ class HeapRanges:
         self._bases = sorted(self._size)
 
     def contains(self, addrs: Array) -> Array:
-        """Bool per address [n] uint64: lies in one of the ranges."""
+        """Bool per address [n] uint64: True if it lies in one of the ranges."""
         if not self._bases or addrs.size == 0:
             return np.zeros(addrs.shape, dtype=bool)
         low, high = int(addrs.min()), int(addrs.max())
@@ -62,22 +62,22 @@ class _Store:
         self.addrs, self.values = addrs[order], values[order]
 
     def overlaps(self, addrs: Array, itemsize: int) -> Array:
-        """Bool per element of this store: shares a byte with an element at `addrs` (sorted)."""
+        """Bool per element of this store: True if it shares a byte with an element at `addrs` (sorted)."""
         own_size = np.uint64(self.values.itemsize)
-        # The first of `addrs` that ends behind the start of my element decides.
+        # The first of `addrs` whose element ends past the start of my element decides.
         first = np.searchsorted(addrs, self.addrs - np.uint64(itemsize), side="right")
         found = first < addrs.size
         return found & (addrs[np.minimum(first, addrs.size - 1)] < self.addrs + own_size)
 
 
 class HeldStores:
-    """All stores held back in this process, and the order in which they get visible.
+    """All stores held back in this process, and the order in which they become visible.
 
     Args:
         write: writes values [n] to addresses [n] uint64.
         rng: decides the order.
-        linger: called once, before one of the stores that the end of a kernel lets go, so that peers have
-            time to act on a flag they should not have got yet.
+        linger: called once, before one of the stores that become visible when a kernel ends, so that peers have
+            time to act on a flag that they should not see yet.
     """
 
     def __init__(self, write: Writer, rng: np.random.Generator, linger: Callable[[], None]) -> None:
@@ -93,16 +93,16 @@ class HeldStores:
         yield from (self._abandoned, self._released, self._ordered, self._fresh)
 
     def __len__(self) -> int:
-        """Number of store instructions that are held back, wholly or in part."""
+        """Number of store instructions that are held back, fully or in part."""
         return sum(map(len, self._lists()))
 
     def hold(self, addrs: Array, values: Array) -> None:
-        """Keep a store of one instruction back: addrs [n] uint64, values [n]."""
+        """Hold back the store of one instruction: addrs [n] uint64, values [n]."""
         self.settle(addrs, values.itemsize)
         (self._ordered if addrs.size == 1 else self._fresh).append(_Store(addrs, values.copy()))
 
     def settle(self, addrs: Array, itemsize: int) -> None:
-        """Make held elements visible that overlap elements of `itemsize` bytes at `addrs` [n] uint64."""
+        """Make the held elements visible that overlap elements of `itemsize` bytes at `addrs` [n] uint64."""
         if not len(self) or addrs.size == 0:
             return
         addrs = np.sort(addrs)
@@ -120,27 +120,27 @@ class HeldStores:
                     stores.remove(store)
 
     def barrier(self) -> None:
-        """All warps of the running program have made their stores."""
+        """Block barrier: all warps of the running program have stored."""
         self._ordered += self._fresh
         self._fresh = []
 
     def release_gpu(self) -> None:
-        """The running program releases at GPU scope: this GPU may see its ordered stores, peers not yet."""
+        """Release at GPU scope by the running program: this GPU may see its ordered stores, peers not yet."""
         self._released += self._ordered
         self._ordered = []
 
     def release_system(self) -> None:
-        """The running program releases at system scope: peers see its ordered and all GPU-released stores."""
+        """Release at system scope by the running program: peers see its ordered and all GPU-released stores."""
         self._let_go(self._released + self._ordered, pause=False)
         self._released, self._ordered = [], []
 
     def next_program(self) -> None:
-        """Another program of the grid starts: no release of its own covers what the last one left."""
+        """Start of another program of the grid: its releases do not cover the stores that the last program left."""
         self._abandoned += self._ordered + self._fresh
         self._ordered, self._fresh = [], []
 
     def leak(self) -> None:
-        """Some elements of a store of a program that has ended get visible, though nothing has released them."""
+        """Make some unreleased elements of one store visible whose program has ended."""
         if not self._abandoned:
             return
         which = int(self._rng.integers(len(self._abandoned)))
@@ -152,12 +152,12 @@ class HeldStores:
             del self._abandoned[which]
 
     def end_of_kernel(self) -> None:
-        """Everything gets visible."""
+        """Make all stores visible."""
         self._let_go([store for stores in self._lists() for store in stores], pause=True)
         self._fresh, self._ordered, self._released, self._abandoned = [], [], [], []
 
     def _let_go(self, stores: list[_Store], pause: bool) -> None:
-        """Write stores in random order, the elements of each in random order too."""
+        """Write stores in random order, and the elements of each store in random order."""
         cut = self._rng.integers(len(stores)) if stores else 0
         for done, which in enumerate(self._rng.permutation(len(stores))):
             if pause and done == cut:

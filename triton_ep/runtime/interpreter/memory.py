@@ -1,7 +1,7 @@
-"""Loads, stores and choices of values that have their shapes already, in one step; everything else as it was.
+"""Fast paths for loads, stores and `where` whose operands need no conversion; all others take the stock path.
 
-The kernels' pointers, masks and values mostly are blocks of one shape, or scalars. For these the language asks in vain
-what must be broadcast, converted or refused. As operators.py, this changes no value.
+Most pointers, masks and values of the kernels are blocks of one shape, or scalars. The stock path checks them in vain
+for broadcasts, conversions and errors. Like operators.py, this changes no value.
 """
 
 import inspect
@@ -19,7 +19,7 @@ _WORDS = FLOATS | INTEGERS.keys()
 
 
 def quick(name: str, stock: Operator) -> Operator:
-    """A function of the language that tries the short way first; `stock` itself where there is none."""
+    """A function of the language that tries the fast path first; `stock` itself if there is none."""
     ways = {
         "load": _load,
         "store": _store,
@@ -32,12 +32,12 @@ def quick(name: str, stock: Operator) -> Operator:
 
 
 def _shape(value: Any) -> Any:
-    """Of a block; None: a scalar."""
+    """Shape of a block; None: a scalar."""
     return value.type.shape if type(value.type) is _block else None
 
 
 def _element(pointer: Any) -> Any:
-    """What a value points to, where that is a plain type; None otherwise. Truth values are stored as bytes."""
+    """Element type of a pointer, if it is a plain type; None otherwise, also for truth values: memory has bytes for them."""
     if type(pointer) is Value and type(pointer.dtype) is _pointer:
         element = pointer.dtype.element_ty
         if type(element) is tl.dtype and element.name != "int1":
@@ -46,7 +46,7 @@ def _element(pointer: Any) -> Any:
 
 
 def _policies(method: str, others: int) -> tuple[None, ...]:
-    """What a builder's method takes for caches, which the interpreter has none of: two arguments, or one in 3.9."""
+    """Cache arguments of a builder's method, which the interpreter ignores: two arguments, or one in 3.9."""
     return (None,) * (len(inspect.signature(getattr(interpreter.InterpreterBuilder, method)).parameters) - others)
 
 
@@ -115,7 +115,7 @@ def _where(stock: Operator) -> Operator:
 
 
 def _side(value: Any, shape: Any, element: Any) -> Any:
-    """The handle of what a choice may give, a block of this shape or a scalar; None: the stock path makes it."""
+    """Handle of one side of a `where`, a block of this shape or a scalar; None: take the stock path."""
     if type(value) is int:
         fits = element.name in INTEGERS and INTEGERS[element.name] <= value < BEYOND
         return constant(value, element) if fits else None
@@ -128,13 +128,13 @@ _kept_blocks: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
 
 def _same_again(stock: Operator) -> Operator:
-    """A block of given numbers is made once; nothing writes to it."""
+    """Create a block of given numbers only once; no kernel writes to it."""
 
     def call(*args: Any, **options: Any) -> Any:
         try:
             key: Any = (stock, *map(_word, args), *options.items())
             kept = _kept_blocks.get(key)
-        except TypeError:  # a value of the kernel
+        except TypeError:  # an argument is a value of the kernel, which has no hash
             return stock(*args, **options)
         if kept is None:
             value = stock(*args, **options)
@@ -149,7 +149,7 @@ def _same_again(stock: Operator) -> Operator:
 
 
 def _word(argument: Any) -> Any:
-    """What is different for arguments that are, though they compare equal."""
+    """Part of a key that differs even for different arguments that compare equal, such as 1 and 1.0."""
     if type(argument) is _constexpr:
         argument = argument.value
     if type(argument) in (list, tuple, tl.tuple):
@@ -158,7 +158,7 @@ def _word(argument: Any) -> Any:
 
 
 def _other(value: Any, shape: Any, element: Any) -> Any:
-    """The handle of what stands for lanes that are not loaded; NotImplemented: the stock path makes it."""
+    """Handle of the values of masked-off lanes; NotImplemented: take the stock path."""
     if type(value) is _constexpr:
         value = value.value
     if type(value) is Value:
@@ -176,7 +176,7 @@ _kept_fillers: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
 def _filler(value: int, shape: Any, element: Any) -> Any:
-    """The handle of a block of one number, not to be written to; of narrow floats 0 alone."""
+    """Handle of a read-only block of one number; narrow floats only have 0."""
     key = (value, id(shape), element.name)
     kept = _kept_fillers.get(key)
     if kept is None:

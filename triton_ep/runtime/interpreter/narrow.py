@@ -1,8 +1,8 @@
-"""Arithmetic of bfloat16, float8 e4m3fn and float8 e5m2 on numpy bit patterns, as NVIDIA GPUs round.
+"""Conversions of bfloat16, float8 e4m3fn and float8 e5m2 as numpy bit patterns, with the rounding of NVIDIA GPUs.
 
-Conversions are those of PTX `cvt.rn.bf16.f32` and `cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32`, which Triton emits
-for `.to()`: round to nearest even; float8 saturates at its largest finite value, infinities included; a NaN
-becomes the format's one canonical NaN. Knows numpy only, nothing of Triton.
+They match PTX `cvt.rn.bf16.f32` and `cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32`, which Triton emits for `.to()`: round to
+nearest even; float8 saturates at its largest finite value, infinities included; a NaN becomes the format's one
+canonical NaN. Needs numpy only; independent of Triton.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class NarrowFloat:
         return self.values[stored]
 
     def encode(self, values: Array, truncate: bool = False) -> Array:
-        """Numbers of any numpy dtype to bit patterns, rounded once; `truncate`: towards zero instead."""
+        """Numbers of any numpy dtype to bit patterns, rounded once to nearest even; `truncate`: towards zero."""
         wide = np.atleast_1d(_to_float32(values)).view(np.uint32)
         sign = (wide >> np.uint32(31)) << np.uint32(self.bits - 1)
         magnitude = wide & np.uint32(0x7FFFFFFF)
@@ -81,7 +81,7 @@ class NarrowFloat:
     def _round(self, magnitude: Array, truncate: bool) -> Array:
         """Bits of non-negative float32 to this format, overflow not yet handled."""
         dropped = _F32_MANTISSA - self.mantissa
-        # NaN would wrap around below; it is replaced by the caller.
+        # NaN would wrap around below; the caller replaces it.
         magnitude = np.minimum(magnitude, _F32_INF)
         odd = (magnitude >> np.uint32(dropped)) & np.uint32(1)
         bias = np.uint32(0) if truncate else np.uint32((1 << (dropped - 1)) - 1) + odd
@@ -104,10 +104,10 @@ FORMATS = {fmt.name: fmt for fmt in (BF16, E4M3, E5M2)}
 
 
 def _to_float32(values: Array) -> Array:
-    """Float32 that rounds on to any narrower format as `values` itself would.
+    """Float32 values that round to any narrower format as `values` itself would.
 
-    Wider numbers are rounded to odd: an inexact result keeps its lowest bit set, so that the second rounding
-    cannot mistake it for a tie.
+    Wider numbers are rounded to odd: an inexact result has its lowest bit set, so that the second rounding cannot
+    mistake it for a tie.
     """
     if values.dtype in (np.float32, np.float16, np.bool_):
         return np.ascontiguousarray(values, dtype=np.float32)
@@ -127,7 +127,7 @@ _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
 
 
 def decode_e2m1(packed: Array, axis: int) -> Array:
-    """Two fp4 values per byte, low nibble first along `axis`, to float32; that axis doubles."""
+    """Two fp4 values per byte, low nibble first along `axis`, to float32; the axis doubles."""
     last = np.moveaxis(packed, axis, -1)
     flat = np.stack([last & 0xF, last >> 4], axis=-1).reshape(*last.shape[:-1], -1)
     values = np.where(flat & 8, -_E2M1[flat & 7], _E2M1[flat & 7])

@@ -1,9 +1,9 @@
-"""Operators on values of one kind, in one step: the same values as by the interpreter's way through five functions.
+"""Fast paths for operators on common operands, with the same results as the interpreter's five functions.
 
-`a + b` goes through the operator, a function of the language, a method of the semantics, its look at the types and a
-method of the builder, each of which asks what the others have asked. Here an operator looks once. It answers where both
-operands are integers of one type (or int32 and int64), floats of one type of 32 or 64 bits, truth values, or a pointer
-and an integer, and where one of them is a small constant. Everything else takes the stock path.
+`a + b` goes through the operator, a function of the language, a method of the semantics, its type check and a method of
+the builder, which repeat each other's checks. The fast path checks once. It serves two integers of one type (or int32
+and int64), two floats of one type of 32 or 64 bits, two truth values, a pointer and an integer, and one operand with a
+small constant. All other operands take the stock path.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Value = tl.tensor
 Operator = Callable[..., Any]
 
 INTEGERS = {"int32": -(2**31), "int64": -(2**31), "uint32": 0, "uint64": 0}
-"""Integers that keep their type among their like, and the least constant that surely fits each."""
+"""Integer types that an operation on two of the same type keeps, and the least constant that surely fits each."""
 BEYOND = 2**31
 FLOATS = frozenset(("fp32", "fp64"))
 _NUMBERS = FLOATS | INTEGERS.keys()
@@ -31,11 +31,11 @@ _block, _pointer, _constexpr = tl.block_type, tl.pointer_type, tl.constexpr
 
 
 def _divide(left: Any, right: Any) -> Any:
-    """Towards zero, as the interpreter does it."""
+    """Division that rounds towards zero, like the interpreter's."""
     return (left - np.fmod(left, right)) // right
 
 
-# Name of an operator: what computes it, the types it is for, whether it gives truth values.
+# By name of an operator: function that computes it, types it is for, whether it returns truth values.
 OPERATORS: dict[str, tuple[Callable[..., Any], frozenset[str], bool]] = {
     "__add__": (np.add, _NUMBERS, False),
     "__sub__": (np.subtract, _NUMBERS, False),
@@ -58,7 +58,7 @@ OF_CONSTANTS = {"__radd__": np.add, "__rsub__": np.subtract, "__rmul__": np.mult
 
 
 def quick(name: str, stock: Operator) -> Operator:
-    """A member of `tl.tensor` that tries the short way first; `stock` itself where there is none."""
+    """A member of `tl.tensor` that tries the fast path first; `stock` itself if there is none."""
     if name in OPERATORS:
         compute, types, is_truth = OPERATORS[name]
         limits = _SHIFT_LIMITS if name.endswith("shift__") else _LIMITS
@@ -76,17 +76,17 @@ _kept_types: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
 def like_of(dtype: Any, shape: Any) -> Any:
-    """A value without a handle, of this dtype and shape (None: a scalar); only its type is looked at."""
+    """A value without a handle, of this dtype and shape (None: a scalar), which only supplies a type."""
     key = (id(dtype), id(shape))
     kept = _kept_types.get(key)
     if kept is None:
         kept = (dtype, shape, Value(None, dtype if shape is None else _block(dtype, shape)))
-        keep(_kept_types, key, kept)  # holds on to what the key names
+        keep(_kept_types, key, kept)  # `kept` refers to the objects whose ids are the key
     return kept[2]
 
 
 def keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
-    """Remember a value; forget all where there are too many."""
+    """Remember a value; forget all values once there are too many."""
     if len(kept) >= _MAX_KEPT:
         kept.clear()
     kept[key] = value
@@ -96,7 +96,7 @@ _kept_shapes: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
 
 def _common(left: Any, right: Any) -> Any:
-    """The shape of both together, None = a scalar; NotImplemented: the stock path knows, or raises."""
+    """The broadcast shape of both, None = a scalar; NotImplemented: the stock path broadcasts, or raises."""
     first, second = left.type, right.type
     if type(second) is not _block:
         return first.shape if type(first) is _block else None
@@ -118,14 +118,14 @@ def _broadcast(first: Any, second: Any) -> Any:
 
 
 def made(like: Any, data: Any, dtype: Any) -> Any:
-    """A value of the type of `like`; dtype: of its handle."""
+    """A value with these data and the type of `like`; dtype: dtype of its handle."""
     handle = _new(Handle)
     handle.data, handle.dtype, handle.attr = data, dtype, {}
     return named(handle, like)
 
 
 def named(handle: Any, like: Any) -> Any:
-    """The value of a handle, of the type of `like`."""
+    """A value with this handle and the type of `like`."""
     value = _new(Value)
     value.handle, value.type, value.dtype = handle, like.type, like.dtype
     value.shape, value.numel = like.shape, like.numel
@@ -142,7 +142,7 @@ def _binary(
     limits: dict[str, tuple[int, int]],
     stock: Operator,
 ) -> Operator:
-    """compute: of numpy arrays. limits: of constants that go the short way, by type."""
+    """Operator on two operands. compute: works on numpy arrays. limits: of constants on the fast path, by type."""
 
     def call(self: Any, other: Any, _semantic: Any = None) -> Any:
         name, second, own = self.dtype.name, other, self.type
@@ -174,7 +174,7 @@ def _binary(
         letter = data.dtype.char
         if letter != right.dtype.char or type(dtype) is not tl.dtype or (letter not in _LETTERS and letter != "?"):
             return stock(self, other)
-        if is_truth:  # the handle of a truth value has the type of what was compared
+        if is_truth:  # the handle of a truth value has the type of the compared operands
             like = like_of(tl.int1, like.type.shape if type(like.type) is _block else None)
         return made(like, compute(data, right), dtype)
 
@@ -195,7 +195,7 @@ def _constant_first(compute: Callable[..., Any], stock: Operator) -> Operator:
 
 
 def _offset(stock: Operator) -> Operator:
-    """A pointer plus an integer; `stock` for what is neither."""
+    """A pointer plus an integer; `stock` for other operands."""
 
     def call(self: Any, other: Any, _semantic: Any = None) -> Any:
         second = other.value if type(other) is _constexpr else other
@@ -222,7 +222,7 @@ _kept_widths: dict[str, int] = {}
 
 
 def constant(value: int, dtype: Any) -> Any:
-    """The handle of a constant; not to be written to."""
+    """The read-only handle of a constant."""
     known = _kept_constants.get((value, dtype.name))
     if known is None:
         known = interpreter.interpreter_semantic.scalar_constant(value, dtype).handle
@@ -231,7 +231,7 @@ def constant(value: int, dtype: Any) -> Any:
 
 
 def _width(pointer: Any) -> int:
-    """Bytes of what the pointers of a handle point to."""
+    """Bytes of the elements that the pointers of a handle point to."""
     known = _kept_widths.get(pointer.dtype.name)
     if known is None:
         known = _kept_widths[pointer.dtype.name] = max(1, pointer.get_element_ty().primitive_bitwidth // 8)
@@ -267,7 +267,7 @@ _NUMPYS = {"int32": np.int32, "int64": np.int64, "uint32": np.uint32, "uint64": 
 
 
 def converted(stock: Operator) -> Operator:
-    """x.to(dtype) between integers, of truth values to integers, and between addresses and pointers."""
+    """x.to(dtype) between integers, from truth values to integers, and between addresses and pointers."""
 
     def call(self: Any, dtype: Any, *rest: Any, _semantic: Any = None, **options: Any) -> Any:
         if not rest and not options and type(self) is Value:

@@ -1,6 +1,6 @@
-"""Self-test of the fix-ups: small programs, interpreted, their results compared bit by bit.
+"""Self-test of the fix-ups: interprets small programs and compares their results bit by bit.
 
-Expected bits are written out, not computed, so that this test does not share code with what it tests.
+Expected bits are written out, not computed, so that the test shares no code with the fix-ups.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ _TO_E5M2 = {1.125: 0x3C, 1.375: 0x3E, 7.9: 0x48, 2.2888184e-05: 0x02, 1e6: 0x7B,
 _E4M3_NANS = {0x7E: 0, 0x7F: 1, 0xFE: 0, 0xFF: 1, 0x00: 0}
 
 
-# The programs run through the interpreter's executor without being rewritten, hence no plain numbers in
-# assignments. Each gets (values [32] float32, out [32] int32, three = 3) and writes all of `out`.
+# The interpreter's executor runs these programs without rewriting them, so assignments must have no plain numbers.
+# Each program gets (values [32] float32, out [32] int32, three = 3) and writes all of `out`.
 
 
 def _to_bf16(values: Any, out: Any, three: Any) -> None:
@@ -112,7 +112,7 @@ _CHECKS: list[tuple[str, Callable[..., None], dict[float, int]]] = [
 
 
 def run() -> None:
-    """Interpret every program and compare; raises EPError naming every fix-up that fails."""
+    """Interpret every program and compare; raise EPError with the names of all fix-ups that fail."""
     failures = [f"{name}: {text}" for name, program, table in _CHECKS if (text := _failure(program, table))]
     if failures:
         raise EPError(
@@ -123,7 +123,7 @@ def run() -> None:
 
 
 def _failure(program: Callable[..., None], table: dict[float, int]) -> str:
-    """What one program does wrong; empty if nothing."""
+    """The failure of one program as text; empty if it is right."""
     values = torch.zeros(_LANES)
     values[: len(table)] = torch.tensor(list(table))
     out = torch.full((_LANES,), -1, dtype=torch.int32)

@@ -1,8 +1,8 @@
-"""Shortcuts through the interpreter for operands that need no conversion: the same values, sooner.
+"""Shortcuts through the interpreter for operands that need no conversion: the same values, faster.
 
-As shipped, an operation on two values asks some forty questions about their types before numpy computes it, and
-most of them have one answer: both operands are of one type, or one of them is a small constant. Here these two
-kinds are recognised first, and everything else takes the stock path. A constant is made once per value and type.
+As shipped, an operation on two values makes some forty checks of their types before numpy computes it. In most cases
+both operands have one type, or one of them is a small constant. The shortcuts recognise these two cases first; all
+others take the stock path. A constant is created once per value and type.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ Builder = interpreter.InterpreterBuilder
 
 _INTEGERS = {"int32": -(2**31), "int64": -(2**31), "uint32": 0, "uint64": 0}  # least constant that surely fits
 _FLOATS = ("fp32", "fp64")
-_WHOLE_TYPES = frozenset((*_INTEGERS, *_FLOATS))  # keep their type in every operation with their like,
-_NARROW_TYPES = frozenset(("int1", "int8", "uint8", "int16", "uint16", "fp16", "bf16"))  # unless it is a division
-# numpy's letters of dtypes that are never narrow floats in disguise, and of bool: see `_compute_at_once`.
+_WHOLE_TYPES = frozenset((*_INTEGERS, *_FLOATS))  # any operation on two of one type keeps the type
+_NARROW_TYPES = frozenset(("int1", "int8", "uint8", "int16", "uint16", "fp16", "bf16"))  # the same, except divisions
+# numpy's letters of dtypes that are never narrow floats in disguise: see `_compute_at_once`.
 _PLAIN = frozenset("ilqILQfd")
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
 _MAX_CONSTANTS = 4096
 
 
 REPLACED: dict[tuple[Any, str], Any] = {}
-"""What stood where a shortcut is now, by class or module and name."""
+"""Originals of the functions that shortcuts replace, by class or module and name."""
 
 
 def _replace(owner: Any, name: str, new: Callable[..., Any]) -> None:
@@ -44,7 +44,7 @@ def apply() -> None:
 
 
 def direct(member: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
-    """What the interpreter puts in the place of a builtin of the language, without the check of `_semantic`."""
+    """The interpreter's replacement of a builtin of the language, without the check of `_semantic`."""
     inner = getattr(member, "__wrapped__", None)
     if inner is None or getattr(member, "__code__", None) is not _CHECK:
         inner = member
@@ -59,7 +59,7 @@ _CHECK = tl.core.builtin(lambda _semantic=None: None).__code__
 
 
 def _recognise_leaves() -> None:
-    """Values that hold no other ones are not searched for constexprs; a dtype equals itself."""
+    """Skip the search for constexprs in values that contain no others; compare a dtype with itself by identity."""
     stock_unwrap, stock_equal = tl.core._unwrap_if_constexpr, tl.dtype.__eq__
     leaves = frozenset((int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.pointer_type, tl.block_type))
 
@@ -74,7 +74,7 @@ def _recognise_leaves() -> None:
 
 
 def _make_handles_at_once() -> None:
-    """Whether numpy's elements fit the dtype is asked once per pair of both."""
+    """Check only once per pair that numpy's element size fits the dtype."""
     fits: dict[tuple[int, str], bool] = {}
 
     def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
@@ -82,14 +82,14 @@ def _make_handles_at_once() -> None:
         self.dtype = dtype
         self.attr = {} if attr is None else attr
         if not fits.get((data.itemsize, dtype.name)):
-            self.__post_init__()  # raises where they do not
+            self.__post_init__()  # raises if they do not fit
             fits[data.itemsize, dtype.name] = True
 
     _replace(Handle, "__init__", init)
 
 
 def _compute_at_once() -> None:
-    """Numbers that numpy has, too, need no look at what the fix-ups mend."""
+    """Let numpy compute on its own number types without the checks of the fix-ups."""
     mended = Builder.binary_op
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
@@ -106,7 +106,7 @@ def _compute_at_once() -> None:
 
 
 def _convert_only_what_differs() -> None:
-    """Operands of one type stay as they are, and so does the type of what meets a constant that fits it."""
+    """Keep two operands of one type unchanged, and the type of an operand that meets a constant which fits it."""
     stock_check, stock_constant = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
     stock_broadcast = TritonSemantic.broadcast_impl_value
     constants: dict[tuple[Any, ...], tuple[Any, Any]] = {}
@@ -130,17 +130,17 @@ def _convert_only_what_differs() -> None:
         return kind is float and name in _FLOATS and value == value and str(value) != "-0.0"
 
     def spread(scalar: Any, block: Any) -> Any:
-        """A scalar as a block of this type's shape; numpy repeats its one element by itself."""
+        """A scalar as a block of this type's shape; numpy broadcasts its one element."""
         handle = scalar.handle
         dtype = tl.int1 if handle.data.dtype.char == "?" else handle.dtype.scalar
         return tensor(Handle(handle.data, dtype), block.with_element_ty(scalar.dtype))
 
     def widened(value: Any, lengths: list[int]) -> Any:
-        """A block as one of these lengths; numpy repeats what it has along those that are 1."""
+        """A block with these lengths; numpy broadcasts its axes of length 1."""
         return tensor(value.handle, block_type(value.dtype, lengths))
 
     def meet(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        """Both as blocks of one shape, for an operation whose result numpy gives that shape."""
+        """Both operands as blocks of one shape, which numpy also gives the result."""
         left, right = lhs.type, rhs.type
         if type(left) is not block_type:
             return (spread(lhs, right), rhs) if type(right) is block_type else (lhs, rhs)

@@ -1,10 +1,9 @@
-"""Speed-ups of Triton's interpreter that leave every result as it is.
+"""Speed-ups of Triton's interpreter that change no result.
 
-As shipped, each launch and each call of a device function searches triton.language for what to patch, each
-integer addition is repeated in int64 for a check whose outcome is thrown away, each look at a dtype builds a
-table, and each value makes its shape anew, as objects of objects. Here the search is done once and replayed,
-the check is off, and tables and shapes are kept. What single operations do sooner is in shortcuts.py, operators.py and
-memory.py.
+As shipped, each launch and each call of a device function searches triton.language for members to patch, each integer
+addition is repeated in int64 for a check whose result is discarded, each dtype look-up builds a table, and each value
+creates nested objects for its shape. Here the search is done once and replayed, the check is off, and tables and shapes
+are kept. shortcuts.py, operators.py and memory.py speed up single operations.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ def apply() -> None:
 
 
 def translate_kernels() -> None:
-    """Rewrite the functions of all kernel modules that are loaded, which Triton else does at their first call."""
+    """Rewrite the functions of all loaded kernel modules, which Triton otherwise does at their first call."""
     for name, module in list(sys.modules.items()):
         if name.startswith("triton_ep.kernels."):
             for value in list(vars(module).values()):  # rewriting adds names to the module
@@ -46,7 +45,7 @@ def _quick(owner: Any, name: str, stock: Callable[..., Any]) -> Callable[..., An
 
 
 def _keep_shapes() -> None:
-    """Let values of one shape share the objects that describe it; nothing changes them."""
+    """Let values of one shape share the objects that describe the shape; no code changes these objects."""
     stock_type, stock_value = tl.block_type.__init__, tl.tensor.__init__
     lengths_of: dict[tuple[int, ...], Any] = {}
     types: dict[tuple[Any, ...], tuple[Any, Any, str]] = {}
@@ -68,7 +67,7 @@ def _keep_shapes() -> None:
         known = values.get(id(lengths))
         if known is None or known[0] is not lengths:
             stock_value(self, handle, type)
-            values[id(lengths)] = lengths, self.shape, self.numel  # holds on to `lengths`, whose id this is
+            values[id(lengths)] = lengths, self.shape, self.numel  # keeps `lengths` alive, whose id is the key
             return
         self.handle, self.type, self.dtype = handle, type, type.scalar
         _, self.shape, self.numel = known
@@ -95,13 +94,13 @@ def _cached_np_dtype(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class LanguagePatch:
-    """Stands in for the interpreter's `_patch_lang`: the same changes, found once, made once per launch.
+    """Replaces the interpreter's `_patch_lang`: finds the same changes once, and applies them once per launch.
 
-    A device function called inside a launch finds the language patched already.
+    A device function called inside a launch finds the language already patched.
     """
 
     def __init__(self, stock: Callable[[Any], Any], quick: Callable[..., Any]) -> None:
-        """quick: a builtin that tries a short way before the given one, by its owner and name."""
+        """quick: returns a builtin that tries a fast path before the given one, by its owner and name."""
         self._stock, self._quick = stock, quick
         self._changes: list[tuple[Any, str, Any, Any]] | None = None
         self._applied = False
@@ -118,7 +117,7 @@ class LanguagePatch:
         return self
 
     def restore(self) -> None:
-        """Leave the language as it was before the launch."""
+        """Restore the language to its state before the launch."""
         for owner, name, old, _ in self._changes or ():
             if old is interpreter._MISSING:
                 delattr(owner, name)
@@ -127,7 +126,7 @@ class LanguagePatch:
         self._applied = False
 
     def find_changes(self) -> list[tuple[Any, str, Any, Any]]:
-        """(owner, name, before, after) of all that the stock patch changes, for a function that sees all."""
+        """(owner, name, before, after) of all changes of the stock patch, for a function that uses all members."""
         probe = FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
         scope = self._stock(probe)
         first: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
@@ -146,10 +145,10 @@ class LanguagePatch:
 
 
 class _Nothing:
-    """The patch of a call that had nothing to do."""
+    """The patch of a call that changed nothing."""
 
     def restore(self) -> None:
-        """Nothing was changed, nothing is undone."""
+        """Do nothing: no change to undo."""
 
 
 _NOTHING = _Nothing()

@@ -1,7 +1,7 @@
-"""What an interpreted wait does besides waiting: it calls a hook now and then, so that a wait can be ended.
+"""Hooks of interpreted waits: a wait regularly calls a hook, which can end it.
 
-`kernels/device/spin.py` gives the core away at every turn of a waiting loop; this module is what it calls.
-Knows nothing of Triton, so a hook may be set before Triton is imported.
+`kernels/device/spin.py` yields the core at every turn of a waiting loop, and calls this module.
+Independent of Triton, so a hook may be set before Triton is imported.
 """
 
 import time
@@ -21,13 +21,13 @@ def set_wait_hook(function: Callable[[], None] | None) -> None:
 
 
 def call_at_each_turn(function: Callable[[], None] | None) -> None:
-    """Set or clear what every turn of a wait calls (chaos mode)."""
+    """Set or clear the function that every turn of a wait calls (chaos mode)."""
     global _at_each_turn
     _at_each_turn = function
 
 
 def while_waiting() -> None:
-    """Call the hook if the last call is HOOK_INTERVAL_S or longer ago; what it raises ends the kernel."""
+    """Call the hook if the last call is HOOK_INTERVAL_S or longer ago; an exception of the hook ends the kernel."""
     global _next_call_s
     if _at_each_turn is not None:
         _at_each_turn()

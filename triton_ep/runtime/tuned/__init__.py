@@ -1,4 +1,4 @@
-"""Tuned choices: tables that `triton-ep tune` writes, and where a layer made with num_sm=None looks.
+"""Tuned settings: tables that `triton-ep tune` writes, which layers created with num_sm=None read.
 
-table.py has the format, choose.py the look-up. The tables that come with the package lie beside them.
+table.py has the format and the look-up. The tables of the package are the .toml files next to it.
 """

@@ -1,4 +1,4 @@
-"""The table of tuned choices: TOML that people can read, checked key by key. Needs neither torch nor Triton.
+"""The table of tuned settings: readable TOML, checked key by key. Needs neither torch nor Triton.
 
 docs/reference/tuned-table.md describes the format.
 """
@@ -21,14 +21,14 @@ FORMAT = 1
 KERNELS = ("push", "expand", "reduce", "pull")
 MOST_ROWS = 16
 MOST_WARPS = {"push": 32, "expand": 16, "reduce": 32, "pull": 32}
-"""Four programs of expand must fit on a multiprocessor, with any entry: they wait for those of the push."""
+"""With any entry, four programs of expand must fit on a multiprocessor: they wait for programs of the push."""
 _PAYLOADS = ("bf16", "mxfp8")
-_HEADING = "# What `triton-ep tune` found. docs/reference/tuned-table.md explains the keys; edit with care.\n"
+_HEADING = "# Settings found by `triton-ep tune`. docs/reference/tuned-table.md explains the keys; edit with care.\n"
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """How a kernel runs on a GPU: rows that a program handles at a time, and its warps; both powers of two."""
+    """Settings of a kernel on a GPU: rows that a program handles at a time, and its warps; both powers of two."""
 
     rows: int
     warps: int
@@ -36,10 +36,10 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Key:
-    """What a layer looks its choices up by.
+    """The key by which a layer looks up its settings.
 
     Attributes:
-        gpu: name as the driver gives it; "cpu" for interpreted ranks.
+        gpu: name from the driver; "cpu" for interpreted ranks.
         ranks_per_node, nodes: topology of the layer's group.
         payload: "bf16" (rows of two bytes per element) or "mxfp8".
         hidden: elements per row.
@@ -62,15 +62,15 @@ class Key:
 
 @dataclass(frozen=True)
 class TunedEntry:
-    """One entry: a key, the choices, and what was measured with them.
+    """One entry: a key, the settings, and the times measured with them.
 
     Attributes:
         num_sm: programs of the exchange.
-        push, expand, reduce, pull: choices of these kernels; None: the built-in ones.
-        topk, experts, local_combine: of the layer that was measured; no part of the key.
+        push, expand, reduce, pull: settings of these kernels; None: the built-in ones.
+        topk, experts, local_combine: of the measured layer; not part of the key.
         dispatch_us, combine_us: microseconds, slowest rank, median.
         commit, date: of the measurement.
-        source: file it was read from; "" if it was not.
+        source: file from which the entry was read; "" if none.
     """
 
     key: Key
@@ -89,20 +89,20 @@ class TunedEntry:
     source: str = ""
 
     def kernel(self, name: str) -> KernelChoice | None:
-        """The choice for a kernel of KERNELS."""
+        """The settings of a kernel of KERNELS."""
         choice: KernelChoice | None = getattr(self, name)
         return choice
 
     def with_kernel(self, name: str, choice: KernelChoice) -> TunedEntry:
-        """The same with another choice for a kernel of KERNELS."""
+        """A copy of the entry with other settings for a kernel of KERNELS."""
         changes: dict[str, Any] = {name: choice}
         return dataclasses.replace(self, **changes)
 
 
 _MOST = 2**53
-"""Of a number in a table."""
+"""Upper limit of a number in a table."""
 _ESCAPED = re.compile(r'[\x00-\x1f\x7f"\\]')
-"""What a text in quotes must not have as it is."""
+"""Characters that a quoted text must escape."""
 _KEYS: dict[str, type] = {
     **{field.name: str if field.name in ("gpu", "payload") else int for field in dataclasses.fields(Key)},
     "num_sm": int,
@@ -120,7 +120,7 @@ def read_table(path: Path) -> list[TunedEntry]:
     """The entries of a file.
 
     Raises:
-        ConfigError: no such file, or one that is not as it must be; names the file and the line.
+        ConfigError: the file does not exist or is malformed; with file and line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -130,10 +130,10 @@ def read_table(path: Path) -> list[TunedEntry]:
 
 
 def parse_table(text: str, source: str) -> list[TunedEntry]:
-    """The entries of a file's text; `source` is what errors call it.
+    """The entries of a file's text; `source` names it in errors.
 
     Raises:
-        ConfigError: naming the source and the line.
+        ConfigError: with source and line.
     """
     try:
         table = tomllib.loads(text)
@@ -163,13 +163,13 @@ def parse_table(text: str, source: str) -> list[TunedEntry]:
 
 
 class _Checker:
-    """Checks values and finds the line where one stands."""
+    """Checks values and finds their lines."""
 
     def __init__(self, text: str, source: str) -> None:
         self.lines, self.source = text.splitlines(), source
 
     def line(self, key: str, number: int) -> int:
-        """Line of a key in the entry of this number, 0 = before the first one; of the entry if it is not there."""
+        """Line of a key in the entry of this number, 0 = before the first one; without the key, line of the entry."""
         starts = [at for at, line in enumerate(self.lines) if re.match(r"\s*\[\[\s*entry\s*\]\]", line)]
         bounds = [0, *starts, len(self.lines)]
         begin, end = bounds[min(number, len(starts))], bounds[min(number, len(starts)) + 1]
@@ -179,11 +179,11 @@ class _Checker:
         return begin + 1
 
     def error(self, key: str, number: int, text: str) -> ConfigError:
-        """What to raise for a key of an entry."""
+        """The error for a key of an entry."""
         return ConfigError(f"{self.source}:{self.line(key, number)}: {text}")
 
     def keys(self, values: dict[str, Any], known: Sequence[str], needed: Iterable[str], number: int) -> None:
-        """Raise unless `values` has all keys that are needed and none that is not known."""
+        """Raise unless `values` has all needed keys and no unknown ones."""
         for key in values:
             if key not in known:
                 raise self.error(key, number, f"there is no key {key!r}; known are {', '.join(known)}.")
@@ -196,7 +196,7 @@ class _Checker:
         self.keys(values, (*_KEYS, *KERNELS), _KEYS, number)
         for name, kind in _KEYS.items():
             value = values[name]
-            # A truth value is an int to Python, and an integer will do for a number.
+            # In Python a bool is an int, which must not count as one; an integer counts as a number.
             kinds = (int, float) if kind is float else (kind,)
             if not isinstance(value, kinds) or isinstance(value, bool) != (kind is bool):
                 raise self.error(name, number, f"{name} is {value!r}, where {_WORDS[kind]} is needed.")
@@ -214,7 +214,7 @@ class _Checker:
         return TunedEntry(key=key, **rest, **choices, source=self.source)
 
     def choice(self, value: Any, name: str, number: int) -> KernelChoice:
-        """The choice of a kernel, from { rows = .., warps = .. }."""
+        """The settings of a kernel, from { rows = .., warps = .. }."""
         if not isinstance(value, dict) or set(value) != {"rows", "warps"}:
             raise self.error(name, number, f"{name} is {value!r}, where {{ rows = .., warps = .. }} is needed.")
         for part, most in (("rows", MOST_ROWS), ("warps", MOST_WARPS[name])):
@@ -252,17 +252,17 @@ def _value(value: object) -> str:
 
 
 def merged(old: Iterable[TunedEntry], new: Iterable[TunedEntry]) -> list[TunedEntry]:
-    """The entries of both; of two with the same key the new one."""
+    """The entries of both; a new entry replaces an old one with the same key."""
     return list({entry.key: entry for entry in (*old, *new)}.values())
 
 
 def tables(environment: Environment | None = None) -> list[tuple[str, list[TunedEntry]]]:
-    """The tables in force, name and entries, in the order in which they are asked: TRITON_EP_TUNED, the package's.
+    """Names and entries of all tables in use, in the order of look-up: TRITON_EP_TUNED, then the package's.
 
-    environment: None = as it is now.
+    environment: None = the present one.
 
     Raises:
-        ConfigError: a table is not there or malformed.
+        ConfigError: a table is missing or malformed.
     """
     found = []
     if (told := (environment or read_environment()).tuned) is not None:
@@ -275,9 +275,9 @@ def tables(environment: Environment | None = None) -> list[tuple[str, list[Tuned
 
 
 def look_up(key: Key) -> TunedEntry | None:
-    """The entry of the first table that has one for this key.
+    """The entry for this key from the first table that has one; None: no table has one.
 
     Raises:
-        ConfigError: a table is not there or malformed.
+        ConfigError: a table is missing or malformed.
     """
     return next((entry for _, entries in tables() for entry in entries if entry.key == key), None)
