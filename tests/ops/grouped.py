@@ -11,12 +11,12 @@ from triton_ep.runtime.launch import INTERPRETING
 DEVICE = "cpu" if INTERPRETING else "cuda"
 
 CPU_GROUPS = ((1,), (0, 7, 0), (37, 1, 64), (3, 100))
-"""Rows of each group: one row, empty ones at both ends, unaligned starts, more than one tile."""
+"""Rows of each group: one row, empty groups at both ends, unaligned starts, more than one tile."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a product; `spare` rows follow the last group."""
+    """Sizes of a product, with `spare` rows past the last group."""
 
     sizes: tuple[int, ...]
     n: int
@@ -27,7 +27,7 @@ class Case:
 
 
 def ends_of(sizes: tuple[int, ...]) -> torch.Tensor:
-    """[E] int32, the row after the last of each group."""
+    """[E] int32, the end of each group."""
     return torch.tensor(sizes).cumsum(0).to(torch.int32).to(DEVICE)
 
 
@@ -49,12 +49,12 @@ def check(
     steps: float = 0.0,
     moved: torch.Tensor | float = 0.0,
 ) -> None:
-    """`out` is `exact` after accumulation in float32 and one rounding to the output's type.
+    """Assert that `out` is `exact` up to accumulation in float32 and one rounding to the output's type.
 
-    unit: sum of the magnitudes of the `terms` products behind each value. Tensor cores add 16 products at a
-    time to the accumulator and drop what lies below its last bit, so each such step may lose 2^-23 of the unit,
-    twice counted for products of a step aligned to the largest; 64 more cover a CPU's order of additions.
-    steps: further error of the accumulation, in units. moved: how far the operands may have moved the result.
+    unit: sum of the magnitudes of the `terms` products of each value. Tensor cores add 16 products at a time to the
+    accumulator and drop bits below its last one, so each such step may lose 2^-23 of the unit, counted twice because
+    the products of a step are aligned to the largest; 64 more steps cover a CPU's order of additions.
+    steps: further error of the accumulation, in units. moved: error of the result due to errors of the operands.
     """
     assert out.shape == exact.shape
     eps = torch.finfo(out.dtype).eps

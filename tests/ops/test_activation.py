@@ -39,7 +39,7 @@ def _activate(
     ALPHA: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):
-    """out [4, N]: value alone, then value and both derivatives."""
+    """out [4, N]: the value of apply_activation, then value and both derivatives of activation_gradients."""
     offs = tl.arange(0, N)
     g = tl.load(pre_ptr + offs)
     u = tl.load(pre_ptr + N + offs)
@@ -53,7 +53,7 @@ def _activate(
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_values_and_derivatives(activation: Activation) -> None:
-    """Within float32 of float64; at the bounds of the clamp and at 0, too; a NaN stays one."""
+    """Float32 results match float64, also at the bounds of the clamp and at 0; a NaN stays NaN."""
     count = 512
     pre = 2 * torch.randn(2, count, generator=torch.Generator().manual_seed(0))
     bound = 1.0 if activation.limit is None else activation.limit
@@ -84,7 +84,7 @@ def test_values_and_derivatives(activation: Activation) -> None:
     ids=str,
 )
 def test_what_no_kernel_computes(activation: Activation, match: str) -> None:
-    """Refused with the value."""
+    """The error has the refused value."""
     check_activation(Activation())
     with pytest.raises(ConfigError, match=match):
         check_activation(activation)

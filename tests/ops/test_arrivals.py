@@ -1,4 +1,4 @@
-"""Rows expanded again from what arrived, bit for bit."""
+"""Rows expanded again from arrived rows, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from triton_ep.reference import experts as oracle
 def _case(
     num_arrivals: int, count: int, hidden: int, sizes: tuple[int, ...], alignment: int, topk: int = 3
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arrived rows, copies, offs and filled: every row of `sizes` is a copy of one of the first `count` arrivals."""
+    """Arrived rows, copies, offs and filled: every row of `sizes` is an assignment of one of the first `count` rows."""
     generator = torch.Generator().manual_seed(hidden)
     arrived = torch.randn(num_arrivals, hidden, generator=generator).bfloat16()
     arrived[count:] = torch.nan
     copies = torch.full((num_arrivals, topk), -1, dtype=torch.int32)
-    copies[count:] = 1 << 30  # not to be read
+    copies[count:] = 1 << 30  # must not be read
     ends = [-(-size // alignment) * alignment for size in sizes]
     offs = torch.tensor([0, *ends], dtype=torch.int32).cumsum(0).int()
     rows = torch.cat([first + torch.arange(size) for first, size in zip(offs.tolist(), sizes, strict=False)])
@@ -36,7 +36,7 @@ def _case(
 def test_rows_are_those_of_the_dispatch(
     num_arrivals: int, count: int, sizes: tuple[int, ...], alignment: int, hidden: int
 ) -> None:
-    """Copies in their places, zeros behind them; arrivals that have not come are not looked at."""
+    """Assignments are in their rows, with zeros past them; rows that have not arrived are not read."""
     arrived, copies, offs, filled = _case(num_arrivals, count, hidden, sizes, alignment)
     end = int(offs[-1])
     counts = torch.tensor([77, count], dtype=torch.int32, device=DEVICE)
@@ -46,7 +46,7 @@ def test_rows_are_those_of_the_dispatch(
 
 
 def test_no_rows() -> None:
-    """Nothing has arrived, or nothing has room: nothing is launched."""
+    """No arrived rows and no output rows: nothing is launched."""
     arrived, copies, offs, filled = _case(0, 0, 32, (0, 0), 8)
     assert expand_arrivals(arrived, copies, filled, 0, offs, filled, 0).shape == (0, 32)
 
@@ -63,7 +63,7 @@ def test_no_rows() -> None:
     ],
 )
 def test_bad_operands_are_refused(name: str, value: object, message: str) -> None:
-    """With what they are."""
+    """The error describes the bad operand."""
     arrived, copies, offs, filled = _case(9, 9, 32, (5, 7), 8)
     given = {"arrived": arrived, "copies": copies, "counts": filled, "at": 0, "offs": offs, "filled": filled}
     given[name] = value.to(DEVICE) if isinstance(value, torch.Tensor) else value

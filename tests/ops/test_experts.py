@@ -1,4 +1,4 @@
-"""The experts' two products against the float64 oracle: bf16 and row scales, every epilogue and way to find tiles."""
+"""The experts' two products against the float64 oracle: bf16 and row scales, all epilogues and ways to find tiles."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from triton_ep.reference import mxfp8
 from triton_ep.runtime.plans.experts import ProductTile
 
 SIZES = (0, 70, 1, 0, 130)
-"""Segments: empty at the front and between, more than a tile of 64 and of 128, a single row."""
+"""Segments: empty ones at the front and in between, more than a tile of 64 and of 128 rows, a single row."""
 SPARE = 5
 FP8_STEPS = 0.0 if DEVICE == "cpu" else 2.0**-9
-"""Error of a product of e4m3 in units: on Hopper the sums inside one keep about 14 bits."""
+"""Error of an e4m3 product in units: on Hopper the sums inside a product keep about 14 bits."""
 RELU = Activation("relu", gated=False)
 TILES = {
     "table": ProductTile(64, 128, 128, 2, 4, promote=True),
@@ -41,7 +41,7 @@ def _normal(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def _row_scaled(x: torch.Tensor) -> RowScaled:
-    """Row scales of rows or weights, by the oracle."""
+    """Rows or weights with row scales, from the oracle."""
     qdata, scale = oracle.rebase_rows(*mxfp8.quantize(x.cpu()))
     return RowScaled(qdata.to(DEVICE), scale.to(DEVICE))
 
@@ -59,7 +59,7 @@ class Case:
         self.rows = sum(sizes) + SPARE
         self.end = sum(sizes)
         x, w = _normal(self.rows, k, seed=1), _normal(len(sizes), n, k, seed=2, scale=k**-0.5)
-        x[self.end :] = torch.nan  # must not be seen
+        x[self.end :] = torch.nan  # must have no effect
         self.x = _row_scaled(x) if scaled else x
         self.w = _row_scaled(w) if scaled else w
         left, right = _values(self.x)[: self.end], _values(self.w)
@@ -77,7 +77,7 @@ class Case:
 
 
 def _check_act(act: torch.Tensor, case: Case, pre: torch.Tensor, activation: Activation) -> None:
-    """`act` is the weighted activation of a product that is as exact as float32 sums and e4m3 products make it."""
+    """Assert that `act` is the weighted activation of the product, up to errors of float32 sums and e4m3 products."""
     leaf = pre.clone().requires_grad_()
     value = oracle.activate(leaf, oracle.Activation(*activation)) * case.weights[: case.end, None].double()
     (slope,) = torch.autograd.grad(value.sum(), leaf)
@@ -98,7 +98,7 @@ def _check_act(act: torch.Tensor, case: Case, pre: torch.Tensor, activation: Act
 )
 @pytest.mark.parametrize("scaled", [False, True], ids=["bf16", "fp8"])
 def test_gate_up(tile: str, scaled: bool, tma: bool) -> None:
-    """Product and SwiGLU with row weights; columns and terms off the tile; rows behind the segments do not matter."""
+    """Product and SwiGLU with row weights; columns and terms off the tile; rows past the segments have no effect."""
     case = Case(2 * 72, 160, scaled)
     act, _, pre = launch_gate_up(
         case.x, case.w, case.offs, None, case.weights, None, Activation(), True, "bf16", False,
@@ -126,7 +126,7 @@ def test_activations_and_bias(activation: Activation) -> None:
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["bf16", "fp8"])
 def test_activation_in_mxfp8(scaled: bool) -> None:
-    """Near the activation in bf16; moved to rows, values change by what the larger scale cannot hold."""
+    """Near the activation in bf16; row scales change values by no more than half a step of the larger scale."""
     case = Case(2 * 64, 128, scaled)
     plain, none = gate_up(case.x, case.w, case.offs)
     assert none is None and isinstance(plain, torch.Tensor)
@@ -135,20 +135,20 @@ def test_activation_in_mxfp8(scaled: bool) -> None:
     assert isinstance(rows, RowScaled) and isinstance(values, torch.Tensor)
     exact, moved, near = plain[: case.end].double(), _values(rows)[: case.end], values[: case.end].double()
     assert bool(((moved - near).abs() <= rows.scale[: case.end, None].double() * 2.0**-10).all())
-    # e4m3 has 3 bits: half a step is 2^-4 of a value; below the smallest normal one, 2^-17 of the largest of the block.
+    # e4m3 has 3 bits: half a step is 2^-4 of a value; below the smallest normal value, 2^-17 of the block's largest.
     largest = exact.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1)
     assert bool(((near - exact).abs() <= exact.abs() * (2.0**-4 + 2.0**-7) + largest * 2.0**-17).all())
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["bf16", "fp8"])
 def test_mxfp8_is_made_of_float32(scaled: bool) -> None:
-    """Bit for bit MXFP8 of the activation before any rounding, moved to rows, or in bf16."""
+    """MXFP8 of the unrounded float32 activation, bit for bit: with row scales, or converted to bf16."""
     rows, f = 128, 64
     x = torch.eye(rows, 32, device=DEVICE)[torch.arange(rows) % 32].bfloat16()
     w = _normal(1, f, 32, seed=1) * (2.0 ** torch.arange(-8, 8, device=DEVICE)).bfloat16().repeat_interleave(4)[:, None]
     given, weights = (_row_scaled(x), _row_scaled(w)) if scaled else (x, w)
     factors = torch.linspace(0.7, 1.9, rows, device=DEVICE)
-    # A product of one term is exact, and so is relu: what follows is one multiplication in float32.
+    # A product of one term is exact, and so is relu; then follows one multiplication in float32.
     pre = _values(weights)[0].T[torch.arange(rows) % 32].float()
     wanted = MXTensor.to_mx(pre.clamp(min=0) * factors[:, None])
     rounded = MXTensor.to_mx((pre.clamp(min=0) * factors[:, None]).bfloat16())
@@ -177,7 +177,7 @@ def test_mxfp8_is_made_of_float32(scaled: bool) -> None:
     ],
 )
 def test_rows_product(tile: str, kind: str, tma: bool) -> None:
-    """The product, weights as they are or transposed, into memory whose rows behind the segments stay as they were."""
+    """The product, with weights as given or transposed; rows of the output past the segments are not written."""
     case = Case(136, 256 if kind == "transposed" else 192, kind == "fp8")
     w: Any = case.w
     if kind == "transposed":
@@ -190,7 +190,7 @@ def test_rows_product(tile: str, kind: str, tma: bool) -> None:
 
 
 def test_aligned_segments_leave_in_boxes() -> None:
-    """With whole tiles results leave through a descriptor: the same bits; other rows and columns stay as they were."""
+    """Whole tiles are written through a descriptor: the same bits; other rows and columns are not written."""
     case = Case(136, 64, False, sizes=(128, 0, 256))
     wide = torch.full((2, case.rows, 160), 7.0, dtype=torch.bfloat16, device=DEVICE)
     for out, aligned in zip(wide[:, :, :136], (False, True), strict=True):
@@ -200,7 +200,7 @@ def test_aligned_segments_leave_in_boxes() -> None:
 
 
 def test_bias_of_rows_product() -> None:
-    """Row weights multiply the bias, and nothing else; without them it is added as it is; an own result, too."""
+    """Row weights multiply only the bias; without them it is added unchanged. The caller may pass the output."""
     case = Case(40, 64, scaled=False, sizes=(3, 0, 20))
     bias = _normal(3, 40, seed=6)
     added = bias.double()[case.experts()]
@@ -214,7 +214,7 @@ def test_bias_of_rows_product() -> None:
 
 
 def test_few_rows_take_the_segments_and_many_the_table() -> None:
-    """Both ways to find tiles give the same sums, from the table of the caller or from an own one."""
+    """Both ways to find tiles give the same sums, with the caller's table or without one."""
     few, many = Case(64, 128, True, sizes=(3, 0, 7)), Case(64, 128, True)
     for case in (few, many):
         out = rows_product(case.x, case.w, case.offs, tiles=tile_table(case.offs, case.rows))
@@ -223,7 +223,7 @@ def test_few_rows_take_the_segments_and_many_the_table() -> None:
 
 
 def test_scales_far_apart() -> None:
-    """The product of two scales may leave float32 where the result does not; a NaN scale stays in its row."""
+    """The product of two scales may exceed float32 although the result does not; a NaN scale stays in its row."""
     case = Case(64, 64, True, sizes=(6,))
     assert isinstance(case.x, RowScaled) and isinstance(case.w, RowScaled)
     tiny = case.x.scale * 2.0**-100
@@ -235,7 +235,7 @@ def test_scales_far_apart() -> None:
 
 
 def test_no_rows() -> None:
-    """Without rows, or with empty segments only, nothing is computed and shapes are right."""
+    """Without rows, or with only empty segments, nothing is computed and shapes are right."""
     w = _normal(2, 64, 32, seed=0)
     offs = offsets((0, 0))
     for rows in (0, 3):
@@ -249,7 +249,7 @@ def test_no_rows() -> None:
 
 
 def test_errors() -> None:
-    """Operands that do not fit each other are refused with what they are, and with the nearest shape that does."""
+    """Operands that do not fit each other are refused; the error describes them and the nearest shape that fits."""
     x, w, offs = _normal(4, 64, seed=0), _normal(2, 96, 64, seed=1), offsets((4, 0))
     for call, match in (
         (lambda: gate_up(_row_scaled(x), w, offs), "x alone has row scales"),

@@ -1,4 +1,4 @@
-"""Backward pass of experts, kernel by kernel, against float64 of the same operands."""
+"""Backward pass of experts, kernel by kernel, against float64 results of the same operands."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from triton_ep.ops.tiles import tile_table
 from triton_ep.reference import experts as oracle
 
 FP8_STEPS = 0.0 if DEVICE == "cpu" else 2.0**-9
-"""Error of a product in units: on Hopper the sums inside one keep about 14 bits."""
+"""Error of a product in units: on Hopper the sums inside a product keep about 14 bits."""
 
 SEGMENTS = ((64, 0, 192, 0), (0, 0), (0, 128))
-"""Rows of each segment: empty ones everywhere, more than one step."""
+"""Rows of each segment: empty ones at every position, more than one step."""
 
 
 def offs_of(sizes: tuple[int, ...]) -> torch.Tensor:
@@ -34,7 +34,7 @@ def rows(num_rows: int, width: int, seed: int) -> torch.Tensor:
 
 
 def weights(*shape: int, seed: int = 7) -> torch.Tensor:
-    """bf16, so that products with rows keep their size."""
+    """bf16 weights, scaled so that products keep the magnitude of the rows."""
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / shape[-1] ** 0.5
     return values.to(DEVICE, torch.bfloat16)
 
@@ -49,7 +49,7 @@ def _check_down(
     bias: torch.Tensor | None = None,
     **how: object,
 ) -> tuple[torch.Tensor, ...]:
-    """Compare all results with float64 of the operands' values; rows behind the last segment are not compared."""
+    """Compare all results with float64 of the operands' values, except rows past the last segment."""
     activation = activation or Activation()
     got = down_dgrad(dy, w2, pre, offs, row_weights=row_weights, activation=activation, bias=bias, **how)
     rows = dy.dequantize(torch.float32) if isinstance(dy, RowScaled) else dy
@@ -82,7 +82,7 @@ def _check_down(
 
 
 def _spoil(offs: torch.Tensor, *tensors: torch.Tensor) -> None:
-    """What stands behind the last segment is no number."""
+    """Fill rows past the last segment with NaN."""
     for each in tensors:
         each[int(offs[-1]) :] = float("nan")
 
@@ -90,7 +90,7 @@ def _spoil(offs: torch.Tensor, *tensors: torch.Tensor) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", [(3, 0, 130, 0), (0, 0), (200,)], ids=str)
 def test_rows_of_the_second_product(sizes: tuple[int, ...], transposed: bool) -> None:
-    """Tiles cut at every side; segments that begin anywhere; nothing behind the last one is touched."""
+    """Partial tiles at every side; segments that begin anywhere; rows past the last segment are not touched."""
     offs = offs_of(sizes)
     dy, pre = rows(sum(sizes) + 5, 72, 0), rows(sum(sizes) + 5, 2 * 104, 1)
     row_weights = rows(dy.shape[0], 1, 2).float().squeeze(1)
@@ -111,7 +111,7 @@ def test_rows_of_the_second_product(sizes: tuple[int, ...], transposed: bool) ->
     ids=str,
 )
 def test_activations(activation: Activation) -> None:
-    """With biases and with none, with weights and with none."""
+    """With and without biases, with and without weights."""
     offs = offs_of((20, 30))
     dy, pre = rows(50, 64, 0), rows(50, 64 * (2 if activation.gated else 1), 1)
     w2, bias = weights(2, 64, 64), weights(2, 64, seed=8)
@@ -121,7 +121,7 @@ def test_activations(activation: Activation) -> None:
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_rows_of_the_second_product_in_fp8(fast: bool) -> None:
-    """Of the values that row scales leave, tightly; the weights' gradient of a bias, too."""
+    """Matches float64 of the row-scaled values within a tight bound, including the bias in the weights' gradient."""
     offs = offs_of((3, 0, 130))
     dy, pre = rows(140, 160, 0), rows(140, 2 * 72, 1)
     row_weights = rows(140, 1, 2).float().squeeze(1)
@@ -133,7 +133,7 @@ def test_rows_of_the_second_product_in_fp8(fast: bool) -> None:
 
 
 def test_row_weights_are_summed_in_order() -> None:
-    """Each tile's share and their sum have one order, however many programs there are: the same bits every time."""
+    """Each tile's share and the sum of the shares have a fixed order for any number of programs: always the same bits."""
     offs = offs_of((130,))
     dy, pre, w2 = rows(130, 64, 0), rows(130, 2 * 192, 1), weights(1, 64, 192)
     row_weights = torch.ones(130, device=DEVICE)
@@ -142,7 +142,7 @@ def test_row_weights_are_summed_in_order() -> None:
 
 
 def test_no_rows() -> None:
-    """Shapes as asked for."""
+    """Without rows, the results have the right shapes."""
     offs, w2 = offs_of((0, 0)), weights(2, 64, 32)
     dpre, act, grad = down_dgrad(rows(0, 64, 0), w2, rows(0, 64, 1), offs, row_weights=torch.empty(0, device=DEVICE))
     assert dpre.shape == (0, 64) and act.shape == (0, 32) and grad.shape == (0,)
@@ -150,7 +150,7 @@ def test_no_rows() -> None:
 
 
 def test_down_dgrad_errors() -> None:
-    """What is given and what is needed."""
+    """Errors describe the given and the needed operands."""
     dy, pre, w2, offs = rows(8, 64, 0), rows(8, 48, 1), weights(1, 64, 24), offs_of((8,))
     with pytest.raises(InputError, match=r"w2 must be \[E, H, F\] and pre \[8, 48\]"):
         down_dgrad(dy, w2, pre[:, :24], offs)
@@ -171,7 +171,7 @@ def test_down_dgrad_errors() -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gradient_of_a_bias(weighted: bool) -> None:
-    """Sums over segments, of weighted rows too; columns off the tile; zeros for an empty one."""
+    """Sums over segments, also of weighted rows; columns off the tile; zeros for an empty segment."""
     offs = offs_of((70, 0, 3))
     x = rows(80, 300, 0)
     row_weights = rows(80, 1, 2).float().squeeze(1) if weighted else None
@@ -189,7 +189,7 @@ def test_gradient_of_a_bias(weighted: bool) -> None:
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("sizes", SEGMENTS, ids=str)
 def test_gradient_of_weights(sizes: tuple[int, ...], aligned: bool) -> None:
-    """Tiles cut at both sides; empty segments give zeros; rows behind the last segment count for nothing."""
+    """Partial tiles at both sides; empty segments give zeros; rows past the last segment have no effect."""
     offs, used = offs_of(sizes), sum(sizes)
     x, y = rows(used + 64, 72, 0), rows(used + 64, 136, 1)
     x[used:], y[used:] = float("nan"), float("nan")
@@ -207,14 +207,14 @@ def test_gradient_of_weights(sizes: tuple[int, ...], aligned: bool) -> None:
 
 
 def test_padding_is_left_out_of_gradients_of_weights() -> None:
-    """The same bits without steps of zeros; a segment of nothing else has zeros, or is not added to."""
+    """Skipping steps of padding gives the same bits; a segment of padding alone gives zeros, or adds nothing."""
     offs, filled = offs_of((128, 256, 128)), torch.tensor([60, 130, 0], dtype=torch.int32, device=DEVICE)
     x, y = rows(512, 72, 0), rows(512, 136, 1)
     for start, count, end in zip(offs.tolist(), filled.tolist(), offs.tolist()[1:], strict=False):
         x[start + count : end] = 0
     want = weight_gradient(x, y, offs, aligned=True)
     assert torch.equal(weight_gradient(x, y, offs, aligned=True, filled=filled), want)
-    y[64:128] = float("nan")  # a step of padding alone is not even read
+    y[64:128] = float("nan")  # a step of padding alone is not read
     y[384:] = float("nan")
     assert torch.equal(weight_gradient(x, y, offs, aligned=True, filled=filled), want)
     main = torch.ones(3, 72, 136, device=DEVICE)
@@ -227,7 +227,7 @@ def test_padding_is_left_out_of_gradients_of_weights() -> None:
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("sizes", SEGMENTS, ids=str)
 def test_weights_are_added_to(sizes: tuple[int, ...], aligned: bool) -> None:
-    """One sum in float32 on top of what is there; what belongs to an empty segment keeps its bits, a NaN too."""
+    """Adds one float32 sum to the existing values; values of an empty segment keep their bits, also NaN."""
     offs, used = offs_of(sizes), sum(sizes)
     x, y = rows(used + 64, 72, 0), rows(used + 64, 136, 1)
     x[used:] = float("nan")
@@ -243,7 +243,7 @@ def test_weights_are_added_to(sizes: tuple[int, ...], aligned: bool) -> None:
 
 
 def test_segments_of_any_size() -> None:
-    """Without the promise; no rows at all; operands that fit no box."""
+    """Without the promise of alignment; without rows; with operands that fit no box."""
     offs = offs_of((3, 0, 70))
     x, y = rows(80, 20, 0), rows(80, 9, 1)
     unit = oracle.weight_gradient(x.abs(), y.abs(), offs)
@@ -260,7 +260,7 @@ def test_segments_of_any_size() -> None:
 
 
 def test_weight_gradient_errors() -> None:
-    """What is given and what is needed."""
+    """Errors describe the given and the needed operands."""
     x, y, offs = rows(64, 16, 0), rows(64, 24, 1), offs_of((64,))
     for aligned in (False, True):
         with pytest.raises(InputError, match=r"x has 64 rows on \S+, y 32"):

@@ -1,4 +1,4 @@
-"""Grouped GEMM on fp8 tensor cores: scales made equal along 128 of K, and scales per 32 where the hardware has them."""
+"""Grouped GEMM on fp8 tensor cores: scales made equal along 128 of K, and scales per 32 on hardware that has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_ep.reference import grouped_gemm as oracle
 from triton_ep.reference import mxfp8
 
 FP8_STEPS = 0.0 if DEVICE == "cpu" else 2.0**-9
-"""Error of a product in units: on Hopper the sums inside one keep about 14 bits."""
+"""Error of a product in units: on Hopper the sums inside a product keep about 14 bits."""
 
 
 def _mx(*shape: int, spread: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ def _values(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _equal_values(equal: EqualScales) -> torch.Tensor:
-    """Float64 values, from the fields alone."""
+    """Float64 values, computed from the fields alone."""
     k = equal.qdata.shape[-1]
     scale = equal.scale.transpose(-2, -1).double().repeat_interleave(128, -1)[..., :k]
     return equal.qdata.double() * scale
@@ -39,7 +39,7 @@ def _equal_values(equal: EqualScales) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(5, 128), (40, 320), (3, 33, 96)], ids=str)
 @pytest.mark.parametrize("spread", [0, 3, 12])
 def test_equal_scales(shape: tuple[int, ...], spread: int) -> None:
-    """Values move by no more than half the smallest step of the new scale, and only those that became subnormal."""
+    """Only values that become subnormal change, by at most half the smallest step of the new scale."""
     qdata, scale = _mx(*shape, spread=spread)
     equal = equalize_scales(qdata, scale)
     steps = -(-shape[-1] // 128)
@@ -56,7 +56,7 @@ def test_equal_scales(shape: tuple[int, ...], spread: int) -> None:
 
 
 def test_equal_scales_stay_as_they_are() -> None:
-    """What has equal scales already, extreme ones too, keeps every bit; one NaN block makes its 128 values NaN."""
+    """Values with equal scales, also extreme ones, keep every bit; one NaN block makes its 128 values NaN."""
     qdata, _ = _mx(4, 256)
     for byte in (0, 1, 127, 254):
         equal = equalize_scales(qdata, torch.full((4, 8), byte, dtype=torch.uint8, device=DEVICE))
@@ -75,7 +75,7 @@ def test_equal_scales_stay_as_they_are() -> None:
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("sizes", CPU_GROUPS, ids=str)
 def test_equal_scales_product(sizes: tuple[int, ...], tma: bool) -> None:
-    """The float64 product of the equalised operands, up to accumulation and one rounding; rows behind are zero."""
+    """The float64 product of the equalised operands, up to accumulation and one rounding; rows past them are zero."""
     a = equalize_scales(*_mx(sum(sizes) + 3, 320))
     w = equalize_scales(*_mx(len(sizes), 72, 320, seed=1))
     ends = ends_of(sizes)
@@ -94,7 +94,7 @@ def _row_values(x: RowScaled) -> torch.Tensor:
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("sizes", [*CPU_GROUPS[1:], (150, 0, 90)], ids=str)
 def test_row_scales_product(sizes: tuple[int, ...], tma: bool, dtype: torch.dtype) -> None:
-    """The float64 product of operands with one scale per row; rows behind are zero, whatever their scales say."""
+    """The float64 product of operands with one scale per row; rows past the groups are zero, whatever their scales."""
     a, w = rebase_rows(*_mx(sum(sizes) + 3, 160)), rebase_rows(*_mx(len(sizes), 72, 160, seed=1))
     a.scale[-3:] = torch.nan
     ends = ends_of(sizes)
@@ -113,7 +113,7 @@ def test_row_scales_product(sizes: tuple[int, ...], tma: bool, dtype: torch.dtyp
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("sizes", CPU_GROUPS, ids=str)
 def test_scaled_product(sizes: tuple[int, ...], tma: bool) -> None:
-    """The float64 product of the operands as they are; rows behind are zero."""
+    """The float64 product of the operands; rows past the groups are zero."""
     if DEVICE == "cuda" and torch.cuda.get_device_capability()[0] < 10:
         pytest.skip("needs tensor cores that scale: sm_100")
     a, w = _mx(sum(sizes) + 3, 160), _mx(len(sizes), 72, 160, seed=1)
@@ -125,7 +125,7 @@ def test_scaled_product(sizes: tuple[int, ...], tma: bool) -> None:
 
 
 def test_scales_far_apart() -> None:
-    """The product of two scales may leave float32 where the result does not; NaN stays in its row."""
+    """The product of two scales may exceed float32 although the result does not; NaN stays in its row."""
     qdata, scale = _mx(6, 128, spread=0)
     w_qdata, w_scale = _mx(1, 8, 128, spread=0, seed=1)
     tiny, huge = scale - 100, w_scale + 100

@@ -1,4 +1,4 @@
-"""Grouped GEMM: forward, both gradients, in bf16, against float64 products of the same operands."""
+"""Grouped GEMM in bf16: forward and both gradients against float64 products of the same operands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton_ep.reference import grouped_gemm as oracle
 @pytest.mark.parametrize("k_major", [True, False])
 @pytest.mark.parametrize("sizes", CPU_GROUPS, ids=str)
 def test_forward(sizes: tuple[int, ...], k_major: bool, tma: bool) -> None:
-    """Groups that are empty, unaligned, longer than a tile; columns off the tile."""
+    """Groups that are empty, unaligned, or longer than a tile; columns off the tile."""
     a, b_t, ends = operands(Case(sizes, n=72, k=128, k_major=k_major, spare=3))
     exact = oracle.grouped_gemm(a, b_t, ends)
     out = bf16_gemm(a, b_t, ends, tma=tma)
@@ -26,14 +26,14 @@ def test_forward(sizes: tuple[int, ...], k_major: bool, tma: bool) -> None:
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (20, 100), (64, 33), (130, 96)])
 @pytest.mark.parametrize("k_major", [True, False])
 def test_sizes_off_the_tile(n: int, k: int, k_major: bool) -> None:
-    """K and N need not be multiples of anything."""
+    """K and N may have any size."""
     a, b_t, ends = operands(Case((5, 0, 40), n=n, k=k, k_major=k_major))
     check(bf16_gemm(a, b_t, ends), oracle.grouped_gemm(a, b_t, ends), oracle.magnitude(a, b_t, ends), terms=k)
 
 
 @pytest.mark.parametrize("tma", [False, True])
 def test_groups_do_not_see_each_other(tma: bool) -> None:
-    """NaN in one group's rows and weights, and in rows of no group, stays there; a tile's box reads them."""
+    """NaN in one group's rows and weights, and in rows of no group, stays there, although a tile's box reads it."""
     a, b_t, ends = operands(Case((5, 7, 30), n=40, k=64, spare=4))
     a[5:12] = float("nan")
     a[ends[-1] :] = float("nan")
@@ -46,7 +46,7 @@ def test_groups_do_not_see_each_other(tma: bool) -> None:
 
 @pytest.mark.parametrize("offs", ["ends", "starts", "int64"])
 def test_offsets(offs: str) -> None:
-    """[E] ends and [E + 1] starts mean the same."""
+    """[E] ends and [E + 1] starts give the same result."""
     a, b_t, ends = operands(Case((9, 0, 3), n=8, k=32))
     form = {"ends": ends, "starts": torch.nn.functional.pad(ends, (1, 0)), "int64": ends.long()}[offs]
     check(bf16_gemm(a, b_t, form), oracle.grouped_gemm(a, b_t, ends), oracle.magnitude(a, b_t, ends), terms=32)
@@ -54,7 +54,7 @@ def test_offsets(offs: str) -> None:
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_output_types(out_dtype: torch.dtype) -> None:
-    """One rounding, to the type that is asked for."""
+    """One rounding, to the requested dtype."""
     a, b_t, ends = operands(Case((9, 4), n=24, k=64))
     out = bf16_gemm(a, b_t, ends, out_dtype=out_dtype)
     assert out.dtype == out_dtype
@@ -62,7 +62,7 @@ def test_output_types(out_dtype: torch.dtype) -> None:
 
 
 def test_strides() -> None:
-    """Rows with gaps, experts with gaps, and weights of which no dimension is consecutive."""
+    """Rows with gaps, experts with gaps, and weights without a consecutive dimension."""
     a, b_t, ends = operands(Case((9, 4), n=24, k=64))
     exact, unit = oracle.grouped_gemm(a, b_t, ends), oracle.magnitude(a, b_t, ends)
     wide = torch.cat([a, a], 1)[:, 64:]
@@ -73,7 +73,7 @@ def test_strides() -> None:
 
 
 def test_nothing_to_do() -> None:
-    """No rows, no columns, no terms, no rows in any group."""
+    """No rows, no columns, no terms, or no rows in any group."""
     a, b_t, ends = operands(Case((0, 0), n=8, k=32))
     assert bf16_gemm(a, b_t, ends).shape == (0, 8)
     a, b_t, ends = operands(Case((0, 0), n=8, k=32, spare=3))
@@ -87,7 +87,7 @@ def test_nothing_to_do() -> None:
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("sizes", CPU_GROUPS, ids=str)
 def test_gradient_of_weights(sizes: tuple[int, ...], tma: bool) -> None:
-    """dY^T @ A inside each group; zeros where it is empty; rows of no group and other groups count for nothing."""
+    """dY^T @ A inside each group; zeros for an empty group; rows of no group or of other groups have no effect."""
     a, _, ends = operands(Case(sizes, n=8, k=72, spare=3))
     dy, _, _ = operands(Case(sizes, n=8, k=104, spare=3, seed=1))
     a[ends[-1] :] = float("nan")
@@ -102,7 +102,7 @@ def test_gradient_of_weights(sizes: tuple[int, ...], tma: bool) -> None:
 
 
 def test_same_bits_every_time() -> None:
-    """Tiles do not depend on which program takes them."""
+    """A tile's result does not depend on the program that computes it."""
     a, b_t, ends = operands(Case((50, 3, 20), n=130, k=64))
     assert torch.equal(bf16_gemm(a, b_t, ends), bf16_gemm(a, b_t, ends))
 
@@ -131,7 +131,7 @@ def test_errors() -> None:
 
 
 def test_oracle_of_one_group_is_a_matmul() -> None:
-    """The float64 loop is what its name says, gradients included."""
+    """For one group, the oracle's float64 loop and its gradients equal those of a matmul."""
     a = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     w = torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(6, 4, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The entry point of the grouped GEMM: bf16 and MX operands, and which path computes what."""
+"""The entry point of the grouped GEMM: bf16 and MX operands, and the choice of the path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HAS_MX = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (10, 0)
 
 
 def _mx(x: torch.Tensor, transposed: bool = False) -> tuple[MXTensor, torch.Tensor]:
-    """Quantised along the last dimension by the oracle, and its values; or along the last but one."""
+    """MXTensor quantised by the oracle along the last dimension (transposed: the last but one), and its values."""
     qdata, scale = mxfp8.quantize((x.transpose(-2, -1) if transposed else x).contiguous().cpu())
     mx = MXTensor.from_qdata_and_scales(qdata.to(DEVICE), scale.to(DEVICE), torch.bfloat16)
     values = mxfp8.dequantize(qdata, scale, torch.float32).to(DEVICE)
@@ -41,21 +41,21 @@ def test_exact_paths(sizes: tuple[int, ...], path: str) -> None:
 
 @pytest.mark.parametrize("sizes", CPU_GROUPS, ids=str)
 def test_fp8_path(sizes: tuple[int, ...]) -> None:
-    """As the exact paths, up to what equal scales cost: 2^-10 of the scale of each 128 values, twice."""
+    """Like the exact paths, plus the error of equal scales: 2^-10 of the scale of each 128 values, per operand."""
     x, w, ends = operands(Case(sizes, n=40, k=160, spare=2))
     (a, a_values), (b_t, b_values) = _mx(x), _mx(w, transposed=True)
     exact, unit = oracle.grouped_gemm(a_values, b_values, ends), oracle.magnitude(a_values, b_values, ends)
-    # A scale is at most amax / 224, here of the whole tensor.
+    # A scale is at most amax / 224; this bound takes amax of the whole tensor.
     a_error, b_error = (torch.full_like(v, v.abs().max() * 2.0**-10 / 224) for v in (a_values, b_values))
     moved = oracle.grouped_gemm(a_error, b_values.abs() + b_error, ends)
     moved += oracle.grouped_gemm(a_values.abs(), b_error, ends)
     out = ops.grouped_gemm(a, b_t, ends, path="fp8")
     check(out, exact, unit, terms=160, steps=FP8_STEPS, moved=moved)
-    # Prepared operands give the same bits, and are taken by themselves.
+    # Prepared operands give the same bits, and select this path without `path`.
     prepared = ops.equal_scales(b_t)
     assert torch.equal(ops.grouped_gemm(a, prepared, ends), out)
     assert torch.equal(ops.grouped_gemm(ops.equal_scales(a), prepared, ends), out)
-    # Many rows: bf16, of the same values.
+    # In bf16, which many rows take: the same values.
     values = prepared.dequantize().transpose(1, 2)
     check(
         ops.grouped_gemm(a, prepared, ends, path="bf16"),
@@ -66,7 +66,7 @@ def test_fp8_path(sizes: tuple[int, ...]) -> None:
 
 
 def test_auto_is_exact_unless_weights_are_prepared() -> None:
-    """Only weights with equal scales, and few rows, are multiplied in fp8."""
+    """Of weights with equal scales, only few rows are multiplied in fp8; weights that are not prepared take bf16."""
     x, w, ends = operands(Case((300,), n=8, k=32))
     (a, _), (b_t, _) = _mx(x), _mx(w, transposed=True)
     prepared = ops.equal_scales(b_t)
@@ -76,7 +76,7 @@ def test_auto_is_exact_unless_weights_are_prepared() -> None:
 
 
 def test_weights_with_row_scales() -> None:
-    """MX rows are moved to row scales and multiplied in fp8, however many they are; bf16 rows meet values in bf16."""
+    """MX rows, however many, are converted to row scales and multiplied in fp8; bf16 rows meet the weights' bf16 values."""
     x, w, ends = operands(Case((9, 0, 13), n=40, k=64))
     (a, _), (b_t, _) = _mx(x), _mx(w, transposed=True)
     prepared, _ = prepare_weights(w.transpose(1, 2).contiguous(), "fprop")
@@ -95,7 +95,7 @@ def test_weights_with_row_scales() -> None:
 
 
 def test_mixed_operands() -> None:
-    """One operand in bf16, the other quantised, along whichever dimension."""
+    """One operand in bf16, the other quantised along either dimension."""
     x, w, ends = operands(Case((5, 9), n=64, k=32))
     (a, a_values), (b_t, b_values), (along_n, n_values) = _mx(x), _mx(w, transposed=True), _mx(w)
     for left, right, left_values, right_values in (
@@ -110,7 +110,7 @@ def test_mixed_operands() -> None:
 
 @pytest.mark.parametrize("k_major", [True, False])
 def test_gradients(k_major: bool) -> None:
-    """dY W and dY^T A, of bf16 and of quantised operands."""
+    """dY W and dY^T A of bf16 and of quantised operands."""
     a, b_t, ends = operands(Case((33, 0, 1, 6), n=96, k=64, k_major=k_major, spare=2))
     dy, _, _ = operands(Case((33, 0, 1, 6), n=8, k=96, spare=2, seed=1))
     (dy_mx, dy_values), (b_mx, b_values) = _mx(dy), _mx(b_t.contiguous())
@@ -124,7 +124,7 @@ def test_gradients(k_major: bool) -> None:
 
 
 def test_values_at_the_ends_of_bf16() -> None:
-    """Path bf16 is exact for scale bytes 3 to 246; outside, what leaves bf16's range rounds or overflows."""
+    """Path bf16 is exact for scale bytes 3 to 246; with other bytes, values outside bf16's range round or overflow."""
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
     qdata = torch.nn.functional.pad(codes.view(torch.uint8), (0, 2)).view(1, 256).view(torch.float8_e4m3fn)
@@ -136,7 +136,7 @@ def test_values_at_the_ends_of_bf16() -> None:
 
 
 def test_errors() -> None:
-    """Paths that an operand does not fit, and paths that do not exist."""
+    """Paths that do not fit an operand, and unknown paths."""
     x, w, ends = operands(Case((5, 9), n=64, k=32))
     (a, _), (b_t, _), (along_n, _) = _mx(x), _mx(w, transposed=True), _mx(w)
     with pytest.raises(InputError, match="choose from"):

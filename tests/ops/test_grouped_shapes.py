@@ -21,16 +21,16 @@ SHAPES = {
     "qwen3-235b-up": (16, 3072, 4096),
     "qwen3-235b-down": (16, 4096, 1536),
 }
-"""Experts on one GPU of 8, outputs N, terms K."""
+"""Experts on one of 8 GPUs, outputs N, terms K."""
 
 ROWS = ("8", "64", "128", "256", "1024", "ragged")
 FP8_STEPS = 2.0**-9  # sums inside one product of Hopper's fp8 tensor cores keep about 14 bits
 PRODUCT_ERROR = 1.8e-3
-"""Of the norm, where only the result is rounded: to bf16 makes 1.66e-3."""
+"""Relative to the norm, if only the result is rounded: rounding to bf16 makes 1.66e-3."""
 
 
 def _sizes(rows: str, experts: int) -> list[int]:
-    """Rows of each expert; ragged ones are of any size, the first and another one zero."""
+    """Rows of each expert; "ragged" gives any sizes, with the first and one other zero."""
     if rows != "ragged":
         return [int(rows)] * experts
     shares = torch.rand(experts, generator=torch.Generator().manual_seed(1)) ** 2
@@ -48,7 +48,7 @@ def _weights(shape: str) -> tuple[torch.Tensor, MXTensor]:
 
 
 def _rows(count: int, width: int, seed: int) -> tuple[torch.Tensor, MXTensor]:
-    """Values in bf16 and quantised; rows differ in size, and 5 rows of no group follow."""
+    """Values in bf16 and quantised; rows differ in magnitude, and 5 rows of no group follow."""
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(count + 5, width, generator=generator, device="cuda")
     x = (x * torch.arange(count + 5, device="cuda").remainder(7).sub(3).exp2()[:, None]).bfloat16()
@@ -58,7 +58,7 @@ def _rows(count: int, width: int, seed: int) -> tuple[torch.Tensor, MXTensor]:
 def _check_groups(
     out: torch.Tensor, ends: torch.Tensor, product: Callable[[int, slice], tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Compare group by group; `product` gives the operands of one, [rows, terms] and [terms, columns]."""
+    """Compare group by group; `product` gives the operands of a group, [rows, terms] and [terms, columns]."""
     for expert, rows in oracle.groups(ends):
         if rows.start == rows.stop:
             continue
@@ -72,7 +72,7 @@ def _check_groups(
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_and_gradient_of_rows(shape: str, rows: str) -> None:
-    """From bf16 and from MXFP8 operands, with no more than one rounding."""
+    """From bf16 and MXFP8 operands, with no more than one rounding."""
     experts, n, k = SHAPES[shape]
     sizes = _sizes(rows, experts)
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32).cuda()
@@ -84,7 +84,7 @@ def test_forward_and_gradient_of_rows(shape: str, rows: str) -> None:
         )
         out = ops.grouped_gemm(left, weights.transpose(-2, -1), ends)
         _check_groups(out, ends, lambda expert, group, v=values, m=matrices: (v[group], m[expert].T))
-        if weights is w:  # the gradient of rows takes weights that are quantised along N instead
+        if weights is w:  # the gradient of rows would need weights quantised along N
             da = ops.grouped_gemm_dgrad(grad, weights.transpose(-2, -1), ends)
             _check_groups(da, ends, lambda expert, group, v=grads, m=matrices: (v[group], m[expert]))
 
@@ -92,7 +92,7 @@ def test_forward_and_gradient_of_rows(shape: str, rows: str) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradient_of_weights(shape: str, rows: str) -> None:
-    """Of every expert; zeros for those without rows."""
+    """Gradients of every expert; zeros for experts without rows."""
     experts, n, k = SHAPES[shape]
     sizes = _sizes(rows, experts)
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32).cuda()
@@ -113,7 +113,7 @@ def test_gradient_of_weights(shape: str, rows: str) -> None:
 @pytest.mark.parametrize("rows", ["8", "64", "128"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_few_rows_in_fp8(shape: str, rows: str) -> None:
-    """The float64 product of operands with equal scales, up to what fp8 tensor cores keep of a sum."""
+    """The float64 product of operands with equal scales, up to the precision of sums in fp8 tensor cores."""
     experts, _, k = SHAPES[shape]
     ends = torch.tensor(_sizes(rows, experts)).cumsum(0).to(torch.int32).cuda()
     _, w_mx = _weights(shape)

@@ -1,4 +1,4 @@
-"""Launchers that torch.compile sees as ops: fakes that tell the truth, no output that is a view, no hidden writes."""
+"""Launchers as ops for torch.compile: fakes match the real outputs, no output is a view, no hidden writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPS = torch.ops.triton_ep
 
 
 def _check(op: Any, args: tuple[Any, ...]) -> None:
-    """torch.library.opcheck; its look for changed inputs has no comparison of float8."""
+    """Run torch.library.opcheck; its check for changed inputs cannot compare float8."""
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if all(each.itemsize > 1 or each.dtype == torch.uint8 for each in args if isinstance(each, torch.Tensor)):
         tests.append("test_schema")
@@ -37,7 +37,7 @@ def _quantised() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("strided", [False, True])
 def test_quantisation(strided: bool) -> None:
-    """All five, with and without groups."""
+    """All five quantisation ops, with and without groups."""
     x, offsets, _ = _quantised()
     x = torch.stack([x, x], -1)[..., 0] if strided else x
     e4m3 = torch.float8_e4m3fn
@@ -52,7 +52,7 @@ def test_quantisation(strided: bool) -> None:
 
 
 def test_products() -> None:
-    """Every path of the grouped GEMM and its gradients; empty groups, rows behind the last one, both layouts."""
+    """Every path of the grouped GEMM and its gradients; empty groups, rows past the last group, both layouts."""
     a, b_t, ends = operands(Case((3, 0, 34), n=96, k=64, spare=2))
     for weights in (b_t, b_t.contiguous()):
         _check(OPS.grouped_bf16.default, (a, weights, ends, torch.float32))
@@ -67,10 +67,10 @@ def test_products() -> None:
 
 
 def test_row_scales_and_prepared_weights() -> None:
-    """Made, moved and taken apart, of all rows or of those in use; prepared in place."""
+    """Row scales: quantise, rebase and dequantise all rows or the rows in use; prepare weights, also in place."""
     x, b_t, ends = operands(Case((3, 0, 34), n=96, k=64))
     w, offs = b_t.transpose(1, 2).contiguous(), torch.nn.functional.pad(ends, (1, 0))
-    # Records without a tile are not written, so that results are not compared.
+    # Records without a tile are not written, so results are not compared.
     torch.library.opcheck(OPS.tile_table.default, (offs, 37), test_utils=["test_schema", "test_faketensor"])
     mx = MXTensor.to_mx(x)
     for given in (offs, None):
@@ -87,7 +87,7 @@ def test_row_scales_and_prepared_weights() -> None:
 
 
 def test_products_of_experts() -> None:
-    """Both products, of bf16 and of row scales, with everything that may be added."""
+    """Both products, in bf16 and with row scales, with all optional operands."""
     x, b_t, ends = operands(Case((3, 0, 34), n=128, k=64))
     w, offs = b_t.transpose(1, 2).contiguous(), torch.nn.functional.pad(ends, (1, 0))
     weights, tiles, bias = x[:, 0].float(), tile_table(offs, len(x)), w[:, :, 0].contiguous()
@@ -103,7 +103,7 @@ def test_products_of_experts() -> None:
 
 
 def test_gradients_of_experts() -> None:
-    """Of rows, weights, biases and rows' weights; what is written in place says so."""
+    """Gradients of rows, weights, biases and row weights; schemas declare in-place writes."""
     dy, b_t, ends = operands(Case((3, 0, 34), n=96, k=64))
     w2, offs = b_t.contiguous(), torch.nn.functional.pad(ends, (1, 0))  # H 64, F 96
     pre, weights, tiles = torch.cat([dy, dy, dy], 1), dy[:, 0].float(), tile_table(offs, len(dy))
@@ -119,13 +119,13 @@ def test_gradients_of_experts() -> None:
     _check(OPS.weighted_rows_backward.default, (dy, None, pre[:, :64], weights, offs))
     copies = torch.tensor([[0, 3], [2, 36]], dtype=torch.int32, device=dy.device)
     given = (dy[:2].contiguous(), copies, offs, 1, offs, torch.diff(offs), len(dy))
-    # Rows that are no copies and no padding are not written.
+    # Rows that are neither assignments nor padding are not written.
     torch.library.opcheck(OPS.expand_arrivals.default, given, test_utils=["test_schema", "test_faketensor"])
 
 
 @pytest.mark.parametrize("path", ["bf16", "fp8"])
 def test_the_front_door_compiles(path: str) -> None:
-    """`grouped_gemm` of MXTensors in one graph, any number of rows: the same bits."""
+    """`grouped_gemm` of MXTensors compiles into one graph for any number of rows, with the same bits."""
     backend = "aot_eager" if INTERPRETING else "inductor"
 
     def product(a: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

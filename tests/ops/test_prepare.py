@@ -15,7 +15,7 @@ from triton_ep.reference import mxfp8
 
 
 def _weights(dtype: torch.dtype = torch.bfloat16, n: int = 160, k: int = 96) -> torch.Tensor:
-    """[2, n, k] whose blocks of 32 differ along both dimensions; with zeros, a NaN and an infinity."""
+    """[2, n, k] whose blocks of 32 differ in magnitude along both dimensions; with zeros, a NaN and an infinity."""
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(2, n, k, generator=generator)
     w = w * 2.0 ** torch.randint(-9, 9, (2, n // 32, k // 32), generator=generator).repeat_interleave(
@@ -27,7 +27,7 @@ def _weights(dtype: torch.dtype = torch.bfloat16, n: int = 160, k: int = 96) -> 
 
 
 def _assert_same(got: RowScaled | None, values: torch.Tensor) -> None:
-    """`got` is `values` prepared along the last dimension; no scale, and no element of a finite row, is a NaN's."""
+    """Assert that `got` is `values` prepared along the last dimension, bit for bit; all NaN scales count as equal."""
     assert got is not None
     elements, scale = oracle.prepared_rows(values)
     assert torch.equal(got.qdata.cpu().view(torch.uint8), elements.view(torch.uint8))
@@ -37,7 +37,7 @@ def _assert_same(got: RowScaled | None, values: torch.Tensor) -> None:
 @pytest.mark.parametrize("uses", ["fprop", "dgrad", "both"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_both_forms_are_the_oracles(dtype: torch.dtype, uses: str) -> None:
-    """Along K as they are, along N transposed; what nobody asked for is not made; twice into the same memory."""
+    """Along K unchanged, along N transposed; forms not requested are not created; repeated calls reuse the memory."""
     w = _weights(dtype)
     made = prepare_weights(w.to(DEVICE), uses)
     assert [each is not None for each in made] == [uses != "dgrad", uses != "fprop"]
@@ -50,7 +50,7 @@ def test_both_forms_are_the_oracles(dtype: torch.dtype, uses: str) -> None:
 
 
 def _steps_of_training(w: torch.Tensor) -> list[torch.Tensor]:
-    """Weights after which few rows and columns need other scales: larger ones, smaller ones, a NaN, none."""
+    """Updates after which few rows and columns need other scales: larger, smaller, NaN, and finite again."""
     small = w.clone()
     small[0] = small[0].nan_to_num(0, 0, 0) * 1.001
     found = [small]
@@ -61,7 +61,7 @@ def _steps_of_training(w: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_scales_that_were_never_any_change_nothing() -> None:
-    """Memory for the result may hold anything: no bit of the result depends on it."""
+    """Memory for the result may hold any values: no bit of the result depends on them."""
     w = _weights(n=288, k=160)
     made = prepare_weights(w.to(DEVICE), "both")
     for value in (0.0, -3.7, torch.inf, torch.nan, 2.0**100, 2.0**-127):
@@ -73,7 +73,7 @@ def test_scales_that_were_never_any_change_nothing() -> None:
 
 
 def test_elements_are_those_of_mxfp8_but_for_subnormal_ones() -> None:
-    """And those are nearer to the weight, by half of their step at most."""
+    """Only subnormal elements differ from MXFP8; they are nearer to the weight, within half a step."""
     w = _weights()[:1]
     once, twice = oracle.prepared_rows(w), oracle.rebase_rows(*mxfp8.quantize(w))
     assert torch.equal(once[1], twice[1])
@@ -85,7 +85,7 @@ def test_elements_are_those_of_mxfp8_but_for_subnormal_ones() -> None:
 
 
 def test_weights_that_are_mxfp8() -> None:
-    """Their own elements for the product along K; for the other one their values are quantised anew."""
+    """The form along K keeps their elements; the other form quantises their values again."""
     w = _weights()
     given = MXTensor.to_mx(w.to(DEVICE))
     fprop, dgrad = prepare_weights(given, "both")
@@ -98,7 +98,7 @@ def test_weights_that_are_mxfp8() -> None:
 
 
 def test_errors() -> None:
-    """Shapes that are no whole blocks are refused with the nearest that are."""
+    """Shapes that are not whole blocks are refused; the error names the nearest valid shape."""
     w = _weights().to(DEVICE)
     made = prepare_weights(w, "fprop")
     for call, match in (
@@ -112,5 +112,5 @@ def test_errors() -> None:
     ):
         with pytest.raises(InputError, match=match):
             call()
-    # A dimension that is not summed over needs no blocks.
+    # A dimension that is not summed over needs no whole blocks.
     assert prepare_weights(w[:, :70].contiguous(), "fprop")[0] is not None

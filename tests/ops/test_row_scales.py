@@ -13,7 +13,7 @@ from triton_ep.reference import mxfp8
 
 
 def _spread(*shape: int, spread: int, seed: int = 0) -> torch.Tensor:
-    """float32 values whose blocks of 32 differ by up to 2^(2 * spread)."""
+    """float32 values whose blocks of 32 differ in magnitude by up to 2^(2 * spread)."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape[:-1], shape[-1] // 32, 32, generator=generator)
     exponent = torch.randint(-spread, spread + 1, x.shape[:-1], generator=generator)
@@ -21,7 +21,7 @@ def _spread(*shape: int, spread: int, seed: int = 0) -> torch.Tensor:
 
 
 def _assert_same(got: RowScaled, want: tuple[torch.Tensor, torch.Tensor], rows: int | None = None) -> None:
-    """The same bits in the first `rows` rows; all NaN scales are the same."""
+    """Assert the same bits in the first `rows` rows; all NaN scales count as equal."""
     elements, scale = want
     assert torch.equal(got.qdata[:rows].cpu().view(torch.uint8), elements[:rows].view(torch.uint8))
     torch.testing.assert_close(got.scale[:rows].cpu(), scale[:rows], rtol=0, atol=0, equal_nan=True)
@@ -30,7 +30,7 @@ def _assert_same(got: RowScaled, want: tuple[torch.Tensor, torch.Tensor], rows: 
 @pytest.mark.parametrize("shape", [(5, 64), (37, 1120), (2, 9, 96)], ids=str)
 @pytest.mark.parametrize("spread", [0, 4, 40])
 def test_rebased_rows_are_the_oracles(shape: tuple[int, ...], spread: int) -> None:
-    """Elements and scales, of rows and of weights; a NaN block makes its row NaN, extreme scales stay."""
+    """Elements and scales of rows and of weights; a NaN block makes its row NaN, extreme scales stay."""
     qdata, scale = mxfp8.quantize(_spread(*shape, spread=spread))
     flat = scale.view(-1, scale.shape[-1])
     flat[1, 0], flat[2], flat[3] = 255, 0, 254
@@ -41,7 +41,7 @@ def test_rebased_rows_are_the_oracles(shape: tuple[int, ...], spread: int) -> No
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_values_become_the_rows_of_their_mxfp8(dtype: torch.dtype) -> None:
-    """In one kernel the same bits as in two; rows of zeros, NaN, infinities and subnormal values too."""
+    """One kernel gives the same bits as two, also for rows of zeros, NaN, infinities and subnormal values."""
     x = _spread(40, 1120, spread=6).to(dtype)
     x[1], x[2, 70], x[3, 5], x[4] = 0.0, torch.nan, torch.inf, 2.0**-130
     got = quantize_to_rows(x.to(DEVICE))
@@ -52,7 +52,7 @@ def test_values_become_the_rows_of_their_mxfp8(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("end", [0, 1, 33, 40])
 def test_rows_behind_the_last_segment_are_not_touched(end: int) -> None:
-    """Rows in use are those before the last offset; NaN behind them matters nowhere."""
+    """Rows in use are those before the last offset; NaN past them has no effect."""
     x = _spread(40, 64, spread=3).to(DEVICE)
     offs = torch.tensor([0, end // 2, end], dtype=torch.int32, device=DEVICE)
     qdata, scale = mxfp8.quantize(x.cpu())
@@ -70,7 +70,7 @@ def test_rows_behind_the_last_segment_are_not_touched(end: int) -> None:
 
 
 def test_what_is_not_in_use_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of the results behind the last segment is as it was."""
+    """Memory of the results past the last segment is not written."""
     stock = torch.Tensor.new_empty
 
     def filled(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -89,14 +89,14 @@ def test_what_is_not_in_use_is_not_written(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_rows() -> None:
-    """Nothing in, nothing out."""
+    """No rows give empty results."""
     x = torch.empty(0, 64, device=DEVICE)
     made = quantize_to_rows(x, torch.zeros(3, dtype=torch.int32, device=DEVICE))
     assert made.shape == (0, 64) and made.dequantize().shape == (0, 64)
 
 
 def test_errors() -> None:
-    """Shapes and dtypes that do not fit each other are refused with what they are."""
+    """Shapes and dtypes that do not fit each other are refused; the error describes them."""
     qdata, scale = (part.to(DEVICE) for part in mxfp8.quantize(torch.ones(4, 64)))
     offs = torch.tensor([0, 4], dtype=torch.int32, device=DEVICE)
     for call, match in (

@@ -13,7 +13,7 @@ from triton_ep.reference import experts as oracle
 
 
 def offsets(sizes: tuple[int, ...], first: int = 0) -> torch.Tensor:
-    """[E + 1] int32 of segments one after the other."""
+    """[E + 1] int32 offsets of consecutive segments."""
     return torch.tensor((first, *sizes)).cumsum(0).int().to(DEVICE)
 
 
@@ -29,7 +29,7 @@ def _records(table: torch.Tensor) -> list[list[int]]:
 )
 @pytest.mark.parametrize("spare", [0, 200])
 def test_table_is_the_oracles_list(sizes: tuple[int, ...], spare: int) -> None:
-    """Every tile in order, the number of tiles and the rows in use; room for any segments of as many rows."""
+    """Every tile in order, the number of tiles and the rows in use; room for any segments of as many rows in total."""
     offs = offsets(sizes)
     rows = sum(sizes) + spare
     table = tile_table(offs, rows)
@@ -42,14 +42,14 @@ def test_table_is_the_oracles_list(sizes: tuple[int, ...], spare: int) -> None:
 
 
 def test_the_example_of_the_kernels_page() -> None:
-    """Of kernels/device/tiles.py: every word of the records, as it is written there."""
+    """The example in kernels/device/tiles.py has every word of the records right."""
     lines = (tiles.__doc__ or "").split("padding:\n\n")[1].splitlines()
     want = [list(eval(line[: line.index(")") + 1])) for line in lines if line.strip()]
     assert _records(tile_table(offsets((300, 0, 128)), 428)) == want
 
 
 def test_offsets_that_make_no_sense_stay_within_the_table() -> None:
-    """Segments that end behind the rows or overlap: tiles lie in the rows, and no more are written than fit."""
+    """Segments that end past the rows or overlap: tiles stay within the rows, and no more are written than fit."""
     for offs in ([0, 500, 90, 4000], [-7, 3, 2**31 - 1, 5]):
         num_rows = 300
         table = tile_table(torch.tensor(offs, dtype=torch.int32, device=DEVICE), num_rows)
@@ -64,6 +64,6 @@ def test_offsets_that_make_no_sense_stay_within_the_table() -> None:
     ids=["dtype", "shape", "type"],
 )
 def test_errors(offs: torch.Tensor, match: str) -> None:
-    """What are no offsets is refused."""
+    """Arguments that are not offsets are refused."""
     with pytest.raises(InputError, match=match):
         tile_table(offs, 4)

@@ -1,4 +1,4 @@
-"""Gradients of a weighted sum of rows against float64, and bit for bit where nothing is summed."""
+"""Gradients of a weighted sum of rows: sums against float64, the rest bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _rows(num_rows: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 
 def _check(got: tuple[torch.Tensor, ...], dy: torch.Tensor, y: torch.Tensor, w: torch.Tensor, end: int) -> None:
-    """One float32 product, rounded to the type of `y`; sums in float32, in any order."""
+    """Assert one float32 product, rounded to the dtype of `y`, and float32 sums in any order."""
     grad, grad_weights = oracle.weighted_rows_backward(dy, y, w, end)
     assert torch.equal(got[0], grad.float().to(y.dtype)) and got[1].dtype == torch.float32
     magnitude = (dy[:end].double() * y[:end].double()).abs().sum(1)
@@ -32,13 +32,13 @@ def _check(got: tuple[torch.Tensor, ...], dy: torch.Tensor, y: torch.Tensor, w: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "hidden"), [(0, 8), (1, 1), (7, 1100), (33, 32)])
 def test_rows(num_rows: int, hidden: int, dtype: torch.dtype) -> None:
-    """Sizes off the tile; no rows."""
+    """Sizes off the tile, and no rows."""
     dy, y, weights = _rows(num_rows, hidden, dtype)
     _check(weighted_rows_backward(dy, y, weights), dy, y, weights, num_rows)
 
 
 def test_quantised_rows() -> None:
-    """MXFP8 rows count with their values."""
+    """MXFP8 rows give the gradients of their values."""
     dy, y, weights = _rows(9, 1120, torch.bfloat16)
     qdata, scale = quantize_rows(dy)
     got = weighted_rows_backward(qdata, y, weights, scale=scale)
@@ -47,7 +47,7 @@ def test_quantised_rows() -> None:
 
 @pytest.mark.parametrize("end", [0, 5, 12])
 def test_rows_out_of_use(end: int) -> None:
-    """Whatever stands behind the end counts for nothing, and the gradients there are zero."""
+    """Rows past the end have no effect, and their gradients are zero."""
     dy, y, weights = _rows(12, 64, torch.bfloat16)
     for each in (dy, y, weights):
         each[end:] = float("nan")

@@ -37,7 +37,7 @@ def _shape(value: Any) -> Any:
 
 
 def _element(pointer: Any) -> Any:
-    """Element type of a pointer, if it is a plain type; None otherwise, also for truth values: memory has bytes for them."""
+    """Element type of a pointer, if it is a plain type; None otherwise, as for truth values, stored as bytes."""
     if type(pointer) is Value and type(pointer.dtype) is _pointer:
         element = pointer.dtype.element_ty
         if type(element) is tl.dtype and element.name != "int1":
