@@ -1,4 +1,4 @@
-"""The library that all tests of a session share."""
+"""The ahead-of-time library that all tests of a session share."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from tests.aot.library import Built, build_once
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """What is built of the manifest, for all architectures."""
+    """The library built from the manifest, for all architectures."""
     return build_once(tmp_path_factory)

@@ -1,8 +1,8 @@
-"""Launches kernels by the JIT on a machine without a GPU, and compares what the driver gets with what was given.
+"""Launches kernels through the JIT on a machine without a GPU, and compares what the driver gets with the arguments.
 
     TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=FOLDER LD_LIBRARY_PATH=FOLDER python jit_launch_program.py FOLDER KERNEL ...
 
-FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. Without KERNEL all kernels are launched, one variant of each
+FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. Without KERNEL it launches all kernels, one variant of each
 and one with boxes; that takes minutes. No two arguments are equal.
 """
 
@@ -30,7 +30,7 @@ DTYPES = {name: dtype for dtype, name in launch._TYPES.items()}
 
 
 def value_of(name: str, kind: str, number: int, request: KernelRequest) -> Any:
-    """An argument that no other one equals."""
+    """An argument that differs from all others."""
     if boxes := re.match(r"tensordesc<(\w+)\[([\d,]+)\]>", kind):
         block = [int(extent) for extent in boxes[2].split(",")]
         base = torch.zeros(4096, dtype=torch.uint8).view(DTYPES[boxes[1]])
@@ -45,7 +45,7 @@ def value_of(name: str, kind: str, number: int, request: KernelRequest) -> Any:
 
 
 def expected(spec: KernelSpec, request: KernelRequest, values: dict[str, Any]) -> list[int]:
-    """What a compiled kernel gets: arguments in its order, then Triton's two pointers to scratch memory."""
+    """The parameters of a compiled kernel: arguments in its order, then Triton's two pointers to scratch memory."""
     words: list[int] = []
     for name in spec.runtime_order:
         value = values[name]
@@ -59,13 +59,13 @@ def expected(spec: KernelSpec, request: KernelRequest, values: dict[str, Any]) -
 
 
 def check(driver: Any, loaded: list[Any], request: KernelRequest) -> None:
-    """Launch twice: the first time compiles it, the second one is looked at."""
+    """Launch twice: the first launch compiles the kernel, the second one is checked."""
     spec = all_kernels()[request.kernel]
     kinds = {name: request.types.get(name, kind) for name, kind in spec.arguments.items()}
     values = {name: value_of(name, kind, number, request) for number, (name, kind) in enumerate(kinds.items())}
     plan = Plan(request.kernel, dict(request.constexprs), num_warps=request.num_warps, maxnreg=request.maxnreg)
     boxes = any(isinstance(value, launch.Boxes) for value in values.values())
-    # As a layer does: what is the same in all of its launches is bound when the launcher is made.
+    # Like a layer: arguments that are the same in all of its launches are bound when the launcher is created.
     bound = {} if boxes else {name: values[name] for name in ("state_ptr", "tables_ptr", "rank") if name in values}
     launcher = launch.Launcher(plan, bound=bound, any_arguments=not bound)
     given = {name: value for name, value in values.items() if name not in bound}
@@ -90,7 +90,7 @@ def check(driver: Any, loaded: list[Any], request: KernelRequest) -> None:
 
 
 def pretend_a_gpu() -> None:
-    """What torch tells of the current device and stream, to Triton and to launches."""
+    """Let torch report a current device and stream to Triton and to launches."""
     stand_ins = {
         (torch._C, "_cuda_getDevice"): lambda: 0,
         (torch._C, "_cuda_getCurrentRawStream"): lambda device: STREAM,
@@ -102,7 +102,7 @@ def pretend_a_gpu() -> None:
 
 
 def main(folder: str, *names: str) -> None:
-    """One variant of each kernel, and one with boxes."""
+    """Check one variant of each kernel, and one with boxes."""
     pretend_a_gpu()
     triton.runtime.driver.set_active(CudaDriver())
     driver = ctypes.CDLL(f"{folder}/libcuda.so.1")

@@ -1,10 +1,10 @@
-"""Launches what a dispatch and a combine launch, on a machine without a GPU, and says what was handed to the driver.
+"""Launches the kernels of a dispatch and a combine on a machine without a GPU, and prints what the driver got.
 
     TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=FOLDER LD_LIBRARY_PATH=FOLDER python kept_kernels_program.py FOLDER [watch]
 
-FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. The last line is JSON. Addresses are made up, so that those of
-two processes are the same. With "watch", what Triton's front end does is counted, and after all launches a profiler
-asks to be told of one more.
+FOLDER has driver_stand_in.c, compiled, as libcuda.so.1. The last line is JSON. Addresses are made up, so that they are
+the same in two processes. With "watch", the program counts what Triton's front end does, and after all launches a
+profiler hooks into one more.
 """
 
 import ctypes
@@ -29,27 +29,27 @@ DTYPES = {name: dtype for dtype, name in launch._TYPES.items()}
 
 
 class CDriver:
-    """The stand-in, called as `runtime.driver.Driver` calls cuda-python."""
+    """The stand-in, with the interface of `runtime.driver.Driver`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library, self.loaded = library, 0
 
     def load(self, cubin: bytes, what: str) -> int:
-        """A handle; cubins begin as ELF files do."""
+        """A handle. Checks that the cubin is an ELF file."""
         assert cubin.startswith(b"\x7fELF"), what
         self.loaded += 1
         return self.loaded
 
     def function(self, library: int, symbol: str, shared: int) -> int:
-        """A handle."""
+        """A handle of the kernel."""
         return 32
 
     def tensor_map(self, address: int, *about: Any) -> bytes:
-        """Something to be recognised by."""
+        """A map that contains the address, to be recognised."""
         return struct.pack("Q", address) + bytes(120)
 
     def launcher(self, function: int, threads: int, shared: int, params: int, what: str) -> Callable[[int, int], None]:
-        """What launches it."""
+        """A function that launches the kernel."""
 
         def run(grid: int, stream: int) -> None:
             config = struct.pack("7IQ", grid, 1, 1, threads, 1, 1, shared, stream) + bytes(32)
@@ -62,12 +62,12 @@ class Address(torch.Tensor):
     """A tensor at a made-up address."""
 
     def data_ptr(self) -> int:
-        """Of nothing."""
+        """The made-up address."""
         return self.made_up  # type: ignore[attr-defined, no-any-return]
 
 
 def value_of(kind: str, number: int) -> Any:
-    """An argument that no other one equals."""
+    """An argument that differs from all others."""
     if kind.startswith("*"):
         made = torch.zeros(16, dtype=torch.uint8).view(DTYPES[kind[1:]]).as_subclass(Address)
         made.made_up = 2**40 + 4096 * number  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def value_of(kind: str, number: int) -> Any:
 
 
 def _launcher_of(request: KernelRequest) -> tuple[launch.Launcher, dict[str, Any]]:
-    """A launcher and what it is to be given."""
+    """A launcher and its arguments."""
     plan = Plan(request.kernel, dict(request.constexprs), num_warps=request.num_warps, maxnreg=request.maxnreg)
     launcher = launch.Launcher(plan)
     kinds = {name: request.types.get(name, kind) for name, kind in launcher._types.items()}
@@ -85,11 +85,11 @@ def _launcher_of(request: KernelRequest) -> tuple[launch.Launcher, dict[str, Any
 
 
 def launch_of(stand_in: ctypes.CDLL, request: KernelRequest) -> dict[str, Any]:
-    """The second launch as the driver saw it: programs, threads, stream, and what all parameters begin with."""
+    """The second launch as the driver saw it: programs, threads, stream, and the first bytes of all parameters."""
     launcher, values = _launcher_of(request)
     stand_in.expect_parameters(0, (ctypes.c_int * 0)())
     launcher.launch(GRID, **values)
-    # In the order of the compiled kernel: 8 bytes of an address, 4 of an integer.
+    # In the order of the compiled kernel: 8 bytes for an address, 4 for an integer.
     given = [name for name in launcher._order if name not in request.ones]
     sizes = [8 if isinstance(values[name], torch.Tensor) else 4 for name in given]
     stand_in.expect_parameters(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
@@ -105,7 +105,7 @@ def launch_of(stand_in: ctypes.CDLL, request: KernelRequest) -> dict[str, Any]:
 
 
 def count_triton(counts: dict[str, int]) -> None:
-    """Count what Triton's front end does from now on."""
+    """Count compilations and sources of Triton's front end from now on."""
     import triton
     import triton.compiler
 
@@ -122,7 +122,7 @@ def count_triton(counts: dict[str, int]) -> None:
 
 
 def told_to_a_profiler(launcher: launch.Launcher, values: dict[str, Any]) -> list[str]:
-    """Names of the kernels that Triton tells its hooks of when this one is launched."""
+    """Names of the kernels that Triton reports to its hooks when this kernel is launched."""
     from triton import knobs
 
     names: list[str] = []
@@ -132,7 +132,7 @@ def told_to_a_profiler(launcher: launch.Launcher, values: dict[str, Any]) -> lis
 
 
 def main(folder: str, mode: str = "") -> None:
-    """Launch and tell."""
+    """Launch all kernels and print the results."""
     stand_ins = {
         (torch._C, "_cuda_getDevice"): lambda: 0,
         (torch._C, "_cuda_getCurrentRawStream"): lambda device: STREAM,

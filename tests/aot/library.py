@@ -1,9 +1,9 @@
-"""One build for the compile gate and the tests of ahead-of-time kernels: the whole manifest for sm_90, and for sm_100
-every kernel, with every value of every option where its compiler may make something else of one.
+"""One build for the compile gate and the tests of ahead-of-time kernels: the whole manifest for sm_90; for sm_100 every
+kernel, with every value of every option for kernels that sm_100 compiles differently.
 
-`make test` makes it before the tests, with a progress bar: python -m tests.aot.library. Without that, whichever test
-asks first makes it, and the processes of pytest-xdist wait for it. Kernels of a test process are interpreted, so
-`python -m triton_ep.aot build` compiles them. What has not changed since the last build is kept.
+`make test` builds it before the tests, with a progress bar: python -m tests.aot.library. Otherwise the first test that
+needs it builds it, and the processes of pytest-xdist wait. Kernels of a test process are interpreted, so
+`python -m triton_ep.aot build` compiles them. Kernels unchanged since the last build are kept.
 """
 
 import fcntl
@@ -31,14 +31,15 @@ ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("sm_90", "sm_100")
 FOLDER = ROOT / "build" / "aot-of-tests"
 MULTIPLYING = ("grouped_", "gate_up_", "rows_product", "down_dgrad_", "weight_gradient_")
-"""How names of kernels with matrix products begin. An architecture has instructions of its own for these alone."""
+"""Prefixes of the names of kernels with matrix products. Only for these does an architecture have its own instructions.
+"""
 STUCK_S = 900.0
-"""Seconds without a kernel more after which the compiler counts as stuck. How long all take has no limit."""
+"""Seconds without another compiled kernel after which the compiler counts as stuck. The whole build has no limit."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A library, what its build printed, and whether variants that call NVSHMEM are in it."""
+    """A library, the output of its build, and whether it has variants that call NVSHMEM."""
 
     folder: Path
     output: str
@@ -46,7 +47,7 @@ class Built:
 
 
 def run_aot(*words: str | Path, root: Path = ROOT, timeout: float = LIMIT_S) -> subprocess.CompletedProcess:
-    """`python -m triton_ep.aot` of the tree at `root`, in a process without this one's settings."""
+    """Run `python -m triton_ep.aot` of the tree at `root`, in a process without this process's TRITON_ variables."""
     return subprocess.run(**_aot(words, root), capture_output=True, text=True, timeout=timeout)
 
 
@@ -69,10 +70,10 @@ def has_bitcode() -> bool:
 
 
 def build_once(factory: pytest.TempPathFactory) -> Built:
-    """The library of the package's manifest, in build/."""
+    """Build the library of the package's manifest in build/, once per session."""
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # of this session; each process has a folder of its own in it
+        base = base.parent  # the folder of this session, in which each process has its own
     log = base / "aot-library.log"
     with (base / "aot-library.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -85,8 +86,8 @@ def build_once(factory: pytest.TempPathFactory) -> Built:
 
 
 def _chosen(wanted: Sequence[KernelRequest]) -> list[KernelRequest]:
-    """Of kernels that multiply, variants in which each option has each of its values; of others one variant, and one
-    that calls NVSHMEM."""
+    """For kernels that multiply, variants that cover all values of all options; for others one variant, and one that
+    calls NVSHMEM."""
     by_kernel: dict[tuple[str, bool], list[KernelRequest]] = {}
     for request in wanted:
         by_kernel.setdefault((request.kernel, request.calls_nvshmem), []).append(request)
@@ -98,7 +99,7 @@ def _chosen(wanted: Sequence[KernelRequest]) -> list[KernelRequest]:
 
 
 def _covering(variants: Sequence[KernelRequest]) -> list[KernelRequest]:
-    """Few of them that have every constant and every type that occurs; the same ones every time."""
+    """A small subset that covers all constants and types that occur; deterministic."""
     chosen: list[KernelRequest] = []
     left = {option for request in variants for option in _options(request)}
     while left:
@@ -112,7 +113,7 @@ def _options(request: KernelRequest) -> set[tuple[str, object]]:
 
 
 def _build(log: TextIO) -> int:
-    """Build, and write into `log` what the builds say; the worst exit code. Raises TimeoutError when one is stuck."""
+    """Build, with output to `log`; return the worst exit code. Raises TimeoutError when a build is stuck."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", suffix=".variants") as listed:
         listed.write("\n".join(request.text() for request in _chosen(read_manifest(default_manifest()))))
@@ -136,8 +137,8 @@ def _build_for(arch: str, log: TextIO, *more: str) -> int:
 
 
 def facts_of(folder: Path) -> list[dict[str, Any]]:
-    """What a build has noted of every variant, and "kernel", "variant" as text, "arch" as a number, "whole": the
-    compiler may know that rows are multiples of 16 in length."""
+    """The facts that a build recorded for every variant, plus "kernel", "variant" as text, "arch" as a number, "whole":
+    the compiler may know that row lengths are multiples of 16."""
     found = []
     for arch in architectures(folder):
         facts = json.loads((folder / arch / "facts.json").read_text())
@@ -152,5 +153,5 @@ def facts_of(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-if __name__ == "__main__":  # before the tests, where its progress can be seen
+if __name__ == "__main__":  # before the tests, to show progress
     sys.exit(_build(sys.stderr))

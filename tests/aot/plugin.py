@@ -1,13 +1,13 @@
-"""pytest plugin: the suite on kernels of an ahead-of-time library, or a record of the kernels that it asks for.
+"""pytest plugin: run the suite on kernels of an ahead-of-time library, or record the kernels that it requests.
 
     pytest -p tests.aot.plugin --aot DIR --backend nvshmem -m multi_gpu tests
     pytest -p tests.aot.plugin --aot-record FILE --backend nvshmem -m multi_gpu tests
     pytest -p tests.aot.plugin --aot DIR --aot-record FILE --backend nvshmem -m multi_gpu tests
 
-With --aot every layer, and every op outside of one, takes its kernels from DIR, and ranks cannot import Triton at all:
-`import triton` raises ImportError there, so nothing can fall back. With --aot-record the ranks compile as usual and
-append what they asked for to FILE, one variant per line: `python -m triton_ep.aot build --variant FILE` builds it. With
-both, they compile only what DIR lacks.
+With --aot every layer, and every op outside layers, takes its kernels from DIR, and ranks cannot import Triton:
+`import triton` raises ImportError there, so nothing can fall back to the JIT. With --aot-record the ranks compile as
+usual and append their requests to FILE, one variant per line: `python -m triton_ep.aot build --variant FILE` builds
+them. With both, they compile only what DIR lacks.
 """
 
 import os
@@ -21,14 +21,14 @@ _START = "from triton_ep.testing import process; "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The two options."""
+    """Add the two options."""
     group = parser.getgroup("triton_ep")
     group.addoption("--aot", metavar="DIR", help="take all kernels from this ahead-of-time library, without Triton")
     group.addoption("--aot-record", metavar="FILE", help="append what is asked for to FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any rank starts."""
+    """Prepare ranks, before any of them starts."""
     folder, record = config.getoption("--aot"), config.getoption("--aot-record")
     if folder:
         os.environ |= {"TRITON_EP_AOT": "prefer" if record else "1", "TRITON_EP_AOT_DIR": str(Path(folder).resolve())}
@@ -56,7 +56,7 @@ def _inject(code: str, before: bool) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
-    """Skip what is about Triton's own compiler."""
+    """Skip tests that need Triton's own compiler."""
     if not config.getoption("--aot") or config.getoption("--aot-record"):
         return
     for item in items:

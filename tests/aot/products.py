@@ -1,7 +1,7 @@
-"""Quantisation and grouped GEMM on one GPU; prints the hash of every result. Started by test_gpu.py.
+"""Runs quantisation and grouped GEMM on one GPU; prints the hash of every result. Started by test_gpu.py.
 
-python -m tests.aot.products            the JIT
-python -m tests.aot.products --aot DIR  an ahead-of-time library, without Triton
+python -m tests.aot.products            with the JIT
+python -m tests.aot.products --aot DIR  with an ahead-of-time library, without Triton
 """
 
 import argparse
@@ -50,7 +50,7 @@ def _results() -> Iterator[tuple[str, object]]:
 
 
 def _experts() -> Iterator[tuple[str, object]]:
-    """Both products of experts, forward and the gradient of rows; weights of the first come in boxes of three axes."""
+    """Both products of experts, forward and gradient of rows; the first reads weights in boxes of three axes."""
     import torch
 
     from triton_ep.ops import experts, prepare, row_scales, tiles

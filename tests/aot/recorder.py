@@ -1,4 +1,4 @@
-"""Notes every variant that layers and launches of this process ask for, where the JIT compiles them."""
+"""Records every variant that layers and launches of this process request, when the JIT compiles them."""
 
 import fcntl
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from triton_ep.runtime.plans.shape import Plan
 
 
 def request_of(plan: Plan, spec: Any, args: Sequence[Any]) -> KernelRequest:
-    """The variant that a launch with these arguments asks for."""
+    """The variant that a launch with these arguments requests."""
     types, numbers, unaligned = {}, {}, []
     for (name, declared), arg in zip(spec.arguments.items(), args, strict=True):
         actual = declared
@@ -37,7 +37,7 @@ def request_of(plan: Plan, spec: Any, args: Sequence[Any]) -> KernelRequest:
 
 
 def install(path: str) -> None:
-    """From now on, append each variant to a file when it is first asked for."""
+    """From now on, append each variant to a file at its first request."""
     seen: set[str] = set()
 
     def note(request: KernelRequest) -> None:
@@ -53,7 +53,7 @@ def install(path: str) -> None:
 
     def noted_make(self: DispatchCombineContext, config: EPConfig, *args: Any) -> None:
         make(self, config, *args)
-        # A library must have some variant of every kernel of a layer, launched or not, when the layer is made.
+        # To create a layer, a library must have some variant of each of its kernels, launched or not.
         of_kernels: dict[str, KernelRequest] = {}
         for request in layer_requests(config.shape(self.network)):
             of_kernels.setdefault(request.kernel, request)

@@ -1,4 +1,4 @@
-"""tests/bench/bench_aot.py where there are no GPUs: ranks that fail, hang or write much, rows and table."""
+"""tests/bench/bench_aot.py without GPUs: ranks that fail, hang or write much; rows and table."""
 
 import json
 import sys
@@ -25,13 +25,13 @@ def _measure(code: str, timeout_s: float = LIMIT_S, mode: str = "aot") -> dict[s
 
 
 def test_figures_are_those_of_the_slowest_rank() -> None:
-    """However much a rank writes beside them."""
+    """However much other output a rank writes."""
     told = f"print('x' * 200000); print('MEASURED', json.dumps({{**{FIGURES}, 'host_us': 60 + rank}}))"
     assert _measure(told) == {**FIGURES, "host_us": 61}
 
 
 def test_modes_differ_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The JIT is not asked for a library, whatever the caller's environment says; PYTHONPATH is kept."""
+    """JIT modes use no library, whatever the caller's environment says; PYTHONPATH is kept."""
     monkeypatch.setenv("TRITON_EP_AOT", "1")
     monkeypatch.setenv("PYTHONPATH", "/mine")
     names = "[os.environ['TRITON_CACHE_DIR'] == '/cache', 'TRITON_EP_AOT' in os.environ, "
@@ -41,7 +41,7 @@ def test_modes_differ_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_ranks_meet_where_somebody_listens_already() -> None:
-    """At the launcher's store; none of them has to open it."""
+    """Ranks meet at the launcher's store, which none of them has to open."""
     code = "import socket; from os import environ as e; "
     code += "socket.create_connection((e['MASTER_ADDR'], int(e['MASTER_PORT'])), timeout=60); "
     told = "print('MEASURED', json.dumps({'agent': float(e['TORCHELASTIC_USE_AGENT_STORE'] == 'True')}))"
@@ -61,13 +61,13 @@ def test_ranks_meet_where_somebody_listens_already() -> None:
     ],
 )
 def test_what_goes_wrong_is_shown(code: str, timeout_s: float, text: str) -> None:
-    """Which rank, and what all of them wrote; nothing is waited for in vain."""
+    """The error names the rank and shows the output of all ranks; the test waits for nothing in vain."""
     with pytest.raises(RuntimeError, match=f"(?s)aot: .*{text}"):
         _measure(code, timeout_s)
 
 
 def test_layers_beside_each_other_make_a_row_each() -> None:
-    """With the host times of their own, and no start-up time."""
+    """Each row has the host times of its own layer, and no start-up time."""
     kinds = {"aot": 50.0, "jit": 60.0}
     told = {f"{kind} {name}": base for kind, base in kinds.items() for name in FIGURES if name.startswith("host")}
     rows = bench.rows_of(["beside"], 2, dict(ABOUT), lambda mode: {"imported_s": 1.0, **told})
@@ -80,7 +80,7 @@ def test_layers_beside_each_other_make_a_row_each() -> None:
 
 
 def test_rows_are_stored_with_where_they_are_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A warm cache is one that a cold run has filled; a file of other columns is refused."""
+    """A cold run fills a warm cache first; a file with other columns is refused."""
     ran: list[str] = []
 
     def run(mode: str) -> dict[str, Any]:

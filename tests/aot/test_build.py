@@ -1,4 +1,4 @@
-"""Building a library: without torch, byte for byte the same again and elsewhere; verified; broken ones are found."""
+"""Building a library: without torch, byte for byte reproducible anywhere; verified; broken libraries are found."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def _files(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def test_the_library_is_verified(built: Built) -> None:
-    """verify finds no fault in what was built, for both architectures, and says how much it looked at."""
+    """verify finds no fault in the library, for both architectures, and reports how many variants it checked."""
     done = run_aot("verify", "--out", built.folder)
     assert done.returncode == 0, done.stdout
     count = sum(len(Library(built.folder, arch).entries) for arch in ARCHS)
@@ -49,9 +49,9 @@ def test_a_second_build_changes_nothing(built: Built) -> None:
 
 
 def test_another_folder_gives_the_same_bytes(built: Built, tmp_path: Path) -> None:
-    """From sources and into a library at other places cubins and PTX are identical.
+    """Cubins and PTX are identical if sources and library are in other folders.
 
-    Of every source file the shortest kernel: where a source lies is all that might make a difference.
+    Compares the shortest kernel of every source file: only the path of a source might make a difference.
     """
     for folder in ("triton_ep", "kernels", "aot"):
         ignored = shutil.ignore_patterns("__pycache__", "cubins")
@@ -82,7 +82,7 @@ def _copy(built: Built, tmp_path: Path) -> Path:
 
 
 def test_verify_finds_what_is_wrong(built: Built, tmp_path: Path) -> None:
-    """A changed cubin, one that is gone, one too many, another PTX, a wrong parameter list: each is a fault."""
+    """A changed cubin, a missing one, a stray one, another PTX, a wrong parameter list: each is a fault."""
     folder = _copy(built, tmp_path)
     entries = Library(folder, "sm_90").entries
     files = [folder / "sm_90" / entry.file for entry in entries]
@@ -109,11 +109,11 @@ def test_verify_finds_what_is_wrong(built: Built, tmp_path: Path) -> None:
 
 
 def test_what_is_broken_is_built_anew(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry without a field, and any without notes, are no part of the library; nothing at all makes none."""
+    """A build drops an entry that lacks a field, and all entries without facts; building nothing creates no library."""
     folder = _copy(built, tmp_path)
     library = Library(folder, "sm_90")
     first, *others = library.entries
-    monkeypatch.setattr("triton_ep.aot.build._kernels", lambda: library.kernels)  # else from kernels that are compiled
+    monkeypatch.setattr("triton_ep.aot.build._kernels", lambda: library.kernels)  # kernels here are interpreted
     index = json.loads((folder / "sm_90" / "index.json").read_text())
     del index["entries"][first.request.signature()]["symbol"]
     (folder / "sm_90" / "index.json").write_text(json.dumps(index))
@@ -156,7 +156,7 @@ def test_a_build_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_example_runs() -> None:
-    """It builds, verifies and shows a miss on any machine."""
+    """The example builds, verifies and shows a miss on any machine."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     done = subprocess.run(
         [sys.executable, "examples/07_aot.py"],
@@ -172,7 +172,7 @@ def test_the_example_runs() -> None:
 
 
 def test_wrong_requests_are_refused(tmp_path: Path) -> None:
-    """Architecture, fields of a configuration, files: exit code 1 and what is wrong; wrong usage 2."""
+    """Bad architecture, configuration fields or files: exit code 1 and the fault; wrong usage: exit code 2."""
     for words, text in (
         (["--arch", "90", "--for-config", '{"max_tokens": 8}'], "missing ['hidden'"),
         (["--arch", "ninety", "--variant", '{"kernel": "barrier_kernel"}'], "written like sm_90"),
@@ -186,7 +186,7 @@ def test_wrong_requests_are_refused(tmp_path: Path) -> None:
 
 
 def test_names_of_variants_do_not_depend_on_order() -> None:
-    """The same variant has one signature, however it was put together."""
+    """A variant has one signature, in whatever order its parts are given."""
     one = KernelRequest("k", {"A": 1, "B": False}, {"x": "*i32"}, ("n", "m"))
     other = KernelRequest("k", {"B": False, "A": 1}, {"x": "*i32"}, ("m", "n"))
     assert one.signature() == other.signature()
@@ -213,7 +213,7 @@ def test_names_of_variants_do_not_depend_on_order() -> None:
     ],
 )
 def test_mistakes_in_a_configuration_are_told(change: dict[str, Any], text: str) -> None:
-    """By field and value, before anything is compiled."""
+    """Errors name field and value, before anything is compiled."""
     right = {"max_tokens": 8, "hidden": 512, "topk": 2, "num_experts": 8, "world_size": 2, "local_world_size": 2}
     assert manifest.of_config({**right, "fp8_rows": True, "compact": True}, "right")
     with pytest.raises(ConfigError, match=text):
@@ -235,7 +235,7 @@ def test_mistakes_in_a_configuration_are_told(change: dict[str, Any], text: str)
     ],
 )
 def test_manifests_of_anybody_are_refused_by_name(text: bytes, match: str, tmp_path: Path) -> None:
-    """Whatever is in the file: a ConfigError that names it."""
+    """Whatever the file contains, the ConfigError names the file."""
     path = tmp_path / "manifest.toml"
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=match):
@@ -243,7 +243,7 @@ def test_manifests_of_anybody_are_refused_by_name(text: bytes, match: str, tmp_p
 
 
 def test_deep_json_is_refused_by_name(tmp_path: Path) -> None:
-    """Nested deeper than a parser goes."""
+    """JSON nested deeper than the parser supports."""
     for read in (manifest.read_config, manifest.read_variants):
         with pytest.raises(ConfigError, match="no JSON"):
             read('{"a":' * 100000)
@@ -283,7 +283,7 @@ _INDEX: dict[str, Any] = {
     ids=str,
 )
 def test_libraries_of_anybody_are_refused_by_name(change: dict[str, Any], tmp_path: Path) -> None:
-    """A broken index is AotCorrupted, a folder of another name hides none, a missing source is another source."""
+    """A broken index is AotCorrupted; folders with other names are ignored; a missing source is another source."""
     for name in ("sm_90", "sm_abc", "sm_"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "index.json").write_text(json.dumps(_INDEX))

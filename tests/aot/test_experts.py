@@ -1,4 +1,4 @@
-"""What a build compiles for the experts of a layer is what they launch on a GPU of that architecture."""
+"""A build compiles exactly the kernels that the experts of a layer launch on a GPU of that architecture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triton_ep.runtime.plans.shape import Plan
 
 EXPERTS, F, H = 4, 128, 192
 SPECIALISED = ("f", "k", "n", "stride_em", "stride_om")
-"""Integers that the kernels are specialised by, which the interpreter does not know of them."""
+"""Integers that the kernels are specialised by; the interpreter does not know them."""
 
 
 def _request(plan: Plan, args: Sequence[Any]) -> KernelRequest:
@@ -36,7 +36,7 @@ def _request(plan: Plan, args: Sequence[Any]) -> KernelRequest:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Signatures of what is launched, as if on an H200; nothing runs."""
+    """Signatures of all launches, as if on an H200; nothing runs."""
     found: dict[str, str] = {}
 
     def launch(plan: Plan, grid: int, **arguments: Any) -> None:
@@ -59,7 +59,7 @@ def _zeros(*shape: int, scaled: bool) -> Any:
 
 
 def _steps(how: str, rows: int, training: bool, bias: torch.Tensor | None, activation: Activation) -> None:
-    """Forward, and backward of the rows."""
+    """Run forward, and backward of the rows."""
     scaled = how != "bf16"
     offs, weights = torch.zeros(EXPERTS + 1, dtype=torch.int32), torch.ones(rows)
     x, w13 = _zeros(rows, H, scaled=scaled), _zeros(EXPERTS, 2 * F, H, scaled=scaled)
@@ -92,7 +92,7 @@ def _steps(how: str, rows: int, training: bool, bias: torch.Tensor | None, activ
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("gpt_oss", [False, True])
 def test_experts_launch_what_is_built(launched: dict[str, str], how: str, few: bool, gpt_oss: bool) -> None:
-    """Training and not, for few rows and many, with a bias and without; every variant is used."""
+    """With and without training, for few rows and many, with and without a bias; every variant is used."""
     options: dict[str, Any] = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0} if gpt_oss else {}
     bias = torch.zeros(EXPERTS, 512, dtype=torch.bfloat16) if gpt_oss else None
     for training in (True, False):

@@ -1,4 +1,4 @@
-"""What a build compiles for the backward pass of experts is what it launches on a GPU."""
+"""A build compiles exactly the kernels that the backward pass of experts launches on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton_ep.runtime.plans.shape import Plan
 
 EXPERTS, F, H, ROWS = 4, 128, 192, 256
 SPECIALISED = ("ffn", "hidden", "n", "num_i", "num_j", "stride_xm", "stride_ym")
-"""Integers that the kernels are specialised by, which the interpreter does not know of them."""
+"""Integers that the kernels are specialised by; the interpreter does not know them."""
 
 
 def _request(plan: Plan, args: Sequence[Any]) -> KernelRequest:
@@ -38,7 +38,7 @@ def _request(plan: Plan, args: Sequence[Any]) -> KernelRequest:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Signatures of what is launched, as if on a GPU; nothing runs."""
+    """Signatures of all launches, as if on a GPU; nothing runs."""
     found: dict[str, str] = {}
 
     def launch(plan: Plan, grid: int, **arguments: Any) -> None:
@@ -62,7 +62,7 @@ def _zeros(*shape: int, scaled: bool = False) -> Any:
 
 
 def _steps(how: str, tiles: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> None:
-    """All gradients, of one arithmetic."""
+    """Compute all gradients, in one arithmetic."""
     scaled, offs, row_weights = how != "bf16", torch.zeros(EXPERTS + 1, dtype=torch.int32), torch.ones(ROWS)
     dy, pre = _zeros(ROWS, H, scaled=scaled), _zeros(ROWS, 2 * F)
     w2 = _zeros(EXPERTS, F, H, scaled=True) if scaled else _zeros(EXPERTS, H, F)
@@ -83,7 +83,7 @@ def _steps(how: str, tiles: torch.Tensor, bias: torch.Tensor | None, activation:
 @pytest.mark.parametrize("how", ["bf16", "fp8", "fast"])
 @pytest.mark.parametrize("gpt_oss", [False, True])
 def test_the_backward_pass_launches_what_is_built(launched: dict[str, str], how: str, gpt_oss: bool) -> None:
-    """With a bias and without, and of a combine with weights; every variant is used."""
+    """With and without a bias, and the backward of a combine with weights; every variant is used."""
     activation = Activation("silu", limit=7.0, alpha=1.702, up_offset=1.0) if gpt_oss else Activation()
     tiles = torch.zeros(1 + EXPERTS + 2, 4, dtype=torch.int32)
     _steps(how, tiles, torch.zeros(EXPERTS, H, dtype=torch.bfloat16) if gpt_oss else None, activation)

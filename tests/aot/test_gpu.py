@@ -1,4 +1,4 @@
-"""On GPUs: kernels of an ahead-of-time library compute the bits that the JIT's do.
+"""On GPUs: kernels of an ahead-of-time library compute the same bits as the JIT's.
 
 python -m triton_ep.aot build --arch sm_90 --manifest tests/aot/gpu.toml
 python -m pytest tests/aot/test_gpu.py --backend nvshmem
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def library() -> Path:
-    """A library for this GPU, made from tests/aot/gpu.toml."""
+    """A library for this GPU, built from tests/aot/gpu.toml."""
     if not torch.cuda.is_available():
         pytest.skip("cubins need a GPU")
     major, minor = torch.cuda.get_device_capability()
@@ -54,7 +54,7 @@ def _bits(x: torch.Tensor | MXTensor | None, rows: int) -> list[torch.Tensor]:
 
 
 def _of_compact(layer: EPAll2AllLayer, work: Workload) -> list[torch.Tensor]:
-    """A row per (token, rank) of bfloat16 and of one byte, by a handle too, and back; one-byte rows by expert."""
+    """Compact rows in bfloat16 and in one byte, also by a handle, and back; one-byte expert-major rows."""
     idx, weights = work.topk_idx, work.topk_weights
     data, scale = work.x.to(torch.float8_e4m3fn), work.x[:, : HIDDEN // 128].float().contiguous()
     results: list[torch.Tensor] = []
@@ -118,7 +118,7 @@ def test_layers_give_the_bits_of_the_jit(
 
 @pytest.mark.gpu
 def test_products_give_the_bits_of_the_jit(library: Path) -> None:
-    """Quantisation and grouped GEMM, with and without TMA, by a process that has no Triton."""
+    """Quantisation and grouped GEMM, with and without TMA, in a process without Triton."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_EP_AOT")}
     told = []
     for words in ([], ["--aot", str(library)]):

@@ -1,4 +1,4 @@
-"""Kernels kept by one process are launched by the next without Triton, and are compiled again when they have to be."""
+"""Kernels kept by one process are launched by the next without Triton, and compiled again when necessary."""
 
 import json
 import os
@@ -25,7 +25,7 @@ INCLUDE = Path(triton.backends.nvidia.__file__).parent / "include"
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the driver that notes launches."""
+    """Folder of the driver that records launches."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler, which Triton needs to launch kernels")
@@ -38,7 +38,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(stand_in: Path, cache: Path, mode: str = "", **settings: str) -> dict[str, Any]:
-    """What a process launches and what it takes for it."""
+    """Run a process; return its launches and what they needed."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
@@ -57,7 +57,7 @@ def _run(stand_in: Path, cache: Path, mode: str = "", **settings: str) -> dict[s
 
 
 def test_a_later_process_launches_without_triton(stand_in: Path, tmp_path: Path) -> None:
-    """All kernels of a dispatch and combine, the same bytes; damaged files are compiled and written again."""
+    """All kernels of a dispatch and combine get the same bytes; damaged files are compiled and written again."""
     cold = _run(stand_in, tmp_path, "watch")
     count = len(cold["launches"])
     assert count >= 9
@@ -90,7 +90,7 @@ def test_a_later_process_launches_without_triton(stand_in: Path, tmp_path: Path)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of Triton's cache, in a process with a driver and without settings of Triton."""
+    """Folder of Triton's cache, in a process with a driver and without Triton settings."""
     for name in list(os.environ):
         if name.startswith(("TRITON_", "LLVM_", "MLIR_")):
             monkeypatch.delenv(name)
@@ -113,7 +113,7 @@ def _folder(architecture: str = "sm_90") -> Path:
 
 
 def test_what_decides_code_decides_the_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of a kernel, Triton's files, the architecture, a variable of its compiler and the assembler it names."""
+    """A line of a kernel, Triton's files, the architecture, a compiler variable and the assembler it names."""
     before = _folder()
     assert before == _folder()
     assert before.parent == cache / "triton_ep"
@@ -123,7 +123,7 @@ def test_what_decides_code_decides_the_folder(cache: Path, tmp_path: Path, monke
         changed = tmp_path / "changed"
         shutil.copytree(sources.kernels_folder(), changed)
         patch.setattr(sources, "kernels_folder", lambda: changed)
-        assert _folder() == before  # wherever it is installed
+        assert _folder() == before  # the place of installation has no influence
         path = changed / "device" / "waits.py"
         path.write_text(path.read_text() + "\n# one line more\n")
         found.append(_folder())
@@ -153,7 +153,7 @@ def test_what_decides_code_decides_the_folder(cache: Path, tmp_path: Path, monke
 
 @pytest.mark.parametrize("name", ["TRITON_HOME", "TRITON_LIBCUDA_PATH", "TRITON_EP_HEAP_SIZE", "HOSTNAME"])
 def test_the_rest_does_not(cache: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places, and variables of others."""
+    """Folders, and variables of other programs, do not change the folder."""
     before = _folder()
     monkeypatch.setenv(name, "64M")
     assert _folder() == before
@@ -171,7 +171,7 @@ def test_the_rest_does_not(cache: Path, name: str, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_compilations_that_are_watched_take_place(cache: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Triton's variables, switched on; and by ours."""
+    """Triton's variables, when switched on, disable the cache; so does ours."""
     monkeypatch.setenv(name, "0")
     assert _current() is not None
     monkeypatch.setenv(name, "1")
@@ -182,7 +182,7 @@ def test_compilations_that_are_watched_take_place(cache: Path, name: str, monkey
 
 
 def test_a_program_can_watch_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Triton's knobs: debug, a look at the stages, a hook of loads; not by a hook of ours."""
+    """Triton's knobs disable the cache: debug, an inspection of stages, a load hook; a hook of ours does not."""
     runtime = triton.knobs.runtime
     monkeypatch.setattr(runtime.kernel_load_end_hook, "calls", [JitCache.info])
     assert _current() is not None
@@ -199,13 +199,13 @@ def test_a_program_can_watch_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_cuda_python_triton_compiles(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing could launch what is kept."""
+    """Without cuda-python nothing could launch kept kernels."""
     monkeypatch.setattr(jit_cache, "_driver", lambda: None)
     assert _current() is None
 
 
 def test_foreign_files_are_not_loaded(tmp_path: Path) -> None:
-    """Of another variant, no entry at all, and one that the driver refuses: nothing is raised, nothing is launched."""
+    """A file of another variant, a file without an entry, a malformed entry: nothing is raised, nothing is loaded."""
     driver = NotingDriver()
     wanted, other = KernelRequest("a_kernel", {"N": 1}), KernelRequest("a_kernel", {"N": 2})
     told = {

@@ -1,4 +1,4 @@
-"""What the JIT's launches hand to a driver, on machines without one: a stand-in notes it (driver_stand_in.c)."""
+"""What the JIT's launches pass to a driver, recorded by a stand-in on machines without one (driver_stand_in.c)."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ INCLUDE = Path(triton.backends.nvidia.__file__).parent / "include"
 
 @pytest.mark.plain
 def test_the_driver_gets_what_a_launch_gives(tmp_path: Path) -> None:
-    """Arguments in the order that the compiled kernel has them: of a layer, of its groups, in boxes, left out as 1."""
+    """Arguments come in the order of the compiled kernel: of a layer, of its groups, in boxes, omitted because 1."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler, which Triton needs to launch kernels")
@@ -30,7 +30,7 @@ def test_the_driver_gets_what_a_launch_gives(tmp_path: Path) -> None:
         "TRITON_LIBCUDA_PATH": str(tmp_path),
         "LD_LIBRARY_PATH": str(tmp_path),
         "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "TRITON_EP_JIT_CACHE": "0",  # what Triton launches is looked at
+        "TRITON_EP_JIT_CACHE": "0",  # this test is about Triton's own launches
         "PYTHONPATH": str(HERE.parents[1]),
         "OMP_NUM_THREADS": "1",
     }

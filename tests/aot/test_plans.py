@@ -1,4 +1,4 @@
-"""What a build compiles for a configuration is what layers of it launch: every launch is among what `plans` names."""
+"""A build compiles what layers of a configuration launch: `plans` names every launch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,9 +25,9 @@ from triton_ep.runtime.plans.request import KernelRequest
 from triton_ep.runtime.plans.shape import Plan
 from triton_ep.testing import make_workload
 
-ON_HOST = "the interpreter is asked what is launched"
+ON_HOST = "launches are recorded in the interpreter"
 SPECIALISED = {"row_words", "row_bytes", "hidden"}
-"""Integers that the kernels of layers are specialised by; the last test compares."""
+"""Integers that the kernels of layers are specialised by; the last test checks them."""
 
 
 def _request(spec: Any, args: Any, constexprs: dict[str, Any]) -> KernelRequest:
@@ -46,19 +46,19 @@ def _request(spec: Any, args: Any, constexprs: dict[str, Any]) -> KernelRequest:
 
 
 def _comparable(request: KernelRequest) -> KernelRequest:
-    """Without what the interpreter does not have, warps, or has by the number of tokens: blocks to quantise."""
+    """Drop what the interpreter lacks (warps), and what depends there on the number of tokens (blocks to quantise)."""
     constexprs = {name: value for name, value in request.constexprs.items() if name != "BLOCKS"}
     return replace(request, constexprs=constexprs, num_warps=None, maxnreg=None)
 
 
 @contextmanager
 def _noted() -> Iterator[dict[str, str]]:
-    """Every launch from here on, by signature; as text."""
+    """Record every launch from here on, as text by signature."""
     found: dict[str, str] = {}
     plain = runtime._interpret
 
     def noting(spec: Any, grid: int, args: Any, constexprs: dict[str, Any]) -> None:
-        if spec.name != "dequantize_rows_kernel":  # this test's own use of what arrived
+        if spec.name != "dequantize_rows_kernel":  # only this test itself launches it
             request = _comparable(_request(spec, args, constexprs))
             found[request.signature()] = request.text()
         plain(spec, grid, args, constexprs)
@@ -125,7 +125,7 @@ def test_layers_launch_what_is_built(
 
 
 def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
-    """Every call of the DeepEP door on kernels that a manifest names."""
+    """All calls of the DeepEP integration launch kernels that a manifest names."""
     world, hidden, experts, most = nodes * ranks_per_node, 1024, 8, 8
     group = dist.group.WORLD
     size = Buffer.get_low_latency_rdma_size_hint(most, hidden, world, experts)
@@ -145,7 +145,7 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
         received = buffer.dispatch(x, **routing)
         buffer.combine(received[0], received[4], received[2])
         buffer.combine(received[0], received[4], bias=(x, x))
-        with pytest.raises(InputError):  # the refusal is a dispatch as well
+        with pytest.raises(InputError):  # a refused call dispatches, too
             buffer.dispatch(x, **{**routing, "topk_weights": weights.double()})
         for ids in (idx, idx.int()) if low_latency else ():
             for options in ({"use_fp8": False}, {}, {"round_scale": True, "use_ue8m0": True}):
@@ -178,14 +178,14 @@ def _check_door(rank: int, nodes: int, ranks_per_node: int) -> None:
 def test_the_deepep_door_launches_what_is_built(
     run_ranks: Callable[..., Any], backend: str, nodes: int, ranks_per_node: int
 ) -> None:
-    """Rows in bf16 and FP8 with either form of scales, handles, weights back, and the low-latency calls."""
+    """Rows in bf16 and FP8 with either form of scales, handles, combined weights, and the low-latency calls."""
     if backend != "host":
         pytest.skip(ON_HOST)
     run_ranks(_check_door, nodes, ranks_per_node)
 
 
 def test_the_index_says_what_kernels_declare(built: Built) -> None:
-    """The index tells the run time of the same arguments as the declarations do, and of the same integers."""
+    """The index and the declarations have the same arguments, and the same integers to specialise by."""
     library = Library(built.folder, "sm_90")
     specs = all_kernels()
     for name, info in library.kernels.items():

@@ -1,4 +1,4 @@
-"""Launching from a library, with a driver that only notes what it is told: look-up, parameter blocks, every error."""
+"""Launching from a library, with a driver that only records calls: look-up, parameter blocks, every error."""
 
 import ctypes
 import json
@@ -39,7 +39,7 @@ NODES = Shape(4096, 7168, 8, 256, 16, 8, num_sm=24, enable_local_combine=True, p
 
 
 class NotingDriver:
-    """Notes loads and launches; reads the parameters of a launch as a GPU would."""
+    """Records loads and launches; reads the parameters of a launch like a GPU."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -48,21 +48,21 @@ class NotingDriver:
         self.maps = 0
 
     def load(self, cubin: bytes, what: str) -> int:
-        """A handle."""
+        """A handle of the library."""
         self.loaded.append(what)
         return len(self.loaded)
 
     def function(self, library: int, symbol: str, shared: int) -> str:
-        """A name."""
+        """The name as handle."""
         return f"{library}:{symbol}"
 
     def tensor_map(self, address: int, *about: Any) -> bytes:
-        """Something to be recognised by."""
+        """A map that contains the address, to be recognised."""
         self.maps += 1
         return struct.pack("Q", address) + bytes(120)
 
     def launcher(self, function: str, threads: int, shared: int, params: int, what: str) -> Callable[[int, int], None]:
-        """Read every parameter from where the block says it is."""
+        """A function that reads every parameter from its address in the block."""
 
         def run(grid: int, stream: int) -> None:
             addresses = (ctypes.c_void_p * len(self.kinds)).from_address(params)
@@ -77,32 +77,32 @@ class NotingDriver:
 
 
 class NvshmemHeap:
-    """What the run time asks of a heap with NVSHMEM."""
+    """The interface of a heap with NVSHMEM that the run time uses."""
 
     def __init__(self, version: str) -> None:
         self.nvshmem_version = version
         self.initialized: list[tuple[int, str]] = []
 
     def initialize_library(self, library: int, name: str) -> None:
-        """Note it."""
+        """Record the call."""
         self.initialized.append((library, name))
 
 
 @pytest.fixture
 def driver() -> NotingDriver:
-    """One per test."""
+    """One driver per test."""
     return NotingDriver()
 
 
 @pytest.fixture
 def aot(built: Built, driver: NotingDriver) -> Aot:
-    """The library of this session behind the noting driver."""
+    """The library of this session with the recording driver."""
     return Aot(CompiledLibrary(Library(built.folder, "sm_90"), driver))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def compiled_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: device 0, stream 77."""
+    """Behave as on a GPU: device 0, stream 77."""
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
@@ -134,13 +134,13 @@ def _push_arguments() -> dict[str, Any]:
 
 
 def _in_order(arguments: dict[str, Any]) -> list[int]:
-    """What the kernel gets, with Triton's two scratch pointers."""
+    """Parameters of the kernel, with Triton's two scratch pointers."""
     values = [arguments[name] for name in _PUSH.runtime_order]
     return [*[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values], 0, 0]
 
 
 def test_a_launch_hands_over_all_arguments(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:
-    """Addresses, integers and Triton's two scratch pointers, in order; loaded once, launched as often as asked."""
+    """Addresses, integers and Triton's two scratch pointers, in order; loaded once, launched at every call."""
     launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), aot=aot)
     driver.kinds = _KINDS
     for count in (10, -1):
@@ -155,7 +155,7 @@ def test_a_launch_hands_over_all_arguments(aot: Aot, driver: NotingDriver, compi
 
 
 def test_arguments_go_by_their_names(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:
-    """In any order; what is bound is not given again; a missing or unknown name is an error that says it."""
+    """Names may come in any order; bound arguments are not passed again; the error states a missing or unknown name."""
     arguments = _push_arguments()
     bound = {name: arguments.pop(name) for name in ("state_ptr", "rank", "num_ranks")}
     launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), bound | {"call": 3}, aot=aot)
@@ -171,7 +171,7 @@ def test_arguments_go_by_their_names(aot: Aot, driver: NotingDriver, compiled_mo
 
 def test_the_jit_gets_groups(compiled_mode: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled once per kind of arguments: integers of a group stay run-time values, its pointers are aligned. Triton's
-    launch function gets each group as a tuple, and hooks of profilers when there are some."""
+    launch function gets each group as a tuple, and the hooks of profilers if any."""
     compiled, launches = [], []
 
     class Compiled:
@@ -210,7 +210,7 @@ def test_the_jit_gets_groups(compiled_mode: None, monkeypatch: pytest.MonkeyPatc
 
 
 def test_threads_do_not_mix_their_arguments(aot: Aot, driver: NotingDriver, compiled_mode: None) -> None:
-    """A kept block of parameters serves one launch at a time."""
+    """A reused parameter block serves one launch at a time."""
     launcher = runtime.Launcher(exchange.push(SHAPE, 0, 1792), aot=aot)
     driver.kinds = _KINDS
 
@@ -233,7 +233,7 @@ def test_threads_do_not_mix_their_arguments(aot: Aot, driver: NotingDriver, comp
 def test_products_pass_tensor_maps(
     aot: Aot, driver: NotingDriver, compiled_mode: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With TMA: a map, sizes and strides of each operand, encoded once; the other arguments behind them."""
+    """With TMA: map, sizes and strides of each operand, encoded once; then the other arguments."""
     monkeypatch.setattr(runtime, "default_aot", lambda: aot)
     monkeypatch.setattr(grouped_bf16, "INTERPRETING", False)
     monkeypatch.setattr(grouped_bf16, "programs", lambda device: 132)
@@ -251,7 +251,7 @@ def test_products_pass_tensor_maps(
     assert values[10:] == [out.data_ptr(), ends.data_ptr(), 9000, 32, 512, 256, 256, 512 * 256, 256, 512, 0, 0]
     grouped_bf16.bf16_gemm(a, w.transpose(1, 2), ends, tma=True)
     assert driver.launches[-1][4][:10] == values[:10]
-    assert driver.maps == 2  # those of the first launch
+    assert driver.maps == 2  # the maps of the first launch
     grouped_bf16.bf16_gemm(a[:8999], w.transpose(1, 2), ends, tma=True)
     assert driver.launches[-1][4][1] == 8999
     assert driver.maps == 3
@@ -259,7 +259,7 @@ def test_products_pass_tensor_maps(
 
 
 def test_a_miss_says_what_to_do(aot: Aot, built: Built, compiled_mode: None) -> None:
-    """What was asked, the closest of what is there, and a command that builds it."""
+    """The error has the request, the closest variant that exists, and a command that builds the missing one."""
     launcher = runtime.Launcher(exchange.push(replace(SHAPE, topk=3), 0, 1792), aot=aot)
     with pytest.raises(AotMiss, match=r"closest has TOPK=8 \(requested: 3\)") as raised:
         launcher.launch(24, **_push_arguments())
@@ -277,7 +277,7 @@ def test_a_miss_says_what_to_do(aot: Aot, built: Built, compiled_mode: None) -> 
 def test_preferring_is_the_only_fall_back(
     aot: Aot, compiled_mode: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With "prefer" the JIT gets what is missing, and the log says so."""
+    """With "prefer" the JIT compiles missing kernels, and the log says so."""
     launcher = runtime.Launcher(exchange.push(replace(SHAPE, topk=3), 0, 1792), aot=replace(aot, prefer=True))
 
     def compile_it() -> None:
@@ -290,7 +290,7 @@ def test_preferring_is_the_only_fall_back(
 
 
 def test_no_library_and_other_architectures(built: Built, tmp_path: Path) -> None:
-    """Nothing there: AotMiss with the command; another GPU: AotArchMismatch naming both; "prefer" takes the JIT."""
+    """No library: AotMiss with the command; another GPU: AotArchMismatch with both; "prefer" uses the JIT."""
     with pytest.raises(AotMiss, match=r"no ahead-of-time library in .*build --arch sm_90 --out"):
         choose("require", tmp_path, lambda: "sm_90")
     with pytest.raises(AotArchMismatch, match="is for sm_90, sm_100, not for sm_89"):
@@ -303,7 +303,7 @@ def test_no_library_and_other_architectures(built: Built, tmp_path: Path) -> Non
 
 
 def test_corrupted_files_are_not_loaded(built: Built, driver: NotingDriver, tmp_path: Path) -> None:
-    """A flipped bit in a cubin, and an index that is none, with "prefer" too."""
+    """A flipped bit in a cubin, and a malformed index, also with "prefer"."""
     shutil.copytree(built.folder / "sm_90", tmp_path / "sm_90")
     library = Library(tmp_path, "sm_90")
     entry = library.entries[0]
@@ -324,7 +324,7 @@ def test_corrupted_files_are_not_loaded(built: Built, driver: NotingDriver, tmp_
 
 
 def test_older_sources_are_a_miss(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library of other kernels than this package has is not launched."""
+    """A library built from other sources than this package's kernels is not launched."""
     library = Library(built.folder, "sm_90")
     request = library.entries[0].request
     library.find(request)
@@ -335,7 +335,7 @@ def test_older_sources_are_a_miss(built: Built, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("host", "fits"), [("3.4.5", True), ("3.8.0", True), ("3.3.9", False), ("4.0.0", False)])
 def test_nvshmem_of_the_node(built: Built, driver: NotingDriver, host: str, fits: bool) -> None:
-    """Device code runs with a host library of the same major release that is not older; it is initialised once."""
+    """Device code runs with a host library of the same major release that is not older, and is initialised once."""
     if not built.has_bitcode:
         pytest.skip("no NVSHMEM bitcode: pip install nvidia-nvshmem-cu13==3.4.5")
     heap = NvshmemHeap(host)
@@ -354,14 +354,14 @@ def test_nvshmem_of_the_node(built: Built, driver: NotingDriver, host: str, fits
 
 
 def test_a_layer_is_refused_before_it_is_made(aot: Aot) -> None:
-    """A shape of which a kernel is missing altogether; one that is covered passes."""
+    """A shape that lacks all variants of a kernel is refused; a covered shape passes."""
     aot.check(SHAPE)
     with pytest.raises(AotMiss, match="splits_kernel is not in"):
         aot.check(replace(SHAPE, topk=5))
 
 
 def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU ranks have no cubins: asked for, that is an error; preferred, the interpreter runs. Other words are none."""
+    """CPU ranks have no cubins: "require" is an error, "prefer" uses the interpreter. Other modes are refused."""
     with pytest.raises(AotMiss, match="interpreted on CPU ranks"):
         runtime.aot_for(True, None)
     assert runtime.aot_for("prefer", None) is None
@@ -377,7 +377,7 @@ def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_statuses_of_the_driver_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call's status: a refused image names the GPU, a refused launch the kernel."""
+    """Every status is checked: a refused image is AotArchMismatch, the error of a refused launch names the kernel."""
     driver = launch.Driver.__new__(launch.Driver)
 
     class Status:
@@ -385,7 +385,7 @@ def test_statuses_of_the_driver_are_checked(monkeypatch: pytest.MonkeyPatch) -> 
             self.name = name
 
     class Cuda:
-        """cuda.bindings.driver, refusing."""
+        """A cuda.bindings.driver that refuses calls."""
 
         CUstream = int
 

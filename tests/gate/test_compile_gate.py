@@ -1,7 +1,7 @@
-"""Every kernel compiles for every supported GPU, on a machine without one, into what it promises.
+"""Every kernel compiles for every supported GPU, on a machine without one, and the machine code keeps its promises.
 
-What is looked at is an ahead-of-time library of the manifest, built once per session (tests/aot/library.py):
-what the build has noted of every variant, from its intermediate code, its PTX and its cubin.
+The tests read an ahead-of-time library of the manifest, built once per session (tests/aot/library.py): the facts that
+the build recorded about every variant, from its intermediate code, its PTX and its cubin.
 """
 
 import ast
@@ -32,10 +32,10 @@ NARROW = {
 """Kernels that move no token rows and may use accesses narrower than 16 bytes."""
 
 SPILL_LIMIT = 64
-"""Bytes per thread. ptxas trades a few registers for occupancy; a spilled tile is more than this."""
+"""Bytes per thread. ptxas trades a few registers for occupancy; a spilled tile takes more than this."""
 
 SPILL_LIMIT_OF_SHORT_ROWS = 96
-"""Of kernels for gradients of routing weights, whose rows are top-k long: a tile of theirs is 16 rows."""
+"""Limit for kernels of gradients of routing weights, whose rows are top-k long and whose tiles are 16 rows."""
 
 SPILLS = {
     ("dispatch_push_kernel", "BLOCK_H=512"): 448,
@@ -43,18 +43,18 @@ SPILLS = {
     ("internode_forward_kernel", "BLOCK_H=1024"): 192,
     ("gate_up_kernel", "OUT=1"): 224,
 }
-"""Kernels that spill with some tiles, and how much at most: MXFP8 rows of 4096, and MXFP8 rows that cross nodes, whose
-tiles were chosen for other rows (`triton-ep tune` may find better ones); on sm_100, behind the loop over a sum, where
-an activation is quantised."""
+"""Kernels that spill with some tiles, and their limits: MXFP8 rows of 4096, and MXFP8 rows that cross nodes, whose
+tiles were chosen for other rows (`triton-ep tune` may find better ones); on sm_100 after the loop over a sum, if an
+activation is quantised."""
 
 SHARED_LIMIT = 227 * 1024
-"""Bytes of shared memory that a program may have, on both architectures."""
+"""Most bytes of shared memory of a program, on both architectures."""
 
 PRODUCTS = {
     90: "wgmma.mma_async",
     100: "tcgen05.mma",
 }
-"""The instruction that gives an architecture its rate of matrix products."""
+"""The instruction with which an architecture computes matrix products at full rate."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def _report(failures: Iterable[str]) -> None:
 
 
 def kernels_in(folder: Path) -> list[str]:
-    """Names of the functions compiled by Triton that end in `_kernel`, declared or not, sorted."""
+    """Sorted names of the functions compiled by Triton that end in `_kernel`, declared or not."""
     found = []
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -91,12 +91,12 @@ def kernels_in(folder: Path) -> list[str]:
 
 
 def test_every_kernel_is_declared() -> None:
-    """A kernel that is not declared would be launched without ever having been compiled here."""
+    """A kernel that is not declared would be launched although these tests never compiled it."""
     assert kernels_in(ROOT / "kernels") == sorted(KERNELS)
 
 
 def test_a_kernel_that_is_not_declared_is_seen(tmp_path: Path) -> None:
-    """Decorated with or without options, in a file at any depth; helpers and host functions are not kernels."""
+    """Kernels decorated with or without options are found in files at any depth; helpers and host functions are not."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.py").write_text(
         "@triton.jit\ndef b_kernel(): ...\n@triton.jit(debug=True)\ndef a_kernel(): ...\n"
@@ -106,7 +106,7 @@ def test_a_kernel_that_is_not_declared_is_seen(tmp_path: Path) -> None:
 
 
 def test_everything_compiles(built: Built) -> None:
-    """What is built of the manifest, for every architecture."""
+    """The build of the manifest has no failures, for every architecture."""
     failed = [line for line in built.output.splitlines() if " failed; " in line]
     assert len(failed) == len(ARCHS), built.output
     assert all(" 0 failed; " in line for line in failed), built.output
@@ -114,7 +114,7 @@ def test_everything_compiles(built: Built) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_compiles(results: list[dict[str, Any]], built: Built, kernel: str) -> None:
-    """Some variant of every kernel is in the manifest, for every architecture."""
+    """The library has some variant of every kernel, for every architecture."""
     if not built.has_bitcode and not _of(results, kernel):
         pytest.skip("all of its variants call NVSHMEM: pip install nvidia-nvshmem-cu13==3.4.5")
     assert {facts["arch"] for facts in _of(results, kernel)} == set(NUMBERS)
@@ -122,9 +122,9 @@ def test_compiles(results: list[dict[str, Any]], built: Built, kernel: str) -> N
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_move_sixteen_bytes_at_a_time(results: list[dict[str, Any]], kernel: str) -> None:
-    """Wherever a thread has 16 bytes of a tile or more to load or store, it does so 16 bytes at a time.
+    """A thread that loads or stores 16 bytes of a tile or more does so 16 bytes at a time.
 
-    This is read from the PTX, at the place of each statement that moves a tile.
+    Read from the PTX, at the location of each statement that moves a tile.
     """
     if kernel not in NARROW:
         whole = [facts for facts in _of(results, kernel) if facts["whole"] or not facts["moves_rows"]]
@@ -138,7 +138,7 @@ def test_rows_move_sixteen_bytes_at_a_time(results: list[dict[str, Any]], kernel
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_flags_keep_their_memory_order(results: list[dict[str, Any]], kernel: str) -> None:
-    """Every acquire and release survives compilation; LLVM drops a scalar acquire whose result nobody uses."""
+    """Every acquire and release survives compilation; LLVM drops a scalar acquire whose result is unused."""
     _report(
         f"{_name(facts)} has {written} system-scope {order} atomics, its PTX only {kept}"
         for facts in _of(results, kernel)
@@ -158,7 +158,7 @@ def test_tiles_stay_in_registers(results: list[dict[str, Any]], kernel: str) -> 
 
 
 def test_programs_of_the_exchange_take_no_more_shared_memory_than_is_counted(results: list[dict[str, Any]]) -> None:
-    """What is not compiled yet counts with this many bytes, where programs that wait are counted."""
+    """Grids of programs that wait assume this many bytes for kernels that are not compiled yet."""
     _report(
         f"{_name(facts)} takes {facts['shared_bytes']} bytes of shared memory, {UNCOMPILED_SHARED} are counted"
         for facts in results
@@ -171,7 +171,7 @@ def test_programs_of_the_exchange_take_no_more_shared_memory_than_is_counted(res
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tiles_fit_shared_memory(results: list[dict[str, Any]], kernel: str) -> None:
-    """What is in flight fits; the compiler does not look, the launch would fail."""
+    """Tiles in flight fit shared memory; the compiler does not check this, and the launch would fail."""
     _report(
         f"{_name(facts)} wants {facts['shared_bytes']} bytes of shared memory, there are {SHARED_LIMIT}"
         for facts in _of(results, kernel)
@@ -181,7 +181,7 @@ def test_tiles_fit_shared_memory(results: list[dict[str, Any]], kernel: str) -> 
 
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name.startswith(MULTIPLYING)])
 def test_products_run_at_full_rate(results: list[dict[str, Any]], kernel: str) -> None:
-    """Every matrix product is the architecture's own instruction, and descriptors are read by the copy engine."""
+    """Every matrix product uses the architecture's own instruction, and TMA reads the descriptors."""
     of_kernel = _of(results, kernel)
     assert {facts["arch"] for facts in of_kernel} == set(NUMBERS)
     _report(
@@ -195,7 +195,7 @@ def test_products_run_at_full_rate(results: list[dict[str, Any]], kernel: str) -
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_no_nvshmem_where_puts_are_stores(results: list[dict[str, Any]], kernel: str) -> None:
-    """A kernel compiled for stores has nothing of NVSHMEM in it, and so needs no module initialisation."""
+    """A kernel compiled for stores contains nothing of NVSHMEM, so it needs no module initialisation."""
     _report(
         f"{_name(facts)} names nvshmem in {facts['nvshmem_lines']} lines of its PTX"
         for facts in _of(results, kernel)
@@ -218,7 +218,7 @@ def test_nvshmem_finds_its_state(results: list[dict[str, Any]], built: Built, ke
 
 
 def test_exceptions_name_kernels() -> None:
-    """An exception for a kernel that is gone would hide the next one of that name."""
+    """Exceptions name only existing kernels: a stale one would hide faults of a later kernel of that name."""
     assert set(NARROW) | {kernel for kernel, _ in SPILLS} <= set(KERNELS)
 
 
@@ -246,7 +246,7 @@ class _DropHints(ast.NodeTransformer):
     ],
 )
 def test_a_missing_alignment_hint_is_seen(tmp_path: Path, file: str, kernel: str, what: str) -> None:
-    """The kernels as they are, but for the hints of one file, fail the width check."""
+    """The kernels without the alignment hints of one file fail the width check."""
     for folder in ("triton_ep", "kernels", "aot"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
     path = tmp_path / "kernels" / file
@@ -297,13 +297,13 @@ _PTX = """
     ],
 )
 def test_widths_are_read_from_the_ptx(ptx: str, narrow: list[str], wide_stores: int) -> None:
-    """A statement is followed through calls to its instructions; one that cannot be found is no pass."""
+    """A statement is followed through calls to its instructions; one that cannot be found fails."""
     assert narrow_accesses(_TTGIR, ptx, 256) == (narrow, wide_stores)
-    # With more threads each has less than 16 bytes: nothing is asked.
+    # With more threads each has less than 16 bytes, so no width is required.
     assert narrow_accesses(_TTGIR, ptx, 1024) == ([], 0)
 
 
 def test_functions_of_the_bitcode_have_no_place() -> None:
-    """What follows a function without places is not counted for the statement before it."""
+    """Instructions of a function without locations do not count for the statement before it."""
     ptx = _PTX.replace("WIDTH", "v2.b64") + ".func f(\n\tst.volatile.global.b32 [%rd1], %r1;\n"
     assert accesses(ptx) == {("st", ("/k/a.py", 7, 4)): {16}}

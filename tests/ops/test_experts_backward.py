@@ -133,7 +133,7 @@ def test_rows_of_the_second_product_in_fp8(fast: bool) -> None:
 
 
 def test_row_weights_are_summed_in_order() -> None:
-    """Each tile's share and the sum of the shares have a fixed order for any number of programs: always the same bits."""
+    """The shares of tiles and their sum have a fixed order for any number of programs: the same bits every time."""
     offs = offs_of((130,))
     dy, pre, w2 = rows(130, 64, 0), rows(130, 2 * 192, 1), weights(1, 64, 192)
     row_weights = torch.ones(130, device=DEVICE)

@@ -76,7 +76,7 @@ def test_auto_is_exact_unless_weights_are_prepared() -> None:
 
 
 def test_weights_with_row_scales() -> None:
-    """MX rows, however many, are converted to row scales and multiplied in fp8; bf16 rows meet the weights' bf16 values."""
+    """Any number of MX rows gets row scales and is multiplied in fp8; bf16 rows meet the weights' values in bf16."""
     x, w, ends = operands(Case((9, 0, 13), n=40, k=64))
     (a, _), (b_t, _) = _mx(x), _mx(w, transposed=True)
     prepared, _ = prepare_weights(w.transpose(1, 2).contiguous(), "fprop")

@@ -1,6 +1,6 @@
-"""What every stage of the pipeline must give, computed for all ranks at once, with loops and slices.
+"""Expected results of every stage of the pipeline, computed for all ranks at once, with loops and slices.
 
-One process knows the data of all ranks, so nothing here communicates. Quantisation is the oracle's.
+Each process knows the data of all ranks, so nothing here communicates. Quantisation is the oracle's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Bytes = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and routing. `tokens` is per rank, repeated round the ranks; `experts` per rank; N of the GEMM."""
+    """Sizes and routing. `tokens`: per rank, repeated cyclically; `experts`: per rank; `n`: N of the GEMM."""
 
     name: str
     tokens: tuple[int, ...] = (7, 12, 5, 9)
@@ -37,12 +37,12 @@ class Case:
 
 @dataclass
 class World:
-    """All ranks' data: tokens, their copies in the order in which they are sent, and who gets how many.
+    """Data of all ranks: tokens, their assignments in the order of sending, and counts per destination.
 
     Attributes:
         x, topk_idx: per rank [T, H] and [T, K].
         token: per rank [S], token of each row that is sent, in the order of experts, then (token, k).
-        slot: per rank [S], its place in the flattened [T, K].
+        slot: per rank [S], place of each of these rows in the flattened [T, K].
         counts: [W][E] rows from each rank for each expert.
     """
 
@@ -55,28 +55,28 @@ class World:
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return len(self.x)
 
     def rows(self, rank: int) -> torch.Tensor:
-        """[S, H]: what the rank sends, before quantisation."""
+        """[S, H]: rows that the rank sends, before quantisation."""
         return self.x[rank][self.token[rank]]
 
     def sent(self, source: int, owner: int) -> int:
-        """Rows that go from one rank to another."""
+        """Number of rows that go from one rank to another."""
         first = owner * self.case.experts
         return sum(self.counts[source][first : first + self.case.experts])
 
     def input_splits(self, rank: int) -> list[int]:
-        """Rows of the rank to each rank."""
+        """Number of rows from the rank to each rank."""
         return [self.sent(rank, owner) for owner in range(self.size)]
 
     def output_splits(self, rank: int) -> list[int]:
-        """Rows from each rank to the rank."""
+        """Number of rows from each rank to the rank."""
         return [self.sent(source, rank) for source in range(self.size)]
 
     def arrived(self, per_source: list[torch.Tensor], rank: int) -> torch.Tensor:
-        """What the rank gets when every rank sends its rows `per_source`."""
+        """Rows that the rank receives when every rank sends its rows `per_source`."""
         parts = []
         for source, rows in enumerate(per_source):
             splits = self.input_splits(source)
@@ -85,7 +85,7 @@ class World:
         return torch.cat(parts)
 
     def returned(self, per_owner: list[torch.Tensor], rank: int) -> torch.Tensor:
-        """What the rank gets back when every rank returns rows that lie as those it got."""
+        """Rows that the rank gets back when every rank returns rows in the order in which it received them."""
         parts = []
         for owner, rows in enumerate(per_owner):
             splits = self.output_splits(owner)
@@ -94,12 +94,12 @@ class World:
         return torch.cat(parts)
 
     def expert_counts(self, rank: int) -> list[int]:
-        """[W * e]: rows from each rank for each local expert, rank-major."""
+        """[W * e]: number of rows from each rank for each local expert, rank-major."""
         first = rank * self.case.experts
         return [n for row in self.counts for n in row[first : first + self.case.experts]]
 
     def indices(self, rank: int) -> tuple[list[int], list[int]]:
-        """Indices of the expert-major order, all padding included, and the rows of each expert."""
+        """Indices of the expert-major order, with all padding, and the number of rows of each expert."""
         experts, align = self.case.experts, self.case.alignment
         counts = self.expert_counts(rank)
         places: list[int] = []
@@ -119,7 +119,7 @@ class World:
 
 
 def make_world(case: Case, size: int) -> World:
-    """The same on all ranks."""
+    """Create the data of all ranks, the same on every rank."""
     world = World(case, [], [], [], [], [])
     for rank in range(size):
         work = make_workload(
@@ -154,19 +154,19 @@ def expert_weights(case: Case, size: int) -> torch.Tensor:
 
 
 def output_gradient(world: World, rank: int) -> torch.Tensor:
-    """[S, N] bf16: gradient of what the rank gets back."""
+    """[S, N] in the dtype of the case: gradient of the rows that the rank gets back."""
     generator = torch.Generator().manual_seed(70 + rank)
     return torch.randn(len(world.token[rank]), world.case.n, generator=generator).to(world.case.dtype)
 
 
 def quantized(x: torch.Tensor) -> Bytes:
-    """The oracle's bytes, as uint8."""
+    """Elements and scales from the oracle, as uint8."""
     data, scale = mxfp8.quantize(x)
     return data.view(torch.uint8), scale
 
 
 def taken(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """Rows by index, zeros where it is negative."""
+    """Rows by index; zeros for negative indices."""
     out = rows.new_zeros(len(places), rows.shape[1])
     for position, place in enumerate(places):
         if place >= 0:
@@ -190,7 +190,7 @@ def values_along(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def assert_bytes(mx: torch.Tensor, want: Bytes, what: str) -> None:
-    """An MXTensor with exactly these elements and scales."""
+    """Assert that `mx` is an MXTensor with exactly these elements and scales."""
     assert isinstance(mx, MXTensor), f"{what} is {type(mx)}"
     for name, part, expected in zip(("elements", "scales"), (mx.qdata, mx.scale), want, strict=True):
         got = part.view(torch.uint8).cpu()
@@ -200,17 +200,17 @@ def assert_bytes(mx: torch.Tensor, want: Bytes, what: str) -> None:
 
 
 def assert_equal(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """Same shape, dtype and bits, on any device."""
+    """Assert the same shape, dtype and bits, on any device."""
     assert type(got) is torch.Tensor and (got.shape, got.dtype) == (want.shape, want.dtype), f"{what}: {got!r:.200}"
     assert torch.equal(got.cpu(), want), f"{what} differs"
 
 
 def device() -> torch.device:
-    """Where this rank's tensors live."""
+    """The device of this rank's tensors."""
     return current_heap().device
 
 
 def sqnr(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Signal to noise in dB."""
+    """Signal-to-noise ratio in dB."""
     want = want.double()
     return float(20 * torch.log10(want.norm() / (got.cpu().double() - want).norm()))

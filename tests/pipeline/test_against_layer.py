@@ -1,4 +1,4 @@
-"""The layer moves in one step what the pipeline moves in four: the same rows, the same gradients, bit for bit."""
+"""The layer does in one step what the pipeline does in four: the same rows and gradients, bit for bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _check_against_layer(rank: int, nodes: int, ranks_per_node: int, case: Case,
     grad = _token_gradient(world, rank)
     y_grads = []
 
-    # In four steps, a row for each (token, expert).
+    # Four steps, with one row per (token, expert).
     weights = w.to(device()).requires_grad_()
     rows = world.rows(rank).to(device()).requires_grad_()
     counts = torch.tensor(world.expert_counts(rank), device=device())
@@ -59,7 +59,7 @@ def _check_against_layer(rank: int, nodes: int, ranks_per_node: int, case: Case,
     out = pipeline.a2a_combine(pipeline.unpermute(y, indices, shape), inputs, outputs)
     out.backward(grad[world.token[rank]].to(device()))
 
-    # In one step.
+    # One step.
     layer_case = LayerCase(
         case.name,
         tokens=case.tokens,
@@ -79,7 +79,7 @@ def _check_against_layer(rank: int, nodes: int, ranks_per_node: int, case: Case,
         layer_out = autograd.combine(layer, layer_y, desc)
         layer_out.backward(grad.to(device()))
 
-    # An expert's rows are the same, in the same order, padding included; only an empty expert's padding is not there.
+    # Each expert has the same rows in the same order, with padding; only the layer gives an empty expert no padding.
     starts = [0, *ends.tolist()]
     layer_starts = desc.expert_offsets.tolist()
     real = desc.num_recv_tokens_per_expert.tolist()
@@ -109,11 +109,11 @@ def _check_against_layer(rank: int, nodes: int, ranks_per_node: int, case: Case,
 
 @pytest.mark.parametrize("nodes, ranks_per_node, case", RUNS, ids=lambda value: getattr(value, "name", value))
 def test_layer_gives_the_rows_of_the_pipeline(run_ranks, nodes, ranks_per_node, case):
-    """Rows in order, results, output, and all gradients."""
+    """Rows in order, results, output and all gradients are equal."""
     run_ranks(_check_against_layer, nodes, ranks_per_node, case, False)
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(2, 2)])
 def test_static_layer_gives_them_too(run_ranks, nodes, ranks_per_node):
-    """Rows behind those in use count for nothing."""
+    """In static mode, rows past those in use have no effect."""
     run_ranks(_check_against_layer, nodes, ranks_per_node, CASES[0], True)

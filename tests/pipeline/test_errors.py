@@ -1,4 +1,4 @@
-"""Arguments that do not fit are refused before anything is sent, with both numbers and a remedy."""
+"""Arguments that do not fit are refused before anything is sent; errors have both numbers and a remedy."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_exchanges(run_ranks):
 
 
 def test_no_process_group() -> None:
-    """Says how to get one."""
+    """The error says how to create one."""
     with pytest.raises(InputError, match="initialize_distributed"):
         pipeline.a2a_dispatch(torch.zeros(1, 32), [1], [1])
 
 
 def test_permutations() -> None:
-    """Shapes and dtypes anywhere; values of indices and counts where the host sees them."""
+    """Shapes and dtypes are checked on every device."""
     x = torch.zeros(5, 32, device=DEVICE)
     indices = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     counts = torch.tensor([2, 3], device=DEVICE)
@@ -84,7 +84,7 @@ def test_permutations() -> None:
 
 
 def test_values_that_the_host_sees() -> None:
-    """On the CPU, an index or a count out of range is found before it does harm."""
+    """On the CPU, an index or a count out of range is refused."""
     x = torch.zeros(5, 32)
     counts = torch.tensor([2, 3])
     for match, call in (

@@ -38,7 +38,7 @@ CASES = (
 
 
 def _all(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor of every rank, on the CPU."""
+    """Gather the tensors of all ranks, on the CPU."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, tensor.detach().cpu())
     return found
@@ -109,7 +109,7 @@ def _check_stages(rank: int, nodes: int, ranks_per_node: int, case: Case) -> Non
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_stages_are_the_plain_recomputation(run_ranks, nodes, ranks_per_node, case):
-    """Rows, indices, offsets and the routes of gradients bit for bit; products to one rounding."""
+    """Rows, indices, offsets and moved gradients match bit for bit; products up to one rounding."""
     run_ranks(_check_stages, nodes, ranks_per_node, case)
 
 
@@ -118,7 +118,7 @@ def test_stages_are_the_plain_recomputation(run_ranks, nodes, ranks_per_node, ca
 
 @pytest.mark.parametrize("seed", range(4))
 def test_indices_of_any_counts(seed: int) -> None:
-    """By expert, rank, order of arrival; -1 for padding, in the groups and behind them."""
+    """Ordered by expert, rank, arrival; -1 for padding, in the groups and past them."""
     generator = torch.Generator().manual_seed(seed)
     ranks, experts, align = [(1, 1, 1), (2, 3, 4), (4, 2, 32), (8, 8, 16)][seed]
     counts = torch.randint(0, 9, (ranks, experts), generator=generator)
@@ -144,7 +144,7 @@ def test_indices_of_any_counts(seed: int) -> None:
 
 
 def test_permute_takes_any_indices() -> None:
-    """Rows that nobody asks for have gradient zero; unpermute leaves zeros where no row goes."""
+    """Rows that no index names have gradient zero; unpermute leaves zeros in rows without a source."""
     x = torch.arange(5 * 32.0).view(5, 32).bfloat16().requires_grad_()
     indices = torch.tensor([3, -1, 0, 5, 4])
     rows = pipeline.permute(x, indices, (6, 32))
@@ -157,7 +157,7 @@ def test_permute_takes_any_indices() -> None:
 
 
 def test_permute_and_pad_of_plain_rows() -> None:
-    """The same order without quantisation, with a plain gradient."""
+    """The same order for rows that are not quantised, with a plain gradient."""
     x = torch.randn(7, 40).bfloat16().requires_grad_()
     counts = torch.tensor([2, 0, 1, 4])
     shape, rows, indices, sizes, ends = pipeline.permute_and_pad(x, counts, 2, 2, 8)
@@ -171,7 +171,7 @@ def test_permute_and_pad_of_plain_rows() -> None:
 
 @pytest.mark.gpu
 def test_rows_beyond_int32() -> None:
-    """Rows behind 2^31 elements are gathered and scattered where they belong, quantised and in bf16."""
+    """Rows past 2^31 elements are gathered and scattered to the right places, quantised and in bf16."""
     num_rows, hidden = 2**16 + 64, 2**15
     data = torch.zeros(num_rows, hidden, dtype=torch.uint8, device=DEVICE)
     scale = torch.full((num_rows, hidden // 32), 127, dtype=torch.uint8, device=DEVICE)

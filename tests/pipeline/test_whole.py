@@ -1,4 +1,4 @@
-"""The whole pipeline: noise against bf16, the example of its specification, its other names, groups, dtypes."""
+"""The whole pipeline: noise against bf16, the example of its specification, aliases, groups, dtypes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _check_noise(rank: int, nodes: int, ranks_per_node: int) -> None:
     out = a2a_combine(unpermute(y, indices, shape), inputs, outputs)
     out.backward(grad.to(device()))
 
-    # The same without quantisation: experts of all ranks' rows, in float64.
+    # The same without quantisation, in float64: the expert of every row of all ranks.
     of_rows = [[e for e in range(len(all_w)) for _ in range(world.counts[r][e])] for r in range(world.size)]
     chosen = all_w.double()[of_rows[rank]]
     want_out = torch.einsum("rnk,rk->rn", chosen, world.rows(rank).double())
@@ -65,18 +65,18 @@ def _check_noise(rank: int, nodes: int, ranks_per_node: int) -> None:
         "dw": (sqnr(weights.grad, want_dw), 25),
     }
     assert all(level >= least for level, least in levels.values()), levels
-    # Quantised at all: bf16 alone would be above 45 dB.
+    # Checks that values are quantised: bf16 alone would be above 45 dB.
     assert all(level < 40 for level, _ in levels.values()), levels
 
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4)])
 def test_noise_against_bf16(run_ranks, nodes, ranks_per_node):
-    """Dispatch 30 dB, output 28, gradient of rows 26, of weights 25."""
+    """At least 30 dB for dispatch, 28 for the output, 26 for the gradient of rows, 25 for that of weights."""
     run_ranks(_check_noise, nodes, ranks_per_node)
 
 
 def _check_example(rank: int, nodes: int, ranks_per_node: int) -> None:
-    """Specification, "Complete Example": with splits that agree between ranks, and swapped for the combine."""
+    """The "Complete Example" of the specification, with splits that agree between ranks, swapped for the combine."""
     tokens, hidden, experts = 64, 128, 4
     generator = torch.Generator().manual_seed(rank)
     input_splits, output_splits = [[36, 28], [36, 28]][rank], [[36, 36], [28, 28]][rank]
@@ -124,7 +124,7 @@ def _check_example(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_example_of_the_specification(run_ranks):
-    """As it stands there, but for its splits; long names, and groups given in any form, give the same bits."""
+    """Unchanged except for its splits; long names, and groups in any form, give the same bits."""
     run_ranks(_check_example, 1, 2)
 
 
@@ -165,7 +165,7 @@ def _check_dtypes(rank: int, nodes: int, ranks_per_node: int, dtype: torch.dtype
     assert type(grads[0]) is torch.Tensor
     assert_equal(rows.grad, grad, "gradient, as it is")
 
-    # Rows that are quantised already are sent as they are; so is a gradient.
+    # Rows and gradients that are already quantised are sent unchanged.
     again = a2a_dispatch(MXTensor.to_mx(rows.detach(), scaling_mode="floor"), outputs, inputs)
     assert torch.equal(again.qdata.view(torch.uint8), dispatched.qdata.view(torch.uint8))
     rows.grad = None
@@ -177,7 +177,7 @@ def _check_dtypes(rank: int, nodes: int, ranks_per_node: int, dtype: torch.dtype
 @pytest.mark.parametrize("ranks_per_node", [2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_dtypes_and_modes(run_ranks, ranks_per_node, dtype):
-    """Other dtypes than bf16, other scaling modes, rows quantised before, gradients that are not to be."""
+    """Dtypes other than bf16, another scaling mode, rows already quantised, gradients that must not be quantised."""
     run_ranks(_check_dtypes, 1, ranks_per_node, dtype)
 
 
@@ -202,7 +202,7 @@ def _check_compiled(rank: int, nodes: int, ranks_per_node: int) -> None:
         return [out.detach(), *torch.autograd.grad(out, operands, output_gradient(world, rank).to(device()))]
 
     first, second = Case("compiled", n=64), Case("other splits", n=64, tokens=(9, 4))
-    # What one batch was compiled to must not serve another one; Dynamo alone decides that.
+    # Code compiled for one batch must not serve another one; only Dynamo decides that.
     for backend, cases in (("aot_eager", [first]), ("eager", [first, second])):
         torch._dynamo.reset()
         compiled = torch.compile(layer, fullgraph=True, backend=backend)
@@ -213,5 +213,5 @@ def _check_compiled(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize("ranks_per_node", [1])
 def test_the_whole_compiles(run_ranks, ranks_per_node):
-    """In one graph, forward and backward, for batches of any splits, with the group given by name."""
+    """The pipeline compiles into one graph, forward and backward, for any splits, with the group given by name."""
     run_ranks(_check_compiled, 1, ranks_per_node)
