@@ -107,7 +107,7 @@ def check_high_precision(dtype: torch.dtype, what: str) -> None:
     """Raise InputError unless `dtype` is in HIGH_PRECISION; `what` names it in the message."""
     if dtype not in HIGH_PRECISION:
         known = ", ".join(str(each) for each in HIGH_PRECISION)
-        raise InputError(f"{what} is {dtype}; MX blocks are made of and turned into {known}.")
+        raise InputError(f"{what} is {dtype}; MX blocks are quantised from and dequantised to {known}.")
 
 
 class MXOperand(torch.Tensor):
