@@ -92,7 +92,7 @@ def combine_slots(ctx: DispatchCombineContext, desc: EPAllToAllLayoutDesc, value
 def wait_published(ctx: DispatchCombineContext, fmt: RowFormat, desc: EPAllToAllLayoutDesc) -> bool:
     """Make the current stream wait until the latest `combine` has read its rows.
 
-    That `combine` had this descriptor and no weights, and was no split-phase call.
+    That `combine` must have had this descriptor and no weights, and must not have been a split-phase call.
 
     Returns False if the side stream does not read the rows: the caller must then wait for the end of the combine.
     """
