@@ -1,14 +1,14 @@
 """A drop-in for the package `deep_ep`: its names and calling conventions over EPAll2AllLayer.
 
     deep_ep                                     here
-    Buffer(group, num_nvl_bytes, ...)           layers over `group`, made when a call first needs one: by row size,
+    Buffer(group, num_nvl_bytes, ...)           layers over `group`, created when a call first needs one: by row size,
                                                   top-k, experts and num_sms
     Buffer.dispatch(x, topk_idx=, ...)          layer.dispatch_compact: one row per (token, rank), local expert ids, -1
     Buffer.dispatch((fp8, scales), ...)         the same, as bytes of shorter rows (row_elements) of the bf16 layer
-    Buffer.dispatch(x, handle=)                 layer.dispatch_compact_again: the host waits for nothing
+    Buffer.dispatch(x, handle=)                 layer.dispatch_compact_again: the host does not wait
     Buffer.combine(x, handle)                   layer.combine, a plain sum over ranks in float32
     ... topk_weights=                           layer.combine_topk
-    Buffer.low_latency_dispatch, _combine       a layer with low_latency=True, and a slab of rows per expert
+    Buffer.low_latency_dispatch, _combine       a layer with low_latency=True, and one slab of rows per expert
     ElasticBuffer.dispatch, _combine            layer.dispatch_compact; with do_expand layer.dispatch, `alignment` =
                                                   expert_alignment
     HybridEPBuffer                              triton_ep.integrations.hybrid_ep
@@ -60,10 +60,10 @@ __all__ = [
 ]
 
 __version__ = "2.1.0"
-"""Version of DeepEP whose interface this is, for frameworks that compare it."""
+"""Version of DeepEP with this interface, for frameworks that compare versions."""
 
 topk_idx_t = torch.int64
-"""Dtype of expert ids that frameworks look up; int32 is accepted as well."""
+"""Dtype of expert ids, for frameworks that look it up; int32 is accepted as well."""
 
 
 _MODULES = {
@@ -78,8 +78,8 @@ _MODULES = {
 
 
 def install() -> None:
-    """Make `import deep_ep`, and imports of its modules, return this package. Idempotent. Call it before the framework
-    imports deep_ep.
+    """Make `import deep_ep`, and imports of its modules, return this package. Idempotent. Call `install` before the
+    framework imports deep_ep.
 
     Raises:
         ConfigError: another `deep_ep` has been imported already.

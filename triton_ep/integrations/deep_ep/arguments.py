@@ -1,4 +1,4 @@
-"""Arguments of Buffer's calls that the layer does not take: ids, a rank mask in place of ids, biases."""
+"""Check and convert arguments of Buffer's calls for the layer: ids, a rank mask in place of ids, biases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton_ep.integrations import arguments as check
 
 
 def refuse(call: str, given: dict[str, Any]) -> None:
-    """Raise InputError if one of these arguments, which are not supported, is given: neither None nor False."""
+    """Raise InputError if one of these unsupported arguments is given: neither None nor False."""
     for name, value in given.items():
         if value is not None and value is not False:
             raise InputError(f"{call} does not support {name}, got {check.shown(value)}. Leave it out.")
@@ -38,8 +38,8 @@ def check_counts(num_tokens_per_expert: Any, expert_alignment: Any) -> int:
     """
     if not isinstance(num_tokens_per_expert, torch.Tensor) or num_tokens_per_expert.dim() != 1:
         raise InputError(
-            "dispatch without a handle needs num_tokens_per_expert [E] of get_dispatch_layout, whose length says how "
-            "many experts there are, and topk_idx or is_token_in_rank."
+            "dispatch without a handle needs num_tokens_per_expert [E] of get_dispatch_layout, whose length is the "
+            "number of experts, and topk_idx or is_token_in_rank."
         )
     check.integer("expert_alignment", expert_alignment, 1)
     if num_tokens_per_expert.dtype not in (torch.int32, torch.int64):
@@ -55,7 +55,7 @@ def sum_of_counts(num_tokens_per_expert: torch.Tensor, group: Any) -> list[int]:
 
 
 def ids_of_ranks(is_token_in_rank: Any, num_tokens: int, num_ranks: int, num_experts: int) -> torch.Tensor:
-    """[T, W] int64: the first expert of each rank that a token goes to, else -1.
+    """[T, W] int64: id of the rank's first expert where the token goes to the rank, else -1.
 
     Raises:
         InputError: `is_token_in_rank` is not [T, W] bool, or W does not divide `num_experts`.
@@ -69,7 +69,7 @@ def ids_of_ranks(is_token_in_rank: Any, num_tokens: int, num_ranks: int, num_exp
         got = f"{list(got.shape)} {got.dtype}" if isinstance(got, torch.Tensor) else type(got).__name__
         raise InputError(
             f"dispatch without topk_idx needs is_token_in_rank, which must be [{num_tokens}, {num_ranks}] bool, got "
-            f"{got}. Pass topk_idx, or what get_dispatch_layout returned."
+            f"{got}. Pass topk_idx, or the result of get_dispatch_layout."
         )
     if num_experts < 1 or num_experts % num_ranks:
         raise InputError(f"num_tokens_per_expert has {num_experts}; it must be a multiple of the {num_ranks} ranks.")
@@ -81,7 +81,7 @@ def biases_of(bias: Any, shape: tuple[int, int], like: torch.Tensor) -> tuple[to
     """The 0, 1 or 2 tensors in `bias`, contiguous.
 
     Raises:
-        InputError: more than 2, or one that is not `shape` with the dtype and device of `like`.
+        InputError: more than 2 tensors, or a tensor without this shape or without the dtype and device of `like`.
     """
     given = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else bias
     if not isinstance(given, tuple | list) or len(given) > 2:

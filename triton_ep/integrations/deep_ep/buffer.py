@@ -1,4 +1,4 @@
-"""deep_ep.Buffer over EPAll2AllLayer: rows once per rank, and low-latency calls with a slab per expert."""
+"""deep_ep.Buffer over EPAll2AllLayer: one row per (token, rank), and low-latency calls with one slab per expert."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from triton_ep.ops.slabs import from_slabs
 from triton_ep.ops.token_layout import ZeroCounts, token_layout
 
 _WEIGHTS_HIDDEN = 8
-"""Elements of the rows that only accompany weights."""
+"""Elements of the unread rows that carry weights."""
 
 _numbers = itertools.count()
 Dispatched = tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]
@@ -51,32 +51,32 @@ Dispatched = tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int] | No
 class Buffer:
     """Dispatch and combine in DeepEP's calling convention. All calls but the static ones are collective.
 
-    Letters: T tokens of this rank (any number, different on every rank, zero too), K top-k, W ranks, E experts over all
-    ranks, e of this one, H hidden, R received rows.
+    Letters: T tokens of this rank (any number, zero included; it may differ between ranks), K top-k, W ranks, E experts
+    over all ranks, e experts of this rank, H hidden, R received rows.
 
     Args:
         group: process group, any sub-group of the world.
-        num_nvl_bytes: what `Config.get_nvl_buffer_size_hint` returns for the longest rows. Memory is allocated by the
-            first call that needs it, for the number of tokens of that call.
+        num_nvl_bytes: the value of `Config.get_nvl_buffer_size_hint` for the longest rows. The first call that needs
+            memory allocates it, for the number of tokens of that call.
         num_rdma_bytes: at least `get_low_latency_rdma_size_hint(...)` for low-latency calls.
-        low_latency_mode: allows the low-latency calls.
-        explicitly_destroy: stored only. `destroy` frees the memory in any case, a destructor never does.
-        timeout_s: bound of every wait, in seconds.
+        low_latency_mode: allow the low-latency calls.
+        explicitly_destroy: stored only. `destroy` always frees the memory, a destructor never does.
+        timeout_s: limit of every wait, in seconds.
 
     Attributes:
-        longest_row: bytes of the longest row that `num_nvl_bytes` is for.
+        longest_row: bytes of the longest row that `num_nvl_bytes` allows.
 
     The other arguments are settings of DeepEP's transport; they are accepted and have no effect.
 
     Raises:
-        ConfigError: an unknown group, or one that this process is not in; sizes that cannot work.
+        ConfigError: an unknown group, or a group without this process; sizes that cannot work.
         EPError: `triton_ep.initialize_distributed` has not been called.
     """
 
     num_sms: int = 20
     """CTAs of the communication kernels in calls without `config`."""
     budgeted: bool = False
-    """`set_num_sms` has been called: the number is a budget of multiprocessors, also where a `config` gives it."""
+    """`set_num_sms` has been called: any `num_sms`, also of a `config`, is a budget of multiprocessors."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class Buffer:
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
-        """Keep later calls of the normal mode on so many multiprocessors (`sm_budget` of the layer). Each number has
-        layers of its own.
+        """Limit later calls of the normal mode to `new_num_sms` multiprocessors (`sm_budget` of the layer). Each number
+        has its own layers.
 
         Raises:
             ConfigError: an odd number, or no integer.
@@ -169,7 +169,7 @@ class Buffer:
         """
         if self._latest is None:
             raise InputError(
-                "get_comm_stream: a stream belongs to a layer, and no call has made a layer yet. Dispatch first."
+                "get_comm_stream: a stream belongs to a layer, and no call has created a layer yet. Dispatch first."
             )
         return self._latest.comm_stream
 
@@ -183,7 +183,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Count the destinations of this rank's tokens. No communication. `dispatch` only uses
+        """Count the destinations of this rank's tokens, without communication. `dispatch` only uses
         len(num_tokens_per_expert).
 
         Args:
@@ -192,7 +192,7 @@ class Buffer:
 
         Returns:
             Tokens per rank [W] int32, tokens per node [N] int32 (None with one node), assignments per expert [E]
-            int32, [T, W] bool which token goes to which rank, and the event.
+            int32, is_token_in_rank [T, W] bool, and the event.
 
         Raises:
             InputError: `topk_idx` is no table of ids, or `num_experts` is no multiple of the number of ranks.
@@ -229,33 +229,33 @@ class Buffer:
         """Send each row once to every rank that owns at least one of its experts. Collective.
 
         Args:
-            x: [T, H] bfloat16, float16 or float32, contiguous; or a tuple of such float8_e4m3fn and scales
-                [T, H / 128] float32 (or int32, of [T, H / 512] too), with any strides; on all ranks or on none.
-            handle: of an earlier dispatch, whose routing is used again; the host does not wait.
-            num_tokens_per_expert: [E], from `get_dispatch_layout`; only its length is used. The other three results of
-                that call are ignored where there is `topk_idx`.
-            topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped. None, on all ranks:
-                `is_token_in_rank` [T, W] bool is the routing, and `num_tokens_per_expert` is summed over the ranks in
-                a collective of the group.
+            x: [T, H] bfloat16, float16 or float32, contiguous; or a tuple of [T, H] float8_e4m3fn, contiguous, and
+                scales [T, H / 128] float32 or int32, or [T, H / 512] int32, with any strides. Scales on all ranks or
+                on none.
+            handle: handle of an earlier dispatch. Its routing is used again; the host does not wait.
+            num_tokens_per_expert: [E], from `get_dispatch_layout`; only its length is used. With `topk_idx` the other
+                three results of that call are ignored.
+            topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped. None, on all ranks: `is_token_in_rank` [T, W]
+                bool is the routing, and a collective of the group sums `num_tokens_per_expert` over the ranks.
             topk_weights: [T, K] float32, contiguous; on all ranks or on none.
             expert_alignment: counts per expert are rounded up to a multiple of it; rows are not padded.
-            num_worst_tokens: n > 0: return n rows on every rank; the host does not wait. Ids after the rows that
-                arrived are -1. The first such call allocates room for all tokens of all ranks, and waits for that.
-            config: its `num_sms`; None: `Buffer.num_sms`.
+            num_worst_tokens: n > 0: return n rows on every rank; the host does not wait. Ids past the received rows
+                are -1. The first such call allocates room for all tokens of all ranks, and waits for the allocation.
+            config: its `num_sms` is used; None: `Buffer.num_sms`.
             previous_event, async_finish: as `EPAll2AllLayer.dispatch`; without `async_finish` the current stream waits
                 for the event.
             allocate_on_comm_stream: no effect: memory may be used and dropped on both streams.
 
         Returns:
-            recv_x [R, H], rows ordered by source rank, then by token, or a tuple of these and scales; recv_topk_idx [R,
-            K], local expert ids, -1 = another rank's; recv_topk_weights [R, K] float32, zero there (None without
-            `topk_idx`); rows per local expert, a list (empty with `num_worst_tokens`); the handle; the event. With
-            `handle` only the first and the last.
+            recv_x [R, H], rows ordered by source rank, then by token, or a tuple of rows and scales; recv_topk_idx [R,
+            K], local expert ids, -1 = another rank's expert; recv_topk_weights [R, K] float32, zero where the id is -1
+            (both None without `topk_idx`); rows per local expert, a list (empty with `num_worst_tokens`); the handle;
+            the event. With `handle` only the first and the last.
 
         Raises:
             InputError: an argument does not fit; ids out of range, on every rank.
-            ConfigError: rows longer than the buffer was made for.
-            StaleHandleError: `handle` is of another group, or no handle.
+            ConfigError: rows longer than the buffer was created for.
+            StaleHandleError: `handle` belongs to another group, or is no handle.
             FinalizedError: after `destroy`.
             PeerFailed, WaitTimeout: as `EPAll2AllLayer.dispatch`.
         """
@@ -264,7 +264,7 @@ class Buffer:
             pair = self._check_rows(x)
             if topk_idx is not None or topk_weights is not None:
                 raise InputError(
-                    "dispatch got a handle, which has the routing, and topk_idx or topk_weights. Pass one."
+                    "dispatch got a handle, which holds the routing, and topk_idx or topk_weights. Pass one."
                 )
             layer = self._layer_of(handle)
             if pair is not None:
@@ -314,14 +314,14 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
     ) -> tuple[CompactRows, DispatchHandle]:
-        """`dispatch` without counts: the rows, whose `scale` is of quantised ones as given, and the handle."""
+        """`dispatch` without counts: the rows and the handle. `scale` of the rows has the format given, or is None."""
         self._check_open()
         pair = self._check_rows(x)
         check_ids(topk_idx)
         num_sm = Buffer.num_sms if config is None else _config(config).num_sms
         num_worst_tokens = check.integer("num_worst_tokens", num_worst_tokens, 0)
         data = x if pair is None else pair.data
-        # combine takes bfloat16 rows for quantised ones, so the layer is for bfloat16.
+        # combine of quantised rows takes bfloat16 rows, so their layer has bfloat16 rows.
         dtype = torch.bfloat16 if pair is not None else data.dtype
         kind = (data.shape[1], topk_idx.shape[1], num_experts, dtype, num_sm)
         layer = self._pool.found.get((self._number, Buffer.budgeted, *kind))
@@ -338,7 +338,7 @@ class Buffer:
                     call = partial(layer.dispatch_compact, exp_indices=topk_idx, weight=topk_weights, num_rows=num_rows)
                     rows = pair.dispatch(layer, call, (topk_idx, topk_weights), previous_event, async_finish)
             except CapacityError as error:
-                # The same on all ranks, before a row was sent.
+                # All ranks raise the same error before any row is sent.
                 self._pool.outgrow(self._sizes(*kind))
                 layer = self._layer(kind, room_for(error.needed_tokens + error.needed_tokens // 4))
                 continue
@@ -355,13 +355,13 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Send one row per (token, rank) back and sum these per token, in float32, rounded once. Collective.
+        """Send one row per (token, rank) back and sum the rows of each token in float32, rounded once. Collective.
 
         Args:
             x: [R, H], contiguous: one row per row of `recv_x`, summed over the experts of this rank.
-            handle: of that dispatch.
-            topk_weights: [R, K] float32, contiguous: sent back and summed over ranks as well; on all ranks or on none.
-            bias: up to two [T, H] of the dtype of x, which the float32 sums begin with.
+            handle: handle of that dispatch.
+            topk_weights: [R, K] float32, contiguous: also sent back and summed over ranks; on all ranks or on none.
+            bias: up to two [T, H] with the dtype of x; the float32 sums start from them.
             config: no effect: the handle refers to its layer.
 
         Returns:
@@ -385,14 +385,14 @@ class Buffer:
             weights, event = layer.combine_topk(topk_weights, desc, **order)
         return out, weights, to_overlap(event)
 
-    # DeepEP's names of the same calls between nodes.
+    # DeepEP's names for the same calls between nodes.
     internode_dispatch = dispatch
     internode_combine = combine
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: Any = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """Refused: a Buffer has no memory of its own, its layers have.
+        """Not supported: memory belongs to layers, not to a Buffer.
 
         Raises:
             ConfigError: always.
@@ -444,7 +444,7 @@ class Buffer:
         EventOverlap,
         Callable[[], None],
     ]:
-        """Send rows to their experts' slabs. Collective; the host does not wait.
+        """Send rows to the slabs of their experts. Collective; the host does not wait.
 
         Args:
             x: [T, H] bfloat16, contiguous, T up to M.
@@ -452,25 +452,26 @@ class Buffer:
             num_max_dispatch_tokens_per_rank: M, up to 1024.
             num_experts: E.
             cumulative_local_expert_recv_stats: [e] int32; the counts are added to it.
-            use_fp8: quantise rows to e4m3 with a scale per 128 values (H a multiple of it) before they are sent; the
-                same on all ranks.
-            round_scale: scales are powers of two, rounded up.
-            use_ue8m0: exponents of such scales, four to an int32; H a multiple of 512.
+            use_fp8: quantise rows to e4m3 with one scale per 128 values before sending; H a multiple of 128; the same
+                on all ranks.
+            round_scale: round scales up to powers of two.
+            use_ue8m0: return scales as exponents, four to an int32; needs `round_scale` and H a multiple of 512.
             async_finish: run on the communication stream.
             return_recv_hook: launch the sending half only; the hook, the fifth result, launches the receiving half.
-            topk_weights: [T, K] float32, contiguous; they travel with the rows. `low_latency_combine` must get the same
-                tensor, unchanged, and sends no weights then. On all ranks or on none.
+            topk_weights: [T, K] float32, contiguous; they travel with the rows. `low_latency_combine` must then get the
+                same tensor, unchanged, and sends no weights. On all ranks or on none.
             use_nvfp4, x_global_scale, use_ue8m0_for_sf: not supported; leave them out.
 
         Returns:
             [e, W * M, H]: the rows of each expert at the start of its slab, by source rank, then by token; the other
-            rows are undefined. With `use_fp8` they are float8_e4m3fn, with [e, W * M, H / 128] float32, or with
-            `use_ue8m0` [e, W * M, H / 512] int32, the scales, which multiply; rows are their fast dimension. [e] int32,
-            how many there are. The handle, the event, and the hook, which without `return_recv_hook` does nothing.
+            rows are undefined. With `use_fp8` a tuple: these rows as float8_e4m3fn, and the scales to multiply by, [e,
+            W * M, H / 128] float32, or [e, W * M, H / 512] int32 with `use_ue8m0`; rows are their fast dimension. Then
+            the rows of each expert, [e] int32; the handle; the event; and the hook, which does nothing without
+            `return_recv_hook`.
 
         Raises:
             InputError: an argument does not fit.
-            ConfigError: a buffer that was not made for it, or sizes that a low-latency layer does not take.
+            ConfigError: the buffer was not created for these sizes, or a low-latency layer does not support them.
         """
         given = {"use_nvfp4": use_nvfp4, "x_global_scale": x_global_scale, "use_ue8m0_for_sf": use_ue8m0_for_sf}
         refuse("low_latency_dispatch", given)
@@ -491,7 +492,7 @@ class Buffer:
         num_experts = check.integer("num_experts", num_experts, 1)
         self._check_low_latency(most, x.shape[-1])
         sizes = (topk_idx.shape[1], num_experts, x.dtype, self.num_sms, most)
-        # A low-latency layer sends rows with scales or rows without, so FP8 has a layer of its own.
+        # A low-latency layer sends all rows with scales or all without, so FP8 has its own layer.
         layer = self._low_latency_layer(x.shape[1], *sizes, "fp8" if use_fp8 else None)
         slab = (num_experts // self.group_size, self.group_size * most)
         stats = check.optional_tensor("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats)
@@ -541,28 +542,28 @@ class Buffer:
         threshold: int = 0,
         num_sms: int = 0,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:
-        """Send the rows of slabs back, multiply them by their weights, and sum them per token. Collective; the host
+        """Multiply the rows of slabs by their weights, send them back, and sum them per token. Collective; the host
         does not wait.
 
-        The experts' rank multiplies and sums in float32, in k order, and rounds the sums; the sums of the ranks are
-        added in float32. So it needs the weights: a small dispatch of two launches carries them first, unless they came
-        with the rows (`topk_weights` of `low_latency_dispatch`).
+        The experts' rank multiplies and sums in float32, in k order, and rounds its sum; the sums of the ranks are
+        added in float32. The experts' rank thus needs the weights: a small dispatch of two launches carries them first,
+        unless they came with the rows (`topk_weights` of `low_latency_dispatch`).
 
         Args:
-            x: [e, W * M, H], outputs for the rows of that dispatch; contiguous.
+            x: [e, W * M, H], contiguous: outputs for the rows of that dispatch.
             topk_idx: [T, K] of that dispatch.
-            topk_weights: [T, K] float32, contiguous; that of the dispatch, if it got one.
-            handle: of that dispatch.
+            topk_weights: [T, K] float32, contiguous; the tensor that the dispatch got, if it got one.
+            handle: handle of that dispatch.
             use_logfmt: must be False.
             zero_copy: no effect: `x` may be the tensor of `get_next_low_latency_combine_buffer` or any other.
             async_finish, return_recv_hook: as in `low_latency_dispatch`.
-            out: [T, H], for the result.
+            out: [T, H], receives the result.
             overlap: a kernel on another stream still writes `x`; the sending half waits for its signals before it reads
-                a row. False: the other arguments about signals have no effect. The wait is bounded as all others, and
-                the caller clears signals.
-            src_signals, src_signal_expect_value: [e] int32 or uint32, one per expert, and what each is counted up to.
+                a row, with the limit of all waits. The caller clears the signals. False: the other arguments about
+                signals have no effect.
+            src_signals, src_signal_expect_value: [e] int32 or uint32, one per expert, and the count to wait for.
             comp_signal, block_m, threshold: int32, one per expert and block of `block_m` rows of its slab, expert by
-                expert, and what each is counted up to. Signals of blocks without rows are not awaited.
+                expert, and the count to wait for. Signals of blocks without rows are not awaited.
             packed_recv_count, num_sms: no effect: the handle knows the counts, and one program waits.
 
         Returns:
@@ -570,7 +571,7 @@ class Buffer:
 
         Raises:
             InputError: an argument does not fit.
-            StaleHandleError: no handle of a low-latency dispatch.
+            StaleHandleError: `handle` does not come from a low-latency dispatch.
         """
         self._check_handle(handle)
         if use_logfmt:
@@ -589,7 +590,7 @@ class Buffer:
             raise InputError(f"x must be {list(wanted)} {cfg.token_dtype}, contiguous; got {list(x.shape)} {x.dtype}.")
         ids = desc.topk_indices_tensor
         if topk_idx.shape != ids.shape:
-            raise InputError(f"topk_idx is {list(topk_idx.shape)}, that of the dispatch was {list(ids.shape)}.")
+            raise InputError(f"topk_idx is {list(topk_idx.shape)}, but the dispatch got {list(ids.shape)}.")
         if out is not None and (tuple(out.shape) != (ids.shape[0], cfg.hidden) or out.dtype != cfg.token_dtype):
             raise InputError(
                 f"out must be [{ids.shape[0]}, {cfg.hidden}] {cfg.token_dtype}, got {list(out.shape)} {out.dtype}."
@@ -604,7 +605,7 @@ class Buffer:
                 signals = per_block(comp_signal, block_m, threshold, x.shape[1], desc)
         if handle.row_weights is not None and not _same(topk_weights, handle.given_weights):
             raise InputError(
-                "low_latency_combine got other topk_weights than low_latency_dispatch, with whose rows they travelled. "
+                "low_latency_combine got other topk_weights than low_latency_dispatch, which sent them with the rows. "
                 "Pass the same tensor, or none to low_latency_dispatch."
             )
 
@@ -618,7 +619,7 @@ class Buffer:
             hook: Callable[[], None] = no_hook
             if return_recv_hook:
                 combined, hook = layer.combine(flat, desc, weights, return_recv_hook=True)
-            else:  # one launch, not two
+            else:  # one launch instead of two
                 combined = layer.combine(flat, desc, weights)
 
             def receive() -> None:
@@ -636,13 +637,13 @@ class Buffer:
         """No effect with mask=False: no rank is ever masked.
 
         Raises:
-            ConfigError: mask=True. Ranks that do not answer raise WaitTimeout on the others.
+            ConfigError: mask=True. A rank that does not answer raises WaitTimeout on the others.
         """
         check.integer("rank_to_mask", rank_to_mask, 0, most=self.group_size - 1)
         if check.flag("mask", mask):
             raise ConfigError(
                 f"rank {rank_to_mask} cannot be masked: a rank that does not answer raises WaitTimeout on the others. "
-                "Make a group without it."
+                "Create a group without it."
             )
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
@@ -656,10 +657,10 @@ class Buffer:
         """No effect: no rank is ever masked."""
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
-        """[e, W * M, H], uninitialised, for the outputs that `low_latency_combine` takes.
+        """Uninitialised [e, W * M, H] for the expert outputs that `low_latency_combine` takes.
 
         Raises:
-            StaleHandleError: no handle of a low-latency dispatch.
+            StaleHandleError: `handle` does not come from a low-latency dispatch.
         """
         self._check_handle(handle)
         cfg, experts = handle.layer.config, handle.layout_desc.num_recv_tokens_per_expert.shape[0]
@@ -678,7 +679,7 @@ class Buffer:
         max_tokens: int,
         variant: str | None = None,
     ) -> EPAll2AllLayer:
-        """The layer of slabs, with room for the most rows that can arrive."""
+        """The low-latency layer of these sizes, with room for the most rows that can arrive."""
         key = (self._number, hidden, topk, num_experts, dtype, num_sm, max_tokens, variant)
         layer = self._pool.found.get(key)
         if layer is None:
@@ -699,7 +700,7 @@ class Buffer:
         return layer
 
     def _sent_weights(self, cfg: EPConfig, ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor | None:
-        """Weights of the rows of a dispatch of `ids`, by a dispatch of rows that nobody reads."""
+        """Send the weights to the experts' ranks by a dispatch of unread rows; return them in the order of the rows."""
         sizes = (cfg.topk, cfg.num_experts, torch.bfloat16, cfg.num_sm, cfg.max_tokens)
         companion = self._low_latency_layer(_WEIGHTS_HIDDEN, *sizes)
         unread = torch.empty(ids.shape[0], _WEIGHTS_HIDDEN, dtype=torch.bfloat16, device=ids.device)
@@ -708,19 +709,19 @@ class Buffer:
     def _check_handle(self, handle: Any) -> None:
         self._check_open()
         if not isinstance(handle, LowLatencyHandle):
-            raise StaleHandleError(f"a handle of low_latency_dispatch is needed, got {type(handle).__name__}.")
+            raise StaleHandleError(f"handle must come from low_latency_dispatch, got {type(handle).__name__}.")
 
     def _check_low_latency(self, max_tokens: int, hidden: int) -> None:
         self._check_open()
         max_tokens = check.integer("num_max_dispatch_tokens_per_rank", max_tokens, 1)
         hidden = check.integer("hidden", hidden, 1)
         if not self.low_latency_mode:
-            raise ConfigError("low-latency calls need a Buffer made with low_latency_mode=True. Make one on all ranks.")
+            raise ConfigError("low-latency calls need low_latency_mode=True. Create such a Buffer on all ranks.")
         needed = low_latency_bytes(max_tokens, hidden, self.group_size)
         if self.num_rdma_bytes < needed:
             raise ConfigError(
-                f"{max_tokens} tokens of {hidden} elements per rank need {needed} bytes, this Buffer was made with "
-                f"num_rdma_bytes={self.num_rdma_bytes}. Make one with the size that "
+                f"{max_tokens} tokens of {hidden} elements per rank need {needed} bytes, but this Buffer has "
+                f"num_rdma_bytes={self.num_rdma_bytes}. Create one with the size that "
                 "get_low_latency_rdma_size_hint returns."
             )
 
@@ -728,17 +729,17 @@ class Buffer:
         """Raise if the buffer was destroyed."""
         if self._closed:
             raise FinalizedError(
-                "this Buffer was destroyed, its memory is freed. Make a new one on all ranks of its group."
+                "this Buffer was destroyed, its memory is freed. Create a new one on all ranks of its group."
             )
 
     def _layer(self, kind: tuple[int, int, int, torch.dtype, int], room: int) -> EPAll2AllLayer:
-        """The layer for rows of these `_sizes`; room: tokens of this rank, where it has to be made."""
+        """The layer for rows of these `_sizes`; room: tokens of this rank, for a layer still to be created."""
         layer = self._pool.get(self._sizes(*kind), room, self._number)
         self._pool.found[self._number, Buffer.budgeted, *kind] = layer
         return layer
 
     def _sizes(self, hidden: int, topk: int, num_experts: int, dtype: torch.dtype, num_sm: int) -> LayerSizes:
-        # In one node this only changes how many rows there is room for: those by rank are fewer than those of experts.
+        # In one node this only changes the number of rows to reserve: a token has fewer ranks than experts.
         one_node = self._pool.ranks_per_node == self.group_size
         budget = num_sm if Buffer.budgeted else None
         return LayerSizes(
@@ -753,18 +754,18 @@ class Buffer:
         nbytes = x.shape[1] * max(x.element_size(), 2)
         if nbytes > self.longest_row:
             raise ConfigError(
-                f"rows of {nbytes} bytes do not fit: with num_nvl_bytes={self.num_nvl_bytes} this Buffer was made for "
-                f"up to {self.longest_row}. Make a new Buffer on all ranks, with what "
-                "Config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) says."
+                f"rows of {nbytes} bytes do not fit: with num_nvl_bytes={self.num_nvl_bytes} this Buffer takes rows of "
+                f"up to {self.longest_row}. Create a new Buffer on all ranks, with the size that "
+                "Config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) returns."
             )
         return pair
 
     def _layer_of(self, handle: Any) -> EPAll2AllLayer:
         if not isinstance(handle, DispatchHandle):
-            raise StaleHandleError(f"a handle that dispatch returned is needed, got {type(handle).__name__}.")
+            raise StaleHandleError(f"handle must come from dispatch, got {type(handle).__name__}.")
         layer = handle.layer
         if layer.context.group is not self.group:
-            raise StaleHandleError("the handle is of a dispatch over another group. Pass one of this Buffer's group.")
+            raise StaleHandleError("the handle belongs to another group. Pass one of this buffer's group.")
         self._latest = layer
         return layer
 
@@ -776,8 +777,8 @@ def _sent(
     weights: torch.Tensor | None,
     split: bool,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None, EPAllToAllLayoutDesc, Callable[[], None]]:
-    """A low-latency dispatch of rows, and of their scales where they have some: what arrives of both, the weights, the
-    descriptor, and what launches the receiving half; without `split` that has been launched."""
+    """Launch a low-latency dispatch of rows, or of rows and scales. Returns the received rows (and scales), the
+    weights, the descriptor, and a call that launches the receiving half; without `split` it has been launched."""
     call: Callable[..., tuple[Any, ...]] = layer.dispatch if len(rows) == 1 else layer.dispatch_scaled
     results = call(*rows, ids, weights, return_recv_hook=True) if split else (*call(*rows, ids, weights), no_hook)
     *flat, row_weights, desc, hook = results
@@ -785,7 +786,7 @@ def _sent(
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether both are one tensor, or views of the same elements."""
+    """Whether both are the same tensor, or views of the same elements."""
     return one is other or (
         isinstance(one, torch.Tensor)
         and (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())

@@ -1,4 +1,4 @@
-"""deep_ep.Config: how many CTAs move rows, and how many bytes a buffer for a row size has."""
+"""deep_ep.Config: the number of communication CTAs, and the byte count of a buffer for a row size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton_ep.errors import ConfigError
 from triton_ep.integrations.arguments import integer
 
 ROWS_PER_RANK = 256
-"""A buffer's byte count stands for this many rows from every rank. Layers are sized by tokens, not by this number."""
+"""Rows per rank that a buffer's byte count stands for. The size of layers follows the tokens, not this number."""
 
 
 _NUMBERS = (
@@ -40,12 +40,12 @@ class Config:
             object.__setattr__(self, name, integer(f"Config.{name}", getattr(self, name), 1, ConfigError))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """`num_nvl_bytes` of a `Buffer` for rows of `hidden_bytes`; it encodes how long rows may be."""
+        """`num_nvl_bytes` of a `Buffer` for rows of `hidden_bytes`; `Buffer` derives its longest row from it."""
         hidden_bytes = integer("hidden_bytes", hidden_bytes, 0, ConfigError)
         return hidden_bytes * integer("num_ranks", num_ranks, 1, ConfigError) * ROWS_PER_RANK
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: the traffic between nodes needs no size of its own."""
+        """0: traffic between nodes needs no separate size."""
         return 0
 
 
@@ -55,5 +55,5 @@ def longest_row(num_nvl_bytes: int, num_ranks: int) -> int:
 
 
 def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int) -> int:
-    """Bytes of arriving bf16 rows and of partial sums on a rank, double-buffered."""
+    """Bytes of received bf16 rows and of partial sums on a rank, double-buffered."""
     return 2 * 2 * num_ranks * max_tokens * hidden * 2

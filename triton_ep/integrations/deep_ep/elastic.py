@@ -1,4 +1,4 @@
-"""deep_ep.ElasticBuffer over EPAll2AllLayer: rows once per rank, or with `do_expand` once per expert."""
+"""deep_ep.ElasticBuffer over EPAll2AllLayer: one row per (token, rank), or with `do_expand` per (token, expert)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from triton_ep.integrations.layer_pool import LayerSizes
 from triton_ep.layer import EPAll2AllLayer
 
 _SIZE_STEP = 2 << 20
-"""Byte counts of buffers are multiples of it."""
+"""Byte counts of buffers are multiples of this."""
 _ELSEWHERE = (
     "engram_",
     "pp_",
@@ -37,21 +37,21 @@ _ELSEWHERE = (
     "get_pp_",
     "get_agrs_",
 )
-"""Beginnings of the names of DeepEP's calls that move no rows of experts."""
+"""Name prefixes of DeepEP's calls that move no expert rows."""
 
 _numbers = itertools.count()
 Dispatched = tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]
 
 
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
-    """Nodes of a group, and ranks of a node. Raises as `ElasticBuffer`."""
+    """Number of nodes of a group, and of ranks per node. Raises as `ElasticBuffer`."""
     pool = layers_of(group)
     return pool.world_size // pool.ranks_per_node, pool.ranks_per_node
 
 
 def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """Scale-out ranks of a group, and scale-up ranks of each: its nodes and their ranks; without `allow_hybrid_mode` 1,
-    and all ranks. Raises as `ElasticBuffer`."""
+    """Number of scale-out ranks of a group (its nodes), and of scale-up ranks in each (ranks per node). Without
+    `allow_hybrid_mode`: 1, and all ranks. Raises as `ElasticBuffer`."""
     if check.flag("allow_hybrid_mode", allow_hybrid_mode, ConfigError):
         return get_physical_domain_size(group)
     return 1, layers_of(group).world_size
@@ -63,7 +63,7 @@ class _Call(NamedTuple):
     Attributes:
         max_tokens: most tokens of any rank.
         num_sms: 0: the layer chooses.
-        keeps_copies: what the handle has is its own.
+        keeps_copies: the handle owns copies of `topk_idx` and of the received ids.
     """
 
     topk_idx: torch.Tensor
@@ -79,27 +79,28 @@ class _Call(NamedTuple):
 class ElasticBuffer:
     """Dispatch and combine in the calling convention of DeepEP's version 2. Calls are collective.
 
-    Letters: T tokens of this rank (any number up to M, zero too), M most tokens of any rank, K top-k, W ranks, E
-    experts over all ranks, e of this one, H hidden, R received rows, U scale-up ranks.
+    Letters: T tokens of this rank (any number up to M, zero included), M most tokens of any rank, K top-k, W ranks, E
+    experts over all ranks, e experts of this rank, H hidden, R received rows, U scale-up ranks.
 
     Args:
         group: process group, any sub-group of the world.
-        num_bytes: what `get_buffer_size_hint` returned; None: by the sizes that follow. It is stored only: memory is
-            allocated by the first call that needs it.
-        num_max_tokens_per_rank: M of calls that give no other. Room is for the larger of both.
+        num_bytes: the value of `get_buffer_size_hint`; None: computed from the sizes that follow. Stored only: the
+            first call that needs memory allocates it.
+        num_max_tokens_per_rank: M of calls that do not give their own. Layers have room for the larger of both.
         hidden: H; used for sizes only.
         num_topk, use_fp8_dispatch: stored only.
-        deterministic: no effect: the same input gives the same bits in any case.
+        deterministic: no effect: the same input always gives the same bits.
         allow_hybrid_mode: count nodes as scale-out ranks (`get_logical_domain_size`).
-        allow_multiple_reduction: in the combine of expanded rows, rows of a token on one rank are summed there and
-            rounded; False: they are summed on the token's rank alone, and rounded once.
-        num_gpu_timeout_secs: bound of every wait, in seconds.
-        explicitly_destroy: stored only. `destroy` frees the memory in any case, a destructor never does.
+        allow_multiple_reduction: combine of expanded rows sums the rows of a token on one rank there, and rounds the
+            sum; False: the token's rank sums all rows, rounded once.
+        num_gpu_timeout_secs: limit of every wait, in seconds.
+        explicitly_destroy: stored only. `destroy` always frees the memory, a destructor never does.
 
-    The other arguments are settings of DeepEP's transport; they are accepted and have no effect, but `num_cpu_bytes`.
+    The other arguments, except `num_cpu_bytes`, are settings of DeepEP's transport; they are accepted and have no
+    effect.
 
     Raises:
-        ConfigError: an unknown group, or one that this process is not in; sizes that cannot work; num_cpu_bytes > 0.
+        ConfigError: an unknown group, or a group without this process; sizes that cannot work; num_cpu_bytes > 0.
         EPError: `triton_ep.initialize_distributed` has not been called.
     """
 
@@ -150,7 +151,7 @@ class ElasticBuffer:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith(_ELSEWHERE):
             raise AttributeError(
-                f"ElasticBuffer.{name} is not supported: only rows of experts are moved here. Use DeepEP's own package."
+                f"ElasticBuffer.{name} is not supported: this package only moves expert rows. Use DeepEP's own package."
             )
         raise AttributeError(f"ElasticBuffer has no attribute {name!r}.")
 
@@ -172,18 +173,18 @@ class ElasticBuffer:
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """`num_bytes` of a buffer for such calls: M rows of 2 H bytes from and to every rank, rounded up to 2 MB. A
-        number for frameworks to compare: layers take what calls need."""
+        """`num_bytes` of a buffer for such calls: M rows of 2 H bytes from and to every rank, rounded up to 2 MB.
+        Frameworks compare this number; layers allocate what calls need."""
         tokens = check.integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, ConfigError)
         hidden = check.integer("hidden", hidden, 0, ConfigError)
         return -(-2 * check_group(group) * tokens * hidden * 2 // _SIZE_STEP) * _SIZE_STEP
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """As the function."""
+        """`get_physical_domain_size` of the buffer's group."""
         return get_physical_domain_size(self.group)
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """As the function, by the buffer's `allow_hybrid_mode`."""
+        """`get_logical_domain_size` of the buffer's group, with its `allow_hybrid_mode`."""
         return get_logical_domain_size(self.group, self.allow_hybrid_mode)
 
     def get_theoretical_num_sms(
@@ -196,8 +197,8 @@ class ElasticBuffer:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """CTAs of the communication kernels that a layer of these sizes chooses: by the tuned table, or by a formula.
-        The rates have no effect."""
+        """Number of communication CTAs that a layer of these sizes chooses, from the tuned table or a formula. The
+        rates have no effect."""
         key = (num_experts, num_topk)
         if key not in self._chosen_sms:
             device, tokens = self._pool.heap.device, self.num_max_tokens_per_rank
@@ -231,13 +232,13 @@ class ElasticBuffer:
             InputError: no call has been made yet.
         """
         if self._latest is None:
-            raise InputError("get_comm_stream: a stream belongs to a layer, and no call has made one. Dispatch first.")
+            raise InputError("get_comm_stream: no call has created a layer with a stream yet. Dispatch first.")
         return self._latest.comm_stream
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait for all ranks of the group, on the current stream.
 
-        with_cpu_sync: the host waits for the device before and after it. The other arguments have no effect.
+        with_cpu_sync: the host waits for the device before and after the barrier. The other arguments have no effect.
         """
         self._check_open()
         synchronize = torch.cuda.synchronize if with_cpu_sync and torch.cuda.is_available() else _nothing
@@ -273,36 +274,36 @@ class ElasticBuffer:
 
         Args:
             x: [T, H] bfloat16, float16 or float32; or a tuple of float8_e4m3fn rows, contiguous, and scales
-                [T, H / 128] float32 or int32, or [T, H / 512] int32, with any strides; on all ranks or on none.
+                [T, H / 128] float32 or int32, or [T, H / 512] int32, with any strides. Scales on all ranks or on none.
             topk_idx: [T, K] int64 or int32, contiguous; -1 = dropped. None with a handle.
-            topk_weights: [T, K] float32, contiguous; on all ranks or on none. With a handle for expanded rows only.
+            topk_weights: [T, K] float32, contiguous; on all ranks or on none. With a handle only for expanded rows.
             cumulative_local_expert_recv_stats: [e] int32; the counts of the experts are added to it.
-            num_experts: E; None with a handle only.
-            num_max_tokens_per_rank: M, the same on all ranks; None: that of the buffer, or of the handle.
+            num_experts: E; may be None only with a handle.
+            num_max_tokens_per_rank: M, the same on all ranks; None: M of the buffer, or of the handle.
             expert_alignment: expanded rows of each expert start at a multiple of it, and counts are rounded up to it.
-            num_sms: CTAs of the kernels; 0, or what `get_theoretical_num_sms` returns: the layer chooses.
+            num_sms: CTAs of the kernels; 0, or the value of `get_theoretical_num_sms`: the layer chooses.
             num_qps: no effect.
             previous_event, previous_event_before_epilogue: the current stream waits for them.
             async_with_compute_stream: run on the communication stream; use the results after the event.
             allocate_on_comm_stream: no effect: memory may be used and dropped on both streams.
-            handle: of an earlier dispatch with the same `do_expand`, whose routing is used again; the host waits for
-                nothing.
-            do_handle_copy: the handle gets copies of `topk_idx` and of the ids that arrive.
-            do_cpu_sync: read on the host how many rows arrive. False: W * M rows, or with `do_expand` as many as there
-                may be, and the host waits for nothing. None: True without a handle.
-            do_expand: a row per (token, expert), by expert, source rank and token; False: a row per token.
-            do_zero_padding: no effect: rows that pad an expert's are zero.
+            handle: handle of an earlier dispatch with the same `do_expand`. Its routing is used again; the host does
+                not wait.
+            do_handle_copy: the handle gets copies of `topk_idx` and of the received ids.
+            do_cpu_sync: the host waits for the number of received rows. False: R = W * M, or with `do_expand` the most
+                rows that can arrive, and the host does not wait. None: True without a handle.
+            do_expand: one row per (token, expert), by expert, source rank and token; False: one row per token.
+            do_zero_padding: no effect: padding rows are always zero.
             use_tma_aligned_col_major_sf: scales arrive with rows as the fast dimension, columns at multiples of 16
                 bytes.
 
         Returns:
-            recv_x [R, H], or a tuple of these and scales; recv_topk_idx [R, K], local expert ids, -1 = another rank's,
-            None with `do_expand`; recv_topk_weights [R, K], zero there, or [R] with `do_expand`, or None; the handle;
-            the event. Rows after the arrivals have no ids, and are otherwise undefined.
+            recv_x [R, H], or a tuple of rows and scales; recv_topk_idx [R, K], local expert ids, -1 = another rank's
+            expert, None with `do_expand`; recv_topk_weights [R, K], zero where the id is -1, or [R] with `do_expand`,
+            or None; the handle; the event. Rows past the received ones have id -1 and undefined values.
 
         Raises:
             InputError: an argument does not fit; ids out of range, on every rank.
-            StaleHandleError: `handle` is of another group, or no handle.
+            StaleHandleError: `handle` belongs to another group, or is no handle.
             FinalizedError: after `destroy`.
             PeerFailed, WaitTimeout: as `EPAll2AllLayer.dispatch`.
         """
@@ -363,12 +364,12 @@ class ElasticBuffer:
         """Send rows back and sum them per token, in float32. Collective.
 
         Args:
-            x: [R, H] of the dtype of the layer, a row per row of `recv_x`; where rows are not expanded, summed over the
-                experts of this rank.
-            handle: of that dispatch.
-            topk_weights: [R, K] float32, or [R] with `do_expand`: brought back as numbers of their slots. They multiply
-                nothing. On all ranks or on none.
-            bias: up to two [T, H] of the dtype of x, which the float32 sums begin with.
+            x: [R, H] with the dtype of the layer, one row per row of `recv_x`; without `do_expand` already summed over
+                the experts of this rank.
+            handle: handle of that dispatch.
+            topk_weights: [R, K] float32, or [R] with `do_expand`: sent back to their (token, k). They multiply nothing.
+                On all ranks or on none.
+            bias: up to two [T, H] with the dtype of x; the float32 sums start from them.
             num_sms, num_qps, allocate_on_comm_stream: no effect: the handle refers to its layer.
             previous_event, previous_event_before_epilogue, async_with_compute_stream: as in `dispatch`.
 
@@ -415,7 +416,7 @@ class ElasticBuffer:
         num_sms: Any,
         modes: tuple[bool, bool, bool],
     ) -> _Call:
-        """The arguments that say which layer serves a dispatch; modes: the last three of `_Call`."""
+        """Check the arguments that select the layer of a dispatch; modes: the last three fields of `_Call`."""
         check_ids(topk_idx)
         if num_experts is None:
             raise InputError("dispatch without a handle needs num_experts, over all ranks.")
@@ -449,7 +450,7 @@ class ElasticBuffer:
             None if chosen else call.num_sms,
             self._timeout_s,
             max_tokens=max(call.max_tokens, self.num_max_tokens_per_rank),
-            # In one node this only changes how many rows there is room for: compact rows are fewer than expanded ones.
+            # In one node this only changes the number of rows to reserve: compact rows are fewer than expanded ones.
             enable_local_combine=self.num_rdma_ranks == 1,
         )
         if not call.do_expand:
@@ -459,7 +460,7 @@ class ElasticBuffer:
         return sizes._replace(alignment=call.alignment, capacity=capacity, enable_local_combine=local)
 
     def _most_rows(self, call: _Call) -> int:
-        """Expanded rows that may arrive, padding included."""
+        """Most expanded rows that can arrive, padding included."""
         experts, align = call.num_experts // self.num_ranks, call.alignment
         most = self.num_ranks * call.max_tokens * min(call.topk_idx.shape[1], experts) + (align - 1) * experts
         return -(-most // align) * align
@@ -531,17 +532,17 @@ class ElasticBuffer:
     def _check_open(self) -> None:
         if self._closed:
             raise FinalizedError(
-                "this ElasticBuffer was destroyed, its memory is freed. Make a new one on all ranks of its group."
+                "this ElasticBuffer was destroyed, its memory is freed. Create a new one on all ranks of its group."
             )
 
     def _check_handle(
         self, handle: Any, do_expand: bool | None = None, given: tuple[tuple[str, Any], ...] = ()
     ) -> None:
-        """Raise unless it is a handle of this group, with these values where they are given."""
+        """Raise unless `handle` belongs to this group and has every value given that is not None."""
         if not isinstance(handle, EPHandle):
-            raise StaleHandleError(f"a handle that dispatch returned is needed, got {type(handle).__name__}.")
+            raise StaleHandleError(f"handle must come from dispatch, got {type(handle).__name__}.")
         if handle.layer.context.group is not self.group:
-            raise StaleHandleError("the handle is of a dispatch over another group. Pass one of this buffer's group.")
+            raise StaleHandleError("the handle belongs to another group. Pass one of this buffer's group.")
         for name, value in (("do_expand", do_expand), *given):
             if value is not None and value != getattr(handle, name):
                 raise InputError(
@@ -553,7 +554,7 @@ class ElasticBuffer:
 def _again(
     rows: ElasticRows, weights: torch.Tensor | None, handle: EPHandle, column_major: bool
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
-    """What arrives by the routing of a handle: rows, ids, weights."""
+    """Dispatch with the routing of a handle; returns rows, ids, weights."""
     layer, desc = handle.layer, handle.layout_desc
     if handle.do_expand:
         recv, recv_weights = rows.sent.again(layer, desc, weights)
@@ -574,11 +575,11 @@ def _rounded(counts: list[int], call: _Call) -> list[int]:
 
 
 def _wait(*events: Any) -> None:
-    """Make the current stream wait for events, None = none."""
+    """Make the current stream wait for the events that are not None."""
     for event in events:
         if event is not None:
             order_of(event, False)
 
 
 def _nothing() -> None:
-    """What the host waits for where it need not."""
+    """Stands for `synchronize` where the host does not wait."""

@@ -1,4 +1,4 @@
-"""EPHandle: what a dispatch of ElasticBuffer leaves for its combine and for dispatches by the same routing."""
+"""EPHandle: state of an ElasticBuffer dispatch that its combine, and later dispatches with its routing, use."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from triton_ep.layer import EPAll2AllLayer
 
 @dataclass(eq=False, kw_only=True)
 class EPHandle:
-    """What a dispatch leaves for its combine. Any number may be live, in any order.
+    """State of a dispatch that its combine needs. Any number of handles may be live, used in any order.
 
-    Letters: T tokens, K top-k, W ranks, U scale-up ranks, e local experts, C tokens that arrived (a token once), M most
-    tokens per rank, R rows of `recv_x`. Tensors below that are no fields are computed when they are first read. They
-    may be replaced.
+    Letters: T tokens, K top-k, W ranks, U scale-up ranks, e local experts, C received tokens (each counted once), M
+    most tokens per rank, R rows of `recv_x`. The cached properties are computed at their first read, and may be
+    replaced.
 
     Attributes:
-        layer, layout_desc: that served the dispatch.
+        layer, layout_desc: layer and descriptor of the dispatch.
         scaleup_ranks: U.
-        do_expand: a row per (token, expert), by expert; False: a row per token, by source rank and token.
-        num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+        do_expand: one row per (token, expert), by expert; False: one row per token, by source rank and token.
+        num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: values of the dispatch.
         given_idx: `topk_idx` as the caller gave it; None: the handle takes the ids from the dispatch.
-        idx_dtype: of `topk_idx`.
-        num_recv_tokens: C; without host synchronisation W * M, of which the first ones arrived.
-        num_expanded_tokens: rows of all local experts, each rounded up to `expert_alignment`; without host
-            synchronisation the most that there may be.
+        idx_dtype: dtype of `topk_idx`.
+        num_recv_tokens: C; without host synchronisation W * M, and the first C of these arrived.
+        num_expanded_tokens: rows of all local experts, each count rounded up to `expert_alignment`; without host
+            synchronisation the most rows that can arrive.
         num_recv_tokens_per_expert_list: the same by expert; empty without host synchronisation.
         recv_topk_idx: [R, K] local expert ids; None with `do_expand`.
-        copies: with `do_expand` [at least C, K] int32, rows of each token that arrived.
+        copies: with `do_expand` [at least C, K] int32, the rows of each received token.
         token_metadata_at_forward, channel_linked_list: None; this protocol has no channels.
     """
 
@@ -58,20 +58,20 @@ class EPHandle:
 
     @cached_property
     def topk_idx(self) -> torch.Tensor:
-        """[T, K], expert ids, -1 = dropped, whatever the caller has written to its own since."""
+        """[T, K], expert ids, -1 = dropped; a copy, unless `given_idx` is set."""
         ids = self.layout_desc.topk_indices_tensor
         return ids.to(self.idx_dtype, copy=True) if self.given_idx is None else self.given_idx
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
-        """[U] int32, tokens that arrived from scale-up ranks up to each, of all nodes."""
+        """[U] int32, inclusive prefix sum over scale-up ranks of the tokens received from them, on all nodes."""
         arrivals = self.layout_desc.arrivals_from_rank.view(-1, self.scaleup_ranks)
         return arrivals.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
-        """[e] int32: with `do_expand` the row after the last one of each expert, which is not rounded up; otherwise
-        rows of experts up to each, each rounded up to `expert_alignment`."""
+        """[e] int32: with `do_expand` the end of each expert's rows, without its padding; otherwise the inclusive
+        prefix sum of the experts' rows, each count rounded up to `expert_alignment`."""
         counts = self.layout_desc.num_recv_tokens_per_expert
         if self.do_expand:
             return self.layout_desc.expert_offsets[:-1] + counts
@@ -85,18 +85,17 @@ class EPHandle:
 
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor | None:
-        """[T, K] int32, arrival row of the token on each rank, at the first k that goes there; else -1."""
+        """[T, K] int32, staging row of the token on each rank, at the first k that goes to the rank; else -1."""
         return self.layout_desc.stage_row
 
     @cached_property
     def recv_src_metadata(self) -> torch.Tensor:
-        """[num_recv_tokens, 2 + K] int32, of each token that arrived: source rank * M + its number there; its place
-        among the arrivals; its row in `recv_x` for each k, -1 where another rank, or none, has the expert. Rows after
-        the arrivals are -1.
+        """[num_recv_tokens, 2 + K] int32, for each received token: source rank * M + its number there; its place among
+        the received tokens; its row in `recv_x` for each k, -1 where another rank, or none, has the expert. Rows past
+        the received tokens are -1.
 
-        The first read is collective: ranks tell each other which tokens they have sent, a byte per token and rank, by
-        torch's all_to_all. Read this on all ranks or on none, in the same order with other calls. Dispatches do not
-        pay for it.
+        The first read is collective: torch's all_to_all exchanges which tokens each rank sent, a byte per token and
+        rank. Read this on all ranks or on none, in the same order with other calls. Dispatches do not pay for it.
         """
         rows = self._rows()
         place = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
@@ -106,11 +105,11 @@ class EPHandle:
 
     @cached_property
     def row_slots(self) -> torch.Tensor | None:
-        """[R] int32, k of each row, -1 in padding; with `do_expand` only. None where the layer knows it."""
+        """[R] int32, k of each row, -1 in padding; only with `do_expand`. None if the layer knows the slots."""
         return needed_slots(self.layer.context, self.layout_desc, self.copies)
 
     def _rows(self) -> torch.Tensor:
-        """[num_recv_tokens, K] int32, rows in `recv_x` of each token that arrived, -1 = none."""
+        """[num_recv_tokens, K] int32, rows in `recv_x` of each received token, -1 = none."""
         desc = self.layout_desc
         if self.copies is not None:
             known = known_copies(self.layer.context, desc, self.copies)[: self.num_recv_tokens]
@@ -121,9 +120,9 @@ class EPHandle:
         return torch.where((self.recv_topk_idx >= 0) & arrived, place, -1)
 
     def _source_tokens(self) -> torch.Tensor:
-        """[num_recv_tokens] int32, source rank * M + token of each token that arrived; else -1. Collective.
+        """[num_recv_tokens] int32, source rank * M + token of each received token; else -1. Collective.
 
-        Tokens arrive by source rank, then by number: which of them come says where each lies.
+        Received tokens are ordered by source rank, then by number, so the set of tokens sent gives the place of each.
         """
         desc, cfg, most = self.layout_desc, self.layer.config, self.num_max_tokens_per_rank
         leaving = torch.zeros(cfg.world_size, most, dtype=torch.uint8, device=desc.placement.device)
@@ -131,7 +130,7 @@ class EPHandle:
         coming = torch.empty_like(leaving)
         dist.all_to_all_single(coming, leaving, group=self.layer.context.group)
         came = coming.flatten().bool()
-        # A place more, for tokens that did not come.
+        # One extra place takes the tokens that did not come.
         place = torch.where(came, came.cumsum(0) - 1, self.num_recv_tokens)
         source = torch.full((self.num_recv_tokens + 1,), -1, dtype=torch.int32, device=came.device)
         numbers = torch.arange(came.numel(), dtype=torch.int32, device=came.device)

@@ -1,4 +1,4 @@
-"""Rows of ElasticBuffer's calls: as they are, or e4m3 with packs of scales."""
+"""Rows of ElasticBuffer's calls: plain rows, or e4m3 rows with packs of scales."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from triton_ep.integrations.deep_ep.fp8 import QuantizedRows, scale_bytes, scale
 from triton_ep.integrations.hybrid_ep.rows import Arrived, SentRows
 
 _PACKS = 4
-"""A column of column-major scales begins at a multiple of this many packs, 16 bytes."""
+"""Each column of column-major scales starts at a multiple of this many packs, 16 bytes."""
 
 
 class ElasticRows(NamedTuple):
     """Rows to send.
 
     Attributes:
-        sent: rows [T, H], and scales as a layer sends them: as given, or [T, H / 32] uint8.
-        packs: scales of a row, four bytes each, that were copied into bytes; 0: they travel as given.
-        dtype: of these packs.
+        sent: rows [T, H], and scales as a layer sends them: as given, or repacked to [T, H / 32] uint8.
+        packs: number of repacked scales per row, four bytes each; 0: scales travel as given.
+        dtype: dtype of the repacked scales; None: scales travel as given.
     """
 
     sent: SentRows
@@ -30,7 +30,7 @@ class ElasticRows(NamedTuple):
 
     @classmethod
     def of(cls, x: Any) -> ElasticRows:
-        """The argument `x` of a dispatch.
+        """Check and convert the argument `x` of a dispatch.
 
         Raises:
             InputError: neither rows [T, H], nor a tuple of e4m3 rows and their scales.
@@ -45,22 +45,22 @@ class ElasticRows(NamedTuple):
 
     @property
     def tensors(self) -> tuple[object, ...]:
-        """What a call reads."""
+        """Tensors that a call reads."""
         return tuple(self.sent)
 
     def check_layer(self, hidden: int, dtype: torch.dtype) -> None:
-        """Raise InputError unless the layer of a handle, with such rows, sends these."""
+        """Raise InputError unless these rows fit the layer of a handle, with rows of `hidden` values in `dtype`."""
         mine = self.sent.hidden.shape[1], self.sent.dtype
         if mine != (hidden, dtype):
             raise InputError(
-                f"rows of {mine[0]} values, {mine[1]} in combine, were given, but the handle is of rows of {hidden} "
+                f"rows of {mine[0]} values, {mine[1]} in combine, were given, but the handle is for rows of {hidden} "
                 f"{dtype}. Pass rows of that length, or dispatch without a handle."
             )
 
     def arrived(self, rows: Arrived, column_major: bool) -> Any:
-        """Rows [R, H] as `dispatch` returns them: with scales a tuple.
+        """Received rows [R, H] as `dispatch` returns them: a tuple of rows and scales, or rows without scales.
 
-        column_major: rows are the fast dimension of scales, and each column begins at a multiple of 16 bytes.
+        column_major: rows are the fast dimension of scales, and each column starts at a multiple of 16 bytes.
         """
         data, scales = rows
         if scales is None:

@@ -1,4 +1,4 @@
-"""e4m3 rows with a scale per 128 values, as DeepEP sends them; triton_ep/ops/channel_scales.py quantises them."""
+"""DeepEP's e4m3 rows with one scale per 128 values; triton_ep/ops/channel_scales.py quantises them."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ _Result = TypeVar("_Result")
 
 
 def scale_bytes(scales: torch.Tensor, hidden: int) -> torch.Tensor:
-    """[T, H / 32] uint8, what a layer sends with rows of H bytes: scales [T, S], strided as they like, then zeros."""
+    """[T, H / 32] uint8 that a layer sends with rows of H bytes: the scales [T, S], of any strides, then zeros."""
     given = view_as(scales.contiguous(), torch.uint8)
     missing = hidden // 32 - given.shape[1]
     return torch.nn.functional.pad(given, (0, missing)) if missing else given
 
 
 def scales_of_bytes(sent: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """[..., columns] of `dtype`, contiguous, from what `scale_bytes` made."""
+    """[..., columns] of `dtype`, contiguous: the inverse of `scale_bytes`."""
     return view_as(sent[..., : columns * dtype.itemsize].contiguous(), dtype)
 
 
 def check_quantizable(x: Any, round_scale: bool, use_ue8m0: bool) -> None:
     """Raise InputError unless `quantize_channels` takes these arguments."""
     if use_ue8m0 and not round_scale:
-        raise InputError("use_ue8m0=True keeps exponents of scales alone. Pass round_scale=True with it.")
+        raise InputError("use_ue8m0=True keeps only the exponents of scales. Pass round_scale=True with it.")
     multiple = 4 * CHANNELS if use_ue8m0 else CHANNELS
     if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.dtype != torch.bfloat16:
         got = f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise InputError(f"use_fp8=True quantises rows [T, H] bfloat16, got {got}. Pass such, or use_fp8=False.")
+        raise InputError(f"use_fp8=True quantises rows [T, H] bfloat16, got {got}. Pass these, or use_fp8=False.")
     if x.shape[1] % multiple:
         raise InputError(
             f"rows have {x.shape[1]} values, but use_fp8=True{' with use_ue8m0=True' * use_ue8m0} needs a multiple of "
-            f"{multiple}: one scale is for {CHANNELS}. Pad the rows, or pass use_fp8=False."
+            f"{multiple}: one scale per {CHANNELS} values. Pad the rows, or pass use_fp8=False."
         )
 
 
 def quantized(
     x: torch.Tensor, round_scale: bool, use_ue8m0: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_channels` of rows on `device`. Of rows elsewhere only shapes: the layer refuses them on all ranks."""
+    """`quantize_channels` of rows on `device`. For rows elsewhere, empty tensors of the same shapes: the layer then
+    refuses the rows on all ranks."""
     if x.device == device:
         return quantize_channels(x.contiguous(), round_scale, use_ue8m0)
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
@@ -58,13 +59,13 @@ def quantized(
 
 
 class QuantizedRows(NamedTuple):
-    """Rows with scales that the caller has made.
+    """Rows that the caller has quantised, with their scales.
 
     Attributes:
         data: [T, H] float8_e4m3fn, contiguous.
-        scales: [T, H / 128] float32 or int32, or [T, H / 512] int32, strided as they like.
-        repack: a layer sends a byte of scales per 32 values, row after row. Four exponents to a word are fewer bytes,
-            and strided scales are not row after row: both are copied before they are sent, and cut where they arrive.
+        scales: [T, H / 128] float32 or int32, or [T, H / 512] int32, of any strides.
+        repack: a layer sends contiguous scales, one byte per 32 values. Scales with four exponents to a word are
+            shorter, and strided scales are not contiguous: both are copied before sending and cut after receiving.
     """
 
     data: torch.Tensor
@@ -76,12 +77,12 @@ class QuantizedRows(NamedTuple):
         """The pair that `dispatch` takes as `x`.
 
         Raises:
-            InputError: it is no such pair.
+            InputError: `pair` is not [T, H] e4m3 and matching scales.
         """
         data, scales = pair if len(pair) == 2 else (None, None)
         tensors = isinstance(data, torch.Tensor) and isinstance(scales, torch.Tensor)
         if data is None or scales is None or not tensors or data.dim() != 2 or scales.dim() != 2:
-            raise InputError("x is a tuple, but not of rows [T, H] float8_e4m3fn and scales [T, H / 128] float32.")
+            raise InputError("a tuple x must hold rows [T, H] float8_e4m3fn and scales [T, H / 128] float32.")
         if data.dtype != torch.float8_e4m3fn or not data.is_contiguous():
             raise InputError(
                 f"quantised rows must be float8_e4m3fn and contiguous, got {data.dtype} with strides {data.stride()}. "
@@ -110,8 +111,8 @@ class QuantizedRows(NamedTuple):
         previous_event: EventOverlap | None,
         async_finish: bool,
     ) -> CompactRows:
-        """What `call`, a `layer.dispatch_compact`, returns, with scales as they were given; arguments: other tensors
-        that it reads."""
+        """The result of `call`, a `layer.dispatch_compact`, with scales in the caller's format; arguments: other
+        tensors that `call` reads."""
         if not self.repack:
             return call(self.data, scale=self.scales, **order_of(previous_event, async_finish))
 
@@ -126,7 +127,7 @@ class QuantizedRows(NamedTuple):
     def again(
         self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, previous_event: EventOverlap | None, async_finish: bool
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], EPEvent | None]:
-        """The pair that arrives by an earlier dispatch, and the event."""
+        """Dispatch with the routing of an earlier dispatch; returns the received pair and the event."""
         call: Callable[..., Any] = layer.dispatch_compact_again
         if not self.repack:
             order = order_of(previous_event, async_finish)
@@ -147,7 +148,7 @@ class QuantizedRows(NamedTuple):
         previous_event: EventOverlap | None,
         async_finish: bool,
     ) -> tuple[_Result, EPEvent | None]:
-        """What `call` returns, and with `async_finish` its event; it reads these rows and the arguments."""
+        """The result of `call`, which reads these rows and the arguments, and with `async_finish` its event."""
         order_of(previous_event, False)  # the current stream waits for the event
         if async_finish:
             return layer.on_comm_stream(call, (self.data, self.scales, *arguments))
@@ -159,6 +160,6 @@ def check_hidden(layer: EPAll2AllLayer, rows: QuantizedRows) -> None:
     cfg = layer.config
     if (cfg.hidden, cfg.token_dtype) != (rows.data.shape[1], torch.bfloat16):
         raise InputError(
-            f"quantised rows of {rows.data.shape[1]} values were given, but the handle is of rows of {cfg.hidden} "
+            f"quantised rows of {rows.data.shape[1]} values were given, but the handle is for rows of {cfg.hidden} "
             f"{cfg.token_dtype}. Pass a handle of a dispatch of such rows, or of bfloat16 rows of that length."
         )

@@ -1,4 +1,4 @@
-"""Handles: what a combine needs of its dispatch, with DeepEP's items, each computed when it is read."""
+"""Handles: state of a dispatch that its combine needs. DeepEP's items are computed when they are read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from triton_ep.layer import EPAll2AllLayer
 
 
 def _nothing() -> None:
-    """Value of an item that DeepEP's transport needs and this one does not."""
+    """None: value of an item that only DeepEP's transport needs."""
 
 
 @dataclass(frozen=True, eq=False)
 class DispatchHandle(LazyItems):
-    """What a combine, and later dispatches with the same routing, need of a dispatch.
+    """State of a dispatch that its combine, and later dispatches with the same routing, need.
 
-    Any number of handles may be live, and they may be used in any order. A handle outlives the buffer that made it,
+    Any number of handles may be live, and they may be used in any order. A handle outlives the buffer that created it,
     until the memory is freed (`Buffer.destroy`, `release`).
 
-    Items, T tokens, W ranks, N nodes, on the device. Inside a node the 6 of DeepEP: rank_prefix_matrix [W, W] int32, in
-    whose column of this rank row i is the number of rows from ranks up to i (-1 in the others), None, None, None,
-    is_token_in_rank [T, W] bool, None. Between nodes the 10: is_token_in_rank, None, None, None,
-    recv_rdma_rank_prefix_sum [N] int32, tokens that this rank receives from nodes 0 to n, its own node included, None,
-    recv_gbl_rank_prefix_sum [W] int32, rows from ranks 0 to r, None, None, None. Items that are None describe DeepEP's
+    Items on the device; T tokens, W ranks, N nodes. Inside a node DeepEP's 6 items: rank_prefix_matrix [W, W] int32
+    (column of this rank: row i is the number of rows from ranks 0 to i; other columns -1), None, None, None,
+    is_token_in_rank [T, W] bool, None. Between nodes DeepEP's 10 items: is_token_in_rank, None, None, None,
+    recv_rdma_rank_prefix_sum [N] int32 (tokens that this rank receives from nodes 0 to n, its own node included), None,
+    recv_gbl_rank_prefix_sum [W] int32 (rows from ranks 0 to r), None, None, None. Items that are None describe DeepEP's
     channels, or tokens of other ranks, which rows do not carry.
     """
 
@@ -75,16 +75,16 @@ class DispatchHandle(LazyItems):
 
 @dataclass(frozen=True, eq=False)
 class LowLatencyHandle(LazyItems):
-    """What a combine needs of a low-latency dispatch. Valid, like its items, after the hook has run.
+    """State of a low-latency dispatch that its combine needs. The handle and its items are valid after the hook ran.
 
-    Items, e local experts, W ranks, M most tokens per rank, as DeepEP's: [e, W * M] int32, the source's token of each
-    row in its slab, -1 after the rows that arrived; [e, W] int64, first row << 32 | rows of each source rank; M; H;
-    the number of experts.
+    DeepEP's items, with e local experts, W ranks, M most tokens per rank: [e, W * M] int32, the token number on its
+    source rank of each row in its slab, -1 past the received rows; [e, W] int64, first row << 32 | rows of each source
+    rank; M; H; the number of experts.
 
     Attributes:
-        layer, layout_desc: that served the dispatch.
+        layer, layout_desc: layer and descriptor of the dispatch.
         given_weights: [T, K] float32, weights that the dispatch got; None: it got none.
-        row_weights: [R] float32, those that arrived with the rows, expert-major.
+        row_weights: [R] float32, weights received with the rows, expert-major; None: the dispatch got no weights.
     """
 
     layer: EPAll2AllLayer
@@ -103,7 +103,7 @@ class LowLatencyHandle(LazyItems):
         )
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[W * M * K] int64 each: expert-major row of every copy, R = none, and its source rank * M + token."""
+        """[W * M * K] int64 each: expert-major row of every assignment, R = none, and its source rank * M + token."""
         copies, none = self.layout_desc.skipped_token_topk_mapping_indices, self.layout_desc.num_recv_rows
         assert copies is not None, "a descriptor of a low-latency dispatch has it"
         row = torch.where((copies < 0) | (copies >= none), none, copies).long()
@@ -133,7 +133,7 @@ class LowLatencyHandle(LazyItems):
 
 
 def ranks_of_tokens(desc: EPAllToAllLayoutDesc, num_ranks: int) -> torch.Tensor:
-    """[T, W] bool: whether each token goes to each rank; not of a low-latency dispatch."""
+    """[T, W] bool: whether each token goes to each rank. Not for a low-latency dispatch."""
     owners = desc.owner_ranks
     assert owners is not None, "a low-latency dispatch has a handle of its own"
     column = torch.where(owners < 0, num_ranks, owners).long()

@@ -1,7 +1,7 @@
-"""A package `deep_ep` that processes find by themselves: in a folder first on the path, from a wheel, or by a plugin.
+"""A package `deep_ep` that every process imports: from a folder first on the path, from a wheel, or through a plugin.
 
-`install` works in the process that calls it. Frameworks start workers in which nobody calls it; they do read PYTHONPATH
-and load plugins.
+`install` only works in the process that calls it. Worker processes of a framework do not call it, but they do read
+PYTHONPATH and load plugins.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from triton_ep.integrations.deep_ep.shim import serve
 
 serve()
 """
-"""`deep_ep/__init__.py` of such a package; packaging/deepep-shim has the same."""
+"""`deep_ep/__init__.py` of such a package; packaging/deepep-shim has the same file."""
 
 
 def serve() -> None:
-    """Put this package's modules in the place of the `deep_ep` that is being imported. Its buffers join the job where
-    nobody has called `initialize_distributed`."""
+    """Replace the `deep_ep` that is being imported by this package's modules. Its buffers join the job if the program
+    has not called `initialize_distributed`."""
     sys.modules.pop("deep_ep", None)
     deep_ep.install()
     join_when_needed()
 
 
 def register() -> None:
-    """Entry point of the plugins of vLLM and SGLang: serve `deep_ep` where no other is installed. Idempotent."""
+    """Plugin entry point for vLLM and SGLang: serve `deep_ep` unless another one is installed. Idempotent."""
     if "deep_ep" not in sys.modules and importlib.util.find_spec("deep_ep") is None:
         serve()

@@ -1,4 +1,4 @@
-"""Signals by which a kernel on another stream says what it has written of the rows that `low_latency_combine` sends."""
+"""Signals of a kernel on another stream: they count how much it has written of the rows `low_latency_combine` sends."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ _MOST = (1 << 31) - 1
 
 
 def per_expert(src_signals: Any, expected: Any, desc: EPAllToAllLayoutDesc) -> Signals:
-    """Of `src_signals` [e] int32 or uint32, one per expert.
+    """The signals in `src_signals` [e] int32 or uint32, one per expert.
 
     Raises:
-        InputError: another tensor, or no number below 2**31 to wait for.
+        InputError: another tensor, or `expected` is not an integer from 0 to 2**31 - 1.
     """
     values = _words("src_signals", src_signals, desc, _experts(desc))
     return Signals(values.unsqueeze(1), None, 1, check.integer("src_signal_expect_value", expected, 0, most=_MOST))
 
 
 def per_block(comp_signal: Any, block_m: Any, threshold: Any, slab_rows: int, desc: EPAllToAllLayoutDesc) -> Signals:
-    """Of `comp_signal`, int32: that of rows b * block_m and on of expert i is number i * ceil(slab_rows / block_m) + b.
+    """The signals in `comp_signal`, int32 or uint32: signal i * ceil(slab_rows / block_m) + b counts for block b of
+    expert i, rows b * block_m to (b + 1) * block_m.
 
     Raises:
-        InputError: a shorter tensor, or other numbers than these.
+        InputError: a shorter tensor, or numbers out of range.
     """
     block_rows = check.integer("block_m", block_m, 1)
     experts, blocks = _experts(desc), -(-slab_rows // block_rows)

@@ -1,4 +1,4 @@
-"""Slabs of rows: the rows of each local expert at a fixed place, as DeepEP's low-latency calls have them."""
+"""Slabs of rows for DeepEP's low-latency calls: the rows of each local expert start at a fixed place."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from triton_ep.ops.slabs import scales_to_slabs, to_slabs
 
 
 class Slabs:
-    """Memory for the rows of each expert at a fixed place, and with `use_fp8` for their scales.
+    """Memory for one slab of rows per expert, and with `use_fp8` for their scales.
 
     Attributes:
-        result: what the call returns: [e, n, H], or with `use_fp8` that and the scales.
-        tensors: the same as a tuple.
+        result: result of the call: [e, n, H], or with `use_fp8` a tuple of it and the scales.
+        tensors: the same tensors, always as a tuple.
     """
 
     def __init__(self, slab: tuple[int, int], x: torch.Tensor, use_fp8: bool, use_ue8m0: bool) -> None:
@@ -36,7 +36,7 @@ class Slabs:
         self.result = self.tensors = (data, scales)
 
     def fill(self, flat: list[torch.Tensor], offsets: torch.Tensor, counts: torch.Tensor) -> None:
-        """Copy expert-major rows [R, H], and with `use_fp8` bytes of scales [R, H / 32], to their slabs."""
+        """Copy expert-major rows [R, H], and with `use_fp8` the bytes of their scales [R, H / 32], to the slabs."""
         rows, *sent = flat
         if isinstance(self.result, torch.Tensor):
             to_slabs(rows, offsets, counts, self.result)
@@ -53,15 +53,15 @@ def run_halves(
     async_finish: bool,
     return_recv_hook: bool,
 ) -> tuple[Any, EventOverlap, Callable[[], None]]:
-    """Run a low-latency call in halves, or at once.
+    """Run a low-latency call in two halves, or at once.
 
     Args:
         send: launches the sending half; returns the result and a function that launches the receiving half.
         arguments: tensors that the call reads and writes.
 
     Returns:
-        the result, the event, and the hook. With `return_recv_hook` the hook launches the receiving half; otherwise it
-        has been launched, and the hook does nothing.
+        the result, the event, and the hook. With `return_recv_hook` the hook launches the receiving half; otherwise
+        both halves have been launched, and the hook does nothing.
     """
     if return_recv_hook:
         result, receive = send()
@@ -79,4 +79,4 @@ def run_halves(
 
 
 def no_hook() -> None:
-    """What has been received needs no second half."""
+    """Hook of a call whose receiving half has been launched."""

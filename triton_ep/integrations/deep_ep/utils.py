@@ -1,4 +1,4 @@
-"""deep_ep.utils: events of streams, over triton_ep.EPEvent."""
+"""deep_ep.utils: stream events, over triton_ep.EPEvent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["EventHandle", "EventOverlap"]
 
 
 class EventHandle:
-    """A point in a stream: the current point of the current stream, or the point of a given event."""
+    """A point in a stream: the current point of the current stream, or the point of `event`."""
 
     def __init__(self, event: EPEvent | None = None) -> None:
         if event is not None and not isinstance(event, EPEvent):
@@ -26,11 +26,11 @@ class EventHandle:
 
 
 class EventOverlap:
-    """What calls take as `previous_event` and return last. As a context manager it waits on exit.
+    """Event that calls take as `previous_event` and return last. As a context manager it waits on exit.
 
     Args:
         event: the point to wait for; None: no point.
-        extra_tensors: kept alive as long as this object.
+        extra_tensors: tensors to keep alive as long as this object.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
@@ -42,11 +42,11 @@ class EventOverlap:
         self._release_on_exit = False
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """Make the current stream wait for the event, if there is one.
+        """Make the current stream wait for the event, if any, and run the hook of `register_hook_after_wait` once.
 
         release_handle: then drop the event and `extra_tensors`, so that their memory can be reused.
 
-        Returns what the hook of `register_hook_after_wait` returns, which runs once; None without one.
+        Returns the result of the hook; None without one.
         """
         if self.event is not None:
             self.event.current_stream_wait()
@@ -69,7 +69,7 @@ class EventOverlap:
         self._hook = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
-        """This object, for a `with` statement that waits with `release_handle`."""
+        """Return this object for a `with` statement that waits with `release_handle`."""
         self._release_on_exit = release_handle
         return self
 
@@ -87,7 +87,7 @@ def to_ep_event(previous: Any) -> EPEvent | None:
     """The event in an EventOverlap, or None.
 
     Raises:
-        InputError: `previous` is no EventOverlap, EventHandle or None.
+        InputError: `previous` is none of EventOverlap, EventHandle and None.
     """
     if previous is not None and not isinstance(previous, EventOverlap | EventHandle):
         raise InputError(f"previous_event must be an EventOverlap or None, got {type(previous).__name__}.")
@@ -96,8 +96,8 @@ def to_ep_event(previous: Any) -> EPEvent | None:
 
 
 def order_of(previous_event: Any, async_finish: bool) -> dict[str, Any]:
-    """`async_finish` and `previous_event` as arguments of a layer's call. Without `async_finish` the current stream
-    waits for the event at once, and no arguments are needed."""
+    """`async_finish` and `previous_event` as arguments of a layer's call. Without `async_finish`: make the current
+    stream wait for the event now, and return no arguments."""
     previous = to_ep_event(previous_event)
     if async_finish:
         return {"async_finish": True, "previous_event": previous}
@@ -107,5 +107,5 @@ def order_of(previous_event: Any, async_finish: bool) -> dict[str, Any]:
 
 
 def to_overlap(event: EPEvent | None) -> EventOverlap:
-    """An EventOverlap of an event or None."""
+    """Wrap an event or None in an EventOverlap."""
     return EventOverlap(None if event is None else EventHandle(event))
