@@ -1,6 +1,6 @@
-"""Checks of arguments that no layer checks, or that a layer could not name as the caller does.
+"""Checks of arguments that no layer checks, or that a layer knows under another name than the caller.
 
-They run at every call: they format no message unless a check fails."""
+Hot path: they format no message unless a check fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensor(
     dtypes: tuple[torch.dtype, ...] = (),
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return `value` if it is a tensor as described.
+    """Return `value` if it is a tensor with these properties.
 
     Args:
         dim: number of dimensions; None: any.
@@ -85,7 +85,7 @@ def flag(name: str, value: Any, error: type[EPError] = InputError) -> bool:
 
 
 def dtype(name: str, value: Any) -> torch.dtype:
-    """Return `value` if it is a torch.dtype, any.
+    """Return `value` if it is a torch.dtype.
 
     Raises:
         ConfigError: it is not.

@@ -1,4 +1,4 @@
-"""Experts on rows that have arrived, with weights of a framework: triton_ep.nn's block without an exchange."""
+"""Experts on received rows, with the weights of a framework: triton_ep.nn's expert block without an exchange."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from triton_ep.nn.swiglu_experts import local_part
 from triton_ep.ops.activation import Activation, check_activation
 
 RECIPES = {"bf16": None, "mxfp8": "default", "mxfp8-fast": "fast", "mxfp8-exact": "exact"}
-"""Names, and the precision of the products (triton_ep.nn.expert_block)."""
+"""Recipe -> precision of the products (triton_ep.nn.expert_block)."""
 
 
 class ArrivedExperts:
-    """The experts of one layer: quantised copies of its weights, and the joined form of gate and up, are kept here.
+    """The experts of one MoE layer. Keeps quantised copies of its weights, and gate and up joined into one weight.
 
     Arguments:
         recipe: one of RECIPES.
-        activation: between the two products.
-        prepared: which quantised copies are kept, as of `triton_ep.nn.SwiGLUExperts`.
+        activation: activation between the two products.
+        prepared: which quantised copies to keep, as in `triton_ep.nn.SwiGLUExperts`.
 
     Raises:
         ConfigError: another recipe or activation.
@@ -42,7 +42,7 @@ class ArrivedExperts:
         self._joined = Joined()
 
     def invalidate(self) -> None:
-        """The weights have changed, and torch's version counters do not show it."""
+        """Drop the kept copies. Call it when weights have changed and torch's version counters do not show it."""
         self._joined.invalidate()
         if self._prepared is not None:
             self._prepared.invalidate()
@@ -57,15 +57,15 @@ class ArrivedExperts:
         row_weights: torch.Tensor | None = None,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """[R, H] bf16 of rows [R, H], each expert's after those of the one before. Differentiable.
+        """Apply the experts to rows [R, H], ordered by expert; returns [R, H] bf16. Differentiable.
 
         Arguments:
-            rows: bf16, or an `MXTensor` with an MXFP8 recipe; rows after the last expert's mean nothing, here and in
-                the result.
-            counts: [e] integers on the rows' device, rows of each expert, padding included; not read by the host.
-            w13: [e, 2F, H], rows of gate before those of up ([e, F, H] of an activation without a gate); or gate and up
-                [e, F, H] each. w2: [e, H, F]. bf16 or float32; DTensors: this rank's shards.
-            row_weights: [R] float32, which multiply each row's result. biases: [e, 2F] and [e, H].
+            rows: bf16, or an `MXTensor` with an MXFP8 recipe. Rows past the last expert's are undefined, in the result
+                as well.
+            counts: [e] integers on the rows' device, rows of each expert, padding included; the host does not read it.
+            w13: [e, 2F, H], gate rows before up rows ([e, F, H] for an activation without a gate); or gate and up,
+                [e, F, H] each. w2: [e, H, F]. bf16 or float32; of DTensors, this rank's shards are used.
+            row_weights: [R] float32, multiply each row's result. biases: [e, 2F] and [e, H].
 
         Raises:
             InputError: operands that do not fit each other.

@@ -1,7 +1,7 @@
-"""Layers that integrations use: one per group and sizes, made when a call first needs it.
+"""Layers of the integrations: one per group and sizes, created when a call first needs it.
 
-Other packages make a buffer that serves calls of any size, and drop it at any time. A layer is made for fixed sizes,
-and only all ranks together can free its symmetric memory. So layers belong to a pool. A layer stays until every user
+A buffer of another package serves calls of any size, and may be dropped at any time. A layer has fixed sizes, and only
+all ranks together can free its symmetric memory. Layers therefore belong to a pool. A layer stays until every user
 frees it, or until `close`, so that its descriptors stay valid.
 """
 
@@ -20,11 +20,11 @@ from triton_ep.layer import EPAll2AllLayer
 
 
 class LayerSizes(NamedTuple):
-    """What a layer is made for: arguments of `EPAll2AllLayer`.
+    """Sizes and options of a layer: arguments of `EPAll2AllLayer`.
 
     Attributes:
-        max_tokens: most tokens per rank; 0: the largest number that a rank needs when the layer is made.
-        variant: distinguishes layers that are equal otherwise, such as those of micro-batches.
+        max_tokens: most tokens per rank; 0: the largest number that any rank needs when the layer is created.
+        variant: distinguishes layers of equal sizes, such as one per micro-batch.
     """
 
     hidden: int
@@ -44,14 +44,14 @@ class LayerSizes(NamedTuple):
 
 
 class _Joining:
-    """Whether doors join the job by themselves, which a program does by `initialize_distributed` otherwise."""
+    """Whether integrations call `initialize_distributed` if the program has not."""
 
     wanted = False
 
 
 def join_when_needed() -> None:
-    """Let the first object of an integration call `initialize_distributed` where nobody has: in worker processes that a
-    framework starts. It must then be made on all ranks of the default process group at the same time."""
+    """Let the first object of an integration call `initialize_distributed` if the program has not: for worker processes
+    that a framework starts. All ranks of the default process group must then create that object at the same time."""
     _Joining.wanted = True
 
 
@@ -68,15 +68,15 @@ class LayerPool:
         ranks_per_node: None: as `initialize_distributed` found them.
 
     Attributes:
-        group, rank, world_size, ranks_per_node: of all layers.
-        heap: of the job that the group belongs to.
-        layers: the layer of each sizes.
-        found: the same layers under keys of a user's own, who puts them there: a short key takes a fraction of the time
-            of `LayerSizes`. Emptied whenever a layer is outgrown or freed.
+        group, rank, world_size, ranks_per_node: common to all layers.
+        heap: symmetric heap of the job that the group belongs to.
+        layers: sizes -> layer.
+        found: the same layers under a user's own keys, added by the user: looking up a short key takes a fraction of
+            the time of `LayerSizes`. Emptied whenever a layer is outgrown or freed.
         outgrown: layers that became too small, kept because descriptors may refer to them.
 
     Raises:
-        ConfigError: an unknown group, one that this process is not in, or nodes with different numbers of its ranks.
+        ConfigError: an unknown group, a group without this process, or nodes with different numbers of its ranks.
         EPError: `initialize_distributed` has not been called.
     """
 
@@ -93,11 +93,12 @@ class LayerPool:
         self._closed = False
 
     def get(self, sizes: LayerSizes, num_tokens: int = 0, user: Hashable = None) -> EPAll2AllLayer:
-        """The layer of these sizes. Collective if there is none yet: all ranks ask for the same ones in the same order.
+        """The layer of these sizes. Collective if it does not exist yet: all ranks request the same layers in the same
+        order.
 
         Args:
-            num_tokens: tokens that this rank needs room for. Used only to make a layer whose `sizes.max_tokens` is 0:
-                it gets the largest number of any rank.
+            num_tokens: tokens that this rank needs room for. Only used to create a layer whose `sizes.max_tokens` is 0:
+                it gets the largest `num_tokens` of any rank.
             user: key of a user that will call `free`; None: the layer stays until `free_all` or `close`.
 
         Raises:
@@ -113,7 +114,7 @@ class LayerPool:
         return layer
 
     def outgrow(self, sizes: LayerSizes | None = None) -> None:
-        """Make the next `get` of these sizes (None: of any sizes) create a new, larger layer. The layers replaced stay
+        """Make the next `get` of these sizes (None: of any sizes) create a new, larger layer. Replaced layers stay
         until they are freed. All ranks call it in the same order."""
         self.found.clear()
         if sizes is None:
@@ -123,14 +124,14 @@ class LayerPool:
             self.outgrown.append(self.layers.pop(sizes))
 
     def free(self, user: Hashable) -> None:
-        """Free the symmetric memory of layers that only this user took. Collective, idempotent."""
+        """Free the symmetric memory of layers without another user. Collective, idempotent."""
         mine = [layer for layer in self._all() if user in self._users.get(layer.context.layer_id, ())]
         for layer in mine:
             self._users[layer.context.layer_id].discard(user)
         self._free([layer for layer in mine if not self._users[layer.context.layer_id]])
 
     def free_all(self) -> None:
-        """Free the symmetric memory of all layers. Collective, idempotent; `get` makes them anew."""
+        """Free the symmetric memory of all layers. Collective, idempotent; `get` creates them again."""
         self._free(self._all())
 
     def close(self) -> None:
@@ -158,14 +159,14 @@ class LayerPool:
         """
         if self._closed:
             raise FinalizedError(
-                "this buffer was closed, its memory is freed. Make a new one on all ranks of its group."
+                "this buffer was closed, its memory is freed. Create a new one on all ranks of its group."
             )
 
     def _make(self, sizes: LayerSizes, num_tokens: int) -> EPAll2AllLayer:
         self.check_open()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise InputError(
-                f"a CUDA graph is being captured, but there is no layer yet for these sizes: {_shown(sizes)}. Run the "
+                f"a CUDA graph is being captured, but no layer of these sizes exists yet: {_shown(sizes)}. Run the "
                 "same calls once before the capture."
             )
         max_tokens = sizes.max_tokens or max(distributed.gather(num_tokens, self.group, "the sizes of a layer"))
@@ -191,7 +192,7 @@ class LayerPool:
 
 
 def _shown(sizes: LayerSizes) -> str:
-    """The sizes in which this layer differs from the plainest one."""
+    """The sizes that differ from the defaults, as text."""
     plain = LayerSizes._field_defaults
     return ", ".join(f"{name}={value}" for name, value in sizes._asdict().items() if value != plain.get(name, ...))
 
@@ -201,10 +202,10 @@ _SHARED: dict[tuple[str, Any, int | None], LayerPool] = {}
 
 
 def shared_pool(integration: str, group: Any, ranks_per_node: int | None = None) -> LayerPool:
-    """The pool that all objects of an integration share over a group, empty at first; arguments as of `LayerPool`.
+    """The pool that all objects of an integration share over a group, empty at first; arguments as for `LayerPool`.
 
     Raises:
-        What `LayerPool` raises.
+        As `LayerPool`.
     """
     _join()
     check_group(group)

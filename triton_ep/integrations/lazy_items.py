@@ -1,4 +1,4 @@
-"""Handles that look like the tuples of another package. An item costs nothing until it is read."""
+"""Handles that look like another package's tuples. An item costs nothing until it is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LazyItems(Sequence[Any]):
 
     @abstractmethod
     def _makers(self) -> tuple[Callable[[], Any], ...]:
-        """One function per item, which computes it."""
+        """One function per item that computes the item."""
 
     def __len__(self) -> int:
         return len(self._makers())

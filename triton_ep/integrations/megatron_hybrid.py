@@ -1,4 +1,4 @@
-"""The HybridEP half of `triton_ep.integrations.megatron` under its former name."""
+"""Former name of the HybridEP half of `triton_ep.integrations.megatron`."""
 
 from triton_ep.integrations.megatron.hybrid_ep import (
     HybridEPCombine,

@@ -1,4 +1,4 @@
-"""Checks of HybridEPBuffer's arguments that no layer makes, or that a layer could not name as the caller does."""
+"""Checks of HybridEPBuffer's arguments that no layer checks, or that a layer knows under another name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_routing(
     *,
     topk_weights: torch.Tensor | None = None,
 ) -> int:
-    """Number of experts over all ranks in a dispatch. The layer checks the values of ids.
+    """Check the shapes of a dispatch; return its number of experts over all ranks. The layer checks the values of ids.
 
     sizes: experts per rank and over all ranks, as the caller gave them, or None. Experts per rank may differ from the
         buffer's.
@@ -55,8 +55,8 @@ def check_routing(
     shape = check.tensor("hidden", hidden).shape
     if len(shape) != 2 or shape[1] != layers.hidden:
         raise InputError(
-            f"hidden is {list(shape)}, but this buffer was made for hidden_dim={layers.hidden}. Make a buffer for the "
-            "other size (Megatron: reset_hybrid_ep_buffer(), then init_hybrid_ep_buffer), on all ranks."
+            f"hidden is {list(shape)}, but this buffer has hidden_dim={layers.hidden}. Create a buffer for the other "
+            "size (Megatron: reset_hybrid_ep_buffer(), then init_hybrid_ep_buffer), on all ranks."
         )
     if routing_map is None and topk_idx is None:
         raise InputError("dispatch needs routing_map, topk_idx or a handle; it got none of them.")
@@ -82,14 +82,14 @@ def check_routing(
 
 
 def check_numbers(given: dict[str, int | None]) -> None:
-    """Raise InputError unless each is an integer or None; later checks know the limits."""
+    """Raise InputError unless each value is an integer or None; later checks test the limits."""
     for name, value in given.items():
         if value is not None:
             check.integer(name, value, -(1 << 31))
 
 
 def check_probs(probs: Any, shape: tuple[int, ...], device: torch.device, what: str) -> None:
-    """Raise InputError unless `probs` is float32 of that shape; what: describes it in the message."""
+    """Raise InputError unless `probs` is float32 of that shape; what: description for the message."""
     if (
         not isinstance(probs, torch.Tensor)
         or probs.shape != shape
@@ -100,7 +100,7 @@ def check_probs(probs: Any, shape: tuple[int, ...], device: torch.device, what: 
 
 
 def check_weights(layer: EPAll2AllLayer, topk_idx: torch.Tensor, probs: Any, given_idx: Any, topk_weights: Any) -> None:
-    """Raise InputError unless the weights fit a dispatch with the ids `topk_idx`; arguments as of `weights_by_ids`."""
+    """Raise InputError unless the weights fit a dispatch with the ids `topk_idx`; arguments as in `weights_by_ids`."""
     if probs is not None:
         wanted = (topk_idx.shape[0], layer.config.num_experts)
         _check_table("probs", check.tensor("probs", probs), wanted, torch.float32, topk_idx.device)
@@ -114,7 +114,7 @@ def _check_experts(layers: Layers, name: str, given: int | None, held: int) -> N
     if given is not None and given != held:
         raise InputError(
             f"{name}: {given}, but this call has {held} experts on {layers.world_size} ranks. Pass the number per "
-            "rank as num_of_experts_per_rank, or make a buffer for them."
+            "rank as num_of_experts_per_rank, or create a buffer for them."
         )
 
 

@@ -28,27 +28,28 @@ Permuted = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.T
 class HybridEPBuffer:
     """Dispatch and combine in HybridEP's calling convention. All calls are collective over the group.
 
-    Letters: T tokens of this rank (any number, different on every rank, zero too), E experts over all ranks, e experts
-    of this rank, H hidden, P permuted rows.
+    Letters: T tokens of this rank (any number, zero included; it may differ between ranks), E experts over all ranks, e
+    experts of this rank, H hidden, P permuted rows.
 
     Args:
         group: process group, any sub-group of the world.
         hidden_dim: H; another H needs another buffer.
-        max_num_of_tokens_per_rank: T that memory is first allocated for. More tokens make it grow, collectively.
+        max_num_of_tokens_per_rank: T of the first memory allocation. More tokens make the memory grow, collectively.
             Earlier handles stay valid, and their memory stays allocated, until `close`.
         num_local_experts: e.
-        use_fp8: dispatches take one-byte rows with scales as well; a call can override it.
+        use_fp8: dispatches also take one-byte rows with scales; a call can override it.
         num_sms_dispatch_api, num_sms_combine_api: CTAs of the communication kernels, the larger of both; None: as
             tuned.
         num_of_hybrid_ep_ranks_per_nvlink_domain: ranks per node; None: as `initialize_distributed` found them.
-        topk: most experts per token. None: the first blocking call with a routing map, and each with a budget, agrees
-            on it by a small all-reduce; non-blocking calls take min(E, 32). Calls with `topk_idx` have it.
+        topk: most experts per token. None: the first blocking call with a routing map, and every blocking call with a
+            map and a budget, agrees on it by a small all-reduce; non-blocking calls take min(E, 32). Calls with
+            `topk_idx` take its K.
         enable_local_combine, timeout_s: as for `EPAll2AllLayer`.
 
     The other arguments are settings of HybridEP's kernels; they are accepted and have no effect.
 
     Raises:
-        ConfigError: an unknown group, one that this process is not in, or sizes that cannot work.
+        ConfigError: an unknown group, a group without this process, or sizes that cannot work.
         EPError: `triton_ep.initialize_distributed` has not been called.
     """
 
@@ -114,7 +115,7 @@ class HybridEPBuffer:
 
     @property
     def configurer(self) -> Any:
-        """An object whose `buffer_config` has the sizes under HybridEP's names, for callers that compare them."""
+        """Object whose `buffer_config` holds the sizes under HybridEP's names, for callers that compare them."""
         sizes = SimpleNamespace(
             hidden_dim=self.layers.hidden,
             max_num_of_tokens_per_rank=self.layers.max_tokens,
@@ -130,7 +131,7 @@ class HybridEPBuffer:
         """No effect: kernels do not depend on a buffer."""
 
     def close(self) -> None:
-        """Free the memory. Collective, idempotent. Later calls raise FinalizedError, in a backward pass as well."""
+        """Free the memory. Collective, idempotent. Later calls, also of a backward pass, raise FinalizedError."""
         self.layers.close()
 
     def dispatch_with_permute(
@@ -158,24 +159,25 @@ class HybridEPBuffer:
 
         Args:
             hidden: [T, H] bfloat16, float16 or float32; or with `use_fp8` uint8, float8_e4m3fn or float8_e5m2, whose
-                bytes are sent as they are; one-byte rows on all ranks or on none.
+                bytes are sent unchanged; one-byte rows on all ranks or on none.
             scaling_factor: [T, H / 128] float32 of one-byte rows; ignored with other rows.
-            use_fp8: None: as the buffer was made.
+            use_fp8: None: the value of the buffer.
             routing_map: [T, E] bool, or instead `topk_idx` [T, K] with distinct ids, -1 = dropped.
-            probs: [T, E] float32; with `topk_idx` instead `topk_weights` [T, K]. On all ranks or on none.
-            num_of_experts_per_rank: e, if it differs from the e that the buffer was made for.
-            num_permuted_tokens: P, the same on all ranks, a multiple of `pad_multiple`. None: the rows that arrive.
+            probs: [T, E] float32; or with `topk_idx` instead `topk_weights` [T, K]. On all ranks or on none.
+            num_of_experts_per_rank: e, if it differs from the buffer's.
+            num_permuted_tokens: P, the same on all ranks, a multiple of `pad_multiple`. None: the number of rows
+                received.
             pad_multiple: each expert's rows are padded to a multiple of this, with zero rows of probability zero.
             num_of_tokens_per_rank: at least the T of every rank, the same on all ranks; lets memory grow.
-            handle: of an earlier call, to send other rows to the same places. The host does not wait. Of the routing
-                only probabilities are used, and `topk_idx` for the order of `topk_weights`.
+            handle: handle of an earlier call, to send other rows to the same places; the host does not wait. Of the
+                routing arguments only probabilities are used, and `topk_idx` for the order of `topk_weights`.
             non_blocking: the host does not wait; needs `num_permuted_tokens`, or a handle.
 
         Returns:
             (hidden [P, H], probs [P] float32 or None, scaling_factor [P, H / 128] of one-byte rows or None,
             tokens_per_expert [e] int64, handle). Rows are ordered by expert, source rank, token. tokens_per_expert
             counts padding rows as well; it is on the device if `non_blocking`, else on the host. With a budget, rows
-            after the last expert's are undefined, with probability zero; rows that do not fit are dropped, and
+            past the last expert's are undefined, with probability zero; rows that do not fit are dropped, and
             handle[-1], int32 [1] on the device, counts them (not zero = overflow).
 
         Raises:
@@ -240,13 +242,13 @@ class HybridEPBuffer:
         """Send one row per permuted row back and sum them per token, unweighted, in float32.
 
         Args:
-            hidden: [P, H] of the dispatch's dtype.
+            hidden: [P, H] with the dtype of the dispatch.
             probs: [P] float32; the dispatch must have had probabilities. On all ranks or on none.
-            handle: of `dispatch_with_permute`; it may be used any number of times, handles in any order.
-            pad_multiple: None, or that of the dispatch.
+            handle: handle of `dispatch_with_permute`; usable any number of times, and in any order.
+            pad_multiple: None, or the value given to the dispatch.
 
         Returns:
-            [T, H], and with `probs` [T, E] float32: at each (token, expert) exactly the value of its row, else zero.
+            [T, H], and with `probs` [T, E] float32: for each (token, expert) exactly the value of its row, else zero.
 
         Raises:
             InputError: an argument does not fit. StaleHandleError: a handle of another buffer. FinalizedError: the
@@ -287,14 +289,14 @@ class HybridEPBuffer:
         expert.
 
         Args:
-            num_dispatched_tokens: N, the same on all ranks, if it is known; the host then does not wait, and rows after
-                those that arrive are undefined. None: the rows that arrive.
+            num_dispatched_tokens: N, the same on all ranks; the host then does not wait, and rows past the received
+                ones are undefined. None: the number of rows received.
             Other arguments: as in `dispatch_with_permute`.
 
         Returns:
             (hidden [N, H], probs or None, scaling_factor or None, handle). Rows are ordered by source rank, token.
-            probs is [N, e * ranks per node] float32, one column per expert of the node, zero except for this
-            rank's. handle[3]: rows that arrived, on the device; handle[4]: [N, e] bool, the local experts of a row.
+            probs is [N, e * ranks per node] float32, one column per expert of the node, zero except in this rank's
+            columns. handle[3]: number of rows received, on the device; handle[4]: [N, e] bool, local experts of a row.
 
         Raises:
             As `dispatch_with_permute`.
@@ -353,7 +355,7 @@ class HybridEPBuffer:
 
         Args:
             hidden: [N, H], rows summed over the experts of this rank. probs: [N, e * ranks per node] float32.
-            handle: of `dispatch`.
+            handle: handle of `dispatch`.
 
         Returns:
             [T, H], and with `probs` [T, E] float32.
@@ -386,7 +388,7 @@ class HybridEPBuffer:
         pad_multiple: int | None,
         num_permuted_tokens: int | None,
     ) -> Permuted:
-        """`dispatch_with_permute` by a handle; given: topk_idx, topk_weights, probs."""
+        """`dispatch_with_permute` with a handle; given: topk_idx, topk_weights, probs."""
         routing = open_handle(self.layers, handle, pad_multiple)
         desc, counts = routing.desc, routing.counts
         assert counts is not None, "permuted rows have them"
@@ -408,7 +410,7 @@ class HybridEPBuffer:
 def _counts(desc: EPAllToAllLayoutDesc, non_blocking: bool) -> torch.Tensor:
     """[e] int64, rows of each local expert, padding included."""
     if desc.host_expert_offsets is not None:
-        # A third of the time of torch.tensor; differences by torch would be three operations more.
+        # frombuffer takes a third of the time of torch.tensor; torch's diff would take three more operations.
         offsets = desc.host_expert_offsets
         return torch.frombuffer(array("q", map(sub, offsets[1:], offsets)), dtype=torch.int64)
     counts = desc.expert_offsets.diff().long()

@@ -1,4 +1,4 @@
-"""Handles of HybridEPBuffer: what later calls need of a dispatch, with HybridEP's items."""
+"""Handles of HybridEPBuffer: state of a dispatch for later calls, with HybridEP's items."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from triton_ep.integrations.lazy_items import LazyItems
 from triton_ep.layer import EPAll2AllLayer
 
 PERMUTED_ITEMS, RANK_ITEMS = 11, 7
-"""Items of a handle, as HybridEP's tuples have them: of permuted rows, and of rows by rank."""
+"""Number of items of a handle, as in HybridEP's tuples: for permuted rows, and for rows by rank."""
 
 
-@dataclass(eq=False)  # not frozen: setting attributes around that takes longer, and one is made per call
+@dataclass(eq=False)  # not frozen: a frozen class sets attributes more slowly, and every call creates one
 class Routing:
     """One dispatch and its layer.
 
     Attributes:
         owner: `Layers` of the buffer that dispatched.
-        layer, desc: where the dispatch ran, and its descriptor.
+        layer, desc: layer and descriptor of the dispatch.
         copies: [C, K] int32, permuted row of each assignment of a staging row; None for rows by rank.
         counts: [e] int64, permuted rows of each local expert, padding included; None for rows by rank.
         has_probs: the dispatch had probabilities.
-        local_ids: [R, K] expert ids of rows by rank, -1 = elsewhere; None for permuted rows.
+        local_ids: [R, K] local expert ids of rows by rank, -1 = another rank's; None for permuted rows.
     """
 
     owner: Layers
@@ -51,13 +51,13 @@ class Routing:
 
 @dataclass(eq=False)
 class Handle(LazyItems):
-    """What later calls need of a dispatch. It has as many items as HybridEP's tuple: 11 for permuted rows, 7 by rank.
+    """State of a dispatch for later calls. Has as many items as HybridEP's tuple: 11 for permuted rows, 7 by rank.
 
     Attributes:
-        routing: of the dispatch.
+        routing: routing of the dispatch.
         tokens: T.
-        overflow: [1] int32, dropped rows and dropped assignments together, summed during the dispatch so that a CUDA
-            graph captures the sum; None: `layout_desc.overflow`.
+        overflow: [1] int32, dropped rows plus dropped assignments, summed during the dispatch so that a CUDA graph
+            captures the sum; None: `layout_desc.overflow`.
         experts_of_rows: [N, e] bool, the local experts of each row by rank.
     """
 
@@ -74,11 +74,11 @@ class Handle(LazyItems):
         return _nothing, _nothing, _nothing, arrived, self._experts_of_rows, *permuted
 
     def _arrived(self) -> torch.Tensor:
-        """[] int32, rows that arrived at this rank before permutation, on the device."""
+        """[] int32, number of rows received by this rank before permutation, on the device."""
         return self.routing.desc.arrivals_of_rank[self.routing.owner.rank]
 
     def _experts_of_rows(self) -> torch.Tensor:
-        """[rows or more, e] bool: the local experts of each row before permutation."""
+        """[at least the number of rows, e] bool: the local experts of each row before permutation."""
         routing = self.routing
         copies = known_copies(routing.layer.context, routing.desc, routing.copies)
         return map_of_rows(copies, routing.desc.expert_offsets)
@@ -91,7 +91,7 @@ class Handle(LazyItems):
 
 
 def _nothing() -> None:
-    """Value of an item that HybridEP's kernels need and these do not."""
+    """None: value of an item that only HybridEP's kernels need."""
 
 
 def backward_pass(handle: Any) -> AbstractContextManager[None]:
@@ -125,18 +125,18 @@ def open_handle(owner: Layers, handle: Any, pad_multiple: int | None, items: int
     routing = _routing_of(handle)
     if routing is None or len(handle) != items:
         raise InputError(
-            f"the handle must be what {call} of this buffer returned, got {type(handle).__name__}"
+            f"the handle must come from {call} of this buffer, got {type(handle).__name__}"
             f"{f' of {len(handle)} items' if isinstance(handle, Handle | tuple) else ''}."
         )
     if routing.owner is not owner:
         raise StaleHandleError(
-            "the handle is of another HybridEPBuffer, or of one that was replaced. Pass one that this buffer returned."
+            "the handle belongs to another HybridEPBuffer, or to a replaced one. Pass one that this buffer returned."
         )
     if pad_multiple is not None:
         check.integer("pad_multiple", pad_multiple, 0)
     if pad_multiple is not None and (pad_multiple or 1) != routing.layer.config.alignment:
         raise InputError(
             f"pad_multiple is {pad_multiple}, but the dispatch of this handle padded to "
-            f"{routing.layer.config.alignment}. Pass that, or None."
+            f"{routing.layer.config.alignment}. Pass that number, or None."
         )
     return routing

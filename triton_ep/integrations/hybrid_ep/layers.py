@@ -1,4 +1,4 @@
-"""The layers of one HybridEPBuffer: they differ in dtype, top-k, alignment, capacity and experts only."""
+"""The layers of one HybridEPBuffer. They differ only in dtype, top-k, alignment, capacity and experts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from triton_ep.layer import EPAll2AllLayer
 
 
 class Layers:
-    """Layers of a buffer, made when a call first needs one. Buffers share no layers, so each may use a stream of its
-    own.
+    """Layers of a buffer, created when a call first needs one. Buffers share no layers, so each may use its own stream.
 
     Args:
         group: process group; this process is a member.
         hidden: elements per row of all layers.
-        num_experts: over all ranks, for layers whose sizes give no other number.
-        max_tokens: most tokens per rank of layers made from now on. Ranks may pass different numbers; the first layer
-            is made for the largest. `grow` raises it.
+        num_experts: experts over all ranks, for layers whose sizes give no other number.
+        max_tokens: most tokens per rank of layers created from now on. Ranks may pass different numbers; the first
+            layer has room for the largest. `grow` raises it.
         ranks_per_node: None: as `initialize_distributed` found them.
         num_sm, enable_local_combine, timeout_s: as for `EPAll2AllLayer`.
 
@@ -43,13 +42,13 @@ class Layers:
         self.group, self.rank, self.world_size = group, self.pool.rank, self.pool.world_size
         self.hidden, self.num_experts, self.max_tokens = hidden, num_experts, max_tokens
         self._num_sm, self._enable_local_combine, self._timeout_s = num_sm, enable_local_combine, timeout_s
-        # By the arguments of `get`: a key of five takes a fifth of the time of LayerSizes.
+        # Keys are the arguments of `get`: looking up five values takes a fifth of the time of LayerSizes.
         self._found: dict[tuple[object, ...], EPAll2AllLayer] = {}
 
     def sizes(
         self, dtype: torch.dtype, topk: int, alignment: int = 1, capacity: int | None = None, experts: int | None = None
     ) -> LayerSizes:
-        """Sizes of the layer for such calls; experts: over all ranks, None = `num_experts`."""
+        """Sizes of the layer for such calls; experts: number over all ranks, None = `num_experts`."""
         return LayerSizes(
             self.hidden,
             topk,
@@ -65,7 +64,7 @@ class Layers:
     def get(
         self, dtype: torch.dtype, topk: int, alignment: int = 1, capacity: int | None = None, experts: int | None = None
     ) -> EPAll2AllLayer:
-        """The layer of these `sizes`; collective if there is none yet. Raises what `LayerPool.get` raises."""
+        """The layer of these `sizes`; collective if it does not exist yet. Raises as `LayerPool.get`."""
         key = (dtype, topk, alignment, capacity, experts)
         layer = self._found.get(key)
         if layer is None:
@@ -74,7 +73,7 @@ class Layers:
         return layer
 
     def grow(self, num_tokens: int) -> None:
-        """Make the next layers for a quarter more than `num_tokens`; the present layers stay for their descriptors."""
+        """Create later layers for a quarter more than `num_tokens`. Present layers stay, for their descriptors."""
         self.pool.outgrow()
         self._found.clear()
         self.max_tokens = num_tokens + num_tokens // 4

@@ -1,4 +1,4 @@
-"""Routing maps [T, E] of bools and probabilities, and the expert ids and weights [T, K] that a layer takes."""
+"""Convert between routing maps [T, E] with probabilities and the expert ids and weights [T, K] that a layer takes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from triton_ep.integrations import arguments as check
 def indices_to_map(
     topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_of_tokens: int, num_of_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Routing map [T, E] bool and, with weights, probabilities [T, E] float32, of expert ids [T, K].
+    """Convert expert ids [T, K] to a routing map [T, E] bool and, with weights, probabilities [T, E] float32.
 
-    Ids outside 0 to E - 1 are dropped; the ids of a token are distinct.
+    Ids outside 0 to E - 1 are dropped; the ids of a token must be distinct.
 
     Raises:
         InputError: `topk_idx` is not [T, K], or weights have another shape.
@@ -53,7 +53,7 @@ def weights_by_ids(
     topk_weights: torch.Tensor | None,
     num_experts: int,
 ) -> torch.Tensor | None:
-    """Weights [T, K] float32 of the experts in `topk_idx`, the ids of an earlier dispatch; None if none are given.
+    """Weights [T, K] float32 in the order of `topk_idx`, the ids of an earlier dispatch; None if none are given.
 
     Weights are given as `probs` [T, E]; or as `given_idx` and `topk_weights` [T, any K], ids in any order; or as
     `topk_weights` alone, in the order of `topk_idx`.
@@ -69,7 +69,7 @@ def weights_by_ids(
     if topk_weights.shape != wanted.shape or wanted.shape[0] != topk_idx.shape[0]:
         raise InputError(
             f"topk_weights are {list(topk_weights.shape)}, their ids {list(wanted.shape)}, for {topk_idx.shape[0]} "
-            "tokens. Pass a weight per id."
+            "tokens. Pass one weight per id."
         )
     if given_idx is None:
         return torch.where(topk_idx >= 0, topk_weights, 0.0)
@@ -79,7 +79,7 @@ def weights_by_ids(
 
 
 def map_of_rows(copies: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
-    """[C, e] bool: the local experts of each staging row; False after the rows that arrived.
+    """[C, e] bool: the local experts of each staging row; False past the received rows.
 
     copies: [C, K] permuted row of each assignment, the number of rows or more = none; expert_offsets: [e + 1].
     """
@@ -90,7 +90,7 @@ def map_of_rows(copies: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Ten
 
 
 def map_of_slots(values: torch.Tensor, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[T, E] float32: the values [T, K] at the columns of these expert ids, zero elsewhere."""
+    """[T, E] float32: the values [T, K] in the columns of their expert ids, zero elsewhere."""
     column = torch.where(topk_idx >= 0, topk_idx, num_experts).long()
     out = torch.zeros(values.shape[0], num_experts + 1, dtype=torch.float32, device=values.device)
     return out.scatter_(1, column, values)[:, :num_experts].contiguous()

@@ -1,7 +1,7 @@
-"""AgreedSizes: layers of a HybridEPBuffer that are large enough for the routing that its calls are given.
+"""AgreedSizes: keep the layers of a HybridEPBuffer large enough for the routing of its calls.
 
 A layer has a fixed number of slots per token (top-k) and memory for a fixed number of tokens, the same on all ranks; a
-routing map may exceed either. The ranks agree on top-k once, by a collective of their own; later calls rely on it. If a
+routing map may exceed either. The ranks agree on top-k once, in a separate collective; later calls rely on it. If a
 rank then has more experts per token or more tokens, the layers of all ranks raise `CapacityError` with both numbers
 before any row is sent, and all ranks try again with larger layers.
 """
@@ -21,22 +21,22 @@ from triton_ep.integrations.hybrid_ep.layers import Layers
 from triton_ep.integrations.hybrid_ep.maps import weights_of_slots
 from triton_ep.layer import EPAll2AllLayer
 
-_MOST_EXPERTS = 32  # per token, of a layer
+_MOST_EXPERTS = 32  # per token; a layer takes no more
 
 Sent = TypeVar("Sent")
 Send = Callable[[torch.Tensor | RoutingMap, torch.Tensor | None, int], tuple[EPAll2AllLayer, Sent]]
-"""One dispatch: of expert ids [T, K] and weights [T, K] or None, or of a routing map, which has its own weights; the
-last argument is K. Returns the layer as well."""
+"""Runs one dispatch, by expert ids [T, K] and weights [T, K] or None, or by a routing map, which has its own weights;
+the last argument is K. Returns the layer and the result."""
 
 
 class GivenRouting(NamedTuple):
-    """Routing as a caller gives it: a map with probabilities, or ids with weights.
+    """Routing as the caller gives it: a map with probabilities, or ids with weights.
 
     Attributes:
         routing_map: [T, E] bool.
         topk_idx: [T, K] int32 or int64, -1 = dropped.
         probs: [T, E] float32.
-        topk_weights: [T, K] float32, of `topk_idx`.
+        topk_weights: [T, K] float32, for `topk_idx`.
     """
 
     routing_map: torch.Tensor | None
@@ -49,8 +49,8 @@ class CallMode(NamedTuple):
     """How far the host waits in a call.
 
     Attributes:
-        budget: the caller gives the number of rows, so the host does not read what the ranks report.
-        non_blocking: nothing waits for the host.
+        budget: the caller gives the number of rows, so the host does not read the ranks' reports.
+        non_blocking: the host does not wait at all.
     """
 
     budget: bool
@@ -61,7 +61,7 @@ class AgreedSizes:
     """Top-k and tokens per rank that the layers of a buffer have room for.
 
     Args:
-        layers: of the buffer.
+        layers: layers of the buffer.
         topk: most experts per token; None: calls agree on it.
     """
 
@@ -69,17 +69,17 @@ class AgreedSizes:
         self.layers = layers
         self.topk = topk
         self.agreed_topk = 0
-        self._last: EPAll2AllLayer | None = None  # made the last dispatch; carries the refusal of arguments
+        self._last: EPAll2AllLayer | None = None  # of the last dispatch; reports refused arguments to other ranks
 
     def dispatch(
         self, given: GivenRouting, num_tokens_per_rank: int | None, mode: CallMode, send: Send[Sent]
     ) -> tuple[Sent, torch.Tensor | None]:
-        """What `send` returns for the routing. Collective.
+        """Run `send` with the given routing, on a layer that is large enough. Collective.
 
         num_tokens_per_rank: at least the T of every rank, or None.
 
         Returns:
-            also [1] int32, number of dropped assignments (token, expert); None if no assignment can be dropped.
+            the result of `send`; [1] int32, number of dropped assignments, or None if none can be dropped.
 
         Raises:
             InputError: a token has more experts than a layer takes; on all ranks, unless there is a budget.
@@ -127,7 +127,7 @@ class AgreedSizes:
                 self._grow_for(error, routing_map.shape[1])
 
     def _needs_agreement(self, mode: CallMode) -> bool:
-        """Whether a dispatch by map begins with a collective of the group; the same on all ranks."""
+        """Whether a dispatch by map starts with a collective of the group; the same on all ranks."""
         return self.topk is None and not mode.non_blocking and (mode.budget or self.agreed_topk == 0)
 
     def _agree(self, routing_map: torch.Tensor, num_tokens_per_rank: int | None) -> None:
@@ -150,12 +150,12 @@ class AgreedSizes:
             raise InputError(self._too_many(worst, topk))
 
     def _grow_for(self, error: CapacityError, experts: int) -> None:
-        """Make larger layers, as all ranks do, which have read the same numbers.
+        """Raise the sizes of the next layers. All ranks do the same, since all have read the same numbers.
 
         Raises:
             InputError: a token has more experts than a layer takes.
         """
-        # Ranks may have been made for different numbers: the layer that refused is for the largest of these.
+        # `max_tokens` may differ between ranks: the layer that refused has the largest of these numbers.
         tokens = error.needed_tokens
         if tokens > self.layers.max_tokens:
             self.layers.grow(tokens)
@@ -167,22 +167,22 @@ class AgreedSizes:
     def _too_many(self, worst: int, limit: int) -> str:
         return (
             f"a token is routed to {worst} experts, but this buffer takes {limit} per token"
-            f"{' (topk)' if self.topk else ''}. Make one with a larger topk; {_MOST_EXPERTS} is the most."
+            f"{' (topk)' if self.topk else ''}. Create one with a larger topk, at most {_MOST_EXPERTS}."
         )
 
     def refuse(self, given: GivenRouting, mode: CallMode, dtype: torch.dtype, numbers: tuple[Any, Any, Any]) -> None:
         """Report to the other ranks that this rank refused its arguments. They are about to agree or to dispatch.
 
         Args:
-            dtype: of rows of the layer.
-            numbers: alignment, capacity and experts per rank of the layer that the others take, as this rank was given
-                them, unchecked.
+            dtype: dtype of the layer's rows.
+            numbers: alignment, capacity and experts per rank of the layer that the other ranks use; unchecked arguments
+                of this rank.
         """
         if isinstance(given.routing_map, torch.Tensor) and self._needs_agreement(mode):
             refusal = torch.tensor([0, 0, self.layers.rank], device=given.routing_map.device)
             dist.all_reduce(refusal, dist.ReduceOp.MAX, group=self.layers.group)
             return
-        # An argument that is no integer is the mistake itself: the others then have what the buffer was made for.
+        # A non-integer is itself the refused argument; the other ranks then presumably use the buffer's value.
         alignment, capacity, per_rank = (each if isinstance(each, int) else None for each in numbers)
         experts = self.layers.num_experts if per_rank is None else per_rank * self.layers.world_size
         topk = self._slots_of_map(experts, mode.non_blocking)

@@ -1,4 +1,4 @@
-"""Rows that a dispatch of HybridEPBuffer sends: as they are, or one-byte rows with their scales."""
+"""Rows that a dispatch of HybridEPBuffer sends: plain rows, or one-byte rows with their scales."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def dtype_of_layer(hidden: Any) -> torch.dtype:
 
 
 class SentRows(NamedTuple):
-    """Rows [T, H], and with one-byte values a scale for each 128 of them.
+    """Rows [T, H], and for one-byte rows one scale per 128 values.
 
     Attributes:
         hidden: [T, H].
-        scales: [T, H / 128] float32; None: rows travel as they are.
+        scales: [T, H / 128] float32; None: rows travel without scales.
     """
 
     hidden: torch.Tensor
@@ -41,13 +41,13 @@ class SentRows(NamedTuple):
     def of(
         cls, hidden: torch.Tensor, scaling_factor: torch.Tensor | None, buffer_fp8: bool, call_fp8: bool | None
     ) -> SentRows:
-        """The rows of a dispatch, by its arguments.
+        """Check the arguments of a dispatch and return its rows.
 
         buffer_fp8, call_fp8: `use_fp8` of the buffer and of the call.
 
         Raises:
-            InputError: one-byte rows without `use_fp8`, or without such scales; other rows with `use_fp8=True` in the
-                call.
+            InputError: one-byte rows without `use_fp8`, or without fitting scales; other rows with `use_fp8=True` in
+                the call.
         """
         check.tensor("hidden", hidden, 2)
         if call_fp8 is not None:
@@ -59,7 +59,7 @@ class SentRows(NamedTuple):
             return cls(hidden.contiguous(), None)
         if not (buffer_fp8 if call_fp8 is None else call_fp8):
             raise InputError(
-                f"hidden is {hidden.dtype}, but use_fp8 is False. Make the buffer with use_fp8=True, or pass it."
+                f"hidden is {hidden.dtype}, but use_fp8 is False. Create the buffer with use_fp8=True, or pass it."
             )
         tokens, width = hidden.shape
         wanted = (tokens, width // _CHANNELS)
@@ -86,20 +86,20 @@ class SentRows(NamedTuple):
     def dispatch(
         self, layer: EPAll2AllLayer, idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None
     ) -> tuple[Arrived, torch.Tensor | None, EPAllToAllLayoutDesc, torch.Tensor]:
-        """Dispatch expert-major: rows and their scales, weights, the descriptor, and the row of each assignment.
+        """Dispatch expert-major; returns rows and scales, weights, the descriptor, and the row of each assignment.
 
         weights: None with a map, which has its own.
         """
         if isinstance(idx, RoutingMap) and (
             isinstance(self.hidden, MXTensor) or self.hidden.device != layer.context.device
         ):
-            idx, weights = slots_of_map(layer.context, idx)  # the layer names what does not fit
+            idx, weights = slots_of_map(layer.context, idx)  # the layer then refuses hidden, by name
         return layer.dispatch_with_row_map(Rows(*self), idx, weights)
 
     def again(
         self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, weights: torch.Tensor | None
     ) -> tuple[Arrived, torch.Tensor | None]:
-        """Dispatch with the routing of an earlier one: expert-major rows and their scales, and weights."""
+        """Dispatch with the routing of an earlier dispatch; returns expert-major rows and scales, and weights."""
         if self.scales is None:
             recv_x, recv_weights = layer.dispatch_again(self.hidden, desc, weights)
             assert isinstance(recv_x, torch.Tensor)
@@ -112,7 +112,7 @@ class SentRows(NamedTuple):
     def by_rank(
         self, layer: EPAll2AllLayer, idx: torch.Tensor | RoutingMap, weights: torch.Tensor | None, num_rows: int | None
     ) -> tuple[Arrived, torch.Tensor, torch.Tensor | None, EPAllToAllLayoutDesc]:
-        """Dispatch once per rank: rows and their scales, local expert ids, weights, and the descriptor.
+        """Dispatch once per rank; returns rows and scales, local expert ids, weights, and the descriptor.
 
         weights: None with a map, which has its own.
         """
@@ -122,7 +122,7 @@ class SentRows(NamedTuple):
         return (received.x, received.scale), received.topk_idx, received.topk_weights, received.layout_desc
 
     def by_rank_again(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> Arrived:
-        """Dispatch once per rank with the routing of an earlier dispatch: rows and their scales."""
+        """Dispatch once per rank with the routing of an earlier dispatch; returns rows and scales."""
         if self.scales is None:
             return layer.dispatch_compact_again(self.hidden, desc)[0], None
         return layer.dispatch_compact_again(self.hidden, desc, scale=self.scales)[:2]
