@@ -146,7 +146,7 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
         ({"topk_ids": ids.float()}, r"topk_ids must be .*torch.int32 or torch.int64, got \[\d+, 1\] torch.float32"),
         ({"topk_weights": 1.0}, "topk_weights must be"),
         ({"topk_weights": weights[:, :0]}, r"topk_weights \[\d+, 0\], topk_ids \[\d+, 1\]: they must have"),
-        ({"a1": x.new_zeros(len(x) + 1, HIDDEN)}, "they must have a row per token"),
+        ({"a1": x.new_zeros(len(x) + 1, HIDDEN)}, "they must have one row per token"),
         ({"quant_config": FP8}, "without vLLM's moe_kernel_quantize_input"),
         ({"quant_config": SimpleNamespace(quant_dtype="mxfp8", is_scale_swizzled=True)}, "is_scale_swizzled"),
         (
@@ -266,8 +266,8 @@ def _check_wrong_maps(rank: int, nodes: int, ranks_per_node: int) -> None:
     x, weights, ids = _batch(rank, world_size, 0)
     blocks = vllm.expert_map_of(rank, world_size, EXPERTS * world_size).to(x.device)
     for num_experts, given, text in (
-        (3, None, "num_experts is 3, no multiple of the 2 ranks, and expert_map is None"),
-        (4, blocks if rank else None, r"expert_map is None on ranks \[0\] of 2 only"),
+        (3, None, "num_experts is 3, not a multiple of the 2 ranks, and expert_map is None"),
+        (4, blocks if rank else None, r"expert_map is None only on ranks \[0\] of 2"),
         (4, torch.arange(4, device=x.device), r"expert 0 is on ranks \[0, 1\]"),
         (4, torch.full_like(blocks, -1), "expert 0 is on no rank"),
         (4, blocks if rank else blocks.float(), r"rank 0: expert_map must be \[4\] int32, got \[4\] torch.float32"),

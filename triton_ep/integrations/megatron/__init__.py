@@ -1,8 +1,8 @@
 """megatron.core.transformer.moe.fused_a2a: its autograd functions, helpers and names over triton_ep.
 
     megatron                                    here
-    get_buffer(group, hidden_bytes)             integrations.deep_ep.Buffer: one per process, replaced for another
-                                                  group or longer rows
+    get_buffer(group, hidden_bytes)             integrations.deep_ep.Buffer: one per process, replaced when the group
+                                                  changes or rows get longer
     fused_dispatch / FusedDispatch              Buffer.dispatch_rows; backward Buffer.combine with the gradient of the
                                                   probabilities
     fused_combine / FusedCombine                Buffer.combine; backward Buffer.dispatch with the handle, without a host

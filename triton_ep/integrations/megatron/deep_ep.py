@@ -20,19 +20,19 @@ def get_hidden_bytes(x: torch.Tensor) -> int:
     """Bytes of a row of x [T, H], with at least 2 bytes per element.
 
     Raises:
-        InputError: x is no such tensor.
+        InputError: x is no tensor [T, H].
     """
     check.tensor("x", x, 2)
     return x.size(1) * max(x.element_size(), 2)
 
 
 def get_buffer(group: Any, hidden_bytes: int) -> Buffer:
-    """The buffer of this process. It is made if there is none, or replaced if it has another group or shorter rows.
+    """The buffer of this process: created at first use, and replaced if it has another group or shorter rows.
 
-    Handles of the replaced buffer stay valid.
+    Handles of a replaced buffer stay valid.
 
     Raises:
-        ConfigError: an unknown group, or one that this process is not in.
+        ConfigError: an unknown group, or a group without this process.
     """
     global _buffer
     hidden_bytes = check.integer("hidden_bytes", hidden_bytes, 1, ConfigError)
@@ -48,17 +48,17 @@ Dispatched = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor
 
 
 def _dispatched(x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor | None, experts: int, group: Any) -> Dispatched:
-    """What `FusedDispatch` returns."""
+    """Compute the results of `FusedDispatch`."""
     buffer = get_buffer(group, get_hidden_bytes(x))
     rows, handle = buffer.dispatch_rows(x, ids, probs, check.integer("num_experts", experts, 1))
     assert rows.num_recv_tokens_per_expert is not None, "the host waited for them"
-    # A third of the time of torch.tensor.
+    # frombuffer takes a third of the time of torch.tensor.
     counts = torch.frombuffer(array("q", rows.num_recv_tokens_per_expert), dtype=torch.int64)
     return rows.x, rows.topk_idx, rows.topk_weights, counts, handle
 
 
 def _combined(x: torch.Tensor, group: Any, handle: DispatchHandle) -> torch.Tensor:
-    """The rows that `FusedCombine` returns."""
+    """Compute the rows that `FusedCombine` returns."""
     return get_buffer(group, get_hidden_bytes(x)).combine(x, handle)[0]
 
 
@@ -83,20 +83,20 @@ class FusedDispatch(torch.autograd.Function):
             token_indices: [T, K] int64 or int32; -1 = dropped.
             token_probs: [T, K] float32.
             num_experts: over all ranks of the group.
-            async_finish, allocate_on_comm_stream: no effect. Megatron waits for the end of the call at once, on the
-                current stream, so the call runs there, without events and a second stream.
+            async_finish, allocate_on_comm_stream: no effect. Megatron makes the current stream wait for the call right
+                away, so the call runs on that stream, without events or a second stream.
 
         Returns:
-            recv_x [R, H], by source rank, then by token; [R, K] local expert ids, -1 = another rank's; [R, K] float32
-            probabilities; rows per local expert, int64 on the CPU; the handle.
+            recv_x [R, H], by source rank, then by token; [R, K] local expert ids, -1 = another rank's expert; [R, K]
+            float32 probabilities; rows per local expert, int64 on the CPU; the handle.
 
         Raises:
-            What `integrations.deep_ep.Buffer.dispatch` raises.
+            As `integrations.deep_ep.Buffer.dispatch`.
         """
         found = _dispatched(x, token_indices, token_probs, num_experts, group)
         _, ids, _, tokens_per_expert, ctx.handle = found
         ctx.group = group
-        ctx.set_materialize_grads(False)  # of ids and counts, too, torch would make zeros at every backward pass
+        ctx.set_materialize_grads(False)  # else torch would fill zeros for ids and counts in every backward pass
         ctx.mark_non_differentiable(ids, tokens_per_expert)
         return found
 
@@ -111,7 +111,7 @@ class FusedDispatch(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """Gradients of x, summed over ranks in float32, and of the probabilities, exact per slot.
 
-        Without a gradient of an output zeros are sent, because other ranks may have one."""
+        Sends zeros for an output without a gradient, because other ranks may have a gradient."""
         desc, layer = ctx.handle.layout_desc, ctx.handle.layer
         if grad_output is None:
             shape, dtype = (desc.num_recv_rows, layer.config.hidden), layer.config.token_dtype
@@ -139,10 +139,10 @@ class FusedCombine(torch.autograd.Function):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None]:
-        """Combine x [R, H], one row per row of the dispatch that the handle is of: [T, H], and None.
+        """Combine x [R, H], one row per received row of the handle's dispatch; returns [T, H] and None.
 
         Raises:
-            What `integrations.deep_ep.Buffer.combine` raises.
+            As `integrations.deep_ep.Buffer.combine`.
         """
         ctx.group, ctx.handle = group, handle
         return _combined(x, group, handle), None
@@ -179,12 +179,12 @@ def fused_combine(
     async_finish: bool = False,
     allocate_on_comm_stream: bool = False,
 ) -> Any:
-    """`FusedCombine`, differentiable in x: the combined rows, and None."""
+    """`FusedCombine`, differentiable in x; returns the combined rows and None."""
     if not torch.is_grad_enabled():
         return _combined(x, group, handle), None
     return FusedCombine.apply(x, group, handle, async_finish, allocate_on_comm_stream)
 
 
 def set_deepep_num_sms(num_sms: int) -> None:
-    """CTAs of the communication kernels, an even number."""
+    """Set the number of communication CTAs, an even number."""
     Buffer.set_num_sms(num_sms)

@@ -12,10 +12,10 @@ from triton_ep.nn.swiglu_experts import SwiGLUExperts
 
 
 class GroupedExperts(SwiGLUExperts):
-    """`triton_ep.nn.SwiGLUExperts` with the call of Megatron-Core's grouped MLPs, on rows that have arrived.
+    """`triton_ep.nn.SwiGLUExperts` on received rows, with the call signature of Megatron-Core's grouped MLPs.
 
-    Megatron hangs `main_grad` on parameters; gradients of the weights are added there. `allreduce` is False on all
-    parameters, by which its data parallelism knows that they are not the same on expert-parallel ranks.
+    Megatron sets `main_grad` on parameters; gradients of the weights are added to it. All parameters have
+    `allreduce = False`, which tells Megatron's data parallelism that they differ between expert-parallel ranks.
     """
 
     def __init__(self, hidden: int, ffn: int, num_local_experts: int, **options: Any) -> None:
@@ -29,10 +29,10 @@ class GroupedExperts(SwiGLUExperts):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """Results of rows, times their probabilities; and no bias to add. Differentiable.
+        """Expert outputs of the rows times their probabilities, and None for the bias. Differentiable.
 
         Arguments:
-            permuted_local_hidden_states: [R, H] bf16, each expert's after those of the one before.
+            permuted_local_hidden_states: [R, H] bf16, ordered by expert.
             tokens_per_expert: [e] integers, on the host or the device.
             permuted_probs: [R] floating-point; None: ones.
 

@@ -1,7 +1,7 @@
 """The HybridEP half of megatron.core.transformer.moe.fused_a2a: autograd functions over one HybridEPBuffer.
 
     megatron                                    here
-    _hybrid_ep_buffer                           the same: one buffer per process, made by the first dispatch
+    _hybrid_ep_buffer                           the same: one buffer per process, created by the first dispatch
     init_hybrid_ep_buffer(group, hidden_dim,    HybridEPBuffer; replaces and frees the previous one
       num_tokens or seq_len, ...)
     reset_hybrid_ep_buffer()                    frees it; collective
@@ -9,7 +9,7 @@
     hybrid_ep_combine / HybridEPCombine         HybridEPBuffer.combine_with_unpermute; backward dispatch_with_permute
                                                   with the handle, without the host
 
-A group or hidden size other than the buffer's is an error; no second buffer is made.
+A group or hidden size other than the buffer's is an error; no second buffer is created.
 
 Source: megatron/core/transformer/moe/fused_a2a.py; docs/how-to/hybrid-ep.md has both argument lists.
 """
@@ -54,16 +54,17 @@ def init_hybrid_ep_buffer(
     seq_len: int | None = None,
     topk: int | None = None,
 ) -> None:
-    """Make the buffer of this process. Collective; frees an existing one.
+    """Create the buffer of this process. Collective; frees an existing buffer.
 
     Args:
         group: process group for HybridEP.
         hidden_dim: elements per row.
-        num_tokens: tokens per rank that memory is first allocated for; `seq_len` is its older name.
+        num_tokens: tokens per rank of the first memory allocation; `seq_len` is its older name.
         num_local_experts: experts of this rank.
         num_sms_dispatch_api, num_sms_combine_api: CTAs of the communication kernels; None: as tuned.
-        fp8_dispatch: must be False. It is the seventh of the older argument list, so a bool in that place means it.
-        topk: most experts per token, which saves agreeing on it (`HybridEPBuffer`); Megatron does not pass it.
+        fp8_dispatch: must be False. It was the seventh argument of the older list, so a bool in seventh place is taken
+            as `fp8_dispatch`.
+        topk: most experts per token, saves the ranks a collective (`HybridEPBuffer`); Megatron does not pass it.
 
     Raises:
         ConfigError: fp8_dispatch=True, an unknown group, sizes that cannot work.
@@ -82,7 +83,7 @@ def init_hybrid_ep_buffer(
     tokens = num_tokens if num_tokens is not None else seq_len
     if num_local_experts is None or tokens is None:
         raise InputError("num_local_experts is needed: the experts of this rank.")
-    # If the new buffer cannot be made, the existing one stays.
+    # Check first: if the arguments are refused, the existing buffer stays.
     check_group(group)
     for name, size in (("hidden_dim", hidden_dim), ("num_tokens", tokens), ("num_local_experts", num_local_experts)):
         check.integer(name, size, 1, ConfigError)
@@ -99,7 +100,7 @@ def init_hybrid_ep_buffer(
 
 
 def reset_hybrid_ep_buffer() -> None:
-    """Free the buffer of this process, if there is one. Collective; the next dispatch makes another."""
+    """Free the buffer of this process, if any. Collective; the next dispatch creates another."""
     global _hybrid_ep_buffer
     if _hybrid_ep_buffer is not None:
         _hybrid_ep_buffer.close()
@@ -107,10 +108,10 @@ def reset_hybrid_ep_buffer() -> None:
 
 
 def _buffer_of(handle: Any) -> HybridEPBuffer:
-    """The buffer, for a call with a handle, which a new buffer could not serve."""
+    """The existing buffer, for a call with a handle: a new buffer could not serve it."""
     if _hybrid_ep_buffer is None:
         raise FinalizedError(
-            "there is no HybridEP buffer: the one that made this handle was freed by reset_hybrid_ep_buffer(), or no "
+            "no HybridEP buffer exists: the buffer of this handle was freed by reset_hybrid_ep_buffer(), or no "
             "dispatch has been called. Reset it after the last backward pass."
         )
     return _hybrid_ep_buffer
@@ -121,13 +122,13 @@ def _check_same_group(buffer: HybridEPBuffer, group: Any) -> None:
     held, given = (dist.get_process_group_ranks(g) for g in (buffer.group, group))
     if held != given:
         raise ConfigError(
-            f"hybrid_ep_dispatch got a group of ranks {given}, the HybridEP buffer is of ranks {held}. Call "
+            f"hybrid_ep_dispatch got a group of ranks {given}, but the HybridEP buffer has ranks {held}. Call "
             "reset_hybrid_ep_buffer() and init_hybrid_ep_buffer() with the other group, on all its ranks."
         )
 
 
 def _settings(rest: tuple[Any, ...]) -> dict[str, Any]:
-    """Arguments after num_local_experts, by name: the current list of 8, or the older one of up to 4."""
+    """Name the arguments after num_local_experts: the current list of 8, or the older list of up to 4."""
     names: tuple[str, ...]
     if len(rest) > 4:
         names = ("dispatch", "combine", "permute", "unpermute", "fused", "budget", "pad_multiple", "preprocessing")
@@ -139,7 +140,7 @@ def _settings(rest: tuple[Any, ...]) -> dict[str, Any]:
 
 
 class HybridEPDispatch(torch.autograd.Function):
-    """`HybridEPBuffer.dispatch_with_permute`, differentiable in x and probs. Collective, as is its backward pass.
+    """`HybridEPBuffer.dispatch_with_permute`, differentiable in x and probs. Collective, and so is its backward pass.
 
     `apply` takes the current 13 arguments, or the older 9: (x, routing_map, probs, group, num_local_experts,
     num_sms_dispatch_api, num_sms_combine_api, num_permuted_tokens, pad_multiple). See `hybrid_ep_dispatch`.
@@ -155,7 +156,7 @@ class HybridEPDispatch(torch.autograd.Function):
         num_local_experts: int,
         *rest: Any,
     ) -> tuple[Any, ...]:
-        """(hidden [P, H], probs [P] or None, None, tokens_per_expert [e] int64, handle)."""
+        """Returns (hidden [P, H], probs [P] or None, None, tokens_per_expert [e] int64, handle)."""
         settings = _settings(rest)
         if _hybrid_ep_buffer is None:
             programs = (settings.get("dispatch"), settings.get("combine"))
@@ -192,7 +193,7 @@ class HybridEPDispatch(torch.autograd.Function):
 
 
 class HybridEPCombine(torch.autograd.Function):
-    """`HybridEPBuffer.combine_with_unpermute`, differentiable in x. Collective, as is its backward pass."""
+    """`HybridEPBuffer.combine_with_unpermute`, differentiable in x. Collective, and so is its backward pass."""
 
     @staticmethod
     def forward(
@@ -203,14 +204,14 @@ class HybridEPCombine(torch.autograd.Function):
         pad_multiple: int | None = None,
         fused: bool = False,
     ) -> torch.Tensor:
-        """[T, H]."""
+        """Returns [T, H]."""
         out, _ = _buffer_of(handle).combine_with_unpermute(hidden=x, handle=handle, pad_multiple=pad_multiple)
         ctx.handle, ctx.pad_multiple, ctx.num_permuted_tokens = handle, pad_multiple, num_permuted_tokens
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradient of x [P, H]; with a budget, rows after the last expert's are undefined."""
+        """Gradient of x [P, H]; with a budget, rows past the last expert's are undefined."""
         buffer = _buffer_of(ctx.handle)
         with backward_pass(ctx.handle):
             grad, *_ = buffer.dispatch_with_permute(
@@ -242,8 +243,8 @@ def hybrid_ep_dispatch(
     Args:
         x: [T, H].
         routing_map: [T, E] bool. probs: [T, E] float32.
-        group, num_local_experts: as for `init_hybrid_ep_buffer`, which the first call makes.
-        num_permuted_tokens: budget of rows; the host then does not wait. None: the rows that arrive.
+        group, num_local_experts: as for `init_hybrid_ep_buffer`, which the first call runs.
+        num_permuted_tokens: budget of rows; the host then does not wait. None: the number of rows received.
         pad_multiple: each expert's rows are padded with zero rows to a multiple of this.
 
     Returns:
@@ -251,7 +252,7 @@ def hybrid_ep_dispatch(
         was too small.
 
     Raises:
-        ConfigError: another group than the buffer's. Others: as `HybridEPBuffer.dispatch_with_permute`.
+        ConfigError: a group other than the buffer's. Others: as `HybridEPBuffer.dispatch_with_permute`.
     """
     result: tuple[Any, ...] = HybridEPDispatch.apply(
         x,

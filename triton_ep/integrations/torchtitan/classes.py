@@ -24,7 +24,7 @@ class TritonEPTokenDispatcher(TokenDispatch, BaseEPTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):
-        """Arguments of `TokenDispatch`. It derives from HybridEP's configuration, whose sizes torchtitan fills in."""
+        """Arguments of `TokenDispatch`. Derives from HybridEP's configuration, since torchtitan fills in its sizes."""
 
         dtype: torch.dtype = torch.bfloat16
         payload: str | None = None
@@ -37,15 +37,15 @@ class TritonEPTokenDispatcher(TokenDispatch, BaseEPTokenDispatcher):
 
 
 def _after_load(experts: TritonEPGroupedExperts, _: Any) -> None:
-    """A state dict may have gone into shards of FSDP, whose version counters gathered weights do not have."""
+    """Drop kept copies: loading into FSDP shards does not change the version counters of the gathered weights."""
     experts._experts.invalidate()
 
 
 class TritonEPGroupedExperts(GroupedExperts):
     """torchtitan's SwiGLU experts as triton_ep's expert block: two products, with the activation in the first.
 
-    It takes rows that arrive in MXFP8 (`payload="mxfp8"`) as they are, and keeps a joined copy of w1 and w3.
-    Where torch.compile traces them, experts are three products of `grouped_mm`, which it can look into.
+    Takes rows received in MXFP8 (`payload="mxfp8"`) without conversion, and keeps a joined copy of w1 and w3.
+    Under torch.compile the experts are three `grouped_mm` products, which torch.compile can trace.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class TritonEPGroupedExperts(GroupedExperts):
         self.register_load_state_dict_post_hook(_after_load)
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """[R, D] of x's dtype; x may be an MXTensor, which the base class would cast."""
+        """Returns [R, D] with the dtype of x_RD. x_RD may be an MXTensor, which the base class would cast."""
         if not torch.compiler.is_compiling():
             weights = (self.w1_EFD, self.w3_EFD), self.w2_EDF
             return self._experts(x_RD, num_tokens_per_expert_E, *weights).to(x_RD.dtype)
@@ -82,8 +82,8 @@ def use_triton_ep(model_config: Any, *, recipe: str | None = "bf16", **options: 
 
     Args:
         model_config: a torchtitan model configuration, or a `RoutedExperts.Config`.
-        recipe: of the experts' products; None leaves the experts unchanged.
-        options: of `TritonEPTokenDispatcher.Config`: payload, pad_multiple, non_blocking_capacity_factor, ...
+        recipe: recipe of the experts' products; None leaves the experts unchanged.
+        options: options of `TritonEPTokenDispatcher.Config`: payload, pad_multiple, non_blocking_capacity_factor, ...
 
     Returns:
         model_config.
@@ -95,9 +95,7 @@ def use_triton_ep(model_config: Any, *, recipe: str | None = "bf16", **options: 
         raise ConfigError(f'payload={options["payload"]!r} delivers quantised rows: pass recipe="mxfp8" as well.')
     found = [config for _, config, _, _ in model_config.traverse(RoutedExperts.Config)]
     if not found:
-        raise ConfigError(
-            f"{type(model_config).__qualname__} has no RoutedExperts.Config in it: there is nothing to replace."
-        )
+        raise ConfigError(f"{type(model_config).__qualname__} contains no RoutedExperts.Config to replace.")
     for config in found:
         dispatcher = config.token_dispatcher
         experts: Any = getattr(config, "inner_experts", None)
@@ -108,7 +106,7 @@ def use_triton_ep(model_config: Any, *, recipe: str | None = "bf16", **options: 
             continue
         if type(experts) is not GroupedExperts.Config:
             raise ConfigError(
-                f"the experts are {type(experts).__qualname__}, no plain GroupedExperts: pass recipe=None, and let "
+                f"the experts are {type(experts).__qualname__}, not a plain GroupedExperts: pass recipe=None, and let "
                 "their _grouped_mm call triton_ep.integrations.torchtitan.grouped_mm."
             )
         kept = {f.name: getattr(experts, f.name) for f in fields(experts) if f.init}

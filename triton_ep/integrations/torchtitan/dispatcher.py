@@ -18,11 +18,11 @@ from triton_ep.layer import EPAll2AllLayer
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchMetadata:
-    """What `combine` needs of its `dispatch`.
+    """State of a `dispatch` that its `combine` needs.
 
     Attributes:
         scores: [R] float32, scores of the received rows; differentiable.
-        layout_desc: of the dispatch; `layout_desc.overflow` counts rows that did not fit a capacity.
+        layout_desc: descriptor of the dispatch; `layout_desc.overflow` counts rows that did not fit a capacity.
     """
 
     scores: torch.Tensor
@@ -35,14 +35,14 @@ class TokenDispatch:
     Letters: T tokens of this rank, K top_k, D hidden_dim, R received rows, e experts of this rank.
 
     Args:
-        num_experts, top_k: over all ranks, and per token.
+        num_experts, top_k: experts over all ranks, and per token.
         hidden_dim: D.
-        num_max_tokens_per_rank: most T.
-        dtype: of rows.
+        num_max_tokens_per_rank: largest T.
+        dtype: dtype of rows.
         pad_multiple: every expert's rows start at a multiple of it; None = 1.
-        non_blocking_capacity_factor: None: R is the number of rows that arrive, for which the host waits. f: R is the
+        non_blocking_capacity_factor: None: R is the number of rows received; the host waits for it. f: R is the
             fraction f of the most rows that can arrive, num_max_tokens_per_rank * ranks * min(top_k, e), rounded up
-            to pad_multiple, and the host does not wait; rows that do not fit are dropped and counted in `overflow`.
+            to pad_multiple; the host does not wait, and rows that do not fit are dropped and counted in `overflow`.
         payload: None, or "mxfp8" for rows in MXFP8 on the wire, both ways; rows then arrive as an `MXTensor`.
         num_sm, local_world_size, timeout_s: as for `EPAll2AllLayer`; None: as tuned, and ranks per node of the job.
     """
@@ -73,15 +73,15 @@ class TokenDispatch:
         self.overflow: torch.Tensor | None = None
 
     def wire_meshes(self, *, ep_mesh: Any) -> None:
-        """Take the mesh of the expert-parallel ranks, and make the layer. Collective.
+        """Set the mesh of the expert-parallel ranks, and create the layer. Collective.
 
         Raises:
-            ConfigError: no mesh: this dispatcher needs expert parallelism.
+            ConfigError: no mesh; this dispatcher needs expert parallelism.
         """
         if ep_mesh is None:
             raise ConfigError(
-                "this token dispatcher is for expert parallelism, but ep_mesh is None (expert_parallel_degree=1). Use "
-                "torchtitan's own dispatcher then."
+                "this token dispatcher needs expert parallelism, but ep_mesh is None (expert_parallel_degree=1). Use "
+                "torchtitan's own dispatcher instead."
             )
         if not callable(getattr(ep_mesh, "get_group", None)):
             raise ConfigError(f"ep_mesh must be a DeviceMesh, got {check.shown(ep_mesh)}.")
@@ -89,7 +89,7 @@ class TokenDispatch:
         self.init_buffer()
 
     def init_buffer(self) -> None:
-        """Make the layer, or take the layer of an equal dispatcher. Collective.
+        """Create the layer, or use the layer of an equal dispatcher. Collective.
 
         Raises:
             ConfigError: a size is missing, or the sizes cannot work.
@@ -135,7 +135,7 @@ class TokenDispatch:
         autograd.enter(self.layer)  # so that torch.compile may trace the calls
 
     def _check_options(self) -> None:
-        """Refuse options that could not be looked up in the pool of layers."""
+        """Refuse options that could not be a key of the layer pool."""
         check.dtype("dtype", self.dtype)
         check.optional_integer("num_sm", self.num_sm, 1, ConfigError)
         check.seconds("timeout_s", self.timeout_s)
@@ -149,7 +149,7 @@ class TokenDispatch:
         topk_expert_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, DispatchMetadata]:
-        """Send tokens to their experts. Differentiable in x and the scores.
+        """Send tokens to their experts. Differentiable in x_TD and the scores.
 
         Args:
             x_TD: [T, D]; T may differ between ranks.
@@ -158,8 +158,8 @@ class TokenDispatch:
             num_local_tokens_per_expert_E: ignored.
 
         Returns:
-            (rows [R, D] by expert, source rank, token; rows of each local expert [e] int64 on the device, padding
-            included; metadata for `combine`). With a capacity, rows after the last expert's are undefined.
+            (rows [R, D] by expert, source rank, token; number of rows of each local expert [e] int64 on the device,
+            padding included; metadata for `combine`). With a capacity, rows past the last expert's are undefined.
 
         Raises:
             ConfigError: before `wire_meshes`. Others: as `EPAll2AllLayer.dispatch`.
@@ -181,14 +181,14 @@ class TokenDispatch:
     def combine(
         self, routed_output_RD: torch.Tensor, metadata: DispatchMetadata, x_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Send expert outputs back: [T, D], the sum over k of scores times rows, in float32, rounded once.
+        """Send expert outputs back; returns [T, D], the sum over k of scores times rows, in float32, rounded once.
 
         Raises:
             ConfigError: before `wire_meshes`. Others: as `EPAll2AllLayer.combine`.
         """
         rows = check.tensor("routed_output_RD", routed_output_RD, 2, (), self._made().context.device).contiguous()
         if not isinstance(metadata, DispatchMetadata):
-            raise InputError(f"metadata must be what dispatch returned, got {check.shown(metadata)}.")
+            raise InputError(f"metadata must come from dispatch, got {check.shown(metadata)}.")
         return autograd.combine(self._made(), rows, metadata.layout_desc, metadata.scores)
 
     def _made(self) -> EPAll2AllLayer:
@@ -198,5 +198,5 @@ class TokenDispatch:
 
 
 def close_layers() -> None:
-    """Free the symmetric memory of all dispatchers' layers. Collective, idempotent; call it at the end of training."""
+    """Free the symmetric memory of all dispatchers. Collective, idempotent; call it at the end of training."""
     free_shared("torchtitan")

@@ -26,20 +26,20 @@ class _GroupedMM(torch.autograd.Function):
         da = grouped_gemm_dgrad(dy, b_t, offs) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return da, None, None
-        # In the layout of the stored weights, [E, N, K], so that an optimizer's update copies nothing.
+        # Same layout as the stored weights, [E, N, K], so that the optimizer's update copies nothing.
         return da, grouped_gemm_wgrad(dy, a, offs, b_t.shape[0]).transpose(-2, -1), None
 
 
 def grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor, recipe: str = "bf16") -> torch.Tensor:
-    """[R, N] bf16: rows of expert e times B_t[e]; differentiable. What `GroupedExperts._grouped_mm` computes.
+    """[R, N] bf16: rows of expert e times B_t[e], as `GroupedExperts._grouped_mm` computes; differentiable.
 
     Args:
-        A: [R, K] bf16; with recipe="mxfp8" an `MXTensor` as well.
+        A: [R, K] bf16; with recipe="mxfp8" it may be an `MXTensor`.
         B_t: [e, K, N] bf16, a transposed view of [e, N, K].
-        offs: [e] int32 on the device, the row after the last one of each expert.
-        recipe: "bf16", or "mxfp8": all three products of a training step from operands quantised to MXFP8.
+        offs: [e] int32 on the device, the end of each expert's rows.
+        recipe: "bf16", or "mxfp8": all three products of a training step take operands quantised to MXFP8.
 
-    Rows after the last expert's are zeros, in the gradient of A as well.
+    Rows past the last expert's are zeros, in the gradient of A as well.
 
     Raises:
         ConfigError: another recipe. InputError: shapes or dtypes that do not fit each other.

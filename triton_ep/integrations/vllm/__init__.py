@@ -3,14 +3,14 @@
     vLLM                                       here
     FusedMoEPrepareAndFinalizeModular          TritonEPPrepareAndFinalize, over PrepareFinalize, which needs no vLLM
     activation_format Standard                 rows [R, H] by expert; topk_ids and topk_weights [R, 1], one expert a row
-    activation_format BatchedExperts           rows [e, M * ranks, H], those of each expert at the start of its slab
+    activation_format BatchedExperts           rows [e, M * ranks, H], each expert's at the start of its slab
     ExpertTokensMetadata                       layout_desc.num_recv_tokens_per_expert, on the device
     prepare / prepare_async                    layer.dispatch / its halves: (hook, receiver)
     finalize / finalize_async                  layer.combine, weights and sum in float32 / its halves
     TopKWeightAndReduceDelegate                weights are applied by combine
-    defer_input_quant, quant_config            rows travel in bf16, and vLLM's function quantises them where they
-                                                 arrive; quant_dtype "mxfp8": quantised on the way, half the bytes
-    micro-batches (dual batch overlap)         one layer each, made at first use
+    defer_input_quant, quant_config            rows travel in bf16, and vLLM's function quantises the received rows;
+                                                 quant_dtype "mxfp8": quantised before sending, half the bytes
+    micro-batches (dual batch overlap)         one layer each, created at first use
     expert_map                                 any placement, read by the first call: vllm/placement.py
 
     FusedMoEExpertsModular                     TritonEPExperts, over Experts: triton_ep's expert block

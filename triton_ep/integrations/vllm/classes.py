@@ -15,7 +15,7 @@ from triton_ep.integrations.vllm.prepare_finalize import PrepareFinalize
 
 __all__ = ["TritonEPExperts", "TritonEPPrepareAndFinalize"]
 
-# The base class of experts, by its present and its earlier name.
+# The base class of experts, under its present or its earlier name.
 _ExpertsBase: Any = getattr(mk, "FusedMoEExpertsModular", None) or mk.FusedMoEPermuteExpertsUnpermute
 
 
@@ -25,7 +25,7 @@ class TritonEPExperts(Experts, _ExpertsBase):
     def __init__(self, prepare_finalize: PrepareFinalize, quant_config: Any, moe_config: Any = None) -> None:
         from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
-        self.moe_config = moe_config  # which vLLM's kernel hands on
+        self.moe_config = moe_config  # vLLM's kernel reads it
         delegate = TopKWeightAndReduceDelegate()
         Experts.__init__(self, prepare_finalize, quant_config, formats=mk.FusedMoEActivationFormat, delegate=delegate)
 
@@ -53,7 +53,7 @@ class TritonEPPrepareAndFinalize(PrepareFinalize, mk.FusedMoEPrepareAndFinalizeM
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """As in the base class, after the receiving half that another micro-batch has left."""
+        """As in the base class, after running the receiving half that another micro-batch has left pending."""
         dbo_maybe_run_recv_hook()
         return PrepareFinalize.finalize_async(
             self,

@@ -1,4 +1,4 @@
-"""Experts: the second object of vLLM's modular MoE kernels, made of triton_ep's expert block."""
+"""Experts: the second object of vLLM's modular MoE kernels, built on triton_ep's expert block."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ACTIVATIONS = {
     "silu_no_mul": Activation(gated=False),
     "gelu_no_mul": Activation("gelu", gated=False),
 }
-"""vLLM's names of what lies between the products; swigluoai has gate and up by turns, which no product here takes."""
+"""vLLM's names of activations. swigluoai is missing: it interleaves gate and up rows, which no product here takes."""
 
 
 class Experts:
-    """Experts of this rank, for rows as a `PrepareFinalize` gives them. No gradient.
+    """Experts of this rank, for rows that a `PrepareFinalize` returns. No gradient.
 
     Arguments:
-        prepare_finalize: the object that stands before it in the kernel: rows are in its format.
-        quant_config: of vLLM, or any object with `quant_dtype` (None: bf16 products; "mxfp8": of FP8 operands, whose
-            weights are given in bf16 and quantised here) and, where experts have biases, w1_bias, w2_bias; None: bf16.
-        formats, delegate: vLLM's FusedMoEActivationFormat, and an object of its TopKWeightAndReduceDelegate; None: as
-            strings.
+        prepare_finalize: the kernel's first object; it determines the format of rows.
+        quant_config: vLLM's, or any object with `quant_dtype` (None: bf16 products; "mxfp8": products of FP8 operands;
+            weights are given in bf16 and quantised here) and, for experts with biases, w1_bias, w2_bias; None: bf16.
+        formats, delegate: vLLM's FusedMoEActivationFormat, and a TopKWeightAndReduceDelegate object; None: strings
+            instead.
 
     Raises:
         ConfigError: another quant_dtype.
@@ -50,16 +50,16 @@ class Experts:
 
     @property
     def activation_formats(self) -> tuple[Any, Any]:
-        """Of rows and of results: that of the object in front."""
+        """Formats of rows and of results: both are the format of `prepare_finalize`."""
         name = "BatchedExperts" if self.batched else "Standard"
         found = name if self._formats is None else self._formats[name]
         return found, found
 
     def activation_format(self) -> Any:
-        """The same, as newer versions ask."""
+        """The same format, under the name that newer vLLM versions call."""
         return self.activation_formats[0]
 
-    # What vLLM asks before it takes a class for a configuration.
+    # vLLM calls these before it selects a class for a configuration.
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -71,7 +71,7 @@ class Experts:
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return weight_key is None  # weights come in bf16
+        return weight_key is None  # weights are given in bf16
 
     @staticmethod
     def _supports_activation(activation: Any) -> bool:
@@ -82,29 +82,29 @@ class Experts:
         return True
 
     def supports_chunking(self) -> bool:
-        """Rows of an expert are together: they cannot be cut anywhere."""
+        """False: rows are grouped by expert, so chunks cannot start at any row."""
         return False
 
     def supports_expert_map(self) -> bool:
-        """Rows are only of experts of this rank, in the order of their places."""
+        """True: rows belong only to experts of this rank, in the order of their places."""
         return True
 
     def supports_packed_ue8m0_act_scales(self) -> bool:
-        """Scales are one byte each."""
+        """False: scales are one byte each."""
         return False
 
     def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
-        """Of the results."""
+        """Dtype of the results."""
         return act_dtype
 
     def workspace_shapes(
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, *_: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """None is needed but for the result."""
+        """Shapes of two empty workspaces and of the result."""
         return (0,), (0,), (local_num_experts, M, K) if self.batched else (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """Weights and sum are left to `finalize`."""
+        """The delegate: `finalize` applies the weights and sums."""
         return "delegate" if self._delegate is None else self._delegate
 
     @torch.no_grad()
@@ -126,15 +126,15 @@ class Experts:
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Write what the experts make of rows, unweighted, into `output`; what is no row there means nothing.
+        """Write the unweighted expert outputs of rows into `output`; its places past the rows are undefined.
 
         Arguments:
-            output, hidden_states: [R, H], or in the batched format [e, S, H]; bf16, with MXFP8 e4m3 rows.
-            w1: [e, 2F, H] bf16, gate rows first ([e, F, H] of an activation without a gate). w2: [e, H, F] bf16.
-            activation: one of ACTIVATIONS, or an enumeration's member with such a value.
+            output, hidden_states: [R, H], or in the batched format [e, S, H]; bf16; hidden_states e4m3 with MXFP8.
+            w1: [e, 2F, H] bf16, gate rows first ([e, F, H] for an activation without a gate). w2: [e, H, F] bf16.
+            activation: one of ACTIVATIONS, or an enumeration member with such a value.
             a1q_scale: uint8 [.., H / 32] of MXFP8 rows; None: bf16 rows.
             expert_tokens_meta: `expert_num_tokens` [e], rows of each expert.
-            The others: not looked at.
+            The others: not used.
 
         Raises:
             InputError: another activation, no counts, or operands that do not fit each other.

@@ -1,8 +1,8 @@
-"""Which rank has which expert, and where, as vLLM's expert maps say.
+"""The placement of experts on ranks that vLLM's expert maps describe.
 
 vLLM gives every rank a map [E]: the place of each expert among the experts of this rank, or -1. All maps together are
 the placement: blocks, round robin, blocks of unequal size, or any other. A layer has the same number of places on every
-rank, E' = ranks times the largest number of any rank. Ids become places before a dispatch, and ids again after it.
+rank, in all E' = ranks times the most experts of any rank. Ids become places before a dispatch, and ids again after it.
 
 Source: determine_expert_map of vllm/model_executor/layers/fused_moe.
 """
@@ -21,17 +21,17 @@ from triton_ep.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the experts are, as seen from one rank.
+    """A placement of experts, as seen from one rank.
 
     Attributes:
         num_experts: E.
-        ranks: of the group. most: places per rank.
-        experts: of this rank, e.
+        ranks: ranks of the group. most: places per rank.
+        experts: e, experts of this rank.
         elsewhere: id of an expert of another rank; -1 = no such expert.
-        own_map: [E] list, what this rank's map says.
+        own_map: [E] list, values of this rank's map.
         first: id of this rank's first expert, if ids equal places on all ranks; else None.
         places: [E + 1] int32 on the layers' device, the place of each id, -1 for id E; None if ids equal places.
-        own: [e, at least 1] int32 there, the id of each expert of this rank; None if ids equal places.
+        own: [e, at least 1] int32 on the same device, ids of this rank's experts; None if ids equal places.
     """
 
     num_experts: int
@@ -45,16 +45,16 @@ class Placement:
     own: torch.Tensor | None = None
 
     def slots_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """Places of ids [T, K]. The layer drops -1 and E and refuses ids out of range, so these stay out of range."""
+        """Places of ids [T, K]. The layer drops -1 and E, and refuses ids out of range, so they stay out of range."""
         if self.places is None:
             return ids
         places = self.places.to(ids.dtype)[ids.clamp(0, self.num_experts).long()]
-        # An id beyond E becomes one beyond the number of places.
+        # An id above E becomes a place above E'.
         beyond = torch.where(ids > self.num_experts, ids + self.ranks * self.most, ids)
         return torch.where((ids < 0) | (ids > self.num_experts), beyond, places)
 
     def ids_of(self, local: torch.Tensor, nobody: int) -> torch.Tensor:
-        """Ids of places [R] int32 of this rank; `nobody` for places without an expert."""
+        """Ids of places [R] int32 on this rank; `nobody` for places without an expert."""
         if self.own is None:
             assert self.first is not None, "ids are places"
             ids = local + self.first
@@ -64,7 +64,7 @@ class Placement:
 
 
 class Placements:
-    """The placement that the calls of one object agree on; it must not change.
+    """The placement shared by all calls of one object; it must not change.
 
     Attributes:
         known: the placement; None before the first call.
@@ -76,11 +76,11 @@ class Placements:
         self._seen = WeakTensorKeyDictionary()  # map -> its version when it was last compared with `known`
 
     def learn(self, expert_map: Any) -> Placement:
-        """Read the maps of all ranks and keep the placement that they make. Collective.
+        """Read the maps of all ranks and keep their placement. Collective.
 
         Raises:
-            InputError: on every rank: some ranks have a map and some none, an expert is on no rank or on two, or there
-                is no map and the ranks cannot have experts alike.
+            InputError: on every rank: some ranks have a map and some none, an expert is on no rank or on two, or no
+                rank has a map and E is not a multiple of the number of ranks.
         """
         self._check_not_capturing()
         maps: list[Any] = gather(self._own_map(expert_map), self.group, "the placement of experts")
@@ -89,7 +89,7 @@ class Placements:
                 raise InputError(f"rank {rank}: {given}")
         lacking = [rank for rank, given in enumerate(maps) if given is None]
         if lacking and len(lacking) < self.ranks:
-            raise InputError(f"expert_map is None on ranks {lacking} of {self.ranks} only. Pass it on all or none.")
+            raise InputError(f"expert_map is None only on ranks {lacking} of {self.ranks}. Pass it on all or none.")
         if lacking:
             maps = [self._block(rank) for rank in range(self.ranks)]
         self.known = self._placement(maps)
@@ -98,7 +98,7 @@ class Placements:
         return self.known
 
     def check(self, expert_map: Any) -> Placement:
-        """The known placement, if this map agrees with it.
+        """Return the known placement if this map agrees with it.
 
         Raises:
             InputError: the map differs, or a CUDA graph is being captured and this map has not been read yet.
@@ -108,8 +108,8 @@ class Placements:
         if expert_map is None:
             if known.first is None:
                 raise InputError(
-                    "expert_map is None, but the one of the first call did not place experts in equal blocks. Pass it "
-                    "in every call."
+                    "expert_map is None, but the first call's map did not place experts in equal blocks. Pass it in "
+                    "every call."
                 )
             return known
         if isinstance(expert_map, torch.Tensor) and self._seen.get(expert_map) == _version(expert_map):
@@ -123,13 +123,13 @@ class Placements:
             at = next(i for i, pair in enumerate(zip(given, known.own_map, strict=True)) if pair[0] != pair[1])
             raise InputError(
                 f"expert_map places expert {at} at {given[at]}, that of the first call at {known.own_map[at]}: an "
-                "object serves one placement. Make another object, on all ranks."
+                "object serves one placement. Create another object, on all ranks."
             )
         self._seen[expert_map] = _version(expert_map)
         return known
 
     def _own_map(self, expert_map: Any) -> list[int] | str | None:
-        """Places [E] of a map, or a text that says what is wrong with it; None for None."""
+        """Places [E] of a map, or an error text if the map is wrong; None for None."""
         if expert_map is None:
             return None
         if not isinstance(expert_map, torch.Tensor):
@@ -140,15 +140,15 @@ class Placements:
         places: list[int] = expert_map.tolist()
         held = sorted(place for place in places if place != -1)
         if held != list(range(len(held))):
-            return f"expert_map has the places {held[:9]}; those of a rank's experts must be 0 to e - 1, others -1."
+            return f"expert_map has the places {held[:9]}; a rank's experts must have places 0 to e - 1, others -1."
         return places
 
     def _block(self, rank: int) -> list[int]:
-        """The map of a rank whose experts are a block."""
+        """The map of a rank in a placement of equal blocks."""
         size, rest = divmod(self.num_experts, self.ranks)
         if rest:
             raise InputError(
-                f"num_experts is {self.num_experts}, no multiple of the {self.ranks} ranks, and expert_map is None: "
+                f"num_experts is {self.num_experts}, not a multiple of the {self.ranks} ranks, and expert_map is None: "
                 "the numbers of experts per rank are unknown. Pass vLLM's expert_map."
             )
         return [at - rank * size if at // size == rank else -1 for at in range(self.num_experts)]
@@ -158,7 +158,7 @@ class Placements:
             owners = [rank for rank, place in enumerate(here) if place >= 0]
             if len(owners) != 1:
                 on = f"ranks {owners}" if owners else "no rank"
-                raise InputError(f"expert {expert} is on {on}, by the expert_map of each: it must be on one rank.")
+                raise InputError(f"expert {expert} is on {on} by the ranks' expert_map: it must be on one rank.")
         counts = [sum(place >= 0 for place in each) for each in maps]
         most, mine = max(counts), maps[self.rank]
         slots = [next(r * most + each[at] for r, each in enumerate(maps) if each[at] >= 0) for at in range(len(mine))]

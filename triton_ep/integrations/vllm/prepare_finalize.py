@@ -27,11 +27,11 @@ _users = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What `finalize` needs of its `prepare`.
+    """State of a `prepare` that its `finalize` needs.
 
     Attributes:
-        layer, desc: where the dispatch ran, and its descriptor.
-        weights: [R] float32 of the received rows.
+        layer, desc: layer and descriptor of the dispatch.
+        weights: [R] float32, weights of the received rows.
         experts: e.
     """
 
@@ -44,22 +44,23 @@ class Prepared:
 class PrepareFinalize:
     """Dispatch and combine with the methods of vLLM's modular prepare and finalize. All calls are collective.
 
-    Objects of equal sizes over one group share symmetric memory, a layer per micro-batch: the MoE layers of a model may
-    have one each. Calls of one micro-batch must not overlap on several streams.
+    Objects of equal sizes over one group share symmetric memory, one layer per micro-batch, so every MoE layer of a
+    model may have its own object. Calls of one micro-batch must not overlap on several streams.
 
     Letters: T tokens of this rank, K experts per token, H hidden, W ranks, e experts of this rank, R received rows.
 
     Args:
         group: the expert-parallel process group.
-        max_tokens: most T per call.
-        hidden, topk, num_experts: H, K, experts over all ranks. The `expert_map` of the first `prepare` says which rank
-            has which experts: any placement, with any number of experts per rank.
-        batched: the batched activation format; static, and with low latency where sizes allow.
-        capacity: R in the standard format, for CUDA graphs. None: R rows arrive, and the host waits for the number.
-        dtype: of rows.
+        max_tokens: largest T of a call.
+        hidden, topk, num_experts: H, K, experts over all ranks. The `expert_map` of the first `prepare` gives the
+            placement of experts: any placement, with any number of experts per rank.
+        batched: the batched activation format; static, and low latency if the sizes allow it.
+        capacity: R in the standard format, for CUDA graphs. None: R is the number of rows received; the host waits for
+            it.
+        dtype: dtype of rows.
         num_sm, local_world_size, timeout_s: as for `EPAll2AllLayer`.
-        formats: vLLM's FusedMoEActivationFormat and ExpertTokensMetadata; None: as strings and dicts.
-        micro_batch: returns the number of the calling micro-batch; None: there is one.
+        formats: vLLM's FusedMoEActivationFormat and ExpertTokensMetadata; None: strings and dicts instead.
+        micro_batch: returns the number of the calling micro-batch; None: there is only one.
         quantize: vLLM's moe_kernel_quantize_input; None: only quant_dtype None and "mxfp8" are supported.
 
     Raises:
@@ -102,13 +103,13 @@ class PrepareFinalize:
         self._given: dict[str, Any] = {"num_sm": num_sm, "timeout_s": timeout_s, "capacity": capacity}
         self.num_experts = as_integer("num_experts", num_experts)
         self._placements = Placements(group, self.rank, self.ranks, self.num_experts)
-        # Checks the sizes now. The first call reads the placement, which decides how many experts a rank has.
+        # Check the sizes now. The first call reads the placement, which determines the number of experts per rank.
         self._configure(-(-self.num_experts // self.ranks))
         self._formats, self._micro_batch, self._quantize = formats, micro_batch, quantize
         self._prepared: dict[int, Prepared] = {}
 
     def _configure(self, experts_per_rank: int) -> None:
-        """Sizes and options of the layers, for the largest number of experts of any rank.
+        """Set the sizes and options of the layers, for the largest number of experts of any rank.
 
         Raises:
             ConfigError: sizes that cannot work.
@@ -125,7 +126,7 @@ class PrepareFinalize:
         )
         given = self._given
         config = EPConfig(*sizes, self.dtype, recv_capacity=given["capacity"], timeout_s=given["timeout_s"])
-        # The most rows that can arrive: every token has as many experts here as it can.
+        # The most rows that can arrive: every token has as many experts on this rank as possible.
         most = self.ranks * self.max_tokens * min(self.topk, experts_per_rank)
         self._options: dict[str, Any] = {
             **given,
@@ -133,7 +134,7 @@ class PrepareFinalize:
             "low_latency": self.batched and config.fits_low_latency,
         }
 
-    # --- what vLLM asks ---------------------------------------------------------------------------------
+    # --- queries of vLLM --------------------------------------------------------------------------------
 
     @property
     def activation_format(self) -> Any:
@@ -146,20 +147,19 @@ class PrepareFinalize:
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Tokens per call in the batched format; None in the standard format, as vLLM's other implementations have
-        it."""
+        """Most tokens per call in the batched format; None in the standard format, as in vLLM's implementations."""
         return self.max_tokens if self.batched else None
 
     def num_dispatchers(self) -> int:
-        """Ranks that send rows."""
+        """Number of ranks that send rows."""
         return self.ranks
 
     def output_is_reduced(self) -> bool:
-        """`finalize` sums over all ranks."""
+        """True: `finalize` sums over all ranks."""
         return True
 
     def supports_async(self) -> bool:
-        """`prepare_async` and `finalize_async` are implemented."""
+        """True: `prepare_async` and `finalize_async` are implemented."""
         return True
 
     # --- prepare ----------------------------------------------------------------------------------------
@@ -180,23 +180,23 @@ class PrepareFinalize:
         Args:
             a1: [T, H]. topk_ids: [T, K] int32 or int64, global ids, -1 = dropped. topk_weights: [T, K].
             num_experts: as in the constructor.
-            expert_map: [E] int32, as vLLM has it: the place of each expert on this rank, 0 to e - 1, or -1. The first
-                call reads it on all ranks, a host synchronisation. A call with a new tensor, or one changed in place,
-                reads it again; it must have the same values. None: rank r has experts r e to (r + 1) e - 1.
-            apply_router_weight_on_input: multiply rows by their weight before the dispatch, with K = 1; combine then
-                does not.
-            quant_config: vLLM's; of it quant_dtype, a1_scale, per_act_token_quant, block_shape, is_scale_swizzled.
-            defer_input_quant: rows stay as they are.
+            expert_map: [E] int32 from vLLM: the place of each expert on this rank, 0 to e - 1, or -1. The first call
+                reads it on all ranks, a host synchronisation. A call with a new tensor, or with one changed in place,
+                reads it again; the values must be the same. None: rank r has experts r e to (r + 1) e - 1.
+            apply_router_weight_on_input: multiply rows by their weight before the dispatch, not in combine; K = 1.
+            quant_config: vLLM's; its quant_dtype, a1_scale, per_act_token_quant, block_shape and is_scale_swizzled are
+                used.
+            defer_input_quant: do not quantise rows.
 
         Returns:
             Standard: (rows [R, H], scales or None, counts, ids [R, 1] int32, weights [R, 1] float32). With a capacity,
-            rows after the last expert's are undefined; their ids are -1, or with an `expert_map` the id of another
-            rank's expert. Batched: (rows [e, M W, H], scales or
-            None, counts, None, None), M = max_tokens. counts: ExpertTokensMetadata on the device.
+            rows past the last expert's are undefined; their ids are -1, or with an `expert_map` the id of another
+            rank's expert. Batched: (rows [e, M W, H], scales or None, counts, None, None), M = max_tokens. counts:
+            ExpertTokensMetadata on the device.
 
         Raises:
-            InputError: an argument does not fit, a quantisation that is not supported, an expert that is on no rank or
-                on two, a placement that differs from the first call's.
+            InputError: an argument does not fit, the quantisation is not supported, an expert is on no rank or on two,
+                or the placement differs from the first call's.
             Others: as `EPAll2AllLayer.dispatch`.
         """
         hook, receiver = self.prepare_async(
@@ -224,7 +224,7 @@ class PrepareFinalize:
         defer_input_quant: bool = False,
     ) -> tuple[Callable[[], None], Callable[[], tuple[Any, ...]]]:
         """The sending half of `prepare`. Returns (hook, receiver): call the hook, which launches the receiving half,
-        then the receiver, which returns what `prepare` returns."""
+        then the receiver, which returns the results of `prepare`."""
         self._check(a1, topk_weights, topk_ids, num_experts)
         apply_router_weight_on_input = check.flag("apply_router_weight_on_input", apply_router_weight_on_input)
         defer_input_quant = check.flag("defer_input_quant", defer_input_quant)
@@ -241,7 +241,7 @@ class PrepareFinalize:
         wanted = None if defer_input_quant else getattr(quant_config, "quant_dtype", None)
         if wanted not in (None, "mxfp8") and self._quantize is None:
             raise InputError(
-                f"quant_dtype is {wanted!r}: without vLLM's moe_kernel_quantize_input only None and "
+                f"quant_dtype is {wanted!r}; without vLLM's moe_kernel_quantize_input only None and "
                 "'mxfp8' are supported."
             )
         if scales_in_tiles(quant_config) and (wanted == "mxfp8" or (isinstance(wanted, str) and self.batched)):
@@ -256,15 +256,15 @@ class PrepareFinalize:
         )
         assert recv_weights is not None, "given on all ranks"
         self._prepared[batch] = Prepared(layer, desc, recv_weights, placement.experts)
-        # vLLM's kernels look every id up in an expert map, so rows that did not arrive get an expert of another rank.
+        # vLLM's kernels look up every id in the expert map, so rows past the received ones get another rank's expert.
         nobody = -1 if expert_map is None else placement.elsewhere
         received = partial(self._received, recv_x, self._prepared[batch], quant_config, wanted, placement, nobody)
         return hook, received
 
     def _check(self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: Any) -> None:
-        """Raise InputError for arguments that the layer could not name; the layer checks the rest."""
+        """Raise InputError for arguments that the layer knows under other names; the layer checks the rest."""
         if check.integer("num_experts", num_experts, 1) != self.num_experts:
-            raise InputError(f"num_experts is {num_experts}, this object was made for {self.num_experts}.")
+            raise InputError(f"num_experts is {num_experts}, but this object was created for {self.num_experts}.")
         check.tensor("a1", a1, 2)
         check.tensor("topk_weights", topk_weights, 2)
         check.tensor("topk_ids", topk_ids, 2, (torch.int32, torch.int64))
@@ -273,11 +273,11 @@ class PrepareFinalize:
         if topk_weights.shape != topk_ids.shape or a1.shape[0] != topk_ids.shape[0]:
             raise InputError(
                 f"a1 is {list(a1.shape)}, topk_weights {list(topk_weights.shape)}, topk_ids {list(topk_ids.shape)}: "
-                "they must have a row per token, and the last two the same number of columns."
+                "they must have one row per token, and the last two the same number of columns."
             )
 
     def _placement(self, expert_map: Any) -> Placement:
-        """Which rank has which expert. The first call is collective and decides the sizes of layers."""
+        """The placement of experts on ranks. The first call is collective and determines the sizes of layers."""
         if self._placements.known is None:
             self._configure(self._placements.learn(expert_map).most)
         return self._placements.check(expert_map)
@@ -291,9 +291,9 @@ class PrepareFinalize:
         placement: Placement,
         nobody: int,
     ) -> tuple[Any, ...]:
-        """What `prepare` returns; nobody: id of rows after the last expert's."""
+        """The results of `prepare`; nobody: id of rows past the last expert's."""
         desc = prepared.desc
-        # Layers have as many places on each rank as the largest rank needs; nothing arrives for unused places.
+        # Layers have as many places on every rank as the largest rank needs; unused places receive no rows.
         counts = desc.num_recv_tokens_per_expert[: placement.experts]
         rows: torch.Tensor = recv_x
         scales: torch.Tensor | None = None
@@ -312,14 +312,14 @@ class PrepareFinalize:
         tokens = meta if self._formats is None else self._formats[1](**meta)
         if self.batched:
             return rows, scales, tokens, None, None
-        # One expert per row, by the row's position.
+        # The position of a row gives its expert.
         at = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
         local = torch.searchsorted(desc.expert_offsets[1:].contiguous(), at, right=True, out_int32=True)
         ids = placement.ids_of(local, nobody)
         return rows, scales, tokens, ids.unsqueeze(1), prepared.weights.unsqueeze(1)
 
     def _in_use(self, shape: torch.Size, desc: EPAllToAllLayoutDesc, counts: torch.Tensor) -> torch.Tensor:
-        """Which rows arrived: [R] bool in the standard format, [e, n] of slabs; other rows are undefined."""
+        """Which rows were received: [R] bool in the standard format, [e, n] for slabs; other rows are undefined."""
         last = counts.unsqueeze(1) if self.batched else desc.expert_offsets[-1]
         at = torch.arange(shape[-2], dtype=torch.int32, device=last.device)
         return at < last
@@ -339,13 +339,13 @@ class PrepareFinalize:
 
         Args:
             fused_expert_output: [R, H] (or [R, 1, H]) of the rows that `prepare` returned, or [e, M W, H].
-            topk_weights, topk_ids: as vLLM has them after `prepare`; combine uses the weights that came with the rows.
+            topk_weights, topk_ids: vLLM's after `prepare`; combine uses the weights received with the rows.
             apply_router_weight_on_input: weights were applied before the dispatch.
-            weight_and_reduce_impl: vLLM's. With a delegate, combine applies the weights in float32; a no-op means that
-                the experts applied them; any other object is applied first.
+            weight_and_reduce_impl: vLLM's. With a delegate, combine applies the weights in float32; with a no-op, the
+                experts applied them; any other object is applied before combine.
 
         Raises:
-            InputError: no `prepare` came before, or shapes that do not fit it. Others: as `EPAll2AllLayer.combine`.
+            InputError: no `prepare` came before, or shapes do not fit it. Others: as `EPAll2AllLayer.combine`.
         """
         hook, receiver = self.finalize_async(
             output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
@@ -363,11 +363,11 @@ class PrepareFinalize:
         weight_and_reduce_impl: Any,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """The sending half of `finalize`. Returns (hook, receiver): the hook launches the receiving half, the receiver
-        copies into `output`."""
+        copies the sums into `output`."""
         batch = 0 if self._micro_batch is None else self._micro_batch()
         prepared = self._prepared.get(batch)
         if prepared is None:
-            raise InputError(f"finalize was called without a prepare before it (micro-batch {batch}).")
+            raise InputError(f"finalize was called without a prepare first (micro-batch {batch}).")
         layer, desc = prepared.layer, prepared.desc
         _check_output(output, (desc.num_dispatch_token_cur_rank, self.hidden))
         check.tensor("fused_expert_output", fused_expert_output)
@@ -409,18 +409,18 @@ class PrepareFinalize:
         if rows.dim() == 3:
             rows = rows.reshape(-1, self.hidden)
         combined, hook = layer.combine(rows.to(self.dtype).contiguous(), desc, weights, return_recv_hook=True)
-        del self._prepared[batch]  # a refused call may be repeated
+        del self._prepared[batch]  # only now: a refused call may be repeated
         return hook, partial(_copy, output, combined)
 
     # --- life -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the symmetric memory that no other object uses. Collective, idempotent."""
+        """Free the symmetric memory of layers that no other object uses. Collective, idempotent."""
         self._prepared.clear()
         self._pool.free(self._user)
 
     def _layer(self, batch: int, payload: str | None) -> EPAll2AllLayer:
-        """The layer of a micro-batch and a payload; the first call of its kind makes it, collectively."""
+        """The layer of a micro-batch and a payload; the first call creates it, collectively."""
         options = self._options
         sizes = LayerSizes(
             self.hidden,
@@ -444,11 +444,11 @@ def _copy(output: torch.Tensor, combined: torch.Tensor) -> None:
 
 def _check_output(output: Any, shape: tuple[int, int]) -> None:
     if check.tensor("output", output).shape != shape:
-        raise InputError(f"output is {list(output.shape)}, but the tokens of prepare were {list(shape)}.")
+        raise InputError(f"output is {list(output.shape)}, but prepare got tokens {list(shape)}.")
 
 
 def _slabs(rows: torch.Tensor, desc: EPAllToAllLayoutDesc, experts: int, num_rows: int) -> torch.Tensor:
-    """[e, num_rows, H]: expert-major rows, those of each expert at the start of its slab; the rest undefined."""
+    """[e, num_rows, H]: each expert's rows at the start of its slab, from expert-major rows; the rest undefined."""
     slabs = rows.new_empty(experts, num_rows, rows.shape[1])
     if experts:
         to_slabs(rows, desc.expert_offsets[: experts + 1], desc.num_recv_tokens_per_expert[:experts], slabs)
