@@ -1,1 +1,1 @@
-"""The symmetric heap: base.py has the protocol, registry.py the list of heaps, gpu.py what heaps of GPUs share."""
+"""The symmetric heap: base.py has the protocol, registry.py the list of heaps, gpu.py the common part of GPU heaps."""

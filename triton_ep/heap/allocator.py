@@ -1,4 +1,4 @@
-"""Arena: which bytes of one rank's symmetric memory are taken. First fit; freed neighbours are merged."""
+"""Arena: allocator for the offsets of one rank's symmetric memory. First fit; freed neighbours are merged."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from triton_ep.errors import HeapError
 
 
 class Arena:
-    """Free pieces of a range of `size` bytes; knows offsets, no memory.
+    """Free pieces of a range of `size` bytes. Manages offsets only, no memory.
 
-    Pieces start at multiples of `align` and take a whole number of them. Several ranges may be joined with
-    `extend`; a piece never crosses from one into the next. A range may have an owner: whoever asks without naming that
-    owner gets nothing of it.
+    Offsets and sizes of pieces are multiples of `align`. `extend` adds further ranges; a piece never crosses from one
+    range into the next. A range may have an owner: only requests with that owner get pieces of it.
     """
 
     def __init__(self, size: int, align: int) -> None:
         self._align = align
         self._free: list[tuple[int, int]] = []  # (start, end), ascending, no two touching inside one range
-        self._walls: list[int] = []  # where each range starts, ascending
-        self._owners: list[Hashable] = []  # of each range; None = anybody's
+        self._walls: list[int] = []  # start of each range, ascending
+        self._owners: list[Hashable] = []  # owner of each range; None = open to all
         self._taken: dict[int, int] = {}
         self.size = 0
         self.extend(size)
 
     def extend(self, size: int, owner: Hashable = None) -> int:
-        """Add a range of `size` bytes, rounded down to the alignment; returns the offset of its start."""
+        """Add a range of `size` bytes, rounded down to the alignment; return the offset of its start."""
         start = self.size
         size -= size % self._align
         self._walls.append(start)
@@ -37,7 +36,7 @@ class Arena:
         return start
 
     def take(self, nbytes: int, owner: Hashable = None) -> int | None:
-        """Offset of a piece of at least `nbytes` that `owner` may have, or None."""
+        """Take a piece of at least `nbytes` that is open to `owner`; return its offset, or None without room."""
         wanted = self._rounded(nbytes)
         for index, (start, end) in enumerate(self._free):
             if end - start >= wanted and self._open_to(start, owner):
@@ -50,10 +49,10 @@ class Arena:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Give a piece back that `take(nbytes)` returned.
+        """Give back a piece that `take(nbytes)` returned.
 
         Raises:
-            HeapError: it was not taken, or is already back.
+            HeapError: the piece was not taken, or was given back before.
         """
         if self._taken.get(offset) != self._rounded(nbytes):
             raise HeapError(
@@ -68,7 +67,7 @@ class Arena:
         insort(self._free, (start, end))
 
     def largest_free(self, owner: Hashable = None) -> int:
-        """Bytes of the largest free piece that `owner` may have."""
+        """Bytes of the largest free piece that is open to `owner`."""
         return max((end - start for start, end in self._free if self._open_to(start, owner)), default=0)
 
     def free_bytes(self) -> int:
@@ -76,7 +75,7 @@ class Arena:
         return sum(end - start for start, end in self._free)
 
     def _open_to(self, start: int, owner: Hashable) -> bool:
-        """Whether `owner` may have the piece that starts there."""
+        """Whether the piece at `start` is open to `owner`."""
         return self._owners[bisect_right(self._walls, start) - 1] in (None, owner)
 
     def _rounded(self, nbytes: int) -> int:

@@ -1,12 +1,12 @@
-"""The symmetric heap: memory that every rank of a group can address in all of them.
+"""The symmetric heap: memory of every rank of a group that all ranks of the group can address.
 
 One protocol, three backends: host.py (shared memory of CPU ranks), nvshmem.py and torch_symmetric.py (GPUs). A rank
 allocates from its own arena, and the members of the group then exchange offsets. So offsets may differ between ranks,
 and two disjoint groups may allocate at the same time.
 
-All ranks of a layer use its memory. A piece returns to the arena when every rank has finalized the layer and its device
-has finished, or its process has ended (`retire`). Until then the piece stays reserved, however the layer ended: a rank
-that is late for a call may still store to it and read from it.
+All ranks of a layer use its memory. A piece returns to the arena when every rank has either finalized the layer and
+drained its device, or ended its process (`retire`). Until then the piece stays reserved, however the layer ended: a
+rank that is late for a call may still store to the piece and read from it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from triton_ep.heap.farewells import Farewells
 
 _DYING_S = 0.5
 _LONGEST_POLL_S = 0.02
-_ASK_EACH_S = 0.1  # between two questions about single ranks, each of which costs a message
+_ASK_EACH_S = 0.1  # between two queries of single ranks, each of which costs a message
 _LONGEST_WAIT_FOR_ROOM_S = 60.0
-_DEFAULT_LIMIT_S = 1800.0  # torch's own, where a process group does not say
+_DEFAULT_LIMIT_S = 1800.0  # torch's default, for a process group whose limit is unknown
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class SymmTensor:
 
     Attributes:
         local: this rank's copy, on the heap's device, 256-byte aligned.
-        addrs: [n] int64 on that device, n = members of the group: address through which THIS rank loads and
-            stores the copy of member m; 0 = not reachable by peer access.
-        net_addrs: [n] int64 on that device: address that names member m's copy to a put function.
+        addrs: [n] int64 on the heap's device, n = members of the group: address at which THIS rank loads from and
+            stores to the copy of member m; 0 = not reachable by peer access.
+        net_addrs: [n] int64 on the heap's device: address that a put function takes for member m's copy.
         nbytes: size of each copy.
-        offset: where the copy lies in this rank's arena, in bytes.
+        offset: position of the copy in this rank's arena, in bytes.
     """
 
     local: torch.Tensor
@@ -57,9 +57,9 @@ class SymmTensor:
 
 
 class _Piece(NamedTuple):
-    """What a member says of its part in an allocation; bytes. `offset` is None where there was no room.
+    """A member's report about its part in an allocation, in bytes. `offset` is None if it had no room.
 
-    Another `held` bytes belong to layers that the ranks `late` have not ended.
+    A further `held` bytes belong to layers that the ranks `late` have not ended.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class _Piece(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What a member says at a meeting: what it is there for, of which layer, and which layers it has ended."""
+    """A member's message at a meeting: its call, the layer of the call, the layers it has ended, and a value."""
 
     call: str
     layer: str
@@ -81,25 +81,25 @@ class _Answer(NamedTuple):
 
 
 class _Retired(NamedTuple):
-    """Memory of a layer that this rank has ended and others have not: pieces of the arena (offset, bytes)."""
+    """Memory of a layer that this rank has ended and other ranks have not: pieces of the arena (offset, bytes)."""
 
     members: tuple[int, ...]
     pieces: tuple[tuple[int, int], ...]
 
 
 class SymmetricHeap(ABC):
-    """Symmetric memory of one process. Made by `initialize_distributed`, ended by `close`.
+    """Symmetric memory of one process. Created by `initialize_distributed`, ended by `close`.
 
-    Nothing is freed by a destructor: symmetric memory freed out of step hangs the other ranks.
+    Destructors free nothing: symmetric memory freed out of step hangs the other ranks.
 
     Attributes:
         backend: "host", "nvshmem" or "torch" (registry.py).
         network: "p2p" if puts are stores through `addrs`, "nvshmem" if they call NVSHMEM.
-        device: where the memory is.
-        rank, world_size: this process in the world.
+        device: device of the memory.
+        rank, world_size: of this process in the world.
         nvshmem_version: release of NVSHMEM's host library, "3.4.5"; None without NVSHMEM.
-        default_bytes: of this rank's first memory, unless set.
-        remedy: what to do when an allocation finds no room; {gib} stands for the heap size it needs.
+        default_bytes: size of this rank's first memory, unless set.
+        remedy: advice for an allocation without room; {gib} stands for the heap size it needs.
     """
 
     backend: str
@@ -117,26 +117,26 @@ class SymmetricHeap(ABC):
         self._closed = False
         self._retired: dict[str, _Retired] = {}  # by layer
         store = dist.distributed_c10d._get_default_store()
-        if store is None:  # of MPI
+        if store is None:  # as with MPI
             raise HeapError(
-                "the process group of the world has no store. Let initialize_distributed make it, or make it with gloo."
+                "the process group of the world has no store. Let initialize_distributed create it, or use gloo."
             )
         self._farewells = Farewells(store, self.rank)
 
     @property
     def closed(self) -> bool:
-        """`close` was called; nothing may use the memory any more."""
+        """Whether `close` was called. The memory must then not be used any more."""
         return self._closed
 
     def alloc(self, shape: Sequence[int], dtype: torch.dtype, group: Any = None, layer: str = "") -> SymmTensor:
-        """Allocate a zero-filled tensor of that shape on every member; collective over `group` alone.
+        """Allocate a zero-filled tensor of that shape on every member; collective over `group` only.
 
         group: process group, any sub-group of the world; None = the world.
-        layer: whose memory it will be, the same name on all members; for `retire`.
+        layer: name of the layer that will own the memory, the same on all members; for `retire`.
 
         Raises:
-            HeapError: on all members, if one has no room: bytes asked, bytes free, what to do; or if they asked for
-                different sizes.
+            HeapError: on all members, if one has no room (with bytes requested, bytes free, what to do), or if they
+                requested different sizes.
             ConfigError: this rank is not a member of `group`.
             PeerFailed: a member is gone, late, or in another call.
             FinalizedError: after `close`.
@@ -153,7 +153,7 @@ class SymmetricHeap(ABC):
         offsets = [piece.offset for piece in pieces if piece.offset is not None]
         offset = offsets[members.index(self.rank)]
         local = self._zeroed(offset, nbytes)
-        # A member that returns may store to the others, which must have their zeros by then.
+        # Once a member returns, it may store to the others, so all zero-fills must be done before.
         self.gather(None, group, "the end of an allocation", layer)
         return SymmTensor(
             local=local[: count * dtype.itemsize].view(dtype).view(list(shape)),
@@ -164,12 +164,12 @@ class SymmetricHeap(ABC):
         )
 
     def require(self, nbytes: int, group: Any = None, layer: str = "") -> None:
-        """Make sure that every member has room for `nbytes` more, in one piece; collective over `group`.
+        """Check that every member has room for `nbytes` more, in one piece; collective over `group`.
 
-        Says what a user of several allocations needs in all before the first of them is made.
+        Before several allocations, check their total: the error then reports the whole need.
 
         Raises:
-            HeapError: on all members, if one has no room: bytes asked, bytes free, what to do.
+            HeapError: on all members, if one has no room: bytes requested, bytes free, what to do.
         """
         self._check_open()
         own = next(piece for piece in self._reserve(nbytes, group, layer) if piece.rank == self.rank)
@@ -177,23 +177,23 @@ class SymmetricHeap(ABC):
         self._arena.give(own.offset, nbytes)
 
     def free(self, tensor: SymmTensor) -> None:
-        """Give this rank's copy back. Local: the caller knows that no member uses it any more."""
+        """Give this rank's copy back. Local: the caller ensures that no member uses the tensor any more."""
         self._check_open()
         self._arena.give(tensor.offset, tensor.nbytes)
         self._discard(tensor.offset, tensor.nbytes)
 
     def retire(self, tensors: Sequence[SymmTensor], layer: str, members: Sequence[int], wait: bool) -> None:
-        """Give back this rank's memory of a layer: it goes to the arena once all its ranks have ended the layer.
+        """Give back this rank's memory of a layer: it returns to the arena once all ranks of the layer have ended it.
 
-        No meeting: a member may do this at any time, and go on to anything else. This rank's device must have run what
-        it was given of the layer (`drain`).
+        Not a meeting: a member may call this at any time, and continue with any other call. This rank's device must
+        have finished the layer's work (`drain`).
 
         members: world ranks of the layer.
-        wait: return when all of them have ended it; without, this rank's memory comes back with a later allocation.
+        wait: return when all members have ended the layer; without `wait`, a later allocation takes the memory back.
 
         Raises:
             PeerFailed: with `wait`, a member has not ended the layer within the limit of host collectives, and the
-                memory stays reserved; or it is gone, and the memory is back.
+                memory stays reserved; or the member is gone, and the memory is back.
             FinalizedError: after `close`.
         """
         self._check_open()
@@ -210,8 +210,8 @@ class SymmetricHeap(ABC):
             if not wait:
                 return  # the job is over: no rank reads notes any more
             raise PeerFailed(
-                f"rank {self.rank} ended a layer, but cannot report it to the others: whoever serves the store of the "
-                f"job is gone, or stopped: {error}"
+                f"rank {self.rank} ended a layer, but cannot report it to the others: the process that serves the "
+                f"store of the job is gone, or stopped: {error}"
             ) from error
         finally:
             stop.set()
@@ -225,7 +225,7 @@ class SymmetricHeap(ABC):
             )
 
     def available(self) -> int:
-        """Bytes of the largest allocation that would find room on this rank now."""
+        """Bytes of the largest allocation that fits on this rank now."""
         return self._arena.largest_free()
 
     def pes(self, group: Any = None) -> torch.Tensor:
@@ -234,13 +234,13 @@ class SymmetricHeap(ABC):
         return torch.tensor(self.members(group), dtype=torch.int32, device=self.device)
 
     def members(self, group: Any = None) -> list[int]:
-        """World rank of every member of `group`, in its order.
+        """World rank of every member of `group`, in the group's order.
 
         Raises:
             ConfigError: this rank is not a member, or the group was destroyed.
         """
         try:
-            # From a collective of a group without this rank torch returns at once, without an error.
+            # torch's collectives of a group without this rank return at once, without an error, so check here.
             if dist.get_world_size(group) > 0:
                 return list(dist.get_process_group_ranks(group))
         except (KeyError, ValueError) as error:
@@ -251,16 +251,16 @@ class SymmetricHeap(ABC):
         raise ConfigError(f"rank {self.rank} takes part in a group it is not a member of.")
 
     def limit_s(self, group: Any = None) -> float:
-        """Seconds that host collectives of `group` wait at most."""
+        """Time limit of host collectives of `group`, in seconds."""
         try:
             world: Any = dist.group.WORLD if group is None else group
             backend = world._get_backend(self.device)
             return float(backend.options._timeout.total_seconds())
-        except (AttributeError, RuntimeError):  # a backend without options, or no group any more
+        except (AttributeError, RuntimeError):  # a backend without options, or a destroyed group
             return _DEFAULT_LIMIT_S
 
     def barrier(self, group: Any = None, layer: str = "") -> None:
-        """Wait on the host until all members of `group` have come here; work on streams is not awaited.
+        """Wait on the host until all members of `group` arrive; does not wait for work on streams.
 
         Raises:
             PeerFailed: a member is gone, late, or in another call.
@@ -269,12 +269,12 @@ class SymmetricHeap(ABC):
         self.gather(None, group, "a barrier", layer)  # not dist.barrier: with NCCL that would be a kernel
 
     def drain(self, limit_s: float, network: bool = False) -> None:  # noqa: B027  kernels of a CPU have ended
-        """Wait until this rank's device has run all that it was given, and its stores have arrived.
+        """Wait until this rank's device has finished all its work, and its stores have arrived.
 
         network: kernels may have called put functions.
 
         Raises:
-            TimeoutError: it has not within `limit_s` seconds.
+            TimeoutError: not within `limit_s` seconds.
         """
 
     @abstractmethod
@@ -283,30 +283,30 @@ class SymmetricHeap(ABC):
 
     @abstractmethod
     def failed_peer(self) -> int | None:
-        """World rank of a peer that died or aborted, if this backend knows."""
+        """World rank of a peer that died or aborted, as far as this backend knows; else None."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Make peers that wait for this rank fail with `reason`, where the backend can."""
+        """Make peers that wait for this rank fail with `reason`, if the backend can."""
 
     # --- steps of alloc -----------------------------------------------------------------------------------
 
     def _reserve(self, nbytes: int, group: Any, layer: str) -> list[_Piece]:
-        """Take a piece on every member, growing the heap if need be; HeapError on all if one has no room."""
+        """Take a piece on every member; grow the heap if needed. HeapError on all members if one has no room."""
         pieces = self._take(nbytes, group, layer)
         if _lacking(pieces) and self._grow(nbytes, group):
             pieces = self._take(nbytes, group, layer)
         if any(piece.late for piece in _lacking(pieces)):
-            # The others come to the next meeting at once, and must not give up there.
+            # The other members come to the next meeting at once and wait there, so stay well below their limit.
             pieces = self._take(nbytes, group, layer, min(self.limit_s(group) / 2, _LONGEST_WAIT_FOR_ROOM_S))
         if lacking := _lacking(pieces):
             raise self._no_room(lacking[0], nbytes)
         return pieces
 
     def _take(self, nbytes: int, group: Any, layer: str, patience_s: float = 0.0) -> list[_Piece]:
-        """Take a piece here and hear from all members; this rank's goes back if another has none.
+        """Take a piece here and gather all members' reports; give the piece back if another member got none.
 
-        patience_s: how long to wait for memory of layers that others have not ended.
+        patience_s: time to wait for memory of layers that other ranks have not ended.
         """
         deadline, owner = time.monotonic() + patience_s, frozenset(self.members(group))
         late = self._reclaim()
@@ -348,7 +348,7 @@ class SymmetricHeap(ABC):
     def _end_layer(self, layer: str, limit_s: float, stop: threading.Event) -> list[int]:
         """Report that this rank has ended the layer, and wait for the others. Returns the members that have not.
 
-        Those are gone or have failed, or the time limit has passed.
+        Unless the time limit has passed, all of these are gone or have failed.
         """
         deadline, asked, pause_s = time.monotonic() + limit_s, time.monotonic(), 1e-4
         members = self._retired[layer].members
@@ -364,13 +364,13 @@ class SymmetricHeap(ABC):
         return []
 
     def _reclaim(self) -> tuple[int, ...]:
-        """Give the arena the memory of layers that all ranks have ended. Returns the ranks that have not."""
+        """Return memory of layers that all ranks have ended to the arena. Returns the ranks that others wait for."""
         awaited: set[int] = set()
         for layer, left in list(self._retired.items()):
             try:
                 late = within(_LONGEST_WAIT_FOR_ROOM_S, lambda: self._late(layer, left.members))  # noqa: B023
             except (RuntimeError, TimeoutError):
-                late = list(left.members)  # whoever serves the store is gone: nobody knows
+                late = list(left.members)  # the store's server is gone, so no rank counts as done
             late = [rank for rank in late if rank != self.rank and not self._ended(rank)]
             awaited.update(late)
             if not late:
@@ -381,13 +381,13 @@ class SymmetricHeap(ABC):
         return [] if self._farewells.all_said(layer) else self._farewells.silent(layer, members)
 
     def _release(self, layer: str) -> None:
-        """Nobody uses the memory of this layer any more."""
+        """Return the memory of a layer that no rank uses any more to the arena."""
         left = self._retired.pop(layer)
         for offset, nbytes in left.pieces:
             self._arena.give(offset, nbytes)
             self._discard(offset, nbytes)
         if len(left.members) > 1:
-            with contextlib.suppress(RuntimeError, TimeoutError):  # nobody reads what stays in the store
+            with contextlib.suppress(RuntimeError, TimeoutError):  # keys left in the store do no harm
                 within(_LONGEST_WAIT_FOR_ROOM_S, lambda: self._farewells.forget(layer, left.members))
 
     # --- meetings -----------------------------------------------------------------------------------------
@@ -395,11 +395,11 @@ class SymmetricHeap(ABC):
     def gather(self, value: Any, group: Any, call: str, layer: str = "") -> list[Any]:
         """The value of every member of `group`; collective over `group`.
 
-        Only their order distinguishes the collectives of a group, and ranks lose that order when a layer fails on some
-        of them. So every rank sends the name of its call. A rank whose layer another rank has ended raises; the others
-        repeat the collective, in which the raising rank then takes part for its next call.
+        Collectives of a group match by their order alone, and ranks lose that order when a layer fails on some of them.
+        So every rank sends the name of its call. A rank whose layer another rank has ended raises; the others repeat
+        the collective, and the raising rank takes part in the repetition with its next call.
 
-        call: what this is for, as errors put it. layer: whose call it is.
+        call: name of the call, for error messages. layer: layer of the call.
 
         Raises:
             ConfigError: this rank is not a member, or the group was destroyed.
@@ -443,14 +443,14 @@ class SymmetricHeap(ABC):
         return answers
 
     def _await_failed_peer(self) -> int | None:
-        """`failed_peer`, with a moment's patience: the sockets of a dying process close before it has ended."""
+        """`failed_peer`, after a short wait if needed: the sockets of a dying process close before it has ended."""
         deadline = time.monotonic() + _DYING_S
         while (peer := self.failed_peer()) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return peer
 
     def _grow(self, nbytes: int, group: Any) -> bool:
-        """Make room for `nbytes` more on every member, collectively; False if this heap cannot."""
+        """Make room for `nbytes` more on every member, collectively; False if the heap cannot grow."""
         return False
 
     def _table(self, values: Sequence[int]) -> torch.Tensor:
@@ -462,15 +462,15 @@ class SymmetricHeap(ABC):
 
     @abstractmethod
     def _ended(self, rank: int) -> bool:
-        """Whether the process of that rank is known to have ended, so that it stores nothing any more."""
+        """Whether the process of `rank` is known to have ended, so that it stores nothing any more."""
 
     def _fate(self, rank: int) -> str | None:
-        """Why not to wait for a rank: a clause without its subject; None = it may still come."""
+        """Reason not to wait for a rank, as a clause without subject; None = the rank may still come."""
         return "has ended" if self._ended(rank) else None
 
     @abstractmethod
     def _zeroed(self, offset: int, nbytes: int) -> torch.Tensor:
-        """[nbytes] uint8: that piece of this rank's arena, made all zeros, as peers will see it too."""
+        """[nbytes] uint8: the piece at `offset` of this rank's arena, zero-filled, as peers see it too."""
 
     @abstractmethod
     def _addresses(self, members: Sequence[int], offsets: Sequence[int]) -> list[int]:
@@ -478,11 +478,11 @@ class SymmetricHeap(ABC):
 
     @abstractmethod
     def _net_addresses(self, members: Sequence[int], offsets: Sequence[int]) -> list[int]:
-        """Address that names each member's copy to a put function."""
+        """Address that a put function takes for each member's copy."""
 
     @abstractmethod
     def _discard(self, offset: int, nbytes: int) -> None:
-        """The piece is unused from now on: give its memory to the system, where that is possible."""
+        """Return the memory of an unused piece to the system, if possible."""
 
 
 def _lacking(pieces: Sequence[_Piece]) -> list[_Piece]:
@@ -490,7 +490,7 @@ def _lacking(pieces: Sequence[_Piece]) -> list[_Piece]:
 
 
 def _calls(members: Sequence[int], answers: Sequence[_Answer]) -> str:
-    """Who is in which call. Layers have numbers where there are several, in the order of the first rank of each."""
+    """Text of which ranks are in which call. Several layers get numbers, in the order of their first ranks."""
     found: dict[tuple[str, str], list[int]] = {}
     for rank, other in zip(members, answers, strict=True):
         found.setdefault((other.call, other.layer), []).append(rank)

@@ -1,13 +1,13 @@
-"""NVSHMEM's device functions for Triton kernels: the installed bitcode, cut down to what is called.
+"""NVSHMEM's device functions for Triton kernels: the installed bitcode, pruned to the functions in use.
 
-Triton links bitcode into every kernel that calls it and parses all of it each time: 30 MB, seconds per
-kernel. `pruned_bitcode` does that once, into a module that only names the wanted functions, and keeps the
-result as a few tens of kilobytes of textual LLVM IR. Kernels linked with it come out the same, because
-nothing is optimised here.
+Triton links bitcode into every kernel that calls it, and parses all of the bitcode each time: 30 MB, seconds per
+kernel. `pruned_bitcode` links it once, into a module that only names the wanted functions, and caches the result
+as a few tens of kilobytes of textual LLVM IR. Kernels linked with the pruned file come out the same, because this
+module optimises nothing.
 
 The two constants by which NVSHMEM finds its state in a loaded module (`nvshmemi_device_state_d`,
 `nvshmemi_device_lib_version_d`; nvshmemx_cumodule_init) are kept: the bitcode lists them in
-`llvm.compiler.used`, which linking always takes along.
+`llvm.compiler.used`, which linking always includes.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from triton_ep.runtime.files import write_complete
 _FOLDER = Path("nvidia", "nvshmem", "lib")
 _WHOLE = "libnvshmem_device.bc"
 _OLDEST_ARCH = 90
-"""Oldest architecture that the kernels are compiled for."""
+"""Oldest architecture that kernels are compiled for."""
 _TRIPLE = "nvptx64-nvidia-cuda"
 _KEEP = "triton_ep_keep_"
 _FORMAT = 1
-"""Part of the cache key; to be raised with every change of what is written."""
+"""Part of the cache key; raise it with every change of the written file."""
 
 
 def find_bitcode() -> Path:
-    """Device bitcode of the NVSHMEM that is installed for this Python; neither a GPU nor nvshmem4py is needed.
+    """Find the device bitcode of the NVSHMEM installed for this Python; needs neither a GPU nor nvshmem4py.
 
-    Later releases hold one file per architecture instead of one for all. Code for an older architecture runs
+    Later releases have one file per architecture instead of one for all. Code for an older architecture runs
     on a newer one, so the newest file up to sm_90 serves every target.
 
     Raises:
-        HeapError: there is none on `sys.path`.
+        HeapError: `sys.path` has no bitcode.
     """
     for entry in sys.path:
         folder = Path(entry or ".", _FOLDER)
@@ -59,13 +59,13 @@ def find_bitcode() -> Path:
 
 
 def pruned_bitcode(symbols: Sequence[str], cache_dir: Path | None = None) -> Path:
-    """LLVM IR (.ll) with these device functions of NVSHMEM and what they call; for Triton's `extern_libs`.
+    """LLVM IR (.ll) with these NVSHMEM device functions and everything they call; for Triton's `extern_libs`.
 
     symbols: names of functions, e.g. `NVSHMEM_SYMBOLS` of kernels/device/transport.py.
-    cache_dir: where the file is kept; Triton's own cache by default (TRITON_CACHE_DIR).
+    cache_dir: folder of the file; Triton's own cache by default (TRITON_CACHE_DIR).
 
-    The file is named after the bitcode's contents, Triton's version and the symbols, and appears under its
-    name only when complete. Ranks that start together on an empty cache each write one; the last stays.
+    The file name depends on the bitcode's contents, Triton's version and the symbols; the file appears under its
+    name only when complete. Ranks that start together on an empty cache each write a file; the last one stays.
 
     Raises:
         HeapError: no bitcode is installed, it cannot be read, or it lacks one of the symbols.
@@ -87,7 +87,7 @@ def pruned_bitcode(symbols: Sequence[str], cache_dir: Path | None = None) -> Pat
 
 
 def _stub(symbols: Sequence[str]) -> str:
-    """MLIR of a module that holds the address of every symbol, and so makes the linker fetch it.
+    """MLIR of a module that holds the address of every symbol, so that the linker fetches the symbol.
 
     The types of the functions do not matter: the definition replaces the declaration.
     """
@@ -116,7 +116,7 @@ def _prune(source: Path, symbols: Sequence[str]) -> str:
     llvm.init_targets()
     context = llvm.context()
     module = llvm.to_module(mlir_module, context)
-    # Linking gives the library the layout of the module; it is the same for every NVPTX processor.
+    # Linking gives the library the module's data layout, which is the same for every NVPTX processor.
     llvm.attach_datalayout(module, _TRIPLE, f"sm_{_OLDEST_ARCH}", "")
     try:
         llvm.link_extern_libs(module, [str(source)])

@@ -1,4 +1,4 @@
-"""A time limit for calls that have none of their own."""
+"""A time limit for calls without one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _Result = TypeVar("_Result")
 
 
 def within(limit_s: float, work: Callable[[], _Result]) -> _Result:
-    """What `work()` returns or raises, from a thread of its own.
+    """Run `work()` in a separate thread; return its result or raise its error.
 
     For calls that wait in C without a limit: a store whose server has been stopped, a GPU that does not end its work.
 
     Raises:
-        TimeoutError: it has not ended after `limit_s` seconds; the thread goes on, and keeps no process alive.
+        TimeoutError: `work` has not ended after `limit_s` seconds. Its thread goes on, but keeps no process alive.
     """
     results: list[_Result] = []
     errors: list[BaseException] = []

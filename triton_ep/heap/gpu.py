@@ -1,7 +1,7 @@
-"""What the symmetric heaps of GPUs share: chunks of memory, where ranks are, which processes have ended.
+"""Common part of the GPU heaps: chunks of memory, the placement of ranks, detection of ended processes.
 
-A chunk is made collectively, which takes milliseconds. So a heap takes few, large chunks and hands out pieces of them
-by itself.
+Allocating a chunk is collective and takes milliseconds. So a heap allocates few, large chunks and hands out pieces of
+them itself.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from triton_ep.runtime.environment import read_environment
 
 ALIGN_BYTES = 256
 CHUNK_STEP = 2**28
-"""A chunk has a multiple of so many bytes."""
+"""Sizes of chunks are multiples of this many bytes."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Memory of the same size on every rank that made it.
+    """Memory of the same size on every rank that allocated it together.
 
     Attributes:
-        memory: [size] uint8, this rank's.
-        places: by world rank: where the chunk starts in that rank's arena, and the address of the rank's memory in this
+        memory: [size] uint8, this rank's memory.
+        places: by world rank: start of the chunk in that rank's arena, and address of that rank's memory in this
             process, 0 without peer access.
-        owner: what else must live as long as the memory.
+        owner: object that must live as long as the memory.
     """
 
     memory: torch.Tensor
@@ -43,7 +43,7 @@ class Chunk:
     owner: Any = None
 
     def offset(self, rank: int, offset: int) -> int | None:
-        """Where a place in the arena of a rank lies in the chunk; None: in another chunk."""
+        """Convert an offset in a rank's arena to an offset in the chunk; None: it lies in another chunk."""
         start = self.places[rank][0] if rank in self.places else offset + 1
         return offset - start if start <= offset < start + self.memory.numel() else None
 
@@ -51,14 +51,14 @@ class Chunk:
 class GpuHeap(SymmetricHeap):
     """Symmetric memory of one GPU per rank; collective over the world, on the current CUDA device.
 
-    heap_bytes: size of the first chunk, at least.
+    heap_bytes: minimum size of the first chunk.
 
     Raises:
-        HeapError: ranks share a GPU that may not, or the memory of one GPU does not suffice.
+        HeapError: more ranks share a GPU than allowed, or the memory of one GPU does not suffice.
     """
 
     sub_groups_grow: ClassVar[bool]
-    """Whether the ranks of a group can make a chunk without the others."""
+    """Whether the ranks of a group can allocate a chunk without the other ranks."""
 
     def __init__(self, heap_bytes: int) -> None:
         super().__init__(Arena(0, ALIGN_BYTES))
@@ -69,32 +69,32 @@ class GpuHeap(SymmetricHeap):
         heap_bytes = self._begin(heap_bytes)
         if not self._grow(heap_bytes, None):
             raise HeapError(
-                f"the first {heap_bytes} bytes of symmetric memory do not fit on a GPU. Free GPU memory, or ask for "
+                f"the first {heap_bytes} bytes of symmetric memory do not fit on a GPU. Free GPU memory, or request "
                 "less with heap_bytes, TRITON_EP_HEAP_SIZE or NVSHMEM_SYMMETRIC_SIZE."
             )
 
     @abstractmethod
     def _begin(self, heap_bytes: int) -> int:
-        """Start the library that makes chunks, on all ranks. Returns the bytes of the first chunk."""
+        """Start the library that allocates chunks, on all ranks. Returns the bytes of the first chunk."""
 
     @abstractmethod
     def _make_chunk(self, size: int, group: Any) -> tuple[torch.Tensor, Sequence[int], Any] | None:
-        """This rank's memory, the address of every member's, and what must live as long; None where it does not fit.
+        """Allocate a chunk: this rank's memory, the addresses of all members' memory, and the owner; None: no room.
 
-        Collective over `group`, and the same on all members.
+        Collective over `group`; the outcome is the same on all members.
         """
 
     @abstractmethod
     def _end(self) -> None:
-        """Free the chunks and end the library that made them; collective over the world."""
+        """Free the chunks and end the library that allocated them; collective over the world."""
 
     def close(self) -> None:
         """Give all memory back; collective over the world, idempotent.
 
-        If a peer is gone, the memory goes with the process: to give it back takes all ranks.
+        If a peer is gone, the memory is freed when the process ends, since giving it back takes all ranks.
 
         Raises:
-            ConfigError: the process group was destroyed before; the memory then goes with the process, too.
+            ConfigError: the process group was destroyed before; the memory is then also freed when the process ends.
         """
         if self._closed:
             return
@@ -117,16 +117,16 @@ class GpuHeap(SymmetricHeap):
             self._end()
 
     def failed_peer(self) -> int | None:
-        """World rank of a peer of this host whose process has ended. An expired wait reveals peers of other hosts."""
+        """World rank of a peer on this host whose process has ended. On other hosts only a timeout reveals it."""
         return next((rank for rank in self._pidfds if self._ended(rank)), None)
 
     def drain(self, limit_s: float, network: bool = False) -> None:
-        """Wait until this rank's device has run all that it was given, and its stores have arrived.
+        """Wait until this rank's device has finished all its work, and its stores have arrived.
 
-        network: kernels may have called put functions, which return before peers have what they sent.
+        network: kernels may have called put functions, which return before the data has arrived at the peer.
 
         Raises:
-            TimeoutError: it has not within `limit_s` seconds.
+            TimeoutError: not within `limit_s` seconds.
         """
 
         def work() -> None:
@@ -138,11 +138,11 @@ class GpuHeap(SymmetricHeap):
         within(limit_s, work)
 
     def abort(self, reason: str) -> None:
-        """Remember that this rank failed: `close` will not wait for the others, who run into their time limits."""
+        """Remember that this rank failed: `close` will not wait for the others, which run into their time limits."""
         self._failed = True
 
     def _quiet(self) -> None:
-        """Wait until what kernels have put is at the peers."""
+        """Wait until the puts of kernels have arrived at the peers."""
 
     def _ended(self, rank: int) -> bool:
         if rank not in self._pidfds:  # a rank of another host
@@ -166,7 +166,7 @@ class GpuHeap(SymmetricHeap):
         if not whole and not self.sub_groups_grow:
             return False
         size = -(-nbytes // CHUNK_STEP) * CHUNK_STEP
-        torch.cuda.empty_cache()  # memory that torch's allocator has cached and does not use
+        torch.cuda.empty_cache()  # return unused memory that torch's allocator has cached
         made = self._make_chunk(size, group)
         if made is None:
             return False
@@ -192,10 +192,10 @@ class GpuHeap(SymmetricHeap):
         return found
 
     def _discard(self, offset: int, nbytes: int) -> None:
-        """Nothing: a chunk stays until the heap is closed."""
+        """No effect: a chunk stays until the heap is closed."""
 
     def _find(self, rank: int, offset: int) -> tuple[Chunk, int]:
-        """The chunk of a place in a rank's arena, and where it lies in the chunk."""
+        """Chunk of an offset in a rank's arena, and the offset inside the chunk."""
         for chunk in self._chunks:
             if (inside := chunk.offset(rank, offset)) is not None:
                 return chunk, inside
@@ -203,10 +203,10 @@ class GpuHeap(SymmetricHeap):
 
 
 def check_sharing(places: Sequence[tuple[str, str]], most: int) -> None:
-    """At most `most` ranks are on one GPU; places: host and GPU of each rank.
+    """Raise if more than `most` ranks use one GPU; places: host and GPU of each rank.
 
     Raises:
-        HeapError: there are more.
+        HeapError: more do.
     """
     for host, gpu in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == (host, gpu)]

@@ -1,11 +1,11 @@
-"""Symmetric heap of CPU ranks on one host: a memfd per rank, mapped by every peer.
+"""Symmetric heap of CPU ranks on one host: one memfd per rank, mapped by every peer.
 
-A memfd has no name: nothing is left in /dev/shm after a kill -9, and its size is not limited by that file
-system. Peers open it through /proc/<pid>/fd/<n>, which takes the same user and pid namespace. Pages exist
-once they are touched, and are given back when an allocation is freed.
+A memfd has no name: nothing stays in /dev/shm after a kill -9, and that file system does not limit its size.
+Peers open it through /proc/<pid>/fd/<n>, which requires the same user and pid namespace. Pages are allocated
+when they are touched, and given back when an allocation is freed.
 
-In front of the arena lies the control page: whether this rank has aborted, and why. A kernel that waits looks
-there, and at the processes themselves, so that it fails instead of waiting for a rank that is gone.
+A control page precedes the arena: it records whether this rank has aborted, and why. A waiting kernel checks the
+control pages and the processes of its peers, so that it fails instead of waiting for a rank that is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from triton_ep.heap.base import SymmetricHeap
 from triton_ep.runtime import interpreter
 
 _CONTROL_BYTES = mmap.PAGESIZE
-_WORD = struct.Struct("=q")  # length of the reason + 1 once aborted, else 0; the reason follows
+_WORD = struct.Struct("=q")  # length of the reason + 1 after an abort, else 0; the reason follows
 _LONGEST_REASON = 2000
 _GRACE_S = 1.0
 
@@ -39,12 +39,12 @@ class HostHeap(SymmetricHeap):
     heap_bytes: address space of the arena per rank.
 
     Raises:
-        HeapError: ranks are on several hosts, or may not open each other's memory.
+        HeapError: ranks are on several hosts, or cannot open each other's memory.
     """
 
     backend = "host"
     network = "p2p"
-    default_bytes = 8 * 2**30  # address space; memory is taken as it is used
+    default_bytes = 8 * 2**30  # address space; memory is allocated as it is used
     remedy = "Set TRITON_EP_HEAP_SIZE={gib}G, or pass heap_bytes to initialize_distributed."
 
     def __init__(self, heap_bytes: int = default_bytes) -> None:
@@ -67,7 +67,7 @@ class HostHeap(SymmetricHeap):
         interpreter.set_wait_hook(self.check_peers)
 
     def _map_all(self) -> None:
-        """Make this rank's memory and map that of all ranks; collective over the world."""
+        """Create this rank's memory and map the memory of all ranks; collective over the world."""
         failure = None
         try:
             os.ftruncate(self._fd, _CONTROL_BYTES + self._arena.size)
@@ -104,8 +104,8 @@ class HostHeap(SymmetricHeap):
         """Give all memory back; collective over the world unless a rank has failed; idempotent.
 
         Raises:
-            PeerFailed: a peer did not come to close, or ended meanwhile. ConfigError: the process group was destroyed
-                before. The heap is closed all the same, and its memory goes back when no rank maps it any more.
+            PeerFailed: a peer did not call `close`, or ended meanwhile. ConfigError: the process group was destroyed
+                before. In both cases the heap is closed, and its memory is freed when no rank maps it any more.
         """
         if self._closed:
             return
@@ -118,13 +118,13 @@ class HostHeap(SymmetricHeap):
             self._end(met)
 
     def _end(self, met: bool) -> None:
-        """Unmap and close; met: all ranks have met, so none uses the memory of another any more."""
+        """Unmap and close; met: all ranks have met, so no rank uses another's memory any more."""
         self._closed = True
         interpreter.set_wait_hook(None)
         for base in self._bases:
             interpreter.unregister_heap(base)
-        # Tensors over the memory may live on; their pages go, the mapping goes with the last of them. The control
-        # page stays for peers that have yet to read why this rank failed.
+        # Tensors over the memory may live on: their pages are freed now, the mapping with the last tensor. The control
+        # page stays for peers that have not yet read why this rank failed.
         if met:
             self._maps[self.rank].madvise(mmap.MADV_REMOVE, _CONTROL_BYTES)
         del self._memory
@@ -137,27 +137,27 @@ class HostHeap(SymmetricHeap):
         self._pidfds.clear()
 
     def failed_peer(self) -> int | None:
-        """World rank of a peer that has aborted or whose process has ended; None if all are well, or after close."""
+        """World rank of a peer that has aborted or whose process has ended; None if there is none, or after close."""
         for rank in range(len(self._pidfds)):
             if rank != self.rank and (self._reason(rank) is not None or self._ended(rank)):
                 return rank
         return None
 
     def abort(self, reason: str) -> None:
-        """Make every peer that waits in a kernel raise PeerFailed with `reason`; cannot be taken back."""
+        """Make every peer that waits in a kernel raise PeerFailed with `reason`; cannot be undone."""
         self._check_open()
         text = reason.encode()[:_LONGEST_REASON]
         own = self._maps[self.rank]
         own[_WORD.size : _WORD.size + len(text)] = text
-        own[: _WORD.size] = _WORD.pack(len(text) + 1)  # written last, so that a reader who sees it finds the text
+        own[: _WORD.size] = _WORD.pack(len(text) + 1)  # written last: a reader that sees the word finds the text
         self._aborted = True
 
     def check_peers(self) -> None:
-        """What a waiting kernel calls every few milliseconds.
+        """Check the peers; a waiting kernel calls this every few milliseconds.
 
         Raises:
-            PeerFailed: a peer aborted, or its process ended a second ago and the wait is still not over (one
-                that ended after it had sent what this rank waits for does no harm).
+            PeerFailed: a peer aborted, or its process ended more than a second ago and the wait is still not over. The
+                second allows for a peer that ended after sending the data this rank waits for.
         """
         for rank in range(self.world_size):
             if rank == self.rank:
@@ -186,7 +186,7 @@ class HostHeap(SymmetricHeap):
         return bool(poll.poll(0))
 
     def _zeroed(self, offset: int, nbytes: int) -> torch.Tensor:
-        self._discard(offset, nbytes)  # a page that is missing reads as zeros, and costs nothing before it is used
+        self._discard(offset, nbytes)  # a missing page reads as zeros, and takes no memory until it is used
         return self._memory[offset : offset + nbytes]
 
     def _addresses(self, members: Sequence[int], offsets: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
-"""Symmetric heap of ranks on GPUs, over NVSHMEM through nvshmem4py; any torch process group carries the start.
+"""Symmetric heap of ranks on GPUs, over NVSHMEM through nvshmem4py; any torch process group can bootstrap it.
 
-NVSHMEM allocates collectively over the world, one call after the other on all ranks. So a sub-group takes pieces of the
-chunks that there are, and cannot make one.
+NVSHMEM allocates collectively over the world, in the same order on all ranks. So a sub-group takes pieces of existing
+chunks, and cannot allocate a chunk.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from triton_ep.heap.gpu import CHUNK_STEP, GpuHeap, check_fits
 from triton_ep.runtime.environment import read_environment, set_defaults
 
 _OWN_BYTES = 2**27  # memory left for NVSHMEM itself, besides our chunks
-# On one host nothing but NVLink is needed, and the loopback interface carries the start. Multicast (NVLS) is
-# not used by our kernels, and reserves memory.
+# On one host only NVLink is needed, and the loopback interface carries the bootstrap. Multicast (NVLS) reserves
+# memory, and our kernels do not use it.
 _DEFAULTS = {"NVSHMEM_DISABLE_NVLS": "1"}
 _ONE_HOST_DEFAULTS = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
 _STATE_SYMBOL = b"nvshmemi_device_state_d"
@@ -27,11 +27,11 @@ _STATE_SYMBOL = b"nvshmemi_device_state_d"
 class NvshmemHeap(GpuHeap):
     """Symmetric memory of one GPU per rank, on any number of hosts.
 
-    heap_bytes: size of the first chunk. More is added for allocations over the whole world; a sub-group must
-        do with what is there.
+    heap_bytes: size of the first chunk. Allocations over the whole world add chunks; a sub-group only uses existing
+        ones.
 
     Raises:
-        HeapError: nvshmem4py is missing, ranks share a GPU that may not, or the memory of one GPU does not suffice.
+        HeapError: nvshmem4py is missing, too many ranks share a GPU, or the memory of one GPU does not suffice.
     """
 
     backend = "nvshmem"
@@ -40,7 +40,7 @@ class NvshmemHeap(GpuHeap):
     sub_groups_grow = False
     remedy = (
         "Set NVSHMEM_SYMMETRIC_SIZE={gib}G on all ranks, or pass heap_bytes to initialize_distributed; max_tokens "
-        "and capacity decide what a layer needs."
+        "and capacity determine the need of a layer."
     )
 
     def __init__(self, heap_bytes: int = default_bytes) -> None:
@@ -53,10 +53,10 @@ class NvshmemHeap(GpuHeap):
     def close(self) -> None:
         """Give all memory back and end NVSHMEM; collective over the world, idempotent.
 
-        If a peer is gone NVSHMEM cannot end, because that is collective; its memory then goes with the process.
+        If a peer is gone, NVSHMEM cannot finalize, which is collective; its memory is freed when the process ends.
 
         Raises:
-            ConfigError: the process group was destroyed before; NVSHMEM's memory then goes with the process, too.
+            ConfigError: the process group was destroyed before; the memory is then also freed when the process ends.
         """
         if not self._closed and self._loads is not None:
             self._loads.remove(self._initialize_module)
@@ -85,7 +85,7 @@ class NvshmemHeap(GpuHeap):
         torch.cuda.synchronize()
 
     def _start(self) -> tuple[Any, Any]:
-        """Start NVSHMEM with a unique id of rank 0; returns its Python modules."""
+        """Start NVSHMEM with the unique id of rank 0; return its Python modules."""
         failure, uid = None, None
         try:
             import nvshmem.bindings
@@ -108,7 +108,7 @@ class NvshmemHeap(GpuHeap):
         return nvshmem.core, nvshmem.bindings
 
     def _make_chunk(self, size: int, group: Any) -> tuple[torch.Tensor, Sequence[int], Any] | None:
-        # nvshmem_malloc is collective and ends the process on a CUDA error: ask only for what is there.
+        # nvshmem_malloc is collective and ends the process on a CUDA error: request only memory that is free.
         if not check_fits(self, size, group, _OWN_BYTES):
             return None
         base = self._bindings.malloc(size)
@@ -120,14 +120,14 @@ class NvshmemHeap(GpuHeap):
         return _as_tensor(base, size, self.device), addresses, None
 
     def _net_addresses(self, members: Sequence[int], offsets: Sequence[int]) -> list[int]:
-        # A put names the peer's copy by the address that the same place has in this rank's own chunk.
+        # A put takes this rank's own address of the corresponding place in the chunk.
         places = [self._find(rank, offset) for rank, offset in zip(members, offsets, strict=True)]
         return [chunk.places[self.rank][1] + inside for chunk, inside in places]
 
     def _initialize_module(
         self, module: int, function: int, name: str, metadata_group: Mapping[str, str], hash: str
     ) -> None:
-        """Give a freshly loaded kernel NVSHMEM's device state, if it has a place for it. A hook of Triton's."""
+        """Give a freshly loaded kernel NVSHMEM's device state, if its module has the symbol. A hook for Triton."""
         from cuda.bindings import driver
 
         status, _, _ = driver.cuModuleGetGlobal(driver.CUmodule(module), _STATE_SYMBOL)
@@ -136,10 +136,10 @@ class NvshmemHeap(GpuHeap):
         self._check_accepted(self._bindings.cumodule_init(module), name)
 
     def initialize_library(self, library: int, name: str) -> None:
-        """Give a freshly loaded library (a CUlibrary) with the kernel `name` NVSHMEM's device state.
+        """Give NVSHMEM's device state to a freshly loaded library (a CUlibrary) with the kernel `name`.
 
         Raises:
-            HeapError: NVSHMEM refuses it.
+            HeapError: NVSHMEM refuses the library.
         """
         self._check_accepted(self._bindings.culibrary_init(library), name)
 
@@ -149,18 +149,18 @@ class NvshmemHeap(GpuHeap):
 
 
 def _hook_of_loads() -> Any:
-    """Triton's hook for freshly loaded kernels; None where nothing will be compiled, and Triton not be loaded."""
+    """Triton's hook for freshly loaded kernels; None if nothing will be compiled and Triton must not be loaded."""
     if read_environment().aot == "require" and "triton" not in sys.modules:
         return None
     try:
         from triton import knobs
     except ImportError:
-        return None  # kernels then come from the ahead-of-time library, or not at all: runtime.py says so
+        return None  # kernels then come from the ahead-of-time library, or their launches raise
     return knobs.runtime.kernel_load_end_hook
 
 
 class _Memory:
-    """A raw device address as torch can import it, without a copy and without owning it."""
+    """A raw device address that torch can import, without copying or owning the memory."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""Which symmetric heaps there are. Another one is a class in a file of its own, and a line here."""
+"""The list of symmetric heaps. To add one, write a class in its own file and add a line here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ HEAPS: dict[str, type[HostHeap | NvshmemHeap | TorchHeap]] = {
     "nvshmem": NvshmemHeap,
     "torch": TorchHeap,
 }
-"""By name. "host" is for kernels that are interpreted, the others for compiled ones."""
+"""Name -> class. "host" serves interpreted kernels, the others compiled kernels."""
 
 
 def heap_of_gpus() -> str:
-    """The heap of GPU ranks where nobody chose one: "nvshmem" if nvshmem4py is installed, else "torch"."""
+    """The default heap of GPU ranks: "nvshmem" if nvshmem4py is installed, else "torch"."""
     return "nvshmem" if importlib.util.find_spec("nvshmem") is not None else "torch"

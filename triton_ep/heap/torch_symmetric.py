@@ -1,7 +1,7 @@
-"""Symmetric heap of ranks on GPUs of one host, over torch's own symmetric memory: no package beside torch is needed.
+"""Symmetric heap of ranks on GPUs of one host, over torch's own symmetric memory: needs no package other than torch.
 
-The ranks of any group make a chunk by themselves, so a sub-group grows without the others. Whatever else the program
-allocates in torch's symmetric memory stays apart.
+The ranks of any group can allocate a chunk, so a sub-group grows without the other ranks. The program's own allocations
+in torch's symmetric memory stay separate.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from triton_ep.errors import HeapError
 from triton_ep.heap.gpu import GpuHeap, check_fits
 from triton_ep.runtime.environment import read_environment, set_defaults
 
-# Our kernels use no multicast, which reserves memory and needs a fabric manager.
+# Multicast reserves memory and needs a fabric manager, and our kernels do not use it.
 _DEFAULTS = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-_SPARE_BYTES = 2**27  # left to torch and the driver
+_SPARE_BYTES = 2**27  # left for torch and the driver
 
 
 class TorchHeap(GpuHeap):
     """Symmetric memory of one GPU per rank, all on one host.
 
-    heap_bytes: size of the first chunk. More is added as it is needed, for sub-groups too.
+    heap_bytes: size of the first chunk. Chunks are added as needed, for sub-groups too.
 
     Raises:
-        HeapError: ranks are on several hosts or share a GPU that may not, GPUs cannot address each other's memory, or
-            the memory of one GPU does not suffice.
+        HeapError: ranks are on several hosts, more ranks share a GPU than allowed, GPUs cannot address each other's
+            memory, or the memory of one GPU does not suffice.
     """
 
     backend = "torch"
     network = "p2p"
     default_bytes = 2**30
     sub_groups_grow = True
-    remedy = "Free GPU memory, or make layers with a smaller max_tokens or capacity; the heap needs {gib} GiB."
+    remedy = "Free GPU memory, or create layers with a smaller max_tokens or capacity; the heap needs {gib} GiB."
 
     def __init__(self, heap_bytes: int = default_bytes) -> None:
         super().__init__(heap_bytes)
@@ -55,7 +55,7 @@ class TorchHeap(GpuHeap):
     def _make_chunk(self, size: int, group: Any) -> tuple[torch.Tensor, Sequence[int], Any] | None:
         if not check_fits(self, size, group, _SPARE_BYTES):
             return None
-        # The public symm_mem.empty may take memory of a pool, in which blocks start elsewhere on every rank.
+        # The public symm_mem.empty may use a pool, whose blocks start at different offsets on different ranks.
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed._symmetric_memory import rendezvous
 
@@ -82,7 +82,7 @@ class TorchHeap(GpuHeap):
         return memory, addresses, handle
 
     def _end(self) -> None:
-        self._chunks.clear()  # the memory goes with the last tensor over it
+        self._chunks.clear()  # the memory is freed with the last tensor over it
 
     def _net_addresses(self, members: Sequence[int], offsets: Sequence[int]) -> list[int]:
         return self._addresses(members, offsets)
