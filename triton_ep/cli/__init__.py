@@ -1,6 +1,6 @@
-"""The command line: `triton-ep doctor` says what this machine can run, `demo` runs something, `bench` measures,
-`tune` finds what runs best, `memory` computes what buffers take, `shim` writes packages that frameworks find, `aot`
-builds kernels ahead of time, `completion` helps to type all that."""
+"""The command line: `triton-ep doctor` shows what this machine can run, `demo` runs a small MoE layer, `bench`
+measures, `tune` finds the fastest settings, `memory` computes the size of buffers, `shim` writes packages for
+frameworks to import, `aot` builds kernels ahead of time, `completion` sets up shell completion."""
 
 import argparse
 import sys
@@ -16,11 +16,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command.
 
     Args:
-        argv: arguments after the program's name; None = those of this process.
+        argv: arguments after the program's name; None = the arguments of this process.
 
     Returns:
-        Exit code: 0 = all is well, 1 = the sub-command found or met a failure. Wrong usage ends the process
-        with 2, as argparse does.
+        Exit code: 0 = success, 1 = the sub-command found a problem or failed. Wrong usage ends the process with 2, as
+        argparse does.
     """
     from triton_ep.cli.completion import complete
 
@@ -37,14 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(
             f"triton-ep {arguments.command}: {error.name} is not installed here ({sys.executable}). `triton-ep doctor` "
-            "says what is missing, and how to install it.",
+            "shows what is missing, and how to install it.",
             file=sys.stderr,
         )
         return 1
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all sub-commands; each brings its options, and EXAMPLES that its --help ends with."""
+    """Parser of all sub-commands; each module adds its options, and its EXAMPLES to the end of its --help."""
     from triton_ep.cli import aot, bench, completion, demo, doctor, memory, shim, tune
     from triton_ep.cli.help import describe
 
@@ -55,12 +55,12 @@ def make_parser() -> argparse.ArgumentParser:
     for module, name, help_text in (
         (doctor, "doctor", "what this machine has, what will be used, what to install"),
         (demo, "demo", "a small MoE layer over several ranks, compared with a dense computation"),
-        (bench, "bench", "times of dispatch, combine and their neighbours, beside other providers"),
-        (tune, "tune", "find num_sm and how kernels run, for this machine and a shape"),
-        (memory, "memory", "symmetric memory that an exchange takes, and the heap to pass; arithmetic alone"),
-        (shim, "shim", "write a package deep_ep that frameworks and the workers they start import by themselves"),
+        (bench, "bench", "times of dispatch, combine and related calls, compared with other providers"),
+        (tune, "tune", "find the fastest num_sm and kernel settings for this machine and a shape"),
+        (memory, "memory", "symmetric memory of an exchange, and the heap size to pass; computed without a GPU"),
+        (shim, "shim", "write a package deep_ep that frameworks and their worker processes import"),
         (aot, "aot", "build kernels ahead of time, list and verify them"),
-        (completion, "completion", "print what makes a shell complete commands and options"),
+        (completion, "completion", "print a script that makes a shell complete commands and options"),
     ):
         command = commands.add_parser(name, help=help_text, description=module.__doc__)
         module.add_arguments(command)

@@ -1,4 +1,4 @@
-"""Benchmarks: time of dispatch, combine and their neighbours, beside other providers and the floor of the links."""
+"""Benchmarks: times of dispatch, combine and related calls, compared with other providers and with the link bound."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from triton_ep.cli.help import describe
 from triton_ep.errors import ConfigError
 
 _HELP = {
-    "dispatch": "rows to their experts",
-    "combine": "rows back to their tokens",
-    "roundtrip": "both, one by one and together",
-    "low-latency": "both together, for few tokens, in a CUDA graph",
-    "beside-gemm": "dispatch and combine beside matrix products: what both take, and the products alone",
-    "host": "what the host spends in each call, and on what",
+    "dispatch": "send rows to their experts",
+    "combine": "send rows back to their tokens",
+    "roundtrip": "dispatch and combine, one by one and together",
+    "low-latency": "dispatch and combine together, for few tokens, in a CUDA graph",
+    "beside-gemm": "dispatch and combine overlapping matrix products: time of both, and of the products alone",
+    "host": "host time of each call, by function",
     "barrier": "barrier of all ranks on the device",
-    "quantise": "rows to MXFP8",
+    "quantise": "quantise rows to MXFP8",
     "moe-layer": "triton_ep.nn.MoE after its router: dispatch, experts, combine; and a training step",
 }
 _BUDGETED = ("dispatch", "combine", "roundtrip", "beside-gemm")
@@ -61,18 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name in bench.COMMANDS:
         _add_options(commands.add_parser(name, help=_HELP[name], description=_HELP[name]), name)
-    plot = commands.add_parser("plot", help="pictures of stored rows", description="Pictures of stored rows.")
+    plot = commands.add_parser("plot", help="draw stored rows", description="Draw stored rows.")
     plot.add_argument("rows", nargs="?", metavar="CSV", help="file that --csv wrote")
     plot.add_argument("--out", required=True, metavar="PATH", help=".png or .svg to write")
-    plot.add_argument("--where", action="append", default=[], metavar="COLUMN=V,V", help="only such rows")
-    plot.add_argument("--lines", metavar="TEXT,TEXT", help="only lines whose name holds one of these texts")
-    plot.add_argument("--routing", metavar="SPEC", help="draw tokens from rank to rank of this routing, not times")
-    plot.add_argument("--tokens", type=int, default=4096, help="of that routing, per rank (default %(default)s)")
-    plot.add_argument("--topk", type=int, default=8, help="of that routing (default %(default)s)")
-    plot.add_argument("--experts", type=int, default=256, help="of that routing (default %(default)s)")
-    plot.add_argument("--ranks", type=int, default=8, help="of that routing (default %(default)s)")
-    plot.add_argument("--seed", type=int, default=0, help="of that routing (default %(default)s)")
-    text = "what an exchange should take, by arithmetic, up to thousands of ranks"
+    plot.add_argument("--where", action="append", default=[], metavar="COLUMN=V,V", help="draw only these rows")
+    plot.add_argument("--lines", metavar="TEXT,TEXT", help="draw only lines whose name contains one of these texts")
+    plot.add_argument("--routing", metavar="SPEC", help="draw the tokens from rank to rank of this routing, not times")
+    plot.add_argument("--tokens", type=int, default=4096, help="--routing: tokens per rank (default %(default)s)")
+    plot.add_argument("--topk", type=int, default=8, help="--routing: experts per token (default %(default)s)")
+    plot.add_argument("--experts", type=int, default=256, help="--routing: experts of all ranks (default %(default)s)")
+    plot.add_argument("--ranks", type=int, default=8, help="--routing: ranks (default %(default)s)")
+    plot.add_argument("--seed", type=int, default=0, help="--routing: random seed (default %(default)s)")
+    text = "modelled time of an exchange, up to thousands of ranks"
     scaling.add_arguments(commands.add_parser("model", help=text, description=text))
     for name, command in commands.choices.items():
         describe(command, _EXAMPLES[name])
@@ -83,7 +83,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     tokens = 128 if name == "low-latency" else 4096
     many: dict[str, Any] = {"metavar": "N,N,.."}
     number: dict[str, Any] = {"type": int, "metavar": "N"}
-    group = parser.add_argument_group("shape", "lists make a case of each combination")
+    group = parser.add_argument_group("shape", "lists run every combination")
     group.add_argument("--model", choices=tuple(bench.MODELS), help="sizes of a model: hidden, top-k, experts, ffn")
     group.add_argument("--tokens", help=f"per rank (default {tokens}; {bench.SMALL['tokens']} on the CPU)", **many)
     group.add_argument("--hidden", help=f"default 7168; {bench.SMALL['hidden']} on the CPU", **many)
@@ -93,53 +93,53 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     group.add_argument(
         "--routing", default="uniform", metavar="SPEC", help="uniform, zipf:S, one-hot, file:PATH (default uniform)"
     )
-    group.add_argument("--seed", default=0, help="of the routing (default %(default)s)", **number)
+    group.add_argument("--seed", default=0, help="random seed of the routing (default %(default)s)", **number)
     group = parser.add_argument_group("exchange")
     group.add_argument("--payload", default="bf16", metavar="P,P", help="bf16, mxfp8 (default bf16)")
     group.add_argument("--num-sm", default="20", help="programs of the exchange, or auto (default 20)", **many)
     moe = name == "moe-layer"
     if name == "host":
-        text = "a layer of low latency: 128 tokens by default, static"
+        text = "a low-latency layer: 128 tokens by default, static"
         group.add_argument("--low-latency", action="store_true", help=text)
     if name in _BUDGETED:
-        text = "multiprocessors of the layer's whole exchange (default: no budget)"
+        text = "multiprocessors for the layer's whole exchange (default: no budget)"
         group.add_argument("--sm-budget", help=text, **number)
     text = "exact, static, or both" if moe else "default exact; static for low-latency"
     group.add_argument("--capacity", metavar="C,C" if moe else "C", help=text)
     align = 1 if name == "low-latency" else 128
-    group.add_argument("--alignment", default=align, help="rows of expert segments (default %(default)s)", **number)
-    group.add_argument("--graph", action="store_true", help="calls in a CUDA graph; needs --capacity static")
+    group.add_argument("--alignment", default=align, help="of expert segments, in rows (default %(default)s)", **number)
+    group.add_argument("--graph", action="store_true", help="run calls in a CUDA graph; needs --capacity static")
     text = "sum a token's rows on the expert's rank" + (" (always)" if moe else "")
     group.add_argument("--enable-local-combine", action="store_true", default=moe, help=text)
     if moe:
         group.add_argument("--backward", action="store_true", help="measure a training step as well")
-        text = "decoding: 128 tokens by default, an exchange of low latency, in a CUDA graph"
+        text = "decoding: 128 tokens by default, a low-latency exchange, in a CUDA graph"
         group.add_argument("--low-latency", action="store_true", help=text)
-        group.add_argument("--refresh-weights", action="store_true", help="and with weights that have just changed")
-        text = f"of MXFP8 products: {', '.join(bench.PRECISIONS)} (default default)"
+        group.add_argument("--refresh-weights", action="store_true", help="measure just-changed weights as well")
+        text = f"precision of MXFP8 products: {', '.join(bench.PRECISIONS)} (default default)"
         group.add_argument("--precision", default="default", metavar="P,P", help=text)
     group = parser.add_argument_group("measurement")
     group.add_argument("--iters", help="timed calls (default 50; 3 on the CPU)", **number)
-    group.add_argument("--warmup", help="calls before that (default 5; 1 on the CPU)", **number)
+    group.add_argument("--warmup", help="untimed calls before them (default 5; 1 on the CPU)", **number)
     providers = "triton_ep" if name == "quantise" else "triton_ep,nccl,gemm-only" if moe else "triton_ep,nccl"
     text = f"{', '.join(_providers_of(name))} (default {providers})"
     group.add_argument("--provider", default=providers, metavar="P,P", help=text)
     group = parser.add_argument_group("ranks")
-    group.add_argument("--ranks", help="of a bare start (default: one per GPU; 4 on the CPU)", **number)
-    group.add_argument("--local-world-size", help="ranks per node: fewer than those of a host make nodes", **number)
-    group.add_argument("--nodes", help="the same, by the number of nodes", **number)
+    group.add_argument("--ranks", help="ranks without a launcher (default: one per GPU; 4 on the CPU)", **number)
+    group.add_argument("--local-world-size", help="ranks per node; fewer than per host: virtual nodes", **number)
+    group.add_argument("--nodes", help="number of nodes, instead of --local-world-size", **number)
     group = parser.add_argument_group("output")
     group.add_argument("--csv", metavar="PATH", help="append the rows to this file")
-    group.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    what = "the functions that take most of a call" if name == "host" else "the time of each kernel on rank 0"
+    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    what = "the functions that take the most time" if name == "host" else "the time of each kernel on rank 0"
     group.add_argument("--stages", action="store_true", help=f"print {what}")
     group.add_argument("--plot", metavar="PATH", help="draw the rows of this run (.png, .svg)")
     group.add_argument("--timeline", metavar="PATH", help="draw the kernels of a call of each op (.png, .svg)")
-    group.add_argument("--commit", help="of stored rows, where there is no .git (default: of this checkout)")
+    group.add_argument("--commit", help="commit for stored rows, without a .git (default: of this checkout)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark: as a rank that a launcher started, or with ranks of its own."""
+    """Run the benchmark: as a rank that a launcher started, or with ranks that it starts."""
     if arguments.bench == "model":
         scaling.main(arguments)
         return 0
@@ -161,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         gpus = torch.cuda.device_count()
     for picture in (arguments.plot, arguments.timeline):
-        if picture is not None:  # better now than after the measurement
+        if picture is not None:  # fail now, not after the measurement
             plot.check_picture(Path(picture))
     launched = read_environment().world_size
     if launched is not None and arguments.ranks not in (None, launched):
@@ -177,10 +177,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool) -> bench.Settings:
-    """The run that the arguments ask for; ranks: how many there are unless they say.
+    """Convert the arguments to settings of a run; ranks: number of ranks unless the arguments give it.
 
     Raises:
-        ConfigError: they cannot work.
+        ConfigError: the settings cannot work.
     """
     a = arguments
     command = a.bench
@@ -189,7 +189,7 @@ def settings_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool
     few_tokens = command == "host" and a.low_latency
     low_latency = command == "low-latency" or decode or few_tokens
     if a.nodes is not None and a.local_world_size is not None:
-        raise ConfigError("--nodes and --local-world-size say the same; pass one of them.")
+        raise ConfigError("--nodes and --local-world-size set the same number; pass one of them.")
     ranks = ranks if a.ranks is None else a.ranks
     if ranks < 1:
         raise ConfigError(f"--ranks is {ranks}; at least 1 is needed.")
@@ -241,7 +241,7 @@ def _providers_of(command: str) -> tuple[str, ...]:
 
 
 def _shapes(a: argparse.Namespace, interpreting: bool) -> tuple[bench.Shape, ...]:
-    """Every combination of the sizes: as given, as the model has them, or by default."""
+    """Every combination of the sizes: as given, else of the model, else the defaults."""
     tokens = 128 if a.bench == "low-latency" or getattr(a, "low_latency", False) else 4096
     default = bench.SMALL if interpreting else {"tokens": tokens, **bench.MODELS["deepseek-v3"]}
     default = {**default, **(bench.MODELS[a.model] if a.model else {})}
@@ -259,14 +259,14 @@ def _shapes(a: argparse.Namespace, interpreting: bool) -> tuple[bench.Shape, ...
 
 
 def _commit(stored: bool) -> str:
-    """Of this checkout, or the release of an installed package.
+    """Commit of this checkout, or release of the installed package.
 
     Raises:
-        ConfigError: no checkout, and rows are to be stored.
+        ConfigError: no checkout, but rows are to be stored.
     """
     from triton_ep.bench.rows import commit_of_checkout
 
     commit = commit_of_checkout()
     if commit is None and stored:
-        raise ConfigError("this is no git checkout: pass --commit, for nothing is stored without it.")
+        raise ConfigError("this is no git checkout: pass --commit, which stored rows need.")
     return f"release {__version__}" if commit is None else commit

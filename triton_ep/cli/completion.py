@@ -1,4 +1,4 @@
-"""Print what makes a shell complete the commands and options of triton-ep. Needs the package argcomplete."""
+"""Print a script that makes a shell complete triton-ep's commands and options. Needs the package argcomplete."""
 
 import argparse
 import importlib.util
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that asks what comes next, and end; anywhere else, do nothing. Without argcomplete likewise."""
+    """Answer a shell's completion request and exit. Do nothing otherwise, or without argcomplete."""
     if importlib.util.find_spec("argcomplete") is not None:
         import argcomplete
 

@@ -1,4 +1,5 @@
-"""A small MoE layer (router, dispatch, expert FFNs, combine) on 4 ranks, in bf16 and MXFP8, against a dense one."""
+"""Run a small MoE layer (router, dispatch, expert FFNs, combine) on 4 ranks, in bf16 and MXFP8, and compare it with a
+dense layer."""
 
 import argparse
 import tempfile
@@ -20,19 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--experts", type=int, default=16, help="experts over all ranks (default %(default)s)")
     parser.add_argument("--topk", type=int, default=4, help="experts per token (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of weights and tokens (default %(default)s)")
     parser.add_argument("--picture", default="demo_routing.png", help="PNG to write (default %(default)s)")
 
 
 def choose_ranks(num_gpus: int) -> tuple[int, int]:
-    """Ranks, and ranks per node: 2 nodes x 2 on the CPU or with 4 GPUs, less with fewer GPUs."""
+    """Number of ranks, and of ranks per node: 2 nodes x 2 on the CPU or with 4 GPUs, fewer with fewer GPUs."""
     if num_gpus in (2, 3):
         return 2, 1
     return (1, 1) if num_gpus == 1 else (4, 2)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo. Returns 0 when every rank's result is the dense one up to bfloat16 rounding, else 1."""
+    """Run the demo. Returns 0 if every rank's result equals the dense result up to bfloat16 rounding, else 1."""
     from triton_ep.cli.demo_moe import Settings, compare, load, run_and_save
     from triton_ep.cli.demo_report import draw_routing, failures, module_table, payload_table, table
     from triton_ep.distributed import run_ranks
@@ -42,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     job = read_environment()
     if (job.world_size or 1) > 1:
         raise ConfigError(
-            f"{job.launcher} started {job.world_size} processes, but the demo makes ranks of its own. Run it by "
-            "itself; examples/01_dispatch_combine.py runs under a launcher."
+            f"{job.launcher} started {job.world_size} processes, but the demo starts its own ranks. Run it without a "
+            "launcher; examples/01_dispatch_combine.py runs under one."
         )
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens is {arguments.tokens}; the demo needs at least 1.")

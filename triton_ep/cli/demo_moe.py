@@ -1,5 +1,5 @@
-"""The small MoE layer of `triton-ep demo`: one rank of it over EPAll2AllLayer and as `triton_ep.nn.MoE`, and
-all of it densely."""
+"""The small MoE layer of `triton-ep demo`: one rank's part over EPAll2AllLayer and as `triton_ep.nn.MoE`, and the
+whole layer computed densely."""
 
 import pickle
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from triton_ep import (
 from triton_ep.cli.demo_report import MODULE_PARTS, Comparison, Noise, PayloadResult, RankResult, Traffic
 from triton_ep.nn import MoE, finalize_exchanges
 
-# One rounding to bfloat16 (8 significant bits) errs by up to 2**-8 of the value. Two are made, of the expert
-# outputs and of the result; partial sums between nodes are float32. The rest is for float32 arithmetic.
+# One rounding to bfloat16 (8 significant bits) errs by up to 2**-8 of the value. Two values are rounded, the expert
+# outputs and the result; partial sums between nodes are float32. The remaining 0.1 covers float32 arithmetic.
 BF16_LIMIT = 2.1 * 2.0**-8
-# Elements smaller than this are measured against it: float32 sums of other order differ by about 1e-6.
+# Errors of smaller elements are relative to this: float32 sums in another order differ by about 1e-6.
 SMALL = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Sizes of the demo. Rank r has `tokens - r` tokens: ranks need not have equally many."""
+    """Sizes of the demo. Rank r has `tokens - r` tokens, to show that ranks may have different numbers."""
 
     num_ranks: int
     ranks_per_node: int
@@ -50,7 +50,7 @@ class Moe:
 
 
 def make_moe(s: Settings) -> Moe:
-    """The same weights on every rank that asks, on the CPU."""
+    """Weights of the layer on the CPU, the same on every rank."""
     generator = torch.Generator().manual_seed(s.seed)
     router = torch.randn(s.hidden, s.experts, generator=generator) / s.hidden**0.5
     up = torch.randn(s.experts, s.hidden, s.ffn, generator=generator) / s.hidden**0.5
@@ -67,7 +67,7 @@ def tokens_of(s: Settings, rank: int) -> torch.Tensor:
 def route(x: torch.Tensor, moe: Moe, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Top-k experts [T, K] int32 and their normalised weights [T, K] float32.
 
-    A fixed bias makes some experts popular, so that the picture and the table have something to show.
+    A fixed bias makes some experts popular, so that the picture and the table show a skewed load.
     """
     bias = torch.linspace(2.0, 0.0, moe.router.shape[1], device=x.device)
     weights, idx = torch.softmax(x.float() @ moe.router + bias, dim=-1).topk(topk, dim=-1)
@@ -85,22 +85,22 @@ STEPS = (
     "the torch module, forward and backward, in bf16",
     "the same in MXFP8",
 )
-"""What `run_rank` does, in order."""
+"""The steps of `run_rank`, in order."""
 
 
 def _begin(rank: int, step: int) -> None:
-    """Show that the demo goes on."""
+    """Print the progress of the demo."""
     if rank == 0:
         print(f"[{step + 1}/{len(STEPS)}] {STEPS[step]}", flush=True)
 
 
 def run_rank(s: Settings) -> RankResult:
-    """The layer as one rank sees it, with either payload. The group and the heap must have been started."""
+    """Run one rank of the layer, with both payloads. The group and the heap must have been started."""
     rank = dist.get_rank()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     moe = make_moe(s)
     x = tokens_of(s, rank)
-    topk_idx, weights = route(x, moe, s.topk)  # on the CPU, so that the comparison sees the same choice
+    topk_idx, weights = route(x, moe, s.topk)  # on the CPU, so that the comparison gets the same routing
     mine = range(rank * s.experts // s.num_ranks, (rank + 1) * s.experts // s.num_ranks)
     up, down = moe.up[mine.start : mine.stop].to(device), moe.down[mine.start : mine.stop].to(device)
     received = 0
@@ -143,7 +143,7 @@ def run_rank(s: Settings) -> RankResult:
 
 
 def run_module(s: Settings, rank: int, device: torch.device) -> dict[str, dict[str, Noise]]:
-    """The layer as a torch module: what results and gradients differ by, by payload and part. Collective."""
+    """Run the layer as a torch module; returns the error of result and gradient, by payload and part. Collective."""
     moe = make_moe(s)
     x = tokens_of(s, rank)
     topk_idx, weights = route(x, moe, s.topk)
@@ -170,7 +170,7 @@ def run_module(s: Settings, rank: int, device: torch.device) -> dict[str, dict[s
             max_tokens=s.tokens,
             payload=payload,
             router=False,
-            gated=False,  # act(x w1) w2, as the layer above
+            gated=False,  # act(x w1) w2, like the layer above
             local_world_size=s.ranks_per_node,
         )
         with torch.no_grad():
@@ -193,20 +193,20 @@ def run_module(s: Settings, rank: int, device: torch.device) -> dict[str, dict[s
 
 
 def row_bytes(rows: torch.Tensor) -> int:
-    """Bytes of one row as it travels."""
+    """Bytes of one row on the wire."""
     parts = (rows.qdata, rows.scale) if isinstance(rows, MXTensor) else (rows,)
     return sum(part.shape[1] * part.element_size() for part in parts)
 
 
 def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traffic:
-    """Rows that a dispatch sent for and through this rank, from the tables its kernels left behind."""
+    """Rows that a dispatch sent for and through this rank, from the tables that its kernels wrote."""
     node = rank // s.ranks_per_node
     peers = [r for r in range(node * s.ranks_per_node, (node + 1) * s.ranks_per_node) if r != rank]
 
     def rows_to_peers(owner: torch.Tensor, stage_row: torch.Tensor) -> int:
         return int((torch.isin(owner.cpu(), torch.tensor(peers)) & (stage_row.cpu() >= 0)).sum())
 
-    assert desc.owner_ranks is not None and desc.stage_row is not None, "low latency only leaves them out"
+    assert desc.owner_ranks is not None and desc.stage_row is not None, "only low latency leaves them out"
     assert desc.tokens_per_node is not None and desc.tokens_from_node is not None
     forwarded = 0
     if desc.forward is not None:
@@ -225,8 +225,8 @@ def measure_traffic(s: Settings, rank: int, desc: EPAllToAllLayoutDesc) -> Traff
 def compare(s: Settings, rank: int, result: PayloadResult, payload: str | None = None) -> Comparison:
     """Distance of a rank's result from the same layer computed densely, in one process, in float32.
 
-    With payload="mxfp8" every copy of a token is the same quantised row: the result must be the dense one of the
-    tokens so quantised, up to the same rounding. What quantisation costs shows against the tokens as they are.
+    With payload="mxfp8" all ranks receive the same quantised row of a token: the result must equal the dense result of
+    the quantised tokens, up to the same rounding. The comparison with unquantised tokens shows the quantisation error.
     """
     moe = make_moe(s)
     x = tokens_of(s, rank)
@@ -248,13 +248,13 @@ def compare(s: Settings, rank: int, result: PayloadResult, payload: str | None =
 
 
 def run_and_save(s: Settings, folder: str) -> None:
-    """What each process of the demo does: start, run the layer, write the result to `folder`, stop."""
+    """Main function of each demo process: start, run the layer, write the result to `folder`, stop."""
     rank, _ = initialize_distributed(local_world_size=s.ranks_per_node)
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(run_rank(s)))
     finalize_distributed()
 
 
 def load(folder: str, rank: int) -> RankResult:
-    """What `run_and_save` of a rank wrote."""
+    """Load the result that a rank's `run_and_save` wrote."""
     result: RankResult = pickle.loads(Path(folder, f"{rank}.pickle").read_bytes())
     return result

@@ -1,4 +1,4 @@
-"""What `triton-ep demo` shows: rows on each kind of link, the table, the routing picture."""
+"""The output of `triton-ep demo`: rows on each kind of link, the tables, the routing picture."""
 
 import importlib.util
 import math
@@ -9,7 +9,7 @@ import torch
 
 
 def owners(topk_idx: torch.Tensor, num_experts: int, world_size: int) -> torch.Tensor:
-    """Rank that owns each entry's expert, of the shape of `topk_idx`; -1 where the entry is dropped."""
+    """Rank that owns each entry's expert, in the shape of `topk_idx`; -1 if the entry is dropped."""
     ids = topk_idx.long()
     return torch.where((ids >= 0) & (ids < num_experts), ids // (num_experts // world_size), -1)
 
@@ -21,8 +21,8 @@ class Traffic:
     Attributes:
         local: rows of its own tokens that it stores to the other ranks of its node.
         network: rows of its own tokens that it sends to other nodes.
-        forwarded: rows of other nodes' tokens that it hands on to the other ranks of its node.
-        arrived: rows that came to it, those of its own tokens among them.
+        forwarded: rows of other nodes' tokens that it forwards to the other ranks of its node.
+        arrived: rows that it received, including rows of its own tokens.
     """
 
     local: int
@@ -32,17 +32,17 @@ class Traffic:
 
     @property
     def sent(self) -> int:
-        """Rows that leave the rank for its own tokens."""
+        """Rows of its own tokens that leave the rank."""
         return self.local + self.network
 
     @property
     def nvlink(self) -> int:
-        """Rows the rank stores to other ranks of its node."""
+        """Rows that the rank stores to other ranks of its node."""
         return self.local + self.forwarded
 
 
 def expected_traffic(topk_idx: Sequence[torch.Tensor], num_experts: int, ranks_per_node: int) -> list[Traffic]:
-    """The rows of one dispatch as they follow from the routing; `RankResult.traffic` has what the layer did.
+    """Rows of one dispatch, computed from the routing; `PayloadResult.traffic` has the rows that the layer sent.
 
     Args:
         topk_idx: per rank [T, K] expert ids; -1 or num_experts = dropped.
@@ -50,8 +50,8 @@ def expected_traffic(topk_idx: Sequence[torch.Tensor], num_experts: int, ranks_p
         ranks_per_node: consecutive ranks that share a node.
 
     Returns:
-        One entry per rank. A token crosses the network once per destination node, to the rank with the
-        sender's local rank there, and NVLink once per destination rank.
+        One entry per rank. A token crosses the network once per destination node, to the rank there with the
+        sender's local rank, and NVLink once per destination rank.
     """
     world_size = len(topk_idx)
     local, network, forwarded, arrived = ([0] * world_size for _ in range(4))
@@ -76,12 +76,12 @@ def expected_traffic(topk_idx: Sequence[torch.Tensor], num_experts: int, ranks_p
 
 @dataclass(frozen=True, kw_only=True)
 class PayloadResult:
-    """What one rank measured and made with one payload; tensors are on the CPU.
+    """Measurements and result of one rank with one payload; tensors are on the CPU.
 
     Attributes:
-        row_bytes: bytes of a row as it travels.
-        traffic: what the tables in the layer's descriptor say was sent.
-        signal, noise: sums of squares of the rows that arrived in bf16, and of what this payload's differ by.
+        row_bytes: bytes of a row on the wire.
+        traffic: rows sent, by the tables in the layer's descriptor.
+        signal, noise: sums of squares of the rows received in bf16, and of this payload's difference from them.
         combined: [T, H] bfloat16, the layer's result.
     """
 
@@ -93,13 +93,13 @@ class PayloadResult:
 
 
 MODULE_PARTS = ("result", "gradient")
-"""What is compared of the module: its result, and the gradient of its tokens."""
-_LEAST_DB = {"bf16": 36.0, "mxfp8": 20.0}  # bf16 leaves 50 dB of a tensor, e4m3 31.5; up to eight factors are rounded
+"""Compared parts of the module: its result, and the gradient of its tokens."""
+_LEAST_DB = {"bf16": 36.0, "mxfp8": 20.0}  # one rounding gives 50 dB in bf16, 31.5 in e4m3; up to 8 factors are rounded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Sums of squares: of exact values, and of what others differ from them by."""
+    """Sums of squares: of exact values, and of the differences of other values from them."""
 
     signal: float
     noise: float
@@ -107,13 +107,13 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What one rank measured and made; tensors are on the CPU.
+    """Measurements and results of one rank; tensors are on the CPU.
 
     Attributes:
-        topk_idx: [T, K] int32, where its tokens went.
-        received: rows its experts got, by `layout_desc.num_recv_tokens_per_expert`.
-        bf16, mxfp8: by payload.
-        module: of the same layer as a torch module, by payload and part.
+        topk_idx: [T, K] int32, experts of its tokens.
+        received: rows that its experts received, by `layout_desc.num_recv_tokens_per_expert`.
+        bf16, mxfp8: results by payload.
+        module: errors of the same layer as a torch module, by payload and part.
     """
 
     topk_idx: torch.Tensor
@@ -131,7 +131,7 @@ class Comparison:
         max_abs: largest absolute difference.
         max_rel: largest difference relative to the sum over k of |weight * expert output| of that element.
         limit: largest `max_rel` that rounding to bfloat16 explains.
-        signal, noise: sums of squares of the dense result of unquantised tokens, and of the difference from it.
+        signal, noise: sums of squares of the dense result of unquantised tokens, and of the difference from that.
     """
 
     max_abs: float
@@ -142,24 +142,24 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is rounding; a NaN is not."""
+        """Whether rounding explains the difference; False for NaN."""
         return self.max_rel <= self.limit
 
 
 _HEADER = ("rank", "node", "tokens", "copies", "sent", "saved", "received", "NVLink KiB", "network KiB")
 _LEGEND = """
 copies    (token, expert) pairs whose expert lives on another rank
-sent      rows that left for them: one per other rank of the own node, one per other node
-saved     rows that de-duplication spared this rank
-received  rows that arrived at this rank's experts, the own ones among them
-NVLink    bytes stored to ranks of the own node, rows handed on from the network included; dispatch only
+sent      rows sent for these pairs: one per other rank of this node, one per other node
+saved     rows that this rank did not send, thanks to de-duplication
+received  rows that arrived at this rank's experts, including its own tokens
+NVLink    bytes stored to ranks of this node, including rows forwarded from the network; dispatch only
 rel err   against the sum over k of |weight * expert output|"""
 
 
 def table(
     results: Sequence[RankResult], comparisons: Sequence[Comparison], num_experts: int, ranks_per_node: int
 ) -> str:
-    """The table for people: one line per rank, totals, what the columns mean."""
+    """The table of the bf16 run: one line per rank, totals, meaning of the columns."""
     numbers: list[list[float]] = []
     for rank, result in enumerate(results):
         traffic, kib_per_row = result.bf16.traffic, result.bf16.row_bytes / 1024
@@ -188,15 +188,15 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 _PAYLOAD_HEADER = ("payload", "bytes per row", "NVLink KiB", "network KiB", "saved", "rows dB", "result dB")
 _PAYLOAD_LEGEND = """
-saved     of the bytes that bf16 takes
-rows      signal-to-noise ratio of rows that arrived, against those in bf16
+saved     part of the bytes of bf16
+rows      signal-to-noise ratio of received rows, against received bf16 rows
 result    signal-to-noise ratio of combined rows, against the dense layer of unquantised tokens"""
 
 
 def payload_table(
     results: Sequence[RankResult], bf16_comparisons: Sequence[Comparison], mxfp8_comparisons: Sequence[Comparison]
 ) -> str:
-    """bf16 and MXFP8 beside each other, over all ranks: bytes of the dispatch, and error."""
+    """Table that compares bf16 and MXFP8, over all ranks: bytes of the dispatch, and error."""
     bf16, mxfp8 = [result.bf16 for result in results], [result.mxfp8 for result in results]
     rows: list[Sequence[str]] = [_PAYLOAD_HEADER]
     for name, payload, comparisons in (("bf16", bf16, bf16_comparisons), ("mxfp8", mxfp8, mxfp8_comparisons)):
@@ -212,7 +212,7 @@ def payload_table(
 
 
 def module_table(results: Sequence[RankResult]) -> str:
-    """The module's result and gradient in both payloads, over all ranks."""
+    """Table of the module's result and gradient in both payloads, over all ranks."""
     rows = [["payload", *(f"{part} dB" for part in MODULE_PARTS)]]
     for name in _LEAST_DB:
         rows.append([name, *(f"{_of_module(results, name, part):.1f}" for part in MODULE_PARTS)])
@@ -237,7 +237,7 @@ def failures(
     num_experts: int,
     ranks_per_node: int,
 ) -> list[str]:
-    """What is wrong with the results, in words; empty = they are right."""
+    """Errors in the results, in words; empty = all correct."""
     wrong = []
     expected = expected_traffic([result.topk_idx for result in results], num_experts, ranks_per_node)
     for rank, result in enumerate(results):
@@ -249,7 +249,7 @@ def failures(
                 error, limit = comparison.max_rel, comparison.limit
                 wrong.append(f"rank {rank}, {name}: relative error {error:.2e}, rounding explains {limit:.2e}")
             if payload.traffic != expected[rank]:
-                wrong.append(f"rank {rank}, {name}: {payload.traffic}, but the routing asks for {expected[rank]}")
+                wrong.append(f"rank {rank}, {name}: {payload.traffic}, but the routing requires {expected[rank]}")
     for name, least in _LEAST_DB.items() if all(result.module for result in results) else ():
         for part in MODULE_PARTS:
             seen = _of_module(results, name, part)
@@ -259,10 +259,10 @@ def failures(
 
 
 def draw_routing(path: str, results: Sequence[RankResult], num_experts: int) -> str | None:
-    """Draw how many tokens each rank sends to each expert, and the bytes that its own tokens take, by payload.
+    """Draw the number of tokens from each rank to each expert, and the bytes that each rank sends, by payload.
 
     Returns:
-        None when the picture was written to `path`, otherwise why not.
+        None if the picture was written to `path`, otherwise the reason why not.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return "none, matplotlib is not installed (pip install matplotlib)"
@@ -298,7 +298,7 @@ def draw_routing(path: str, results: Sequence[RankResult], num_experts: int) -> 
         bars.barh([rank + offset for rank in range(len(results))], kib, height=0.4, label=name)
     bars.set(xlabel="KiB sent (NVLink and network)", ylabel="rank", title="Bytes by payload")
     bars.set_yticks(range(len(results)))
-    bars.invert_yaxis()  # ranks beside those of the other panel
+    bars.invert_yaxis()  # same order of ranks as in the other panel
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)
     return None

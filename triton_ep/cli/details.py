@@ -1,4 +1,4 @@
-"""What `triton-ep doctor --full` adds to the page: network, memory, variables, packages, checkout."""
+"""Sections that `triton-ep doctor --full` adds to the page: network, memory, variables, packages, checkout."""
 
 import re
 import resource
@@ -17,10 +17,10 @@ _UNLIMITED = "unlimited"
 
 
 def details(machine: Machine, sys_class: Path = Path("/sys/class")) -> dict[str, Section]:
-    """Sections of facts by name. Where there are GPUs this makes a CUDA context, to ask for free memory.
+    """Sections of facts by name. With GPUs, this creates a CUDA context to query free memory.
 
-    machine: what `inspect_machine` found.
-    sys_class: the kernel's list of devices.
+    machine: result of `inspect_machine`.
+    sys_class: the Linux kernel's list of devices.
     """
     return {
         "Network": {**_adapters(sys_class / "infiniband"), **_interfaces(sys_class / "net")},
@@ -32,7 +32,7 @@ def details(machine: Machine, sys_class: Path = Path("/sys/class")) -> dict[str,
 
 
 def _read(path: Path) -> str:
-    """First line of a file of the kernel; "?" where it cannot be read: such files fail in many ways."""
+    """First line of a file of the Linux kernel; "?" if reading fails, which happens in many ways for such files."""
     try:
         return path.read_text().split("\n", 1)[0].strip()
     except (OSError, UnicodeDecodeError):
@@ -40,7 +40,7 @@ def _read(path: Path) -> str:
 
 
 def _adapters(folder: Path) -> Section:
-    """Ports of InfiniBand and RoCE adapters: what carries rows between nodes."""
+    """Ports of InfiniBand and RoCE adapters, which carry rows between nodes."""
     found = {}
     for port in sorted(folder.glob("*/ports/*")):
         link, rate, state = (_read(port / name) for name in ("link_layer", "rate", "state"))
@@ -49,7 +49,7 @@ def _adapters(folder: Path) -> Section:
 
 
 def _interfaces(folder: Path) -> Section:
-    """Network interfaces, of which rendezvous and bootstrap take one."""
+    """Network interfaces; rendezvous and bootstrap use one of them."""
     found = {}
     for path in sorted(folder.glob("*")):
         speed = _read(path / "speed")

@@ -1,4 +1,4 @@
-"""Say what this machine has, what will be used, and what to install. Exit code 0 = triton_ep can run here."""
+"""Show what this machine has, what will be used, and what to install. Exit code 0 = triton_ep can run here."""
 
 import argparse
 import dataclasses
@@ -24,10 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Inspect, judge, print. Returns 0 when triton_ep can run here, 1 otherwise."""
+    """Inspect the machine and print the findings. Returns 0 if triton_ep can run here, 1 otherwise."""
     machine = inspect_machine()
     plan = judge(machine)
-    more = details(machine) if arguments.full else {}  # before the run-time sets variables of its own
+    more = details(machine) if arguments.full else {}  # before the run-time sets its own variables
     heap_bytes, self_test = None, "not run: something is missing"
     tables = _tuned_tables(plan)
     if not plan.problems:
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _try_runtime(plan: Plan) -> tuple[int | None, str]:
-    """Load the run-time, which tests the interpreter where it is used; a failure is added to the problems.
+    """Load the run-time, and test the interpreter if it is used; a failure is added to the problems.
 
     Returns:
         Bytes of the symmetric heap in force, and the outcome of the interpreter's self-test in words.
@@ -63,18 +63,18 @@ def _try_runtime(plan: Plan) -> tuple[int | None, str]:
 
 
 def _tuned_tables(plan: Plan) -> list[tuple[str, list[TunedEntry]]]:
-    """The tables that layers with num_sm=None ask, in order; one that cannot be read is added to the problems."""
+    """The tables that layers with num_sm=None look up, in order; an unreadable table is added to the problems."""
     try:
         return tuned_table.tables(read_what_can_be()[0])
     except EPError as error:
-        plan.problems.append(Problem(str(error), "mend the table, or unset TRITON_EP_TUNED"))
+        plan.problems.append(Problem(str(error), "fix the table, or unset TRITON_EP_TUNED"))
         return []
 
 
 def as_json(
     machine: Machine, plan: Plan, heap_bytes: int | None, self_test: str, tables: list[tuple[str, list[TunedEntry]]]
 ) -> dict[str, Any]:
-    """Everything `doctor` knows as plain JSON values."""
+    """All findings of `doctor` as plain JSON values."""
     facts = dataclasses.asdict(machine)
     facts["python"] = ".".join(map(str, machine.python))
     return {
@@ -93,7 +93,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _tested(name: str, version: str) -> str:
-    """Whether the tests have run with this version, by triton_ep/supported.toml."""
+    """Whether triton_ep/supported.toml lists this version as tested."""
     found = version_tuple(version)
     known = any(found[: len(tested)] == tested for tested in map(version_tuple, SUPPORTED[name]["tested"]))
     return " (tested)" if known else " (not tested)"
@@ -112,7 +112,7 @@ def page(
     tables: list[tuple[str, list[TunedEntry]]],
     more: dict[str, Section],
 ) -> str:
-    """The page for people; `more`: what --full adds."""
+    """The page as text; `more`: the sections of --full."""
     missing = "not installed"
     built = f" (CUDA {machine.cuda})" if machine.cuda else " (CPU build)"
     lines = [f"triton_ep {triton_ep.__version__}", ""]

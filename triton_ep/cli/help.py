@@ -1,4 +1,4 @@
-"""How --help looks: text by the width of the terminal, then examples, one a line."""
+"""Format of --help: text filled to the width of the terminal, then examples, one a line."""
 
 import argparse
 import textwrap
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Paragraphs are filled, lines of examples stay as they are."""
+    """Fills paragraphs; keeps the lines of examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith("examples:"):
@@ -17,6 +17,6 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def describe(parser: argparse.ArgumentParser, examples: Sequence[str]) -> None:
-    """Let a parser's --help end with these commands."""
+    """Make a parser's --help end with these example commands."""
     parser.formatter_class = _Formatter
     parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])

@@ -1,5 +1,5 @@
-"""Say how much symmetric memory an exchange takes on every GPU, buffer by buffer, and how large the heap must be.
-Arithmetic alone: no ranks, no GPU, nothing is allocated."""
+"""Compute the symmetric memory of an exchange on every GPU, buffer by buffer, and the heap size that it needs.
+Starts no ranks, needs no GPU and allocates nothing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from triton_ep.bench.settings import MODELS
 from triton_ep.errors import ConfigError
 from triton_ep.runtime.environment import as_integer, parse_bytes
 
-if TYPE_CHECKING:  # they need torch, and the command line must start without it
+if TYPE_CHECKING:  # these modules need torch, and the command line must start without it
     from triton_ep.config import EPConfig
     from triton_ep.context.layout import Sizes
 
 MOE_LAYERS = {"deepseek-v3": 58, "qwen3-235b": 94, "mixtral": 32, "gpt-oss": 36}
-"""MoE layers of each model."""
+"""Number of MoE layers of each model."""
 HEAP_STEP = 2**28
-"""Heap sizes are suggested in steps of so many bytes, those in which a GPU heap grows."""
+"""Suggested heap sizes are multiples of this many bytes, the step in which a GPU heap grows."""
 _LOW_LATENCY_TOKENS = 128
 
 
@@ -28,13 +28,13 @@ class Report:
     """Symmetric memory of one exchange on each rank, in bytes.
 
     Attributes:
-        buffers: bytes of each buffer, largest first; those without bytes are left out.
+        buffers: bytes of each buffer, largest first; empty buffers are left out.
         total: bytes of all buffers at the start.
         most: bytes after all growth, when every token goes to this rank's experts; equal to `total` in static mode.
-        heap_bytes: what to pass to `initialize_distributed` for one exchange.
-        heap: bytes of the heap that was asked about.
-        fit: exchanges of `total` bytes that fit into `heap`.
-        layers: MoE layers of the model. They share one exchange.
+        heap_bytes: value to pass to `initialize_distributed` for one exchange.
+        heap: bytes of the heap given by --heap.
+        fit: number of exchanges of `total` bytes that fit into `heap`.
+        layers: number of MoE layers of the model. They share one exchange.
     """
 
     buffers: dict[str, int]
@@ -66,19 +66,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capacity", default="exact", metavar="ROWS", help="exact, worst, a number of rows, or 1.5x the mean load"
     )
     parser.add_argument("--payload", choices=("bf16", "mxfp8"), default="bf16", help="rows on the wire in dispatch")
-    parser.add_argument("--alignment", type=int, default=128, metavar="N", help="rows (default: %(default)s)")
+    parser.add_argument("--alignment", type=int, default=128, metavar="N", help="in rows (default: %(default)s)")
     parser.add_argument("--enable-local-combine", action="store_true", help="sum rows on the experts' rank first")
     parser.add_argument(
         "--low-latency", action="store_true", help="an exchange for decoding; --tokens is 128 by default"
     )
     parser.add_argument(
-        "--heap", default="4G", metavar="SIZE", help="heap to fill with exchanges (default: %(default)s)"
+        "--heap", default="4G", metavar="SIZE", help="count the exchanges that fit this heap (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compute and print."""
+    """Compute and print the report."""
     config = config_of(arguments)
     report = report_of(config, MOE_LAYERS[arguments.model], parse_bytes("--heap", arguments.heap))
     print(json.dumps(asdict(report), indent=2) if arguments.json else page(arguments.model, config, report))
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_of(arguments: argparse.Namespace) -> EPConfig:
-    """The layer that the options describe.
+    """Configuration of the layer that the options describe.
 
     Raises:
         ConfigError: sizes that no layer can have.
@@ -115,7 +115,7 @@ def config_of(arguments: argparse.Namespace) -> EPConfig:
 
 
 def _capacity(text: str, mean: int, most: int, low_latency: bool) -> int | None:
-    """Rows: of "exact" none, of "worst" all that can arrive, of "1.5x" that multiple of the mean load."""
+    """Capacity in rows: None for "exact", the most that can arrive for "worst", 1.5 times the mean load for "1.5x"."""
     if text == "exact":
         return most if low_latency else None
     if text == "worst":
@@ -124,7 +124,7 @@ def _capacity(text: str, mean: int, most: int, low_latency: bool) -> int | None:
         return min(int(float(text[:-1]) * mean), most) if text.endswith("x") else int(text)
     except (ValueError, OverflowError):
         raise ConfigError(
-            f"--capacity {text!r} is none of: exact, worst, a number of rows, a multiple as 1.5x."
+            f"--capacity {text!r} is none of: exact, worst, a number of rows, a multiple such as 1.5x."
         ) from None
 
 
@@ -159,7 +159,7 @@ def _grown(config: EPConfig, sizes: Sizes) -> Sizes:
 
 
 def page(model: str, config: EPConfig, report: Report) -> str:
-    """The report as a table of text."""
+    """The report as text."""
     mode = "exact" if config.recv_capacity is None else f"capacity {config.recv_capacity} rows"
     if config.low_latency:
         mode = "low latency"
@@ -190,7 +190,7 @@ def page(model: str, config: EPConfig, report: Report) -> str:
 
 
 def human(nbytes: int) -> str:
-    """Bytes with a unit: "1.31 GiB"."""
+    """Bytes with a unit, such as "1.31 GiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"

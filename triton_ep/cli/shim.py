@@ -1,5 +1,5 @@
-"""Write packages that frameworks import by themselves: `deep_ep` over triton_ep, and expert parallelism of
-TransformerEngine. Put the folder first on PYTHONPATH, so that processes that a framework starts find it too."""
+"""Write packages that frameworks import in place of the originals: `deep_ep` over triton_ep, and expert parallelism of
+TransformerEngine. Put the folder first on PYTHONPATH, so that worker processes of a framework find it too."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _PACKAGES = ("deep_ep", "transformer_engine")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `triton-ep shim`."""
-    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write to; made if it is not there")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write to; created if missing")
     parser.add_argument(
         "--serve",
         metavar="NAMES",
         default="deep_ep",
-        help="packages, by commas: deep_ep, transformer_engine (default: %(default)s)",
+        help="packages, separated by commas: deep_ep, transformer_engine (default: %(default)s)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the packages, and say how to put them first on the path."""
+    """Write the packages, and print the command that puts them first on the path."""
     names = [name.strip() for name in arguments.serve.split(",")]
     unknown = [name for name in names if name not in _PACKAGES]
     if unknown:

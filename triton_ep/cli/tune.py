@@ -1,4 +1,5 @@
-"""Find what runs best on this machine: programs of the exchange, and rows and warps of its kernels, as a table."""
+"""Find the fastest settings for this machine: programs of the exchange, and rows and warps of its kernels. Writes them
+as a table."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `triton-ep tune`."""
     small = bench.SMALL
-    parser.add_argument("--out", metavar="PATH", help="table to write; entries for other keys in it stay")
+    parser.add_argument("--out", metavar="PATH", help="table to write; its entries for other keys stay")
     parser.add_argument("--model", choices=tuple(bench.MODELS), help="sizes of a model: hidden, top-k, experts")
-    text = f"per rank, most of a call (default 4096; {small['tokens']} on the CPU)"
+    text = f"most tokens per rank and call (default 4096; {small['tokens']} on the CPU)"
     parser.add_argument("--tokens", metavar="N,N,..", help=text)
     parser.add_argument("--hidden", metavar="N,N,..", help=f"default 7168; {small['hidden']} on the CPU")
     parser.add_argument("--topk", metavar="N", help=f"default 8; {small['topk']} on the CPU")
@@ -37,16 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-local-combine", action="store_true", help="tune layers without enable_local_combine")
     parser.add_argument("--quick", action="store_true", help="fewer candidates, fewer calls")
     parser.add_argument("--iters", type=int, metavar="N", help="timed calls (default 20, quick 10; 2 on the CPU)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="of a bare start (default: one per GPU; 4 on the CPU)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="without launcher (default: one per GPU; 4 on the CPU)")
     parser.add_argument("--local-world-size", type=int, metavar="N", help="ranks per node, for virtual nodes")
-    parser.add_argument("--nodes", type=int, metavar="N", help="the same, by the number of nodes")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the routing (default %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every measurement, in place of TOML")
-    parser.add_argument("--commit", help="of a stored table, where there is no .git (default: of this checkout)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes, instead of --local-world-size")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the routing (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every measurement, instead of TOML")
+    parser.add_argument("--commit", help="commit for a stored table, without a .git (default: of this checkout)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune: as a rank that a launcher started, or with ranks of its own."""
+    """Tune: as a rank that a launcher started, or with ranks that it starts."""
     from triton_ep.bench import tune
     from triton_ep.distributed import run_ranks
     from triton_ep.runtime import launch as runtime  # before torch's Triton: decides whether kernels are interpreted
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         gpus = torch.cuda.device_count()
     if arguments.out is not None and Path(arguments.out).exists():
-        read_table(Path(arguments.out))  # better now than after the measurement
+        read_table(Path(arguments.out))  # fail now, not after the measurement
     launched = read_environment().world_size
     if launched is not None and arguments.ranks not in (None, launched):
         raise ConfigError(f"--ranks {arguments.ranks}, but the launcher started {launched} ranks.")
@@ -67,16 +68,16 @@ def run(arguments: argparse.Namespace) -> int:
         tune.run(request)
         return 0
     if gpus and request.settings.ranks > gpus:
-        raise ConfigError(f"--ranks {request.settings.ranks}, but there are {gpus} GPUs.")
+        raise ConfigError(f"--ranks {request.settings.ranks}, but this machine has {gpus} GPUs.")
     run_ranks(tune.run, request.settings.ranks, request)
     return 0
 
 
 def request_of(arguments: argparse.Namespace, ranks: int, *, interpreting: bool) -> Request:
-    """The run that the arguments ask for; ranks: how many there are unless they say.
+    """Convert the arguments to a tuning request; ranks: number of ranks unless the arguments give it.
 
     Raises:
-        ConfigError: they cannot work.
+        ConfigError: the settings cannot work.
     """
     from triton_ep.bench import tune
 
