@@ -1,5 +1,5 @@
-"""What Megatron-Core's flex dispatcher does with `deep_ep`, call by call, in our own words: its fused_a2a functions
-over the module that `import deep_ep` finds, and around them the steps of its DeepEP manager.
+"""Re-implementation of Megatron-Core's flex dispatcher, call by call: its fused_a2a functions over the module that
+`import deep_ep` finds, and the steps of its DeepEP manager around them.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _buffer: Any = None
 
 
 def get_buffer(group: Any, hidden_bytes: int) -> Any:
-    """The buffer of this process, made anew when it is of another group or too small."""
+    """The buffer of this process, replaced if it has another group or is too small."""
     from deep_ep import Buffer
 
     global _buffer
@@ -25,7 +25,7 @@ def get_buffer(group: Any, hidden_bytes: int) -> Any:
 
 
 def forget_buffer() -> None:
-    """Drop the buffer without a word to it, as a process does at its end."""
+    """Drop the buffer without destroying it, as a process does when it ends."""
     global _buffer
     _buffer = None
 
@@ -35,11 +35,11 @@ def _row_bytes(x: torch.Tensor) -> int:
 
 
 class Dispatch(torch.autograd.Function):
-    """Layout, then dispatch; backward a combine that carries the gradient of the probabilities."""
+    """Layout, then dispatch; the backward pass is a combine that carries the gradient of the probabilities."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, idx: Any, probs: Any, num_experts: int, group: Any, asynchronous: bool) -> Any:
-        """recv_x, recv_idx, recv_probs, tokens per expert on the CPU, handle."""
+        """Returns recv_x, recv_idx, recv_probs, tokens per expert on the CPU, handle."""
         from deep_ep.utils import EventHandle, EventOverlap
 
         buffer = get_buffer(group, _row_bytes(x))
@@ -83,7 +83,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """Combine; backward a dispatch by the handle."""
+    """Combine; the backward pass is a dispatch with the handle."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, group: Any, handle: Any, asynchronous: bool) -> Any:
@@ -121,9 +121,9 @@ class Flex:
 
     Attributes:
         group: expert-parallel group.
-        num_experts, topk: over all ranks, and per token.
+        num_experts, topk: experts over all ranks, and per token.
         drops: entries of probability zero are dropped (a capacity factor was set).
-        pad: rows of each expert are padded to a multiple of it, by routing more tokens there with probability 0.
+        pad: rows of each expert are padded to a multiple of it, by routing more tokens to it with probability 0.
     """
 
     group: Any

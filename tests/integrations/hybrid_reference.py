@@ -1,4 +1,4 @@
-"""What HybridEP computes, in plain torch from the inputs of all ranks, as an all-gather would give them."""
+"""Reference for HybridEP in plain torch, from the inputs of all ranks, as an all-gather would return them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Inputs:
 def inputs_of(
     rank: int, world_size: int, tokens: int, *, hidden: int, topk: int, experts: int, seed: int = 0, idle=(), dtype=None
 ) -> Inputs:
-    """Rows that encode their origin; tokens have 0 to `topk` experts, and no token goes to experts in `idle`."""
+    """Rows that encode their origin; tokens have 0 to `topk` experts, and experts in `idle` get no token."""
     work = make_workload(
         rank,
         world_size,
@@ -74,11 +74,11 @@ def combine(outputs: list[torch.Tensor], inputs: list[Inputs], rank: int, pad: i
 
 
 def slots_of_map(routing_map: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert ids [T, topk] int32, ascending, then -1; and [1] int32, how many experts did not fit into `topk`."""
+    """Expert ids [T, topk] int32, ascending, then -1; and [1] int32, number of experts that did not fit into `topk`."""
     tokens, experts = routing_map.shape
     position = routing_map.cumsum(1, dtype=torch.int32)
     fits = routing_map & (position <= topk)
-    # What does not fit goes to a last column, which is cut off.
+    # Ids that do not fit go to an extra last column, which is cut off.
     slot = torch.where(fits, position - 1, topk).long()
     ids = torch.full((tokens, topk + 1), -1, dtype=torch.int32, device=routing_map.device)
     expert = torch.arange(experts, dtype=torch.int32, device=routing_map.device).expand(tokens, experts)

@@ -1,9 +1,9 @@
-"""Some modules of an installed package, as they are, where what they import cannot be: stand-ins for the rest of it.
+"""Load some modules of an installed package unchanged, with stand-ins for the modules that cannot be imported.
 
 Servers import hundreds of modules and need packages and compiled code that a machine without a GPU lacks. The class
-that calls a door is in one or two files, which are loaded here unchanged. Every other module of the package is a
-stand-in, whose names are what the test gives, or else objects that may be called, subscripted and derived from, and
-that are false.
+that calls an integration is in one or two files, which are loaded here unchanged. Every other module of the package is
+a stand-in. Its names are given by the test, or else are objects that are false and can be called, subscripted and
+derived from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Kind(type):
 
 
 class Nothing(metaclass=_Kind):
-    """Whatever nobody asks for an answer: a class, an instance, a function, each of whose results is another."""
+    """Stand-in for any name: usable as a class, an instance or a function; every result is another `Nothing`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -86,7 +86,7 @@ class _Finder(MetaPathFinder):
 
 
 def folder_of(package: str, file: str) -> Path | None:
-    """Where a package is installed that has this file; None: nowhere. Nothing of it is run."""
+    """Folder of the installed package if it has this file; None: not installed. Runs no code of the package."""
     spec = importlib.util.find_spec(package)
     folders = [] if spec is None else spec.submodule_search_locations or []
     return next((Path(each) for each in folders if (Path(each) / file).is_file()), None)
@@ -96,9 +96,9 @@ def folder_of(package: str, file: str) -> Path | None:
 def loaded(
     package: str, folder: Path, real: Sequence[str], names: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[list[Any]]:
-    """The modules `real` of a package in `folder`, by their names within it; inside of the block they are imported.
+    """Import the modules `real`, named relative to a package in `folder`, for the duration of the block.
 
-    names: of stand-ins, what they have.
+    names: names that stand-ins define.
     """
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
     for name in before:

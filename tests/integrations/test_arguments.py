@@ -1,7 +1,7 @@
-"""Every public argument of every door, with values that cannot be meant: an EPError that names it, or they are taken.
+"""Every public argument of every integration, with senseless values: each is accepted, or raises an EPError.
 
-All ranks pass the same wrong value, so that nobody waits for anybody, and each sweep ends with the right call, whose
-result must be right: a refused call leaves nothing behind.
+All ranks pass the same wrong value, so that no rank waits for another. Each sweep ends with the right call, whose
+result must be right: a refused call leaves no state behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HIDDEN, TOPK, TOKENS = 128, 2, 6
 
 
 def _wrong_values(device: torch.device) -> list[Any]:
-    """One of every kind; none is the right value of any argument but by chance, and then it is taken."""
+    """One value of every kind. A value that happens to be right for an argument is accepted."""
     return [
         None,
         "4",
@@ -45,7 +45,7 @@ def _wrong_values(device: torch.device) -> list[Any]:
 
 
 class _Sweep:
-    """Collects what was raised without a name of this package."""
+    """Collects errors that are not of this package's classes."""
 
     def __init__(self) -> None:
         self.device = current_heap().device
@@ -65,7 +65,7 @@ class _Sweep:
                 self.nameless.append(f"{where}({name}={shown!r:.40}): {type(error).__name__}: {error!s:.150}")
 
     def end(self, least: int) -> None:
-        """Everything was named; and not everything was taken."""
+        """Check that every error is an EPError, and that enough values were refused."""
         assert not self.nameless, f"{len(self.nameless)} without a name:\n" + "\n".join(self.nameless)
         assert self.refused > least, self.refused
 
@@ -468,5 +468,5 @@ INTEGRATIONS = {
 
 @pytest.mark.parametrize("integration", INTEGRATIONS)
 def test_wrong_arguments_are_named(run_ranks, integration):
-    """No argument of an integration ends in an error that does not say which one it was."""
+    """Wrong arguments of integrations raise no errors other than EPError."""
     run_ranks(INTEGRATIONS[integration], 1, 2)

@@ -1,4 +1,4 @@
-"""Experts on rows that arrived, by the doors of torchtitan, Megatron and vLLM: against dense experts."""
+"""Experts on received rows, through the integrations of torchtitan, Megatron and vLLM, against dense experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _randn(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def _operands(dtype: torch.dtype) -> list[torch.Tensor]:
-    """x with rows behind the last expert's, gate, up, down: leaves."""
+    """Leaves x (with rows past the last expert's), gate, up, down."""
     x = _randn(sum(COUNTS) + 2, HIDDEN, seed=1).bfloat16()
     gate, up = (_randn(EXPERTS, FFN, HIDDEN, seed=seed, scale=HIDDEN**-0.5).to(dtype) for seed in (2, 3))
     down = _randn(EXPERTS, HIDDEN, FFN, seed=4, scale=FFN**-0.5).to(dtype)
@@ -39,7 +39,7 @@ def _operands(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def _exact(leaves: list[torch.Tensor], weights: torch.Tensor | None, grad: torch.Tensor) -> list[torch.Tensor]:
-    """y of the rows in use, and gradients of x, gate, up and down, in float64."""
+    """y of the used rows, and gradients of x, gate, up and down, in float64."""
     x, gate, up, down = (leaf.detach().double().cpu().requires_grad_() for leaf in leaves)
     used = sum(COUNTS)
     ids = torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor(COUNTS)).unsqueeze(1)
@@ -50,7 +50,7 @@ def _exact(leaves: list[torch.Tensor], weights: torch.Tensor | None, grad: torch
 
 @pytest.mark.parametrize(("recipe", "dtype"), [("bf16", torch.float32), ("mxfp8", torch.bfloat16)])
 def test_weights_of_a_framework(recipe: str, dtype: torch.dtype) -> None:
-    """As torchtitan has them: gate and up apart; forward, backward, and again after an optimizer's step."""
+    """Separate gate and up, as in torchtitan: forward, backward, and again after an optimizer step."""
     leaves, experts = _operands(dtype), ArrivedExperts(recipe)
     x, gate, up, down = leaves
     counts, used = torch.tensor(COUNTS, device=DEVICE), sum(COUNTS)
@@ -60,13 +60,13 @@ def test_weights_of_a_framework(recipe: str, dtype: torch.dtype) -> None:
         y = experts(x, counts, (gate, up), down)
         found = [y[:used], *torch.autograd.grad(y, leaves, grad)]
         found[1] = found[1].clone()
-        found[1][used:] = 0  # rows behind mean nothing
+        found[1][used:] = 0  # rows past the last expert's are undefined
         for name, seen, wanted in zip(("y", "x", "gate", "up", "down"), found, _exact(leaves, None, grad), strict=True):
             assert dense.decibel(seen, wanted) > LEAST_DB[recipe], name
         for leaf, by in zip((gate, up, down), found[2:], strict=True):
             leaf.grad = by
         optimizer.step()
-    if recipe == "mxfp8":  # rows as they arrive in MXFP8
+    if recipe == "mxfp8":  # rows received in MXFP8
         quantised = experts(MXTensor.to_mx(x.detach()), counts, (gate, up), down)[:used]
         assert dense.decibel(quantised, _exact(leaves, None, grad)[0]) > LEAST_DB[recipe]
     with pytest.raises(ConfigError, match="'fp4'"):
@@ -76,7 +76,7 @@ def test_weights_of_a_framework(recipe: str, dtype: torch.dtype) -> None:
 
 
 def test_megatron_calls_them_behind_its_dispatcher() -> None:
-    """(output, None) for rows, counts of the host and probabilities; the weights' gradients go to main_grad."""
+    """(output, None) for rows, host counts and probabilities; gradients of the weights go to main_grad."""
     leaves = _operands(torch.bfloat16)
     x, gate, up, down = leaves
     experts = GroupedExperts(HIDDEN, FFN, EXPERTS, device=DEVICE)

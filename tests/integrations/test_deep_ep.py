@@ -1,4 +1,4 @@
-"""deep_ep.Buffer: rows, ids, weights, sums and gradients' way back against the plain-torch reference; its errors."""
+"""deep_ep.Buffer: rows, ids, weights, sums and gradients against the plain-torch reference; its errors."""
 
 import sys
 import types
@@ -18,11 +18,11 @@ from triton_ep.reference import dispatch as dispatch_reference
 from triton_ep.testing import Workload, apply_expert, make_workload
 
 HIDDEN, TOPK, EXPERTS = 40, 3, 3  # experts per rank
-TOKENS = ((7, 0, 5, 9), (4, 11, 0, 6), (70, 3, 8, 1))  # of three batches, per rank; the last one makes layers grow
+TOKENS = ((7, 0, 5, 9), (4, 11, 0, 6), (70, 3, 8, 1))  # three batches, per rank; the last one makes layers grow
 
 
 def works_of(world_size: int, batch: int, **options: Any) -> list[Workload]:
-    """What every rank dispatches."""
+    """Inputs of every rank."""
     return [
         make_workload(
             rank,
@@ -39,7 +39,7 @@ def works_of(world_size: int, batch: int, **options: Any) -> list[Workload]:
 
 
 def equal(got: torch.Tensor | None, expected: torch.Tensor) -> None:
-    """The same bits, and the same dtype."""
+    """Assert the same bits and the same dtype."""
     assert got is not None
     assert got.dtype == expected.dtype
     assert torch.equal(got.cpu(), expected)
@@ -53,7 +53,7 @@ def make_buffer(**options: Any) -> door.Buffer:
 
 
 def check_items(handle: Any, rank: int, goes: torch.Tensor, expected: reference.CompactResult) -> None:
-    """The items of DeepEP's tuple inside a node; goes: [T, W] bool, which token goes where."""
+    """Check the items of DeepEP's tuple inside a node; goes: [T, W] bool, whether a token goes to a rank."""
     matrix, channels, recv_channels, source, in_rank, heads = handle
     assert (len(handle), channels, recv_channels, source, heads) == (6, None, None, None, None)
     equal(in_rank, goes)
@@ -68,7 +68,7 @@ def check_items(handle: Any, rank: int, goes: torch.Tensor, expected: reference.
 
 @dataclass
 class _Sent:
-    """A dispatch and what it should have been."""
+    """A dispatch and its expected result."""
 
     work: Workload
     results: list[reference.CompactResult]
@@ -125,7 +125,7 @@ def _combine(buffer: door.Buffer, rank: int, sent: _Sent, asynchronous: bool) ->
     event.current_stream_wait()
     equal(out, reference.combine(ys, sent.results, rank, first_k, torch.bfloat16))
     equal(weights, torch.where(sent.work.topk_idx >= 0, sent.work.topk_weights, 0.0))
-    # Biases: what the sums begin with, rounded once with them.
+    # Biases: the float32 sums start from them, and are rounded once.
     biases = tuple((sent.work.x * factor).to(device) for factor in (0.53, 3.1))
     for bias in (biases, biases[0], list(biases[:1])):
         biased, no_weights, event = buffer.combine(ys[rank].to(device), sent.handle, bias=bias, **order)
@@ -144,7 +144,7 @@ def _check_three_live(rank: int, nodes: int, ranks_per_node: int, asynchronous: 
     first, second = (_dispatch(buffer, rank, batch, asynchronous) for batch in (0, 1))
     _combine(buffer, rank, first, asynchronous)
     third = _dispatch(buffer, rank, 2, asynchronous)  # more tokens than before
-    buffer = make_buffer()  # as frameworks do; handles of the one before stay good
+    buffer = make_buffer()  # as frameworks do; handles of the earlier buffer stay valid
     _combine(buffer, rank, second, asynchronous)
     _combine(buffer, rank, third, asynchronous)
     door.release()
@@ -153,7 +153,7 @@ def _check_three_live(rank: int, nodes: int, ranks_per_node: int, asynchronous: 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node, asynchronous", [(1, 4, True)])
 def test_three_live_handles_equal_the_reference(run_ranks, nodes, ranks_per_node, asynchronous):
-    """F0 F1 B0 F2 B1 B2: rows, ids, weights, counts, sums, rows by a handle; bit for bit, with ranks without tokens."""
+    """F0 F1 B0 F2 B1 B2: rows, ids, weights, counts, sums, rows with a handle; bit for bit; ranks without tokens."""
     run_ranks(_check_three_live, nodes, ranks_per_node, asynchronous)
 
 
@@ -183,7 +183,7 @@ def _check_worst(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def _check_by_ranks(buffer: door.Buffer, rank: int, sent: _Sent, combined: torch.Tensor) -> None:
-    """Rows go by is_token_in_rank alone: the same ones, without ids and weights."""
+    """Routing by is_token_in_rank alone: the same rows, without ids and weights."""
     device, expected = current_heap().device, sent.results[rank]
     idx = sent.work.topk_idx.to(device)
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS * buffer.group_size)
@@ -196,7 +196,7 @@ def _check_by_ranks(buffer: door.Buffer, rank: int, sent: _Sent, combined: torch
     check_items(handle, rank, in_rank.cpu(), expected)
     equal(buffer.dispatch(x * 2, handle=handle)[0], expected.recv_x * 2)
     out, _, _ = buffer.combine(recv_x, handle)
-    equal(out, combined.cpu())  # two terms: their order is the same
+    equal(out, combined.cpu())  # two terms, so their order does not matter
     for wrong, message in (
         ({"is_token_in_rank": in_rank.int()}, r"must be \[\d+, \d+\] bool, got .*int32"),
         ({"is_token_in_rank": None}, "got NoneType"),
@@ -213,7 +213,7 @@ def _check_by_ranks(buffer: door.Buffer, rank: int, sent: _Sent, combined: torch
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_worst_case_rows_need_no_host(run_ranks, nodes, ranks_per_node):
-    """num_worst_tokens rows on every rank, of which those that arrived are the same ones; and rows without ids."""
+    """num_worst_tokens rows on every rank: the received rows are the same; and rows without ids."""
     run_ranks(_check_worst, nodes, ranks_per_node)
 
 
@@ -260,7 +260,7 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
             [apply_expert(xs[rank], idxs[rank][:, k].clamp(0, num_experts - 1)).float() for k in range(TOPK)], 1
         )
         terms *= torch.where(kept, weights[rank], 0.0).unsqueeze(2)
-        # Sums of a rank are rounded on their way, and the sum of the ranks once more.
+        # Sums of a rank are rounded before they are sent, and the sum of the ranks once more.
         bound = torch.finfo(torch.bfloat16).eps * terms.abs().sum(1)
         assert ((out.cpu().float() - terms.sum(1)).abs() <= bound).all()
         _check_travelling_weights(buffer, xs[rank].to(device), idx, topk_weights, lent, out, how)
@@ -306,7 +306,7 @@ def _check_travelling_weights(
     want: torch.Tensor,
     how: dict[str, Any],
 ) -> None:
-    """Weights that a low-latency dispatch gets come with the rows, and combine gives the same bits by them."""
+    """Weights given to a low-latency dispatch arrive with the rows, and combine gives the same bits with them."""
     most, num_experts = y.shape[1] // buffer.group_size, EXPERTS * buffer.group_size
     given = {"use_fp8": False, "topk_weights": weights, **how}
     _, _, handle, event, hook = buffer.low_latency_dispatch(x, idx, most, num_experts, **given)
@@ -314,7 +314,7 @@ def _check_travelling_weights(
     event.current_stream_wait()
     with pytest.raises(InputError, match="other topk_weights than low_latency_dispatch"):
         buffer.low_latency_combine(y, idx, weights.clone() if len(weights) else None, handle)
-    # No dispatch carries weights: that of other layers would count.
+    # No extra dispatch carries weights: the dispatch counts of all layers must not change.
     before = [layer.context.num_dispatches for layer in layers_of(buffer.group).layers.values()]
     out, event, hook = buffer.low_latency_combine(y, idx, weights.view_as(weights), handle, **how)
     hook()
@@ -326,7 +326,7 @@ def _check_travelling_weights(
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_low_latency_calls(run_ranks, nodes, ranks_per_node):
-    """Slabs hold each expert's rows in order, and come back weighed and summed; at once, by hook, on a stream."""
+    """Slabs hold each expert's rows in order; combine weights and sums them; at once, with a hook, on a stream."""
     run_ranks(_check_low_latency, nodes, ranks_per_node)
 
 
@@ -346,7 +346,7 @@ def _check_budget(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def test_a_number_of_sms_is_a_budget(run_ranks):
-    """Once `set_num_sms` was called, layers are made with a budget, and compute the same."""
+    """After `set_num_sms`, layers are created with a budget, and compute the same."""
     run_ranks(_check_budget, 1, 2)
 
 
@@ -365,7 +365,7 @@ def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
     with pytest.raises(ConfigError, match=f"{HIDDEN * 2 + 16} bytes.*up to {HIDDEN * 2}"):
         buffer.dispatch(wide, topk_idx=idx, num_tokens_per_expert=counts)
     with pytest.raises(InputError, match="must have shape"):
-        buffer.dispatch(x[:, :32].contiguous(), handle=sent.handle)  # another size than the handle's
+        buffer.dispatch(x[:, :32].contiguous(), handle=sent.handle)  # a size other than the handle's
     with pytest.raises(InputError, match="must have shape"):
         buffer.combine(torch.zeros(1 + 10**4, HIDDEN, dtype=x.dtype, device=device), sent.handle)
     with pytest.raises(InputError, match=r"float8_e4m3fn and contiguous, got torch.bfloat16"):
@@ -403,12 +403,12 @@ def _check_errors(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 4)])
 def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
-    """Unknown groups, rows of another size, other groups' and no handles, a freed buffer: never worked around."""
+    """Unknown groups, rows of another size, handles of other groups or none, a freed buffer: always an error."""
     run_ranks(_check_errors, nodes, ranks_per_node)
 
 
 def test_install_makes_the_names_importable():
-    """`from deep_ep import ...` as frameworks write it, and not over another package of that name."""
+    """`from deep_ep import ...` works as in frameworks; `install` refuses to replace an imported package."""
     saved = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "deep_ep"}
     try:
         door.install()

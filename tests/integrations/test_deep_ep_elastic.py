@@ -22,7 +22,7 @@ TOKENS = (7, 0, 5, 9)  # per rank
 
 @dataclass
 class _Routing:
-    """What all ranks dispatch, and what this rank gets of it."""
+    """Inputs of all ranks, and the rows that this rank receives."""
 
     rank: int
     xs: list[torch.Tensor]
@@ -49,7 +49,7 @@ class _Routing:
         return cls(rank, xs, idxs, weights, compact, expanded)
 
     def arguments(self, do_expand: bool) -> dict[str, Any]:
-        """Of a dispatch of this rank."""
+        """Arguments of a dispatch on this rank."""
         device = current_heap().device
         return {
             "x": self.xs[self.rank].to(device),
@@ -61,7 +61,7 @@ class _Routing:
 
 
 def _equal(got: torch.Tensor | None, expected: torch.Tensor) -> None:
-    """The same bits, dtype and shape."""
+    """Assert the same bits, dtype and shape."""
     assert got is not None
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
     plain = torch.uint8 if got.dtype == torch.float8_e4m3fn else got.dtype
@@ -73,7 +73,7 @@ def _aligned(counts: torch.Tensor, align: int) -> torch.Tensor:
 
 
 def _check_counts(handle: Any, routing: _Routing, scaleup: int, align: int, sync: bool) -> None:
-    """Prefix sums, lists, numbers, and where tokens came from."""
+    """Check prefix sums, lists, numbers, and the source of each token."""
     ranks, mine = len(routing.xs), routing.compact[routing.rank]
     counts, arrived = mine.num_recv_tokens_per_expert, mine.src.shape[0]
     from_rank = torch.bincount(mine.src[:, 0], minlength=ranks).view(-1, scaleup).sum(0)
@@ -110,7 +110,7 @@ def _check_counts(handle: Any, routing: _Routing, scaleup: int, align: int, sync
 def _check_arrived(
     recv_x: Any, weights: torch.Tensor | None, routing: _Routing, handle: Any, align: int, x: Any
 ) -> None:
-    """Rows and their weights; x: what all ranks sent, tensors or pairs."""
+    """Check rows and their weights; x: inputs of all ranks, tensors or pairs."""
     if handle.do_expand:
         mine = routing.expanded[align][routing.rank]
         src, row_weights = mine.src, mine.recv_weights
@@ -136,12 +136,12 @@ def _rows_of(src: torch.Tensor, tokens: list[int]) -> torch.Tensor:
 
 
 def _check_sums(buffer: door.ElasticBuffer, routing: _Routing, handle: Any, recv_x: Any, weights: Any, **order) -> None:
-    """Small integers, whose sums are exact in any order: sums, biases, weights."""
+    """Check sums, biases and weights, with small integers, whose sums are exact in any order."""
     device, idx = current_heap().device, routing.idxs[routing.rank]
     rows = recv_x[0].shape[0] if isinstance(recv_x, tuple) else recv_x.shape[0]
     first = 1.0 + routing.rank
     y = torch.full((rows, HIDDEN), first, device=device, dtype=torch.bfloat16)
-    if not handle.do_expand:  # the experts of a rank are summed by the caller
+    if not handle.do_expand:  # the caller sums over the experts of a rank
         ids = handle.recv_topk_idx
         y *= (ids >= 0).sum(1, keepdim=True).bfloat16()
     owner = torch.where(idx >= 0, idx // EXPERTS + 1, 0)
@@ -155,9 +155,9 @@ def _check_sums(buffer: door.ElasticBuffer, routing: _Routing, handle: Any, recv
     assert buffer.combine(y, handle)[1] is None
 
 
-# Whether rows are expanded, whether the host waits, and the alignment.
+# (rows are expanded, the host waits, alignment)
 MODES = ((False, True, 1), (False, False, 4), (True, True, 4), (True, False, 4), (True, True, 1))
-MODES_OF_NODES = ((False, True, 1), (True, False, 4))  # of what nodes change, modes change nothing: each value once
+MODES_OF_NODES = ((False, True, 1), (True, False, 4))  # modes do not change how nodes work: each value once
 
 
 def _check_modes(rank: int, nodes: int, ranks_per_node: int) -> None:
@@ -191,12 +191,12 @@ def _check_modes(rank: int, nodes: int, ranks_per_node: int) -> None:
         else:
             _equal(ids[: len(arrived.src)], arrived.recv_topk_idx)
             assert (ids[len(arrived.src) :] == -1).all()
-            ids.fill_(99)  # as vLLM does, in place: the handle has its own
+            ids.fill_(99)  # in place, as vLLM does: the handle has its own copy
         _check_counts(handle, routing, ranks_per_node, align, sync)
         assert handle.topk_idx is not arguments["topk_idx"]
         _equal(handle.topk_idx, routing.idxs[rank])
         _check_sums(buffer, routing, handle, recv_x, weights, **order)
-        # By the handle, twice the rows; expanded ones with other weights.
+        # With the handle: the rows doubled, and for expanded rows other weights.
         cached = {"handle": handle, "do_expand": do_expand, "do_zero_padding": True, **order}
         if do_expand:
             cached["topk_weights"] = arguments["topk_weights"]
@@ -222,7 +222,7 @@ def _check_modes(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 
 def _check_scales(buffer: door.ElasticBuffer, routing: _Routing) -> None:
-    """e4m3 rows with one pack of scales per 128 values: float32, or four exponents."""
+    """Check e4m3 rows with one pack of scales per 128 values: float32, or four exponents."""
     device, rank = current_heap().device, routing.rank
     for dtype, do_expand in ((torch.float32, False), (torch.int32, True)):
         pairs = [
@@ -241,7 +241,7 @@ def _check_scales(buffer: door.ElasticBuffer, routing: _Routing) -> None:
 
 
 def _check_nothing(rank: int, buffer: door.ElasticBuffer, modes: tuple[tuple[bool, bool, int], ...]) -> None:
-    """No token anywhere, and entries that are all dropped."""
+    """Check a dispatch without tokens on any rank, and one with all entries dropped."""
     ranks = buffer.num_ranks
     for tokens, options in (((0,) * ranks, {}), (TOKENS, {"routing": "all_dropped"})):
         routing = _Routing.of(rank, ranks, tokens, **options)
@@ -257,7 +257,7 @@ def _check_nothing(rank: int, buffer: door.ElasticBuffer, modes: tuple[tuple[boo
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
 def test_all_modes_equal_the_references(run_ranks, nodes, ranks_per_node):
-    """Compact and expanded rows, with and without the host's waiting, by handles, with scales, of no tokens at all."""
+    """Compact and expanded rows, with and without a host wait, with handles, with scales, and without any tokens."""
     run_ranks(_check_modes, nodes, ranks_per_node)
 
 
@@ -275,7 +275,7 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
     recv_x, _, weights, handle, event = buffer.dispatch(**arguments)
     assert event.event is None
     *_, other, _ = buffer.dispatch(**arguments, num_sms=chosen)
-    assert other.layer is handle.layer  # what is chosen anyhow needs no layer of its own
+    assert other.layer is handle.layer  # the default number, passed explicitly, needs no separate layer
     _check_sums(buffer, routing, handle, recv_x, weights)
     x, by_handle = arguments["x"], {"handle": handle, "do_expand": True}
     for wrong, message in (
@@ -306,5 +306,5 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_mistakes_are_named(run_ranks, nodes, ranks_per_node):
-    """Arguments that contradict each other or a handle; calls that move no rows of experts."""
+    """Arguments that contradict each other or a handle; calls that move no expert rows."""
     run_ranks(_check_mistakes, nodes, ranks_per_node)

@@ -1,4 +1,4 @@
-"""FP8 rows through deep_ep.Buffer: values and scales against the formulas, rows in the order of bf16 ones."""
+"""FP8 rows through deep_ep.Buffer: values and scales against the formulas, rows in the order of bf16 rows."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ MODES = ((False, False), (True, False), (True, True))  # round_scale, use_ue8m0
 
 
 def works_of(world_size: int, more: int = 0) -> list[Workload]:
-    """What every rank dispatches: rows that say where they come from, in blocks of unlike size."""
+    """Inputs of every rank: rows that encode their origin, in blocks of different magnitude."""
     works = []
     for rank in range(world_size):
         work = make_workload(
@@ -42,7 +42,7 @@ def works_of(world_size: int, more: int = 0) -> list[Workload]:
 
 
 def model(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formulas in numpy, a block at a time."""
+    """The formulas in numpy, block by block."""
     blocks = x.float().numpy().reshape(x.shape[0], x.shape[1] // 128, 128)
     data, scales = np.zeros(blocks.shape, np.float32), np.zeros(blocks.shape[:2], np.float32)
     for t, b in np.ndindex(*scales.shape):
@@ -62,7 +62,7 @@ def model(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Te
 
 
 def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """The same bits, dtype and shape."""
+    """Assert the same bits, dtype and shape."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
     plain = torch.uint8 if got.dtype == torch.float8_e4m3fn else got.dtype
     assert torch.equal(got.cpu().view(plain), expected.view(plain))
@@ -70,7 +70,7 @@ def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("round_scale, use_ue8m0", MODES)
 def test_quantised_rows_equal_the_formulas(backend, round_scale, use_ue8m0):
-    """Random rows, zeros, the largest and the smallest numbers; and their way through bytes."""
+    """Random rows, zeros, the largest and the smallest numbers; and the round trip of scales through bytes."""
     x = torch.randn(33, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[1], x[2], x[3, :200], x[4] = 0.0, torch.finfo(torch.bfloat16).max, 448.0, 2.0**-130
     device = "cuda" if backend != "host" else "cpu"
@@ -113,7 +113,7 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         for local, (start, n) in enumerate(zip(starts, counts, strict=False)):
             equal(data[local, :n], expected_data[start : start + n])
             equal(scales[local, :n], expected_scales[start : start + n])
-        # The handle brings bf16 slabs back, as that of a bf16 dispatch does.
+        # The handle combines bf16 slabs, like the handle of a bf16 dispatch.
         slabs, _, plain_handle, _, _ = buffer.low_latency_dispatch(x, idx, most, num_experts, use_fp8=False)
         topk_weights = weights[rank].to(device)
         plain, _, _ = buffer.low_latency_combine(slabs, idx, topk_weights, plain_handle)
@@ -147,7 +147,7 @@ def _check_dispatch(rank: int, nodes: int, ranks_per_node: int) -> None:
     pool.ranks_per_node, before = ranks_per_node, pool.ranks_per_node  # virtual nodes
     buffer = door.Buffer(dist.group.WORLD, size)
     entries = torch.zeros(num_experts, dtype=torch.int32, device=device)
-    # The last one needs a larger layer; int32 words are exponents.
+    # The last case needs a larger layer; its int32 words are exponents.
     for more, (round_scale, use_ue8m0), asynchronous in zip((0, 0, 70), MODES, (False, True, True), strict=True):
         xs, idxs, weights = map(
             list, zip(*((w.x, w.topk_idx, w.topk_weights) for w in works_of(ranks, more)), strict=True)
@@ -169,7 +169,7 @@ def _check_dispatch(rank: int, nodes: int, ranks_per_node: int) -> None:
         assert counts == result.num_recv_tokens_per_expert.tolist()
         if nodes > 1:
             _check_items(handle, rank, ranks_per_node, idxs, result)
-        # By the same handle: these rows again, others as bf16, and sums of bf16 rows.
+        # With the same handle: these rows again, other rows in bf16, and sums of bf16 rows.
         (recv, recv_scales), *_, event = buffer.dispatch(pair, handle=handle, **order)
         event.current_stream_wait()
         equal(recv, expected_data)
@@ -197,7 +197,7 @@ def _check_dispatch(rank: int, nodes: int, ranks_per_node: int) -> None:
 def _check_items(
     handle: Any, rank: int, per_node: int, idxs: list[torch.Tensor], result: compact_reference.CompactResult
 ) -> None:
-    """The items of DeepEP's tuple between nodes."""
+    """Check the items of DeepEP's tuple between nodes."""
     owners = [torch.where(idx >= 0, idx // EXPERTS, -per_node) for idx in idxs]
     in_rank, *_ = handle
     equal(in_rank, torch.stack([(owners[rank] == r).any(1) for r in range(len(idxs))], 1))
@@ -235,12 +235,12 @@ def _check_mistakes(buffer: door.Buffer, rank: int, pair: Any, routing: dict[str
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 2)])
 def test_dispatch_sends_quantised_rows(run_ranks, nodes, ranks_per_node):
-    """e4m3 rows with column-major scales of both kinds arrive as bf16 rows would; their handle serves for all."""
+    """e4m3 rows with column-major scales of both kinds arrive in the order of bf16 rows; their handle serves both."""
     run_ranks(_check_dispatch, nodes, ranks_per_node)
 
 
 def test_what_is_not_finite_spoils_its_block_alone(backend):
-    """A block with an infinity or a NaN gets NaN where the formula does; the blocks beside it have their own values."""
+    """A block with an infinity or a NaN gets NaN where the formula does; neighbouring blocks keep their values."""
     x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     x[1, 3], x[2, HIDDEN - 1] = torch.inf, torch.nan
     for round_scale, use_ue8m0 in MODES:

@@ -1,4 +1,4 @@
-"""low_latency_combine beside the kernel that still writes its rows: it sends what that kernel has signalled."""
+"""low_latency_combine concurrently with the kernel that writes its rows: it sends the rows that are signalled."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ LATE_S = 0.3
 
 
 def _in_the_background(write: Callable[[], None]) -> Callable[[], None]:
-    """Run `write` later, on another stream or in a thread; what comes back joins it."""
+    """Run `write` later, on another stream or in a thread; returns a function that joins it."""
     if current_heap().device.type == "cuda":
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -38,7 +38,7 @@ def _in_the_background(write: Callable[[], None]) -> Callable[[], None]:
 
 
 def _dispatched(rank: int, ranks: int, buffer: door.Buffer) -> tuple[Any, ...]:
-    """Ids, weights and handle of a dispatch, outputs [e, W * M, H] of its rows, counts [e]."""
+    """Dispatch; returns ids, weights, handle, outputs [e, W * M, H] for its rows, counts [e]."""
     device, work = current_heap().device, works_of(ranks, 0)[rank]
     ids, weights = work.topk_idx.to(device), work.topk_weights.to(device)
     slabs, counts, handle, _, _ = buffer.low_latency_dispatch(
@@ -55,14 +55,14 @@ def _buffer(ranks: int, **options: Any) -> door.Buffer:
 
 
 def _signals(kind: str, counts: torch.Tensor, slab_rows: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Signals as they are cleared, as they are raised, and the arguments that go with them."""
+    """Cleared signals, raised signals, and the arguments to pass with them."""
     if kind == "src_signals":
         raised = torch.full((EXPERTS,), 2, dtype=torch.int32, device=counts.device)
         cleared = torch.zeros_like(raised)
         return cleared, raised, {"src_signals": cleared.view(torch.uint32), "src_signal_expect_value": 2}
     blocks = -(-slab_rows // BLOCK_M)
     used = torch.arange(blocks, device=counts.device) * BLOCK_M < counts.unsqueeze(1)
-    raised = used.int().flatten() * THRESHOLD  # nobody raises those of blocks without rows
+    raised = used.int().flatten() * THRESHOLD  # signals of blocks without rows are never raised
     cleared = torch.zeros(raised.shape[0] + 5, dtype=torch.int32, device=counts.device)
     given = {"comp_signal": cleared, "block_m": BLOCK_M, "threshold": THRESHOLD, "packed_recv_count": counts}
     return cleared, raised, {**given, "num_sms": 3}
@@ -107,7 +107,7 @@ def _check_overlap(rank: int, nodes: int, ranks_per_node: int, kind: str) -> Non
 @pytest.mark.parametrize("kind", ["src_signals", "comp_signal"])
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_combine_sends_what_was_signalled(run_ranks, nodes, ranks_per_node, kind):
-    """Rows that a kernel on another stream writes after the call are sent, as by a combine that comes after it."""
+    """Combine sends rows that a kernel on another stream writes after the call, as a later combine would."""
     run_ranks(_check_overlap, nodes, ranks_per_node, kind)
 
 
@@ -121,7 +121,7 @@ def _check_never(rank: int, nodes: int, ranks_per_node: int) -> None:
 
     def combine() -> None:
         buffer.low_latency_combine(outputs, ids, weights, handle, **given)
-        handle.layer.check()  # where the host waits for nothing
+        handle.layer.check()  # for calls in which the host does not wait
 
     with pytest.raises((WaitTimeout, PeerFailed), match=message):
         combine()

@@ -1,4 +1,4 @@
-"""Ranks without tokens, or that get none, through every integration: `.sum()` losses, forward and backward."""
+"""Ranks without tokens, or without received rows, through every integration: `.sum()` losses, forward and backward."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,12 +17,12 @@ from triton_ep.integrations.hybrid_ep import HybridEPBuffer
 from triton_ep.testing import apply_expert
 
 HIDDEN, TOPK, EXPERTS, MOST = 128, 2, 2, 8  # experts per rank
-# Tokens by rank, and whether all of them go to rank 0: nothing sent here, nothing there, one row, nothing got.
+# Tokens by rank, and whether all go to rank 0: one rank without tokens, no tokens at all, one token, no rows received.
 BATCHES = (((4, 0), False), ((0, 0), False), ((0, 1), False), ((1, 3), True))
 
 
 class _Batch:
-    """Ones, so that no sum rounds; tensors of no or one row have strides of their own."""
+    """A batch of ones, so that no sum rounds. Tensors of no or one row have unusual strides."""
 
     def __init__(self, rank: int, tokens: tuple[int, ...], to_first: bool) -> None:
         device, count = current_heap().device, tokens[rank]
@@ -36,7 +36,7 @@ class _Batch:
         self.map, self.probs = odd(self.map), odd(probs).requires_grad_()
 
     def check(self, out: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-        """Sum what came back; the gradients are those of 0.75 * x."""
+        """Sum the result and run backward; the gradients are those of 0.75 * x."""
         assert torch.equal(out, 0.75 * self.x)
         out.sum().backward()
         assert torch.equal(self.x.grad, torch.full_like(self.x, 0.75))
@@ -73,7 +73,7 @@ def _megatron_hybrid() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
 
 
 def _deep_ep() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
-    """What a training loop calls, forward and backward, of rows and of a pair of bytes and scales."""
+    """Calls of a training loop, forward and backward, with rows and with a pair of bytes and scales."""
     size = deep_ep.Buffer.get_dispatch_config(2).get_nvl_buffer_size_hint(HIDDEN * 2, 2)
     buffer = deep_ep.Buffer(dist.group.WORLD, size, 0)
 
@@ -98,7 +98,7 @@ def _deep_ep() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
 
 
 def _deep_ep_elastic() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
-    """What a training loop calls, forward and backward, of rows once per rank and of rows per expert."""
+    """Calls of a training loop, forward and backward, with rows once per rank and with rows per expert."""
     buffer = deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=MOST, hidden=HIDDEN)
 
     def run(batch: _Batch) -> None:
@@ -110,7 +110,7 @@ def _deep_ep_elastic() -> tuple[Callable[[_Batch], None], Callable[[], None]]:
             out, back, _ = buffer.combine(y, handle, topk_weights=weights)
             assert torch.equal(out, 0.75 * batch.x)
             assert torch.equal(back, batch.weights)
-            grad = torch.ones((), dtype=out.dtype, device=out.device).expand_as(out)  # of a sum
+            grad = torch.ones((), dtype=out.dtype, device=out.device).expand_as(out)  # gradient of a sum
             grad_y, *_ = buffer.dispatch(grad, handle=handle, do_expand=do_expand)
             assert torch.equal(grad_y[: len(y)], torch.ones_like(y))
             grad_x, _, _ = buffer.combine(_weighted(grad_y, here), handle)
@@ -246,5 +246,5 @@ def _check(rank: int, nodes: int, ranks_per_node: int, integration: str) -> None
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 @pytest.mark.parametrize("integration", INTEGRATIONS)
 def test_ranks_with_nothing_to_do_hold_nobody_up(run_ranks, nodes, ranks_per_node, integration):
-    """No token here, none anywhere, a single one, none received: rows, sums and gradients are right on both ranks."""
+    """No tokens on a rank or on all, a single token, no rows received: all results and gradients are right."""
     run_ranks(_check, nodes, ranks_per_node, integration)

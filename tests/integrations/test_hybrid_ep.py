@@ -39,7 +39,7 @@ def make_buffer(nodes: int, ranks_per_node: int, **options) -> HybridEPBuffer:
 
 
 def outputs_of(inputs: list[reference.Inputs], pad: int) -> list[torch.Tensor]:
-    """What the experts of every rank make of their rows; no expert can be taken for another."""
+    """Expert outputs of the rows of every rank; every expert has distinct outputs."""
     outs = []
     for owner in range(len(inputs)):
         rows, _, counts = reference.dispatch(inputs, owner, EXPERTS, pad)
@@ -55,13 +55,13 @@ def same(seen: torch.Tensor, want: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How a dispatch is asked for."""
+    """Arguments of a dispatch."""
 
     name: str
     pad: int | None = None
     budget: int | None = None
     probs: bool = True
-    ids: bool = False  # topk_idx in place of the routing map
+    ids: bool = False  # topk_idx instead of the routing map
     options: tuple[tuple[str, object], ...] = ()
 
 
@@ -106,7 +106,7 @@ def _check_way(rank: int, nodes: int, ranks_per_node: int, way: Way) -> None:
             same(probs[:used], row_probs)
             assert not probs[used:].any()
         handles.append((inputs, mine, hidden, probs, handle))
-        # Rows before permutation, and which local experts each is for.
+        # Rows before permutation, and the local experts of each.
         own = slice(rank * EXPERTS, (rank + 1) * EXPERTS)
         routed = torch.cat([i.routing_map[i.routing_map[:, own].any(1), own] for i in inputs])
         _, _, _, arrived, experts, _, _, real, tokens, _, overflow = handle
@@ -115,7 +115,7 @@ def _check_way(rank: int, nodes: int, ranks_per_node: int, way: Way) -> None:
         assert not experts[routed.shape[0] :].any()
         assert real.tolist() == routed.sum(0).tolist() and overflow.data_ptr() == handle[10].data_ptr()
 
-    # Both handles at once: rows of the first dispatch again, experts, back; then the second one.
+    # Both handles are live: for each, rows again, experts, combine.
     for seed, (inputs, mine, hidden, probs, handle) in enumerate(handles):
         used = reference.dispatch(inputs, rank, EXPERTS, pad)[0].shape[0]
         again, again_probs, _, again_counts, again_handle = buffer.dispatch_with_permute(
@@ -127,17 +127,17 @@ def _check_way(rank: int, nodes: int, ranks_per_node: int, way: Way) -> None:
             and again_counts is handle.routing.counts
         )
         outs = outputs_of(inputs, pad)
-        out = torch.full_like(hidden, float("nan"))  # what is not a row must not count
+        out = torch.full_like(hidden, float("nan"))  # places past the rows must not count
         out[:used] = outs[rank].to(device)
         combined, combined_probs = buffer.combine_with_unpermute(
             hidden=out, probs=probs, handle=handle, pad_multiple=way.pad, fuse_unpermute_combine=bool(seed)
         )
-        # The same order of summation as the kernels': expert by expert, in float32.
+        # Same order of summation as in the kernels: expert by expert, in float32.
         same(combined, reference.combine(outs, inputs, rank, pad))
         if way.probs:
             assert torch.equal(again_probs, probs)
             same(combined_probs, inputs[rank].probs)
-            # Weights by ids in another order than the dispatch had, and of another number.
+            # Weights with ids in another order than in the dispatch, and of another number.
             weights, ids = mine.probs.sort(dim=1)
             *_, by_ids, _, _, _ = buffer.dispatch_with_permute(
                 hidden=mine.hidden, topk_idx=ids, topk_weights=weights, handle=handle
@@ -155,7 +155,7 @@ def _check_way(rank: int, nodes: int, ranks_per_node: int, way: Way) -> None:
 )
 @pytest.mark.plain  # the kernels of the layer
 def test_rows_are_those_of_an_all_gather(run_ranks, backend, nodes, ranks_per_node, way):
-    """Order, padding, probabilities, counts; back again, exact per (token, expert); by a handle, too; two at once."""
+    """Order, padding, probabilities, counts; combine, exact per (token, expert); with a handle; two live handles."""
     if backend == "host" and nodes * ranks_per_node > 2:
         pytest.skip("4 ranks show no more than 2 do: they are for --backend nvshmem")
     run_ranks(_check_way, nodes, ranks_per_node, way)
@@ -188,7 +188,7 @@ def _check_by_rank(rank: int, nodes: int, ranks_per_node: int) -> None:
         assert torch.equal(again, hidden) and no_probs is None
         assert torch.equal(both, hidden) and torch.equal(both_probs, probs)
 
-        # Each row times the number of its experts here: every token comes back once per expert.
+        # Each row times the number of its local experts: every token comes back once per expert.
         combined, combined_probs = buffer.combine(hidden * handle[4].sum(1, keepdim=True), probs, handle)
         count = inputs[rank].routing_map.sum(1, keepdim=True)
         torch.testing.assert_close(combined.cpu(), inputs[rank].hidden * count, rtol=2**-7, atol=0)
@@ -204,14 +204,14 @@ def _check_by_rank(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1), (1, 4), (2, 2)])
 def test_rows_by_rank_are_those_of_an_all_gather(run_ranks, backend, nodes, ranks_per_node):
-    """One row per (token, rank), by source rank and token, which experts it is for, and back; by a handle, too."""
+    """One row per (token, rank), by source rank and token, with its experts; combine; the same with a handle."""
     if backend == "host" and nodes * ranks_per_node > 2:
         pytest.skip("4 ranks show no more than 2 do: they are for --backend nvshmem")
     run_ranks(_check_by_rank, nodes, ranks_per_node)
 
 
 def _check_overflow(rank: int, nodes: int, ranks_per_node: int) -> None:
-    """One expert per token: a token comes back as it is, or as zeros."""
+    """One expert per token: a token comes back unchanged, or as zeros."""
     world_size, device = nodes * ranks_per_node, current_heap().device
     buffer = make_buffer(nodes, ranks_per_node)
     inputs = make_inputs(world_size, topk=1, tokens=(40,), idle=())
@@ -235,18 +235,18 @@ def _check_overflow(rank: int, nodes: int, ranks_per_node: int) -> None:
     assert torch.equal(combined[kept], mine.hidden[kept]) and torch.equal(combined_probs[kept], mine.probs[kept])
     assert not combined[~kept].any() and not combined_probs[~kept].any()
 
-    # More experts per token than were promised: the same, not a silent loss.
+    # More experts per token than promised: counted as well, not a silent loss.
     few = make_buffer(nodes, ranks_per_node, topk=1)
     two = mine.routing_map.clone()
     two[0] = torch.arange(two.shape[1], device=device) < 2
     call = {"hidden": mine.hidden, "routing_map": two, "num_permuted_tokens": 160}
     assert int(few.dispatch_with_permute(**call, non_blocking=True)[-1][-1]) == 1
-    # Where the host reads what arrives, all ranks are told, of one rank's token too.
+    # If the host reads the counts, all ranks raise, also for a token of one rank.
     one_of_us = two if rank == 1 else mine.routing_map
     for way in (few.dispatch_with_permute, few.dispatch):
         with pytest.raises(InputError, match=r"routed to 2 experts, but this buffer takes 1 per token \(topk\)"):
             way(hidden=mine.hidden, routing_map=one_of_us)
-    if rank == 1:  # with a budget only the rank itself
+    if rank == 1:  # with a budget only this rank raises
         with pytest.raises(InputError, match="routed to 2 experts"):
             few.dispatch_with_permute(**call)
     few.close()
@@ -255,7 +255,7 @@ def _check_overflow(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_what_does_not_fit_is_flagged(run_ranks):
-    """Rows beyond the budget come back as zeros, others unchanged; counts stay inside the budget."""
+    """Rows beyond the budget come back as zeros, others unchanged; counts stay within the budget."""
     run_ranks(_check_overflow, 1, 2)
 
 
@@ -271,13 +271,13 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     more_mine = more[rank].to(device)
     hidden, *_ = buffer.dispatch_with_permute(hidden=more_mine.hidden, routing_map=more_mine.routing_map)
     same(hidden, reference.dispatch(more, rank, EXPERTS, 1)[0])
-    again, *_ = buffer.dispatch_with_permute(hidden=mine.hidden, handle=handle)  # of before it grew
+    again, *_ = buffer.dispatch_with_permute(hidden=mine.hidden, handle=handle)  # a handle from before the growth
 
-    # One rank has more experts per token than any had, one has more tokens; by rank as well as by expert.
+    # One rank has more experts per token than ever before, one has more tokens; by rank as well as by expert.
     grown = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=4)
     for tokens, topk in (((4, 2), 1), ((4, 3), 3), ((2, 40), 2), ((90, 2), 4), ((3, 4), 1)):
         inputs = make_inputs(world_size, tokens=tokens, topk=topk, idle=())
-        inputs[0].routing_map[:, 1:] &= topk != 3  # the second rank alone
+        inputs[0].routing_map[:, 1:] &= topk != 3  # only the second rank
         ours = inputs[rank].to(device)
         hidden, *_ = grown.dispatch_with_permute(hidden=ours.hidden, routing_map=ours.routing_map, pad_multiple=16)
         same(hidden, reference.dispatch(inputs, rank, EXPERTS, 16)[0])
@@ -286,7 +286,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
         assert arrived.shape[0] == sum(int(tokens.sum()) for tokens in goes)
     assert grown._sizes.agreed_topk == 4 and grown.layers.max_tokens >= 90
     grown.close()
-    # Ranks are made for different numbers, and one has more than its own.
+    # Ranks pass different numbers, and one rank has more tokens than its own number.
     uneven = make_buffer(nodes, ranks_per_node, max_num_of_tokens_per_rank=(80, 4)[rank], topk=2)
     inputs = make_inputs(world_size, tokens=(60, 9), topk=2, idle=())
     ours = inputs[rank].to(device)
@@ -295,7 +295,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     assert uneven.layers.max_tokens == 80 and not uneven.layers.pool.outgrown
     uneven.close()
 
-    # Another number of experts than the buffer was made for: a layer of its own.
+    # A number of experts other than the buffer's: a separate layer.
     fewer = make_inputs(world_size, experts=world_size, topk=1, idle=())
     one = {"hidden": fewer[rank].hidden.to(device), "routing_map": fewer[rank].routing_map.to(device)}
     hidden, *_, of_one = buffer.dispatch_with_permute(**one, num_of_experts_per_rank=1)
@@ -322,7 +322,7 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
     ):
         with pytest.raises(InputError, match=text):
             buffer.dispatch_with_permute(**{**call, **change})
-    # One rank's mistake: the others learn of it before they wait for rows.
+    # A mistake of one rank is reported to the others before they wait for rows.
     for wrong in (buffer.dispatch_with_permute, buffer.dispatch):
         probs = mine.probs.half() if rank == 1 else mine.probs
         with pytest.raises(InputError if rank == 1 else PeerFailed, match=r"probs must be|rank 1 rejected"):
@@ -356,12 +356,12 @@ def _check_growth_and_mistakes(rank: int, nodes: int, ranks_per_node: int) -> No
 
 @pytest.mark.plain
 def test_buffer_grows_and_mistakes_are_told(run_ranks):
-    """More tokens and more experts per token than before; every wrong argument, and a freed buffer, by its name."""
+    """More tokens and more experts per token than before; errors name every wrong argument and a freed buffer."""
     run_ranks(_check_growth_and_mistakes, 1, 2)
 
 
 def _counted(ctx: DispatchCombineContext, given: RoutingMap) -> routing_ops.Routing:
-    """The tables of a dispatch by a map, up to its exchange of counts."""
+    """Tables of a dispatch by map, before its exchange of counts."""
     routing, ids = routing_ops.prepare(ctx, given)
     routing_ops.exchange_splits(ctx, routing, ids, 0)
     return routing
@@ -384,7 +384,7 @@ def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
             same(counted.entries[0], ids)
             same(counted.weights[: tokens * topk].view(tokens, topk), weights_of_slots(probs, ids))
             same(found, excess)
-            # Where nobody counts them, an expert too many makes the last slot one that is reported and not kept.
+            # Without a counter, an expert too many marks the last slot, which is then reported and not kept.
             counted = _counted(layer.context, RoutingMap(routed, None, None))
             ids[routing_map.sum(1) > topk, -1] = -1
             same(counted.entries[0], ids)
@@ -393,12 +393,12 @@ def _check_counts_by_map(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_counts_by_maps(run_ranks):
-    """Ids and weights that a dispatch by a map counts with, and experts without a slot, against plain torch."""
+    """Ids and weights in the counts of a dispatch by map, and experts without a slot, against plain torch."""
     run_ranks(_check_counts_by_map, 1, 2)
 
 
 def test_ids_and_maps() -> None:
-    """Ids out of range are dropped; Megatron looks for a name in the signature."""
+    """Ids out of range are dropped; the signature has a name that Megatron looks for."""
     routed, probs = indices_to_map(torch.tensor([[2, -1], [0, 9]]), torch.tensor([[0.5, 0.25], [0.75, 0.125]]), 2, 3)
     assert routed.tolist() == [[False, False, True], [True, False, False]]
     assert probs.tolist() == [[0, 0, 0.5], [0.75, 0, 0]]
@@ -409,7 +409,7 @@ def _check_replay(rank: int, nodes: int, ranks_per_node: int) -> None:
     world_size, device = nodes * ranks_per_node, current_heap().device
     budget = 64 * world_size
     buffer = make_buffer(nodes, ranks_per_node, topk=TOPK)
-    # A graph has one number of tokens; routing, rows and probabilities change under it.
+    # A graph has a fixed number of tokens; routing, rows and probabilities change between replays.
     batches = [make_inputs(world_size, seed, tokens=(9,)) for seed in range(4)]
     mine = batches[0][rank].to(device)
 
@@ -465,7 +465,7 @@ def _check_replay(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
 def test_graph_replays_with_other_routing(run_ranks, backend, nodes, ranks_per_node):
-    """Non-blocking dispatch, dispatch by its handle and combine in one CUDA graph: the all-gather's bits each time."""
+    """Non-blocking dispatch, dispatch with its handle and combine in one CUDA graph: always the all-gather's bits."""
     if backend == "host":
         pytest.skip("CUDA graphs need GPUs: --backend nvshmem")
     run_ranks(_check_replay, nodes, ranks_per_node)

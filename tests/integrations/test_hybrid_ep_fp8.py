@@ -1,4 +1,4 @@
-"""One-byte rows with scales through HybridEPBuffer: the bytes of an all-gather, in the order of whole rows."""
+"""One-byte rows with scales through HybridEPBuffer: the bytes of an all-gather, in the order of bf16 rows."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def make_buffer(ranks_per_node: int, hidden: int) -> HybridEPBuffer:
 
 
 def same(seen: torch.Tensor, want: torch.Tensor) -> None:
-    """The same bits, dtype and shape."""
+    """Assert the same bits, dtype and shape."""
     assert seen.dtype == want.dtype
     torch.testing.assert_close(seen.cpu(), want, rtol=0, atol=0)
 
@@ -32,7 +32,7 @@ def _check_one_byte(rank: int, nodes: int, ranks_per_node: int) -> None:
     sizes = {"hidden": hidden // 2, "topk": TOPK, "experts": EXPERTS * world_size}
     inputs = [reference.inputs_of(r, world_size, TOKENS[r], **sizes) for r in range(world_size)]
     scales = [torch.randn(i.hidden.shape[0], 2, generator=torch.Generator().manual_seed(7)) for i in inputs]
-    # A byte is a value: rows of half as many bf16 elements say where they come from.
+    # Each byte is a value: the bytes of rows with half as many bf16 elements, which encode their origin.
     for dtype, pad, budget in ((torch.uint8, 16, None), (torch.float8_e4m3fn, 1, 160)):
         rows = [reference.Inputs(i.hidden.view(torch.uint8), i.routing_map, i.probs) for i in inputs]
         want, want_probs, want_counts = reference.dispatch(rows, rank, EXPERTS, pad)
@@ -51,7 +51,7 @@ def _check_one_byte(rank: int, nodes: int, ranks_per_node: int) -> None:
             same(factors[:used], want_scales)
         same(probs[:used], want_probs)
         same(counts, want_counts)
-        # The handle is one of bf16 rows: for outputs, and for their gradients.
+        # The handle takes bf16 rows: outputs, and their gradients.
         wide = torch.cat([mine.hidden, mine.hidden], 1).view(torch.bfloat16)
         plain, _, no_scales, _, _ = buffer.dispatch_with_permute(hidden=wide, handle=handle)
         same(plain[:used].view(torch.uint8), torch.cat([want, want], 1))
@@ -91,5 +91,5 @@ def _check_one_byte(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (2, 1)])
 def test_one_byte_rows_travel_with_their_scales(run_ranks, nodes, ranks_per_node):
-    """uint8 and e4m3 rows, padded and by budget, by expert and by rank, by handles of both kinds; mistakes."""
+    """uint8 and e4m3 rows, padded and with a budget, by expert and by rank, with handles of both kinds; mistakes."""
     run_ranks(_check_one_byte, nodes, ranks_per_node)

@@ -49,7 +49,7 @@ class _Batch:
         self.rank = rank
 
     def forward(self, asynchronous: bool) -> None:
-        """Through the door, with experts that sum a row's outputs on their rank."""
+        """Run through the integration, with experts that sum a row's outputs on their rank."""
         num_experts = EXPERTS * dist.get_world_size()
         rows, idx, probs, self.counts, handle = door.fused_dispatch(
             self.x, self.idx, self.probs, num_experts, dist.group.WORLD, asynchronous, asynchronous
@@ -65,11 +65,11 @@ class _Batch:
         self.rows = rows.detach()
 
     def backward(self) -> None:
-        """Gradients of x and of the probabilities."""
+        """Compute the gradients of x and of the probabilities."""
         self.out.backward(self.grad)
 
     def through_core(self, layer: EPAll2AllLayer) -> tuple[torch.Tensor, ...]:
-        """Result and gradients of the same by the layer."""
+        """Result and gradients of the same batch through the layer."""
         x, probs = self.x.detach().requires_grad_(), self.probs.detach().requires_grad_()
         rows, weights, desc = autograd.dispatch(layer, x, self.idx, probs)
         assert weights is not None
@@ -120,7 +120,7 @@ def _compare(batches: list[_Batch], rank: int, nodes: int, ranks_per_node: int) 
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node, asynchronous", [(1, 2, False)])
 def test_fused_functions_have_the_bits_of_the_core(run_ranks, nodes, ranks_per_node, asynchronous):
-    """Outputs, gradients of x and of each probability, F0 F1 B0 F2 B1 B2; the host waits in no backward pass."""
+    """Outputs, gradients of x and of each probability, F0 F1 B0 F2 B1 B2; backward passes have no host wait."""
     run_ranks(_check_three_live, nodes, ranks_per_node, asynchronous)
 
 
@@ -135,7 +135,7 @@ def _check_one(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(2, 2)])
 def test_two_nodes_have_the_bits_of_the_core(run_ranks, nodes, ranks_per_node):
-    """The same on two nodes, as Megatron calls it: with async_finish."""
+    """The same on two nodes, with async_finish, as Megatron calls it."""
     run_ranks(_check_one, nodes, ranks_per_node)
 
 
@@ -145,7 +145,7 @@ def _check_helpers(rank: int, nodes: int, ranks_per_node: int) -> None:
     assert door.get_hidden_bytes(x) == 2 * HIDDEN
     assert door.get_hidden_bytes(x.to(torch.float8_e4m3fn)) == 2 * HIDDEN
     assert door.get_hidden_bytes(x.float()) == 4 * HIDDEN
-    door.get_buffer(dist.group.WORLD, 1).destroy()  # what another test has left may be for any row
+    door.get_buffer(dist.group.WORLD, 1).destroy()  # a buffer of another test may be for any row length
     first = door.get_buffer(dist.group.WORLD, 2 * HIDDEN)
     assert door.get_buffer(dist.group.WORLD, HIDDEN) is first
     longer = door.get_buffer(dist.group.WORLD, 4 * HIDDEN)
@@ -165,12 +165,12 @@ def _check_helpers(rank: int, nodes: int, ranks_per_node: int) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_buffers_are_made_when_they_must(run_ranks, nodes, ranks_per_node):
-    """For another group or longer rows, and only then; an unknown group and no handle are named."""
+    """A new buffer for another group or longer rows only; errors name an unknown group and a missing handle."""
     run_ranks(_check_helpers, nodes, ranks_per_node)
 
 
 def _backward_meets_forward(rank: int, nodes: int, ranks_per_node: int) -> str:
-    """The backward pass of a dispatch, which is a combine, on one rank; the combine of its rows on the other."""
+    """The backward pass of a dispatch (a combine) on one rank, the combine of its rows on the other."""
     batch = _Batch(rank, nodes * ranks_per_node, 0)
     rows, _, _, _, handle = door.fused_dispatch(
         batch.x, batch.idx, batch.probs.detach(), EXPERTS * dist.get_world_size(), dist.group.WORLD
@@ -193,14 +193,14 @@ def _backward_meets_forward(rank: int, nodes: int, ranks_per_node: int) -> str:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_a_backward_pass_meets_a_forward_pass(run_ranks, nodes, ranks_per_node):
-    """Gradients are not taken for rows: every rank is told which one was in its backward pass."""
+    """Gradients are not mistaken for rows: the error on every rank names the rank in its backward pass."""
     for text in run_ranks(_backward_meets_forward, nodes, ranks_per_node):
         assert re.search(r"rank 0 in combine[^;]*in a backward pass", text), text
         assert not re.search(r"rank 1 in combine[^;.]*in a backward pass", text), text
 
 
 def dense_layer(hidden: torch.Tensor, probs: torch.Tensor, experts: int) -> torch.Tensor:
-    """What a dropless layer of the experts below computes, token by token."""
+    """Output of a dropless layer with the experts below, token by token."""
     return (hidden.float() * (probs * _scale(torch.arange(experts).to(probs.device))).sum(1, keepdim=True)).bfloat16()
 
 
@@ -239,6 +239,6 @@ def _check_flex(rank: int, nodes: int, ranks_per_node: int, mode: str) -> None:
 @pytest.mark.plain
 @pytest.mark.parametrize("nodes, ranks_per_node, mode", [(1, 2, "drop"), (1, 2, "pad")])
 def test_the_flex_dispatchers_calls(run_ranks, nodes, ranks_per_node, mode):
-    """What an unmodified flex dispatcher calls: dropped entries, padded experts; the outputs and gradients of a dense
-    layer, bit for bit."""
+    """The calls of an unmodified flex dispatcher, with dropped entries and padded experts: outputs and gradients of a
+    dense layer, bit for bit."""
     run_ranks(_check_flex, nodes, ranks_per_node, mode)

@@ -1,9 +1,9 @@
-"""Megatron-Core's own flex dispatcher over the door, against its own all-to-all dispatcher; skipped where it is not.
+"""Megatron-Core's own flex dispatcher over the integration, against its all-to-all dispatcher; skipped without it.
 
     pip install --no-deps megatron-core        (into a folder of its own: --target DIR, and PYTHONPATH=DIR)
 
-Nothing of Megatron is changed. On the CPU its all-to-all dispatcher asks torch.cuda for streams, and expects counts
-that came from a GPU; `_cpu_stand_ins` answers, in the test, for as long as it runs. The door's side needs none of it.
+Megatron is unmodified. Even on the CPU its all-to-all dispatcher requests streams from torch.cuda, and expects counts
+from a GPU; `_cpu_stand_ins` provides both for the duration of the test. The integration does not need them.
 """
 
 import contextlib
@@ -38,22 +38,22 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class _NoStream:
-    """A stream, and an event, of a machine that has none: what was asked for is done already."""
+    """Stands for a stream and an event on a machine without a GPU: all work is done already."""
 
     def wait_stream(self, other: object) -> None:
-        """Nothing is awaited."""
+        """No effect."""
 
     def record_event(self) -> "_NoStream":
-        """An event that is behind."""
+        """An event that has already happened."""
         return self
 
     def synchronize(self) -> None:
-        """Nothing is awaited."""
+        """No effect."""
 
 
 @contextlib.contextmanager
 def _cpu_stand_ins(dispatcher_module: Any) -> Iterator[None]:
-    """What Megatron asks of torch.cuda whether or not there is a GPU."""
+    """Provide the parts of torch.cuda that Megatron uses even without a GPU."""
     if current_heap().device.type == "cuda":
         yield
         return
@@ -99,7 +99,7 @@ def _config(kind: str, mode: str, backend: str = "deepep") -> Any:
         **({"moe_flex_dispatcher_backend": backend} if kind == "flex" else {}),
         **MODES[mode],
     )
-    # By its own words only for FP8 and FP4, which need TransformerEngine: the rows are the same ones without.
+    # Megatron documents this for FP8 and FP4 only, which need TransformerEngine; without them the rows are the same.
     config.moe_router_padding_for_quantization = mode == "padding"
     return config
 
@@ -113,7 +113,7 @@ def _inputs(rank: int, mode: str) -> tuple[torch.Tensor, ...]:
     ids = torch.rand(tokens, num_experts, generator=generator).topk(TOPK, 1).indices
     routing_map = torch.zeros(tokens, num_experts, dtype=torch.bool).scatter(1, ids, True)
     if mode == "capacity":
-        # An expert drops its third token: what a router with a capacity factor hands on.
+        # Each expert drops its third token, as a router with a capacity factor may.
         routing_map &= routing_map.cumsum(0) != 3
     probs = torch.randint(1, 5, routing_map.shape, generator=generator) / 4 * routing_map
     device = current_heap().device
@@ -158,7 +158,7 @@ def _check(rank: int, nodes: int, ranks_per_node: int, mode: str, backend: str) 
         for result in results:
             for name, seen, wanted in zip(("output", "dx", "dprobs"), result, expected, strict=False):
                 assert torch.equal(seen, wanted), name
-            # Each pads by itself: the all-to-all dispatcher what every rank sends, the other what arrives.
+            # The two pad differently: the all-to-all dispatcher the rows of every sender, the other the received rows.
             if mode == "padding":
                 assert (result[3] % 16 == 0).all()
             else:

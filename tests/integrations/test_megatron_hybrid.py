@@ -17,7 +17,7 @@ from triton_ep.integrations.megatron import hybrid_ep as door
 
 
 def _experts(rows: torch.Tensor, probs: torch.Tensor, counts: torch.Tensor, rank: int) -> torch.Tensor:
-    """Each row times a power of two of its expert and its probability; rows behind the last are left alone."""
+    """Each row times its expert's power of two and its probability; rows past the last expert's stay unchanged."""
     used = int(counts.sum())
     expert = torch.arange(rank * EXPERTS, (rank + 1) * EXPERTS).repeat_interleave(counts.cpu())
     scale = (2.0 ** (expert % 5 - 2)).to(rows.device).unsqueeze(1)
@@ -33,7 +33,7 @@ class _Batch:
         device = current_heap().device
         mine = make_inputs(world_size, seed)[rank].to(device)
         shape = mine.hidden.shape
-        # Small integers: no product or sum of the weights' gradients rounds.
+        # Small integers, so that no product or sum in the gradients of the weights rounds.
         x, self.grad = (torch.randint(-2, 3, shape, generator=generator).bfloat16().to(device) for _ in range(2))
         self.rank, self.map = rank, mine.routing_map
         self.x, self.probs = x.requires_grad_(), mine.probs.clone().requires_grad_()
@@ -58,7 +58,7 @@ class _Batch:
         return self.out.detach(), self.x.grad, self.probs.grad
 
     def through_the_core(self, layer: EPAll2AllLayer) -> tuple[torch.Tensor, ...]:
-        """The same by triton_ep.autograd over a layer."""
+        """The same through triton_ep.autograd over a layer."""
         x, probs = (t.detach().clone().requires_grad_() for t in (self.x, self.probs))
         idx, _ = slots_of_map(self.map, TOPK)
         rows, row_probs, desc = autograd.dispatch(layer, x, idx, weights_of_slots(probs, idx))
@@ -85,7 +85,7 @@ def _check_parity(rank: int, nodes: int, ranks_per_node: int, pad: int, budget: 
             batches[number].forward(pad, budget)
             continue
         (layer,) = door._hybrid_ep_buffer.layers.pool.layers.values()
-        layer.context.read_back = None  # the host waits for no count
+        layer.context.read_back = None  # fails if the host waits for counts
         results[number] = batches[number].backward()
         del layer.context.read_back
     with EPAll2AllLayer(
@@ -102,7 +102,7 @@ def _check_parity(rank: int, nodes: int, ranks_per_node: int, pad: int, budget: 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2), (1, 4), (2, 2)])
 @pytest.mark.parametrize("pad, budget", [(16, None), (32, 512)])
 def test_the_bits_of_the_core(run_ranks, backend, nodes, ranks_per_node, pad, budget):
-    """Outputs, gradients of rows, and of probabilities exactly; in the order F0 F1 B0 F2 B1 B2; no count is awaited."""
+    """Outputs, gradients of rows, exact gradients of probabilities; order F0 F1 B0 F2 B1 B2; no wait for counts."""
     if backend == "host" and nodes * ranks_per_node > 2:
         pytest.skip("4 ranks show no more than 2 do: they are for --backend nvshmem")
     run_ranks(_check_parity, nodes, ranks_per_node, pad, budget)
@@ -122,7 +122,7 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
         door.hybrid_ep_combine(x, ())
     door.init_hybrid_ep_buffer(group, HIDDEN, seq_len=16, num_local_experts=EXPERTS, topk=TOPK)
 
-    # Today's arguments and the older ones, by position.
+    # The current and the older argument lists, by position.
     rows, *_, handle = door.HybridEPDispatch.apply(x, routed, probs, group, EXPERTS, 24, 24, 160, 16)
     today = (24, 24, None, None, True, 160, 16, 108)
     again, *_, handle = door.HybridEPDispatch.apply(x, routed, probs, group, EXPERTS, *today)
@@ -140,7 +140,7 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
         door.hybrid_ep_combine(rows, handle, 160, 32)
 
     batch.forward(16, None)
-    door.init_hybrid_ep_buffer(group, HIDDEN, 16, EXPERTS)  # frees the one before
+    door.init_hybrid_ep_buffer(group, HIDDEN, 16, EXPERTS)  # frees the previous buffer
     with pytest.raises(Exception, match="another HybridEPBuffer"):
         batch.backward()
     door.reset_hybrid_ep_buffer()
@@ -151,12 +151,12 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_mistakes_are_told(run_ranks):
-    """Another group or hidden size, a freed buffer, a handle of another one: an error each, nothing is guessed."""
+    """Another group or hidden size, a freed buffer, a handle of another buffer: each raises an error."""
     run_ranks(_check_mistakes, 1, 2)
 
 
 def _backward_meets_forward(rank: int, nodes: int, ranks_per_node: int, of_combine: bool) -> str:
-    """The backward pass of a dispatch or a combine on one rank, the forward pass of the other on the other."""
+    """The backward pass of a dispatch or combine on one rank, the forward pass of the opposite call on the other."""
     batch, group = _Batch(rank, nodes * ranks_per_node, 0), dist.group.WORLD
     dispatch = partial(
         door.hybrid_ep_dispatch, routing_map=batch.map, probs=None, group=group, num_local_experts=EXPERTS
@@ -184,7 +184,7 @@ def _backward_meets_forward(rank: int, nodes: int, ranks_per_node: int, of_combi
 @pytest.mark.plain
 @pytest.mark.parametrize("of_combine", [False, True])
 def test_a_backward_pass_meets_a_forward_pass(run_ranks, of_combine):
-    """Gradients are not taken for rows: every rank is told which one was in its backward pass."""
+    """Gradients are not mistaken for rows: the error on every rank names the rank in its backward pass."""
     for text in run_ranks(_backward_meets_forward, 1, 2, of_combine):
         assert re.search(r"rank 0 in [^;]*in a backward pass", text), text
         assert not re.search(r"rank 1 in [^;.]*in a backward pass", text), text

@@ -1,7 +1,7 @@
-"""Operations of torch that a call of a door runs beyond those of the layer's same call: at most so many.
+"""Limit the torch operations that a call of an integration runs in addition to those of the layer's call.
 
-Each takes microseconds of the host, and one that is a kernel takes time of the GPU: a cast, a copy, a fill that
-somebody adds to a door is found here, on a machine without a GPU. What each number stands for is said beside it.
+Each operation takes microseconds of the host, and a kernel also takes GPU time. So these tests find, on a machine
+without a GPU, any cast, copy or fill added to an integration. A comment next to each number explains it.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 class _Operations(TorchDispatchMode):
-    """Counts operations of torch by name, but for those by which the interpreter runs kernels."""
+    """Counts torch operations by name, except those that the interpreter runs for kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def interpret(self, *arguments: Any) -> None:
-        """In place of `runtime.launch._interpret`, which all interpreted launches pass."""
+        """Replaces `runtime.launch._interpret`, through which all interpreted launches go."""
         self._interpreting = True
         try:
             _INTERPRET(*arguments)
@@ -50,7 +50,7 @@ _INTERPRET = launch._interpret
 
 
 def _operations(call: Callable[[], object]) -> Counter[str]:
-    """Of the third call: the first two may make layers and memory that stays."""
+    """Operations of the third call: the first two may create layers and lasting memory."""
     for _ in range(2):
         call()
     with _Operations() as operations, mock.patch.object(launch, "_interpret", operations.interpret):
@@ -59,7 +59,7 @@ def _operations(call: Callable[[], object]) -> Counter[str]:
 
 
 def _more(doors: Calls, layers: Calls, most: dict[str, tuple[str, int]]) -> None:
-    """Compare each door with the call of the layer that stands beside it, and with what it may take more."""
+    """Check that each integration's call runs at most the given number of operations more than the layer's call."""
     for name, (beside, extra) in most.items():
         door, layer = _operations(doors[name]), _operations(layers[beside])
         told = f"{name}: {dict(door - layer)} more than {beside}, which has {dict(layer)}"
@@ -150,12 +150,12 @@ def _check_compact_rows(rank: int, nodes: int, ranks_per_node: int) -> None:
             "deep_ep dispatch of one-byte rows": ("dispatch of one-byte rows", 0),
             "deep_ep combine": ("combine", 0),
             "deep_ep dispatch again": ("dispatch again", 0),
-            "elastic dispatch": ("dispatch", 1),  # the handle's copy of the ids that arrive
+            "elastic dispatch": ("dispatch", 1),  # the handle's copy of the received ids
             "elastic dispatch of one-byte rows": ("dispatch of one-byte rows", 1),
             "elastic combine": ("combine", 0),
             "elastic dispatch again": ("dispatch again", 1),
             "fused_a2a forward": ("round", 0),
-            # Zeros for the probabilities, of which nothing is asked here, and what autograd keeps of two gradients.
+            # Zeros for the unused probabilities, and what autograd keeps of two gradients.
             "fused_a2a forward and backward": ("forward and backward", 3),
         },
     )
@@ -238,14 +238,14 @@ def _check_low_latency(rank: int, nodes: int, ranks_per_node: int) -> None:
         doors,
         layers,
         {
-            # Slabs, and rows and slabs as words; where rows and how many of an expert are.
+            # Slabs, and rows and slabs as words; positions and number of an expert's rows.
             "dispatch": ("dispatch", 7),
             "dispatch with weights": ("dispatch with weights", 7),
-            # Besides: what `quantize_channels` makes, and slabs of scales.
+            # In addition: the operations of `quantize_channels`, and slabs of scales.
             "dispatch of one-byte rows": ("dispatch of one-byte rows", 18),
-            # The dispatch that brings the weights (9, and its rows), rows out of slabs as words, where rows are.
+            # The dispatch that carries the weights (9, and its rows), rows out of slabs as words, positions of rows.
             "combine": ("dispatch with weights", 10),
-            # Rows out of slabs as words, where rows are.
+            # Rows out of slabs as words, positions of rows.
             "combine by weights of dispatch": ("combine", 9),
         },
     )

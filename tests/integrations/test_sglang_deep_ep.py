@@ -2,8 +2,8 @@
 
     pip install --no-deps sglang==0.5.23        (into a folder of its own: --target DIR, and PYTHONPATH=DIR)
 
-The files of the dispatchers, and those that say what goes in and out of them, are loaded as they are; the rest of
-SGLang is stand-ins (peer_modules.py). Experts multiply by a number of their own, in float32, against a dense sum.
+The files of the dispatchers, and the files that define their inputs and outputs, are loaded unchanged; the rest of
+SGLang is stand-ins (peer_modules.py). Each expert multiplies by its own number, in float32, against a dense sum.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Setting:
 
 
 class _Server:
-    """What a server would know, and the dispatchers ask for."""
+    """Server settings that the dispatchers read."""
 
     def __init__(self, rank: int) -> None:
         self.extend = True  # the batch is a prefill
@@ -91,18 +91,18 @@ _GEMM = SimpleNamespace(
     DEEPGEMM_SCALE_UE8M0=False,
     DEEPGEMM_NEED_TMA_ALIGNED_SCALES=False,
 )
-"""What SGLang's wrapper of DeepGEMM says on an H200."""
+"""Values of SGLang's wrapper of DeepGEMM on an H200."""
 
 
 def _quantized(x: torch.Tensor, group: int, **layout: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of SGLang's kernel: float32 scales per 128 values, row by row."""
+    """Replaces SGLang's kernel: float32 scales per 128 values, row by row."""
     assert group == 128 and not any(layout.values())
     return quantize_channels(x, False, False)
 
 
 @contextmanager
 def _sglang(rank: int) -> Iterator[tuple[_Server, list[Any]]]:
-    """SGLang's modules over the door, in one rank."""
+    """SGLang's modules over the integration, in one rank."""
     server, before = _Server(rank), torch.cuda.get_device_properties
     environment = dict(os.environ)
     deep_ep.install()
@@ -120,7 +120,7 @@ def _sglang(rank: int) -> Iterator[tuple[_Server, list[Any]]]:
 
 
 class _Batch:
-    """Tokens of this rank, and what comes back of experts that multiply by 1, 2, 3 and so on."""
+    """Tokens of this rank, and the expected result of experts that multiply by 1, 2, 3 and so on."""
 
     def __init__(self, rank: int, ranks: int, tokens: int, drop: float) -> None:
         device = current_heap().device
@@ -150,7 +150,7 @@ def _values(rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def _normal(module: Any, dispatcher: Any, batch: _Batch, first: int) -> torch.Tensor:
-    """A round of the normal kernels: the experts of this rank are summed here."""
+    """A round of the normal kernels; this function sums over the experts of this rank."""
     got = dispatcher.dispatch(batch.x, batch.topk)
     assert type(got).__name__ == "DeepEPNormalDispatchOutput"
     local = got.topk_ids >= 0
@@ -160,7 +160,7 @@ def _normal(module: Any, dispatcher: Any, batch: _Batch, first: int) -> torch.Te
 
 
 def _low_latency(module: Any, dispatcher: Any, batch: _Batch, first: int) -> torch.Tensor:
-    """A round of the low-latency kernels: slabs by expert, whose rows beyond the count are anything."""
+    """A round of the low-latency kernels: slabs by expert, with undefined rows past the count."""
     got = dispatcher.dispatch(batch.x, batch.topk)
     assert type(got).__name__ == "DeepEPLLDispatchOutput"
     factors = torch.arange(first + 1, first + 1 + EXPERTS, device=batch.x.device).view(-1, 1, 1)
@@ -190,7 +190,7 @@ def _check_version_1(rank: int, nodes: int, ranks_per_node: int, quantised: bool
         dispatcher.set_quant_config({"dispatcher_output_dtype": "fp8" if quantised else "bf16"})
         for tokens, drop in BATCHES:
             batch = _Batch(rank, ranks, tokens[rank % 2], drop)
-            for extend in (True, False, True):  # prefill and decoding in turns
+            for extend in (True, False, True):  # alternate prefill and decoding
                 server.extend = extend
                 work = _normal if extend else _low_latency
                 batch.check(work(module, dispatcher, batch, EXPERTS * rank), quantised)
@@ -200,7 +200,7 @@ def _check_version_1(rank: int, nodes: int, ranks_per_node: int, quantised: bool
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_its_dispatcher_of_version_1(run_ranks, nodes, ranks_per_node, quantised, hook):
-    """Normal and low-latency calls in turns, bf16 and FP8 rows, hooks and events, ranks without tokens, dropped ids."""
+    """Alternating normal and low-latency calls; bf16, FP8; hooks and events, ranks without tokens, dropped ids."""
     run_ranks(_check_version_1, nodes, ranks_per_node, quantised, hook)
 
 
@@ -218,7 +218,7 @@ def _check_version_2(rank: int, nodes: int, ranks_per_node: int, quantised: bool
                 got = dispatcher.dispatch(batch.x, batch.topk)
                 assert got.is_expanded and got.use_masked_gemm == (not extend)
                 rows = torch.arange(got.hidden_states.shape[0], device=batch.x.device)
-                # Ends of experts' rows, whose starts are multiples of the alignment.
+                # Ends of the experts' rows; the starts are multiples of the alignment.
                 ends = got.psum_num_recv_tokens_per_expert
                 y = torch.zeros(len(rows), HIDDEN, device=batch.x.device)
                 values, start = _values(got.hidden_states, got.hidden_states_scale), 0
@@ -233,11 +233,11 @@ def _check_version_2(rank: int, nodes: int, ranks_per_node: int, quantised: bool
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_its_dispatcher_of_version_2(run_ranks, nodes, ranks_per_node, quantised):
-    """Expanded rows of prefill and, without a wait of the host, of decoding; bf16 and FP8; ranks without tokens."""
+    """Expanded rows of prefill and, without a host wait, of decoding; bf16 and FP8; ranks without tokens."""
     run_ranks(_check_version_2, nodes, ranks_per_node, quantised)
 
 
 def test_what_is_not_there_is_false() -> None:
-    """A stand-in answers everything with something false, which a class can be made of."""
+    """Everything in a stand-in is false, and a class can derive from it."""
     assert not Nothing and not Nothing.anything and not Nothing()(1).more
     assert not issubclass(type("Made", (Nothing,), {}), dict)

@@ -18,7 +18,7 @@ from triton_ep.testing import make_workload
 
 HIDDEN, FFN, EXPERTS, TOPK = 64, 32, 2, 2  # experts per rank
 TOKENS = (11, 0, 7, 16)
-# Its dispatchers ask torch whether they are traced, by a name that torch 2.11 does not have.
+# torchtitan's dispatchers check for tracing through a name that torch 2.11 does not have.
 OLD_TORCH = pytest.mark.skipif(
     not hasattr(torch.compiler, "_is_non_strict_tracing"),
     reason=f"torchtitan 0.3 does not run on torch {torch.__version__}",
@@ -43,7 +43,7 @@ def make_batch(rank: int, world_size: int, topk: int = TOPK, tokens: tuple[int, 
 
 
 def make_weights(world_size: int, rank: int) -> dict[str, torch.Tensor]:
-    """Those of this rank's experts, of the shapes in torchtitan's GroupedExperts."""
+    """Weights of this rank's experts, with the shapes of torchtitan's GroupedExperts."""
     generator = torch.Generator().manual_seed(17)
     mine = slice(rank * EXPERTS, (rank + 1) * EXPERTS)
     shapes = {"w1_EFD": (FFN, HIDDEN), "w2_EDF": (HIDDEN, FFN), "w3_EFD": (FFN, HIDDEN)}
@@ -63,7 +63,7 @@ def _check_checkpoint(rank: int, nodes: int, ranks_per_node: int) -> None:
         rows, _, metadata = dispatcher.dispatch(x, scores, ids)
         return dispatcher.combine(torch.tanh(rows @ weight.T) @ weight, metadata, x)
 
-    def two(x, scores, ids):  # so that a descriptor is made again behind younger ones
+    def two(x, scores, ids):  # so that the replay creates a descriptor again after later ones
         return block(block(x, scores, ids), scores, ids)
 
     results = []
@@ -79,7 +79,7 @@ def _check_checkpoint(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_activation_checkpoints_replay_a_dispatch(run_ranks):
-    """The same bits, outputs and gradients, when the exchange is repeated in the backward pass."""
+    """Outputs and gradients have the same bits when the backward pass repeats the exchange."""
     run_ranks(_check_checkpoint, 1, 2)
 
 
@@ -91,7 +91,7 @@ def _check_core(rank: int, nodes: int, ranks_per_node: int, options: dict) -> No
     dispatcher.wire_meshes(ep_mesh=mesh)
     twin = TokenDispatch(num_experts=EXPERTS * world_size, top_k=TOPK, **sizes, **options)
     twin.wire_meshes(ep_mesh=mesh)
-    assert twin.layer is dispatcher.layer  # the memory of one layer, however many MoE layers there are
+    assert twin.layer is dispatcher.layer  # memory of one layer for any number of MoE layers
     recipe = "mxfp8" if options.get("payload") else "bf16"
     results = []
     for core in (False, True):
@@ -151,13 +151,13 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_mistakes_are_told(run_ranks):
-    """No mesh, no size, no such recipe."""
+    """Errors for a missing mesh, a missing size, an unknown recipe."""
     run_ranks(_check_mistakes, 1, 1)
 
 
 @pytest.mark.parametrize("trans", [False, True])
 def test_grouped_mm_is_exact_with_its_gradients(trans: bool) -> None:
-    """Small integers: every sum is exact, and so is each product expert by expert; an empty expert, unused rows."""
+    """Small integers, so that every sum is exact: equal to the product of each expert; an empty expert, unused rows."""
     generator, device = torch.Generator().manual_seed(5), "cuda" if torch.cuda.is_available() else "cpu"
     a = torch.randint(-3, 4, (13, 32), generator=generator).bfloat16().to(device).requires_grad_()
     shape = (3, 32, 48) if trans else (3, 48, 32)
@@ -209,8 +209,8 @@ def _check_torchtitan(rank: int, nodes: int, ranks_per_node: int, topk: int, opt
         y.backward(grad.unsqueeze(0))
         experts = dict(module.inner_experts.named_parameters())
         results.append([y.detach(), x.grad, scores.grad, *(w.grad for w in experts.values())])
-    # Theirs rounds each row times its score, and sums in bf16; ours rounds once. With one expert per token that is
-    # the same in the output, where the experts are torchtitan's own; our block keeps gate and up in float32.
+    # torchtitan rounds each row times its score, and sums in bf16; triton_ep rounds once. With one expert per token
+    # and torchtitan's own experts the outputs are equal; triton_ep's block keeps gate and up in float32.
     if topk == 1:
         assert torch.equal(results[0][0], results[1][0])
     for theirs, *ours_of in zip(*results, strict=True):
@@ -230,7 +230,7 @@ def _check_torchtitan(rank: int, nodes: int, ranks_per_node: int, topk: int, opt
     ids=["top1", "padded", "static"],
 )
 def test_torchtitan_runs_over_it(run_ranks, nodes, ranks_per_node, topk, options):
-    """RoutedExperts of torchtitan, over its own all-to-all and over triton_ep: outputs and all gradients."""
+    """torchtitan's RoutedExperts over its own all-to-all and over triton_ep: outputs and all gradients."""
     run_ranks(_check_torchtitan, nodes, ranks_per_node, topk, options)
 
 
@@ -266,13 +266,13 @@ def _check_changed(rank: int, nodes: int, ranks_per_node: int) -> None:
 @OLD_TORCH
 @pytest.mark.plain
 def test_experts_follow_weights_that_change_under_fsdp(run_ranks):
-    """Loaded, or by an optimizer: kept copies and the joined form of gate and up are of what is gathered next."""
+    """After a load or an optimizer step, kept copies and the joined gate and up match the next gathered weights."""
     run_ranks(_check_changed, 1, 1)
 
 
 @NO_TORCHTITAN
 def test_torchtitan_takes_the_configuration() -> None:
-    """It fills the sizes by itself, as for its HybridEP; the dispatcher builds from its configuration."""
+    """torchtitan fills in the sizes, as for its HybridEP; the dispatcher is built from its configuration."""
     from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
     config = door.TritonEPTokenDispatcher.Config(num_experts=8, top_k=2, payload="mxfp8")

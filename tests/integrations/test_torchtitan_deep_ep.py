@@ -2,8 +2,8 @@
 
     pip install --no-deps torchtitan        (into a folder of its own: --target DIR, and PYTHONPATH=DIR)
 
-The one file is loaded, without the package around it, and nothing in it is changed. It registers its ops for CUDA; on
-the CPU the test registers the same functions for that.
+Only this file of torchtitan is loaded, unchanged, without its package. It registers its ops for CUDA; on the CPU the
+test registers the same functions for the CPU.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ BATCHES = (((5, 3), False), ((4, 0), False), ((0, 0), False), ((1, 3), True))
 
 
 def _load() -> Any:
-    """torchtitan's module; its ops can be registered once in a process."""
+    """Load torchtitan's module once: its ops can only be registered once per process."""
     if _NAME not in sys.modules:
         spec = importlib.util.spec_from_file_location(_NAME, _file())
         assert spec is not None and spec.loader is not None
@@ -54,7 +54,7 @@ def _load() -> Any:
 
 
 def _layer(titan: Any, x: torch.Tensor, idx: torch.Tensor, scores: torch.Tensor, rank: int, static: bool) -> Any:
-    """Experts multiply by a power of two, so that no sum rounds."""
+    """A layer whose experts multiply by a power of two, so that no sum rounds."""
     rows, counts, state = titan.dispatch_tokens(
         x, idx, scores, EXPERTS, 2 * EXPERTS, num_tokens_per_rank=MOST, cudagraphable=static
     )
@@ -89,5 +89,5 @@ def _check(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_torchtitan_trains_and_infers_over_elastic_buffer(run_ranks, nodes, ranks_per_node):
-    """Compact rows with gradients of tokens and scores, expanded rows without; ranks that send or get nothing."""
+    """Compact rows with gradients of tokens and scores, expanded rows without; ranks that send or receive no rows."""
     run_ranks(_check, nodes, ranks_per_node)

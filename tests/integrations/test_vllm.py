@@ -1,4 +1,4 @@
-"""vLLM's modular prepare and finalize over the layer, driven in vLLM's call sequence by a stand-in for it."""
+"""vLLM's modular prepare and finalize over the layer, driven in vLLM's call sequence by a stand-in for vLLM."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ HIDDEN, EXPERTS, TOPK = 64, 2, 2  # experts per rank
 TOKENS = (9, 0, 5, 12)
 PLAIN = SimpleNamespace(quant_dtype=None)
 MXFP8 = SimpleNamespace(quant_dtype="mxfp8", is_scale_swizzled=False)
-# Tiles are what vLLM's configurations ask for when nobody says otherwise; FP8 has none.
+# vLLM's configurations request tiles by default; FP8 has none.
 FP8 = SimpleNamespace(
     quant_dtype=torch.float8_e4m3fn, a1_scale=None, per_act_token_quant=True, block_shape=None, is_scale_swizzled=True
 )
@@ -42,7 +42,7 @@ def _batch(rank: int, world_size: int, seed: int, topk: int = TOPK, num_experts:
 
 
 def _dense(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """What it must be, by torch alone, in double precision."""
+    """The expected result, in plain torch, in double precision."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for k in range(ids.shape[1]):
         kept = (ids[:, k] >= 0).cpu()
@@ -72,7 +72,7 @@ def _check_kernel(rank: int, nodes: int, ranks_per_node: int, case: str) -> None
         experts = vllm.Experts(quant, getattr(vllm, f"TopKWeightAndReduce{reduce}")(), expert_map)
         for seed in range(2):
             x, weights, ids = _batch(rank, world_size, seed)
-            vllm.UBATCH.now = seed % 2  # two micro-batches, each with a layer of its own
+            vllm.UBATCH.now = seed % 2  # two micro-batches, each with its own layer
             out = vllm.kernel(made, experts, x, weights, ids, EXPERTS * world_size)
             # One rounding, two with partial sums per rank, one per row; e4m3.
             plain = 2**-5 if reduce != "Delegate" else 2**-7 if batched else 2**-8
@@ -169,7 +169,7 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
     with pytest.raises(InputError, match="without a prepare"):
         made.finalize(x, x, weights, ids, False, None)
 
-    # Weights before the dispatch, of one expert per token: not again in combine.
+    # One expert per token, weights applied before the dispatch: combine does not apply them again.
     expert_map = vllm.expert_map_of(rank, world_size, EXPERTS * world_size)
     experts = vllm.Experts(PLAIN, vllm.TopKWeightAndReduceDelegate(), expert_map)
     made._formats = (vllm.FusedMoEActivationFormat, vllm.ExpertTokensMetadata)
@@ -183,7 +183,7 @@ def _check_mistakes(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_mistakes_are_told(run_ranks):
-    """Sizes, quantisation that is not served, finalize before prepare; weights on the input count once."""
+    """Wrong sizes, unsupported quantisation, finalize before prepare; weights on the input count once."""
     run_ranks(_check_mistakes, 1, 2)
 
 
@@ -198,7 +198,7 @@ PLACED = {
 
 
 def _prepare_and_check(made, x, weights, ids, expert_map):
-    """With a static capacity no host waits for what the others say before `check`."""
+    """With a static capacity, errors of other ranks are only raised by `check`."""
     prepared = made.prepare(x, weights, ids, expert_map.numel(), expert_map.to(x.device), False, PLAIN)
     for layer in made._pool.layers.values():
         layer.check()
@@ -206,7 +206,7 @@ def _prepare_and_check(made, x, weights, ids, expert_map):
 
 
 def _check_placement(rank: int, nodes: int, ranks_per_node: int, case: str) -> None:
-    """Rows are scaled by the expert whose weights the rank holds, as the map says: a wrong expert is a wrong sum."""
+    """Rows are scaled by the expert that the map places on the rank, so a wrong expert gives a wrong sum."""
     num_experts, round_robin, options = PLACED[case]
     world_size = nodes * ranks_per_node
     topk = min(TOPK, num_experts)
@@ -224,7 +224,7 @@ def _check_placement(rank: int, nodes: int, ranks_per_node: int, case: str) -> N
     experts = vllm.Experts(PLAIN, vllm.TopKWeightAndReduceDelegate(), expert_map)
     for seed in range(2):
         x, weights, ids = _batch(rank, world_size, seed, topk, num_experts)
-        if seed:  # another tensor, which says the same; another number is dropped, too
+        if seed:  # another tensor with the same values; and E instead of -1 for dropped entries
             experts = vllm.Experts(PLAIN, vllm.TopKWeightAndReduceDelegate(), expert_map.clone())
             ids = torch.where(ids < 0, num_experts, ids).long()
         out = vllm.kernel(made, experts, x, weights, ids, num_experts)
@@ -244,9 +244,9 @@ def _check_placement(rank: int, nodes: int, ranks_per_node: int, case: str) -> N
     with pytest.raises(InputError, match="expert_map is None, but"):
         made.prepare(*call, None, False, PLAIN)
     bad = torch.full_like(ids, -1)
-    if rank == 1:  # the one that has tokens now
-        bad[0, 0] = num_experts + 1  # more than there are, though layers have more places where ranks are uneven
-    if made._options["low_latency"]:  # drops it
+    if rank == 1:  # the rank that has tokens in this batch
+        bad[0, 0] = num_experts + 1  # out of range, though layers have more places if ranks are uneven
+    if made._options["low_latency"]:  # low latency drops the id
         assert not _prepare_and_check(made, x, weights, bad, expert_map)[2].expert_num_tokens.any()
     else:
         with pytest.raises(InputError, match="of rank 1 is "):
@@ -257,7 +257,7 @@ def _check_placement(rank: int, nodes: int, ranks_per_node: int, case: str) -> N
 @pytest.mark.plain
 @pytest.mark.parametrize("case", PLACED)
 def test_experts_are_where_the_map_says(run_ranks, case):
-    """Round robin, ranks with more experts than others, a rank with none: the dense result; another map is refused."""
+    """Round robin, unequal numbers of experts, a rank without any: the dense result; a different map is refused."""
     run_ranks(_check_placement, 1, 2, case)
 
 
@@ -283,22 +283,22 @@ def _check_wrong_maps(rank: int, nodes: int, ranks_per_node: int) -> None:
 
 @pytest.mark.plain
 def test_wrong_maps_are_told_to_all_ranks(run_ranks):
-    """Maps that make no placement, or of one rank only: the same InputError on every rank, and nobody waits."""
+    """Maps that are no placement, or given on one rank only: every rank raises the same InputError, without waiting."""
     run_ranks(_check_wrong_maps, 1, 2)
 
 
 def _in_tiles(A, A_scale, quant_dtype, per_act_token_quant, block_shape, is_scale_swizzled=True):
-    """As newer releases call it."""
+    """Quantise with the argument name of newer vLLM releases."""
     return A, A_scale * is_scale_swizzled
 
 
 def _in_fp4_tiles(A, A_scale, quant_dtype, per_act_token_quant, block_shape, is_fp4_scale_swizzled=True):
-    """As older ones do."""
+    """Quantise with the argument name of older vLLM releases."""
     return A, A_scale * is_fp4_scale_swizzled
 
 
 def test_rows_are_quantised_as_the_configuration_says():
-    """Tiles or not under the names of vLLM's releases, the scale of the format, one or many; garbage is no row."""
+    """Tiles or not, under the names of vLLM's releases; one scale or many; undefined rows have no influence."""
     common = {"quant_dtype": "nvfp4", "a1_gscale": torch.ones(6, 1), "per_act_token_quant": False, "block_shape": None}
     for name, function in (("is_scale_swizzled", _in_tiles), ("is_nvfp4_scale_swizzled", _in_fp4_tiles)):
         for tiles in (False, True):

@@ -2,8 +2,8 @@
 
     pip install --no-deps vllm==0.33.0        (into a folder of its own: --target DIR, and PYTHONPATH=DIR)
 
-The files of the kernel, of its configuration and of the classes for DeepEP are loaded as they are; the rest of vLLM is
-stand-ins (peer_modules.py). Experts multiply by a number of their own, in float32, against a dense sum.
+The files of the kernel, of its configuration and of the classes for DeepEP are loaded unchanged; the rest of vLLM is
+stand-ins (peer_modules.py). Each expert multiplies by its own number, in float32, against a dense sum.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _CONFIG = SimpleNamespace(
     **dict.fromkeys(("swiglu_limit", "swiglu_alpha", "swiglu_beta")),
     **dict.fromkeys(("activation_situ_beta", "activation_situ_linear_beta")),
 )
-"""A FusedMoEConfig of a model that asks for nothing special."""
+"""A FusedMoEConfig of a model without special options."""
 
 
 class GroupShape(NamedTuple):
-    """vLLM's, of a file that needs its compiled code."""
+    """vLLM's GroupShape, whose file needs vLLM's compiled code."""
 
     row: int
     col: int
@@ -70,7 +70,7 @@ GroupShape.PER_TENSOR, GroupShape.PER_TOKEN = GroupShape(-1, -1), GroupShape(1, 
 def _quantized(
     A: torch.Tensor, A_scale: Any, quant_dtype: Any, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """In place of vLLM's kernel, with its names: nothing, or float32 scales per 128 values."""
+    """Replaces vLLM's kernel, with its argument names: no quantisation, or float32 scales per 128 values."""
     return (A, None) if quant_dtype is None else quantize_channels(A, False, False)
 
 
@@ -102,7 +102,7 @@ def _names(ranks: int) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def _vllm(ranks: int) -> Iterator[SimpleNamespace]:
-    """vLLM's modules, by their last names, over the door."""
+    """vLLM's modules over the integration, by the last parts of their names."""
     deep_ep.install()
     try:
         assert _FOLDER is not None
@@ -121,7 +121,7 @@ def _values(rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def _experts(vllm: SimpleNamespace, batched: bool, **arguments: Any) -> Any:
-    """Experts that multiply by the number of the expert, over vLLM's base class."""
+    """Experts over vLLM's base class that multiply by the number of the expert."""
     mk, reduce = vllm.modular_kernel, vllm.topk_weight_and_reduce
 
     class Numbered(mk.FusedMoEExpertsModular):
@@ -163,10 +163,10 @@ def _experts(vllm: SimpleNamespace, batched: bool, **arguments: Any) -> Any:
 
 
 def _made(vllm: SimpleNamespace, name: str, rank: int, ranks: int, quantised: bool) -> Any:
-    """vLLM's class of that name, with the buffer that its manager would make; or triton_ep's."""
+    """vLLM's class `name`, with the buffer that its manager would create; or triton_ep's class."""
     group, num_experts = dist.group.WORLD, EXPERTS * ranks
     if name.startswith("triton_ep"):
-        # As `from triton_ep.integrations.vllm import ...`, which would keep the class of another test's vLLM.
+        # Not `from triton_ep.integrations.vllm import ...`, which would keep the class of another test's vLLM.
         classes = importlib.import_module("triton_ep.integrations.vllm.classes")
         sizes = {"max_tokens": MOST, "hidden": HIDDEN, "topk": TOPK, "num_experts": num_experts}
         return classes.TritonEPPrepareAndFinalize(group, batched=name == "triton_ep_batched", **sizes)
@@ -233,7 +233,7 @@ CASES = [
 @pytest.mark.parametrize("name, quantised", CASES)
 @pytest.mark.parametrize("nodes, ranks_per_node", [(1, 2)])
 def test_its_kernel_over_each_class(run_ranks, nodes, ranks_per_node, name, quantised):
-    """bf16 rows and FP8 ones with a scale per 128 values, dropped ids, a rank without tokens."""
+    """bf16 rows and FP8 rows with a scale per 128 values, dropped ids, a rank without tokens."""
     run_ranks(_check, nodes, ranks_per_node, name, quantised)
 
 

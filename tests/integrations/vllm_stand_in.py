@@ -1,4 +1,4 @@
-"""A stand-in for the parts of vLLM that a modular prepare and finalize meets, with the same names and call sequence.
+"""A stand-in for the parts of vLLM that use a modular prepare and finalize, with the same names and call sequence.
 
 Written after vllm/model_executor/layers/fused_moe/modular_kernel.py (FusedMoEKernelModularImpl.apply with its _prepare,
 _fused_experts and _finalize), topk_weight_and_reduce.py, utils.py and vllm/v1/worker/ubatching.py. No vLLM code.
@@ -36,7 +36,7 @@ class ExpertTokensMetadata:
 
 
 class FusedMoEPrepareAndFinalizeModular(ABC):
-    """The abstract methods are vLLM's: a subclass that lacks one cannot be made."""
+    """Has vLLM's abstract methods: a subclass that lacks one cannot be instantiated."""
 
     @property
     @abstractmethod
@@ -56,7 +56,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
 
 
 class FusedMoEExpertsModular(ABC):
-    """The abstract methods are vLLM's."""
+    """Has vLLM's abstract methods."""
 
     @abstractmethod
     def activation_format(self) -> Any: ...
@@ -87,7 +87,7 @@ class FusedMoEExpertsModular(ABC):
 
 
 class Adapter:
-    """Calls a FusedMoEExpertsModular as FusedMoEKernel does: buffers by its shapes, arguments by their names."""
+    """Calls a FusedMoEExpertsModular as FusedMoEKernel does: buffers with its shapes, arguments by name."""
 
     def __init__(self, experts: Any, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor) -> None:
         self.experts, self.w1, self.w2 = experts, w1, w2
@@ -111,7 +111,7 @@ class Adapter:
 
 def expert_map_of(rank: int, ranks: int, num_experts: int, round_robin: bool = False) -> torch.Tensor:
     """[E] int32, the place of each expert on this rank or -1, after determine_expert_map: the first ranks have one more
-    where the ranks cannot have alike; in blocks, or expert i on rank i % ranks."""
+    expert if E is not a multiple of the ranks; in blocks, or expert i on rank i % ranks."""
     counts = [num_experts // ranks + (each < num_experts % ranks) for each in range(ranks)]
     first = sum(counts[:rank])
     own = range(rank, num_experts, ranks) if round_robin else range(first, first + counts[rank])
@@ -141,14 +141,14 @@ class TopKWeightAndReduceContiguous:
 def moe_kernel_quantize_input(
     A, A_scale, quant_dtype=None, per_act_token_quant=False, block_shape=None, is_scale_swizzled=True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scaled to the largest value, of a row or of all, in e4m3, with a float32 scale each."""
+    """Quantise to e4m3 with a float32 scale from the largest value, of each row or of all rows."""
     amax = A.float().abs().amax(1, keepdim=True) if per_act_token_quant else A.float().abs().amax()
     scale = amax.clamp(min=2.0**-20) / 448 if A_scale is None else A_scale
     return (A.float() / scale).to(quant_dtype), scale if per_act_token_quant else scale.view(1)
 
 
 class Experts:
-    """Every row times the scale of its expert, `apply_expert`; the weights as `reduce` says."""
+    """Every row times the scale of its expert (`apply_expert`); `reduce` determines who applies the weights."""
 
     def __init__(self, quant_config: Any, reduce: Any, expert_map: torch.Tensor) -> None:
         self.quant_config, self.reduce = quant_config, reduce
@@ -159,13 +159,13 @@ class Experts:
         if scales is not None and scales.dtype == torch.uint8:
             scales = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
         x = rows if scales is None else (rows.float() * scales).bfloat16()
-        out = torch.full_like(x, float("nan"))  # what is not a row must not count
+        out = torch.full_like(x, float("nan"))  # places past the rows must not count
         if x.dim() == 3:
             for local, count in enumerate(meta.expert_num_tokens.tolist()):
                 out[local, :count] = apply_expert(x[local, :count], self.own[local])
             return out
         ids = topk_ids[:, 0].cpu()
-        if (expert_map >= 0).all():  # one rank: nobody else has an expert
+        if (expert_map >= 0).all():  # a single rank has all experts
             assert (ids < expert_map.shape[0]).all()
         else:
             assert ((ids >= 0) & (ids < expert_map.shape[0])).all()
@@ -209,7 +209,7 @@ def _run_hooks() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """`import vllm...` finds this stand-in inside the block."""
+    """Make `import vllm...` find this stand-in inside the block."""
     contents = {
         f"{PACKAGE}.modular_kernel": (
             FusedMoEActivationFormat,
