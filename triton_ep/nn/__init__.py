@@ -5,7 +5,7 @@
 
     triton_ep.initialize_distributed()
     moe = MoE(7168, 2048, num_experts=256, topk=8, max_tokens=4096, payload="mxfp8")
-    y = moe(x)                  # [..., 7168] bf16; collective, as the backward pass is
+    y = moe(x)                  # [..., 7168] bf16; collective, and so is the backward pass
     finalize_exchanges()        # at the end, on all ranks
 
 docs/how-to/train-a-moe-layer.md shows training, docs/reference/nn.md has every argument.

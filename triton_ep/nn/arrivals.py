@@ -1,8 +1,8 @@
-"""What arrived, kept for a backward pass in place of the rows that were made of it.
+"""Staging rows kept for the backward pass in place of the expert-major rows expanded from them.
 
-A token that several experts of a rank want arrives there once, and its expansion has a row for each of them. The
-gradient of the first product's weights needs those rows: they are expanded again from a copy of what arrived, which is
-made before the next dispatch writes over it.
+A token for several experts of one rank arrives there once and is expanded to one row per expert. The gradient of the
+first product's weights needs the expanded rows. The backward pass expands them again from a copy of the staging rows,
+taken before the next dispatch overwrites them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from triton_ep.layer import EPAll2AllLayer
 from triton_ep.ops.arrivals import expand_arrivals
 
 _COPIES = 2
-"""Rows per arrival from which on keeping arrivals is worth a copy and another expansion."""
+"""Least number of rows per staging row at which keeping staging rows is worth the copy and the second expansion."""
 
 
 class Arrived(NamedTuple):
     """Rows of the latest dispatch as they arrived here.
 
     Attributes:
-        rows: [C, H] bf16, C arrival rows, or as many as may arrive.
-        rank: this rank, whose report says how many have.
+        rows: [C, H] bf16: C staging rows, or as many as may arrive.
+        rank: this rank, whose report holds the number that did arrive.
     """
 
     rows: torch.Tensor
     rank: int
 
     def expand(self, desc: EPAllToAllLayoutDesc) -> torch.Tensor:
-        """[R, H] bf16: the rows that this dispatch gave, bit for bit, those behind the last segment aside."""
+        """[R, H] bf16: the rows of this dispatch, bit for bit, except rows past the last segment."""
         copies = desc.skipped_token_topk_mapping_indices
         assert copies is not None, "kept with local combine only"
         return expand_arrivals(
@@ -49,9 +49,9 @@ class Arrived(NamedTuple):
 
 
 def keeps_arrivals(config: EPConfig) -> bool:
-    """True where at most half as many rows arrive as are made of them, in bf16, and where their copies are known.
+    """True if rows are bf16, at most half as many arrive as are expanded, and the table of their expansion is kept.
 
-    The same on all ranks, and known before any row has come.
+    The result is the same on all ranks and known before any row arrives.
     """
     rows = config.max_tokens * config.topk if config.recv_capacity is None else config.recv_capacity
     fits = config.enable_local_combine and not config.low_latency and config.payload is None
@@ -59,7 +59,7 @@ def keeps_arrivals(config: EPConfig) -> bool:
 
 
 def copy_arrivals(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> Arrived:
-    """A copy of what has arrived by the latest dispatch, before the next one."""
+    """Copy the staging rows of the latest dispatch; call it before the next dispatch."""
     copies, ctx = desc.skipped_token_topk_mapping_indices, layer.context
     assert copies is not None, "with local combine"
     rows = ctx.local("stage_x")[: copies.shape[0]].view(torch.bfloat16)
@@ -67,5 +67,5 @@ def copy_arrivals(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> Arrived:
 
 
 def keeper_of_arrivals(layer: EPAll2AllLayer) -> partial[Arrived] | None:
-    """`copy_arrivals` of this layer; None where rows are kept as they are."""
+    """`copy_arrivals` of this layer, or None if the expanded rows themselves are kept."""
     return partial(copy_arrivals, layer) if keeps_arrivals(layer.config) else None

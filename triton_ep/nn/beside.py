@@ -1,4 +1,4 @@
-"""A module that runs beside the exchange: shared experts, which see every token of this rank and need no other rank."""
+"""A module that overlaps the exchange: shared experts, which see every token of this rank and need no other rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from triton_ep.context.overlap import current_stream
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all modules of a device."""
+    """The side stream that all modules of a device share."""
     return torch.cuda.Stream(device)
 
 
 class Beside:
-    """module(x), begun now on a stream of its own, and joined later. Autograd runs its backward pass there, too.
+    """Start module(x) now on a side stream and join it later. Autograd runs the backward pass on that stream, too.
 
-    On the CPU it simply runs.
+    On the CPU the module runs at once.
     """
 
     def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
@@ -36,11 +36,11 @@ class Beside:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the result."""
+        """Shape of the result."""
         return self._result.shape
 
     def join(self) -> torch.Tensor:
-        """The result, for the current stream."""
+        """Return the result; the current stream waits for it."""
         if self._side is not None:
             current = current_stream()
             current.wait_stream(self._side)

@@ -4,7 +4,7 @@
     torch.distributed.checkpoint.load(sharded_state_dict(model), checkpoint_id=folder)          # later, on 2
 
 `state_dict()` of a MoE module has this rank's experts, under the same names on every rank. A DTensor says which of all
-experts they are, so that ranks read what they need, whatever the number of ranks that saved.
+experts a rank holds, so each rank reads what it needs, whatever the number of ranks that saved the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _meshes: WeakKeyDictionary[Any, dict[tuple[int, ...], DeviceMesh]] = WeakKeyDict
 def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` with the experts of every MoE module in it as DTensors [E, ...] over all ranks. Collective.
 
-    The tensors share memory with the parameters: torch.distributed.checkpoint loads into them in place, which torch's
-    version counters do not show. So the quantised copies of the weights are made anew in the next pass. What FSDP
-    shards is a DTensor over the expert-parallel ranks first, then over FSDP's.
+    The tensors share memory with the parameters. torch.distributed.checkpoint loads into them in place without moving
+    torch's version counters, so the next pass builds the quantised copies of the weights anew. A parameter that FSDP
+    shards becomes a DTensor over the expert-parallel ranks first, then over FSDP's.
 
     Raises:
-        ConfigError: experts that FSDP shards along another dimension than the experts'.
+        ConfigError: FSDP shards the experts along another dimension than the expert dimension.
     """
     state = dict(module.state_dict(keep_vars=True))
     for prefix, moe in module.named_modules():
@@ -45,7 +45,7 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def _over_all_ranks(parameter: torch.Tensor, group: Any, num_experts: int, name: str) -> DTensor:
-    """[E, ...] of a parameter with this rank's experts."""
+    """DTensor [E, ...] of a parameter that holds this rank's experts."""
     local = parameter.detach()
     ranks: list[int] = [dist.get_rank()]
     if isinstance(local, DTensor):
@@ -64,7 +64,7 @@ def _over_all_ranks(parameter: torch.Tensor, group: Any, num_experts: int, name:
 
 
 def _mesh(group: Any, ranks: tuple[int, ...], device_type: str) -> DeviceMesh:
-    """Expert-parallel ranks, and where `ranks` are several, each of them with those that share its experts."""
+    """Mesh of the expert-parallel ranks; with several `ranks`, a second dimension for the ranks that share experts."""
     kept = _meshes.setdefault(group, {})
     if ranks not in kept:
         if len(ranks) == 1:

@@ -1,12 +1,12 @@
 """Exchanges of MoE layers: one EPAll2AllLayer for all layers with the same group and sizes.
 
-An exchange holds symmetric memory (0.9 GiB for 4096 tokens of 7168 on 8 GPUs) and nothing of a model, and any number of
-its dispatches may wait for their backward passes. So layers share it: `shared_exchange` finds the one that was made
-before. What must not happen on one exchange is two passes at a time, on two streams or in two threads: `Exchange.use`
-orders what it can and refuses the rest.
+An exchange holds symmetric memory (0.9 GiB for 4096 tokens of 7168 on 8 GPUs) but nothing of a model, and any number of
+its dispatches may wait for their backward passes. So layers share it: `shared_exchange` finds an existing exchange.
+Two passes must not run on one exchange at a time, on two streams or in two threads: `Exchange.use` orders passes where
+it can and refuses the rest.
 
-The table of shared exchanges is the only state of this package that belongs to the process. It is changed by collective
-calls alone (`shared_exchange`, `Exchange.release`, `finalize_exchanges`), so it is the same on all ranks of a group.
+The table of shared exchanges is the only state of this package that belongs to the process. Only collective calls
+(`shared_exchange`, `Exchange.release`, `finalize_exchanges`) change it, so it is the same on all ranks of a group.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from triton_ep.kernels.device import codes
 from triton_ep.layer import EPAll2AllLayer
 
 ALIGNMENT = 128
-"""Rows to which the segment of an expert is aligned: a tile of the grouped products holds rows of one expert."""
+"""Alignment of an expert's segment, in rows: a tile of the grouped products holds rows of one expert."""
 TIMEOUT_S = 120.0
-"""Default bound of waits: ranks may compile kernels for different times between a dispatch and its combine."""
+"""Default bound of waits. Kernel compilation between a dispatch and its combine may take different times per rank."""
 _FREE = ("max_tokens", "num_sm", "timeout_s", "local_world_size")
-"""Of these a given exchange may have others than the module names; more tokens only."""
+"""Fields in which a given exchange may differ from the module's sizes; its max_tokens may only be larger."""
 _FIELDS = {"capacity": "recv_capacity", "dtype": "token_dtype"}
 
 
 class Sizes(NamedTuple):
-    """What two layers must have alike to share an exchange; the fields are those of `new_exchange`."""
+    """Sizes that two layers must have in common to share an exchange; the fields are those of `new_exchange`."""
 
     hidden: int
     num_experts: int
@@ -54,13 +54,13 @@ class Sizes(NamedTuple):
 
 
 class ExchangeOptions(TypedDict, total=False):
-    """Arguments of `MoE` that decide its exchange and are the same on all ranks; those without a default are required.
+    """Arguments of `MoE` that decide its exchange, the same on all ranks. Those without a default are required.
 
     Attributes:
         num_experts: over all ranks. topk: experts per token. max_tokens: most tokens per rank and call.
         payload: None, or "mxfp8". capacity: None = exact; an int is rows, a float multiplies max_tokens * topk.
-        low_latency: for decoding. dtype: of rows; bfloat16. num_sm: CTAs of the exchange; None = as tuned.
-        timeout_s: bound of every wait, in seconds. local_world_size: ranks per node; None = as the job says.
+        low_latency: for decoding. dtype: of rows; bfloat16. num_sm: CTAs of the exchange; None = the tuned number.
+        timeout_s: bound of every wait, in seconds. local_world_size: ranks per node; None = taken from the job.
     """
 
     num_experts: Required[int]
@@ -76,7 +76,7 @@ class ExchangeOptions(TypedDict, total=False):
 
 
 def sizes_of(hidden: int, options: ExchangeOptions, world_size: int) -> Sizes:
-    """What options mean on so many ranks: defaults filled in, capacity in rows.
+    """Resolve options for `world_size` ranks: fill in defaults, convert the capacity to rows.
 
     Raises:
         ConfigError: as `capacity_rows`.
@@ -89,7 +89,7 @@ def sizes_of(hidden: int, options: ExchangeOptions, world_size: int) -> Sizes:
 
 
 def new_exchange(hidden: int, *, group: Any = None, **options: Unpack[ExchangeOptions]) -> EPAll2AllLayer:
-    """An exchange of its own, as a `MoE` of these sizes makes it: for a second micro-batch in flight. Collective.
+    """Create an unshared exchange for a `MoE` of these sizes: for a second micro-batch in flight. Collective.
 
     The caller finalizes it. Arguments are those of `MoE` (`ExchangeOptions`).
 
@@ -101,20 +101,21 @@ def new_exchange(hidden: int, *, group: Any = None, **options: Unpack[ExchangeOp
 
 
 def alignment_of(low_latency: bool) -> int:
-    """Rows that segments are multiples of: whole tiles; none where rows are few, whose tiles go by segments."""
+    """Alignment of segments: whole tiles, or 1 for low latency, whose tiles follow the segments as rows are few."""
     return 1 if low_latency else ALIGNMENT
 
 
 def capacity_rows(
     capacity: int | float | None, low_latency: bool, num_experts: int, topk: int, max_tokens: int, world_size: int
 ) -> int | None:
-    """Rows of a static exchange: as given, or a multiple of the mean load max_tokens * topk with padding for every
-    expert, never more than can arrive; a multiple of ALIGNMENT, so that no segment ends inside of a tile. None: exact;
-    with low_latency, which has no exact mode, what can arrive: nor has it more, because tiles of products are chosen by
-    how many rows there are at most.
+    """Convert `capacity` to rows, rounded up to a multiple of ALIGNMENT so that no segment ends inside a tile.
+
+    An int is rows. A float multiplies the mean load max_tokens * topk; padding for every expert is added, up to the
+    rows that can arrive. None is exact mode, which low_latency lacks: there None means all rows that can arrive, and an
+    int is limited to that number too, because the largest row count selects the tiles of the products.
 
     Raises:
-        ConfigError: neither None, nor a number above 0.
+        ConfigError: neither None nor a number above 0.
     """
     if capacity is None and not low_latency:
         return None
@@ -134,7 +135,7 @@ def capacity_rows(
 
 
 def _make(group: Any, sizes: Sizes) -> EPAll2AllLayer:
-    # A model that is built on the meta device has its exchange on the real one.
+    # A model built on the meta device still needs its exchange on the real device.
     with torch.device("cpu"):
         return EPAll2AllLayer(
             group,
@@ -160,14 +161,14 @@ def _make(group: Any, sizes: Sizes) -> EPAll2AllLayer:
 
 
 class _Turns:
-    """Who uses a layer now, and on which stream; one per layer, whoever holds it."""
+    """The open pass of a layer and the streams of earlier passes; one per layer, shared by all its holders."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.what = ""
         self.last: Any = None  # stream of the latest pass outside of a capture
         self.captured: Any = None  # stream of all captures
-        self.told: torch.Tensor | None = None  # copy of the overflow counter on the host, complete once `event` is
+        self.told: torch.Tensor | None = None  # host copy of the overflow counter, complete once `event` is
         self.event: torch.cuda.Event | None = None
         self.seen = 0
 
@@ -176,7 +177,7 @@ _turns: WeakKeyDictionary[EPAll2AllLayer, _Turns] = WeakKeyDictionary()
 
 
 def _stream_now(device: torch.device) -> tuple[Any, bool]:
-    """The current stream, None on the CPU, and whether it is being captured."""
+    """The current stream (None on the CPU), and whether it is being captured."""
     if device.type != "cuda":
         return None, False
     return current_stream(), torch.cuda.is_current_stream_capturing()
@@ -187,23 +188,23 @@ class Exchange:
 
     Attributes:
         layer: the layer.
-        key: under which it is shared; None: the caller's own, which is not finalized here.
-        holders: connections to it.
+        key: key in the table of shared exchanges; None: it belongs to the caller and is not finalized here.
+        holders: number of connections to it.
     """
 
     def __init__(self, layer: EPAll2AllLayer, key: tuple[Any, ...] | None = None) -> None:
         self.layer, self.key, self.holders = layer, key, 1
         self._turns = _turns.setdefault(layer, _Turns())
-        LAYERS[layer.context.layer_id] = layer  # where ops find it
+        LAYERS[layer.context.layer_id] = layer  # ops look the layer up here
 
     @contextlib.contextmanager
     def use(self, what: str) -> Iterator[None]:
-        """The block is a pass (dispatch to combine) on this exchange; no other may be open.
+        """Run the block as a pass (dispatch to combine) on this exchange; no other pass may be open.
 
-        On another stream than the pass before, it waits for that pass.
+        A pass on another stream than the previous pass waits for the previous pass.
 
         Raises:
-            InputError: another pass is open, in another thread; a capture on another stream than captures before.
+            InputError: another pass is open in another thread, or a capture is on another stream than earlier captures.
         """
         turns = self._turns
         if not turns.lock.acquire(blocking=False):
@@ -236,11 +237,11 @@ class Exchange:
         turns.captured = stream
 
     def forget_captures(self) -> None:
-        """Allow captures on any stream again: no graph that was captured before will be replayed."""
+        """Allow captures on any stream again; no graph captured so far may be replayed afterwards."""
         self._turns.captured = None
 
     def watch_overflow(self) -> None:
-        """Warn if rows have not fitted the capacity; on a GPU the host does not wait, but hears of it calls later."""
+        """Warn if rows did not fit the capacity. On a GPU the host does not wait, so the warning comes calls later."""
         layer, turns = self.layer, self._turns
         if layer.config.recv_capacity is None:
             return
@@ -251,7 +252,7 @@ class Exchange:
         if torch.cuda.is_current_stream_capturing():
             return
         if turns.told is None or turns.event is None:
-            with torch.inference_mode(False):  # it is written outside of that mode, too
+            with torch.inference_mode(False):  # the tensor outlives inference mode and must stay writable outside it
                 turns.told = torch.zeros((), dtype=torch.int64, pin_memory=True)
             turns.event = torch.cuda.Event()
         elif not turns.event.query():
@@ -266,7 +267,7 @@ class Exchange:
             self.layer.warn_of_overflow()
 
     def release(self) -> None:
-        """A module needs it no more; the memory of a shared one is freed with the last. Collective.
+        """Drop one holder; the last holder of a shared exchange frees its memory. Collective.
 
         Raises:
             PeerFailed, WaitTimeout: as `EPAll2AllLayer.finalize`.
@@ -283,11 +284,11 @@ _shared: dict[tuple[Any, ...], Exchange] = {}
 
 
 def shared_exchange(group: Any, sizes: Sizes) -> Exchange:
-    """The exchange of these sizes over this group, made if there is none. Collective.
+    """Find or create the exchange of these sizes over this group. Collective.
 
     Raises:
         ConfigError, HeapError: as `new_exchange`.
-        WaitTimeout: the one there is has failed: call `finalize_exchanges` before.
+        WaitTimeout: the existing exchange has failed: call `finalize_exchanges` before.
     """
     check_group(group)
     key = (tuple(dist.get_process_group_ranks(group)), sizes)
@@ -305,9 +306,10 @@ def shared_exchange(group: Any, sizes: Sizes) -> Exchange:
 
 
 class Connection:
-    """A module's hold on its exchange: a shared one of these sizes, or one that the caller gave.
+    """A module's hold on its exchange: the shared one of these sizes, or one given by the caller.
 
-    A copy of the module holds it as well. It cannot be pickled: the exchange is memory of running processes.
+    A copy of the module holds the exchange as well. A connection cannot be pickled: the exchange is memory of running
+    processes.
     """
 
     def __init__(self, group: Any, sizes: Sizes, given: Any = None) -> None:
@@ -346,10 +348,10 @@ class Connection:
 
     @property
     def traced(self) -> Exchange:
-        """The exchange, for a graph that torch.compile makes: whether it can be used shows when that runs.
+        """The exchange, for a graph that torch.compile builds. Whether it is usable is checked when the graph runs.
 
         Raises:
-            FinalizedError: it was given up.
+            FinalizedError: it was released.
         """
         found = self._exchange
         if found is None:
@@ -357,7 +359,7 @@ class Connection:
         return found
 
     def connect(self, given: Any = None) -> None:
-        """Take a shared exchange, or the one given, in place of what there is; nothing if that is it. Collective."""
+        """Replace the exchange by `given`, or by a shared one unless an open shared one is held already. Collective."""
         before = self._exchange
         if given is not None:
             self._exchange = given_exchange(given, self.group, self.sizes)
@@ -369,7 +371,7 @@ class Connection:
             before.release()
 
     def release(self) -> None:
-        """Give it up; idempotent. Collective: the last that holds a shared exchange frees it."""
+        """Release the exchange; idempotent. Collective: the last holder of a shared exchange frees it."""
         before = self._exchange
         self._exchange = None
         if before is not None and not before.layer.context.closed:
@@ -377,10 +379,10 @@ class Connection:
 
 
 def given_exchange(layer: Any, group: Any, sizes: Sizes) -> Exchange:
-    """A layer that the caller made, for modules of these sizes.
+    """Wrap a layer of the caller for modules of these sizes.
 
     Raises:
-        ConfigError: it does not fit them.
+        ConfigError: the layer does not fit these sizes.
     """
     if not isinstance(layer, EPAll2AllLayer):
         raise ConfigError(f"exchange must be an EPAll2AllLayer, as new_exchange makes it, got {type(layer).__name__}.")
@@ -409,12 +411,12 @@ def given_exchange(layer: Any, group: Any, sizes: Sizes) -> Exchange:
 def finalize_exchanges() -> None:
     """Free the symmetric memory of all shared exchanges of this process. Collective, idempotent.
 
-    Call it at the end of training, before `finalize_distributed`, or after a failure. Modules can take new ones by
-    `connect()`. Exchanges that were passed as `exchange=` are left to who made them.
+    Call it at the end of training, before `finalize_distributed`, or after a failure. Afterwards `connect()` gives a
+    module a new exchange. Exchanges passed as `exchange=` are left to their creator.
 
     Raises:
-        PeerFailed, WaitTimeout: as `EPAll2AllLayer.finalize`, of the first exchange that could not be ended; the others
-            have been.
+        PeerFailed, WaitTimeout: as `EPAll2AllLayer.finalize`, from the first exchange that failed to finalize; all
+            others have been finalized.
     """
     exchanges = list(_shared.values())
     _shared.clear()

@@ -1,4 +1,4 @@
-"""Gradients of models with MoE modules, whose experts are different ones on every rank."""
+"""Gradient clipping for models with MoE modules, whose experts differ between ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     torch.nn.utils.clip_grad_norm_ counts the experts of its own rank only, so ranks would scale by different factors.
 
     Arguments:
-        module: with MoE modules; every rank has the same other parameters, with the same gradients, or FSDP's shards.
-        max_norm: of all gradients together.
+        module: a model with MoE modules. Its other parameters, and their gradients, are the same on every rank, or
+            FSDP's shards.
+        max_norm: bound of the norm of all gradients together.
         norm_type: p of the p-norm; inf: the largest magnitude.
 
     Returns:
-        The norm before, [] float32, the same on all ranks; not finite where a gradient is not.
+        The norm before scaling, [] float32, the same on all ranks; not finite if a gradient is not finite.
 
     Raises:
         InputError: max_norm is negative, or norm_type is not positive.
@@ -51,7 +52,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
 
 
 def _norm_of_experts(moe: MoE, norm_type: float) -> torch.Tensor:
-    """Of the gradients of all ranks' experts. Collective over the module's group, then over that of FSDP's shards."""
+    """Norm of the expert gradients of all ranks. Collective over the module's group, then over FSDP's shard group."""
     parameters = list(moe.experts.parameters())
     local = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     device = local_part(parameters[0]).device
@@ -68,6 +69,6 @@ def _norm_of_experts(moe: MoE, norm_type: float) -> torch.Tensor:
 
 
 def _norm(norms: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of tensors with these norms."""
+    """Combine the norms of several tensors to the norm of all."""
     found = list(norms)
     return torch.linalg.vector_norm(torch.stack(found), norm_type) if found else torch.zeros(())
