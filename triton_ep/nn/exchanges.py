@@ -327,7 +327,7 @@ class Connection:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
             "a MoE module holds an exchange of running processes, so it cannot be pickled. Save its state_dict(), and "
-            "make the module anew where it is loaded."
+            "create the module again where it is loaded."
         )
 
     @property
@@ -341,7 +341,7 @@ class Connection:
         found = self._exchange
         if found is None or found.layer.context.closed:
             raise FinalizedError(
-                "the exchange of this MoE module was finalized. Call connect() on all ranks of its group for another."
+                "the exchange of this MoE module was finalized. Call connect() on all ranks of its group for a new one."
             )
         found.layer.context.check_open()
         return found
@@ -394,8 +394,8 @@ def given_exchange(layer: Any, group: Any, sizes: Sizes) -> Exchange:
         has = getattr(cfg, _FIELDS.get(name, name))
         if has != value:
             raise ConfigError(
-                f"the exchange has {name}={has!r}, the module needs {value!r}. Make it with triton_ep.nn.new_exchange "
-                "and the arguments of the module."
+                f"the exchange has {name}={has!r}, the module needs {value!r}. Create it by triton_ep.nn.new_exchange "
+                "with the arguments of the module."
             )
     if cfg.recv_capacity is not None and cfg.recv_capacity % ALIGNMENT:
         raise ConfigError(f"the exchange has capacity={cfg.recv_capacity}; modules need a multiple of {ALIGNMENT}.")

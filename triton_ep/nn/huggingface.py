@@ -1,19 +1,20 @@
-"""Weights of MoE layers under the names of Hugging Face's models: DeepSeek-V2 and V3, Qwen3-MoE, Mixtral, gpt-oss.
+"""Load and save weights of MoE layers under Hugging Face's names: DeepSeek-V2 and V3, Qwen3-MoE, Mixtral, gpt-oss.
 
     from safetensors import safe_open
     load_huggingface(moe, tensors, "model.layers.3.mlp.")
 
-Letters: E experts, e of this rank, H hidden, F ffn.
+Letters: E experts over all ranks, e experts of this rank, H hidden, F ffn.
 
 | layout | names below the prefix | models |
 |---|---|---|
 | gate, up, down | `experts.N.{gate,up,down}_proj.weight` | DeepSeek-V2, DeepSeek-V3, Qwen3-MoE |
 | w1, w3, w2 | `experts.N.{w1,w3,w2}.weight` | Mixtral |
 | fused | `experts.gate_up_proj` [E, 2F, H], `experts.down_proj` [E, H, F] | transformers 5 |
-| by turns | the same transposed, [E, H, 2F] with gate in even and up in odd columns; biases | gpt-oss |
+| interleaved | the same transposed, [E, H, 2F] with gate in even and up in odd columns; biases | gpt-oss |
 
 The router is `gate.weight` or `router.weight` [E, H], its bias `router.bias`, DeepSeek-V3's correction bias
-`gate.e_score_correction_bias`. Weights in blocks of 128 x 128 (`.._scale_inv`, DeepSeek-V3) are multiplied out.
+`gate.e_score_correction_bias`. FP8 weights with a scale per block of 128 x 128 (`.._scale_inv`, DeepSeek-V3) are
+dequantised.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from triton_ep.nn.moe import MoE
 from triton_ep.nn.router import TopKRouter
 
 SCALED_BLOCK = 128
-"""Rows and columns that share a scale of a checkpoint in FP8."""
+"""Rows and columns of a block that shares one scale in an FP8 checkpoint."""
 
 
 class _Names(NamedTuple):
-    """What an expert's matrices are called: [F, H], [F, H], [H, F]."""
+    """Names of an expert's matrices: [F, H], [F, H], [H, F]."""
 
     gate: str
     up: str
@@ -41,14 +42,14 @@ class _Names(NamedTuple):
 
 
 LAYOUTS = {"deepseek": _Names("gate_proj", "up_proj", "down_proj"), "mixtral": _Names("w1", "w3", "w2")}
-"""Names by layout; Qwen3-MoE has DeepSeek's."""
+"""Names by layout; Qwen3-MoE uses DeepSeek's."""
 _FUSED = "experts.gate_up_proj"
 _ROUTERS = {"weight": ("gate.weight", "router.weight"), "bias": ("router.bias",)}
 _CORRECTION = ("gate.e_score_correction_bias",)
 
 
 class _Source:
-    """Tensors below a prefix, and which of them have been read."""
+    """Tensors below a prefix, and the names of those already read."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.tensors, self.prefix = tensors, prefix
@@ -59,10 +60,10 @@ class _Source:
         return name in self.names
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor; scaled, if it has scales.
+        """The tensor, dequantised if it has scales.
 
         Raises:
-            InputError: there is none, or it has another shape.
+            InputError: the tensor is missing or has another shape.
         """
         if name not in self.names:
             raise InputError(f"the checkpoint has no {self.prefix}{name}.")
@@ -79,20 +80,20 @@ class _Source:
 
 @torch.no_grad()
 def load_huggingface(moe: MoE, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> list[str]:
-    """Copy a layer's weights from a checkpoint of Hugging Face's into a MoE module, this rank's experts only.
+    """Copy a layer's weights from a Hugging Face checkpoint into a MoE module; experts of this rank only.
 
     Arguments:
-        moe: gated, without FSDP; of the checkpoint's sizes. On every rank it takes the experts that are there.
-        tensors: of the checkpoint, by name; only names below `prefix` that are needed are read, so it may be a mapping
-            that reads a file at every access.
-        prefix: of the layer, for instance "model.layers.3.mlp." ("model.layers.3.block_sparse_moe.").
+        moe: a gated module of the checkpoint's sizes, without FSDP.
+        tensors: the checkpoint's tensors by name. Only the needed names below `prefix` are read, so a mapping that
+            reads a file at every access will do.
+        prefix: prefix of the layer, for instance "model.layers.3.mlp." ("model.layers.3.block_sparse_moe.").
 
     Returns:
-        Names below the prefix that belong to nothing here (shared experts), without it, sorted.
+        Names below the prefix that this module does not use (shared experts), without the prefix, sorted.
 
     Raises:
-        InputError: a tensor that is missing or has another shape; experts that are not gated or sharded by FSDP;
-            a bias that the module, or the checkpoint, has not.
+        InputError: a tensor is missing or has another shape; the experts are not gated or are sharded by FSDP; only one
+            of module and checkpoint has a bias.
     """
     experts = moe.experts
     if not experts.activation.gated:
@@ -111,20 +112,20 @@ def load_huggingface(moe: MoE, tensors: Mapping[str, torch.Tensor], prefix: str 
 
 @torch.no_grad()
 def huggingface_state(moe: MoE, layout: str, prefix: str = "") -> dict[str, torch.Tensor]:
-    """This rank's experts, and the router, under Hugging Face's names: `load_huggingface` the other way.
+    """State dict of this rank's experts and the router under Hugging Face's names: the inverse of `load_huggingface`.
 
     Arguments:
-        layout: "deepseek" (Qwen3-MoE, too) or "mixtral".
+        layout: "deepseek" (also Qwen3-MoE's) or "mixtral".
 
     Returns:
-        Views of the parameters, for the ranks' files of a checkpoint; the router's on every rank.
+        Views of the parameters, for the checkpoint file of each rank; every rank returns the router's.
 
     Raises:
-        InputError: another layout, or experts that it cannot hold.
+        InputError: another layout, or experts that the layout cannot hold.
     """
     experts = moe.experts
     if layout not in LAYOUTS:
-        raise InputError(f"layout is {layout!r}; there are {', '.join(map(repr, LAYOUTS))}.")
+        raise InputError(f"layout is {layout!r}; choose from {', '.join(map(repr, LAYOUTS))}.")
     if not experts.activation.gated or experts.b2 is not None:
         raise InputError(f"layout {layout!r} has gated experts without biases.")
     if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
@@ -143,7 +144,7 @@ def huggingface_state(moe: MoE, layout: str, prefix: str = "") -> dict[str, torc
 
 
 def _gate_up(moe: MoE, local: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[F, H] each, of one expert of this rank; parts of the parameters."""
+    """w1 and w3 of one expert of this rank, [F, H] each, as views of the parameters."""
     experts = moe.experts
     if experts.separate:
         return experts.w1[local], experts.w3[local]
@@ -170,7 +171,7 @@ def _load_by_expert(moe: MoE, source: _Source) -> None:
         raise InputError(
             f"the checkpoint below {source.prefix!r} has {most} experts; this layer has {experts.num_experts}."
         )
-    source.read |= of_experts  # those of other ranks, too
+    source.read |= of_experts  # experts of other ranks count as used, too
 
 
 def _is_expert(name: str, leaves: set[str]) -> bool:
@@ -179,7 +180,7 @@ def _is_expert(name: str, leaves: set[str]) -> bool:
 
 
 def _load_fused(moe: MoE, source: _Source) -> None:
-    """All experts in one tensor; gpt-oss has biases, and its matrices transposed, gate and up by turns."""
+    """All experts in one tensor. gpt-oss has biases, and its matrices are transposed with gate and up interleaved."""
     experts = moe.experts
     hidden, ffn, all_experts = experts.hidden, experts.ffn, experts.num_experts
     mine = slice(experts.first_expert, experts.first_expert + experts.num_local_experts)
@@ -229,7 +230,7 @@ def _load_router(router: TopKRouter, source: _Source) -> None:
 
 
 def _unscaled(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Float32 values of a matrix in FP8 with a scale for every block of 128 x 128."""
+    """Dequantise an FP8 matrix with a scale per block of 128 x 128 to float32."""
     rows, columns = value.shape
     scale = scale.float().repeat_interleave(SCALED_BLOCK, 0)[:rows].repeat_interleave(SCALED_BLOCK, 1)[:, :columns]
     return value.float() * scale

@@ -1,4 +1,4 @@
-"""Two parameters as the halves of one tensor: w1 and w3 [e, F, ...] as w13 [e, 2F, ...]."""
+"""Join two parameters as the halves of one tensor: w1 and w3 [e, F, ...] as w13 [e, 2F, ...]."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from triton_ep.nn.prepared import invalidate_after_steps
 
 
 class Joined:
-    """[e, 2F, ...] made of two tensors [e, F, ...], kept, and made again when one of them has changed.
+    """Cached tensor [e, 2F, ...] of two tensors [e, F, ...], joined again when one of them has changed.
 
-    A half counts as changed by its address and version counter and, as `PreparedWeights` has it, after a step of any
-    torch optimizer: FSDP gathers new weights into memory whose counter stays. What is joined keeps its memory. In the
-    capture of a CUDA graph it is made each time, because a replay does not ask.
+    A half has changed if its address or version counter moved and, as in `PreparedWeights`, after a step of any torch
+    optimizer: FSDP gathers new weights into memory whose counter stays. The joined tensor keeps its memory. During the
+    capture of a CUDA graph every call joins anew, because a replay checks nothing.
     """
 
     def __init__(self) -> None:
@@ -26,22 +26,22 @@ class Joined:
         return Joined()
 
     def __reduce__(self) -> Any:
-        """What is kept can be made again."""
+        """Pickle without the cached tensor, which can be built again."""
         return Joined, ()
 
     def __call__(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """The tensor; differentiable, and the gradients are its halves."""
+        """The joined tensor; differentiable: the halves of its gradient are the gradients."""
         joined: torch.Tensor = _Join.apply(first, second, self)
         return joined
 
     def invalidate(self) -> None:
-        """Make it again at the next call: the values changed in a way that torch's version counters do not see."""
+        """Join again at the next call: call this when values changed without moving torch's version counters."""
         self._made_of = None
 
-    @torch.inference_mode(False)  # what is kept is written outside of that mode, too
+    @torch.inference_mode(False)  # the cached tensor outlives inference mode and must stay writable outside it
     @torch.no_grad()
     def values(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """The tensor, which is not to be written to."""
+        """The joined tensor. Do not write to it."""
         if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return torch.cat([first, second], 1)
         both = self._both

@@ -1,4 +1,4 @@
-"""What MoE layers take of a GPU besides their parameters: computed, before anything is allocated."""
+"""Estimate the GPU memory that MoE layers take besides their parameters, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class MemoryEstimate:
     """Bytes on one GPU.
 
     Attributes:
-        rows: received rows, padding included, that the rest is computed for.
+        rows: received rows, padding included, on which the other numbers are based.
         exchange: symmetric memory of one exchange, which all layers of these sizes share.
         prepared: quantised copies of the weights of one layer.
-        saved: what one layer keeps from its forward to its backward pass.
+        saved: tensors that one layer keeps from its forward to its backward pass.
     """
 
     rows: int
@@ -33,7 +33,7 @@ class MemoryEstimate:
     saved: int
 
     def total(self, layers: int, in_flight: int = 1) -> int:
-        """Of so many layers over one exchange; in_flight: micro-batches that wait for their backward pass."""
+        """Bytes of `layers` layers over one exchange; in_flight: micro-batches that wait for their backward pass."""
         return self.exchange + layers * (self.prepared + in_flight * self.saved)
 
 
@@ -47,11 +47,11 @@ def estimate_memory(
     gated: bool = True,
     **exchange: Unpack[ExchangeOptions],
 ) -> MemoryEstimate:
-    """Memory of `MoE` layers of these sizes, which are those of its constructor, on `world_size` GPUs.
+    """Estimate the memory of `MoE` layers on `world_size` GPUs; the arguments are those of the `MoE` constructor.
 
     exchange: `num_experts`, `topk`, `max_tokens` and the other `ExchangeOptions`. local_world_size=None: all GPUs are
-    in one node; num_sm=None: 24. Without a capacity rows and exchange are those of an even routing: the exchange grows
-    when more rows arrive.
+    in one node; num_sm=None: 24. Without a capacity, rows and exchange are estimated for an even routing: the exchange
+    grows when more rows arrive.
 
     Raises:
         ConfigError: sizes that cannot work.
@@ -89,7 +89,7 @@ def estimate_memory(
 def _prepared_bytes(
     experts: int, hidden: int, ffn: int, payload: str | None, precision: str, prepared: str, gated: bool
 ) -> int:
-    """A byte per value and a scale per row of what is multiplied (exact: two bytes per value), for each use."""
+    """A byte per value and a scale per row of each operand (exact: two bytes per value), for each use."""
     if payload is None:
         return 0
     width = (2 if gated else 1) * ffn
@@ -102,7 +102,7 @@ def _prepared_bytes(
 
 
 def _saved_bytes(rows: int, sizes: Sizes, ffn: int, payload: str | None, precision: str, gated: bool) -> int:
-    """Rows as they were multiplied or arrived, the first product in bf16, the rows' weights, the exchange's tables."""
+    """Bytes of the multiplied rows or staging rows, the first product in bf16, row weights, and exchange tables."""
     config = sizes.config
     kept = sizes.arrival_rows if keeps_arrivals(config) else rows
     row = 2 * config.hidden if payload is None or precision == "exact" else config.hidden + _SCALE_BYTES

@@ -1,4 +1,4 @@
-"""MoE: a mixture-of-experts layer as a torch module, over an exchange that all layers of a model share."""
+"""MoE: a mixture-of-experts layer as a torch module, over an exchange shared by all layers of a model."""
 
 from __future__ import annotations
 
@@ -22,54 +22,55 @@ from triton_ep.nn.router import TopKRouter
 from triton_ep.nn.swiglu_experts import SwiGLUExperts, check_precision
 
 _HOOKS_INSIDE = (
-    "fully_shard(moe.experts) has put FSDP's hooks inside of what is compiled. Shard the compiled module as a whole, "
+    "fully_shard(moe.experts) has put FSDP's hooks inside the compiled module. Shard the compiled module as a whole, "
     "with shard_placement_fn=triton_ep.nn.expert_placement(module, mesh), or compile without fullgraph."
 )
 
 
 @torch.compiler.disable
 def _look_at_shards(experts: SwiGLUExperts) -> None:
-    """Behind a break of the graph, because counters of versions are nothing to trace."""
+    """Called after a graph break, because torch.compile cannot trace version counters."""
     experts.look_at_shards()
 
 
 class MoE(nn.Module):
-    """Router, dispatch, experts, combine: [..., H] to [..., H]. All ranks of the group make it and call it alike.
+    """Router, dispatch, experts, combine: [..., H] to [..., H]. All ranks of the group create it and call it alike.
 
         moe = MoE(7168, 2048, num_experts=256, topk=8, max_tokens=4096, payload="mxfp8")
         y = moe(x)                                              or, with a routing of your own,
         y = moe(x, topk_idx=ids, topk_weights=weights)
 
-    Every rank has E / W of the experts. Calls are collective, and so are backward passes: all ranks make the same ones
-    in the same order; ranks may have different numbers of tokens, none too. Gradients of the experts are sums over the
-    tokens of all ranks, those of everything else over this rank's (docs/how-to/train-a-moe-layer.md).
+    Every rank has E / W of the experts. Calls and backward passes are collective: all ranks make the same calls in the
+    same order. Ranks may have different numbers of tokens, including none. Gradients of the experts are sums over the
+    tokens of all ranks; all other gradients are sums over this rank's tokens (docs/how-to/train-a-moe-layer.md).
 
     Letters: T tokens of this rank, K top-k, H hidden, F ffn, E experts over all ranks, W ranks, e = E / W.
 
     Arguments:
         hidden, ffn: H, F.
         num_experts, topk: E, K.
-        max_tokens: most tokens of a rank and call, the same on all ranks.
+        max_tokens: most tokens per rank and call, the same on all ranks.
         payload: how rows travel and are multiplied: None = bf16, "mxfp8" = quantised before they leave.
         precision: of products of MXFP8 rows. "default": in FP8, summed in float32, as exact as MXFP8 is; "fast": in FP8
             with the tensor core's own sums, which lose up to a tenth where all values have one sign; "exact": in bf16
             of the MXFP8 values.
-        capacity: None: the host waits for the number of rows that arrive. n, or a float as a multiple of the mean load
-            max_tokens * K: so many rows are there, rounded up to 128, and nothing waits; those that do not fit are left
-            out, counted (`overflow_total`) and warned of. CUDA graphs need one.
-        low_latency: for decoding, at most 1024 tokens: three launches per pair, no gradient; static.
-        router: None: a `TopKRouter` with softmax scores. A callable: router(x) gives topk_idx [..., K], topk_weights
-            [..., K] and, if it likes, a loss, kept as `last_aux`. False: none, the routing is always given.
-        exchange: an exchange of its own (`new_exchange`); None: the shared one of these sizes.
-        shared: shared experts, a module [..., H] to [..., H] whose result for every token is added; None: there are
-            none. It runs beside the exchange, on a stream of its own, in both directions.
-        dtype: of rows: bfloat16, which is what products of the experts give.
-        params_dtype: of the experts' parameters; None: as rows. With payload=None float32 ones are cast in every pass.
+        capacity: None: the host waits for the number of rows that arrive. An int is rows, a float multiplies the mean
+            load max_tokens * K; rounded up to 128. With a capacity nothing waits: rows that do not fit are left out and
+            counted (`overflow_total`), with a warning. CUDA graphs need a capacity.
+        low_latency: for decoding, at most 1024 tokens: three launches per dispatch and combine; no gradient; static.
+        router: None: a `TopKRouter` with softmax scores. A callable: router(x) returns topk_idx [..., K], topk_weights
+            [..., K] and optionally a loss, kept as `last_aux`. False: no router; every call passes its routing.
+        exchange: an exchange from `new_exchange`, not shared with other modules; None: the shared one of these sizes.
+        shared: shared experts, a module [..., H] to [..., H] whose result for every token is added; None: no shared
+            experts. It overlaps the exchange on a side stream, forward and backward.
+        dtype: of rows: bfloat16, the dtype of the experts' products.
+        params_dtype: of the experts' parameters; None: `dtype`. With payload=None, float32 parameters are cast in every
+            pass.
         group: expert-parallel group; None = the world.
-        num_sm, timeout_s, local_world_size: of the exchange, as for `EPAll2AllLayer`; None: as tuned, and as many ranks
-            per node as the job has.
+        num_sm, timeout_s, local_world_size: of the exchange, as for `EPAll2AllLayer`; None: the tuned number, and the
+            job's ranks per node.
         prepared, activation, gated, limit, alpha, up_offset, bias, separate: of `SwiGLUExperts`.
-        device: of the parameters; None: that of the rank, or torch's default device if that is "meta".
+        device: of the parameters; None: the rank's device, or torch's default device if that is "meta".
 
     Attributes:
         router, experts, shared: modules.
@@ -170,7 +171,7 @@ class MoE(nn.Module):
     def forward(
         self, x: torch.Tensor, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What the experts of every token of x make of it, weighted and summed. Collective.
+        """For every token of x, the weighted sum of its experts' outputs. Collective.
 
         Arguments:
             x: [..., H] of the module's dtype, on its device.
@@ -178,16 +179,16 @@ class MoE(nn.Module):
             topk_weights: [..., K] floating-point, with topk_idx; used as float32.
 
         Returns:
-            [..., H]; a token whose copies were all dropped gets zeros.
+            [..., H]; a token whose assignments were all dropped gets zeros.
 
         Raises:
-            InputError: an argument does not fit, or the router's result, on the rank that has it; another pass is open
-                on the exchange; an id out of range, on every rank.
-            PeerFailed: another rank refused its arguments. In static mode `check` says so.
+            InputError: an argument or the router's result does not fit (on that rank only); another pass is open on the
+                exchange; an id is out of range (on every rank).
+            PeerFailed: another rank refused its arguments. In static mode `check` raises it.
             FinalizedError: the exchange was finalized: call `connect`.
             WaitTimeout, CallMismatch: as `EPAll2AllLayer.dispatch` and `combine`.
         """
-        self.last_aux = None  # it may hold the graph of the step before
+        self.last_aux = None  # it may hold the previous step's autograd graph
         if torch.compiler.is_compiling():
             return self._traced(x, topk_idx, topk_weights)
         exchange = self._connection.exchange
@@ -203,15 +204,15 @@ class MoE(nn.Module):
                 exchange.layer.refuse()
             raise
         self.experts.look_at_shards()
-        # A call of the module, so that FSDP gathers its parameters where it shards them.
+        # Call the module, not its forward: FSDP's hooks gather sharded parameters.
         y: torch.Tensor = self.experts(tokens, ids, weights, over=exchange)
         exchange.watch_overflow()
         y = y.view(x.shape)
         return y if shared is None else y + shared.join()
 
     def _begin_shared(self, x: Any) -> Beside:
-        """Shared experts of x, which are to run beside the exchange."""
-        assert self.shared is not None, "asked before"
+        """Start the shared experts on x; they overlap the exchange."""
+        assert self.shared is not None, "checked by the caller"
         if not isinstance(x, torch.Tensor) or x.shape[-1:] != (self.hidden,):
             raise InputError(f"x must be a tensor [..., {self.hidden}], got {_shown(x)}.")
         found = Beside(self.shared, x)
@@ -222,10 +223,10 @@ class MoE(nn.Module):
     def _traced(
         self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """`forward` as torch.compile sees it: what remains of the checks is made when the graph runs."""
+        """`forward` as torch.compile traces it: the other checks are made when the graph runs."""
         ids, weights = self._route(x, topk_idx, topk_weights)
         if isinstance(self.experts, FSDPModule):
-            torch._dynamo.graph_break(msg=_HOOKS_INSIDE)  # FSDP's hooks would break the graph, too, and not say why
+            torch._dynamo.graph_break(msg=_HOOKS_INSIDE)  # FSDP's hooks would break the graph anyway, without a reason
             _look_at_shards(self.experts)
         exchange = self._connection.traced
         y: torch.Tensor = self.experts(x.reshape(-1, self.hidden).contiguous(), ids, weights, over=exchange)
@@ -233,7 +234,7 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def _route(self, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts and weights [T, K], given or of the router; sets `last_aux`."""
+        """Experts and weights [T, K], from the call or the router; sets `last_aux`."""
         if not isinstance(x, torch.Tensor) or x.shape[-1:] != (self.hidden,):
             raise InputError(f"x must be a tensor [..., {self.hidden}], got {_shown(x)}.")
         if (topk_idx is None) != (topk_weights is None):
@@ -257,11 +258,11 @@ class MoE(nn.Module):
         return ids, topk_weights.reshape(-1, self.topk).float().contiguous()
 
     def invalidate(self) -> None:
-        """The weights have changed, and torch's version counters do not show it: make what is kept of them anew."""
+        """Build kept copies of the weights anew: call this after a change that torch's version counters do not show."""
         self.experts.invalidate()
 
     def refresh(self) -> None:
-        """Bring up to date what a captured CUDA graph reads of weights that have changed: before its next replay."""
+        """Update the copies of changed weights that a captured CUDA graph reads; call it before the next replay."""
         self.experts.refresh()
 
     # --- the exchange ---------------------------------------------------------------------------------------
@@ -277,16 +278,16 @@ class MoE(nn.Module):
 
     @property
     def overflow_total(self) -> int:
-        """Rows that did not fit the capacity on this rank, in all passes of all modules that share the exchange, and in
+        """Rows that did not fit the capacity on this rank, over all passes of all modules that share the exchange and
         all replays of CUDA graphs; 0 without a capacity. Waits for the current stream."""
         return self.exchange.overflow_total
 
     def check(self) -> None:
-        """Wait for the current stream, raise what the exchange's kernels reported, and warn if rows did not fit."""
+        """Wait for the current stream, raise errors that the exchange's kernels reported, warn if rows did not fit."""
         self.exchange.check()
 
     def forget_captures(self) -> None:
-        """No CUDA graph that was captured with this exchange will be replayed: others may be captured on any stream."""
+        """Allow captures on any stream again; no CUDA graph captured with this exchange may be replayed afterwards."""
         self._connection.exchange.forget_captures()
 
     def connect(self, exchange: EPAll2AllLayer | None = None) -> None:
@@ -296,11 +297,12 @@ class MoE(nn.Module):
     def over(self, exchange: EPAll2AllLayer) -> MoE:
         """The same router and experts over another exchange (`new_exchange`): for a second micro-batch in flight.
 
-        Parameters and quantised copies are shared; what one of both is told (`train`, `to`, hooks), the other is too,
-        but for `last_aux`. Run one pass before the two are in flight together: it makes the quantised copies.
+        Both modules share parameters, quantised copies and hooks; `train` and `to` on one apply to the other's
+        submodules. Only `last_aux` is separate. Run one pass, which builds the quantised copies, before both are in
+        flight together.
 
         Raises:
-            ConfigError: it does not fit.
+            ConfigError: the exchange does not fit.
         """
         twin = copy.copy(self)
         twin._connection = Connection(self._connection.group, self._connection.sizes, exchange)
@@ -308,7 +310,7 @@ class MoE(nn.Module):
         return twin
 
     def finalize(self) -> None:
-        """Give up the exchange; the last module that holds a shared one frees its memory. Collective, idempotent."""
+        """Release the exchange; the last module that holds a shared one frees its memory. Collective, idempotent."""
         self._connection.release()
 
     def _default_device(self) -> torch.device:

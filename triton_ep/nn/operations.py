@@ -1,7 +1,7 @@
-"""The MoE block as a torch.library op: what torch.compile, and whoever else looks at ops, sees of a MoE module.
+"""The MoE block as a torch.library op, for torch.compile and other observers of ops.
 
 Dispatch, experts and combine are one op forward, `torch.ops.triton_ep.moe.default` for the policies of selective
-checkpoints, and one backward. What is saved between them are outputs of the first. Exchange and experts are found by
+checkpoints, and one op backward. The saved tensors are outputs of the forward op. Exchange and experts are found by
 integer keys, in tables that hold them weakly.
 """
 
@@ -28,25 +28,25 @@ from triton_ep.ops.row_scales import RowScaled
 _EXPERTS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count(1)
 _NUM_SAVED = 9
-"""entries, placement, forward tables, copies, slots, rows (or what arrived), scales, the first product, row weights."""
+"""entries, placement, forward tables, copies, slots, rows (or staging rows), scales, first product, row weights."""
 
 
 def register(experts: Any) -> int:
-    """The key of a module of experts, new at each call."""
+    """Register a module of experts and return its key, a new one at each call."""
     key = next(_numbers)
     _EXPERTS[key] = experts
     return key
 
 
 def is_observed() -> bool:
-    """True where ops are looked at from outside: by torch.compile, or a mode of torch's dispatcher."""
+    """True if torch.compile or a torch dispatch mode observes ops."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def moe(
     experts: Any, layer: EPAll2AllLayer, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
-    """[T, H]: what `experts` over `layer` make of tokens, as one op; differentiable as `MoEBlock` is. Collective.
+    """Output [T, H] of `experts` over `layer`, as one op; differentiable as `MoEBlock` is. Collective.
 
     Raises:
         StaleHandleError: a compiled graph runs after its module or exchange is gone.
@@ -63,7 +63,7 @@ def moe(
 def _block(layer: int, experts: int) -> tuple[Any, MoEBlock, Exchange]:
     owner = _EXPERTS.get(experts)
     if owner is None:
-        raise StaleHandleError("this compiled graph belongs to a MoE module that is gone. Compile the present one.")
+        raise StaleHandleError("this compiled graph belongs to a deleted MoE module. Compile the current module.")
     exchange = Exchange(layer_of(layer))
     return owner, owner.block_over(exchange), exchange
 
@@ -87,12 +87,12 @@ def _moe(
     layer: int,
     experts: int,
 ) -> tuple[torch.Tensor, ...]:
-    """The result, and what `_moe_backward` needs if `keep`; what is not there is an empty tensor."""
+    """The result and, if `keep`, the tensors that `_moe_backward` needs; absent ones are empty tensors."""
     owner, block, exchange = _block(layer, experts)
     with torch.no_grad():
         joined = list(owner.joined(params))
         if keep and owner.joined_needs(needs)[0]:
-            joined[0] = joined[0].detach().requires_grad_()  # tells the block to keep the rows
+            joined[0] = joined[0].detach().requires_grad_()  # makes the block keep the rows
         if exchange.layer.config.low_latency:
             out = owner.low_latency_pass(exchange, x, topk_idx, topk_weights, joined)
             kept = [x.new_empty(0) for _ in range(_NUM_SAVED)]
@@ -104,11 +104,11 @@ def _moe(
 
 
 def _kept(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, saved: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a descriptor and of what experts saved, in the order that `_found` expects."""
+    """The tensors of a descriptor and those that the experts saved, in the order that `_found` expects."""
     nothing = desc.entries.new_empty(0)
     copies, rows, tiles = desc.skipped_token_topk_mapping_indices, saved["rows"], desc.tiles
     assert tiles is not None, "neither compact nor low latency"
-    # Room for more tiles than these rows have: equal inputs must give equal outputs.
+    # Clear the room for tiles that these rows do not use: equal inputs must give equal outputs.
     unused = desc.placement[tiles.storage_offset() + tiles.numel() :]
     if unused.numel():
         unused.zero_()
@@ -122,7 +122,7 @@ def _kept(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, saved: dict[str, An
 def _found(
     layer: EPAll2AllLayer, kept: Sequence[torch.Tensor]
 ) -> tuple[EPAllToAllLayoutDesc, torch.Tensor | None, dict[str, Any]]:
-    """Descriptor, slots of rows, and what the experts saved."""
+    """Descriptor, slots of rows, and the tensors that the experts saved."""
     entries, placement, forward, copies, slots, rows, scale, pre, row_weights = kept
     cfg = layer.config
     desc = make_descriptor(
@@ -190,9 +190,9 @@ def _moe_backward(
     layer: int,
     experts: int,
 ) -> list[torch.Tensor]:
-    """Gradients of x, of the weights of the router, and of each parameter; empty where there is none to return.
+    """Gradients of x, of the router's weights, and of each parameter; an empty tensor if there is none to return.
 
-    needs: for each of these.
+    needs: whether each of these gradients is needed, in the same order.
     """
     owner, block, exchange = _block(layer, experts)
     desc, slots, saved = _found(exchange.layer, kept)
@@ -219,7 +219,7 @@ def _(grad: Any, kept: Any, params: Any, needs: Any, layer: int, experts: int) -
 
 
 def returns_gradient(param: torch.Tensor) -> bool:
-    """False for a parameter whose gradient is only added to its `main_grad`."""
+    """False for a parameter whose gradient is only accumulated in its `main_grad`."""
     return getattr(param, "main_grad", None) is None or hasattr(param, "grad_added_to_main_grad")
 
 
@@ -231,9 +231,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _backward_of_moe(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # once: a checkpoint makes them anew
+    saved = ctx.saved_tensors  # read once: under activation checkpointing every read recomputes
     params, kept = saved[: ctx.num_params], saved[ctx.num_params :]
-    assert grad is not None, "of the only output that is differentiable"
+    assert grad is not None, "gradient of the only differentiable output"
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], *ctx.needs]
     found = torch.ops.triton_ep.moe_backward(grad.contiguous(), list(kept), list(params), needs, ctx.layer, ctx.experts)
     owner = _EXPERTS[ctx.experts]

@@ -1,4 +1,4 @@
-"""The backward product of the experts for widths that its kernel does not take: operands padded with zeros."""
+"""Backward product of the experts for widths that the kernel does not take: pads operands with zeros."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton_ep.ops.activation import Activation
 from triton_ep.ops.experts_backward import down_dgrad
 from triton_ep.ops.row_scales import RowScaled
 
-_UNIT = 8  # bf16 values of 16 bytes, in which the kernel's boxes are measured
+_UNIT = 8  # bf16 values in 16 bytes, the unit of the kernel's boxes
 
 
 def down_dgrad_of_any_width(
@@ -24,7 +24,7 @@ def down_dgrad_of_any_width(
     bias: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`down_dgrad` with H and F in bf16 of any size; copies of all operands unless they are multiples of 8."""
+    """`down_dgrad` in bf16 for any H and F; copies all operands unless both sizes are multiples of 8."""
     if isinstance(dy, RowScaled) or (dy.shape[1] % _UNIT == 0 and w2.shape[2] % _UNIT == 0):
         return down_dgrad(dy, w2, pre, offs, activation=activation, bias=bias, **options)
     hidden, ffn, halves = dy.shape[1], w2.shape[2], 2 if activation.gated else 1

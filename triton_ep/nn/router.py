@@ -1,4 +1,4 @@
-"""TopKRouter: which experts every token goes to, and with which weights."""
+"""TopKRouter: chooses the experts of every token and their weights."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ class TopKRouter(nn.Module):
 
     Covers Mixtral and Qwen3 (softmax, weights normalised), DeepSeek-V2 (softmax, groups) and DeepSeek-V3 (sigmoid,
     groups, correction bias, scale 2.5). The weights must be the same on all ranks of the expert-parallel group: seed
-    them alike, or let the data-parallel wrapper send them; their gradients are summed over the ranks by that wrapper.
+    all ranks alike, or let the data-parallel wrapper broadcast the weights. That wrapper also sums their gradients over
+    the ranks.
 
     Arguments:
         hidden, num_experts, topk: H, E over all ranks, and K.
         score: "softmax" over all experts, or "sigmoid" of each.
         num_groups, topk_groups: experts 0 to E / num_groups - 1 are the first group, and so on; the K experts come from
-            the best topk_groups groups. A group is as good as its best expert, with a correction bias as its two best.
+            the best topk_groups groups. A group's score is its best expert's, with a correction bias the sum of its two
+            best.
         correction_bias: a buffer `expert_bias` is added to the scores for the choice, not for the weights.
-            `update_expert_bias` moves it, so that no loss is needed to balance experts.
+            `update_expert_bias` adjusts it, so that no loss is needed to balance experts.
         normalize: the weights of a token sum to `scale`; False: they are its scores times `scale`.
-        bias: the linear layer has one.
-        aux_loss: a call also returns the balancing loss, E / (K T) sum_e n_e p_e: n_e copies for expert e, and p_e its
-            mean share of a token's scores. 1 if all are equal; differentiable through p_e.
+        bias: the linear layer has a bias.
+        aux_loss: a call also returns the balancing loss, E / (K T) sum_e n_e p_e: n_e assignments to expert e, and p_e
+            its mean share of a token's scores. 1 if all are equal; differentiable through p_e.
         dtype: of the weights and of the product; scores are float32.
 
     Attributes:
         weight: [E, H]. bias: [E] or None.
         expert_bias: [E] float32, saved with the module; None without correction_bias.
-        expert_load: [E] int64, copies for each expert in training since the last update; not saved.
+        expert_load: [E] int64, assignments to each expert in training since the last update; not saved.
 
     Raises:
-        ConfigError: sizes that do not go together.
+        ConfigError: sizes that do not fit each other.
     """
 
     expert_bias: torch.Tensor | None
@@ -77,7 +79,7 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normally distributed weights, so that logits of tokens with unit variance have unit variance; zero biases."""
+        """Normal weights that give tokens of unit variance logits of unit variance; zero biases."""
         self.weight.normal_(std=self.hidden**-0.5)
         for zero in (self.bias, self.expert_bias, self.expert_load):
             if zero is not None:
@@ -90,7 +92,7 @@ class TopKRouter(nn.Module):
             topk_idx [..., K] int32 and topk_weights [..., K] float32, differentiable; with `aux_loss` the loss, [].
 
         Raises:
-            InputError: another H.
+            InputError: x has another H.
         """
         if x.shape[-1:] != (self.hidden,):
             raise InputError(f"the router takes x [..., {self.hidden}], got {list(x.shape)}.")
@@ -119,7 +121,7 @@ class TopKRouter(nn.Module):
             of_experts = scores.unflatten(-1, (self.num_groups, -1))
             best = of_experts.topk(min(best_of_group, of_experts.shape[-1]), -1).values.sum(-1)
             chosen = best.topk(self.topk_groups, -1).indices
-            # Scores plus bias may be negative, so what must not be chosen cannot be zero.
+            # Scores plus bias may be negative, so zero would not exclude the experts of other groups.
             left_out = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
             scores = of_experts.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(self.topk, -1).indices
@@ -132,9 +134,9 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def update_expert_bias(self, rate: float = 1e-3, group: Any = None) -> None:
-        """Once per optimizer step: raise the bias of experts with few copies by `rate`, lower that of the others.
+        """Raise the bias of experts with few assignments by `rate`, lower the others'; once per optimizer step.
 
-        Collective over `group`, whose tokens count together: None = the world. `expert_load` starts again from zero.
+        Collective over `group`, which sums the load of its ranks; None = the world. Resets `expert_load` to zero.
 
         Raises:
             ConfigError: a router without correction_bias.
@@ -148,7 +150,7 @@ class TopKRouter(nn.Module):
         self.expert_load.zero_()
 
     def extra_repr(self) -> str:
-        """Sizes, and what is not the default."""
+        """Sizes and options other than the defaults."""
         groups = f", the best {self.topk_groups} of {self.num_groups} groups" if self.num_groups > 1 else ""
         return f"{self.hidden}, top-{self.topk} of {self.num_experts}, {self.score}{groups}"
 

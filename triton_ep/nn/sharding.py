@@ -1,11 +1,11 @@
-"""Experts under FSDP2 whose hooks stay outside of a compiled block.
+"""Shard experts with FSDP2 and keep its hooks outside a compiled block.
 
     block = ...                                  # attention, norms, MoE
     fully_shard(block, mesh=everyone, shard_placement_fn=expert_placement(block, mesh["replicas"]))
     block.compile(fullgraph=True)
 
-Sharded by a call of their own, `fully_shard(block.moe.experts, mesh=mesh["replicas"])`, experts have hooks inside of
-the block, which torch.compile does not trace. Here the block's hooks, which it does not see, gather all parameters.
+A separate call `fully_shard(block.moe.experts, mesh=mesh["replicas"])` puts hooks inside the block, which torch.compile
+does not trace. Here the hooks of the block itself gather all parameters, outside the compiled code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from triton_ep.nn.moe import MoE
 
 
 def expert_placement(module: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """The `shard_placement_fn` of `fully_shard(module, mesh=...)` that shards experts of MoE modules in it over another
-    mesh, and leaves all other parameters to that of the call.
+    """A `shard_placement_fn` for `fully_shard(module, mesh=...)` that shards the experts of MoE modules over another
+    mesh; all other parameters use the mesh of the `fully_shard` call.
 
     Arguments:
-        module: the one that `fully_shard` is given; not sharded yet.
+        module: the module passed to `fully_shard`, not sharded yet.
         mesh: of one dimension, the replicas of the expert-parallel group: ranks with the same experts.
 
     Raises:
@@ -40,8 +40,8 @@ def expert_placement(module: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parame
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
     except ImportError as error:
         raise ConfigError(
-            "this torch has one mesh per call of fully_shard; meshes per parameter came with 2.12. Shard the experts "
-            "by a call of their own, fully_shard(moe.experts, mesh=...), and compile without fullgraph."
+            "this torch takes one mesh per call of fully_shard; 2.12 added meshes per parameter. Shard the experts "
+            "by a separate call, fully_shard(moe.experts, mesh=...), and compile without fullgraph."
         ) from error
     moes = [each for each in module.modules() if isinstance(each, MoE)]
     of_experts = {id(parameter) for moe in moes for parameter in moe.experts.parameters()}

@@ -31,21 +31,21 @@ class SwiGLUExperts(nn.Module):
     Arguments:
         hidden, ffn: H, F.
         num_local_experts: e.
-        first_expert, num_experts: number of the first of them, and how many there are over all ranks: checkpoints may
-            hold all experts, and initial values do not depend on how many ranks there are. None: e.
+        first_expert, num_experts: number of this rank's first expert, and number of experts over all ranks (None: e).
+            Checkpoints may hold all experts, and initial values do not depend on the number of ranks.
         payload, precision: as of `MoE`.
-        prepared: which quantised copies of the weights are kept, with payload="mxfp8": "both" (2 bytes per weight), for
-            the forward pass only ("fprop", 1 byte; those for the backward pass are made each time), or "none".
+        prepared: which quantised copies of the weights are kept, with payload="mxfp8": "both" (2 bytes per weight);
+            "fprop", for the forward pass only (1 byte; every backward pass builds its own); or "none".
         activation: "silu", "gelu" (by the error function), "relu" or "relu2" (its square).
         gated: False: act(x w1^T) alone; w13 is then [e, F, H].
         limit: x w1^T is clamped from above, x w3^T from both sides; None: neither.
         alpha: of silu: g * sigmoid(alpha * g). up_offset: added to x w3^T. (gpt-oss: limit=7, alpha=1.702, up_offset=1)
-        bias: there are biases, b13 [e, 2F] and b2 [e, H].
-        separate: w1 and w3 [e, F, H] are parameters of their own (b1, b3 too) in place of w13, as existing checkpoints
-            and optimizers have them. Both products of a row are one, so a copy as w13 is kept beside them.
+        bias: add biases b13 [e, 2F] and b2 [e, H].
+        separate: w1 and w3 [e, F, H] (and b1, b3) are separate parameters in place of w13, as existing checkpoints and
+            optimizers have them. One product computes both, so a joined copy w13 is kept as well.
         dtype, device: of the parameters.
 
-    State dicts may have w13, or w1 and w3, and all experts in place of this rank's: what fits is made of them.
+    State dicts may have w13 or w1 and w3, and all experts or only this rank's; loading converts them.
 
     Raises:
         ConfigError: options that do not go together.
@@ -114,7 +114,7 @@ class SwiGLUExperts(nn.Module):
         self.reset_parameters()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copied module: a key of its own."""
+        """Register a copied module under a key of its own."""
         super().__setstate__(state)
         self.key = operations.register(self)
 
@@ -122,8 +122,8 @@ class SwiGLUExperts(nn.Module):
     def reset_parameters(self) -> None:
         """Normally distributed weights with a variance of 1 / columns, zero biases.
 
-        One number comes from torch's generator, and what every expert gets follows from that and the expert's number:
-        ranks that were seeded alike begin with other experts, and together with the same, however many they are.
+        Draws one number from torch's generator; the number and an expert's index determine the expert's values. So
+        ranks seeded alike start with different experts, and all experts together are the same for any number of ranks.
         """
         if self.w2.device.type == "meta":
             return
@@ -152,19 +152,19 @@ class SwiGLUExperts(nn.Module):
         return self._joined_bias(local_part(self.b1), local_part(self.b3))
 
     def invalidate(self) -> None:
-        """The weights have changed, and torch's version counters do not show it: make what is kept of them anew."""
+        """Build kept copies of the weights anew: call this after a change that torch's version counters do not show."""
         self._joined_weight.invalidate()
         self._joined_bias.invalidate()
         if self.prepared is not None:
             self.prepared.invalidate()
 
     def look_at_shards(self) -> None:
-        """Invalidate if what FSDP gathers next has changed: gathered weights have the counter of those before. To be
-        called before a pass, while parameters are shards."""
+        """Invalidate kept copies if the shards that FSDP gathers next have changed: gathered weights keep the version
+        counter of the previous ones. Call it before a pass, while parameters are shards."""
         if not isinstance(self.w2, DTensor):
             return
         shards = [each for each in self.parameters(recurse=False) if isinstance(each, DTensor)]
-        # An operation on the DTensor counts there, one on what it holds there.
+        # An operation on the DTensor moves the DTensor's counter; one on its local tensor, the local tensor's.
         both = [part for shard in shards for part in (shard, shard.to_local())]
         now = [0 if part.is_inference() else part._version for part in both]
         if now != self._shards:
@@ -173,15 +173,15 @@ class SwiGLUExperts(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make now what is kept of the weights and no longer of their present values, where a captured CUDA graph reads
-        it: before a replay, after the weights have changed."""
+        """Update outdated copies of the weights in place, where a captured CUDA graph reads them. Call it after the
+        weights have changed, before the next replay."""
         w13, w2, *_ = self.parameters_now()
         if self.prepared is not None:
             self.prepared.refresh(w13, name="w13")
             self.prepared.refresh(w2, name="w2")
 
     def parameters_now(self) -> Parameters:
-        """w13, w2, b13, b2 as the products take them; differentiable. For bf16 rows, other weights are cast."""
+        """w13, w2, b13, b2 as the products take them; differentiable. For bf16 rows, weights are cast to bf16."""
         w13, w2 = self.gate_up_weight(), local_part(self.w2)
         if self.payload is None and w2.dtype != torch.bfloat16:
             w13, w2 = w13.to(torch.bfloat16), w2.to(torch.bfloat16)
@@ -195,7 +195,7 @@ class SwiGLUExperts(nn.Module):
         *,
         over: Exchange | None = None,
     ) -> torch.Tensor:
-        """What the experts make of rows that are here; or, over an exchange, of tokens, which it brings here and back.
+        """Apply the experts to local rows or, over an exchange, to tokens that are dispatched and combined.
 
         Arguments:
             x: [R, H] bf16 rows, with payload="mxfp8" an MXTensor or RowScaled as well. Over an exchange: [T, H] bf16.
@@ -204,12 +204,12 @@ class SwiGLUExperts(nn.Module):
             weights: [R] float32, which multiply each row's result; None: ones. Over an exchange: [T, K] float32.
 
         Returns:
-            [R, H] bf16; rows behind the last segment mean nothing. Over an exchange: [T, H], sums over k; collective,
+            [R, H] bf16; rows past the last segment are undefined. Over an exchange: [T, H], sums over k; collective,
             and so is the backward pass. Differentiable in x, weights and the parameters.
 
         Raises:
-            InputError: shapes or dtypes that do not fit; weights that changed since the copies were made of them that
-                a CUDA graph, which is being captured, would read.
+            InputError: shapes or dtypes that do not fit; or, during the capture of a CUDA graph, kept copies are older
+                than the weights.
             What `EPAll2AllLayer.dispatch` and `combine` raise.
         """
         if over is None:
@@ -237,7 +237,7 @@ class SwiGLUExperts(nn.Module):
     def low_latency_pass(
         self, over: Exchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, parameters: Parameters
     ) -> torch.Tensor:
-        """[T, H] of tokens, over an exchange of low latency; no gradient."""
+        """Result [T, H] for tokens, over a low-latency exchange; no gradient."""
         block = ExpertBlock(self.prepared, self._settings(aligned=False))
         with over.use("a pass of a MoE module"):
             rows, row_weights, desc = over.layer.dispatch(x, ids, weights)
@@ -246,7 +246,7 @@ class SwiGLUExperts(nn.Module):
     # --- parameters as the op of torch.library takes them: those of the module, in the order of its names --------
 
     def local_parameters(self) -> list[torch.Tensor]:
-        """What this rank holds of w13 (or w1, w3), w2, and the biases in the same order."""
+        """This rank's parts of w13 (or w1, w3), w2, and the biases in the same order."""
         return [local_part(getattr(self, name)) for name in self._names()]
 
     def _names(self) -> list[str]:
@@ -254,7 +254,7 @@ class SwiGLUExperts(nn.Module):
         return [letter + end for letter in ("w", "b")[: 1 if self.b2 is None else 2] for end in ends]
 
     def joined(self, parameters: list[torch.Tensor]) -> Parameters:
-        """w13, w2, b13, b2 of `local_parameters` as the products take them. No gradient."""
+        """w13, w2, b13, b2 as the products take them, from `local_parameters`. No gradient."""
         if self.separate:
             w1, w3, w2, *biases = parameters
             w13 = self._joined_weight.values(w1, w3)
@@ -267,7 +267,7 @@ class SwiGLUExperts(nn.Module):
         return w13, w2, b13, biases[-1] if biases else None
 
     def joined_needs(self, needs: list[bool]) -> tuple[bool, ...]:
-        """Of w13, w2, b13 and b2, whether a gradient is needed, from the same of `local_parameters`."""
+        """Whether w13, w2, b13 and b2 need gradients, given the needs of `local_parameters`."""
         count = len(needs) // (1 if self.b2 is None else 2)
         of_weights, of_biases = needs[:count], needs[count:] or [False]
         return any(of_weights[:-1]), of_weights[-1], any(of_biases[:-1]), of_biases[-1]
@@ -281,7 +281,7 @@ class SwiGLUExperts(nn.Module):
         return [None if g is None else g.to(p.dtype) for g, p in zip(found, parameters, strict=True)]
 
     def own_parameters(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The module's own in place of given ones, where products take them as they are and they have a `main_grad`."""
+        """Replace given weights by the module's own if these have a `main_grad` and the products take them uncast."""
         as_they_are = not self.separate and (self.payload is not None or self.w2.dtype == torch.bfloat16)
         found = []
         for name, given in zip(self._names(), parameters, strict=True):
@@ -290,7 +290,7 @@ class SwiGLUExperts(nn.Module):
         return found
 
     def _check(self, parameters: Parameters, device: torch.device) -> None:
-        """Raise InputError unless nobody has put something else in the parameters' place."""
+        """Raise InputError if a parameter was replaced by one of another shape or on another device."""
         width = (2 if self.activation.gated else 1) * self.ffn
         shapes = ((width, self.hidden), (self.hidden, self.ffn), (width,), (self.hidden,))
         for name, value, shape in zip(("w13", "w2", "b13", "b2"), parameters, shapes, strict=True):
@@ -306,7 +306,7 @@ class SwiGLUExperts(nn.Module):
         return ExpertSettings(self.activation, precision, aligned)
 
     def extra_repr(self) -> str:
-        """Sizes, and what is not the default."""
+        """Sizes and options other than the defaults."""
         last = self.first_expert + self.num_local_experts - 1
         text = f"{self.hidden}, {self.ffn}, experts {self.first_expert} to {last} of {self.num_experts}"
         kind = self.activation.kind + "" if self.activation.gated else self.activation.kind + ", not gated"
@@ -315,11 +315,11 @@ class SwiGLUExperts(nn.Module):
 
 
 def check_precision(payload: Any, precision: Any) -> None:
-    """Raise ConfigError unless rows that travel like this can be multiplied like that."""
+    """Raise ConfigError unless rows of this payload can be multiplied in this precision."""
     if payload not in (None, "mxfp8"):
         raise ConfigError(f'payload is {payload!r}; rows travel as they are (None) or as "mxfp8".')
     if precision not in PRECISIONS:
-        raise ConfigError(f"precision is {precision!r}; there are {', '.join(map(repr, PRECISIONS))}.")
+        raise ConfigError(f"precision is {precision!r}; choose from {', '.join(map(repr, PRECISIONS))}.")
     if payload is None and precision != "default":
         raise ConfigError(
             f"precision={precision!r} says how MXFP8 rows are multiplied, but payload=None sends bf16 ones. Pass "
@@ -328,7 +328,7 @@ def check_precision(payload: Any, precision: Any) -> None:
 
 
 def _check_sizes(hidden: int, ffn: int, payload: str | None) -> None:
-    """Raise ConfigError for sizes that no product takes, with the nearest that one does."""
+    """Raise ConfigError for sizes that no product takes; the message names the nearest that fit."""
     step = 1 if payload is None else 32
     for name, size in (("hidden", hidden), ("ffn", ffn)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -343,22 +343,22 @@ def _check_sizes(hidden: int, ffn: int, payload: str | None) -> None:
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: of a DTensor its shard."""
+    """The part of a tensor that this rank holds: a DTensor's shard, else the tensor itself."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _after_load(module: SwiGLUExperts, _: Any) -> None:
-    """A state dict may have gone into shards, whose counters gathered weights do not have."""
+    """Invalidate kept copies: a state dict loaded into shards moves counters that gathered weights do not have."""
     module.invalidate()
 
 
 def _fit_state_dict(
     module: SwiGLUExperts, state: dict[str, Any], prefix: str, _: Any, strict: bool, *rest: list[str]
 ) -> None:
-    """Make the module's parameters of what a state dict has: w13 of w1 and w3, or the other way; its experts of all.
+    """Convert a state dict to the module's parameters: join w1 and w3 or split w13; select this rank's experts.
 
     Raises:
-        InputError: another number of experts.
+        InputError: the state dict has another number of experts.
     """
     for letter in "wb":
         names = [f"{prefix}{letter}{end}" for end in ("13", "1", "3")]

@@ -6,9 +6,9 @@
     with te.autocast(recipe=te.MXFP8BlockScaling()):
         y = layer(x, m_splits)
 
-TransformerEngine itself is not needed. It runs MXFP8 on compute capability 10.x alone; here every device does,
-emulated where tensor cores know no MX scales. docs/how-to/transformer-engine.md has the table of what is called how,
-and what differs.
+TransformerEngine itself is not needed. It runs MXFP8 only on compute capability 10.x; this package runs it on every
+device, emulated where tensor cores do not support MX scales. docs/how-to/transformer-engine.md has a table of names and
+differences.
 """
 
 from triton_ep.integrations.te.ep import (
@@ -56,7 +56,7 @@ from triton_ep.integrations.te.symmetric import is_symm_backed, release_symm_mem
 from triton_ep.integrations.te.tensor import MXFP8Tensor
 from triton_ep.integrations.te.wgrad import NothingDelayedError
 
-# TransformerEngine's base classes. There is one kind of each here.
+# TransformerEngine's base classes; here each has one implementation.
 Quantizer = MXFP8Quantizer
 QuantizedTensor = MXFP8Tensor
 QuantizedTensorStorage = MXFP8TensorStorage

@@ -1,11 +1,11 @@
 """MXFP8 quantisation by TransformerEngine's rule, along rows or along columns, and back.
 
-The rule is that of the project's RCEIL (triton_ep/ops/mxfp8.py, triton_ep/mx/arithmetic.py) in all but one case: a
-block whose largest magnitude is infinite gets the scale byte 254, not NaN's 255, and its infinities become the largest
-value of the format. On GPUs the kernels do that; on CPUs and for tiles a second step corrects what the project's
-arithmetic returns.
+The rule is the project's RCEIL (triton_ep/ops/mxfp8.py, triton_ep/mx/arithmetic.py) except in one case: a block whose
+largest magnitude is infinite gets the scale byte 254, not NaN's 255, and its infinities become the largest value of the
+format. On GPUs the kernels implement this case; on CPUs and for tiles a second step corrects the result of the
+project's arithmetic.
 
-Rows may end in a short last block when they are quantised along columns: it counts as filled up with zeros.
+When rows are quantised along columns, the last block may be short: it counts as filled up with zeros.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _OF_INFINITY = 254
 def _elements_of_infinite(x: torch.Tensor, elem_dtype: torch.dtype) -> torch.Tensor:
     """Elements (bytes) of values in blocks whose largest magnitude is infinite."""
     largest = elem_format(elem_dtype).max_pos
-    # 2**-127 in two factors, because it is no normal number itself.
+    # 2**-127 as two factors, because it is not a normal number itself.
     return (x.float() * 2.0**-64 * 2.0**-63).clamp(-largest, largest).to(elem_dtype).view(torch.uint8)
 
 
 def _saturate(
     x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, elem_dtype: torch.dtype, along: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements (bytes) and scales, those blocks corrected whose largest magnitude is infinite.
+    """Correct elements (bytes) and scales of blocks whose largest magnitude is infinite.
 
     along: dimension of x [R, H] in which blocks lie.
     """
@@ -57,7 +57,7 @@ def quantize_rows(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Tenso
     """Elements [M, N] and scales [M, N / 32] of x [M, N], as bytes.
 
     Raises:
-        InputError: another dtype than bf16, fp16, fp32, or N no multiple of 32.
+        InputError: the dtype is not bf16, fp16 or fp32, or N is not a multiple of 32.
     """
     x = _checked(x)
     if x.is_cuda and x.numel():
@@ -90,7 +90,7 @@ def quantize_tiles(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Tens
     """Elements [M, N] and scales [M / 32, N / 32] of x [M, N], one scale per 32 x 32 values, as bytes.
 
     Raises:
-        InputError: as `quantize_rows`, or M no multiple of 32.
+        InputError: as `quantize_rows`, or M is not a multiple of 32.
     """
     x = _checked(x)
     rows, columns = x.shape
@@ -109,7 +109,7 @@ def quantize_tiles(x: torch.Tensor, elem_dtype: torch.dtype) -> tuple[torch.Tens
 def dequantize_rows(
     data: torch.Tensor, scale: torch.Tensor, elem_dtype: torch.dtype, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Values [M, N] of elements [M, N] and scales [M, N / 32], bytes; one float32 product each, rounded to `dtype`."""
+    """Values [M, N] of elements [M, N] and scales [M, N / 32], bytes: float32 products, rounded to `dtype`."""
     elements = data.view(elem_dtype)
     if data.is_cuda and data.numel():
         return mxfp8.dequantize_rows(elements, scale, dtype)
@@ -134,11 +134,11 @@ def dequantize_columns(
 def quantize_groups(
     x: torch.Tensor, offsets: torch.Tensor, elem_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_columns` with blocks that begin anew in each group of rows.
+    """`quantize_columns` with blocks that start again in each group of rows.
 
     offsets: [groups + 1] int32 on the device, first row of each group, then the end of the last.
 
-    Returns elements [M, N], zero after the last group, and scales [S, N] as `ops.mxfp8.quantize_columns` has them:
+    Returns elements [M, N], zero past the last group, and scales [S, N] in the layout of `ops.mxfp8.quantize_columns`:
     one row per block, group after group.
     """
     x = _checked(x)
@@ -155,7 +155,7 @@ def quantize_groups(
 def dequantize_groups(
     data: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor, elem_dtype: torch.dtype, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Values [M, N] of what `quantize_groups` gave; zero after the last group."""
+    """Dequantise the result of `quantize_groups` to values [M, N]; zero past the last group."""
     if data.is_cuda and data.numel():
         return mxfp8.dequantize_columns(data.view(elem_dtype), scale, offsets, dtype)
     values = torch.zeros_like(data, dtype=dtype)
@@ -165,7 +165,7 @@ def dequantize_groups(
 
 
 def _groups(offsets: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows and scale rows of each group that has any."""
+    """Rows and scale rows of each non-empty group."""
     block = 0
     for first, end in itertools.pairwise(offsets.tolist()):
         blocks = -(-(end - first) // BLOCK)

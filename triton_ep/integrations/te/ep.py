@@ -2,7 +2,7 @@
 
 `ep_bootstrap` fixes the sizes of this process's group, once. An `EpBuffer` holds the state of one dispatch and its
 combine, so each micro-batch in flight needs one. Buffers with equal options share a layer, whose symmetric memory
-`ep_finalize` frees; making the first buffer with other options is collective.
+`ep_finalize` frees. Creating the first buffer with given options is collective.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EpStateError(EPError, RuntimeError):
 
 @dataclass(frozen=True)
 class _Group:
-    """Arguments of `ep_bootstrap`, and the layers made since."""
+    """Arguments of `ep_bootstrap`, and the layers created since."""
 
     pool: LayerPool
     num_experts: int
@@ -47,7 +47,7 @@ class _Group:
     dtype: torch.dtype
 
     def layer(self, payload: str | None, alignment: int, capacity: int | None) -> EPAll2AllLayer:
-        """The layer of buffers with these options."""
+        """The layer that buffers with these options share."""
         sizes = LayerSizes(
             self.hidden_dim,
             self.num_topk,
@@ -83,12 +83,12 @@ def ep_bootstrap(
     """Fix the sizes of expert parallelism in this process; once, after `initialize_distributed`.
 
     Arguments:
-        ep_group: process group; None: of all ranks. num_experts: over all its ranks, a multiple of their number.
+        ep_group: process group; None: all ranks. num_experts: over all its ranks, a multiple of their number.
         max_tokens_per_rank: most tokens of one dispatch. hidden_dim: elements per token. num_topk: experts per token.
-        recv_capacity_per_rank: most rows that a rank receives. With it dispatch does not wait for the host and can be
-            captured in CUDA graphs; None: all rows are received, and the host waits for their number.
-        max_num_sms: CTAs of the communication kernels; 0: by the tuned tables.
-        zero_copy: must be False: rows of other ranks are read in the layer's own buffers alone.
+        recv_capacity_per_rank: most rows that a rank receives. With a capacity, dispatch does not wait for the host and
+            can be captured in CUDA graphs; None: all rows are received, and the host waits for their number.
+        max_num_sms: CTAs of the communication kernels; 0: from the tuned tables.
+        zero_copy: must be False: rows of other ranks are read only in the layer's own buffers.
         drop_on_overflow: drop rows beyond the capacity. False: `ep_dispatch` outside a CUDA graph capture reads the
             count, which waits for the device, and raises.
         max_token_dtype: dtype of tokens, torch.bfloat16.
@@ -147,21 +147,21 @@ def is_ep_bootstrapped() -> bool:
 
 
 def ep_prepare(buffer: EpBuffer, topk_idx: torch.Tensor) -> torch.Tensor:
-    """How many rows each expert of this rank will get, padding included. Collective. `ep_dispatch` needs no such call.
+    """Rows that each expert of this rank will receive, padding included. Collective; `ep_dispatch` does not need it.
 
     topk_idx: [..., K] int32 or int64, -1 = dropped.
 
     Returns [num_local_experts] int64, as `buffer.tokens_per_expert` after a dispatch of these ids.
 
     Raises:
-        EpStateError: before `ep_bootstrap`. InputError: no such ids.
+        EpStateError: before `ep_bootstrap`. InputError: topk_idx has another type, dtype or device.
     """
     _check_buffer("ep_prepare", buffer)
     group = _Registry.group
     if group is None:
         raise EpStateError("ep_prepare requires ep_bootstrap() to be called first.")
     ids = check.tensor("topk_idx", topk_idx, None, (torch.int32, torch.int64), buffer.device).flatten().long()
-    # A place more, for what is dropped.
+    # The extra bin counts dropped assignments.
     kept = torch.where((ids >= 0) & (ids < group.num_experts), ids, group.num_experts)
     counts = torch.zeros(group.num_experts + 1, dtype=torch.int64, device=buffer.device)
     counts.scatter_add_(0, kept, torch.ones_like(kept))
@@ -194,7 +194,7 @@ def _payload(recipe: Recipe | None, which: str) -> str | None:
 class EpBuffer:
     """State of one dispatch, its combine, and both backward passes.
 
-    It may be reused at any time: a backward pass keeps what it needs itself.
+    A buffer may be reused at any time: each backward pass keeps its own state.
 
     Arguments:
         top_k, max_tokens_per_rank, hidden_dim, num_local_experts: those of `ep_bootstrap`.
@@ -202,7 +202,7 @@ class EpBuffer:
         alignment: every expert's rows start at a multiple of it; 0 and 1: no padding; else a power of two.
         payload_dtype: torch.bfloat16.
         device: accepted; the layer's device is used.
-        dispatch_fwd_quant_recipe: MXFP8BlockScaling(): tokens travel and arrive in MXFP8; None: unchanged.
+        dispatch_fwd_quant_recipe: MXFP8BlockScaling(): tokens travel and arrive in MXFP8; None: in their own dtype.
         combine_bwd_quant_recipe: the same for the gradient that combine sends back.
 
     Attributes, of the last `ep_dispatch`:
@@ -211,7 +211,7 @@ class EpBuffer:
 
     Raises:
         EpStateError: before `ep_bootstrap`.
-        InputError: an argument that does not fit it.
+        InputError: an argument that does not fit `ep_bootstrap`.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class EpBuffer:
         back = _payload(combine_bwd_quant_recipe, "EP combine backward")
         options = (max(alignment, 1), recv_capacity_per_rank)
         self._layer = group.layer(there, *options)
-        # combine's gradient is dispatched, by a layer of its own if its format differs from the tokens'.
+        # combine's gradient is dispatched, by a second layer if its format differs from the tokens' format.
         self._gradient_layer = group.layer(back, *options)
         self.device = self._layer.context.device
         self.tokens_per_expert = torch.zeros(num_local_experts, dtype=torch.int64, device=self.device)
@@ -371,8 +371,8 @@ def ep_combine(
 
     Arguments:
         expert_out: [P, H] bf16, one row per row of `ep_dispatch`, weighted by the caller.
-        num_local_tokens: rows of the result; None: `buffer.max_tokens_per_rank`. Rows after the tokens of the dispatch
-            are zero.
+        num_local_tokens: rows of the result; None: `buffer.max_tokens_per_rank`. Rows past the dispatched tokens are
+            zero.
         grad_out: tensor [at least P, H] bf16 into which the gradient of expert_out is copied; None: it is allocated.
 
     Returns [num_local_tokens, H] bf16.
@@ -424,7 +424,7 @@ class _CombineBack(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (topk_idx,) = ctx.saved_tensors
-        # Equal expert ids give equal rows: slots do not depend on the order of atomics.
+        # Equal expert ids give equal row order: slots do not depend on the order of atomics.
         with ctx.layer.context.backward_pass():
             rows, _, _ = ctx.layer.dispatch(grads[0].contiguous(), topk_idx)
         in_use = (torch.arange(rows.shape[0], device=rows.device) < ctx.used).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Outputs of expert parallelism copied into tensors of the caller; gradients are unchanged."""
+"""Copy outputs of expert parallelism into the caller's tensors; gradients are unchanged."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from triton_ep.integrations import arguments as check
 
 
 def room(name: str, target: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """The first shape[0] rows of a caller's tensor.
+    """The first shape[0] rows of the caller's tensor `target`.
 
     Raises:
-        InputError: it has fewer rows, rows of another shape, or another dtype.
+        InputError: the tensor has fewer rows, rows of another shape, or another dtype.
     """
     check.tensor(name, target)
     if (

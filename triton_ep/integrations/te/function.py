@@ -1,10 +1,10 @@
-"""A linear layer's forward and backward pass by a plan: the autograd node, and the ops that torch.compile takes.
+"""A linear layer's forward and backward pass by a plan: the autograd node, and the ops for torch.compile.
 
-Both Linear (one matrix) and GroupedLinear (one per group of rows) go through here; without groups `ends` is None.
+Linear (one matrix) and GroupedLinear (one matrix per group of rows) both use these; without groups `ends` is None.
 
-Eagerly, the node keeps what the backward pass needs in 8 bits: x quantised along columns. In a compiled graph there is
-one op for the forward and one for the backward pass. If the plan is not known while tracing, the forward op asks for
-it when it runs and returns it for the backward op; so one traced graph serves any recipe.
+In eager mode the node keeps x in 8 bits for the backward pass, quantised along columns. A compiled graph has one op for
+the forward and one for the backward pass. If the plan is not known while tracing, the forward op looks it up when it
+runs and returns it for the backward op. So one traced graph serves any recipe.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def forward(
     how: Plan | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[..., N] `out_dtype` of x [..., K], weights [N, K] each, biases [N] each or none."""
+    """Result [..., N] in `out_dtype` of x [..., K], weights [N, K] each, biases [N] each or none."""
     left: Operand
     right: Operand
     if how is None:
@@ -65,9 +65,10 @@ def backward(
     """Gradients of x [M, K], of weights [E, N, K], and of biases [E, N] float32.
 
     Arguments:
-        x: as the forward pass had it, or quantised along columns for the weights' gradient.
+        x: input of the forward pass, or x quantised along columns for the weights' gradient.
         compute_dtype: of products whose operands are not quantised.
-        wanted: dtype of the first two gradients, None where one is not wanted; and whether the third is.
+        wanted: dtypes of the gradients of x and of the weights, None for one that is not wanted; then whether the
+            gradient of the biases is wanted.
     """
     x_dtype, w_dtype, want_bias = wanted
     experts = len(weights)
@@ -123,7 +124,7 @@ def _dgrad(
 
 
 def _forward_values(x: torch.Tensor | Quantised, how: Plan | None, dtype: torch.dtype) -> torch.Tensor:
-    """x for a product in high precision: as it was, or as the forward pass quantised it."""
+    """x for a product in high precision: unquantised, or the values that the forward pass used."""
     if isinstance(x, Quantised):
         return x.values(dtype)
     if how is not None and how.override == "dequantized":
@@ -133,13 +134,13 @@ def _forward_values(x: torch.Tensor | Quantised, how: Plan | None, dtype: torch.
 
 @dataclass(frozen=True)
 class Extra:
-    """What a module asks of its node besides.
+    """Options of a module for its autograd node.
 
     Attributes:
-        cached: the weights quantised before, in both directions, to be used in their place; None: quantise them.
-        gradients: takes the weights' gradients in place of autograd; None: autograd gets them.
-        keep_input: keep x as it came for the backward pass.
-        overwrite: `gradients` puts them where it would add them.
+        cached: quantised weights, in both directions, used in place of the weights; None: quantise the weights.
+        gradients: receives the weights' gradients in place of autograd; None: autograd receives them.
+        keep_input: keep x unquantised for the backward pass.
+        overwrite: `gradients` overwrites `main_grad` instead of adding to it.
     """
 
     cached: Sequence[Any] | None = None
@@ -166,7 +167,7 @@ class LinearFunction(torch.autograd.Function):
         num: int,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        """The result; x is kept quantised along columns where the weights' gradient takes it so."""
+        """The result; keeps x quantised along columns if the weights' gradient needs it so."""
         how = Plan.decode(plan_code)
         weights, biases = parameters[:num], parameters[num:]
         out = forward(x, extra.cached or weights, biases, ends, how, out_dtype)
@@ -178,7 +179,7 @@ class LinearFunction(torch.autograd.Function):
             x.shape,
             x.dtype,
         )
-        # The weights themselves, because autograd may return saved tensors without their attributes.
+        # Keep the weights themselves: autograd may return saved tensors without their attributes.
         ctx.parameters = weights if extra.gradients is not None else ()
         kept: tuple[torch.Tensor, ...] = ()
         ctx.kept = None
@@ -223,7 +224,7 @@ class LinearFunction(torch.autograd.Function):
 def _weight_gradients(given: tuple[Any, Any, Any, Any, Any, Any], dtype: torch.dtype) -> torch.Tensor:
     """[E, N, K]: the second result of `backward`."""
     gradients = backward(*given, (None, dtype, False))[1]
-    assert gradients is not None, "they are asked for"
+    assert gradients is not None, "the weights' gradients were requested"
     return gradients
 
 
@@ -251,7 +252,7 @@ def _te_linear(
     plan_code: int,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and the code of the plan by which it was computed."""
+    """The result, and the code of the plan that computed it."""
     plan_code = plan.current_plan_code() if plan_code == plan.ASK else plan_code
     given = _mx(x, scale, out_dtype)
     return forward(given, weights, biases, ends, Plan.decode(plan_code), out_dtype), torch.tensor(plan_code)
@@ -295,7 +296,7 @@ def _te_linear_backward(
     out_dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of x, weights and biases, each where it is wanted, else empty."""
+    """Gradients of x, weights and biases; an empty tensor for each that is not wanted."""
     want_x, want_w, want_b = wanted
     grads = backward(
         _mx(dy, dy_scale, out_dtype),
@@ -320,7 +321,7 @@ def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 class TracedLinearFunction(torch.autograd.Function):
-    """The two ops as an autograd node; inputs as those of `LinearFunction`, without `Extra`."""
+    """The two ops as an autograd node; the inputs are those of `LinearFunction` without `Extra`."""
 
     @staticmethod
     def forward(
@@ -332,7 +333,7 @@ class TracedLinearFunction(torch.autograd.Function):
         num: int,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        """The result; x is kept as it is."""
+        """The result; keeps x unquantised."""
         data, scale = _parts(x)
         weights, biases = list(parameters[:num]), list(parameters[num:])
         out, ran = torch.ops.triton_ep.te_linear(data, scale, weights, biases, ends, plan_code, out_dtype)
@@ -364,13 +365,13 @@ def linear(
     out_dtype: torch.dtype,
     extra: Extra,
 ) -> torch.Tensor:
-    """[..., N] `out_dtype`, differentiable in x, weights and biases.
+    """Apply a linear layer: [..., N] in `out_dtype`, differentiable in x, weights and biases.
 
     Arguments:
         x: [..., K], high precision or in MXFP8. weights: [N, K] each. biases: [N] each, or none.
         ends: None with one weight; else [E] int32 on the device, the row after the last of each weight's rows.
-        plan_code: of the plan.
-        extra: not used while torch.compile traces, which keeps x as it came.
+        plan_code: code of the plan.
+        extra: not used while torch.compile traces; the traced node keeps x unquantised.
 
     Raises:
         InputError: fused or delayed gradients while torch.compile traces.

@@ -1,15 +1,15 @@
-"""Where the bytes of MXFP8 scales are: compact and padded, or in the order that GEMMs of sm_100 read.
+"""Byte layouts of MXFP8 scales: compact with padding, or in the order that sm_100 GEMMs read.
 
 For a tensor of M rows and N columns, both multiples of 32:
 
     rowwise      one byte per 1 x 32 values, [M, N / 32], padded to multiples of 128 and 4
     columnwise   one byte per 32 x 1 values, [M / 32, N], padded to multiples of 4 and 128
 
-Padding bytes are 0. In the GEMM order, byte (i, j) of the padded scales stands at
+Padding bytes are 0. In the GEMM order, byte (i, j) of the padded scales is at
 
     ((i / 128) * (columns / 4) + j / 4) * 512 + (i % 32) * 16 + ((i % 128) / 32) * 4 + j % 4
 
-with integer divisions, columns the padded ones; columnwise scales are transposed first.
+with integer divisions and the padded number of columns; columnwise scales are transposed first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton_ep.mx.swizzle import from_blocked, to_blocked
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The next multiple from `value` on."""
+    """Smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -33,7 +33,7 @@ def scale_shape(rows: int, columns: int, columnwise: bool) -> tuple[int, int]:
 
 
 def pad(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Scales filled up with zeros to `shape`; the same tensor where it has that shape and is contiguous."""
+    """Pad scales with zeros to `shape`; returns the same tensor if it has that shape and is contiguous."""
     if tuple(scale.shape) == shape:
         return scale.contiguous()
     padded = scale.new_zeros(shape)
@@ -42,12 +42,12 @@ def pad(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def swizzle(scale: torch.Tensor, columnwise: bool) -> torch.Tensor:
-    """Padded scales in the GEMM order, in a tensor of the same shape."""
+    """Reorder padded scales to the GEMM order, in a tensor of the same shape."""
     return to_blocked(scale.t() if columnwise else scale).view(scale.shape)
 
 
 def unswizzle(scale: torch.Tensor, columnwise: bool) -> torch.Tensor:
-    """Padded scales in the compact order, of what `swizzle` gave."""
+    """Reorder the result of `swizzle` to compact order: the inverse of `swizzle`."""
     rows, columns = reversed(scale.shape) if columnwise else scale.shape
     plain = from_blocked(scale.flatten(), rows, columns)
     return plain.t().contiguous() if columnwise else plain

@@ -1,4 +1,4 @@
-"""FP8GlobalStateManager: questions about what `autocast` and `quantized_model_init` have set."""
+"""FP8GlobalStateManager: queries of the state that `autocast` and `quantized_model_init` set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triton_ep.integrations.te.recipe import Recipe
 
 
 class _Attributes(type):
-    """TransformerEngine's class attributes, as views of the present state."""
+    """TransformerEngine's class attributes, as views of the current state."""
 
     @property
     def FP8_ENABLED(cls) -> bool:
@@ -50,10 +50,10 @@ class _Attributes(type):
 
 
 class FP8GlobalStateManager(metaclass=_Attributes):
-    """Questions about the state of this thread or task; class methods only.
+    """Queries of the state of this thread or task; class methods only.
 
     Attributes, read only: FP8_ENABLED, FP8_CALIBRATION, FP8_RECIPE, FP8_DISTRIBUTED_GROUP, FP8_PARAMETERS,
-    HIGH_PRECISION_INIT_VAL, IS_FIRST_FP8_MODULE, FP8_GRAPH_CAPTURING, and AUTOCAST_DEPTH, the open regions.
+    HIGH_PRECISION_INIT_VAL, IS_FIRST_FP8_MODULE, FP8_GRAPH_CAPTURING, and AUTOCAST_DEPTH, the number of open regions.
     """
 
     @classmethod
@@ -74,7 +74,7 @@ class FP8GlobalStateManager(metaclass=_Attributes):
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        """Whether modules made now store quantised weights."""
+        """Whether modules created now store quantised weights."""
         return state.current_parameters().enabled
 
     @classmethod
@@ -84,7 +84,7 @@ class FP8GlobalStateManager(metaclass=_Attributes):
 
     @classmethod
     def get_fp8_parameters_recipe(cls) -> Recipe:
-        """Recipe of weights that are stored quantised."""
+        """Recipe for weights that are stored quantised."""
         return state.current_parameters().recipe or state.get_default_fp8_recipe()
 
     @classmethod
@@ -94,7 +94,7 @@ class FP8GlobalStateManager(metaclass=_Attributes):
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
-        """True the first time it is asked inside an outermost region."""
+        """True at the first call inside an outermost region."""
         stack = state.current_stack()
         first = stack.state.is_first_fp8_module
         if first:
@@ -119,7 +119,7 @@ class FP8GlobalStateManager(metaclass=_Attributes):
 
     @classmethod
     def set_autocast_state(cls, fp8_state: state.AutocastState) -> None:
-        """Put the six values of `get_autocast_state` in place of the present ones; the depth stays."""
+        """Restore the six values of `get_autocast_state`; the depth stays."""
         state.set_stack(state.current_stack().with_state(fp8_state))
 
     @classmethod
@@ -133,7 +133,7 @@ class FP8GlobalStateManager(metaclass=_Attributes):
         *,
         strict: bool = False,
     ) -> object:
-        """Open a region; what `autocast.__enter__` does. Returns the key of the region.
+        """Open a region, as `autocast.__enter__` does, and return its key.
 
         Raises:
             InputError, UnsupportedDeviceError: before anything changes.
@@ -149,7 +149,7 @@ class FP8GlobalStateManager(metaclass=_Attributes):
 
     @classmethod
     def get_unique_autocast_key(cls, recipe: Recipe | None = None, group: Any = None) -> str:
-        """A string that is the same for equal recipes and the same group."""
+        """A string that is equal for equal recipes and the same group."""
         return f"{recipe!r}:{group!r}"
 
     @classmethod

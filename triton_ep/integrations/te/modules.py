@@ -26,13 +26,13 @@ from triton_ep.mx.formats import BLOCK, HIGH_PRECISION
 
 
 class QuantisingModule(nn.Module):
-    """Base of both modules: weights, the plan that `autocast` gives, quantised weights cached over micro-batches.
+    """Base of both modules: weights, the plan set by `autocast`, quantised weights cached over micro-batches.
 
     Attributes:
         in_features, out_features, num_gemms: sizes.
-        use_bias, apply_bias: whether there is a bias, and whether the module itself adds it.
+        use_bias, apply_bias: whether the module has a bias, and whether it adds the bias itself.
         quantizers: {"scaling_fwd": ..., "scaling_bwd": ...} of the last forward pass inside `autocast`, 3 and 2 per
-            product; empty lists before.
+            product; empty lists before the first.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class QuantisingModule(nn.Module):
             self.reset_parameters()
 
     def _allocate(self, device: torch.device) -> None:
-        """Make the parameters on a device, replacing existing ones."""
+        """Create the parameters on a device, replacing existing ones."""
         # One storage for all weights, so that grouped products read them without a copy.
         weights = torch.empty(
             self.num_gemms, self.out_features, self.in_features, dtype=self.params_dtype, device=device
@@ -124,10 +124,10 @@ class QuantisingModule(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights by `init_method`, by default normal with standard deviation 0.023; biases 0.
+        """Initialise weights by `init_method`, by default normal with standard deviation 0.023, and biases to 0.
 
-        Parameters on device "meta" are first made on the default device. Weights of a module made inside
-        `quantized_model_init` are quantised; InputError if they are sharded already.
+        Parameters on device "meta" are first created on the default device. A module created inside
+        `quantized_model_init` quantises its weights; InputError if they are sharded already.
         """
         if any(parameter.is_meta for parameter in self.parameters()):
             self._allocate(default_device())
@@ -149,7 +149,7 @@ class QuantisingModule(nn.Module):
             bias.zero_()
         if self.need_backward_dw():
             for parameter in self._weights:
-                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]  # data parallelism asks for it
+                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]  # data parallelism reads it
 
     def extra_repr(self) -> str:
         """Sizes and dtype."""
@@ -161,7 +161,7 @@ class QuantisingModule(nn.Module):
     # --- forward ------------------------------------------------------------------------------------------
 
     def _choose_plan_code(self) -> int:
-        """Code of the plan (plan.py) for this forward pass. A recomputation takes the plan of its forward pass.
+        """Code of the plan (plan.py) for this forward pass. A recomputation reuses the plan of its forward pass.
 
         Raises:
             MismatchError: weights in MXFP8 under another recipe.
@@ -207,7 +207,7 @@ class QuantisingModule(nn.Module):
             )
 
     def _cache(self, plan_code: int, is_first_microbatch: bool | None) -> list[MXFP8Tensor] | None:
-        """Quantised weights, cached while the caller says that the weights do not change; None: no cache."""
+        """Quantised weights, cached as long as the caller says that the weights do not change; None: no cache."""
         how = Plan.decode(plan_code) if plan_code > plan.OFF else None
         if is_first_microbatch is None or how is None or isinstance(self._weights[0], MXFP8Tensor):
             return None
@@ -241,7 +241,7 @@ class QuantisingModule(nn.Module):
         return isinstance(self._weights[0], MXFP8Tensor)
 
     def need_backward_dw(self) -> bool:
-        """Whether `backward_dw` is to be called after each backward pass (delay_wgrad_compute=True)."""
+        """Whether the caller must call `backward_dw` after each backward pass (delay_wgrad_compute=True)."""
         return self._options.delay_wgrad_compute
 
     def backward_dw(self) -> None:
@@ -254,7 +254,7 @@ class QuantisingModule(nn.Module):
             self._gradients.run_oldest()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # TransformerEngine's checkpoints have this entry; MXFP8 keeps no state in it.
+        # TransformerEngine's checkpoints have this entry; for MXFP8 it holds no state.
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -264,22 +264,22 @@ class Linear(QuantisingModule):
 
     Arguments:
         in_features, out_features: sizes; inside `autocast` multiples of 32.
-        bias: whether there is one.
+        bias: whether the layer has a bias.
         init_method: fills the weight in place; None: normal with standard deviation 0.023.
         return_bias: return (y without bias, bias).
         params_dtype: of weight and bias; None: torch's default dtype.
-        device: None: the current GPU, or the CPU where kernels are interpreted.
-        name: what error messages call it.
-        fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad` (or put it there, if
-            `weight.overwrite_main_grad` is true); `weight.grad` stays None.
-        delay_wgrad_compute: the weight's gradient is computed by `backward_dw`, once per backward pass.
+        device: None: the current GPU, or the CPU if kernels are interpreted.
+        name: name of the module in error messages.
+        fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad`, or overwrite it if
+            `weight.overwrite_main_grad` is true; `weight.grad` stays None.
+        delay_wgrad_compute: `backward_dw` computes the weight's gradient, once per backward pass.
         save_original_input: save the unquantised input for the backward pass; same results.
-        get_rng_state_tracker, rng_tracker_name: the weight is filled inside of `get_rng_state_tracker().fork(name)`.
+        get_rng_state_tracker, rng_tracker_name: the weight is filled inside `get_rng_state_tracker().fork(name)`.
         others: TransformerEngine's other arguments. Tensor parallelism over more than one rank, user buffers, and
             split or packed parameters are refused; unknown names are a TypeError.
 
     Attributes:
-        weight: [out_features, in_features]; an MXFP8Tensor if made inside `quantized_model_init`.
+        weight: [out_features, in_features]; an MXFP8Tensor if created inside `quantized_model_init`.
         bias: [out_features], or None.
 
     Raises:
@@ -325,11 +325,11 @@ class Linear(QuantisingModule):
         """[..., out_features] of inp [..., in_features], in the dtype of inp or of torch.autocast.
 
         Arguments:
-            inp: high precision, or MXFP8 (MXFP8Tensor, MXTensor), used without quantising it.
+            inp: high precision, or MXFP8 (MXFP8Tensor, MXTensor), which is used as it is.
             is_first_microbatch: True: quantise the weight and cache it; False: use the cached weight; None: no cache.
                 With fuse_wgrad_accumulation, True also overwrites `main_grad` instead of adding to it.
 
-        Returns the result, with `return_bias` and the bias.
+        Returns the result; with `return_bias` also the bias.
 
         Raises:
             InputError: sizes or dtypes that do not fit.
@@ -342,7 +342,7 @@ class GroupedLinear(QuantisingModule):
     """One linear layer per group of rows; inside `autocast` with operands in MXFP8.
 
     Arguments:
-        num_gemms: groups. The others: as in `Linear`.
+        num_gemms: number of groups. The others: as in `Linear`.
 
     Attributes:
         weight0, weight1, ...: [out_features, in_features] each, in one storage.
@@ -390,10 +390,10 @@ class GroupedLinear(QuantisingModule):
         Arguments:
             inp: high precision, or in MXFP8 along its rows.
             m_splits: rows of each group, 0 allowed. Integers, which must sum to R; or an integer tensor on the device,
-                which the host does not read: rows after the last group then give zeros.
+                which the host does not read: rows past the last group then give zeros.
             is_first_microbatch: as in `Linear`.
 
-        Returns the result, with `return_bias` and the list of biases.
+        Returns the result; with `return_bias` also the list of biases.
 
         Raises:
             InputError: sizes or dtypes that do not fit.
@@ -401,6 +401,6 @@ class GroupedLinear(QuantisingModule):
         return self.forward_to_ends(inp, ends_of(m_splits, self.num_gemms, inp), is_first_microbatch)
 
     def forward_to_ends(self, inp: torch.Tensor, ends: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """`forward` with [num_gemms] int32 on the device: the row after the last one of each group."""
+        """`forward` with `ends` [num_gemms] int32 on the device: the row after the last row of each group."""
         out = self._run(inp, ends, is_first_microbatch)
         return (out, self._biases) if self.return_bias else out

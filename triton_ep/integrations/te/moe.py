@@ -36,20 +36,20 @@ ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "gelu": (functional.gelu, 1),
     "relu": (functional.relu, 1),
 }
-"""By name: the function, and how many columns it takes for one that it gives."""
+"""By name: the function, and its number of input columns per output column."""
 _IN_BLOCK = {
     "swiglu": Activation(),
     "silu": Activation(gated=False),
     "gelu": Activation("gelu", gated=False),
     "relu": Activation("relu", gated=False),
 }
-"""The same for triton_ep's expert block."""
+"""The same activations for triton_ep's expert block."""
 _PRECISIONS = {plan.OFF: None, Plan().encoded: "default"}
-"""Precision of the expert block by the code of a plan; other plans are for two grouped linear layers."""
+"""Precision of the expert block by plan code; all other plans run two grouped linear layers."""
 
 
 class _Together(torch.autograd.Function):
-    """[E, N, K] of E weights [N, K]: a view where they follow each other in one storage."""
+    """[E, N, K] of E weights [N, K]: a view if they are adjacent in one storage."""
 
     @staticmethod
     def forward(ctx: Any, *weights: torch.Tensor) -> torch.Tensor:
@@ -61,40 +61,40 @@ class _Together(torch.autograd.Function):
 
 
 def _after_load(block: EPMoE, _: Any) -> None:
-    """Quantise weights anew: a state dict may have changed shards of FSDP, which gathered weights do not show."""
+    """Quantise weights again: a state dict may have changed FSDP's shards, which gathered weights do not show."""
     block._prepared.invalidate()
 
 
 class EPMoE(nn.Module):
     """Router, dispatch, two grouped linear layers, combine: [..., H] to [..., H].
 
-    Experts in bf16 are triton_ep's expert block: two products with the activation in the first, quantised inside of
-    `autocast`, in bf16 outside of it. The block runs E4M3 in both directions: x w^T and dy w take what the recipe
-    quantises, at one scale per row, and dy^T x the values of these quantised dy and x. A recipe that asks for anything
-    else (HYBRID, `backward_override`, 2-D tiles), weights in MXFP8, other dtypes, torch.autocast, gradients that are
-    fused or delayed, and torch.compile have the products of two GroupedLinear, by TransformerEngine's rule to the bit.
+    Experts in bf16 run triton_ep's expert block: two products with the activation fused into the first, quantised
+    inside `autocast`, in bf16 outside. The block runs E4M3 in both directions: x w^T and dy w take the operands as the
+    recipe quantises them, at one scale per row; dy^T x takes the values of the same quantised dy and x. Other recipes
+    (HYBRID, `backward_override`, 2-D tiles), weights in MXFP8, other dtypes, torch.autocast, fused or delayed gradients
+    and torch.compile run the products of two GroupedLinear instead, by TransformerEngine's rule to the bit.
 
-    Rows travel as the layer says: with payload="mxfp8" they are quantised on their way, inside of `autocast` or not,
-    and arrive as the first product's operand.
+    The layer decides how rows travel: with payload="mxfp8" they are quantised on the way, inside `autocast` or not, and
+    arrive as the first product's operand.
 
     Arguments:
-        layer: an EPAll2AllLayer; it decides hidden size, top-k, experts and ranks. It is not finalized here.
+        layer: an EPAll2AllLayer; it decides hidden size, top-k, experts and ranks. This module does not finalize it.
         ffn_hidden_size: columns between the two products.
-        activation: "swiglu" (the first product then gives twice the columns: gate, then up), "silu", "gelu", "relu".
+        activation: "swiglu" (the first product then has twice the columns: gate, then up), "silu", "gelu", "relu".
         bias: whether the experts have biases.
         params_dtype: of the experts' weights; None: the layer's dtype.
-        router_seed: ranks with the same seed begin with the same router.
+        router_seed: ranks with the same seed start with the same router.
         prepared: which quantised copies of the weights the expert block keeps: "both" (2 bytes per weight), "fprop" (1
-            byte; those for dy w are made in every backward pass) or "none". They are made anew when a weight's version
-            counter or address has moved and after any torch optimizer's step, and in a captured CUDA graph every time.
+            byte; every backward pass builds the copies for dy w) or "none". Copies are rebuilt when a weight's version
+            counter or address has moved and after any torch optimizer's step; in a captured CUDA graph, at every use.
 
     Attributes:
-        router: [E, H] float32, the same on all ranks; its gradients must be summed over them.
+        router: [E, H] float32, the same on all ranks; its gradients must be summed over the ranks.
         fc1, fc2: GroupedLinear of this rank's experts.
 
     Raises:
         InputError: an unknown activation.
-        ConfigError: a layer with low_latency=True; another word for `prepared`.
+        ConfigError: a layer with low_latency=True; an unknown value of `prepared`.
     """
 
     def __init__(
@@ -134,15 +134,15 @@ class EPMoE(nn.Module):
         self.fc2 = make(ffn_hidden_size, cfg.hidden)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [T, K] float32, which sum to 1, and experts [T, K] int32, of x [T, H]."""
+        """Route x [T, H]: weights [T, K] float32 that sum to 1, and experts [T, K] int32."""
         scores = functional.linear(x.float(), self.router).softmax(-1)
         weights, experts = scores.topk(self.layer.config.topk, -1)
         return weights / weights.sum(-1, keepdim=True), experts.int()
 
     def _code_of_block(self, rows: torch.Tensor) -> int | None:
-        """Code of the plan (in a recomputation that of its forward pass) if the expert block runs it, else None.
+        """Code of the plan (in a recomputation, the forward pass's plan) if the expert block runs it, else None.
 
-        The block is for bf16 or plain MXFP8, with gradients that go where autograd puts them.
+        The block supports bf16 and plain MXFP8, with gradients handled by autograd.
         """
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(rows.device.type):
             return None
@@ -153,12 +153,12 @@ class EPMoE(nn.Module):
         plain = all(type(weight) is nn.Parameter and weight.dtype == torch.bfloat16 for weight in weights)
         if not plain or rows.dtype != torch.bfloat16:
             return None
-        code, _ = (fc._choose_plan_code() for fc in linears)  # each remembers it for a recomputation
+        code, _ = (fc._choose_plan_code() for fc in linears)  # each keeps its code for a recomputation
         in_blocks = all(size % BLOCK == 0 for fc in linears for size in (fc.in_features, fc.out_features))
         return code if code in _PRECISIONS and (code == plan.OFF or in_blocks) else None
 
     def _block(self, rows: torch.Tensor, offsets: torch.Tensor, code: int) -> torch.Tensor:
-        """[R, H] bf16, not weighted."""
+        """Expert outputs [R, H] bf16, not weighted."""
         precision = _PRECISIONS[code]
         if precision is None and isinstance(rows, MXTensor):
             rows = rows.dequantize(torch.bfloat16)
@@ -169,11 +169,11 @@ class EPMoE(nn.Module):
         return expert_block(rows, None, w1, w2, b1, b2, prepared, offsets, None, settings)
 
     def _copies(self) -> PreparedWeights:
-        """Quantised weights: those that are kept; in the capture of a CUDA graph ones that its replays make."""
+        """Kept quantised weights; during the capture of a CUDA graph, ones that every replay builds again."""
         weights = [weight for fc in (self.fc1, self.fc2) for weight in fc._weights]
         if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return PreparedWeights("none")
-        # The block sees one view of all weights, which has the version counter of one of them.
+        # The block sees one view of all weights, with the version counter of only one of them.
         made_of = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
         if made_of != self._prepared_of:
             self._prepared.invalidate()

@@ -1,13 +1,13 @@
-"""Operands of the products of a linear layer: what is quantised along which dimension, and the products themselves.
+"""Operands of a linear layer's products, the dimension along which each is quantised, and the products.
 
 For y = x w^T with x [M, K] and w [N, K], of one matrix or of one per group of rows:
 
     y  = x w^T     x rowwise, w rowwise          blocks along K
     dx = dy w      dy rowwise, w columnwise      blocks along N
-    dw = dy^T x    dy and x columnwise           blocks along M, anew in each group
+    dw = dy^T x    dy and x columnwise           blocks along M, starting again in each group
 
-Emulated, a product runs on the dequantised operands: in bf16 on GPUs, where an e4m3 or e5m2 value times a power of two
-is exact, in float32 on CPUs; with float32 sums, a bias added to the sum, and one rounding.
+An emulated product runs on the dequantised operands: in bf16 on GPUs, which holds an e4m3 or e5m2 value times a power
+of two exactly; in float32 on CPUs. Sums are float32; a bias is added to the sum, and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Quantised:
         data: [M, N] bytes of elements. scale: [M, N / 32] or, columnwise, one row per block.
         elem_dtype: format of elements.
         columnwise: blocks lie along columns.
-        offsets: [groups + 1] int32 of rows; columnwise blocks begin anew at each; None: no groups.
+        offsets: [groups + 1] int32 row offsets; columnwise blocks start again at each; None: no groups.
     """
 
     data: torch.Tensor
@@ -49,7 +49,7 @@ class Quantised:
     offsets: torch.Tensor | None = None
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
-        """[M, N] in `dtype`."""
+        """Dequantised values [M, N] in `dtype`."""
         if self.offsets is not None:
             return arithmetic.dequantize_groups(self.data, self.scale, self.offsets, self.elem_dtype, dtype)
         dequantize = arithmetic.dequantize_columns if self.columnwise else arithmetic.dequantize_rows
@@ -60,16 +60,16 @@ Operand = torch.Tensor | Quantised
 
 
 Given = torch.Tensor | MXFP8TensorStorage
-"""What comes in: a tensor, one in MXFP8, or the storage of one."""
+"""An input of a module: a tensor, in high precision or in MXFP8, or the storage of one in MXFP8."""
 
 
 def quantised_already(x: Given) -> bool:
-    """Whether a tensor comes in MXFP8."""
+    """Whether a tensor is in MXFP8."""
     return isinstance(x, MXTensor | MXFP8TensorStorage)
 
 
 def values_of(x: Given, dtype: torch.dtype) -> torch.Tensor:
-    """[M, N] in `dtype` of a tensor that may be in MXFP8."""
+    """Values [M, N] in `dtype` of a tensor that may be in MXFP8."""
     if isinstance(x, MXTensor):
         return flatten(x.dequantize(dtype))
     if isinstance(x, MXFP8TensorStorage):
@@ -78,7 +78,7 @@ def values_of(x: Given, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rows_of(x: Given, elem_dtype: torch.dtype) -> Quantised:
-    """x [..., N] quantised along rows; an MXFP8 tensor along rows is returned unchanged."""
+    """Quantise x [..., N] along rows; an MXFP8 tensor along rows is returned unchanged."""
     if isinstance(x, MXTensor):
         if x.block_dim == -1 and x.block_size == 32 and x.elem_dtype in FP8_DTYPES:
             return Quantised(flatten(x.qdata.view(torch.uint8)), flatten(x.scale.view(torch.uint8)), x.qdata.dtype)
@@ -91,7 +91,7 @@ def rows_of(x: Given, elem_dtype: torch.dtype) -> Quantised:
 
 
 def columns_of(x: Given, elem_dtype: torch.dtype, offsets: torch.Tensor | None) -> Quantised:
-    """x [..., N] quantised along columns; with groups, blocks begin anew in each."""
+    """Quantise x [..., N] along columns; blocks start again in each group."""
     if isinstance(x, MXFP8TensorStorage) and x._columnwise_data is not None and offsets is None:
         return Quantised(*x.compact(True), x._fp8_dtype, True)
     values = values_of(x, x.dtype if isinstance(x, torch.Tensor) else torch.float32)
@@ -101,12 +101,12 @@ def columns_of(x: Given, elem_dtype: torch.dtype, offsets: torch.Tensor | None) 
 
 
 def weight_rows(weights: Sequence[torch.Tensor], tiles: bool) -> Quantised:
-    """Weights, each [N, K], one below the other, quantised along K."""
+    """Concatenate weights [N, K] along N, quantised along K."""
     return _weights(weights, tiles, False)
 
 
 def weight_columns(weights: Sequence[torch.Tensor], tiles: bool) -> Quantised:
-    """Weights, each [N, K], one below the other, quantised along N."""
+    """Concatenate weights [N, K] along N, quantised along N."""
     return _weights(weights, tiles, True)
 
 
@@ -130,7 +130,7 @@ def _weights(weights: Sequence[torch.Tensor], tiles: bool, columnwise: bool) -> 
 
 
 def one_below_the_other(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[E * N, K] of E matrices [N, K]; without a copy where they follow each other in one storage."""
+    """Concatenate E matrices [N, K] to [E * N, K], without a copy if they are adjacent in one storage."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -151,7 +151,7 @@ def one_below_the_other(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def product(a: Operand, b: Operand, a_across: bool, b_across: bool) -> torch.Tensor:
-    """float32 [I, J]: a times b^T, where `across` means that a (or b) is given as [K, I] ([K, J]).
+    """float32 [I, J]: a times b^T. `a_across` (`b_across`): a (b) is given transposed, as [K, I] ([K, J]).
 
     In MXFP8, blocks must lie along K.
     """
@@ -184,7 +184,7 @@ def _native(a: Quantised, b: Quantised) -> bool:
 
 
 def _scaled_mm(a: Quantised, b: Quantised) -> torch.Tensor:
-    """The product by tensor cores that know MX scales (sm_100)."""
+    """The product on tensor cores with MX scales (sm_100)."""
     operands = []
     for x in (a, b):
         data, scale = (x.data.t(), x.scale.t()) if x.columnwise else (x.data, x.scale)
@@ -194,7 +194,7 @@ def _scaled_mm(a: Quantised, b: Quantised) -> torch.Tensor:
 
 
 def grouped_forward(x: Operand, w: Operand, ends: torch.Tensor, experts: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """[R, N] `out_dtype`: rows of group e times w[e]^T; w [E * N, K]. Zeros after the last group."""
+    """[R, N] `out_dtype`: rows of group e times w[e]^T; w [E * N, K]. Zeros past the last group."""
     left, right = _group_values(x), _group_values(w).unflatten(0, (experts, -1))
     if left.dtype == right.dtype == torch.bfloat16:
         return grouped_gemm(left, right.transpose(-2, -1), ends, out_dtype=out_dtype)
@@ -205,7 +205,7 @@ def grouped_forward(x: Operand, w: Operand, ends: torch.Tensor, experts: int, ou
 
 
 def grouped_dgrad(dy: Operand, w: Operand, ends: torch.Tensor, experts: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """[R, K] `out_dtype`: rows of group e of dy times w[e]. Zeros after the last group."""
+    """[R, K] `out_dtype`: rows of group e of dy times w[e]. Zeros past the last group."""
     left, right = _group_values(dy), _group_values(w).unflatten(0, (experts, -1))
     if left.dtype == right.dtype == torch.bfloat16:
         return grouped_gemm_dgrad(left, right.transpose(-2, -1), ends, out_dtype=out_dtype)
@@ -216,7 +216,7 @@ def grouped_dgrad(dy: Operand, w: Operand, ends: torch.Tensor, experts: int, out
 
 
 def grouped_wgrad(dy: Operand, x: Operand, ends: torch.Tensor, experts: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """[E, N, K] `out_dtype`: dy^T times x over the rows of each group; zeros for an empty one."""
+    """[E, N, K] `out_dtype`: dy^T times x over the rows of each group; zeros for an empty group."""
     left, right = _group_values(dy), _group_values(x)
     if left.dtype == right.dtype == torch.bfloat16:
         return grouped_gemm_wgrad(left, right, ends, experts, out_dtype=out_dtype)
@@ -227,7 +227,7 @@ def grouped_wgrad(dy: Operand, x: Operand, ends: torch.Tensor, experts: int, out
 
 
 def grouped_bias_grad(dy: torch.Tensor, ends: torch.Tensor, experts: int) -> torch.Tensor:
-    """[E, N] float32: sums over the rows of each group, in an order that does not depend on the run."""
+    """[E, N] float32: sums over the rows of each group, in the same order in every run."""
     if dy.dtype == torch.bfloat16:
         ones = dy.new_ones(dy.shape[0], 16)
         return grouped_gemm_wgrad(dy, ones, ends, experts, out_dtype=torch.float32)[..., 0]
@@ -236,10 +236,10 @@ def grouped_bias_grad(dy: torch.Tensor, ends: torch.Tensor, experts: int) -> tor
 
 
 def ends_of(m_splits: Sequence[int] | torch.Tensor, groups: int, inp: torch.Tensor) -> torch.Tensor:
-    """[groups] int32 on the device of inp [..., K]: the row after the last one of each group.
+    """[groups] int32 on the device of inp [..., K]: the row after the last row of each group.
 
     Raises:
-        InputError: other numbers of groups or rows.
+        InputError: m_splits has another number of groups or rows.
     """
     if not isinstance(inp, torch.Tensor | MXFP8TensorStorage):
         raise InputError(f"inp must be a tensor, got {type(inp).__name__}.")
@@ -264,7 +264,7 @@ def ends_of(m_splits: Sequence[int] | torch.Tensor, groups: int, inp: torch.Tens
 
 
 def rows_of_groups(per_group: torch.Tensor, ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[R, N]: row e of [E, N] for each row of group e; zeros after the last group."""
+    """[R, N]: row e of [E, N] for each row of group e; zeros past the last group."""
     row = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
     return pad(per_group, (0, 0, 0, 1))[(row.unsqueeze(1) >= ends).sum(1)]
 

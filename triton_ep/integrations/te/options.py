@@ -1,4 +1,4 @@
-"""Keyword arguments of TransformerEngine's modules without a named parameter here: used, ignored, or refused."""
+"""TransformerEngine's keyword arguments that have no named parameter here: used, ignored, or refused."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _REFUSED = (
     "ub_overlap_rs",
     "ub_overlap_rs_dgrad",
 )
-"""Each must be left out, or be None or False."""
+"""Arguments that must be left out, or be None or False."""
 _WITHOUT_EFFECT = ("ub_name", "use_grouped_tensor")
-"""The name of a user buffer, and the choice of one of TransformerEngine's grouped GEMMs."""
+"""Ignored arguments: the name of a user buffer, and the choice between TransformerEngine's grouped GEMMs."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Options:
 
     Attributes:
         fuse_wgrad_accumulation: add gradients of weights to their `main_grad` in place of `grad`.
-        delay_wgrad_compute: compute them in `backward_dw`.
+        delay_wgrad_compute: compute gradients of weights in `backward_dw`.
         save_original_input: save the unquantised input for the backward pass, not the quantised one.
-        get_rng_state_tracker, rng_tracker_name: whose random state fills the weights.
+        get_rng_state_tracker, rng_tracker_name: the tracker whose random state fills the weights.
         parallel_mode: stored; no effect over one rank.
     """
 
@@ -51,7 +51,7 @@ class Options:
 
     @contextmanager
     def rng(self) -> Iterator[None]:
-        """Context that draws from the tracker's random state, if there is one."""
+        """Context that draws from the tracker's random state, if a tracker is given."""
         if self.get_rng_state_tracker is None:
             yield
             return
@@ -61,11 +61,11 @@ class Options:
 
 
 def parse(module: str, given: dict[str, Any]) -> Options:
-    """Options of the keyword arguments `given` to the class named `module`.
+    """Parse the keyword arguments `given` to the class named `module`.
 
     Raises:
         TypeError: a name that TransformerEngine does not have either.
-        InputError: a value that asks for what this package does not have.
+        InputError: a value that requests an unsupported feature.
     """
     used = Options.__dataclass_fields__
     unknown = sorted(set(given) - set(used) - set(_PARALLEL) - set(_REFUSED) - set(_WITHOUT_EFFECT))

@@ -1,4 +1,4 @@
-"""Parts of a tensor in MXFP8: elements and padded scales, along rows or along columns, and what fits what."""
+"""Parts of a tensor in MXFP8: elements and padded scales, along rows or along columns, and checks of their shapes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class ShapeError(InputError, AssertionError):
-    """Sizes that are no multiples of 32; TransformerEngine asserts in this place."""
+    """Sizes that are not multiples of 32, where TransformerEngine has an assertion."""
 
 
 def flatten(data: torch.Tensor) -> torch.Tensor:
-    """[M, N] of [..., N]."""
+    """Reshape [..., N] to [M, N]."""
     return data.reshape(prod(data.shape[:-1]), data.shape[-1])
 
 
 def inferred(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """`shape` with the number that -1 stands for."""
+    """`shape` with -1 replaced by its size."""
     known = prod(size for size in shape if size != -1)
     return tuple(numel // known if size == -1 else size for size in shape)
 
 
 def check_parts(data: torch.Tensor | None, scale: torch.Tensor | None, columnwise: bool) -> None:
-    """Refuse elements and padded scales that do not fit each other; both may be None."""
+    """Raise InputError if elements and padded scales do not fit each other; both may be None."""
     if data is None and scale is None:
         return
     which = "columnwise" if columnwise else "rowwise"
@@ -48,10 +48,10 @@ def check_parts(data: torch.Tensor | None, scale: torch.Tensor | None, columnwis
 
 
 def check_shape(shape: Iterable[int]) -> None:
-    """Refuse sizes that are no multiples of 32.
+    """Refuse sizes that are not multiples of 32.
 
     Raises:
-        ShapeError: in TransformerEngine's words.
+        ShapeError: with TransformerEngine's message.
     """
     sizes = tuple(shape)
     if len(sizes) < 2 or sizes[-1] % BLOCK or prod(sizes[:-1]) % BLOCK:
@@ -59,16 +59,16 @@ def check_shape(shape: Iterable[int]) -> None:
 
 
 def check_quantizable(tensor: torch.Tensor) -> None:
-    """Refuse a tensor of another dtype than bf16, fp16 and fp32, or whose sizes are no multiples of 32."""
+    """Refuse a tensor whose dtype is not bf16, fp16 or fp32, or whose sizes are not multiples of 32."""
     if tensor.dtype not in HIGH_PRECISION:
-        raise InputError(f"the tensor is {tensor.dtype}; MXFP8 is made of {', '.join(map(str, HIGH_PRECISION))}.")
+        raise InputError(f"the tensor is {tensor.dtype}; MXFP8 is made from {', '.join(map(str, HIGH_PRECISION))}.")
     check_shape(tensor.shape)
 
 
 def quantized_parts(
     tensor: torch.Tensor, elem_dtype: torch.dtype, rowwise: bool, columnwise: bool, swizzled: bool, tiles: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Elements and padded scales of [..., N] in the directions asked for, by constructor argument."""
+    """Elements and padded scales of [..., N] in the requested directions, by constructor argument."""
     flat = flatten(tensor)
     shape = tensor.shape
     parts: dict[str, torch.Tensor | None] = dict.fromkeys(

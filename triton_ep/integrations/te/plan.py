@@ -1,5 +1,5 @@
-"""Plan: what a recipe asks of a product. As one integer, its code, it is an argument of torch.library ops, and modules
-and backward passes store it."""
+"""Plan: how a recipe computes a product. Its code, one integer, is an argument of torch.library ops and is stored by
+modules and backward passes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from triton_ep.integrations.te.recipe import (
 OFF = 0
 """Code of products in high precision."""
 ASK = -1
-"""Code in a compiled graph: the plan is what `autocast` says when the graph runs."""
+"""Code in a compiled graph: `autocast` decides the plan when the graph runs."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a product quantises, and how its gradients are computed.
+    """Which operands a product quantises, and how its gradients are computed.
 
     Attributes:
         hybrid: gradients are e5m2; everything else is e4m3.
@@ -55,7 +55,7 @@ class Plan:
 
 
 def encode(enabled: bool, recipe: Recipe | None) -> int:
-    """Code of a state of `autocast`.
+    """Code of the plan for a state of `autocast`.
 
     Raises:
         InputError: a recipe that this package does not run.
@@ -68,12 +68,12 @@ def encode(enabled: bool, recipe: Recipe | None) -> int:
 
 
 def current_plan_code() -> int:
-    """Code of the innermost region of this context."""
+    """Plan code of the innermost region of this context."""
     now = state.current_state()
     return encode(now.fp8_enabled, now.fp8_recipe)
 
 
 def traced_plan_code() -> int:
-    """Code in a graph that torch.compile traces: the plan's inside a region that is traced as well, else ASK."""
+    """Code in a graph that torch.compile traces: the plan's code if the region is traced as well, else ASK."""
     now = state.traced_state()
     return ASK if now is None else encode(now.fp8_enabled, now.fp8_recipe)

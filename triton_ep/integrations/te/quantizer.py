@@ -1,4 +1,4 @@
-"""MXFP8Quantizer: from high precision to MXFP8Tensor."""
+"""MXFP8Quantizer: quantises high-precision tensors to MXFP8Tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from triton_ep.mx.tensor import MXTensor
 
 
 class MXFP8Quantizer:
-    """Makes MXFP8 tensors; holds choices and no state, so one may serve many tensors, threads and streams.
+    """Quantises tensors to MXFP8. It holds options and no state, so one may serve many tensors, threads and streams.
 
     Arguments:
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; DType has TransformerEngine's names for them.
@@ -30,8 +30,8 @@ class MXFP8Quantizer:
     Attributes:
         dtype: `fp8_dtype`.
         rowwise_usage, columnwise_usage: the directions; see `set_usage`.
-        internal: give an MXFP8TensorStorage, without autograd, in place of an MXFP8Tensor.
-        optimize_for_gemm: give scales in the order of `layouts.swizzle`.
+        internal: return an MXFP8TensorStorage, without autograd, in place of an MXFP8Tensor.
+        optimize_for_gemm: return scales in the order of `layouts.swizzle`.
         with_2d_quantization: as the argument.
 
     Raises:
@@ -63,7 +63,7 @@ class MXFP8Quantizer:
         )
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose directions; None leaves one as it is."""
+        """Choose directions; None leaves a direction unchanged."""
         if rowwise is not None:
             self.rowwise_usage = rowwise
         if columnwise is not None:
@@ -74,7 +74,7 @@ class MXFP8Quantizer:
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
     def copy(self) -> MXFP8Quantizer:
-        """Another quantiser with the same choices."""
+        """Create a quantiser with the same options."""
         other = MXFP8Quantizer(
             self.dtype,
             rowwise=self.rowwise_usage,
@@ -98,7 +98,7 @@ class MXFP8Quantizer:
         return tuple(rowwise_data_shape)
 
     def calibrate(self, tensor: torch.Tensor) -> None:
-        """Nothing: scales follow from the tensor that is quantised."""
+        """No effect: scales depend only on the tensor that is quantised."""
 
     def _get_compatible_recipe(self) -> type[MXFP8BlockScaling]:
         return MXFP8BlockScaling
@@ -106,22 +106,22 @@ class MXFP8Quantizer:
     def __call__(
         self, tensor: torch.Tensor, *, out: MXFP8TensorStorage | None = None, dtype: torch.dtype | None = None
     ) -> Any:
-        """As `quantize`."""
+        """Same as `quantize`."""
         return self.quantize(tensor, out=out, dtype=dtype)
 
     def quantize(
         self, tensor: torch.Tensor, *, out: MXFP8TensorStorage | None = None, dtype: torch.dtype | None = None
     ) -> Any:
-        """The tensor in MXFP8; gradients pass through as if nothing had been rounded.
+        """Quantise a tensor to MXFP8; gradients pass through unchanged (straight-through).
 
         Arguments:
             tensor: [..., N] bf16, fp16 or fp32; N, and the product of the other dimensions, multiples of 32.
             out: an MXFP8 tensor to fill, in the directions that it has; it is returned.
-            dtype: what the result stands for; None: the dtype of `tensor`.
+            dtype: dtype that the result represents; None: the dtype of `tensor`.
 
         Raises:
-            InputError: a tensor in MXFP8 already, or of another dtype.
-            ShapeError: sizes that are no multiples of 32.
+            InputError: the tensor is in MXFP8 already, or has another dtype.
+            ShapeError: sizes that are not multiples of 32.
         """
         if out is not None:
             return self.update_quantized(tensor, out)
@@ -136,11 +136,11 @@ class MXFP8Quantizer:
         return self.quantize_impl(tensor, dtype)
 
     def multi_quantize(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
-        """`quantize` of each."""
+        """`quantize` each tensor."""
         return [self.quantize(tensor) for tensor in tensors]
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
-        """`quantize` below autograd."""
+        """`quantize` without autograd."""
         check_quantizable(tensor)
         support.warn_if_emulated()
         return self._wrap(tensor.shape, tensor.dtype if dtype is None else dtype, self._parts(tensor))
@@ -148,7 +148,7 @@ class MXFP8Quantizer:
     def update_quantized(
         self, src: torch.Tensor, dst: MXFP8TensorStorage, *, noop_flag: torch.Tensor | None = None
     ) -> MXFP8TensorStorage:
-        """Fill an MXFP8 tensor with other values, in the directions and the order of scales that it has."""
+        """Fill an MXFP8 tensor with other values, keeping its directions and its order of scales."""
         if not isinstance(dst, MXFP8TensorStorage):
             raise InputError(f"Cannot store quantized MXFP8 in {type(dst)} type.")
         given: Any = src
@@ -169,12 +169,12 @@ class MXFP8Quantizer:
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Any:
-        """A tensor whose elements are not set, its scales 0, in the directions of this quantiser.
+        """Create a tensor with uninitialised elements and scales 0, in the directions of this quantiser.
 
-        device: None: that of torch's default. pin_memory: of the host, for copies from and to a GPU.
+        device: None: torch's default device. pin_memory: pinned host memory, for copies from and to a GPU.
 
         Raises:
-            ShapeError: sizes that are no multiples of 32.
+            ShapeError: sizes that are not multiples of 32.
         """
         shape = check.sizes("shape", shape)
         check_shape(shape)
@@ -212,7 +212,7 @@ class MXFP8Quantizer:
 
 
 class _Quantize(torch.autograd.Function):
-    """Straight-through: the gradient of the values is that of what was quantised."""
+    """Straight-through estimator: the gradient of the quantised tensor becomes the gradient of its input."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, quantizer: MXFP8Quantizer, dtype: torch.dtype | None) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Recipes: which 8-bit formats a module uses, forward and backward.
 
-Names, fields and defaults are those of `transformer_engine.common.recipe`. The one recipe that runs here is
+Names, fields and defaults are those of `transformer_engine.common.recipe`. The only supported recipe is
 `MXFP8BlockScaling`; `Recipe` is its base class.
 """
 
@@ -36,45 +36,45 @@ BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 
 
 class RecipeError(ConfigError, AssertionError):
-    """A field of a recipe with a value that it cannot have; TransformerEngine asserts in these places."""
+    """Invalid value of a recipe's field, where TransformerEngine has an assertion."""
 
 
 class Recipe:
-    """Base class of recipes; each of its questions is answered by the class."""
+    """Base class of recipes; its queries depend on the class alone."""
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """Whether it is NVFP4 block scaling."""
+        """Whether the recipe is NVFP4 block scaling."""
         return False
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """Whether it is MXFP8 block scaling."""
+        """Whether the recipe is MXFP8 block scaling."""
         return issubclass(cls, MXFP8BlockScaling)
 
     @classmethod
     def delayed(cls) -> bool:
-        """Whether scales follow from earlier steps."""
+        """Whether scales come from earlier steps."""
         return False
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """Whether there is one scale per tensor, from its present values."""
+        """Whether each tensor has one scale, computed from its current values."""
         return False
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
-        """Whether there is one scale per tensor."""
+        """Whether each tensor has one scale."""
         return cls.delayed() or cls.float8_current_scaling()
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """Whether there is one float32 scale per block."""
+        """Whether each block has one float32 scale."""
         return False
 
     @classmethod
     def custom(cls) -> bool:
-        """Whether quantisers are made by a function of the user."""
+        """Whether a function of the user creates the quantisers."""
         return False
 
 
@@ -85,7 +85,7 @@ def _override_of_environment() -> str | None:
 
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
-    """One E8M0 scale per 32 consecutive values, chosen anew for every tensor.
+    """One E8M0 scale per 32 consecutive values, computed anew for every tensor.
 
     A recipe may be changed between two calls, also inside `autocast`: modules read it in every forward pass. Two
     recipes with equal fields are equal.
@@ -93,14 +93,14 @@ class MXFP8BlockScaling(Recipe):
     Attributes:
         margin: accepted; scales do not depend on it.
         fp8_format: Format.E4M3, or Format.HYBRID with E5M2 gradients.
-        fp8_dpa, fp8_mha: attention in 8 bits; must be False, there is none here.
+        fp8_dpa, fp8_mha: attention in 8 bits, which is not supported; must be False.
         backward_override: None: gradients are computed from quantised operands. "high_precision": from the operands
-            before they were quantised. "dequantized": from the values of the forward pass's quantised operands
-            and the gradient as it comes. Default: NVTE_BACKWARD_OVERRIDE in the environment, else None.
+            before quantisation. "dequantized": from the values of the forward pass's quantised operands and the
+            unquantised gradient. Default: NVTE_BACKWARD_OVERRIDE in the environment, else None.
         enable_2d_quantization: one scale per 32 x 32 values of weights, so that both orientations have the same values.
 
     Raises:
-        RecipeError: a field that cannot have this value, also when it is set later.
+        RecipeError: an invalid value of a field, also when the field is set later.
     """
 
     margin: int = 0
@@ -117,10 +117,10 @@ class MXFP8BlockScaling(Recipe):
             if value not in (Format.E4M3, Format.HYBRID):
                 raise RecipeError(f"fp8_format is {value!r}; choose Format.E4M3 or Format.HYBRID.")
         elif name in ("fp8_dpa", "fp8_mha") and value:
-            raise RecipeError(f"{name}=True asks for attention in 8 bits, which this package does not have.")
+            raise RecipeError(f"{name}=True requests attention in 8 bits, which this package does not have.")
         elif name == "backward_override" and value not in BACKWARD_OVERRIDES:
             raise RecipeError(
-                f"backward_override is {value!r} (or NVTE_BACKWARD_OVERRIDE says so); it must be None or one of: "
+                f"backward_override, or NVTE_BACKWARD_OVERRIDE, is {value!r}; it must be None or one of: "
                 "'high_precision', 'dequantized'."
             )
         elif name == "margin" and (not isinstance(value, int) or isinstance(value, bool)):
@@ -135,15 +135,15 @@ class MXFP8BlockScaling(Recipe):
 
 
 def check_recipe_support(recipe: Recipe | None) -> None:
-    """Raise unless this package runs the recipe.
+    """Refuse a recipe that this package does not run.
 
     Raises:
-        InputError: it does not.
+        InputError: the recipe is not MXFP8BlockScaling.
     """
     if not isinstance(recipe, MXFP8BlockScaling):
         raise InputError(f"recipe is {recipe!r:.80}; this package runs MXFP8BlockScaling.")
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Multiple of rows that operands of a recipe need: 32 for MXFP8, 16 otherwise."""
+    """Row multiple that operands of a recipe need: 32 for MXFP8, 16 otherwise."""
     return 32 if recipe.mxfp8() else 16

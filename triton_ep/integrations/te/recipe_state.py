@@ -1,4 +1,4 @@
-"""RecipeState: from a recipe to quantisers, by pass."""
+"""RecipeState: creates the quantisers of a recipe for the forward or the backward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dty
 
 
 class RecipeState(ABC):
-    """What a recipe needs per module and pass. MXFP8 needs nothing that lasts: this makes quantisers.
+    """State of a recipe per module and pass. MXFP8 has no lasting state: this only creates quantisers.
 
     Attributes:
         recipe, mode, num_quantizers: as given to `create`.
@@ -41,28 +41,27 @@ class RecipeState(ABC):
         device: torch.device | None = None,
         roles: Sequence[str] | None = None,
     ) -> RecipeState:
-        """State for a recipe.
+        """Create the state of a recipe.
 
         Arguments:
             mode: "forward" or "backward".
-            num_quantizers: how many there will be: 3 per product forward (input, weight, output), 2 backward
-                (gradients of output and input).
-            device: accepted; there are no tensors.
-            roles: what each quantiser is for, such as "linear_weight"; "weight" in it makes it one of weights.
+            num_quantizers: 3 per product forward (input, weight, output), 2 backward (gradients of output and input).
+            device: accepted without effect; the state holds no tensors.
+            roles: role of each quantiser, such as "linear_weight"; a role with "weight" in it is for weights.
 
         Raises:
-            ValueError: a recipe without a state here, or a number of roles that is not that of quantisers.
+            ValueError: the recipe has no state here, or the number of roles is not `num_quantizers`.
             RuntimeError: another mode.
         """
         if not isinstance(recipe, MXFP8BlockScaling):
-            raise InputError(f"{type(recipe).__name__} is not supported; there is MXFP8BlockScaling.")
+            raise InputError(f"{type(recipe).__name__} is not supported; use MXFP8BlockScaling.")
         return MXFP8BlockScalingRecipeState(
             recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles
         )
 
     @abstractmethod
     def make_quantizers(self) -> list[Any]:
-        """Fresh quantisers."""
+        """Create new quantisers."""
 
 
 class MXFP8BlockScalingRecipeState(RecipeState):
@@ -86,7 +85,7 @@ class MXFP8BlockScalingRecipeState(RecipeState):
         self.dtype = get_fp8_te_dtype(recipe, mode == "forward")
 
     def make_quantizers(self) -> list[MXFP8Quantizer]:
-        """`num_quantizers` of them; those of weights with tiles if the recipe says so, forward only."""
+        """Create `num_quantizers` quantisers; forward ones for weights use tiles if the recipe says so."""
         tiles = isinstance(self.recipe, MXFP8BlockScaling) and self.recipe.enable_2d_quantization
         roles = self.roles if self.roles is not None else ("",) * self.num_quantizers
         return [

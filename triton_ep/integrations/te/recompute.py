@@ -1,4 +1,4 @@
-"""Activation checkpointing whose recomputation sees the recipe of the forward pass."""
+"""Activation checkpointing that recomputes under the recipe of the forward pass."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class _Recomputation:
     """Region of a recomputation, entered once per backward pass through the graph: more than once with retain_graph.
 
     Arguments:
-        state: of `autocast`, in the forward pass.
-        tracker: of random states: those in `drawn` are set, and the present ones put back at the end. None: no tracker.
+        state: state of `autocast` in the forward pass.
+        tracker: tracker of random states. The region sets the states in `drawn` and restores the current ones at its
+            end. None: no tracker.
     """
 
     def __init__(self, state: AutocastState, tracker: Any = None, drawn: Any = None) -> None:
@@ -37,7 +38,7 @@ class _Recomputation:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of torch.utils.checkpoint (use_reentrant=False): the recomputation gets the state of the forward."""
+    """`context_fn` for torch.utils.checkpoint (use_reentrant=False): recomputes under the state of the forward pass."""
     return nullcontext(), _Recomputation(current_state())
 
 
@@ -55,16 +56,16 @@ def checkpoint(
     Arguments:
         use_reentrant: as in torch.utils.checkpoint.
         distribute_saved_activations: must be False.
-        get_rng_state_tracker: gives a tracker of random states (`get_states`, `set_states`) that `function` draws from:
-            the recomputation draws the same.
+        get_rng_state_tracker: returns the tracker of random states (`get_states`, `set_states`) that `function` draws
+            from. The recomputation draws the same numbers.
         tp_group: accepted; nothing is distributed.
-        kwargs: of `function`, and `preserve_rng_state` of torch.utils.checkpoint.
+        kwargs: arguments of `function`, and `preserve_rng_state` of torch.utils.checkpoint.
 
     Raises:
         InputError: distribute_saved_activations.
     """
     if distribute_saved_activations:
-        raise InputError("checkpoint: distribute_saved_activations=True needs tensor parallelism, which is not here.")
+        raise InputError("checkpoint: distribute_saved_activations=True needs tensor parallelism: not supported.")
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     recomputation = _Recomputation(current_state(), tracker, None if tracker is None else tracker.get_states())
     if not use_reentrant:
@@ -74,7 +75,7 @@ def checkpoint(
     options = {name: kwargs.pop(name) for name in ("preserve_rng_state",) if name in kwargs}
 
     def run(*given: Any) -> Any:
-        if not torch.is_grad_enabled():  # the first time
+        if not torch.is_grad_enabled():  # the forward pass; the recomputation runs with gradients enabled
             return function(*given, **kwargs)
         with recomputation:
             return function(*given, **kwargs)

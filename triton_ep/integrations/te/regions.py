@@ -1,4 +1,4 @@
-"""`autocast` and `quantized_model_init`: regions in which modules quantise, or are made with quantised weights."""
+"""`autocast` and `quantized_model_init`: regions in which modules quantise, or are created with quantised weights."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _R = TypeVar("_R")
 class autocast:
     """Region in which the modules of this package quantise.
 
-    Regions nest to any depth; the innermost decides. An instance may be used again when its region has ended; it may be
-    a function's decorator as well.
+    Regions nest to any depth; the innermost decides. An instance may be used again when its region has ended, and it
+    can decorate a function.
 
     Arguments:
         enabled: False switches quantisation off inside.
         calibrating: accepted; MXFP8 has nothing to calibrate.
         recipe: None: MXFP8BlockScaling(). Changes to it take effect with the next forward pass.
-        amax_reduction_group: accepted; every block's scale follows from the block alone.
+        amax_reduction_group: accepted; every block's scale depends on the block alone.
         strict: refuse devices on which MXFP8 is emulated.
 
     Raises, from `__enter__` and before anything changes:
         RuntimeError: the instance's region has not ended.
-        InputError: a recipe that is none, or another than MXFP8BlockScaling.
-        UnsupportedDeviceError: with strict.
+        InputError: `recipe` is not a recipe, or not MXFP8BlockScaling.
+        UnsupportedDeviceError: with strict, on a device that emulates MXFP8.
     """
 
     __slots__ = (
@@ -87,7 +87,7 @@ class autocast:
             state.leave_region(entry)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        """`function` that runs inside of a region of its own with these arguments, for use as a decorator."""
+        """Decorate `function` to run inside a new region with these arguments."""
 
         @functools.wraps(function)
         def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -114,16 +114,16 @@ def fp8_autocast(
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Region in which modules are made with quantised weights, which take about half the memory of bf16.
+    """Region in which modules are created with quantised weights, which take about half the memory of bf16.
 
     Arguments:
-        enabled: False: with weights as ever, inside a region that quantises.
+        enabled: False: unquantised weights, for use inside a region that quantises.
         recipe: None: MXFP8BlockScaling().
         preserve_high_precision_init_val: keep the initial values on the CPU: `weight.get_high_precision_init_val()`,
             until `weight.clear_high_precision_init_val()`.
 
     Raises:
-        InputError: a recipe that is none, or another than MXFP8BlockScaling; before anything changes.
+        InputError: `recipe` is not a recipe, or not MXFP8BlockScaling; before anything changes.
     """
     if check.flag("enabled", enabled):
         state.check_recipe(recipe, strict=False)

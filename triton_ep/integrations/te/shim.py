@@ -1,7 +1,7 @@
-"""`transformer_engine.pytorch.ep` over this package's functions, in processes that find it by themselves.
+"""Provide `transformer_engine.pytorch.ep` over this package's functions, found through the import path.
 
-A folder first on the path has a package `transformer_engine` that gives way to the installed one, and adds the module
-to it. Megatron's `moe_flex_dispatcher_backend="ncclep"` imports it from there.
+A folder first on the path has a package `transformer_engine` that loads the installed package in its place and adds the
+module to it. Megatron's `moe_flex_dispatcher_backend="ncclep"` imports the module from there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton_ep.integrations.te.shim import serve
 
 serve(__file__)
 """
-"""`transformer_engine/__init__.py` in such a folder."""
+"""Text of `transformer_engine/__init__.py` in such a folder."""
 
 
 def install() -> None:
@@ -35,11 +35,11 @@ def uninstall() -> None:
 
 
 def serve(file: str) -> None:
-    """Load the installed transformer_engine in the place of the package of `file`, and `install`. Buffers join the job
-    where nobody has called `initialize_distributed`.
+    """Load the installed transformer_engine in place of the package of `file`, and `install`. Buffers join the job if
+    nobody has called `initialize_distributed`.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: transformer_engine is not installed.
     """
     here = Path(file).resolve().parents[1]
     spec = PathFinder.find_spec("transformer_engine", [entry for entry in sys.path if Path(entry).resolve() != here])

@@ -1,11 +1,11 @@
-"""What `autocast` and `quantized_model_init` have set: one state per thread and per async task.
+"""State that `autocast` and `quantized_model_init` set: one per thread and per async task.
 
 TransformerEngine keeps this state in one object per process, which threads share. Here it is in context variables. A
-region that ends takes out its own entry and nothing else. So regions of generators, which share the context of their
-callers, may end in any order, and when all have ended the state is what it was before.
+region that ends removes only its own entry. So regions of generators, which share the context of their callers, may end
+in any order; when all have ended, the initial state is back.
 
-torch.compile cannot read a context variable. What is traced there knows the regions entered inside the traced function
-(`traced_state`); of those outside it, it asks when it runs (triton_ep/integrations/te/function.py).
+torch.compile cannot read a context variable. A traced function knows the regions entered inside it (`traced_state`);
+the state of regions outside is read when the graph runs (triton_ep/integrations/te/function.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from triton_ep.integrations.te.recipe import MXFP8BlockScaling, Recipe
 
 @dataclass(frozen=True)
 class AutocastState:
-    """What `autocast` sets and restores.
+    """State that `autocast` sets and restores.
 
     Attributes:
         fp8_enabled, fp8_calibration, fp8_recipe, fp8_group: arguments of the innermost `autocast`.
-        is_first_fp8_module: no module has asked since the outermost region began.
+        is_first_fp8_module: no module has queried this since the outermost region began.
         fp8_graph_capturing: the region is part of a CUDA graph capture.
     """
 
@@ -43,7 +43,7 @@ class AutocastState:
 
 @dataclass(frozen=True)
 class Entry:
-    """One open region; `key` is unique, `task` is the backward pass in which it was opened, or -1."""
+    """One open region; `key` is unique, `task` is the backward pass that opened it, or -1."""
 
     key: object
     state: AutocastState
@@ -63,7 +63,7 @@ class Stack:
         return self.entries[-1].state if self.entries else self.base
 
     def with_state(self, state: AutocastState) -> Stack:
-        """The same regions, the innermost with another state."""
+        """Copy of the stack with another state for the innermost region."""
         if not self.entries:
             return Stack(state)
         return Stack(self.base, (*self.entries[:-1], replace(self.entries[-1], state=state)))
@@ -71,7 +71,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Parameters:
-    """What `quantized_model_init` sets."""
+    """State that `quantized_model_init` sets."""
 
     enabled: bool = False
     recipe: Recipe | None = None
@@ -95,12 +95,12 @@ def set_stack(stack: Stack) -> None:
 
 
 def current_parameters() -> Parameters:
-    """What `quantized_model_init` has set in this context."""
+    """State of `quantized_model_init` in this context."""
     return _parameters.get(_NO_PARAMETERS)
 
 
 def set_parameters(parameters: Parameters) -> None:
-    """Replace it."""
+    """Replace the state of `quantized_model_init` in this context."""
     _parameters.set(parameters)
 
 
@@ -110,7 +110,7 @@ def current_state() -> AutocastState:
 
 
 def check_recipe(recipe: Recipe | None, strict: bool) -> None:
-    """Refuse what this package does not run, and with strict a device that emulates it."""
+    """Refuse a recipe that this package does not run and, with strict, a device that emulates it."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise InputError(f"recipe is {recipe!r:.80}; it must be a Recipe such as MXFP8BlockScaling(), or None.")
     if recipe is not None and not recipe.mxfp8():
@@ -122,7 +122,7 @@ def check_recipe(recipe: Recipe | None, strict: bool) -> None:
 
 
 def get_default_fp8_recipe() -> Recipe:
-    """What `autocast` takes for recipe=None."""
+    """Recipe that `autocast` uses for recipe=None."""
     return MXFP8BlockScaling()
 
 
@@ -130,12 +130,12 @@ get_default_recipe = get_default_fp8_recipe
 
 
 def backward_task() -> int:
-    """Number of the backward pass that this thread is in; -1 outside of all."""
+    """Number of the backward pass that this thread runs; -1 outside a backward pass."""
     return int(torch._C._current_graph_task_id())
 
 
 def is_own_recomputation() -> bool:
-    """Whether a forward pass that runs now belongs to a backward pass, and no region was opened in that one."""
+    """Whether a forward pass now would recompute for a backward pass that has opened no region itself."""
     task, entries = backward_task(), current_stack().entries
     return task != -1 and (not entries or entries[-1].task != task)
 
@@ -161,14 +161,14 @@ def enter_region(
 
 
 def leave_region(key: object) -> None:
-    """Take out one region, wherever it is; none if it was opened in another context."""
+    """Remove one region from any position; no effect if it was opened in another context."""
     stack = current_stack()
     set_stack(Stack(stack.base, tuple(entry for entry in stack.entries if entry.key is not key)))
 
 
 @contextmanager
 def restored(state: AutocastState) -> Iterator[None]:
-    """Region with a state of before, for a recomputation; the state below it comes back at its end."""
+    """Region with an earlier state, for a recomputation; its end restores the state below."""
     stack = current_stack()
     key = object()
     set_stack(Stack(stack.base, (*stack.entries, Entry(key, state, backward_task()))))
@@ -179,7 +179,7 @@ def restored(state: AutocastState) -> Iterator[None]:
 
 
 class _Traced:
-    """Regions that torch.compile is inside of while it traces; empty whenever nothing is traced."""
+    """Open regions of the function that torch.compile traces; empty while nothing is traced."""
 
     def __init__(self) -> None:
         self.states: tuple[AutocastState, ...] = ()
@@ -197,10 +197,10 @@ def enter_traced(enabled: bool, recipe: Recipe | None, strict: bool) -> None:
 
 
 def leave_traced() -> None:
-    """Close the innermost one."""
+    """Close the innermost region while torch.compile traces."""
     _traced.states = _traced.states[:-1]
 
 
 def traced_state() -> AutocastState | None:
-    """While torch.compile traces: state of the innermost region inside the traced function; None outside of all."""
+    """While torch.compile traces: state of the innermost region inside the traced function; None outside all regions."""
     return _traced.states[-1] if _traced.states else None
