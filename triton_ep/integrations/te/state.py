@@ -202,5 +202,5 @@ def leave_traced() -> None:
 
 
 def traced_state() -> AutocastState | None:
-    """While torch.compile traces: state of the innermost region inside the traced function; None outside all regions."""
+    """While torch.compile traces: state of the innermost region inside the traced function; None without one."""
     return _traced.states[-1] if _traced.states else None

@@ -22,7 +22,7 @@ class DType:
 
 
 class UsageError(InputError, RuntimeError):
-    """A direction was requested in which the tensor is not quantised."""
+    """The tensor is not quantised in the requested direction."""
 
 
 class MXFP8TensorStorage:
@@ -34,7 +34,7 @@ class MXFP8TensorStorage:
         _columnwise_data: [..., N] uint8, not transposed: elements in blocks of 32 rows.
         _columnwise_scale_inv: uint8, [M / 32 up to a multiple of 4, N up to a multiple of 128].
         _fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        _quantizer: what made it, or None.
+        _quantizer: the quantiser that created the tensor, or None.
         _with_gemm_swizzled_scales: scales are in the order of `layouts.swizzle`, else compact.
         _fake_dtype: dtype that the tensor represents and `dequantize` returns by default; None: float32.
 
@@ -54,7 +54,7 @@ class MXFP8TensorStorage:
     _quantizer: Any
     _with_gemm_swizzled_scales: bool
     _fake_dtype: torch.dtype | None = None
-    _make_quantizer: ClassVar[Callable[..., Any]]  # set by quantizer.py, which makes tensors and so comes after them
+    _make_quantizer: ClassVar[Callable[..., Any]]  # set by quantizer.py, which imports this module
 
     def __init__(
         self,
@@ -108,13 +108,13 @@ class MXFP8TensorStorage:
         return data
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
-        """Elements by direction: both as a pair, or the one that is asked for."""
+        """Elements by direction: both as a pair, or the requested one."""
         if rowwise_data and columnwise_data:
             return self._rowwise_data, self._columnwise_data
         return self._rowwise_data if rowwise_data else self._columnwise_data
 
     def get_metadata(self) -> dict[str, Any]:
-        """Arguments with which the constructor makes this tensor again."""
+        """Constructor arguments that recreate this tensor."""
         return {
             "rowwise_data": self._rowwise_data,
             "rowwise_scale_inv": self._rowwise_scale_inv,
@@ -127,11 +127,11 @@ class MXFP8TensorStorage:
         }
 
     def get_usages(self) -> dict[str, bool]:
-        """Which directions the tensor has."""
+        """The directions that the tensor has."""
         return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
 
     def _get_quantizer(self) -> Any:
-        """The quantiser that made this tensor, or a new one of its format and directions."""
+        """The quantiser that created this tensor, or a new one with its format and directions."""
         if self._quantizer is not None:
             return self._quantizer
         return self._make_quantizer(self._fp8_dtype, **self.get_usages())
@@ -160,12 +160,12 @@ class MXFP8TensorStorage:
             self._columnwise_data = self._columnwise_scale_inv = None
 
     def size(self, *args: Any) -> Any:
-        """Shape of the tensor that this one represents."""
+        """Shape of the represented tensor."""
         return self._any_data.size(*args)
 
     @property
     def device(self) -> torch.device:
-        """Where the elements are."""
+        """Device of the elements."""
         return self._any_data.device
 
     def view(self, *shape: Any) -> Any:
@@ -189,7 +189,7 @@ class MXFP8TensorStorage:
     # --- parts without padding -----------------------------------------------------------------------------
 
     def compact(self, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Elements [M, N] and scales without padding, [M, N / 32] or [M / 32, N], of one direction; views if compact.
+        """Elements [M, N] and unpadded scales, [M, N / 32] or [M / 32, N], of one direction; views if compact.
 
         Raises:
             UsageError: the tensor does not have the direction.
@@ -208,7 +208,7 @@ class MXFP8TensorStorage:
         return flat, scale[:rows, : columns // BLOCK]
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """`dequantize` below autograd."""
+        """`dequantize` without autograd."""
         columnwise = self._rowwise_data is None
         data, scale = self.compact(columnwise)
         dequantize = arithmetic.dequantize_columns if columnwise else arithmetic.dequantize_rows
@@ -225,11 +225,11 @@ class MXFP8TensorStorage:
         return self.dequantized(self._dtype if dtype is None else dtype)
 
     def to_mxtensor(self, *, columnwise: bool = False, dtype: torch.dtype | None = None) -> MXTensor:
-        """The same elements and scales as an MXTensor that stands for `dtype`; nothing is copied if compact.
+        """The same elements and scales as an MXTensor that represents `dtype`; nothing is copied if compact.
 
-        dtype: None = `fake_dtype`, or bfloat16 where there is none.
+        dtype: None = `fake_dtype`, or bfloat16 if that is None.
 
-        Columnwise it has `block_dim` -2, and as many dimensions as this tensor only if these are two.
+        With columnwise=True the result has `block_dim` -2 and is two-dimensional, whatever this tensor's dimensions.
         """
         dtype = dtype or self._fake_dtype or torch.bfloat16
         data, scale = self.compact(columnwise)
@@ -247,10 +247,10 @@ class MXFP8TensorStorage:
 def quantize_into(
     src: torch.Tensor, dst: MXFP8TensorStorage, noop_flag: torch.Tensor | None = None, tiles: bool | None = None
 ) -> None:
-    """Fill `dst` with the values of `src`, in its directions and order of scales.
+    """Fill `dst` with the values of `src`, in the directions and the scale order of `dst`.
 
     Raises:
-        InputError: another shape, or a dtype that cannot be quantised.
+        InputError: `src` has another shape, or a dtype that cannot be quantised.
     """
     values = src.dequantize() if isinstance(src, MXFP8TensorStorage | MXTensor) else src.detach()
     data = dst._any_data

@@ -1,8 +1,8 @@
-"""Which devices run MXFP8: natively, emulated, or as TransformerEngine would have it.
+"""Device support of MXFP8: native or emulated here, and the answers that TransformerEngine would give.
 
-TransformerEngine runs MXFP8 on compute capability 10.x and refuses other devices. Here every device runs it. Where
-tensor cores know no MX scales, products are computed on the dequantised operands ("emulated"): the same numbers up to
-the order of a float32 sum, without the speed.
+TransformerEngine runs MXFP8 on compute capability 10.x and refuses other devices. Here every device runs it. If tensor
+cores do not support MX scales, products run on the dequantised operands ("emulated"): the same numbers up to the order
+of a float32 sum, without the speed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ TOO_NEW = "MXFP8 (for all gemm layouts) is not supported on 12.0+ architectures 
 
 
 class UnsupportedDeviceError(EPError, RuntimeError):
-    """MXFP8 was asked for with strict=True on a device without tensor cores for it."""
+    """MXFP8 was requested with strict=True on a device without tensor cores for it."""
 
 
 class MismatchError(InputError, RuntimeError):
-    """Weights that are stored by one recipe, in a region of another."""
+    """Weights quantised by one recipe are used in a region of another recipe."""
 
 
 def default_device() -> torch.device:
-    """The current GPU, or the CPU where kernels are interpreted."""
+    """The current GPU, or the CPU if kernels are interpreted."""
     if INTERPRETING or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -38,17 +38,17 @@ def check_whole(weight: torch.Tensor) -> None:
     """Refuse a weight that is a DTensor: an MXFP8Tensor in its place would not be sharded.
 
     Raises:
-        InputError: it is one.
+        InputError: the weight is a DTensor.
     """
     if hasattr(weight, "device_mesh"):
         raise InputError(
-            "a weight that is sharded (DTensor) cannot be stored in MXFP8 anew. Call reset_parameters before "
-            "fully_shard, or make the module outside of quantized_model_init."
+            "a sharded weight (DTensor) cannot be converted to MXFP8. Call reset_parameters before fully_shard, or "
+            "create the module outside quantized_model_init."
         )
 
 
 def _refusal(device: torch.device | str | None) -> str:
-    """What TransformerEngine says of the device; empty where it runs MXFP8."""
+    """TransformerEngine's refusal of the device; empty if TransformerEngine runs MXFP8 there."""
     device = torch.device(device) if device is not None else None
     if (device is None and (INTERPRETING or not torch.cuda.is_available())) or (device and device.type != "cuda"):
         return TOO_OLD
@@ -59,14 +59,14 @@ def _refusal(device: torch.device | str | None) -> str:
 
 
 def mxfp8_mode(device: torch.device | str | None = None, *, strict: bool = False) -> str:
-    """ "native" where tensor cores know MX scales (compute capability 10.x), else "emulated".
+    """ "native" if tensor cores support MX scales (compute capability 10.x), else "emulated".
 
     Arguments:
-        device: None: the current GPU, or the CPU where there is none.
+        device: None: the current GPU, or the CPU without a GPU.
         strict: raise instead of emulating.
 
     Raises:
-        UnsupportedDeviceError: with strict, in TransformerEngine's words.
+        UnsupportedDeviceError: with strict, with TransformerEngine's message.
     """
     refusal = _refusal(device)
     if refusal and strict:
@@ -75,9 +75,9 @@ def mxfp8_mode(device: torch.device | str | None = None, *, strict: bool = False
 
 
 def check_mxfp8_support(*, strict: bool = False) -> tuple[bool, str]:
-    """Whether MXFP8 runs on the current device, and what there is to say about it.
+    """Whether MXFP8 runs on the current device, and why it is emulated or refused (empty if native).
 
-    strict: as TransformerEngine answers, which does not emulate.
+    strict: answer as TransformerEngine, which does not emulate.
     """
     refusal = _refusal(None)
     if not refusal:
@@ -88,7 +88,7 @@ def check_mxfp8_support(*, strict: bool = False) -> tuple[bool, str]:
 def is_mxfp8_available(return_reason: bool = False, *, strict: bool = False) -> bool | tuple[bool, str]:
     """Whether MXFP8 runs here, emulated or not; with `return_reason` also "" or why it is emulated or refused.
 
-    strict: False where it is emulated, as TransformerEngine answers.
+    strict: return False if MXFP8 is emulated, as TransformerEngine does.
     """
     available, reason = check_mxfp8_support(strict=strict)
     return (available, reason) if return_reason else available
@@ -99,17 +99,17 @@ def _reason(what: str) -> str:
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether one scale per tensor is there: False; with `return_reason` also why."""
+    """Whether recipes with one scale per tensor are supported: False; with `return_reason` also why."""
     return check_fp8_support() if return_reason else False
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether float32 scales per block are there: False; with `return_reason` also why."""
+    """Whether recipes with float32 scales per block are supported: False; with `return_reason` also why."""
     return check_fp8_block_scaling_support() if return_reason else False
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether NVFP4 is there as a recipe: False; with `return_reason` also why."""
+    """Whether NVFP4 is supported as a recipe: False; with `return_reason` also why."""
     return check_nvfp4_support() if return_reason else False
 
 
@@ -138,7 +138,7 @@ def _warn_emulated(reason: str) -> None:
 
 
 def warn_if_emulated() -> None:
-    """Say once per process that MXFP8 is emulated here."""
+    """Warn once per process that MXFP8 is emulated here."""
     refusal = _refusal(None)
     if refusal:
         _warn_emulated(refusal)

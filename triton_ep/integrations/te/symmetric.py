@@ -1,4 +1,4 @@
-"""Tensors of the caller in the symmetric heap: TransformerEngine's `symm_mem_alloc` and what belongs to it."""
+"""The caller's tensors in the symmetric heap: TransformerEngine's `symm_mem_alloc` and its companions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton_ep.integrations import arguments as check
 
 
 class _Allocated(NamedTuple):
-    """A tensor that `symm_mem_alloc` made, in which heap and for which group: of `current_heap`, and of its `alloc`."""
+    """A tensor of `symm_mem_alloc`: the heap (`current_heap`), the group, and the result of the heap's `alloc`."""
 
     heap: Any
     group: Any
@@ -20,20 +20,20 @@ class _Allocated(NamedTuple):
 
 
 class _Pool:
-    """What this process holds; tensors of a heap that is closed are gone."""
+    """Tensors that this process holds; tensors of a closed heap are no longer valid."""
 
     tensors: tuple[_Allocated, ...] = ()
 
 
 def symm_mem_alloc(shape: Any, dtype: torch.dtype, ep_group: Any, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor of zeros in the symmetric heap, which the other ranks of the group can read and write. Collective.
+    """Allocate zeros in the symmetric heap, which the other ranks of the group can read and write. Collective.
 
-    shape: as many bytes on all ranks. ep_group: process group; device: that of the heap, or None.
-    It is valid until `release_symm_mem_pool`, whether it is referred to or not.
+    shape: the same number of bytes on all ranks. ep_group: process group; device: the heap's device, or None.
+    The tensor is valid until `release_symm_mem_pool`, even without references to it.
 
     Raises:
-        InputError: no shape, or another device than the heap's. ConfigError: no dtype, or an unknown group.
-        HeapError: on all ranks, where one has no room, or they ask for different sizes.
+        InputError: an invalid shape, or another device than the heap's. ConfigError: not a dtype, or an unknown group.
+        HeapError: on all ranks, if one has no room or the ranks request different sizes.
     """
     check_group(ep_group)
     heap, sizes, kind = current_heap(), check.sizes("shape", shape), check.dtype("dtype", dtype)
@@ -49,7 +49,7 @@ def symm_mem_alloc(shape: Any, dtype: torch.dtype, ep_group: Any, device: torch.
 
 
 def is_symm_backed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or the one that it is a view of, is one of `symm_mem_alloc` that has not been released."""
+    """Whether a tensor is, or is a view of, a tensor of `symm_mem_alloc` that has not been released."""
     start = check.tensor("tensor", tensor).data_ptr()
     return any(
         not heap.closed and made.local.data_ptr() <= start < made.local.data_ptr() + made.nbytes
@@ -58,9 +58,9 @@ def is_symm_backed(tensor: torch.Tensor) -> bool:
 
 
 def release_symm_mem_pool() -> None:
-    """Free all tensors of `symm_mem_alloc`, none of which may be used any more. Collective over their groups."""
+    """Free all tensors of `symm_mem_alloc`, which are no longer valid afterwards. Collective over their groups."""
     tensors, _Pool.tensors = _Pool.tensors, ()
     for heap, group, made in tensors:
         if not heap.closed:
-            heap.barrier(group)  # no rank reads or writes it any more
+            heap.barrier(group)  # after it, no rank reads or writes the tensor
             heap.free(made)

@@ -20,18 +20,18 @@ aten = torch.ops.aten
 
 
 class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
-    """A tensor in MXFP8 that acts as one of a high-precision dtype, in modules and optimizers too.
+    """A tensor in MXFP8 that acts as a tensor of a high-precision dtype, in modules and optimizers too.
 
-    Copies, moves, views that keep the last dimension, and splits of the first dimension into multiples of 32 rows give
-    MXFP8Tensors with the same bytes; pieces of a split are copies. Any other operation computes on the dequantised
-    values and gives plain tensors, which are copies: slices, `.to(dtype)` of another dtype, `.float()` among them.
-    In place, its result is quantised again, and so is what is assigned to `data` or to a part by index.
-    Whatever gives an MXFP8Tensor gives one of its subclass for a subclass with the same constructor, which
+    Copies, moves, views that keep the last dimension, and splits of the first dimension into multiples of 32 rows
+    return MXFP8Tensors with the same bytes; pieces of a split are copies. Any other operation computes on the
+    dequantised values and returns plain tensors, which are copies: slices, `.to(dtype)` of another dtype and `.float()`
+    among them. Results of in-place operations are quantised again, and so are values assigned to `data` or by index.
+    For a subclass with the same constructor, operations that return an MXFP8Tensor return the subclass, as
     `torch.nn.Parameter` demands of `detach`.
 
     Arguments:
-        shape, dtype: of the tensor it stands for.
-        requires_grad: whether it is a leaf that wants a gradient.
+        shape, dtype: of the represented tensor.
+        requires_grad: whether the tensor is a leaf that requires a gradient.
         fake_dtype: None, or `dtype` once more, as TransformerEngine passes it.
         The others: as in `MXFP8TensorStorage`.
     """
@@ -100,7 +100,7 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """This tensor outside of autograd; assigned to, it takes other values, shape and dtype, in MXFP8."""
+        """This tensor outside autograd. An assignment replaces values, shape and dtype, quantised to MXFP8."""
         return super().data
 
     @data.setter
@@ -110,7 +110,7 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
             quantizer.set_usage(**self.get_usages())
             quantizer.internal, quantizer.optimize_for_gemm = False, self._with_gemm_swizzled_scales
             other: MXFP8Tensor = tensor if isinstance(tensor, MXFP8Tensor) else quantizer(tensor.detach())
-            # The wrapper knows shape and dtype, the parts are attributes: both must change.
+            # The wrapper holds shape and dtype, attributes hold the parts: both must change.
             torch.Tensor.data.__set__(self, other.detach())  # type: ignore[attr-defined]
             parts = other.get_metadata()
             del parts["fake_dtype"]
@@ -124,13 +124,13 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         )
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values, in `dtype` or the dtype it stands for; gradients pass through unchanged."""
+        """The values, in `dtype` or the represented dtype; gradients pass through unchanged."""
         result: torch.Tensor = _Dequantize.apply(self, self.dtype if dtype is None else dtype)
         return result
 
     @torch.no_grad()
     def __setitem__(self, index: Any, values: Any) -> None:
-        """Other values in a part of the tensor, which is quantised again."""
+        """Assign values to a part of the tensor and quantise the tensor again."""
         plain = self.dequantized(self.dtype)
         plain[index] = values
         self.quantize_(plain)
@@ -155,15 +155,15 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         return self.dequantize(dtype=torch.bfloat16)
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> MXFP8Tensor:
-        """Put other values into this tensor, quantised in the directions that it has.
+        """Quantise other values into this tensor, in the directions that it has.
 
-        noop_flag: a float32 scalar; where it is 1, nothing changes.
+        noop_flag: a float32 scalar; if it is 1, nothing changes.
         """
         quantize_into(tensor, self, noop_flag)
         return self
 
     def to_mxtensor(self, *, columnwise: bool = False, dtype: torch.dtype | None = None) -> MXTensor:
-        """As `MXFP8TensorStorage.to_mxtensor`, by default for this tensor's dtype; without gradient."""
+        """As `MXFP8TensorStorage.to_mxtensor`, by default with this tensor's dtype; without gradient."""
         return super().to_mxtensor(columnwise=columnwise, dtype=self.dtype if dtype is None else dtype)
 
     @classmethod
@@ -175,9 +175,9 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         dtype: torch.dtype | None = None,
         requires_grad: bool = False,
     ) -> MXFP8Tensor:
-        """Another tensor over the same bytes.
+        """Create another tensor over the same bytes.
 
-        shape: with the same last dimension. dtype: what it stands for.
+        shape: with the same last dimension. dtype: the represented dtype.
 
         Raises:
             InputError: a shape with another last dimension or number of elements.
@@ -192,11 +192,11 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
 
     @classmethod
     def from_mxtensor(cls, mx: MXTensor, quantizer: Any = None) -> MXFP8Tensor:
-        """The same elements as an MXTensor's, blocked along its last dimension, or the one before (2-D). No copy of
-        elements; scales are copied only if they need padding.
+        """Wrap an MXTensor blocked along its last dimension or, in 2-D, along the first. Elements are not copied;
+        scales are copied only if they need padding.
 
         Raises:
-            InputError: other blocks than 32, or another direction.
+            InputError: the block size is not 32, or blocks lie in another direction.
         """
         columnwise = mx.block_dim == -2 and mx.dim() == 2
         if mx.block_size != BLOCK or not (columnwise or mx.block_dim == -1) or mx.elem_dtype not in FP8_DTYPES:
@@ -220,20 +220,20 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
         )
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """Initial values on the CPU that `quantized_model_init` was asked to keep; None otherwise."""
+        """Initial values on the CPU, if `quantized_model_init` kept them; else None."""
         return self._high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
-        """Forget the initial values."""
+        """Drop the initial values."""
         self._high_precision_init_val = None
 
     def _like(self, fn: Any) -> MXFP8Tensor:
-        """The same tensor with `fn` of each of its parts."""
+        """The same tensor with `fn` applied to each part."""
         parts = {k: fn(v) if isinstance(v, torch.Tensor) else v for k, v in self.get_metadata().items()}
         return type(self)(self.shape, self.dtype, **parts)
 
     def _piece(self, start: int, end: int) -> MXFP8Tensor:
-        """A copy of [start:end] of the first dimension, which is a multiple of 32 rows and begins with a block."""
+        """Copy [start:end] of the first dimension: a multiple of 32 rows that starts at a block."""
         shape = (end - start, *self.shape[1:])
         inner = prod(self.shape[1:-1])
         parts = self.get_metadata()
@@ -274,15 +274,15 @@ class MXFP8Tensor(MXFP8TensorStorage, torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts, made_by = self.get_metadata(), self._quantizer
-        # As plain values, which torch.load(weights_only=True) takes.
+        # The quantiser as plain values, which torch.load(weights_only=True) accepts.
         parts["quantizer"] = None if made_by is None else (made_by.get_usages(), made_by.with_2d_quantization)
-        # A subclass is named; torch.load(weights_only=True) asks its owner to allow it.
+        # A subclass is stored by name; its owner must allow it for torch.load(weights_only=True).
         subclass = () if type(self) is MXFP8Tensor else (type(self),)
         return _rebuild, (tuple(self.shape), self.dtype, parts, self.requires_grad, *subclass)
 
 
 def _shape_of(given: Any) -> tuple[int, ...]:
-    """Sizes, which under a compiler may be symbols."""
+    """Sizes as a tuple; under torch.compile they may be symbols."""
     if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
         raise InputError(f"shape must be a sequence of sizes, got {type(given).__name__}.")
     return tuple(given)
@@ -295,7 +295,7 @@ def _rebuild(
     requires_grad: bool,
     made_as: type[MXFP8Tensor] = MXFP8Tensor,
 ) -> MXFP8Tensor:
-    """What `pickle` and `torch.load` call."""
+    """Rebuild a tensor for `pickle` and `torch.load`."""
     tensor = made_as(shape, dtype, requires_grad=requires_grad, **{**parts, "quantizer": None})
     if parts["quantizer"] is not None:
         usages, tiles = parts["quantizer"]
@@ -309,7 +309,7 @@ torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True
 
 
 class _Dequantize(torch.autograd.Function):
-    """The values; their gradient is that of the tensor they came from."""
+    """Dequantise; the gradient passes through to the MXFP8 tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: MXFP8Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -326,7 +326,7 @@ def _plain(tensor: MXFP8Tensor) -> torch.Tensor:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Result of an operation with at least one MXFP8Tensor among its arguments."""
+    """Run an operation with at least one MXFP8Tensor among its arguments."""
     first = args[0] if args else None
     if isinstance(first, MXFP8Tensor):
         if func in (aten.detach.default, aten.alias.default):
@@ -376,7 +376,7 @@ def _same_format(first: MXFP8Tensor, second: MXFP8Tensor) -> bool:
 
 
 def _by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` of the dequantised values; what it changes in place is quantised again."""
+    """Apply `func` to the dequantised values; tensors that it changes in place are quantised again."""
     plain: dict[int, tuple[MXFP8Tensor, torch.Tensor]] = {}
 
     def value(tensor: MXFP8Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Gradients of weights that autograd does not get: added to `main_grad`, computed later, or both."""
+"""Gradients of weights outside autograd: added to `main_grad`, computed later, or both."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from triton_ep.errors import EPError, InputError
 
 Compute = Callable[[torch.dtype], torch.Tensor]
-"""From a dtype to the gradients [E, N, K] of all weights of a module."""
+"""Function that computes the gradients [E, N, K] of all weights of a module in a given dtype."""
 
 
 class NothingDelayedError(EPError, RuntimeError):
-    """`backward_dw` without a backward pass before it whose weights' gradients still wait."""
+    """`backward_dw` was called while no backward pass waits for its weights' gradients."""
 
 
 class WeightGradients:
-    """Takes the gradients of a module's weights in place of autograd.
+    """Handles the gradients of a module's weights in place of autograd.
 
     Arguments:
-        fuse: add them to `weight.main_grad`, or put them there if `weight.overwrite_main_grad` is true. `weight.grad`
-            stays None, except where a weight has the attribute `grad_added_to_main_grad`: that becomes True, and the
-            gradient is zeros, so that hooks of data parallelism run.
-        delay: keep what each backward pass would compute until `run_oldest`.
+        fuse: add gradients to `weight.main_grad`, or overwrite it if `weight.overwrite_main_grad` is true.
+            `weight.grad` stays None, unless the weight has the attribute `grad_added_to_main_grad`: then the attribute
+            becomes True and the gradient is zeros, so that hooks of data parallelism run.
+        delay: defer the computation of each backward pass to `run_oldest`.
     """
 
     def __init__(self, fuse: bool, delay: bool) -> None:
@@ -35,12 +35,12 @@ class WeightGradients:
     def take(
         self, weights: Sequence[torch.Tensor], wanted: Sequence[bool], compute: Compute, overwrite: bool
     ) -> list[torch.Tensor | None]:
-        """What autograd gets as the gradient of each weight.
+        """Handle the gradients of one backward pass; returns the gradient of each weight for autograd.
 
-        overwrite: put gradients into `main_grad` in place of adding them.
+        overwrite: overwrite `main_grad` instead of adding to it.
 
         Raises:
-            InputError: a weight without `main_grad`, or with one of another shape.
+            InputError: with `fuse`, a weight has no `main_grad`, or one of another shape.
         """
         if self.fuse:
             for weight in (weight for weight, want in zip(weights, wanted, strict=True) if want):
@@ -51,10 +51,10 @@ class WeightGradients:
         return [None] * len(weights)
 
     def run_oldest(self) -> None:
-        """Compute the gradients of the oldest backward pass that waits.
+        """Compute the gradients of the oldest pending backward pass.
 
         Raises:
-            NothingDelayedError: none waits.
+            NothingDelayedError: no backward pass is pending.
         """
         if not self._waiting:
             raise NothingDelayedError("backward_dw: no backward pass of this module waits for its weights' gradients.")
