@@ -1,7 +1,7 @@
-"""Quantisation with torch operations, for any device and block size: the same bits as the kernels give.
+"""Quantisation with torch operations, for any device and block size; bit-identical to the kernels.
 
-On the CPU this is what `MXTensor` runs, because an interpreted kernel is far slower. It works on the bits of
-float32, as kernels/device/mxfp8.py does, whose docstring explains the modes.
+`MXTensor` runs this on the CPU, where an interpreted kernel is far slower. It works on the bits of float32, as
+kernels/device/mxfp8.py does, whose docstring explains the modes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAN = 0x7FC00000
 
 
 def block_scales(amax: torch.Tensor, fmt: ElemFormat, mode: ScalingMode) -> torch.Tensor:
-    """Scale bytes as int32 of blocks with largest magnitudes `amax`, float32 of any shape."""
+    """Scale bytes, as int32, of blocks with largest magnitudes `amax`, float32 of any shape."""
     bits = amax.view(torch.int32)
     finite = bits < _INF
     if mode is ScalingMode.RCEIL:
@@ -36,25 +36,25 @@ def block_scales(amax: torch.Tensor, fmt: ElemFormat, mode: ScalingMode) -> torc
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """Float32 values 2**(byte - 127) of scale bytes given as int32; 255 gives NaN."""
+    """Float32 values 2**(byte - 127) of scale bytes given as int32; 255 becomes NaN."""
     bits = torch.where(scale == 0, _HALF_OF_SMALLEST_NORMAL, scale << 23)
     return torch.where(scale == 255, _NAN, bits).to(torch.int32).view(torch.float32)
 
 
 def encode(values: torch.Tensor, fmt: ElemFormat) -> torch.Tensor:
-    """Codes uint8, one per byte, of float32 values: nearest element, ties to even, saturating.
+    """Encode float32 values as uint8 codes, one per byte: nearest element, ties to even, saturating.
 
-    A NaN gives any code of fp6 and fp4, which have none for it.
+    fp6 and fp4 have no NaN: a NaN becomes an arbitrary code.
     """
     if fmt.bits == 8:
-        # torch before 2.13 does not saturate; a NaN passes clamp.
+        # torch before 2.13 does not saturate. clamp passes NaN through.
         return values.clamp(-fmt.max_pos, fmt.max_pos).to(fmt.storage).view(torch.uint8)
     magnitude = values.abs().clamp(max=fmt.max_pos)
     bits, shift = magnitude.view(torch.int32), 23 - fmt.mbits
-    # The mantissa's low bits are rounded away; a carry runs on into the exponent, as it should.
+    # Round away the mantissa's low bits; a carry correctly runs into the exponent.
     rounded = bits + ((1 << (shift - 1)) - 1) + ((bits >> shift) & 1)
     normal = (rounded >> shift) - ((126 + fmt.min_exponent) << fmt.mbits)
-    # Below the normal range the step is fixed: that of the float32 numbers from 2**unit on, so that a sum rounds to it.
+    # Subnormals have a fixed step, which is the float32 step from 2**unit on: adding 2**unit rounds to it.
     unit = fmt.min_exponent - fmt.mbits + 23
     subnormal = (magnitude + 2.0**unit).view(torch.int32) - ((127 + unit) << 23)
     code = torch.where(magnitude >= 2.0**fmt.min_exponent, normal, subnormal)
@@ -63,7 +63,7 @@ def encode(values: torch.Tensor, fmt: ElemFormat) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, fmt: ElemFormat) -> torch.Tensor:
-    """Float32 values of codes, uint8, one per byte; bits that are not an element's are not looked at."""
+    """Decode uint8 codes, one per byte, to float32 values; bits outside the element are ignored."""
     if fmt.bits == 8:
         return codes.view(fmt.storage).float()
     wide = codes.to(torch.int32)
@@ -75,14 +75,14 @@ def decode(codes: torch.Tensor, fmt: ElemFormat) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, fmt: ElemFormat) -> torch.Tensor:
-    """Codes [..., n] uint8 as elements are stored: [..., n / per_byte] of the format's storage dtype."""
+    """Pack codes [..., n] uint8 to stored elements [..., n / per_byte] of the format's storage dtype."""
     if fmt.per_byte == 2:
         return codes[..., ::2] | codes[..., 1::2] << 4
     return codes.view(fmt.storage)
 
 
 def unpack(qdata: torch.Tensor, fmt: ElemFormat) -> torch.Tensor:
-    """Codes [..., n] uint8 of stored elements [..., n / per_byte]."""
+    """Unpack stored elements [..., n / per_byte] to codes [..., n] uint8."""
     codes = qdata.view(torch.uint8)
     if fmt.per_byte == 2:
         return torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
@@ -98,7 +98,7 @@ def quantize(x: torch.Tensor, fmt: ElemFormat, mode: ScalingMode, block_size: in
     Returns elements as the format stores them, [..., H / per_byte], and scale bytes, [..., H / block_size] uint8.
     """
     blocks = x.float().unflatten(-1, (-1, block_size)).contiguous()
-    # Integers, so that a NaN is the largest magnitude and subnormals stay.
+    # Compare magnitudes as integers: a NaN is then the largest, and subnormals are kept.
     magnitude = blocks.view(torch.int32) & 0x7FFFFFFF
     scale = block_scales(magnitude.amax(-1).view(torch.float32), fmt, mode)
     inverse = scale_values(torch.where(scale == 255, 255, 254 - scale))
@@ -112,7 +112,7 @@ def dequantize(
 ) -> torch.Tensor:
     """Values of stored elements and their scale bytes [..., H / block] uint8, rounded once to `dtype`.
 
-    Without `fmt`, the dtype of `qdata` says what the elements are.
+    Without `fmt`, the dtype of `qdata` determines the format.
     """
     fmt = elem_format(qdata.dtype) if fmt is None else fmt
     values = decode(unpack(qdata, fmt), fmt)

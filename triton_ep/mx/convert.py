@@ -1,4 +1,4 @@
-"""Models to small formats: `quantize_(model, config)` turns the linear layers that a filter chooses into others.
+"""Convert models to small formats: `quantize_(model, config)` replaces the linear layers that a filter chooses.
 
 | config | the layer becomes | for |
 |---|---|---|
@@ -9,7 +9,7 @@
 | MXDynamicActivationMXWeightConfig | QuantizedLinear | inference, inputs quantised too |
 | NVFP4DynamicActivationNVFP4WeightConfig | QuantizedLinear | inference, inputs quantised too |
 
-The names of the configurations for inference are torchao's.
+The configurations for inference have torchao's names.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MXDynamicActivationMXWeightConfig:
         activation_dtype, weight_dtype: element types.
         block_size: values per scale.
         scaling_mode: "rceil", "floor", "ceil" or "even".
-        path: of the product: "auto", "emulated" or "hardware", as `mx_mm` takes it.
+        path: path of the product: "auto", "emulated" or "hardware", as `mx_mm` takes it.
     """
 
     activation_dtype: torch.dtype | str = torch.float8_e4m3fn
@@ -81,7 +81,7 @@ class NVFP4DynamicActivationNVFP4WeightConfig:
     """Weights in NVFP4, and inputs quantised at each call.
 
     Attributes:
-        use_dynamic_per_tensor_scale: two levels of scales, that of inputs from the largest magnitude of each call.
+        use_dynamic_per_tensor_scale: two levels of scales; for inputs from the largest magnitude of each call.
     """
 
     use_dynamic_per_tensor_scale: bool = True
@@ -93,11 +93,11 @@ Config = MXLinearConfig | NVFP4LinearConfig | WeightConfig | NVFP4Config
 
 
 class QuantizedLinear(nn.Linear):
-    """torch.nn.Linear for inference with quantised weights, which quantises its input along the sum at each call.
+    """torch.nn.Linear for inference with quantised weights; quantises its input along the sum at each call.
 
-    Made by `quantize_`. Its state dict is that of torch.nn.Linear, with an MXTensor or NVFP4Tensor as weight.
-    With MXWeightOnlyConfig inputs stay as they are: weights of DTensors need it, because a DTensor, which the input is
-    then, lets no other kind of tensor into a product.
+    `quantize_` creates it. Its state dict is that of torch.nn.Linear, with an MXTensor or NVFP4Tensor as weight.
+    With MXWeightOnlyConfig inputs stay unquantised. Weights made of DTensors need this class: their inputs are DTensors
+    too, and a DTensor accepts no other kind of tensor in a product.
     """
 
     config: WeightConfig | NVFP4Config
@@ -106,7 +106,7 @@ class QuantizedLinear(nn.Linear):
         """[..., out_features] of x [..., in_features]."""
         config, rows = self.config, flat(x)
         if isinstance(config, MXWeightOnlyConfig):
-            assert isinstance(self.weight, MXTensor), "what quantize_ made it"
+            assert isinstance(self.weight, MXTensor), "quantize_ set it"
             return nn.functional.linear(x, self.weight.dequantize(), self.bias)
         if isinstance(config, MXDynamicActivationMXWeightConfig):
             quantized = MXTensor.to_mx(rows, config.activation_dtype, config.block_size, config.scaling_mode)
@@ -117,12 +117,12 @@ class QuantizedLinear(nn.Linear):
         return out.reshape([*x.shape[:-1], out.shape[-1]])
 
     def extra_repr(self) -> str:
-        """What the layer is printed with."""
+        """Sizes and configuration, for printing."""
         return f"{super().extra_repr()}, {self.config}"
 
 
 def _to_nvfp4(x: torch.Tensor, two_levels: bool) -> NVFP4Tensor:
-    # Nothing to take the largest of, where there are no rows.
+    # An empty tensor has no largest magnitude.
     outer = per_tensor_amax_to_scale(x.abs().amax()) if two_levels and x.numel() else None
     return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=outer)
 
@@ -166,16 +166,16 @@ def _convert(linear: nn.Linear, name: str, config: Config) -> None:
 
 
 def quantize_(model: nn.Module, config: Config, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> None:
-    """Turn layers of a model into quantised ones, in place: parameters of training stay the same objects.
+    """Replace layers of a model by quantised ones, in place: for training, parameters stay the same objects.
 
     Arguments:
         model: the model, or one layer.
         config: one of the configurations of this module; it decides what the layers become.
-        filter_fn: called with each module and its name ("" for the model); True: turn it into one. None: `is_linear`.
+        filter_fn: called with each module and its name ("" for the model); True: convert the module. None: `is_linear`.
 
     Raises:
-        InputError: no configuration, or a chosen module that is no torch.nn.Linear or does not fit; nothing is changed
-            then.
+        InputError: `config` is not a configuration, or a chosen module is not a torch.nn.Linear or does not fit. The
+            model is unchanged then.
     """
     known = (
         MXLinearConfig,

@@ -1,9 +1,9 @@
-"""MX and DTensor: an MXTensor whose elements and scales are DTensors, sharded as what they were made from.
+"""MX and DTensor: an MXTensor whose elements and scales are DTensors, sharded like their source.
 
-Every rank quantises and dequantises its own shard. That gives the bytes of the whole tensor's quantisation, as long as
-no block lies on two ranks: sharding along a dimension without blocks is always right, along the one with blocks where
-shards are whole blocks. Nothing is communicated. `redistribute` moves elements and scales, as bytes; fsdp.py has a
-parameter that FSDP gathers so.
+Every rank quantises and dequantises its own shard, without communication. The bytes equal those of quantising the whole
+tensor, as long as no block lies on two ranks: sharding along a dimension without blocks is always valid, along the
+block dimension only if shards are whole blocks. `redistribute` moves elements and scales, as bytes; fsdp.py has a
+parameter that FSDP gathers in this form.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from triton_ep.errors import InputError
 
 if TYPE_CHECKING:
-    from triton_ep.mx.tensor import MXTensor  # it quantises by what is here
+    from triton_ep.mx.tensor import MXTensor  # which imports this module to quantise
 
 
 def _check_shards(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], block_dim: int, block_size: int
 ) -> None:
-    """InputError if the values are not all there, or a block lies on two ranks."""
+    """Raise InputError if the values are partial sums, or a block lies on two ranks."""
     axis = block_dim % len(shape)
     size = shape[axis]
     for mesh_dim, placement in enumerate(placements):
@@ -55,7 +55,7 @@ def quantize_shards(
     per_byte: int,
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[DTensor, DTensor]:
-    """Elements and scales of `quantize(shard)`, placed as `x`.
+    """Elements and scales of `quantize(shard)`, with the placements of `x`.
 
     Arguments:
         block_dim: dimension along which blocks lie, counted from the end.
@@ -80,10 +80,10 @@ def dequantize_shards(
     shape: Sequence[int],
     dequantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> DTensor:
-    """`dequantize(elements, scales)` of the shards, placed as they are, of global shape `shape`.
+    """`dequantize(elements, scales)` of the shards, with their placements and global shape `shape`.
 
     Raises:
-        InputError: elements and scales that are placed differently.
+        InputError: elements and scales have different placements.
     """
     if qdata.placements != scale.placements or qdata.device_mesh != scale.device_mesh:
         raise InputError(f"elements are {qdata.placements}, scales {scale.placements}; redistribute one of them.")
@@ -91,22 +91,22 @@ def dequantize_shards(
 
 
 def redistribute(mx: MXTensor, placements: Sequence[Placement]) -> MXTensor:
-    """The same values placed otherwise on their mesh: elements and scales travel, 33 bytes for 64 of bf16 in e4m3.
+    """Change the placements on the mesh. Elements and scales travel: in e4m3, 33 bytes instead of 64 in bf16.
 
     Arguments:
-        mx: made from a DTensor.
+        mx: an MXTensor made from a DTensor.
         placements: one per mesh dimension, Replicate or Shard; shards must be whole blocks.
 
     Raises:
-        InputError: no DTensors inside, partial placements, or shards that cut blocks.
+        InputError: `mx` was not made from a DTensor, placements are partial, or shards cut blocks.
     """
     if not isinstance(mx.qdata, DTensor):
         raise InputError(f"redistribute takes an MXTensor that was made from a DTensor, not {mx!r}.")
     _check_shards(mx.shape, mx.qdata.device_mesh, placements, mx.block_dim, mx.block_size)
     parts: list[torch.Tensor] = []
     for part in (mx.qdata, mx.scale):
-        assert isinstance(part, DTensor), "elements and scales are made together"
-        # As bytes: not every backend sends float8.
+        assert isinstance(part, DTensor), "elements and scales are created together"
+        # Send bytes: not every backend sends float8.
         mesh, dtype = part.device_mesh, part.dtype
         moved = _placed(part.to_local().view(torch.uint8), mesh, part.placements, part.shape).redistribute(
             placements=placements

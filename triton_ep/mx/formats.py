@@ -1,4 +1,4 @@
-"""Element formats and scaling modes of MX blocks, under their public names; launchers take them from `ops`, too."""
+"""Public names of the element formats and scaling modes of MX blocks, which `ops` defines."""
 
 from triton_ep.ops.element_formats import (
     ALL_FORMATS,

@@ -1,4 +1,4 @@
-"""FSDP's all-gather in MX: a sharded weight that is quantised before it is gathered.
+"""FSDP's all-gather in MX: quantise a sharded weight before it is gathered.
 
     quantize_(model, MXLinearConfig())
     gather_in_mx_(model)
@@ -6,8 +6,8 @@
 
 Each rank keeps its rows of the weight in high precision, for the optimizer. For a forward or backward pass it quantises
 them along the row, in the format that the layer's first product uses anyway, and FSDP gathers elements and scales: 33
-bytes instead of 64 in e4m3. The layer's first product is, bit for bit, that of weights gathered in high precision; dx
-takes its weight from the gathered values.
+bytes instead of 64 in e4m3. The layer's first product is bit-identical to that of weights gathered in high precision.
+dx uses the values of the gathered weight.
 
 Source: torch.distributed.fsdp, the tensor extension points `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 """
@@ -44,17 +44,17 @@ _STAYS = frozenset(
         ("alias", "default"),
     )
 )
-"""What FSDP does to a parameter to shard it: the result is still to be gathered in MX."""
+"""Operations by which FSDP shards a parameter; their results are still gathered in MX."""
 
 
 class MXShard(torch.Tensor):
     """A weight [N, K] in high precision, or some of its rows, that FSDP gathers as an MXTensor.
 
-    Any operation sees the plain tensor; those by which FSDP shards, moves and copies a parameter give an MXShard again.
+    Operations run on the plain tensor; those by which FSDP shards, moves and copies a parameter return an MXShard.
 
     Arguments:
         rows: [n, K] bf16, fp16 or fp32; not copied.
-        config: of the layer, for the weight's format.
+        config: configuration of the layer, for the weight's format.
         num_rows: N of the whole weight.
     """
 
@@ -95,7 +95,7 @@ class MXShard(torch.Tensor):
         plain_args, plain_kwargs = tree_map_only(cls, lambda shard: shard.rows, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable and isinstance(args[0], MXShard):
-            return args[0]  # written to in place
+            return args[0]  # modified in place
         if func not in _STAYS:
             return out
         return tree_map_only(torch.Tensor, lambda rows: MXShard(rows, first.config, first.num_rows), out)
@@ -110,7 +110,7 @@ class MXShard(torch.Tensor):
         return MXShard(inner["rows"], **context)
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-        """Bytes to gather, as many rows on every rank, and what the other side must know."""
+        """Bytes to gather, with equal row counts on all ranks, and the metadata for `fsdp_post_all_gather`."""
         rows_per_rank = -(-self.num_rows // mesh.size())
         rows = nn.functional.pad(self.rows, (0, 0, 0, rows_per_rank - self.rows.shape[0]))
         config = self.config
@@ -127,7 +127,7 @@ class MXShard(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The whole weight as an MXTensor over the gathered bytes."""
         if out is not None:
-            return None  # it is a view of the gathered bytes, which were written anew
+            return None  # `out` is a view of the gathered bytes, which FSDP has rewritten
         (num_rows,) = metadata
         fmt = elem_format(self.config.weight_dtype)
         qdata, scale = (part[:num_rows] for part in all_gather_outputs)
@@ -145,8 +145,8 @@ def gather_in_mx_(model: nn.Module) -> None:
     """Make FSDP gather the weights of the model's MXLinear layers in MX; call it before `fully_shard`.
 
     Raises:
-        InputError: there is no MXLinear, one is sharded already, or its rows are no whole blocks; nothing is changed
-            then.
+        InputError: the model has no MXLinear, one is sharded already, or rows are not whole blocks. The model is
+            unchanged then.
     """
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, MXLinear)]
     if not layers:

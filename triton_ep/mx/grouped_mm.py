@@ -1,13 +1,13 @@
-"""Grouped matrix product of training with MXFP8 operands, and its gradients.
+"""Grouped matrix product for training with MXFP8 operands, and its gradients.
 
-What is quantised along which dimension, always in blocks of 32 along the sum of the product at hand:
+Each product quantises its operands in blocks of 32 along the dimension that it sums over:
 
     y  = A  W^T   A along K, W along K
     dA = dY W     dY along N, W along N
-    dW = dY^T A   both along the rows of each group, blocks starting anew at each group
+    dW = dY^T A   both along the rows of each group, blocks starting again at each group
 
-The products themselves run on the dequantised values (`ops.grouped_gemm`, path "bf16"): float32 accumulation, one
-rounding. Rows that arrive quantised are used as they are: dW then takes A's values, and dY's as quantised for dA.
+The products run on the dequantised values (`ops.grouped_gemm`, path "bf16"): float32 accumulation, one rounding. Rows
+that arrive quantised are used as they are: dW then takes the values of A, and of dY as quantised for dA.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from triton_ep.ops.mxfp8 import dequantize_columns, quantize_columns
 
 
 def _along_last(x: torch.Tensor, mode: ScalingMode) -> torch.Tensor:
-    """bf16 values after quantisation along the last dimension; an MXTensor's are what they are."""
+    """bf16 values after quantisation along the last dimension; an MXTensor is only dequantised."""
     mx = x if isinstance(x, MXTensor) else MXTensor.to_mx(x, scaling_mode=mode)
     return mx.dequantize(torch.bfloat16)
 
@@ -44,7 +44,7 @@ def _weights_along(b_t: torch.Tensor, dim: int, mode: ScalingMode) -> torch.Tens
     if (dim == -2) == k_major:
         values = _along_last(stored, mode)
     else:
-        # A column's blocks end with its expert, because its length is a multiple of 32.
+        # Blocks of a column do not cross experts: each expert has a multiple of 32 rows.
         values = _along_rows(stored.flatten(0, 1), None, mode).view(stored.shape)
     return values.transpose(-2, -1) if k_major else values
 
@@ -90,7 +90,7 @@ class _GroupedMM(torch.autograd.Function):
             else:
                 offsets = torch.nn.functional.pad(ends, (1, 0))
                 left, right = (_along_rows(x, offsets, ctx.mode) for x in (full_dy, a))
-            # In the layout of the weights, so that an optimizer's update copies nothing.
+            # Return the gradient in the layout of the weights, so that an optimizer's update copies nothing.
             if _is_k_major(b_t):
                 db_t = grouped_gemm_wgrad(left, right, ends, b_t.shape[0]).transpose(-2, -1)
             else:
@@ -99,7 +99,7 @@ class _GroupedMM(torch.autograd.Function):
 
 
 def _check_options(kernel_preference: Any, wgrad_with_hp: Any, out_dtype: Any) -> None:
-    """Refuse what a call by position would put into the wrong place without a word."""
+    """Refuse arguments that a positional call may have silently misplaced."""
     if kernel_preference is not None and not isinstance(kernel_preference, Enum | str):
         raise InputError(
             f"kernel_preference is {kernel_preference!r}; it must be None, a name or a member of torchao's enum. It is "
@@ -128,12 +128,12 @@ def _check(a: Any, b_t: Any, block_size: Any) -> None:
 
 
 def _add_bias(out: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """bias [N], or [E, N] by group; rows after the last group get none of the latter."""
+    """Add bias [N], or [E, N] by group; rows past the last group get no group's bias."""
     if bias.dim() == 1:
         return out + bias
     rows = torch.arange(out.shape[0], device=out.device, dtype=ends.dtype)
     padded = torch.nn.functional.pad(bias, (0, 0, 0, 1))
-    # No searchsorted: compiled by inductor of torch < 2.13 it takes a slice, as ends may be, for the whole tensor
+    # Not searchsorted: inductor of torch < 2.13 compiles it to read the whole tensor when `ends` is a slice
     # (https://github.com/pytorch/pytorch/issues/182343).
     return out + padded[(rows.unsqueeze(1) >= ends).sum(1)]
 
@@ -150,27 +150,28 @@ def _to_mxfp8_then_scaled_grouped_mm(
     pad_token_groups_for_grouped_mm: bool = False,
     block_size: int = BLOCK,
 ) -> torch.Tensor:
-    """[R, N]: rows of group e times B_t[e], of MXFP8 values; differentiable, gradients computed from such too.
+    """[R, N]: rows of group e times B_t[e], in MXFP8 values; differentiable, with gradients in MXFP8 values too.
 
     Arguments are in torchao's order; `block_size`, which torchao's function does not have, comes last.
 
     Arguments:
         A: [R, K] bf16, or MXTensor quantised along K. Its gradient is bf16.
-        B_t: [E, K, N] bf16, w.transpose(-2, -1) or contiguous. Its gradient has its layout.
-        offs: [E] int32 on the device, the row after the last one of each group, or [E + 1] with the starts.
+        B_t: [E, K, N] bf16, w.transpose(-2, -1) or contiguous. The gradient has the same layout.
+        offs: [E] int32 on the device, the row after the last row of each group, or [E + 1] with the starts.
         bias: [N], or [E, N] one per group; added to the rounded product.
         out_dtype: of the result: bf16, fp16 or fp32.
         kernel_preference: accepted for callers of torchao, a member of its enum or a name; the device alone decides.
-        wgrad_with_hp: the weights' gradient from dY (and A, if it is bf16) without quantisation along the rows.
-        scale_calculation_mode: how scales follow from blocks: "rceil", "floor", "ceil", "even".
+        wgrad_with_hp: compute the weights' gradient from dY (and A, if bf16) without quantisation along the rows.
+        scale_calculation_mode: how a block's scale is computed: "rceil", "floor", "ceil", "even".
         pad_token_groups_for_grouped_mm: accepted and not needed: groups have any size, here and in the gradients.
         block_size: 32.
 
     The incoming gradient may be an MXTensor; its values are used as they are.
-    Rows after the last group: zeros, also in the gradient of A; they count for nothing in that of B_t.
+    Rows past the last group are zeros, also in the gradient of A, and do not contribute to the gradient of B_t.
 
     Raises:
-        InputError: no `offs`, K or N no multiple of 32, another dtype or shape, a preference or switch of another type.
+        InputError: `offs` is missing, K or N is not a multiple of 32, or a dtype, shape, preference or switch does not
+            fit.
 
     Source: torchao.prototype.moe_training, `_to_mxfp8_then_scaled_grouped_mm`.
     """

@@ -1,13 +1,13 @@
 """MXLinear: a linear layer that trains with MX operands in all three of its products.
 
-What is quantised along which dimension, always along the sum of the product at hand:
+Each product quantises its operands along the dimension that it sums over:
 
     y  = x W^T    x along K, W along K
     dx = dy W     dy along N, W along N
     dW = dy^T x   both along the rows, or neither with wgrad_with_hp
 
-x [..., K] is flattened to rows, W is [N, K]. A last block that would be short is filled up with zeros, which add
-nothing to a sum: any sizes will do. Weights and what the optimizer does stay in high precision.
+x [..., K] is flattened to rows, W is [N, K]. A short last block is filled up with zeros, which add nothing to a sum, so
+sizes are arbitrary. Weights and optimizer steps stay in high precision.
 
 Source: torchao's mx_linear; the thresholds of its tests hold here (tests/mx/test_linear.py).
 """
@@ -35,16 +35,16 @@ class MXLinearConfig:
     """Formats of an MXLinear.
 
     Attributes:
-        elem_dtype: of inputs, and of what the overrides leave out; as `MXTensor.to_mx` takes it.
+        elem_dtype: of inputs, and of operands without an override; as `MXTensor.to_mx` takes it.
         elem_dtype_weight_override: of weights.
         elem_dtype_grad_output_override: of output gradients.
         block_size: values per scale.
         scaling_mode: "rceil", "floor", "ceil" or "even".
-        wgrad_with_hp: compute the weight's gradient from what was not quantised.
-        path: of the products: "auto", "emulated" or "hardware", as `triton_ep.mx.mm.mx_mm` takes it.
+        wgrad_with_hp: compute the weight's gradient from unquantised operands.
+        path: path of the products: "auto", "emulated" or "hardware", as `triton_ep.mx.mm.mx_mm` takes it.
 
     Raises:
-        InputError: a format, mode, path or block size that there is not.
+        InputError: an unknown format, mode or path, or an invalid block size.
     """
 
     elem_dtype: torch.dtype | str = torch.float8_e4m3fn
@@ -76,7 +76,7 @@ class MXLinearConfig:
 
 
 def fill_blocks(x: torch.Tensor, dim: int, block_size: int) -> torch.Tensor:
-    """`x` with zeros after it along `dim`, -1 or -2, up to a multiple of `block_size`."""
+    """Pad `x` with zeros at the end of `dim`, -1 or -2, to a multiple of `block_size`."""
     missing = -x.shape[dim] % block_size
     if not missing:
         return x
@@ -84,7 +84,7 @@ def fill_blocks(x: torch.Tensor, dim: int, block_size: int) -> torch.Tensor:
 
 
 def _along(x: torch.Tensor, dim: int, elem_dtype: torch.dtype | str, config: MXLinearConfig) -> MXTensor:
-    """x [A, B] quantised along `dim`, -1 or -2; one that is quantised so already, as it is."""
+    """Quantise x [A, B] along `dim`, -1 or -2; x is returned unchanged if it has this form already."""
     if isinstance(x, MXTensor):
         if x.block_dim == dim and x.elem_dtype == elem_format(elem_dtype).dtype and x.block_size == config.block_size:
             return x
@@ -123,7 +123,7 @@ class _MXLinear(torch.autograd.Function):
 
 
 def check_operands(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """InputError unless x [..., K] and weight [N, K] fit each other and have one dtype."""
+    """Raise InputError unless x [..., K] and weight [N, K] fit each other and have one dtype."""
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise InputError(f"x must be [..., K] and weight [N, K]; they are {list(x.shape)} and {list(weight.shape)}.")
     if x.dtype != weight.dtype:
@@ -131,7 +131,7 @@ def check_operands(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors in the dtype of torch.autocast of their device, where that is on."""
+    """Cast the tensors to torch.autocast's dtype for their device, if autocast is enabled."""
     kind = next(each.device.type for each in tensors if each is not None)
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -160,19 +160,19 @@ def linear_by(
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """[..., K] as rows [R, K]."""
+    """Reshape [..., K] to rows [R, K]."""
     return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def mx_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, config: MXLinearConfig | None = None
 ) -> torch.Tensor:
-    """[..., N] = x [..., K] times weight [N, K] transposed, plus bias [N], of MX values; gradients of such, too.
+    """[..., N] = x [..., K] times weight [N, K] transposed, plus bias [N], in MX values, and so are the gradients.
 
     Arguments:
         x: bf16, fp16 or fp32. The result has its dtype.
         weight: the same dtype; or an MXTensor quantised along K in the weight's format, which the first product
-            takes as it is, and dx takes the values of.
+            takes as it is; dx uses its values.
         config: formats; None: e4m3 in blocks of 32.
 
     Under torch.autocast the operands are cast first, as for torch.nn.functional.linear.
@@ -184,7 +184,7 @@ def mx_linear(
 
 
 class ConfiguredLinear(nn.Linear, Generic[Config]):
-    """torch.nn.Linear with a configuration: what MXLinear and NVFP4Linear share.
+    """torch.nn.Linear with a configuration: the common base of MXLinear and NVFP4Linear.
 
     Arguments: those of torch.nn.Linear, and the configuration; None: the default one. Parameters are those of
     torch.nn.Linear, in high precision: an optimizer, a state dict or a parallel plan sees no difference.
@@ -208,10 +208,10 @@ class ConfiguredLinear(nn.Linear, Generic[Config]):
 
     @classmethod
     def from_float(cls, linear: nn.Linear, config: Config | None = None) -> Self:
-        """The layer itself, turned into one of this class: parameters, hooks and mode stay.
+        """Convert the layer itself to this class; parameters, hooks and mode stay.
 
         Raises:
-            InputError: it is a subclass of torch.nn.Linear, whose own forward would be lost.
+            InputError: the layer is a subclass of torch.nn.Linear, whose own forward would be lost.
         """
         if type(linear) is not nn.Linear:
             raise InputError(f"from_float takes a torch.nn.Linear, not a {type(linear).__name__}.")
@@ -222,7 +222,7 @@ class ConfiguredLinear(nn.Linear, Generic[Config]):
 
 
 class MXLinear(ConfiguredLinear[MXLinearConfig]):
-    """torch.nn.Linear whose products, forward and backward, are of MX operands; parameters in high precision."""
+    """torch.nn.Linear that multiplies MX operands, forward and backward; parameters in high precision."""
 
     _default = MXLinearConfig
 
@@ -231,7 +231,7 @@ class MXLinear(ConfiguredLinear[MXLinearConfig]):
         return mx_linear(x, self.weight, self.bias, self.config)
 
     def extra_repr(self) -> str:
-        """What the layer is printed with."""
+        """Sizes and formats, for printing."""
         c = self.config
         formats = ", ".join(str(each) for each in (c.elem_dtype, c.weight_dtype, c.grad_dtype))
         return f"{super().extra_repr()}, mx=({formats}) in blocks of {c.block_size}"

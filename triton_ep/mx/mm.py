@@ -1,11 +1,11 @@
-"""Product of two MX matrices, and of rows in groups with a matrix for each group.
+"""Product of two MX matrices, and of groups of rows with one matrix per group.
 
-"emulated"  The values of both operands are multiplied: any formats, block sizes and device. This is what a product
-            means; it is exact up to accumulation and one rounding of the result.
-"hardware"  torch's scaled_mm, where the GPU multiplies MX blocks itself (sm_100 and later): e4m3 by e4m3, or packed fp4
+"emulated"  Multiplies the values of both operands: any formats, block sizes and device. This defines the product; it is
+            exact up to accumulation and one rounding of the result.
+"hardware"  torch's scaled_mm, if the GPU multiplies MX blocks itself (sm_100 and later): e4m3 by e4m3, or packed fp4
             by packed fp4 if torch was built for it, in blocks of 32. It multiplies the same values and accumulates in
             float32.
-"auto"      "hardware" for e4m3 where it can be, "emulated" elsewhere.
+"auto"      "hardware" for e4m3 if possible, else "emulated".
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def mx_mm(
     bias: torch.Tensor | None = None,
     path: str = "emulated",
 ) -> torch.Tensor:
-    """[M, N] = a [M, K] times b [K, N], plus bias [N]: the product of the values the operands stand for.
+    """[M, N] = a [M, K] times b [K, N], plus bias [N]: the product of the values that the operands represent.
 
     Arguments:
         a: MXTensor, with blocks along K for "hardware"; a plain tensor is multiplied as it is.
         b: the same; for a weight w [N, K] that is quantised along K, `w.t()`.
-        out_dtype: of the result: bf16, fp16 or fp32; by default what `a` and `b` together stand for.
+        out_dtype: of the result: bf16, fp16 or fp32; by default the promoted dtype of `a` and `b`.
         bias: [N], added after the product was rounded to `out_dtype`.
-        path: "emulated", "hardware" or "auto", as the module says. Only "emulated" is differentiable.
+        path: "emulated", "hardware" or "auto", see the module. Only "emulated" is differentiable.
 
     Raises:
-        InputError: shapes that do not fit, no MXTensor at all, or "hardware" where there is none.
+        InputError: shapes do not fit, neither operand is an MXTensor, or "hardware" is not available.
     """
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise InputError(f"a must be [M, K] and b [K, N]; they are {list(a.shape)} and {list(b.shape)}.")
@@ -89,15 +89,15 @@ def hardware_obstacle(a: torch.Tensor, b: torch.Tensor) -> str | None:
 def mx_grouped_mm(
     a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """[R, N]: rows of group e times b_t[e], of the values that the operands stand for, as bf16.
+    """[R, N]: rows of group e times b_t[e], multiplying the values that the operands represent, as bf16.
 
     Arguments:
         a: [R, K], an MXTensor of any format or bf16.
         b_t: [E, K, N], the same; for weights w [E, N, K] quantised along K, `w.transpose(-2, -1)`.
-        offs: [E] int32 on the device, the row after the last one of each group, or [E + 1] with the starts.
+        offs: [E] int32 on the device, the row after the last row of each group, or [E + 1] with the starts.
         out_dtype: of the result: bf16, fp16 or fp32.
 
-    Rows after the last group are zeros. MXFP8 operands with gradients: `mx.grouped_mm`.
+    Rows past the last group are zeros. For MXFP8 operands with gradients use `mx.grouped_mm`.
 
     Raises:
         InputError: shapes or dtypes that do not fit.
@@ -114,18 +114,18 @@ def _values(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _emulated(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    # bf16 has the range of MX values and holds them exactly; other dtypes are reached through float32.
+    # bf16 has the range of MX values and holds them exactly; other dtypes go through float32.
     all_bf16 = a.dtype == b.dtype == out_dtype == torch.bfloat16
     dtype = torch.bfloat16 if all_bf16 else torch.float32
     product = torch.mm(_values(a, dtype), _values(b, dtype))
-    # Not `to` where it changes nothing: with its result at the end of a torch.autograd.Function, torch.compile of torch
-    # 2.11 returns gradients of zero.
+    # Skip a `to` that changes nothing: if a torch.autograd.Function returns its result, torch.compile of torch 2.11
+    # returns gradients of zero.
     return product if product.dtype == out_dtype else product.to(out_dtype)
 
 
 def _hardware(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     assert isinstance(a, MXTensor) and isinstance(b, MXTensor), "hardware_obstacle names anything else"
-    # Stored as rows along K: what scaled_mm takes b^T as.
+    # scaled_mm takes b^T, stored as rows along K.
     b_rows, b_scale = b.qdata.t().contiguous(), b.scale.t().contiguous()
     a_rows = a.qdata.contiguous()
     if a.elem_dtype == E2M1_PACKED.dtype:

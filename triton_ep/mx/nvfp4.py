@@ -1,10 +1,10 @@
-"""NVFP4Tensor: packed e2m1 elements, an e4m3 scale per 16 of them, and a float32 scale per tensor, as one tensor.
+"""NVFP4Tensor: packed e2m1 elements, an e4m3 scale per 16 elements, and a float32 scale per tensor, as one tensor.
 
 A value is element * scale * per-tensor scale. The second level is optional: without it the scales alone must cover the
-range, 2^-6 to 448. How values become elements is said in kernels/compute/nvfp4.py.
+range, 2^-6 to 448. kernels/compute/nvfp4.py explains the quantisation.
 
-The class first, then how blocks are made and turned back, then what torch's operations do to it besides what
-operations.py has: one that is in neither is refused.
+The module has the class, then quantisation and dequantisation, then the torch operations that operations.py does not
+have. An operation in neither is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK = 16
 
 SCALE_DTYPE = torch.float8_e4m3fn
 _PARTS = ("qdata", "scale", "per_tensor_scale")
-"""Tensors that one is made of; the last may be missing."""
+"""Names of the component tensors; the last may be missing."""
 _PER_BYTE = 2
 _TILE_ROWS, _TILE_VALUES = 128, 4 * BLOCK
 
@@ -39,8 +39,8 @@ aten = torch.ops.aten
 
 
 def per_tensor_amax_to_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Per-tensor scale, float32, for a tensor whose largest magnitude is `amax`: its largest block has scale 448."""
-    # In float64: compiled, a float32 division is an approximation on a GPU, and the scale would not be eager mode's.
+    """Per-tensor scale, float32, for a tensor with largest magnitude `amax`: its largest block gets scale 448."""
+    # In float64: a compiled float32 division is approximate on a GPU, so the scale would differ from eager mode's.
     limit = torch.full((), E4M3_LARGEST * E2M1_LARGEST, dtype=torch.float64, device=amax.device)
     return (amax.to(torch.float64) / limit).to(torch.float32)
 
@@ -55,20 +55,20 @@ def nvfp4_quantize(
 
 @saved_as("nvfp4", parts=_PARTS, scale_dtype=SCALE_DTYPE)
 class NVFP4Tensor(BlockTensor):
-    """Elements of 4 bits with scales of two levels, which act as a tensor of the dtype they were made from.
+    """Elements of 4 bits with two levels of scales, which act as a tensor of the dtype that was quantised.
 
-    Shape, dtype and device are those of the tensor it stands for. Views and copies that keep blocks whole move the
+    Shape, dtype and device are those of the represented tensor. Views and copies that keep blocks whole move the
     parts together; products, sums and comparisons compute on the dequantised values; anything else raises InputError.
 
     Arguments:
         qdata: uint8, the shape of the values with half the size along `block_dim`; the even element in the low bits.
         scale: float8_e4m3fn, the shape of the values with a 16th of the size along `block_dim`; with swizzled scales
             [ceil(R / 128) * 32, ceil(K / 64) * 16], the 128 x 4 tiles of a matrix [R, K].
-        orig_dtype: bf16, fp16 or fp32, what it stands for.
+        orig_dtype: bf16, fp16 or fp32, the represented dtype.
         per_tensor_scale: float32 of one value, or one per matrix: [E, 1, 1] for [E, R, K]; None: one level.
         block_dim: dimension along which blocks lie, counted from the end; the last one unless transposed.
         is_swizzled_scales: scales are in the layout of block-scaled matrix instructions.
-        hadamard_signs: elements are those of the values after `triton_ep.mx.hadamard.hadamard` with these signs.
+        hadamard_signs: the elements hold the values transformed by `triton_ep.mx.hadamard.hadamard` with these signs.
 
     Attributes: the arguments, under the same names, and `block_size`, 16.
 
@@ -139,20 +139,20 @@ class NVFP4Tensor(BlockTensor):
         seed: torch.Tensor | int | None = None,
         hadamard_signs: int | None = None,
     ) -> NVFP4Tensor:
-        """Quantise blocks of 16 values of the last dimension; gradients pass through as if nothing had been rounded.
+        """Quantise blocks of 16 values of the last dimension; gradients pass through unchanged (straight-through).
 
         Arguments:
             x: [..., K] bf16, fp16 or fp32; K a multiple of 16.
             block_size: 16.
-            per_tensor_scale: float32 of one value or one per matrix, `per_tensor_amax_to_scale(x.abs().max())` as a
-                rule; None: one level of scales, magnitudes beyond 2688 saturate.
-            is_swizzled_scales: store scales as 128 x 4 tiles; x is a matrix then.
-            stochastic_rounding: the mean over seeds is x. Scales are rounded up then, so that nothing saturates.
+            per_tensor_scale: float32 of one value or one per matrix, usually
+                `per_tensor_amax_to_scale(x.abs().max())`; None: one level of scales, magnitudes beyond 2688 saturate.
+            is_swizzled_scales: store scales as 128 x 4 tiles; x must be a matrix.
+            stochastic_rounding: round so that the mean over seeds is x; scales are rounded up, so nothing saturates.
             seed: int64 of one value on the device of x, or a number. None: drawn from torch's generator.
-            hadamard_signs: transform each block before; `dequantize` takes it back.
+            hadamard_signs: transform each block first; `dequantize` inverts the transform.
 
         Raises:
-            InputError: shape, dtype or an argument that does not fit.
+            InputError: shape, dtype or an argument does not fit.
         """
         if isinstance(x, NVFP4Tensor):
             raise InputError("x is an NVFP4Tensor already; to_nvfp4(x.dequantize(), ...) changes its scales.")
@@ -181,12 +181,12 @@ class NVFP4Tensor(BlockTensor):
         return values
 
     def get_hp_scales(self) -> torch.Tensor:
-        """Both levels of scales multiplied, float32 with a 16th of the size along `block_dim`."""
+        """Product of both levels of scales, float32 with a 16th of the size along `block_dim`."""
         scale = self.unswizzled().scale.float()
         return scale if self.per_tensor_scale is None else scale * self.per_tensor_scale
 
     def swizzled(self) -> NVFP4Tensor:
-        """The same with scales as 128 x 4 tiles. InputError unless it is a matrix quantised along its rows."""
+        """The same tensor with scales as 128 x 4 tiles. InputError unless it is a matrix quantised along its rows."""
         if self.is_swizzled_scales:
             return self
         if self.dim() != 2 or self.block_dim != -1:
@@ -195,7 +195,7 @@ class NVFP4Tensor(BlockTensor):
         return self._with(self.qdata, tiles.view(_swizzled_shape(self.qdata)), is_swizzled_scales=True)
 
     def unswizzled(self) -> NVFP4Tensor:
-        """The same with one scale per block, in its place."""
+        """The same tensor with each block's scale in its natural place."""
         if not self.is_swizzled_scales:
             return self
         rows = self.qdata.movedim(self.block_dim, -1)
@@ -210,7 +210,7 @@ class NVFP4Tensor(BlockTensor):
         )
 
     def _plain(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """`dequantize` below autograd."""
+        """`dequantize` without autograd."""
         dtype = self.orig_dtype if dtype is None else dtype
         mx = self.unswizzled()
         packed, scale = (part.view(torch.uint8).movedim(mx.block_dim, -1) for part in (mx.qdata, mx.scale))
@@ -224,7 +224,7 @@ class NVFP4Tensor(BlockTensor):
         return values.movedim(-1, mx.block_dim)
 
     def _with(self, qdata: torch.Tensor, scale: torch.Tensor, **changed: Any) -> NVFP4Tensor:
-        """Other bytes in the same format, but for the attributes that `changed` names; the per-tensor scale stays."""
+        """Other bytes in the same format, except for attributes in `changed`; keeps the per-tensor scale."""
         context = {**self.__tensor_flatten__()[1], "per_tensor_scale": self.per_tensor_scale, **changed}
         return NVFP4Tensor(qdata, scale.view(SCALE_DTYPE), **context)
 
@@ -281,7 +281,7 @@ def _check(
 
 
 def _check_outer(per_tensor_scale: torch.Tensor, like: torch.Tensor) -> None:
-    """Refuse scales that are not one, or one for each matrix of a tensor of the shape of `like`."""
+    """Refuse scales that are neither one value nor one per matrix of a tensor shaped like `like`."""
     given, per_matrix = list(per_tensor_scale.shape), [*like.shape[:-2], 1, 1]
     fits = per_tensor_scale.numel() == 1 or (like.dim() > 2 and given == per_matrix)
     if per_tensor_scale.dtype != torch.float32 or not fits:
@@ -302,7 +302,7 @@ def _outer(per_tensor_scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tens
 
 
 def _seed(seed: torch.Tensor | int | None, device: torch.device) -> torch.Tensor:
-    """[1] int64 on the device."""
+    """The seed as [1] int64 on the device."""
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     if not isinstance(seed, torch.Tensor):
@@ -316,12 +316,12 @@ def _seed(seed: torch.Tensor | int | None, device: torch.device) -> torch.Tensor
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
-    """Whether a compiled kernel takes this tensor; the CPU and other subclasses see torch operations only."""
+    """Whether a compiled kernel takes this tensor; the CPU and tensor subclasses use torch operations."""
     return x.is_cuda and not is_traceable_wrapper_subclass(x)
 
 
 class _Quantize(torch.autograd.Function):
-    """Straight-through: the gradient of the values is that of `x`."""
+    """Straight-through estimator: the gradient of the quantised tensor becomes the gradient of `x`."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,7 @@
-"""NVFP4 quantisation with torch operations, for any device: the same bits as kernels/compute/nvfp4.py gives.
+"""NVFP4 quantisation with torch operations, for any device; bit-identical to kernels/compute/nvfp4.py.
 
-Its docstring has the rules. Divisors are tensors, because torch multiplies by the reciprocal of a number on a GPU.
+That module's docstring has the rules. Divisors are tensors: torch on a GPU divides by a Python number by multiplying by
+its reciprocal.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _number(value: float, like: torch.Tensor) -> torch.Tensor:
 
 
 def _high_low(factor: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # int64 wraps at 2**64, and masks take the sign away that it then has.
+    # int64 wraps at 2**64; the masks remove the resulting sign.
     product = factor * word
     return (product >> 32) & _MASK, product & _MASK
 
@@ -66,14 +67,14 @@ def quantize(
     Arguments:
         x: [..., K] bf16, fp16 or fp32; K a multiple of 16.
         per_tensor_scale: float32 that broadcasts against the scales, or None.
-        seed: [] or [1] int64: round stochastically. None: to nearest.
-        signs: of a Hadamard transform before; None: no transform.
+        seed: [] or [1] int64: round stochastically. None: round to nearest.
+        signs: signs of a Hadamard transform applied first; None: no transform.
 
     Returns packed elements, [..., K / 2] uint8, and scale bits, [..., K / 16] uint8.
     """
     x = x.float() if signs is None else hadamard(x, signs)
     blocks = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
-    # Integers, as in MX arithmetic: a NaN is the largest magnitude.
+    # Compare as integers, as in MX arithmetic: a NaN is the largest magnitude.
     amax = (blocks.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1).view(torch.float32)
     wanted = amax / _number(6.0, amax)
     inverse = _number(1.0, amax)

@@ -4,9 +4,9 @@
     dx = dy W     dy along N, stochastically; W along N, to nearest
     dW = dy^T x   both along the rows, after a random Hadamard transform; dy stochastically
 
-Gradients are rounded stochastically because what is added up over many steps must not be biased; the transform takes
-outliers out of the one product whose sum runs over tokens, where both operands can be transformed alike. Every operand
-has two levels of scales. The products are those of the dequantised values.
+Gradients are rounded stochastically because sums over many steps must not be biased. The transform removes outliers
+from the one product whose sum runs over tokens, where both operands can be transformed alike. Every operand has two
+levels of scales. The products multiply the dequantised values.
 
 Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (2025), section 4.
 """
@@ -23,7 +23,7 @@ from triton_ep.mx.linear import ConfiguredLinear, fill_blocks, linear_by
 from triton_ep.mx.nvfp4 import BLOCK, NVFP4Tensor, per_tensor_amax_to_scale
 
 DEFAULT_SIGNS = 0x9D2C
-"""Drawn once. All layers may share it: it only must not fit the data."""
+"""Drawn once. All layers may share the signs, which only have to be independent of the data."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class NVFP4LinearConfig:
 
     Attributes:
         use_dynamic_per_tensor_scale: two levels of scales, the outer one from each operand's largest magnitude.
-        stochastic_rounding: of output gradients.
-        hadamard_signs: of the transform of the operands of dW; None: none.
-        wgrad_with_hp: compute the weight's gradient from what was not quantised.
+        stochastic_rounding: round output gradients stochastically.
+        hadamard_signs: signs of the transform of dW's operands; None: no transform.
+        wgrad_with_hp: compute the weight's gradient from unquantised operands.
 
     Raises:
-        InputError: signs that are no 16-bit mask.
+        InputError: `hadamard_signs` is not a 16-bit mask.
     """
 
     use_dynamic_per_tensor_scale: bool = True
@@ -53,14 +53,14 @@ class NVFP4LinearConfig:
 def quantized(
     x: torch.Tensor, config: NVFP4LinearConfig, *, stochastic: bool = False, signs: int | None = None
 ) -> NVFP4Tensor:
-    """x [A, B] quantised along B, which is filled up with zeros to whole blocks.
+    """Quantise x [A, B] along B, which is filled up with zeros to whole blocks.
 
     With signs: an NVFP4Tensor of the transformed values, not of `x`.
     """
     filled = fill_blocks(x, -1, BLOCK)
     outer = None
     if config.use_dynamic_per_tensor_scale:
-        # The transform may make a value four times as large; the scale of a block must still fit.
+        # The transform may quadruple a value; the scale of its block must still fit.
         amax = x.abs().amax() if x.numel() else x.new_zeros(())
         outer = per_tensor_amax_to_scale(amax if signs is None else 4 * amax.float())
     made = NVFP4Tensor.to_nvfp4(filled, per_tensor_scale=outer, stochastic_rounding=stochastic, hadamard_signs=signs)
@@ -97,10 +97,10 @@ class _NVFP4Linear(torch.autograd.Function):
 def nvfp4_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, config: NVFP4LinearConfig | None = None
 ) -> torch.Tensor:
-    """[..., N] = x [..., K] times weight [N, K] transposed, plus bias [N], of NVFP4 values; gradients of such, too.
+    """[..., N] = x [..., K] times weight [N, K] transposed, plus bias [N], in NVFP4 values, and so are the gradients.
 
     Arguments:
-        x: bf16, fp16 or fp32. The result has its dtype. Sizes may be any.
+        x: bf16, fp16 or fp32, of any sizes. The result has its dtype.
         weight: the same dtype.
         config: None: stochastic rounding of gradients, Hadamard transform in dW.
 
@@ -113,7 +113,7 @@ def nvfp4_linear(
 
 
 class NVFP4Linear(ConfiguredLinear[NVFP4LinearConfig]):
-    """torch.nn.Linear whose products, forward and backward, are of NVFP4 operands; parameters in high precision."""
+    """torch.nn.Linear that multiplies NVFP4 operands, forward and backward; parameters in high precision."""
 
     _default = NVFP4LinearConfig
 
@@ -122,5 +122,5 @@ class NVFP4Linear(ConfiguredLinear[NVFP4LinearConfig]):
         return nvfp4_linear(x, self.weight, self.bias, self.config)
 
     def extra_repr(self) -> str:
-        """What the layer is printed with."""
+        """Sizes and configuration, for printing."""
         return f"{super().extra_repr()}, {self.config}"

@@ -1,7 +1,7 @@
-"""What MXTensor and NVFP4Tensor answer to torch's operations alike; tensor.py and nvfp4.py have the rest.
+"""Torch operations that MXTensor and NVFP4Tensor share; tensor.py and nvfp4.py have the rest.
 
-Each kind has an `Operations`, the table from operations in their ATen form to functions, which its
-`__torch_dispatch__` runs, below autograd. An operation that is not in it is refused.
+Each kind has an `Operations`, a table from ATen operations to functions. Its `__torch_dispatch__` runs them, below
+autograd. An operation that is not in the table is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton_ep.mx.serialize import reduce_blocks
 aten = torch.ops.aten
 
 Handler = Callable[..., Any]
-"""Called with the operation and its arguments, of which at least one is of the kind."""
+"""Called with the operation and its arguments; at least one argument is a tensor of the kind."""
 
 _BY_VALUE = (
     ("mm bmm addmm baddbmm mv dot linear", "default"),
@@ -33,12 +33,12 @@ _BY_VALUE = (
 
 
 def axis_of(x: torch.Tensor, dim: int) -> int:
-    """A dimension counted from the end."""
+    """Convert a dimension to one counted from the end."""
     return dim if dim < 0 else dim - x.dim()
 
 
 def cuts_blocks(func: Any, x: BlockTensor) -> InputError:
-    """What to raise where an operation has no result of whole blocks."""
+    """Error for an operation whose result would not have whole blocks."""
     return InputError(
         f"{func} would cut or reorder the blocks of {x.block_size} along dimension {x.block_dim} of an "
         f"{type(x).__name__} of shape {list(x.shape)}; call .dequantize() first."
@@ -46,7 +46,7 @@ def cuts_blocks(func: Any, x: BlockTensor) -> InputError:
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether this is a tensor of several ranks; torch's part for them is imported for tensors made of others only."""
+    """Whether this is a DTensor; torch.distributed.tensor is imported only for wrapper subclasses."""
     if not is_traceable_wrapper_subclass(x):
         return False
     from torch.distributed.tensor import DTensor
@@ -55,12 +55,12 @@ def is_dtensor(x: Any) -> bool:
 
 
 class BlockTensor(torch.Tensor):
-    """Elements with scales per block, which act as a tensor of the dtype they were made from.
+    """Elements with scales per block, which act as a tensor of the dtype that was quantised.
 
     Attributes:
         qdata: elements, as they are stored.
         scale: one per `block_size` values along `block_dim`.
-        orig_dtype: what the tensor stands for, its dtype.
+        orig_dtype: the represented dtype.
         block_size: values that share a scale.
         block_dim: dimension along which blocks lie, counted from the end.
     """
@@ -71,7 +71,7 @@ class BlockTensor(torch.Tensor):
     block_size: int
     block_dim: int
 
-    # A result is a block-scaled tensor only where an implementation says so.
+    # Only an implementation in a table returns a block-scaled tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @abstractmethod
@@ -79,14 +79,14 @@ class BlockTensor(torch.Tensor):
 
     @abstractmethod
     def _plain(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """`dequantize` below autograd."""
+        """`dequantize` without autograd."""
 
     @abstractmethod
     def _with(self, qdata: torch.Tensor, scale: torch.Tensor, **changed: Any) -> Self:
-        """Other bytes in the same format, but for the attributes that `changed` names."""
+        """Other bytes in the same format, except for attributes in `changed`."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], block_dim: int | None = None) -> Self:
-        """What `fn` makes of the bytes of the elements, and of those of the scales."""
+        """Apply `fn` to the bytes of the elements and to the bytes of the scales."""
         parts = fn(self.qdata.view(torch.uint8)), fn(self.scale.view(torch.uint8))
         return self._with(*parts, block_dim=self.block_dim if block_dim is None else block_dim)
 
@@ -94,18 +94,18 @@ class BlockTensor(torch.Tensor):
         return reduce_blocks(self)
 
     def share_memory_(self) -> Self:
-        """Move what the tensor consists of to shared memory."""
+        """Move all parts of the tensor to shared memory."""
         for part in _parts(self):
             part.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Whether all of it is in shared memory, as CUDA memory always is."""
+        """Whether all parts are in shared memory, as CUDA memory always is."""
         return all(part.is_shared() for part in _parts(self))
 
 
 class Dequantize(torch.autograd.Function):
-    """The values of a tensor of blocks; their gradient is that of the tensor."""
+    """Dequantise a block-scaled tensor; the gradient passes through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, mx: BlockTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -115,7 +115,7 @@ class Dequantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradient, in the dtype that the tensor stands for."""
+        """The gradient, in the represented dtype."""
         return grads[0].to(ctx.orig_dtype), None
 
 
@@ -124,9 +124,9 @@ class Operations:
 
     Arguments:
         kind: MXTensor or NVFP4Tensor.
-        format: names of attributes that tensors must share to become one.
-        by_value: names of more operations that are computed on the dequantised values.
-        check: raises if a tensor is in a form in which its blocks cannot be moved one by one.
+        format: names of attributes that tensors must share to be concatenated.
+        by_value: names of further operations that compute on the dequantised values.
+        check: raises if the tensor's form does not allow moving blocks one by one.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Operations:
         self.handles(aten.record_stream.default)(_record_stream)
 
     def handles(self, *overloads: Any) -> Callable[[Handler], Handler]:
-        """Decorate what computes these operations."""
+        """Decorator: register a function for these operations."""
 
         def register(handler: Handler) -> Handler:
             self._handlers.update(dict.fromkeys(overloads, handler))
@@ -176,10 +176,10 @@ class Operations:
         return register
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Result of an operation.
+        """Run an operation.
 
         Raises:
-            InputError: it has no meaning here, or would need blocks to be requantised.
+            InputError: the operation is not defined here, or would need to requantise blocks.
         """
         first = args[0]
         in_place = func._schema.is_mutable and isinstance(first, self._kind)
@@ -190,7 +190,7 @@ class Operations:
         if handler is None:
             raise InputError(f"{func} is not defined for an {self._kind.__name__}; call .dequantize() first.")
         if torch.is_inference_mode_enabled() and isinstance(first, torch.Tensor) and not first.is_inference():
-            # A tensor made in inference mode has no version counter. torch gives a view that of what it is a view of.
+            # A tensor created in inference mode has no version counter; torch gives a view its base's counter.
             with torch.inference_mode(False):
                 return handler(func, *args, **kwargs)
         return handler(func, *args, **kwargs)
@@ -240,14 +240,14 @@ class Operations:
         self._check(func, x)
         each: list[torch.Tensor | None] = []
         for index in indices:
-            # A boolean mask takes as many dimensions as it has.
+            # A boolean mask indexes as many dimensions as it has.
             is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
             each += index.nonzero().unbind(1) if index is not None and is_mask else [index]
         places = [place for place, index in enumerate(each) if index is not None]
         at = x.dim() + x.block_dim
         if at in places:
             raise cuts_blocks(func, x)
-        # The dimensions that the indices have together come where they stand, or first if they stand apart.
+        # Adjacent indices put their broadcast dimensions in their place; indices that are apart put them first.
         together = places == list(range(places[0], places[-1] + 1))
         new = torch.broadcast_shapes(*(index.shape for index in each if index is not None))
         before = sum(place < at for place in places)
@@ -282,13 +282,13 @@ class Operations:
 
 
 def _alike(x: BlockTensor, y: BlockTensor, names: tuple[str, ...]) -> bool:
-    """Whether attributes are equal; where they are tensors, whether they are one, because values are on the device."""
+    """Whether attributes are equal. Tensors are compared by identity, because their values are on the device."""
     pairs = [(getattr(x, name), getattr(y, name)) for name in names]
     return all(a is b if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) else a == b for a, b in pairs)
 
 
 def _parts(x: BlockTensor) -> list[torch.Tensor]:
-    """What the tensor consists of, as dtypes that torch's operations take."""
+    """The parts of the tensor, in dtypes that torch's operations accept."""
     parts = (getattr(x, name) for name in x.__tensor_flatten__()[0])
     return [part if part.dtype.itemsize > 1 else part.view(torch.uint8) for part in parts]
 
@@ -303,7 +303,7 @@ def _record_stream(func: Any, x: BlockTensor, stream: Any) -> None:
 
 
 def _like(func: Any, x: BlockTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor: what is written there later need not fit any scale."""
+    """A plain tensor: values written to it later need not fit any scale."""
     shape_only = torch.empty_strided(x.shape, x.stride(), dtype=x.orig_dtype, device="meta")
     if kwargs.get("device") is None:
         kwargs["device"] = x.device

@@ -1,4 +1,4 @@
-"""Pictures and figures of docs/concepts/mxfp8.md: what values formats have, and what they lose. Needs matplotlib.
+"""Pictures and figures of docs/concepts/mxfp8.md: the values of each format and its rounding errors. Needs matplotlib.
 
 python -m triton_ep.mx.pictures docs/concepts
 """
@@ -36,7 +36,7 @@ def positive_values(fmt: ElemFormat) -> list[float]:
 
 
 def data() -> dict[str, torch.Tensor]:
-    """Values of which errors are measured, float32; the same at each call."""
+    """Values on which errors are measured, float32; the same at each call."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(_NUM_VALUES, generator=generator)
     few = torch.rand(_NUM_VALUES, generator=generator) < 1 / 1000
@@ -61,7 +61,7 @@ def _nvfp4(levels: int) -> Rounding:
 
 
 def formats() -> dict[str, tuple[float, Rounding]]:
-    """By name: bits per value with its share of the scale, and quantising there and back."""
+    """By name: bits per value including its share of the scale, and a function that quantises and dequantises."""
     mx = {fmt.name: (fmt.bits + 8 / 32, _mx(fmt.dtype)) for fmt in _ELEMENTS}
     return {
         "bf16": (16, lambda x: x.bfloat16().float()),
@@ -72,7 +72,7 @@ def formats() -> dict[str, tuple[float, Rounding]]:
 
 
 def decibels(x: torch.Tensor, rounded: torch.Tensor) -> float:
-    """Signal to noise: 20 log10 of the norm of x over that of the error, each row counting alike."""
+    """Signal to noise: 20 log10 of the norm of x over the norm of the error; all rows have equal weight."""
     error = (rounded - x).double().norm(dim=-1) / x.double().norm(dim=-1)
     return float(-10 * torch.log10(error.square().mean()))
 
@@ -96,7 +96,7 @@ def mode_table() -> dict[str, list[float]]:
 
 
 def draw_grids(out: Path) -> None:
-    """What a block can hold: the positive values of each format relative to the largest, and the steps between them."""
+    """Draw the positive values of each format relative to the largest, and the steps between them."""
     plt = _pyplot()
     figure, (line, step) = plt.subplots(1, 2, figsize=(10.5, 3.4), width_ratios=(1.35, 1), layout="constrained")
     for place, fmt in enumerate(_ELEMENTS):
@@ -114,7 +114,7 @@ def draw_grids(out: Path) -> None:
 
 
 def draw_errors(out: Path) -> None:
-    """Signal to noise of each format, for each kind of data."""
+    """Draw the signal to noise of each format for each kind of data."""
     plt = _pyplot()
     table, kinds = error_table(), list(data())
     names = [f"{name} ({bits:g} bits)" for name, (bits, _) in table.items()]
@@ -137,7 +137,7 @@ def _pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # The same file from the same figures.
+    # Equal figures give equal files.
     plt.rcParams["svg.hashsalt"] = "triton_ep"
     return plt
 

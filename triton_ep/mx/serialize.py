@@ -1,13 +1,13 @@
-"""Block-scaled tensors in files: pickles that `torch.load(weights_only=True)` takes, and safetensors.
+"""Block-scaled tensors in files: pickles that `torch.load(weights_only=True)` accepts, and safetensors.
 
-A file names its format's version, so that a later layout cannot be read as today's. `import triton_ep.mx` is all that
-a process needs to load either kind.
+A file names its format version, so that a later layout cannot be mistaken for the current one. To load either kind, a
+process only needs `import triton_ep.mx`.
 
     torch.save(model.state_dict(), path)        torch.load(path, weights_only=True)
     save_safetensors(model.state_dict(), path)  load_safetensors(path)
 
-Source of the second: https://github.com/huggingface/safetensors, section "Format"; other programs see the parts as
-plain tensors `<name>.qdata` and `<name>.scale`, and how they belong together in the header's metadata.
+Source of safetensors: https://github.com/huggingface/safetensors, section "Format". Other programs see the parts as
+plain tensors `<name>.qdata` and `<name>.scale`; the header's metadata says how they belong together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from triton_ep.mx.formats import elem_format
 from triton_ep.ops.strides import view_as
 
 FORMAT_VERSION = 1
-"""Of what is written; whatever is newer is refused."""
+"""Version that is written; newer versions are refused."""
 
 _HEADER = "triton_ep"
 _TEXT = "__metadata__"  # of a safetensors header
@@ -50,12 +50,12 @@ _NAMES = {dtype: name for name, dtype in _SAFETENSORS.items()}
 
 @dataclass(frozen=True)
 class _Kind:
-    """A class of block-scaled tensors, as files know it.
+    """A class of block-scaled tensors, registered for files.
 
     Attributes:
-        cls: made of its parts and the context of `__tensor_flatten__`, by name.
-        parts: names of the tensors that it is made of.
-        scale_dtype: of its scales, which files have as bytes.
+        cls: class, whose constructor takes the parts and the context of `__tensor_flatten__` by name.
+        parts: names of the component tensors.
+        scale_dtype: dtype of the scales, which files store as bytes.
     """
 
     cls: type[torch.Tensor]
@@ -69,11 +69,11 @@ _Class = TypeVar("_Class", bound=type[torch.Tensor])
 
 
 def saved_as(kind: str, *, parts: tuple[str, ...], scale_dtype: torch.dtype) -> Callable[[_Class], _Class]:
-    """Class decorator: tensors of the class are called `kind` in files.
+    """Class decorator: files name tensors of the class `kind`.
 
     Arguments:
-        parts: names of the tensors that one consists of; any but `qdata` and `scale` may be missing.
-        scale_dtype: dtype of its scales.
+        parts: names of the component tensors; any but `qdata` and `scale` may be missing.
+        scale_dtype: dtype of the scales.
     """
 
     def register(cls: _Class) -> _Class:
@@ -88,7 +88,7 @@ def _take_apart(blocks: Any) -> tuple[str, dict[str, torch.Tensor], dict[str, An
     (kind,) = (name for name, known in _KINDS.items() if isinstance(blocks, known.cls))
     names, context = blocks.__tensor_flatten__()
     parts = {name: getattr(blocks, name) for name in names}
-    # As bytes: not every version of torch pickles every small float.
+    # Store bytes: not every version of torch pickles every small float.
     parts["scale"] = parts["scale"].view(torch.uint8)
     context = dict(context, orig_dtype=str(context["orig_dtype"]).removeprefix("torch."))
     if "elem_dtype" in context:
@@ -97,10 +97,10 @@ def _take_apart(blocks: Any) -> tuple[str, dict[str, torch.Tensor], dict[str, An
 
 
 def rebuild(version: int, kind: str, parts: dict[str, torch.Tensor], context: dict[str, Any]) -> torch.Tensor:
-    """The tensor that `_take_apart` took apart.
+    """Rebuild the tensor from the results of `_take_apart`.
 
     Raises:
-        InputError: a version or kind that this program does not know, or parts that do not fit each other.
+        InputError: unknown version or kind, or parts that do not fit each other.
     """
     if version > FORMAT_VERSION:
         raise InputError(
@@ -122,7 +122,7 @@ def rebuild(version: int, kind: str, parts: dict[str, torch.Tensor], context: di
 def rebuild_pickled(
     version: int, kind: str, parts: dict[str, torch.Tensor], context: dict[str, Any], requires_grad: bool
 ) -> torch.Tensor:
-    """What `pickle` and `torch.load` call; same errors as `rebuild`."""
+    """Rebuild a tensor for `pickle` and `torch.load`; same errors as `rebuild`."""
     return rebuild(version, kind, parts, context).requires_grad_(requires_grad)
 
 
@@ -130,17 +130,17 @@ torch.serialization.add_safe_globals([rebuild_pickled])  # torch.load(weights_on
 
 
 def reduce_blocks(blocks: torch.Tensor) -> tuple[Any, ...]:
-    """What `__reduce_ex__` of a block-scaled tensor answers."""
+    """Result of `__reduce_ex__` of a block-scaled tensor."""
     kind, parts, context = _take_apart(blocks)
     parts["qdata"] = parts["qdata"].view(torch.uint8)
     return rebuild_pickled, (FORMAT_VERSION, kind, parts, context, blocks.requires_grad)
 
 
 def flatten_state_dict(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Plain tensors, and the header's metadata that tells `unflatten_state_dict` what they were.
+    """Convert to plain tensors, and header metadata from which `unflatten_state_dict` restores the originals.
 
     A block-scaled tensor `name` becomes `name.qdata` (float8, or bytes), `name.scale` (bytes), `name.per_tensor_scale`.
-    Both results are what the functions of the safetensors package take.
+    The functions of the safetensors package accept both results.
 
     Raises:
         InputError: two tensors would get the same name.
@@ -163,7 +163,7 @@ def flatten_state_dict(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, tor
 def unflatten_state_dict(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> dict[str, torch.Tensor]:
-    """The state that `flatten_state_dict` made plain; without its metadata, the tensors as they are.
+    """Invert `flatten_state_dict`; without its metadata, the tensors are returned unchanged.
 
     Raises:
         InputError: a newer version, or parts that are missing or do not fit each other.
@@ -189,7 +189,7 @@ def unflatten_state_dict(
 
 
 def _json(text: Any, what: str) -> dict[str, Any]:
-    """An object of JSON in which no name comes twice; what: what it is, in an error."""
+    """Parse a JSON object with unique names; `what` names it in errors."""
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(found)
@@ -210,13 +210,13 @@ def _json(text: Any, what: str) -> dict[str, Any]:
 def save_safetensors(
     state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a state dict, block-scaled tensors included, as a safetensors file; it appears when it is complete.
+    """Write a state dict, block-scaled tensors included, as a safetensors file, which appears only once complete.
 
     metadata: more text for the header.
 
     Raises:
-        InputError: a dtype that the format has no name for, a tensor by the name of the header's text, or text that
-            is none.
+        InputError: a dtype without a name in the format, a tensor with the reserved name of the header's text, or
+            metadata that is not text.
     """
     tensors, header_text = flatten_state_dict(state)
     if _TEXT in tensors:
@@ -252,10 +252,10 @@ def save_safetensors(
 
 
 def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """State dict of a safetensors file; block-scaled tensors are what they were when `save_safetensors` wrote them.
+    """Load the state dict of a safetensors file, with the block-scaled tensors that `save_safetensors` wrote.
 
     Raises:
-        InputError: no safetensors file, a newer version of block-scaled tensors, or an incomplete one.
+        InputError: not a safetensors file, a newer version of block-scaled tensors, or an incomplete file.
     """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -273,7 +273,7 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
         dtype, shape, (first, end) = _described(about, f"{name} of {where!r}")
         if end - first != prod(shape) * dtype.itemsize or end > len(data):
             raise InputError(f"{name} of {where!r} is {about!r:.200}; that does not fit the file.")
-        # A copy: any dtype may start at any byte of a file.
+        # Copy: in the file, a tensor of any dtype may start at any byte.
         try:
             values = torch.empty(shape, dtype=dtype)
         except (RuntimeError, TypeError, OverflowError) as error:
@@ -288,22 +288,22 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
 
 
 def _described(about: Any, what: str) -> tuple[torch.dtype, list[int], tuple[int, int]]:
-    """Dtype, shape, first byte and the one after the last, of what a header says about a tensor.
+    """Dtype, shape, first byte and byte after the last, from a header's entry for a tensor.
 
     Raises:
-        InputError: it says something else.
+        InputError: the entry is malformed.
     """
     shape, places = (about.get("shape"), about.get("data_offsets")) if isinstance(about, dict) else (None, None)
     dtype = _SAFETENSORS.get(str(about["dtype"])) if isinstance(about, dict) and "dtype" in about else None
     numbers = all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in (shape, places))
     if dtype is None or not numbers or len(places or ()) != 2:
         raise InputError(f"{what} is {about!r:.200}; that is no dtype of torch, or no shape and place in the file.")
-    assert shape is not None and places is not None, "they are lists of numbers"
+    assert shape is not None and places is not None, "checked: lists of numbers"
     return dtype, shape, (places[0], places[1])
 
 
 def _check_places(places: list[tuple[int, int, str]], size: int, where: str) -> None:
-    """Raise InputError unless the tensors fill the file: one after the other, without a gap; places: in order."""
+    """Raise InputError unless the tensors fill the file without gap or overlap; `places` is sorted."""
     last = 0
     for first, end, name in places:
         if first != last:

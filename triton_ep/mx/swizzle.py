@@ -1,8 +1,8 @@
-"""Scales in the layout of the hardware: tiles of 128 rows by 4 columns, and back.
+"""Convert scales to the hardware layout, tiles of 128 rows by 4 columns, and back.
 
 A block-scaled matrix instruction reads the scales of 128 rows and 4 blocks along K as 512 consecutive bytes. In such a
-tile, row r and column c stand at byte (r % 32) * 16 + (r // 32) * 4 + c; tiles follow each other row by row. A matrix
-whose sizes are no multiples of 128 and 4 is filled up with zero bytes.
+tile, row r and column c are at byte (r % 32) * 16 + (r // 32) * 4 + c; tiles are stored row by row. Zero bytes pad a
+matrix to multiples of 128 rows and 4 columns.
 
 Source: cuBLAS documentation, "1D Block Scaling Factors Layout"; torch names it SWIZZLE_32_4_4.
 """
@@ -25,14 +25,14 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def blocked_shape(num_rows: int, num_columns: int) -> tuple[int, int]:
-    """Rows and columns that tiles of an [R, C] matrix hold, filling included."""
+    """Rows and columns of the tiles of an [R, C] matrix, padding included."""
     return _round_up(num_rows, TILE_ROWS), _round_up(num_columns, TILE_COLUMNS)
 
 
 def to_blocked(scale: torch.Tensor) -> torch.Tensor:
-    """Scales [..., R, C] of one byte each as tiles: [..., ceil(R / 128) * ceil(C / 4) * 512], of the same dtype.
+    """Convert scales [..., R, C] of one byte each to tiles [..., ceil(R / 128) * ceil(C / 4) * 512] of the same dtype.
 
-    Leading dimensions, such as experts, are matrices of their own.
+    Every index of the leading dimensions, such as experts, is a separate matrix.
 
     Raises:
         InputError: fewer than two dimensions, or elements wider than a byte.
@@ -48,11 +48,11 @@ def to_blocked(scale: torch.Tensor) -> torch.Tensor:
 
 
 def from_blocked(blocked: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Scales [..., R, C] of what `to_blocked` made; the filling is left out.
+    """Convert tiles of `to_blocked` back to scales [..., R, C], without the padding.
 
     Arguments:
-        blocked: [..., n] of one byte each; n = ceil(R / 128) * ceil(C / 4) * 512. More dimensions that together have
-            so many bytes, as torch's blocked scales are written, are taken too if nothing leads them.
+        blocked: [..., n] of one byte each; n = ceil(R / 128) * ceil(C / 4) * 512. A single matrix may also have several
+            dimensions with n bytes in all, as torch writes blocked scales.
 
     Raises:
         InputError: another number of bytes.
@@ -75,14 +75,14 @@ def from_blocked(blocked: torch.Tensor, num_rows: int, num_columns: int) -> torc
 
 
 def _group_starts(ends: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """First index of each group, and where it starts once every group is filled up to a multiple."""
+    """First index of each group, and its start once every group is padded to a multiple."""
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     padded = (sizes + multiple - 1) // multiple * multiple
     return ends - sizes, padded.cumsum(0) - padded
 
 
 def _places(ends: torch.Tensor, size: int, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each of `size` indices goes once groups are filled up; and whether a group has it."""
+    """Place of each of `size` indices once groups are padded, and whether it belongs to a group."""
     if ends.dim() != 1 or ends.dtype not in (torch.int32, torch.int64) or not ends.numel():
         raise InputError(f"ends is {list(ends.shape)} {ends.dtype}; it must be [groups] int32, the end of each group.")
     index = torch.arange(size, device=ends.device)
@@ -95,14 +95,14 @@ def _places(ends: torch.Tensor, size: int, multiple: int) -> tuple[torch.Tensor,
 
 
 def grouped_rows_to_blocked(scale: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Scales [R, C] of groups of rows as tiles, each group filled up to whole ones: a grouped GEMM's left operand.
+    """Scales [R, C] of groups of rows as tiles, each group padded to whole tiles: a grouped GEMM's left operand.
 
     Arguments:
         scale: [R, C] of one byte each.
-        ends: [G] int32 on the device, the row after the last one of each group. It is not read by the host.
+        ends: [G] int32 on the device, the row after the last row of each group. The host does not read it.
 
     Returns [P * ceil(C / 4) * 4] bytes as 1-D tiles, P = (R + 127 * G) // 128 * 128 rows, enough for any groups.
-    Group g starts at row sum(ceil(rows of the groups before / 128) * 128); rows after the last group are left out.
+    Group g starts at row sum(ceil(rows of each earlier group / 128) * 128); rows past the last group are left out.
 
     Raises:
         InputError: shapes or dtypes that do not fit.
@@ -118,13 +118,13 @@ def grouped_rows_to_blocked(scale: torch.Tensor, ends: torch.Tensor) -> torch.Te
 def grouped_columns_to_blocked(scale: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Scales [R, C] of groups of columns as tiles: both operands of a grouped GEMM that sums over tokens (wgrad).
 
-    Each group is a matrix [R, columns of g] with tiles of its own, filled up to 4 columns, one after the other.
+    Each group is a separate matrix [R, columns of g], padded to multiples of 4 columns; groups are stored in order.
 
     Arguments:
         scale: [R, C] of one byte each; a column is a block of tokens.
-        ends: [G] int32 on the device, in columns, the one after the last of each group. It is not read by the host.
+        ends: [G] int32 on the device, the column after the last column of each group. The host does not read it.
 
-    Returns [ceil(R / 128) * 128 * P] bytes, P = (C + 3 * G) // 4 * 4 columns, enough for any groups; bytes after the
+    Returns [ceil(R / 128) * 128 * P] bytes, P = (C + 3 * G) // 4 * 4 columns, enough for any groups; bytes past the
     last group are zero.
 
     Raises:

@@ -1,7 +1,7 @@
-"""MXTensor: MX elements and their scales, standing for a high-precision tensor.
+"""MXTensor: MX elements and their scales, which represent a high-precision tensor.
 
-The class first, then how blocks are made and turned back, then what torch's operations do to it besides what
-operations.py has: one that is in neither is refused.
+The module has the class, then quantisation and dequantisation, then the torch operations that operations.py does not
+have. An operation in neither is refused.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ SCALE_DTYPE = torch.float8_e8m0fnu
 
 @saved_as("mx", parts=("qdata", "scale"), scale_dtype=SCALE_DTYPE)
 class MXTensor(BlockTensor, MXOperand):
-    """Elements with one power-of-two scale per block, which acts as a tensor of the dtype it was made from.
+    """Elements with one power-of-two scale per block, which act as a tensor of the dtype that was quantised.
 
-    Shape, dtype and device are those of the high-precision tensor it stands for, so autograd takes it as a
+    Shape, dtype and device are those of the represented high-precision tensor, so autograd accepts it as a
     gradient. Views and copies that keep blocks whole move elements and scales together; products and sums compute
-    on the dequantised values; anything else raises InputError, because a silent detour through high precision
+    on the dequantised values; anything else raises InputError, because a silent conversion to high precision
     would cost what the format saves.
 
     Arguments:
         qdata: elements, any shape: of dtype `elem_dtype` if that is a float8; else uint8, one element per byte, or
             two along `block_dim` in packed fp4, the even one in the low bits.
-        scale: torch.float8_e8m0fnu, shaped as the values but `block_size` times shorter along `block_dim`.
+        scale: torch.float8_e8m0fnu, shaped like the values but `block_size` times shorter along `block_dim`.
         elem_dtype: torch.float8_e4m3fn, torch.float8_e5m2, "fp6_e2m3", "fp6_e3m2", torch.float4_e2m1fn_x2 (packed)
             or "fp4_e2m1" (one per byte).
         block_size: values per scale, 32 in the MX specification.
-        orig_dtype: bf16, fp16 or fp32, what it stands for.
+        orig_dtype: bf16, fp16 or fp32, the represented dtype.
         block_dim: dimension along which blocks lie, counted from the end; the last one unless transposed.
 
     Attributes: the arguments, under the same names.
@@ -105,18 +105,18 @@ class MXTensor(BlockTensor, MXOperand):
         *,
         block_dim: int = -1,
     ) -> MXTensor:
-        """Quantise blocks along a dimension; gradients pass through as if nothing had been rounded.
+        """Quantise blocks along a dimension; gradients pass through unchanged (straight-through).
 
         Arguments:
             x: bf16, fp16 or fp32; its dimension `block_dim` is a multiple of `block_size`.
             elem_dtype: torch.float8_e4m3fn, torch.float8_e5m2, "fp6_e2m3", "fp6_e3m2", torch.float4_e2m1fn_x2 (two
                 elements per byte) or "fp4_e2m1" (one per byte).
-            block_size: values per scale; an even number where elements are packed.
+            block_size: values per scale; an even number if elements are packed.
             scaling_mode: "rceil", "floor", "ceil", "even", or an enum of these names.
             block_dim: dimension along which blocks lie; the last one, or any other, counted from either end.
 
         Raises:
-            InputError: shape or dtype that cannot be quantised, or an unknown mode.
+            InputError: a shape or dtype that cannot be quantised, or an unknown mode.
         """
         if isinstance(x, MXTensor):
             raise InputError("x is an MXTensor already; to_mx(x.dequantize(), ...) changes its format.")
@@ -146,8 +146,8 @@ class MXTensor(BlockTensor, MXOperand):
     ) -> MXTensor:
         """Wrap elements, as the class describes them, and scales [..., H / block_size]; both may be bytes, uint8.
 
-        `elem_dtype` may be left out where the dtype of `qdata` says it: a float8, or torch.float4_e2m1fn_x2.
-        With `is_swizzled_scales` scales of a matrix are tiles, `mx.swizzle.to_blocked`, and are put in order.
+        `elem_dtype` may be left out if the dtype of `qdata` determines it: a float8, or torch.float4_e2m1fn_x2.
+        With `is_swizzled_scales`, scales of a matrix are tiles (`mx.swizzle.to_blocked`) and are converted back.
         """
         if scales.dtype == torch.uint8:
             scales = scales.view(SCALE_DTYPE)
@@ -168,7 +168,7 @@ class MXTensor(BlockTensor, MXOperand):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values in `dtype`, by default `orig_dtype`, rounded once; gradients pass through unchanged.
 
-        bf16 and fp32 hold every value exactly, unless it is beyond their range.
+        bf16 and fp32 hold every value exactly, unless the value is beyond their range.
         """
         dtype = self.orig_dtype if dtype is None else dtype
         check_high_precision(dtype, "dtype")
@@ -184,11 +184,11 @@ class MXTensor(BlockTensor, MXOperand):
 
     @property
     def elem_format(self) -> ElemFormat:
-        """What is known of `elem_dtype`."""
+        """Properties of `elem_dtype`."""
         return elem_format(self.elem_dtype)
 
     def _plain(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """`dequantize` below autograd."""
+        """`dequantize` without autograd."""
         dtype = self.orig_dtype if dtype is None else dtype
         if _is_wrapper(self.qdata):
             from triton_ep.mx import dtensor
@@ -214,7 +214,7 @@ class MXTensor(BlockTensor, MXOperand):
         return values if self.block_dim == -1 else values.movedim(-1, self.block_dim)
 
     def _with(self, qdata: torch.Tensor, scale: torch.Tensor, **changed: Any) -> MXTensor:
-        """Other bytes in the same format, but for the attributes that `changed` names."""
+        """Other bytes in the same format, except for attributes in `changed`."""
         context = {**self.__tensor_flatten__()[1], **changed}
         return MXTensor(qdata.view(self.elem_format.storage), scale.view(SCALE_DTYPE), **context)
 
@@ -236,12 +236,12 @@ class MXTensor(BlockTensor, MXOperand):
 
 
 def _as_values(qdata: torch.Tensor, fmt: ElemFormat, block_dim: int) -> tuple[list[int], list[int]]:
-    """Shape and strides of the values that stored elements stand for."""
+    """Shape and strides of the values that stored elements represent."""
     shape, strides = list(qdata.shape), list(qdata.stride())
     if fmt.per_byte == 1:
         return shape, strides
     shape[block_dim] *= fmt.per_byte
-    if qdata.is_contiguous():  # whatever its strides along dimensions of size 1
+    if qdata.is_contiguous():  # regardless of strides along dimensions of size 1
         return shape, [prod(shape[d + 1 :]) for d in range(len(shape))]
     packed = strides[block_dim]
     strides = [fmt.per_byte * stride if stride >= packed else stride for stride in strides]
@@ -281,15 +281,15 @@ def _check(
 
 
 def _is_wrapper(x: Any) -> bool:
-    """Whether this is a tensor made of others, as DTensors are."""
+    """Whether this is a wrapper around other tensors, as DTensors are."""
     return is_traceable_wrapper_subclass(x)
 
 
 def _has_kernel(x: torch.Tensor, block_size: int) -> bool:
-    """Whether a compiled kernel takes this tensor; the CPU and other subclasses see torch operations only.
+    """Whether a compiled kernel takes this tensor; the CPU and tensor subclasses use torch operations.
 
-    So does torch.compile, which makes one kernel of them together with what stands before and after. It traces with
-    tensors of its own classes; torch 2.11 does not always say that it compiles.
+    torch.compile uses torch operations too, and fuses them with the operations before and after. The test of the type
+    detects it as well: it traces with tensors of its own classes, and torch 2.11's is_compiling is not always True.
     """
     if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return False
@@ -297,7 +297,7 @@ def _has_kernel(x: torch.Tensor, block_size: int) -> bool:
 
 
 class _Way(Enum):
-    """What quantises blocks, or turns them back: torch operations, or a kernel of one of three kinds."""
+    """Implementation that quantises or dequantises blocks: torch operations, or one of three kernels."""
 
     TORCH = "torch operations"
     MXFP8_ROWS = "kernels/compute/mxfp8.py"
@@ -306,17 +306,17 @@ class _Way(Enum):
 
 
 def _choose(x: torch.Tensor, fmt: ElemFormat, block_size: int, block_dim: int) -> _Way:
-    """Which way takes `x`, values or elements, with blocks along `block_dim`."""
+    """Choose the implementation for `x`, values or elements, with blocks along `block_dim`."""
     if not _has_kernel(x, block_size):
         return _Way.TORCH
-    # By columns where that saves a copy; a transposed row-major tensor is one of rows again.
+    # By columns if that saves a copy; a transposed row-major tensor counts as rows again.
     if block_dim != -1 and not x.movedim(block_dim, -1).is_contiguous():
         return _Way.COLUMNS
     return _Way.MXFP8_ROWS if fmt.bits == 8 and block_size == BLOCK else _Way.ROWS
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    # -1 would be any number where nothing is in the other dimension.
+    # Not -1: torch cannot infer it if the other dimension is 0.
     return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -328,7 +328,7 @@ def _quantize_rows(
         return arithmetic.quantize(rows, fmt, mode, block_size)
     if way is _Way.ROWS:
         return mx_formats.quantize(rows, fmt.dtype, mode, block_size=block_size)
-    if rows.dim() == 2:  # every view that is not made is host time before the launch
+    if rows.dim() == 2:  # skip the views, which cost host time before the launch
         return mxfp8.quantize_rows(rows, fmt.storage, mode)
     qdata, scale = mxfp8.quantize_rows(_as_rows(rows), fmt.storage, mode)
     return qdata.view(rows.shape), scale.view(*rows.shape[:-1], rows.shape[-1] // block_size)
@@ -337,7 +337,7 @@ def _quantize_rows(
 def _quantize(
     x: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode, block_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements and scales of blocks along any dimension, laid out as `x` is."""
+    """Elements and scales of blocks along any dimension, in the layout of `x`."""
     way = _choose(x, fmt, block_size, block_dim)
     if way is _Way.COLUMNS:
         qdata, scale = mx_formats.quantize(x, fmt.dtype, mode, block_size=block_size, dim=block_dim)
@@ -355,7 +355,7 @@ def _quantize(
 def _shards(
     x: torch.Tensor, fmt: ElemFormat, block_size: int, mode: ScalingMode, block_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The same of a DTensor, as DTensors; None for another kind of tensor."""
+    """`_quantize` of a DTensor, as DTensors; None for any other tensor."""
     from triton_ep.mx import dtensor
 
     if not isinstance(x, dtensor.DTensor):
@@ -366,7 +366,7 @@ def _shards(
 
 
 class _Quantize(torch.autograd.Function):
-    """Straight-through: the gradient of the values is that of `x`."""
+    """Straight-through estimator: the gradient of the quantised tensor becomes the gradient of `x`."""
 
     @staticmethod
     def forward(
@@ -425,7 +425,7 @@ def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
     shape = list(torch.empty(mx.shape, device="meta").view(size).shape)
     if shape == list(mx.shape):
         return mx._apply(aten.alias.default)
-    # Blocks are runs of values that are `inner` apart, and stay so if a dimension of whole blocks lies over as many.
+    # A block's values are `inner` apart. They stay so along a dimension of whole blocks with as many values inside it.
     inner = prod(mx.shape[mx.dim() + mx.block_dim + 1 :])
     fits = [d for d in range(-len(shape), 0) if prod(shape[len(shape) + d + 1 :]) == inner]
     fits = [d for d in fits if shape[d] % mx.block_size == 0]
@@ -436,7 +436,7 @@ def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
     for divisor in (mx.elem_format.per_byte, mx.block_size):
         sizes.append(shape.copy())
         sizes[-1][block_dim] //= divisor
-    # Scales of a slice may not be viewable where the elements are: they are few, a copy is right as well.
+    # The scales of a slice may not be viewable even if the elements are; scales are few, so a copy will do.
     qdata, scale = mx.qdata.view(torch.uint8).view(sizes[0]), mx.scale.view(torch.uint8).reshape(sizes[1])
     return mx._with(qdata, scale, block_dim=block_dim)
 
@@ -445,7 +445,7 @@ def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
 def _as_strided(
     func: Any, mx: MXTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> MXTensor:
-    """The tensor itself, which is what FSDP asks for; nothing else has blocks."""
+    """Return the tensor itself, which is all that FSDP requests; other strides would not keep blocks."""
     if list(size) != list(mx.shape) or list(stride) != list(mx.stride()) or storage_offset:
         raise cuts_blocks(func, mx)
     return mx._apply(aten.alias.default)

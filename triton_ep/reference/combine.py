@@ -1,4 +1,4 @@
-"""Oracle of combine: the sum over k of what the experts made of a token's copies."""
+"""Oracle of combine: the sum over k of the experts' outputs for a token's assignments."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,16 @@ def combine(
     weights: Sequence[torch.Tensor] | None = None,
     biases: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """What rank `rank` gets back: [T, H] `out_dtype`, the float32 sum in the order of k, rounded once.
+    """Result of combine on rank `rank`: [T, H] `out_dtype`, the float32 sum in the order of k, rounded once.
 
     Arguments:
         ys: every rank's expert output [R_r, H], rows as in that rank's `recv_x`.
         results: every rank's dispatch.
         weights: every rank's row weights [R_r] float32; a row is multiplied by its weight in float32, and
             the product rounded to float32, before it is added. None: a plain sum.
-        biases: [T, H] of this rank, which the sum begins with, in this order.
+        biases: [T, H] each, of this rank; the sum starts with them, in this order.
 
-    A token without kept copies comes back as zeros, or as its biases.
+    A token without assignments comes back as zeros, or as the sum of its biases.
     """
     terms = _terms(ys, results, rank, weights)
     total = terms.new_zeros(terms.shape[0], terms.shape[2])
@@ -36,10 +36,10 @@ def combine(
 
 
 def slot_values(values: Sequence[torch.Tensor], results: Sequence[DispatchResult], rank: int) -> torch.Tensor:
-    """What each (token, k) of rank `rank` gets back of values of rows: [T, K], zeros for dropped entries.
+    """Return one value per received row to its (token, k) on rank `rank`: [T, K], zeros for dropped entries.
 
     Arguments:
-        values: every rank's [R_r] float32, of the rows of its `recv_x`.
+        values: every rank's [R_r] float32, one per row of its `recv_x`.
         results: every rank's dispatch.
     """
     return _terms([each.unsqueeze(1) for each in values], results, rank, None)[:, :, 0]
@@ -54,10 +54,10 @@ def combine_tolerance(
     partial_dtype: torch.dtype = torch.float32,
     num_partial_roundings: int = 1,
 ) -> torch.Tensor:
-    """How far a correct combine may be from `combine`, [T, H] float32, where it adds in another order.
+    """Largest difference from `combine`, [T, H] float32, of a correct combine that adds in another order.
 
     Covers any order of the float32 additions, fused multiply-adds, partial sums rounded to `partial_dtype` on
-    the way (once where partial sums per rank or per node travel, twice where both do), and the final rounding
+    the way (once if partial sums per rank or per node travel, twice if both do), and the final rounding
     to `out_dtype`. With S the sum of the absolute terms and u half a step at 1: two float32 sums of K
     products differ by at most 2 K u32 S, each rounding of the partials adds at most u_partial S, and two
     numbers that are d apart round to numbers at most d + one step apart.
@@ -78,7 +78,7 @@ def _terms(
     rank: int,
     weights: Sequence[torch.Tensor] | None,
 ) -> torch.Tensor:
-    """[T, K, H] float32: what each copy contributes; zeros for dropped ones."""
+    """[T, K, H] float32: the term of each assignment; zeros for dropped entries."""
     dst_rank, dst_row = results[rank].dst_rank[rank], results[rank].dst_row[rank]
     terms = torch.zeros(*dst_rank.shape, ys[rank].shape[1])
     for owner, y in enumerate(ys):

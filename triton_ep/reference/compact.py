@@ -1,4 +1,4 @@
-"""Oracle of compact rows: one row per (token, rank), in the order of source rank and token, and its way back."""
+"""Oracle of compact rows: one row per (token, rank), in the order of source rank and token, and their combine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from triton_ep.reference.routing import kept_experts
 
 @dataclass(frozen=True)
 class CompactResult:
-    """What one rank receives.
+    """Rows that one rank receives.
 
     Attributes:
         recv_x: [R, H].
-        recv_topk_idx: [R, K] int64, local expert ids; -1 = the expert is elsewhere, or the entry was dropped.
+        recv_topk_idx: [R, K] int64, local expert ids; -1 = the expert is on another rank, or the entry was dropped.
         recv_topk_weights: [R, K] float32, zero where `recv_topk_idx` is -1; None if no weights were sent.
         num_recv_tokens_per_expert: [e] int64.
         src: [R, 2] int64, (source rank, token) of each row.
@@ -34,7 +34,7 @@ def dispatch(
     rank: int,
     num_experts: int,
 ) -> CompactResult:
-    """What rank `rank` receives when all ranks dispatch together; arguments as in `reference.dispatch`."""
+    """Rows that rank `rank` receives when all ranks dispatch together; arguments as in `reference.dispatch`."""
     experts_per_rank = num_experts // len(xs)
     rows, ids, row_weights, src = [], [], [], []
     counts = torch.zeros(experts_per_rank, dtype=torch.int64)
@@ -65,14 +65,14 @@ def combine(
     out_dtype: torch.dtype,
     biases: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """What rank `rank` gets back: [T, n] `out_dtype`, the float32 sum of its tokens' rows, rounded once.
+    """Result of combine on rank `rank`: [T, n] `out_dtype`, the float32 sum of each token's rows, rounded once.
 
     Arguments:
         ys: every rank's rows [R_r, n].
         results: every rank's dispatch.
-        first_k: [T, W] int64, the first k of each token that goes to each rank, K = none: ranks are added in this
+        first_k: [T, W] int64, the first k of each token that goes to each rank, K = none. Ranks are added in this
             order.
-        biases: [T, n] of this rank, which the sum begins with.
+        biases: [T, n] each, of this rank; the sum starts with them.
     """
     num_tokens, world_size = first_k.shape
     terms = torch.zeros(world_size, num_tokens, ys[rank].shape[1])
@@ -89,7 +89,7 @@ def combine(
 
 
 def first_choice(idx: torch.Tensor, num_experts: int, world_size: int) -> torch.Tensor:
-    """[T, W] int64: the first k of each token that goes to each rank; K where none does."""
+    """[T, W] int64: the first k of each token that goes to each rank; K if none does."""
     kept, expert = kept_experts(idx, num_experts)
     topk = idx.shape[1]
     owner = torch.where(kept, expert // (num_experts // world_size), -1)

@@ -1,4 +1,4 @@
-"""Oracle of dispatch: which row of which rank each copy of each token becomes."""
+"""Oracle of dispatch: the rank and the row of every assignment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from triton_ep.reference.routing import kept_experts
 
 @dataclass(frozen=True)
 class DispatchResult:
-    """What one rank receives, and where every rank's copies go.
+    """Rows that one rank receives, and the destinations of every rank's assignments.
 
-    Rows are expert-major; inside an expert by source rank, inside a source rank by (token, k).
+    Rows are expert-major; within an expert by source rank, within a source rank by (token, k).
 
     Attributes:
         recv_x: [R, H] received rows; padding rows are zero.
@@ -20,8 +20,8 @@ class DispatchResult:
         expert_offsets: [e + 1] int32, first row of each local expert; last entry = R, padding included.
         num_recv_tokens_per_expert: [e] int32, rows without padding.
         src: [R, 3] int64 (source rank, token, k) of each row, (-1, -1, -1) for padding.
-        dst_rank: per source rank [T, K] int64, owner of the copy's expert; -1 = dropped.
-        dst_row: per source rank [T, K] int64, row of the copy in its owner's `recv_x`; -1 = dropped.
+        dst_rank: per source rank [T, K] int64, owner of the assignment's expert; -1 = dropped.
+        dst_row: per source rank [T, K] int64, row of the assignment in the owner's `recv_x`; -1 = dropped.
     """
 
     recv_x: torch.Tensor
@@ -42,7 +42,7 @@ def dispatch(
     alignment: int = 1,
     full_scatter_indices: Sequence[torch.Tensor] | None = None,
 ) -> DispatchResult:
-    """What rank `rank` receives when all ranks dispatch together.
+    """Rows that rank `rank` receives when all ranks dispatch together.
 
     Arguments:
         xs: per source rank [T, H], any dtype; T may differ.
@@ -50,9 +50,9 @@ def dispatch(
         weights: per source rank [T, K] float32, or None.
         rank: the receiver.
         num_experts: E, a multiple of the number of ranks.
-        alignment: every expert's first row is a multiple of it, the gap is padding.
-        full_scatter_indices: per source rank [T, K], used instead of the computed place of each copy in the
-            sort of that rank's copies by expert (`routing.RoutingResult.full_scatter_indices`).
+        alignment: every expert's first row is a multiple of it; rows in between are padding.
+        full_scatter_indices: per source rank [T, K], used instead of the computed place of each assignment in the
+            sort of that rank's assignments by expert (`routing.RoutingResult.full_scatter_indices`).
 
     Raises:
         ValueError: E is not a multiple of W, an expert id is out of range, `alignment` < 1.
@@ -106,7 +106,7 @@ def dispatch(
 
 
 def _slots(kept: torch.Tensor, expert: torch.Tensor, counts: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-    """[T, K] index of each kept copy among its source's copies for the same expert."""
+    """[T, K] index of each assignment among its source's assignments to the same expert."""
     if given is not None:
         return given.long() - (torch.cumsum(counts, 0) - counts)[expert]
     seen = [0] * counts.numel()

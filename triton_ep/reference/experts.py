@@ -1,13 +1,13 @@
 """Oracle of the experts of a MoE layer: grouped products, the activation between them, and all gradients.
 
-Rows stand in segments, one per expert: `offs` [E + 1], first row of each expert's segment, then the end of the last.
-Everything is float64 and one expert after the other; roundings happen only where an operand is defined by them:
+Rows are in segments, one per expert: `offs` [E + 1], first row of each expert's segment, then the end of the last.
+All arithmetic is float64, one expert after the other; values are rounded only where the definition of an operand says:
 
     row scales  MXFP8 (RCEIL, blocks of 32 along the sum) whose elements are moved to the largest scale of their row. An
                 element keeps its bits unless it becomes subnormal; then it is rounded to nearest even.
     activation  gated: act(g) * (u + up_offset) * weight; not gated: act(g) * weight; in float32.
 
-Rows after the last segment are neither read nor written; results have zeros there.
+Rows past the last segment are neither read nor written; results have zeros there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from triton_ep.reference import mxfp8
 
 
 class Activation(NamedTuple):
-    """What stands between the two products.
+    """The function between the two products.
 
     Attributes:
         kind: "silu", "gelu" (by the error function), "relu" or "relu2".
-        gated: there is a second product, by which act(g) is multiplied.
+        gated: act(g) is multiplied by a second product u.
         limit: g is clamped from above, u from both sides; None: neither.
         alpha: act(g) is g * sigmoid(alpha * g) for "silu".
         up_offset: added to u.
@@ -39,7 +39,7 @@ class Activation(NamedTuple):
 
 
 def activate(pre: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """[R, F] of the first product [R, 2F], gate columns first (not gated: [R, F]); differentiable."""
+    """Activation [R, F] of the first product [R, 2F], gate columns first (not gated: [R, F]); differentiable."""
     g, u = pre.chunk(2, -1) if activation.gated else (pre, None)
     if activation.limit is not None:
         g = g.clamp(max=activation.limit)
@@ -56,9 +56,9 @@ def activate(pre: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 [..., K] and scale bytes [..., K / 32] with one scale per row: e4m3 [..., K] and float32 [...].
+    """Convert e4m3 [..., K] with scale bytes [..., K / 32] to one scale per row: e4m3 [..., K] and float32 [...].
 
-    Scale bytes 255 make the row's scale NaN.
+    A scale byte 255 makes the row's scale NaN.
     """
     largest = scale.amax(-1)
     shift = (scale.long() - largest.long().unsqueeze(-1)).double()
@@ -71,8 +71,8 @@ def rebase_rows(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor,
 def prepared_rows(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [..., K] as FP8 products take them: e4m3 [..., K] and float32 [...].
 
-    The scale is the largest that MXFP8 gives to a block of the row; elements are rounded once under it. They are those
-    of `rebase_rows` of MXFP8, but for subnormal ones, which are nearer to `w`.
+    The scale is the largest MXFP8 block scale of the row; elements are rounded once under it. They equal the elements
+    of `rebase_rows` of MXFP8, except subnormal ones, which are nearer to `w`.
     """
     largest = mxfp8.quantize(w)[1].amax(-1)
     finite = (largest != 255).unsqueeze(-1)
@@ -89,7 +89,7 @@ def prepared_values(w: torch.Tensor) -> torch.Tensor:
 
 
 def row_values(x: torch.Tensor) -> torch.Tensor:
-    """Float64 values that the product of `x` [..., K] by FP8 sees: MXFP8 along the last dimension, moved to rows."""
+    """Float64 values of `x` [..., K] in an FP8 product: MXFP8 along the last dimension, moved to row scales."""
     qdata, scale = rebase_rows(*mxfp8.quantize(x))
     return qdata.float().double() * scale.double().unsqueeze(-1)
 
@@ -101,7 +101,7 @@ def mx_values(x: torch.Tensor) -> torch.Tensor:
 
 
 def tile_table(offs: torch.Tensor, rows_per_tile: int = 128) -> list[tuple[int, int, int]]:
-    """(expert, first row, rows) of every tile, expert by expert; a tile holds rows of one expert."""
+    """(expert, first row, number of rows) of every tile, expert by expert; a tile holds rows of one expert."""
     return [
         (expert, first, min(rows_per_tile, end - first))
         for expert, start, end in segments(offs)
@@ -110,8 +110,8 @@ def tile_table(offs: torch.Tensor, rows_per_tile: int = 128) -> list[tuple[int, 
 
 
 def tile_bands(offs: torch.Tensor, most: int = 8) -> list[tuple[int, int]]:
-    """(tiles, place of this one) of the band of every tile of `tile_table`: a segment's, cut into bands of equal height
-    but for the last."""
+    """(height of its band, place in the band) of every tile of `tile_table`. The tiles of a segment are cut into bands
+    of equal height, except the last."""
     found = []
     for _, start, end in segments(offs):
         tiles = -(-(end - start) // 128)
@@ -121,7 +121,7 @@ def tile_bands(offs: torch.Tensor, most: int = 8) -> list[tuple[int, int]]:
 
 
 def segments(offs: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(expert, start, end) of every segment, of empty ones too."""
+    """(expert, start, end) of every segment, empty ones included."""
     bounds = offs.tolist()
     for expert in range(len(bounds) - 1):
         yield expert, bounds[expert], bounds[expert + 1]
@@ -148,7 +148,7 @@ def bias_gradient(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
 def expanded(
     arrived: torch.Tensor, copies: torch.Tensor, count: int, offs: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
-    """[num_rows, H]: the first `count` arrived rows [C, H] at their copies [C, K] (-1 = none), zeros elsewhere."""
+    """[offs[-1], H]: the first `count` rows of `arrived` [C, H] at their places `copies` [C, K] (-1 = none), else 0."""
     out = arrived.new_zeros(num_rows, arrived.shape[1])
     for row in range(count):
         kept = copies[row][copies[row] >= 0].long()
@@ -159,7 +159,7 @@ def expanded(
 def weighted_rows_backward(
     dy: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of sum(weights[r] * y[r]): of y [R, H] and of the weights [R], float64; zeros from row `end` on."""
+    """Gradients of sum(weights[r] * y[r]) for y [R, H] and for the weights [R], float64; zeros from row `end` on."""
     grad, grad_weights = torch.zeros_like(y, dtype=torch.float64), torch.zeros_like(weights, dtype=torch.float64)
     grad[:end] = dy[:end].double() * weights[:end, None].double()
     grad_weights[:end] = (dy[:end].double() * y[:end].double()).sum(1)
@@ -167,12 +167,12 @@ def weighted_rows_backward(
 
 
 class Gradients(NamedTuple):
-    """Of the block below, all float64.
+    """Results of `activation_backward`, all float64.
 
     Attributes:
-        pre: [R, 2F] of the first product's result.
+        pre: [R, 2F], gradient of the first product's result.
         act: [R, F], the weighted activation itself, which the second matrix's gradient needs.
-        weights: [R] of the rows' weights.
+        weights: [R], gradient of the rows' weights.
     """
 
     pre: torch.Tensor
@@ -183,7 +183,7 @@ class Gradients(NamedTuple):
 def activation_backward(
     dact: torch.Tensor, pre: torch.Tensor, row_weights: torch.Tensor | None, activation: Activation
 ) -> Gradients:
-    """From the gradient [R, F] of the weighted activation: those of what it was made of."""
+    """Gradients of the first product and the row weights, from the gradient [R, F] of the weighted activation."""
     leaf = pre.double().detach().requires_grad_()
     value = activate(leaf, activation)
     weights = torch.ones(pre.shape[0], dtype=torch.float64) if row_weights is None else row_weights.double()
@@ -203,9 +203,9 @@ def experts(
     b13: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[R, H] of rows `x` [R, H], `w13` [E, 2F, H], gate rows first, `w2` [E, H, F]; differentiable, in the dtype given.
+    """[R, H] of rows `x` [R, H], `w13` [E, 2F, H], gate rows first, `w2` [E, H, F]; differentiable, in the given dtype.
 
-    row_weights: [R], which multiply each row's result, biases included. b13: [E, 2F], b2: [E, H].
+    row_weights: [R], multiplied with each row's result, biases included. b13: [E, 2F], b2: [E, H].
     """
     out = []
     for expert, start, end in segments(offs):

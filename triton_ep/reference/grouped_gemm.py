@@ -1,7 +1,7 @@
 """Oracle of the grouped GEMM: one product per group of rows, in float64.
 
-R rows in E groups, one after the other; `ends` [E] int: the row after the last one of each group. Rows after
-`ends[-1]` belong to no group.
+R rows in E consecutive groups; `ends` [E] int: the row after the last row of each group. Rows from `ends[-1]` on
+belong to no group.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ def wgrad(dy: torch.Tensor, a: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
 
 
 def magnitude(a: torch.Tensor, b_t: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """[R, N] float64: sum of the magnitudes of the products behind each output, the unit of rounding errors."""
+    """[R, N] float64: sum of the magnitudes of each output's products, the unit of rounding errors."""
     return grouped_gemm(a.abs(), b_t.abs(), ends)

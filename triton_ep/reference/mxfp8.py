@@ -1,7 +1,7 @@
 """Oracle of quantisation to MX formats: the rules as arithmetic on float64 values.
 
-Scales follow from frexp, elements are rounded on their own grid by hand, so that nothing here depends on how
-a version of torch casts to float8, or on bit patterns of float32. float64 holds every value in between exactly.
+Scales come from frexp, and elements are rounded explicitly to their grid. So nothing here depends on how a version of
+torch casts to float8, or on bit patterns of float32. float64 holds every intermediate value exactly.
 """
 
 import itertools
@@ -24,7 +24,7 @@ _NAN_ELEMENT = {"fp6_e2m3": 0x1F, "fp6_e3m2": 0x1F, "fp4_e2m1": 0x7, torch.float
 
 
 def positive_values(elem_dtype: ElemDtype) -> list[float]:
-    """Values of the codes without sign, from 0 up: element k has bits k. For the formats without NaN."""
+    """Values of the codes without sign, from 0 up: element k has bits k. Only for formats without NaN."""
     largest, _, mbits, smallest = _FORMATS[elem_dtype]
     values, exponent = [step * 2.0 ** (smallest - mbits) for step in range(2**mbits)], smallest
     while values[-1] < largest:
@@ -34,7 +34,7 @@ def positive_values(elem_dtype: ElemDtype) -> list[float]:
 
 
 def _codes(values: torch.Tensor, elem_dtype: ElemDtype) -> torch.Tensor:
-    """Bits of values that are elements, float64 to uint8."""
+    """Bits, uint8, of float64 values that the format represents exactly."""
     if isinstance(elem_dtype, torch.dtype) and elem_dtype != torch.float4_e2m1fn_x2:
         return values.float().to(elem_dtype).view(torch.uint8)
     table = torch.tensor(positive_values(elem_dtype), dtype=torch.float64, device=values.device)
@@ -48,12 +48,12 @@ def _stored(codes: torch.Tensor, elem_dtype: ElemDtype) -> torch.Tensor:
 
 
 def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
-    """Float64 powers of int64 exponents, exactly: `ldexp` passes through float32 and the library's `pow`."""
+    """Exact float64 powers of int64 exponents; `ldexp` would go through float32 and the library's `pow`."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def _floor_log2(value: torch.Tensor) -> torch.Tensor:
-    """Exponents of positive finite float64; what it says of other values is not used."""
+    """Exponents of positive finite float64; results for other values are not used."""
     return torch.frexp(value).exponent.long() - 1
 
 
@@ -63,7 +63,7 @@ def _ceil_log2(value: torch.Tensor) -> torch.Tensor:
 
 
 def _block_scale(amax: torch.Tensor, elem_dtype: ElemDtype, scaling_mode: str) -> torch.Tensor:
-    """Scale bytes, int64, of largest magnitudes given as float64 that are float32 numbers."""
+    """Scale bytes, int64, of largest magnitudes: float32 numbers given as float64."""
     largest, max_pow2, mbits, _ = _FORMATS[elem_dtype]
     finite = amax.isfinite()
     if scaling_mode == "rceil":
@@ -75,7 +75,7 @@ def _block_scale(amax: torch.Tensor, elem_dtype: ElemDtype, scaling_mode: str) -
     elif scaling_mode == "ceil":
         exponent, zero = _ceil_log2(amax) - max_pow2, amax == 0
     elif scaling_mode == "even":
-        # From half a unit below the next power of two on, amax rounds up to it.
+        # An amax at most half a unit below the next power of two rounds up to it.
         exponent = _floor_log2(amax)
         mantissa = torch.frexp(amax).mantissa * 2
         exponent = exponent + (mantissa >= 2.0 - 2.0 ** -(mbits + 1))
@@ -100,19 +100,19 @@ def quantize(
     scaling_mode: str = "rceil",
     block_size: int = 32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of `block_size` consecutive values of the last dimension, each with its scale.
+    """Quantise blocks of `block_size` consecutive values of the last dimension, each with its scale.
 
     Arguments:
         x: [..., H] bf16, fp16 or fp32, H a multiple of `block_size`.
         elem_dtype: float8, or uint8 codes: "fp6_e2m3", "fp6_e3m2", "fp4_e2m1", torch.float4_e2m1fn_x2 (two per byte).
 
-    Returns elements shaped as `x` ([..., H / 2] if packed), and scale bytes [..., H / block_size] uint8; 255 = NaN, its
-    elements 0x7F, or the largest where there is no NaN.
+    Returns elements shaped like `x` ([..., H / 2] if packed), and scale bytes [..., H / block_size] uint8. A NaN block
+    has scale 255 and elements 0x7F, or the largest element in formats without NaN.
     """
     blocks = x.double().unflatten(-1, (-1, block_size))
-    amax = blocks.abs().amax(-1)  # a NaN wins
+    amax = blocks.abs().amax(-1)  # propagates NaN
     scale = _block_scale(amax, elem_dtype, scaling_mode)
-    # 2**(127 - s); the value of a NaN block is replaced below.
+    # 2**(127 - s); the values of a NaN block are replaced below.
     factor = _power_of_2(127 - scale).unsqueeze(-1)
     is_nan = (scale == _NAN_BYTE).unsqueeze(-1)
     values = torch.where(is_nan, 0.0, blocks) * factor
@@ -136,13 +136,13 @@ def dequantize(
 ) -> torch.Tensor:
     """Values [..., H] of stored elements and scale bytes [..., H / block] uint8, rounded once to `dtype`.
 
-    Without `elem_dtype`, the elements are what the dtype of `qdata` says.
+    Without `elem_dtype`, the dtype of `qdata` determines the format.
     """
     values = _element_values(qdata, qdata.dtype if elem_dtype is None else elem_dtype)
     block_size = values.shape[-1] // scale.shape[-1]
     blocks = values.unflatten(-1, (-1, block_size))
     factor = torch.where(scale == _NAN_BYTE, torch.nan, _power_of_2(scale.long() - 127))
-    # Exact in float64; fp16 is reached through float32, in which at most an overflow happens before it.
+    # Exact in float64. fp16 goes through float32, where nothing but an overflow can happen first.
     return (blocks * factor.unsqueeze(-1)).flatten(-2).float().to(dtype)
 
 
@@ -153,13 +153,13 @@ def quantize_columns(
     scaling_mode: str = "rceil",
     block_size: int = 32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of `block_size` rows of each column, anew in each group.
+    """Quantise blocks of `block_size` rows of each column; blocks start again in each group.
 
     Arguments:
         x: [R, H] bf16, fp16 or fp32.
         offsets: [groups + 1] int32, first row of each group, then the end of the last; None: one group.
 
-    Returns elements [R, H], zero after the last group, and scale bytes [S, H] uint8,
+    Returns elements [R, H], zero past the last group, and scale bytes [S, H] uint8,
     S = (R + (block_size - 1) * groups) // block_size; one scale row per block, group after group, then zeros.
     """
     bounds = [0, x.shape[0]] if offsets is None else offsets.tolist()
@@ -170,7 +170,7 @@ def quantize_columns(
     for first, end in itertools.pairwise(bounds):
         for row in range(first, end, block_size):
             part = x[row : min(row + block_size, end)]
-            # A short block is one that zeros fill up.
+            # Zeros fill up a short block.
             full = torch.zeros(block_size, x.shape[1], dtype=x.dtype)
             full[: len(part)] = part
             codes, scales = quantize(full.T, elem_dtype, scaling_mode, block_size)

@@ -1,7 +1,7 @@
-"""What NVFP4 quantisation must compute: float64 and tables, no bit tricks and no cast of torch to a small float.
+"""Oracle of NVFP4 quantisation: float64 and tables, no bit tricks and no torch cast to a small float.
 
-Source: the arithmetic of torchao's NVFP4Tensor. Every float32 step of it is one float64 step rounded to float32,
-which gives the same number: float64 has more than twice the bits, and two more.
+Source: the arithmetic of torchao's NVFP4Tensor. Each of its float32 steps is one float64 step rounded to float32
+here. The result is the same, because float64 has more than twice the bits plus two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _float32(x: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
-    """Index of the value of a table nearest to each x >= 0, of two the even one; x is finite."""
+    """Index of the table value nearest to each finite x >= 0, ties to the even index."""
     table = torch.tensor(values, dtype=torch.float64)
     above = torch.searchsorted(table, x).clamp(1, len(values) - 1)
     below = above - 1
@@ -31,7 +31,7 @@ def _nearest(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
 
 
 def _stochastic(x: torch.Tensor, values: tuple[float, ...], random: torch.Tensor) -> torch.Tensor:
-    """Index of one of the two neighbours of each x; `random` in [0, 2**24), the upper one below its share of that."""
+    """Index of one of the two neighbours of each x: the upper one if `random` < 2**24 is below its share of 2**24."""
     table = torch.tensor(values, dtype=torch.float64)
     below = (torch.searchsorted(table, x, right=True) - 1).clamp(0, len(values) - 2)
     share = (x - table[below]) / (table[below + 1] - table[below])
@@ -46,7 +46,7 @@ def quantize(
     Arguments:
         x: [..., K] bf16, fp16 or fp32.
         per_tensor_scale: float32 that broadcasts against the scales; None: one level of scales.
-        random: [..., K] integers below 2**24 for stochastic rounding, with scales rounded up; None: to nearest.
+        random: [..., K] integers below 2**24: round stochastically, with scales rounded up; None: round to nearest.
     """
     blocks = x.double().unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(-1)
@@ -87,7 +87,7 @@ def dequantize(
 
 
 def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
-    """Blocks of 16 of x [..., K], as float64, times the signs (bit i: lane i is negated) and Sylvester's matrix / 4."""
+    """Multiply blocks of 16 of x [..., K] by the signs (bit i: negate lane i) and Sylvester's matrix / 4; float64."""
     lanes = range(BLOCK)
     matrix = torch.tensor([[(-1.0) ** (i & j).bit_count() / 4 for j in lanes] for i in lanes], dtype=torch.float64)
     sign = torch.tensor([-1.0 if signs >> i & 1 else 1.0 for i in lanes], dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Oracle of a router: which experts a token goes to, and with which weights, token by token in float64.
+"""Oracle of a router: the experts of a token and their weights, token by token in float64.
 
-The rule is DeepSeek-V3's ("noaux_tc"), of which plain top-k is the case of one group and no bias: experts are chosen by
-their scores plus a correction bias, in the best groups only; weights are the scores without the bias.
+The rule is DeepSeek-V3's ("noaux_tc"): experts are chosen by their scores plus a correction bias, in the best groups
+only; weights are the scores without the bias. Plain top-k is the case of one group and no bias.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def topk(
     normalize: bool = True,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [T, K] int64, best first, and their weights [T, K] float64, of logits [T, E].
+    """Experts [T, K] int64, best first, and their weights [T, K] float64, from logits [T, E].
 
     score: "softmax" or "sigmoid". expert_bias: [E], added to the scores for the choice only. A group's score is the sum
-    of its two best experts' with a bias, that of its best one without.
+    of its two best experts' scores with a bias, its best expert's score without.
     """
     per_group = logits.shape[1] // num_groups
     ids, weights = [], []

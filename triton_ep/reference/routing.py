@@ -1,4 +1,4 @@
-"""Oracle of the routing step: what one rank can say about its own tokens before it talks to anyone."""
+"""Oracle of the routing step: what one rank computes from its own tokens before any communication."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ import torch
 
 @dataclass(frozen=True)
 class RoutingResult:
-    """Counts and positions of one rank's copies; all int32, -1 = no position.
+    """Counts and positions of one rank's assignments; all int32, -1 = no position.
 
     Attributes:
-        counts: [E] copies of this rank that go to each expert.
-        slot: [T, K] index of the copy among this rank's copies for the same expert, by (token, k).
+        counts: [E] assignments of this rank to each expert.
+        slot: [T, K] index of the assignment among this rank's assignments to the same expert, by (token, k).
         rank_slot: [T, K] index of the token among this rank's tokens that go to the same destination rank;
             given only at the first k that goes to that rank.
         node_slot: [T, K] the same for destination nodes.
-        full_scatter_indices: [T, K] place of the copy in a stable sort of this rank's copies by expert,
+        full_scatter_indices: [T, K] place of the entry in a stable sort of this rank's entries by expert,
             dropped ones last; a permutation of 0 .. T*K - 1.
     """
 
@@ -30,12 +30,12 @@ def routing(idx: torch.Tensor, num_experts: int, world_size: int, ranks_per_node
     """Routing of one rank's tokens.
 
     Arguments:
-        idx: [T, K] int32 or int64, expert of each copy; -1 or `num_experts` = dropped.
+        idx: [T, K] int32 or int64, expert of each (token, k); -1 or `num_experts` = dropped.
         num_experts: E, a multiple of `world_size`.
         world_size: W, a multiple of `ranks_per_node`.
 
     Raises:
-        ValueError: E or W does not divide as said, or an expert id is out of range.
+        ValueError: E or W is not a multiple as required, or an expert id is out of range.
     """
     kept, expert = kept_experts(idx, num_experts)
     experts_per_rank = _divide(num_experts, world_size, "num_experts", "world_size")
@@ -61,10 +61,10 @@ def routing(idx: torch.Tensor, num_experts: int, world_size: int, ranks_per_node
 
 
 def kept_experts(idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which copies are kept, [T, K] bool, and their experts, [T, K] int64 with 0 for dropped ones.
+    """Mask of kept entries, [T, K] bool, and their experts, [T, K] int64 with 0 for dropped entries.
 
     Raises:
-        ValueError: an entry is neither an expert nor one of the two marks of a dropped copy, -1 and E.
+        ValueError: an entry is neither an expert nor one of the two marks of a dropped entry, -1 and E.
     """
     idx = idx.long()
     wrong = (idx < -1) | (idx > num_experts)
@@ -82,7 +82,7 @@ def _divide(whole: int, parts: int, whole_name: str, parts_name: str) -> int:
 
 
 def _slot_of_first(destination: torch.Tensor, kept: torch.Tensor, num_destinations: int) -> torch.Tensor:
-    """[T, K] index of the token among those that go to a destination, at its first k there; else -1."""
+    """[T, K] index of the token among the tokens for its destination, at the first k that goes there; else -1."""
     num_tokens, topk = destination.shape
     goes = torch.zeros(num_tokens, num_destinations, dtype=torch.bool)
     result = torch.full((num_tokens, topk), -1, dtype=torch.int32)
@@ -91,7 +91,7 @@ def _slot_of_first(destination: torch.Tensor, kept: torch.Tensor, num_destinatio
     for k in range(topk):
         first[:, k] = kept[:, k] & ~goes[token, destination[:, k]]
         goes[token[first[:, k]], destination[first[:, k], k]] = True
-    index = torch.cumsum(goes, 0) - 1  # of a token that goes there
+    index = torch.cumsum(goes, 0) - 1  # valid for tokens that go there
     for k in range(topk):
         result[:, k] = torch.where(first[:, k], index[token, destination[:, k]], -1).int()
     return result
